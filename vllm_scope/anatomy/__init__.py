@@ -1,0 +1,6 @@
+"""Where a model keeps its residual stream, and how taps get onto it.
+
+convention.py   what a decoder layer's output means (read off its source)
+layers.py       finds the decoder layers of a loaded model
+tapped.py       gives each layer a subclass whose forward carries the taps
+"""

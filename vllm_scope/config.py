@@ -1,0 +1,122 @@
+"""The engine's options: `additional_config={"scope": {...}}`.
+
+Owns:  ScopeConfig, its defaults and its checks.
+Runs:  in the front-end (to fill in defaults) and in every worker.
+
+Promise: what changes the compiled graph is in this dict, and vLLM hashes the
+dict into its compile-cache key; `graph_key` adds the code of the tap itself. A
+graph compiled without taps is thus never loaded for a start with taps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from vllm_scope.errors import ConfigError, SpecError
+from vllm_scope.spec import canonical_site
+
+#: Where the dict lives inside vLLM's `additional_config`.
+KEY = "scope"
+
+
+class ScopeConfig(BaseModel):
+    """What the engine is started with.
+
+    Attributes:
+        sites: the sites that may be read. Each costs a tap per layer, whether or
+            not anything is asked of it.
+        layers: the layers whose taps exist, or "all".
+        arena_mib: device memory for rows that wait for their copy; None takes the
+            largest step that a CUDA graph can hold, three times.
+        deliver_timeout_s: how long a finished request waits for rows that are
+            still on their way, before it is returned as incomplete.
+        graph_key: identity of the traced code. Set by vllm-scope.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sites: tuple[str, ...] = ("embed", "resid_post")
+    layers: Literal["all"] | tuple[int, ...] = "all"
+    arena_mib: float | None = Field(default=None, gt=0)
+    deliver_timeout_s: float = Field(default=60.0, gt=0)
+    graph_key: str = ""
+
+    @field_validator("sites")
+    @classmethod
+    def _known_sites(cls, sites: tuple[str, ...]) -> tuple[str, ...]:
+        if not sites:
+            raise ValueError("name at least one site")
+        try:
+            return tuple(sorted({canonical_site(site, "sites") for site in sites}))
+        except SpecError as error:
+            raise ValueError(str(error)) from None
+
+    @field_validator("layers")
+    @classmethod
+    def _sane_layers(cls, layers: Any) -> Any:
+        if layers == "all":
+            return layers
+        if not layers or min(layers) < 0:
+            raise ValueError("name layers from 0, or 'all'")
+        return tuple(sorted(set(layers)))
+
+    @staticmethod
+    def parse(body: object) -> ScopeConfig:
+        """Raises ConfigError naming the option, what came and what is allowed."""
+        if not isinstance(body, Mapping):
+            raise ConfigError(f"additional_config['scope'] is {body!r}; it is an object.")
+        try:
+            return ScopeConfig.model_validate(dict(body))
+        except ValidationError as error:
+            first = error.errors()[0]
+            option = ".".join(str(part) for part in first["loc"][:1])
+            allowed = ", ".join(k for k in ScopeConfig.model_fields if k != "graph_key")
+            raise ConfigError(
+                f"additional_config['scope'].{option} is {first['input']!r}: {first['msg']}. "
+                f"The options are {allowed}."
+            ) from None
+
+    def with_graph_key(self) -> dict[str, Any]:
+        """The dict to put into `additional_config`, plain JSON."""
+        return self.model_copy(update={"graph_key": graph_key()}).model_dump(mode="json")
+
+    def boundaries(self, num_layers: int) -> tuple[int, ...]:
+        """The boundaries of the residual stream that carry a tap.
+
+        Raises:
+            ConfigError: a layer that the model does not have.
+        """
+        layers = range(num_layers) if self.layers == "all" else self.layers
+        found: set[int] = set()
+        for layer in layers:
+            if layer >= num_layers:
+                raise ConfigError(
+                    f"additional_config['scope'].layers has {layer}; this model has layers "
+                    f"0 to {num_layers - 1}."
+                )
+            if "resid_post" in self.sites:
+                found.add(layer + 1)
+            if "resid_pre" in self.sites:
+                found.add(layer)
+        if "embed" in self.sites:
+            found.add(0)
+        return tuple(sorted(found))
+
+
+@cache
+def graph_key() -> str:
+    """Version and a digest of the sources that are traced into the model's graph."""
+    import vllm_scope
+
+    here = Path(__file__).parent
+    digest = hashlib.sha256()
+    for folder in ("anatomy", "tap"):
+        for source in sorted((here / folder).glob("*.py")):
+            digest.update(source.read_bytes())
+    return f"{vllm_scope.__version__}+{digest.hexdigest()[:12]}"

@@ -1,0 +1,9 @@
+"""Every line that knows a vLLM internal.
+
+plugin.py    the entry point; which seams are wrapped, and that they are there
+frontend.py  LLMEngine and AsyncLLM: requests in, results out
+core.py      the scheduler's prefix cache: a read is never served from it
+worker.py    a worker's life: load, step, finish
+runners.py   what a forward computes, for Model Runner V1 and V2
+model.py     may this model be tapped, and where
+"""

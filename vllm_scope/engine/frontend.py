@@ -1,0 +1,272 @@
+"""Requests in, results out: the seams on LLMEngine, AsyncLLM and their outputs.
+
+Owns:  admission (is the spec possible here), the request's handle, and the wait
+       for rows that are still on their way when a request ends.
+Runs:  in the front-end process, on its main thread or event loop.
+To:    result (Inbox), core (the handle).
+
+Promise: a caller's SamplingParams are never changed. A plain request takes the
+original path. A finished output is given to the caller when its rows are here;
+others are not held up by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from vllm_scope.engine.core import HANDLE
+from vllm_scope.engine.plugin import config_of, wrap_method
+from vllm_scope.errors import ScopeError, SpecError
+from vllm_scope.result import Pending, inbox
+from vllm_scope.spec import Sites, Spec
+
+#: How long a synchronous step waits for rows before it looks again.
+POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Connection:
+    """What the workers of an engine said they can read."""
+
+    sites: Sites
+    reason: str | None
+    num_stages: int
+    deliver_timeout_s: float
+
+    @staticmethod
+    def from_replies(replies: list[dict[str, Any]], deliver_timeout_s: float) -> Connection:
+        first = replies[0]
+        sites = dict(first["sites"])
+        sites["boundaries"] = tuple(sorted({b for r in replies for b in r["taps_here"]}))
+        reason = next((r["reason"] for r in replies if r["reason"]), None)
+        return Connection(Sites(**sites), reason, first["num_stages"], deliver_timeout_s)
+
+
+def _asks(params: Any) -> bool:
+    extra = getattr(params, "extra_args", None)
+    return bool(extra) and "scope" in extra
+
+
+def _params_of(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> Any:
+    return kwargs["params"] if "params" in kwargs else args[place]
+
+
+def _arguments() -> dict[str, Any]:
+    return {"args": (msgspec.to_builtins(inbox().address),)}
+
+
+def _connect(engine: Any, replies: list[dict[str, Any]]) -> None:
+    config = config_of(engine.vllm_config)
+    assert config is not None
+    engine.output_processor.scope = Connection.from_replies(replies, config.deliver_timeout_s)
+
+
+def _needs_connection(engine: Any) -> bool:
+    return (
+        getattr(engine.output_processor, "scope", None) is None
+        and config_of(engine.vllm_config) is not None
+    )
+
+
+# Requests in
+
+
+def _open(connection: Connection | None, request: Any) -> Pending:
+    """Check one request against the engine and give it a handle."""
+    if connection is None:
+        raise SpecError("this engine was started without vllm-scope; it cannot read activations.")
+    if connection.reason is not None:
+        raise SpecError(f"this model cannot be read: {connection.reason}.")
+    if request.resumable:
+        raise SpecError("streamed input cannot be read; send the prompt in one piece.")
+    if request.prompt_token_ids is None:
+        raise SpecError("prompt embeddings cannot be read; send text or token ids.")
+    params = request.sampling_params
+    reads = Spec.from_json(params.extra_args["scope"]).resolve(connection.sites)
+    prompt_ids = list(request.prompt_token_ids)
+    ids = np.asarray(prompt_ids, np.int64)
+    last = max(len(ids) + (params.max_tokens or 1) - 2, len(ids) - 1)
+    for i, read in enumerate(reads):
+        read.tokens.check(len(ids), last, f"reads[{i}].tokens")
+    pending = inbox().open(reads, connection.sites, prompt_ids, connection.num_stages)
+    handle = {
+        "key": pending.key,
+        "frontend": inbox().address.frontend,
+        "first_position": min(read.tokens.first_position(len(ids), ids) for read in reads),
+    }
+    params = copy(params)
+    params.extra_args = {**params.extra_args, HANDLE: handle}
+    request.sampling_params = params
+    return pending
+
+
+def _add_to_processor(
+    original: Any, self: Any, request: Any, *args: Any, **kwargs: Any
+) -> None:
+    """OutputProcessor.add_request: the one place that sees every child request."""
+    if not _asks(request.sampling_params):
+        return original(self, request, *args, **kwargs)
+    try:
+        pending = _open(getattr(self, "scope", None), request)
+    except SpecError as error:
+        raise _refusal()(str(error)) from None
+    original(self, request, *args, **kwargs)
+    self.request_states[request.request_id].scope = pending
+
+
+def _refusal() -> type[Exception]:
+    """SpecError that vLLM's server, too, knows as the client's fault (HTTP 400)."""
+    global _Refusal
+    if _Refusal is None:
+        from vllm.exceptions import VLLMValidationError
+
+        _Refusal = type("SpecError", (VLLMValidationError, SpecError), {})
+    return _Refusal
+
+
+_Refusal: type[Exception] | None = None
+
+
+def _add_sync(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if _asks(_params_of(args, kwargs, 2)) and _needs_connection(self):
+        _connect(self, self.collective_rpc("scope_connect", **_arguments()))
+    return original(self, *args, **kwargs)
+
+
+def _add_async(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not (_asks(_params_of(args, kwargs, 2)) and _needs_connection(self)):
+        return original(self, *args, **kwargs)
+
+    async def connect_first() -> Any:
+        _connect(self, await self.collective_rpc("scope_connect", **_arguments()))
+        return await original(self, *args, **kwargs)
+
+    return connect_first()
+
+
+# Results out
+
+
+def _new_completion(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """RequestState._new_completion_output: tie the completion to its rows."""
+    completion = original(self, *args, **kwargs)
+    pending = getattr(self, "scope", None)
+    if pending is not None:
+        completion.scope_source = (pending, self.detokenizer)
+    return completion
+
+
+def _waiting_for(output: Any) -> list[Pending]:
+    """The rows that a finished output still waits for."""
+    found = []
+    for completion in output.outputs:
+        source = getattr(completion, "scope_source", None)
+        ended = completion.finish_reason not in (None, "abort", "error")
+        if source is not None and ended and not source[0].done.done():
+            found.append(source[0])
+    return found
+
+
+def _settle(output: Any) -> Any:
+    """Give every completion a snapshot of its rows as of now."""
+    for completion in output.outputs:
+        source = getattr(completion, "scope_source", None)
+        if source is not None:
+            pending, detokenizer = source
+            result = pending.snapshot(list(detokenizer.output_token_ids), completion.finish_reason)
+            if completion.finish_reason is not None:
+                result.own()
+                del completion.scope_source
+            completion.scope = result
+    return output
+
+
+def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    params = kwargs["sampling_params"] if "sampling_params" in kwargs else args[1]
+    stream = original(self, *args, **kwargs)
+    return _settled(self, stream) if _asks(params) else stream
+
+
+async def _settled(engine: Any, stream: Any) -> Any:
+    async with aclosing(stream):
+        async for output in stream:
+            for pending in _waiting_for(output):
+                timeout = engine.output_processor.scope.deliver_timeout_s
+                await asyncio.wait([asyncio.wrap_future(pending.done)], timeout=timeout)
+            yield _settle(output)
+
+
+def _step(original: Any, self: Any) -> list[Any]:
+    """LLMEngine.step: a finished output whose rows are not here comes in a later step."""
+    waiting: list[tuple[Any, float]] = self.__dict__.setdefault("scope_waiting", [])
+    if not waiting:
+        outputs = original(self)
+    elif self.output_processor.has_unfinished_requests() or not _multiprocess(self):
+        # In one process the engine must step on: the workers learn of a request's
+        # end in the step after.
+        outputs = original(self)
+        if not outputs and not self.output_processor.has_unfinished_requests():
+            time.sleep(POLL_S / 10)
+    else:
+        outputs = []
+        pending = _waiting_for(waiting[0][0])
+        if pending:
+            _wait(pending[0], POLL_S)
+    if getattr(self.output_processor, "scope", None) is None:
+        return outputs
+    now = time.monotonic()
+    limit = now + self.output_processor.scope.deliver_timeout_s
+    queue = [*waiting, *((output, limit) for output in outputs)]
+    ready = [(o, t) for o, t in queue if now >= t or not _waiting_for(o)]
+    done = {id(o) for o, _ in ready}
+    waiting[:] = [(o, t) for o, t in queue if id(o) not in done]
+    return [_settle(o) if hasattr(o, "outputs") else o for o, _ in ready]
+
+
+def _wait(pending: Pending, timeout: float) -> None:
+    try:
+        pending.done.result(timeout)
+    except TimeoutError:
+        pass
+
+
+def _multiprocess(engine: Any) -> bool:
+    return not hasattr(engine.engine_core, "engine_core")
+
+
+def _has_unfinished(original: Any, self: Any) -> bool:
+    return bool(original(self)) or bool(self.__dict__.get("scope_waiting"))
+
+
+def _scope_of(self: Any) -> Any:
+    """RequestOutput.scope: the result of a request with one completion."""
+    if len(self.outputs) != 1:
+        raise ScopeError(
+            f"this output has {len(self.outputs)} completions; use output.outputs[i].scope."
+        )
+    return self.outputs[0].scope
+
+
+def wrap() -> None:
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+
+    wrap_method(LLMEngine, "add_request", ["request_id", "prompt", "params"], _add_sync)
+    wrap_method(LLMEngine, "step", [], _step)
+    wrap_method(LLMEngine, "has_unfinished_requests", [], _has_unfinished)
+    wrap_method(AsyncLLM, "add_request", ["request_id", "prompt", "params"], _add_async)
+    wrap_method(AsyncLLM, "generate", ["prompt", "sampling_params"], _generate)
+    wrap_method(OutputProcessor, "add_request", ["request"], _add_to_processor)
+    wrap_method(RequestState, "_new_completion_output", ["finish_reason"], _new_completion)
+    CompletionOutput.scope = None
+    RequestOutput.scope = property(_scope_of)

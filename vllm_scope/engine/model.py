@@ -1,0 +1,68 @@
+"""May this model, in this engine, be tapped; and its decoder layers.
+
+Owns:  what vLLM's configuration and module classes say about taps.
+Runs:  in every worker, after load.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from vllm_scope.anatomy.layers import Anatomy, find_anatomy
+from vllm_scope.errors import CompatError
+
+
+def num_layers_of(vllm_config: Any) -> int:
+    return int(vllm_config.model_config.get_total_num_hidden_layers())
+
+
+def hidden_size_of(vllm_config: Any) -> int:
+    return int(vllm_config.model_config.get_hidden_size())
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Raises CompatError where rows would not be what they seem."""
+    parallel = vllm_config.parallel_config
+    reasons = {
+        "dual batch overlap (each half reads the plan from row 0)": getattr(
+            parallel, "use_ubatching", False
+        ),
+        "prefill context parallelism (a rank holds part of the tokens)": getattr(
+            parallel, "prefill_context_parallel_size", 1
+        )
+        > 1,
+        "sequence-parallel MoE (the residual is sharded by rows)": getattr(
+            parallel, "use_sequence_parallel_moe", False
+        ),
+        "KV-sharing fast prefill (late layers skip prompt tokens)": getattr(
+            vllm_config.cache_config, "kv_sharing_fast_prefill", False
+        ),
+    }
+    for reason, present in reasons.items():
+        if present:
+            raise CompatError(f"this engine runs with {reason}")
+    if vllm_config.model_config.runner_type != "generate":
+        raise CompatError("this is a pooling model; taps read generating models")
+
+
+def anatomy_of(model: nn.Module, vllm_config: Any) -> Anatomy:
+    """The model's decoder layers.
+
+    Raises:
+        CompatError: this engine or this model is not of a shape that taps know.
+    """
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    check_engine(vllm_config)
+    anatomy = find_anatomy(
+        model, num_layers_of(vllm_config), lambda layer: isinstance(layer, PPMissingLayer)
+    )
+    for layer in anatomy.layers.values():
+        if isinstance(layer, TorchCompileWithNoGuardsWrapper):
+            raise CompatError(
+                f"{type(layer).__name__} is compiled by itself, a tap there would not be traced"
+            )
+    return anatomy

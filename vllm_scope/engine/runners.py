@@ -1,0 +1,100 @@
+"""What one forward computes, read off the model runner just before it runs.
+
+Owns:  one seam per runner, wrapped on the instance.
+Runs:  in the worker, right before the forward, for real steps only (V1), or for
+       dummies too, whose requests nobody knows (V2).
+To:    worker (`begin_step` with a StepBatch).
+
+Rows are never derived from the scheduler's order: both runners reorder batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from vllm_scope.errors import CompatError
+from vllm_scope.plan import StepBatch
+
+#: (batch, device positions by row); called only while some request reads.
+BeginStep = Callable[[StepBatch, Tensor], None]
+
+
+def attach(runner: Any, reading: Callable[[], bool], begin_step: BeginStep) -> str:
+    """Call `begin_step` before each forward of `runner` while `reading()`.
+
+    Returns:
+        "V1" or "V2".
+
+    Raises:
+        CompatError: the runner has neither seam.
+    """
+    model_state = getattr(runner, "model_state", None)
+    if model_state is not None and hasattr(model_state, "prepare_inputs"):
+        _attach_v2(runner, model_state, reading, begin_step)
+        return "V2"
+    if hasattr(runner, "_model_forward"):
+        _attach_v1(runner, reading, begin_step)
+        return "V1"
+    raise CompatError(
+        f"{type(runner).__name__} has neither `_model_forward` (V1) nor "
+        "`model_state.prepare_inputs` (V2)"
+    )
+
+
+def dummy_forward(runner: Any, version: str) -> None:
+    """One forward of one dummy token, without attention or KV cache, no graph."""
+    if version == "V2":
+        runner._dummy_run(1, skip_attn=True, skip_eplb=True, is_profile=True)
+    else:
+        runner._dummy_run(1, skip_eplb=True, is_profile=True)
+
+
+def _attach_v1(runner: Any, reading: Callable[[], bool], begin_step: BeginStep) -> None:
+    forward = runner._model_forward
+
+    def model_forward(*args: Any, **kwargs: Any) -> Any:
+        if reading():
+            batch = runner.input_batch
+            num_reqs = batch.num_reqs
+            start = runner.query_start_loc.np[: num_reqs + 1].astype(np.int64)
+            begin_step(
+                StepBatch(
+                    batch.req_ids[:num_reqs],
+                    start,
+                    batch.num_computed_tokens_cpu[:num_reqs].astype(np.int64),
+                    # Drafts that were rejected are not known on the host yet.
+                    # vllm 0.32, v1/worker/gpu_model_runner.py, _prepare_inputs
+                    bool(runner.use_async_spec_decode),
+                ),
+                runner.positions[: int(start[-1])],
+            )
+        return forward(*args, **kwargs)
+
+    runner._model_forward = model_forward
+
+
+def _attach_v2(
+    runner: Any, model_state: Any, reading: Callable[[], bool], begin_step: BeginStep
+) -> None:
+    prepare = model_state.prepare_inputs
+
+    def prepare_inputs(input_batch: Any, req_states: Any) -> Any:
+        if reading():
+            num_reqs = input_batch.num_reqs
+            start = input_batch.query_start_loc_np[: num_reqs + 1].astype(np.int64)
+            begin_step(
+                StepBatch(
+                    input_batch.req_ids[:num_reqs],
+                    start,
+                    input_batch.num_computed_tokens_np[:num_reqs].astype(np.int64),
+                    runner.num_speculative_steps > 0,
+                ),
+                input_batch.positions[: int(start[-1])],
+            )
+        return prepare(input_batch, req_states)
+
+    model_state.prepare_inputs = prepare_inputs

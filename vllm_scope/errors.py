@@ -1,0 +1,34 @@
+"""What can go wrong, and who has to act.
+
+ScopeError
+  SpecError      the request is wrong        that request only (HTTP 400)
+  ConfigError    the engine's options are    refuse to start
+                 wrong
+  CapacityError  no room for this request    that request only (HTTP 429)
+  CompatError    vLLM or the model is not    refuse to start, or refuse taps
+                 the shape we know
+
+Every message says what came, what is allowed, and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class ScopeError(Exception):
+    """Base of every error that vllm-scope raises."""
+
+
+class SpecError(ScopeError, ValueError):
+    """A request asks for something that cannot be; only that request fails."""
+
+
+class ConfigError(ScopeError, ValueError):
+    """`additional_config["scope"]` is wrong; the engine does not start."""
+
+
+class CapacityError(ScopeError):
+    """There is no room for this request; it may be sent again later."""
+
+
+class CompatError(ScopeError):
+    """vLLM, or this model, is not of a shape that vllm-scope knows."""

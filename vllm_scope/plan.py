@@ -1,0 +1,255 @@
+"""Per-step plan: which batch rows to read, and into which arena slots.
+
+Owns:  the requests that read, and the arithmetic from token positions to rows.
+Runs:  in every worker that drains, before the forward. CPU only, no device sync.
+From:  program (per request), engine (StepBatch).
+To:    tap.tables (row -> program, slot), drain (labels of the rows).
+
+Promise: a plan is a pure function of the requests and the batch. A step without
+reading requests costs one dict test. Decode rows are planned by array
+arithmetic; only tokens of a prompt, and selectors that pick single generated
+tokens, cost Python per request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_scope.errors import ScopeError
+from vllm_scope.program import NO_PROGRAM, Program, RequestProgram
+from vllm_scope.tap.tables import Tables
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one forward computes, in vLLM's row order.
+
+    Attributes:
+        req_ids: the requests, in the order of their rows.
+        query_start: int [num_reqs + 1], first row of each request.
+        num_computed: int [num_reqs], position of each request's first row.
+        optimistic: `num_computed` counts draft tokens that may have been rejected;
+            the true positions are on the device.
+    """
+
+    req_ids: list[str]
+    query_start: Ints
+    num_computed: Ints
+    optimistic: bool = False
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Whose rows they are. One entry per token, in slot order.
+
+    Attributes:
+        keys: int64 [num_tokens], the request's key.
+        positions: int64 [num_tokens], absolute.
+        program_of: int32 [num_tokens], index into `programs`.
+        programs: the programs of this step; a token takes `num_reads` rows.
+        rows: int64 [num_tokens], batch rows (to look up true positions).
+    """
+
+    keys: Ints
+    positions: Ints
+    program_of: NDArray[np.int32]
+    programs: tuple[Program, ...]
+    rows: Ints
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: rows get programs and (relative) slots."""
+
+    labels: Labels
+    program_ids: NDArray[np.int32]
+    offsets: Ints
+    num_slots: int
+    optimistic: bool
+
+
+@dataclass
+class _Requests:
+    """The reading requests as columns, so that a decode step is array arithmetic."""
+
+    index_of: dict[str, int] = field(default_factory=dict)
+    free: list[int] = field(default_factory=list)
+    programs: dict[int, RequestProgram] = field(default_factory=dict)
+    key: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    num_prompt: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    #: Program id of generated tokens, where one serves them all.
+    generated: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    generated_fixed: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
+
+    def take(self) -> int:
+        if not self.free:
+            old = len(self.key)
+            new = max(64, 2 * old)
+            self.key = np.resize(self.key, new)
+            self.num_prompt = np.resize(self.num_prompt, new)
+            self.generated = np.resize(self.generated, new)
+            self.generated_fixed = np.resize(self.generated_fixed, new)
+            self.free = list(range(new - 1, old - 1, -1))
+        return self.free.pop()
+
+
+class Planner:
+    """Holds the reading requests and plans steps.
+
+    Verbs: `add_request`, `begin_step`, `finish_request`.
+    """
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        self._requests = _Requests()
+        #: Requests looked at while planning, ever: the idle test reads it.
+        self.num_requests_planned = 0
+
+    def __len__(self) -> int:
+        return len(self._requests.index_of)
+
+    def __contains__(self, req_id: str) -> bool:
+        return req_id in self._requests.index_of
+
+    def add_request(self, req_id: str, key: int, program: RequestProgram) -> None:
+        """Raises CapacityError where no program id is free."""
+        requests = self._requests
+        generated, fixed = NO_PROGRAM, program.generated_is_uniform
+        if fixed:
+            superset = program.generated_superset()
+            if superset is not None:
+                generated = self._tables.program_id(superset, hold=True)
+        index = requests.take()
+        requests.index_of[req_id] = index
+        requests.programs[index] = program
+        requests.key[index] = key
+        requests.num_prompt[index] = program.num_prompt
+        requests.generated[index] = generated
+        requests.generated_fixed[index] = fixed
+
+    def finish_request(self, req_id: str) -> int | None:
+        """Forget a request; its key, or None for one that never read."""
+        requests = self._requests
+        index = requests.index_of.pop(req_id, None)
+        if index is None:
+            return None
+        del requests.programs[index]
+        if requests.generated[index] != NO_PROGRAM:
+            self._tables.release(int(requests.generated[index]))
+        requests.free.append(index)
+        return int(requests.key[index])
+
+    def begin_step(self, batch: StepBatch) -> tuple[StepPlan | None, list[tuple[str, ScopeError]]]:
+        """Plan one forward.
+
+        Returns:
+            The plan, None where nothing is read; and the requests that could not
+            be planned, with the reason. Their neighbours are planned all the same.
+        """
+        if not self._requests.index_of:
+            return None, []
+        requests, num_reqs = self._requests, len(batch.req_ids)
+        get = requests.index_of.get
+        index = np.fromiter((get(r, -1) for r in batch.req_ids), np.int64, num_reqs)
+        reading = np.flatnonzero(index >= 0)
+        if reading.size == 0:
+            return None, []
+        self.num_requests_planned += int(reading.size)
+        self._tables.begin_step()
+
+        index = index[reading]
+        first_row = batch.query_start[reading].astype(np.int64)
+        count = batch.query_start[reading + 1].astype(np.int64) - first_row
+        first_position = batch.num_computed[reading].astype(np.int64)
+        in_columns = (first_position >= requests.num_prompt[index]) & requests.generated_fixed[
+            index
+        ]
+
+        parts = _Parts()
+        easy = in_columns & (requests.generated[index] != NO_PROGRAM)
+        parts.add_columns(
+            index[easy], requests.generated[index[easy]],
+            first_row[easy], first_position[easy], count[easy],
+        )  # fmt: skip
+        failures: list[tuple[str, ScopeError]] = []
+        for i in np.flatnonzero(~in_columns):
+            try:
+                parts.add_runs(int(index[i]), self._runs(
+                    requests.programs[int(index[i])],
+                    int(first_position[i]), int(count[i]), batch.optimistic,
+                ), int(first_row[i]), int(first_position[i]))  # fmt: skip
+            except ScopeError as error:
+                failures.append((batch.req_ids[int(reading[i])], error))
+        return parts.build(requests.key, self._tables, batch.optimistic), failures
+
+    def _runs(
+        self, program: RequestProgram, first: int, count: int, optimistic: bool
+    ) -> list[tuple[int, int, int, Program]]:
+        if optimistic and first >= program.num_prompt:
+            superset = program.generated_superset()
+            runs = [] if superset is None else [(0, count, superset)]
+        else:
+            runs = program.runs(first, count)
+        return [(o, n, self._tables.program_id(p), p) for o, n, p in runs]
+
+
+class _Parts:
+    """Collects tokens of a step, then puts them in row order."""
+
+    def __init__(self) -> None:
+        self._rows: list[Ints] = []
+        self._positions: list[Ints] = []
+        self._index: list[Ints] = []
+        self._ids: list[NDArray[np.int32]] = []
+
+    def add_columns(
+        self, index: Ints, ids: NDArray[np.int32], row: Ints, position: Ints, count: Ints
+    ) -> None:
+        if index.size == 0:
+            return
+        if int(count.max()) > 1:
+            within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+            index, ids = np.repeat(index, count), np.repeat(ids, count)
+            row, position = np.repeat(row, count) + within, np.repeat(position, count) + within
+        self._append(index, ids, row, position)
+
+    def add_runs(
+        self, index: int, runs: list[tuple[int, int, int, Program]], row: int, position: int
+    ) -> None:
+        for offset, length, program_id, _ in runs:
+            steps = np.arange(offset, offset + length, dtype=np.int64)
+            self._append(
+                np.full(length, index, np.int64), np.full(length, program_id, np.int32),
+                row + steps, position + steps,
+            )  # fmt: skip
+
+    def _append(self, index: Ints, ids: NDArray[np.int32], row: Ints, position: Ints) -> None:
+        self._index.append(index)
+        self._ids.append(ids)
+        self._rows.append(row)
+        self._positions.append(position)
+
+    def build(self, key_of: Ints, tables: Tables, optimistic: bool) -> StepPlan | None:
+        if not self._rows:
+            return None
+        rows = np.concatenate(self._rows)
+        positions, index = np.concatenate(self._positions), np.concatenate(self._index)
+        ids = np.concatenate(self._ids)
+        if len(self._rows) > 1:
+            order = np.argsort(rows, kind="stable")
+            rows, positions, index, ids = rows[order], positions[order], index[order], ids[order]
+        distinct, program_of = np.unique(ids, return_inverse=True)
+        ends = np.cumsum(tables.num_reads[ids])
+        labels = Labels(
+            keys=key_of[index],
+            positions=positions,
+            program_of=program_of.astype(np.int32),
+            programs=tuple(tables.program_of(int(i)) for i in distinct),
+            rows=rows,
+        )
+        return StepPlan(labels, ids, ends - tables.num_reads[ids], int(ends[-1]), optimistic)

@@ -1,0 +1,308 @@
+"""Which tokens: one language for reads (and whatever else picks tokens).
+
+A selector is written as
+    "all"           every token that is processed
+    "prompt"        the prompt's tokens
+    "generated"     the generated tokens (the last one is sampled, never processed)
+    "last_prompt"   the last token of the prompt
+    "last"          the last token that is processed
+    [0, 5, -1]      absolute positions; negative ones count from the prompt's end
+    slice(4, 12)    positions, with Python's rules, over the whole sequence
+    TokenIds(13)    wherever these token ids stand
+    Union(a, b)     in any of them
+    Except(a, b)    in a and not in b
+
+Owns:  parsing, JSON, and `select`.
+Runs:  everywhere. numpy, no torch.
+
+Promise: a worker, while a token is processed, may not know yet what the caller
+needs to know (the length at the end, a sampled id that is still on the GPU). So
+`select` answers with two masks, `certain` and `possible`: workers read what is
+possible, the front-end keeps what is certain once everything is known. Then both
+masks are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_scope.errors import SpecError
+
+MAX_ITEMS = 65_536
+WORDS = ("all", "prompt", "generated", "last_prompt", "last")
+#: Larger than any position, and exact in int64.
+FAR = 1 << 40
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What is known about some tokens of one request.
+
+    Attributes:
+        positions: int64 [n], absolute: index into prompt + generated.
+        num_prompt: length of the prompt.
+        ids: int64 [n], the token at each position, -1 where it is not known yet.
+        num_processed: how many positions are processed in the end, or None while
+            the request still runs.
+    """
+
+    positions: NDArray[np.int64]
+    num_prompt: int
+    ids: NDArray[np.int64]
+    num_processed: int | None
+
+
+@dataclass(frozen=True)
+class Masks:
+    """bool [n] each; certain implies possible."""
+
+    certain: NDArray[np.bool_]
+    possible: NDArray[np.bool_]
+
+
+class Selector:
+    """Base of all selectors. They are values: frozen, comparable, hashable."""
+
+    @property
+    def uniform(self) -> bool:
+        """The answer depends on the phase (prompt or generated) alone."""
+        return False
+
+    def select(self, tokens: Tokens) -> Masks:
+        raise NotImplementedError
+
+    def to_json(self) -> Any:
+        raise NotImplementedError
+
+    def first_position(self, num_prompt: int, prompt_ids: NDArray[np.int64]) -> int:
+        """The smallest position that may be selected; `FAR` if none can be."""
+        positions = np.arange(num_prompt, dtype=np.int64)
+        possible = self.select(Tokens(positions, num_prompt, prompt_ids, None)).possible
+        hits = np.flatnonzero(possible)
+        # Past the prompt a prefix-cache hit of this very request cannot reach, so
+        # the first generated position is as good a bound as any later one.
+        return int(hits[0]) if hits.size else num_prompt
+
+    def check(self, num_prompt: int, max_position: int, where: str) -> None:
+        """Raise SpecError where the selector can never mean a token of this request."""
+
+
+def _sure(mask: NDArray[np.bool_]) -> Masks:
+    return Masks(mask, mask)
+
+
+@dataclass(frozen=True)
+class Word(Selector):
+    word: str
+
+    @property
+    def uniform(self) -> bool:
+        return self.word in ("all", "prompt", "generated")
+
+    def select(self, tokens: Tokens) -> Masks:
+        p, n = tokens.positions, tokens.num_prompt
+        match self.word:
+            case "all":
+                return _sure(np.ones(p.shape, bool))
+            case "prompt":
+                return _sure(p < n)
+            case "generated":
+                return _sure(p >= n)
+            case "last_prompt":
+                return _sure(p == n - 1)
+        if tokens.num_processed is None:
+            # Any token from the last of the prompt on may turn out to be the last.
+            return Masks(np.zeros(p.shape, bool), p >= n - 1)
+        return _sure(p == tokens.num_processed - 1)
+
+    def to_json(self) -> str:
+        return self.word
+
+
+@dataclass(frozen=True)
+class Positions(Selector):
+    positions: tuple[int, ...]
+
+    def select(self, tokens: Tokens) -> Masks:
+        wanted = np.asarray(self.positions, np.int64)
+        wanted = np.where(wanted < 0, wanted + tokens.num_prompt, wanted)
+        return _sure(np.isin(tokens.positions, wanted))
+
+    def to_json(self) -> list[int]:
+        return list(self.positions)
+
+    def check(self, num_prompt: int, max_position: int, where: str) -> None:
+        for position in self.positions:
+            if position < -num_prompt:
+                raise SpecError(
+                    f"{where} has {position}; this prompt has {num_prompt} tokens, "
+                    f"so {-num_prompt} is its first."
+                )
+            if position > max_position:
+                raise SpecError(
+                    f"{where} has {position}; with this prompt and max_tokens the last "
+                    f"position that can be processed is {max_position}."
+                )
+
+
+@dataclass(frozen=True)
+class Span(Selector):
+    start: int | None
+    stop: int | None
+    step: int | None
+
+    def select(self, tokens: Tokens) -> Masks:
+        p, n = tokens.positions, tokens.num_prompt
+        step = self.step or 1
+        # Negative ends count from the prompt's end, as positions do.
+        start = 0 if self.start is None else self.start + (n if self.start < 0 else 0)
+        stop = FAR if self.stop is None else self.stop + (n if self.stop < 0 else 0)
+        start = max(start, 0)
+        return _sure((p >= start) & (p < stop) & ((p - start) % step == 0))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"slice": [self.start, self.stop, self.step]}
+
+
+@dataclass(frozen=True)
+class TokenIds(Selector):
+    ids: tuple[int, ...]
+
+    def __init__(self, *ids: int) -> None:
+        object.__setattr__(self, "ids", tuple(ids))
+        _check_ints(self.ids, "TokenIds")
+        if any(i < 0 for i in self.ids):
+            raise SpecError(f"TokenIds has {min(self.ids)}; token ids are not negative.")
+
+    def select(self, tokens: Tokens) -> Masks:
+        hit = np.isin(tokens.ids, np.asarray(self.ids, np.int64))
+        return Masks(hit, hit | (tokens.ids < 0))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"token_ids": list(self.ids)}
+
+
+@dataclass(frozen=True)
+class Union(Selector):
+    parts: tuple[Selector, ...]
+
+    def __init__(self, *parts: Any) -> None:
+        if not parts:
+            raise SpecError("Union() is empty; give it at least one selector.")
+        found = tuple(parse_selector(part, f"Union[{i}]") for i, part in enumerate(parts))
+        object.__setattr__(self, "parts", found)
+
+    @property
+    def uniform(self) -> bool:
+        return all(part.uniform for part in self.parts)
+
+    def select(self, tokens: Tokens) -> Masks:
+        masks = [part.select(tokens) for part in self.parts]
+        return Masks(
+            np.logical_or.reduce([m.certain for m in masks]),
+            np.logical_or.reduce([m.possible for m in masks]),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {"union": [part.to_json() for part in self.parts]}
+
+    def check(self, num_prompt: int, max_position: int, where: str) -> None:
+        for part in self.parts:
+            part.check(num_prompt, max_position, where)
+
+
+@dataclass(frozen=True)
+class Except(Selector):
+    base: Selector
+    without: Selector
+
+    def __init__(self, base: Any, without: Any) -> None:
+        object.__setattr__(self, "base", parse_selector(base, "Except[0]"))
+        object.__setattr__(self, "without", parse_selector(without, "Except[1]"))
+
+    @property
+    def uniform(self) -> bool:
+        return self.base.uniform and self.without.uniform
+
+    def select(self, tokens: Tokens) -> Masks:
+        base, without = self.base.select(tokens), self.without.select(tokens)
+        return Masks(base.certain & ~without.possible, base.possible & ~without.certain)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"except": [self.base.to_json(), self.without.to_json()]}
+
+    def check(self, num_prompt: int, max_position: int, where: str) -> None:
+        self.base.check(num_prompt, max_position, where)
+        self.without.check(num_prompt, max_position, where)
+
+
+def _check_ints(items: tuple[Any, ...], where: str) -> None:
+    if not items:
+        raise SpecError(f"{where} is empty; name at least one, or use 'all'.")
+    if len(items) > MAX_ITEMS:
+        raise SpecError(f"{where} has {len(items):,} items; at most {MAX_ITEMS:,}.")
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, int) or abs(item) >= FAR:
+            raise SpecError(f"{where} has {item!r}; it holds whole numbers.")
+
+
+def _parse_slice(parts: Any, where: str) -> Span:
+    if not isinstance(parts, list | tuple) or len(parts) != 3:
+        raise SpecError(f"{where} is {parts!r}; a slice is [start, stop, step].")
+    for part in parts:
+        if part is not None:
+            _check_ints((part,), where)
+    if parts[2] is not None and parts[2] < 1:
+        raise SpecError(f"{where} has step {parts[2]}; steps are 1 or more.")
+    return Span(*parts)
+
+
+def parse_selector(value: Any, where: str, depth: int = 0) -> Selector:
+    """A selector from its Python or JSON form.
+
+    Raises:
+        SpecError: naming `where`, what came and what is allowed.
+    """
+    if depth > 8:
+        raise SpecError(f"{where} is nested more than 8 deep.")
+    if isinstance(value, Selector):
+        return value
+    if isinstance(value, str):
+        if value not in WORDS:
+            raise SpecError(f"{where} is {value!r}; the words are {', '.join(WORDS)}.")
+        return Word(value)
+    if isinstance(value, slice):
+        return _parse_slice([value.start, value.stop, value.step], where)
+    if isinstance(value, range):
+        value = list(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = [value]
+    if isinstance(value, list | tuple):
+        _check_ints(tuple(value), where)
+        return Positions(tuple(sorted(set(value))))
+    if isinstance(value, Mapping) and len(value) == 1:
+        ((kind, body),) = value.items()
+        if kind == "slice":
+            return _parse_slice(body, where)
+        if kind in ("token_ids", "union", "except") and isinstance(body, list):
+            if kind == "token_ids":
+                return TokenIds(*body)
+            parts = [parse_selector(p, f"{where}.{kind}", depth + 1) for p in body]
+            if kind == "union":
+                return Union(*parts)
+            if len(parts) == 2:
+                return Except(*parts)
+    raise SpecError(
+        f"{where} is {value!r}; give one of {', '.join(WORDS)}, a list of positions, a slice, "
+        "TokenIds(...), Union(...) or Except(..., ...)."
+    )
+
+
+def describe_selector(selector: Selector) -> str:
+    """A selector as a caller would write it in JSON."""
+    return repr(selector.to_json())

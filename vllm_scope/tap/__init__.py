@@ -1,0 +1,7 @@
+"""The op that is traced into the model's graph: meaning, kernel, tables.
+
+definition.py   what a tap does, in torch; the CPU runs it, the kernel must equal it
+kernel.py       the same in Triton, one program instance per token row
+tables.py       the device tables that tell a tap what to do, refilled between steps
+op.py           the registered op, which picks one of the two
+"""
