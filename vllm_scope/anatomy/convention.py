@@ -99,7 +99,13 @@ def _overwrites_residual(layer: ast.FunctionDef) -> bool:
 
 
 def _model_forward(model_class: type) -> ast.FunctionDef:
-    return _function(model_class.forward, model_class)
+    """The forward that loops over the layers; a subclass may just pass on to it."""
+    for owner in model_class.__mro__:
+        if "forward" in vars(owner):
+            function = _function(vars(owner)["forward"], owner)
+            if any(isinstance(node, ast.For) for node in ast.walk(function)):
+                return function
+    raise CompatError(f"{model_class.__name__}.forward has no loop over layers")
 
 
 def _joins_residual(model_class: type) -> bool:

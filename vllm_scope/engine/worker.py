@@ -151,6 +151,8 @@ class ScopeWorker:
         Raises:
             CompatError: some tap wrote nothing; the engine does not start.
         """
+        from vllm.config import set_current_vllm_config
+
         if self._planner is None or not self.here:
             return
         program = Program(self.here)
@@ -164,7 +166,8 @@ class ScopeWorker:
         )
         self.active = True
         try:
-            runners.dummy_forward(self._worker.model_runner, self.runner_version)
+            with set_current_vllm_config(self._vllm_config):
+                runners.dummy_forward(self._worker.model_runner, self.runner_version)
             rows = self._arena.view(region).float().cpu()
         finally:
             self.active = False

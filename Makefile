@@ -1,0 +1,37 @@
+# Everything runs from .venv, which the first command makes from pinned locks.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+export VLLM_CPU_KVCACHE_SPACE ?= 1
+export VLLM_NO_USAGE_STATS = 1
+export HF_HUB_OFFLINE = 1
+
+.PHONY: demo test lint bench lock clean test-gpu bench-gpu
+
+demo: .venv/.ready
+	$(BIN)/python -m examples.demo
+
+test: .venv/.ready
+	$(BIN)/python -m pytest tests --ignore=tests/interpreter
+	tests/interpreter/run.sh
+
+lint: .venv/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/.ready
+	$(BIN)/python -m examples.bench
+
+# The lock holds every package, so nothing is resolved: vLLM's own requirements
+# would bring torchvision, torchaudio, torchcodec and triton built for CUDA, and
+# with a CPU torch `import transformers` then fails.
+.venv/.ready: requirements/cpu.txt requirements/interpreter.txt pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --disable-pip-version-check --no-deps -r requirements/cpu.txt
+	$(BIN)/pip install --disable-pip-version-check --no-deps --upgrade \
+		--target .venv/interpreter -r requirements/interpreter.txt
+	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info

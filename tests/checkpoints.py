@@ -1,0 +1,173 @@
+"""Small random checkpoints of many families, and Hugging Face's streams for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+NUM_LAYERS = 3
+VOCAB = 512
+_LLAMA_LIKE = {
+    "hidden_size": 128,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 256,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 1024,
+    "head_dim": 32,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+#: family -> (model class in transformers, configuration)
+FAMILIES: dict[str, tuple[str, dict]] = {
+    "llama": ("LlamaForCausalLM", _LLAMA_LIKE),
+    "qwen2": ("Qwen2ForCausalLM", {k: v for k, v in _LLAMA_LIKE.items() if k != "head_dim"}),
+    "qwen3": ("Qwen3ForCausalLM", _LLAMA_LIKE),
+    "mistral": ("MistralForCausalLM", {**_LLAMA_LIKE, "sliding_window": None}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        {**_LLAMA_LIKE, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        {**_LLAMA_LIKE, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+    ),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        {"n_embd": 128, "n_layer": NUM_LAYERS, "n_head": 4, "n_positions": 1024}
+        | {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "opt": (
+        "OPTForCausalLM",
+        {"hidden_size": 128, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 4}
+        | {"ffn_dim": 256, "vocab_size": VOCAB, "max_position_embeddings": 1024}
+        | {"word_embed_proj_dim": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    ),
+    "olmo2": ("Olmo2ForCausalLM", {k: v for k, v in _LLAMA_LIKE.items() if k != "head_dim"}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        {**_LLAMA_LIKE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        | {"decoder_sparse_step": 1, "norm_topk_prob": True},
+    ),
+}
+
+
+def make_checkpoint(family: str, folder: Path, seed: int = 0) -> Path:
+    """A random model whose layers all matter: weights are drawn large enough that
+    neighbouring layers' streams differ by much more than any tolerance here."""
+    import transformers
+
+    name, body = FAMILIES[family]
+    model_class = getattr(transformers, name)
+    torch.manual_seed(seed)
+    model = model_class(model_class.config_class(**body))
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if weight.dim() > 1:
+                scale = 1.0 if "embed" in key or "wte" in key else 0.7 / weight.shape[-1] ** 0.5
+                weight.normal_(0, scale)
+        if family == "qwen3_moe":
+            _make_routing_decisive(model)
+    path = folder / family
+    # In float32, so that both dtypes of a test start from the same numbers.
+    model.float().save_pretrained(path)
+    return path
+
+
+def _make_routing_decisive(model: torch.nn.Module) -> None:
+    """Half of the tokens go to experts 0 and 1, the others to 2 and 3, by a wide margin.
+
+    With random routers some token is always so near a tie that bf16 rounding picks
+    another expert in another implementation, and its rows are rightly different.
+    """
+    direction = torch.zeros(_LLAMA_LIKE["hidden_size"])
+    direction[0] = 1.0
+    embedding = model.get_input_embeddings().weight
+    sign = torch.arange(VOCAB) % 2 * 2.0 - 1.0
+    embedding += 12.0 * sign[:, None] * direction
+    for layer in model.model.layers:
+        layer.mlp.gate.weight.copy_(
+            torch.tensor([1.1, 1.0, -1.0, -1.1])[:, None] * direction
+        )
+
+
+@dataclass
+class Reference:
+    """Hugging Face's model: the stream at every boundary, for a list of tokens."""
+
+    path: Path
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(
+            # Other attention implementations leave out Gemma 2's soft-capping.
+            self.path, dtype=self.dtype, attn_implementation="eager"
+        ).eval()
+        base = self.model.base_model
+        base = getattr(base, "decoder", base)
+        self._layers = base.layers if hasattr(base, "layers") else base.h
+        self._streams: list[Tensor] = []
+        self._layers[0].register_forward_pre_hook(self._entry, with_kwargs=True)
+        for layer in self._layers:
+            layer.register_forward_hook(self._exit)
+
+    def _entry(self, module: object, args: tuple, kwargs: dict) -> None:
+        self._streams.append(args[0] if args else kwargs["hidden_states"])
+
+    def _exit(self, module: object, args: tuple, out: object) -> None:
+        self._streams.append(out[0] if isinstance(out, tuple) else out)
+
+    def streams(self, token_ids: list[int]) -> list[Tensor]:
+        """Boundary b -> [num_tokens, hidden_size]: 0 the embedding output, k + 1 the
+        exit of layer k."""
+        self._streams.clear()
+        with torch.no_grad():
+            out = self.model(torch.tensor([token_ids]), output_hidden_states=True)
+        streams = [s.reshape(len(token_ids), -1) for s in self._streams]
+        # The hooks see what Hugging Face itself reports, up to the final norm.
+        for ours, theirs in zip(streams[:-1], out.hidden_states[:-1], strict=True):
+            assert torch.equal(ours, theirs[0])
+        return streams
+
+
+def row_error(rows: Tensor, reference: Tensor) -> float:
+    """The largest relative error of a row."""
+    rows, reference = rows.double(), reference.double()
+    return float(((rows - reference).norm(dim=-1) / reference.norm(dim=-1)).max())
+
+
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
+
+
+@cache
+def reference(path: Path, dtype: torch.dtype) -> Reference:
+    return Reference(path, dtype)
+
+
+def check_completion(
+    result, prompt_ids: list[int], output_ids: list[int], ref: Reference, streams=None
+) -> None:
+    """Exactly one right row per position, at every stream that was asked for."""
+    assert result.status == "complete", result
+    assert result.dropped == 0
+    assert result.expected == result.delivered
+    token_ids = [*prompt_ids, *output_ids][:-1]
+    expected = ref.streams(token_ids)
+    assert result.keys()
+    for site, layer in result.keys():
+        boundary = layer + 1 if site == "resid_post" else layer
+        assert result.positions(site, layer).tolist() == list(range(len(token_ids))), (site, layer)
+        rows = result[site, layer]
+        assert rows.dtype == ref.dtype
+        assert rows.shape == expected[boundary].shape
+        error = row_error(rows, expected[boundary])
+        assert error <= TOLERANCE[ref.dtype], (site, layer, error)

@@ -1,0 +1,69 @@
+"""Shared checkpoints and engines. Engines are dear: a test file has one of each kind."""
+
+from __future__ import annotations
+
+import os
+
+# Before vLLM is imported anywhere.
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import TOLERANCE, make_checkpoint, reference
+
+TOYWORLD = Path(__file__).parent.parent / "toyworld" / "model"
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory):
+    """family -> folder of its random checkpoint."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = make_checkpoint(family, folder)
+            # Now, because vLLM's Transformers backend changes the model's class in
+            # this process: a reference made later would need vLLM's configuration.
+            for dtype in TOLERANCE:
+                reference(made[family], dtype)
+        return made[family]
+
+    return get
+
+
+@contextmanager
+def local_engine(model: Path | str, **options: Any) -> Iterator[Any]:
+    """An LLM inside this process: two seconds to start, eager unless asked otherwise."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    before = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    defaults: dict[str, Any] = {
+        "max_model_len": 512,
+        "enforce_eager": True,
+        "distributed_executor_backend": "uni",
+        "skip_tokenizer_init": True,
+    }
+    llm = None
+    try:
+        llm = LLM(str(model), **(defaults | options))
+        yield llm
+    finally:
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+        if before is None:
+            del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
+        else:
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = before
