@@ -73,6 +73,9 @@ def make_checkpoint(family: str, folder: Path, seed: int = 0) -> Path:
             if weight.dim() > 1:
                 scale = 1.0 if "embed" in key or "wte" in key else 0.7 / weight.shape[-1] ** 0.5
                 weight.normal_(0, scale)
+            elif family == "olmo2" and "post_" in key:
+                # Norms after attention and MLP set each layer's weight in the stream.
+                weight.fill_(0.3)
         if family == "qwen3_moe":
             _make_routing_decisive(model)
     path = folder / family
@@ -113,6 +116,9 @@ class Reference:
             self.path, dtype=self.dtype, attn_implementation="eager"
         ).eval()
         base = self.model.base_model
+        # vLLM's Transformers backend compiles the model's class, for the whole
+        # process; this instance is to stay plain.
+        base.do_not_compile = True
         base = getattr(base, "decoder", base)
         self._layers = base.layers if hasattr(base, "layers") else base.h
         self._streams: list[Tensor] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 # Before vLLM is imported anywhere.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -41,6 +42,19 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory):
 
 
 @contextmanager
+def process_engine(model: Path | str, **options: Any) -> Iterator[Any]:
+    """An LLM as users start it: its own processes, compiled, async scheduling."""
+    from vllm import LLM
+
+    llm = LLM(str(model), **({"max_model_len": 512} | options))
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+
+
+@contextmanager
 def local_engine(model: Path | str, **options: Any) -> Iterator[Any]:
     """An LLM inside this process: two seconds to start, eager unless asked otherwise."""
     from vllm import LLM
@@ -55,8 +69,12 @@ def local_engine(model: Path | str, **options: Any) -> Iterator[Any]:
         "skip_tokenizer_init": True,
     }
     llm = None
+    # vLLM searches all modules for its kernels when an engine starts, and trips over
+    # llvmlite, which n-gram speculation imports.
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if "llvmlite" in name}
     try:
         llm = LLM(str(model), **(defaults | options))
+        sys.modules.update(hidden)
         yield llm
     finally:
         if llm is not None:
