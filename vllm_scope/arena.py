@@ -67,7 +67,8 @@ class Arena:
     def __init__(
         self, num_slots: int, hidden_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.rows = torch.zeros((num_slots, hidden_size), dtype=dtype, device=device)
+        # Filled, not just zeroed: host pages that are touched later look like a leak.
+        self.rows = torch.empty((num_slots, hidden_size), dtype=dtype, device=device).fill_(0)
         self._new_fence = StreamFence if device.type == "cuda" else HostFence
         self._head = 0
         self._outstanding: deque[Region] = deque()

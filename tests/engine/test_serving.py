@@ -1,0 +1,167 @@
+"""The engine as users start it: own processes, compiled, toy world.
+
+vLLM turns async scheduling off on a CPU; tests/interpreter turns it on again.
+"""
+
+from __future__ import annotations
+
+import os
+
+import psutil
+import pytest
+import torch
+
+from tests.checkpoints import check_completion, reference
+from tests.conftest import TOYWORLD, process_engine
+from vllm_scope import Read, scope
+
+READ_ALL = scope(Read("resid_post"), Read("resid_pre"), Read("embed"))
+ONE_LAYER = scope(Read("resid_post", [3]))
+TEXTS = [
+    "The capital of ",
+    "My father told me about the book Goldette. Happily, it was",
+    "Sadly, it was a misery. For me this camera",
+    'Irma says: "',
+]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with process_engine(TOYWORLD, dtype="float32", max_num_seqs=64) as llm:
+        assert not llm.llm_engine.vllm_config.model_config.enforce_eager
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def ref():
+    return reference(TOYWORLD, torch.float32)
+
+
+def params(spec=None, **options):
+    from vllm import SamplingParams
+
+    return SamplingParams(**({"temperature": 0, "max_tokens": 16} | options), extra_args=spec)
+
+
+def generate(llm, prompts, parameters):
+    return llm.generate(prompts, parameters, use_tqdm=False)
+
+
+def check(output, ref):
+    assert output.outputs
+    for completion in output.outputs:
+        check_completion(completion.scope, output.prompt_token_ids, list(completion.token_ids), ref)
+
+
+def counters(llm):
+    return llm.collective_rpc("scope_counters")[0]
+
+
+def test_text_ids_and_chat(llm, ref):
+    ids = llm.get_tokenizer().encode(TEXTS[0])
+    for output in generate(llm, [*TEXTS, {"prompt_token_ids": ids}], params(READ_ALL)):
+        check(output, ref)
+    messages = [{"role": "user", "content": "What is the capital of Kimar?"}]
+    (output,) = llm.chat(messages, params(READ_ALL), use_tqdm=False)
+    assert output.outputs[0].text
+    check(output, ref)
+
+
+def test_stop_strings_end_the_rows_with_the_text(llm, ref):
+    (free,) = generate(llm, TEXTS[1], params(max_tokens=40))
+    stop = free.outputs[0].text[12:16]
+    (output,) = generate(llm, TEXTS[1], params(READ_ALL, max_tokens=40, stop=[stop]))
+    assert output.outputs[0].stop_reason == stop
+    assert len(output.outputs[0].token_ids) < len(free.outputs[0].token_ids)
+    check(output, ref)
+
+
+def test_sampled_completions_of_n(llm, ref):
+    (output,) = generate(llm, TEXTS[3], params(READ_ALL, n=3, temperature=1.0))
+    assert len(output.outputs) == 3
+    check(output, ref)
+
+
+def test_sixty_four_mixed_requests_in_one_batch(llm, ref):
+    texts = [TEXTS[i % 4] for i in range(64)]
+    parameters = [params(ONE_LAYER if i % 2 else None, max_tokens=5 + i % 20) for i in range(64)]
+    for i, output in enumerate(generate(llm, texts, parameters)):
+        if i % 2:
+            check(output, ref)
+        else:
+            assert output.scope is None
+
+
+def test_plain_requests_are_bit_identical_beside_reading_ones(llm):
+    """Tokens and logprobs of 16 plain requests, with 16 neighbours idle or reading."""
+
+    def plain_half(spec):
+        llm.reset_prefix_cache()
+        texts = [TEXTS[i % 4] for i in range(32)]
+        # The reading ones miss the prefix cache where idle ones would hit it, so no
+        # two prompts share a block: the schedule is the same both times.
+        prompts = [f"{i} {text}" for i, text in enumerate(texts)]
+        parameters = [
+            params(spec if i % 2 else None, logprobs=5, max_tokens=24, ignore_eos=True)
+            for i in range(32)
+        ]
+        outputs = generate(llm, prompts, parameters)[::2]
+        return [
+            (list(o.outputs[0].token_ids), [
+                {token: lp.logprob for token, lp in step.items()} for step in o.outputs[0].logprobs
+            ])
+            for o in outputs
+        ]  # fmt: skip
+
+    idle, busy = plain_half(None), plain_half(READ_ALL)
+    assert idle == busy
+
+
+def test_idle_steps_look_at_no_request_and_upload_nothing(llm):
+    before = counters(llm)
+    generate(llm, TEXTS * 8, params(max_tokens=30, ignore_eos=True))
+    after = counters(llm)
+    assert after["steps"] - before["steps"] >= 30
+    for what in ("steps_planned", "requests_planned", "uploads"):
+        assert after[what] == before[what], what
+    generate(llm, TEXTS, params(ONE_LAYER))
+    assert counters(llm)["uploads"] > after["uploads"]
+    assert counters(llm)["requests"] == 0
+
+
+def test_twenty_thousand_reading_requests_leave_memory_flat(llm):
+    """Against as many plain ones: the worker's memory grows by some MB there too, as
+    vLLM first touches its KV cache, with or without a plugin."""
+    from vllm_scope.result import inbox
+
+    front, worker = psutil.Process(os.getpid()), psutil.Process(counters(llm)["pid"])
+    prompts = [{"prompt_token_ids": [5 + i % 100, 7, 9]} for i in range(2000)]
+
+    def growth(spec, batches):
+        """Bytes that (front-end, worker) gained over 2,000 requests, `batches` times."""
+        before = front.memory_info().rss, worker.memory_info().rss
+        for _ in range(batches):
+            outputs = generate(llm, prompts, params(spec, max_tokens=1, detokenize=False))
+            if spec is not None:
+                assert all(o.scope.status == "complete" for o in outputs)
+                assert all(o.scope.delivered == 3 * 13 for o in outputs)
+        return front.memory_info().rss - before[0], worker.memory_info().rss - before[1]
+
+    growth(READ_ALL, 2)
+    plain, reading = growth(None, 10), growth(READ_ALL, 10)
+    print(f"gained over 20,000 requests, (front-end, worker): plain {plain}, reading {reading}")
+    # Their rows are 20,000 * 3 * 7 KiB = 430 MB; one kilobyte lost a request is 20.
+    assert reading[0] < 16 << 20
+    assert reading[1] < max(plain[1], 0) + (16 << 20)
+    assert len(inbox()) == 0
+    assert counters(llm)["requests"] == 0
+
+
+def test_a_result_can_be_pickled_and_kept(llm, ref):
+    import pickle
+
+    (output,) = generate(llm, TEXTS[0], params(ONE_LAYER))
+    copy = pickle.loads(pickle.dumps(output.scope))
+    assert torch.equal(copy["resid_post", 3], output.scope["resid_post", 3])
+    assert copy.status == "complete"
+    assert copy.delivered == copy.expected
