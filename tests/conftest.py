@@ -85,3 +85,13 @@ def local_engine(model: Path | str, **options: Any) -> Iterator[Any]:
             del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
         else:
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = before
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

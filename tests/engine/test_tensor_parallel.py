@@ -1,0 +1,34 @@
+"""Two tensor-parallel ranks give the same rows as one, each exactly once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.checkpoints import check_completion, reference
+from tests.conftest import process_engine
+from vllm_scope import Read, scope
+
+
+def test_two_ranks_give_each_row_once(checkpoints, monkeypatch: pytest.MonkeyPatch):
+    from vllm import SamplingParams
+
+    path = checkpoints("llama")
+    # Without it two ranks ask for two NUMA nodes.
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    params = SamplingParams(
+        temperature=0, max_tokens=12, ignore_eos=True, detokenize=False,
+        extra_args=scope(Read("resid_post"), Read("embed")),
+    )  # fmt: skip
+    with process_engine(
+        path, dtype="float32", tensor_parallel_size=2, skip_tokenizer_init=True,
+        enforce_eager=True, max_num_batched_tokens=64,
+    ) as llm:  # fmt: skip
+        ranks = llm.collective_rpc("scope_describe")
+        prompts = [{"prompt_token_ids": list(range(i, i + 90))} for i in range(6)]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [rank["drains"] for rank in ranks] == [True, False]
+    ref = reference(path, torch.float32)
+    for output in outputs:
+        ids = list(output.outputs[0].token_ids)
+        check_completion(output.scope, output.prompt_token_ids, ids, ref)

@@ -1,0 +1,125 @@
+"""Model Runner V2, the default on GPUs, here on a CPU: the same rows as ever.
+
+No CUDA graphs; its kernels run in Triton's interpreter, so few and short requests.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from tests.checkpoints import check_completion, reference
+from tests.conftest import local_engine
+from vllm_scope import Read, scope
+
+READ_ALL = scope(Read("resid_post"), Read("embed"))
+
+
+def params(spec=None, **options):
+    from vllm import SamplingParams
+
+    defaults = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "detokenize": False}
+    return SamplingParams(**(defaults | options), extra_args=spec)
+
+
+def run(llm, ids, parameters):
+    prompts = [{"prompt_token_ids": list(p)} for p in ids]
+    return llm.generate(prompts, parameters, use_tqdm=False)
+
+
+def check(outputs, ref):
+    for output in outputs:
+        for completion in output.outputs:
+            ids = list(completion.token_ids)
+            check_completion(completion.scope, output.prompt_token_ids, ids, ref)
+
+
+@pytest.fixture(scope="module")
+def llama(checkpoints):
+    return checkpoints("llama")
+
+
+@pytest.fixture(scope="module")
+def ref(llama):
+    return reference(llama, torch.float32)
+
+
+@contextmanager
+def async_scheduling():
+    """vLLM turns it off on a CPU, where it gains nothing; turn it on again."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.__dict__["check_and_update_config"]
+
+    def check_and_update_config(cls, vllm_config):
+        original.__get__(None, cls)(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    try:
+        yield
+    finally:
+        CpuPlatform.check_and_update_config = original
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+def llm(request, llama):
+    options = dict(dtype="float32", max_num_batched_tokens=32, max_num_seqs=8, block_size=32)
+    if request.param:
+        with async_scheduling(), local_engine(llama, async_scheduling=True, **options) as llm:
+            assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+            yield llm
+    else:
+        with local_engine(llama, **options) as llm:
+            yield llm
+
+
+def test_it_is_runner_v2(llm):
+    assert llm.collective_rpc("scope_describe")[0]["runner"] == "V2"
+
+
+def test_chunked_mixed_and_repeated_requests(llm, ref):
+    ids = [range(5, 75), range(90, 100), [7], range(200, 240)]
+    specs = [READ_ALL, None, READ_ALL, READ_ALL]
+    for _ in range(2):  # the second time the prefix cache has them all
+        outputs = run(llm, ids, [params(spec) for spec in specs])
+        assert outputs[1].scope is None
+        check([o for i, o in enumerate(outputs) if specs[i]], ref)
+
+
+def test_three_completions(llm, ref):
+    outputs = run(llm, [range(30, 50)], params(READ_ALL, n=3, temperature=1.0))
+    assert len(outputs[0].outputs) == 3
+    check(outputs, ref)
+
+
+def test_idle_steps_do_nothing(llm):
+    def counters():
+        return llm.collective_rpc("scope_counters")[0]
+
+    before = counters()
+    run(llm, [range(9), range(12)], params())
+    after = counters()
+    assert after["steps"] > before["steps"]
+    for what in ("steps_planned", "requests_planned", "uploads"):
+        assert after[what] == before[what]
+
+
+def test_preemption_and_recompute(llama, ref):
+    with local_engine(
+        llama, dtype="float32", num_gpu_blocks_override=7, block_size=32, max_model_len=96,
+        max_num_seqs=3,
+    ) as llm:  # fmt: skip
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        preempted = []
+        original = scheduler._preempt_request
+        scheduler._preempt_request = lambda request, *a, **k: (
+            preempted.append(request.request_id),
+            original(request, *a, **k),
+        )[1]
+        ids = [range(i, i + 30) for i in (10, 50, 90)]
+        outputs = run(llm, ids, params(READ_ALL, max_tokens=60))
+    assert preempted, "the cache was large enough; the test shows nothing"
+    check(outputs, ref)
