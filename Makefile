@@ -20,7 +20,7 @@ lint: .venv/.ready
 	$(BIN)/mypy
 
 bench: .venv/.ready
-	$(BIN)/python -m examples.bench
+	$(BIN)/python -m benchmarks.throughput
 
 # The lock holds every package, so nothing is resolved: vLLM's own requirements
 # would bring torchvision, torchaudio, torchcodec and triton built for CUDA, and

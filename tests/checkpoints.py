@@ -115,6 +115,8 @@ class Reference:
             # Other attention implementations leave out Gemma 2's soft-capping.
             self.path, dtype=self.dtype, attn_implementation="eager"
         ).eval()
+        if torch.cuda.is_available():
+            self.model.cuda()
         base = self.model.base_model
         # vLLM's Transformers backend compiles the model's class, for the whole
         # process; this instance is to stay plain.
@@ -137,12 +139,13 @@ class Reference:
         exit of layer k."""
         self._streams.clear()
         with torch.no_grad():
-            out = self.model(torch.tensor([token_ids]), output_hidden_states=True)
+            ids = torch.tensor([token_ids], device=self.model.device)
+            out = self.model(ids, output_hidden_states=True)
         streams = [s.reshape(len(token_ids), -1) for s in self._streams]
         # The hooks see what Hugging Face itself reports, up to the final norm.
         for ours, theirs in zip(streams[:-1], out.hidden_states[:-1], strict=True):
             assert torch.equal(ours, theirs[0])
-        return streams
+        return [stream.cpu() for stream in streams]
 
 
 def row_error(rows: Tensor, reference: Tensor) -> float:

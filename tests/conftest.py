@@ -73,7 +73,8 @@ def local_engine(model: Path | str, **options: Any) -> Iterator[Any]:
     # llvmlite, which n-gram speculation imports.
     hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if "llvmlite" in name}
     try:
-        llm = LLM(str(model), **(defaults | options))
+        merged = {k: v for k, v in (defaults | options).items() if v is not None}
+        llm = LLM(str(model), **merged)
         sys.modules.update(hidden)
         yield llm
     finally:

@@ -13,10 +13,10 @@ whether any is missing. Stages and steps may arrive in any interleaving.
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 import weakref
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -30,20 +30,77 @@ from vllm_scope.spec import ResolvedRead, SiteLayer, Sites
 Status = Literal["streaming", "complete", "incomplete", "aborted", "failed"]
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Some consecutive tokens of one request, under one program."""
+#: Positions that a request's rows get room for at first, where more are not certain.
+FIRST_ROOM = 64
+#: A request's rows get room for all of its positions at once up to this many.
+MOST_ROOM = 4096
 
-    boundaries: tuple[int, ...]
-    positions: np.ndarray
-    rows: Tensor  # [num_tokens, len(boundaries), hidden_size]
+
+class _Rows:
+    """Rows of one request under one program, in the order in which they arrive.
+
+    Append-only: what a snapshot has seen never changes, so snapshots share it.
+
+    Attributes:
+        boundaries: the streams, [num_boundaries].
+        rows: [room, num_boundaries, hidden_size].
+        positions: int64 [num_boundaries, room].
+        counts: how many rows of each boundary are there.
+    """
+
+    def __init__(self, boundaries: tuple[int, ...], hidden_size: int, dtype: torch.dtype) -> None:
+        self.boundaries = boundaries
+        self.rows = torch.empty((0, len(boundaries), hidden_size), dtype=dtype)
+        self.positions = np.empty((len(boundaries), 0), np.int64)
+        self.counts = [0] * len(boundaries)
+
+    def append(self, positions: np.ndarray, rows: Tensor, room: int) -> None:
+        """Add tokens with rows of every boundary, [num_tokens, num_boundaries, hidden_size]."""
+        first = self.counts[0]
+        if any(count != first for count in self.counts):
+            # Some stream lost a message; keep the others' rows at their own places.
+            for boundary in self.boundaries:
+                at = self.boundaries.index(boundary)
+                self.append_one(boundary, positions, rows[:, at], room)
+            return
+        last = self._make_room(first + len(positions), room)
+        self.rows[first:last] = rows
+        self.positions[:, first:last] = positions
+        self.counts = [last] * len(self.boundaries)
+
+    def append_one(self, boundary: int, positions: np.ndarray, rows: Tensor, room: int) -> None:
+        """Add tokens with rows of one boundary, [num_tokens, hidden_size]."""
+        at = self.boundaries.index(boundary)
+        first = self.counts[at]
+        last = self._make_room(first + len(positions), room)
+        self.rows[first:last, at] = rows
+        self.positions[at, first:last] = positions
+        self.counts[at] = last
+
+    def _make_room(self, last: int, room: int) -> int:
+        if last > self.rows.shape[0]:
+            size = max(last, room, 2 * self.rows.shape[0])
+            rows = self.rows.new_empty((size, *self.rows.shape[1:]))
+            positions = np.empty((len(self.boundaries), size), np.int64)
+            used = max(self.counts)
+            rows[:used] = self.rows[:used]
+            positions[:, :used] = self.positions[:, :used]
+            self.rows, self.positions = rows, positions
+        return last
+
+    def snapshot(self) -> dict[int, tuple[np.ndarray, Tensor]]:
+        """boundary -> (positions [n], rows [n, hidden_size]), views."""
+        return {
+            boundary: (self.positions[at, :count], self.rows[:count, at])
+            for at, (boundary, count) in enumerate(zip(self.boundaries, self.counts, strict=True))
+        }
 
 
 class Pending:
     """One request's rows while they arrive.
 
     Attributes:
-        key: the request's key, unique in this process.
+        key: the request's key, unique among all front-ends.
         done: resolved once every stage has sent its last row, or said why not.
     """
 
@@ -53,6 +110,7 @@ class Pending:
         reads: tuple[ResolvedRead, ...],
         sites: Sites,
         prompt_ids: list[int],
+        max_tokens: int,
         num_stages: int,
     ) -> None:
         self.key = key
@@ -61,10 +119,31 @@ class Pending:
         self.reads, self.sites = reads, sites
         self.prompt_ids = prompt_ids
         self._stages_left = set(range(num_stages))
-        self._blocks: list[_Block] = []
+        self._rows: dict[tuple[int, ...], _Rows] = {}
+        everything = all(read.tokens.uniform for read in reads)
+        expected = len(prompt_ids) + max_tokens - 1
+        self._room = min(expected, MOST_ROOM if everything else FIRST_ROOM)
 
-    def add(self, block: _Block) -> None:
-        self._blocks.append(block)
+    def add(
+        self, boundaries: tuple[int, ...], boundary: int | None, positions: np.ndarray, rows: Tensor
+    ) -> None:
+        """Copy in rows of consecutive tokens under one program.
+
+        Args:
+            boundaries: of the program.
+            boundary: the one that the rows are of, or None for all of them.
+            positions: int64 [num_tokens].
+            rows: [num_tokens * (1 or num_boundaries), hidden_size], not kept.
+        """
+        table = self._rows.get(boundaries)
+        if table is None:
+            table = _Rows(boundaries, rows.shape[1], rows.dtype)
+            self._rows[boundaries] = table
+        if boundary is None:
+            shape = (len(positions), len(boundaries), rows.shape[1])
+            table.append(positions, rows.view(shape), self._room)
+        elif boundary in boundaries:
+            table.append_one(boundary, positions, rows, self._room)
 
     def finish(self, stage: int, error: str | None) -> None:
         self._stages_left.discard(stage)
@@ -79,12 +158,16 @@ class Pending:
             output_ids: all generated tokens so far.
             finish_reason: vLLM's word, or None while the request runs.
         """
+        parts: dict[int, list[tuple[np.ndarray, Tensor]]] = {}
+        for table in list(self._rows.values()):
+            for boundary, part in table.snapshot().items():
+                parts.setdefault(boundary, []).append(part)
         return ScopeResult(
             self.reads,
             self.sites,
             [*self.prompt_ids, *output_ids],
             len(self.prompt_ids),
-            tuple(self._blocks),
+            parts,
             self._status(finish_reason),
             self.error,
         )
@@ -123,13 +206,13 @@ class ScopeResult:
         sites: Sites,
         token_ids: list[int],
         num_prompt: int,
-        blocks: tuple[_Block, ...],
+        parts: dict[int, list[tuple[np.ndarray, Tensor]]],
         status: Status,
         error: str | None,
     ) -> None:
         self._reads, self._sites = reads, sites
         self._token_ids, self._num_prompt = token_ids, num_prompt
-        self._blocks = blocks
+        self._parts = parts
         self._status, self.error = status, error
         self._streams: dict[SiteLayer, tuple[Tensor, np.ndarray]] = {}
 
@@ -180,16 +263,12 @@ class ScopeResult:
             f"{self.delivered} of {self.expected} rows)"
         )
 
-    def own(self) -> ScopeResult:
-        """Copy the rows out of the messages they came in, which other requests share."""
-        for stream in self.keys():
-            self._stream(stream)
-        self._blocks = ()
-        return self
-
     def __getstate__(self) -> dict[str, Any]:
-        self.own()
-        return dict(self.__dict__)
+        # The rows alone, not the room that they were given.
+        for stream in self.keys():
+            rows, positions = self._stream(stream)
+            self._streams[stream] = (rows.contiguous().clone(), positions)
+        return {**self.__dict__, "_parts": {}}
 
     def _wanted(self, stream: SiteLayer) -> np.ndarray:
         positions = np.arange(self.num_processed, dtype=np.int64)
@@ -202,18 +281,13 @@ class ScopeResult:
                 mask |= read.tokens.select(tokens).certain
         return positions[mask]
 
-    def _parts(self, stream: SiteLayer) -> list[tuple[np.ndarray, Tensor]]:
-        boundary = self._sites.boundary_of(stream)
-        return [
-            (block.positions, block.rows[:, block.boundaries.index(boundary)])
-            for block in self._blocks
-            if boundary in block.boundaries
-        ]
+    def _parts_of(self, stream: SiteLayer) -> list[tuple[np.ndarray, Tensor]]:
+        return self._parts.get(self._sites.boundary_of(stream), [])
 
     def _arrived(self, stream: SiteLayer) -> np.ndarray:
         if stream in self._streams:
             return self._streams[stream][1]
-        parts = self._parts(stream)
+        parts = self._parts_of(stream)
         return np.concatenate([p for p, _ in parts]) if parts else np.zeros(0, np.int64)
 
     def _stream(self, stream: SiteLayer | str) -> tuple[Tensor, np.ndarray]:
@@ -227,15 +301,20 @@ class ScopeResult:
         return self._streams[stream]
 
     def _assemble(self, stream: SiteLayer) -> tuple[Tensor, np.ndarray]:
-        parts = self._parts(stream)
+        parts = self._parts_of(stream)
         if not parts:
             empty = torch.empty((0, self._sites.hidden_size), dtype=_dtype(self._sites))
             return empty, np.zeros(0, np.int64)
-        positions = np.concatenate([p for p, _ in parts])
         wanted = self._wanted(stream)
+        if len(parts) == 1:
+            ((positions, rows),) = parts
+            # The usual case costs no copy: computed once, in order, maybe past the end.
+            if np.array_equal(positions[: len(wanted)], wanted) and not np.isin(
+                positions[len(wanted) :], wanted
+            ).any():
+                return rows[: len(wanted)], wanted
+        positions = np.concatenate([p for p, _ in parts])
         rows = torch.cat([r for _, r in parts])
-        if np.array_equal(positions, wanted):
-            return rows, wanted
         # A position that was computed twice (recompute, rejected drafts) keeps its
         # last row; one that was not asked for, or never accepted, goes.
         found, from_end = np.unique(positions[::-1], return_index=True)
@@ -257,7 +336,8 @@ class Inbox:
         # Weak: a request that nobody holds any more (aborted, client gone) takes
         # its rows with it, and what still arrives for it is ignored.
         self._pending: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
-        self._keys = itertools.count(1)
+        # Unique over all front-ends of an engine: their keys meet in its workers.
+        self._keys = itertools.count(secrets.randbits(30) << 32)
         self._receiver = Receiver(self._on_rows, self._on_finish)
 
     @property
@@ -268,9 +348,14 @@ class Inbox:
         return len(self._pending)
 
     def open(
-        self, reads: tuple[ResolvedRead, ...], sites: Sites, prompt_ids: list[int], num_stages: int
+        self,
+        reads: tuple[ResolvedRead, ...],
+        sites: Sites,
+        prompt_ids: list[int],
+        max_tokens: int,
+        num_stages: int,
     ) -> Pending:
-        pending = Pending(next(self._keys), reads, sites, prompt_ids, num_stages)
+        pending = Pending(next(self._keys), reads, sites, prompt_ids, max_tokens, num_stages)
         self._pending[pending.key] = pending
         return pending
 
@@ -278,29 +363,25 @@ class Inbox:
         self._receiver.close()
 
     def _on_rows(self, message: RowsMessage) -> None:
-        reads = np.array([p.num_reads for p in message.programs], np.int64)[message.program_of]
-        if message.boundary is not None:
-            reads = np.ones_like(reads)
-        starts = np.concatenate([[0], np.cumsum(reads)])
-        changes = (np.diff(message.keys) != 0) | (np.diff(message.program_of) != 0)
-        edges = [0, *(np.flatnonzero(changes) + 1).tolist(), len(message.keys)]
-        for a, b in itertools.pairwise(edges):
-            pending = self._pending.get(int(message.keys[a]))
-            if pending is None:
-                continue
-            boundaries = message.programs[message.program_of[a]].boundaries
-            if message.boundary is not None:
-                if message.boundary not in boundaries:
-                    continue
-                boundaries = (message.boundary,)
-            rows = message.rows[starts[a] : starts[b]]
-            pending.add(
-                _Block(
-                    boundaries,
-                    message.positions[a:b],
-                    rows.view(b - a, len(boundaries), rows.shape[1]),
+        program_of = message.program_of
+        starts = np.arange(len(program_of) + 1)
+        if message.boundary is None:
+            reads = np.array([p.num_reads for p in message.programs], np.int64)
+            starts = np.concatenate([[0], np.cumsum(reads[program_of])])
+        changes = (np.diff(message.keys) != 0) | (np.diff(program_of) != 0)
+        edges = np.concatenate([[0], np.flatnonzero(changes) + 1, [len(program_of)]])
+        keys, of = message.keys[edges[:-1]].tolist(), program_of[edges[:-1]].tolist()
+        at, rows = starts[edges].tolist(), message.rows
+        edges = edges.tolist()
+        for i, key in enumerate(keys):
+            pending = self._pending.get(key)
+            if pending is not None:
+                pending.add(
+                    message.programs[of[i]].boundaries,
+                    message.boundary,
+                    message.positions[edges[i] : edges[i + 1]],
+                    rows[at[i] : at[i + 1]],
                 )
-            )
 
     def _on_finish(self, header: FinishHeader) -> None:
         pending = self._pending.get(header.key)

@@ -7,14 +7,17 @@ From:  sinks.memory.   To: result.
 Each front-end process binds one receiving socket and tells the workers about it
 through vLLM's own control channel; workers connect. So results come straight
 from the rank that has them (any stage, any data-parallel replica), and not
-through vLLM's message queue, which pickles and caps a message at 4 GiB.
+through vLLM's message queue, which pickles and caps a message at 4 GiB. A message
+names rows in the worker's HostRing; the rows themselves are copied once, by the
+front-end, into the tensors that the caller gets.
 
-Promise: on one host the socket is a file in a folder that only this user may
-enter. Nothing is unpickled: a message is a small typed header and raw rows.
+Promise: the socket is a file in a folder that only this user may enter. Nothing is
+unpickled: a message is a small typed header.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -30,11 +33,11 @@ import torch
 import zmq
 
 from vllm_scope.errors import CompatError
+from vllm_scope.host_ring import RingReader, RingRef
 from vllm_scope.plan import Labels
 from vllm_scope.program import Program
 
-#: Row messages that may lie in a socket before the sender waits.
-HIGH_WATER = 64
+logger = logging.getLogger(__name__)
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -44,17 +47,42 @@ class Address(msgspec.Struct, frozen=True):
         frontend: identity of the front-end; part of every request's handle.
         path: the socket's file; its folder also holds a file named `frontend`,
             by which a worker sees that it is on the same host.
+        pid: the front-end's process.
     """
 
     frontend: str
     path: str
+    pid: int
+
+    def check_local(self) -> None:
+        """Raises CompatError where this process is on another host."""
+        if not (Path(self.path).parent / self.frontend).exists():
+            raise CompatError(
+                "the front-end is on another host than this worker, and rows travel "
+                "through shared memory; run them on one host"
+            )
+
+    @property
+    def alive(self) -> bool:
+        return Path(f"/proc/{self.pid}").exists()
 
 
 class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
-    """Describes the frame of rows that follows. Arrays are raw little-endian bytes."""
+    """A batch of rows that lies in the sender's ring. Arrays are raw little-endian bytes.
 
-    dtype: str
-    hidden_size: int
+    Attributes:
+        ring: where the rows are.
+        start, stop: which slots of the ring.
+        reader: this front-end's counter in the ring.
+        message: what to set it to when the rows are read.
+        boundary: the one tap that the rows are of, or None for whole programs.
+    """
+
+    ring: RingRef
+    start: int
+    stop: int
+    reader: int
+    message: int
     boundary: int | None
     programs: list[tuple[int, ...]]
     keys: bytes
@@ -71,7 +99,7 @@ class FinishHeader(msgspec.Struct, array_like=True, tag="finish"):
 
 
 class RowsMessage(msgspec.Struct):
-    """A received step: labels, and rows in memory that this process owns."""
+    """A received batch. `rows` is the sender's ring: valid during the callback."""
 
     keys: np.ndarray
     positions: np.ndarray
@@ -88,32 +116,29 @@ _decoder = msgspec.msgpack.Decoder(RowsHeader | FinishHeader)
 class Sender:
     """A worker's end: one socket to one front-end. Not thread-safe."""
 
-    def __init__(self, address: Address) -> None:
-        if not (Path(address.path).parent / address.frontend).exists():
-            raise CompatError(
-                f"the front-end's socket {address.path} is not on this host; "
-                "engines that span hosts are not supported yet."
-            )
+    def __init__(self, address: Address, reader: int) -> None:
+        address.check_local()
+        self.reader = reader
+        self.num_sent = 0
         self._socket = zmq.Context.instance().socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
-        # A front-end that died must not hold a worker: undelivered rows go with it.
+        # Headers are small, and what they name is bounded by the ring.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        # A front-end that died must not hold a worker.
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(f"ipc://{address.path}")
 
-    def send_rows(self, labels: Labels, rows: torch.Tensor, boundary: int | None) -> None:
-        """Send one batch. `rows` may be reused once this returns."""
+    def send_rows(
+        self, labels: Labels, ring: RingRef, start: int, stop: int, boundary: int | None
+    ) -> int:
+        """Tell of rows in the ring; the number that the reader will acknowledge."""
+        self.num_sent += 1
         header = RowsHeader(
-            str(rows.dtype).removeprefix("torch."),
-            rows.shape[1],
-            boundary,
+            ring, start, stop, self.reader, self.num_sent, boundary,
             [p.boundaries for p in labels.programs],
-            labels.keys.tobytes(),
-            labels.positions.tobytes(),
-            labels.program_of.tobytes(),
-        )
-        payload = rows.contiguous().view(torch.uint8).numpy()
-        self._socket.send(_encoder.encode(header), zmq.SNDMORE)
-        self._socket.send(payload, copy=True)
+            labels.keys.tobytes(), labels.positions.tobytes(), labels.program_of.tobytes(),
+        )  # fmt: skip
+        self._socket.send(_encoder.encode(header))
+        return self.num_sent
 
     def send_finish(self, key: int, stage: int, error: str | None) -> None:
         self._socket.send(_encoder.encode(FinishHeader(key, stage, error)))
@@ -131,12 +156,13 @@ class Receiver:
         on_finish: Callable[[FinishHeader], None],
     ) -> None:
         folder = Path(tempfile.mkdtemp(prefix="vllm-scope-"))  # mode 0700
-        self.address = Address(uuid.uuid4().hex, str(folder / "rows"))
+        self.address = Address(uuid.uuid4().hex, str(folder / "rows"), os.getpid())
         (folder / self.address.frontend).touch()
         self._on_rows, self._on_finish = on_rows, on_finish
+        self._rings: dict[RingRef, RingReader] = {}
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
-        self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(f"ipc://{self.address.path}")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vllm-scope-inbox", daemon=True)
@@ -152,29 +178,43 @@ class Receiver:
         while not self._stop.is_set():
             if not self._socket.poll(200):
                 continue
-            frames = self._socket.recv_multipart(copy=False)
-            header = _decoder.decode(frames[0].buffer)
-            if isinstance(header, FinishHeader):
-                self._on_finish(header)
-            else:
-                self._on_rows(_unpack(header, frames[1].buffer))
+            frame = self._socket.recv()
+            try:
+                header = _decoder.decode(frame)
+                if isinstance(header, FinishHeader):
+                    self._on_finish(header)
+                else:
+                    self._read(header)
+            except Exception:
+                # One bad message costs its own rows; they are reported as dropped.
+                logger.exception("vllm-scope: a message could not be read")
         self._socket.close(linger=0)
         self._context.term()
+
+    def _read(self, header: RowsHeader) -> None:
+        ring = self._rings.get(header.ring)
+        if ring is None:
+            # Workers come and go with their engines; keep the rings of those alive.
+            self._rings = {
+                ref: reader for ref, reader in self._rings.items()
+                if Path(f"/proc/{ref.pid}").exists()
+            }  # fmt: skip
+            ring = self._rings[header.ring] = RingReader(header.ring)
+        try:
+            self._on_rows(
+                RowsMessage(
+                    np.frombuffer(header.keys, np.int64),
+                    np.frombuffer(header.positions, np.int64),
+                    np.frombuffer(header.program_of, np.int32),
+                    [Program(tuple(p)) for p in header.programs],
+                    header.boundary,
+                    ring.rows(header.start, header.stop),
+                )
+            )
+        finally:
+            ring.acknowledge(header.reader, header.message)
 
 
 def _remove_own(folder: Path, owner: int) -> None:
     if os.getpid() == owner:  # not in a forked child
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _unpack(header: RowsHeader, payload: memoryview) -> RowsMessage:
-    dtype = getattr(torch, header.dtype)
-    rows = torch.frombuffer(bytearray() if not payload else payload, dtype=dtype)
-    return RowsMessage(
-        np.frombuffer(header.keys, np.int64),
-        np.frombuffer(header.positions, np.int64),
-        np.frombuffer(header.program_of, np.int32),
-        [Program(tuple(p)) for p in header.programs],
-        header.boundary,
-        rows.view(-1, header.hidden_size),
-    )

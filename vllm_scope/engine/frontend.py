@@ -96,7 +96,9 @@ def _open(connection: Connection | None, request: Any) -> Pending:
     last = max(len(ids) + (params.max_tokens or 1) - 2, len(ids) - 1)
     for i, read in enumerate(reads):
         read.tokens.check(len(ids), last, f"reads[{i}].tokens")
-    pending = inbox().open(reads, connection.sites, prompt_ids, connection.num_stages)
+    pending = inbox().open(
+        reads, connection.sites, prompt_ids, params.max_tokens or 1, connection.num_stages
+    )
     handle = {
         "key": pending.key,
         "frontend": inbox().address.frontend,
@@ -183,7 +185,6 @@ def _settle(output: Any) -> Any:
             pending, detokenizer = source
             result = pending.snapshot(list(detokenizer.output_token_ids), completion.finish_reason)
             if completion.finish_reason is not None:
-                result.own()
                 del completion.scope_source
             completion.scope = result
     return output

@@ -29,6 +29,7 @@ from vllm_scope.engine.core import handle_of
 from vllm_scope.engine.model import anatomy_of, hidden_size_of, num_layers_of
 from vllm_scope.engine.plugin import config_of, wrap_method
 from vllm_scope.errors import CompatError, ConfigError, ScopeError
+from vllm_scope.host_ring import HostRing
 from vllm_scope.plan import Labels, Planner, StepBatch, StepPlan
 from vllm_scope.program import Program, RequestProgram
 from vllm_scope.road import Address
@@ -43,6 +44,8 @@ logger = logging.getLogger("vllm.vllm_scope")
 HOST_ARENA_BYTES = 64 << 20
 #: Steps whose rows a graph-sized arena holds at once.
 STEPS_IN_ARENA = 3
+#: What the shared host memory for rows is kept to, where the arena allows.
+MAX_HOST_BYTES = 1 << 30
 #: Written before the canary runs; no model computes a row of it. Exact in bf16 and fp16.
 POISON = -1280.0
 
@@ -61,6 +64,7 @@ class ScopeWorker:
         self.reason: str | None = None
         self.runner_version = "unknown"
         self._planner: Planner | None = None
+        self._drain: Drain | None = None
         self._step: StepPlan | None = None
         self._region: Region | None = None
         self._positions: Tensor | None = None
@@ -111,15 +115,32 @@ class ScopeWorker:
         op.register()
         op.connect(self._arena.rows, self)
         tap_of = {boundary: tap for tap, boundary in enumerate(self.sites.boundaries)}
+        if device.type == "cuda":
+            self._compile_kernel(dtype, device)
         self.here = install_taps(anatomy, tap_of, self._arena.rows, self._tables)
         self._planner = Planner(self._tables)
-        self._sink = MemorySink(self.stage)
-        self._drain = Drain(self._arena, self._sink) if self.drains else None
+        if self.drains:
+            ring = HostRing(
+                self._host_slots(), self.sites.hidden_size, dtype, device.type == "cuda"
+            )
+            self._sink = MemorySink(self.stage, ring)
+            self._drain = Drain(self._arena, ring, self._sink)
         logger.info(
             "vllm-scope: %d taps on %s (%s), runner %s, arena %.1f MiB.",
             len(self.here), anatomy.path, anatomy.convention.value, self.runner_version,
             self._arena.num_bytes / 2**20,
         )  # fmt: skip
+
+    def _compile_kernel(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Load the kernel now: inside a graph capture it could not be."""
+        from vllm_scope.tap.kernel import tap_rows
+
+        row = torch.zeros((1, self.sites.hidden_size), dtype=dtype, device=device)
+        tables = self._tables
+        for residual in (None, row):
+            tap_rows(
+                row, residual, self._arena.rows, tables.tokens, tables.programs, tables.ops, 0, 0, 1
+            )
 
     def _num_slots(self, max_rows: int, graph_rows: int, device: torch.device) -> int:
         num_taps = max(len(self.sites.boundaries), 1)
@@ -141,6 +162,11 @@ class ScopeWorker:
         if device.type == "cuda":
             return max(STEPS_IN_ARENA * graph_rows * num_taps, 2 * max_rows)
         return max(2 * max_rows, min(max_rows * num_taps, HOST_ARENA_BYTES // row_bytes))
+
+    def _host_slots(self) -> int:
+        """As the arena, twice, so that a front-end may lag behind; within bounds."""
+        row_bytes = self._arena.num_bytes // self._arena.num_slots
+        return max(self._arena.num_slots, min(2 * self._arena.num_slots, MAX_HOST_BYTES // row_bytes))
 
     def check_canary(self) -> None:
         """Read one row at every tap of a dummy forward.
@@ -281,11 +307,15 @@ class ScopeWorker:
 
     # Remote calls (`collective_rpc` finds them on the worker)
 
-    def connect(self, address: dict[str, str]) -> dict[str, Any]:
+    def connect(self, address: dict[str, Any]) -> dict[str, Any]:
         """Learn of a front-end; answer what can be read here."""
-        if self._planner is not None:
-            self._sink.connect(Address(**address))
-        return self.describe()
+        body = self.describe()
+        if self._drain is not None:
+            try:
+                self._sink.connect(Address(**address))
+            except ScopeError as error:
+                body["reason"] = str(error)
+        return body
 
     def describe(self) -> dict[str, Any]:
         body = {

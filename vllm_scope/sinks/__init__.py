@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from vllm_scope.host_ring import Lease
 from vllm_scope.plan import Labels
 
 
@@ -20,15 +21,20 @@ class RowBatch:
 
     Attributes:
         labels: one entry per token.
-        rows: [num_slots, hidden_size], model dtype, host. A token's rows are
-            consecutive, in the order of its program's boundaries.
+        lease: where the rows are in the worker's host ring.
         boundary: set where the batch holds one tap only: each token has one row,
             meaningless where its program does not read this boundary.
     """
 
     labels: Labels
-    rows: Tensor
+    lease: Lease
     boundary: int | None = None
+
+    @property
+    def rows(self) -> Tensor:
+        """[num_slots, hidden_size], model dtype, host. A token's rows are consecutive,
+        in the order of its program's boundaries."""
+        return self.lease.rows
 
 
 class Sink(Protocol):
@@ -37,8 +43,8 @@ class Sink(Protocol):
     Called from the drain thread only. Rows of one (request, boundary) arrive in
     the order in which they were computed: a position that comes twice was
     computed twice (recompute, rejected drafts), and the last one holds. `finish`
-    comes last, once. `batch.rows` is reused after `write` returns: copy what
-    you keep.
+    comes last, once. `batch.rows` is reused after `write` returns, unless the sink
+    retained `batch.lease`; it releases it when done.
     """
 
     def write(self, batch: RowBatch) -> None: ...

@@ -1,35 +1,52 @@
 """Rows back to the caller: to the front-end that made the request.
 
-Owns:  which request belongs to which front-end, as seen by one worker.
-Runs:  registration on the worker's thread, everything else on the drain thread.
+Owns:  which request belongs to which front-end, and which spans of the ring they
+       have not read yet, as seen by one worker.
+Runs:  registration on the worker's thread, `write` and `finish` on the drain thread;
+       `reclaim` on either.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from dataclasses import replace
+from collections import deque
 
 import numpy as np
-import torch
 
 from vllm_scope.errors import CapacityError
+from vllm_scope.host_ring import MAX_READERS, HostRing, Lease
 from vllm_scope.road import Address, Sender
 from vllm_scope.sinks import RowBatch
+
+logger = logging.getLogger(__name__)
 
 
 class MemorySink:
     """Routes labelled batches to front-ends by the request's key."""
 
-    def __init__(self, stage: int) -> None:
+    def __init__(self, stage: int, ring: HostRing) -> None:
         self._stage = stage
+        self._ring = ring
+        ring.reclaim = self.reclaim
         self._lock = threading.Lock()
         self._addresses: dict[str, Address] = {}
         self._senders: dict[str, Sender] = {}
         self._frontend_of: dict[int, str] = {}
+        #: Per front-end, in message order: (message number, the lease it reads).
+        self._unread: dict[str, deque[tuple[int, Lease]]] = {}
 
     def connect(self, address: Address) -> None:
-        """Learn of a front-end. Idempotent."""
+        """Learn of a front-end. Idempotent.
+
+        Raises:
+            CompatError: it is on another host.
+            CapacityError: too many front-ends.
+        """
+        address.check_local()
         with self._lock:
+            if address.frontend not in self._addresses and len(self._addresses) >= MAX_READERS:
+                raise CapacityError(f"{MAX_READERS} front-ends are connected; at most as many")
             self._addresses[address.frontend] = address
 
     def add_request(self, key: int, frontend: str) -> None:
@@ -40,17 +57,19 @@ class MemorySink:
             self._frontend_of[key] = frontend
 
     def write(self, batch: RowBatch) -> None:
-        keys = np.unique(batch.labels.keys)
+        self.reclaim()
         with self._lock:
-            routes = {int(k): self._frontend_of.get(int(k)) for k in keys}
-        frontends = {f for f in routes.values() if f is not None}
-        if len(frontends) == 1 and None not in routes.values():
-            part = batch
-            self._send(frontends.pop(), part)
-            return
+            of = self._frontend_of
+            # Keys are unique over all front-ends; each ignores the others'.
+            frontends = {of[k] for k in np.unique(batch.labels.keys).tolist() if k in of}
         for frontend in frontends:
-            mine = [k for k, f in routes.items() if f == frontend]
-            self._send(frontend, _only(batch, np.isin(batch.labels.keys, mine)))
+            lease = batch.lease
+            lease.retain()
+            number = self._sender(frontend).send_rows(
+                batch.labels, self._ring.ref, lease.start, lease.stop, batch.boundary
+            )
+            with self._lock:
+                self._unread.setdefault(frontend, deque()).append((number, lease))
 
     def finish(self, key: int, error: str | None) -> None:
         with self._lock:
@@ -58,32 +77,25 @@ class MemorySink:
         if frontend is not None:
             self._sender(frontend).send_finish(key, self._stage, error)
 
+    def reclaim(self) -> None:
+        """Release what front-ends have read, and what a dead one never will."""
+        with self._lock:
+            for frontend, unread in self._unread.items():
+                sender = self._senders[frontend]
+                read = int(self._ring.counters[sender.reader])
+                if unread and unread[0][0] > read and not self._addresses[frontend].alive:
+                    read = sender.num_sent
+                while unread and unread[0][0] <= read:
+                    unread.popleft()[1].release()
+
     def close(self) -> None:
         for sender in self._senders.values():
             sender.close()
 
-    def _send(self, frontend: str, batch: RowBatch) -> None:
-        self._sender(frontend).send_rows(batch.labels, batch.rows, batch.boundary)
-
     def _sender(self, frontend: str) -> Sender:
         # Sockets belong to the drain thread, so they are opened here.
         if frontend not in self._senders:
-            self._senders[frontend] = Sender(self._addresses[frontend])
+            sender = Sender(self._addresses[frontend], reader=len(self._senders))
+            with self._lock:
+                self._senders[frontend] = sender
         return self._senders[frontend]
-
-
-def _only(batch: RowBatch, tokens: np.ndarray) -> RowBatch:
-    """The part of a batch that belongs to some of its tokens."""
-    labels = batch.labels
-    per_token = np.ones(len(labels.keys), np.int64)
-    if batch.boundary is None:
-        per_token = np.array([p.num_reads for p in labels.programs], np.int64)[labels.program_of]
-    rows = batch.rows[torch.from_numpy(np.repeat(tokens, per_token))]
-    kept = replace(
-        labels,
-        keys=labels.keys[tokens],
-        positions=labels.positions[tokens],
-        program_of=labels.program_of[tokens],
-        rows=labels.rows[tokens],
-    )
-    return RowBatch(kept, rows, batch.boundary)

@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 OP_READ = tl.constexpr(1)
 
 
-@triton.jit
+# One variant serves all taps: a second one would be compiled in a graph capture.
+@triton.jit(
+    do_not_specialize=[
+        "hidden_row_stride", "residual_row_stride", "tap", "num_taps", "slot_base", "read_stride",
+    ]
+)  # fmt: skip
 def _tap_kernel(
     hidden_ptr,
     residual_ptr,

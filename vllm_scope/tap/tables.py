@@ -116,7 +116,11 @@ class Tables:
         entry = np.zeros(self.programs.shape[1:], np.int32)
         for j, boundary in enumerate(program.boundaries):
             entry[self._tap_of[boundary]] = (j, 1)
-        self.programs[program_id].copy_(torch.from_numpy(entry))
+        staged = torch.from_numpy(entry)
+        if self.programs.is_cuda:
+            # From pageable memory the copy would wait for the whole stream.
+            staged = staged.pin_memory()
+        self.programs[program_id].copy_(staged, non_blocking=True)
         self.num_reads[program_id] = program.num_reads
         self.num_uploads += 1
 

@@ -1,0 +1,48 @@
+"""Models by their shape: a configuration, no weights (vLLM draws random ones)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5}
+_COMMON = {"torch_dtype": "bfloat16", "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2}
+
+SHAPES: dict[str, dict] = {
+    # Llama-3.1-8B
+    "8b": _LLAMA | _COMMON | {
+        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
+        "max_position_embeddings": 8192, "rope_theta": 500000.0, "tie_word_embeddings": False,
+    },
+    # Qwen2.5-0.5B: where the cost of a step beside the model shows most
+    "0.5b": _COMMON | {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 1e-6,
+        "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936,
+        "max_position_embeddings": 8192, "rope_theta": 1000000.0, "tie_word_embeddings": True,
+    },
+    # Qwen3-30B-A3B, fewer layers
+    "moe": _COMMON | {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "rms_norm_eps": 1e-6,
+        "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 128,
+        "num_key_value_heads": 4, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1,
+        "norm_topk_prob": True, "vocab_size": 151936, "max_position_embeddings": 8192,
+        "rope_theta": 1000000.0, "tie_word_embeddings": False,
+    },
+    # Llama-3.1-70B
+    "70b": _LLAMA | _COMMON | {
+        "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256,
+        "max_position_embeddings": 8192, "rope_theta": 500000.0, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+def make_shape(name: str, folder: Path) -> Path:
+    """A folder that vLLM loads with `load_format="dummy"`."""
+    path = folder / name
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(SHAPES[name]))
+    return path

@@ -1,0 +1,149 @@
+"""Tokens per second: plain vLLM, the plugin idle, and reading, in one run.
+
+Both engines are alive at once and take turns, so that a machine whose speed drifts
+slows both. A figure is the median of the turns; the ratio is to plain vLLM.
+
+    python -m benchmarks.throughput                    # toy world on a CPU
+    python -m benchmarks.throughput --shape 8b --gpu   # random weights on a GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine import Workload, encode
+from benchmarks.shapes import SHAPES, make_shape
+
+ROOT = Path(__file__).parent.parent
+CPU_WORK = [Workload("batch 1", 1, 16, 64), Workload("batch 16", 16, 16, 64)]
+CPU_WORK += [Workload("prefill 16x200", 16, 200, 1)]
+GPU_WORK = [Workload("batch 1", 1, 128, 256), Workload("batch 64", 64, 128, 256)]
+GPU_WORK += [Workload("batch 256", 256, 128, 256), Workload("prefill 64x1024", 64, 1024, 1)]
+
+
+class Engine:
+    """A child process that runs `benchmarks.engine`."""
+
+    def __init__(self, options: dict[str, Any], plugin: bool, log: Path) -> None:
+        environment = {**os.environ, "VLLM_SCOPE": "1" if plugin else "0"}
+        self._log = log.open("w")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.engine"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
+            text=True, env=environment, cwd=ROOT,
+        )  # fmt: skip
+        self.start_seconds = self.ask(json.dumps(options))["start_seconds"]
+
+    def ask(self, line: str) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        for answer in self._process.stdout:
+            if answer.startswith("RESULT"):
+                return json.loads(answer[len("RESULT") :])
+        raise RuntimeError("the engine ended:\n" + Path(self._log.name).read_text()[-3000:])
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=120)
+
+
+def spread(num_layers: int, count: int) -> list[int]:
+    return [round((i + 0.5) * num_layers / count - 0.5) for i in range(count)]
+
+
+def run(
+    engines: dict[str, Engine], work: list[Workload], num_layers: int, turns: int
+) -> list[dict[str, Any]]:
+    modes: dict[str, tuple[str, list[int] | None]] = {"plain vLLM": ("plain", None)}
+    if "eager" in engines:
+        modes["plain vLLM, eager"] = ("eager", None)
+    modes["plugin idle"] = ("scope", None)
+    for count in (1, 3, num_layers):
+        word = "all" if count == num_layers else str(count)
+        modes[f"{word} layer{'s' if count > 1 else ''}"] = ("scope", spread(num_layers, count))
+    rows = []
+    salt = 0
+    for base in work:
+        found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
+        for turn in range(turns + 1):
+            for mode, (engine, layers) in modes.items():
+                salt += 1
+                answer = engines[engine].ask(encode(replace(base, layers=layers, salt=salt)))
+                if turn:  # the first turn warms up
+                    found[mode].append(answer)
+        plain = None
+        for mode, answers in found.items():
+            speed = statistics.median(a["tokens"] / a["seconds"] for a in answers)
+            plain = plain or speed
+            row = {"work": base.name, "mode": mode, "tokens_per_s": speed, "ratio": speed / plain}
+            if "gigabytes" in answers[0]:
+                row["gb_per_s"] = statistics.median(a["gigabytes"] / a["seconds"] for a in answers)
+            rows.append(row)
+            print(format_row(row), flush=True)
+    return rows
+
+
+def format_row(row: dict[str, Any]) -> str:
+    delivered = f"{row['gb_per_s']:8.3f}" if "gb_per_s" in row else " " * 8
+    return (
+        f"{row['work']:16} {row['mode']:18} {row['tokens_per_s']:12,.0f} "
+        f"{row['ratio']:7.3f} {delivered}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape")
+    parser.add_argument("--model", default=str(ROOT / "toyworld" / "model"))
+    parser.add_argument("--gpu", action="store_true", help="the GPU's workloads")
+    parser.add_argument("--eager", action="store_true", help="compare with eager vLLM too")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--options", type=json.loads, default={}, help="more LLM arguments, JSON")
+    parser.add_argument("--only", nargs="*", help="only workloads of these names")
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_shape(args.shape, Path(folder)) if args.shape else Path(args.model)
+        options: dict[str, Any] = {
+            "model": str(model), "skip_tokenizer_init": True, "max_model_len": 2048 if args.gpu else 512,
+            "enable_prefix_caching": False,
+        } | args.options  # fmt: skip
+        if args.shape:
+            options["load_format"] = "dummy"
+        if args.gpu:
+            share = 0.27 if args.eager else 0.42
+            options.setdefault("gpu_memory_utilization", share)
+        logs = Path(os.environ.get("OUT", folder))
+        engines = {
+            "plain": Engine(options, False, logs / "plain.log"),
+            "scope": Engine(options, True, logs / "scope.log"),
+        }
+        if args.eager:
+            engines["eager"] = Engine(options | {"enforce_eager": True}, False, logs / "eager.log")
+        starts = ", ".join(f"{name} {e.start_seconds:.1f} s" for name, e in engines.items())
+        print(f"start: {starts}")
+        print(f"{'':16} {'':18} {'tokens/s':>12} {'ratio':>7} {'GB/s':>8}")
+        config = json.loads((model / "config.json").read_text())
+        work = [w for w in (GPU_WORK if args.gpu else CPU_WORK)
+                if not args.only or w.name in args.only]  # fmt: skip
+        rows = run(engines, work, config["num_hidden_layers"], args.turns)
+        for engine in engines.values():
+            engine.close()
+    if args.out:
+        args.out.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

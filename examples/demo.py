@@ -1,0 +1,308 @@
+"""The demo: find two concepts in the residual stream of a small model, and show where they are.
+
+Runs:  `make demo`, or `python -m examples.demo`. On two CPU cores it takes about a minute.
+From:  toyworld (a small trained model, labelled prompts).
+To:    demo-output/auroc.png and demo-output/tokens.html; a table on the terminal.
+
+One `generate` call serves everything. Each prompt of the batch carries its own
+reads: the prompts that probes are fitted and measured on give the rows of their
+prompt; the prompts of the page also give those of the tokens they generate.
+"""
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from examples.figure import write_figure
+from examples.page import Example, Places, Section, Token, render
+from examples.probes import LayerProbe, Reading, best_of, fit_layer
+from toyworld.world import Prompt, Split, lying_prompts, review_openings, sentiment_prompts
+from vllm_scope import Read, scope
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput, SamplingParams
+
+ROOT: Final = Path(__file__).parents[1]
+MODEL: Final = ROOT / "toyworld" / "model"
+OUTPUT: Final = ROOT / "demo-output"
+
+NUM_TRAIN, NUM_TEST, NUM_SHOWN = 120, 80, 4
+GENERATED_TOKENS: Final = 24
+
+Role = Literal["train", "test", "shown"]
+console = Console(highlight=False)
+
+
+@dataclass(frozen=True)
+class Concept:
+    """A thing that a prompt is or is not, and where its prompts come from.
+
+    `absent` and `present` are the words for a label of False and of True.
+    """
+
+    name: str
+    absent: str
+    present: str
+    prompts: Callable[[int, int, Split], list[Prompt]]
+    prompts_to_show: Callable[[int], list[Prompt]]
+
+
+CONCEPTS: Final = (
+    Concept(
+        name="sentiment",
+        absent="negative",
+        present="positive",
+        prompts=sentiment_prompts,
+        # These end in a neutral sentence, so that the model writes the next opinion.
+        prompts_to_show=review_openings,
+    ),
+    Concept(
+        name="lying",
+        absent="honest",
+        present="lying",
+        prompts=lying_prompts,
+        prompts_to_show=lambda n: lying_prompts(n, seed=1, split="test"),
+    ),
+)
+
+Readings = dict[tuple[str, Role], list[Reading]]
+Probes = dict[str, list[LayerProbe]]
+
+
+def main() -> None:
+    set_environment()
+    with step("Starting vLLM with torch.compile; vllm-scope is loaded as its plugin"):
+        llm = start_engine()
+    with step("Reading every layer of every prompt token, in one mixed batch"):
+        readings = read_all(llm)
+    with step("Fitting linear probes, on other prompts than they are measured on"):
+        probes = fit_probes(readings)
+    print_aurocs(probes)
+    OUTPUT.mkdir(exist_ok=True)
+    write_figure(OUTPUT / "auroc.png", probes, layer_names(probes), NUM_TEST)
+    write_page(OUTPUT / "tokens.html", probes, readings)
+    for name in ("auroc.png", "tokens.html"):
+        console.print(f"Wrote [bold]{OUTPUT.relative_to(ROOT) / name}[/]")
+
+
+def set_environment() -> None:
+    """Defaults for this process and the engine's: work offline, and say only what matters.
+
+    Torch and vLLM read theirs when they are imported, so nothing above imports them.
+    """
+    warnings.simplefilter("ignore")
+    defaults = {
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONWARNINGS": "ignore",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        # It warns that a CPU build of torch has no Triton.
+        "TORCH_LOGS": "-torch._library.triton",
+        # In GiB: plenty for a model of 9 MB.
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+@contextmanager
+def step(title: str) -> Iterator[None]:
+    console.print(f"\n[bold]{title}[/]")
+    start = time.perf_counter()
+    yield
+    console.print(f"[dim]{time.perf_counter() - start:.1f} s[/]")
+
+
+# --- Reading -----------------------------------------------------------------
+
+
+def start_engine() -> "LLM":
+    """Stock vLLM. Having vllm-scope installed is all that it takes."""
+    from vllm import LLM
+
+    return LLM(model=str(MODEL), max_model_len=256, use_tqdm_on_load=False)
+
+
+def sampling_params(role: Role) -> "SamplingParams":
+    from vllm import SamplingParams
+
+    shown = role == "shown"
+    tokens = "all" if shown else "prompt"
+    return SamplingParams(
+        temperature=0,
+        max_tokens=GENERATED_TOKENS if shown else 1,
+        extra_args=scope(
+            Read("embed", tokens=tokens), Read("resid_post", layers="all", tokens=tokens)
+        ),
+    )
+
+
+def read_all(llm: "LLM") -> Readings:
+    """Every prompt of every concept and role through the model, together."""
+    asked = [
+        (concept, role, prompt)
+        for concept in CONCEPTS
+        for role, prompts in prompts_of(concept).items()
+        for prompt in prompts
+    ]
+    outputs = llm.generate(
+        [prompt.text for _, _, prompt in asked],
+        [sampling_params(role) for _, role, _ in asked],
+    )
+    readings: Readings = {}
+    num_rows = 0
+    for (concept, role, prompt), output in zip(asked, outputs, strict=True):
+        assert output.scope.status == "complete", output.scope
+        num_rows += output.scope.delivered
+        reading = as_reading(llm, output, prompt.label)
+        readings.setdefault((concept.name, role), []).append(reading)
+    console.print(f"{num_rows:,} rows of {len(asked)} prompts; none is missing")
+    return readings
+
+
+def prompts_of(concept: Concept) -> dict[Role, list[Prompt]]:
+    return {
+        "train": concept.prompts(NUM_TRAIN, 0, "train"),
+        "test": concept.prompts(NUM_TEST, 0, "test"),
+        "shown": concept.prompts_to_show(NUM_SHOWN),
+    }
+
+
+def as_reading(llm: "LLM", output: "RequestOutput", label: bool) -> Reading:
+    prompt_ids = output.prompt_token_ids
+    tokenizer = llm.get_tokenizer()
+    return Reading(
+        tokens=tuple(tokenizer.decode([i]) for i in [*prompt_ids, *output.outputs[0].token_ids]),
+        num_prompt=len(prompt_ids),
+        label=label,
+        scope=output.scope,
+    )
+
+
+# --- Probes ------------------------------------------------------------------
+
+
+def fit_probes(readings: Readings) -> Probes:
+    """A `LayerProbe` of each concept at each stream that was read, in layer order."""
+    streams = readings[CONCEPTS[0].name, "train"][0].scope.keys()
+    work = [(concept.name, stream) for concept in CONCEPTS for stream in streams]
+    probes: Probes = {}
+    for name, stream in tqdm(work, desc="Fitting probes", unit="layer"):
+        probe = fit_layer(stream, readings[name, "train"], readings[name, "test"])
+        probes.setdefault(name, []).append(probe)
+    return probes
+
+
+def layer_names(probes: Probes) -> tuple[str, ...]:
+    """What the layers are called wherever they are shown."""
+    streams = [probe.stream for probe in probes[CONCEPTS[0].name]]
+    return tuple("embed" if site == "embed" else str(layer) for site, layer in streams)
+
+
+def print_aurocs(probes: Probes) -> None:
+    table = Table(title="AUROC on held-out prompts")
+    table.add_column("\nafter layer")
+    for name in probes:
+        table.add_column(f"{name}\nlast token", justify="right")
+        table.add_column(f"{name}\nevery token", justify="right")
+    for i, layer in enumerate(layer_names(probes)):
+        at_layer = [of_concept[i] for of_concept in probes.values()]
+        figures = [f for probe in at_layer for f in (probe.auroc_last, probe.auroc_every)]
+        table.add_row(layer, *(f"{figure:.3f}" for figure in figures))
+    console.print()
+    console.print(table)
+    console.print("[dim]Each probe is fitted at the tokens that it is measured at.[/]\n")
+
+
+# --- Page --------------------------------------------------------------------
+
+INTRO: Final = (
+    "A small language model reads a text and goes on with it. Each token is coloured by what a "
+    "linear probe makes of the residual stream there: the row that vLLM computed while it "
+    "processed that token, read by vllm-scope. Underlined tokens were generated. The strip "
+    "under a text shows all layers at once, the last on top; its bar is where the prompt ends.",
+    f"Each probe was fitted at every token of {NUM_TRAIN} other prompts, all labelled as their "
+    "prompt. No subject of their reviews and no country of their speeches recurs in the prompts "
+    "here. Grey is undecided: such tokens tell the probe nothing. Point at a token, or focus a "
+    "text and use the arrow keys, for its position and its probability.",
+)
+CAPTIONS: Final = {
+    "sentiment": "Words of opinion are coloured after a layer or two, and the full stop sums "
+    "their sentence up. The stop of a neutral sentence still holds the sentiment of the ones "
+    "before; the opinion that the model writes next follows it. Pale colours before the first "
+    "opinion are noise.",
+    "lying": "Each speaker lies always or never. A false answer is coloured where it stands. "
+    "That the speaker is a liar shows at every colon after the first statement, where the model "
+    "has to choose between a true and a false one. At closing quotes it appears at the third, "
+    "which ends the prompt, and stays from there: no text that the model learned from ends "
+    "sooner or has a verdict on the speaker follow sooner, so it is of no use there before.",
+}
+PLACES_CAPTION: Final = (
+    f"AUROC of the same probes on {NUM_TEST} held-out prompts, at one token of each. 0.5 is "
+    "chance: before the first statement there is nothing to know."
+)
+
+
+def write_page(path: Path, probes: Probes, readings: Readings) -> None:
+    sections = [section_of(concept, probes, readings) for concept in CONCEPTS]
+    html = render("Sentiment and lying, token by token", INTRO, sections)
+    path.write_text(html, encoding="utf-8")
+
+
+def section_of(concept: Concept, all_probes: Probes, readings: Readings) -> Section:
+    probes = all_probes[concept.name]
+    places = None
+    if concept.name == "lying":
+        places = places_in_speech(probes, readings["lying", "test"])
+    return Section(
+        title=concept.name.capitalize(),
+        caption=CAPTIONS[concept.name],
+        low=concept.absent,
+        high=concept.present,
+        layers=layer_names(all_probes),
+        selected=best_of(probes),
+        examples=tuple(
+            example_of(concept, probes, reading) for reading in readings[concept.name, "shown"]
+        ),
+        places=places,
+    )
+
+
+def example_of(concept: Concept, probes: Sequence[LayerProbe], reading: Reading) -> Example:
+    by_layer = [probe.probabilities(reading).tolist() for probe in probes]
+    by_position: list[tuple[float, ...] | None] = list(zip(*by_layer, strict=True))
+    # The token sampled last is not processed, so it has no row.
+    by_position += [None] * (len(reading.tokens) - len(by_position))
+    return Example(
+        truth=concept.present if reading.label else concept.absent,
+        tokens=tuple(
+            Token(text, position >= reading.num_prompt, probabilities)
+            for position, (text, probabilities) in enumerate(
+                zip(reading.tokens, by_position, strict=True)
+            )
+        ),
+    )
+
+
+def places_in_speech(probes: Sequence[LayerProbe], readings: Sequence[Reading]) -> Places:
+    """AUROC where each of a speaker's three statements is announced, and where it ends."""
+    auroc = {}
+    for nth, ordinal in enumerate(("first", "second", "third")):
+        for token, name in ((":", "colon"), ('."', "closing quote")):
+            positions = [reading.prompt_positions(token)[nth] for reading in readings]
+            auroc[f"{ordinal} {name}"] = tuple(p.auroc_at(readings, positions) for p in probes)
+    return Places("Where in the speech it shows", PLACES_CAPTION, auroc)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The figure: how well each concept can be read after each layer.
+
+From:  demo.py, which has fitted the probes.   To: a PNG file.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+
+# Not pyplot: that would look for a screen.
+from matplotlib.figure import Figure
+
+from examples.probes import LayerProbe
+
+
+@dataclass(frozen=True)
+class Mark:
+    colour: str
+    marker: str
+    size: int
+
+
+# Curves meet at 1: the larger mark, drawn first, shows round the smaller. The colours
+# are two of Okabe and Ito's, which differ for every kind of colour vision.
+MARKS: Final = (Mark("#0072b2", "o", 10), Mark("#d55e00", "s", 5))
+
+
+def write_figure(
+    path: Path, probes: Mapping[str, Sequence[LayerProbe]], layers: Sequence[str], num_test: int
+) -> None:
+    """Curves of both AUROCs over the layers, for each concept in `probes`."""
+    with mpl.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(8, 4.8), layout="constrained")
+        axes = figure.add_subplot()
+    for (name, of_concept), mark in zip(probes.items(), MARKS, strict=True):
+        _draw_curves(axes, name, of_concept, mark)
+    _draw_chance(axes, len(layers) - 1)
+    axes.set_xticks(range(len(layers)), layers)
+    axes.set_xlabel("residual stream after layer")
+    axes.set_ylabel(f"AUROC on {num_test} held-out prompts")
+    axes.set_ylim(0.4, 1.03)
+    axes.grid(axis="y", color="0.92")
+    axes.set_axisbelow(True)
+    figure.suptitle("Where a linear probe finds each concept", weight="bold")
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=10)
+    figure.savefig(path, dpi=200)
+
+
+def _draw_curves(axes: Axes, name: str, probes: Sequence[LayerProbe], mark: Mark) -> None:
+    axes.plot(
+        [probe.auroc_last for probe in probes],
+        color=mark.colour,
+        linewidth=2,
+        marker=mark.marker,
+        markersize=mark.size,
+        label=f"{name}, at the last token",
+    )
+    axes.plot(
+        [probe.auroc_every for probe in probes],
+        color=mark.colour,
+        linewidth=2,
+        linestyle=":",
+        label=f"{name}, at every token",
+    )
+
+
+def _draw_chance(axes: Axes, right: int) -> None:
+    axes.axhline(0.5, color="0.6", linewidth=1, zorder=0)
+    axes.annotate(
+        "chance", (right, 0.5), (0, -14), textcoords="offset points", ha="right", color="0.4"
+    )

@@ -1,0 +1,5 @@
+"""`vllm-scope`, the command for people."""
+
+from vllm_scope.cli.main import app
+
+__all__ = ["app"]

@@ -1,0 +1,170 @@
+"""Host memory that rows are copied into, shared with front-ends on this host.
+
+Owns:  HostRing (the worker's side) and RingReader (a front-end's side).
+Runs:  `acquire` on the worker's main thread; leases are released on the drain
+       thread; `RingReader` on the front-end's inbox thread.
+From:  drain (writes).   To: road (names spans), result (copies rows out).
+
+The memory is a memfd: it has no name in any file system, only processes of this
+user can open it (through /proc), and it is gone when they are. On a GPU it is
+registered with CUDA, so the device copies straight into what the front-end reads.
+
+Promise: a span is written again only when every lease on it is released. A reader
+tells how far it has read by a counter in the ring's first page, in message order.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+#: Bytes before the rows: one int64 counter for each reader.
+HEADER_BYTES = 4096
+MAX_READERS = HEADER_BYTES // 8
+#: How long `acquire` sleeps between looks at the readers' counters.
+POLL_S = 0.0002
+
+
+class RingRef(msgspec.Struct, array_like=True, frozen=True):
+    """Where another process finds the ring."""
+
+    pid: int
+    fd: int
+    num_slots: int
+    hidden_size: int
+    dtype: str
+
+
+class Lease:
+    """A span of the ring in use. Free once released as often as it was taken."""
+
+    def __init__(self, start: int, stop: int, rows: Tensor, lock: threading.Lock) -> None:
+        self.start, self.stop = start, stop
+        self.rows = rows
+        self._lock = lock
+        self._holders = 1
+
+    def retain(self) -> None:
+        with self._lock:
+            self._holders += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._holders -= 1
+
+    @property
+    def free(self) -> bool:
+        return self._holders == 0
+
+
+class HostRing:
+    """A ring of rows in shared memory.
+
+    Attributes:
+        ref: what a RingReader needs.
+        counters: int64 [MAX_READERS], written by readers.
+        reclaim: called while `acquire` waits; releases what readers are done with.
+        wait_ms: time that `acquire` has waited for readers, in all.
+    """
+
+    def __init__(self, num_slots: int, hidden_size: int, dtype: torch.dtype, cuda: bool) -> None:
+        row_bytes = hidden_size * dtype.itemsize
+        self._fd = os.memfd_create("vllm-scope-ring", os.MFD_CLOEXEC)
+        size = HEADER_BYTES + num_slots * row_bytes
+        os.ftruncate(self._fd, size)
+        self._map = mmap.mmap(self._fd, size)
+        self.counters = np.frombuffer(self._map, np.int64, MAX_READERS)
+        raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
+        self.rows = raw.view(dtype).view(num_slots, hidden_size)
+        self._registered = 0
+        if cuda:
+            address = raw.data_ptr() - HEADER_BYTES
+            status = torch.cuda.cudart().cudaHostRegister(address, size, 0)
+            if int(status) != 0:
+                raise MemoryError(f"{size >> 20} MiB of host memory could not be pinned: {status}")
+            self._registered = address
+        name = str(dtype).removeprefix("torch.")
+        self.ref = RingRef(os.getpid(), self._fd, num_slots, hidden_size, name)
+        self.reclaim: Callable[[], None] = lambda: None
+        self.wait_ms = 0.0
+        self._lock = threading.Lock()
+        self._leases: deque[Lease] = deque()
+        self._head = 0
+
+    @property
+    def num_slots(self) -> int:
+        return int(self.rows.shape[0])
+
+    def acquire(self, num_slots: int) -> Lease:
+        """The next span; waits while it is in use.
+
+        Raises:
+            ValueError: more than the whole ring.
+        """
+        if num_slots > self.num_slots:
+            raise ValueError(f"{num_slots} rows asked of a ring of {self.num_slots}")
+        start = self._head
+        if start + num_slots > self.num_slots:
+            while self._leases and self._leases[0].start >= start:
+                self._wait_for(self._leases.popleft())
+            start = 0
+        stop = start + num_slots
+        while self._leases and self._leases[0].start < stop and start < self._leases[0].stop:
+            self._wait_for(self._leases.popleft())
+        lease = Lease(start, stop, self.rows[start:stop], self._lock)
+        self._leases.append(lease)
+        self._head = stop
+        return lease
+
+    def _wait_for(self, lease: Lease) -> None:
+        if lease.free:
+            return
+        started = time.monotonic()
+        while True:
+            self.reclaim()
+            if lease.free:
+                break
+            time.sleep(POLL_S)
+        self.wait_ms += 1e3 * (time.monotonic() - started)
+
+    def close(self) -> None:
+        """Give the memory back; rows that readers still map stay theirs."""
+        if self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self._registered)
+            self._registered = 0
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class RingReader:
+    """A front-end's view of a worker's ring."""
+
+    def __init__(self, ref: RingRef) -> None:
+        dtype = getattr(torch, ref.dtype)
+        fd = os.open(f"/proc/{ref.pid}/fd/{ref.fd}", os.O_RDWR)
+        try:
+            size = HEADER_BYTES + ref.num_slots * ref.hidden_size * dtype.itemsize
+            self._map = mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+        self._counters = np.frombuffer(self._map, np.int64, MAX_READERS)
+        raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
+        self._rows = raw.view(dtype).view(ref.num_slots, ref.hidden_size)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """[stop - start, hidden_size], valid until the message is acknowledged."""
+        return self._rows[start:stop]
+
+    def acknowledge(self, reader: int, message: int) -> None:
+        """All messages up to this one are read."""
+        self._counters[reader] = message
