@@ -136,8 +136,8 @@ def main() -> None:
         print(f"start: {starts}")
         print(f"{'':16} {'':18} {'tokens/s':>12} {'ratio':>7} {'GB/s':>8}")
         config = json.loads((model / "config.json").read_text())
-        work = [w for w in (GPU_WORK if args.gpu else CPU_WORK)
-                if not args.only or w.name in args.only]  # fmt: skip
+        work = GPU_WORK if args.gpu else CPU_WORK
+        work = [w for w in work if not args.only or w.name in args.only]
         rows = run(engines, work, config["num_hidden_layers"], args.turns)
         for engine in engines.values():
             engine.close()

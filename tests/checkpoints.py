@@ -96,9 +96,7 @@ def _make_routing_decisive(model: torch.nn.Module) -> None:
     sign = torch.arange(VOCAB) % 2 * 2.0 - 1.0
     embedding += 12.0 * sign[:, None] * direction
     for layer in model.model.layers:
-        layer.mlp.gate.weight.copy_(
-            torch.tensor([1.1, 1.0, -1.0, -1.1])[:, None] * direction
-        )
+        layer.mlp.gate.weight.copy_(torch.tensor([1.1, 1.0, -1.0, -1.1])[:, None] * direction)
 
 
 @dataclass
@@ -113,7 +111,9 @@ class Reference:
 
         self.model = AutoModelForCausalLM.from_pretrained(
             # Other attention implementations leave out Gemma 2's soft-capping.
-            self.path, dtype=self.dtype, attn_implementation="eager"
+            self.path,
+            dtype=self.dtype,
+            attn_implementation="eager",
         ).eval()
         if torch.cuda.is_available():
             self.model.cuda()

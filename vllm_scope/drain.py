@@ -7,13 +7,19 @@ From:  arena, plan.Labels.   To: host_ring (copies), a Sink.
 
 Promise: rows reach the sink in the order of their steps, and a request's `finish`
 after all of its rows. Where the sink is slow, the worker waits; nothing is lost.
+
+Steps are handed on a few at a time: the thread looks again only after `LINGER_S`.
+Python's lock is shared with the thread that launches the model; waking up for each
+step of 1 ms cost that thread a third of its speed (measured, H200, 0.5B shape).
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,14 +27,16 @@ import torch
 from torch import Tensor
 
 from vllm_scope.arena import Arena, HostFence, Region, StreamFence
-from vllm_scope.host_ring import HostRing, Lease
+from vllm_scope.host_ring import HostRing, JoinedLease, Lease
 from vllm_scope.plan import Labels
 from vllm_scope.sinks import RowBatch, Sink
 
 logger = logging.getLogger(__name__)
 
-#: Steps that may wait for the sink before the worker waits too.
-MAX_WAITING = 64
+#: How long rows may wait for those of the next step.
+LINGER_S = 0.008
+#: Rows of steps are joined up to this many bytes.
+MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,11 @@ class Drain:
 
     def __init__(self, arena: Arena, ring: HostRing, sink: Sink) -> None:
         self._arena, self._ring, self._sink = arena, ring, sink
-        self._queue: queue.Queue[_Rows | _Finish | None] = queue.Queue(MAX_WAITING)
+        # Bounded by the ring: each step in it holds a span.
+        self._items: deque[_Rows | _Finish] = deque()
+        self._sleeping = False
+        self._closing = False
+        self._wake = threading.Event()
         self._cuda = arena.rows.is_cuda
         if self._cuda:
             self._stream = torch.cuda.Stream(arena.rows.device)
@@ -92,15 +104,21 @@ class Drain:
             copied, positions = self._copy(region, lease, positions)
         elif positions is not None:
             positions = positions.clone()
-        self._queue.put(_Rows(labels, boundary, region, lease, copied, positions))
+        self._put(_Rows(labels, boundary, region, lease, copied, positions))
 
     def finish_request(self, key: int, error: str | None = None) -> None:
-        self._queue.put(_Finish(key, error))
+        self._put(_Finish(key, error))
+
+    def _put(self, item: _Rows | _Finish) -> None:
+        self._items.append(item)
+        if self._sleeping:
+            self._wake.set()
 
     def close(self) -> None:
         """Deliver what waits, then stop."""
         if self._thread.is_alive():
-            self._queue.put(None)
+            self._closing = True
+            self._wake.set()
             self._thread.join(timeout=30)
         self._sink.close()
         self._ring.close()
@@ -125,31 +143,88 @@ class Drain:
         return copied, positions
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            try:
-                if isinstance(item, _Finish):
-                    self._sink.finish(item.key, item.error)
-                else:
-                    self._write(item)
-            except Exception:
-                # The rows of this item are lost; their requests report them as
-                # dropped. The engine and later steps go on.
-                logger.exception("vllm-scope: rows could not be delivered")
+        while True:
+            if self._items:
+                self._deliver([self._items.popleft() for _ in range(len(self._items))])
+                if not self._closing:
+                    time.sleep(LINGER_S)
+                continue
+            if self._closing:
+                return
+            self._sleeping = True
+            if not self._items and not self._closing:
+                self._wake.wait()
+            self._wake.clear()
+            self._sleeping = False
 
-    def _write(self, item: _Rows) -> None:
-        try:
-            if item.copied is not None:
-                item.copied.synchronize()
+    def _deliver(self, items: list[_Rows | _Finish]) -> None:
+        steps: list[_Rows] = []
+        for item in items:
+            if steps and not (isinstance(item, _Rows) and _may_join(steps, item)):
+                self._guard(lambda: self._write(steps))  # noqa: B023
+                steps = []
+            if isinstance(item, _Finish):
+                self._guard(lambda: self._sink.finish(item.key, item.error))  # noqa: B023
             else:
-                try:
-                    item.lease.rows.copy_(self._arena.view(item.region))
-                finally:
-                    assert isinstance(item.region.fence, HostFence)
-                    item.region.fence.set()
-            labels = item.labels
-            if item.positions is not None:
-                true = item.positions.numpy().astype(np.int64)
-                labels = replace(labels, positions=true[labels.rows])
-            self._sink.write(RowBatch(labels, item.lease, item.boundary))
+                steps.append(item)
+        if steps:
+            self._guard(lambda: self._write(steps))
+
+    def _guard(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:
+            # These rows are lost; their requests report them as dropped. The
+            # engine and later steps go on.
+            logger.exception("vllm-scope: rows could not be delivered")
+
+    def _write(self, steps: list[_Rows]) -> None:
+        try:
+            for step in steps:
+                if step.copied is None:
+                    self._copy_on_host(step)
+            if (copied := steps[-1].copied) is not None:
+                copied.synchronize()  # one stream: the earlier ones are done too
+            labels = [_true_labels(step) for step in steps]
+            if len(steps) == 1:
+                self._sink.write(RowBatch(labels[0], steps[0].lease, steps[0].boundary))
+                return
+            joined = Labels(
+                np.concatenate([x.keys for x in labels]),
+                np.concatenate([x.positions for x in labels]),
+                np.concatenate([x.program_of for x in labels]),
+                labels[0].programs,
+                np.concatenate([x.rows for x in labels]),
+            )
+            lease = JoinedLease([step.lease for step in steps], self._ring)
+            self._sink.write(RowBatch(joined, lease))
         finally:
-            item.lease.release()
+            for step in steps:
+                step.lease.release()
+
+    def _copy_on_host(self, step: _Rows) -> None:
+        assert isinstance(step.region.fence, HostFence)
+        try:
+            step.lease.rows.copy_(self._arena.view(step.region))
+        finally:
+            step.region.fence.set()
+
+
+def _may_join(steps: list[_Rows], item: _Rows) -> bool:
+    """Whole programs, the same ones, next to each other in the ring, not too large."""
+    first, last = steps[0], steps[-1]
+    size = (item.lease.stop - first.lease.start) * item.lease.rows.stride(0)
+    return (
+        item.boundary is None
+        and last.boundary is None
+        and item.lease.start == last.lease.stop
+        and item.labels.programs == last.labels.programs
+        and size * item.lease.rows.element_size() <= MOST_BYTES
+    )
+
+
+def _true_labels(step: _Rows) -> Labels:
+    if step.positions is None:
+        return step.labels
+    true = step.positions.numpy().astype(np.int64)
+    return replace(step.labels, positions=true[step.labels.rows])

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 import threading
 import time
 from collections import deque
@@ -35,8 +36,13 @@ POLL_S = 0.0002
 
 
 class RingRef(msgspec.Struct, array_like=True, frozen=True):
-    """Where another process finds the ring."""
+    """Where another process finds the ring.
 
+    Attributes:
+        identity: random; a process may close a ring and give its number to another.
+    """
+
+    identity: int
     pid: int
     fd: int
     num_slots: int
@@ -66,6 +72,27 @@ class Lease:
         return self._holders == 0
 
 
+class JoinedLease(Lease):
+    """Adjacent leases as one."""
+
+    def __init__(self, parts: list[Lease], ring: HostRing) -> None:
+        self._parts = parts
+        self.start, self.stop = parts[0].start, parts[-1].stop
+        self.rows = ring.rows[self.start : self.stop]
+
+    def retain(self) -> None:
+        for part in self._parts:
+            part.retain()
+
+    def release(self) -> None:
+        for part in self._parts:
+            part.release()
+
+    @property
+    def free(self) -> bool:
+        return all(part.free for part in self._parts)
+
+
 class HostRing:
     """A ring of rows in shared memory.
 
@@ -93,7 +120,9 @@ class HostRing:
                 raise MemoryError(f"{size >> 20} MiB of host memory could not be pinned: {status}")
             self._registered = address
         name = str(dtype).removeprefix("torch.")
-        self.ref = RingRef(os.getpid(), self._fd, num_slots, hidden_size, name)
+        self.ref = RingRef(
+            secrets.randbits(62), os.getpid(), self._fd, num_slots, hidden_size, name
+        )
         self.reclaim: Callable[[], None] = lambda: None
         self.wait_ms = 0.0
         self._lock = threading.Lock()

@@ -120,7 +120,7 @@ class Sender:
         address.check_local()
         self.reader = reader
         self.num_sent = 0
-        self._socket = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         # Headers are small, and what they name is bounded by the ring.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         # A front-end that died must not hold a worker.

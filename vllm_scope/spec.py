@@ -49,8 +49,7 @@ def canonical_site(site: object, where: str) -> str:
         return name
     if name in KNOWN_SITES:
         raise SpecError(
-            f"{where} is {site!r}, which this version does not tap; "
-            f"it reads {', '.join(SITES)}."
+            f"{where} is {site!r}, which this version does not tap; it reads {', '.join(SITES)}."
         )
     raise SpecError(f"{where} is {site!r}; sites are {', '.join(SITES)}.")
 

@@ -33,9 +33,7 @@ def run(llm, ids, parameters):
 
 def check(output, ref):
     for completion in output.outputs:
-        check_completion(
-            completion.scope, output.prompt_token_ids, list(completion.token_ids), ref
-        )
+        check_completion(completion.scope, output.prompt_token_ids, list(completion.token_ids), ref)
 
 
 def counters(llm):
@@ -133,9 +131,7 @@ def test_reads_with_different_tokens_in_one_request(llm, ref):
         ("resid_pre", 1): [3],
     }
     streams = ref.streams([*range(30, 70), *output.outputs[0].token_ids][:-1])
-    torch.testing.assert_close(
-        output.scope["resid_pre", 1], streams[1][[3]], rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(output.scope["resid_pre", 1], streams[1][[3]], rtol=1e-4, atol=1e-4)
 
 
 def test_one_token_and_one_prompt_token(llm, ref):
@@ -145,9 +141,7 @@ def test_one_token_and_one_prompt_token(llm, ref):
 
 
 def test_every_completion_of_n_has_its_own_rows(llm, ref):
-    (output,) = run(
-        llm, [range(60, 100)], params(READ_ALL, n=3, temperature=1.0, max_tokens=10)
-    )
+    (output,) = run(llm, [range(60, 100)], params(READ_ALL, n=3, temperature=1.0, max_tokens=10))
     assert len({tuple(c.token_ids) for c in output.outputs}) == 3
     check(output, ref)
     with pytest.raises(Exception, match=r"3 completions; use output\.outputs\[i\]\.scope"):
@@ -156,9 +150,7 @@ def test_every_completion_of_n_has_its_own_rows(llm, ref):
 
 def test_sixty_four_mixed_requests_half_of_them_plain(llm, ref):
     ids = [list(range(i, i + 3 + i % 37)) for i in range(64)]
-    parameters = [
-        params(READ_ALL if i % 2 else None, max_tokens=1 + i % 9) for i in range(64)
-    ]
+    parameters = [params(READ_ALL if i % 2 else None, max_tokens=1 + i % 9) for i in range(64)]
     outputs = run(llm, ids, parameters)
     for i, output in enumerate(outputs):
         if i % 2:

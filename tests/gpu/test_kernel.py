@@ -43,7 +43,8 @@ def test_the_kernel_equals_the_definition(dtype, hidden_size):
         hidden = wide[:, :hidden_size]
         residual = rand(num_rows, hidden_size) if case % 3 else None
         expected, written = arena.clone(), arena.clone()
-        rest = (tokens, programs, ops, case % num_taps, 0, 1 - layered)
+        tap = torch.tensor(case % num_taps, dtype=torch.int32, device="cuda")
+        rest = (tokens, programs, ops, tap, 0, 1 - layered)
         definition.tap_rows(hidden, residual, expected, *rest)
         kernel.tap_rows(hidden, residual, written, *rest)
         assert torch.equal(written, expected)

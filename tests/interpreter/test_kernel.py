@@ -50,6 +50,7 @@ def taps(draw):
     tap = draw(st.integers(0, num_taps - 1))
     base, stride = (2, 0) if layered else (0, 1)
     residual = stream() if with_residual else None
+    tap = torch.tensor(tap, dtype=torch.int32)
     return stream(), residual, arena, tokens, programs, ops, tap, base, stride
 
 
@@ -70,6 +71,6 @@ def test_wide_rows_are_read_whole():
         programs = torch.tensor([[[0, 1]]], dtype=torch.int32)
         ops = torch.tensor([[OP_READ, 0, 0, 0]], dtype=torch.int32)
         arena = torch.full((2, hidden_size), POISON, dtype=torch.bfloat16)
-        kernel.tap_rows(hidden, residual, arena, tokens, programs, ops, 0, 0, 1)
+        kernel.tap_rows(hidden, residual, arena, tokens, programs, ops, torch.tensor(0), 0, 1)
         assert torch.equal(arena[1], (hidden[0].float() + residual[0].float()).bfloat16())
         assert (arena[0] == POISON).all()

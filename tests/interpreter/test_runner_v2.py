@@ -66,7 +66,8 @@ def async_scheduling():
 
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
 def llm(request, llama):
-    options = dict(dtype="float32", max_num_batched_tokens=32, max_num_seqs=8, block_size=32)
+    options = {"dtype": "float32", "max_num_batched_tokens": 32, "max_num_seqs": 8}
+    options["block_size"] = 32
     if request.param:
         with async_scheduling(), local_engine(llama, async_scheduling=True, **options) as llm:
             assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling

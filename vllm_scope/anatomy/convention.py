@@ -38,7 +38,7 @@ def convention_of(layer_class: type, model_class: type) -> Convention:
     Raises:
         CompatError: the source is not there, or its signs are unknown or disagree.
     """
-    layer = _function(layer_class.forward, layer_class)
+    layer = _function(getattr(layer_class, "forward"), layer_class)  # noqa: B009
     shapes = {_shape(node.value) for node in _returns(layer)}
     if len(shapes) != 1:
         raise CompatError(f"{layer_class.__name__}.forward returns in {len(shapes)} ways")

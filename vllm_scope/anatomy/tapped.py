@@ -51,36 +51,39 @@ def install_taps(
             _BUFFERS, (arena, tables.tokens, tables.programs, tables.ops), strict=True
         ):
             layer.register_buffer(name, tensor, persistent=False)
-        layer.__class__ = _tapped_class(type(layer), anatomy.convention, entry, exit_)
+        for name, tap in (("scope_entry", entry), ("scope_exit", exit_)):
+            if tap is not None:
+                layer.register_buffer(name, tables.numbers[tap], persistent=False)
+        layer.__class__ = _tapped_class(
+            type(layer), anatomy.convention, entry is not None, exit_ is not None
+        )
         tapped += ([0] if entry is not None else []) + ([number + 1] if exit_ is not None else [])
     return tuple(tapped)
 
 
-def _tapped_class(
-    base: type, convention: Convention, entry: int | None, exit_: int | None
-) -> type[nn.Module]:
-    """A subclass of `base` with taps at its entry and exit (columns; None: no tap)."""
+def _tapped_class(base: type, convention: Convention, entry: bool, exit_: bool) -> type[nn.Module]:
+    """A subclass of `base` with taps at its entry and exit."""
     names = list(inspect.signature(base.forward).parameters)[1:]  # type: ignore[attr-defined]
-    if entry is not None and "hidden_states" not in names:
+    if entry and "hidden_states" not in names:
         raise CompatError(f"{base.__name__}.forward has no hidden_states to read as the embedding")
     at = names.index("hidden_states") if "hidden_states" in names else -1
     sums = convention is Convention.SUM
     pair = convention is not Convention.TENSOR
 
-    class Tapped(base):  # type: ignore[misc, valid-type]
+    class Tapped(base):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            if entry is not None:
+            if entry:
                 # Layer 0 gets the embedding output, and no residual yet.
                 hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[at]
                 torch.ops.vllm_scope.tap(
                     hidden, None, self.scope_arena, self.scope_tokens,
-                    self.scope_programs, self.scope_ops, entry,
+                    self.scope_programs, self.scope_ops, self.scope_entry,
                 )  # fmt: skip
             out = super().forward(*args, **kwargs)
-            if exit_ is not None:
+            if exit_:
                 torch.ops.vllm_scope.tap(
                     out[0] if pair else out, out[1] if sums else None, self.scope_arena,
-                    self.scope_tokens, self.scope_programs, self.scope_ops, exit_,
+                    self.scope_tokens, self.scope_programs, self.scope_ops, self.scope_exit,
                 )  # fmt: skip
             return out
 

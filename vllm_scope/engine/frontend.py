@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +52,7 @@ class Connection:
 
 def _asks(params: Any) -> bool:
     extra = getattr(params, "extra_args", None)
-    return bool(extra) and "scope" in extra
+    return extra is not None and "scope" in extra
 
 
 def _params_of(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> Any:
@@ -110,12 +110,11 @@ def _open(connection: Connection | None, request: Any) -> Pending:
     return pending
 
 
-def _add_to_processor(
-    original: Any, self: Any, request: Any, *args: Any, **kwargs: Any
-) -> None:
+def _add_to_processor(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
     """OutputProcessor.add_request: the one place that sees every child request."""
     if not _asks(request.sampling_params):
-        return original(self, request, *args, **kwargs)
+        original(self, request, *args, **kwargs)
+        return
     try:
         pending = _open(getattr(self, "scope", None), request)
     except SpecError as error:
@@ -233,10 +232,8 @@ def _step(original: Any, self: Any) -> list[Any]:
 
 
 def _wait(pending: Pending, timeout: float) -> None:
-    try:
+    with suppress(TimeoutError):
         pending.done.result(timeout)
-    except TimeoutError:
-        pass
 
 
 def _multiprocess(engine: Any) -> bool:

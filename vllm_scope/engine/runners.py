@@ -23,8 +23,16 @@ from vllm_scope.plan import StepBatch
 BeginStep = Callable[[StepBatch, Tensor], None]
 
 
-def attach(runner: Any, reading: Callable[[], bool], begin_step: BeginStep) -> str:
+def attach(
+    runner: Any,
+    reading: Callable[[], bool],
+    begin_step: BeginStep,
+    before_dummy: Callable[[], None],
+) -> str:
     """Call `begin_step` before each forward of `runner` while `reading()`.
+
+    `before_dummy` comes before a forward of dummies: what the last step's plan left
+    in the tables must not run again.
 
     Returns:
         "V1" or "V2".
@@ -32,6 +40,16 @@ def attach(runner: Any, reading: Callable[[], bool], begin_step: BeginStep) -> s
     Raises:
         CompatError: the runner has neither seam.
     """
+    if not hasattr(runner, "_dummy_run"):
+        raise CompatError(f"{type(runner).__name__} has no `_dummy_run`")
+    dummy_run = runner._dummy_run
+
+    def guarded_dummy_run(*args: Any, **kwargs: Any) -> Any:
+        before_dummy()
+        return dummy_run(*args, **kwargs)
+
+    runner._dummy_run = guarded_dummy_run
+    runner.scope_dummy_run = dummy_run
     model_state = getattr(runner, "model_state", None)
     if model_state is not None and hasattr(model_state, "prepare_inputs"):
         _attach_v2(runner, model_state, reading, begin_step)
@@ -45,12 +63,13 @@ def attach(runner: Any, reading: Callable[[], bool], begin_step: BeginStep) -> s
     )
 
 
-def dummy_forward(runner: Any, version: str) -> None:
-    """One forward of one dummy token, without attention or KV cache, no graph."""
+def dummy_forward(runner: Any, version: str, plan: Callable[[], None]) -> None:
+    """One forward of one dummy token, without attention, KV cache or graph, as `plan` says."""
+    plan()
     if version == "V2":
-        runner._dummy_run(1, skip_attn=True, skip_eplb=True, is_profile=True)
+        runner.scope_dummy_run(1, skip_attn=True, skip_eplb=True, is_profile=True)
     else:
-        runner._dummy_run(1, skip_eplb=True, is_profile=True)
+        runner.scope_dummy_run(1, skip_eplb=True, is_profile=True)
 
 
 def _attach_v1(runner: Any, reading: Callable[[], bool], begin_step: BeginStep) -> None:

@@ -94,7 +94,9 @@ class ScopeWorker:
         runner = self._worker.model_runner
         try:
             anatomy = anatomy_of(runner.get_model(), self._vllm_config)
-            self.runner_version = runners.attach(runner, self._reading, self.begin_step)
+            self.runner_version = runners.attach(
+                runner, self.reading, self.begin_step, before_dummy=self.clear
+            )
         except CompatError as error:
             self.reason = str(error)
             logger.warning("vllm-scope: no taps on this model: %s.", error)
@@ -113,7 +115,7 @@ class ScopeWorker:
             self.sites.hidden_size, dtype, device,
         )  # fmt: skip
         op.register()
-        op.connect(self._arena.rows, self)
+        op.connect(self._tables.numbers, self)
         tap_of = {boundary: tap for tap, boundary in enumerate(self.sites.boundaries)}
         if device.type == "cuda":
             self._compile_kernel(dtype, device)
@@ -139,8 +141,9 @@ class ScopeWorker:
         tables = self._tables
         for residual in (None, row):
             tap_rows(
-                row, residual, self._arena.rows, tables.tokens, tables.programs, tables.ops, 0, 0, 1
-            )
+                row, residual, self._arena.rows, tables.tokens,
+                tables.programs, tables.ops, tables.numbers[0], 0, 1,
+            )  # fmt: skip
 
     def _num_slots(self, max_rows: int, graph_rows: int, device: torch.device) -> int:
         num_taps = max(len(self.sites.boundaries), 1)
@@ -166,7 +169,9 @@ class ScopeWorker:
     def _host_slots(self) -> int:
         """As the arena, twice, so that a front-end may lag behind; within bounds."""
         row_bytes = self._arena.num_bytes // self._arena.num_slots
-        return max(self._arena.num_slots, min(2 * self._arena.num_slots, MAX_HOST_BYTES // row_bytes))
+        return max(
+            self._arena.num_slots, min(2 * self._arena.num_slots, MAX_HOST_BYTES // row_bytes)
+        )
 
     def check_canary(self) -> None:
         """Read one row at every tap of a dummy forward.
@@ -185,15 +190,18 @@ class ScopeWorker:
         self._tables.begin_step()
         region = self._arena.acquire(program.num_reads)
         self._arena.view(region).fill_(POISON)
-        self._tables.load_step(
-            np.zeros(1, np.int64),
-            np.array([self._tables.program_id(program)], np.int32),
-            np.array([region.start], np.int64),
-        )
+
+        def plan_canary() -> None:
+            self._tables.load_step(
+                np.zeros(1, np.int64),
+                np.array([self._tables.program_id(program)], np.int32),
+                np.array([region.start], np.int64),
+            )
+
         self.active = True
         try:
             with set_current_vllm_config(self._vllm_config):
-                runners.dummy_forward(self._worker.model_runner, self.runner_version)
+                runners.dummy_forward(self._worker.model_runner, self.runner_version, plan_canary)
             rows = self._arena.view(region).float().cpu()
         finally:
             self.active = False
@@ -208,7 +216,7 @@ class ScopeWorker:
 
     # Requests
 
-    def _reading(self) -> bool:
+    def reading(self) -> bool:
         return bool(self._planner)
 
     def add_requests(self, new_requests: list[Any]) -> None:
@@ -251,13 +259,15 @@ class ScopeWorker:
             batch: what it computes.
             positions: [num_rows], device: the true positions.
         """
-        assert self._planner is not None and self._drain is not None
+        assert self._planner is not None
+        assert self._drain is not None
         plan, failures = self._planner.begin_step(batch)
         for req_id, error in failures:
             key = self._planner.finish_request(req_id)
             if key is not None:
                 self._drain.finish_request(key, str(error))
         if plan is None:
+            self._tables.clear_step()
             return
         self.num_steps_planned += 1
         labels = plan.labels
@@ -287,13 +297,17 @@ class ScopeWorker:
             self._tap_region, self._step.labels, self.sites.boundaries[tap], self._positions
         )
 
+    def clear(self) -> None:
+        """Before a forward that nobody plans: what the last one was told must go."""
+        if self._planner is not None:
+            self._tables.clear_step()
+
     def end_step(self) -> None:
-        """The forward was enqueued: send its rows on their way, clear the tables."""
+        """The forward was enqueued: send its rows on their way."""
         self.num_steps += 1
         if not self.active:
             return
         self.active = False
-        self._tables.clear_step()
         plan, self._step = self._step, None
         if plan is not None and self._region is not None:
             assert self._drain is not None
@@ -301,7 +315,7 @@ class ScopeWorker:
 
     def close(self) -> None:
         if self._planner is not None:
-            op.disconnect(self._arena.rows)
+            op.disconnect(self._tables.numbers)
             if self._drain is not None:
                 self._drain.close()
 
@@ -365,6 +379,8 @@ def _attach(worker: Any, config: ScopeConfig) -> None:
     def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if scheduler_output.scheduled_new_reqs:
             scope.add_requests(scheduler_output.scheduled_new_reqs)
+        if not scope.reading():
+            scope.clear()
         try:
             return execute_model(scheduler_output, *args, **kwargs)
         finally:

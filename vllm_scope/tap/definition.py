@@ -19,7 +19,7 @@ def tap_rows(
     tokens: Tensor,
     programs: Tensor,
     ops: Tensor,
-    tap: int,
+    tap: Tensor,
     slot_base: int,
     read_stride: int,
 ) -> None:
@@ -37,7 +37,7 @@ def tap_rows(
             Rows at and after num_rows are not looked at.
         programs: [num_programs, num_taps, 2] int32: first op and number of ops.
         ops: [num_ops, 4] int32: opcode and its operands.
-        tap: this tap's column in `programs`.
+        tap: scalar int32 tensor: this tap's column in `programs`.
         slot_base: added to every slot; 0 unless the step is drained tap by tap.
         read_stride: slots between two reads of one token; 0 when drained tap by tap.
     """
@@ -45,7 +45,7 @@ def tap_rows(
     rows = torch.nonzero(table[:, 0] >= 0).flatten()
     if rows.numel() == 0:
         return
-    first, count = programs[table[rows, 0].long(), tap].long().unbind(1)
+    first, count = programs[table[rows, 0].long(), int(tap)].long().unbind(1)
     x = hidden[rows].float()
     if residual is not None:
         x = x + residual[rows].float()

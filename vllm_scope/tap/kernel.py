@@ -22,7 +22,7 @@ OP_READ = tl.constexpr(1)
 # One variant serves all taps: a second one would be compiled in a graph capture.
 @triton.jit(
     do_not_specialize=[
-        "hidden_row_stride", "residual_row_stride", "tap", "num_taps", "slot_base", "read_stride",
+        "hidden_row_stride", "residual_row_stride", "num_taps", "slot_base", "read_stride",
     ]
 )  # fmt: skip
 def _tap_kernel(
@@ -32,10 +32,10 @@ def _tap_kernel(
     tokens_ptr,
     programs_ptr,
     ops_ptr,
+    tap_ptr,
     hidden_row_stride,
     residual_row_stride,
     hidden_size,
-    tap,
     num_taps,
     slot_base,
     read_stride,
@@ -46,7 +46,7 @@ def _tap_kernel(
     program = tl.load(tokens_ptr + row * 4)
     if program < 0:
         return
-    entry = programs_ptr + (program.to(tl.int64) * num_taps + tap) * 2
+    entry = programs_ptr + (program.to(tl.int64) * num_taps + tl.load(tap_ptr)) * 2
     first = tl.load(entry).to(tl.int64)
     count = tl.load(entry + 1)
     if count == 0:
@@ -73,7 +73,7 @@ def tap_rows(
     tokens: Tensor,
     programs: Tensor,
     ops: Tensor,
-    tap: int,
+    tap: Tensor,
     slot_base: int,
     read_stride: int,
 ) -> None:
@@ -92,10 +92,10 @@ def tap_rows(
         tokens,
         programs,
         ops,
+        tap,
         hidden.stride(0),
         hidden.stride(0) if residual is None else residual.stride(0),
         hidden_size,
-        tap,
         programs.shape[1],
         slot_base,
         read_stride,

@@ -4,8 +4,8 @@ Owns:  Tables (device tensors, fixed size, fixed address) and the ids of program
 Runs:  in every worker. The host writes; taps read.
 From:  plan.   To: op.
 
-Promise: outside a planned forward every token's program is -1, so dummy runs,
-graph captures and idle steps read nothing. An id may be given to another program
+Promise: for a forward that was not planned every token's program is -1, so dummy
+runs, graph captures and idle steps read nothing. An id may be given to another program
 while earlier steps still run: writes go to the device in stream order.
 """
 
@@ -34,6 +34,7 @@ class Tables:
         tokens: [max_rows, 4] int32: program, slot, two reserved.
         programs: [num_programs, num_taps, 2] int32: first op, number of ops.
         ops: [num_ops, 4] int32: opcode, operands.
+        numbers: [num_taps] int32: 0, 1, ...; a tap is told its number by a view of it.
         num_uploads: copies to the device so far, for the idle test.
     """
 
@@ -49,14 +50,13 @@ class Tables:
         self._tap_of = {boundary: tap for tap, boundary in enumerate(boundaries)}
         num_taps = max(len(boundaries), 1)
         self.tokens = torch.full((max_rows, 4), NO_PROGRAM, dtype=torch.int32, device=device)
-        self.programs = torch.zeros(
-            (num_programs, num_taps, 2), dtype=torch.int32, device=device
-        )
+        self.programs = torch.zeros((num_programs, num_taps, 2), dtype=torch.int32, device=device)
         # READ j for every j: the op list of any tap is one of these.
         ops = torch.zeros((num_taps, 4), dtype=torch.int32)
         ops[:, 0] = OP_READ
         ops[:, 1] = torch.arange(num_taps)
         self.ops = ops.to(device)
+        self.numbers = torch.arange(num_taps, dtype=torch.int32, device=device)
 
         self._ids: OrderedDict[Program, int] = OrderedDict()
         self._program_of: dict[int, Program] = {}
@@ -127,17 +127,21 @@ class Tables:
     def load_step(
         self, rows: NDArray[np.int64], program_ids: NDArray[np.int32], slots: NDArray[np.int64]
     ) -> None:
-        """Give rows of the coming forward their programs. Undone by `clear_step`."""
-        last = int(rows[-1]) + 1
+        """Give rows of the coming forward their programs, and no other row one.
+
+        They stay until the next `load_step` or `clear_step`.
+        """
+        last = max(int(rows[-1]) + 1, self._rows_written)
         with self._staging.next() as staged:
             staged[:last, PROGRAM] = NO_PROGRAM
             staged[rows, PROGRAM] = program_ids
             staged[rows, SLOT] = slots
             self._staging.upload(self.tokens, last)
-        self._rows_written = last
+        self._rows_written = int(rows[-1]) + 1
         self.num_uploads += 1
 
     def clear_step(self) -> None:
+        """No row has a program. Free when that is so already."""
         if self._rows_written:
             self.tokens[: self._rows_written].fill_(NO_PROGRAM)
             self._rows_written = 0

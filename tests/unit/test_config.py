@@ -1,0 +1,133 @@
+"""The engine's options, and the key under which its compiled graphs are kept."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import vllm_scope
+from vllm_scope import ConfigError
+from vllm_scope.config import ScopeConfig
+
+PACKAGE = Path(vllm_scope.__file__).parent
+
+
+def test_without_options_the_embedding_and_every_layers_exit_are_tapped():
+    config = ScopeConfig.parse({})
+    assert config.sites == ("embed", "resid_post")
+    assert config.layers == "all"
+    assert config.arena_mib is None
+    assert config.deliver_timeout_s == 60
+    assert config.boundaries(4) == (0, 1, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "boundaries"),
+    [
+        pytest.param({"layers": [3, 1, 3]}, (0, 2, 4), id="two-layers"),
+        pytest.param({"sites": ["resid_post"]}, (1, 2, 3, 4), id="exits"),
+        pytest.param({"sites": ["resid_pre"]}, (0, 1, 2, 3), id="entries"),
+        pytest.param({"sites": ["post_block", "resid_post"]}, (1, 2, 3, 4), id="an-alias"),
+        pytest.param(
+            {"sites": ["resid_pre", "resid_post"], "layers": [1]}, (1, 2), id="around-a-layer"
+        ),
+        pytest.param({"sites": ["embed"]}, (0,), id="the-embedding"),
+        pytest.param({"sites": ["embed"], "layers": [2]}, (0,), id="the-embedding-has-no-layer"),
+    ],
+)
+def test_sites_and_layers_are_boundaries(options, boundaries):
+    assert ScopeConfig.parse(options).boundaries(4) == boundaries
+
+
+@pytest.mark.parametrize(
+    ("options", "came", "allowed"),
+    [
+        pytest.param({"layer": [1]}, "layer is [1]", "sites, layers, arena_mib", id="unknown"),
+        pytest.param({"sites": []}, "sites is []", "at least one site", id="no-sites"),
+        pytest.param({"sites": "embed"}, "sites is 'embed'", "tuple", id="sites-is-a-string"),
+        pytest.param({"sites": ["attn"]}, "'attn'", "embed, resid_pre", id="unknown-site"),
+        pytest.param({"sites": ["mlp_out"]}, "'mlp_out'", "does not tap", id="untapped-site"),
+        pytest.param({"sites": [3]}, "sites is 3", "string", id="site-is-a-number"),
+        pytest.param({"layers": []}, "layers is []", "from 0, or 'all'", id="no-layers"),
+        pytest.param({"layers": [-1]}, "layers is [-1]", "from 0, or 'all'", id="layer-minus-one"),
+        pytest.param({"layers": "some"}, "layers is 'some'", "'all'", id="layers-is-a-word"),
+        pytest.param({"layers": [1.5]}, "layers", "options are", id="a-float-layer"),
+        pytest.param({"layers": [True]}, "layers", "options are", id="a-bool-layer"),
+        pytest.param({"arena_mib": 0}, "arena_mib is 0", "greater than 0", id="no-arena"),
+        pytest.param({"arena_mib": "big"}, "arena_mib is 'big'", "number", id="arena-is-a-word"),
+        pytest.param({"arena_mib": True}, "arena_mib is True", "number", id="arena-is-a-bool"),
+        pytest.param({"arena_mib": float("inf")}, "arena_mib is inf", "finite", id="endless-arena"),
+        pytest.param(
+            {"deliver_timeout_s": -1}, "deliver_timeout_s is -1", "greater than 0", id="timeout"
+        ),
+        pytest.param(
+            {"deliver_timeout_s": None}, "deliver_timeout_s is None", "number", id="no-timeout"
+        ),
+        pytest.param({7: 1}, "7", "options are", id="an-option-is-a-number"),
+        pytest.param("all", "'all'", "an object", id="a-string"),
+        pytest.param(None, "None", "an object", id="none"),
+    ],
+)
+def test_a_wrong_option_names_what_came_and_what_is_allowed(options, came, allowed):
+    with pytest.raises(ConfigError) as caught:
+        ScopeConfig.parse(options)
+    assert "additional_config['scope']" in str(caught.value)
+    assert came in str(caught.value)
+    assert allowed in str(caught.value)
+
+
+@pytest.mark.parametrize("sites", [["resid_post"], ["embed"]], ids=["exits", "the-embedding"])
+def test_a_layer_that_the_model_lacks_is_refused(sites):
+    with pytest.raises(ConfigError, match=r"layers has 4; this model has layers 0 to 3\."):
+        ScopeConfig.parse({"sites": sites, "layers": [0, 4]}).boundaries(4)
+
+
+def test_the_dict_for_vllm_is_plain_and_reads_back_as_the_same_options():
+    config = ScopeConfig.parse({"sites": ["resid_pre"], "layers": [2], "arena_mib": 3})
+    body = config.with_graph_key()
+    assert ScopeConfig.parse(body).with_graph_key() == body
+    assert body["graph_key"].startswith(f"{vllm_scope.__version__}+")
+    assert ScopeConfig.parse({**body, "graph_key": ""}) == config
+
+
+@pytest.fixture(scope="module")
+def key_of_copy(tmp_path_factory: pytest.TempPathFactory):
+    """The graph key of a copy of the package in which a line was added to `edited`."""
+    at = tmp_path_factory.mktemp("copy")
+    ignore = shutil.ignore_patterns("__pycache__")
+
+    def key(edited: str | None) -> str:
+        shutil.rmtree(at / "vllm_scope", ignore_errors=True)
+        shutil.copytree(PACKAGE, at / "vllm_scope", ignore=ignore)
+        if edited is not None:
+            with (at / "vllm_scope" / edited).open("a") as source:
+                source.write("\nADDED = 1\n")
+        code = "import vllm_scope.config as c; print(c.__file__); print(c.graph_key())"
+        out = subprocess.run(
+            [sys.executable, "-c", code], cwd=at, capture_output=True, text=True, check=True
+        )
+        file, found = out.stdout.split()
+        assert Path(file).is_relative_to(at)
+        return found
+
+    return key
+
+
+@pytest.mark.parametrize(
+    ("edited", "changes"),
+    [
+        pytest.param(None, False, id="nothing"),
+        pytest.param("result.py", False, id="a-file-outside-the-graph"),
+        pytest.param("tap/definition.py", True, id="the-tap's-meaning"),
+        pytest.param("tap/kernel.py", True, id="the-tap's-kernel"),
+        pytest.param("anatomy/tapped.py", True, id="the-code-around-the-tap"),
+    ],
+)
+def test_the_graph_key_follows_the_source_that_is_traced(edited, changes, key_of_copy):
+    from vllm_scope.config import graph_key
+
+    assert (key_of_copy(edited) != graph_key()) is changes

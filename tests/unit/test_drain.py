@@ -1,0 +1,218 @@
+"""Rows leave the arena in order, whatever the sink does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_scope.arena import Arena
+from vllm_scope.drain import Drain
+from vllm_scope.host_ring import HostRing
+from vllm_scope.plan import Labels
+from vllm_scope.program import Program
+from vllm_scope.sinks import RowBatch
+
+CPU = torch.device("cpu")
+#: Generous: what must not hang is cut off here.
+PATIENCE_S = 20
+
+
+class RecordingSink:
+    """Keeps what it is given, as (key, position, boundary, value) and (key, error).
+
+    Steps may come joined; here they are rows again.
+
+    Attributes:
+        gate: `write` waits for it.
+        refuse: keys whose rows make `write` raise.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[tuple] = []
+        self.threads: set[str] = set()
+        self.num_batches = 0
+        self.refuse: set[int] = set()
+        self.closed = 0
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def write(self, batch: RowBatch) -> None:
+        assert self.gate.wait(PATIENCE_S)
+        self.threads.add(threading.current_thread().name)
+        self.num_batches += 1
+        labels = batch.labels
+        if self.refuse & set(labels.keys.tolist()):
+            raise OSError("disk full")
+        slot = 0
+        for key, position, at in zip(
+            labels.keys.tolist(), labels.positions.tolist(), labels.program_of, strict=True
+        ):
+            boundaries = labels.programs[at].boundaries
+            for boundary in boundaries if batch.boundary is None else (batch.boundary,):
+                self.events.append((key, position, boundary, float(batch.rows[slot, 0])))
+                slot += 1
+
+    def finish(self, key: int, error: str | None) -> None:
+        self.threads.add(threading.current_thread().name)
+        if key in self.refuse:
+            raise OSError("disk full")
+        self.events.append((key, error))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def _labels(key: int, first: int, count: int, program: Program) -> Labels:
+    return Labels(
+        keys=np.full(count, key, np.int64),
+        positions=np.arange(first, first + count, dtype=np.int64),
+        program_of=np.zeros(count, np.int32),
+        programs=(program,),
+        rows=np.arange(count, dtype=np.int64),
+    )
+
+
+@contextmanager
+def _drain(num_slots: int, host_slots: int = 64) -> Iterator[tuple[Arena, Drain, RecordingSink]]:
+    arena, sink = Arena(num_slots, 2, torch.float32, CPU), RecordingSink()
+    drain = Drain(arena, HostRing(host_slots, 2, torch.float32, cuda=False), sink)
+    try:
+        yield arena, drain, sink
+    finally:
+        drain.close()
+
+
+def _submit(
+    arena: Arena,
+    drain: Drain,
+    key: int,
+    first: int,
+    count: int,
+    boundary: int | None = None,
+    boundaries: tuple[int, ...] = (0,),
+) -> None:
+    found = _rows(key, first, count, boundaries if boundary is None else (boundary,))
+    region = arena.acquire(len(found))
+    arena.view(region)[:] = torch.tensor([value for *_, value in found])[:, None]
+    drain.submit(region, _labels(key, first, count, Program(boundaries)), boundary)
+
+
+def _rows(key: int, first: int, count: int, boundaries: tuple[int, ...] = (0,)) -> list[tuple]:
+    return [
+        (key, p, b, 1000.0 * key + 10 * p + b)
+        for p in range(first, first + count)
+        for b in boundaries
+    ]
+
+
+@pytest.mark.parametrize("host_slots", [8, 20, 400])
+def test_rows_come_in_the_order_of_their_steps_and_finish_after_them(host_slots):
+    expected = []
+    with _drain(8, host_slots) as (arena, drain, sink):
+        for step in range(40):
+            # Runs of steps that may be joined, then another program, then single taps.
+            boundaries = ((0,), (0, 1), (1,), (0, 1, 2))[step // 5 % 4]
+            boundary = boundaries[-1] if step % 7 == 6 else None
+            _submit(arena, drain, 1, 2 * step, 2, boundary, boundaries)
+            asked = boundaries if boundary is None else (boundary,)
+            expected += _rows(1, 2 * step, 2, asked)
+            if step % 10 == 9:
+                drain.finish_request(step)
+                expected.append((step, None))
+        drain.finish_request(1, "no room")
+    assert sink.events == [*expected, (1, "no room")]
+    assert sink.threads == {"vllm-scope-drain"}
+
+
+def test_steps_that_wait_together_come_joined():
+    with _drain(400, 400) as (arena, drain, sink):
+        sink.gate.clear()
+        for step in range(50):
+            _submit(arena, drain, 1, 2 * step, 2, boundaries=(0, 2))
+        drain.finish_request(1)
+        sink.gate.set()
+    assert sink.events == [*_rows(1, 0, 100, (0, 2)), (1, None)]
+    assert sink.num_batches < 50
+
+
+def test_close_delivers_what_waits_and_closes_the_sink_once():
+    with _drain(64) as (arena, drain, sink):
+        sink.gate.clear()
+        for step in range(10):
+            _submit(arena, drain, 1, 2 * step, 2)
+        drain.finish_request(1)
+        threading.Timer(0.05, sink.gate.set).start()
+    assert sink.events == [*_rows(1, 0, 20), (1, None)]
+    assert sink.closed == 1
+
+
+def test_a_sink_that_fails_loses_its_own_batch_only():
+    # Arena and ring hold one batch: a span that was not given back would stop the next.
+    with _drain(3, 3) as (arena, drain, sink):
+        sink.refuse = {1}
+        for key in (1, 2, 1, 3):
+            _submit(arena, drain, key, 0, 3)
+            drain.finish_request(key)
+    assert sink.events == [*_rows(2, 0, 3), (2, None), *_rows(3, 0, 3), (3, None)]
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "host_slots", "least", "most"),
+    [
+        # Three steps in the arena, and as many as three joined ones at the sink.
+        pytest.param(6, 4096, 4, 6, id="the-arena-is-full"),
+        pytest.param(4096, 6, 3, 3, id="the-host-ring-is-full"),
+    ],
+)
+def test_a_slow_sink_makes_the_worker_wait_and_loses_nothing(num_slots, host_slots, least, most):
+    submitted, num_steps = 0, 100
+    with _drain(num_slots, host_slots) as (arena, drain, sink):
+        sink.gate.clear()
+
+        def work() -> None:
+            nonlocal submitted
+            for step in range(num_steps):
+                _submit(arena, drain, 1, 2 * step, 2)
+                submitted += 1
+            drain.finish_request(1)
+
+        worker = threading.Thread(target=work, daemon=True)
+        worker.start()
+        deadline = time.monotonic() + PATIENCE_S
+        while submitted < least and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        assert least <= submitted <= most
+        assert worker.is_alive()
+        assert sink.events == []
+        sink.gate.set()
+        worker.join(PATIENCE_S)
+        assert not worker.is_alive()
+    assert sink.events == [*_rows(1, 0, 2 * num_steps), (1, None)]
+
+
+def test_true_positions_replace_guessed_ones_by_batch_row():
+    with _drain(8) as (arena, drain, sink):
+        sink.gate.clear()
+        _submit(arena, drain, 6, 0, 1, boundary=0)  # the drain is busy with it
+        region = arena.acquire(2)
+        arena.view(region).fill_(5)
+        labels = Labels(
+            keys=np.array([7, 8]),
+            positions=np.array([104, 209]),
+            program_of=np.zeros(2, np.int32),
+            programs=(Program((0,)),),
+            rows=np.array([3, 1]),
+        )
+        positions = torch.tensor([-1, 208, -1, 102, -1])
+        drain.submit(region, labels, None, positions)
+        positions.fill_(-77)  # vLLM reuses its buffer in the next step
+        sink.gate.set()
+    assert sink.events == [*_rows(6, 0, 1), (7, 102, 0, 5.0), (8, 208, 0, 5.0)]
+    assert labels.positions.tolist() == [104, 209]

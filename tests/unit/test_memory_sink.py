@@ -1,0 +1,243 @@
+"""Rows find the front-end that asked for them, and none holds up the worker."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from vllm_scope import CapacityError, CompatError
+from vllm_scope.host_ring import MAX_READERS, HostRing
+from vllm_scope.plan import Labels
+from vllm_scope.program import Program
+from vllm_scope.road import Address, FinishHeader, Receiver
+from vllm_scope.sinks import RowBatch
+from vllm_scope.sinks.memory import MemorySink
+
+PATIENCE_S = 10
+PROGRAMS = (Program((0, 2)), Program((1,)), Program((0, 1, 2)))
+
+
+class FrontEnd:
+    """Keeps (key, position, boundary, value) of each row, and what has finished.
+
+    Attributes:
+        gate: rows are read once it is set.
+    """
+
+    def __init__(self, sink: MemorySink) -> None:
+        self.rows: list[tuple] = []
+        self.finished: list[FinishHeader] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.receiver = Receiver(self._on_rows, self.finished.append)
+        sink.connect(self.receiver.address)
+
+    @property
+    def name(self) -> str:
+        return self.receiver.address.frontend
+
+    def _on_rows(self, message) -> None:
+        assert self.gate.wait(PATIENCE_S)
+        slot = 0
+        for key, position, at in zip(
+            message.keys, message.positions, message.program_of, strict=True
+        ):
+            boundaries = message.programs[at].boundaries
+            for boundary in boundaries if message.boundary is None else (message.boundary,):
+                value = float(message.rows[slot, 0])
+                self.rows.append((int(key), int(position), boundary, value))
+                slot += 1
+
+    def rows_of(self, *keys: int) -> list[tuple]:
+        return [row for row in self.rows if row[0] in keys]
+
+    def wait_for(self, num_finished: int) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while len(self.finished) < num_finished and time.monotonic() < deadline:
+            time.sleep(0.002)
+        assert len(self.finished) == num_finished
+
+
+@pytest.fixture
+def ring() -> Iterator[HostRing]:
+    ring = HostRing(40, 3, torch.float32, cuda=False)
+    yield ring
+    ring.close()
+
+
+@pytest.fixture
+def sink(ring: HostRing) -> Iterator[MemorySink]:
+    sink = MemorySink(2, ring)
+    yield sink
+    sink.close()
+
+
+@pytest.fixture
+def two(sink: MemorySink) -> Iterator[list[FrontEnd]]:
+    front_ends = [FrontEnd(sink), FrontEnd(sink)]
+    yield front_ends
+    for front_end in front_ends:
+        front_end.gate.set()
+        front_end.receiver.close()
+
+
+def _write(
+    sink: MemorySink, ring: HostRing, keys: list[int], program_of: list[int], tap: int | None = None
+) -> None:
+    """What the drain does. Row values count up from 0: each row's own place in the batch."""
+    num_rows = sum(1 if tap is not None else PROGRAMS[p].num_reads for p in program_of)
+    labels = Labels(
+        keys=np.array(keys, np.int64),
+        positions=np.arange(len(keys), dtype=np.int64) + 50,
+        program_of=np.array(program_of, np.int32),
+        programs=PROGRAMS,
+        rows=np.arange(len(keys), dtype=np.int64),
+    )
+    lease = ring.acquire(num_rows)
+    lease.rows.copy_(torch.arange(float(num_rows))[:, None].expand(-1, 3))
+    try:
+        sink.write(RowBatch(labels, lease, tap))
+    finally:
+        lease.release()
+
+
+def test_a_batch_of_two_front_ends_reaches_both(sink, ring, two):
+    for key, front_end in ((1, two[0]), (2, two[1]), (3, two[0])):
+        sink.add_request(key, front_end.name)
+    # Key 9 belongs to nobody: its request has finished.
+    _write(sink, ring, [1, 2, 9, 3, 1], [0, 2, 0, 1, 2])
+    _write(sink, ring, [3, 2, 1], [2, 2, 2], tap=1)
+    for key in (1, 2, 3):
+        sink.finish(key, None)
+    two[0].wait_for(2)
+    two[1].wait_for(1)
+    assert two[0].rows_of(1, 3) == [
+        (1, 50, 0, 0), (1, 50, 2, 1), (3, 53, 1, 7), (1, 54, 0, 8), (1, 54, 1, 9), (1, 54, 2, 10),
+        (3, 50, 1, 0), (1, 52, 1, 2),
+    ]  # fmt: skip
+    assert two[1].rows_of(2) == [(2, 51, 0, 2), (2, 51, 1, 3), (2, 51, 2, 4), (2, 51, 1, 1)]
+    assert two[0].finished == [FinishHeader(1, 2, None), FinishHeader(3, 2, None)]
+    assert two[1].finished == [FinishHeader(2, 2, None)]
+
+
+def test_a_front_end_without_a_row_in_the_batch_gets_none(sink, ring, two):
+    sink.add_request(1, two[0].name)
+    sink.add_request(2, two[1].name)
+    _write(sink, ring, [1, 1], [1, 0])
+    sink.finish(1, "a reason")
+    sink.finish(2, None)
+    two[0].wait_for(1)
+    two[1].wait_for(1)
+    assert two[0].rows == [(1, 50, 1, 0), (1, 51, 0, 1), (1, 51, 2, 2)]
+    assert two[0].finished == [FinishHeader(1, 2, "a reason")]
+    assert two[1].rows == []
+
+
+def test_a_request_finishes_once_and_has_no_rows_after(sink, ring, two):
+    for key in (1, 2):
+        sink.add_request(key, two[0].name)
+    sink.finish(1, None)
+    sink.finish(1, None)
+    _write(sink, ring, [1], [1])
+    sink.finish(2, None)
+    two[0].wait_for(2)
+    assert two[0].rows == []
+    assert [header.key for header in two[0].finished] == [1, 2]
+
+
+def test_rows_wait_in_the_ring_for_the_slowest_front_end(sink, ring, two):
+    sink.add_request(1, two[0].name)
+    sink.add_request(2, two[1].name)
+    two[1].gate.clear()
+    written = 0
+
+    def work() -> None:
+        nonlocal written
+        for _ in range(30):  # ten rows each: the ring holds four
+            _write(sink, ring, [1, 2] * 5, [1] * 10)
+            written += 1
+        for key in (1, 2):
+            sink.finish(key, None)
+
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    worker.join(0.2)
+    assert worker.is_alive()
+    assert written <= 4
+    two[1].gate.set()
+    two[0].wait_for(1)
+    two[1].wait_for(1)
+    for key, front_end in ((1, two[0]), (2, two[1])):
+        expected = [(key, 50 + i, 1, float(i)) for i in range(key - 1, 10, 2)]
+        assert front_end.rows_of(key) == expected * 30
+
+
+def _all_free(ring: HostRing, sink: MemorySink) -> bool:
+    """Whether the whole ring can be had, soon."""
+    found: list = []
+    taker = threading.Thread(target=lambda: found.append(ring.acquire(ring.num_slots)), daemon=True)
+    taker.start()
+    taker.join(PATIENCE_S / 3)
+    return bool(found)
+
+
+def test_rows_of_requests_that_nobody_asked_for_do_not_stay_in_the_ring(sink, ring, two):
+    _write(sink, ring, [7, 8], [1, 1])
+    assert _all_free(ring, sink)
+
+
+def test_a_front_end_that_died_does_not_hold_a_worker(sink, ring):
+    code = (
+        "import time, msgspec; from vllm_scope.road import Receiver\n"
+        "receiver = Receiver(lambda m: time.sleep(60), print)\n"
+        "print(msgspec.json.encode(receiver.address).decode(), flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    address = msgspec.json.decode(child.stdout.readline(), type=Address)
+    sink.connect(address)
+    sink.add_request(1, address.frontend)
+    _write(sink, ring, [1], [0])
+    child.kill()
+    child.wait()
+    for _ in range(3):
+        _write(sink, ring, [1], [0])
+    assert _all_free(ring, sink)
+
+
+def test_a_front_end_that_left_before_its_first_row_does_not_hold_a_worker(sink, ring):
+    front_end = FrontEnd(sink)
+    sink.add_request(1, front_end.name)
+    front_end.receiver.close()  # its folder is gone
+    with suppress(CompatError):  # the drain logs it
+        _write(sink, ring, [1], [0])
+    assert _all_free(ring, sink)
+
+
+def test_a_front_end_that_never_connected_is_refused(sink, two):
+    with pytest.raises(CapacityError, match="front-end nobody is not connected"):
+        sink.add_request(1, "nobody")
+
+
+def test_a_front_end_on_another_host_is_refused(sink, two, tmp_path):
+    address = two[0].receiver.address
+    with pytest.raises(CompatError, match="on another host"):
+        sink.connect(Address(address.frontend, str(tmp_path / "rows"), address.pid))
+
+
+def test_as_many_front_ends_connect_as_the_ring_has_counters(sink, two, tmp_path):
+    for i in range(MAX_READERS - 2):
+        (tmp_path / f"f{i}").touch()
+        sink.connect(Address(f"f{i}", str(tmp_path / "rows"), 1))
+    sink.connect(two[0].receiver.address)  # again
+    (tmp_path / "more").touch()
+    with pytest.raises(CapacityError, match=f"{MAX_READERS} front-ends are connected"):
+        sink.connect(Address("more", str(tmp_path / "rows"), 1))

@@ -1,0 +1,428 @@
+"""Rows put together by label, in whatever order and number they come."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import random
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.strategies import VOCAB, is_selected, specs
+from vllm_scope import Read, Spec, Union
+from vllm_scope.host_ring import HostRing
+from vllm_scope.plan import Labels
+from vllm_scope.program import Program
+from vllm_scope.result import Inbox, Pending, ScopeResult
+from vllm_scope.road import Sender
+from vllm_scope.spec import Sites
+
+PATIENCE_S = 10
+#: A row holds its position, boundary, number and a 7.
+SITES = Sites(3, 4, "float32", (0, 1, 2, 3))
+
+
+@dataclass
+class Road:
+    """An inbox and a sender to it."""
+
+    inbox: Inbox
+    sender: Sender
+    ring: HostRing
+
+    def send(self, tokens: list[tuple], boundary: int | None = None) -> None:
+        """One step's rows: (key, position, boundaries of its program, number)."""
+        programs = sorted({boundaries for _, _, boundaries, _ in tokens})
+        rows = [
+            [position, b, number, 7] if b in boundaries else [-1, -1, -1, -1]
+            for _, position, boundaries, number in tokens
+            for b in (boundaries if boundary is None else (boundary,))
+        ]
+        labels = Labels(
+            keys=np.array([key for key, *_ in tokens], np.int64),
+            positions=np.array([position for _, position, *_ in tokens], np.int64),
+            program_of=np.array([programs.index(b) for _, _, b, _ in tokens], np.int32),
+            programs=tuple(Program(boundaries) for boundaries in programs),
+            rows=np.arange(len(tokens), dtype=np.int64),
+        )
+        lease = self.ring.acquire(len(rows))
+        lease.rows.copy_(torch.tensor(rows))
+        self.sender.send_rows(labels, self.ring.ref, lease.start, lease.stop, boundary)
+        lease.release()  # the ring is larger than what a test sends at once
+
+    def finish(self, pending: Pending, num_stages: int = 1, error: str | None = None) -> None:
+        for stage in range(num_stages):
+            self.sender.send_finish(pending.key, stage, error)
+        pending.done.result(PATIENCE_S)
+
+    def settle(self) -> None:
+        """Wait until all that was sent has arrived."""
+        probe = self.open("embed", num_prompt=1)
+        self.finish(probe)
+
+    def open(
+        self, *reads: Read | str, num_prompt: int = 3, max_tokens: int = 4, num_stages: int = 1
+    ) -> Pending:
+        found = tuple(Read(r) if isinstance(r, str) else r for r in reads)
+        resolved = Spec(found).resolve(SITES)
+        return self.inbox.open(resolved, SITES, [1] * num_prompt, max_tokens, num_stages)
+
+
+@pytest.fixture(scope="module")
+def road() -> Iterator[Road]:
+    inbox = Inbox()
+    sender = Sender(inbox.address, 0)
+    ring = HostRing(1 << 18, SITES.hidden_size, torch.float32, cuda=False)
+    yield Road(inbox, sender, ring)
+    sender.close()
+    inbox.close()
+    ring.close()
+
+
+@dataclass
+class Sent:
+    """What the workers sent for one request, and what its caller should see."""
+
+    spec: Spec
+    prompt: list[int]
+    output: list[int]
+    #: (boundary, position) -> number of the row that was sent last.
+    last: dict[tuple[int, int], int]
+    pending: Pending
+
+    @property
+    def num_processed(self) -> int:
+        return len(self.prompt) + max(len(self.output) - 1, 0)
+
+    def wanted(self, stream: tuple[str, int]) -> list[int]:
+        ids = [*self.prompt, *self.output]
+        return [
+            position
+            for position in range(self.num_processed)
+            if any(
+                is_selected(
+                    read.tokens.to_json(), position, len(self.prompt),
+                    ids[position], self.num_processed,
+                )
+                for read, resolved in zip(self.spec.reads, self.pending.reads, strict=True)
+                if stream in resolved.streams
+            )
+        ]  # fmt: skip
+
+
+@given(st.lists(specs(SITES.num_layers), min_size=1, max_size=3), st.integers(0, 1 << 30))
+def test_any_interleaving_gives_one_row_per_wanted_position(road, asked, seed):
+    rng = random.Random(seed)
+    sent = []
+    for spec in asked:
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 8))]
+        output = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 5))]
+        max_tokens = max(len(output), rng.randint(1, 200))
+        pending = road.inbox.open(spec.resolve(SITES), SITES, prompt, max_tokens, 2)
+        sent.append(Sent(spec, prompt, output, {}, pending))
+    split = rng.choice([0, 1, 2])  # boundaries up to it are on the first stage
+    missing = rng.random() < 0.3
+
+    # Every position at least once on each stage, some twice and some past the end.
+    due: dict[int, list[tuple[Sent, int]]] = {0: [], 1: []}
+    for stage, tokens in due.items():
+        for one in sent:
+            positions = list(range(one.num_processed + rng.randint(0, 3)))
+            positions += rng.choices(positions, k=rng.randint(0, 4))
+            if rng.random() < 0.5:
+                rng.shuffle(positions)
+            tokens += [(one, p) for p in positions if not (missing and rng.random() < 0.1)]
+        if rng.random() < 0.5:
+            rng.shuffle(tokens)
+        del stage
+    number = 0
+    while any(due.values()):
+        stage = rng.choice([s for s, tokens in due.items() if tokens])
+        here = [b for b in SITES.boundaries if (b <= split) == (stage == 0)]
+        boundary = rng.choice([None, None, *here])
+        step, due[stage] = due[stage][:6], due[stage][6:]
+        tokens = []
+        for one, position in step:
+            number += 1
+            # A token's program follows from its position; it may read more than was asked.
+            boundaries = tuple(here) if position % 3 else tuple(here[: 1 + position % 2])
+            tokens.append((one.pending.key, position, boundaries, number))
+            for b in boundaries if boundary is None else {boundary} & set(boundaries):
+                one.last[b, position] = number
+        tokens.insert(rng.randint(0, len(tokens)), (-1, 0, tuple(here), 0))  # of nobody
+        road.send(tokens, boundary)
+    for one in sent:
+        road.finish(one.pending, num_stages=2)
+
+    for one in sent:
+        result = one.pending.snapshot(one.output, "length")
+        expected = delivered = 0
+        for stream in result.keys():
+            boundary = SITES.boundary_of(stream)
+            wanted = one.wanted(stream)
+            here = [p for p in wanted if (boundary, p) in one.last]
+            expected, delivered = expected + len(wanted), delivered + len(here)
+            assert result.positions(*stream).tolist() == here
+            rows = [[p, boundary, one.last[boundary, p], 7] for p in here]
+            assert result[stream].tolist() == rows
+            assert result[stream].shape == (len(here), SITES.hidden_size)
+        assert (result.expected, result.delivered) == (expected, delivered)
+        assert result.dropped == expected - delivered
+        assert result.status == ("complete" if expected == delivered else "incomplete")
+
+
+def test_a_position_computed_again_keeps_its_last_row(road):
+    pending = road.open("embed")
+    road.send([(pending.key, p, (0,), 1) for p in (0, 1, 2)])
+    road.send([(pending.key, p, (0,), 2) for p in (0, 1)])
+    road.send([(pending.key, 1, (0,), 3)])
+    road.finish(pending)
+    result = pending.snapshot([5], "stop")
+    assert result["embed"][:, 2].tolist() == [2, 3, 1]
+    assert result.status == "complete"
+
+
+def test_a_missing_row_is_counted_and_told(road):
+    pending = road.open(Read("resid_post", [0, 1]))
+    road.send([(pending.key, p, (1, 2), 0) for p in (0, 2)])
+    road.send([(pending.key, 1, (1,), 0)])
+    road.finish(pending)
+    result = pending.snapshot([5], "stop")
+    assert (result.expected, result.delivered, result.dropped) == (6, 5, 1)
+    assert result.status == "incomplete"
+    assert result.positions("resid_post", 0).tolist() == [0, 1, 2]
+    assert result.positions("resid_post", 1).tolist() == [0, 2]
+    assert repr(result) == "ScopeResult(incomplete, 2 streams, 5 of 6 rows)"
+
+
+def test_a_request_without_a_single_row_has_empty_tensors(road):
+    pending = road.open("embed")
+    road.finish(pending)
+    result = pending.snapshot([5], "length")
+    assert result["embed"].shape == (0, 4)
+    assert result["embed"].dtype == torch.float32
+    assert result.positions("embed").tolist() == []
+    assert result.status == "incomplete"
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "finished", "error", "status"),
+    [
+        pytest.param(None, False, None, "streaming", id="running"),
+        pytest.param("length", True, None, "complete", id="length"),
+        pytest.param("stop", True, None, "complete", id="stop"),
+        pytest.param("stop", False, None, "incomplete", id="workers-were-too-slow"),
+        pytest.param("abort", True, None, "aborted", id="abort"),
+        pytest.param("stop", True, "no room", "failed", id="a-worker-refused"),
+        pytest.param(None, True, "no room", "failed", id="a-worker-refused-while-running"),
+    ],
+)
+def test_the_status_tells_how_it_ended(road, finish_reason, finished, error, status):
+    pending = road.open("embed")
+    road.send([(pending.key, p, (0,), 0) for p in (0, 1, 2)])
+    if finished:
+        road.finish(pending, error=error)
+    road.settle()
+    result = pending.snapshot([5], finish_reason)
+    assert result.status == status
+    assert result.error == error
+
+
+def test_a_request_is_done_when_its_last_stage_is(road):
+    pending = road.open("embed", num_stages=3)
+    for stage in (2, 0, 0, 2):
+        road.sender.send_finish(pending.key, stage, None)
+    road.settle()
+    assert not pending.done.done()
+    road.sender.send_finish(pending.key, 1, None)
+    pending.done.result(PATIENCE_S)
+
+
+def test_stages_that_hold_different_boundaries_are_one_result(road):
+    pending = road.open("embed", Read("resid_post"), num_stages=2)
+    road.send([(pending.key, p, (2, 3), 20) for p in (0, 1, 2)])
+    road.send([(pending.key, p, (0, 1), 10) for p in (0, 1, 2)])
+    road.finish(pending, num_stages=2)
+    result = pending.snapshot([5], "stop")
+    assert [result[s][0, 1:3].tolist() for s in result.keys()] == [
+        [0, 10], [1, 10], [2, 20], [3, 20],
+    ]  # fmt: skip
+    assert result.status == "complete"
+
+
+def test_one_boundary_asked_under_two_names_keeps_the_tokens_of_each(road):
+    pending = road.open(Read("resid_post", [0], [0]), Read("resid_pre", [1], "last_prompt"))
+    road.send([(pending.key, p, (1,), 0) for p in (0, 1, 2)])
+    road.finish(pending)
+    result = pending.snapshot([5], "stop")
+    assert result.positions("resid_post", 0).tolist() == [0]
+    assert result.positions("resid_pre", 1).tolist() == [2]
+    assert (result.expected, result.delivered, result.status) == (2, 2, "complete")
+
+
+def test_a_snapshot_stays_as_it_was_while_rows_keep_coming(road):
+    pending = road.open(Read("embed", tokens=Union("all", "last")))
+    road.send([(pending.key, p, (0,), 1) for p in (0, 1, 2)])
+    road.settle()
+    early = pending.snapshot([5], None)
+    road.send([(pending.key, p, (0,), 2) for p in (2, 3)])
+    road.finish(pending)
+    late = pending.snapshot([5, 6], "stop")
+    assert early.status == "streaming"
+    assert early.positions("embed").tolist() == [0, 1, 2]
+    assert early["embed"][:, 2].tolist() == [1, 1, 1]
+    assert late.positions("embed").tolist() == [0, 1, 2, 3]
+    assert late["embed"][:, 2].tolist() == [1, 1, 2, 2]
+
+
+def test_while_streaming_nothing_is_promised_that_may_change(road):
+    pending = road.open(Read("embed", tokens="last"), Read("resid_pre", [0], "generated"))
+    road.send([(pending.key, p, (0,), 0) for p in (0, 1, 2, 3)])
+    road.settle()
+    running = pending.snapshot([5, 6], None)
+    assert running.positions("embed").tolist() == []  # who is last is not known yet
+    assert running.positions("resid_pre").tolist() == [3]
+    assert (running.expected, running.delivered, running.dropped) == (1, 1, 0)
+    # Rows that are still on their way are not dropped.
+    behind = pending.snapshot([5, 6, 7], None)
+    assert (behind.expected, behind.delivered, behind.dropped) == (2, 1, 0)
+    road.finish(pending)
+    ended = pending.snapshot([5, 6], "length")
+    assert ended.positions("embed").tolist() == [3]
+    assert ended.status == "complete"
+
+
+def _full(road: Road) -> tuple[Pending, ScopeResult]:
+    pending = road.open("embed", Read("resid_post", [1]), max_tokens=4000)
+    road.send([(pending.key, p, (0, 2), 7) for p in (0, 1, 2)] + [(-1, 0, (1,), 0)] * 5000)
+    road.finish(pending)
+    return pending, pending.snapshot([5], "stop")
+
+
+def test_a_pickled_result_is_the_same_result(road):
+    _, result = _full(road)
+    text = pickle.dumps(result)
+    again = pickle.loads(text)
+    for stream in result.keys():
+        assert torch.equal(again[stream], result[stream])
+        assert torch.equal(again.positions(*stream), result.positions(*stream))
+    assert repr(again) == repr(result)
+    assert again.keys() == result.keys()
+    assert len(text) < 5000, "rows of other requests were pickled too"
+
+
+def test_a_result_is_the_callers_after_its_request_and_the_ring_went_on(road):
+    pending, result = _full(road)
+    del pending
+    gc.collect()
+    for _ in range(3):  # the ring comes round
+        road.send([(-1, 0, (0, 1, 2, 3), 0)] * (road.ring.num_slots // 4 // 2))
+    road.settle()
+    assert result["resid_post", 1].tolist() == [[p, 2, 7, 7] for p in (0, 1, 2)]
+    assert (result.expected, result.delivered, result.status) == (6, 6, "complete")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 500, 5000], ids=["short", "longer", "longer-than-room"])
+@pytest.mark.parametrize("tap_by_tap", [False, True], ids=["whole-programs", "tap-by-tap"])
+def test_a_result_grows_with_its_request(num_tokens, tap_by_tap, road):
+    pending = road.open("embed", Read("resid_post", [1]), num_prompt=2, max_tokens=num_tokens)
+    road.send([(pending.key, p, (0, 2), p) for p in (0, 1)])
+    road.settle()
+    early = pending.snapshot([], None)
+    for first in range(2, num_tokens + 1, 97):
+        step = [(pending.key, p, (0, 2), p) for p in range(first, min(first + 97, num_tokens + 1))]
+        for tap in (0, 2) if tap_by_tap else (None,):
+            road.send(step, tap)
+    road.finish(pending)
+    result = pending.snapshot([1] * num_tokens, "length")
+    assert result.status == "complete"
+    for stream, boundary in ((("embed", 0), 0), (("resid_post", 1), 2)):
+        assert result[stream].tolist() == [[p, boundary, p, 7] for p in range(num_tokens + 1)]
+        assert early[stream].tolist() == [[p, boundary, p, 7] for p in range(2)]
+
+
+def test_a_result_may_be_looked_at_before_the_first_of_its_taps_has_come(road):
+    # Drained tap by tap, a batch of tap 0 also names the requests that read tap 2 only.
+    pending = road.open(Read("resid_post", [1]))
+    road.send([(pending.key, p, (2,), 1) for p in (0, 1, 2)], boundary=0)
+    road.settle()
+    assert pending.snapshot([], None)["resid_post", 1].shape == (0, SITES.hidden_size)
+    road.send([(pending.key, p, (2,), 1) for p in (0, 1, 2)], boundary=2)
+    road.finish(pending)
+    result = pending.snapshot([5], "stop")
+    assert result["resid_post", 1].tolist() == [[p, 2, 1, 7] for p in (0, 1, 2)]
+    assert result.status == "complete"
+
+
+def test_a_tap_whose_rows_were_lost_leaves_the_others_in_their_places(road):
+    pending = road.open("embed", Read("resid_post", [1]))
+    road.send([(pending.key, p, (0, 2), 1) for p in (0, 1)], boundary=0)  # and 2 was lost
+    road.send([(pending.key, 2, (0, 2), 2)])
+    road.finish(pending)
+    result = pending.snapshot([5], "stop")
+    assert result["embed"].tolist() == [[0, 0, 1, 7], [1, 0, 1, 7], [2, 0, 2, 7]]
+    assert result["resid_post", 1].tolist() == [[2, 2, 2, 7]]
+    assert (result.dropped, result.status) == (2, "incomplete")
+
+
+def test_the_last_row_holds_whatever_program_it_came_under(road):
+    # A draft was rejected: its row, read under the program of guessed positions, stands
+    # at a position that is later computed again under that position's own program.
+    pending = road.open(Read("embed", tokens=[0, 3]), Read("resid_post", [1], [9]))
+    road.send([(pending.key, 0, (0,), 1)])
+    road.send([(pending.key, 3, (0, 2), 2)])
+    road.send([(pending.key, 3, (0,), 3)])
+    road.finish(pending)
+    result = pending.snapshot([1, 1], "stop")
+    assert result["embed"][:, 2].tolist() == [1, 3]
+
+
+def test_a_stream_that_was_not_asked_for_is_a_key_error_that_names_those_that_were(road):
+    _, result = _full(road)
+    with pytest.raises(KeyError) as caught:
+        result["resid_post", 2]
+    assert caught.value.args == (
+        "('resid_post', 2) was not asked for; this request read 'embed' 0, 'resid_post' 1.",
+    )
+    with pytest.raises(KeyError, match="was not asked for"):
+        result.positions("resid_pre", 1)
+    assert ("resid_post", 1) in result
+    assert "embed" in result
+    assert ("resid_post", 2) not in result
+    assert "resid_pre" not in result
+
+
+def test_a_request_that_nobody_holds_is_forgotten_with_its_rows(road):
+    gone, kept = road.open("embed"), road.open("embed")
+    key, freed, before = gone.key, weakref.ref(gone), len(road.inbox)
+    road.send([(key, 0, (0,), 1), (kept.key, 0, (0,), 1)])
+    road.settle()
+    rows = weakref.ref(gone.snapshot([], None)["embed"])
+    del gone
+    deadline = time.monotonic() + PATIENCE_S
+    while freed() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)  # the road's thread may hold it for its last message
+    assert freed() is None
+    assert rows() is None
+    assert len(road.inbox) == before - 1
+    road.send([(key, 1, (0,), 2), (kept.key, 1, (0,), 2), (key, 2, (0,), 2)])
+    road.sender.send_finish(key, 0, None)
+    road.send([(kept.key, 2, (0,), 3)])
+    road.finish(kept)
+    result = kept.snapshot([5], "stop")
+    assert result["embed"].tolist() == [[p, 0, p + 1, 7] for p in (0, 1, 2)]
+    assert len(road.inbox) == before - 1
+
+
+def test_two_requests_never_share_a_key(road):
+    pendings = [road.open("embed") for _ in range(100)]
+    assert len({pending.key for pending in pendings}) == 100

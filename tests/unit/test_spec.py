@@ -1,0 +1,316 @@
+"""What a caller may ask for, and the sentence that answers what may not be asked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+
+from tests.unit.strategies import specs
+from vllm_scope import Except, Read, Spec, SpecError, TokenIds, Union, scope
+from vllm_scope.selectors import MAX_ITEMS, Positions, Span, Word
+from vllm_scope.spec import MAX_READS, MAX_SPEC_BYTES, ResolvedRead, Sites
+
+SITES_OF_A_FULL_ENGINE = Sites(4, 8, "float32", (0, 1, 2, 3, 4))
+
+
+def _nested(depth: int) -> object:
+    form: object = "all"
+    for _ in range(depth):
+        form = {"union": [form]}
+    return form
+
+
+def _spec(**read: object) -> str:
+    return json.dumps({"reads": [{"site": "resid_post", **read}]})
+
+
+def _sentence(call) -> str:
+    with pytest.raises(SpecError) as caught:
+        call()
+    text = str(caught.value)
+    assert text.endswith("."), text
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "came", "allowed"),
+    [
+        pytest.param({"site": "attention"}, "'attention'", "resid_post", id="unknown-site"),
+        pytest.param({"site": "mlp_out"}, "'mlp_out'", "reads embed", id="site-without-a-tap"),
+        pytest.param({"site": "post_attn"}, "'post_attn'", "reads embed", id="alias-without-a-tap"),
+        pytest.param({"site": 7}, "7", "a site is a string", id="site-is-a-number"),
+        pytest.param({"site": None}, "None", "a site is a string", id="site-is-none"),
+        pytest.param({"layers": -1}, "-1", "site='embed'", id="layer-minus-one"),
+        pytest.param({"layers": [1, -3]}, "-3", "count from 0", id="layer-minus-three"),
+        pytest.param({"layers": True}, "True", "list of layer numbers", id="layers-is-a-bool"),
+        pytest.param({"layers": [True]}, "True", "whole numbers from 0", id="a-bool-layer"),
+        pytest.param({"layers": 1.5}, "1.5", "list of layer numbers", id="layers-is-a-float"),
+        pytest.param({"layers": [2.0]}, "2.0", "whole numbers from 0", id="a-float-layer"),
+        pytest.param({"layers": "3"}, "'3'", "'all'", id="layers-is-a-string"),
+        pytest.param({"layers": b"3"}, "b'3'", "'all'", id="layers-is-bytes"),
+        pytest.param({"layers": ["3"]}, "'3'", "whole numbers from 0", id="a-string-layer"),
+        pytest.param({"layers": {1: 2}}, "{1: 2}", "'all'", id="layers-is-a-dict"),
+        pytest.param({"layers": []}, "empty", "at least one layer", id="no-layers"),
+        pytest.param({"layers": range(0)}, "empty", "at least one layer", id="an-empty-range"),
+        pytest.param(
+            {"site": "embed", "layers": [1]}, "[1]", "has no layers", id="embed-at-layer-1"
+        ),
+        pytest.param(
+            {"site": "embed", "layers": False}, "False", "has no layers", id="embed-at-a-bool"
+        ),
+        pytest.param(
+            {"site": "embed", "layers": [0.0]}, "[0.0]", "has no layers", id="embed-at-a-float"
+        ),
+        pytest.param({"tokens": "first"}, "'first'", "last_prompt", id="unknown-word"),
+        pytest.param({"tokens": 1.5}, "1.5", "list of positions", id="tokens-is-a-float"),
+        pytest.param({"tokens": None}, "None", "list of positions", id="tokens-is-none"),
+        pytest.param({"tokens": True}, "True", "list of positions", id="tokens-is-a-bool"),
+        pytest.param({"tokens": []}, "empty", "use 'all'", id="no-positions"),
+        pytest.param({"tokens": [0, 1.5]}, "1.5", "whole numbers", id="a-float-position"),
+        pytest.param({"tokens": [True]}, "True", "whole numbers", id="a-bool-position"),
+        pytest.param({"tokens": ["0"]}, "'0'", "whole numbers", id="a-string-position"),
+        pytest.param(
+            {"tokens": range(MAX_ITEMS + 1)}, "65,537 items", "at most 65,536", id="many-positions"
+        ),
+        pytest.param({"tokens": slice(0, 9, 0)}, "step 0", "1 or more", id="slice-step-0"),
+        pytest.param({"tokens": slice(0, 9, -1)}, "step -1", "1 or more", id="slice-backwards"),
+        pytest.param({"tokens": slice(0.5, 9)}, "0.5", "whole numbers", id="slice-of-a-float"),
+        pytest.param(
+            {"tokens": {"slice": [0, 9]}}, "[0, 9]", "[start, stop, step]", id="slice-of-two"
+        ),
+        pytest.param({"tokens": {"slice": 9}}, "9", "[start, stop, step]", id="slice-of-a-number"),
+        pytest.param({"tokens": {"token_ids": []}}, "empty", "at least one", id="no-token-ids"),
+        pytest.param({"tokens": {"token_ids": ["a"]}}, "'a'", "whole numbers", id="a-word-as-id"),
+        pytest.param({"tokens": {"token_ids": [-1]}}, "-1", "not negative", id="a-negative-id"),
+        pytest.param({"tokens": {"token_ids": 5}}, "5", "TokenIds(...)", id="ids-not-a-list"),
+        pytest.param({"tokens": {"union": []}}, "empty", "at least one", id="an-empty-union"),
+        pytest.param({"tokens": {"except": ["all"]}}, "['all']", "Except(..., ...)", id="except-1"),
+        pytest.param({"tokens": {"xor": ["all"]}}, "'xor'", "Union(...)", id="unknown-operator"),
+        pytest.param({"tokens": {}}, "{}", "Union(...)", id="an-empty-object"),
+        pytest.param({"tokens": _nested(20)}, "nested", "8 deep", id="nested-too-deep"),
+    ],
+)
+def test_a_read_that_cannot_be_names_what_came_and_what_is_allowed(arguments, came, allowed):
+    text = _sentence(lambda: Read(**({"site": "resid_post"} | arguments)))
+    assert came in text
+    assert allowed in text
+
+
+@pytest.mark.parametrize(
+    ("text", "came", "allowed"),
+    [
+        pytest.param(None, "NoneType", "vllm_scope.scope(...)", id="none"),
+        pytest.param({"reads": []}, "dict", "JSON string", id="not-yet-json"),
+        pytest.param(b"{}", "bytes", "JSON string", id="bytes"),
+        pytest.param("a" * 10_485_760, "10,485,760", f"{MAX_SPEC_BYTES:,}", id="ten-megabytes"),
+        pytest.param("resid_post", "not JSON", "Expecting value", id="not-json"),
+        pytest.param("[" * 100_000, "not JSON", "recursion", id="a-tower-of-brackets"),
+        pytest.param("[]", "one field", "'reads'", id="a-list"),
+        pytest.param("{}", "one field", "'reads'", id="no-fields"),
+        pytest.param('{"reads": [], "adds": []}', "one field", "'reads'", id="a-second-field"),
+        pytest.param('{"read": []}', "one field", "'reads'", id="a-wrong-field"),
+        pytest.param('{"reads": 1}', "1", "a list of reads", id="reads-is-a-number"),
+        pytest.param('{"reads": []}', "nothing", "at least one Read", id="no-reads"),
+        pytest.param('{"reads": [7]}', "reads[0] is 7", "an object", id="a-read-is-a-number"),
+        pytest.param('{"reads": [{}]}', "reads[0] has no 'site'", "resid_post", id="no-site"),
+        pytest.param(_spec(layer=1), "'layer'", "site, layers, tokens", id="a-misspelt-field"),
+        pytest.param(_spec(layers=[float("nan")]), "nan", "whole numbers", id="a-nan-layer"),
+        pytest.param(_spec(tokens=_nested(9)), "nested", "8 deep", id="nested-nine-deep"),
+        pytest.param(
+            json.dumps({"reads": [{"site": "embed"}] * (MAX_READS + 1)}),
+            "33 reads", "at most 32", id="too-many-reads",
+        ),
+    ],
+)  # fmt: skip
+def test_a_spec_that_is_no_spec_names_what_came_and_what_is_allowed(text, came, allowed):
+    sentence = _sentence(lambda: Spec.from_json(text))
+    assert came in sentence
+    assert allowed in sentence
+
+
+@pytest.mark.parametrize(
+    ("read", "path"),
+    [
+        pytest.param({"site": "attention"}, "reads[1].site", id="site"),
+        pytest.param({"layers": [-1]}, "reads[1].layers", id="layers"),
+        pytest.param({"tokens": "first"}, "reads[1].tokens", id="word"),
+        pytest.param({"tokens": [1.5]}, "reads[1].tokens", id="positions"),
+        pytest.param({"tokens": {"slice": [0, 1, 0]}}, "reads[1].tokens", id="slice"),
+        pytest.param({"tokens": {"union": ["all", "x"]}}, "reads[1].tokens.union", id="in-a-union"),
+        pytest.param({"tokens": {"token_ids": ["x"]}}, "reads[1].tokens", id="token-ids"),
+        pytest.param({"tokens": {"union": []}}, "reads[1].tokens", id="empty-union"),
+    ],
+)
+def test_an_error_in_json_names_the_path_that_was_written(read, path):
+    text = json.dumps({"reads": [{"site": "embed"}, {"site": "resid_post", **read}]})
+    assert _sentence(lambda: Spec.from_json(text)).startswith(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(json.dumps({"reads": "x" * 1_000_000}), id="reads"),
+        pytest.param(_spec(tokens="x" * 1_000_000), id="tokens"),
+        pytest.param(_spec(layers="x" * 1_000_000), id="layers"),
+        pytest.param(_spec(**{"x" * 1_000_000: 1}), id="field"),
+    ],
+)
+def test_a_sentence_stays_a_sentence_when_a_megabyte_came(text):
+    assert len(_sentence(lambda: Spec.from_json(text))) < 2000
+
+
+@pytest.mark.parametrize(
+    ("actions", "came", "allowed"),
+    [
+        pytest.param((), "nothing", "at least one Read", id="nothing"),
+        pytest.param(("resid_post",), "argument 0 is 'resid_post'", "Read(...)", id="a-string"),
+        pytest.param((Read("embed"), 3), "argument 1 is 3", "Read(...)", id="a-number"),
+        pytest.param(
+            (Read("embed"),) * (MAX_READS + 1), "33 reads", "at most 32", id="too-many-reads"
+        ),
+    ],
+)
+def test_scope_refuses_what_is_no_action(actions, came, allowed):
+    text = _sentence(lambda: scope(*actions))
+    assert came in text
+    assert allowed in text
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "read", "came", "allowed"),
+    [
+        pytest.param(
+            (0, 1, 2, 3, 4), Read("resid_post", [0, 99]), "reads[0].layers has 99",
+            "layers 0 to 3", id="layer-99",
+        ),
+        pytest.param(
+            (0, 1, 2, 3, 4), Read("resid_pre", 4), "has 4", "layers 0 to 3", id="one-too-far"
+        ),
+        pytest.param((0, 2), Read("resid_post", 2), "has 2", "'layers'", id="untapped-layer"),
+        pytest.param((0, 2), Read("resid_pre", [0, 1]), "has 1", "'layers'", id="untapped-entry"),
+        pytest.param((1, 2), Read("embed"), "'embed'", "'sites'", id="untapped-embedding"),
+        pytest.param((0,), Read("resid_post"), "'resid_post'", "does not tap", id="untapped-site"),
+    ],
+)  # fmt: skip
+def test_a_stream_that_the_engine_lacks_is_refused(boundaries, read, came, allowed):
+    sites = Sites(4, 8, "float32", boundaries)
+    text = _sentence(lambda: Spec((read,)).resolve(sites))
+    assert came in text
+    assert allowed in text
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "read", "streams"),
+    [
+        pytest.param((0, 1, 2, 3, 4), Read("embed"), [("embed", 0)], id="embed"),
+        pytest.param(
+            (0, 1, 2, 3, 4), Read("resid_post", [3, 1]), [("resid_post", 1), ("resid_post", 3)],
+            id="two-layers",
+        ),
+        pytest.param(
+            (0, 2, 4), Read("resid_post"), [("resid_post", 1), ("resid_post", 3)],
+            id="all-that-is-tapped",
+        ),
+        pytest.param(
+            (0, 2, 4), Read("resid_pre"), [("resid_pre", 0), ("resid_pre", 2)],
+            id="all-entries-that-are-tapped",
+        ),
+    ],
+)  # fmt: skip
+def test_a_read_becomes_the_streams_of_this_engine(boundaries, read, streams):
+    (resolved,) = Spec((read,)).resolve(Sites(4, 8, "float32", boundaries))
+    assert resolved == ResolvedRead(tuple(streams), read.tokens)
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        pytest.param("pre_attn", "resid_pre", id="pre_attn"),
+        pytest.param("post_block", "resid_post", id="post_block"),
+    ],
+)
+def test_an_alias_is_the_site_it_names(alias, name):
+    assert Read(alias, [1]) == Read(name, [1])
+    assert Spec.from_json(_spec().replace("resid_post", alias)).reads == (Read(name),)
+
+
+@pytest.mark.parametrize(
+    ("layers", "kept"),
+    [
+        pytest.param([5, 2, 5, 2], (2, 5), id="duplicates"),
+        pytest.param(3, (3,), id="one-number"),
+        pytest.param(range(2, 5), (2, 3, 4), id="range"),
+        pytest.param({4, 1}, (1, 4), id="set"),
+        pytest.param((layer for layer in (1, 0)), (0, 1), id="generator"),
+        pytest.param("all", "all", id="all"),
+        pytest.param(None, "all", id="none"),
+    ],
+)
+def test_layers_are_kept_sorted_and_once(layers, kept):
+    assert Read("resid_post", layers).layers == kept
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kept"),
+    [
+        pytest.param("last", Word("last"), id="word"),
+        pytest.param(4, Positions((4,)), id="one-number"),
+        pytest.param([5, -1, 5], Positions((-1, 5)), id="duplicates"),
+        pytest.param(range(2, 4), Positions((2, 3)), id="range"),
+        pytest.param(slice(3), Span(None, 3, None), id="slice"),
+        pytest.param({"token_ids": [7]}, TokenIds(7), id="token-ids-object"),
+        pytest.param({"union": ["all", [1]]}, Union("all", [1]), id="union-object"),
+        pytest.param(
+            {"except": ["all", {"slice": [0, 1, None]}]}, Except("all", slice(0, 1)),
+            id="except-object",
+        ),
+    ],
+)  # fmt: skip
+def test_tokens_are_a_selector_in_any_spelling(tokens, kept):
+    assert Read("embed", tokens=tokens).tokens == kept
+
+
+@given(specs(num_layers=4))
+def test_a_spec_survives_its_json(spec):
+    assert Spec.from_json(spec.to_json()) == spec
+
+
+def test_a_selector_that_is_too_deep_is_refused_where_it_is_written():
+    # "A Spec that exists is well formed": what scope() takes, the engine takes.
+    tokens: object = "all"
+    try:
+        for _ in range(12):
+            tokens = Union(tokens, "last")
+        spec = Spec((Read("embed", tokens=tokens),))
+    except SpecError:
+        return
+    assert Spec.from_json(spec.to_json()) == spec
+
+
+def test_scope_puts_all_reads_into_one_spec_beside_other_arguments():
+    first, second = Read("resid_post", [1]), Read("embed", tokens="prompt")
+    extra = {"other": 1} | scope(first, second)
+    assert set(extra) == {"other", "scope"}
+    assert Spec.from_json(extra["scope"]) == Spec((first, second))
+
+
+@given(specs(num_layers=4))
+def test_every_read_of_known_layers_resolves_on_a_full_engine(spec):
+    for read, resolved in zip(spec.reads, spec.resolve(SITES_OF_A_FULL_ENGINE), strict=True):
+        layers = range(4) if read.layers == "all" else read.layers
+        assert resolved.streams == tuple((read.site, layer) for layer in layers)
+        assert resolved.tokens == read.tokens
+
+
+def test_importing_vllm_scope_imports_neither_torch_nor_vllm():
+    code = (
+        "import sys, vllm_scope as v; v.scope(v.Read('resid_post', [1], v.Union('last', [0])));"
+        "print([m for m in ('torch', 'vllm', 'transformers', 'zmq') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
