@@ -117,8 +117,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = make_shape(args.shape, Path(folder)) if args.shape else Path(args.model)
         options: dict[str, Any] = {
-            "model": str(model), "skip_tokenizer_init": True, "max_model_len": 2048 if args.gpu else 512,
-            "enable_prefix_caching": False,
+            "model": str(model), "skip_tokenizer_init": True,
+            "max_model_len": 2048 if args.gpu else 512, "enable_prefix_caching": False,
         } | args.options  # fmt: skip
         if args.shape:
             options["load_format"] = "dummy"

@@ -90,6 +90,11 @@ class Arena:
         """
         if num_slots > self.num_slots:
             raise ValueError(f"{num_slots} slots asked of an arena of {self.num_slots}")
+        if num_slots == 0:
+            # Not queued: it would hide the region behind it from the search below.
+            region = Region(self._head, 0, self._new_fence())
+            self.give_back(region)
+            return region
         start = self._head
         if start + num_slots > self.num_slots:
             # Wrap. What stays behind at the ring's end is older than anything at

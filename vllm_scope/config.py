@@ -14,15 +14,33 @@ import hashlib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    StrictInt,
+    ValidationError,
+    field_validator,
+)
+from pydantic.functional_validators import BeforeValidator
 
 from vllm_scope.errors import ConfigError, SpecError
 from vllm_scope.spec import canonical_site
 
 #: Where the dict lives inside vLLM's `additional_config`.
 KEY = "scope"
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("Input should be a valid number")
+    return value
+
+
+Number = Annotated[FiniteFloat, BeforeValidator(_no_bool)]
 
 
 class ScopeConfig(BaseModel):
@@ -42,9 +60,9 @@ class ScopeConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     sites: tuple[str, ...] = ("embed", "resid_post")
-    layers: Literal["all"] | tuple[int, ...] = "all"
-    arena_mib: float | None = Field(default=None, gt=0)
-    deliver_timeout_s: float = Field(default=60.0, gt=0)
+    layers: Literal["all"] | tuple[StrictInt, ...] = "all"
+    arena_mib: Number | None = Field(default=None, gt=0)
+    deliver_timeout_s: Number = Field(default=60.0, gt=0)
     graph_key: str = ""
 
     @field_validator("sites")

@@ -13,6 +13,17 @@ Every message says what came, what is allowed, and what to do next.
 
 from __future__ import annotations
 
+import reprlib
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+_short.maxlist = _short.maxtuple = _short.maxdict = 8
+
+
+def shown(value: object) -> str:
+    """What came, for a sentence: its repr, cut where it is long."""
+    return _short.repr(value)
+
 
 class ScopeError(Exception):
     """Base of every error that vllm-scope raises."""

@@ -141,6 +141,8 @@ class HostRing:
         """
         if num_slots > self.num_slots:
             raise ValueError(f"{num_slots} rows asked of a ring of {self.num_slots}")
+        if num_slots == 0:
+            return Lease(self._head, self._head, self.rows[:0], self._lock)
         start = self._head
         if start + num_slots > self.num_slots:
             while self._leases and self._leases[0].start >= start:

@@ -195,7 +195,7 @@ class Planner:
         requests, num_reqs = self._requests, len(batch.req_ids)
         get = requests.index_of.get
         index = np.fromiter((get(r, -1) for r in batch.req_ids), np.int64, num_reqs)
-        reading = np.flatnonzero(index >= 0)
+        reading = np.flatnonzero((index >= 0) & (np.diff(batch.query_start) > 0))
         if reading.size == 0:
             return None, []
         self.num_requests_planned += int(reading.size)

@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -42,6 +43,15 @@ FIRST_ROOM = 64
 MOST_ROOM = 4096
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Some rows of one stream: [n] positions and arrivals, [n, hidden_size] rows."""
+
+    positions: np.ndarray
+    arrivals: np.ndarray
+    rows: Tensor
+
+
 class _Rows:
     """Rows of one request under one program, in the order in which they arrive.
 
@@ -59,27 +69,33 @@ class _Rows:
         # As bytes: numpy knows no bf16, and lets go of Python's lock while it copies.
         self._rows = np.empty((0, len(boundaries), row_bytes), np.uint8)
         self._positions = np.empty((len(boundaries), 0), np.int64)
+        #: When each row came, among all of the request's rows.
+        self._arrivals = np.empty((len(boundaries), 0), np.int64)
 
-    def append(self, positions: np.ndarray, rows: np.ndarray, room: int) -> None:
+    def append(self, positions: np.ndarray, rows: np.ndarray, arrival: int, room: int) -> None:
         """Add tokens with rows of every boundary, uint8 [num_tokens, num_boundaries, bytes]."""
         first = self.counts[0]
         if any(count != first for count in self.counts):
             # Some stream lost a message; keep the others' rows at their own places.
             for at, boundary in enumerate(self.boundaries):
-                self.append_one(boundary, positions, rows[:, at], room)
+                self.append_one(boundary, positions, rows[:, at], arrival, room)
             return
         last = self._make_room(first + len(positions), room)
         self._rows[first:last] = rows
         self._positions[:, first:last] = positions
+        self._arrivals[:, first:last] = arrival
         self.counts = [last] * len(self.boundaries)
 
-    def append_one(self, boundary: int, positions: np.ndarray, rows: np.ndarray, room: int) -> None:
+    def append_one(
+        self, boundary: int, positions: np.ndarray, rows: np.ndarray, arrival: int, room: int
+    ) -> None:
         """Add tokens with rows of one boundary, uint8 [num_tokens, bytes]."""
         at = self.boundaries.index(boundary)
         first = self.counts[at]
         last = self._make_room(first + len(positions), room)
         self._rows[first:last, at] = rows
         self._positions[at, first:last] = positions
+        self._arrivals[at, first:last] = arrival
         self.counts[at] = last
 
     def _make_room(self, last: int, room: int) -> int:
@@ -88,17 +104,23 @@ class _Rows:
             size = max(last, room, 2 * size)
             rows = np.empty((size, *self._rows.shape[1:]), np.uint8)
             positions = np.empty((len(self.boundaries), size), np.int64)
+            arrivals = np.empty((len(self.boundaries), size), np.int64)
             used = max(self.counts)
+            arrivals[:, :used] = self._arrivals[:, :used]
             rows[:used] = self._rows[:used]
             positions[:, :used] = self._positions[:, :used]
-            self._rows, self._positions = rows, positions
+            self._rows, self._positions, self._arrivals = rows, positions, arrivals
         return last
 
-    def snapshot(self) -> dict[int, tuple[np.ndarray, Tensor]]:
-        """boundary -> (positions [n], rows [n, hidden_size]), views."""
+    def snapshot(self) -> dict[int, _Part]:
+        """boundary -> its rows so far, views."""
+        if not len(self._rows):
+            return {}
         rows = torch.from_numpy(self._rows).view(self._dtype)
         return {
-            boundary: (self._positions[at, :count], rows[:count, at])
+            boundary: _Part(
+                self._positions[at, :count], self._arrivals[at, :count], rows[:count, at]
+            )
             for at, (boundary, count) in enumerate(zip(self.boundaries, self.counts, strict=True))
         }
 
@@ -127,6 +149,7 @@ class Pending:
         self.prompt_ids = prompt_ids
         self._stages_left = set(range(num_stages))
         self._rows: dict[tuple[int, ...], _Rows] = {}
+        self._arrival = 0
         everything = all(read.tokens.uniform for read in reads)
         expected = len(prompt_ids) + max_tokens - 1
         self._room = min(expected, MOST_ROOM if everything else FIRST_ROOM)
@@ -146,14 +169,15 @@ class Pending:
             positions: int64 [num_tokens].
             rows: uint8 [num_tokens, 1 or num_boundaries, row bytes], not kept.
         """
+        self._arrival += 1
         table = self._rows.get(boundaries)
         if table is None:
             table = _Rows(boundaries, rows.shape[-1], _dtype(self.sites))
             self._rows[boundaries] = table
         if boundary is None:
-            table.append(positions, rows, self._room)
+            table.append(positions, rows, self._arrival, self._room)
         elif boundary in boundaries:
-            table.append_one(boundary, positions, rows[:, 0], self._room)
+            table.append_one(boundary, positions, rows[:, 0], self._arrival, self._room)
 
     def finish(self, stage: int, error: str | None) -> None:
         self._stages_left.discard(stage)
@@ -168,7 +192,7 @@ class Pending:
             output_ids: all generated tokens so far.
             finish_reason: vLLM's word, or None while the request runs.
         """
-        parts: dict[int, list[tuple[np.ndarray, Tensor]]] = {}
+        parts: dict[int, list[_Part]] = {}
         for table in list(self._rows.values()):
             for boundary, part in table.snapshot().items():
                 parts.setdefault(boundary, []).append(part)
@@ -216,7 +240,7 @@ class ScopeResult:
         sites: Sites,
         token_ids: list[int],
         num_prompt: int,
-        parts: dict[int, list[tuple[np.ndarray, Tensor]]],
+        parts: dict[int, list[_Part]],
         status: Status,
         error: str | None,
     ) -> None:
@@ -291,14 +315,14 @@ class ScopeResult:
                 mask |= read.tokens.select(tokens).certain
         return positions[mask]
 
-    def _parts_of(self, stream: SiteLayer) -> list[tuple[np.ndarray, Tensor]]:
+    def _parts_of(self, stream: SiteLayer) -> list[_Part]:
         return self._parts.get(self._sites.boundary_of(stream), [])
 
     def _arrived(self, stream: SiteLayer) -> np.ndarray:
         if stream in self._streams:
             return self._streams[stream][1]
         parts = self._parts_of(stream)
-        return np.concatenate([p for p, _ in parts]) if parts else np.zeros(0, np.int64)
+        return np.concatenate([p.positions for p in parts]) if parts else np.zeros(0, np.int64)
 
     def _stream(self, stream: SiteLayer | str) -> tuple[Tensor, np.ndarray]:
         if isinstance(stream, str):
@@ -317,15 +341,16 @@ class ScopeResult:
             return empty, np.zeros(0, np.int64)
         wanted = self._wanted(stream)
         if len(parts) == 1:
-            ((positions, rows),) = parts
+            positions, rows = parts[0].positions, parts[0].rows
             # The usual case costs no copy: computed once, in order, maybe past the end.
             if (
                 np.array_equal(positions[: len(wanted)], wanted)
                 and not np.isin(positions[len(wanted) :], wanted).any()
             ):
                 return rows[: len(wanted)], wanted
-        positions = np.concatenate([p for p, _ in parts])
-        rows = torch.cat([r for _, r in parts])
+        order = np.argsort(np.concatenate([p.arrivals for p in parts]), kind="stable")
+        positions = np.concatenate([p.positions for p in parts])[order]
+        rows = torch.cat([p.rows for p in parts])[torch.from_numpy(order)]
         # A position that was computed twice (recompute, rejected drafts) keeps its
         # last row; one that was not asked for, or never accepted, goes.
         found, from_end = np.unique(positions[::-1], return_index=True)

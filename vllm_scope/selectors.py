@@ -31,9 +31,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_scope.errors import SpecError
+from vllm_scope.errors import SpecError, shown
 
 MAX_ITEMS = 65_536
+MAX_DEPTH = 8
 WORDS = ("all", "prompt", "generated", "last_prompt", "last")
 #: Larger than any position, and exact in int64.
 FAR = 1 << 40
@@ -196,6 +197,7 @@ class Union(Selector):
             raise SpecError("Union() is empty; give it at least one selector.")
         found = tuple(parse_selector(part, f"Union[{i}]") for i, part in enumerate(parts))
         object.__setattr__(self, "parts", found)
+        _check_depth(self)
 
     @property
     def uniform(self) -> bool:
@@ -224,6 +226,7 @@ class Except(Selector):
     def __init__(self, base: Any, without: Any) -> None:
         object.__setattr__(self, "base", parse_selector(base, "Except[0]"))
         object.__setattr__(self, "without", parse_selector(without, "Except[1]"))
+        _check_depth(self)
 
     @property
     def uniform(self) -> bool:
@@ -241,6 +244,19 @@ class Except(Selector):
         self.without.check(num_prompt, max_position, where)
 
 
+def _depth(selector: Selector) -> int:
+    if isinstance(selector, Union):
+        return 1 + max(_depth(part) for part in selector.parts)
+    if isinstance(selector, Except):
+        return 1 + max(_depth(selector.base), _depth(selector.without))
+    return 0
+
+
+def _check_depth(selector: Selector) -> None:
+    if _depth(selector) > MAX_DEPTH:
+        raise SpecError(f"a selector is nested more than {MAX_DEPTH} deep.")
+
+
 def _check_ints(items: tuple[Any, ...], where: str) -> None:
     if not items:
         raise SpecError(f"{where} is empty; name at least one, or use 'all'.")
@@ -248,12 +264,12 @@ def _check_ints(items: tuple[Any, ...], where: str) -> None:
         raise SpecError(f"{where} has {len(items):,} items; at most {MAX_ITEMS:,}.")
     for item in items:
         if isinstance(item, bool) or not isinstance(item, int) or abs(item) >= FAR:
-            raise SpecError(f"{where} has {item!r}; it holds whole numbers.")
+            raise SpecError(f"{where} has {shown(item)}; it holds whole numbers.")
 
 
 def _parse_slice(parts: Any, where: str) -> Span:
     if not isinstance(parts, list | tuple) or len(parts) != 3:
-        raise SpecError(f"{where} is {parts!r}; a slice is [start, stop, step].")
+        raise SpecError(f"{where} is {shown(parts)}; a slice is [start, stop, step].")
     for part in parts:
         if part is not None:
             _check_ints((part,), where)
@@ -268,13 +284,13 @@ def parse_selector(value: Any, where: str, depth: int = 0) -> Selector:
     Raises:
         SpecError: naming `where`, what came and what is allowed.
     """
-    if depth > 8:
-        raise SpecError(f"{where} is nested more than 8 deep.")
+    if depth > MAX_DEPTH:
+        raise SpecError(f"{where[:80]} is nested more than {MAX_DEPTH} deep.")
     if isinstance(value, Selector):
         return value
     if isinstance(value, str):
         if value not in WORDS:
-            raise SpecError(f"{where} is {value!r}; the words are {', '.join(WORDS)}.")
+            raise SpecError(f"{where} is {shown(value)}; the words are {', '.join(WORDS)}.")
         return Word(value)
     if isinstance(value, slice):
         return _parse_slice([value.start, value.stop, value.step], where)
@@ -290,7 +306,10 @@ def parse_selector(value: Any, where: str, depth: int = 0) -> Selector:
         if kind == "slice":
             return _parse_slice(body, where)
         if kind in ("token_ids", "union", "except") and isinstance(body, list):
+            if not body:
+                raise SpecError(f"{where}.{kind} is empty; give it at least one.")
             if kind == "token_ids":
+                _check_ints(tuple(body), f"{where}.token_ids")
                 return TokenIds(*body)
             parts = [parse_selector(p, f"{where}.{kind}", depth + 1) for p in body]
             if kind == "union":
@@ -298,7 +317,7 @@ def parse_selector(value: Any, where: str, depth: int = 0) -> Selector:
             if len(parts) == 2:
                 return Except(*parts)
     raise SpecError(
-        f"{where} is {value!r}; give one of {', '.join(WORDS)}, a list of positions, a slice, "
+        f"{where} is {shown(value)}; give one of {', '.join(WORDS)}, a list of positions, a slice, "
         "TokenIds(...), Union(...) or Except(..., ...)."
     )
 

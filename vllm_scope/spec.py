@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_scope.errors import SpecError
+from vllm_scope.errors import SpecError, shown
 from vllm_scope.selectors import Selector, describe_selector, parse_selector
 
 MAX_SPEC_BYTES = 1 << 20
@@ -43,23 +43,25 @@ def canonical_site(site: object, where: str) -> str:
         SpecError: not a string, or not a word for a site that a tap can read.
     """
     if not isinstance(site, str):
-        raise SpecError(f"{where} is {site!r}; a site is a string, one of {', '.join(SITES)}.")
+        raise SpecError(f"{where} is {shown(site)}; a site is a string, one of {', '.join(SITES)}.")
     name = ALIASES.get(site, site)
     if name in SITES:
         return name
     if name in KNOWN_SITES:
         raise SpecError(
-            f"{where} is {site!r}, which this version does not tap; it reads {', '.join(SITES)}."
+            f"{where} is {shown(site)}, which this version does not tap; "
+            f"it reads {', '.join(SITES)}."
         )
-    raise SpecError(f"{where} is {site!r}; sites are {', '.join(SITES)}.")
+    raise SpecError(f"{where} is {shown(site)}; sites are {', '.join(SITES)}.")
 
 
 def _parse_layers(layers: object, site: str, where: str) -> tuple[int, ...] | None:
     """Layers as sorted distinct ints, or None for every tapped layer."""
     if site == "embed":
-        if layers in ("all", None) or layers == [0] or layers == (0,) or layers == 0:
+        one = list(layers) if isinstance(layers, list | tuple) else [layers]
+        if layers in ("all", None) or (len(one) == 1 and type(one[0]) is int and one[0] == 0):
             return (0,)
-        raise SpecError(f"{where} is {layers!r}; site 'embed' has no layers, leave it out.")
+        raise SpecError(f"{where} is {shown(layers)}; site 'embed' has no layers, leave it out.")
     if layers is None or (isinstance(layers, str) and layers == "all"):
         return None
     if isinstance(layers, int) and not isinstance(layers, bool):
@@ -67,13 +69,13 @@ def _parse_layers(layers: object, site: str, where: str) -> tuple[int, ...] | No
     if isinstance(layers, range):
         layers = list(layers)
     if isinstance(layers, str | bytes | Mapping) or not isinstance(layers, Iterable):
-        raise SpecError(f"{where} is {layers!r}; it is a list of layer numbers, or 'all'.")
+        raise SpecError(f"{where} is {shown(layers)}; it is a list of layer numbers, or 'all'.")
     found = list(layers)
     if not found:
         raise SpecError(f"{where} is empty; name at least one layer, or 'all'.")
     for layer in found:
         if isinstance(layer, bool) or not isinstance(layer, int):
-            raise SpecError(f"{where} has {layer!r}; layers are whole numbers from 0.")
+            raise SpecError(f"{where} has {shown(layer)}; layers are whole numbers from 0.")
         if layer < 0:
             raise SpecError(
                 f"{where} has {layer}; layers count from 0 and cannot be negative."
@@ -119,11 +121,11 @@ class Read:
     @staticmethod
     def from_json(body: object, where: str) -> Read:
         if not isinstance(body, dict):
-            raise SpecError(f"{where} is {body!r}; it is an object with 'site' and 'layers'.")
+            raise SpecError(f"{where} is {shown(body)}; it is an object with 'site' and 'layers'.")
         unknown = set(body) - {"site", "layers", "tokens"}
         if unknown:
             raise SpecError(
-                f"{where} has {sorted(unknown)[0]!r}; the fields are site, layers, tokens."
+                f"{where} has {shown(sorted(unknown)[0])}; the fields are site, layers, tokens."
             )
         if "site" not in body:
             raise SpecError(f"{where} has no 'site'; sites are {', '.join(SITES)}.")
@@ -172,7 +174,7 @@ class Spec:
             raise SpecError("extra_args['scope'] must be an object with one field, 'reads'.")
         reads = body["reads"]
         if not isinstance(reads, list):
-            raise SpecError(f"reads is {reads!r}; it is a list of reads.")
+            raise SpecError(f"reads is {shown(reads)}; it is a list of reads.")
         return Spec(tuple(Read.from_json(read, f"reads[{i}]") for i, read in enumerate(reads)))
 
     def resolve(self, points: Sites) -> tuple[ResolvedRead, ...]:
@@ -261,5 +263,5 @@ def scope(*actions: Read) -> dict[str, str]:
     """
     for i, action in enumerate(actions):
         if not isinstance(action, Read):
-            raise SpecError(f"scope() argument {i} is {action!r}; it takes Read(...).")
+            raise SpecError(f"scope() argument {i} is {shown(action)}; it takes Read(...).")
     return {"scope": Spec(tuple(actions)).to_json()}

@@ -362,15 +362,39 @@ def test_a_result_may_be_looked_at_before_the_first_of_its_taps_has_come(road):
     assert result.status == "complete"
 
 
-def test_a_tap_whose_rows_were_lost_leaves_the_others_in_their_places(road):
+@pytest.mark.parametrize("lost", [0, 2], ids=["the-first", "the-second"])
+def test_a_tap_whose_rows_were_lost_leaves_the_others_in_their_places(lost, road):
     pending = road.open("embed", Read("resid_post", [1]))
-    road.send([(pending.key, p, (0, 2), 1) for p in (0, 1)], boundary=0)  # and 2 was lost
+    road.send([(pending.key, p, (0, 2), 1) for p in (0, 1)], boundary=2 - lost)
     road.send([(pending.key, 2, (0, 2), 2)])
     road.finish(pending)
     result = pending.snapshot([5], "stop")
-    assert result["embed"].tolist() == [[0, 0, 1, 7], [1, 0, 1, 7], [2, 0, 2, 7]]
-    assert result["resid_post", 1].tolist() == [[2, 2, 2, 7]]
+    streams = {0: result["embed"].tolist(), 2: result["resid_post", 1].tolist()}
+    assert streams[lost] == [[2, lost, 2, 7]]
+    assert streams[2 - lost] == [[0, 2 - lost, 1, 7], [1, 2 - lost, 1, 7], [2, 2 - lost, 2, 7]]
     assert (result.dropped, result.status) == (2, "incomplete")
+
+
+def test_a_prompt_longer_than_the_first_room_comes_at_once(road):
+    pending = road.open(Read("embed", tokens=slice(None)), num_prompt=500, max_tokens=1)
+    road.send([(pending.key, p, (0,), p) for p in range(500)])
+    road.finish(pending)
+    assert pending.snapshot([5], "stop")["embed"].tolist() == [[p, 0, p, 7] for p in range(500)]
+
+
+def test_tokens_of_two_requests_may_be_mixed_in_any_way(road):
+    one, other = road.open("embed", num_prompt=4), road.open("embed", num_prompt=4)
+    order = [one, other, one, one, other, other, one, other]  # unevenly spaced
+    place = {id(one): 0, id(other): 0}
+    tokens = []
+    for number, pending in enumerate(order):
+        tokens.append((pending.key, place[id(pending)], (0,), number))
+        place[id(pending)] += 1
+    road.send(tokens)
+    road.finish(one)
+    road.finish(other)
+    assert one.snapshot([5], "stop")["embed"][:, 2].tolist() == [0, 2, 3, 6]
+    assert other.snapshot([5], "stop")["embed"][:, 2].tolist() == [1, 4, 5, 7]
 
 
 def test_the_last_row_holds_whatever_program_it_came_under(road):

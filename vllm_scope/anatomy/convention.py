@@ -39,11 +39,14 @@ def convention_of(layer_class: type, model_class: type) -> Convention:
         CompatError: the source is not there, or its signs are unknown or disagree.
     """
     layer = _function(getattr(layer_class, "forward"), layer_class)  # noqa: B009
+    _check_single_pass(model_class)
     shapes = {_shape(node.value) for node in _returns(layer)}
     if len(shapes) != 1:
         raise CompatError(f"{layer_class.__name__}.forward returns in {len(shapes)} ways")
     (shape,) = shapes
     if shape == 1:
+        if _returns_named_pair(layer):
+            raise CompatError(f"{layer_class.__name__}.forward returns a pair under one name")
         if not _loop_reads_one_tensor(model_class):
             raise CompatError(f"{model_class.__name__} does not use the layer's output as is")
         return Convention.TENSOR
@@ -83,6 +86,36 @@ def _returns(function: ast.FunctionDef) -> list[ast.Return]:
 
 def _shape(value: ast.expr | None) -> int:
     return len(value.elts) if isinstance(value, ast.Tuple) else 1
+
+
+def _returns_named_pair(layer: ast.FunctionDef) -> bool:
+    """`out = (a, b); return out`."""
+    names = {node.value.id for node in _returns(layer) if isinstance(node.value, ast.Name)}
+    return any(
+        isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Tuple)
+        and any(isinstance(t, ast.Name) and t.id in names for t in node.targets)
+        for node in ast.walk(layer)
+    )
+
+
+def _check_single_pass(model_class: type) -> None:
+    """Each layer runs once a forward; else a position has several rows of one layer."""
+    loops = [
+        node
+        for node in ast.walk(_model_forward(model_class))
+        if isinstance(node, ast.For | ast.While) and _calls_layer(node)
+    ]
+    if len(loops) > 1:
+        raise CompatError(f"{model_class.__name__} runs its layers in more than one loop")
+
+
+def _calls_layer(loop: ast.AST) -> bool:
+    return any(
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        and ("layer" in node.func.id or "block" in node.func.id)
+        for node in ast.walk(loop)
+    )  # fmt: skip
 
 
 def _overwrites_residual(layer: ast.FunctionDef) -> bool:

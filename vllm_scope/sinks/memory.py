@@ -64,10 +64,11 @@ class MemorySink:
             frontends = {of[k] for k in np.unique(batch.labels.keys).tolist() if k in of}
         for frontend in frontends:
             lease = batch.lease
-            lease.retain()
             number = self._sender(frontend).send_rows(
                 batch.labels, self._ring.ref, lease.start, lease.stop, batch.boundary
             )
+            # The caller holds the lease until `write` returns.
+            lease.retain()
             with self._lock:
                 self._unread.setdefault(frontend, deque()).append((number, lease))
 
