@@ -69,6 +69,10 @@ def local_engine(model: Path | str, **options: Any) -> Iterator[Any]:
         "skip_tokenizer_init": True,
     }
     llm = None
+    # The engine before this one forbade captures, for the whole process.
+    from vllm.compilation.monitor import set_cudagraph_capturing_enabled
+
+    set_cudagraph_capturing_enabled(True)
     # vLLM searches all modules for its kernels when an engine starts, and trips over
     # llvmlite, which n-gram speculation imports.
     hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if "llvmlite" in name}

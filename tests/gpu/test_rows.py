@@ -19,7 +19,7 @@ GRAPHS = {
     "eager": {"enforce_eager": True},
 }
 OPTIONS = {
-    "dtype": "bfloat16", "enforce_eager": False, "gpu_memory_utilization": 0.3,
+    "dtype": "bfloat16", "enforce_eager": False, "gpu_memory_utilization": 0.08,
     "max_num_batched_tokens": 512, "max_num_seqs": 32, "distributed_executor_backend": None,
 }  # fmt: skip
 

@@ -397,13 +397,20 @@ def test_tokens_of_two_requests_may_be_mixed_in_any_way(road):
     assert other.snapshot([5], "stop")["embed"][:, 2].tolist() == [1, 4, 5, 7]
 
 
-def test_the_last_row_holds_whatever_program_it_came_under(road):
+@pytest.mark.parametrize("joined", [False, True], ids=["step-by-step", "joined-steps"])
+@pytest.mark.parametrize(
+    "programs", [((0, 2), (0,)), ((0,), (0, 2))], ids=["wide-first", "wide-last"]
+)
+def test_the_last_row_holds_whatever_program_it_came_under(programs, joined, road):
     # A draft was rejected: its row, read under the program of guessed positions, stands
     # at a position that is later computed again under that position's own program.
     pending = road.open(Read("embed", tokens=[0, 3]), Read("resid_post", [1], [9]))
-    road.send([(pending.key, 0, (0,), 1)])
-    road.send([(pending.key, 3, (0, 2), 2)])
-    road.send([(pending.key, 3, (0,), 3)])
+    steps = [
+        (pending.key, 0, (0,), 1),
+        *((pending.key, 3, p, i) for i, p in enumerate(programs, 2)),
+    ]
+    for step in [steps] if joined else [[token] for token in steps]:
+        road.send(step)
     road.finish(pending)
     result = pending.snapshot([1, 1], "stop")
     assert result["embed"][:, 2].tolist() == [1, 3]

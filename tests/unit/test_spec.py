@@ -143,6 +143,7 @@ def test_a_spec_that_is_no_spec_names_what_came_and_what_is_allowed(text, came, 
         pytest.param({"tokens": {"slice": [0, 1, 0]}}, "reads[1].tokens", id="slice"),
         pytest.param({"tokens": {"union": ["all", "x"]}}, "reads[1].tokens.union", id="in-a-union"),
         pytest.param({"tokens": {"token_ids": ["x"]}}, "reads[1].tokens", id="token-ids"),
+        pytest.param({"tokens": {"token_ids": [-1]}}, "reads[1].tokens", id="negative-token-id"),
         pytest.param({"tokens": {"union": []}}, "reads[1].tokens", id="empty-union"),
     ],
 )
@@ -277,6 +278,14 @@ def test_tokens_are_a_selector_in_any_spelling(tokens, kept):
 
 @given(specs(num_layers=4))
 def test_a_spec_survives_its_json(spec):
+    assert Spec.from_json(spec.to_json()) == spec
+
+
+def test_a_selector_as_deep_as_allowed_survives_its_json():
+    tokens: object = "all"
+    for _ in range(4):
+        tokens = Except(Union(tokens, "last"), [0])
+    spec = Spec((Read("embed", tokens=tokens),))
     assert Spec.from_json(spec.to_json()) == spec
 
 
