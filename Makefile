@@ -5,7 +5,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export VLLM_NO_USAGE_STATS = 1
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test lint bench lock clean test-gpu bench-gpu
+.PHONY: demo test lint bench clean test-gpu bench-gpu
 
 demo: .venv/.ready
 	$(BIN)/python -m examples.demo
@@ -21,6 +21,14 @@ lint: .venv/.ready
 
 bench: .venv/.ready
 	$(BIN)/python -m benchmarks.throughput
+
+# On a machine with a GPU and vllm-scope[gpu,dev]; PYTHON names its interpreter.
+test-gpu:
+	$(PYTHON) -m pytest tests/gpu tests/engine/test_compile_cache.py
+
+bench-gpu:
+	$(PYTHON) -m benchmarks.throughput --gpu --shape 8b --eager
+	$(PYTHON) -m benchmarks.throughput --gpu --shape 0.5b
 
 # The lock holds every package, so nothing is resolved: vLLM's own requirements
 # would bring torchvision, torchaudio, torchcodec and triton built for CUDA, and

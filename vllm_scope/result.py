@@ -72,22 +72,29 @@ class _Rows:
         #: When each row came, among all of the request's rows.
         self._arrivals = np.empty((len(boundaries), 0), np.int64)
 
-    def append(self, positions: np.ndarray, rows: np.ndarray, arrival: int, room: int) -> None:
+    def append(
+        self, positions: np.ndarray, rows: np.ndarray, arrivals: np.ndarray, room: int
+    ) -> None:
         """Add tokens with rows of every boundary, uint8 [num_tokens, num_boundaries, bytes]."""
         first = self.counts[0]
         if any(count != first for count in self.counts):
             # Some stream lost a message; keep the others' rows at their own places.
             for at, boundary in enumerate(self.boundaries):
-                self.append_one(boundary, positions, rows[:, at], arrival, room)
+                self.append_one(boundary, positions, rows[:, at], arrivals, room)
             return
         last = self._make_room(first + len(positions), room)
         self._rows[first:last] = rows
         self._positions[:, first:last] = positions
-        self._arrivals[:, first:last] = arrival
+        self._arrivals[:, first:last] = arrivals
         self.counts = [last] * len(self.boundaries)
 
     def append_one(
-        self, boundary: int, positions: np.ndarray, rows: np.ndarray, arrival: int, room: int
+        self,
+        boundary: int,
+        positions: np.ndarray,
+        rows: np.ndarray,
+        arrivals: np.ndarray,
+        room: int,
     ) -> None:
         """Add tokens with rows of one boundary, uint8 [num_tokens, bytes]."""
         at = self.boundaries.index(boundary)
@@ -95,7 +102,7 @@ class _Rows:
         last = self._make_room(first + len(positions), room)
         self._rows[first:last, at] = rows
         self._positions[at, first:last] = positions
-        self._arrivals[at, first:last] = arrival
+        self._arrivals[at, first:last] = arrivals
         self.counts[at] = last
 
     def _make_room(self, last: int, room: int) -> int:
@@ -149,7 +156,6 @@ class Pending:
         self.prompt_ids = prompt_ids
         self._stages_left = set(range(num_stages))
         self._rows: dict[tuple[int, ...], _Rows] = {}
-        self._arrival = 0
         everything = all(read.tokens.uniform for read in reads)
         expected = len(prompt_ids) + max_tokens - 1
         self._room = min(expected, MOST_ROOM if everything else FIRST_ROOM)
@@ -159,6 +165,7 @@ class Pending:
         boundaries: tuple[int, ...],
         boundary: int | None,
         positions: np.ndarray,
+        arrivals: np.ndarray,
         rows: np.ndarray,
     ) -> None:
         """Copy in rows of some tokens under one program.
@@ -167,17 +174,17 @@ class Pending:
             boundaries: of the program.
             boundary: the one that the rows are of, or None for all of them.
             positions: int64 [num_tokens].
+            arrivals: int64 [num_tokens], growing with the order of computation.
             rows: uint8 [num_tokens, 1 or num_boundaries, row bytes], not kept.
         """
-        self._arrival += 1
         table = self._rows.get(boundaries)
         if table is None:
             table = _Rows(boundaries, rows.shape[-1], _dtype(self.sites))
             self._rows[boundaries] = table
         if boundary is None:
-            table.append(positions, rows, self._arrival, self._room)
+            table.append(positions, rows, arrivals, self._room)
         elif boundary in boundaries:
-            table.append_one(boundary, positions, rows[:, 0], self._arrival, self._room)
+            table.append_one(boundary, positions, rows[:, 0], arrivals, self._room)
 
     def finish(self, stage: int, error: str | None) -> None:
         self._stages_left.discard(stage)
@@ -374,6 +381,8 @@ class Inbox:
         self._pending: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
         # Unique over all front-ends of an engine: their keys meet in its workers.
         self._keys = itertools.count(secrets.randbits(30) << 32)
+        #: Tokens that came so far, of all messages: tells which row is the last.
+        self._num_arrived = 0
         self._num_copiers = min(MOST_COPIERS, (os.cpu_count() or 1) // 2)
         self._copiers = None
         if self._num_copiers > 1:
@@ -408,13 +417,15 @@ class Inbox:
             for some in _by_key(message.keys[tokens]):
                 pending = self._pending.get(int(message.keys[tokens[some][0]]))
                 if pending is not None:
-                    positions = message.positions[tokens[some]]
-                    jobs.append((pending, program.boundaries, positions, rows[some]))
+                    of = tokens[some]
+                    positions, arrivals = message.positions[of], self._num_arrived + of
+                    jobs.append((pending, program.boundaries, positions, arrivals, rows[some]))
+        self._num_arrived += len(message.keys)
         size = message.rows.numel() * message.rows.element_size()
         if self._copiers is None or size < PARALLEL_BYTES or len(jobs) == 1:
             _copy(jobs, message.boundary)
             return
-        # Each job is another request's, and the first touch of fresh memory is what
+        # Each job fills another table, and the first touch of fresh memory is what
         # takes long: a thread gets 3 GB/s where warm memory gives 15.
         shares = [jobs[i :: self._num_copiers] for i in range(self._num_copiers)]
         list(self._copiers.map(_copy, shares, itertools.repeat(message.boundary)))
@@ -425,13 +436,14 @@ class Inbox:
             pending.finish(header.stage, header.error)
 
 
-#: One request's part of a message: whose, its program's boundaries, positions, rows.
-_Job = tuple[Pending, tuple[int, ...], np.ndarray, np.ndarray]
+#: A request's part of a message under one program: whose, the program's boundaries,
+#: positions, arrivals, rows.
+_Job = tuple[Pending, tuple[int, ...], np.ndarray, np.ndarray, np.ndarray]
 
 
 def _copy(jobs: list[_Job], boundary: int | None) -> None:
-    for pending, boundaries, positions, rows in jobs:
-        pending.add(boundaries, boundary, positions, rows)
+    for pending, boundaries, positions, arrivals, rows in jobs:
+        pending.add(boundaries, boundary, positions, arrivals, rows)
 
 
 def _by_program(message: RowsMessage) -> Iterator[tuple[Program, np.ndarray, np.ndarray]]:

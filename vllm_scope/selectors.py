@@ -7,7 +7,7 @@ A selector is written as
     "last_prompt"   the last token of the prompt
     "last"          the last token that is processed
     [0, 5, -1]      absolute positions; negative ones count from the prompt's end
-    slice(4, 12)    positions, with Python's rules, over the whole sequence
+    slice(4, 12)    positions; negative ends count from the prompt's end, too
     TokenIds(13)    wherever these token ids stand
     Union(a, b)     in any of them
     Except(a, b)    in a and not in b
@@ -81,7 +81,7 @@ class Selector:
         raise NotImplementedError
 
     def first_position(self, num_prompt: int, prompt_ids: NDArray[np.int64]) -> int:
-        """The smallest position that may be selected; `FAR` if none can be."""
+        """A position at or below the first that may be selected."""
         positions = np.arange(num_prompt, dtype=np.int64)
         possible = self.select(Tokens(positions, num_prompt, prompt_ids, None)).possible
         hits = np.flatnonzero(possible)
@@ -257,7 +257,7 @@ def _check_depth(selector: Selector) -> None:
         raise SpecError(f"a selector is nested more than {MAX_DEPTH} deep.")
 
 
-def _check_ints(items: tuple[Any, ...], where: str) -> None:
+def _check_ints(items: tuple[Any, ...], where: str, least: int = -FAR) -> None:
     if not items:
         raise SpecError(f"{where} is empty; name at least one, or use 'all'.")
     if len(items) > MAX_ITEMS:
@@ -265,6 +265,8 @@ def _check_ints(items: tuple[Any, ...], where: str) -> None:
     for item in items:
         if isinstance(item, bool) or not isinstance(item, int) or abs(item) >= FAR:
             raise SpecError(f"{where} has {shown(item)}; it holds whole numbers.")
+        if item < least:
+            raise SpecError(f"{where} has {item}; its numbers are not negative.")
 
 
 def _parse_slice(parts: Any, where: str) -> Span:
@@ -309,7 +311,7 @@ def parse_selector(value: Any, where: str, depth: int = 0) -> Selector:
             if not body:
                 raise SpecError(f"{where}.{kind} is empty; give it at least one.")
             if kind == "token_ids":
-                _check_ints(tuple(body), f"{where}.token_ids")
+                _check_ints(tuple(body), f"{where}.token_ids", least=0)
                 return TokenIds(*body)
             parts = [parse_selector(p, f"{where}.{kind}", depth + 1) for p in body]
             if kind == "union":

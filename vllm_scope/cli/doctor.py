@@ -24,8 +24,9 @@ def examine(model: str, options: dict[str, Any]) -> int:
     console = Console()
     try:
         ranks, vllm_version = describe_model(model, options)
-    except ScopeError as error:
-        console.print(f"[red]{escape(str(error))}[/red]")
+    except (ScopeError, OSError, ValueError) as error:
+        # vLLM and Transformers answer a wrong model with one of these.
+        console.print(f"[red]{escape(model)}: {escape(str(error).splitlines()[0])}[/red]")
         return 1
     first = ranks[0]
     console.print(f"vllm-scope {__version__}, vLLM {vllm_version}, model runner {first['runner']}")
