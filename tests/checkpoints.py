@@ -162,9 +162,7 @@ def reference(path: Path, dtype: torch.dtype) -> Reference:
     return Reference(path, dtype)
 
 
-def check_completion(
-    result, prompt_ids: list[int], output_ids: list[int], ref: Reference, streams=None
-) -> None:
+def check_completion(result, prompt_ids: list[int], output_ids: list[int], ref: Reference) -> None:
     """Exactly one right row per position, at every stream that was asked for."""
     assert result.status == "complete", result
     assert result.dropped == 0

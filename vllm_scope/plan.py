@@ -234,13 +234,13 @@ class Planner:
 
     def _runs(
         self, program: RequestProgram, first: int, count: int, optimistic: bool
-    ) -> list[tuple[int, int, int, Program]]:
+    ) -> list[tuple[int, int, int]]:
         if optimistic and first >= program.num_prompt:
             superset = program.generated_superset()
             runs = [] if superset is None else [(0, count, superset)]
         else:
             runs = program.runs(first, count)
-        return [(o, n, self._tables.program_id(p), p) for o, n, p in runs]
+        return [(o, n, self._tables.program_id(p)) for o, n, p in runs]
 
 
 class _Parts:
@@ -264,9 +264,9 @@ class _Parts:
         self._append(index, ids, row, position)
 
     def add_runs(
-        self, index: int, runs: list[tuple[int, int, int, Program]], row: int, position: int
+        self, index: int, runs: list[tuple[int, int, int]], row: int, position: int
     ) -> None:
-        for offset, length, program_id, _ in runs:
+        for offset, length, program_id in runs:
             steps = np.arange(offset, offset + length, dtype=np.int64)
             self._append(
                 np.full(length, index, np.int64), np.full(length, program_id, np.int32),

@@ -322,8 +322,3 @@ def parse_selector(value: Any, where: str, depth: int = 0) -> Selector:
         f"{where} is {shown(value)}; give one of {', '.join(WORDS)}, a list of positions, a slice, "
         "TokenIds(...), Union(...) or Except(..., ...)."
     )
-
-
-def describe_selector(selector: Selector) -> str:
-    """A selector as a caller would write it in JSON."""
-    return repr(selector.to_json())

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.selectors import Selector, describe_selector, parse_selector
+from vllm_scope.selectors import Selector, parse_selector
 
 MAX_SPEC_BYTES = 1 << 20
 MAX_READS = 32
@@ -196,9 +196,6 @@ class ResolvedRead:
 
     streams: tuple[SiteLayer, ...]
     tokens: Selector
-
-    def __str__(self) -> str:
-        return f"{self.streams} of {describe_selector(self.tokens)}"
 
 
 @dataclass(frozen=True)

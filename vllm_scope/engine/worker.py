@@ -30,7 +30,7 @@ from vllm_scope.engine.model import anatomy_of, hidden_size_of, num_layers_of
 from vllm_scope.engine.plugin import config_of, wrap_method
 from vllm_scope.errors import CompatError, ConfigError, ScopeError
 from vllm_scope.host_ring import HostRing
-from vllm_scope.plan import Labels, Planner, StepBatch, StepPlan
+from vllm_scope.plan import Planner, StepBatch, StepPlan
 from vllm_scope.program import Program, RequestProgram
 from vllm_scope.road import Address
 from vllm_scope.sinks.memory import MemorySink
@@ -68,7 +68,6 @@ class ScopeWorker:
         self._step: StepPlan | None = None
         self._region: Region | None = None
         self._positions: Tensor | None = None
-        self._labels: Labels | None = None
         #: A forward with reads is running (tap.op.StepRoute).
         self.active = False
         self.num_steps = 0
@@ -279,7 +278,7 @@ class ScopeWorker:
             self._region = None
             slots = np.arange(len(labels.rows), dtype=np.int64)
         self._tables.load_step(labels.rows, plan.program_ids, slots)
-        self._step, self._labels = plan, labels
+        self._step = plan
         self._positions = positions if plan.optimistic else None
         self.active = True
 
