@@ -14,6 +14,7 @@ import json
 import zipfile
 from io import BytesIO
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,8 @@ def _read_npy(data: bytes, name: str) -> NDArray[Any]:
         version = npy.read_magic(stream)
         read_header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
         shape, _, dtype = read_header[version](stream)
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, SyntaxError, TokenError) as error:
+        # numpy reads a header as a Python literal, or else tokenizes it.
         raise SpecError(f"{shown(name)} is not an .npy array: {error}.") from None
     if dtype.kind != "f":
         raise SpecError(f"{shown(name)} has dtype {dtype}; save it as float32.")
@@ -138,13 +140,13 @@ def read_gguf(path: Path) -> tuple[Arrays, dict[str, str]]:
         # a length of 2**64 for that many entries of it.
         num_reads = 0
 
-        def _get(self, offset: int, dtype: Any, count: int = 1, *rest: Any) -> Any:
+        def _get(self, offset: int, dtype: Any, count: int = 1, **options: Any) -> Any:
             self.num_reads += 1
             if self.num_reads > MAX_GGUF_READS:
                 raise ValueError("it has more fields than a control vector needs")
             if int(offset) + np.dtype(dtype).itemsize * int(count) > len(self.data):
                 raise ValueError("it is cut short")
-            return super()._get(offset, dtype, count, *rest)
+            return super()._get(offset, dtype, count, **options)
 
     check_size(path.stat().st_size, str(path))
     try:
