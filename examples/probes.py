@@ -1,6 +1,6 @@
 """Linear probes: how well a concept can be read off the residual stream, layer by layer.
 
-Owns:  Reading (one prompt's rows and label), LayerProbe, and how they are fitted.
+Owns:  Reading (one prompt's rows and label), LayerProbe, and what they are fitted to.
 From:  demo.py, which reads the rows through vLLM.   To: the table, the figure, the page.
 
 Two probes per layer, because they answer two questions. One is fitted at the
@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-from numpy.typing import NDArray
-from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import log_loss, roc_auc_score
-from sklearn.pipeline import Pipeline, make_pipeline
-from sklearn.preprocessing import StandardScaler
+import torch
+from sklearn.metrics import log_loss
+from torch import Tensor
+
+from vllm_scope.analysis.probes import LinearProbe, train_probe
 
 if TYPE_CHECKING:
     from vllm_scope.result import ScopeResult
@@ -48,10 +47,9 @@ class Reading:
     label: bool
     scope: "ScopeResult"
 
-    def rows(self, stream: Stream) -> NDArray[np.float32]:
+    def rows(self, stream: Stream) -> Tensor:
         """[num_positions, hidden_size]; row p is position p, since reads start at 0."""
-        # NumPy has no bfloat16.
-        return self.scope[stream].float().numpy()
+        return self.scope[stream]
 
     def prompt_positions(self, token: str) -> list[int]:
         """Where a token with this text stands in the prompt."""
@@ -71,31 +69,31 @@ class LayerProbe:
     """
 
     stream: Stream
-    every_token: Pipeline
+    every_token: LinearProbe
     auroc_last: float
     auroc_every: float
     loss: float
 
-    def probabilities(self, reading: Reading) -> NDArray[np.float64]:
+    def probabilities(self, reading: Reading) -> Tensor:
         """[num_positions]: of the concept, at each position that was read."""
-        return self.every_token.predict_proba(reading.rows(self.stream))[:, 1]
+        return self.every_token.probabilities(reading.rows(self.stream))
 
     def auroc_at(self, readings: Sequence[Reading], positions: Sequence[int]) -> float:
         """Of `every_token` at one position of each prompt."""
-        rows = np.stack([r.rows(self.stream)[p] for r, p in zip(readings, positions, strict=True)])
-        return _auroc(self.every_token, rows, np.array([r.label for r in readings]))
+        rows = [r.rows(self.stream)[p] for r, p in zip(readings, positions, strict=True)]
+        return self.every_token.auroc(torch.stack(rows), [r.label for r in readings])
 
 
 def fit_layer(stream: Stream, train: Sequence[Reading], test: Sequence[Reading]) -> LayerProbe:
     """Fit both probes of a stream on `train` and measure them on `test`."""
-    last_token = _fit(*_last_rows(train, stream), LAST_TOKEN_C)
-    every_token = _fit(*_every_row(train, stream), EVERY_TOKEN_C)
+    last_token = train_probe(*_last_rows(train, stream), stream, c=LAST_TOKEN_C)
+    every_token = train_probe(*_every_row(train, stream), stream, c=EVERY_TOKEN_C)
     at_last, at_every = _last_rows(test, stream), _every_row(test, stream)
     return LayerProbe(
         stream,
         every_token,
-        auroc_last=_auroc(last_token, *at_last),
-        auroc_every=_auroc(every_token, *at_every),
+        auroc_last=last_token.auroc(*at_last),
+        auroc_every=every_token.auroc(*at_every),
         loss=(_loss(every_token, *at_every) + _loss(every_token, *at_last)) / 2,
     )
 
@@ -108,29 +106,15 @@ def best_of(probes: Sequence[LayerProbe]) -> int:
     return min(range(len(probes)), key=lambda i: probes[i].loss)
 
 
-def _fit(rows: NDArray[np.float32], labels: NDArray[np.bool_], c: float) -> Pipeline:
-    classifier = LogisticRegression(C=c, solver="newton-cholesky")
-    return make_pipeline(StandardScaler(), classifier).fit(rows, labels)
+def _loss(probe: LinearProbe, rows: Tensor, labels: list[bool]) -> float:
+    return float(log_loss(labels, probe.probabilities(rows).numpy()))
 
 
-def _auroc(probe: Pipeline, rows: NDArray[np.float32], labels: NDArray[np.bool_]) -> float:
-    return float(roc_auc_score(labels, probe.decision_function(rows)))
+def _last_rows(readings: Sequence[Reading], stream: Stream) -> tuple[Tensor, list[bool]]:
+    rows = torch.stack([reading.rows(stream)[reading.num_prompt - 1] for reading in readings])
+    return rows, [reading.label for reading in readings]
 
 
-def _loss(probe: Pipeline, rows: NDArray[np.float32], labels: NDArray[np.bool_]) -> float:
-    return float(log_loss(labels, probe.predict_proba(rows)))
-
-
-def _last_rows(
-    readings: Sequence[Reading], stream: Stream
-) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    rows = np.stack([reading.rows(stream)[reading.num_prompt - 1] for reading in readings])
-    return rows, np.array([reading.label for reading in readings])
-
-
-def _every_row(
-    readings: Sequence[Reading], stream: Stream
-) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    rows = np.concatenate([reading.rows(stream)[: reading.num_prompt] for reading in readings])
-    labels = np.repeat([r.label for r in readings], [r.num_prompt for r in readings])
-    return rows, labels
+def _every_row(readings: Sequence[Reading], stream: Stream) -> tuple[Tensor, list[bool]]:
+    rows = torch.cat([reading.rows(stream)[: reading.num_prompt] for reading in readings])
+    return rows, [reading.label for reading in readings for _ in range(reading.num_prompt)]

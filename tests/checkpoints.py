@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -99,6 +100,10 @@ def _make_routing_decisive(model: torch.nn.Module) -> None:
         layer.mlp.gate.weight.copy_(torch.tensor([1.1, 1.0, -1.0, -1.1])[:, None] * direction)
 
 
+#: (site, layer, rows -> rows)
+Edit = tuple[str, int, Callable[[Tensor], Tensor]]
+
+
 @dataclass
 class Reference:
     """Hugging Face's model: the stream at every boundary, for a list of tokens."""
@@ -133,6 +138,69 @@ class Reference:
 
     def _exit(self, module: object, args: tuple, out: object) -> None:
         self._streams.append(out[0] if isinstance(out, tuple) else out)
+
+    def edited(self, token_ids: list[int], edits: list[Edit]) -> tuple[dict, Tensor]:
+        """The model's streams and logits with edits at the same places.
+
+        Args:
+            edits: (site, layer, function); the function gets the row [num_tokens,
+                hidden_size] of every position and returns the new ones.
+
+        Returns:
+            ((site, layer) -> [num_tokens, hidden_size] of every site after its edits,
+            logits [num_tokens, vocab])
+        """
+        streams: dict[tuple[str, int], Tensor] = {}
+
+        def apply(site: str, layer: int, x: Tensor) -> Tensor:
+            rows = x.reshape(len(token_ids), -1).clone()
+            for where, number, function in edits:
+                if (where, number) == (site, layer):
+                    rows = function(rows.float()).to(x.dtype)
+            streams[site, layer] = rows.cpu()
+            return rows.view_as(x)
+
+        def pre(layer: int):
+            def hook(module: object, args: tuple, kwargs: dict) -> tuple:
+                x = args[0] if args else kwargs["hidden_states"]
+                x = apply("resid_pre", layer, x)
+                if args:
+                    return (x, *args[1:]), kwargs
+                return args, kwargs | {"hidden_states": x}
+
+            return hook
+
+        def mid(layer: int):
+            def hook(module: object, args: tuple) -> None:
+                # In place: the layer goes on with this very tensor as its residual.
+                args[0].copy_(apply("resid_mid", layer, args[0]))
+
+            return hook
+
+
+        def post(layer: int):
+            def hook(module: object, args: tuple, out: object) -> object:
+                if isinstance(out, tuple):
+                    return (apply("resid_post", layer, out[0]), *out[1:])
+                return apply("resid_post", layer, out)
+
+            return hook
+
+        handles = []
+        for k, layer in enumerate(self._layers):
+            handles.append(layer.register_forward_pre_hook(pre(k), with_kwargs=True))
+            names = ("pre_feedforward_layernorm", "ln_2", "post_attention_layernorm")
+            norm = next(getattr(layer, n) for n in names if hasattr(layer, n))
+            handles.append(norm.register_forward_pre_hook(mid(k)))
+            handles.append(layer.register_forward_hook(post(k)))
+        try:
+            with torch.no_grad():
+                ids = torch.tensor([token_ids], device=self.model.device)
+                logits = self.model(ids).logits[0].float().cpu()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return streams, logits
 
     def streams(self, token_ids: list[int]) -> list[Tensor]:
         """Boundary b -> [num_tokens, hidden_size]: 0 the embedding output, k + 1 the

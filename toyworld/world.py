@@ -136,6 +136,46 @@ def truth_of(sentence: str) -> bool | None:
     return None
 
 
+def is_review(text: str) -> bool:
+    """Whether a text is whole sentences of reviews, and nothing else.
+
+    Every slot of a sentence must hold a word of its list. Of which subject, and of
+    which sentiment, is not judged: see `polarity`.
+    """
+    return _review_pattern().fullmatch(text.strip()) is not None
+
+
+@cache
+def _review_pattern() -> re.Pattern[str]:
+    positive, negative = phrases.POSITIVE, phrases.NEGATIVE
+    categories = phrases.CATEGORIES
+    aspects = [aspect for category in categories for aspect in category.aspects]
+    adjectives = (*positive.adj, *negative.adj)
+    words: dict[str, Sequence[str]] = {
+        "name": [subject.name for subject in world().subjects],
+        "noun": [category.noun for category in categories],
+        "did": [category.did for category in categories],
+        "aspect": aspects,
+        "aspect2": aspects,
+        "adj": adjectives,
+        "adj2": adjectives,
+        "Adverb": [word.capitalize() for word in (*positive.adverb, *negative.adverb)],
+        "verb": (*positive.verb, *negative.verb),
+        "feeling": (*positive.feeling, *negative.feeling),
+        "thing": (*positive.thing, *negative.thing),
+        "again": (*positive.again, *negative.again),
+        "day": phrases.DAYS,
+        "month": phrases.MONTHS,
+        "relative": phrases.RELATIVES,
+    }
+    slots = {slot: f"(?:{'|'.join(each)})" for slot, each in words.items()}
+    templates = (*phrases.OPENINGS, *phrases.OPINIONS, *phrases.NEUTRALS)
+    sentence = "|".join(
+        re.sub(r"\\{(\w+)\\}", lambda slot: slots[slot[1]], re.escape(t)) for t in templates
+    )
+    return re.compile(rf"(?:{sentence})(?: (?:{sentence}))*")
+
+
 @cache
 def _fact_patterns() -> tuple[tuple[Relation, re.Pattern[str]], ...]:
     def pattern(template: str) -> re.Pattern[str]:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_scope.program import SLOT_BYTES
+
 
 class HostFence:
     """Set by the drain thread; waited for by the worker's thread."""
@@ -58,29 +60,28 @@ class Region:
 
 
 class Arena:
-    """A ring of rows.
+    """A ring of slots.
 
     Attributes:
-        rows: [num_slots, hidden_size], model dtype. Its address never changes:
+        slots: [num_slots, elements of a slot], model dtype. Its address never changes:
             CUDA graphs hold it.
     """
 
-    def __init__(
-        self, num_slots: int, hidden_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        shape = (num_slots, SLOT_BYTES // dtype.itemsize)
         # Filled, not just zeroed: host pages that are touched later look like a leak.
-        self.rows = torch.empty((num_slots, hidden_size), dtype=dtype, device=device).fill_(0)
+        self.slots = torch.empty(shape, dtype=dtype, device=device).fill_(0)
         self._new_fence = StreamFence if device.type == "cuda" else HostFence
         self._head = 0
         self._outstanding: deque[Region] = deque()
 
     @property
     def num_slots(self) -> int:
-        return int(self.rows.shape[0])
+        return int(self.slots.shape[0])
 
     @property
     def num_bytes(self) -> int:
-        return self.rows.numel() * self.rows.element_size()
+        return self.slots.numel() * self.slots.element_size()
 
     def acquire(self, num_slots: int) -> Region:
         """The next region of the ring, behind the fences of those it overlaps.
@@ -116,4 +117,4 @@ class Arena:
             region.fence.set()
 
     def view(self, region: Region) -> torch.Tensor:
-        return self.rows[region.start : region.stop]
+        return self.slots[region.start : region.stop]

@@ -28,7 +28,7 @@ from pydantic import (
 from pydantic.functional_validators import BeforeValidator
 
 from vllm_scope.errors import ConfigError, SpecError
-from vllm_scope.spec import canonical_site
+from vllm_scope.sites import canonical_site
 
 #: Where the dict lives inside vLLM's `additional_config`.
 KEY = "scope"
@@ -47,11 +47,14 @@ class ScopeConfig(BaseModel):
     """What the engine is started with.
 
     Attributes:
-        sites: the sites that may be read. Each costs a tap per layer, whether or
-            not anything is asked of it.
+        sites: the sites that may be read and edited. Each costs a tap per layer,
+            whether or not anything is asked of it.
         layers: the layers whose taps exist, or "all".
         arena_mib: device memory for rows that wait for their copy; None takes the
             largest step that a CUDA graph can hold, three times.
+        vectors_mib: device memory for the vectors of edits and probes of running
+            requests. A request that finds it full waits for its turn.
+        modules: steering modules to load at start, name -> file.
         deliver_timeout_s: how long a finished request waits for rows that are
             still on their way, before it is returned as incomplete.
         graph_key: identity of the traced code. Set by vllm-scope.
@@ -62,6 +65,8 @@ class ScopeConfig(BaseModel):
     sites: tuple[str, ...] = ("embed", "resid_post")
     layers: Literal["all"] | tuple[StrictInt, ...] = "all"
     arena_mib: Number | None = Field(default=None, gt=0)
+    vectors_mib: Number = Field(default=128.0, gt=0)
+    modules: dict[str, str] = Field(default_factory=dict)
     deliver_timeout_s: Number = Field(default=60.0, gt=0)
     graph_key: str = ""
 
@@ -119,9 +124,11 @@ class ScopeConfig(BaseModel):
                     f"0 to {num_layers - 1}."
                 )
             if "resid_post" in self.sites:
-                found.add(layer + 1)
+                found.add(2 * layer + 2)
+            if "resid_mid" in self.sites:
+                found.add(2 * layer + 1)
             if "resid_pre" in self.sites:
-                found.add(layer)
+                found.add(2 * layer)
         if "embed" in self.sites:
             found.add(0)
         return tuple(sorted(found))

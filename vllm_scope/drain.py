@@ -29,6 +29,7 @@ from torch import Tensor
 from vllm_scope.arena import Arena, HostFence, Region, StreamFence
 from vllm_scope.host_ring import HostRing, JoinedLease, Lease
 from vllm_scope.plan import Labels
+from vllm_scope.program import SLOT_BYTES
 from vllm_scope.sinks import RowBatch, Sink
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class _Rows:
     """Rows on their way.
 
     Attributes:
+        region: of the arena; None where the taps wrote the ring itself.
         copied: on a GPU, passed once the rows are in the ring.
         positions: [num_rows] int64, the true positions of the batch's rows, where
             the host's were a guess.
@@ -51,7 +53,7 @@ class _Rows:
 
     labels: Labels
     boundary: int | None
-    region: Region
+    region: Region | None
     lease: Lease
     copied: torch.cuda.Event | None
     positions: Tensor | None
@@ -76,9 +78,9 @@ class Drain:
         self._sleeping = False
         self._closing = False
         self._wake = threading.Event()
-        self._cuda = arena.rows.is_cuda
+        self._cuda = arena.slots.is_cuda
         if self._cuda:
-            self._stream = torch.cuda.Stream(arena.rows.device)
+            self._stream = torch.cuda.Stream(arena.slots.device)
         self._thread = threading.Thread(target=self._run, name="vllm-scope-drain", daemon=True)
         self._thread.start()
 
@@ -106,6 +108,18 @@ class Drain:
             positions = positions.clone()
         self._put(_Rows(labels, boundary, region, lease, copied, positions))
 
+    def submit_written(self, lease: Lease, labels: Labels, positions: Tensor | None) -> None:
+        """Send on its way what taps on a GPU write straight into the ring.
+
+        One event instead of a copy on another stream: for a small step the host's
+        part of that copy takes longer than the copy itself.
+        """
+        if positions is not None:
+            positions = self._to_host(positions)
+        written = torch.cuda.Event(blocking=True)
+        written.record()
+        self._put(_Rows(labels, None, None, lease, written, positions))
+
     def finish_request(self, key: int, error: str | None = None) -> None:
         self._put(_Finish(key, error))
 
@@ -127,20 +141,24 @@ class Drain:
         self, region: Region, lease: Lease, positions: Tensor | None
     ) -> tuple[torch.cuda.Event, Tensor | None]:
         if positions is not None:
-            # On the main stream: the next step overwrites vLLM's buffer there.
-            pinned = torch.empty(positions.shape, dtype=positions.dtype, pin_memory=True)
-            positions = pinned.copy_(positions, non_blocking=True)
+            positions = self._to_host(positions)
         written = torch.cuda.Event()
         written.record()
         # Blocking: the drain thread sleeps in `synchronize` instead of spinning.
         copied = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(written)
-            lease.rows.copy_(self._arena.view(region), non_blocking=True)
+            lease.slots.copy_(self._arena.view(region).view(torch.uint8), non_blocking=True)
             copied.record()
             assert isinstance(region.fence, StreamFence)
             region.fence.event.record()
         return copied, positions
+
+    @staticmethod
+    def _to_host(positions: Tensor) -> Tensor:
+        # On the main stream: the next step overwrites vLLM's buffer there.
+        pinned = torch.empty(positions.shape, dtype=positions.dtype, pin_memory=True)
+        return pinned.copy_(positions, non_blocking=True)
 
     def _run(self) -> None:
         while True:
@@ -192,8 +210,8 @@ class Drain:
             joined = Labels(
                 np.concatenate([x.keys for x in labels]),
                 np.concatenate([x.positions for x in labels]),
-                np.concatenate([x.program_of for x in labels]),
-                labels[0].programs,
+                np.concatenate([x.layout_of for x in labels]),
+                labels[0].layouts,
                 np.concatenate([x.rows for x in labels]),
             )
             lease = JoinedLease([step.lease for step in steps], self._ring)
@@ -203,9 +221,10 @@ class Drain:
                 step.lease.release()
 
     def _copy_on_host(self, step: _Rows) -> None:
+        assert step.region is not None
         assert isinstance(step.region.fence, HostFence)
         try:
-            step.lease.rows.copy_(self._arena.view(step.region))
+            step.lease.slots.copy_(self._arena.view(step.region).view(torch.uint8))
         finally:
             step.region.fence.set()
 
@@ -213,13 +232,13 @@ class Drain:
 def _may_join(steps: list[_Rows], item: _Rows) -> bool:
     """Whole programs, the same ones, next to each other in the ring, not too large."""
     first, last = steps[0], steps[-1]
-    size = (item.lease.stop - first.lease.start) * item.lease.rows.stride(0)
+    size = (item.lease.stop - first.lease.start) * SLOT_BYTES
     return (
         item.boundary is None
         and last.boundary is None
         and item.lease.start == last.lease.stop
-        and item.labels.programs == last.labels.programs
-        and size * item.lease.rows.element_size() <= MOST_BYTES
+        and item.labels.layouts == last.labels.layouts
+        and size <= MOST_BYTES
     )
 
 

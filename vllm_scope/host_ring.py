@@ -28,6 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_scope.program import SLOT_BYTES
+
 #: Bytes before the rows: one int64 counter for each reader.
 HEADER_BYTES = 4096
 MAX_READERS = HEADER_BYTES // 8
@@ -46,16 +48,14 @@ class RingRef(msgspec.Struct, array_like=True, frozen=True):
     pid: int
     fd: int
     num_slots: int
-    hidden_size: int
-    dtype: str
 
 
 class Lease:
     """A span of the ring in use. Free once released as often as it was taken."""
 
-    def __init__(self, start: int, stop: int, rows: Tensor, lock: threading.Lock) -> None:
+    def __init__(self, start: int, stop: int, slots: Tensor, lock: threading.Lock) -> None:
         self.start, self.stop = start, stop
-        self.rows = rows
+        self.slots = slots
         self._lock = lock
         self._holders = 1
 
@@ -78,7 +78,7 @@ class JoinedLease(Lease):
     def __init__(self, parts: list[Lease], ring: HostRing) -> None:
         self._parts = parts
         self.start, self.stop = parts[0].start, parts[-1].stop
-        self.rows = ring.rows[self.start : self.stop]
+        self.slots = ring.slots[self.start : self.stop]
 
     def retain(self) -> None:
         for part in self._parts:
@@ -94,24 +94,24 @@ class JoinedLease(Lease):
 
 
 class HostRing:
-    """A ring of rows in shared memory.
+    """A ring of slots in shared memory.
 
     Attributes:
         ref: what a RingReader needs.
+        slots: uint8 [num_slots, SLOT_BYTES].
         counters: int64 [MAX_READERS], written by readers.
         reclaim: called while `acquire` waits; releases what readers are done with.
         wait_ms: time that `acquire` has waited for readers, in all.
     """
 
-    def __init__(self, num_slots: int, hidden_size: int, dtype: torch.dtype, cuda: bool) -> None:
-        row_bytes = hidden_size * dtype.itemsize
+    def __init__(self, num_slots: int, cuda: bool) -> None:
         self._fd = os.memfd_create("vllm-scope-ring", os.MFD_CLOEXEC)
-        size = HEADER_BYTES + num_slots * row_bytes
+        size = HEADER_BYTES + num_slots * SLOT_BYTES
         os.ftruncate(self._fd, size)
         self._map = mmap.mmap(self._fd, size)
         self.counters = np.frombuffer(self._map, np.int64, MAX_READERS)
         raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
-        self.rows = raw.view(dtype).view(num_slots, hidden_size)
+        self.slots = raw.view(num_slots, SLOT_BYTES)
         self._registered = 0
         if cuda:
             address = raw.data_ptr() - HEADER_BYTES
@@ -119,10 +119,7 @@ class HostRing:
             if int(status) != 0:
                 raise MemoryError(f"{size >> 20} MiB of host memory could not be pinned: {status}")
             self._registered = address
-        name = str(dtype).removeprefix("torch.")
-        self.ref = RingRef(
-            secrets.randbits(62), os.getpid(), self._fd, num_slots, hidden_size, name
-        )
+        self.ref = RingRef(secrets.randbits(62), os.getpid(), self._fd, num_slots)
         self.reclaim: Callable[[], None] = lambda: None
         self.wait_ms = 0.0
         self._lock = threading.Lock()
@@ -131,7 +128,7 @@ class HostRing:
 
     @property
     def num_slots(self) -> int:
-        return int(self.rows.shape[0])
+        return int(self.slots.shape[0])
 
     def acquire(self, num_slots: int) -> Lease:
         """The next span; waits while it is in use.
@@ -140,9 +137,9 @@ class HostRing:
             ValueError: more than the whole ring.
         """
         if num_slots > self.num_slots:
-            raise ValueError(f"{num_slots} rows asked of a ring of {self.num_slots}")
+            raise ValueError(f"{num_slots} slots asked of a ring of {self.num_slots}")
         if num_slots == 0:
-            return Lease(self._head, self._head, self.rows[:0], self._lock)
+            return Lease(self._head, self._head, self.slots[:0], self._lock)
         start = self._head
         if start + num_slots > self.num_slots:
             while self._leases and self._leases[0].start >= start:
@@ -151,7 +148,7 @@ class HostRing:
         stop = start + num_slots
         while self._leases and self._leases[0].start < stop and start < self._leases[0].stop:
             self._wait_for(self._leases.popleft())
-        lease = Lease(start, stop, self.rows[start:stop], self._lock)
+        lease = Lease(start, stop, self.slots[start:stop], self._lock)
         self._leases.append(lease)
         self._head = stop
         return lease
@@ -181,20 +178,19 @@ class RingReader:
     """A front-end's view of a worker's ring."""
 
     def __init__(self, ref: RingRef) -> None:
-        dtype = getattr(torch, ref.dtype)
         fd = os.open(f"/proc/{ref.pid}/fd/{ref.fd}", os.O_RDWR)
         try:
-            size = HEADER_BYTES + ref.num_slots * ref.hidden_size * dtype.itemsize
+            size = HEADER_BYTES + ref.num_slots * SLOT_BYTES
             self._map = mmap.mmap(fd, size)
         finally:
             os.close(fd)
         self._counters = np.frombuffer(self._map, np.int64, MAX_READERS)
         raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
-        self._rows = raw.view(dtype).view(ref.num_slots, ref.hidden_size)
+        self._slots = raw.view(ref.num_slots, SLOT_BYTES)
 
-    def rows(self, start: int, stop: int) -> Tensor:
-        """[stop - start, hidden_size], valid until the message is acknowledged."""
-        return self._rows[start:stop]
+    def slots(self, start: int, stop: int) -> Tensor:
+        """uint8 [stop - start, SLOT_BYTES], valid until the message is acknowledged."""
+        return self._slots[start:stop]
 
     def acknowledge(self, reader: int, message: int) -> None:
         """All messages up to this one are read."""

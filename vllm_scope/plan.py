@@ -1,12 +1,12 @@
-"""Per-step plan: which batch rows to read, and into which arena slots.
+"""Per-step plan: which batch rows get which program, and which arena slots.
 
-Owns:  the requests that read, and the arithmetic from token positions to rows.
+Owns:  the requests with taps, and the arithmetic from token positions to rows.
 Runs:  in every worker that drains, before the forward. CPU only, no device sync.
 From:  program (per request), engine (StepBatch).
 To:    tap.tables (row -> program, slot), drain (labels of the rows).
 
 Promise: a plan is a pure function of the requests and the batch. A step without
-reading requests costs one dict test. Decode rows are planned by array
+such requests costs one dict test. Decode rows are planned by array
 arithmetic; only tokens of a prompt, and selectors that pick single generated
 tokens, cost Python per request.
 """
@@ -19,10 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.errors import ScopeError
-from vllm_scope.program import NO_PROGRAM, Program, RequestProgram
+from vllm_scope.program import NO_PROGRAM, Layout, Program, RequestProgram
 from vllm_scope.tap.tables import Tables
 
 Ints = NDArray[np.int64]
+
+#: Positions past a request's end that a step may still compute: drafts, and the step
+#: that async scheduling has started before it knew.
+OVERSHOOT = 64
 
 
 @dataclass(frozen=True)
@@ -45,37 +49,47 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class Labels:
-    """Whose rows they are. One entry per token, in slot order.
+    """Whose rows and scores they are. One entry per token that delivers, in slot order.
 
     Attributes:
         keys: int64 [num_tokens], the request's key.
         positions: int64 [num_tokens], absolute.
-        program_of: int32 [num_tokens], index into `programs`.
-        programs: the programs of this step; a token takes `num_reads` rows.
+        layout_of: int32 [num_tokens], index into `layouts`.
+        layouts: what the tokens of this step deliver, distinct.
         rows: int64 [num_tokens], batch rows (to look up true positions).
     """
 
     keys: Ints
     positions: Ints
-    program_of: NDArray[np.int32]
-    programs: tuple[Program, ...]
+    layout_of: NDArray[np.int32]
+    layouts: tuple[Layout, ...]
     rows: Ints
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: rows get programs and (relative) slots."""
+    """One step: rows get programs, and (relative) slots where they deliver.
 
-    labels: Labels
+    Attributes:
+        rows: int64 [num_rows], batch rows with a program, ascending.
+        program_ids: int32 [num_rows].
+        offsets: int64 [num_rows], first slot of each row's token, from 0.
+        num_slots: of all rows.
+        delivers: bool [num_rows], the rows that `labels` are of.
+    """
+
+    rows: Ints
     program_ids: NDArray[np.int32]
     offsets: Ints
     num_slots: int
+    delivers: NDArray[np.bool_]
+    labels: Labels
     optimistic: bool
 
 
 @dataclass
 class _Requests:
-    """The reading requests as columns, so that a decode step is array arithmetic."""
+    """The requests as columns, so that a decode step is array arithmetic."""
 
     index_of: dict[str, int] = field(default_factory=dict)
     free: list[int] = field(default_factory=list)
@@ -85,6 +99,8 @@ class _Requests:
     #: Program id of generated tokens, where one serves them all.
     generated: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     generated_fixed: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
+    #: Program ids that a request holds while it runs.
+    held: dict[int, list[int]] = field(default_factory=dict)
 
     def take(self) -> int:
         if not self.free:
@@ -146,33 +162,54 @@ class Planner:
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._requests.index_of
 
-    def add_request(self, req_id: str, key: int, program: RequestProgram) -> None:
-        """Raises CapacityError where no program id is free."""
-        self._version += 1
+    def add_request(
+        self, req_id: str, key: int, program: RequestProgram, num_positions: int
+    ) -> None:
+        """Take a request in.
+
+        Args:
+            num_positions: that it may come to have. A request with vectors holds every
+                program of its tokens from the start, so that none is ever left out.
+
+        Raises:
+            CapacityError: the tables have no room.
+        """
         requests = self._requests
-        generated, fixed = NO_PROGRAM, program.generated_is_uniform
-        if fixed:
-            superset = program.generated_superset()
+        fixed = program.generated_is_uniform
+        held: list[int] = []
+        generated = NO_PROGRAM
+        try:
+            if program.has_vectors:
+                for one in program.all_programs(num_positions + OVERSHOOT):
+                    held.append(self._tables.program_id(one, hold=True))
+            superset = program.generated_superset() if fixed else None
             if superset is not None:
                 generated = self._tables.program_id(superset, hold=True)
+                held.append(generated)
+        except ScopeError:
+            for program_id in held:
+                self._tables.release(program_id)
+            raise
+        self._version += 1
         index = requests.take()
         requests.index_of[req_id] = index
         requests.programs[index] = program
+        requests.held[index] = held
         requests.key[index] = key
         requests.num_prompt[index] = program.num_prompt
         requests.generated[index] = generated
         requests.generated_fixed[index] = fixed
 
     def finish_request(self, req_id: str) -> int | None:
-        """Forget a request; its key, or None for one that never read."""
+        """Forget a request; its key, or None for one that is not known."""
         requests = self._requests
         index = requests.index_of.pop(req_id, None)
         if index is None:
             return None
         self._version += 1
         del requests.programs[index]
-        if requests.generated[index] != NO_PROGRAM:
-            self._tables.release(int(requests.generated[index]))
+        for program_id in requests.held.pop(index):
+            self._tables.release(program_id)
         requests.free.append(index)
         return int(requests.key[index])
 
@@ -180,7 +217,7 @@ class Planner:
         """Plan one forward.
 
         Returns:
-            The plan, None where nothing is read; and the requests that could not
+            The plan, None where no row has a program; and the requests that could not
             be planned, with the reason. Their neighbours are planned all the same.
         """
         if not self._requests.index_of:
@@ -188,7 +225,7 @@ class Planner:
         if self._steady is not None and self._steady.matches(batch, self._version):
             self._steady = self._steady.advance()
             plan = self._steady.plan
-            self.num_requests_planned += len(plan.labels.keys)
+            self.num_requests_planned += len(plan.rows)
             self._tables.begin_step()
             return plan, []
         self._steady = None
@@ -288,13 +325,25 @@ class _Parts:
         if len(self._rows) > 1:
             order = np.argsort(rows, kind="stable")
             rows, positions, index, ids = rows[order], positions[order], index[order], ids[order]
-        distinct, program_of = np.unique(ids, return_inverse=True)
-        ends = np.cumsum(tables.num_reads[ids])
-        labels = Labels(
-            keys=key_of[index],
-            positions=positions,
-            program_of=program_of.astype(np.int32),
-            programs=tuple(tables.program_of(int(i)) for i in distinct),
-            rows=rows,
-        )
-        return StepPlan(labels, ids, ends - tables.num_reads[ids], int(ends[-1]), optimistic)
+        slots = tables.num_slots[ids]
+        ends = np.cumsum(slots)
+        delivers = slots > 0
+        everything = bool(delivers.all())
+        rows_of, ids_of = (rows, ids) if everything else (rows[delivers], ids[delivers])
+        if not everything:
+            positions, index = positions[delivers], index[delivers]
+        layout_of, layouts = _layouts(ids_of, tables)
+        labels = Labels(key_of[index], positions, layout_of, layouts, rows_of)
+        return StepPlan(rows, ids, ends - slots, int(ends[-1]), delivers, labels, optimistic)
+
+
+def _layouts(
+    ids: NDArray[np.int32], tables: Tables
+) -> tuple[NDArray[np.int32], tuple[Layout, ...]]:
+    """The distinct layouts of some programs, and which is whose."""
+    distinct, program_of = np.unique(ids, return_inverse=True)
+    places: dict[Layout, int] = {}
+    layout_of = [
+        places.setdefault(tables.program_of(int(i)).layout, len(places)) for i in distinct
+    ]
+    return np.array(layout_of, np.int32)[program_of], tuple(places)

@@ -1,100 +1,280 @@
-"""A request's reads, compiled to programs: what a tap does to one token's row.
+"""A request's actions, compiled to programs: what a tap does to one token's row.
 
-Owns:  Program, the opcodes, and RequestProgram (which program a token gets).
-Runs:  in workers, when a request arrives and when its tokens are planned.
-       numpy, no torch.
+Owns:  Op, Program, Layout, and RequestProgram (which program a token gets).
+Runs:  in workers, when a request arrives and when its tokens are planned; in
+       EngineCore, to count what a request needs. numpy, no torch.
 From:  spec.   To: plan (per token), tap.tables (on the device).
 
-A program is a list of operations for each tap. Today's only operation is READ;
-DOT, EDIT and SET have their opcodes reserved here, so that adding one changes
-the interpreter and this file and nothing between them.
+Promise: the program depends on the token's absolute position, never on the step it
+happens to be in, so chunked prefill and recompute read and edit the same rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+import math
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_scope.selectors import Tokens
-from vllm_scope.spec import ResolvedRead, Sites
+from vllm_scope.arrays import Array
+from vllm_scope.selectors import Selector, Tokens
+from vllm_scope.sites import LEVELS, Sites, boundary_of_point, point_of
+from vllm_scope.spec import Resolved, ResolvedEdit
 
-OP_READ = 1
-OP_DOT = 2  # reserved: phi(x . v) as a score
-OP_EDIT = 3  # reserved: x + phi(x) * v
-OP_SET = 4  # reserved: x <- v
+#: Store the row, or a score of it.
+OP_READ, OP_DOT = 1, 2
+#: x + a * v; x + a * ||x|| * v; x - (x.v) * v; x + (clip(x.v, a, b) - x.v) * v; v.
+OP_ADD, OP_ADD_NORM, OP_ABLATE, OP_CLAMP, OP_SET = 3, 4, 5, 6, 7
 
 #: No program: the tap leaves the row alone.
 NO_PROGRAM = -1
+#: The unit of the arena. Rows and a token's scores start at a multiple of it.
+SLOT_BYTES = 16
+#: float32 scores in a slot.
+SCORES_PER_SLOT = SLOT_BYTES // 4
+
+
+def slots_of_row(row_bytes: int) -> int:
+    return -(-row_bytes // SLOT_BYTES)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What one token delivers: its rows, then its scores.
+
+    Attributes:
+        points: where its rows are read, ascending; one row each.
+        scores: (boundary, probe number) of its scores, ascending.
+    """
+
+    points: tuple[int, ...] = ()
+    scores: tuple[tuple[int, int], ...] = ()
+
+    def slots(self, row_slots: int) -> int:
+        """Arena slots that a token takes."""
+        return len(self.points) * row_slots + math.ceil(len(self.scores) / SCORES_PER_SLOT)
+
+    def at(self, boundary: int) -> Layout:
+        """The part that one tap writes."""
+        return Layout(
+            tuple(p for p in self.points if boundary_of_point(p) == boundary),
+            tuple(s for s in self.scores if s[0] == boundary),
+        )
+
+
+def boundaries_of(layout: Layout) -> set[int]:
+    """Where a token of this layout delivers something."""
+    return {boundary_of_point(p) for p in layout.points} | {b for b, _ in layout.scores}
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation on a row.
+
+    Attributes:
+        code: OP_...
+        at: OP_READ: which of the layout's points; OP_DOT: which of its scores.
+        vector: content of the row's vector (weight, direction, replacement).
+        a, b: numbers of the operation.
+    """
+
+    code: int
+    at: int = 0
+    vector: Array | None = None
+    a: float = 0.0
+    b: float = 0.0
 
 
 @dataclass(frozen=True)
 class Program:
-    """What happens to one token: the taps (boundaries) at which its row is read.
+    """What happens to one token.
 
-    A token under this program takes `num_reads` consecutive arena slots; the row
-    read at `boundaries[j]` goes to the j-th.
+    Attributes:
+        layout: what it delivers.
+        taps: (boundary, operations in order), for the boundaries that do something.
     """
 
-    boundaries: tuple[int, ...]
+    layout: Layout
+    taps: tuple[tuple[int, tuple[Op, ...]], ...]
+
+    @staticmethod
+    def reading(points: tuple[int, ...]) -> Program:
+        """Just reads."""
+        return assemble(tuple(sorted(points)), {}, {})
 
     @property
-    def num_reads(self) -> int:
-        return len(self.boundaries)
+    def num_ops(self) -> int:
+        return sum(len(ops) for _, ops in self.taps)
+
+    @property
+    def vectors(self) -> set[Array]:
+        return {op.vector for _, ops in self.taps for op in ops if op.vector is not None}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a request takes of the device tables while it runs."""
+
+    vectors: int = 0
+    programs: int = 0
+    ops: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.vectors + other.vectors, self.programs + other.programs, self.ops + other.ops
+        )
+
+    def __sub__(self, other: Cost) -> Cost:
+        return Cost(
+            self.vectors - other.vectors, self.programs - other.programs, self.ops - other.ops
+        )
+
+    def fits(self, capacity: Cost) -> bool:
+        return (
+            self.vectors <= capacity.vectors
+            and self.programs <= capacity.programs
+            and self.ops <= capacity.ops
+        )
+
+
+def assemble(
+    points: tuple[int, ...],
+    scores: dict[int, list[tuple[int, Op]]],
+    edits: dict[tuple[int, int], list[Op]],
+) -> Program:
+    """A program from what happens where.
+
+    Args:
+        points: at which the row is read, ascending.
+        scores: point -> (probe number, its operation).
+        edits: (boundary, group) -> the edits of that site, in order.
+    """
+    listed = sorted(
+        (boundary_of_point(point), number) for point, ops in scores.items() for number, _ in ops
+    )
+    read_at = {point: i for i, point in enumerate(points)}
+    score_at = {score: i for i, score in enumerate(listed)}
+    boundaries = {boundary_of_point(p) for p in (*points, *scores)} | {b for b, _ in edits}
+    taps = []
+    for boundary in sorted(boundaries):
+        ops: list[Op] = []
+        for level in range(LEVELS):
+            if level:
+                ops += edits.get((boundary, level - 1), [])
+            point = point_of(boundary, level)
+            if point in read_at:
+                ops.append(Op(OP_READ, read_at[point]))
+            for number, op in scores.get(point, []):
+                ops.append(replace(op, at=score_at[boundary, number]))
+        taps.append((boundary, tuple(ops)))
+    return Program(Layout(points, tuple(listed)), tuple(taps))
 
 
 @dataclass
 class RequestProgram:
     """Which program each token of one request gets.
 
-    Promise: the program depends on the token's absolute position, never on the
-    step it happens to be in, so chunked prefill and recompute give the same rows.
+    A token's program follows from its column: for each distinct way of picking
+    tokens, whether it picks this one (for a replacement: which of its rows, from 1).
     """
 
-    reads: tuple[ResolvedRead, ...]
-    boundaries_of_read: tuple[tuple[int, ...], ...]
     num_prompt: int
     prompt_ids: NDArray[np.int64]
-    _programs: dict[int, Program | None] = field(default_factory=dict)
+    _ways: list[_Way]
+    _reads: list[tuple[int, tuple[int, ...]]]
+    _scores: list[tuple[int, int, int, Op]]
+    _edits: list[tuple[int, tuple[int, int], tuple[Op, ...]]]
+    _programs: dict[bytes, Program | None] = field(default_factory=dict)
 
     @staticmethod
     def compile(
-        reads: tuple[ResolvedRead, ...],
+        asked: Resolved,
         sites: Sites,
         here: frozenset[int],
         num_prompt: int,
         prompt_ids: NDArray[np.int64],
+        drains: bool = True,
     ) -> RequestProgram:
-        """Keep of each read the boundaries that this worker's stage holds (`here`)."""
-        boundaries = tuple(
-            tuple(sorted({sites.boundary_of(s) for s in read.streams} & here)) for read in reads
-        )
-        return RequestProgram(reads, boundaries, num_prompt, prompt_ids)
+        """Keep what concerns the boundaries that this worker's stage holds.
 
-    def _program(self, bits: int) -> Program | None:
-        if bits not in self._programs:
-            union: set[int] = set()
-            for i, boundaries in enumerate(self.boundaries_of_read):
-                if bits >> i & 1:
-                    union.update(boundaries)
-            self._programs[bits] = Program(tuple(sorted(union))) if union else None
-        return self._programs[bits]
+        Args:
+            asked: reads, probes and edits, the server's edits first.
+            here: the boundaries.
+            num_prompt, prompt_ids: of the request.
+            drains: False on a rank that edits like the others and delivers nothing.
+        """
+        ways: dict[_Way, int] = {}
+
+        def way(selector: Selector, use: str, positions: tuple[int, ...] = ()) -> int:
+            return ways.setdefault(_Way(selector, use, positions), len(ways))
+
+        edited = {
+            (sites.boundary_of(e.stream), sites.group_of(e.stream)) for e in asked.edits
+        }
+        reads, scores, edits = [], [], []
+        for read in asked.reads if drains else ():
+            points = {
+                _canonical(sites.point_of(stream, read.when), edited)
+                for stream in read.streams
+                if sites.boundary_of(stream) in here
+            }
+            if points:
+                reads.append((way(read.tokens, "deliver"), tuple(sorted(points))))
+        for number, probe in enumerate(asked.probes if drains else ()):
+            if sites.boundary_of(probe.stream) in here:
+                op = Op(OP_DOT, 0, probe.weight, probe.bias)
+                point = _canonical(sites.point_of(probe.stream), edited)
+                scores.append((way(probe.tokens, "deliver"), point, number, op))
+        for edit in asked.edits:
+            place = (sites.boundary_of(edit.stream), sites.group_of(edit.stream))
+            if place[0] in here:
+                column = way(edit.tokens, "edit", edit.positions)
+                edits.append((column, place, _ops_of(edit)))
+        return RequestProgram(num_prompt, prompt_ids, list(ways), reads, scores, edits)
+
+    @property
+    def has_vectors(self) -> bool:
+        """It scores or edits."""
+        return bool(self._scores or self._edits)
+
+    @property
+    def empty(self) -> bool:
+        return not self._ways
 
     @property
     def generated_is_uniform(self) -> bool:
         """Every generated token gets the same program."""
-        return all(read.tokens.uniform for read in self.reads)
+        return all(way.uniform for way in self._ways)
 
-    def _bits(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _columns(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
+        """int32 [num_ways, num_positions]."""
         ids = np.full(positions.shape, -1, np.int64)
         in_prompt = positions < self.num_prompt
         ids[in_prompt] = self.prompt_ids[positions[in_prompt]]
         tokens = Tokens(positions, self.num_prompt, ids, None)
-        bits = np.zeros(positions.shape, np.int64)
-        for i, read in enumerate(self.reads):
-            bits |= read.tokens.select(tokens).possible.astype(np.int64) << i
-        return bits
+        return np.stack([way.pick(tokens) for way in self._ways])
+
+    def _program(self, column: NDArray[np.int32]) -> Program | None:
+        key = column.tobytes()
+        if key not in self._programs:
+            self._programs[key] = self._build(column)
+        return self._programs[key]
+
+    def _build(self, column: NDArray[np.int32]) -> Program | None:
+        points = {p for way, some in self._reads if column[way] for p in some}
+        scores: dict[int, list[tuple[int, Op]]] = {}
+        for way, point, number, op in self._scores:
+            if column[way]:
+                scores.setdefault(point, []).append((number, op))
+        edits: dict[tuple[int, int], list[Op]] = {}
+        for way, place, ops in self._edits:
+            if column[way]:
+                edits.setdefault(place, []).append(ops[column[way] - 1])
+        if not (points or scores or edits):
+            return None
+        return assemble(tuple(sorted(points)), scores, edits)
 
     def runs(self, first: int, count: int) -> list[tuple[int, int, Program]]:
         """Runs of tokens with the same program among positions first .. first+count-1.
@@ -102,28 +282,124 @@ class RequestProgram:
         Returns:
             (offset from `first`, length, program); tokens without one are left out.
         """
-        bits = self._bits(np.arange(first, first + count, dtype=np.int64))
-        edges = np.flatnonzero(np.diff(bits)) + 1
+        columns = self._columns(np.arange(first, first + count, dtype=np.int64))
+        edges = np.flatnonzero((columns[:, 1:] != columns[:, :-1]).any(axis=0)) + 1
         found = []
         for start, stop in zip([0, *edges], [*edges, count], strict=True):
-            program = self._program(int(bits[start]))
+            program = self._program(columns[:, start])
             if program is not None:
                 found.append((int(start), int(stop - start), program))
         return found
 
     def generated_superset(self) -> Program | None:
-        """One program that reads whatever any generated token may need.
+        """One program that delivers whatever any generated token may need.
 
         Used where a token's position is not known on the host when the step is
         planned (draft tokens under async scheduling): read more, sort by label.
+        Edits must not depend on the position there, which the front-end checked.
         """
-        bits = 0
-        probe = self.num_prompt + np.arange(1, dtype=np.int64)
-        for i, read in enumerate(self.reads):
-            selects_some = not read.tokens.uniform
-            mask = read.tokens.select(
-                Tokens(probe, self.num_prompt, np.full(1, -1, np.int64), None)
-            )
-            if selects_some or bool(mask.possible[0]):
-                bits |= 1 << i
-        return self._program(bits)
+        column = self._columns(np.array([self.num_prompt], np.int64))[:, 0]
+        for i, way in enumerate(self._ways):
+            if way.use == "deliver" and not way.uniform:
+                column[i] = 1
+        return self._program(column)
+
+    def all_programs(self, num_positions: int) -> list[Program]:
+        """Every program that some position of the request may get."""
+        columns = self._columns(np.arange(num_positions, dtype=np.int64))
+        keys = {column.tobytes(): column for column in np.ascontiguousarray(columns.T)}
+        found = (self._program(column) for column in keys.values())
+        return [program for program in found if program is not None]
+
+    def cost(self, num_positions: int) -> Cost:
+        """What the request takes of the device tables."""
+        programs = self.all_programs(num_positions)
+        vectors: set[Array] = set().union(*(program.vectors for program in programs))
+        return Cost(len(vectors), len(programs), sum(program.num_ops for program in programs))
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A way of picking tokens, for what, and with which row of a replacement."""
+
+    selector: Selector
+    use: str
+    positions: tuple[int, ...] = ()
+
+    @property
+    def uniform(self) -> bool:
+        return self.selector.uniform
+
+    def pick(self, tokens: Tokens) -> NDArray[np.int32]:
+        """int32 by token: 0 for no, else 1, or the row of the replacement from 1."""
+        if self.positions:
+            wanted = np.asarray(self.positions, np.int64)
+            wanted = np.where(wanted < 0, wanted + tokens.num_prompt, wanted)
+            hit = tokens.positions[:, None] == wanted
+            return np.where(hit.any(axis=1), hit.argmax(axis=1) + 1, 0).astype(np.int32)
+        masks = self.selector.select(tokens)
+        return (masks.certain if self.use == "edit" else masks.possible).astype(np.int32)
+
+
+def _canonical(point: int, edited: set[tuple[int, int]]) -> int:
+    """The first point of the boundary that sees the same row."""
+    boundary, level = divmod(point, LEVELS)
+    while level and (boundary, level - 1) not in edited:
+        level -= 1
+    return point_of(boundary, level)
+
+
+def _unit(values: Array) -> tuple[Array, float]:
+    """A vector of length 1, and the length that it had."""
+    numbers = values.numpy.astype(np.float64)
+    length = float(np.linalg.norm(numbers))
+    return Array(values.shape, (numbers / length).astype("<f4").tobytes()), length
+
+
+def _ops_of(edit: ResolvedEdit) -> tuple[Op, ...]:
+    """One operation; for a replacement one for each of its rows."""
+    if edit.kind == "replace":
+        rows = edit.values.numpy
+        return tuple(Op(OP_SET, 0, Array(row.shape, row.tobytes())) for row in rows)
+    if edit.kind == "add" and not edit.norm_match:
+        return (Op(OP_ADD, 0, edit.values, edit.numbers[0]),)
+    direction, _ = _unit(edit.values)
+    if edit.kind == "add":
+        return (Op(OP_ADD_NORM, 0, direction, edit.numbers[0]),)
+    if edit.kind == "ablate":
+        return (Op(OP_ABLATE, 0, direction),)
+    return (Op(OP_CLAMP, 0, direction, *edit.numbers),)
+
+
+class BlockKeys:
+    """What edits mean for the KV of a block of tokens, as bytes.
+
+    Two requests may share a block's KV where the same edits fall on the same tokens
+    of it and of all blocks before it (vLLM chains the keys).
+    """
+
+    def __init__(
+        self,
+        edits: tuple[ResolvedEdit, ...],
+        num_prompt: int,
+        prompt_ids: NDArray[np.int64],
+    ) -> None:
+        self._ways = [_Way(edit.tokens, "edit", edit.positions) for edit in edits]
+        self._digests = [edit.digest for edit in edits]
+        self._num_prompt, self._prompt_ids = num_prompt, prompt_ids
+
+    def key(self, start: int, stop: int) -> bytes | None:
+        """Of the tokens at positions start .. stop-1; None where none is edited."""
+        positions = np.arange(start, stop, dtype=np.int64)
+        ids = np.full(positions.shape, -1, np.int64)
+        in_prompt = positions < self._num_prompt
+        ids[in_prompt] = self._prompt_ids[positions[in_prompt]]
+        tokens = Tokens(positions, self._num_prompt, ids, None)
+        digest = hashlib.blake2b(digest_size=16)
+        edited = False
+        for way, content in zip(self._ways, self._digests, strict=True):
+            column = way.pick(tokens)
+            if column.any():
+                edited = True
+                digest.update(content + column.tobytes())
+        return digest.digest() if edited else None

@@ -17,7 +17,7 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,11 +26,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_scope.program import Program
+from vllm_scope.program import SLOT_BYTES, Layout, slots_of_row
 from vllm_scope.road import Address, FinishHeader, Receiver, RowsMessage
-from vllm_scope.selectors import Tokens
-from vllm_scope.spec import ResolvedRead, SiteLayer, Sites
+from vllm_scope.selectors import Selector, Tokens
+from vllm_scope.sites import ALIASES, LEVELS, SiteLayer, Sites
+from vllm_scope.spec import Resolved
 
+#: A stream on one side of the edits of its site: site, layer, "before" or "after".
+_Stream = tuple[str, int, str]
+#: Rows [n, hidden_size] or scores [n], and their positions, int64 [n].
+_Values = tuple[Tensor, np.ndarray]
 Status = Literal["streaming", "complete", "incomplete", "aborted", "failed"]
 
 
@@ -45,95 +50,96 @@ MOST_ROOM = 4096
 
 @dataclass(frozen=True)
 class _Part:
-    """Some rows of one stream: [n] positions and arrivals, [n, hidden_size] rows."""
+    """Some values of one column: [n] positions and arrivals, [n, size] rows."""
 
     positions: np.ndarray
     arrivals: np.ndarray
     rows: Tensor
 
 
-class _Rows:
-    """Rows of one request under one program, in the order in which they arrive.
+class _Table:
+    """What one request got of some columns, in the order in which it arrived.
 
-    Append-only: what a snapshot has seen never changes, so snapshots share it.
+    A column is a point (rows) or a probe (scores). Append-only: what a snapshot has
+    seen never changes, so snapshots share it.
 
     Attributes:
-        boundaries: the streams, [num_boundaries].
-        counts: how many rows of each boundary are there.
+        columns: the points, or the numbers of the probes.
+        counts: how many values of each column are there.
     """
 
-    def __init__(self, boundaries: tuple[int, ...], row_bytes: int, dtype: torch.dtype) -> None:
-        self.boundaries = boundaries
-        self.counts = [0] * len(boundaries)
+    def __init__(self, columns: tuple[int, ...], value_bytes: int, dtype: torch.dtype) -> None:
+        self.columns = columns
+        self.counts = [0] * len(columns)
         self._dtype = dtype
         # As bytes: numpy knows no bf16, and lets go of Python's lock while it copies.
-        self._rows = np.empty((0, len(boundaries), row_bytes), np.uint8)
-        self._positions = np.empty((len(boundaries), 0), np.int64)
-        #: When each row came, among all of the request's rows.
-        self._arrivals = np.empty((len(boundaries), 0), np.int64)
+        self._values = np.empty((0, len(columns), value_bytes), np.uint8)
+        self._positions = np.empty((len(columns), 0), np.int64)
+        #: When each value came, among all of the request's.
+        self._arrivals = np.empty((len(columns), 0), np.int64)
 
     def append(
-        self, positions: np.ndarray, rows: np.ndarray, arrivals: np.ndarray, room: int
+        self, positions: np.ndarray, values: np.ndarray, arrivals: np.ndarray, room: int
     ) -> None:
-        """Add tokens with rows of every boundary, uint8 [num_tokens, num_boundaries, bytes]."""
+        """Add tokens with a value of every column, uint8 [num_tokens, num_columns, bytes]."""
         first = self.counts[0]
         if any(count != first for count in self.counts):
-            # Some stream lost a message; keep the others' rows at their own places.
-            for at, boundary in enumerate(self.boundaries):
-                self.append_one(boundary, positions, rows[:, at], arrivals, room)
+            # Some column lost a message; keep the others' values at their own places.
+            for at, column in enumerate(self.columns):
+                self.append_one(column, positions, values[:, at], arrivals, room)
             return
         last = self._make_room(first + len(positions), room)
-        self._rows[first:last] = rows
+        self._values[first:last] = values
         self._positions[:, first:last] = positions
         self._arrivals[:, first:last] = arrivals
-        self.counts = [last] * len(self.boundaries)
+        self.counts = [last] * len(self.columns)
 
     def append_one(
         self,
-        boundary: int,
+        column: int,
         positions: np.ndarray,
-        rows: np.ndarray,
+        values: np.ndarray,
         arrivals: np.ndarray,
         room: int,
     ) -> None:
-        """Add tokens with rows of one boundary, uint8 [num_tokens, bytes]."""
-        at = self.boundaries.index(boundary)
+        """Add tokens with a value of one column, uint8 [num_tokens, bytes]."""
+        at = self.columns.index(column)
         first = self.counts[at]
         last = self._make_room(first + len(positions), room)
-        self._rows[first:last, at] = rows
+        self._values[first:last, at] = values
         self._positions[at, first:last] = positions
         self._arrivals[at, first:last] = arrivals
         self.counts[at] = last
 
     def _make_room(self, last: int, room: int) -> int:
-        size = self._rows.shape[0]
+        size = self._values.shape[0]
         if last > size:
             size = max(last, room, 2 * size)
-            rows = np.empty((size, *self._rows.shape[1:]), np.uint8)
-            positions = np.empty((len(self.boundaries), size), np.int64)
-            arrivals = np.empty((len(self.boundaries), size), np.int64)
+            values = np.empty((size, *self._values.shape[1:]), np.uint8)
+            positions = np.empty((len(self.columns), size), np.int64)
+            arrivals = np.empty((len(self.columns), size), np.int64)
             used = max(self.counts)
             arrivals[:, :used] = self._arrivals[:, :used]
-            rows[:used] = self._rows[:used]
+            values[:used] = self._values[:used]
             positions[:, :used] = self._positions[:, :used]
-            self._rows, self._positions, self._arrivals = rows, positions, arrivals
+            self._values, self._positions, self._arrivals = values, positions, arrivals
         return last
 
     def snapshot(self) -> dict[int, _Part]:
-        """boundary -> its rows so far, views."""
-        if not len(self._rows):
+        """column -> its values so far, views."""
+        if not len(self._values):
             return {}
-        rows = torch.from_numpy(self._rows).view(self._dtype)
+        values = torch.from_numpy(self._values).view(self._dtype)
         return {
-            boundary: _Part(
-                self._positions[at, :count], self._arrivals[at, :count], rows[:count, at]
+            column: _Part(
+                self._positions[at, :count], self._arrivals[at, :count], values[:count, at]
             )
-            for at, (boundary, count) in enumerate(zip(self.boundaries, self.counts, strict=True))
+            for at, (column, count) in enumerate(zip(self.columns, self.counts, strict=True))
         }
 
 
 class Pending:
-    """One request's rows while they arrive.
+    """What one request asked for, while it arrives.
 
     Attributes:
         key: the request's key, unique among all front-ends.
@@ -143,7 +149,7 @@ class Pending:
     def __init__(
         self,
         key: int,
-        reads: tuple[ResolvedRead, ...],
+        asked: Resolved,
         sites: Sites,
         prompt_ids: list[int],
         max_tokens: int,
@@ -152,39 +158,46 @@ class Pending:
         self.key = key
         self.done: Future[None] = Future()
         self.error: str | None = None
-        self.reads, self.sites = reads, sites
+        self.asked, self.sites = asked, sites
         self.prompt_ids = prompt_ids
         self._stages_left = set(range(num_stages))
-        self._rows: dict[tuple[int, ...], _Rows] = {}
-        everything = all(read.tokens.uniform for read in reads)
+        #: By what their tokens deliver: tables of rows and of scores.
+        self._rows: dict[tuple[int, ...], _Table] = {}
+        self._scores: dict[tuple[int, ...], _Table] = {}
+        everything = all(selector.uniform for selector in asked.selectors)
         expected = len(prompt_ids) + max_tokens - 1
         self._room = min(expected, MOST_ROOM if everything else FIRST_ROOM)
 
-    def add(
-        self,
-        boundaries: tuple[int, ...],
-        boundary: int | None,
-        positions: np.ndarray,
-        arrivals: np.ndarray,
-        rows: np.ndarray,
-    ) -> None:
-        """Copy in rows of some tokens under one program.
+    def add(self, some: _Delivered) -> None:
+        """Copy in what some tokens of one layout delivered."""
+        points, layout = some.local.points, some.layout
+        if points:
+            row_slots = slots_of_row(some.row_bytes)
+            size = len(points) * row_slots * SLOT_BYTES
+            rows = some.data[:, :size].reshape(len(some.data), len(points), -1)
+            table = self._rows.get(layout.points)
+            if table is None:
+                table = _Table(layout.points, some.row_bytes, _dtype(self.sites))
+                self._rows[layout.points] = table
+            self._append(table, points, some, rows[:, :, : some.row_bytes])
+        if some.local.scores:
+            first = len(points) * slots_of_row(some.row_bytes) * SLOT_BYTES
+            probes = tuple(number for _, number in layout.scores)
+            values = some.data[:, first : first + 4 * len(some.local.scores)]
+            table = self._scores.get(probes)
+            if table is None:
+                table = self._scores[probes] = _Table(probes, 4, torch.float32)
+            local = tuple(number for _, number in some.local.scores)
+            self._append(table, local, some, values.reshape(len(values), len(local), 4))
 
-        Args:
-            boundaries: of the program.
-            boundary: the one that the rows are of, or None for all of them.
-            positions: int64 [num_tokens].
-            arrivals: int64 [num_tokens], growing with the order of computation.
-            rows: uint8 [num_tokens, 1 or num_boundaries, row bytes], not kept.
-        """
-        table = self._rows.get(boundaries)
-        if table is None:
-            table = _Rows(boundaries, rows.shape[-1], _dtype(self.sites))
-            self._rows[boundaries] = table
-        if boundary is None:
-            table.append(positions, rows, arrivals, self._room)
-        elif boundary in boundaries:
-            table.append_one(boundary, positions, rows[:, 0], arrivals, self._room)
+    def _append(
+        self, table: _Table, columns: tuple[int, ...], some: _Delivered, values: np.ndarray
+    ) -> None:
+        if columns == table.columns:
+            table.append(some.positions, values, some.arrivals, self._room)
+            return
+        for at, column in enumerate(columns):
+            table.append_one(column, some.positions, values[:, at], some.arrivals, self._room)
 
     def finish(self, stage: int, error: str | None) -> None:
         self._stages_left.discard(stage)
@@ -199,16 +212,13 @@ class Pending:
             output_ids: all generated tokens so far.
             finish_reason: vLLM's word, or None while the request runs.
         """
-        parts: dict[int, list[_Part]] = {}
-        for table in list(self._rows.values()):
-            for boundary, part in table.snapshot().items():
-                parts.setdefault(boundary, []).append(part)
         return ScopeResult(
-            self.reads,
+            self.asked,
             self.sites,
             [*self.prompt_ids, *output_ids],
             len(self.prompt_ids),
-            parts,
+            _parts(self._rows),
+            _parts(self._scores),
             self._status(finish_reason),
             self.error,
         )
@@ -223,39 +233,78 @@ class Pending:
         return "complete" if self.done.done() else "incomplete"
 
 
+def _parts(tables: dict[tuple[int, ...], _Table]) -> dict[int, list[_Part]]:
+    parts: dict[int, list[_Part]] = {}
+    for table in list(tables.values()):
+        for column, part in table.snapshot().items():
+            parts.setdefault(column, []).append(part)
+    return parts
+
+
+class Scores(Mapping[str, Tensor]):
+    """Scores of the probes by name: float32 [num_positions], CPU, in position order."""
+
+    def __init__(self, result: ScopeResult, names: list[str]) -> None:
+        self._result, self._names = result, names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._result._score(self._number(name))[0]
+
+    def positions(self, name: str) -> Tensor:
+        """int64 [num_positions], ascending: the absolute positions of the scores."""
+        return torch.from_numpy(self._result._score(self._number(name))[1])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def _number(self, name: str) -> int:
+        if name not in self._names:
+            asked = ", ".join(self._names) or "none"
+            raise KeyError(f"no probe of this request is called {name!r}; its probes: {asked}.")
+        return self._names.index(name)
+
+
 class ScopeResult:
-    """The rows of one completion.
+    """The rows and scores of one completion.
 
     `result["resid_post", 5]` is a tensor [num_positions, hidden_size], model dtype,
     CPU, in position order; `result.positions("resid_post", 5)` the absolute
     positions (index into prompt + generated). Row p is the state while token p is
-    processed, so the token sampled last has none.
+    processed, so the token sampled last has none. Where a stream was read before and
+    after the edits of its site, the key takes a third word:
+    `result["resid_post", 5, "before"]`.
 
     Attributes:
-        status: "streaming" while the request runs, "complete" when every row that
-            was asked for is here, "incomplete" when some are not, "aborted" when
-            the request was, "failed" when its reads were (see `error`).
+        scores: by the probes' names, float32 [num_positions]; `scores.positions(name)`.
+        status: "streaming" while the request runs, "complete" when everything that
+            was asked for is here, "incomplete" when some is not, "aborted" when
+            the request was, "failed" when its reads or edits were (see `error`).
         error: the reason, where status is "failed".
-        expected: rows that were asked for, of the tokens processed so far.
-        delivered: of those, rows that are here.
+        expected: rows and scores that were asked for, of the tokens processed so far.
+        delivered: of those, how many are here.
         dropped: expected - delivered, once the request has ended; 0 before.
     """
 
     def __init__(
         self,
-        reads: tuple[ResolvedRead, ...],
+        asked: Resolved,
         sites: Sites,
         token_ids: list[int],
         num_prompt: int,
-        parts: dict[int, list[_Part]],
+        rows: dict[int, list[_Part]],
+        scores: dict[int, list[_Part]],
         status: Status,
         error: str | None,
     ) -> None:
-        self._reads, self._sites = reads, sites
+        self._asked, self._sites = asked, sites
         self._token_ids, self._num_prompt = token_ids, num_prompt
-        self._parts = parts
+        self._row_parts, self._score_parts = rows, scores
         self._status, self.error = status, error
-        self._streams: dict[SiteLayer, tuple[Tensor, np.ndarray]] = {}
+        self._streams: dict[_Stream, _Values] = {}
+        self._scores: dict[int, _Values] = {}
 
     @property
     def num_processed(self) -> int:
@@ -263,30 +312,32 @@ class ScopeResult:
         sampled = len(self._token_ids) > self._num_prompt
         return len(self._token_ids) - (1 if sampled else 0)
 
+    @property
+    def scores(self) -> Scores:
+        return Scores(self, [probe.name for probe in self._asked.probes])
+
     def keys(self) -> list[SiteLayer]:
         """The streams that were asked for."""
-        return list(dict.fromkeys(s for read in self._reads for s in read.streams))
+        return list(dict.fromkeys((site, layer) for site, layer, _ in self._read_streams()))
 
     def __contains__(self, stream: object) -> bool:
         return stream in self.keys() or (stream == "embed" and ("embed", 0) in self.keys())
 
-    def __getitem__(self, stream: SiteLayer | str) -> Tensor:
+    def __getitem__(self, stream: SiteLayer | _Stream | str) -> Tensor:
         return self._stream(stream)[0]
 
-    def positions(self, site: str, layer: int = 0) -> Tensor:
+    def positions(self, site: str, layer: int = 0, when: str | None = None) -> Tensor:
         """int64 [num_positions], ascending: the absolute positions of the rows."""
-        return torch.from_numpy(self._stream((site, layer))[1])
+        key: Any = (site, layer) if when is None else (site, layer, when)
+        return torch.from_numpy(self._stream(key)[1])
 
     @property
     def expected(self) -> int:
-        return sum(len(self._wanted(stream)) for stream in self.keys())
+        return sum(len(wanted) for wanted, _ in self._accounts())
 
     @property
     def delivered(self) -> int:
-        return sum(
-            int(np.isin(self._wanted(stream), self._arrived(stream)).sum())
-            for stream in self.keys()
-        )
+        return sum(int(np.isin(wanted, arrived).sum()) for wanted, arrived in self._accounts())
 
     @property
     def dropped(self) -> int:
@@ -300,70 +351,125 @@ class ScopeResult:
 
     def __repr__(self) -> str:
         return (
-            f"ScopeResult({self.status}, {len(self.keys())} streams, "
-            f"{self.delivered} of {self.expected} rows)"
+            f"ScopeResult({self.status}, {len(self.keys())} streams, {len(self.scores)} probes, "
+            f"{self.delivered} of {self.expected} values)"
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # The rows alone, not the room that they were given.
-        for stream in self.keys():
+        # The values alone, not the room that they were given.
+        for stream in self._read_streams():
             rows, positions = self._stream(stream)
             self._streams[stream] = (rows.contiguous().clone(), positions)
-        return {**self.__dict__, "_parts": {}}
+        for number in range(len(self._asked.probes)):
+            self._score(number)
+        return {**self.__dict__, "_row_parts": {}, "_score_parts": {}}
 
-    def _wanted(self, stream: SiteLayer) -> np.ndarray:
+    def _read_streams(self) -> list[_Stream]:
+        found = ((*s, read.when) for read in self._asked.reads for s in read.streams)
+        return list(dict.fromkeys(found))
+
+    def _accounts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Of each stream and probe: the positions that are wanted, and that have arrived."""
+        for stream in self._read_streams():
+            known = self._streams.get(stream)
+            yield self._wanted_of(stream), _arrived(known, self._parts_of(stream))
+        for number, probe in enumerate(self._asked.probes):
+            known = self._scores.get(number)
+            parts = self._score_parts.get(number, [])
+            yield self._wanted([probe.tokens]), _arrived(known, parts)
+
+    def _wanted(self, selectors: list[Selector]) -> np.ndarray:
+        """The positions processed so far that any of these selects."""
         positions = np.arange(self.num_processed, dtype=np.int64)
         ids = np.asarray(self._token_ids[: self.num_processed], np.int64)
         ended = None if self._status == "streaming" else self.num_processed
         tokens = Tokens(positions, self._num_prompt, ids, ended)
         mask = np.zeros(positions.shape, bool)
-        for read in self._reads:
-            if stream in read.streams:
-                mask |= read.tokens.select(tokens).certain
+        for selector in selectors:
+            mask |= selector.select(tokens).certain
         return positions[mask]
 
-    def _parts_of(self, stream: SiteLayer) -> list[_Part]:
-        return self._parts.get(self._sites.boundary_of(stream), [])
+    def _wanted_of(self, stream: _Stream) -> np.ndarray:
+        site_layer, when = stream[:2], stream[2]
+        return self._wanted([
+            read.tokens for read in self._asked.reads
+            if site_layer in read.streams and read.when == when
+        ])  # fmt: skip
 
-    def _arrived(self, stream: SiteLayer) -> np.ndarray:
-        if stream in self._streams:
-            return self._streams[stream][1]
-        parts = self._parts_of(stream)
-        return np.concatenate([p.positions for p in parts]) if parts else np.zeros(0, np.int64)
+    def _parts_of(self, stream: _Stream) -> list[_Part]:
+        """A worker reads each row once: at the first point that sees it so."""
+        point = self._sites.point_of(stream[:2], stream[2])
+        first = point - point % LEVELS
+        for known in range(point, first - 1, -1):
+            if known in self._row_parts:
+                return self._row_parts[known]
+        return []
 
-    def _stream(self, stream: SiteLayer | str) -> tuple[Tensor, np.ndarray]:
-        if isinstance(stream, str):
-            stream = (stream, 0)
+    def _stream(self, key: SiteLayer | _Stream | str) -> _Values:
+        stream = self._find(key)
         if stream not in self._streams:
-            if stream not in self.keys():
-                asked = ", ".join(f"{site!r} {layer}" for site, layer in self.keys())
-                raise KeyError(f"{stream} was not asked for; this request read {asked}.")
-            self._streams[stream] = self._assemble(stream)
+            self._streams[stream] = _assemble(
+                self._parts_of(stream), self._wanted_of(stream),
+                torch.empty((0, self._sites.hidden_size), dtype=_dtype(self._sites)),
+            )  # fmt: skip
         return self._streams[stream]
 
-    def _assemble(self, stream: SiteLayer) -> tuple[Tensor, np.ndarray]:
-        parts = self._parts_of(stream)
-        if not parts:
-            empty = torch.empty((0, self._sites.hidden_size), dtype=_dtype(self._sites))
-            return empty, np.zeros(0, np.int64)
-        wanted = self._wanted(stream)
-        if len(parts) == 1:
-            positions, rows = parts[0].positions, parts[0].rows
-            # The usual case costs no copy: computed once, in order, maybe past the end.
-            if (
-                np.array_equal(positions[: len(wanted)], wanted)
-                and not np.isin(positions[len(wanted) :], wanted).any()
+    def _find(self, key: SiteLayer | _Stream | str) -> _Stream:
+        """The stream that was asked for, by its key; aliases are understood."""
+        words = (key, 0) if isinstance(key, str) else tuple(key)
+        site = ALIASES.get(str(words[0]), words[0])
+        asked = self._read_streams()
+        for stream in asked:
+            # Of a stream that was read on both sides, the plain key is the one after.
+            if stream == (site, *words[1:]) or (
+                len(words) == 2
+                and stream[:2] == (site, words[1])
+                and (stream[2] == "after" or (*stream[:2], "after") not in asked)
             ):
-                return rows[: len(wanted)], wanted
-        order = np.argsort(np.concatenate([p.arrivals for p in parts]), kind="stable")
-        positions = np.concatenate([p.positions for p in parts])[order]
-        rows = torch.cat([p.rows for p in parts])[torch.from_numpy(order)]
-        # A position that was computed twice (recompute, rejected drafts) keeps its
-        # last row; one that was not asked for, or never accepted, goes.
-        found, from_end = np.unique(positions[::-1], return_index=True)
-        keep = np.isin(found, wanted)
-        last = len(positions) - 1 - from_end[keep]
-        return rows[torch.from_numpy(last)], found[keep]
+                return stream
+        names = ", ".join(f"{site!r} {layer}" for site, layer in self.keys()) or "nothing"
+        raise KeyError(f"{key} was not asked for; this request read {names}.")
+
+    def _score(self, number: int) -> _Values:
+        if number not in self._scores:
+            self._scores[number] = _assemble(
+                [
+                    _Part(part.positions, part.arrivals, part.rows[:, 0])
+                    for part in self._score_parts.get(number, [])
+                ],
+                self._wanted([self._asked.probes[number].tokens]),
+                torch.empty(0),
+            )
+        return self._scores[number]
+
+
+def _arrived(known: _Values | None, parts: list[_Part]) -> np.ndarray:
+    if known is not None:
+        return known[1]
+    return np.concatenate([p.positions for p in parts]) if parts else np.zeros(0, np.int64)
+
+
+def _assemble(parts: list[_Part], wanted: np.ndarray, empty: Tensor) -> _Values:
+    """Values and their positions, ascending: of each position the last that came."""
+    if not parts:
+        return empty, np.zeros(0, np.int64)
+    if len(parts) == 1:
+        positions, rows = parts[0].positions, parts[0].rows
+        # The usual case costs no copy: computed once, in order, maybe past the end.
+        if (
+            np.array_equal(positions[: len(wanted)], wanted)
+            and not np.isin(positions[len(wanted) :], wanted).any()
+        ):
+            return rows[: len(wanted)], wanted
+    order = np.argsort(np.concatenate([p.arrivals for p in parts]), kind="stable")
+    positions = np.concatenate([p.positions for p in parts])[order]
+    rows = torch.cat([p.rows for p in parts])[torch.from_numpy(order)]
+    # A position that was computed twice (recompute, rejected drafts) keeps its
+    # last row; one that was not asked for, or never accepted, goes.
+    found, from_end = np.unique(positions[::-1], return_index=True)
+    keep = np.isin(found, wanted)
+    last = len(positions) - 1 - from_end[keep]
+    return rows[torch.from_numpy(last)], found[keep]
 
 
 def _dtype(sites: Sites) -> torch.dtype:
@@ -398,13 +504,13 @@ class Inbox:
 
     def open(
         self,
-        reads: tuple[ResolvedRead, ...],
+        asked: Resolved,
         sites: Sites,
         prompt_ids: list[int],
         max_tokens: int,
         num_stages: int,
     ) -> Pending:
-        pending = Pending(next(self._keys), reads, sites, prompt_ids, max_tokens, num_stages)
+        pending = Pending(next(self._keys), asked, sites, prompt_ids, max_tokens, num_stages)
         self._pending[pending.key] = pending
         return pending
 
@@ -412,23 +518,25 @@ class Inbox:
         self._receiver.close()
 
     def _on_rows(self, message: RowsMessage) -> None:
-        jobs: list[_Job] = []
-        for program, tokens, rows in _by_program(message):
+        jobs: list[tuple[Pending, _Delivered]] = []
+        for layout, tokens, data in _by_layout(message):
+            local = layout if message.boundary is None else layout.at(message.boundary)
             for some in _by_key(message.keys[tokens]):
-                pending = self._pending.get(int(message.keys[tokens[some][0]]))
+                of = tokens[some]
+                pending = self._pending.get(int(message.keys[of[0]]))
                 if pending is not None:
-                    of = tokens[some]
-                    positions, arrivals = message.positions[of], self._num_arrived + of
-                    jobs.append((pending, program.boundaries, positions, arrivals, rows[some]))
+                    jobs.append((pending, _Delivered(
+                        layout, local, message.positions[of], self._num_arrived + of,
+                        data[some], message.row_bytes,
+                    )))  # fmt: skip
         self._num_arrived += len(message.keys)
-        size = message.rows.numel() * message.rows.element_size()
-        if self._copiers is None or size < PARALLEL_BYTES or len(jobs) == 1:
-            _copy(jobs, message.boundary)
+        if self._copiers is None or message.slots.numel() < PARALLEL_BYTES or len(jobs) == 1:
+            _copy(jobs)
             return
         # Each job fills another table, and the first touch of fresh memory is what
         # takes long: a thread gets 3 GB/s where warm memory gives 15.
         shares = [jobs[i :: self._num_copiers] for i in range(self._num_copiers)]
-        list(self._copiers.map(_copy, shares, itertools.repeat(message.boundary)))
+        list(self._copiers.map(_copy, shares))
 
     def _on_finish(self, header: FinishHeader) -> None:
         pending = self._pending.get(header.key)
@@ -436,43 +544,57 @@ class Inbox:
             pending.finish(header.stage, header.error)
 
 
-#: A request's part of a message under one program: whose, the program's boundaries,
-#: positions, arrivals, rows.
-_Job = tuple[Pending, tuple[int, ...], np.ndarray, np.ndarray, np.ndarray]
+@dataclass(frozen=True)
+class _Delivered:
+    """A request's part of a message, of one layout.
+
+    Attributes:
+        layout: of its tokens.
+        local: the part of the layout that is here.
+        positions, arrivals: int64 [num_tokens]; arrivals grow with the computation.
+        data: uint8 [num_tokens, bytes of a token], not kept.
+        row_bytes: of one row.
+    """
+
+    layout: Layout
+    local: Layout
+    positions: np.ndarray
+    arrivals: np.ndarray
+    data: np.ndarray
+    row_bytes: int
 
 
-def _copy(jobs: list[_Job], boundary: int | None) -> None:
-    for pending, boundaries, positions, arrivals, rows in jobs:
-        pending.add(boundaries, boundary, positions, arrivals, rows)
+def _copy(jobs: list[tuple[Pending, _Delivered]]) -> None:
+    for pending, some in jobs:
+        pending.add(some)
 
 
-def _by_program(message: RowsMessage) -> Iterator[tuple[Program, np.ndarray, np.ndarray]]:
-    """The message's tokens and rows, program by program.
+def _by_layout(message: RowsMessage) -> Iterator[tuple[Layout, np.ndarray, np.ndarray]]:
+    """The message's tokens and their bytes, layout by layout.
 
     Yields:
-        (program, tokens [n], rows: uint8 [n, rows of a token, row bytes])
+        (layout, tokens [n], data: uint8 [n, bytes of a token])
     """
-    rows = message.rows.view(torch.uint8).numpy()
-    everything = np.arange(len(message.keys))
+    data = message.slots.numpy().reshape(-1)
+    num_tokens = len(message.keys)
+    everything = np.arange(num_tokens)
+    if len(message.layouts) == 1:
+        yield message.layouts[0], everything, data.reshape(num_tokens, -1)
+        return
     if message.boundary is not None:
-        for i, program in enumerate(message.programs):
-            tokens = np.flatnonzero(message.program_of == i)
-            yield (
-                program,
-                tokens,
-                rows[tokens][:, None] if len(message.programs) > 1 else rows[:, None],
-            )
+        equal = data.reshape(num_tokens, -1)
+        for i, layout in enumerate(message.layouts):
+            tokens = np.flatnonzero(message.layout_of == i)
+            yield layout, tokens, equal[tokens]
         return
-    if len(message.programs) == 1:
-        (program,) = message.programs
-        yield program, everything, rows.reshape(len(everything), program.num_reads, -1)
-        return
-    reads = np.array([program.num_reads for program in message.programs])[message.program_of]
-    starts = np.cumsum(reads) - reads
-    for i, program in enumerate(message.programs):
-        tokens = np.flatnonzero(message.program_of == i)
-        at = starts[tokens][:, None] + np.arange(program.num_reads)
-        yield program, tokens, rows[at]
+    row_slots = slots_of_row(message.row_bytes)
+    slots = np.array([layout.slots(row_slots) for layout in message.layouts])[message.layout_of]
+    starts = np.cumsum(slots) - slots
+    by_slot = data.reshape(-1, SLOT_BYTES)
+    for i, layout in enumerate(message.layouts):
+        tokens = np.flatnonzero(message.layout_of == i)
+        at = starts[tokens][:, None] + np.arange(layout.slots(row_slots))
+        yield layout, tokens, by_slot[at].reshape(len(tokens), -1)
 
 
 def _by_key(keys: np.ndarray) -> Iterator[slice | np.ndarray]:

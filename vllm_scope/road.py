@@ -35,7 +35,7 @@ import zmq
 from vllm_scope.errors import CompatError
 from vllm_scope.host_ring import RingReader, RingRef
 from vllm_scope.plan import Labels
-from vllm_scope.program import Program
+from vllm_scope.program import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -68,14 +68,16 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
-    """A batch of rows that lies in the sender's ring. Arrays are raw little-endian bytes.
+    """A batch that lies in the sender's ring. Arrays are raw little-endian bytes.
 
     Attributes:
         ring: where the rows are.
         start, stop: which slots of the ring.
         reader: this front-end's counter in the ring.
         message: what to set it to when the rows are read.
-        boundary: the one tap that the rows are of, or None for whole programs.
+        boundary: the one tap that the rows are of, or None for whole tokens.
+        row_bytes: of one row, without what fills its last slot.
+        layouts: points and scores of each.
     """
 
     ring: RingRef
@@ -84,10 +86,11 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
     reader: int
     message: int
     boundary: int | None
-    programs: list[tuple[int, ...]]
+    row_bytes: int
+    layouts: list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]
     keys: bytes
     positions: bytes
-    program_of: bytes
+    layout_of: bytes
 
 
 class FinishHeader(msgspec.Struct, array_like=True, tag="finish"):
@@ -99,14 +102,22 @@ class FinishHeader(msgspec.Struct, array_like=True, tag="finish"):
 
 
 class RowsMessage(msgspec.Struct):
-    """A received batch. `rows` is the sender's ring: valid during the callback."""
+    """A received batch. `slots` is the sender's ring: valid during the callback.
+
+    Attributes:
+        keys, positions: int64 [num_tokens].
+        layout_of: int32 [num_tokens], index into `layouts`.
+        row_bytes: of one row.
+        slots: uint8 [num_slots, SLOT_BYTES].
+    """
 
     keys: np.ndarray
     positions: np.ndarray
-    program_of: np.ndarray
-    programs: list[Program]
+    layout_of: np.ndarray
+    layouts: list[Layout]
     boundary: int | None
-    rows: torch.Tensor
+    row_bytes: int
+    slots: torch.Tensor
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -128,14 +139,20 @@ class Sender:
         self._socket.connect(f"ipc://{address.path}")
 
     def send_rows(
-        self, labels: Labels, ring: RingRef, start: int, stop: int, boundary: int | None
+        self,
+        labels: Labels,
+        row_bytes: int,
+        ring: RingRef,
+        start: int,
+        stop: int,
+        boundary: int | None,
     ) -> int:
         """Tell of rows in the ring; the number that the reader will acknowledge."""
         self.num_sent += 1
         header = RowsHeader(
-            ring, start, stop, self.reader, self.num_sent, boundary,
-            [p.boundaries for p in labels.programs],
-            labels.keys.tobytes(), labels.positions.tobytes(), labels.program_of.tobytes(),
+            ring, start, stop, self.reader, self.num_sent, boundary, row_bytes,
+            [(layout.points, layout.scores) for layout in labels.layouts],
+            labels.keys.tobytes(), labels.positions.tobytes(), labels.layout_of.tobytes(),
         )  # fmt: skip
         self._socket.send(_encoder.encode(header))
         return self.num_sent
@@ -205,10 +222,11 @@ class Receiver:
                 RowsMessage(
                     np.frombuffer(header.keys, np.int64),
                     np.frombuffer(header.positions, np.int64),
-                    np.frombuffer(header.program_of, np.int32),
-                    [Program(tuple(p)) for p in header.programs],
+                    np.frombuffer(header.layout_of, np.int32),
+                    [Layout(points, scores) for points, scores in header.layouts],
                     header.boundary,
-                    ring.rows(header.start, header.stop),
+                    header.row_bytes,
+                    ring.slots(header.start, header.stop),
                 )
             )
         finally:

@@ -77,6 +77,25 @@ class Selector:
     def select(self, tokens: Tokens) -> Masks:
         raise NotImplementedError
 
+    def check_decided(
+        self, num_prompt: int, prompt_ids: NDArray[np.int64], max_position: int, where: str
+    ) -> None:
+        """Raise SpecError where the answer is not known when a token is processed.
+
+        An edit must know then whether it applies; a read can be sorted out later.
+        """
+        positions = np.arange(max_position + 1, dtype=np.int64)
+        ids = np.full(positions.shape, -1, np.int64)
+        ids[:num_prompt] = prompt_ids
+        masks = self.select(Tokens(positions, num_prompt, ids, None))
+        if (masks.certain != masks.possible).any():
+            raise SpecError(
+                f"{where} depends on tokens that are not known yet when it must apply ('last', or "
+                "ids among the generated tokens); an edit takes all, prompt, generated, "
+                "last_prompt, positions or a slice, or token ids of the prompt alone: "
+                "Except(TokenIds(...), 'generated')."
+            )
+
     def to_json(self) -> Any:
         raise NotImplementedError
 

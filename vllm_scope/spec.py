@@ -1,154 +1,143 @@
-"""What a caller asks for: reads, where, on which tokens; and its JSON.
+"""Everything one request asks for, its JSON, and what it means on one engine.
 
-Owns:  Read, Spec, the selector language, the wire form of both.
-Runs:  in the caller's process, in the front-end (validation) and in workers.
-       No torch, no vLLM.
-To:    program (which rows of a step to read), result (which rows to expect).
+Owns:  Spec, `scope`, Resolved.
+Runs:  in the caller's process, in the front-end (validation), in EngineCore (the keys
+       of edited KV blocks) and in workers. numpy, no torch, no vLLM.
+From:  actions.   To: program (what to do with a token), result (what to expect).
 
-Promise: a `Spec` that exists is well formed. What only the engine knows (the
-number of layers, the tapped sites) is checked by `Spec.resolve`, with the same
+Promise: a `Spec` that exists is well formed. What only the engine knows (its layers,
+its hidden size, its steering modules) is checked by `Spec.resolve`, with the same
 kind of sentence.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_scope.actions import (
+    KINDS,
+    Action,
+    Add,
+    Edit,
+    Module,
+    Probe,
+    Read,
+    Replace,
+    action_from_json,
+    tokens_of,
+)
+from vllm_scope.arrays import Array
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.selectors import Selector, parse_selector
+from vllm_scope.selectors import Selector
+from vllm_scope.sites import SiteLayer, Sites
 
-MAX_SPEC_BYTES = 1 << 20
+MAX_SPEC_BYTES = 64 << 20
 MAX_READS = 32
+MAX_PROBES = 256
+MAX_EDITS = 256
 
-#: Sites in TransformerLens words, and the aliases other tools use for them.
-SITES = ("embed", "resid_pre", "resid_post")
-#: Words of the field that name a site which no tap reads yet.
-KNOWN_SITES = (
-    *SITES, "resid_mid", "attn_out", "mlp_out", "q", "k", "v", "z", "mlp_post",
-    "router_logits", "ln_final", "logits",
-)  # fmt: skip
-ALIASES = {"pre_attn": "resid_pre", "post_attn": "resid_mid", "post_block": "resid_post"}
-
-#: One stream of rows: a site at a layer. `embed` has one place and uses layer 0.
-SiteLayer = tuple[str, int]
-
-
-def canonical_site(site: object, where: str) -> str:
-    """The site's own name for a name or an alias.
-
-    Raises:
-        SpecError: not a string, or not a word for a site that a tap can read.
-    """
-    if not isinstance(site, str):
-        raise SpecError(f"{where} is {shown(site)}; a site is a string, one of {', '.join(SITES)}.")
-    name = ALIASES.get(site, site)
-    if name in SITES:
-        return name
-    if name in KNOWN_SITES:
-        raise SpecError(
-            f"{where} is {shown(site)}, which this version does not tap; "
-            f"it reads {', '.join(SITES)}."
-        )
-    raise SpecError(f"{where} is {shown(site)}; sites are {', '.join(SITES)}.")
-
-
-def _parse_layers(layers: object, site: str, where: str) -> tuple[int, ...] | None:
-    """Layers as sorted distinct ints, or None for every tapped layer."""
-    if site == "embed":
-        one = list(layers) if isinstance(layers, list | tuple) else [layers]
-        if layers in ("all", None) or (len(one) == 1 and type(one[0]) is int and one[0] == 0):
-            return (0,)
-        raise SpecError(f"{where} is {shown(layers)}; site 'embed' has no layers, leave it out.")
-    if layers is None or (isinstance(layers, str) and layers == "all"):
-        return None
-    if isinstance(layers, int) and not isinstance(layers, bool):
-        layers = [layers]
-    if isinstance(layers, range):
-        layers = list(layers)
-    if isinstance(layers, str | bytes | Mapping) or not isinstance(layers, Iterable):
-        raise SpecError(f"{where} is {shown(layers)}; it is a list of layer numbers, or 'all'.")
-    found = list(layers)
-    if not found:
-        raise SpecError(f"{where} is empty; name at least one layer, or 'all'.")
-    for layer in found:
-        if isinstance(layer, bool) or not isinstance(layer, int):
-            raise SpecError(f"{where} has {shown(layer)}; layers are whole numbers from 0.")
-        if layer < 0:
-            raise SpecError(
-                f"{where} has {layer}; layers count from 0 and cannot be negative."
-                + (" For the embedding output use site='embed'." if layer == -1 else "")
-            )
-    return tuple(sorted(set(found)))
+#: Vectors of a steering module, by stream.
+Vectors = Mapping[SiteLayer, Array]
 
 
 @dataclass(frozen=True)
-class Read:
-    """Return the rows of a site, at some layers, of some tokens.
+class ResolvedRead:
+    """One read as the streams it means on this engine."""
 
-    Args:
-        site: `resid_pre`, `resid_post` (aliases `pre_attn`, `post_block`) or `embed`.
-            `resid_post` at layer k is Hugging Face's `hidden_states[k + 1]`; the
-            last layer's is the stream before the final norm.
-        layers: layer numbers from 0, or "all" for every tapped layer.
-            `embed` takes none.
-        tokens: which tokens, see `vllm_scope.selectors`. "all" by default.
+    streams: tuple[SiteLayer, ...]
+    tokens: Selector
+    when: str = "after"
 
-    Raises:
-        SpecError: a wrong type, an unknown site, an empty or negative layer list.
+
+@dataclass(frozen=True)
+class ResolvedProbe:
+    """One probe: where, and what it is called."""
+
+    stream: SiteLayer
+    tokens: Selector
+    name: str
+    weight: Array
+    bias: float
+
+
+@dataclass(frozen=True)
+class ResolvedEdit:
+    """One edit of one stream.
+
+    Attributes:
+        kind: add, ablate, clamp or replace.
+        values: [hidden_size], or [num_positions, hidden_size] for replace.
+        numbers: scale of an add; lo and hi of a clamp.
+        positions: of the rows of a replace, as given.
+        norm_match: of an add.
     """
 
-    site: str
-    layers: Sequence[int] | str | int | None = "all"
-    tokens: Any = "all"
+    kind: str
+    stream: SiteLayer
+    tokens: Selector
+    values: Array
+    numbers: tuple[float, ...] = ()
+    positions: tuple[int, ...] = ()
+    norm_match: bool = False
 
-    def __post_init__(self) -> None:
-        site = canonical_site(self.site, "Read.site")
-        object.__setattr__(self, "site", site)
-        layers = _parse_layers(self.layers, site, "Read.layers")
-        object.__setattr__(self, "layers", "all" if layers is None else layers)
-        object.__setattr__(self, "tokens", parse_selector(self.tokens, "Read.tokens"))
+    @property
+    def digest(self) -> bytes:
+        """Of what it does to a token that it edits; which tokens is left out."""
+        head = repr((self.kind, self.stream, self.numbers, self.norm_match)).encode()
+        return hashlib.blake2b(head + self.values.digest, digest_size=16).digest()
 
-    def to_json(self) -> dict[str, Any]:
-        layers = self.layers if isinstance(self.layers, str) else list(self.layers or ())  # type: ignore[arg-type]
-        body: dict[str, Any] = {"site": self.site, "tokens": self.tokens.to_json()}
-        if self.site != "embed":
-            body["layers"] = layers
-        return body
 
-    @staticmethod
-    def from_json(body: object, where: str) -> Read:
-        if not isinstance(body, dict):
-            raise SpecError(f"{where} is {shown(body)}; it is an object with 'site' and 'layers'.")
-        unknown = set(body) - {"site", "layers", "tokens"}
-        if unknown:
-            raise SpecError(
-                f"{where} has {shown(sorted(unknown)[0])}; the fields are site, layers, tokens."
-            )
-        if "site" not in body:
-            raise SpecError(f"{where} has no 'site'; sites are {', '.join(SITES)}.")
-        try:
-            return Read(body["site"], body.get("layers", "all"), body.get("tokens", "all"))
-        except SpecError as error:
-            raise SpecError(str(error).replace("Read.", f"{where}.")) from None
+@dataclass(frozen=True)
+class Resolved:
+    """A spec as it is on one engine."""
+
+    reads: tuple[ResolvedRead, ...] = ()
+    probes: tuple[ResolvedProbe, ...] = ()
+    edits: tuple[ResolvedEdit, ...] = ()
+
+    @property
+    def selectors(self) -> tuple[Selector, ...]:
+        return tuple(x.tokens for x in (*self.reads, *self.probes, *self.edits))
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything one request asks for."""
+    """Everything one request asks for. Edits apply in their order."""
 
-    reads: tuple[Read, ...]
+    reads: tuple[Read, ...] = ()
+    probes: tuple[Probe, ...] = ()
+    edits: tuple[Edit, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.reads:
-            raise SpecError("the spec asks for nothing; give at least one Read.")
-        if len(self.reads) > MAX_READS:
-            raise SpecError(f"the spec has {len(self.reads)} reads; at most {MAX_READS}.")
+        if not (self.reads or self.probes or self.edits):
+            raise SpecError("the spec asks for nothing; give at least one Read, Probe or edit.")
+        for name, most in (("reads", MAX_READS), ("probes", MAX_PROBES), ("edits", MAX_EDITS)):
+            if len(getattr(self, name)) > most:
+                raise SpecError(f"the spec has {len(getattr(self, name))} {name}; at most {most}.")
+        names = [probe.name for probe in self.probes]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise SpecError(f"two probes are called {shown(twice)}; their scores share a dict.")
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the steering modules that the spec refers to."""
+        found = (getattr(edit, edit.fields[0]) for edit in self.edits)
+        return tuple(dict.fromkeys(x.name for x in found if isinstance(x, Module)))
 
     def to_json(self) -> str:
-        return json.dumps({"reads": [read.to_json() for read in self.reads]})
+        body: dict[str, Any] = {}
+        if self.reads:
+            body["reads"] = [read.to_json() for read in self.reads]
+        if self.probes:
+            body["probes"] = [probe.to_json() for probe in self.probes]
+        if self.edits:
+            body["edits"] = [{"kind": edit.kind, **edit.to_json()} for edit in self.edits]
+        return json.dumps(body)
 
     @staticmethod
     def from_json(text: object) -> Spec:
@@ -164,92 +153,151 @@ class Spec:
             )
         if len(text) > MAX_SPEC_BYTES:
             raise SpecError(
-                f"extra_args['scope'] is {len(text):,} characters; at most {MAX_SPEC_BYTES:,}."
+                f"extra_args['scope'] is {len(text):,} characters; at most {MAX_SPEC_BYTES:,}. "
+                "Register large vectors as a steering module and name it."
             )
         try:
             body = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise SpecError(f"extra_args['scope'] is not JSON: {error}.") from None
-        if not isinstance(body, dict) or set(body) != {"reads"}:
-            raise SpecError("extra_args['scope'] must be an object with one field, 'reads'.")
-        reads = body["reads"]
-        if not isinstance(reads, list):
-            raise SpecError(f"reads is {shown(reads)}; it is a list of reads.")
-        return Spec(tuple(Read.from_json(read, f"reads[{i}]") for i, read in enumerate(reads)))
+        if not isinstance(body, dict) or not set(body) <= {"reads", "probes", "edits"}:
+            raise SpecError(
+                "extra_args['scope'] must be an object with the fields reads, probes and edits."
+            )
+        return Spec(
+            tuple(_parse_list(Read, body, "reads")),
+            tuple(_parse_list(Probe, body, "probes")),
+            tuple(_parse_list(None, body, "edits")),
+        )
 
-    def resolve(self, points: Sites) -> tuple[ResolvedRead, ...]:
-        """The reads as sites of this engine.
+    def resolve(self, sites: Sites, modules: Mapping[str, Vectors] | None = None) -> Resolved:
+        """The spec as streams and vectors of this engine.
+
+        Args:
+            sites: what the engine taps.
+            modules: the steering modules that it holds, by name.
 
         Raises:
-            SpecError: a layer that the model does not have, or a site or layer
-                that this engine does not tap.
+            SpecError: a layer that the model does not have, a site or layer that this
+                engine does not tap, a vector of another size, an unknown module.
         """
-        return tuple(
-            ResolvedRead(points.find(read, f"reads[{i}]"), read.tokens)
+        reads = tuple(
+            ResolvedRead(
+                sites.find(read.site, read.layer_numbers, f"reads[{i}]"),
+                tokens_of(read), read.when,
+            )
             for i, read in enumerate(self.reads)
+        )  # fmt: skip
+        probes = []
+        for i, probe in enumerate(self.probes):
+            (stream,) = sites.find(probe.site, probe.layer_numbers, f"probes[{i}]")
+            _check_size(probe.weight, sites, f"probes[{i}].weight")
+            probes.append(
+                ResolvedProbe(stream, tokens_of(probe), probe.name, probe.weight, probe.bias)
+            )
+        edits = [
+            one
+            for i, edit in enumerate(self.edits)
+            for one in _resolve_edit(edit, sites, modules or {}, f"edits[{i}]")
+        ]
+        return Resolved(reads, tuple(probes), tuple(edits))
+
+
+def _parse_list(cls: type[Any] | None, body: dict[str, Any], name: str) -> list[Any]:
+    items = body.get(name, [])
+    if not isinstance(items, list):
+        raise SpecError(f"{name} is {shown(items)}; it is a list.")
+    found = []
+    for i, item in enumerate(items):
+        where = f"{name}[{i}]"
+        if cls is not None:
+            found.append(action_from_json(cls, item, where))
+            continue
+        edits = {kind: c for kind, c in KINDS.items() if issubclass(c, Edit)}
+        kind = item.get("kind") if isinstance(item, dict) else None
+        if not isinstance(kind, str) or kind not in edits:
+            raise SpecError(f"{where}.kind is {shown(kind)}; it is one of {', '.join(edits)}.")
+        fields = {key: value for key, value in item.items() if key != "kind"}
+        found.append(action_from_json(edits[kind], fields, where))
+    return found
+
+
+def _check_size(values: Array, sites: Sites, where: str) -> None:
+    if values.shape[-1] != sites.hidden_size:
+        raise SpecError(
+            f"{where} has {values.shape[-1]} numbers; this model's rows have {sites.hidden_size}."
         )
 
 
-@dataclass(frozen=True)
-class ResolvedRead:
-    """One read as the streams it means on this engine."""
-
-    streams: tuple[SiteLayer, ...]
-    tokens: Selector
-
-
-@dataclass(frozen=True)
-class Sites:
-    """What an engine can read: its number of layers, and the tap behind each stream.
-
-    A tap sits at a boundary of the residual stream: boundary 0 is the embedding
-    output, boundary k + 1 the exit of layer k. `resid_pre` of layer k is the
-    boundary k, so it needs no tap of its own.
-    """
-
-    num_layers: int
-    hidden_size: int
-    dtype: str
-    boundaries: tuple[int, ...]
-
-    def boundary_of(self, stream: SiteLayer) -> int:
-        site, layer = stream
-        return layer + 1 if site == "resid_post" else layer
-
-    def find(self, read: Read, where: str) -> tuple[SiteLayer, ...]:
-        tapped = set(self.boundaries)
-        if read.site == "embed":
-            if 0 not in tapped:
-                raise SpecError(
-                    f"{where}.site is 'embed', which this engine does not tap; start it with "
-                    "additional_config={'scope': {'sites': ['embed', 'resid_post']}}."
-                )
-            return (("embed", 0),)
-        if isinstance(read.layers, str):
-            streams = tuple((read.site, layer) for layer in range(self.num_layers))
-            found = tuple(s for s in streams if self.boundary_of(s) in tapped)
-            if not found:
-                raise SpecError(f"{where}.site is {read.site!r}, which this engine does not tap.")
-            return found
-        for layer in read.layers:  # type: ignore[union-attr]
-            if layer >= self.num_layers:
-                raise SpecError(
-                    f"{where}.layers has {layer}; this model has layers 0 to "
-                    f"{self.num_layers - 1}. For the embedding output use site='embed'."
-                )
-            if self.boundary_of((read.site, layer)) not in tapped:
-                raise SpecError(
-                    f"{where}.layers has {layer}; this engine does not tap {read.site!r} there. "
-                    "Start it with that layer in additional_config={'scope': {'layers': ...}}."
-                )
-        return tuple((read.site, layer) for layer in read.layers)  # type: ignore[union-attr]
+def _resolve_edit(
+    edit: Edit, sites: Sites, modules: Mapping[str, Vectors], where: str
+) -> list[ResolvedEdit]:
+    field = edit.fields[0]
+    values = getattr(edit, field)
+    rows: list[tuple[SiteLayer, Array]]
+    if isinstance(values, Module):
+        rows = _module_rows(edit, values, sites, modules, where)
+    else:
+        streams = sites.find(edit.site, edit.layer_numbers, where)
+        own = len(values.shape) == (3 if isinstance(edit, Replace) else 2)
+        rows = [
+            (stream, _row(values, i) if own else values) for i, stream in enumerate(streams)
+        ]
+    found = []
+    for stream, row in rows:
+        _check_size(row, sites, f"{where}.{field}")
+        found.append(_one_edit(edit, stream, row))
+    return found
 
 
-def scope(*actions: Read) -> dict[str, str]:
+def _row(values: Array, index: int) -> Array:
+    size = len(values.data) // values.shape[0]
+    return Array(values.shape[1:], values.data[index * size : (index + 1) * size])
+
+
+def _module_rows(
+    edit: Edit, module: Module, sites: Sites, modules: Mapping[str, Vectors], where: str
+) -> list[tuple[SiteLayer, Array]]:
+    if module.name not in modules:
+        known = ", ".join(sorted(modules)[:8]) or "none"
+        raise SpecError(
+            f"{where} names the steering module {shown(module.name)}, which this engine does not "
+            f"hold. It holds: {known}. Register it first."
+        )
+    vectors = modules[module.name]
+    layers = edit.layer_numbers
+    streams = [s for s in vectors if layers is None or (s[0] == edit.site and s[1] in layers)]
+    if layers is not None and len(streams) < len(layers):
+        has = ", ".join(f"{site} {layer}" for site, layer in sorted(vectors))
+        raise SpecError(
+            f"{where}.layers names a layer of {edit.site!r} for which the steering module "
+            f"{shown(module.name)} has no vector; it has {has}."
+        )
+    for site, layer in streams:
+        sites.find(site, (layer,) if site != "embed" else (0,), where)
+    if edit.needs_direction and not all(vectors[s].numpy.any() for s in streams):
+        raise SpecError(f"{where}: a vector of {shown(module.name)} is zero; it has no direction.")
+    return [(stream, vectors[stream]) for stream in streams]
+
+
+def _one_edit(edit: Edit, stream: SiteLayer, values: Array) -> ResolvedEdit:
+    tokens = tokens_of(edit)
+    if isinstance(edit, Add):
+        return ResolvedEdit(
+            "add", stream, tokens, values, (edit.scale,), norm_match=edit.norm_match
+        )
+    if isinstance(edit, Replace):
+        return ResolvedEdit("replace", stream, tokens, values, positions=edit.positions)
+    numbers = tuple(float(getattr(edit, name)) for name in edit.fields[1:])
+    return ResolvedEdit(edit.kind, stream, tokens, values, numbers)
+
+
+def scope(*actions: Action) -> dict[str, str]:
     """What to put in `SamplingParams(extra_args=...)`.
 
     Args:
-        actions: one or more `Read`.
+        actions: one or more of Read, Probe, Add, Ablate, Clamp, Replace. Edits of one
+            site apply in the order given.
 
     Returns:
         A dict with one key, "scope": the spec as a JSON string (the same string
@@ -259,6 +307,15 @@ def scope(*actions: Read) -> dict[str, str]:
         SpecError: nothing was asked for, or something that is not an action.
     """
     for i, action in enumerate(actions):
-        if not isinstance(action, Read):
-            raise SpecError(f"scope() argument {i} is {shown(action)}; it takes Read(...).")
-    return {"scope": Spec(tuple(actions)).to_json()}
+        if not isinstance(action, Action):
+            raise SpecError(
+                f"scope() argument {i} is {shown(action)}; it takes Read, Probe, Add, Ablate, "
+                "Clamp or Replace."
+            )
+    return {
+        "scope": Spec(
+            tuple(a for a in actions if isinstance(a, Read)),
+            tuple(a for a in actions if isinstance(a, Probe)),
+            tuple(a for a in actions if isinstance(a, Edit)),
+        ).to_json()
+    }

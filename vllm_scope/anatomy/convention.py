@@ -38,7 +38,7 @@ def convention_of(layer_class: type, model_class: type) -> Convention:
     Raises:
         CompatError: the source is not there, or its signs are unknown or disagree.
     """
-    layer = _function(getattr(layer_class, "forward"), layer_class)  # noqa: B009
+    layer = function_of(getattr(layer_class, "forward"), layer_class)  # noqa: B009
     _check_single_pass(model_class)
     shapes = {_shape(node.value) for node in _returns(layer)}
     if len(shapes) != 1:
@@ -65,7 +65,7 @@ def convention_of(layer_class: type, model_class: type) -> Convention:
     )
 
 
-def _function(function: Callable[..., Any], owner: type) -> ast.FunctionDef:
+def function_of(function: Callable[..., Any], owner: type) -> ast.FunctionDef:
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
     except (OSError, TypeError):
@@ -135,7 +135,7 @@ def _model_forward(model_class: type) -> ast.FunctionDef:
     """The forward that loops over the layers; a subclass may just pass on to it."""
     for owner in model_class.__mro__:
         if "forward" in vars(owner):
-            function = _function(vars(owner)["forward"], owner)
+            function = function_of(vars(owner)["forward"], owner)
             if any(isinstance(node, ast.For) for node in ast.walk(function)):
                 return function
     raise CompatError(f"{model_class.__name__}.forward has no loop over layers")

@@ -1,4 +1,4 @@
-"""Gives decoder layers a subclass whose forward carries the taps.
+"""Gives decoder layers, and norms inside them, a subclass whose forward has a tap.
 
 Owns:  the traced code around the op.
 Runs:  `install_taps` once, after load and before the first compiled call; the
@@ -17,11 +17,9 @@ from torch import Tensor, nn
 
 from vllm_scope.anatomy.convention import Convention
 from vllm_scope.anatomy.layers import Anatomy
+from vllm_scope.anatomy.middle import norm_before_mlp
 from vllm_scope.errors import CompatError
 from vllm_scope.tap.tables import Tables
-
-#: Names of the (non-persistent) buffers that a tapped layer holds.
-_BUFFERS = ("scope_arena", "scope_tokens", "scope_programs", "scope_ops")
 
 
 def install_taps(
@@ -32,36 +30,61 @@ def install_taps(
     Args:
         anatomy: the layers.
         tap_of: boundary -> column in the program table, of the whole model.
-        arena: [num_slots, hidden_size], the arena's rows.
+        arena: [num_slots, elements of a slot], the arena's slots.
         tables: the device tables.
 
     Returns:
         The boundaries that carry a tap here.
 
     Raises:
-        CompatError: a layer's forward does not take `hidden_states`.
+        CompatError: a layer's forward does not take `hidden_states`, or has no place
+            that is `resid_mid` where one is asked for.
     """
     tapped = []
     for number, layer in sorted(anatomy.layers.items()):
-        entry = tap_of.get(0) if number == 0 else None
-        exit_ = tap_of.get(number + 1)
-        if entry is None and exit_ is None:
-            continue
-        for name, tensor in zip(
-            _BUFFERS, (arena, tables.tokens, tables.programs, tables.ops), strict=True
-        ):
-            layer.register_buffer(name, tensor, persistent=False)
-        for name, tap in (("scope_entry", entry), ("scope_exit", exit_)):
-            if tap is not None:
-                layer.register_buffer(name, tables.numbers[tap], persistent=False)
-        layer.__class__ = _tapped_class(
-            type(layer), anatomy.convention, entry is not None, exit_ is not None
-        )
-        tapped += ([0] if entry is not None else []) + ([number + 1] if exit_ is not None else [])
-    return tuple(tapped)
+        # The entry of layer 0 only: any other is the exit of the layer before.
+        places = {"entry": 0 if number == 0 else -1, "middle": 2 * number + 1}
+        places["exit"] = 2 * number + 2
+        here = {name: b for name, b in places.items() if b in tap_of}
+        if "middle" in here:
+            norm = layer.get_submodule(norm_before_mlp(type(layer), anatomy.convention))
+            _give_buffers(norm, {"middle": here["middle"]}, tap_of, arena, tables)
+            norm.__class__ = _tapped_norm(type(norm))
+        outer = {name: b for name, b in here.items() if name != "middle"}
+        if outer:
+            _give_buffers(layer, outer, tap_of, arena, tables)
+            layer.__class__ = _tapped_layer(
+                type(layer), anatomy.convention, "entry" in outer, "exit" in outer
+            )
+        tapped += here.values()
+    return tuple(sorted(tapped))
 
 
-def _tapped_class(base: type, convention: Convention, entry: bool, exit_: bool) -> type[nn.Module]:
+def _give_buffers(
+    module: nn.Module,
+    places: Mapping[str, int],
+    tap_of: Mapping[int, int],
+    arena: Tensor,
+    tables: Tables,
+) -> None:
+    """The tensors that a tap takes, as non-persistent buffers."""
+    tensors = {
+        "arena": arena, "tokens": tables.tokens, "programs": tables.programs,
+        "ops": tables.ops, "vectors": tables.vectors, "host": tables.host,
+    }  # fmt: skip
+    tensors |= {name: tables.numbers[tap_of[boundary]] for name, boundary in places.items()}
+    for name, tensor in tensors.items():
+        module.register_buffer(f"scope_{name}", tensor, persistent=False)
+
+
+def _tap(module: Any, hidden: Tensor, residual: Tensor | None, number: Tensor) -> None:
+    torch.ops.vllm_scope.tap(
+        hidden, residual, module.scope_arena, module.scope_tokens, module.scope_programs,
+        module.scope_ops, module.scope_vectors, number, module.scope_host,
+    )  # fmt: skip
+
+
+def _tapped_layer(base: type, convention: Convention, entry: bool, exit_: bool) -> type[nn.Module]:
     """A subclass of `base` with taps at its entry and exit."""
     names = list(inspect.signature(base.forward).parameters)[1:]  # type: ignore[attr-defined]
     if entry and "hidden_states" not in names:
@@ -75,18 +98,29 @@ def _tapped_class(base: type, convention: Convention, entry: bool, exit_: bool) 
             if entry:
                 # Layer 0 gets the embedding output, and no residual yet.
                 hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[at]
-                torch.ops.vllm_scope.tap(
-                    hidden, None, self.scope_arena, self.scope_tokens,
-                    self.scope_programs, self.scope_ops, self.scope_entry,
-                )  # fmt: skip
+                _tap(self, hidden, None, self.scope_entry)
             out = super().forward(*args, **kwargs)
             if exit_:
-                torch.ops.vllm_scope.tap(
-                    out[0] if pair else out, out[1] if sums else None, self.scope_arena,
-                    self.scope_tokens, self.scope_programs, self.scope_ops, self.scope_exit,
-                )  # fmt: skip
+                hidden, residual = (out[0], out[1]) if pair else (out, None)
+                _tap(self, hidden, residual if sums else None, self.scope_exit)
             return out
 
-    Tapped.__name__ = f"Tapped{base.__name__}"
-    Tapped.__qualname__ = Tapped.__name__
-    return Tapped
+    return _named(Tapped, base)
+
+
+def _tapped_norm(base: type) -> type[nn.Module]:
+    """A subclass of `base` with a tap on what it norms: hidden, or hidden + residual."""
+
+    class Tapped(base):
+        def forward(self, hidden: Tensor, residual: Tensor | None = None) -> Any:
+            _tap(self, hidden, residual, self.scope_middle)
+            if residual is None:
+                return super().forward(hidden)
+            return super().forward(hidden, residual)
+
+    return _named(Tapped, base)
+
+
+def _named(tapped: type[nn.Module], base: type) -> type[nn.Module]:
+    tapped.__name__ = tapped.__qualname__ = f"Tapped{base.__name__}"
+    return tapped

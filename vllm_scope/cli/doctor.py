@@ -15,7 +15,7 @@ from rich.table import Table
 from vllm_scope import __version__
 from vllm_scope.engine.describe import describe_model
 from vllm_scope.errors import ScopeError
-from vllm_scope.spec import KNOWN_SITES, SITES
+from vllm_scope.sites import KNOWN_SITES, SITES
 
 
 def examine(model: str, options: dict[str, Any]) -> int:

@@ -1,28 +1,239 @@
-"""The scheduler's side: a read is never served from the prefix cache.
+"""The scheduler's side: which KV a request may share, and when there is room for it.
 
-Owns:  the cap on a reading request's prefix-cache hit.
-Runs:  in EngineCore, when a request is scheduled first or after preemption.
+Owns:  the cap on a reading request's prefix-cache hit, the keys of edited KV blocks,
+       what a steering module's name and the server-wide edits mean for a request that
+       enters, and the count of device-table places that running requests hold.
+Runs:  in EngineCore: when a request enters (input thread), is hashed, is scheduled.
 
-A token whose KV comes from the cache is not computed, so its rows do not exist. A
-request that reads from position p on may hit the cache below p only. What it
-computes enters the cache as ever, and plain requests hit it.
+A token whose KV comes from the cache is not computed, so its rows do not exist: a
+request that reads from position p on may hit the cache below p only. What it computes
+enters the cache as ever, and plain requests hit it. KV that an edit has touched is
+keyed by the edit's content and the tokens it falls on, from the first edited block on.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from copy import copy
+from dataclasses import astuple
 from typing import Any
 
-#: Where the front-end puts the request's handle, beside `scope` in `extra_args`.
+import numpy as np
+
+from vllm_scope.engine.model import sites_of
+from vllm_scope.engine.plugin import config_of, wrap_function, wrap_method
+from vllm_scope.errors import ScopeError
+from vllm_scope.plan import OVERSHOOT
+from vllm_scope.program import BlockKeys, Cost, RequestProgram
+from vllm_scope.registry import Registry
+from vllm_scope.spec import Spec
+from vllm_scope.tap.tables import capacity
+from vllm_scope.vectors import load_vectors
+
+#: Where the handle of a request with taps is, beside `scope` in `extra_args`. Made by
+#: the front-end: `key`, `frontend`, `first_position` (None reads nothing), `vectors`
+#: (it edits or probes). EngineCore adds `modules` (name -> digest), `server` (digest of
+#: the server-wide edits), `cost`, or `error`; for a plain request too, where the server
+#: edits all.
 HANDLE = "scope_handle"
 
 
 def handle_of(sampling_params: Any) -> dict[str, Any] | None:
-    """The handle of a reading request; None for a plain one."""
+    """The handle of a request with taps; None for a plain one."""
     extra = getattr(sampling_params, "extra_args", None)
-    if not extra or "scope" not in extra:
-        return None
-    handle = extra.get(HANDLE)
+    handle = extra.get(HANDLE) if extra else None
     return handle if isinstance(handle, dict) else None
+
+
+class Ledger:
+    """Places in the workers' tables that requests hold, from their entry to their end.
+
+    A request that does not fit now waits outside the scheduler, first come, first
+    served. One that could never fit is refused by the front-end.
+    """
+
+    def __init__(self, most: Cost) -> None:
+        self.most = most
+        self.waiting: deque[Any] = deque()
+        #: How many requests have had to wait.
+        self.num_waited = 0
+        self._held: dict[str, Cost] = {}
+        self._sum = Cost()
+
+    def admit(self, request_id: str, cost: Cost) -> bool:
+        if self._held and not (self._sum + cost).fits(self.most):
+            return False
+        self._held[request_id] = cost
+        self._sum += cost
+        return True
+
+    def release(self, request_id: str) -> bool:
+        """Whether the request held anything."""
+        cost = self._held.pop(request_id, None)
+        if cost is not None:
+            self._sum -= cost
+        return cost is not None
+
+
+class CoreScope:
+    """The registry, and what it makes of requests that enter."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        config = config_of(vllm_config)
+        assert config is not None
+        self.sites = sites_of(vllm_config, config)
+        self.registry = Registry(self.sites)
+        for name, path in config.modules.items():
+            self.registry.register_module(name, load_vectors(path))
+        self.most = capacity(self.sites.hidden_size, config.vectors_mib)
+
+    def stamp(self, request: Any) -> BlockKeys | None:
+        """Give a request that enters what names and the server's edits mean now.
+
+        Returns:
+            How its edits key its KV blocks; None where nothing is edited.
+        """
+        params, server = request.sampling_params, self.registry.server
+        handle = handle_of(params)
+        vectors = handle is not None and handle["vectors"]
+        if params is None or not (vectors or server is not None):
+            return None
+        handle = {**(handle or {}), "server": server}
+        keys = None
+        try:
+            spec = Spec.from_json(params.extra_args["scope"]) if "key" in handle else None
+            names = self.registry.names
+            modules = spec.modules if spec is not None else ()
+            handle["modules"] = {name: names[name] for name in modules if name in names}
+            asked = self.registry.resolve(spec, handle["modules"], server)
+            prompt_ids = np.asarray(request.prompt_token_ids or (), np.int64)
+            program = RequestProgram.compile(
+                asked, self.sites, frozenset(self.sites.boundaries), len(prompt_ids), prompt_ids
+            )
+            if program.has_vectors:
+                most = len(prompt_ids) + (params.max_tokens or 1) + OVERSHOOT
+                handle["cost"] = list(astuple(program.cost(most)))
+                if not Cost(*handle["cost"]).fits(self.most):
+                    raise ScopeError(f"it takes {Cost(*handle['cost'])} of {self.most}")
+            if asked.edits:
+                keys = BlockKeys(asked.edits, len(prompt_ids), prompt_ids)
+        except ScopeError as error:
+            # The front-end had let it in; a name has changed its meaning since then.
+            handle["error"] = str(error)
+            request.abort_immediately = True
+        params = copy(params)
+        params.extra_args = {**(params.extra_args or {}), HANDLE: handle}
+        request.sampling_params = params
+        return keys
+
+
+# Requests in
+
+#: Of requests whose construction, in which vLLM hashes their blocks, is under way.
+_entering: dict[str, BlockKeys] = {}
+
+
+def _preprocess(original: Any, self: Any, request: Any) -> Any:
+    scope: CoreScope | None = self.__dict__.get("scope")
+    if scope is None:
+        if handle_of(request.sampling_params) is None:
+            return original(self, request)
+        scope = self.scope = CoreScope(self.vllm_config)
+    keys = scope.stamp(request)
+    if keys is None:
+        return original(self, request)
+    _entering[request.request_id] = keys
+    try:
+        made = original(self, request)
+        made[0].scope_keys = keys
+        return made
+    finally:
+        del _entering[request.request_id]
+
+
+def _extra_keys(original: Any, request: Any, start: int, stop: int, *rest: Any) -> Any:
+    found, following = original(request, start, stop, *rest)
+    keys = getattr(request, "scope_keys", None) or _entering.get(request.request_id)
+    key = keys.key(start, stop) if keys is not None else None
+    return (found if key is None else (*(found or ()), ("scope", key))), following
+
+
+def _collective_rpc(
+    original: Any, self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+) -> Any:
+    """The workers' registries and EngineCore's are told by the same calls, this one first:
+    what it refuses, no worker hears of."""
+    telling = {"scope_register": "register", "scope_unregister": "unregister",
+               "scope_set_edits": "set_edits"}  # fmt: skip
+    if method in telling:
+        if "scope" not in self.__dict__:
+            self.scope = CoreScope(self.vllm_config)
+        getattr(self.scope.registry, telling[method])(*args, **(kwargs or {}))
+    return original(self, method, timeout, args, kwargs)
+
+
+# Room for requests
+
+
+def _ledger_of(scheduler: Any, most: Cost | None = None) -> Ledger | None:
+    ledger = scheduler.__dict__.get("scope_ledger")
+    if ledger is None and most is not None:
+        ledger = scheduler.scope_ledger = Ledger(most)
+    return ledger
+
+
+def _cost_of(request: Any) -> Cost | None:
+    handle = handle_of(request.sampling_params)
+    return Cost(*handle["cost"]) if handle is not None and "cost" in handle else None
+
+
+def _add_to_scheduler(original: Any, self: Any, request: Any) -> None:
+    cost = _cost_of(request)
+    if cost is None:
+        original(self, request)
+        return
+    config = config_of(self.vllm_config)
+    assert config is not None
+    ledger = _ledger_of(
+        self, capacity(self.vllm_config.model_config.get_hidden_size(), config.vectors_mib)
+    )
+    assert ledger is not None
+    if not ledger.waiting and ledger.admit(request.request_id, cost):
+        original(self, request)
+    else:
+        ledger.waiting.append(request)
+        ledger.num_waited += 1
+
+
+def _free(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    out = original(self, request, *args, **kwargs)
+    ledger = _ledger_of(self)
+    if ledger is not None and ledger.release(request.request_id):
+        while ledger.waiting:
+            first = ledger.waiting[0]
+            if not ledger.admit(first.request_id, _cost_of(first) or Cost()):
+                break
+            _enqueue(self, ledger.waiting.popleft())
+    return out
+
+
+def _finish(original: Any, self: Any, request_ids: Any, status: Any) -> Any:
+    """Requests that still wait for room end as others do: from the scheduler's queue."""
+    ledger = _ledger_of(self)
+    if ledger is not None and ledger.waiting:
+        some = {request_ids} if isinstance(request_ids, str) else request_ids
+        some = None if some is None else set(some)
+        for request in [r for r in ledger.waiting if some is None or r.request_id in some]:
+            ledger.waiting.remove(request)
+            _enqueue(self, request)
+        request_ids = some
+    return original(self, request_ids, status)
+
+
+_enqueue: Any = None
+
+
+# KV of other requests
 
 
 class _CappedLookup:
@@ -41,9 +252,9 @@ class _CappedLookup:
         return getattr(self._coordinator, name)
 
 
-def get_computed_blocks(original: Any, self: Any, request: Any) -> Any:
+def _get_computed_blocks(original: Any, self: Any, request: Any) -> Any:
     handle = handle_of(request.sampling_params)
-    if handle is None:
+    if handle is None or handle.get("first_position") is None:
         return original(self, request)
     coordinator = self.coordinator
     self.coordinator = _CappedLookup(coordinator, int(handle["first_position"]))
@@ -54,8 +265,20 @@ def get_computed_blocks(original: Any, self: Any, request: Any) -> Any:
 
 
 def wrap() -> None:
+    from vllm.v1.core import block_pool, kv_cache_utils
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
 
-    from vllm_scope.engine.plugin import wrap_method
-
-    wrap_method(KVCacheManager, "get_computed_blocks", ["request"], get_computed_blocks)
+    global _enqueue
+    wrap_method(EngineCore, "preprocess_add_request", ["request"], _preprocess)
+    wrap_method(EngineCore, "collective_rpc", ["method", "args"], _collective_rpc)
+    _enqueue = Scheduler.add_request
+    wrap_method(Scheduler, "add_request", ["request"], _add_to_scheduler)
+    wrap_method(Scheduler, "_free_request", ["request"], _free)
+    wrap_method(Scheduler, "finish_requests", ["request_ids", "finished_status"], _finish)
+    wrap_method(KVCacheManager, "get_computed_blocks", ["request"], _get_computed_blocks)
+    wrap_function(
+        [kv_cache_utils, block_pool], "generate_block_hash_extra_keys",
+        ["request", "start_token_idx", "end_token_idx"], _extra_keys,
+    )  # fmt: skip

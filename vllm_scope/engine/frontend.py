@@ -24,22 +24,35 @@ import numpy as np
 
 from vllm_scope.engine.core import HANDLE
 from vllm_scope.engine.plugin import config_of, wrap_method
+from vllm_scope.arrays import Array
+from vllm_scope.engine.sizes import Limits
 from vllm_scope.errors import ScopeError, SpecError
+from vllm_scope.plan import OVERSHOOT
+from vllm_scope.program import RequestProgram
 from vllm_scope.result import Pending, inbox
-from vllm_scope.spec import Sites, Spec
+from vllm_scope.selectors import Tokens
+from vllm_scope.sites import Sites
+from vllm_scope.spec import Resolved, Spec, Vectors
 
 #: How long a synchronous step waits for rows before it looks again.
 POLL_S = 0.05
 
 
-@dataclass(frozen=True)
+@dataclass
 class Connection:
-    """What the workers of an engine said they can read."""
+    """What the workers of an engine said they can do.
+
+    Attributes:
+        modules: steering modules that the engine holds: name -> a stand-in for their
+            vectors, for the checks; EngineCore and the workers have the content.
+    """
 
     sites: Sites
     reason: str | None
     num_stages: int
     deliver_timeout_s: float
+    limits: Limits
+    modules: dict[str, Vectors]
 
     @staticmethod
     def from_replies(replies: list[dict[str, Any]], deliver_timeout_s: float) -> Connection:
@@ -47,7 +60,19 @@ class Connection:
         sites = dict(first["sites"])
         sites["boundaries"] = tuple(sorted({b for r in replies for b in r["taps_here"]}))
         reason = next((r["reason"] for r in replies if r["reason"]), None)
-        return Connection(Sites(**sites), reason, first["num_stages"], deliver_timeout_s)
+        limits = [msgspec.convert(r["limits"], Limits) for r in replies if r["drains"]]
+        found = Connection(
+            Sites(**sites), reason, first["num_stages"], deliver_timeout_s, limits[0], {}
+        )
+        found.learn_modules(first["modules"])
+        return found
+
+    def learn_modules(self, modules: dict[str, Any]) -> None:
+        ones = Array.parse(np.ones(self.sites.hidden_size, np.float32), "")
+        self.modules = {
+            name: {(site, layer): ones for site, layer in module["streams"]}
+            for name, module in modules.items()
+        }
 
 
 def _asks(params: Any) -> bool:
@@ -82,32 +107,98 @@ def _needs_connection(engine: Any) -> bool:
 def _open(connection: Connection | None, request: Any) -> Pending:
     """Check one request against the engine and give it a handle."""
     if connection is None:
-        raise SpecError("this engine was started without vllm-scope; it cannot read activations.")
+        raise SpecError("this engine was started without vllm-scope; it has no taps.")
     if connection.reason is not None:
-        raise SpecError(f"this model cannot be read: {connection.reason}.")
+        raise SpecError(f"this model cannot be tapped: {connection.reason}.")
     if request.resumable:
-        raise SpecError("streamed input cannot be read; send the prompt in one piece.")
+        raise SpecError("streamed input cannot be tapped; send the prompt in one piece.")
     if request.prompt_token_ids is None:
-        raise SpecError("prompt embeddings cannot be read; send text or token ids.")
+        raise SpecError("prompt embeddings cannot be tapped; send text or token ids.")
     params = request.sampling_params
-    reads = Spec.from_json(params.extra_args["scope"]).resolve(connection.sites)
+    asked = Spec.from_json(params.extra_args["scope"]).resolve(
+        connection.sites, connection.modules
+    )
     prompt_ids = list(request.prompt_token_ids)
     ids = np.asarray(prompt_ids, np.int64)
-    last = max(len(ids) + (params.max_tokens or 1) - 2, len(ids) - 1)
-    for i, read in enumerate(reads):
-        read.tokens.check(len(ids), last, f"reads[{i}].tokens")
+    max_tokens = params.max_tokens or 1
+    _check_tokens(asked, ids, max(len(ids) + max_tokens - 2, len(ids) - 1), connection.limits)
+    _check_room(asked, ids, max_tokens, connection)
     pending = inbox().open(
-        reads, connection.sites, prompt_ids, params.max_tokens or 1, connection.num_stages
+        asked, connection.sites, prompt_ids, max_tokens, connection.num_stages
     )
+    delivers = (*asked.reads, *asked.probes)
     handle = {
         "key": pending.key,
         "frontend": inbox().address.frontend,
-        "first_position": min(read.tokens.first_position(len(ids), ids) for read in reads),
+        "first_position": min(
+            (x.tokens.first_position(len(ids), ids) for x in delivers), default=None
+        ),
+        "vectors": bool(asked.probes or asked.edits),
     }
     params = copy(params)
     params.extra_args = {**params.extra_args, HANDLE: handle}
     request.sampling_params = params
     return pending
+
+
+def _check_tokens(asked: Resolved, ids: np.ndarray, last: int, limits: Limits) -> None:
+    """Raises SpecError where some selector cannot mean a token of this request."""
+    for name in ("reads", "probes", "edits"):
+        for i, action in enumerate(getattr(asked, name)):
+            where = f"{name}[{i}].tokens"
+            action.tokens.check(len(ids), last, where)
+            if name != "edits":
+                continue
+            action.tokens.check_decided(len(ids), ids, last, where)
+            positions = {p + len(ids) if p < 0 else p for p in action.positions}
+            if len(positions) < len(action.positions):
+                raise SpecError(f"edits[{i}].positions names a position twice.")
+            if limits.optimistic and not action.tokens.uniform:
+                generated = np.arange(len(ids), last + 1)
+                tokens = Tokens(generated, len(ids), np.full(generated.shape, -1), None)
+                chosen = action.tokens.select(tokens).certain
+                if chosen.any() and not chosen.all():
+                    raise SpecError(
+                        f"{where} picks some of the generated tokens, and this engine decodes "
+                        "speculatively: which position a row has is not known when it is "
+                        "edited. Take all of them, or start without speculation."
+                    )
+
+
+def _check_room(asked: Resolved, ids: np.ndarray, max_tokens: int, connection: Connection) -> None:
+    """Raises SpecError for a request that this engine could never hold."""
+    sites, limits = connection.sites, connection.limits
+    if asked.edits or asked.probes or len(asked.reads) > 1:
+        program = RequestProgram.compile(
+            asked, sites, frozenset(sites.boundaries), len(ids), ids
+        )
+        programs = program.all_programs(len(ids) + max_tokens)
+        for one in programs:
+            excess = limits.excess(one.layout)
+            if excess is not None:
+                raise SpecError(
+                    f"the request delivers too much at once ({excess}); read fewer layers, or "
+                    "start the engine with a larger additional_config['scope'].arena_mib."
+                )
+        cost = program.cost(len(ids) + max_tokens + OVERSHOOT)
+        if program.has_vectors and not cost.fits(limits.capacity):
+            raise SpecError(
+                f"the request takes {cost.vectors} vectors, {cost.programs} programs and "
+                f"{cost.ops} operations; this engine has {limits.vectors}, {limits.programs} and "
+                f"{limits.ops}. Edit fewer places, or raise additional_config['scope'].vectors_mib."
+            )
+
+
+def _unknown_modules(engine: Any, params: Any) -> bool:
+    """The spec names a steering module that this front-end has not heard of."""
+    connection = getattr(engine.output_processor, "scope", None)
+    text = params.extra_args["scope"]
+    # Names are rare: most specs are not parsed for them.
+    if connection is None or not isinstance(text, str) or '"edits"' not in text:
+        return False
+    with suppress(SpecError):
+        return not set(Spec.from_json(text).modules) <= set(connection.modules)
+    return False
 
 
 def _add_to_processor(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -137,20 +228,29 @@ _Refusal: type[Exception] | None = None
 
 
 def _add_sync(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    if _asks(_params_of(args, kwargs, 2)) and _needs_connection(self):
-        _connect(self, self.collective_rpc("scope_connect", **_arguments()))
+    params = _params_of(args, kwargs, 2)
+    if _asks(params):
+        if _needs_connection(self):
+            _connect(self, self.collective_rpc("scope_connect", **_arguments()))
+        elif _unknown_modules(self, params):
+            self.output_processor.scope.learn_modules(self.collective_rpc("scope_modules")[0])
     return original(self, *args, **kwargs)
 
 
 def _add_async(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    if not (_asks(_params_of(args, kwargs, 2)) and _needs_connection(self)):
+    params = _params_of(args, kwargs, 2)
+    if not _asks(params) or not (_needs_connection(self) or _unknown_modules(self, params)):
         return original(self, *args, **kwargs)
 
-    async def connect_first() -> Any:
-        _connect(self, await self.collective_rpc("scope_connect", **_arguments()))
+    async def ask_first() -> Any:
+        if _needs_connection(self):
+            _connect(self, await self.collective_rpc("scope_connect", **_arguments()))
+        else:
+            modules = await self.collective_rpc("scope_modules")
+            self.output_processor.scope.learn_modules(modules[0])
         return await original(self, *args, **kwargs)
 
-    return connect_first()
+    return ask_first()
 
 
 # Results out

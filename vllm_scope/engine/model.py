@@ -11,7 +11,9 @@ from typing import Any
 from torch import nn
 
 from vllm_scope.anatomy.layers import Anatomy, find_anatomy
+from vllm_scope.config import ScopeConfig
 from vllm_scope.errors import CompatError
+from vllm_scope.sites import Sites
 
 
 def num_layers_of(vllm_config: Any) -> int:
@@ -20,6 +22,21 @@ def num_layers_of(vllm_config: Any) -> int:
 
 def hidden_size_of(vllm_config: Any) -> int:
     return int(vllm_config.model_config.get_hidden_size())
+
+
+def sites_of(vllm_config: Any, config: ScopeConfig) -> Sites:
+    """What this engine taps, if the model lets it.
+
+    Raises:
+        ConfigError: a layer that the model does not have.
+    """
+    num_layers = num_layers_of(vllm_config)
+    return Sites(
+        num_layers,
+        hidden_size_of(vllm_config),
+        str(vllm_config.model_config.dtype).removeprefix("torch."),
+        config.boundaries(num_layers),
+    )
 
 
 def check_engine(vllm_config: Any) -> None:

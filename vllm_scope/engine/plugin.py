@@ -14,6 +14,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from vllm_scope.config import KEY, ScopeConfig
@@ -55,6 +56,23 @@ def wrap_method(owner: type, name: str, parameters: list[str], wrapper: Callable
     Raises:
         CompatError: the method is gone or its parameters are others.
     """
+    setattr(owner, name, _wrapped(owner, name, parameters, wrapper))
+
+
+def wrap_function(
+    modules: list[ModuleType], name: str, parameters: list[str], wrapper: Callable[..., Any]
+) -> None:
+    """Replace a function in every module that holds it by name; as `wrap_method`."""
+    wrapped = _wrapped(modules[0], name, parameters, wrapper)
+    for module in modules:
+        if not hasattr(module, name):
+            raise CompatError(f"this vLLM has no {module.__name__}.{name}; {_supported()}")
+        setattr(module, name, wrapped)
+
+
+def _wrapped(
+    owner: type | ModuleType, name: str, parameters: list[str], wrapper: Callable[..., Any]
+) -> Callable[..., Any]:
     original = getattr(owner, name, None)
     if original is None:
         raise CompatError(f"this vLLM has no {owner.__name__}.{name}; {_supported()}")
@@ -69,7 +87,7 @@ def wrap_method(owner: type, name: str, parameters: list[str], wrapper: Callable
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return wrapper(original, *args, **kwargs)
 
-    setattr(owner, name, wrapped)
+    return wrapped
 
 
 def _supported() -> str:

@@ -19,17 +19,17 @@ from torch import Tensor
 from vllm_scope.errors import CompatError
 from vllm_scope.plan import StepBatch
 
-#: (batch, device positions by row); called only while some request reads.
+#: (batch, device positions by row); called only while some request has taps.
 BeginStep = Callable[[StepBatch, Tensor], None]
 
 
 def attach(
     runner: Any,
-    reading: Callable[[], bool],
+    has_requests: Callable[[], bool],
     begin_step: BeginStep,
     before_dummy: Callable[[], None],
 ) -> str:
-    """Call `begin_step` before each forward of `runner` while `reading()`.
+    """Call `begin_step` before each forward of `runner` while `has_requests()`.
 
     `before_dummy` comes before a forward of dummies: what the last step's plan left
     in the tables must not run again.
@@ -52,10 +52,10 @@ def attach(
     runner.scope_dummy_run = dummy_run
     model_state = getattr(runner, "model_state", None)
     if model_state is not None and hasattr(model_state, "prepare_inputs"):
-        _attach_v2(runner, model_state, reading, begin_step)
+        _attach_v2(runner, model_state, has_requests, begin_step)
         return "V2"
     if hasattr(runner, "_model_forward"):
-        _attach_v1(runner, reading, begin_step)
+        _attach_v1(runner, has_requests, begin_step)
         return "V1"
     raise CompatError(
         f"{type(runner).__name__} has neither `_model_forward` (V1) nor "
@@ -72,11 +72,19 @@ def dummy_forward(runner: Any, version: str, plan: Callable[[], None]) -> None:
         runner.scope_dummy_run(1, skip_eplb=True, is_profile=True)
 
 
-def _attach_v1(runner: Any, reading: Callable[[], bool], begin_step: BeginStep) -> None:
+def is_optimistic(runner: Any, version: str) -> bool:
+    """Positions may be guesses on the host when a step is planned: drafts were not
+    judged yet. vllm 0.32, v1/worker/gpu_model_runner.py, _prepare_inputs"""
+    if version == "V2":
+        return bool(runner.num_speculative_steps > 0)
+    return bool(runner.use_async_spec_decode)
+
+
+def _attach_v1(runner: Any, has_requests: Callable[[], bool], begin_step: BeginStep) -> None:
     forward = runner._model_forward
 
     def model_forward(*args: Any, **kwargs: Any) -> Any:
-        if reading():
+        if has_requests():
             batch = runner.input_batch
             num_reqs = batch.num_reqs
             start = runner.query_start_loc.np[: num_reqs + 1].astype(np.int64)
@@ -85,9 +93,7 @@ def _attach_v1(runner: Any, reading: Callable[[], bool], begin_step: BeginStep) 
                     batch.req_ids[:num_reqs],
                     start,
                     batch.num_computed_tokens_cpu[:num_reqs].astype(np.int64),
-                    # Drafts that were rejected are not known on the host yet.
-                    # vllm 0.32, v1/worker/gpu_model_runner.py, _prepare_inputs
-                    bool(runner.use_async_spec_decode),
+                    is_optimistic(runner, "V1"),
                 ),
                 runner.positions[: int(start[-1])],
             )
@@ -97,12 +103,12 @@ def _attach_v1(runner: Any, reading: Callable[[], bool], begin_step: BeginStep) 
 
 
 def _attach_v2(
-    runner: Any, model_state: Any, reading: Callable[[], bool], begin_step: BeginStep
+    runner: Any, model_state: Any, has_requests: Callable[[], bool], begin_step: BeginStep
 ) -> None:
     prepare = model_state.prepare_inputs
 
     def prepare_inputs(input_batch: Any, req_states: Any) -> Any:
-        if reading():
+        if has_requests():
             num_reqs = input_batch.num_reqs
             start = input_batch.query_start_loc_np[: num_reqs + 1].astype(np.int64)
             begin_step(
@@ -110,7 +116,7 @@ def _attach_v2(
                     input_batch.req_ids[:num_reqs],
                     start,
                     input_batch.num_computed_tokens_np[:num_reqs].astype(np.int64),
-                    runner.num_speculative_steps > 0,
+                    is_optimistic(runner, "V2"),
                 ),
                 input_batch.positions[: int(start[-1])],
             )

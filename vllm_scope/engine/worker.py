@@ -1,11 +1,11 @@
-"""A worker's life with taps: load, canary, steps, requests, close.
+"""A worker's life with taps: load, requests, steps, close.
 
 Owns:  ScopeWorker, one per vLLM worker, and the seams on the worker.
 Runs:  in every worker process, on its main thread.
 
 Promise: with nothing asked, a step costs a few attribute tests; it uploads nothing
-and looks at no request. A request whose reads fail is answered with the reason;
-its neighbours and the engine go on.
+and looks at no request. A request whose reads or edits fail is answered with the
+reason; its neighbours and the engine go on.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -25,29 +26,28 @@ from vllm_scope.arena import Arena, Region
 from vllm_scope.config import ScopeConfig
 from vllm_scope.drain import Drain
 from vllm_scope.engine import runners
+from vllm_scope.engine.canary import silent_taps
 from vllm_scope.engine.core import handle_of
-from vllm_scope.engine.model import anatomy_of, hidden_size_of, num_layers_of
+from vllm_scope.engine.model import anatomy_of, sites_of
 from vllm_scope.engine.plugin import config_of, wrap_method
-from vllm_scope.errors import CompatError, ConfigError, ScopeError
-from vllm_scope.host_ring import HostRing
+from vllm_scope.engine.sizes import Limits, Sizes
+from vllm_scope.errors import CompatError, ScopeError
+from vllm_scope.host_ring import HostRing, Lease
 from vllm_scope.plan import Planner, StepBatch, StepPlan
-from vllm_scope.program import Program, RequestProgram
+from vllm_scope.program import SLOT_BYTES, RequestProgram
+from vllm_scope.registry import Registry
 from vllm_scope.road import Address
 from vllm_scope.sinks.memory import MemorySink
-from vllm_scope.spec import Sites, Spec
+from vllm_scope.spec import Spec
 from vllm_scope.tap import op
-from vllm_scope.tap.tables import Tables
+from vllm_scope.tap.tables import Tables, capacity
+from vllm_scope.vectors import load_vectors
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: What an arena holds where no CUDA graph sets its size.
-HOST_ARENA_BYTES = 64 << 20
-#: Steps whose rows a graph-sized arena holds at once.
-STEPS_IN_ARENA = 3
-#: What the shared host memory for rows is kept to, where the arena allows.
-MAX_HOST_BYTES = 1 << 30
-#: Written before the canary runs; no model computes a row of it. Exact in bf16 and fp16.
-POISON = -1280.0
+#: Steps that deliver up to this much write host memory themselves. The taps then wait
+#: for PCIe (20 us for 1 MiB), which is less than what a copy costs the host.
+MOST_DIRECT_BYTES = 1 << 20
 
 
 class ScopeWorker:
@@ -67,8 +67,9 @@ class ScopeWorker:
         self._drain: Drain | None = None
         self._step: StepPlan | None = None
         self._region: Region | None = None
+        self._lease: Lease | None = None
         self._positions: Tensor | None = None
-        #: A forward with reads is running (tap.op.StepRoute).
+        #: A forward with programs is running (tap.op.StepRoute).
         self.active = False
         self.num_steps = 0
         self.num_steps_planned = 0
@@ -82,54 +83,62 @@ class ScopeWorker:
         self.stage = get_pp_group().rank_in_group
         self.num_stages = get_pp_group().world_size
         self.drains = get_tp_group().rank_in_group == 0
-        num_layers = num_layers_of(self._vllm_config)
-        dtype = self._vllm_config.model_config.dtype
-        self.sites = Sites(
-            num_layers,
-            hidden_size_of(self._vllm_config),
-            str(dtype).removeprefix("torch."),
-            self.config.boundaries(num_layers),
-        )
+        self.sites = sites_of(self._vllm_config, self.config)
+        self.registry = Registry(self.sites)
         runner = self._worker.model_runner
         try:
             anatomy = anatomy_of(runner.get_model(), self._vllm_config)
             self.runner_version = runners.attach(
-                runner, self.reading, self.begin_step, before_dummy=self.clear
+                runner, self.has_requests, self.begin_step, before_dummy=self.clear
             )
         except CompatError as error:
             self.reason = str(error)
             logger.warning("vllm-scope: no taps on this model: %s.", error)
             return
-        self._install(anatomy, dtype)
+        self._install(anatomy)
+        for name, path in self.config.modules.items():
+            self.registry.register_module(name, load_vectors(path))
 
-    def _install(self, anatomy: Anatomy, dtype: torch.dtype) -> None:
-        device = self._worker.device
+    def _install(self, anatomy: Anatomy) -> None:
+        device, dtype = self._worker.device, self._vllm_config.model_config.dtype
         scheduler = self._vllm_config.scheduler_config
-        max_rows = int(scheduler.max_num_batched_tokens)
-        sizes = self._vllm_config.compilation_config.cudagraph_capture_sizes or [0]
-        # A captured graph may be padded past the scheduler's own limit.
-        self._tables = Tables(self.sites.boundaries, max(max_rows, *sizes), device)
-        self._arena = Arena(
-            self._num_slots(max_rows, max(sizes), device),
-            self.sites.hidden_size, dtype, device,
+        captured = self._vllm_config.compilation_config.cudagraph_capture_sizes or [0]
+        sizes = Sizes(
+            self.sites.hidden_size * dtype.itemsize, max(len(self.sites.boundaries), 1),
+            int(scheduler.max_num_batched_tokens), max(captured), device.type == "cuda",
         )  # fmt: skip
+        self._tables = Tables(
+            self.sites.boundaries,
+            # A captured graph may be padded past the scheduler's own limit.
+            max(sizes.max_rows, sizes.graph_rows),
+            self.sites.hidden_size, sizes.row_bytes, device, self.config.vectors_mib,
+        )  # fmt: skip
+        num_slots = sizes.arena_slots(self.config)
+        if not self.drains:
+            num_slots = sizes.num_taps * sizes.row_slots  # the canary's
+        self._arena = Arena(num_slots, dtype, device)
+        self.limits = sizes.limits(
+            num_slots,
+            capacity(self.sites.hidden_size, self.config.vectors_mib),
+            runners.is_optimistic(self._worker.model_runner, self.runner_version),
+        )
         op.register()
         op.connect(self._tables.numbers, self)
         tap_of = {boundary: tap for tap, boundary in enumerate(self.sites.boundaries)}
         if device.type == "cuda":
             self._compile_kernel(dtype, device)
-        self.here = install_taps(anatomy, tap_of, self._arena.rows, self._tables)
+        self.here = install_taps(anatomy, tap_of, self._arena.slots, self._tables)
         self._planner = Planner(self._tables)
         if self.drains:
-            ring = HostRing(
-                self._host_slots(), self.sites.hidden_size, dtype, device.type == "cuda"
-            )
-            self._sink = MemorySink(self.stage, ring)
-            self._drain = Drain(self._arena, ring, self._sink)
+            self._ring = HostRing(sizes.host_slots(num_slots), device.type == "cuda")
+            self._sink = MemorySink(self.stage, self._ring, sizes.row_bytes)
+            self._drain = Drain(self._arena, self._ring, self._sink)
+            if device.type == "cuda":
+                self._tables.host.fill_(self._ring.slots.data_ptr())
         logger.info(
-            "vllm-scope: %d taps on %s (%s), runner %s, arena %.1f MiB.",
+            "vllm-scope: %d taps on %s (%s), runner %s, arena %.1f MiB, vectors %.1f MiB.",
             len(self.here), anatomy.path, anatomy.convention.value, self.runner_version,
-            self._arena.num_bytes / 2**20,
+            self._arena.num_bytes / 2**20, self._tables.vectors.numel() * 4 / 2**20,
         )  # fmt: skip
 
     def _compile_kernel(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -140,43 +149,12 @@ class ScopeWorker:
         tables = self._tables
         for residual in (None, row):
             tap_rows(
-                row, residual, self._arena.rows, tables.tokens,
-                tables.programs, tables.ops, tables.numbers[0], 0, 1,
+                row, residual, self._arena.slots, tables.tokens, tables.programs, tables.ops,
+                tables.vectors, tables.numbers[0], tables.host, 0, 0,
             )  # fmt: skip
-
-    def _num_slots(self, max_rows: int, graph_rows: int, device: torch.device) -> int:
-        num_taps = max(len(self.sites.boundaries), 1)
-        if not self.drains:
-            return num_taps  # the canary's
-        row_bytes = self.sites.hidden_size * torch.finfo(getattr(torch, self.sites.dtype)).bits // 8
-        # A larger step is drained tap by tap, so one tap of the largest must fit; a
-        # captured graph cannot be, so it must fit whole.
-        least = max(max_rows, graph_rows * num_taps if device.type == "cuda" else 0)
-        if self.config.arena_mib is not None:
-            slots = int(self.config.arena_mib * 2**20) // row_bytes
-            if slots < least:
-                raise ConfigError(
-                    f"additional_config['scope'].arena_mib is {self.config.arena_mib:g}; with "
-                    f"{num_taps} taps and steps of {max_rows} tokens at least "
-                    f"{least * row_bytes / 2**20:.1f} are needed. Tap fewer layers, or raise it."
-                )
-            return slots
-        if device.type == "cuda":
-            return max(STEPS_IN_ARENA * graph_rows * num_taps, 2 * max_rows)
-        return max(2 * max_rows, min(max_rows * num_taps, HOST_ARENA_BYTES // row_bytes))
-
-    def _host_slots(self) -> int:
-        """As the arena, twice, so that a front-end may lag behind; within bounds."""
-        row_bytes = self._arena.num_bytes // self._arena.num_slots
-        return max(
-            self._arena.num_slots, min(2 * self._arena.num_slots, MAX_HOST_BYTES // row_bytes)
-        )
 
     def check_canary(self) -> None:
         """Read one row at every tap of a dummy forward.
-
-        A compiled graph from a cache that was made without taps computes the right
-        tokens and reads nothing, silently. So it is tried before serving.
 
         Raises:
             CompatError: some tap wrote nothing; the engine does not start.
@@ -185,28 +163,26 @@ class ScopeWorker:
 
         if self._planner is None or not self.here:
             return
-        program = Program(self.here)
-        self._tables.begin_step()
-        region = self._arena.acquire(program.num_reads)
-        self._arena.view(region).fill_(POISON)
 
-        def plan_canary() -> None:
-            self._tables.load_step(
-                np.zeros(1, np.int64),
-                np.array([self._tables.program_id(program)], np.int32),
-                np.array([region.start], np.int64),
-            )
-
-        self.active = True
-        try:
+        def forward(plan: Any) -> None:
+            self.active = True
             with set_current_vllm_config(self._vllm_config):
-                runners.dummy_forward(self._worker.model_runner, self.runner_version, plan_canary)
-            rows = self._arena.view(region).float().cpu()
+                runners.dummy_forward(self._worker.model_runner, self.runner_version, plan)
+
+        num_slots = len(self.here) * self.limits.row_slots
+        silent: set[int] = set()
+        try:
+            region = self._arena.acquire(num_slots)
+            where = (self._arena.view(region), region.start, False)
+            silent |= set(silent_taps(self.here, self._tables, *where, forward))
+            self._arena.give_back(region)
+            if self._drain is not None and self._arena.slots.is_cuda:
+                lease = self._ring.acquire(num_slots)
+                where = (lease.slots.view(self._arena.slots.dtype), lease.start, True)
+                silent |= set(silent_taps(self.here, self._tables, *where, forward))
+                lease.release()
         finally:
             self.active = False
-            self._tables.clear_step()
-            self._arena.give_back(region)
-        silent = [b for b, row in zip(self.here, rows, strict=True) if bool((row == POISON).all())]
         if silent:
             raise CompatError(
                 f"{len(silent)} of {len(self.here)} taps wrote nothing: the compiled graph has "
@@ -215,38 +191,49 @@ class ScopeWorker:
 
     # Requests
 
-    def reading(self) -> bool:
+    def has_requests(self) -> bool:
         return bool(self._planner)
 
     def add_requests(self, new_requests: list[Any]) -> None:
+        if self._planner is None:
+            return
         for request in new_requests:
             handle = handle_of(request.sampling_params)
-            if handle is not None:
-                self._add_request(request, int(handle["key"]), str(handle["frontend"]))
+            # V2 sends a preempted request anew; what it read so far stays valid.
+            if handle is not None and request.req_id not in self._planner:
+                self._add_request(request, handle)
 
-    def _add_request(self, request: Any, key: int, frontend: str) -> None:
-        # V2 sends a preempted request anew; what it read so far stays valid.
-        if self._planner is None or self._drain is None or request.req_id in self._planner:
-            return
+    def _add_request(self, request: Any, handle: dict[str, Any]) -> None:
+        assert self._planner is not None
+        # Without a key nobody waits for anything: the server's edits on a plain request.
+        key = handle.get("key", -1)
+        params = request.sampling_params
         try:
-            self._sink.add_request(key, frontend)
-            spec = Spec.from_json(request.sampling_params.extra_args["scope"])
+            if self._drain is not None and key >= 0:
+                self._sink.add_request(key, handle["frontend"])
+            if "error" in handle:
+                raise ScopeError(handle["error"])
+            spec = Spec.from_json(params.extra_args["scope"]) if key >= 0 else None
+            asked = self.registry.resolve(spec, handle.get("modules", {}), handle.get("server"))
             prompt_ids = np.asarray(request.prompt_token_ids, np.int64)
             program = RequestProgram.compile(
-                spec.resolve(self.sites), self.sites, frozenset(self.here),
-                len(prompt_ids), prompt_ids,
+                asked, self.sites, frozenset(self.here), len(prompt_ids), prompt_ids,
+                self._drain is not None,
             )  # fmt: skip
-            self._planner.add_request(request.req_id, key, program)
+            most = len(prompt_ids) + (params.max_tokens or 1)
+            if key >= 0 or not program.empty:
+                self._planner.add_request(request.req_id, key, program, most)
         except ScopeError as error:
-            logger.warning("vllm-scope: request %s reads nothing: %s", request.req_id, error)
-            self._drain.finish_request(key, str(error))
+            logger.warning("vllm-scope: request %s is left alone: %s", request.req_id, error)
+            if self._drain is not None and key >= 0:
+                self._drain.finish_request(key, str(error))
 
     def finish_requests(self, req_ids: Any) -> None:
-        if self._planner is None or self._drain is None or not len(self._planner):
+        if self._planner is None or not len(self._planner):
             return
         for req_id in req_ids:
             key = self._planner.finish_request(req_id)
-            if key is not None:
+            if key is not None and key >= 0 and self._drain is not None:
                 self._drain.finish_request(key)
 
     # Steps
@@ -259,38 +246,60 @@ class ScopeWorker:
             positions: [num_rows], device: the true positions.
         """
         assert self._planner is not None
-        assert self._drain is not None
         plan, failures = self._planner.begin_step(batch)
         for req_id, error in failures:
             key = self._planner.finish_request(req_id)
-            if key is not None:
+            if key is not None and key >= 0 and self._drain is not None:
                 self._drain.finish_request(key, str(error))
         if plan is None:
             self._tables.clear_step()
             return
         self.num_steps_planned += 1
-        labels = plan.labels
-        if plan.num_slots <= self._arena.num_slots:
-            self._region = self._arena.acquire(plan.num_slots)
-            slots = self._region.start + plan.offsets
-        else:
-            # Drained tap by tap: a token's slot is its place in the plan.
-            self._region = None
-            slots = np.arange(len(labels.rows), dtype=np.int64)
-        self._tables.load_step(labels.rows, plan.program_ids, slots)
         self._step = plan
         self._positions = positions if plan.optimistic else None
         self.active = True
+        if plan.num_slots == 0:
+            # Edits alone: the same rows get the same programs until the batch changes.
+            if not self._tables.has_loaded(plan.program_ids):
+                self._tables.load_step(plan.rows, plan.program_ids, plan.offsets)
+            return
+        first = self._take_room(plan)
+        if first is None:
+            # Drained tap by tap: a token's slot is its number among those that deliver.
+            slots = np.cumsum(plan.delivers) - plan.delivers
+        else:
+            slots = first + plan.offsets
+        self._tables.load_step(plan.rows, plan.program_ids, slots, self._lease is not None)
+
+    def _take_room(self, plan: StepPlan) -> int | None:
+        """Where the step's slots begin: in the host's ring, in the arena, or in neither."""
+        assert self._drain is not None
+        direct = plan.num_slots * SLOT_BYTES <= MOST_DIRECT_BYTES
+        if direct and self._arena.slots.is_cuda:
+            self._lease = self._ring.acquire(plan.num_slots)
+            return self._lease.start
+        if plan.num_slots <= self._arena.num_slots:
+            self._region = self._arena.acquire(plan.num_slots)
+            return self._region.start
+        return None
 
     def begin_tap(self, tap: int) -> tuple[int, int]:
-        if self._step is None or self._region is not None:
-            return 0, 1
-        self._tap_region = self._arena.acquire(len(self._step.labels.rows))
-        return self._tap_region.start, 0
+        plan = self._step
+        self._tap_region = None
+        if plan is None or not plan.num_slots or self._region is not None or self._lease:
+            return 0, 0
+        boundary = self.sites.boundaries[tap]
+        row_slots = self.limits.row_slots
+        most = max(layout.at(boundary).slots(row_slots) for layout in plan.labels.layouts)
+        if most == 0:
+            return 0, 0
+        self._tap_region = self._arena.acquire(most * len(plan.labels.rows))
+        return self._tap_region.start, most
 
     def end_tap(self, tap: int) -> None:
-        if self._step is None or self._region is not None:
+        if self._tap_region is None:
             return
+        assert self._step is not None
         assert self._drain is not None
         self._drain.submit(
             self._tap_region, self._step.labels, self.sites.boundaries[tap], self._positions
@@ -302,15 +311,20 @@ class ScopeWorker:
             self._tables.clear_step()
 
     def end_step(self) -> None:
-        """The forward was enqueued: send its rows on their way."""
+        """The forward was enqueued: send what it delivers on its way."""
         self.num_steps += 1
         if not self.active:
             return
         self.active = False
         plan, self._step = self._step, None
-        if plan is not None and self._region is not None:
-            assert self._drain is not None
-            self._drain.submit(self._region, plan.labels, None, self._positions)
+        region, self._region = self._region, None
+        lease, self._lease = self._lease, None
+        if plan is None or self._drain is None:
+            return
+        if lease is not None:
+            self._drain.submit_written(lease, plan.labels, self._positions)
+        elif region is not None:
+            self._drain.submit(region, plan.labels, None, self._positions)
 
     def close(self) -> None:
         if self._planner is not None:
@@ -340,10 +354,13 @@ class ScopeWorker:
             "sites": {**asdict(self.sites), "boundaries": list(self.sites.boundaries)},
             "taps_here": [],
             "arena_mib": 0.0,
+            "limits": msgspec.to_builtins(Limits(1, 0, 0, 0, 0, 0)),
+            "modules": self.registry.modules(),
         }
         if self._planner is not None:
             body["taps_here"] = list(self.here)
             body["arena_mib"] = self._arena.num_bytes / 2**20
+            body["limits"] = msgspec.to_builtins(self.limits)
         return body
 
     def counters(self) -> dict[str, Any]:
@@ -357,6 +374,20 @@ class ScopeWorker:
             "uploads": self._tables.num_uploads if planner is not None else 0,
             "requests": len(planner) if planner is not None else 0,
         }
+
+
+#: RPC name -> what answers it. Errors in them are the caller's: they come back as text.
+def _remote_calls(scope: ScopeWorker) -> dict[str, Any]:
+    return {
+        "scope_connect": scope.connect,
+        "scope_describe": scope.describe,
+        "scope_counters": scope.counters,
+        "scope_register": lambda name, data: scope.registry.register(name, data),
+        "scope_unregister": lambda name: scope.registry.unregister(name),
+        "scope_modules": lambda: scope.registry.modules(),
+        "scope_set_edits": lambda text: scope.registry.set_edits(text),
+        "scope_get_edits": lambda: scope.registry.server_text,
+    }
 
 
 def _attach(worker: Any, config: ScopeConfig) -> None:
@@ -376,16 +407,17 @@ def _attach(worker: Any, config: ScopeConfig) -> None:
         return out
 
     def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        # First those that ended: the scheduler has given their places to the new ones.
+        if scheduler_output.finished_req_ids:
+            scope.finish_requests(scheduler_output.finished_req_ids)
         if scheduler_output.scheduled_new_reqs:
             scope.add_requests(scheduler_output.scheduled_new_reqs)
-        if not scope.reading():
+        if not scope.has_requests():
             scope.clear()
         try:
             return execute_model(scheduler_output, *args, **kwargs)
         finally:
             scope.end_step()
-            if scheduler_output.finished_req_ids:
-                scope.finish_requests(scheduler_output.finished_req_ids)
 
     def close(*args: Any, **kwargs: Any) -> Any:
         scope.close()
@@ -393,8 +425,8 @@ def _attach(worker: Any, config: ScopeConfig) -> None:
 
     worker.load_model, worker.execute_model = load, execute
     worker.compile_or_warm_up_model, worker.shutdown = warm, close
-    worker.scope_connect, worker.scope_describe = scope.connect, scope.describe
-    worker.scope_counters = scope.counters
+    for name, call in _remote_calls(scope).items():
+        setattr(worker, name, call)
 
 
 def wrap() -> None:

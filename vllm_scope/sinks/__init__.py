@@ -17,13 +17,13 @@ from vllm_scope.plan import Labels
 
 @dataclass(frozen=True)
 class RowBatch:
-    """The rows of one step, or of one tap of a large step.
+    """What one step delivered, or one tap of a large step.
 
     Attributes:
         labels: one entry per token.
-        lease: where the rows are in the worker's host ring.
-        boundary: set where the batch holds one tap only: each token has one row,
-            meaningless where its program does not read this boundary.
+        lease: where it is in the worker's host ring.
+        boundary: set where the batch holds one tap only: each token has equally many
+            slots, of which its layout at this boundary uses the first.
     """
 
     labels: Labels
@@ -31,19 +31,19 @@ class RowBatch:
     boundary: int | None = None
 
     @property
-    def rows(self) -> Tensor:
-        """[num_slots, hidden_size], model dtype, host. A token's rows are consecutive,
-        in the order of its program's boundaries."""
-        return self.lease.rows
+    def slots(self) -> Tensor:
+        """uint8 [num_slots, SLOT_BYTES], host. A token's slots are consecutive: its rows
+        in the order of its layout's points, then its scores."""
+        return self.lease.slots
 
 
 class Sink(Protocol):
     """Where drained rows go.
 
-    Called from the drain thread only. Rows of one (request, boundary) arrive in
+    Called from the drain thread only. Rows of one (request, point) arrive in
     the order in which they were computed: a position that comes twice was
     computed twice (recompute, rejected drafts), and the last one holds. `finish`
-    comes last, once. `batch.rows` is reused after `write` returns, unless the sink
+    comes last, once. `batch.slots` is reused after `write` returns, unless the sink
     retained `batch.lease`; it releases it when done.
     """
 

@@ -25,8 +25,9 @@ logger = logging.getLogger(__name__)
 class MemorySink:
     """Routes labelled batches to front-ends by the request's key."""
 
-    def __init__(self, stage: int, ring: HostRing) -> None:
+    def __init__(self, stage: int, ring: HostRing, row_bytes: int) -> None:
         self._stage = stage
+        self._row_bytes = row_bytes
         self._ring = ring
         ring.reclaim = self.reclaim
         self._lock = threading.Lock()
@@ -65,8 +66,9 @@ class MemorySink:
         for frontend in frontends:
             lease = batch.lease
             number = self._sender(frontend).send_rows(
-                batch.labels, self._ring.ref, lease.start, lease.stop, batch.boundary
-            )
+                batch.labels, self._row_bytes, self._ring.ref,
+                lease.start, lease.stop, batch.boundary,
+            )  # fmt: skip
             # The caller holds the lease until `write` returns.
             lease.retain()
             with self._lock:

@@ -16,13 +16,20 @@ import triton.language as tl
 if TYPE_CHECKING:
     from torch import Tensor
 
+# program.py's opcodes; tests/unit holds them equal.
 OP_READ = tl.constexpr(1)
+OP_DOT = tl.constexpr(2)
+OP_ADD = tl.constexpr(3)
+OP_ADD_NORM = tl.constexpr(4)
+OP_ABLATE = tl.constexpr(5)
+OP_CLAMP = tl.constexpr(6)
+OP_SET = tl.constexpr(7)
 
 
 # One variant serves all taps: a second one would be compiled in a graph capture.
 @triton.jit(
     do_not_specialize=[
-        "hidden_row_stride", "residual_row_stride", "num_taps", "slot_base", "read_stride",
+        "hidden_row_stride", "residual_row_stride", "num_taps", "slot_base", "slots_per_token",
     ]
 )  # fmt: skip
 def _tap_kernel(
@@ -32,13 +39,15 @@ def _tap_kernel(
     tokens_ptr,
     programs_ptr,
     ops_ptr,
+    vectors_ptr,
     tap_ptr,
+    host_ptr,
     hidden_row_stride,
     residual_row_stride,
     hidden_size,
     num_taps,
     slot_base,
-    read_stride,
+    slots_per_token,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -46,24 +55,62 @@ def _tap_kernel(
     program = tl.load(tokens_ptr + row * 4)
     if program < 0:
         return
-    entry = programs_ptr + (program.to(tl.int64) * num_taps + tl.load(tap_ptr)) * 2
-    first = tl.load(entry).to(tl.int64)
-    count = tl.load(entry + 1)
-    if count == 0:
+    at = tl.load(programs_ptr + program.to(tl.int64) * num_taps + tl.load(tap_ptr))
+    if at < 0:
         return
-    token_slot = tl.load(tokens_ptr + row * 4 + 1)
-    for k in range(count):
-        op = ops_ptr + (first + k) * 4
-        if tl.load(op) == OP_READ:
-            slot = slot_base + token_slot + tl.load(op + 1) * read_stride
-            out_ptr = arena_ptr + slot.to(tl.int64) * hidden_size
-            for start in range(0, hidden_size, BLOCK):
-                at = start + tl.arange(0, BLOCK)
-                keep = at < hidden_size
-                x = tl.load(hidden_ptr + row * hidden_row_stride + at, keep).to(tl.float32)
-                if HAS_RESIDUAL:
-                    x += tl.load(residual_ptr + row * residual_row_stride + at, keep).to(tl.float32)
-                tl.store(out_ptr + at, x.to(arena_ptr.dtype.element_ty), keep)
+    dtype = arena_ptr.dtype.element_ty
+    column = tl.arange(0, BLOCK)
+    keep = column < hidden_size
+    hidden = hidden_ptr + row * hidden_row_stride + column
+    residual = residual_ptr + row * residual_row_stride + column
+    x = tl.load(hidden, keep, 0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        x += tl.load(residual, keep, 0.0).to(tl.float32)
+    slot = tl.load(tokens_ptr + row * 4 + 1).to(tl.int64)
+    offset_column = 1
+    if slots_per_token > 0:
+        slot = slot_base + slot * slots_per_token
+        offset_column = 2
+    base = arena_ptr
+    if tl.load(tokens_ptr + row * 4 + 2) == 1:
+        base = tl.load(host_ptr).to(tl.pointer_type(dtype))
+    words = base.to(tl.pointer_type(tl.float32), bitcast=True) + slot * 4
+    edited = 0
+    while at >= 0:
+        op = ops_ptr + at.to(tl.int64) * 8
+        code = tl.load(op)
+        out = words + tl.load(op + offset_column)
+        if code == OP_READ:
+            out_row = out.to(tl.pointer_type(dtype), bitcast=True)
+            tl.store(out_row + column, x.to(dtype), keep)
+        else:
+            vector = vectors_ptr + tl.load(op + 3).to(tl.int64) * hidden_size + column
+            v = tl.load(vector, keep, 0.0)
+            a = tl.load(op + 4).to(tl.float32, bitcast=True)
+            if code == OP_DOT:
+                tl.store(out, tl.sum(x.to(dtype).to(tl.float32) * v, 0) + a)
+            else:
+                edited = 1
+                if code == OP_SET:
+                    x = v
+                else:
+                    phi = a
+                    if code == OP_ADD_NORM:
+                        phi = a * tl.sqrt(tl.sum(x * x, 0))
+                    elif code != OP_ADD:
+                        along = tl.sum(x * v, 0)
+                        phi = -along
+                        if code == OP_CLAMP:
+                            b = tl.load(op + 5).to(tl.float32, bitcast=True)
+                            phi = tl.minimum(tl.maximum(along, a), b) - along
+                    x += phi * v
+        at = tl.load(op + 6)
+    if edited == 1:
+        if HAS_RESIDUAL:
+            tl.store(residual, x.to(dtype), keep)
+            tl.store(hidden, tl.zeros_like(x).to(dtype), keep)
+        else:
+            tl.store(hidden, x.to(dtype), keep)
 
 
 def tap_rows(
@@ -73,9 +120,11 @@ def tap_rows(
     tokens: Tensor,
     programs: Tensor,
     ops: Tensor,
+    vectors: Tensor,
     tap: Tensor,
+    host: Tensor,
     slot_base: int,
-    read_stride: int,
+    slots_per_token: int,
 ) -> None:
     """Launch the kernel; arguments as in `definition.tap_rows`.
 
@@ -84,7 +133,8 @@ def tap_rows(
     num_rows, hidden_size = hidden.shape
     if num_rows == 0:
         return
-    block = min(triton.next_power_of_2(hidden_size), 4096)
+    # The whole row in registers: a program reads and changes it several times.
+    block = triton.next_power_of_2(hidden_size)
     _tap_kernel[(num_rows,)](
         hidden,
         hidden if residual is None else residual,
@@ -92,14 +142,16 @@ def tap_rows(
         tokens,
         programs,
         ops,
+        vectors,
         tap,
+        host,
         hidden.stride(0),
         hidden.stride(0) if residual is None else residual.stride(0),
         hidden_size,
         programs.shape[1],
         slot_base,
-        read_stride,
+        slots_per_token,
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
-        num_warps=4 if block <= 2048 else 8,
+        num_warps=max(1, min(block // 512, 16)),
     )

@@ -5,8 +5,8 @@ Runs:  traced at load; on the GPU mostly replayed inside CUDA graphs, where this
        Python does not run at all. Where it does run (eager pieces, the CPU) it
        may skip the launch of an idle step and drain tap by tap.
 
-The op mutates the arena that it is given. As a custom op with `mutates_args` it
-passes the arena straight through; traced tensor code (index_copy_) made three
+The op mutates the arena, and the stream where a row is edited. As a custom op with
+`mutates_args` it passes them straight through; traced tensor code (index_copy_) made three
 arena-sized temporaries a step (measured, torch 2.13). The tap's number is a tensor
 too: as a constant it would make every layer's graph another one to compile (26 s
 instead of 4 for 32 layers, measured on an H200).
@@ -29,7 +29,7 @@ class StepRoute(Protocol):
     active: bool
 
     def begin_tap(self, tap: int) -> tuple[int, int]:
-        """(slot_base, read_stride) for this tap of this step."""
+        """(slot_base, slots_per_token) for this tap of this step."""
 
     def end_tap(self, tap: int) -> None:
         """The tap's rows are written (enqueued, on a GPU)."""
@@ -61,19 +61,23 @@ def _tap(
     tokens: Tensor,
     programs: Tensor,
     ops: Tensor,
+    vectors: Tensor,
     tap: Tensor,
+    host: Tensor,
 ) -> None:
     found = _routes.get(tap.data_ptr())
     capturing = hidden.is_cuda and torch.cuda.is_current_stream_capturing()
     if found is None or capturing:
         # Inside a graph the launch is baked with the plain layout; which rows do
         # anything is decided by the tables at replay.
-        _launch(hidden, residual, arena, tokens, programs, ops, tap, 0, 1)
+        _launch(hidden, residual, arena, tokens, programs, ops, vectors, tap, host, 0, 0)
         return
     route, number = found
     if route.active:
         base, stride = route.begin_tap(number)
-        _launch(hidden, residual, arena, tokens, programs, ops, tap, base, stride)
+        _launch(
+            hidden, residual, arena, tokens, programs, ops, vectors, tap, host, base, stride
+        )  # fmt: skip
         route.end_tap(number)
 
 
@@ -84,9 +88,11 @@ def _launch(
     tokens: Tensor,
     programs: Tensor,
     ops: Tensor,
+    vectors: Tensor,
     tap: Tensor,
+    host: Tensor,
     slot_base: int,
-    read_stride: int,
+    slots_per_token: int,
 ) -> None:
     # Some models carry a batch dimension of one (Transformers backend).
     hidden = hidden.view(-1, hidden.shape[-1])
@@ -95,7 +101,10 @@ def _launch(
     tap_rows = definition.tap_rows
     if hidden.is_cuda:
         from vllm_scope.tap.kernel import tap_rows
-    tap_rows(hidden, residual, arena, tokens, programs, ops, tap, slot_base, read_stride)
+    tap_rows(
+        hidden, residual, arena, tokens, programs, ops, vectors, tap, host,
+        slot_base, slots_per_token,
+    )  # fmt: skip
 
 
 def _tap_fake(
@@ -105,7 +114,9 @@ def _tap_fake(
     tokens: Tensor,
     programs: Tensor,
     ops: Tensor,
+    vectors: Tensor,
     tap: Tensor,
+    host: Tensor,
 ) -> None:
     return None
 
@@ -117,7 +128,7 @@ def register() -> None:
     """Define the op, once per process."""
     if hasattr(torch.ops.vllm_scope, "tap"):
         return
-    schema = torch.library.infer_schema(_tap, mutates_args=["arena"])
+    schema = torch.library.infer_schema(_tap, mutates_args=["hidden", "residual", "arena"])
     _library.define("tap" + schema)
     for key in ("CPU", "CUDA"):
         _library.impl("tap", _tap, dispatch_key=key)

@@ -1,40 +1,55 @@
 """The tables that tell every tap what to do, and how they are refilled.
 
-Owns:  Tables (device tensors, fixed size, fixed address) and the ids of programs.
+Owns:  Tables (device tensors, fixed size, fixed address), the ids of programs, and
+       which rows of the vector table are taken.
 Runs:  in every worker. The host writes; taps read.
 From:  plan.   To: op.
 
 Promise: for a forward that was not planned every token's program is -1, so dummy
-runs, graph captures and idle steps read nothing. An id may be given to another program
-while earlier steps still run: writes go to the device in stream order.
+runs, graph captures and idle steps do nothing. A place in a table may be given to
+something else while earlier steps still run: writes go to the device in stream order.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_scope.errors import CapacityError
-from vllm_scope.program import NO_PROGRAM, OP_READ, Program
+from vllm_scope.arrays import Array
+from vllm_scope.errors import CapacityError, ScopeError
+from vllm_scope.program import NO_PROGRAM, OP_DOT, OP_READ, Cost, Layout, Op, Program, slots_of_row
+from vllm_scope.tap.definition import PROGRAM, SLOT, TO_HOST, WORDS_PER_SLOT
 
-#: Columns of the token table.
-PROGRAM, SLOT = 0, 1
 #: Steps that may be in flight before their upload buffer is written again.
 UPLOADS_IN_FLIGHT = 8
+#: Programs that a request's edits may hold, and those kept for reads alone.
+HELD_PROGRAMS, FREE_PROGRAMS = 8192, 4096
+#: Ops of held programs; reads alone take one per tap and program besides.
+HELD_OPS = 1 << 17
+
+
+def capacity(hidden_size: int, vectors_mib: float) -> Cost:
+    """What requests may hold of the tables at once."""
+    return Cost(max(1, int(vectors_mib * 2**20) // (4 * hidden_size)), HELD_PROGRAMS, HELD_OPS)
 
 
 class Tables:
     """Persistent device tables.
 
     Attributes:
-        tokens: [max_rows, 4] int32: program, slot, two reserved.
-        programs: [num_programs, num_taps, 2] int32: first op, number of ops.
-        ops: [num_ops, 4] int32: opcode, operands.
+        tokens: [max_rows, 4] int32: program, slot, 1 for host memory, reserved.
+        programs: [num_programs, num_taps] int32: first op or -1.
+        ops: [num_ops, 8] int32: tap.definition's columns.
+        vectors: [num_vectors, hidden_size] float32.
         numbers: [num_taps] int32: 0, 1, ...; a tap is told its number by a view of it.
+        host: [1] int64: address of host memory that taps may write, or 0.
         num_uploads: copies to the device so far, for the idle test.
     """
 
@@ -42,109 +57,292 @@ class Tables:
         self,
         boundaries: tuple[int, ...],
         max_rows: int,
+        hidden_size: int,
+        row_bytes: int,
         device: torch.device,
-        num_programs: int = 4096,
+        vectors_mib: float = 1.0,
+        num_programs: int = HELD_PROGRAMS + FREE_PROGRAMS,
+        num_ops: int | None = None,
     ) -> None:
         self.boundaries = boundaries
         self.num_uploads = 0
         self._tap_of = {boundary: tap for tap, boundary in enumerate(boundaries)}
+        self.row_slots = slots_of_row(row_bytes)
+        self._device = device
         num_taps = max(len(boundaries), 1)
-        self.tokens = torch.full((max_rows, 4), NO_PROGRAM, dtype=torch.int32, device=device)
-        self.programs = torch.zeros((num_programs, num_taps, 2), dtype=torch.int32, device=device)
-        # READ j for every j: the op list of any tap is one of these.
-        ops = torch.zeros((num_taps, 4), dtype=torch.int32)
-        ops[:, 0] = OP_READ
-        ops[:, 1] = torch.arange(num_taps)
-        self.ops = ops.to(device)
-        self.numbers = torch.arange(num_taps, dtype=torch.int32, device=device)
+        num_ops = num_ops or HELD_OPS + min(FREE_PROGRAMS, num_programs) * num_taps
 
-        self._ids: OrderedDict[Program, int] = OrderedDict()
-        self._program_of: dict[int, Program] = {}
-        self._free = list(range(num_programs - 1, -1, -1))
-        self._references = np.zeros(num_programs, np.int64)
+        def table(shape: tuple[int, ...], fill: int) -> Tensor:
+            return torch.full(shape, fill, dtype=torch.int32, device=device)
+
+        self.tokens = table((max_rows, 4), NO_PROGRAM)
+        self.programs = table((num_programs, num_taps), -1)
+        self.ops = table((num_ops, 8), 0)
+        num_vectors = capacity(hidden_size, vectors_mib).vectors
+        self.vectors = torch.zeros((num_vectors, hidden_size), device=device)
+        self.numbers = torch.arange(num_taps, dtype=torch.int32, device=device)
+        self.host = torch.zeros(1, dtype=torch.int64, device=device)
+
+        self._programs = _Places[Program](num_programs)
+        self._vector_places = _Places[Array](num_vectors)
+        self._free_ops = list(range(num_ops - 1, -1, -1))
+        self._ops_of: dict[int, list[int]] = {}
         self._last_used = np.full(num_programs, -1, np.int64)
         self._step = 0
-        #: Arena slots that a token under each program takes, by program id.
-        self.num_reads = np.zeros(num_programs, np.int64)
+        #: Arena slots of a token under each program, by program id.
+        self.num_slots = np.zeros(num_programs, np.int64)
+        self._pending_programs: dict[int, NDArray[np.int32]] = {}
+        self._pending_ops: dict[int, tuple[int, ...]] = {}
+        self._pending_vectors: dict[int, Array] = {}
         self._staging = _Staging((max_rows, 4), device)
         self._rows_written = 0
+        self._loaded: NDArray[np.int32] | None = None
 
     def begin_step(self) -> None:
         self._step += 1
+
+    # Programs and vectors
 
     def program_id(self, program: Program, hold: bool = False) -> int:
         """The id of a program, written to the device the first time.
 
         Args:
             program: what the tokens do.
-            hold: keep the id until `release`; else it is good for this step.
+            hold: keep the id and the program's vectors until `release`; else the id is
+                good for this step. A program with vectors must be held by someone.
 
         Raises:
-            CapacityError: every id is held, or used in this step.
+            CapacityError: a table is full of what is held, or used in this step.
         """
-        found = self._ids.get(program)
-        if found is None:
-            found = self._take_id()
-            self._write(found, program)
-            self._ids[program] = found
-            self._program_of[found] = program
-        self._ids.move_to_end(program)
-        self._last_used[found] = self._step
+        found = self._programs.find(program)
+        if found is None and hold:
+            found = self._hold_new(program)
+        elif found is None:
+            if program.vectors:
+                raise ScopeError("a program with vectors was planned that its request never held.")
+            found = self._place(program)
         if hold:
-            self._references[found] += 1
+            self._programs.hold(found)
+        self._last_used[found] = self._step
         return found
 
     def program_of(self, program_id: int) -> Program:
-        return self._program_of[program_id]
+        return self._programs.content(program_id)
 
     def release(self, program_id: int) -> None:
-        self._references[program_id] -= 1
+        """Undo one hold. A program with vectors goes at once, so that they may."""
+        if self._programs.release(program_id) == 0:
+            vectors = self._programs.content(program_id).vectors
+            if vectors:
+                self._drop(program_id)
+            for vector in vectors:
+                self._vector_places.release(self._vector_places.at(vector))
 
-    def _take_id(self) -> int:
-        if self._free:
-            return self._free.pop()
-        for program, found in self._ids.items():
-            if not self._references[found] and self._last_used[found] != self._step:
-                del self._ids[program]
-                return found
-        raise CapacityError(
-            f"all {len(self._references)} tap programs are in use; "
-            "send the request again when others have finished, or give requests the same reads."
-        )
+    def _hold_new(self, program: Program) -> int:
+        held: list[int] = []
+        try:
+            for vector in program.vectors:
+                held.append(self._vector_place(vector))
+                self._vector_places.hold(held[-1])
+            return self._place(program)
+        except CapacityError:
+            for place in held:
+                self._vector_places.release(place)
+            raise
+
+    def _vector_place(self, vector: Array) -> int:
+        places = self._vector_places
+        found = places.find(vector)
+        if found is None:
+            if places.full and (idle := places.oldest_idle()) is not None:
+                places.drop(idle)
+            if places.full:
+                raise CapacityError(
+                    f"all {len(self.vectors)} vectors of additional_config['scope'].vectors_mib "
+                    "are in use; send the request again when others have finished, or raise it."
+                )
+            found = places.put(vector)
+            self._pending_vectors[found] = vector
+        return found
+
+    def _place(self, program: Program) -> int:
+        while self._programs.full or len(self._free_ops) < program.num_ops:
+            idle = self._programs.oldest_idle()
+            if idle is None or self._last_used[idle] == self._step:
+                raise CapacityError(
+                    "all tap programs are in use; send the request again when others have "
+                    "finished, or give requests the same reads."
+                )
+            self._drop(idle)
+        found = self._programs.put(program)
+        self._write(found, program)
+        return found
+
+    def _drop(self, program_id: int) -> None:
+        self._programs.drop(program_id)
+        self._free_ops += self._ops_of.pop(program_id)
+        self._pending_programs.pop(program_id, None)
 
     def _write(self, program_id: int, program: Program) -> None:
-        entry = np.zeros(self.programs.shape[1:], np.int32)
-        for j, boundary in enumerate(program.boundaries):
-            entry[self._tap_of[boundary]] = (j, 1)
-        staged = torch.from_numpy(entry)
-        if self.programs.is_cuda:
+        entry = np.full(self.programs.shape[1], -1, np.int32)
+        taken: list[int] = []
+        for boundary, ops in program.taps:
+            following = -1
+            local = program.layout.at(boundary)
+            for op in reversed(ops):
+                taken.append(self._free_ops.pop())
+                vector = -1 if op.vector is None else self._vector_places.at(op.vector)
+                numbers = np.array([op.a, op.b], np.float32).view(np.int32).tolist()
+                words = self._words(op, program.layout, local)
+                self._pending_ops[taken[-1]] = (op.code, *words, vector, *numbers, following, 0)
+                following = taken[-1]
+            entry[self._tap_of[boundary]] = following
+        self._ops_of[program_id] = taken
+        self._pending_programs[program_id] = entry
+        self.num_slots[program_id] = program.layout.slots(self.row_slots)
+
+    def _words(self, op: Op, layout: Layout, local: Layout) -> tuple[int, int]:
+        """Where the op stores, in the token's slots and in those of one tap."""
+        row = self.row_slots * WORDS_PER_SLOT
+        if op.code == OP_READ:
+            return op.at * row, local.points.index(layout.points[op.at]) * row
+        if op.code == OP_DOT:
+            at = local.scores.index(layout.scores[op.at])
+            return len(layout.points) * row + op.at, len(local.points) * row + at
+        return 0, 0
+
+    def _flush(self) -> None:
+        """Send what changed in programs, ops and vectors, each in one piece."""
+        if self._pending_vectors:
+            rows = np.stack([v.numpy for v in self._pending_vectors.values()])
+            self._send(self.vectors, self._pending_vectors.keys(), rows)
+            self._pending_vectors.clear()
+        if self._pending_ops:
+            self._send(self.ops, self._pending_ops.keys(), list(self._pending_ops.values()))
+            self._pending_ops.clear()
+        if self._pending_programs:
+            entries = np.stack(list(self._pending_programs.values()))
+            self._send(self.programs, self._pending_programs.keys(), entries)
+            self._pending_programs.clear()
+
+    def _send(self, table: Tensor, places: Hashable, rows: object) -> None:
+        index = torch.tensor(list(places))  # type: ignore[call-overload]
+        values = torch.as_tensor(rows, dtype=table.dtype)
+        if table.is_cuda:
             # From pageable memory the copy would wait for the whole stream.
-            staged = staged.pin_memory()
-        self.programs[program_id].copy_(staged, non_blocking=True)
-        self.num_reads[program_id] = program.num_reads
+            index = index.pin_memory().to(self._device, non_blocking=True)
+            values = values.pin_memory().to(self._device, non_blocking=True)
+        table.index_copy_(0, index, values)
         self.num_uploads += 1
 
+    # Steps
+
     def load_step(
-        self, rows: NDArray[np.int64], program_ids: NDArray[np.int32], slots: NDArray[np.int64]
+        self,
+        rows: NDArray[np.int64],
+        program_ids: NDArray[np.int32],
+        slots: NDArray[np.int64],
+        to_host: bool = False,
     ) -> None:
         """Give rows of the coming forward their programs, and no other row one.
 
         They stay until the next `load_step` or `clear_step`.
+
+        Args:
+            rows: ascending.
+            program_ids: by row.
+            slots: first slot of each row's token.
+            to_host: the slots are of host memory, not of the arena.
         """
+        if self._pending_programs:
+            self._flush()
         last = max(int(rows[-1]) + 1, self._rows_written)
         with self._staging.next() as staged:
             staged[:last, PROGRAM] = NO_PROGRAM
             staged[rows, PROGRAM] = program_ids
             staged[rows, SLOT] = slots
+            staged[rows, TO_HOST] = to_host
             self._staging.upload(self.tokens, last)
         self._rows_written = int(rows[-1]) + 1
+        self._loaded = program_ids
         self.num_uploads += 1
+
+    def has_loaded(self, program_ids: NDArray[np.int32]) -> bool:
+        """The last `load_step` gave these very ids, and nothing came since."""
+        return self._loaded is program_ids
 
     def clear_step(self) -> None:
         """No row has a program. Free when that is so already."""
+        self._loaded = None
         if self._rows_written:
             self.tokens[: self._rows_written].fill_(NO_PROGRAM)
             self._rows_written = 0
+
+
+Content = TypeVar("Content", bound=Hashable)
+
+
+@dataclass
+class _Place:
+    number: int
+    holders: int = 0
+
+
+class _Places(Generic[Content]):
+    """Numbered places for contents: found by content, kept while held, and after that
+    until the place is needed (the oldest first)."""
+
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count - 1, -1, -1))
+        self._places: dict[Content, _Place] = {}
+        self._contents: dict[int, Content] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def full(self) -> bool:
+        return not self._free
+
+    def find(self, content: Content) -> int | None:
+        place = self._places.get(content)
+        if place is None:
+            return None
+        if place.number in self._idle:
+            self._idle.move_to_end(place.number)
+        return place.number
+
+    def at(self, content: Content) -> int:
+        return self._places[content].number
+
+    def content(self, number: int) -> Content:
+        return self._contents[number]
+
+    def put(self, content: Content) -> int:
+        number = self._free.pop()
+        self._places[content] = _Place(number)
+        self._contents[number] = content
+        self._idle[number] = None
+        return number
+
+    def hold(self, number: int) -> None:
+        self._places[self._contents[number]].holders += 1
+        self._idle.pop(number, None)
+
+    def release(self, number: int) -> int:
+        """Undo one hold; how many are left."""
+        place = self._places[self._contents[number]]
+        place.holders -= 1
+        if place.holders == 0:
+            self._idle[number] = None
+        return place.holders
+
+    def oldest_idle(self) -> int | None:
+        """What nobody holds and was used longest ago, or None."""
+        return next(iter(self._idle), None)
+
+    def drop(self, number: int) -> None:
+        del self._idle[number]
+        del self._places[self._contents.pop(number)]
+        self._free.append(number)
 
 
 class _Staging:

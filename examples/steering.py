@@ -1,0 +1,237 @@
+"""Edits of the residual stream, and what they do to the toy world's texts.
+
+Owns:  Edit, and three experiments: turn a review's sentiment, take it away, move a fact.
+From:  anything that can generate and read under edits; nothing here knows an engine.
+To:    figures.
+
+Each experiment has an outcome that the world itself can judge: a continued review
+has a polarity and either is in the reviews' grammar or is not; a country has one
+capital.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from toyworld import world
+from toyworld.phrases import PHRASINGS
+from toyworld.world import Prompt
+from vllm_scope.analysis.contrast import mean_difference, pairs_digest
+from vllm_scope.analysis.probes import train_probe
+from vllm_scope.analysis.rows import Result, pooled_rows
+from vllm_scope.vectors import Provenance, SteeringModule
+
+Stream = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One change of the stream while a request runs.
+
+    Attributes:
+        kind: what becomes of a row x. "add": x + scale * vector. "ablate": x without
+            its part along the vector. "set": the vector.
+        stream: (site, layer).
+        vector: [hidden_size].
+        positions: absolute; None for all, of the prompt and generated.
+    """
+
+    kind: Literal["add", "ablate", "set"]
+    stream: Stream
+    vector: Tensor
+    scale: float = 1.0
+    positions: tuple[int, ...] | None = None
+
+
+Edits = Sequence[Edit]
+#: (prompts, the edits of each) -> greedy continuations, special tokens left out.
+Generate = Callable[[Sequence[str], Sequence[Edits]], list[str]]
+#: (prompts, the edits of each) -> rows of all prompt positions at all streams, as the
+#: next layer receives them.
+Read = Callable[[Sequence[str], Sequence[Edits]], Sequence[Result]]
+
+# At layer 2 any scale from 0.5 to 1.25 turns every review and keeps its sentences whole
+# (at layer 1, from 0.75 on). From 1.5 on sentences break; before layer 1 the sentiment
+# is not in the stream of the last token yet, and from layer 3 on it has been used.
+STEERED_STREAM: Final = ("resid_post", 2)
+SCALE: Final = 0.75
+# Taken out of layer 1, the sentiment is gone from the texts as well. From layer 2 on it
+# goes from the last token's rows only: the texts keep it.
+ABLATED_STREAM: Final = ("resid_post", 1)
+PROBED_STREAM: Final = ("resid_post", 5)
+NUM_TRAIN: Final = 400
+NUM_PROBED: Final = 200
+NUM_CONTINUED: Final = 100
+
+
+# --- A review's sentiment ----------------------------------------------------
+
+
+def sentiment_directions(read: Read, num_prompts: int = NUM_TRAIN) -> SteeringModule:
+    """From negative to positive reviews at their last tokens, at every stream.
+
+    Not of length 1: scale 1 is the way between the classes, which differs by layer.
+    """
+    prompts = world.sentiment_prompts(num_prompts, split="train")
+    positives = [prompt.text for prompt in prompts if prompt.label]
+    negatives = [prompt.text for prompt in prompts if not prompt.label]
+    return mean_difference(
+        pooled_rows(read(positives, _unedited(positives))),
+        pooled_rows(read(negatives, _unedited(negatives))),
+        normalise=False,
+        provenance=Provenance(
+            model="toyworld", dataset=pairs_digest(zip(positives, negatives, strict=True))
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class SteeringFigures:
+    """Of continued reviews, shares of 1.
+
+    Attributes:
+        flipped: the continuation's sentiment is the opposite of its opening's.
+        grammatical: it is whole sentences of reviews.
+        both: flipped and grammatical.
+    """
+
+    flipped: float
+    grammatical: float
+    both: float
+
+
+def flip_reviews(
+    generate: Generate,
+    directions: SteeringModule,
+    stream: Stream = STEERED_STREAM,
+    scale: float = SCALE,
+    num_reviews: int = NUM_CONTINUED,
+) -> SteeringFigures:
+    """Steer each of some reviews against its opening, at every token.
+
+    With scale 0 nothing is steered, and a good model flips none.
+    """
+    openings = world.review_openings(num_reviews)
+    vector = torch.tensor(directions[stream])
+    edits = [[Edit("add", stream, vector, -scale if o.label else scale)] for o in openings]
+    texts = generate([opening.text for opening in openings], edits)
+    flipped = [_turns(*each) for each in zip(openings, texts, strict=True)]
+    grammatical = [world.is_review(text) for text in texts]
+    both = [f and g for f, g in zip(flipped, grammatical, strict=True)]
+    return SteeringFigures(_share(flipped), _share(grammatical), _share(both))
+
+
+@dataclass(frozen=True)
+class AblationFigures:
+    """What is left of a concept once its direction is projected out.
+
+    Attributes:
+        auroc: of a probe, at the last tokens of held-out prompts, unedited.
+        auroc_ablated: of the same probe on the rows of an ablated run.
+        auroc_refitted: of a probe that was fitted to rows of ablated runs.
+        kept: share of reviews that are continued in their opening's sentiment.
+        kept_ablated: the same share under ablation; half is chance.
+        grammatical_ablated: share of those that are whole sentences of reviews.
+    """
+
+    auroc: float
+    auroc_ablated: float
+    auroc_refitted: float
+    kept: float
+    kept_ablated: float
+    grammatical_ablated: float
+
+
+def ablate_sentiment(
+    generate: Generate,
+    read: Read,
+    directions: SteeringModule,
+    stream: Stream = ABLATED_STREAM,
+    probed: Stream = PROBED_STREAM,
+) -> AblationFigures:
+    """Take the sentiment direction out of one stream, at every token.
+
+    Args:
+        stream: where it is taken out.
+        probed: where the probe reads.
+    """
+    edits = [Edit("ablate", stream, torch.tensor(directions[stream]))]
+    fit, test = (world.sentiment_prompts(NUM_PROBED, split=split) for split in ("train", "test"))
+
+    def rows(prompts: Sequence[Prompt], edits: Edits) -> tuple[Tensor, list[bool]]:
+        results = read([prompt.text for prompt in prompts], [edits] * len(prompts))
+        return pooled_rows(results, [probed])[probed], [prompt.label for prompt in prompts]
+
+    probe = train_probe(*rows(fit, ()), probed)
+    refitted = train_probe(*rows(fit, edits), probed)
+    ablated = rows(test, edits)
+    openings = world.review_openings(NUM_CONTINUED)
+    texts = [opening.text for opening in openings]
+    plain = generate(texts, _unedited(texts))
+    without = generate(texts, [edits] * len(texts))
+    return AblationFigures(
+        auroc=probe.auroc(*rows(test, ())),
+        auroc_ablated=probe.auroc(*ablated),
+        auroc_refitted=refitted.auroc(*ablated),
+        kept=_share([_keeps(*each) for each in zip(openings, plain, strict=True)]),
+        kept_ablated=_share([_keeps(*each) for each in zip(openings, without, strict=True)]),
+        grammatical_ablated=_share([world.is_review(text) for text in without]),
+    )
+
+
+def _keeps(opening: Prompt, continuation: str) -> bool:
+    polarity = world.polarity(continuation)
+    return polarity > 0 if opening.label else polarity < 0
+
+
+def _turns(opening: Prompt, continuation: str) -> bool:
+    return _keeps(Prompt(opening.text, not opening.label), continuation)
+
+
+# --- A country's capital -----------------------------------------------------
+
+
+def move_capitals(
+    generate: Generate,
+    read: Read,
+    token_ids: Callable[[str], list[int]],
+    streams: Sequence[Stream],
+) -> dict[Stream, float]:
+    """Patch the country's row of "The capital of X is" from the prompt of another country.
+
+    Every country has a name of one token, so the prompts differ in one row before
+    the first layer. Each of them gets the next country's.
+
+    Returns:
+        By stream: the share of countries to which the other's capital is given, whole.
+    """
+    phrasing = PHRASINGS[0]
+    countries = world.world().countries
+    prompts = [world.completion_of(phrasing, country)[0] for country in countries]
+    pairs = zip(token_ids(prompts[0]), token_ids(prompts[1]), strict=True)
+    (position,) = (p for p, (one, other) in enumerate(pairs) if one != other)
+    results = read(prompts, _unedited(prompts))
+    moved = {}
+    for stream in streams:
+        rows = [result[stream][position] for result in results]
+        edits = [[Edit("set", stream, row, positions=(position,))] for row in [*rows[1:], rows[0]]]
+        answers = generate(prompts, edits)
+        expected = [f" {country.capital}." for country in [*countries[1:], countries[0]]]
+        moved[stream] = _share([a.startswith(e) for a, e in zip(answers, expected, strict=True)])
+    return moved
+
+
+# --- Helpers -----------------------------------------------------------------
+
+
+def _unedited(prompts: Sequence[str]) -> list[Edits]:
+    return [()] * len(prompts)
+
+
+def _share(hits: Sequence[bool]) -> float:
+    return sum(hits) / len(hits)

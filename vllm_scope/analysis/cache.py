@@ -1,0 +1,205 @@
+"""Results under TransformerLens's names and shapes.
+
+Owns:  ActivationCache: `blocks.3.hook_resid_post` -> [batch, pos, d_model].
+From:  results.   To: notebooks that were written for TransformerLens.
+
+Promise: index p of the pos dimension is position p. A result that does not have
+every position from 0 on is refused, never padded in the middle. Names mean what
+they mean there, with one difference: `hook_embed` is the embedding output that
+layer 0 receives, positions and scaling included, so it equals
+`blocks.0.hook_resid_pre`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from vllm_scope.analysis.rows import Result, check_complete
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.sites import ALIASES, SiteLayer
+
+_HOOK = re.compile(r"blocks\.([0-9]+)\.hook_(resid_pre|resid_mid|resid_post)")
+
+
+class ActivationCache(Mapping[str, Tensor]):
+    """A mapping of hook names to activations [batch, pos, d_model].
+
+    The end of one layer is the beginning of the next, so either name finds what was
+    read under the other. Keys list both. Shorthands as in TransformerLens:
+    `cache["resid_post", 3]`, `cache["embed"]`, `cache["resid_post", -1]`.
+
+    Args:
+        results: one completion's rows, or those of several, which make a batch.
+            Every stream of each must have the positions 0, 1, 2, ... without a gap,
+            and all streams of a result equally many: read `tokens="all"`, or
+            "prompt". The streams must be the same in all of them.
+        num_layers: of the model. Needed where layers count from the end.
+
+    Attributes:
+        lengths: int64 [batch], positions of each result. A batch is padded on the
+            right, with zeros, to the longest.
+        mask: bool [batch, pos], False where a row is padding.
+
+    Raises:
+        SpecError: a result is not complete, has a gap, or differs in its streams.
+    """
+
+    def __init__(self, results: Result | Sequence[Result], num_layers: int | None = None) -> None:
+        batch: Sequence[Result] = results if isinstance(results, list | tuple) else [results]  # type: ignore[list-item]
+        if not batch:
+            raise SpecError("there are no results; a cache needs at least one.")
+        streams = batch[0].keys()
+        lengths = []
+        for i, result in enumerate(batch):
+            where = f"results[{i}]"
+            check_complete(result, where)
+            if set(result.keys()) != set(streams):
+                raise SpecError(f"{where} has other streams than results[0]; read all alike.")
+            lengths.append(_length(result, where))
+        self._results, self._num_layers = batch, num_layers
+        self._read = {_hook(stream): stream for stream in streams}
+        self._names = dict.fromkeys(self._read)
+        for stream in streams:
+            self._names.update(dict.fromkeys(map(_hook, _twins(stream))))
+        if num_layers is not None:
+            # What the last layer leaves begins no other.
+            self._names.pop(_hook(("resid_pre", num_layers)), None)
+        self._values: dict[str, Tensor] = {}
+        self.lengths = torch.tensor(lengths)
+        self.mask = torch.arange(max(lengths)) < self.lengths[:, None]
+
+    def __getitem__(self, key: str | tuple[str] | tuple[str, int]) -> Tensor:
+        stream = self._stream_of(key)
+        for same in (stream, *_twins(stream)):
+            name = _hook(same)
+            if name in self._read:
+                if name not in self._values:
+                    rows = [result[self._read[name]] for result in self._results]
+                    self._values[name] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+                return self._values[name]
+        raise KeyError(f"{_hook(stream)} was not read; this cache has {', '.join(self._names)}.")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"ActivationCache with keys {list(self._names)}"
+
+    def stack_activation(self, site: str, layer: int | None = None) -> Tensor:
+        """[layers, batch, pos, d_model]: a site at all layers before `layer`.
+
+        Args:
+            layer: as many layers, from 0; None or -1 for all of the model's.
+
+        Raises:
+            KeyError: one of them was not read.
+        """
+        return torch.stack([self[site, each] for each in range(self._up_to(layer))])
+
+    @overload
+    def accumulated_resid(self, layer: int | None = None, incl_mid: bool = False) -> Tensor: ...
+    @overload
+    def accumulated_resid(
+        self, layer: int | None = None, incl_mid: bool = False, *, return_labels: Literal[True]
+    ) -> tuple[Tensor, list[str]]: ...
+    def accumulated_resid(
+        self, layer: int | None = None, incl_mid: bool = False, *, return_labels: bool = False
+    ) -> Tensor | tuple[Tensor, list[str]]:
+        """The residual stream at the entry of each layer up to `layer`, that one included.
+
+        `Lens.logits` of it is the logit lens.
+
+        Args:
+            layer: None, -1 or the number of layers for all, and the stream that the
+                last layer leaves ("final_post").
+            incl_mid: `resid_mid` of the layers before `layer` too.
+            return_labels: also return what each component is: "0_pre", "0_mid", ...
+
+        Returns:
+            [components, batch, pos, d_model], and with `return_labels` the labels.
+
+        Raises:
+            KeyError: one of them was not read.
+            SpecError: the number of layers is needed, and was not given.
+        """
+        last = self._up_to(layer)
+        labels: dict[str, tuple[str, int]] = {}
+        for each in range(last):
+            labels[f"{each}_pre"] = ("resid_pre", each)
+            if incl_mid:
+                labels[f"{each}_mid"] = ("resid_mid", each)
+        if last == self._num_layers:
+            labels["final_post"] = ("resid_post", last - 1)
+        else:
+            labels[f"{last}_pre"] = ("resid_pre", last)
+        stacked = torch.stack([self[key] for key in labels.values()])
+        return (stacked, list(labels)) if return_labels else stacked
+
+    def _up_to(self, layer: int | None) -> int:
+        if layer is None or layer == -1:
+            return self._layers("all layers")
+        return layer
+
+    def _layers(self, what: str) -> int:
+        if self._num_layers is None:
+            raise SpecError(f"{what} needs the model's depth: give the cache num_layers=....")
+        return self._num_layers
+
+    def _stream_of(self, key: str | tuple[str] | tuple[str, int]) -> SiteLayer:
+        if isinstance(key, str):
+            match = _HOOK.fullmatch(key)
+            if match is not None:
+                return match[2], int(match[1])
+            key = (key.removeprefix("hook_"),)
+        site = ALIASES.get(key[0], key[0])
+        if site == "embed":
+            return "embed", 0
+        if site not in ("resid_pre", "resid_mid", "resid_post") or len(key) != 2:
+            raise KeyError(
+                f"{shown(key)} names no stream; write 'blocks.3.hook_resid_post' or "
+                "('resid_post', 3)."
+            )
+        layer = key[1]
+        return site, layer + self._layers(f"layer {layer}") if layer < 0 else layer
+
+
+def _hook(stream: SiteLayer) -> str:
+    site, layer = stream
+    return "hook_embed" if site == "embed" else f"blocks.{layer}.hook_{site}"
+
+
+def _twins(stream: SiteLayer) -> list[SiteLayer]:
+    """The other names of the same rows."""
+    site, layer = stream
+    if site == "resid_post":
+        return [("resid_pre", layer + 1)]
+    if site == "resid_pre":
+        return [("resid_post", layer - 1)] if layer else [("embed", 0)]
+    return [("resid_pre", 0)] if site == "embed" else []
+
+
+def _length(result: Result, where: str) -> int:
+    """How many positions a result has, the same ones at every stream."""
+    found: dict[int, SiteLayer] = {}
+    for site, layer in result.keys():
+        positions = result.positions(site, layer)
+        if not len(positions) or not torch.equal(positions, torch.arange(len(positions))):
+            raise SpecError(
+                f"{where} has positions {shown(positions.tolist())} at {site!r} {layer}; a cache "
+                "needs every one from 0 on: Read(..., tokens='all') or tokens='prompt'."
+            )
+        found[len(positions)] = (site, layer)
+    if len(found) != 1:
+        raise SpecError(
+            f"{where} has streams of different lengths, {shown(found)}; read the same tokens of "
+            "each."
+        )
+    return next(iter(found))

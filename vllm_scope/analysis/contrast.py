@@ -1,0 +1,141 @@
+"""Steering vectors from contrasts: rows where a concept is present, and where it is not.
+
+From:  rows.pooled_rows, or any tensors.   To: vectors.SteeringModule.
+
+Promise: a vector points from the negatives to the positives. Its length is 1, or,
+with normalise=False, the way between the classes along it: adding that vector once
+moves the negatives' mean, as seen along it, onto the positives'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from vllm_scope import __version__
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.sites import SiteLayer
+from vllm_scope.vectors import Provenance, SteeringModule
+from vllm_scope.vectors.module import name_of
+
+Rows = Mapping[SiteLayer, Tensor]
+
+
+def mean_difference(
+    positives: Rows,
+    negatives: Rows,
+    *,
+    normalise: bool = True,
+    provenance: Provenance | None = None,
+) -> SteeringModule:
+    """The positives' mean less the negatives', at each stream.
+
+    Args:
+        positives, negatives: (site, layer) -> [n, hidden_size], any float dtype; the
+            same streams on both sides, the numbers of rows may differ.
+        normalise: to length 1.
+        provenance: what the caller knows (model, revision, dataset); the method,
+            `normalised` and `created_by` are filled in.
+
+    Raises:
+        SpecError: streams or sizes disagree, there are no rows, some are not finite,
+            or both means are the same.
+    """
+
+    def direction(up: Tensor, down: Tensor, _name: str) -> Tensor:
+        return up.mean(0) - down.mean(0)
+
+    return _module(positives, negatives, direction, "mean_difference", normalise, provenance)
+
+
+def principal_difference(
+    positives: Rows,
+    negatives: Rows,
+    *,
+    normalise: bool = True,
+    provenance: Provenance | None = None,
+) -> SteeringModule:
+    """The first principal component of pairs around their midpoints, at each stream.
+
+    Row i of the positives and row i of the negatives are a pair. Once both have had
+    their midpoint taken away, the direction of the largest variance is what pairs
+    differ in most, whatever else varies from pair to pair (repeng calls it
+    "pca_center"). A component has no sign: it gets the one that has the positives
+    project higher, in the mean.
+
+    Args and errors: as `mean_difference`; and as many positives as negatives.
+    """
+
+    def direction(up: Tensor, down: Tensor, name: str) -> Tensor:
+        if len(up) != len(down):
+            raise SpecError(
+                f"{name} has {len(up)} positives and {len(down)} negatives; pairs need as many."
+            )
+        # Around their midpoints, a pair's rows are half its difference, up and down:
+        # the principal axis is that of the differences, not centred again.
+        axis = torch.linalg.svd(up - down, full_matrices=False).Vh[0]
+        return axis * ((up - down) @ axis).mean()
+
+    return _module(positives, negatives, direction, "principal_difference", normalise, provenance)
+
+
+def pairs_digest(pairs: Iterable[tuple[str, str]]) -> str:
+    """What `Provenance.dataset` says of (positive, negative) texts.
+
+    Returns:
+        "sha256:..." of the pairs, sorted, as JSON in UTF-8: their order does not
+        matter, what is paired with what does.
+    """
+    listed = sorted([list(pair) for pair in pairs])
+    content = json.dumps(listed, ensure_ascii=False, separators=(",", ":"))
+    return f"sha256:{hashlib.sha256(content.encode()).hexdigest()}"
+
+
+def _module(
+    positives: Rows,
+    negatives: Rows,
+    direction: Callable[[Tensor, Tensor, str], Tensor],
+    method: str,
+    normalise: bool,
+    provenance: Provenance | None,
+) -> SteeringModule:
+    if set(positives) != set(negatives):
+        only = sorted(set(positives) ^ set(negatives))
+        raise SpecError(f"{shown(only)} are streams of one side only; read both sides alike.")
+    vectors = {}
+    for stream in positives:
+        name = name_of(stream)
+        up = _checked(positives[stream], f"positives at {name}")
+        down = _checked(negatives[stream], f"negatives at {name}")
+        if up.shape[1] != down.shape[1]:
+            raise SpecError(
+                f"{name} has positives of {up.shape[1]} values and negatives of {down.shape[1]}."
+            )
+        vector = direction(up, down, name)
+        length = vector.norm()
+        # What rounding leaves of rows that are all the same.
+        if length <= 1e-12 * max(up.abs().max(), down.abs().max()):
+            raise SpecError(f"{name}: positives and negatives do not differ, in the mean.")
+        vectors[stream] = vector / length if normalise else vector
+    known = dataclasses.replace(
+        provenance or Provenance(),
+        method=method,
+        normalised=normalise,
+        created_by=f"vllm-scope {__version__}",
+    )
+    return SteeringModule(vectors, known)
+
+
+def _checked(rows: Tensor, what: str) -> Tensor:
+    """Rows as float64 [n, hidden_size], n > 0, finite."""
+    if rows.dim() != 2 or not len(rows):
+        raise SpecError(f"{what} have shape {list(rows.shape)}; rows are [n, hidden_size], n > 0.")
+    rows = rows.detach().cpu().double()
+    if not rows.isfinite().all():
+        raise SpecError(f"{what} have NaN or Inf; leave those rows out.")
+    return rows

@@ -1,0 +1,85 @@
+"""One row per result: what a probe or a direction is fitted to.
+
+From:  results, as `out.scope`.   To: contrast, probes.
+
+Promise: a result that lacks rows is refused, so what is pooled is what was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from vllm_scope.errors import SpecError
+from vllm_scope.sites import SiteLayer
+
+Pooling = Literal["last", "mean"]
+
+
+class Result(Protocol):
+    """The rows of one completion; `vllm_scope.result.ScopeResult` is one.
+
+    `result[site, layer]` is [num_positions, hidden_size] in any float dtype;
+    `positions(site, layer)` the absolute positions of those rows, int64, ascending.
+    Where there is a `status`, "complete" says that no row is missing.
+    """
+
+    def keys(self) -> list[SiteLayer]: ...
+    def __getitem__(self, stream: Any, /) -> Tensor: ...
+    def positions(self, site: str, layer: int = 0) -> Tensor: ...
+
+
+def check_complete(result: Result, where: str) -> None:
+    """Refuse rows that are not all there.
+
+    Raises:
+        SpecError: the result has a status, and it is not "complete".
+    """
+    status = getattr(result, "status", "complete")
+    if status != "complete":
+        raise SpecError(
+            f"{where} is {status!r}: rows of it are missing, or still to come. Leave it out, "
+            "or run its request again."
+        )
+
+
+def pooled_rows(
+    results: Sequence[Result],
+    streams: Iterable[SiteLayer] | None = None,
+    pooling: Pooling = "last",
+) -> dict[SiteLayer, Tensor]:
+    """One row per result and stream.
+
+    Args:
+        results: each with rows at every stream.
+        streams: which (site, layer); None for all that the first result has.
+        pooling: "last" takes the row of the highest position that was read, "mean"
+            the mean of all rows that were read. Which positions those are is up to
+            the read: `tokens="last_prompt"`, or "prompt" for a mean over the prompt.
+
+    Returns:
+        (site, layer) -> float32 [num_results, hidden_size], in the order of `results`.
+
+    Raises:
+        SpecError: no results, one that is not complete, or one without rows at a stream.
+    """
+    if not results:
+        raise SpecError("there are no results to pool; give at least one.")
+    if pooling not in ("last", "mean"):
+        raise SpecError(f"pooling is {pooling!r}; it is 'last' or 'mean'.")
+    for i, result in enumerate(results):
+        check_complete(result, f"results[{i}]")
+    wanted = list(results[0].keys() if streams is None else streams)
+    pooled = {}
+    for stream in wanted:
+        rows = []
+        for i, result in enumerate(results):
+            of_result = result[stream].float()
+            if not len(of_result):
+                raise SpecError(f"results[{i}] has no row at {stream}; its read selected no token.")
+            rows.append(of_result[-1] if pooling == "last" else of_result.mean(0))
+        pooled[stream] = torch.stack(rows)
+    return pooled

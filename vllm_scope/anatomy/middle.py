@@ -1,0 +1,90 @@
+"""Where a decoder layer's stream is between its attention and its MLP.
+
+Owns:  `norm_before_mlp`, the name of the norm whose input is `resid_mid`.
+Runs:  once, after the model is loaded. Knows source code, no instances.
+
+Promise: fail closed. The norm is the only one between the attention's and the MLP's
+call that either joins the residual (`hidden, residual = norm(hidden, residual)`) or
+follows `residual = hidden` at once, so that its input is the whole stream. Gemma's
+norm of the attention's output alone is neither.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+from vllm_scope.anatomy.convention import Convention, function_of
+from vllm_scope.errors import CompatError
+
+_MLP_WORDS = ("mlp", "feed_forward", "ffn", "moe")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """`target = self.name(args)`, or `target = source` with no name."""
+
+    name: str
+    args: tuple[str, ...]
+    targets: int
+
+
+def norm_before_mlp(layer_class: type, convention: Convention) -> str:
+    """The attribute of the layer that holds the norm.
+
+    Raises:
+        CompatError: the layer's source has no such norm, or more than one.
+    """
+    forward = function_of(layer_class.forward, layer_class)  # type: ignore[attr-defined]
+    calls = [found for node in ast.walk(forward) for found in _parse(node)]
+    calls.sort(key=lambda pair: pair[0])
+    listed = [call for _, call in calls]
+    last_attention = max(
+        (i for i, call in enumerate(listed) if _is_attention(call.name)), default=-1
+    )
+    if last_attention < 0:
+        raise CompatError(f"{layer_class.__name__}.forward calls nothing that is attention")
+    found: dict[str, None] = {}
+    for i in range(last_attention + 1, len(listed)):
+        call = listed[i]
+        if any(word in call.name for word in _MLP_WORDS) and not _is_norm(call.name):
+            break
+        joins = len(call.args) == 2 and call.targets == 2 and "residual" in call.args[1]
+        before = listed[i - 1]
+        follows = before.name == "" and before.args == call.args[:1] and len(call.args) == 1
+        if _is_norm(call.name) and (joins if convention is Convention.SUM else follows):
+            found[call.name] = None
+    if len(found) != 1:
+        names = ", ".join(found) or "none"
+        raise CompatError(
+            f"{layer_class.__name__}.forward has {names} where one norm between attention and "
+            "MLP was expected"
+        )
+    return next(iter(found))
+
+
+def _is_norm(name: str) -> bool:
+    return "norm" in name or name.startswith("ln")
+
+
+def _is_attention(name: str) -> bool:
+    return ("attn" in name or "attention" in name) and not _is_norm(name)
+
+
+def _parse(node: ast.AST) -> list[tuple[tuple[int, int], _Call]]:
+    """Calls of `self.name(...)` in an assignment, and `residual = hidden`."""
+    if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+        return []
+    target, value, at = node.targets[0], node.value, (node.lineno, node.col_offset)
+    targets = len(target.elts) if isinstance(target, ast.Tuple) else 1
+    if isinstance(value, ast.Name) and isinstance(target, ast.Name) and "resid" in target.id:
+        return [(at, _Call("", (value.id,), 1))]
+    if (
+        isinstance(value, ast.Call)
+        and isinstance(value.func, ast.Attribute)
+        and isinstance(value.func.value, ast.Name)
+        and value.func.value.id == "self"
+    ):
+        args = tuple(a.id if isinstance(a, ast.Name) else "" for a in value.args)
+        return [(at, _Call(value.func.attr, args, targets))]
+    return []

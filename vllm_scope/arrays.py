@@ -1,0 +1,120 @@
+"""Numbers in a spec: vectors and rows, as bytes with a shape.
+
+Owns:  Array, its parsing from what callers hold, and its JSON.
+Runs:  everywhere. numpy; torch tensors are understood without importing torch.
+
+Promise: an Array is finite float32, of a bounded size that was checked before
+anything was allocated, and equal content has an equal digest.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_scope.errors import SpecError, shown
+
+#: Numbers in one array. 4096 rows of 4096.
+MAX_NUMBERS = 1 << 24
+_DTYPES = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u2"}
+
+
+@dataclass(frozen=True)
+class Array:
+    """float32 numbers.
+
+    Attributes:
+        shape: of 1 to 3 dimensions, none of them 0.
+        data: little-endian, C order.
+    """
+
+    shape: tuple[int, ...]
+    data: bytes
+
+    @staticmethod
+    def parse(value: object, where: str) -> Array:
+        """From a torch tensor, a numpy array, (nested) lists, or the JSON form.
+
+        Raises:
+            SpecError: not numbers, not finite, too many, or of a wrong rank.
+        """
+        if isinstance(value, Array):
+            return value
+        if isinstance(value, dict):
+            return _from_json(value, where)
+        if hasattr(value, "detach"):
+            value = value.detach().to("cpu").float().numpy()
+        try:
+            found = np.asarray(value)
+        except ValueError:
+            raise SpecError(f"{where} is ragged; its rows must be of one length.") from None
+        if found.dtype.kind not in "fiu":
+            raise SpecError(
+                f"{where} is {shown(value)}; it is a tensor, an array or a list of numbers."
+            )
+        return _checked(found, where)
+
+    @cached_property
+    def numpy(self) -> NDArray[np.float32]:
+        """float32, read-only."""
+        return np.frombuffer(self.data, "<f4").reshape(self.shape)
+
+    @cached_property
+    def digest(self) -> bytes:
+        return hashlib.blake2b(repr(self.shape).encode() + self.data, digest_size=16).digest()
+
+    def to_json(self) -> dict[str, Any]:
+        text = base64.b64encode(self.data).decode()
+        return {"dtype": "float32", "shape": list(self.shape), "data": text}
+
+    def __repr__(self) -> str:
+        return f"Array{self.shape}"
+
+
+def _checked(found: NDArray[Any], where: str) -> Array:
+    if not 1 <= found.ndim <= 3 or 0 in found.shape:
+        raise SpecError(f"{where} has shape {found.shape}; it has 1 to 3 dimensions, none empty.")
+    if found.size > MAX_NUMBERS:
+        raise SpecError(f"{where} has {found.size:,} numbers; at most {MAX_NUMBERS:,}.")
+    with np.errstate(over="ignore"):
+        numbers = np.ascontiguousarray(found, "<f4")
+    if not np.isfinite(numbers).all():
+        bad = np.argwhere(~np.isfinite(numbers))[0].tolist()
+        raise SpecError(f"{where} is NaN or infinite at {bad}; its numbers must be finite.")
+    return Array(tuple(int(n) for n in found.shape), numbers.tobytes())
+
+
+def _from_json(body: dict[Any, Any], where: str) -> Array:
+    if set(body) != {"dtype", "shape", "data"}:
+        raise SpecError(f"{where} is {shown(body)}; it is {{dtype, shape, data}}, or numbers.")
+    dtype, shape, text = body["dtype"], body["shape"], body["data"]
+    if dtype not in _DTYPES:
+        raise SpecError(f"{where}.dtype is {shown(dtype)}; it is one of {', '.join(_DTYPES)}.")
+    sane = isinstance(shape, list) and 1 <= len(shape) <= 3
+    if not sane or any(type(n) is not int or n < 1 for n in shape):
+        raise SpecError(f"{where}.shape is {shown(shape)}; it is 1 to 3 positive whole numbers.")
+    if math.prod(shape) > MAX_NUMBERS:
+        raise SpecError(f"{where} has {math.prod(shape):,} numbers; at most {MAX_NUMBERS:,}.")
+    if not isinstance(text, str):
+        raise SpecError(f"{where}.data is {shown(text)}; it is a base64 string.")
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise SpecError(f"{where}.data is not base64.") from None
+    size = np.dtype(_DTYPES[dtype]).itemsize * math.prod(shape)
+    if len(data) != size:
+        raise SpecError(
+            f"{where}.data has {len(data)} bytes; {dtype} of shape {shape} takes {size}."
+        )
+    found = np.frombuffer(data, _DTYPES[dtype]).reshape(shape)
+    if dtype == "bfloat16":
+        found = (found.astype("<u4") << 16).view("<f4")
+    return _checked(found, where)

@@ -1,0 +1,157 @@
+"""Where in a model: sites, layers, and the boundaries of the residual stream.
+
+Owns:  the names of sites, `Sites` (what one engine taps), boundaries and points.
+Runs:  everywhere. No torch, no vLLM.
+
+A boundary is a place on the residual stream: 2k is the entry of layer k (and the
+exit of layer k - 1), 2k + 1 lies between its attention and its MLP. A tap sits at a
+boundary. Two sites may share one: `resid_post` of layer k - 1 and `resid_pre` of
+layer k. Edits of the first come before edits of the second, so a boundary has up to
+three points at which the stream may be read: before all edits (level 0), between
+(level 1) and after them (level 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from vllm_scope.errors import SpecError, shown
+
+#: Sites in TransformerLens words, and the aliases other tools use for them.
+SITES = ("embed", "resid_pre", "resid_mid", "resid_post")
+#: Words of the field that name a site which no tap reads yet.
+KNOWN_SITES = (
+    *SITES, "attn_out", "mlp_out", "q", "k", "v", "z", "mlp_post",
+    "router_logits", "ln_final", "logits",
+)  # fmt: skip
+ALIASES = {"pre_attn": "resid_pre", "post_attn": "resid_mid", "post_block": "resid_post"}
+
+#: One stream of rows: a site at a layer. `embed` has one place and uses layer 0.
+SiteLayer = tuple[str, int]
+
+#: Points of one boundary: before, between and after the edits of its two sites.
+LEVELS = 3
+
+
+def point_of(boundary: int, level: int) -> int:
+    return boundary * LEVELS + level
+
+
+def boundary_of_point(point: int) -> int:
+    return point // LEVELS
+
+
+def canonical_site(site: object, where: str) -> str:
+    """The site's own name for a name or an alias.
+
+    Raises:
+        SpecError: not a string, or not a word for a site that a tap can read.
+    """
+    if not isinstance(site, str):
+        raise SpecError(f"{where} is {shown(site)}; a site is a string, one of {', '.join(SITES)}.")
+    name = ALIASES.get(site, site)
+    if name in SITES:
+        return name
+    if name in KNOWN_SITES:
+        raise SpecError(
+            f"{where} is {shown(site)}, which this version does not tap; "
+            f"it reads {', '.join(SITES)}."
+        )
+    raise SpecError(f"{where} is {shown(site)}; sites are {', '.join(SITES)}.")
+
+
+def parse_layers(layers: object, site: str, where: str) -> tuple[int, ...] | None:
+    """Layers as distinct ints in the given order, or None for every tapped layer.
+
+    Raises:
+        SpecError: a wrong type, an empty list, or a negative number.
+    """
+    if site == "embed":
+        one = list(layers) if isinstance(layers, list | tuple) else [layers]
+        if layers in ("all", None) or (len(one) == 1 and type(one[0]) is int and one[0] == 0):
+            return (0,)
+        raise SpecError(f"{where} is {shown(layers)}; site 'embed' has no layers, leave it out.")
+    if layers is None or (isinstance(layers, str) and layers == "all"):
+        return None
+    if isinstance(layers, int) and not isinstance(layers, bool):
+        layers = [layers]
+    if isinstance(layers, range):
+        layers = list(layers)
+    if isinstance(layers, str | bytes | Mapping) or not isinstance(layers, Iterable):
+        raise SpecError(f"{where} is {shown(layers)}; it is a list of layer numbers, or 'all'.")
+    found = list(layers)
+    if not found:
+        raise SpecError(f"{where} is empty; name at least one layer, or 'all'.")
+    for layer in found:
+        if isinstance(layer, bool) or not isinstance(layer, int):
+            raise SpecError(f"{where} has {shown(layer)}; layers are whole numbers from 0.")
+        if layer < 0:
+            raise SpecError(
+                f"{where} has {layer}; layers count from 0 and cannot be negative."
+                + (" For the embedding output use site='embed'." if layer == -1 else "")
+            )
+    return tuple(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class Sites:
+    """What an engine taps: its layers, and the boundaries that carry a tap."""
+
+    num_layers: int
+    hidden_size: int
+    dtype: str
+    boundaries: tuple[int, ...]
+
+    def boundary_of(self, stream: SiteLayer) -> int:
+        site, layer = stream
+        return 2 * layer + {"embed": 0, "resid_pre": 0, "resid_mid": 1, "resid_post": 2}[site]
+
+    @staticmethod
+    def group_of(stream: SiteLayer) -> int:
+        """0 for the first site of a boundary, 1 for `resid_pre`, which comes after it."""
+        return 1 if stream[0] == "resid_pre" else 0
+
+    def point_of(self, stream: SiteLayer, when: str = "after") -> int:
+        """The point at which a read of this stream looks."""
+        level = self.group_of(stream) + (1 if when == "after" else 0)
+        return point_of(self.boundary_of(stream), level)
+
+    def find(
+        self, site: str, layers: tuple[int, ...] | None, where: str
+    ) -> tuple[SiteLayer, ...]:
+        """The streams that a site and layers mean on this engine.
+
+        Raises:
+            SpecError: a layer that the model does not have, or that is not tapped.
+        """
+        tapped = set(self.boundaries)
+        if site == "embed":
+            if 0 not in tapped:
+                raise SpecError(
+                    f"{where}.site is 'embed', which this engine does not tap; start it with "
+                    "additional_config={'scope': {'sites': ['embed', 'resid_post']}}."
+                )
+            return (("embed", 0),)
+        if layers is None:
+            streams = tuple((site, layer) for layer in range(self.num_layers))
+            found = tuple(s for s in streams if self.boundary_of(s) in tapped)
+            if not found:
+                raise SpecError(
+                    f"{where}.site is {site!r}, which this engine does not tap; start it with "
+                    f"{site!r} among additional_config={{'scope': {{'sites': ...}}}}."
+                )
+            return found
+        for layer in layers:
+            if layer >= self.num_layers:
+                raise SpecError(
+                    f"{where}.layers has {layer}; this model has layers 0 to "
+                    f"{self.num_layers - 1}. For the embedding output use site='embed'."
+                )
+            if self.boundary_of((site, layer)) not in tapped:
+                raise SpecError(
+                    f"{where}.layers has {layer}; this engine does not tap {site!r} there. "
+                    f"Start it with {site!r} and that layer in "
+                    "additional_config={'scope': {'sites': ..., 'layers': ...}}."
+                )
+        return tuple((site, layer) for layer in layers)

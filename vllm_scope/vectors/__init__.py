@@ -1,0 +1,18 @@
+"""Steering vectors as content: in memory, as bytes for a server, and in files.
+
+module.py      SteeringModule: vectors by (site, layer), and where they come from
+files.py       load_vectors, save_vectors, to_bytes, from_bytes
+containers.py  arrays out of safetensors, npz and GGUF, bounded before anything is allocated
+"""
+
+from vllm_scope.vectors.files import from_bytes, load_vectors, save_vectors, to_bytes
+from vllm_scope.vectors.module import Provenance, SteeringModule
+
+__all__ = [
+    "Provenance",
+    "SteeringModule",
+    "from_bytes",
+    "load_vectors",
+    "save_vectors",
+    "to_bytes",
+]

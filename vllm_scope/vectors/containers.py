@@ -1,0 +1,173 @@
+"""Arrays out of files that others wrote: safetensors, npz, GGUF.
+
+Owns:  how each container is read, and the bounds.
+From:  files.py, analysis.probes.   To: them, as {name: array}.
+
+Promise: nothing is allocated or looped over before its size was checked against
+`MAX_BYTES` and what the container truly holds; nothing is ever unpickled. What is
+wrong is said as a SpecError that names the container's entry.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from io import BytesIO
+from pathlib import Path
+from tokenize import TokenError
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from vllm_scope.errors import SpecError, shown
+
+#: A vector for every layer of a large model at three sites is 20 MiB.
+MAX_BYTES = 64 << 20
+#: Of a GGUF file. Each field is a handful of small reads.
+MAX_GGUF_READS = 100_000
+
+Arrays = dict[str, NDArray[Any]]
+
+_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+
+
+def read_bytes(path: Path) -> bytes:
+    """A file whole.
+
+    Raises:
+        SpecError: it is larger than `MAX_BYTES`.
+    """
+    check_size(path.stat().st_size, str(path))
+    return path.read_bytes()
+
+
+def check_size(num_bytes: int, what: str) -> None:
+    if num_bytes > MAX_BYTES:
+        raise SpecError(
+            f"{what} has {num_bytes:,} bytes; at most {MAX_BYTES:,}. A steering module is a few "
+            "vectors: is this a model?"
+        )
+
+
+def read_safetensors(data: bytes) -> tuple[Arrays, dict[str, str]]:
+    """The tensors and the metadata of a safetensors file.
+
+    Returns:
+        ({name: array in its own float dtype, bfloat16 as float32}, metadata)
+
+    Raises:
+        SpecError: too large, malformed, or with tensors that are no floats.
+    """
+    import safetensors
+
+    check_size(len(data), "the safetensors content")
+    try:
+        # Checks the header against the data: lengths, shapes, overlaps.
+        entries = safetensors.deserialize(data)
+    except safetensors.SafetensorError as error:
+        raise SpecError(f"the content is not safetensors: {error}.") from None
+    arrays: Arrays = {}
+    for name, entry in entries:
+        dtype = entry["dtype"]
+        if dtype not in _DTYPES:
+            raise SpecError(f"{shown(name)} has dtype {dtype}; {', '.join(_DTYPES)} are read.")
+        flat = np.frombuffer(entry["data"], _DTYPES[dtype])
+        arrays[name] = (_bfloat16(flat) if dtype == "BF16" else flat).reshape(entry["shape"])
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return arrays, header.get("__metadata__") or {}
+
+
+def read_npz(data: bytes) -> Arrays:
+    """The arrays of an .npz, in their own dtypes.
+
+    Member by member instead of `numpy.load`, which allocates whatever a member's
+    header claims.
+
+    Raises:
+        SpecError: too large once unpacked, malformed, or with arrays that are no floats.
+    """
+    arrays: Arrays = {}
+    try:
+        with zipfile.ZipFile(BytesIO(data)) as archive:
+            check_size(sum(info.file_size for info in archive.infolist()), "the unpacked .npz")
+            for info in archive.infolist():
+                name = info.filename.removesuffix(".npy")
+                arrays[name] = _read_npy(archive.read(info), name)
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+        # The latter two: a compression or an encryption that zipfile does not know.
+        raise SpecError(f"the content is not an .npz: {error}.") from None
+    return arrays
+
+
+def _read_npy(data: bytes, name: str) -> NDArray[Any]:
+    stream = BytesIO(data)
+    try:
+        version = npy.read_magic(stream)
+        read_header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+        shape, _, dtype = read_header[version](stream)
+    except (KeyError, ValueError, SyntaxError, TokenError) as error:
+        # numpy reads a header as a Python literal, or else tokenizes it.
+        raise SpecError(f"{shown(name)} is not an .npy array: {error}.") from None
+    if dtype.kind != "f":
+        raise SpecError(f"{shown(name)} has dtype {dtype}; save it as float32.")
+    if len(shape) != 1:
+        raise SpecError(f"{shown(name)} has shape {list(shape)}; a vector is [hidden_size].")
+    body = stream.read()
+    if len(body) != shape[0] * dtype.itemsize:
+        raise SpecError(f"{shown(name)} claims {shape[0]:,} values and holds {len(body):,} bytes.")
+    return np.frombuffer(body, dtype)
+
+
+def read_gguf(path: Path) -> tuple[Arrays, dict[str, str]]:
+    """The tensors of a GGUF file, and those of its fields that are text.
+
+    Raises:
+        SpecError: too large, malformed, or with quantised tensors.
+        ImportError: the `gguf` library is not installed.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise ImportError(
+            f"{path} is a GGUF file, and the library that reads it is not installed: "
+            "pip install 'vllm-scope[gguf]'."
+        ) from None
+
+    class BoundedReader(gguf.GGUFReader):
+        # The library takes what lies past the end of the file for nothing at all, and
+        # a length of 2**64 for that many entries of it.
+        num_reads = 0
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, **options: Any) -> Any:
+            self.num_reads += 1
+            if self.num_reads > MAX_GGUF_READS:
+                raise ValueError("it has more fields than a control vector needs")
+            if int(offset) + np.dtype(dtype).itemsize * int(count) > len(self.data):
+                raise ValueError("it is cut short")
+            return super()._get(offset, dtype, count, **options)
+
+    check_size(path.stat().st_size, str(path))
+    try:
+        reader = BoundedReader(path)
+        texts = {
+            name: found.contents()
+            for name, found in reader.fields.items()
+            if found.types == [gguf.GGUFValueType.STRING]
+        }
+    except (ValueError, KeyError, IndexError, OverflowError, RecursionError) as error:
+        raise SpecError(f"{path} is not a GGUF file that can be read: {error}.") from None
+    arrays: Arrays = {}
+    for tensor in reader.tensors:
+        kind = tensor.tensor_type.name
+        if kind not in _DTYPES:
+            raise SpecError(f"{shown(tensor.name)} has type {kind}; {', '.join(_DTYPES)} are read.")
+        # A copy: the reader's arrays are views of the mapped file.
+        array = np.array(tensor.data)
+        arrays[tensor.name] = _bfloat16(array.view("<u2")) if kind == "BF16" else array
+    return arrays, texts
+
+
+def _bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    return (bits.astype(np.uint32) << 16).view(np.float32)

@@ -1,0 +1,182 @@
+"""Steering modules in files and as bytes, and the conventions of those who write them.
+
+Owns:  what a tensor's name says about its site and layer; the metadata.
+From:  containers.py (arrays).   To: SteeringModule.
+
+| name of a tensor    | who writes it so      | site                      | layer           |
+|---------------------|-----------------------|---------------------------|-----------------|
+| `{site}.{layer}`    | we                    | the name's                | the name's      |
+| `direction.{layer}` | we, repeng, llama.cpp | metadata's, or resid_post | less index base |
+| `{layer}`           | people                | metadata's, or resid_post | less index base |
+
+The index base is metadata's too, "0" unless it says "1".
+repeng's `direction.5` was computed on Hugging Face's `hidden_states[6]`, the exit
+of layer 5 counted from 0, and llama.cpp adds it there: our `resid_post` 5.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.sites import SiteLayer
+from vllm_scope.vectors.containers import Arrays, read_bytes, read_gguf, read_npz, read_safetensors
+from vllm_scope.vectors.module import Provenance, SteeringModule, as_stream, name_of
+
+DEFAULT_SITE = "resid_post"
+
+# Five digits are more than any layer has, and as_stream says so.
+_NAME = re.compile(r"(?:(?P<site>[a-z_]+)\.)?(?P<number>[0-9]{1,5})")
+
+
+def load_vectors(path: str | Path) -> SteeringModule:
+    """A steering module from a .safetensors, .gguf or .npz file.
+
+    Every tensor of the file must be a vector under a name that says its layer; see
+    the table above. Metadata that this program does not know is left out.
+
+    Raises:
+        SpecError: another ending, too large, malformed, a name or a vector that
+            cannot be; the message names the file and the tensor.
+        ImportError: a .gguf file without the `gguf` library (`vllm-scope[gguf]`).
+        OSError: the file cannot be read.
+    """
+    path = Path(path)
+    readers = {".safetensors": _load_safetensors, ".gguf": _load_gguf, ".npz": _load_npz}
+    if path.suffix not in readers:
+        raise SpecError(f"{path} ends in {path.suffix!r}; {', '.join(readers)} are read.")
+    try:
+        return readers[path.suffix](path)
+    except SpecError as error:
+        raise SpecError(f"{path}: {error}") from None
+
+
+def save_vectors(path: str | Path, module: SteeringModule) -> None:
+    """Write `to_bytes(module)`; the path must end in .safetensors.
+
+    Raises:
+        SpecError: another ending.
+    """
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise SpecError(f"{path} ends in {path.suffix!r}; modules are saved as .safetensors.")
+    path.write_bytes(to_bytes(module))
+
+
+def to_bytes(module: SteeringModule) -> bytes:
+    """The module as the content of a safetensors file; `from_bytes` is its inverse.
+
+    The tensors of a module of one site are named `direction.{layer}`, as others
+    write and read them, and the metadata holds the site; of several sites, they are
+    named `{site}.{layer}`.
+    """
+    from safetensors.numpy import save
+
+    metadata = _provenance_to_metadata(module.provenance) | {"index_base": "0"}
+    if len(module.sites) > 1:
+        return save({name_of(stream): vector for stream, vector in module.items()}, metadata)
+    named = {f"direction.{layer}": vector for (_, layer), vector in module.items()}
+    return save(named, metadata | {"site": module.sites[0]})
+
+
+def from_bytes(data: bytes) -> SteeringModule:
+    """The module in the content of a safetensors file, ours or another's.
+
+    Safe on what came over a wire: bounded, and never code.
+
+    Raises:
+        SpecError: too large, malformed, a name or a vector that cannot be.
+    """
+    arrays, metadata = read_safetensors(data)
+    base = metadata.get("index_base", "0")
+    if base not in ("0", "1"):
+        raise SpecError(f"metadata index_base is {shown(base)}; layers count from '0' or '1'.")
+    site = metadata.get("site", DEFAULT_SITE)
+    return _module(arrays, site, int(base), _provenance_of_metadata(metadata))
+
+
+def _load_safetensors(path: Path) -> SteeringModule:
+    return from_bytes(read_bytes(path))
+
+
+def _load_npz(path: Path) -> SteeringModule:
+    return _module(read_npz(read_bytes(path)), DEFAULT_SITE, 0, Provenance())
+
+
+def _load_gguf(path: Path) -> SteeringModule:
+    arrays, texts = read_gguf(path)
+    architecture = texts.get("general.architecture")
+    if architecture != "controlvector":
+        raise SpecError(
+            f"general.architecture is {shown(architecture)}; a control vector's is 'controlvector'."
+        )
+    provenance = Provenance(
+        model=texts.get("controlvector.model_hint"), method=texts.get("controlvector.method")
+    )
+    return _module(arrays, DEFAULT_SITE, 0, provenance)
+
+
+def _module(arrays: Arrays, site: str, base: int, provenance: Provenance) -> SteeringModule:
+    vectors = {}
+    for name, array in arrays.items():
+        stream = _stream_of(name, site, base)
+        if stream in vectors:
+            raise SpecError(f"{shown(name)} is a second vector for {name_of(stream)}.")
+        if array.ndim != 1:
+            raise SpecError(
+                f"{shown(name)} has shape {list(array.shape)}; a vector is [hidden_size]."
+            )
+        vectors[stream] = array
+    return SteeringModule(vectors, provenance)
+
+
+def _stream_of(name: str, site: str, base: int) -> SiteLayer:
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise SpecError(
+            f"{shown(name)} is no name of a vector; they are 'direction.<layer>' or "
+            "'<site>.<layer>', such as 'resid_post.5'."
+        )
+    number = int(match["number"])
+    if match["site"] in ("direction", None):
+        return as_stream((site, number - base))
+    return as_stream((match["site"], number))
+
+
+# --- Metadata ----------------------------------------------------------------
+
+
+def _provenance_to_metadata(provenance: Provenance) -> dict[str, str]:
+    """Text by field, for those that are known; repr keeps a float exactly."""
+    values = {each.name: getattr(provenance, each.name) for each in fields(Provenance)}
+    return {
+        name: value if isinstance(value, str) else repr(value)
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def _provenance_of_metadata(metadata: Mapping[str, str]) -> Provenance:
+    scale = metadata.get("scale", "1.0")
+    try:
+        number = float(scale)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise SpecError(f"metadata scale is {shown(scale)}; it is a finite number.")
+    normalised = metadata.get("normalised")
+    if normalised not in ("True", "False", None):
+        raise SpecError(f"metadata normalised is {shown(normalised)}; it is 'True' or 'False'.")
+    return Provenance(
+        model=metadata.get("model"),
+        revision=metadata.get("revision"),
+        method=metadata.get("method"),
+        dataset=metadata.get("dataset"),
+        scale=number,
+        normalised=None if normalised is None else normalised == "True",
+        created_by=metadata.get("created_by"),
+    )

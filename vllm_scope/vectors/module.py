@@ -1,0 +1,195 @@
+"""A steering module: float32 vectors by (site, layer), named by what they hold.
+
+Owns:  SteeringModule, Provenance, and how a list, an array or a tensor becomes a vector.
+Runs:  anywhere. numpy only.
+To:    files (as bytes), analysis (which makes modules), whoever adds them to a stream.
+
+Promise: a module that exists is well formed and never changes, so its digest is
+its identity: two modules of the same digest steer alike, whatever they are called.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.sites import ALIASES, SiteLayer
+
+#: The residual stream's places, where a vector of the hidden size can act.
+STREAM_SITES = ("embed", "resid_pre", "resid_mid", "resid_post")
+#: No model has more layers; a longer number in a file is a mistake.
+MAX_LAYER = 9999
+MAX_VECTORS = 4096
+
+Vector = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where vectors come from. Not part of a module's identity.
+
+    Attributes:
+        model, revision: what they were computed on.
+        method: how, as "mean_difference".
+        dataset: "sha256:..." of the contrast pairs, see `analysis.pairs_digest`.
+        scale: what their maker multiplies them by. Not multiplied in.
+        normalised: whether they have length 1; None where that is not known.
+        created_by: the program and version that computed them.
+    """
+
+    model: str | None = None
+    revision: str | None = None
+    method: str | None = None
+    dataset: str | None = None
+    scale: float = 1.0
+    normalised: bool | None = None
+    created_by: str | None = None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SteeringModule(Mapping[SiteLayer, Vector]):
+    """Vectors by (site, layer). Read-only, of one hidden size, equal by content.
+
+    Args:
+        vectors: (site, layer) -> [hidden_size]: a list of numbers, a numpy array, or
+            a torch tensor of any float dtype and device. Copied, as float32. Sites
+            are those of the residual stream; `embed` has layer 0.
+        provenance: where they come from.
+
+    Raises:
+        SpecError: no vectors, a key that is no (site, layer), a vector of wrong rank
+            or type, with NaN or Inf (in float32), or of another size than the first.
+    """
+
+    vectors: Mapping[SiteLayer, Any]
+    provenance: Provenance = field(default_factory=Provenance)
+
+    def __post_init__(self) -> None:
+        if not self.vectors:
+            raise SpecError("the module has no vectors; give at least one (site, layer).")
+        if len(self.vectors) > MAX_VECTORS:
+            raise SpecError(f"the module has {len(self.vectors):,} vectors; at most {MAX_VECTORS}.")
+        kept: dict[SiteLayer, Vector] = {}
+        for key, value in self.vectors.items():
+            stream = as_stream(key)
+            if stream in kept:
+                raise SpecError(f"the module has {stream} twice: {shown(key)} is its alias.")
+            kept[stream] = as_vector(value, name_of(stream))
+        sizes = {name_of(stream): len(vector) for stream, vector in kept.items()}
+        first, size = next(iter(sizes.items()))
+        for name, other in sizes.items():
+            if other != size:
+                raise SpecError(
+                    f"{name} has {other:,} values and {first} has {size:,}; the vectors of a "
+                    "module are of one hidden size."
+                )
+        ordered = sorted(kept.items(), key=lambda item: (STREAM_SITES.index(item[0][0]), item[0]))
+        object.__setattr__(self, "vectors", MappingProxyType(dict(ordered)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Made again rather than restored, so that the copy is read-only as well.
+        return SteeringModule, (dict(self.vectors), self.provenance)
+
+    def __getitem__(self, stream: SiteLayer) -> Vector:
+        try:
+            found: Vector = self.vectors[as_stream(stream)]
+        except KeyError:
+            held = ", ".join(map(name_of, self))
+            raise KeyError(f"{stream} is not in this module, which has {held}.") from None
+        return found
+
+    def __iter__(self) -> Iterator[SiteLayer]:
+        return iter(self.vectors)
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SteeringModule) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"SteeringModule({', '.join(map(name_of, self))}; {self.digest[:19]})"
+
+    @property
+    def hidden_size(self) -> int:
+        return len(next(iter(self.vectors.values())))
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(site for site, _ in self))
+
+    @cached_property
+    def digest(self) -> str:
+        """ "sha256:..." of the keys and the bits of the values, and of nothing else."""
+        content = hashlib.sha256(b"vllm-scope steering vectors\n")
+        for stream, vector in self.items():
+            content.update(f"{name_of(stream)} {len(vector)}\n".encode())
+            content.update(vector.astype("<f4").tobytes())
+        return f"sha256:{content.hexdigest()}"
+
+
+def name_of(stream: SiteLayer) -> str:
+    """What a stream is called in files and messages: "resid_post.5"."""
+    return f"{stream[0]}.{stream[1]}"
+
+
+def as_stream(key: object) -> SiteLayer:
+    """(site, layer) under the site's own name.
+
+    Raises:
+        SpecError: not a pair of a site of the residual stream and a layer from 0.
+    """
+    if not isinstance(key, tuple) or len(key) != 2:
+        raise SpecError(f"{shown(key)} is no (site, layer), such as ('resid_post', 5).")
+    site, layer = key
+    name = ALIASES.get(site, site) if isinstance(site, str) else site
+    if name not in STREAM_SITES:
+        raise SpecError(
+            f"{shown(key)} has site {shown(site)}; a vector acts at one of "
+            f"{', '.join(STREAM_SITES)}."
+        )
+    if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
+        raise SpecError(f"{shown(key)} has layer {shown(layer)}; layers are whole numbers from 0.")
+    last = 0 if name == "embed" else MAX_LAYER
+    if not 0 <= layer <= last:
+        raise SpecError(f"{shown(key)} has layer {layer}; layers of {name!r} go from 0 to {last}.")
+    return name, int(layer)
+
+
+def as_vector(value: object, where: str) -> Vector:
+    """A read-only float32 copy, [hidden_size].
+
+    Raises:
+        SpecError: not numbers, not of rank 1, empty, or not finite in float32.
+    """
+    if hasattr(value, "detach"):
+        # A torch tensor, which is not imported for it. numpy knows no bfloat16.
+        value = value.detach().cpu().float().numpy()
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise SpecError(f"{where} is not an array: its rows differ in length.") from None
+    if array.dtype.kind not in "fiu":
+        raise SpecError(f"{where} is {shown(value)}; a vector is a list of numbers.")
+    if array.ndim != 1 or not array.size:
+        raise SpecError(f"{where} has shape {list(array.shape)}; a vector is [hidden_size].")
+    with np.errstate(over="ignore"):
+        vector = array.astype(np.float32)
+    if not np.isfinite(vector).all():
+        at = int(np.flatnonzero(~np.isfinite(vector))[0])
+        raise SpecError(
+            f"{where} has {array[at]} at index {at}; values must be finite float32 numbers."
+        )
+    vector.setflags(write=False)
+    return vector
