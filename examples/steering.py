@@ -64,7 +64,7 @@ SCALE: Final = 0.75
 # goes from the last token's rows only: the texts keep it.
 ABLATED_STREAM: Final = ("resid_post", 1)
 PROBED_STREAM: Final = ("resid_post", 5)
-NUM_TRAIN: Final = 400
+NUM_TRAIN: Final = 200
 NUM_PROBED: Final = 200
 NUM_CONTINUED: Final = 100
 
@@ -153,15 +153,17 @@ def ablate_sentiment(
     directions: SteeringModule,
     stream: Stream = ABLATED_STREAM,
     probed: Stream = PROBED_STREAM,
+    num_prompts: int = NUM_PROBED,
 ) -> AblationFigures:
     """Take the sentiment direction out of one stream, at every token.
 
     Args:
         stream: where it is taken out.
         probed: where the probe reads.
+        num_prompts: that probes are fitted to, and as many that they are measured on.
     """
     edits = [Edit("ablate", stream, torch.tensor(directions[stream]))]
-    fit, test = (world.sentiment_prompts(NUM_PROBED, split=split) for split in ("train", "test"))
+    fit, test = (world.sentiment_prompts(num_prompts, split=split) for split in ("train", "test"))
 
     def rows(prompts: Sequence[Prompt], edits: Edits) -> tuple[Tensor, list[bool]]:
         results = read([prompt.text for prompt in prompts], [edits] * len(prompts))

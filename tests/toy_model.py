@@ -72,7 +72,7 @@ class ToyModel:
         with self._edited(edits, [0] * len(prompts)):
             # After the edits' hooks: rows as the next layer receives them.
             hooks = [m.register_forward_hook(keep(stream)) for stream, m in self.modules.items()]
-            self.model(**batch, use_cache=False)
+            self.model.model(**batch, use_cache=False)
             for hook in hooks:
                 hook.remove()
         lengths = batch.attention_mask.sum(1).tolist()

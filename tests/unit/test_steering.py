@@ -58,12 +58,12 @@ def test_a_random_direction_of_the_same_length_turns_no_review(toy, directions):
 
 
 def test_too_much_of_the_direction_breaks_the_grammar(toy, directions):
-    figures = flip_reviews(toy.generate, directions, scale=3.0)
+    figures = flip_reviews(toy.generate, directions, scale=3.0, num_reviews=20)
     assert figures.grammatical <= 0.1, figures
 
 
 def test_ablating_the_direction_leaves_a_probe_at_chance(toy, directions):
-    figures = ablate_sentiment(toy.generate, toy.read, directions)
+    figures = ablate_sentiment(toy.generate, toy.read, directions, num_prompts=100)
     assert figures.auroc >= 0.99
     assert abs(figures.auroc_ablated - 0.5) <= 0.15, figures
     assert abs(figures.auroc_refitted - 0.5) <= 0.15, figures

@@ -1,0 +1,162 @@
+"""Linear probes: folded through their scaler, scored, saved and read back."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from vllm_scope.analysis.probes import LinearProbe, load_probe, save_probe, train_probe
+from vllm_scope.errors import SpecError
+
+STREAM = ("resid_post", 5)
+
+
+def labelled(n: int = 200):
+    """Rows far from the origin, of very different widths, one of them constant."""
+    torch.manual_seed(0)
+    labels = torch.rand(n) < 0.4
+    rows = torch.randn(n, 8) * torch.logspace(-2, 2, 8) + 50
+    rows[:, 2] += 0.5 * labels
+    rows[:, 7] = 3.0
+    return rows, labels
+
+
+def test_a_probe_scores_as_the_pipeline_that_it_was_folded_from():
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import roc_auc_score
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    rows, labels = labelled()
+    classifier = LogisticRegression(C=0.5, solver="newton-cholesky")
+    pipeline = make_pipeline(StandardScaler(), classifier).fit(rows.numpy(), labels.numpy())
+    probe = train_probe(rows, labels, STREAM, c=0.5)
+    np.testing.assert_allclose(
+        probe.scores(rows), pipeline.decision_function(rows.numpy()), atol=2e-3
+    )
+    np.testing.assert_allclose(
+        probe.probabilities(rows), pipeline.predict_proba(rows.numpy())[:, 1], atol=1e-3
+    )
+    expected = roc_auc_score(labels, pipeline.decision_function(rows.numpy()))
+    assert probe.auroc(rows, labels) == pytest.approx(expected, abs=2e-3)
+    assert expected > 0.7
+
+
+def test_scores_are_float32_of_rows_of_any_shape_and_dtype():
+    probe = LinearProbe([1.0, -2.0], 0.5, *STREAM)
+    rows = torch.tensor([[[1.0, 1.0]], [[3.0, 0.0]]], dtype=torch.bfloat16)
+    scores = probe.scores(rows)
+    assert scores.dtype == torch.float32
+    assert scores.tolist() == [[-0.5], [3.5]]
+
+
+def test_auroc_counts_the_pairs_in_order():
+    probe = LinearProbe([1.0], 0.0, *STREAM)
+    rows = torch.tensor([[1.0], [2.0], [2.0], [3.0]])
+    # Of the four pairs two are in order, one is not, one is a tie.
+    assert probe.auroc(rows, [False, True, False, True]) == 0.875
+    assert probe.auroc(rows, torch.tensor([True, True, False, False])) == 0.125
+
+
+def test_a_probe_survives_its_files_exactly(tmp_path):
+    rows, labels = labelled()
+    probe = train_probe(rows, labels, ("post_block", 5), pooling="last_prompt", model="org/model")
+    save_probe(tmp_path / "p.safetensors", probe)
+    again = load_probe(str(tmp_path / "p.safetensors"))
+    assert again.weight.tolist() == probe.weight.tolist()
+    assert (again.bias, again.threshold) == (probe.bias, 0.0)
+    assert (again.site, again.layer) == STREAM
+    assert (again.pooling, again.model) == ("last_prompt", "org/model")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p.json", "p.safetensors"]
+
+
+def write(tmp_path, tensors, body):
+    save_file(tensors, tmp_path / "p.safetensors")
+    (tmp_path / "p.json").write_text(body if isinstance(body, str) else json.dumps(body))
+    return tmp_path / "p.safetensors"
+
+
+WEIGHT = {"weight": np.float32([2, 4]), "bias": np.float32([1])}
+BODY = {"site": "resid_post", "layer": 5}
+
+
+def test_a_scaler_in_the_file_is_folded(tmp_path):
+    scaler = {"mean": np.float32([10, 20]), "scale": np.float32([2, 8])}
+    probe = load_probe(write(tmp_path, WEIGHT | scaler, BODY))
+    # ((12 - 10) / 2) * 2 + ((28 - 20) / 8) * 4 + 1
+    assert probe.scores(torch.tensor([12.0, 28.0])).item() == 7.0
+
+
+@pytest.mark.parametrize(
+    ("tensors", "body", "message"),
+    [
+        pytest.param({"weight": WEIGHT["weight"]}, BODY, "has .*'weight'", id="no-bias"),
+        pytest.param(WEIGHT | {"mean": np.float32([1, 1])}, BODY, "has .*'mean'", id="half-scaler"),
+        pytest.param(WEIGHT | {"x": np.float32([1])}, BODY, "has .*'x'", id="one-more"),
+        pytest.param(WEIGHT | {"bias": np.float32([1, 2])}, BODY, "one number", id="two-biases"),
+        pytest.param(
+            WEIGHT | {"weight": np.float32([[1, 2]])}, BODY, r"weight has shape \[1, 2\]",
+            id="matrix",
+        ),
+        pytest.param(
+            WEIGHT | {"weight": np.float32([np.inf, 2])}, BODY, "weight has inf", id="inf"
+        ),
+        pytest.param(WEIGHT | {"bias": np.float32([np.nan])}, BODY, "bias is nan", id="nan-bias"),
+        pytest.param(
+            WEIGHT | {"mean": np.float32([1, 1]), "scale": np.float32([1, 0])}, BODY,
+            "scale above 0", id="zero-scale",
+        ),
+        pytest.param(
+            WEIGHT | {"mean": np.float32([1]), "scale": np.float32([1])}, BODY,
+            "of 2 values", id="short-scaler",
+        ),
+        pytest.param(WEIGHT, "{", "is not JSON", id="no-json"),
+        pytest.param(WEIGHT, [], "its fields are", id="a-list"),
+        pytest.param(WEIGHT, {"site": "resid_post"}, "its fields are", id="no-layer"),
+        pytest.param(WEIGHT, BODY | {"kind": "x"}, "its fields are", id="another-field"),
+        pytest.param(WEIGHT, BODY | {"layer": "5"}, "has layer '5'", id="layer-as-text"),
+        pytest.param(WEIGHT, BODY | {"site": ["x"]}, "has site", id="site-a-list"),
+        pytest.param(WEIGHT, BODY | {"pooling": 1}, "pooling is 1", id="pooling-a-number"),
+        pytest.param(WEIGHT, BODY | {"threshold": None}, "threshold is None", id="no-threshold"),
+        pytest.param(WEIGHT, BODY | {"threshold": True}, "threshold is True", id="truth"),
+    ],
+)  # fmt: skip
+def test_files_that_are_no_probe_are_refused(tmp_path, tensors, body, message):
+    with pytest.raises(SpecError, match=message):
+        load_probe(write(tmp_path, tensors, body))
+
+
+def test_a_probes_file_is_safetensors(tmp_path):
+    for act in (load_probe, lambda path: save_probe(path, LinearProbe([1.0], 0.0, *STREAM))):
+        with pytest.raises(SpecError, match=r"ends in '\.pkl'"):
+            act(tmp_path / "p.pkl")
+
+
+@pytest.mark.parametrize(
+    ("rows", "labels", "message"),
+    [
+        pytest.param(torch.ones(2, 3), [True], "labels of shape", id="too-few-labels"),
+        pytest.param(torch.ones(2, 3), [True, True], "all the same", id="one-kind"),
+        pytest.param(torch.ones(3), [True, False, True], r"\[n, hidden_size\]", id="one-row"),
+        pytest.param(torch.full((2, 1), torch.inf), [True, False], "NaN or Inf", id="inf"),
+    ],
+)
+def test_rows_that_no_probe_can_be_fitted_to_are_refused(rows, labels, message):
+    with pytest.raises(SpecError, match=message):
+        train_probe(rows, labels, STREAM)
+
+
+def test_rows_of_another_size_are_refused():
+    with pytest.raises(SpecError, match="for 1 values"):
+        LinearProbe([1.0], 0.0, *STREAM).scores(torch.ones(2, 3))
+
+
+def test_without_scikit_learn_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.linear_model", None)
+    with pytest.raises(ImportError, match=r"pip install 'vllm-scope\[probes\]'"):
+        train_probe(torch.ones(2, 3), [True, False], STREAM)
