@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.checkpoints import TOLERANCE, reference, row_error
+from tests.checkpoints import reference, row_error
 from tests.conftest import local_engine
 from vllm_scope import Ablate, Add, Clamp, Probe, Read, Replace, scope
 
@@ -64,7 +64,7 @@ def run(llm, ids, parameters):
     return llm.generate(prompts, parameters, use_tqdm=False)
 
 
-def check(output, ref, edits, dtype=torch.float32):
+def check(output, ref, edits):
     """Rows of every site, tokens and logprobs equal the edited reference's."""
     (completion,) = output.outputs
     ids = [*output.prompt_token_ids, *completion.token_ids]
@@ -75,7 +75,7 @@ def check(output, ref, edits, dtype=torch.float32):
         if stream[0] == "embed":
             continue
         error = row_error(result[stream], streams[stream][result.positions(*stream)])
-        assert error <= TOLERANCE[dtype], (stream, error)
+        assert error <= 1e-4, (stream, error)
     check_logprobs(completion, logits[len(output.prompt_token_ids) - 1 :])
 
 
