@@ -1,50 +1,58 @@
-"""The compiled kernel equals the definition bit for bit, rounding included."""
+"""The compiled kernel equals the definition: copies bit for bit, sums within rounding."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from vllm_scope.program import OP_READ
+from tests.unit.taps import CODES, COPIES, POISON, check, outcome, random_tap
+from vllm_scope.program import OP_DOT, OP_READ
 
 pytestmark = pytest.mark.gpu
-POISON = -1280.0
+#: Of a case in which rows are read, scored and edited.
+SEED = 22
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SIZES = [64, 127, 896, 4096, 5000, 8191, 16_384]
+#: Programs of copies and scores, of copies, and of everything.
+MIXES = [(OP_READ, OP_DOT), COPIES, CODES]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("hidden_size", [64, 127, 896, 4096, 5000, 16_384])
-def test_the_kernel_equals_the_definition(dtype, hidden_size):
+def _case(number: int, hidden_size: int, dtype: torch.dtype, codes: tuple[int, ...]):
+    return random_tap(
+        hidden_size + number, hidden_size, dtype, num_rows=1 + 3 * number, codes=codes,
+        with_residual=number % 3 > 0, tap_by_tap=number % 2 > 0, strided=number % 4 > 1,
+        on_grid=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hidden_size", SIZES)
+def test_the_kernel_equals_the_definition(hidden_size, dtype):
     from vllm_scope.tap import definition, kernel
 
-    generator = torch.Generator("cuda").manual_seed(hidden_size)
+    for number in range(8):
+        for codes in MIXES:
+            before = _case(number, hidden_size, dtype, codes)
+            twin = before.to("cpu").run(definition.tap_rows)
+            ran = before.to("cuda").run(kernel.tap_rows).to("cpu")
+            check(ran, before, outcome(before), twin)
 
-    def rand(*shape, high=None):
-        if high is not None:
-            low, high = high
-            options = {"device": "cuda", "generator": generator, "dtype": torch.int32}
-            return torch.randint(low, high, shape, **options)
-        return torch.randn(shape, device="cuda", generator=generator).to(dtype)
 
-    for case in range(20):
-        num_rows, num_taps, num_programs = 1 + case * 3, 4, 5
-        layered = case % 2
-        programs = torch.zeros(num_programs, num_taps, 2, dtype=torch.int32, device="cuda")
-        programs[..., 0] = rand(num_programs, num_taps, high=(0, num_taps))
-        programs[..., 1] = rand(num_programs, num_taps, high=(0, 2))
-        ops = torch.zeros(num_taps, 4, dtype=torch.int32, device="cuda")
-        ops[:, 0], ops[:, 1] = OP_READ, torch.arange(num_taps)
-        tokens = rand(num_rows + 3, 4, high=(-1, num_programs))
-        slots = torch.randperm(num_rows + 3, device="cuda", generator=generator)
-        tokens[:, 1] = slots if layered else slots * num_taps
-        arena = torch.full(
-            ((num_rows + 3) * num_taps, hidden_size), POISON, dtype=dtype, device="cuda"
-        )
-        wide = rand(num_rows, hidden_size + 16)
-        hidden = wide[:, :hidden_size]
-        residual = rand(num_rows, hidden_size) if case % 3 else None
-        expected, written = arena.clone(), arena.clone()
-        tap = torch.tensor(case % num_taps, dtype=torch.int32, device="cuda")
-        rest = (tokens, programs, ops, tap, 0, 1 - layered)
-        definition.tap_rows(hidden, residual, expected, *rest)
-        kernel.tap_rows(hidden, residual, written, *rest)
-        assert torch.equal(written, expected)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_slots_in_host_memory_are_written_there_and_not_in_the_arena(dtype):
+    from vllm_scope.tap import definition, kernel
+
+    before = random_tap(SEED, 4096, dtype, num_rows=6, on_grid=False)
+    expected = outcome(before)
+    assert expected.stored
+    host = before.arena.clone().pin_memory()
+    tokens = before.tokens.clone()
+    tokens[:, definition.TO_HOST] = 1
+    address = torch.tensor([host.data_ptr()])
+    ran = replace(before, tokens=tokens, host=address).to("cuda").run(kernel.tap_rows)
+    torch.cuda.synchronize()
+    assert (ran.arena.view(torch.int32) == POISON).all()
+    there = replace(ran.to("cpu"), arena=host, tokens=before.tokens, host=before.host)
+    check(there, before, expected, before.to("cpu").run(definition.tap_rows))

@@ -1,6 +1,8 @@
-"""What a tap does to rows, against a loop over them."""
+"""What a tap does to rows, against a loop over rows and operations."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
@@ -8,142 +10,179 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_scope.program import OP_READ
+from tests.unit.taps import CODES, COPIES, POISON, check, outcome, random_tap
+from vllm_scope.program import (
+    OP_ABLATE,
+    OP_ADD,
+    OP_ADD_NORM,
+    OP_CLAMP,
+    OP_DOT,
+    OP_READ,
+    OP_SET,
+)
 from vllm_scope.tap.definition import tap_rows
 
-HIDDEN_SIZE = 3
-NUM_TAPS = 3
-NUM_PROGRAMS = 4
-MAX_ROWS = 10
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SIZES = st.sampled_from([1, 2, 3, 7, 8, 9, 64, 65, 127])
 
 
-def _tap_by_loop(
+@given(
+    st.builds(
+        dict,
+        seed=st.integers(0, 1 << 31),
+        hidden_size=SIZES,
+        dtype=st.sampled_from(list(DTYPES.values())),
+        num_rows=st.integers(0, 8),
+        codes=st.sampled_from([CODES, COPIES, (OP_READ, OP_DOT)]),
+        with_residual=st.booleans(),
+        tap_by_tap=st.booleans(),
+        strided=st.booleans(),
+        on_grid=st.booleans(),
+    )
+)
+def test_a_tap_does_to_its_rows_what_a_loop_would(arguments):
+    before = random_tap(**arguments)
+    check(random_tap(**arguments).run(tap_rows), before, outcome(before))
+
+
+# One row at a time
+
+#: A direction of length 1, and a row whose length is 5 and whose part along it is 3.
+DIRECTION = [1.0, 0.0, 0.0, 0.0]
+ROW = [3.0, 4.0, 0.0, 0.0]
+
+
+def _run(
     hidden: Tensor,
     residual: Tensor | None,
-    arena: Tensor,
-    tokens: Tensor,
-    programs: Tensor,
-    ops: Tensor,
-    tap: Tensor,
-    slot_base: int,
-    read_stride: int,
-) -> None:
-    for row in range(len(hidden)):
-        program, slot = tokens[row, :2].tolist()
-        if program < 0:
-            continue
-        x = hidden[row].float()
-        if residual is not None:
-            x = x + residual[row].float()
-        first, count = programs[program, int(tap)].tolist()
-        for opcode, read_index, *_ in ops[first : first + count].tolist():
-            assert opcode == OP_READ
-            arena[slot_base + slot + read_index * read_stride] = x.to(arena.dtype)
+    *ops: tuple,
+    vectors: list[list[float]] | None = None,
+    tokens: list[list[int]] | None = None,
+    slots: tuple[int, int] = (0, 0),
+    num_slots: int = 8,
+) -> Tensor:
+    """The arena after a tap whose one program is a chain of (code, word, vector, a, b).
+
+    Unless `tokens` says otherwise each row runs it, from slot 4 * row on.
+    """
+    table = torch.zeros((max(len(ops), 1), 8), dtype=torch.int32)
+    for i, (code, word, vector, a, b) in enumerate(ops):
+        numbers = torch.tensor([a, b], dtype=torch.float32).view(torch.int32).tolist()
+        following = i + 1 if i + 1 < len(ops) else -1
+        table[i] = torch.tensor([code, word, word, vector, *numbers, following, 0])
+    if tokens is None:
+        tokens = [[0, 4 * row, 0, 0] for row in range(len(hidden))]
+    arena = torch.full((num_slots, 4), POISON, dtype=torch.int32).view(hidden.dtype)
+    tap_rows(
+        hidden, residual, arena, torch.tensor(tokens, dtype=torch.int32),
+        torch.tensor([[0 if ops else -1]], dtype=torch.int32), table,
+        torch.tensor(vectors or [[0.0] * hidden.shape[1]], dtype=torch.float32),
+        torch.tensor(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), *slots,
+    )  # fmt: skip
+    return arena
 
 
-@st.composite
-def taps(draw):
-    """Arguments of a tap whose reads all go to different slots."""
-    num_rows = draw(st.integers(0, MAX_ROWS))
-    dtype = draw(st.sampled_from(list(DTYPES.values())))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
-
-    def random_rows() -> Tensor:
-        return (torch.randn(num_rows, HIDDEN_SIZE, generator=generator) * 100).to(dtype)
-
-    # Operation lists of length 0 to 3 anywhere among the operations; READ j as its own
-    # entry, in any order, so that a program may read one row into several slots.
-    read_indices = draw(st.permutations(range(4)))
-    ops = torch.tensor([[OP_READ, j, -9, -9] for j in read_indices], dtype=torch.int32)
-    spans = st.integers(0, 4).flatmap(lambda a: st.tuples(st.just(a), st.integers(0, 4 - a)))
-    size = NUM_PROGRAMS * NUM_TAPS
-    programs = torch.tensor(draw(st.lists(spans, min_size=size, max_size=size)))
-    # Four slots for each token, far enough apart for any read of any stride.
-    stride = draw(st.integers(1, 3))
-    places = draw(st.permutations(range(MAX_ROWS)))
-    tokens = torch.full((MAX_ROWS, 4), -9, dtype=torch.int32)
-    some_program = st.integers(-1, NUM_PROGRAMS - 1)
-    tokens[:, 0] = torch.tensor(draw(st.lists(some_program, min_size=10, max_size=10)))
-    tokens[:, 1] = torch.tensor(places) * 12
-    # Rows after the batch look alive; taps must not look at them.
-    tokens[num_rows:, 0] = NUM_PROGRAMS - 1
-    return {
-        "hidden": random_rows(),
-        "residual": random_rows() if draw(st.booleans()) else None,
-        "arena": torch.full((MAX_ROWS * 12 + 20, HIDDEN_SIZE), torch.nan, dtype=dtype),
-        "tokens": tokens,
-        "programs": programs.view(NUM_PROGRAMS, NUM_TAPS, 2).int(),
-        "ops": ops,
-        "tap": torch.tensor(draw(st.integers(0, NUM_TAPS - 1)), dtype=torch.int32),
-        "slot_base": draw(st.integers(0, 10)),
-        "read_stride": stride,
-    }
+@pytest.mark.parametrize("with_residual", [False, True], ids=["one-tensor", "with-residual"])
+@pytest.mark.parametrize(
+    ("op", "vector", "row"),
+    [
+        pytest.param((OP_ADD, 2.0), [0, 1, 0, -1], [3, 6, 0, -2], id="add"),
+        pytest.param((OP_ADD, 0.0), [9, 9, 9, 9], ROW, id="add-nothing"),
+        pytest.param((OP_ADD_NORM, 2.0), DIRECTION, [13, 4, 0, 0], id="add-norm"),
+        pytest.param((OP_ADD_NORM, -1.0), DIRECTION, [-2, 4, 0, 0], id="take-norm"),
+        pytest.param((OP_ABLATE,), DIRECTION, [0, 4, 0, 0], id="ablate"),
+        pytest.param((OP_CLAMP, -1.0, 2.0), DIRECTION, [2, 4, 0, 0], id="clamp-from-above"),
+        pytest.param((OP_CLAMP, 7.0, 9.0), DIRECTION, [7, 4, 0, 0], id="clamp-from-below"),
+        pytest.param((OP_CLAMP, -9.0, 9.0), DIRECTION, ROW, id="clamp-inside"),
+        pytest.param((OP_CLAMP, -math.inf, math.inf), DIRECTION, ROW, id="clamp-without-bounds"),
+        pytest.param((OP_SET,), [5, 6, 7, 8], [5, 6, 7, 8], id="set"),
+    ],
+)
+def test_an_edit_writes_the_stream_back_in_one_tensor(op, vector, row, with_residual):
+    code, a, b = (*op, 0.0, 0.0)[:3]
+    hidden, residual = torch.tensor([ROW]), None
+    if with_residual:
+        residual = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+        hidden = hidden - residual
+    _run(hidden, residual, (code, 0, 0, a, b), vectors=[vector])
+    if residual is not None:
+        assert not hidden.any()
+    assert (hidden if residual is None else residual).tolist() == [row]
 
 
-@given(taps())
-def test_a_tap_does_to_its_rows_what_a_loop_would(arguments):
-    inputs = {k: v.clone() for k, v in arguments.items() if isinstance(v, Tensor)}
-    expected = arguments["arena"].clone()
-    _tap_by_loop(**(arguments | {"arena": expected}))
-    tap_rows(**arguments)
-    assert torch.equal(arguments["arena"].isnan(), expected.isnan())
-    assert torch.equal(arguments["arena"].nan_to_num(), expected.nan_to_num())
-    for name in set(inputs) - {"arena"}:
-        assert torch.equal(arguments[name], inputs[name]), f"{name} was changed"
-
-
-def _arguments(dtype: torch.dtype) -> dict:
-    return {
-        "arena": torch.full((6, HIDDEN_SIZE), torch.nan, dtype=dtype),
-        "programs": torch.tensor([[[0, 1]]], dtype=torch.int32),
-        "ops": torch.tensor([[OP_READ, 0, 0, 0]], dtype=torch.int32),
-        "tap": torch.tensor(0, dtype=torch.int32),
-        "slot_base": 0,
-        "read_stride": 1,
-    }
+def test_what_is_stored_is_the_row_as_it_is_at_that_place_of_the_chain():
+    vectors = [[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 2.0, 0.0]]
+    arena = _run(
+        torch.tensor([ROW]), None,
+        (OP_READ, 0, 0, 0, 0), (OP_DOT, 8, 0, 0.5, 0), (OP_ADD, 0, 1, 1.0, 0),
+        (OP_ABLATE, 0, 0, 0, 0), (OP_READ, 4, 0, 0, 0), (OP_DOT, 9, 0, 0.5, 0),
+        vectors=vectors,
+    )  # fmt: skip
+    assert arena[:2].tolist() == [ROW, [0, 4, 2, 0]]
+    assert arena[2, :2].tolist() == [3.5, 0.5]
+    assert (arena[2:].view(torch.int32).flatten()[2:] == POISON).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
-def test_the_stream_is_the_sum_in_the_arenas_dtype(dtype):
+def test_the_stream_is_the_sum_in_float32_rounded_once(dtype):
     hidden = torch.tensor([[1.0, 0.1, 60000.0]]).to(dtype)
     residual = torch.tensor([[0.0040, 0.2, -59900.0]]).to(dtype)
-    arguments = _arguments(dtype)
-    tokens = torch.tensor([[0, 2, -1, -1]], dtype=torch.int32)
-    tap_rows(hidden, residual, tokens=tokens, **arguments)
+    arena = _run(hidden, residual, (OP_READ, 0, 0, 0, 0)).view(-1)
     exact = (hidden.double() + residual.double()).float().to(dtype)
-    assert torch.equal(arguments["arena"][2], exact[0])
-    assert arguments["arena"][[0, 1, 3, 4, 5]].isnan().all()
+    assert torch.equal(arena[:3], exact[0])
+
+
+def test_a_score_is_of_the_row_in_the_models_dtype():
+    # What a caller computes from the row that was read is what the probe said.
+    hidden, residual = torch.tensor([[256.0]]).bfloat16(), torch.tensor([[1.0]]).bfloat16()
+    arena = _run(hidden, residual, (OP_DOT, 0, 0, 0.0, 0), vectors=[[1.0]])
+    assert arena.view(torch.float32)[0, 0] == 256.0
+
+
+def test_an_edited_row_is_rounded_once_after_its_last_edit():
+    hidden = torch.tensor([[256.0]]).bfloat16()  # its neighbour is 258
+    _run(hidden, None, *[(OP_ADD, 0, 0, 0.5, 0)] * 4, vectors=[[1.0]])
+    assert hidden.item() == 258.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+@pytest.mark.parametrize("hidden_size", [1, 3, 5, 9])
+def test_an_odd_row_fills_its_own_words_and_no_others(hidden_size, dtype):
+    hidden = torch.arange(1, 1 + hidden_size)[None].to(dtype)
+    arena = _run(hidden, None, (OP_READ, 4, 0, 0, 0))
+    words = -(-hidden_size * dtype.itemsize // 4)
+    assert torch.equal(arena.view(-1)[16 // dtype.itemsize :][:hidden_size], hidden[0])
+    rest = torch.cat(
+        [arena.view(torch.int32).view(-1)[:4], arena.view(torch.int32).view(-1)[4 + words :]]
+    )
+    assert (rest == POISON).all()
 
 
 def test_without_a_residual_the_row_is_copied_bit_by_bit():
-    hidden = torch.randn(3, HIDDEN_SIZE).to(torch.bfloat16)
-    arguments = _arguments(torch.bfloat16)
-    tokens = torch.tensor([[-1, 0, 0, 0], [0, 4, 0, 0], [-1, 1, 0, 0]], dtype=torch.int32)
-    tap_rows(hidden, None, tokens=tokens, **arguments)
-    assert torch.equal(arguments["arena"][4], hidden[1])
-    assert arguments["arena"][[0, 1, 2, 3, 5]].isnan().all()
+    hidden = torch.randn(3, 8).bfloat16()
+    kept = hidden.clone()
+    tokens = [[-1, 0, 0, 0], [0, 4, 0, 0], [-1, 1, 0, 0]]
+    arena = _run(hidden, None, (OP_READ, 0, 0, 0, 0), tokens=tokens)
+    assert torch.equal(arena[4], kept[1])
+    assert (arena.view(torch.int32)[[0, 1, 2, 3, 5, 6, 7]] == POISON).all()
+    assert torch.equal(hidden, kept)
 
 
-def test_rows_without_a_program_leave_the_arena_alone():
-    arguments = _arguments(torch.float32)
-    tokens = torch.full((3, 4), -1, dtype=torch.int32)
-    tap_rows(torch.ones(3, HIDDEN_SIZE), None, tokens=tokens, **arguments)
-    assert arguments["arena"].isnan().all()
+@pytest.mark.parametrize("tokens", [[[-1, 0, 0, 0]] * 3, [[0, 0, 0, 0]] * 3])
+def test_rows_without_an_operation_at_this_tap_are_left_alone(tokens):
+    ops = [(OP_READ, 0, 0, 0, 0), (OP_SET, 0, 0, 0, 0)] if tokens[0][0] < 0 else []
+    hidden = torch.ones(3, 4)
+    arena = _run(hidden, None, *ops, tokens=tokens)
+    assert (arena.view(torch.int32) == POISON).all()
+    assert (hidden == 1).all()
 
 
-def test_a_program_without_an_operation_at_this_tap_leaves_the_arena_alone():
-    arguments = _arguments(torch.float32)
-    arguments["programs"] = torch.tensor([[[0, 0]]], dtype=torch.int32)
-    tokens = torch.zeros((3, 4), dtype=torch.int32)
-    tap_rows(torch.ones(3, HIDDEN_SIZE), None, tokens=tokens, **arguments)
-    assert arguments["arena"].isnan().all()
-
-
-def test_tap_by_tap_all_reads_of_a_token_share_its_slot():
-    arguments = _arguments(torch.float32) | {"slot_base": 3, "read_stride": 0}
-    arguments["ops"] = torch.tensor([[OP_READ, 7, 0, 0]], dtype=torch.int32)
-    tokens = torch.tensor([[0, 1, 0, 0]], dtype=torch.int32)
-    tap_rows(torch.ones(1, HIDDEN_SIZE), None, tokens=tokens, **arguments)
-    assert (arguments["arena"][4] == 1).all()
-    assert arguments["arena"][[0, 1, 2, 3, 5]].isnan().all()
+def test_tap_by_tap_a_tokens_place_is_its_number_times_what_a_token_takes():
+    arena = _run(
+        torch.tensor([ROW, ROW]) * torch.tensor([[1.0], [2.0]]), None,
+        (OP_READ, 0, 0, 0, 0), (OP_DOT, 4, 0, 0.0, 0),
+        vectors=[DIRECTION], tokens=[[0, 1, 0, 0], [0, 0, 0, 0]], slots=(3, 2),
+    )  # fmt: skip
+    assert arena[[3, 5]].tolist() == [[6, 8, 0, 0], ROW]
+    assert arena[[4, 6], 0].tolist() == [6, 3]
+    assert (arena[[0, 1, 2, 7]].view(torch.int32) == POISON).all()

@@ -1,0 +1,310 @@
+"""Random tables and streams of one tap, and what the tap must make of them, row by row.
+
+Shared by the tests of the definition, of the kernel in Triton's interpreter, and of
+the kernel on a GPU.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from vllm_scope.program import (
+    OP_ABLATE,
+    OP_ADD,
+    OP_ADD_NORM,
+    OP_CLAMP,
+    OP_DOT,
+    OP_READ,
+    OP_SET,
+    SLOT_BYTES,
+    slots_of_row,
+)
+
+CODES = (OP_READ, OP_DOT, OP_ADD, OP_ADD_NORM, OP_ABLATE, OP_CLAMP, OP_SET)
+#: Codes whose result is a copy, bit by bit.
+COPIES = (OP_READ, OP_SET)
+#: What no tap writes: the bits of every word before it runs.
+POISON = -0x21524111
+NUM_VECTORS = 6
+#: Rows of the token table after the batch. They look alive.
+PADDING = 3
+
+
+@dataclass(frozen=True)
+class Tap:
+    """The arguments of `tap_rows`. `wide_...` hold the stream in their first columns."""
+
+    hidden_size: int
+    wide_hidden: Tensor
+    wide_residual: Tensor | None
+    arena: Tensor
+    tokens: Tensor
+    programs: Tensor
+    ops: Tensor
+    vectors: Tensor
+    tap: Tensor
+    host: Tensor
+    slot_base: int
+    slots_per_token: int
+
+    @property
+    def hidden(self) -> Tensor:
+        return self.wide_hidden[:, : self.hidden_size]
+
+    @property
+    def residual(self) -> Tensor | None:
+        wide = self.wide_residual
+        return None if wide is None else wide[:, : self.hidden_size]
+
+    def run(self, tap_rows: Callable[..., None]) -> Tap:
+        tap_rows(
+            self.hidden, self.residual, self.arena, self.tokens, self.programs, self.ops,
+            self.vectors, self.tap, self.host, self.slot_base, self.slots_per_token,
+        )  # fmt: skip
+        return self
+
+    def to(self, device: str) -> Tap:
+        """A copy."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved = {
+            name: value.to(device, copy=True)
+            for name, value in tensors.items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)
+
+
+def random_tap(
+    seed: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    num_rows: int = 5,
+    codes: tuple[int, ...] = CODES,
+    with_residual: bool = True,
+    tap_by_tap: bool = False,
+    strided: bool = False,
+    on_grid: bool = True,
+) -> Tap:
+    """Some rows without a program, some programs without an operation at this tap.
+
+    Args:
+        codes: the operations that programs are made of.
+        tap_by_tap: slots are laid out as where a step is drained tap by tap.
+        strided: rows lie further apart than they are wide.
+        on_grid: values whose copies and sums are exact in every dtype (the interpreter
+            truncates where a GPU rounds).
+    """
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    num_taps, num_programs = rng.randint(1, 4), rng.randint(1, 5)
+    tap = rng.randrange(num_taps)
+
+    def values(rows: int, columns: int) -> Tensor:
+        if on_grid:
+            return torch.randint(-64, 65, (rows, columns), generator=generator) / 16
+        return torch.randn(rows, columns, generator=generator) * 3
+
+    def stream() -> Tensor:
+        return values(num_rows, hidden_size + (7 if strided else 0)).to(dtype)
+
+    vectors = values(NUM_VECTORS, hidden_size).float()
+    # Directions: the second half. A zero one keeps its length.
+    half = NUM_VECTORS // 2
+    lengths = vectors[half:].norm(dim=1, keepdim=True)
+    vectors[half:] /= torch.where(lengths > 0, lengths, 1)
+
+    row_words = slots_of_row(hidden_size * dtype.itemsize) * SLOT_BYTES // 4
+    some = (0, 0, 1, 2, 3, 4, 5)
+    chains = [
+        [rng.choices(codes, k=rng.choice(some)) for _ in range(num_taps)]
+        for _ in range(num_programs)
+    ]
+    programs = torch.full((num_programs, num_taps), -1, dtype=torch.int32)
+    num_ops = sum(len(chain) for program in chains for chain in program)
+    free = rng.sample(range(num_ops + 2), num_ops + 2)
+    ops = torch.full((num_ops + 2, 8), -9, dtype=torch.int32)
+    token_slots = tap_slots = 1
+    for p, program in enumerate(chains):
+        num_reads = sum(chain.count(OP_READ) for chain in program)
+        read = score = 0
+        for t, chain in enumerate(program):
+            reads_here, read_here, score_here = chain.count(OP_READ), 0, 0
+            following, places = -1, []
+            for code in chain:
+                word = word_in_tap = -9
+                if code == OP_READ:
+                    word, word_in_tap = read * row_words, read_here * row_words
+                    read, read_here = read + 1, read_here + 1
+                elif code == OP_DOT:
+                    word = num_reads * row_words + score
+                    word_in_tap = reads_here * row_words + score_here
+                    score, score_here = score + 1, score_here + 1
+                direction = code in (OP_ADD_NORM, OP_ABLATE, OP_CLAMP)
+                vector = rng.randrange(half) + (half if direction else 0)
+                a = rng.randint(-32, 32) / 16
+                numbers = torch.tensor([a, a + rng.randint(0, 32) / 16]).view(torch.int32)
+                places.append((code, word, word_in_tap, vector, *numbers.tolist()))
+            for entry in reversed(places):
+                at = free.pop()
+                ops[at] = torch.tensor([*entry, following, 0], dtype=torch.int32)
+                following = at
+            programs[p, t] = following
+            if t == tap:
+                tap_slots = max(tap_slots, _slots(read_here, score_here, row_words))
+        token_slots = max(token_slots, _slots(num_reads, score, row_words))
+
+    places_of = rng.sample(range(num_rows + PADDING), num_rows + PADDING)
+    stride = 1 if tap_by_tap else token_slots
+    tokens = torch.zeros((num_rows + PADDING, 4), dtype=torch.int32)
+    tokens[:, 0] = torch.tensor(rng.choices(range(-1, num_programs), k=num_rows + PADDING))
+    tokens[num_rows:, 0] = num_programs - 1
+    tokens[:, 1] = torch.tensor(places_of) * stride + (0 if tap_by_tap else 1)
+    num_slots = (num_rows + PADDING) * (tap_slots if tap_by_tap else token_slots) + 2
+    arena = torch.full((num_slots, SLOT_BYTES // 4), POISON, dtype=torch.int32).view(dtype)
+    return Tap(
+        hidden_size, stream(), stream() if with_residual else None, arena, tokens, programs,
+        ops, vectors, torch.tensor(tap, dtype=torch.int32), torch.zeros(1, dtype=torch.int64),
+        1 if tap_by_tap else 0, tap_slots if tap_by_tap else 0,
+    )  # fmt: skip
+
+
+def _slots(num_reads: int, num_scores: int, row_words: int) -> int:
+    return num_reads * row_words * 4 // SLOT_BYTES + -(-num_scores * 4 // SLOT_BYTES)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A row or a score in the arena.
+
+    Attributes:
+        word: where it begins.
+        values: [hidden_size] of the model's dtype, or [1] float32.
+        slack: by how much another way to compute it may differ; 0 for a copy.
+    """
+
+    word: int
+    values: Tensor
+    slack: Tensor
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run of a tap leaves behind.
+
+    Attributes:
+        stored: all that it writes to the arena.
+        edited: row -> (values, slack) of the stream where it changed.
+    """
+
+    stored: list[Stored]
+    edited: dict[int, tuple[Tensor, Tensor]]
+
+
+def outcome(tap: Tap) -> Outcome:
+    """What the tap must do, one row and one operation at a time, in float64."""
+    found = Outcome([], {})
+    dtype = tap.hidden.dtype
+    for row in range(tap.hidden.shape[0]):
+        program, slot, *_ = tap.tokens[row].tolist()
+        if program < 0:
+            continue
+        at = int(tap.programs[program, int(tap.tap)])
+        x = tap.hidden[row].float()
+        if tap.residual is not None:
+            x = x + tap.residual[row].float()
+        x, is_copy, changed = x.double(), True, False
+        if tap.slots_per_token:
+            slot = tap.slot_base + slot * tap.slots_per_token
+        while at >= 0:
+            code, word, word_in_tap, vector, *_, following, _ = tap.ops[at].tolist()
+            a, b = tap.ops[at, 4:6].view(torch.float32).tolist()
+            v = tap.vectors[vector].double()
+            word = slot * SLOT_BYTES // 4 + (word_in_tap if tap.slots_per_token else word)
+            row_slack, score_slack = _slack(x, v, dtype, is_copy)
+            if code == OP_READ:
+                found.stored.append(Stored(word, x.to(dtype), row_slack))
+            elif code == OP_DOT:
+                score = (x.to(dtype).double() * v).sum() + a
+                found.stored.append(Stored(word, score.float()[None], score_slack))
+            else:
+                x = _edit(code, x, v, a, b)
+                is_copy, changed = code == OP_SET, True
+            at = following
+        if changed:
+            slack, _ = _slack(x, x, dtype, is_copy)
+            found.edited[row] = (x.to(dtype), slack)
+    return found
+
+
+def _edit(code: int, x: Tensor, v: Tensor, a: float, b: float) -> Tensor:
+    along = float(x @ v)
+    return {
+        OP_ADD: lambda: x + a * v,
+        OP_ADD_NORM: lambda: x + a * x.norm() * v,
+        OP_ABLATE: lambda: x - along * v,
+        OP_CLAMP: lambda: x + (min(max(along, a), b) - along) * v,
+        OP_SET: lambda: v,
+    }[code]()
+
+
+def _slack(x: Tensor, v: Tensor, dtype: torch.dtype, is_copy: bool) -> tuple[Tensor, Tensor]:
+    """Of a row and of a score of it: one unit in the last place, and float32's sums."""
+    terms = float((x * v).abs().sum())
+    score = torch.tensor([1e-6 * (terms + 2)])
+    if is_copy:
+        return torch.zeros(x.shape), score
+    ulp, sums = torch.finfo(dtype).eps, 1e-5 * (float(x.norm()) + 1)
+    return (ulp * x.abs() + sums).float(), score + ulp * terms + sums * float(v.norm())
+
+
+def check(ran: Tap, before: Tap, expected: Outcome, twin: Tap | None = None) -> None:
+    """What a tap left behind is what was expected, and nothing else was touched.
+
+    Args:
+        ran: after the run.
+        before: the same before it.
+        expected: where, and within which slack.
+        twin: after a run by another implementation, whose values are then expected.
+    """
+    words, untouched = ran.arena.view(torch.int32).view(-1), before.arena.clone()
+    blank = untouched.view(torch.int32).view(-1)
+    for stored in expected.stored:
+        size = stored.values.numel() * stored.values.element_size()
+        stop = stored.word + -(-size // 4)
+        wanted = stored.values
+        if twin is not None:
+            wanted = twin.arena.view(torch.int32).view(-1)[stored.word : stop]
+            wanted = wanted.view(stored.values.dtype)[: stored.values.numel()]
+        got = words[stored.word : stop].view(stored.values.dtype)[: stored.values.numel()]
+        _near(got, wanted, stored.slack, f"word {stored.word}")
+        # Of an odd row the last half word is nobody's.
+        blank[stored.word : stop] = words[stored.word : stop]
+    assert torch.equal(words, blank), "a word outside the plan was written"
+
+    for name in ("wide_hidden", "wide_residual"):
+        wide, old = getattr(ran, name), getattr(before, name)
+        if wide is None:
+            continue
+        kept = old.clone()
+        holds_stream = name == ("wide_hidden" if ran.residual is None else "wide_residual")
+        for row, (values, slack) in expected.edited.items():
+            part = kept[row, : ran.hidden_size]
+            if not holds_stream:
+                part[:] = 0
+                continue
+            wanted = values if twin is None else getattr(twin, name)[row, : ran.hidden_size]
+            _near(wide[row, : ran.hidden_size], wanted, slack, f"row {row}")
+            part[:] = wide[row, : ran.hidden_size]
+        assert torch.equal(wide, kept), f"{name} was changed where nothing is edited"
+    for name in ("tokens", "programs", "ops", "vectors", "tap", "host"):
+        assert torch.equal(getattr(ran, name), getattr(before, name)), f"{name} was changed"
+
+
+def _near(got: Tensor, wanted: Tensor, slack: Tensor, where: str) -> None:
+    apart = (got.double() - wanted.double()).abs()
+    assert (apart <= slack).all(), f"{where}: {got} is not {wanted}"
