@@ -43,6 +43,7 @@ class Codec(Protocol):
         lossless: what comes back is bit for bit what went in.
         rowwise: each part has the rows on its first axis, so that any of them can be
             decoded alone.
+        part_names: what `encode` makes.
     """
 
     @property
@@ -51,6 +52,8 @@ class Codec(Protocol):
     def lossless(self) -> bool: ...
     @property
     def rowwise(self) -> bool: ...
+    @property
+    def part_names(self) -> tuple[str, ...]: ...
 
     def encode(self, rows: Tensor) -> dict[str, Tensor]:
         """The rows as parts, on the rows' device; waits for no device.
