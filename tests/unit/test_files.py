@@ -27,7 +27,7 @@ def writer_of(root, **options) -> Writer:
     return open_writer(FileOptions.parse({"root": str(root), **options}))
 
 
-def record_of(num_prompt=5, num_output=4, num_streams=len(STREAMS), **fields) -> RequestRecord:
+def record_of(num_prompt=5, num_output=4, num_streams=3, **fields) -> RequestRecord:
     num_rows = (num_prompt + max(num_output - 1, 0)) * num_streams
     return RequestRecord(
         **{
@@ -170,7 +170,10 @@ def test_the_last_row_of_a_position_holds_and_what_was_never_processed_is_left_o
         pytest.param({}, "ok", None, id="complete"),
         pytest.param({"expected": 30}, "partial", "6 of 30 rows are missing", id="fewer"),
         pytest.param(
-            {"delivered": 25, "expected": 25}, "partial", "24 reached the file", id="lost-on-the-way"
+            {"delivered": 25, "expected": 25},
+            "partial",
+            "24 reached the file",
+            id="lost",
         ),
         pytest.param(
             {"status": "error", "reason": "it broke", "dropped": 3}, "error", "it broke", id="error"
@@ -244,11 +247,7 @@ def test_a_shard_is_flat_tokens_with_an_index_per_row(tmp_path):
         assert file.get_tensor("resid_post.2.request").tolist() == numbers
         positions = [p for length in lengths for p in range(length)]
         assert file.get_tensor("resid_post.2.positions").tolist() == positions
-        token_ids = [
-            t
-            for seed in range(3)
-            for t in [*range(100, 102 + seed), *range(200, 203)]
-        ]
+        token_ids = [t for seed in range(3) for t in [*range(100, 102 + seed), *range(200, 203)]]
         assert file.get_tensor("resid_post.2.token_ids").tolist() == token_ids
 
 
@@ -340,6 +339,14 @@ def test_completions_of_one_request_are_apart(tmp_path):
         capture["a"]
 
 
+@pytest.mark.parametrize("layout", ["sharded", "packed"])
+def test_a_request_that_was_stored_twice_is_there_twice(layout, tmp_path):
+    for seed in range(2):
+        with writer_of(tmp_path, layout=layout) as writer:
+            put(writer, seed, uid="u", name="a")
+    assert len(vllm_scope.open(tmp_path).find(name="a")) == 2
+
+
 def test_a_repeated_name_replaces_and_a_repeated_request_id_does_not(tmp_path):
     with writer_of(tmp_path, layout="per_request") as writer:
         put(writer, 1, name="same")
@@ -418,7 +425,7 @@ def test_what_is_asked_wrongly_is_answered_with_a_sentence(tmp_path):
     capture = vllm_scope.open(tmp_path)
     with pytest.raises(KeyError, match=r"captured are embed.0, resid_post.2, resid_post.10"):
         capture[0]["resid_post", 3]
-    with pytest.raises(KeyError, match="position 9 of embed.0 was not captured; 8 positions"):
+    with pytest.raises(KeyError, match=r"position 9 of embed\.0 was not captured; 8 positions"):
         capture[0].at("embed", 0, [1, 9])
     with pytest.raises(KeyError, match="0 requests are called 'b'"):
         capture["b"]

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from vllm_scope.errors import FileError, shown
+from vllm_scope.errors import shown
 from vllm_scope.files.captured import CapturedRequest, OpenFiles, Piece
 from vllm_scope.files.datafile import read_index
 from vllm_scope.files.folder import find_folder
@@ -120,7 +120,8 @@ def open(path: str | os.PathLike[str]) -> Capture:
     """
     folder = find_folder(path)
     files = OpenFiles(folder)
-    groups: dict[tuple, list[Piece]] = {}
+    #: What one request's pieces share -> the requests that do, mostly one.
+    groups: dict[tuple, list[list[Piece]]] = {}
     for name in folder.names():
         index = read_index(folder, name)
         if index is None:
@@ -129,14 +130,17 @@ def open(path: str | os.PathLike[str]) -> Capture:
         for manifest in index.requests:
             prefix = f"{manifest.number}/" if index.layout == "packed" else ""
             key = (manifest.uid, manifest.child, manifest.num_stages)
-            groups.setdefault(key, []).append(Piece(name, prefix, manifest))
-    for pieces in groups.values():
-        pieces.sort(key=lambda piece: piece.manifest.stage)
-        stages = [piece.manifest.stage for piece in pieces]
-        if len(set(stages)) != len(stages):
-            names = ", ".join(piece.name for piece in pieces)
-            raise FileError(
-                f"{names} hold the same stage of request {pieces[0].manifest.request_id!r}; "
-                "open one of them."
-            )
-    return Capture([CapturedRequest(files, pieces) for pieces in groups.values()])
+            _add_piece(groups.setdefault(key, []), Piece(name, prefix, manifest))
+    return Capture(
+        [CapturedRequest(files, pieces) for group in groups.values() for pieces in group]
+    )
+
+
+def _add_piece(requests: list[list[Piece]], piece: Piece) -> None:
+    """To the request that lacks this stage; a request that was stored twice is two."""
+    for pieces in requests:
+        if all(piece.manifest.stage != other.manifest.stage for other in pieces):
+            pieces.append(piece)
+            pieces.sort(key=lambda piece: piece.manifest.stage)
+            return
+    requests.append([piece])

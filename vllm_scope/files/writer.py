@@ -82,11 +82,11 @@ class FinishedRequest:
         record = self.record
         status, reason = _status(record, sum(s.shape[0] for s in self.streams.values()))
         return Manifest(
-            request_id=record.request_id,
-            uid=record.uid,
-            model=record.model,
+            request_id=_utf8(record.request_id),
+            uid=_utf8(record.uid),
+            model=_utf8(record.model),
             status=status,
-            reason=reason,
+            reason=None if reason is None else _utf8(reason),
             expected=record.expected,
             delivered=record.delivered,
             dropped=record.dropped,
@@ -97,14 +97,19 @@ class FinishedRequest:
                 name: stream.entry(file, (firsts or {}).get(name, 0))
                 for name, stream in self.streams.items()
             },
-            tag=record.tag,
-            name=record.name,
+            tag=None if record.tag is None else _utf8(record.tag),
+            name=None if record.name is None else _utf8(record.name),
             child=record.child,
             stage=record.stage,
             num_stages=record.num_stages,
             number=number,
             first_token=first_token,
         )
+
+
+def _utf8(text: str) -> str:
+    """The text, half a surrogate pair as `?`: JSON can bring one in, but not take it out."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _status(record: RequestRecord, num_rows: int) -> tuple:
