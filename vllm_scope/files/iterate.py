@@ -41,7 +41,7 @@ def iter_rows(
     if len(shapes) > 1:
         raise FileError(f"the rows are not of one shape and dtype: {sorted(shapes)}")
     spans = _joined(stored)
-    pieces = _shuffled(spans, seed) if shuffle else _in_order(spans, batch_size)
+    pieces = _shuffled(spans, batch_size, seed) if shuffle else _in_order(spans, batch_size)
     return _batches(pieces, batch_size)
 
 
@@ -71,15 +71,22 @@ def _in_order(spans: Sequence[StoredStream], batch_size: int) -> Iterator[Tensor
         yield span.rows(start, stop)
 
 
-def _shuffled(spans: Sequence[StoredStream], seed: int) -> Iterator[Tensor]:
+def _shuffled(spans: Sequence[StoredStream], batch_size: int, seed: int) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     runs = _runs(spans, RUN_ROWS)
     order = torch.randperm(len(runs), generator=generator).tolist()
+    memory: Tensor | None = None
     for at in range(0, len(order), POOL_RUNS):
         # In file order within the pool, for the disk; mixed right after.
         chosen = [runs[i] for i in sorted(order[at : at + POOL_RUNS])]
-        pool = torch.cat([span.rows(start, stop) for span, start, stop in chosen])
-        yield pool.index_select(0, torch.randperm(len(pool), generator=generator))
+        rows = [span.rows(start, stop) for span, start, stop in chosen]
+        num_rows = sum(map(len, rows))
+        if memory is None or len(memory) < num_rows:
+            memory = torch.empty(num_rows, *rows[0].shape[1:], dtype=rows[0].dtype)
+        # Into the same memory each time: fresh pages cost more than the copy.
+        pool = torch.cat(rows, out=memory[:num_rows])
+        for index in torch.randperm(num_rows, generator=generator).split(batch_size):
+            yield pool.index_select(0, index)
 
 
 def _batches(pieces: Iterator[Tensor], batch_size: int) -> Iterator[Tensor]:

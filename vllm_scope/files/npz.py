@@ -32,7 +32,7 @@ class NpzLayout:
     def add(self, request: FinishedRequest) -> Manifest:
         stem = place(request.record)
         manifest = request.manifest(f"{stem.rpartition('/')[2]}.npz")
-        tensors = {name: pieces[0] for name, pieces in tensors_of(request).items()}
+        tensors = {name: torch.cat(pieces) for name, pieces in tensors_of(request).items()}
         dtypes = {
             name: str(tensor.dtype).removeprefix("torch.")
             for name, tensor in tensors.items()

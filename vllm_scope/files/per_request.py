@@ -30,12 +30,12 @@ def part_key(stream: str, part: str) -> str:
 
 
 def tensors_of(request: FinishedRequest, prefix: str = "") -> dict[str, list[Tensor]]:
-    """Tensor name -> its one piece."""
+    """Tensor name -> its pieces."""
     found = {f"{prefix}token_ids": [request.token_ids]}
     for name, stream in request.streams.items():
         found[f"{prefix}{name}.positions"] = [stream.positions]
-        for part, tensor in stream.parts.items():
-            found[prefix + part_key(name, part)] = [tensor]
+        for part, pieces in stream.parts.items():
+            found[prefix + part_key(name, part)] = pieces
     return found
 
 

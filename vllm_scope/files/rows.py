@@ -15,21 +15,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_scope.files.buffers import Buffers, copy_rows
+from vllm_scope.files.tensors import joined
 from vllm_scope.spec import SiteLayer
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Rows of one (site, layer): positions int64 [n], growing; rows [n, hidden_size]."""
+    """Rows of one (site, layer).
+
+    Attributes:
+        positions: int64 [n], growing.
+        blocks: the rows, [some, hidden_size] each, n in all; at least one.
+    """
 
     positions: np.ndarray
-    rows: Tensor
+    blocks: list[Tensor]
 
 
 class RequestRows:
     """Blocks in any interleaving of streams and positions."""
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: Buffers) -> None:
+        self._buffers = buffers
         self._blocks: dict[SiteLayer, list[tuple[np.ndarray, Tensor]]] = {}
 
     def add(self, site: str, layer: int, positions: np.ndarray, rows: Tensor) -> None:
@@ -49,8 +57,8 @@ class RequestRows:
                 f"{site}.{layer}: rows are [n, {rows.shape[1]}] {rows.dtype}, after "
                 f"[n, {blocks[0][1].shape[1]}] {blocks[0][1].dtype}"
             )
-        copied = torch.empty(rows.shape, dtype=rows.dtype)
-        copied.copy_(rows)
+        copied = self._buffers.empty(tuple(rows.shape), rows.dtype)
+        copy_rows(copied, rows)
         blocks.append((np.array(positions, np.int64), copied))
 
     def streams(self, num_positions: int) -> dict[SiteLayer, Stream]:
@@ -63,12 +71,12 @@ class RequestRows:
 
 def _in_order(blocks: list[tuple[np.ndarray, Tensor]], num_positions: int) -> Stream:
     positions = np.concatenate([p for p, _ in blocks])
-    rows = blocks[0][1] if len(blocks) == 1 else torch.cat([r for _, r in blocks])
     growing = bool((positions[1:] > positions[:-1]).all())
     if growing and (not len(positions) or (positions[0] >= 0 and positions[-1] < num_positions)):
-        return Stream(positions, rows)
+        return Stream(positions, joined([rows for _, rows in blocks]))
     order = np.argsort(positions, kind="stable")
     ordered = positions[order]
     last_of_its_position = np.append(ordered[1:] != ordered[:-1], True)
     kept = order[last_of_its_position & (ordered >= 0) & (ordered < num_positions)]
-    return Stream(positions[kept], rows[torch.from_numpy(kept)])
+    rows = torch.cat([rows for _, rows in blocks])
+    return Stream(positions[kept], [rows[torch.from_numpy(kept)]])

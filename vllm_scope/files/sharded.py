@@ -65,13 +65,15 @@ class _Shard:
         )
         for name, stream in request.streams.items():
             self._codecs[name] = stream.codec
-            pieces = {part_key(name, part): tensor for part, tensor in stream.parts.items()}
-            pieces[f"{name}.request"] = torch.full_like(stream.positions, number, dtype=torch.int32)
-            pieces[f"{name}.positions"] = stream.positions
-            pieces[f"{name}.token_ids"] = request.token_ids[stream.positions]
-            for key, tensor in pieces.items():
-                self._pieces.setdefault(key, []).append(tensor)
-                self.nbytes += tensor.nbytes
+            pieces = {part_key(name, part): found for part, found in stream.parts.items()}
+            pieces[f"{name}.request"] = [
+                torch.full_like(stream.positions, number, dtype=torch.int32)
+            ]
+            pieces[f"{name}.positions"] = [stream.positions]
+            pieces[f"{name}.token_ids"] = [request.token_ids[stream.positions]]
+            for key, found in pieces.items():
+                self._pieces.setdefault(key, []).extend(found)
+                self.nbytes += sum(piece.nbytes for piece in found)
             self._num_rows[name] = self._num_rows.get(name, 0) + stream.shape[0]
         self._pieces["token_ids"].append(request.token_ids)
         self._num_tokens += len(request.token_ids)

@@ -76,7 +76,7 @@ def write_tensors(
         )
     buffers: list[Any] = [struct.pack("<Q", len(text)) + text]
     for name in names:
-        buffers += [_bytes_of(piece) for piece in _joined(tensors[name])]
+        buffers += [_bytes_of(piece) for piece in joined(tensors[name])]
     _write_all(file.fileno(), [memoryview(buffer) for buffer in buffers if len(buffer)])
 
 
@@ -84,8 +84,8 @@ def _bytes_of(piece: Tensor) -> Any:
     return piece.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def _joined(pieces: Sequence[Tensor]) -> list[Tensor]:
-    """The pieces, runs of small ones put together."""
+def joined(pieces: Sequence[Tensor]) -> list[Tensor]:
+    """The pieces in order, runs of small ones put together."""
     found: list[Tensor] = []
     small: list[Tensor] = []
     for piece in pieces:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from vllm_scope.codecs import Codec, make_codec
+from vllm_scope.files.buffers import Buffers
 from vllm_scope.files.manifest import Manifest, RequestRecord, StreamEntry, stream_name
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.publish import Publisher, make_publisher
@@ -36,18 +37,19 @@ class EncodedStream:
 
     Attributes:
         positions: int64 [num_rows].
-        parts: of the codec.
+        parts: of the codec, each as its pieces, at least one.
     """
 
     positions: Tensor
-    parts: dict[str, Tensor]
+    parts: dict[str, list[Tensor]]
     codec: Codec
     shape: tuple[int, int]
     dtype: str
 
     @property
     def nbytes(self) -> int:
-        return self.positions.nbytes + sum(part.nbytes for part in self.parts.values())
+        pieces = (piece for part in self.parts.values() for piece in part)
+        return self.positions.nbytes + sum(piece.nbytes for piece in pieces)
 
     def entry(self, file: str, first: int = 0) -> StreamEntry:
         return StreamEntry(self.shape, self.dtype, self.codec.metadata(), file, first)
@@ -145,7 +147,7 @@ class RequestWriter:
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
-        self._rows = RequestRows()
+        self._rows = RequestRows(writer.buffers)
 
     def write(self, site: str, layer: int, positions: np.ndarray, rows: Tensor) -> None:
         """Take a copy of some rows. A position that comes twice: the last one holds.
@@ -171,12 +173,18 @@ class RequestWriter:
 
 
 class Writer:
-    """All requests of one root. Use as a context, or call `close`."""
+    """All requests of one root. Use as a context, or call `close`.
+
+    Attributes:
+        buffers: memory of the rows that wait for a file.
+    """
 
     def __init__(self, options: FileOptions, publisher: Publisher, layout: Layout) -> None:
         self._options = options
         self._publisher = publisher
         self._layout = layout
+        # What two files in the making and one being filled take.
+        self.buffers = Buffers(3 * options.file_bytes)
         self._codecs: dict[tuple[int, torch.dtype], Codec] = {}
 
     def begin(self) -> RequestWriter:
@@ -185,19 +193,23 @@ class Writer:
     def finish(self, record: RequestRecord, rows: RequestRows) -> Manifest:
         streams: dict[str, EncodedStream] = {}
         for stream, found in rows.streams(record.num_positions).items():
-            codec = self._codec(found.rows)
+            first = found.blocks[0]
+            codec = self._codec(first.shape[1], first.dtype)
+            # A codec whose rows cannot be told apart sees all of them at once.
+            blocks = found.blocks if codec.rowwise else [torch.cat(found.blocks)]
+            encoded = [codec.encode(block) for block in blocks]
             streams[stream_name(stream)] = EncodedStream(
                 positions=torch.from_numpy(found.positions),
-                parts=codec.encode(found.rows),
+                parts={part: [one[part] for one in encoded] for part in codec.part_names},
                 codec=codec,
-                shape=(found.rows.shape[0], found.rows.shape[1]),
-                dtype=str(found.rows.dtype).removeprefix("torch."),
+                shape=(len(found.positions), first.shape[1]),
+                dtype=str(first.dtype).removeprefix("torch."),
             )
         token_ids = torch.tensor([*record.prompt_ids, *record.output_ids], dtype=torch.int32)
         return self._layout.add(FinishedRequest(record, streams, token_ids))
 
-    def _codec(self, rows: Tensor) -> Codec:
-        key = (rows.shape[1], rows.dtype)
+    def _codec(self, hidden_size: int, dtype: torch.dtype) -> Codec:
+        key = (hidden_size, dtype)
         if key not in self._codecs:
             options = self._options
             self._codecs[key] = make_codec(options.codec, *key, **options.codec_options)
