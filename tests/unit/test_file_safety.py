@@ -125,6 +125,10 @@ rows = torch.ones(64, 8192)
 positions = np.arange(64)
 
 
+def data_files():
+    return [*Path(root).rglob("*.safetensors"), *Path(root).rglob("*.npz")]
+
+
 def write_for_good():
     options = {"root": root, "layout": layout, "file_mib": 1, "packed_requests": 2}
     writer = open_writer(FileOptions.parse(options))
@@ -140,12 +144,15 @@ def write_for_good():
 
 open_writer(FileOptions.parse({"root": root, "layout": layout})).close()
 rng = random.Random(0)
-caught = 0
-for _ in range(8):
+caught = rounds = 0
+while rounds < 6 or caught < 3:
+    rounds += 1
     child = os.fork()
     if child == 0:
         write_for_good()
-    time.sleep(0.04 + rng.random() * 0.1)
+    while not data_files():
+        time.sleep(0.001)
+    time.sleep(rng.random() * 0.02)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     caught += any(Path(root).rglob(".*.tmp"))
@@ -154,7 +161,7 @@ for _ in range(8):
         assert bool((request["embed", 0] == 1).all())
         assert len(request.token_ids) == 64
         assert request.status == "ok"
-    for path in [*Path(root).rglob("*.safetensors"), *Path(root).rglob("*.npz")]:
+    for path in data_files():
         path.unlink()
 print(caught)
 """
