@@ -8,10 +8,25 @@
 Importing this package imports neither torch nor vLLM.
 """
 
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
 from vllm_scope.actions import Ablate, Add, Clamp, Probe, Read, Replace
-from vllm_scope.errors import CapacityError, CompatError, ConfigError, ScopeError, SpecError
+from vllm_scope.errors import (
+    CapacityError,
+    CompatError,
+    ConfigError,
+    FileError,
+    ScopeError,
+    SpecError,
+)
 from vllm_scope.selectors import Except, TokenIds, Union
 from vllm_scope.spec import Spec, scope
+
+if TYPE_CHECKING:
+    from vllm_scope.files import Capture
 
 __version__ = "0.1.0"
 
@@ -23,6 +38,7 @@ __all__ = [
     "CompatError",
     "ConfigError",
     "Except",
+    "FileError",
     "Probe",
     "Read",
     "Replace",
@@ -32,5 +48,17 @@ __all__ = [
     "TokenIds",
     "Union",
     "__version__",
+    "open",
     "scope",
 ]
+
+
+def open(path: str | os.PathLike[str]) -> Capture:
+    """Captured requests below a folder, a file or a URL; see `vllm_scope.files`.
+
+    Raises:
+        FileError: there is nothing, or a file of ours is damaged.
+    """
+    from vllm_scope.files import open as open_files
+
+    return open_files(path)

@@ -7,6 +7,8 @@ ScopeError
   CapacityError  no room for this request    that request only (HTTP 429)
   CompatError    vLLM or the model is not    refuse to start, or refuse taps
                  the shape we know
+  FileError      a file is not what it says  that file only
+                 it is, or not to be had
 
 Every message says what came, what is allowed, and what to do next.
 """
@@ -43,3 +45,7 @@ class CapacityError(ScopeError):
 
 class CompatError(ScopeError):
     """vLLM, or this model, is not of a shape that vllm-scope knows."""
+
+
+class FileError(ScopeError):
+    """A file of captured rows is damaged, not ours, or cannot be written."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from vllm_scope.engine.model import sites_of
 from vllm_scope.engine.plugin import config_of, wrap_function, wrap_method
-from vllm_scope.errors import ScopeError
+from vllm_scope.errors import CapacityError
 from vllm_scope.plan import OVERSHOOT
 from vllm_scope.program import BlockKeys, Cost, RequestProgram
 from vllm_scope.registry import Registry
@@ -33,8 +33,7 @@ from vllm_scope.vectors import load_vectors
 #: Where the handle of a request with taps is, beside `scope` in `extra_args`. Made by
 #: the front-end: `key`, `frontend`, `first_position` (None reads nothing), `vectors`
 #: (it edits or probes). EngineCore adds `modules` (name -> digest), `server` (digest of
-#: the server-wide edits), `cost`, or `error`; for a plain request too, where the server
-#: edits all.
+#: the server-wide edits) and `cost`; for a plain request too, where the server edits all.
 HANDLE = "scope_handle"
 
 
@@ -92,35 +91,31 @@ class CoreScope:
 
         Returns:
             How its edits key its KV blocks; None where nothing is edited.
+
+        Raises:
+            ScopeError: the front-end had let it in, and a name has changed its meaning
+                since then. vLLM ends the request with an error.
         """
         params, server = request.sampling_params, self.registry.server
         handle = handle_of(params)
-        vectors = handle is not None and handle["vectors"]
-        if params is None or not (vectors or server is not None):
+        if params is None or not (server is not None or (handle and handle["vectors"])):
             return None
         handle = {**(handle or {}), "server": server}
-        keys = None
-        try:
-            spec = Spec.from_json(params.extra_args["scope"]) if "key" in handle else None
-            names = self.registry.names
-            modules = spec.modules if spec is not None else ()
-            handle["modules"] = {name: names[name] for name in modules if name in names}
-            asked = self.registry.resolve(spec, handle["modules"], server)
-            prompt_ids = np.asarray(request.prompt_token_ids or (), np.int64)
-            program = RequestProgram.compile(
-                asked, self.sites, frozenset(self.sites.boundaries), len(prompt_ids), prompt_ids
-            )
-            if program.has_vectors:
-                most = len(prompt_ids) + (params.max_tokens or 1) + OVERSHOOT
-                handle["cost"] = list(astuple(program.cost(most)))
-                if not Cost(*handle["cost"]).fits(self.most):
-                    raise ScopeError(f"it takes {Cost(*handle['cost'])} of {self.most}")
-            if asked.edits:
-                keys = BlockKeys(asked.edits, len(prompt_ids), prompt_ids)
-        except ScopeError as error:
-            # The front-end had let it in; a name has changed its meaning since then.
-            handle["error"] = str(error)
-            request.abort_immediately = True
+        spec = Spec.from_json(params.extra_args["scope"]) if "key" in handle else None
+        names = self.registry.names
+        modules = spec.modules if spec is not None else ()
+        handle["modules"] = {name: names[name] for name in modules if name in names}
+        asked = self.registry.resolve(spec, handle["modules"], server)
+        prompt_ids = np.asarray(request.prompt_token_ids or (), np.int64)
+        program = RequestProgram.compile(
+            asked, self.sites, frozenset(self.sites.boundaries), len(prompt_ids), prompt_ids
+        )
+        if program.has_vectors:
+            cost = program.cost(len(prompt_ids) + (params.max_tokens or 1) + OVERSHOOT)
+            if not cost.fits(self.most):
+                raise CapacityError(f"the request takes {cost}; this engine has {self.most}.")
+            handle["cost"] = list(astuple(cost))
+        keys = BlockKeys(asked.edits, len(prompt_ids), prompt_ids) if asked.edits else None
         params = copy(params)
         params.extra_args = {**(params.extra_args or {}), HANDLE: handle}
         request.sampling_params = params

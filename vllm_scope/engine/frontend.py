@@ -198,7 +198,7 @@ def _unknown_modules(engine: Any, params: Any) -> bool:
         return False
     with suppress(SpecError):
         return not set(Spec.from_json(text).modules) <= set(connection.modules)
-    return False
+    return False  # it is refused with a reason later
 
 
 def _add_to_processor(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -234,7 +234,12 @@ def _add_sync(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
             _connect(self, self.collective_rpc("scope_connect", **_arguments()))
         elif _unknown_modules(self, params):
             self.output_processor.scope.learn_modules(self.collective_rpc("scope_modules")[0])
-    return original(self, *args, **kwargs)
+    try:
+        return original(self, *args, **kwargs)
+    except ScopeError:
+        # EngineCore in this process refused what the front-end had let in.
+        self.abort_request([kwargs["request_id"] if "request_id" in kwargs else args[0]])
+        raise
 
 
 def _add_async(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

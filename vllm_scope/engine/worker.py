@@ -211,8 +211,6 @@ class ScopeWorker:
         try:
             if self._drain is not None and key >= 0:
                 self._sink.add_request(key, handle["frontend"])
-            if "error" in handle:
-                raise ScopeError(handle["error"])
             spec = Spec.from_json(params.extra_args["scope"]) if key >= 0 else None
             asked = self.registry.resolve(spec, handle.get("modules", {}), handle.get("server"))
             prompt_ids = np.asarray(request.prompt_token_ids, np.int64)
@@ -264,11 +262,9 @@ class ScopeWorker:
                 self._tables.load_step(plan.rows, plan.program_ids, plan.offsets)
             return
         first = self._take_room(plan)
-        if first is None:
-            # Drained tap by tap: a token's slot is its number among those that deliver.
-            slots = np.cumsum(plan.delivers) - plan.delivers
-        else:
-            slots = first + plan.offsets
+        # Drained tap by tap, a token's slot is its number among those that deliver.
+        numbers = np.cumsum(plan.delivers) - plan.delivers
+        slots = numbers if first is None else first + plan.offsets
         self._tables.load_step(plan.rows, plan.program_ids, slots, self._lease is not None)
 
     def _take_room(self, plan: StepPlan) -> int | None:

@@ -1,0 +1,447 @@
+"""Nothing leaves the root, no half file is ever visible, and no file is believed."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import time
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import vllm_scope
+from tests.unit.test_files import LAYOUTS, put, record_of, writer_of
+from vllm_scope.errors import FileError
+from vllm_scope.files.names import clean, place
+from vllm_scope.files.publish import LocalPublisher
+from vllm_scope.files.tensors import MAX_HEADER_BYTES, read_header
+
+WILD = st.one_of(
+    st.text(max_size=150),
+    st.text(alphabet=list("./\\\0:~aA ._-"), max_size=40),
+    st.sampled_from(
+        [
+            *("..", ".", "", "/etc/passwd", "../../x", "a/../b", "C:\\x", "con", "NUL.txt"),
+            *("com1.a.b", "a\0b", "a.", "a ", ".hidden", "é", "e\u0301", "\ud800", "x" * 5000),
+            *("a.json", "-rf"),
+        ]
+    ),
+)
+
+
+@given(WILD)
+@example("lpt9.safetensors")
+@example("a" * 101)
+def test_any_text_becomes_one_safe_name(text):
+    name = clean(text)
+    assert 1 <= len(name) <= 101
+    assert name.isascii()
+    assert not set(name) & set('/\\\0:*?"<>| ')
+    assert name[0] != "."
+    assert name[-1] != "."
+    assert name.split(".")[0].lower() not in {"con", "prn", "aux", "nul", "com1", "lpt9"}
+    assert name == clean(text)
+
+
+@given(WILD, WILD)
+@example("a/b", "a_b")
+@example("a", "a.")
+@example("é", "e\u0301")
+def test_two_texts_never_share_a_name(one, other):
+    assert (clean(one) == clean(other)) == (one == other)
+
+
+def test_a_plain_name_stays_as_it_is():
+    assert [clean(name) for name in ("run-7", "a.b_C", "0")] == ["run-7", "a.b_C", "0"]
+    assert place(record_of(name="n", tag="t", child=2, stage=1, num_stages=4)) == "t/n~c2~s1of4"
+
+
+@given(tag=WILD, name=WILD)
+@example(tag="..", name="\ud800")
+@example(tag="\0", name="/etc/passwd")
+@example(tag="x" * 5000, name="NUL")
+def test_a_request_stays_in_the_root(tmp_path_factory, tag, name):
+    base = tmp_path_factory.mktemp("base")
+    root = base / "root"
+    with writer_of(root, layout="per_request") as writer:
+        put(writer, 1, tag=tag, name=name)
+    assert [path.name for path in base.iterdir()] == ["root"]
+    files = [path for path in root.rglob("*") if path.is_file()]
+    assert sorted(path.suffix for path in files) == [".json", ".safetensors"]
+    assert all(len(path.relative_to(root).parts) == 2 for path in files)
+    (request,) = vllm_scope.open(root)
+    if not any("\ud800" <= char <= "\udfff" for char in tag + name):
+        assert (request.manifest.tag, request.manifest.name) == (tag, name)
+
+
+def test_a_link_inside_the_root_is_not_followed(tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    victim = outside / "a.safetensors"
+    victim.write_text("mine")
+    root = tmp_path / "root"
+    with writer_of(root, layout="per_request") as writer:
+        (root / "tag").symlink_to(outside)
+        with pytest.raises(FileError, match=r"tag is a symbolic link"):
+            put(writer, 1, tag="tag", name="a")
+        # A link in the file's own place is replaced, not written through.
+        (root / "a.safetensors").symlink_to(victim)
+        rows = put(writer, 2, name="a")[1]
+    assert victim.read_text() == "mine"
+    assert os.listdir(outside) == ["a.safetensors"]
+    assert torch.equal(vllm_scope.open(root)["a"]["embed", 0], rows["embed", 0])
+
+
+def test_a_reader_does_not_follow_links_between_folders(tmp_path):
+    with writer_of(tmp_path / "other", layout="per_request") as writer:
+        put(writer, 1)
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "link").symlink_to(tmp_path / "other")
+    assert len(vllm_scope.open(root)) == 0
+
+
+#: Forks writers that write for good, and kills each; prints how many were caught at it.
+KILLED = """
+import os, random, signal, sys, time
+from pathlib import Path
+import numpy as np, torch, vllm_scope
+from vllm_scope.files import FileOptions, RequestRecord, open_writer
+
+root, layout = sys.argv[1:]
+torch.set_num_threads(1)
+rows = torch.ones(64, 8192)
+positions = np.arange(64)
+
+
+def data_files():
+    return [*Path(root).rglob("*.safetensors"), *Path(root).rglob("*.npz")]
+
+
+def write_for_good():
+    options = {"root": root, "layout": layout, "file_mib": 1, "packed_requests": 2}
+    writer = open_writer(FileOptions.parse(options))
+    number = 0
+    while True:
+        request = writer.begin()
+        request.write("embed", 0, positions, rows)
+        request.finish(RequestRecord(
+            str(number), list(range(64)), [], "m", 64, 64, name=f"r{number % 5}", tag="t"
+        ))
+        number += 1
+
+
+open_writer(FileOptions.parse({"root": root, "layout": layout})).close()
+rng = random.Random(0)
+caught = rounds = 0
+while rounds < 6 or caught < 3:
+    rounds += 1
+    child = os.fork()
+    if child == 0:
+        write_for_good()
+    while not data_files():
+        time.sleep(0.001)
+    time.sleep(rng.random() * 0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    caught += any(Path(root).rglob(".*.tmp"))
+    for request in vllm_scope.open(root):
+        assert request["embed", 0].shape == (64, 8192)
+        assert bool((request["embed", 0] == 1).all())
+        assert len(request.token_ids) == 64
+        assert request.status == "ok"
+    for path in data_files():
+        path.unlink()
+print(caught)
+"""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_writer_killed_in_mid_write_leaves_only_whole_files(layout, tmp_path):
+    out = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), layout],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert out.returncode == 0, out.stderr[-3000:]
+    assert int(out.stdout) > 0
+    writer_of(tmp_path).close()
+    assert [name for _, _, names in os.walk(tmp_path) for name in names if name[0] == "."] == []
+
+
+def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp_path):
+    living = LocalPublisher(tmp_path)
+    code = (
+        "import os, signal, sys; from pathlib import Path; "
+        "from vllm_scope.files.publish import LocalPublisher; "
+        f"p = LocalPublisher(Path({str(tmp_path)!r})); "
+        "p.publish('d/x', lambda f: (f.write(b'half'), os.kill(os.getpid(), signal.SIGKILL)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
+    (half,) = (tmp_path / "d").iterdir()
+    assert half.name.startswith(".x.")
+    ours = tmp_path / "d" / f".y.{living.identity}.tmp"
+    ours.write_text("being written")
+    (tmp_path / "d" / ".notes.tmp").write_text("somebody else's")
+    newcomer = LocalPublisher(tmp_path)
+    assert sorted(os.listdir(tmp_path / "d")) == sorted([ours.name, ".notes.tmp"])
+    locks = {name for name in os.listdir(tmp_path) if name.endswith(".lock")}
+    assert locks == {f".scope-{p.identity}.lock" for p in (living, newcomer)}
+    for publisher in (living, newcomer):
+        publisher.close()
+
+
+@pytest.mark.parametrize("fails_with", [OSError(28, "No space left on device"), RuntimeError("x")])
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(fails_with, tmp_path):
+    publisher = LocalPublisher(tmp_path)
+    publisher.publish("a", lambda file: file.write(b"old"))
+
+    def fail(file):
+        file.write(b"new")
+        raise fails_with
+
+    with pytest.raises((FileError, RuntimeError)):
+        publisher.publish("a", fail)
+    publisher.close()
+    assert os.listdir(tmp_path) == ["a"]
+    assert (tmp_path / "a").read_bytes() == b"old"
+
+
+def test_a_shard_that_could_not_be_written_is_reported_once(tmp_path, monkeypatch):
+    writer = writer_of(tmp_path, layout="sharded", file_mib=1)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm_scope.files.sharded.write_tensors", full)
+        put(writer, 1)
+        with pytest.raises(FileError, match="No space left"):
+            writer.flush()
+    put(writer, 2, name="later")
+    writer.close()
+    assert [r.manifest.name for r in vllm_scope.open(tmp_path)] == ["later"]
+
+
+@pytest.mark.parametrize("fsync", [False, True])
+def test_fsync_waits_for_the_file_before_it_is_visible_and_for_its_folder_after(
+    fsync, tmp_path, monkeypatch
+):
+    calls: list[str] = []
+    for name in ("fdatasync", "fsync", "replace"):
+        real = getattr(os, name)
+
+        def note(*args, _real=real, _name=name):
+            calls.append(_name)
+            return _real(*args)
+
+        monkeypatch.setattr(os, name, note)
+    publisher = LocalPublisher(tmp_path, fsync)
+    publisher.publish("a", lambda file: file.write(b"x"))
+    publisher.close()
+    assert calls == (["fdatasync", "replace", "fsync"] if fsync else ["replace"])
+
+
+def _safetensors(header: object, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def _entry(**fields) -> dict:
+    return {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **fields}}
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        pytest.param(b"abc", "no safetensors file", id="shorter-than-its-length"),
+        pytest.param(struct.pack("<Q", 1 << 60), "says that its header has", id="huge-header"),
+        pytest.param(
+            struct.pack("<Q", MAX_HEADER_BYTES), "says that its header", id="longer-than-the-file"
+        ),
+        pytest.param(_safetensors(b"{{"), "header cannot be read", id="no-json"),
+        pytest.param(_safetensors(b"[" * 100_000), "header cannot be read", id="deep"),
+        pytest.param(_safetensors(b"\xff\xfe"), "header cannot be read", id="no-text"),
+        pytest.param(_safetensors(_entry(), b"1234"), "lie within the file", id="cut-off"),
+        pytest.param(
+            _safetensors(_entry(shape=[1 << 62, 1 << 62]), b"12345678"), "takes", id="huge-shape"
+        ),
+        pytest.param(_safetensors(_entry(shape=[-2]), b"12345678"), "lie within", id="negative"),
+        pytest.param(
+            _safetensors(_entry(data_offsets=[8, 0]), b"12345678"), "lie within", id="backwards"
+        ),
+        pytest.param(_safetensors(_entry(dtype="F99"), b"12345678"), "not one of ours", id="dtype"),
+    ],
+)
+def test_a_damaged_safetensors_file_is_refused_before_anything_is_allocated(
+    content, says, tmp_path
+):
+    class Counted(io.BytesIO):
+        most = 0
+
+        def read(self, size=-1):
+            self.most = max(self.most, size)
+            return super().read(size)
+
+    file = Counted(content)
+    with pytest.raises(FileError, match=says):
+        read_header(file, len(content), "it")
+    assert file.most <= max(8, len(content))
+    (tmp_path / "x.safetensors").write_bytes(content)
+    with pytest.raises(FileError, match=says):
+        vllm_scope.open(tmp_path)
+
+
+def _forged(tmp_path, change) -> None:
+    """A shard whose index was changed by somebody."""
+    with writer_of(tmp_path, layout="sharded") as writer:
+        put(writer, 1, name="a")
+    (path,) = tmp_path.glob("*.json")
+    body = json.loads(path.read_text())
+    change(body["requests"][0])
+    path.write_text(json.dumps(body))
+
+
+def _stream(**fields):
+    return lambda request: request["streams"]["embed.0"].update(fields)
+
+
+def _codec(**fields):
+    return lambda request: request["streams"]["embed.0"]["codec"].update(fields)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        pytest.param(_stream(shape=[1 << 40, 12]), "rows up to", id="more-rows"),
+        pytest.param(_stream(shape=[8, 1 << 40]), "contradicts itself", id="wider"),
+        pytest.param(_stream(first=-3), "contradicts itself", id="negative-first"),
+        pytest.param(_stream(first=1 << 50), "rows up to", id="late-first"),
+        pytest.param(_codec(hidden_size=13), "contradicts itself", id="codec's-width"),
+        pytest.param(_codec(codec="rp8", k=12), "no tensor 'embed.0.q'", id="codec"),
+        pytest.param(_codec(codec="evil"), "the codecs are", id="unknown-codec"),
+        pytest.param(lambda r: r.update(num_prompt_tokens=1 << 40), "token ids", id="tokens"),
+        pytest.param(lambda r: r.update(first_token=-1), "token ids", id="negative-token"),
+        pytest.param(
+            lambda r: r["streams"].update(evil=r["streams"]["embed.0"]), "names no", id="s"
+        ),
+        pytest.param(lambda r: r.update(status="fine"), "cannot be read", id="status"),
+    ],
+)
+def test_an_index_that_lies_is_refused(change, says, tmp_path):
+    _forged(tmp_path, change)
+
+    def use():
+        (request,) = vllm_scope.open(tmp_path)
+        assert request.token_ids.numel()
+        assert request["embed", 0].numel()
+        assert request.positions("embed", 0).numel()
+
+    with pytest.raises(FileError, match=says):
+        use()
+
+
+def test_an_index_names_no_path_that_is_opened(tmp_path):
+    (tmp_path / "secret.safetensors").write_bytes(b"x" * 100)
+    root = tmp_path / "root"
+    _forged(
+        root,
+        lambda r: (r.update(files=["../secret.safetensors"]), _stream(file="../secret")(r)),
+    )
+    (request,) = vllm_scope.open(root)
+    assert request["embed", 0].shape == (8, 12)
+
+
+def test_a_shard_without_its_index_is_refused(tmp_path):
+    with writer_of(tmp_path) as writer:
+        put(writer, 1)
+    (path,) = tmp_path.glob("*.json")
+    path.unlink()
+    with pytest.raises(FileError, match=r"\.json cannot be read"):
+        vllm_scope.open(tmp_path)
+
+
+def test_files_of_others_are_passed_over_and_pipes_are_not_waited_for(tmp_path):
+    save_file({"x": torch.zeros(3)}, tmp_path / "weights.safetensors")
+    np.savez(tmp_path / "arrays.npz", a=np.zeros(3))
+    (tmp_path / "notes.txt").write_text("x")
+    assert len(vllm_scope.open(tmp_path)) == 0
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    with pytest.raises(FileError, match="not a regular file"):
+        vllm_scope.open(tmp_path)
+
+
+def _npz_with(tmp_path, name: str, body: bytes, compression=zipfile.ZIP_STORED) -> None:
+    with writer_of(tmp_path, layout="npz") as writer:
+        put(writer, 1)
+    (path,) = tmp_path.glob("*.npz")
+    with zipfile.ZipFile(path, "a", compression) as archive:
+        archive.writestr(name, body)
+
+
+def _npy(shape: str, descr: str = "<f4", data: bytes = b"1234") -> bytes:
+    text = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape}, }}".encode()
+    text += b" " * (-(len(text) + 11) % 64) + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + data
+
+
+@pytest.mark.parametrize(
+    ("body", "compression", "says"),
+    [
+        pytest.param(_npy("(99999999999,)"), zipfile.ZIP_STORED, "damaged", id="huge-shape"),
+        pytest.param(_npy("(-1,)"), zipfile.ZIP_STORED, "damaged", id="negative"),
+        pytest.param(_npy("(1,)", "|O"), zipfile.ZIP_STORED, "damaged", id="objects"),
+        pytest.param(b"not numpy at all", zipfile.ZIP_STORED, "cannot be read", id="no-array"),
+        pytest.param(_npy("(1,)"), zipfile.ZIP_DEFLATED, "compressed", id="a-zip-bomb's-way"),
+    ],
+)
+def test_a_damaged_npz_is_refused(body, compression, says, tmp_path):
+    _npz_with(tmp_path, "evil.npy", body, compression)
+    with pytest.raises(FileError, match=says):
+        vllm_scope.open(tmp_path)
+
+
+@given(st.data())
+@pytest.mark.parametrize("suffix", ["safetensors", "npz", "json"])
+def test_a_file_with_wrong_bytes_is_refused_or_read_and_never_crashes(
+    tmp_path_factory, suffix, data
+):
+    root = tmp_path_factory.mktemp("root")
+    with writer_of(root, layout="npz" if suffix == "npz" else "sharded") as writer:
+        put(writer, 1)
+    (path,) = root.glob(f"*.{suffix}")
+    body = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(body[: data.draw(st.integers(0, len(body)))])
+    try:
+        for request in vllm_scope.open(root):
+            assert request.token_ids is not None
+            for stream in request.keys():
+                assert request[stream].dim() == 2
+                assert request.positions(*stream).dim() == 1
+    except FileError:
+        pass
+
+
+def test_a_thousand_requests_of_one_row_are_written_quickly(tmp_path):
+    started = time.monotonic()
+    rng = random.Random(0)
+    with writer_of(tmp_path, layout="sharded") as writer:
+        for seed in range(1000):
+            put(writer, seed, streams=[("embed", 0)], num_prompt=1 + rng.randrange(3))
+    assert len(vllm_scope.open(tmp_path)) == 1000
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+    assert time.monotonic() - started < 10

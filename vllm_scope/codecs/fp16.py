@@ -1,0 +1,29 @@
+"""Half precision: what most training code takes, where the model's dtype is another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from vllm_scope.codecs.base import CodecModel
+
+_LIMIT = torch.finfo(torch.float16).max
+
+
+class Fp16(CodecModel):
+    """Finite values beyond 65504 become 65504 of their sign; infinity and NaN stay."""
+
+    part_names: ClassVar[tuple[str, ...]] = ("rows",)
+
+    codec: Literal["fp16"] = "fp16"
+
+    def _encode(self, rows: Tensor) -> dict[str, Tensor]:
+        # In float32: 65504 is not a bf16 number.
+        values = rows.float()
+        return {"rows": torch.where(values.isinf(), values, values.clamp(-_LIMIT, _LIMIT)).half()}
+
+    def _decode(self, parts: Mapping[str, Tensor], num_rows: int) -> Tensor:
+        return parts["rows"].to(self.torch_dtype)

@@ -1,0 +1,84 @@
+"""The rows' bytes, compressed on the host without loss. About a fifth smaller, and slow."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, StrictInt
+from torch import Tensor
+
+from vllm_scope.codecs.base import CodecModel
+from vllm_scope.errors import ConfigError
+
+
+def _zstd() -> Any:
+    try:
+        if sys.version_info >= (3, 14):
+            from compression import zstd
+        else:
+            from backports import zstd
+    except ImportError:
+        raise ConfigError(
+            "codec 'zstd' needs the package backports.zstd; pip install 'vllm-scope[files]'."
+        ) from None
+    return zstd
+
+
+class _Compressors(threading.local):
+    """Level -> this thread's compressor: one that several threads share corrupts memory."""
+
+    def __init__(self) -> None:
+        self.of_level: dict[int, Any] = {}
+
+
+_compressors = _Compressors()
+
+
+class Zstd(CodecModel):
+    """All rows of a call as one zstd frame, so that none can be decoded alone.
+
+    `encode` waits for rows that are on a device: bytes are compressed on the host.
+
+    Attributes:
+        level: zstd's; higher is smaller and slower.
+    """
+
+    lossless: ClassVar[bool] = True
+    rowwise: ClassVar[bool] = False
+    part_names: ClassVar[tuple[str, ...]] = ("frame",)
+
+    codec: Literal["zstd"] = "zstd"
+    level: StrictInt = Field(default=1, ge=1, le=22)
+
+    def _encode(self, rows: Tensor) -> dict[str, Tensor]:
+        zstd = _zstd()
+        compressor = _compressors.of_level.get(self.level)
+        if compressor is None:
+            compressor = zstd.ZstdCompressor(level=self.level)
+            _compressors.of_level[self.level] = compressor
+        data = rows.contiguous().cpu().view(torch.uint8).reshape(-1).numpy()
+        frame = compressor.compress(data, compressor.FLUSH_FRAME)
+        return {"frame": torch.frombuffer(bytearray(frame), dtype=torch.uint8)}
+
+    def _decode(self, parts: Mapping[str, Tensor], num_rows: int) -> Tensor:
+        zstd = _zstd()
+        frame = parts["frame"].cpu().contiguous().view(torch.uint8).numpy()
+        size = num_rows * self.hidden_size * self.torch_dtype.itemsize
+        try:
+            said = zstd.get_frame_info(frame).decompressed_size
+            if said != size:
+                raise ValueError(f"the frame holds {said} bytes; {size} are expected")
+            if size == 0:
+                return torch.empty(0, self.hidden_size, dtype=self.torch_dtype)
+            # The frame's own word bounds nothing; the limit does.
+            data = zstd.ZstdDecompressor().decompress(frame, max_length=size)
+        except zstd.ZstdError as error:
+            raise ValueError(f"the frame is not zstd: {error}") from None
+        if len(data) != size:
+            raise ValueError(f"the frame holds {len(data)} bytes; {size} are expected")
+        rows = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return rows.view(self.torch_dtype).view(num_rows, self.hidden_size)

@@ -1,0 +1,276 @@
+"""One captured request, read from however many files hold it.
+
+Owns:  CapturedRequest, StoredStream, and the files that are open.
+From:  reader (which finds the files).
+
+Promise: nothing of the rows is read before it is asked for, and no size that a file
+claims is believed before it was compared with the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import msgspec
+import torch
+from torch import Tensor
+
+from vllm_scope.codecs import Codec, codec_from
+from vllm_scope.errors import ConfigError, FileError
+from vllm_scope.files.datafile import DataFile, open_data
+from vllm_scope.files.folder import Folder
+from vllm_scope.files.manifest import Manifest, StreamEntry, parse_stream, stream_name
+from vllm_scope.files.per_request import part_key
+from vllm_scope.spec import SiteLayer
+
+#: Files that are open at once; a tensor that was taken from one stays valid.
+MAX_OPEN = 64
+
+
+class OpenFiles:
+    """The data files of a folder, opened when first needed."""
+
+    def __init__(self, folder: Folder) -> None:
+        self.get = lru_cache(maxsize=MAX_OPEN)(self._open)
+        self.dtypes: dict[str, dict[str, str]] = {}
+        self._folder = folder
+
+    def _open(self, name: str) -> DataFile:
+        return open_data(self._folder, name, self.dtypes.get(name, {}))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one file holds of a request.
+
+    Attributes:
+        name: of the file, below the folder's root.
+        prefix: of its tensors' names.
+    """
+
+    name: str
+    prefix: str
+    manifest: Manifest
+
+
+class StoredStream:
+    """Rows of one stream in one file, of one request or of several in a row.
+
+    Attributes:
+        name: of the file.
+        key: of the stream in the file.
+        first, num_rows: which rows of the file's stream.
+        codec: decodes them.
+    """
+
+    def __init__(
+        self, files: OpenFiles, name: str, key: str, first: int, num_rows: int, codec: Codec
+    ) -> None:
+        self.name, self.key = name, key
+        self.first, self.num_rows = first, num_rows
+        self.codec = codec
+        self._files = files
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [num_rows]."""
+        return self._slice(f"{self.key}.positions", torch.int64)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """[stop - start, hidden_size], decoded; a view of the file where nothing is to
+        decode."""
+        if not self.codec.rowwise:
+            return self._decode(self._parts(), self.num_rows)[start:stop]
+        parts = {name: part[start:stop] for name, part in self._parts().items()}
+        return self._decode(parts, stop - start)
+
+    def take(self, index: Tensor) -> Tensor:
+        """[len(index), hidden_size], decoded."""
+        if not self.codec.rowwise:
+            return self._decode(self._parts(), self.num_rows)[index]
+        parts = {name: _select(part, index) for name, part in self._parts().items()}
+        return self._decode(parts, len(index))
+
+    def joined(self, other: StoredStream) -> StoredStream | None:
+        """Both as one, where the other's rows follow in the file."""
+        if (
+            self.codec.rowwise
+            and (self.name, self.key, self.codec) == (other.name, other.key, other.codec)
+            and self.first + self.num_rows == other.first
+        ):
+            num_rows = self.num_rows + other.num_rows
+            return StoredStream(self._files, self.name, self.key, self.first, num_rows, self.codec)
+        return None
+
+    def _parts(self) -> dict[str, Tensor]:
+        file = self._files.get(self.name)
+        names = self.codec.part_names
+        if not self.codec.rowwise:
+            return {part: file.tensor(part_key(self.key, part)) for part in names}
+        return {part: self._slice(part_key(self.key, part), None) for part in names}
+
+    def _slice(self, key: str, dtype: torch.dtype | None) -> Tensor:
+        tensor = self._files.get(self.name).tensor(key)
+        last = self.first + self.num_rows
+        if tensor.dim() < 1 or tensor.shape[0] < last or dtype not in (None, tensor.dtype):
+            raise FileError(
+                f"{self.name}: {key} is {list(tensor.shape)} {tensor.dtype}; its index says "
+                f"that it has rows up to {last}"
+            )
+        return tensor[self.first : last]
+
+    def _decode(self, parts: dict[str, Tensor], num_rows: int) -> Tensor:
+        try:
+            return self.codec.decode(parts, num_rows)
+        except (ValueError, RuntimeError) as error:
+            raise FileError(f"{self.name}: {self.key} cannot be decoded: {error}") from None
+
+
+def _select(part: Tensor, index: Tensor) -> Tensor:
+    # As bytes where torch cannot gather: fp8 has no index_select on CPUs.
+    if part.dtype == torch.float8_e4m3fn:
+        return part.view(torch.uint8).index_select(0, index).view(part.dtype)
+    return part.index_select(0, index)
+
+
+class CapturedRequest:
+    """A request as it was captured; its rows are read when asked for.
+
+    Attributes:
+        manifest: of all its stages together. Its `files` are below the opened folder.
+    """
+
+    def __init__(self, files: OpenFiles, pieces: Sequence[Piece]) -> None:
+        self._files = files
+        self._pieces = pieces
+        self.manifest = _merge(pieces)
+
+    @property
+    def status(self) -> str:
+        """`ok`, `partial` or `error`; `manifest.reason` says why."""
+        return self.manifest.status
+
+    @cached_property
+    def _piece_of(self) -> dict[SiteLayer, Piece]:
+        return {
+            parse_stream(name): piece for piece in self._pieces for name in piece.manifest.streams
+        }
+
+    def keys(self) -> list[SiteLayer]:
+        """The streams that were captured."""
+        return sorted(self._piece_of)
+
+    def __contains__(self, stream: object) -> bool:
+        return stream in self._piece_of
+
+    def __getitem__(self, stream: SiteLayer) -> Tensor:
+        """[num_rows, hidden_size], in position order. Raises KeyError, FileError."""
+        stored = self.stored(stream)
+        return stored.rows(0, stored.num_rows)
+
+    def positions(self, site: str, layer: int) -> Tensor:
+        """int64 [num_rows]: the absolute positions of the rows."""
+        return self.stored((site, layer)).positions
+
+    def at(self, site: str, layer: int, positions: Sequence[int]) -> Tensor:
+        """Rows of some positions, in the order given.
+
+        Raises:
+            KeyError: a stream or a position that was not captured.
+        """
+        stored = self.stored((site, layer))
+        captured = stored.positions
+        wanted = torch.tensor(list(positions), dtype=torch.int64)
+        index = torch.searchsorted(captured, wanted)
+        missing = ~torch.isin(wanted, captured)
+        if bool(missing.any()):
+            raise KeyError(
+                f"position {int(wanted[missing][0])} of {site}.{layer} was not captured; "
+                f"{len(captured)} positions were"
+            )
+        return stored.take(index)
+
+    @property
+    def token_ids(self) -> Tensor:
+        """int32 [num_tokens]: prompt and output."""
+        piece = self._pieces[0]
+        manifest = piece.manifest
+        tokens = self._files.get(piece.name).tensor(f"{piece.prefix}token_ids")
+        last = manifest.first_token + manifest.num_tokens
+        if manifest.first_token < 0 or tokens.dim() != 1 or len(tokens) < last:
+            raise FileError(f"{piece.name} has {len(tokens)} token ids; its index says {last}")
+        return tokens[manifest.first_token : last]
+
+    @property
+    def prompt_ids(self) -> Tensor:
+        return self.token_ids[: self.manifest.num_prompt_tokens]
+
+    @property
+    def output_ids(self) -> Tensor:
+        return self.token_ids[self.manifest.num_prompt_tokens :]
+
+    def stored(self, stream: SiteLayer) -> StoredStream:
+        """Where a stream's rows are. Raises KeyError."""
+        if stream not in self._piece_of:
+            known = ", ".join(map(stream_name, self.keys())) or "none"
+            raise KeyError(f"{stream!r} was not captured; captured are {known}")
+        piece = self._piece_of[stream]
+        name = stream_name(stream)
+        entry = piece.manifest.streams[name]
+        codec = _codec(entry, piece.name)
+        return StoredStream(
+            self._files, piece.name, piece.prefix + name, entry.first, entry.shape[0], codec
+        )
+
+    def __repr__(self) -> str:
+        body = self.manifest
+        label = body.name or body.request_id
+        return (
+            f"<CapturedRequest {label!r} {body.status}: {len(body.streams)} streams, "
+            f"{body.delivered} of {body.expected} rows>"
+        )
+
+
+def _codec(entry: StreamEntry, where: str) -> Codec:
+    try:
+        codec = codec_from(entry.codec)
+    except ConfigError as error:
+        raise FileError(f"{where}: {error}") from None
+    said = entry.codec["hidden_size"], entry.codec["dtype"]
+    if said != (entry.shape[1], entry.dtype) or min(entry.first, *entry.shape) < 0:
+        raise FileError(f"{where}: its index contradicts itself: {entry}")
+    return codec
+
+
+def _merge(pieces: Sequence[Piece]) -> Manifest:
+    """One manifest of all stages; `partial` where a stage is missing."""
+    first = pieces[0].manifest
+    if first.num_stages == 1:
+        return msgspec.structs.replace(first, files=[pieces[0].name])
+    manifests = [piece.manifest for piece in pieces]
+    streams: dict[str, StreamEntry] = {}
+    for piece in pieces:
+        for name, entry in piece.manifest.streams.items():
+            if name in streams:
+                raise FileError(f"{name} is in {streams[name].file} and in {piece.name}")
+            streams[name] = msgspec.structs.replace(entry, file=piece.name)
+    status, reason = first.status, first.reason
+    for grade in ("partial", "error"):
+        for manifest in manifests:
+            if manifest.status == grade:
+                status, reason = manifest.status, manifest.reason
+    missing = sorted(set(range(first.num_stages)) - {m.stage for m in manifests})
+    if missing and status == "ok":
+        status, reason = "partial", f"stages {missing} of {first.num_stages} are missing"
+    return msgspec.structs.replace(
+        first,
+        status=status,
+        reason=reason,
+        expected=sum(m.expected for m in manifests),
+        delivered=sum(m.delivered for m in manifests),
+        dropped=sum(m.dropped for m in manifests),
+        files=[piece.name for piece in pieces],
+        streams=streams,
+    )

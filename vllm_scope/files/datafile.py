@@ -1,0 +1,169 @@
+"""One data file, opened for reading: its tensors by name, mapped where that can be.
+
+Owns:  DataFile, its two kinds, and what is checked before either allocates.
+"""
+
+from __future__ import annotations
+
+import mmap
+import zipfile
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from vllm_scope.errors import FileError, shown
+from vllm_scope.files.folder import Folder
+from vllm_scope.files.manifest import MAX_INDEX_BYTES, Index
+from vllm_scope.files.npz import BITS
+from vllm_scope.files.per_request import KEY
+from vllm_scope.files.tensors import read_header
+
+
+class DataFile(Protocol):
+    """Raises FileError for a tensor that is not there."""
+
+    def tensor(self, name: str) -> Tensor: ...
+
+
+def read_index(folder: Folder, name: str) -> Index | None:
+    """What a data file holds, without its tensors; None for a file that is not ours.
+
+    Raises:
+        FileError: it is damaged, or a shard's index is missing.
+    """
+    file, size = folder.open(name)
+    with file:
+        if name.endswith(".npz"):
+            return _npz_index(file, size, name)
+        header = read_header(file, size, name)
+    if KEY in header.metadata:
+        return Index.decode(header.metadata[KEY], name)
+    if header.metadata.get("layout") != "sharded":
+        return None
+    beside = name.removesuffix(".safetensors") + ".json"
+    file, size = folder.open(beside)
+    with file:
+        if size > MAX_INDEX_BYTES:
+            raise FileError(f"{beside} has {size} bytes; an index has at most {MAX_INDEX_BYTES}.")
+        return Index.decode(file.read(), beside)
+
+
+def open_data(folder: Folder, name: str, dtypes: dict[str, str]) -> DataFile:
+    """Raises FileError."""
+    return NpzFile(folder, name, dtypes) if name.endswith(".npz") else MappedFile(folder, name)
+
+
+class MappedFile:
+    """A safetensors file. Its tensors are views of the page cache: reading one costs
+    what is touched of it."""
+
+    def __init__(self, folder: Folder, name: str) -> None:
+        self._name = name
+        # Checked here as well: the file may have been replaced since it was listed.
+        file, size = folder.open(name)
+        with file:
+            read_header(file, size, name)
+        try:
+            self._file: Any = safe_open(folder.local(name), framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise FileError(f"{name} cannot be read: {error}") from None
+        self._names = set(self._file.keys())
+
+    def tensor(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise FileError(f"{self._name} has no tensor {shown(name)}, which its index names.")
+        found: Tensor = self._file.get_tensor(name)
+        return found
+
+
+class NpzFile:
+    """A numpy archive; each array is mapped too, since ours are not compressed."""
+
+    def __init__(self, folder: Folder, name: str, dtypes: dict[str, str]) -> None:
+        self._name = name
+        self._dtypes = dtypes
+        with open(folder.local(name), "rb") as file:
+            size = file.seek(0, 2)
+            self._members = _members(file, size, name)
+            # Copy on write: a caller that writes changes its own memory only.
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def tensor(self, name: str) -> Tensor:
+        if name not in self._members:
+            raise FileError(f"{self._name} has no array {shown(name)}, which its index names.")
+        start, shape, dtype = self._members[name]
+        array = np.frombuffer(self._map, dtype, int(np.prod(shape, dtype=object)), start)
+        tensor = torch.from_numpy(array.reshape(shape))
+        if name not in self._dtypes:
+            return tensor
+        wanted = {str(real).removeprefix("torch."): real for real in BITS}
+        real = wanted.get(self._dtypes[name])
+        if real is None or BITS[real] != tensor.dtype:
+            raise FileError(f"{self._name}: {shown(name)} cannot be {shown(self._dtypes[name])}.")
+        return tensor.view(real)
+
+
+#: Where an array's bytes begin in the file, its shape and its dtype.
+_Member = tuple[int, tuple[int, ...], np.dtype]
+
+
+def _npz_index(file: BinaryIO, size: int, name: str) -> Index | None:
+    members = _members(file, size, name)
+    if KEY not in members:
+        return None
+    start, shape, dtype = members[KEY]
+    if dtype != np.uint8:
+        raise FileError(f"{name}: its index is of dtype {dtype}, not bytes.")
+    file.seek(start)
+    return Index.decode(file.read(int(np.prod(shape, dtype=object))), name)
+
+
+def _members(file: BinaryIO, size: int, name: str) -> dict[str, _Member]:
+    """Array name -> where it is; every size is checked against the file's own."""
+    found: dict[str, _Member] = {}
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for entry in archive.infolist():
+                if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
+                    raise FileError(
+                        f"{name}: {shown(entry.filename)} is compressed or encrypted; archives "
+                        "written here are neither."
+                    )
+                with archive.open(entry) as member:
+                    version = np.lib.format.read_magic(member)
+                    read = (
+                        np.lib.format.read_array_header_1_0
+                        if version == (1, 0)
+                        else np.lib.format.read_array_header_2_0
+                    )
+                    shape, fortran, dtype = read(member)
+                    header_bytes = member.tell()
+                num_bytes = dtype.itemsize * int(np.prod(shape, dtype=object))
+                start = _data_start(file, entry) + header_bytes
+                if (
+                    fortran
+                    or dtype.hasobject
+                    or min(shape, default=0) < 0
+                    or num_bytes != entry.file_size - header_bytes
+                    or start + num_bytes > size
+                ):
+                    raise FileError(f"{name}: array {shown(entry.filename)} is damaged.")
+                found[entry.filename.removesuffix(".npy")] = (start, shape, dtype)
+    except (zipfile.BadZipFile, ValueError, EOFError, OSError) as error:
+        raise FileError(f"{name} cannot be read: {error}") from None
+    return found
+
+
+def _data_start(file: BinaryIO, entry: zipfile.ZipInfo) -> int:
+    """Where a member's bytes begin: behind its local header, which has its own lengths."""
+    file.seek(entry.header_offset + 26)
+    lengths = file.read(4)
+    return (
+        entry.header_offset
+        + 30
+        + int.from_bytes(lengths[:2], "little")
+        + int.from_bytes(lengths[2:], "little")
+    )

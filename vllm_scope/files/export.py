@@ -1,0 +1,245 @@
+"""Captured rows for other tools: Hugging Face `datasets` folders, through pyarrow.
+
+Owns:  `export_dataset` (one row per token) and `export_saelens` (fixed contexts, as
+       SAELens caches activations).
+
+Both write what `datasets.load_from_disk` reads, without importing `datasets`, and
+publish their files as every other file here: whole, or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_scope.errors import ConfigError, FileError
+from vllm_scope.files.manifest import stream_name
+from vllm_scope.files.publish import LocalPublisher, write_bytes
+from vllm_scope.spec import SiteLayer
+
+if TYPE_CHECKING:
+    from vllm_scope.files.reader import Capture
+
+Dtype = Literal["float32", "float16"]
+#: Arrow's lists count with 32 bits; a batch stays far below.
+_BATCH_BYTES = 64 << 20
+
+
+def _arrow() -> Any:
+    try:
+        import pyarrow
+    except ImportError:
+        raise ConfigError(
+            "exports need the package pyarrow; pip install 'vllm-scope[files]'."
+        ) from None
+    return pyarrow
+
+
+def export_dataset(
+    capture: Capture, folder: str | Path, streams: list[SiteLayer], dtype: Dtype = "float32"
+) -> int:
+    """Write a dataset with one row per token: request, position, token_id and, for each
+    stream, `site.layer`. Returns the number of rows.
+
+    Args:
+        folder: must not exist, or be empty.
+        dtype: of the rows; Arrow has no bf16.
+
+    Raises:
+        FileError: the folder is not empty, or the streams of a request have other
+            positions.
+        ConfigError: pyarrow is missing.
+    """
+    pa = _arrow()
+    width = {stream: _hidden_size(capture, stream) for stream in streams}
+    values = {stream: pa.list_(_arrow_type(dtype), size) for stream, size in width.items()}
+    schema = pa.schema(
+        [("request", pa.string()), ("position", pa.int64()), ("token_id", pa.int32())]
+        + [(stream_name(stream), kind) for stream, kind in values.items()]
+    )
+    features: dict[str, Any] = {
+        "request": {"dtype": "string", "_type": "Value"},
+        "position": {"dtype": "int64", "_type": "Value"},
+        "token_id": {"dtype": "int32", "_type": "Value"},
+    }
+    for stream, size in width.items():
+        features[stream_name(stream)] = {
+            "feature": {"dtype": dtype, "_type": "Value"},
+            "length": size,
+            "_type": "List",
+        }
+
+    def batches() -> Iterator[Any]:
+        for request in capture:
+            if not all(stream in request for stream in streams):
+                continue
+            positions = request.positions(*streams[0])
+            for stream in streams[1:]:
+                if not torch.equal(request.positions(*stream), positions):
+                    raise FileError(
+                        f"{request!r}: {stream_name(stream)} has other positions than "
+                        f"{stream_name(streams[0])}; export them one by one."
+                    )
+            tokens = request.token_ids[positions]
+            stored = {stream: request.stored(stream) for stream in streams}
+            step = max(1, _BATCH_BYTES // (4 * sum(width.values())))
+            for start in range(0, len(positions), step):
+                stop = min(start + step, len(positions))
+                columns = [
+                    pa.array([request.manifest.uid] * (stop - start)),
+                    pa.array(positions[start:stop].numpy()),
+                    pa.array(tokens[start:stop].numpy()),
+                ]
+                for stream, kind in values.items():
+                    flat = _numbers(stored[stream].rows(start, stop), dtype)
+                    columns.append(pa.FixedSizeListArray.from_arrays(flat, type=kind))
+                yield pa.record_batch(columns, schema=schema)
+
+    return _save(Path(folder), schema, features, batches)
+
+
+def export_saelens(
+    capture: Capture,
+    folder: str | Path,
+    site: str,
+    layer: int,
+    hook_name: str,
+    context_size: int,
+    dtype: Dtype = "float32",
+) -> int:
+    """Write the folder that SAELens takes as `cached_activations_path`. Returns the
+    number of contexts.
+
+    Each request is cut into contexts of `context_size` positions that follow each
+    other; what is left at its end, and after a gap, is left out.
+
+    Args:
+        hook_name: the column, as in SAELens's configuration, e.g.
+            `blocks.5.hook_resid_post`.
+
+    Raises:
+        As `export_dataset`.
+    """
+    pa = _arrow()
+    stream = (site, layer)
+    width = _hidden_size(capture, stream)
+    storage = pa.list_(pa.list_(_arrow_type(dtype)))
+    # The extension type of `datasets`, named in the field's metadata as Arrow files do.
+    marks = {
+        "ARROW:extension:name": "datasets.features.features.Array2DExtensionType",
+        "ARROW:extension:metadata": json.dumps([[context_size, width], dtype]),
+    }
+    schema = pa.schema(
+        [
+            pa.field(hook_name, storage, metadata=marks),
+            pa.field("token_ids", pa.list_(pa.int32(), context_size)),
+        ]
+    )
+    features = {
+        hook_name: {"shape": [context_size, width], "dtype": dtype, "_type": "Array2D"},
+        "token_ids": {
+            "feature": {"dtype": "int32", "_type": "Value"},
+            "length": context_size,
+            "_type": "List",
+        },
+    }
+    inner = np.arange(context_size + 1, dtype=np.int32) * width
+    outer = np.array([0, context_size], np.int32)
+
+    def batches() -> Iterator[Any]:
+        for request in capture:
+            if stream not in request:
+                continue
+            stored = request.stored(stream)
+            positions = stored.positions
+            tokens = request.token_ids
+            for start in _context_starts(positions.numpy(), context_size):
+                stop = start + context_size
+                flat = _numbers(stored.rows(start, stop), dtype)
+                rows = pa.ListArray.from_arrays(inner, flat)
+                ids = tokens[positions[start:stop]].numpy()
+                yield pa.record_batch(
+                    [
+                        pa.ListArray.from_arrays(outer, rows),
+                        pa.FixedSizeListArray.from_arrays(pa.array(ids), context_size),
+                    ],
+                    schema=schema,
+                )
+
+    return _save(Path(folder), schema, features, batches)
+
+
+def _context_starts(positions: np.ndarray, context_size: int) -> list[int]:
+    """Rows at which whole contexts begin: positions there follow each other."""
+    if context_size < 1:
+        raise ConfigError(f"context_size is {context_size}; it is at least 1.")
+    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+    starts: list[int] = []
+    for first, last in zip([0, *breaks.tolist()], [*breaks.tolist(), len(positions)], strict=True):
+        starts += range(first, last - context_size + 1, context_size)
+    return starts
+
+
+def _hidden_size(capture: Capture, stream: SiteLayer) -> int:
+    for request in capture:
+        if stream in request:
+            return request.manifest.streams[stream_name(stream)].shape[1]
+    raise KeyError(f"{stream!r} was not captured; captured are {capture.keys()}")
+
+
+def _arrow_type(dtype: Dtype) -> Any:
+    if dtype not in ("float32", "float16"):
+        raise ConfigError(f"dtype is {dtype!r}; exports are float32 or float16.")
+    return _arrow().float32() if dtype == "float32" else _arrow().float16()
+
+
+def _numbers(rows: Tensor, dtype: Dtype) -> Any:
+    return _arrow().array(rows.to(getattr(torch, dtype)).reshape(-1).numpy())
+
+
+def _save(
+    folder: Path, schema: Any, features: dict[str, Any], batches: Callable[[], Iterator[Any]]
+) -> int:
+    """The files of `Dataset.save_to_disk`; the one that readers look for comes last."""
+    pa = _arrow()
+    if folder.exists() and any(folder.iterdir()):
+        raise FileError(f"{folder} is not empty; export into a folder of its own.")
+    schema = schema.with_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    num_rows = 0
+
+    def write(file: BinaryIO) -> None:
+        nonlocal num_rows
+        with pa.ipc.new_stream(pa.PythonFile(file, "w"), schema) as out:
+            for batch in batches():
+                out.write_batch(batch)
+                num_rows += batch.num_rows
+
+    data = "data-00000-of-00001.arrow"
+    info = {"citation": "", "description": "", "features": features, "homepage": "", "license": ""}
+    state: dict[str, Any] = {
+        "_data_files": [{"filename": data}],
+        # `datasets` keys its caches by it.
+        "_fingerprint": uuid.uuid4().hex[:16],
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": None,
+    }
+    publisher = LocalPublisher(folder)
+    try:
+        publisher.publish(data, write)
+        for name, body in (("dataset_info.json", info), ("state.json", state)):
+            text = json.dumps(body, indent=2).encode()
+            publisher.publish(name, partial(write_bytes, body=text))
+    finally:
+        publisher.close()
+    return num_rows

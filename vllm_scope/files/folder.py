@@ -1,0 +1,86 @@
+"""Where files are read from: a local folder, one file, or a remote one.
+
+Owns:  the Folder protocol, LocalFolder, `find_folder`.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from vllm_scope.errors import FileError
+
+#: What a data file ends in; everything else in a folder is not ours.
+SUFFIXES = (".safetensors", ".npz")
+
+
+class Folder(Protocol):
+    """Files below a root, read only. Safe to call from several threads."""
+
+    def names(self) -> list[str]:
+        """The data files, `/` between folders, sorted."""
+        ...
+
+    def open(self, name: str) -> tuple[BinaryIO, int]:
+        """A file at its beginning, and its size in bytes. Raises FileError."""
+        ...
+
+    def local(self, name: str) -> Path:
+        """A local file of the same content. Raises FileError."""
+        ...
+
+
+def find_folder(path: str | os.PathLike[str]) -> Folder:
+    """Raises FileError where there is nothing."""
+    text = os.fspath(path)
+    if "://" in text:
+        from vllm_scope.files.remote import RemoteFolder
+
+        return RemoteFolder(text)
+    root = Path(text)
+    if root.is_dir():
+        return LocalFolder(root)
+    if root.is_file():
+        return LocalFolder(root.parent, root.name)
+    raise FileError(f"{text} does not exist; name a file or a folder of captured rows.")
+
+
+class LocalFolder:
+    """A folder with all that is below it, or one file of it."""
+
+    def __init__(self, root: Path, only: str | None = None) -> None:
+        self._root = root
+        self._only = only
+
+    def names(self) -> list[str]:
+        if self._only is not None:
+            return [self._only]
+        found: list[str] = []
+        # Links are not followed, hidden names are of files that are being written.
+        for folder, folders, names in os.walk(self._root):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            below = Path(folder).relative_to(self._root)
+            found += [
+                (below / name).as_posix()
+                for name in names
+                if name.endswith(SUFFIXES) and not name.startswith(".")
+            ]
+        return sorted(found)
+
+    def open(self, name: str) -> tuple[BinaryIO, int]:
+        path = self._root / name
+        try:
+            # A named pipe would otherwise wait for its writer for good.
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise FileError(f"{path} cannot be read: {error}") from None
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            os.close(fd)
+            raise FileError(f"{path} is not a regular file.")
+        return os.fdopen(fd, "rb"), found.st_size
+
+    def local(self, name: str) -> Path:
+        return self._root / name

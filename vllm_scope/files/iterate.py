@@ -1,0 +1,106 @@
+"""Rows for training: every row once, as fast as the disk gives them.
+
+Owns:  `iter_rows`, and what "shuffled" means.
+
+Shuffled rows are not a permutation of single rows: reading 8 KB here and there is what
+disks are slowest at. Instead, runs of neighbouring rows are put in random order, a pool
+of runs is read, and rows are drawn from the pool in random order. Rows of one run are
+in one pool; with POOL_RUNS runs in it, a batch mixes as many places of the data set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from vllm_scope.errors import FileError
+from vllm_scope.files.captured import StoredStream
+
+#: What is read at once when shuffling: 1 MB of rows of 4096 bf16 values.
+RUN_ROWS = 128
+POOL_RUNS = 256
+
+#: Rows start to stop of a stored stream.
+_Run = tuple[StoredStream, int, int]
+
+
+def iter_rows(
+    stored: Sequence[StoredStream], batch_size: int, shuffle: bool, seed: int
+) -> Iterator[Tensor]:
+    """See Capture.iter_rows.
+
+    Raises:
+        ValueError: no rows in a batch.
+        FileError: widths or dtypes differ.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; it is at least 1")
+    shapes = {(s.codec.metadata()["hidden_size"], s.codec.metadata()["dtype"]) for s in stored}
+    if len(shapes) > 1:
+        raise FileError(f"the rows are not of one shape and dtype: {sorted(shapes)}")
+    spans = _joined(stored)
+    pieces = _shuffled(spans, batch_size, seed) if shuffle else _in_order(spans, batch_size)
+    return _batches(pieces, batch_size)
+
+
+def _joined(stored: Sequence[StoredStream]) -> list[StoredStream]:
+    """Requests whose rows follow each other in a shard are one span."""
+    spans: list[StoredStream] = []
+    for stream in stored:
+        together = spans[-1].joined(stream) if spans else None
+        if together is not None:
+            spans[-1] = together
+        elif stream.num_rows:
+            spans.append(stream)
+    return spans
+
+
+def _runs(spans: Sequence[StoredStream], num_rows: int) -> list[_Run]:
+    """The spans cut into runs of at most `num_rows`."""
+    found: list[_Run] = []
+    for span in spans:
+        step = num_rows if span.codec.rowwise else span.num_rows
+        found += [(span, at, min(at + step, span.num_rows)) for at in range(0, span.num_rows, step)]
+    return found
+
+
+def _in_order(spans: Sequence[StoredStream], batch_size: int) -> Iterator[Tensor]:
+    for span, start, stop in _runs(spans, batch_size):
+        yield span.rows(start, stop)
+
+
+def _shuffled(spans: Sequence[StoredStream], batch_size: int, seed: int) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    runs = _runs(spans, RUN_ROWS)
+    order = torch.randperm(len(runs), generator=generator).tolist()
+    memory: Tensor | None = None
+    for at in range(0, len(order), POOL_RUNS):
+        # In file order within the pool, for the disk; mixed right after.
+        chosen = [runs[i] for i in sorted(order[at : at + POOL_RUNS])]
+        rows = [span.rows(start, stop) for span, start, stop in chosen]
+        num_rows = sum(map(len, rows))
+        if memory is None or len(memory) < num_rows:
+            memory = torch.empty(num_rows, *rows[0].shape[1:], dtype=rows[0].dtype)
+        # Into the same memory each time: fresh pages cost more than the copy.
+        pool = torch.cat(rows, out=memory[:num_rows])
+        for index in torch.randperm(num_rows, generator=generator).split(batch_size):
+            yield pool.index_select(0, index)
+
+
+def _batches(pieces: Iterator[Tensor], batch_size: int) -> Iterator[Tensor]:
+    """The pieces, recut to batches; a piece that is a batch is passed through."""
+    waiting: list[Tensor] = []
+    num_waiting = 0
+    for piece in pieces:
+        while len(piece):
+            taken = piece[: batch_size - num_waiting]
+            piece = piece[len(taken) :]
+            waiting.append(taken)
+            num_waiting += len(taken)
+            if num_waiting == batch_size:
+                yield waiting[0] if len(waiting) == 1 else torch.cat(waiting)
+                waiting, num_waiting = [], 0
+    if waiting:
+        yield waiting[0] if len(waiting) == 1 else torch.cat(waiting)

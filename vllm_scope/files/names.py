@@ -1,0 +1,50 @@
+"""File names for what callers call their requests.
+
+Owns:  the mapping from any string to a name that is safe on every file system.
+
+Promise: a name has no separator, is not hidden, not reserved by Windows, at most
+MAX_CHARS long; and two different strings never share one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+from vllm_scope.files.manifest import RequestRecord
+
+MAX_CHARS = 100
+_PLAIN = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MAX_CHARS - 1}}}")
+_RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
+#: A folder of such a name could stand where a file is to go.
+_OURS = (".json", ".safetensors", ".npz", ".")
+
+
+def clean(text: str) -> str:
+    """The string itself where it is safe; else what is safe of it, `~` and a digest."""
+    if _PLAIN.fullmatch(text) and not _RESERVED.fullmatch(text) and not text.endswith(_OURS):
+        return text
+    safe = re.sub(r"[^A-Za-z0-9_-]+", "_", text)[: MAX_CHARS - 20]
+    return f"{safe}~{digest(text)}"
+
+
+def digest(text: str) -> str:
+    """16 hexadecimal digits."""
+    return hashlib.blake2s(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def place(record: RequestRecord) -> str:
+    """Where a request's file goes, below the root and without its suffix.
+
+    A request with a name always gets the same place, so that a repeated one replaces
+    its file. One without is told apart by its uid: engines count their requests from
+    zero, and a second run is not to overwrite the first.
+    """
+    stem = clean(record.name) if record.name is not None else clean(record.request_id)
+    if record.name is None:
+        stem = f"{stem}~{digest(record.uid)}"
+    if record.child:
+        stem += f"~c{record.child}"
+    if record.num_stages > 1:
+        stem += f"~s{record.stage}of{record.num_stages}"
+    return stem if record.tag is None else f"{clean(record.tag)}/{stem}"

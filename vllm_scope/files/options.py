@@ -1,0 +1,77 @@
+"""How captured rows are written: the options of a writer.
+
+Owns:  FileOptions and its checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+
+from vllm_scope.codecs import CODECS
+from vllm_scope.errors import ConfigError, shown
+
+LayoutName = Literal["per_request", "packed", "sharded", "npz"]
+CodecName = Literal["none", "fp16", "fp8", "int8", "full8", "rp8", "topk8", "zstd"]
+
+
+class FileOptions(BaseModel):
+    """Where and how.
+
+    Attributes:
+        root: a folder, made where it is missing; or a URL that fsspec knows. Nothing is
+            ever written outside of it.
+        layout: `per_request` and `npz`: one file per request; `packed`: one for some
+            requests, each still with its own tensors; `sharded`: large files in which
+            the rows of all requests follow each other.
+        codec: see docs/codecs.md.
+        codec_options: of the codec.
+        fsync: wait for the disk before a file becomes visible, and for its folder after.
+        file_mib: `packed` and `sharded` begin a new file once one has as much.
+        packed_requests: `packed` begins a new file after as many requests.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    root: StrictStr = Field(min_length=1)
+    layout: LayoutName = "sharded"
+    codec: CodecName = "none"
+    codec_options: dict[str, Any] = Field(default_factory=dict)
+    fsync: StrictBool = False
+    file_mib: StrictInt = Field(default=256, ge=1, le=1 << 20)
+    packed_requests: StrictInt = Field(default=64, ge=1)
+
+    @property
+    def file_bytes(self) -> int:
+        return self.file_mib << 20
+
+    @staticmethod
+    def parse(body: object) -> FileOptions:
+        """Raises ConfigError naming the option, what came and what is allowed."""
+        if not isinstance(body, Mapping):
+            raise ConfigError(f"the file options are {shown(body)}; they are an object.")
+        try:
+            options = FileOptions.model_validate(dict(body))
+        except ValidationError as error:
+            first = error.errors()[0]
+            option = ".".join(str(part) for part in first["loc"])
+            raise ConfigError(
+                f"file option {option} is {shown(first['input'])}: {first['msg']}. "
+                f"The options are {', '.join(FileOptions.model_fields)}."
+            ) from None
+        codec = CODECS[options.codec]
+        own = sorted(set(codec.model_fields) - {"codec", "hidden_size", "dtype"})
+        for name in options.codec_options:
+            if name not in own:
+                raise ConfigError(
+                    f"codec_options has {shown(name)}; codec {options.codec!r} takes "
+                    f"{', '.join(own) or 'no options'}."
+                )
+        if options.layout == "sharded" and not codec.rowwise:
+            raise ConfigError(
+                f"layout 'sharded' reads single rows, which codec {options.codec!r} cannot "
+                "give; use layout 'per_request' or 'packed', or another codec."
+            )
+        return options

@@ -1,0 +1,56 @@
+"""Some requests per safetensors file, each with tensors of its own.
+
+    0/resid_post.5, 0/resid_post.5.positions, 0/token_ids, 1/resid_post.5, ...
+
+For many small requests whose tensors are wanted one by one: a network mount then sees
+a file per `packed_requests`, or per `file_mib`, whichever comes first.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from torch import Tensor
+
+from vllm_scope.files.manifest import Index, Manifest
+from vllm_scope.files.options import FileOptions
+from vllm_scope.files.per_request import publish_indexed, tensors_of
+from vllm_scope.files.publish import Publisher
+from vllm_scope.files.writer import FinishedRequest
+
+
+class PackedLayout:
+    def __init__(self, options: FileOptions, publisher: Publisher) -> None:
+        self._options = options
+        self._publisher = publisher
+        self._identity = secrets.token_hex(8)
+        self._num_files = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._stem = f"packed-{self._identity}-{self._num_files:06d}"
+        self._tensors: dict[str, list[Tensor]] = {}
+        self._manifests: list[Manifest] = []
+        self._nbytes = 0
+
+    def add(self, request: FinishedRequest) -> Manifest:
+        number = len(self._manifests)
+        manifest = request.manifest(f"{self._stem}.safetensors", number=number)
+        self._tensors |= tensors_of(request, f"{number}/")
+        self._manifests.append(manifest)
+        self._nbytes += request.nbytes
+        full = self._nbytes >= self._options.file_bytes
+        if full or len(self._manifests) >= self._options.packed_requests:
+            self.flush()
+        return manifest
+
+    def flush(self) -> None:
+        if not self._manifests:
+            return
+        stem, tensors, index = self._stem, self._tensors, Index("packed", self._manifests)
+        self._num_files += 1
+        self._begin()
+        publish_indexed(self._publisher, stem, tensors, index)
+
+    def close(self) -> None:
+        self.flush()

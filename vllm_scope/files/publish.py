@@ -1,0 +1,201 @@
+"""Files that are there whole, or not at all.
+
+Owns:  LocalPublisher, and the lock by which a writer's leftovers are told from the
+       files of a writer that lives.
+Runs:  wherever a layout writes; several publishers may share a root.
+
+Promise: a visible file is complete. It is written under a hidden temporary name in
+its own folder, then renamed. A writer that was killed leaves hidden files only, and
+the next writer that starts on the root removes them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from vllm_scope.errors import FileError
+
+Write = Callable[[BinaryIO], None]
+
+_LOCK = re.compile(r"\.scope-([0-9a-f]{16})\.lock")
+_TEMPORARY = re.compile(r"\..+\.([0-9a-f]{16})\.tmp", re.DOTALL)
+
+
+class Publisher(Protocol):
+    """Puts files below one root. Safe to call from several threads."""
+
+    def publish(self, name: str, write: Write) -> None:
+        """Make `name` be what `write` writes, replacing a file of that name.
+
+        Args:
+            name: below the root, `/` between folders, from `names.place`.
+            write: is given an empty, unbuffered file of the operating system.
+
+        Raises:
+            FileError: it cannot be written; nothing is visible then.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+def write_bytes(file: BinaryIO, body: bytes) -> None:
+    """All of `body`; an unbuffered file may take it in parts."""
+    view = memoryview(body)
+    while view:
+        view = view[file.write(view) :]
+
+
+def make_publisher(root: str, fsync: bool) -> Publisher:
+    """A publisher for a folder, or for a URL that fsspec knows.
+
+    Raises:
+        FileError: the root cannot be written to.
+        ConfigError: a URL, and fsspec is not installed.
+    """
+    if "://" in root:
+        from vllm_scope.files.remote import RemotePublisher
+
+        return RemotePublisher(root)
+    return LocalPublisher(Path(root), fsync)
+
+
+class LocalPublisher:
+    """Publishes below a local folder, which is made where it is missing.
+
+    Attributes:
+        identity: in the names of this writer's temporary files, and of its lock.
+    """
+
+    def __init__(self, root: Path, fsync: bool = False) -> None:
+        self._root = root
+        self._fsync = fsync
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            self.identity, self._lock = _lock(root)
+            _remove_leftovers(root, self.identity)
+        except OSError as error:
+            raise FileError(f"{root} cannot be written to: {error}") from None
+
+    def publish(self, name: str, write: Write) -> None:
+        target = self._root / name
+        temporary = target.with_name(f".{target.name}.{self.identity}.tmp")
+        try:
+            self._make_folder(target.parent)
+            # Never through a link that somebody put there.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with suppress(FileNotFoundError):
+                temporary.unlink()
+            with open(os.open(temporary, flags, 0o666), "wb", buffering=0) as file:
+                write(file)
+                if self._fsync:
+                    os.fdatasync(file.fileno())
+            os.replace(temporary, target)
+            if self._fsync:
+                _fsync_folder(target.parent)
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink()
+            raise FileError(f"{target} cannot be written: {error}") from error
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+
+    def _make_folder(self, folder: Path) -> None:
+        for part in reversed(folder.relative_to(self._root).parents):
+            self._make_one(self._root / part)
+        self._make_one(folder)
+
+    def _make_one(self, folder: Path) -> None:
+        if folder == self._root:
+            return
+        if folder.is_symlink():
+            raise FileError(
+                f"{folder} is a symbolic link; files go into folders of the root only. "
+                "Remove it, or choose another tag."
+            )
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            return
+        if self._fsync:
+            _fsync_folder(folder.parent)
+
+    def close(self) -> None:
+        if self._lock >= 0:
+            with suppress(OSError):
+                (self._root / f".scope-{self.identity}.lock").unlink()
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _lock(root: Path) -> tuple[str, int]:
+    """A new identity, and the descriptor that holds its lock: the kernel lets go of it
+    when this process ends, however it ends."""
+    while True:
+        identity = secrets.token_hex(8)
+        path = root / f".scope-{identity}.lock"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Another writer may have taken it for a leftover before it was locked.
+            if os.stat(path).st_ino == os.fstat(fd).st_ino:
+                return identity, fd
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _remove_leftovers(root: Path, own: str) -> None:
+    """Remove locks that nobody holds, and temporary files of writers without a lock."""
+    alive = {own}
+    for entry in list(os.scandir(root)):
+        found = _LOCK.fullmatch(entry.name)
+        if found and found[1] != own:
+            if _is_held(entry.path):
+                alive.add(found[1])
+            else:
+                with suppress(FileNotFoundError):
+                    os.unlink(entry.path)
+    for folder, _, names in os.walk(root):
+        for name in names:
+            found = _TEMPORARY.fullmatch(name)
+            # A writer that started after the scan above has its lock by now.
+            if found and found[1] not in alive and not (root / f".scope-{found[1]}.lock").exists():
+                with suppress(FileNotFoundError):
+                    os.unlink(os.path.join(folder, name))
+
+
+def _is_held(path: str) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _fsync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

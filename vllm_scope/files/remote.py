@@ -1,0 +1,115 @@
+"""Roots that are URLs: object stores, other hosts, memory; through fsspec.
+
+Owns:  RemotePublisher and RemoteFolder.
+
+Files are made in a local temporary folder and uploaded whole, under a temporary name
+that is then moved. What is read is fetched once, whole, into a temporary folder that
+lives as long as the reader: rows are then mapped as local files are.
+"""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from vllm_scope.errors import ConfigError, FileError
+from vllm_scope.files.folder import SUFFIXES
+from vllm_scope.files.publish import LocalPublisher, Write
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    try:
+        import fsspec
+    except ImportError:
+        raise ConfigError(
+            f"{url} is a URL, which needs the package fsspec; pip install 'vllm-scope[files]', "
+            "or name a local folder."
+        ) from None
+    try:
+        system, root = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{url} cannot be opened: {error}") from None
+    return system, root.rstrip("/")
+
+
+class RemotePublisher:
+    """Publishes below a URL."""
+
+    def __init__(self, url: str) -> None:
+        self._system, self._root = _file_system(url)
+        self._staging = tempfile.TemporaryDirectory(prefix="vllm-scope-")
+        self._local = LocalPublisher(Path(self._staging.name))
+
+    def publish(self, name: str, write: Write) -> None:
+        self._local.publish(name, write)
+        staged = Path(self._staging.name) / name
+        folder, _, last = f"{self._root}/{name}".rpartition("/")
+        temporary = f"{folder}/.{last}.{secrets.token_hex(8)}.tmp"
+        try:
+            self._system.makedirs(folder, exist_ok=True)
+            self._system.put_file(str(staged), temporary)
+            self._system.mv(temporary, f"{folder}/{last}")
+        except Exception as error:  # each file system raises its own kind
+            raise FileError(f"{folder}/{last} cannot be written: {error}") from error
+        finally:
+            staged.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._local.close()
+        self._staging.cleanup()
+
+
+class RemoteFolder:
+    """What is below a URL, or the one file that it names."""
+
+    def __init__(self, url: str) -> None:
+        self._system, root = _file_system(url)
+        self._only: str | None = None
+        try:
+            if self._system.isfile(root):
+                root, _, self._only = root.rpartition("/")
+            elif not self._system.isdir(root):
+                raise FileError(f"{url} does not exist; name a file or a folder of captured rows.")
+        except OSError as error:
+            raise FileError(f"{url} cannot be read: {error}") from None
+        self._root = root
+        self._fetched = tempfile.TemporaryDirectory(prefix="vllm-scope-")
+        self._lock = threading.Lock()
+
+    def names(self) -> list[str]:
+        if self._only is not None:
+            return [self._only]
+        found: list[str] = []
+        for path in self._system.find(self._root):
+            name = path[len(self._root) :].lstrip("/")
+            hidden = any(part.startswith(".") for part in name.split("/"))
+            if name.endswith(SUFFIXES) and not hidden:
+                found.append(name)
+        return sorted(found)
+
+    def open(self, name: str) -> tuple[BinaryIO, int]:
+        path = f"{self._root}/{name}"
+        try:
+            return self._system.open(path, "rb"), int(self._system.size(path))
+        except OSError as error:
+            raise FileError(f"{path} cannot be read: {error}") from None
+
+    def local(self, name: str) -> Path:
+        folder = Path(self._fetched.name)
+        # A name from a listing is not trusted to stay below the folder.
+        path = folder / name
+        if ".." in Path(name).parts or not path.is_relative_to(folder):
+            raise FileError(f"{name!r} is no name below {self._root}")
+        with self._lock:
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                arriving = path.with_name(f".{path.name}.tmp")
+                try:
+                    self._system.get_file(f"{self._root}/{name}", str(arriving))
+                except OSError as error:
+                    raise FileError(f"{self._root}/{name} cannot be read: {error}") from None
+                arriving.rename(path)
+        return path

@@ -1,0 +1,141 @@
+"""Rows of many requests in a few large files: the layout for training.
+
+    resid_post.5             [tokens, hidden_size]   or resid_post.5.q, ... of a codec
+    resid_post.5.request     int32 [tokens]          number of the request in the index
+    resid_post.5.positions   int64 [tokens]
+    resid_post.5.token_ids   int32 [tokens]          the token that the row is of
+    token_ids                int32 [all tokens]      prompt and output of all requests
+
+The index is beside the shard as `.json`, and is there before the shard is.
+
+Owns:  ShardedLayout and its shards.
+Runs:  `add` on the caller's thread puts pieces aside, no copy; shards are written on
+       two threads, so that one fills the page cache while the other waits for the disk.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from vllm_scope.codecs import Codec
+from vllm_scope.files.manifest import Index, Manifest
+from vllm_scope.files.options import FileOptions
+from vllm_scope.files.per_request import part_key
+from vllm_scope.files.publish import Publisher, write_bytes
+from vllm_scope.files.tensors import write_tensors
+from vllm_scope.files.writer import FinishedRequest
+
+#: Shards that are being written; a third waits, and the caller with it.
+NUM_WRITERS = 2
+
+
+class _Shard:
+    """Requests whose rows go into one file.
+
+    Attributes:
+        nbytes: of the tensors so far.
+    """
+
+    def __init__(self, stem: str) -> None:
+        self.stem = stem
+        self.nbytes = 0
+        self.manifests: list[Manifest] = []
+        self._pieces: dict[str, list[Tensor]] = {"token_ids": []}
+        self._codecs: dict[str, Codec] = {}
+        self._num_rows: dict[str, int] = {}
+        self._num_tokens = 0
+
+    def fits(self, request: FinishedRequest) -> bool:
+        """Whether its streams are of the same width, dtype and codec as the shard's."""
+        return all(
+            self._codecs.get(name, stream.codec) == stream.codec
+            for name, stream in request.streams.items()
+        )
+
+    def add(self, request: FinishedRequest) -> Manifest:
+        number = len(self.manifests)
+        manifest = request.manifest(
+            f"{self.stem}.safetensors", self._num_rows, number, self._num_tokens
+        )
+        for name, stream in request.streams.items():
+            self._codecs[name] = stream.codec
+            pieces = {part_key(name, part): found for part, found in stream.parts.items()}
+            pieces[f"{name}.request"] = [
+                torch.full_like(stream.positions, number, dtype=torch.int32)
+            ]
+            pieces[f"{name}.positions"] = [stream.positions]
+            pieces[f"{name}.token_ids"] = [request.token_ids[stream.positions]]
+            for key, found in pieces.items():
+                self._pieces.setdefault(key, []).extend(found)
+                self.nbytes += sum(piece.nbytes for piece in found)
+            self._num_rows[name] = self._num_rows.get(name, 0) + stream.shape[0]
+        self._pieces["token_ids"].append(request.token_ids)
+        self._num_tokens += len(request.token_ids)
+        self.nbytes += request.token_ids.nbytes
+        self.manifests.append(manifest)
+        return manifest
+
+    def publish(self, publisher: Publisher) -> None:
+        body = Index("sharded", self.manifests).encode()
+        publisher.publish(f"{self.stem}.json", partial(write_bytes, body=body))
+        metadata = {"layout": "sharded"}
+        publisher.publish(
+            f"{self.stem}.safetensors",
+            partial(write_tensors, tensors=self._pieces, metadata=metadata),
+        )
+
+
+class ShardedLayout:
+    def __init__(self, options: FileOptions, publisher: Publisher) -> None:
+        self._options = options
+        self._publisher = publisher
+        self._identity = secrets.token_hex(8)
+        self._num_shards = 0
+        self._threads = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="vllm-scope-shard")
+        self._writing: deque[Future[None]] = deque()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._shard = _Shard(f"shard-{self._identity}-{self._num_shards:06d}")
+        self._num_shards += 1
+
+    def add(self, request: FinishedRequest) -> Manifest:
+        """A failure of an earlier shard is raised here once; this request is then not kept."""
+        while self._writing and self._writing[0].done():
+            self._writing.popleft().result()
+        if not self._shard.fits(request):
+            self._rotate()
+        manifest = self._shard.add(request)
+        if self._shard.nbytes >= self._options.file_bytes:
+            self._rotate()
+        return manifest
+
+    def _rotate(self) -> None:
+        if not self._shard.manifests:
+            return
+        shard = self._shard
+        self._begin()
+        self._writing.append(self._threads.submit(shard.publish, self._publisher))
+        # The oldest of too many; its failure is for the next call.
+        if len(self._writing) > NUM_WRITERS:
+            self._writing[0].exception()
+
+    def flush(self) -> None:
+        self._rotate()
+        done, self._writing = list(self._writing), deque()
+        failures = [future.exception() for future in done]
+        for failure in failures:
+            if failure is not None:
+                raise failure
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            self._threads.shutdown()

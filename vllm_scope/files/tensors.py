@@ -1,0 +1,175 @@
+"""Safetensors files: written from pieces, and their headers read with care.
+
+Owns:  `write_tensors`, Header and its checks.
+
+The format's own library needs each tensor in one piece. A shard is put together from
+the rows of many requests, and joining them first would cost one more copy of all of it,
+so the header is written here; everything written is read back by the library in tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO
+
+import msgspec
+import torch
+from torch import Tensor
+
+from vllm_scope.errors import FileError, shown
+
+#: Headers beyond this are refused before they are read; the format allows 100 MB.
+MAX_HEADER_BYTES = 64 << 20
+#: POSIX lets one call write this many pieces.
+_MAX_PIECES = 1024
+#: Pieces below this are joined: one call per row would cost more than a copy.
+_SMALL_BYTES = 1 << 16
+
+CODE_OF = {
+    torch.int64: "I64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+DTYPE_OF = {code: dtype for dtype, code in CODE_OF.items()}
+
+
+def write_tensors(
+    file: BinaryIO, tensors: Mapping[str, Sequence[Tensor]], metadata: Mapping[str, str]
+) -> None:
+    """Write a whole safetensors file.
+
+    Args:
+        file: an unbuffered file of the operating system, empty.
+        tensors: each as the pieces of its first axis, at least one; of the same dtype
+            and further axes.
+        metadata: goes into the header.
+    """
+    # Wide dtypes first, so that each tensor is aligned in the mapped file.
+    names = sorted(tensors, key=lambda name: (-tensors[name][0].dtype.itemsize, name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name in names:
+        pieces = tensors[name]
+        size = sum(piece.nbytes for piece in pieces)
+        shape = [sum(len(piece) for piece in pieces), *pieces[0].shape[1:]]
+        header[name] = {
+            "dtype": CODE_OF[pieces[0].dtype],
+            "shape": shape,
+            "data_offsets": [at, at + size],
+        }
+        at += size
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise FileError(
+            f"the header would take {len(text)} bytes, of at most {MAX_HEADER_BYTES}; put "
+            "fewer requests into a file."
+        )
+    buffers: list[Any] = [struct.pack("<Q", len(text)) + text]
+    for name in names:
+        buffers += [_bytes_of(piece) for piece in joined(tensors[name])]
+    _write_all(file.fileno(), [memoryview(buffer) for buffer in buffers if len(buffer)])
+
+
+def _bytes_of(piece: Tensor) -> Any:
+    return piece.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def joined(pieces: Sequence[Tensor]) -> list[Tensor]:
+    """The pieces in order, runs of small ones put together."""
+    found: list[Tensor] = []
+    small: list[Tensor] = []
+    for piece in pieces:
+        if piece.nbytes < _SMALL_BYTES:
+            small.append(piece)
+            continue
+        if small:
+            found.append(torch.cat(small))
+            small = []
+        found.append(piece)
+    return [*found, torch.cat(small)] if small else found
+
+
+def _write_all(fd: int, buffers: list[memoryview]) -> None:
+    at = 0
+    while at < len(buffers):
+        written = os.writev(fd, buffers[at : at + _MAX_PIECES])
+        while at < len(buffers) and written >= len(buffers[at]):
+            written -= len(buffers[at])
+            at += 1
+        if written:
+            buffers[at] = buffers[at][written:]
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """A tensor in a header; offsets count from the header's end."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+class Header(msgspec.Struct, frozen=True):
+    """A checked header: every tensor lies within the file and has its shape's size."""
+
+    metadata: dict[str, str]
+    tensors: dict[str, TensorEntry]
+
+
+def read_header(file: BinaryIO, size: int, where: str) -> Header:
+    """Read a safetensors header, allocating no more than the file can fill.
+
+    Args:
+        file: at its beginning.
+        size: of the file, in bytes.
+        where: the file, for messages.
+
+    Raises:
+        FileError: not safetensors, or sizes that do not fit.
+    """
+    first = file.read(8)
+    if len(first) < 8:
+        raise FileError(f"{where} has {size} bytes; it is no safetensors file.")
+    (length,) = struct.unpack("<Q", first)
+    if length > min(size - 8, MAX_HEADER_BYTES):
+        raise FileError(
+            f"{where} says that its header has {length} bytes; the file has {size}, and "
+            f"headers at most {MAX_HEADER_BYTES}. It is damaged, or no safetensors file."
+        )
+    try:
+        body = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(body.pop("__metadata__", b"{}"), type=dict[str, str])
+        tensors = {
+            name: msgspec.json.decode(entry, type=TensorEntry) for name, entry in body.items()
+        }
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FileError(f"{where}: its header cannot be read: {error}") from None
+    for name, entry in tensors.items():
+        _check(name, entry, size - 8 - length, where)
+    return Header(metadata, tensors)
+
+
+def _check(name: str, entry: TensorEntry, data_bytes: int, where: str) -> None:
+    dtype = DTYPE_OF.get(entry.dtype)
+    if dtype is None:
+        raise FileError(f"{where}: {shown(name)} is of dtype {shown(entry.dtype)}, not one of ours")
+    start, stop = entry.data_offsets
+    num_bytes = dtype.itemsize
+    for length in entry.shape:
+        num_bytes *= length
+    if min(entry.shape, default=0) < 0 or not 0 <= start <= stop <= data_bytes:
+        raise FileError(f"{where}: {shown(name)} does not lie within the file")
+    if num_bytes != stop - start:
+        raise FileError(
+            f"{where}: {shown(name)} has {stop - start} bytes; its shape {entry.shape} "
+            f"takes {num_bytes}"
+        )

@@ -1,0 +1,254 @@
+"""Captured rows into files: the seam that an engine's sink drives.
+
+    writer = open_writer(FileOptions.parse({"root": "captures"}))
+    request = writer.begin()
+    request.write("resid_post", 5, positions, rows)     # any interleaving
+    manifest = request.finish(RequestRecord(...))
+    writer.close()
+
+Owns:  Writer, RequestWriter, Layout (what differs between layouts), `open_writer`.
+Runs:  on one thread at a time. `sharded` writes its files on a thread of its own.
+To:    one of per_request, packed, sharded, npz.
+
+Promise: `finish` returns what will be found on disk. The file is there when `finish`
+returns (per_request, npz), or once `flush` or `close` has (packed, sharded).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_scope.codecs import Codec, make_codec
+from vllm_scope.files.buffers import Buffers
+from vllm_scope.files.manifest import Manifest, RequestRecord, StreamEntry, stream_name
+from vllm_scope.files.options import FileOptions
+from vllm_scope.files.publish import Publisher, make_publisher
+from vllm_scope.files.rows import RequestRows
+
+
+@dataclass(frozen=True)
+class EncodedStream:
+    """One stream of a request, ready for a file.
+
+    Attributes:
+        positions: int64 [num_rows].
+        parts: of the codec, each as its pieces, at least one.
+    """
+
+    positions: Tensor
+    parts: dict[str, list[Tensor]]
+    codec: Codec
+    shape: tuple[int, int]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        pieces = (piece for part in self.parts.values() for piece in part)
+        return self.positions.nbytes + sum(piece.nbytes for piece in pieces)
+
+    def entry(self, file: str, first: int = 0) -> StreamEntry:
+        return StreamEntry(self.shape, self.dtype, self.codec.metadata(), file, first)
+
+
+@dataclass(frozen=True)
+class FinishedRequest:
+    """A request with all of its rows, encoded.
+
+    Attributes:
+        record: as given, its status corrected where rows are missing.
+        streams: by `site.layer`.
+        token_ids: int32 [num_tokens], prompt and output.
+    """
+
+    record: RequestRecord
+    streams: dict[str, EncodedStream]
+    token_ids: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.token_ids.nbytes + sum(stream.nbytes for stream in self.streams.values())
+
+    def manifest(
+        self,
+        file: str,
+        firsts: dict[str, int] | None = None,
+        number: int = 0,
+        first_token: int = 0,
+    ) -> Manifest:
+        """Its manifest as the request `number` of `file`."""
+        record = self.record
+        status, reason = _status(record, sum(s.shape[0] for s in self.streams.values()))
+        return Manifest(
+            request_id=_utf8(record.request_id),
+            uid=_utf8(record.uid),
+            model=_utf8(record.model),
+            status=status,
+            reason=None if reason is None else _utf8(reason),
+            expected=record.expected,
+            delivered=record.delivered,
+            dropped=record.dropped,
+            num_prompt_tokens=len(record.prompt_ids),
+            num_output_tokens=len(record.output_ids),
+            files=[file],
+            streams={
+                name: stream.entry(file, (firsts or {}).get(name, 0))
+                for name, stream in self.streams.items()
+            },
+            tag=None if record.tag is None else _utf8(record.tag),
+            name=None if record.name is None else _utf8(record.name),
+            child=record.child,
+            stage=record.stage,
+            num_stages=record.num_stages,
+            number=number,
+            first_token=first_token,
+        )
+
+
+def _utf8(text: str) -> str:
+    """The text, half a surrogate pair as `?`: JSON can bring one in, but not take it out."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _status(record: RequestRecord, num_rows: int) -> tuple:
+    """The record's status, or `partial` where its own counts contradict it."""
+    if record.status != "ok":
+        return record.status, record.reason
+    if num_rows != record.delivered:
+        return "partial", f"{record.delivered} rows were delivered, {num_rows} reached the file"
+    if record.delivered != record.expected:
+        missing = record.expected - record.delivered
+        return "partial", f"{missing} of {record.expected} rows are missing"
+    return "ok", record.reason
+
+
+class Layout(Protocol):
+    """How requests become files. One thread at a time."""
+
+    def add(self, request: FinishedRequest) -> Manifest:
+        """Take a request. Raises FileError, for this or an earlier file."""
+        ...
+
+    def flush(self) -> None:
+        """Return once everything taken is visible. Raises FileError."""
+        ...
+
+    def close(self) -> None:
+        """`flush`, and let go of threads."""
+        ...
+
+
+class RequestWriter:
+    """One request. Nothing is written before `finish`; dropping it leaves no trace."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._rows = RequestRows(writer.buffers)
+
+    def write(self, site: str, layer: int, positions: np.ndarray, rows: Tensor) -> None:
+        """Take a copy of some rows. A position that comes twice: the last one holds.
+
+        Args:
+            site, layer: the stream; `embed` has layer 0.
+            positions: int64 [n], absolute.
+            rows: [n, hidden_size], model dtype, on any device.
+
+        Raises:
+            ValueError: shapes that do not fit each other or the stream.
+        """
+        self._rows.add(site, layer, positions, rows)
+
+    def finish(self, record: RequestRecord) -> Manifest:
+        """Encode and store. To be called once.
+
+        Raises:
+            FileError: this or an earlier file could not be written.
+            ConfigError: the codec cannot take rows of this size.
+        """
+        return self._writer.finish(record, self._rows)
+
+
+class Writer:
+    """All requests of one root. Use as a context, or call `close`.
+
+    Attributes:
+        buffers: memory of the rows that wait for a file.
+    """
+
+    def __init__(self, options: FileOptions, publisher: Publisher, layout: Layout) -> None:
+        self._options = options
+        self._publisher = publisher
+        self._layout = layout
+        # What two files in the making and one being filled take.
+        self.buffers = Buffers(3 * options.file_bytes)
+        self._codecs: dict[tuple[int, torch.dtype], Codec] = {}
+
+    def begin(self) -> RequestWriter:
+        return RequestWriter(self)
+
+    def finish(self, record: RequestRecord, rows: RequestRows) -> Manifest:
+        streams: dict[str, EncodedStream] = {}
+        for stream, found in rows.streams(record.num_positions).items():
+            first = found.blocks[0]
+            codec = self._codec(first.shape[1], first.dtype)
+            # A codec whose rows cannot be told apart sees all of them at once.
+            blocks = found.blocks if codec.rowwise else [torch.cat(found.blocks)]
+            encoded = [codec.encode(block) for block in blocks]
+            streams[stream_name(stream)] = EncodedStream(
+                positions=torch.from_numpy(found.positions),
+                parts={part: [one[part] for one in encoded] for part in codec.part_names},
+                codec=codec,
+                shape=(len(found.positions), first.shape[1]),
+                dtype=str(first.dtype).removeprefix("torch."),
+            )
+        token_ids = torch.tensor([*record.prompt_ids, *record.output_ids], dtype=torch.int32)
+        return self._layout.add(FinishedRequest(record, streams, token_ids))
+
+    def _codec(self, hidden_size: int, dtype: torch.dtype) -> Codec:
+        key = (hidden_size, dtype)
+        if key not in self._codecs:
+            options = self._options
+            self._codecs[key] = make_codec(options.codec, *key, **options.codec_options)
+        return self._codecs[key]
+
+    def flush(self) -> None:
+        """Return once every finished request is visible. Raises FileError."""
+        self._layout.flush()
+
+    def close(self) -> None:
+        try:
+            self._layout.close()
+        finally:
+            self._publisher.close()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_writer(options: FileOptions) -> Writer:
+    """A writer; removes what killed writers left in a local root.
+
+    Raises:
+        FileError: the root cannot be written to.
+        ConfigError: a package for this root or codec is missing.
+    """
+    from vllm_scope.files.npz import NpzLayout
+    from vllm_scope.files.packed import PackedLayout
+    from vllm_scope.files.per_request import PerRequestLayout
+    from vllm_scope.files.sharded import ShardedLayout
+
+    layouts: dict[str, type] = {
+        "per_request": PerRequestLayout,
+        "packed": PackedLayout,
+        "sharded": ShardedLayout,
+        "npz": NpzLayout,
+    }
+    publisher = make_publisher(options.root, options.fsync)
+    return Writer(options, publisher, layouts[options.layout](options, publisher))
