@@ -1,12 +1,15 @@
-"""Random selectors, reads and specs; and what a selector means, one token at a time."""
+"""Random selectors, actions and specs; and what a selector means, one token at a time."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
 
-from vllm_scope import Except, Read, Spec, TokenIds, Union
+from vllm_scope import Ablate, Add, Clamp, Except, Probe, Read, Replace, Spec, TokenIds, Union
+from vllm_scope.actions import Edit
 from vllm_scope.selectors import WORDS, Selector, parse_selector
 
 #: Few token ids, so that a random sequence repeats them.
@@ -75,16 +78,107 @@ def selectors() -> st.SearchStrategy[Selector]:
     )
 
 
-def reads(num_layers: int) -> st.SearchStrategy[Read]:
-    layers = st.lists(st.integers(0, num_layers - 1), min_size=1, max_size=num_layers)
-    sites = st.sampled_from(["resid_post", "resid_pre", "post_block", "pre_attn"])
+def decided_selectors() -> st.SearchStrategy[Selector]:
+    """Those that are known when a token is processed, as edits need them."""
+
+    def known(selector: Selector) -> Selector:
+        return Except(selector, "generated") if isinstance(selector, TokenIds) else selector
+
+    phases = st.sampled_from(["all", "prompt", "generated"])
     return st.one_of(
-        st.builds(Read, sites, layers | st.just("all"), selectors()),
-        st.builds(Read, st.just("embed"), st.just("all"), selectors()),
+        _leaves().filter(lambda s: s.to_json() != "last").map(known),
+        st.builds(Except, phases, st.sampled_from([[0], [2, -1]])),
     )
 
 
-def specs(num_layers: int, max_reads: int = 4) -> st.SearchStrategy[Spec]:
-    return st.lists(reads(num_layers), min_size=1, max_size=max_reads).map(
-        lambda found: Spec(tuple(found))
+#: Numbers that float32 and JSON hold exactly.
+NUMBERS = st.integers(-64, 64).map(lambda n: n / 8)
+
+
+def arrays(*shape: int) -> st.SearchStrategy[np.ndarray]:
+    """float32, no row of it zero."""
+    size = math.prod(shape)
+    return st.lists(NUMBERS, min_size=size, max_size=size).map(
+        lambda numbers: _nowhere_zero(np.array(numbers, np.float32).reshape(shape))
+    )
+
+
+def _nowhere_zero(array: np.ndarray) -> np.ndarray:
+    array[..., 0] += np.where(array.any(axis=-1), 0, 1).astype(np.float32)
+    return array
+
+
+def _layers(num_layers: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, num_layers - 1), min_size=1, max_size=num_layers, unique=True)
+
+
+_SITES = st.sampled_from(["resid_post", "resid_pre", "resid_mid", "post_block", "pre_attn"])
+
+
+def reads(num_layers: int) -> st.SearchStrategy[Read]:
+    layers, when = _layers(num_layers) | st.just("all"), st.sampled_from(["after", "before"])
+    return st.one_of(
+        st.builds(Read, _SITES, layers, selectors(), when),
+        st.builds(Read, st.just("embed"), st.just("all"), selectors(), when),
+    )
+
+
+def probes(num_layers: int, hidden_size: int) -> st.SearchStrategy[Probe]:
+    """Their names are distinct with near certainty."""
+    return st.builds(
+        Probe,
+        arrays(hidden_size),
+        NUMBERS,
+        _SITES,
+        st.integers(0, num_layers - 1),
+        st.text(min_size=8, max_size=12),
+        selectors(),
+    )
+
+
+@st.composite
+def edits(draw: Any, num_layers: int, hidden_size: int) -> Edit:
+    """All kinds; vectors for all layers and one for each."""
+    site = draw(_SITES | st.just("embed"))
+    layers = [0] if site == "embed" else draw(_layers(num_layers))
+    shape: tuple[int, ...] = (hidden_size,)
+    if draw(st.booleans()):
+        shape = (len(layers), hidden_size)
+    where = {"site": site, "layers": layers}
+    tokens = draw(decided_selectors())
+    match draw(st.sampled_from(["add", "ablate", "clamp", "replace"])):
+        case "add":
+            vector, match = draw(arrays(*shape)), draw(st.booleans())
+            return Add(vector, scale=draw(NUMBERS), norm_match=match, tokens=tokens, **where)
+        case "ablate":
+            return Ablate(draw(arrays(*shape)), tokens=tokens, **where)
+        case "clamp":
+            lo, hi = sorted((draw(NUMBERS), draw(NUMBERS)))
+            return Clamp(draw(arrays(*shape)), lo, hi, tokens=tokens, **where)
+    # From the start or from the prompt's end, so that none is named twice.
+    places = st.lists(st.integers(0, 12), min_size=1, max_size=3, unique=True)
+    positions = draw(places | places.map(lambda some: [-1 - p for p in some]))
+    rows = arrays(*shape[:-1], len(positions), hidden_size)
+    return Replace(draw(rows), positions, **where)
+
+
+def specs(
+    num_layers: int, hidden_size: int = 4, only_reads: bool = False
+) -> st.SearchStrategy[Spec]:
+    """Reads, probes and edits: any number of each, in any order."""
+    no_probes: st.SearchStrategy[list[Any]] = st.just([])
+    some_probes, some_edits = no_probes, no_probes
+    if not only_reads:
+        some_probes = st.lists(
+            probes(num_layers, hidden_size), max_size=2, unique_by=lambda p: p.name
+        )
+        some_edits = st.lists(edits(num_layers, hidden_size), max_size=3)
+    return (
+        st.tuples(
+            st.lists(reads(num_layers), min_size=1 if only_reads else 0, max_size=3),
+            some_probes,
+            some_edits,
+        )
+        .filter(any)
+        .map(lambda found: Spec(*map(tuple, found)))
     )

@@ -21,19 +21,22 @@ def test_without_options_the_embedding_and_every_layers_exit_are_tapped():
     assert config.sites == ("embed", "resid_post")
     assert config.layers == "all"
     assert config.arena_mib is None
+    assert config.vectors_mib == 128
+    assert config.modules == {}
     assert config.deliver_timeout_s == 60
-    assert config.boundaries(4) == (0, 1, 2, 3, 4)
+    assert config.boundaries(4) == (0, 2, 4, 6, 8)
 
 
 @pytest.mark.parametrize(
     ("options", "boundaries"),
     [
-        pytest.param({"layers": [3, 1, 3]}, (0, 2, 4), id="two-layers"),
-        pytest.param({"sites": ["resid_post"]}, (1, 2, 3, 4), id="exits"),
-        pytest.param({"sites": ["resid_pre"]}, (0, 1, 2, 3), id="entries"),
-        pytest.param({"sites": ["post_block", "resid_post"]}, (1, 2, 3, 4), id="an-alias"),
+        pytest.param({"layers": [3, 1, 3]}, (0, 4, 8), id="two-layers"),
+        pytest.param({"sites": ["resid_post"]}, (2, 4, 6, 8), id="exits"),
+        pytest.param({"sites": ["resid_pre"]}, (0, 2, 4, 6), id="entries"),
+        pytest.param({"sites": ["resid_mid"]}, (1, 3, 5, 7), id="middles"),
+        pytest.param({"sites": ["post_block", "resid_post"]}, (2, 4, 6, 8), id="an-alias"),
         pytest.param(
-            {"sites": ["resid_pre", "resid_post"], "layers": [1]}, (1, 2), id="around-a-layer"
+            {"sites": ["resid_pre", "resid_post"], "layers": [1]}, (2, 4), id="around-a-layer"
         ),
         pytest.param({"sites": ["embed"]}, (0,), id="the-embedding"),
         pytest.param({"sites": ["embed"], "layers": [2]}, (0,), id="the-embedding-has-no-layer"),
@@ -67,6 +70,8 @@ def test_sites_and_layers_are_boundaries(options, boundaries):
         pytest.param(
             {"deliver_timeout_s": None}, "deliver_timeout_s is None", "number", id="no-timeout"
         ),
+        pytest.param({"vectors_mib": 0}, "vectors_mib is 0", "greater than 0", id="no-vectors"),
+        pytest.param({"modules": ["a"]}, "modules is ['a']", "dictionary", id="modules-is-a-list"),
         pytest.param({7: 1}, "7", "options are", id="an-option-is-a-number"),
         pytest.param("all", "'all'", "an object", id="a-string"),
         pytest.param(None, "None", "an object", id="none"),

@@ -14,7 +14,9 @@ from vllm_scope import Except, Read, Spec, SpecError, TokenIds, Union, scope
 from vllm_scope.selectors import MAX_ITEMS, Positions, Span, Word
 from vllm_scope.spec import MAX_READS, MAX_SPEC_BYTES, ResolvedRead, Sites
 
-SITES_OF_A_FULL_ENGINE = Sites(4, 8, "float32", (0, 1, 2, 3, 4))
+#: A tap at every boundary of four layers.
+EVERYWHERE = tuple(range(9))
+SITES_OF_A_FULL_ENGINE = Sites(4, 8, "float32", EVERYWHERE)
 
 
 def _nested(depth: int) -> object:
@@ -42,7 +44,7 @@ def _sentence(call) -> str:
     [
         pytest.param({"site": "attention"}, "'attention'", "resid_post", id="unknown-site"),
         pytest.param({"site": "mlp_out"}, "'mlp_out'", "reads embed", id="site-without-a-tap"),
-        pytest.param({"site": "post_attn"}, "'post_attn'", "reads embed", id="alias-without-a-tap"),
+        pytest.param({"site": "ln_final"}, "'ln_final'", "reads embed", id="another-without-a-tap"),
         pytest.param({"site": 7}, "7", "a site is a string", id="site-is-a-number"),
         pytest.param({"site": None}, "None", "a site is a string", id="site-is-none"),
         pytest.param({"layers": -1}, "-1", "site='embed'", id="layer-minus-one"),
@@ -107,18 +109,26 @@ def test_a_read_that_cannot_be_names_what_came_and_what_is_allowed(arguments, ca
         pytest.param(None, "NoneType", "vllm_scope.scope(...)", id="none"),
         pytest.param({"reads": []}, "dict", "JSON string", id="not-yet-json"),
         pytest.param(b"{}", "bytes", "JSON string", id="bytes"),
-        pytest.param("a" * 10_485_760, "10,485,760", f"{MAX_SPEC_BYTES:,}", id="ten-megabytes"),
+        pytest.param(
+            "a" * (MAX_SPEC_BYTES + 1), "67,108,865 characters", f"at most {MAX_SPEC_BYTES:,}",
+            id="too-long",
+        ),
         pytest.param("resid_post", "not JSON", "Expecting value", id="not-json"),
         pytest.param("[" * 100_000, "not JSON", "recursion", id="a-tower-of-brackets"),
-        pytest.param("[]", "one field", "'reads'", id="a-list"),
-        pytest.param("{}", "one field", "'reads'", id="no-fields"),
-        pytest.param('{"reads": [], "adds": []}', "one field", "'reads'", id="a-second-field"),
-        pytest.param('{"read": []}', "one field", "'reads'", id="a-wrong-field"),
-        pytest.param('{"reads": 1}', "1", "a list of reads", id="reads-is-a-number"),
+        pytest.param("[]", "an object", "reads, probes and edits", id="a-list"),
+        pytest.param("{}", "nothing", "at least one Read", id="no-fields"),
+        pytest.param(
+            '{"reads": [], "adds": []}', "an object", "reads, probes and edits",
+            id="an-unknown-field",
+        ),
+        pytest.param('{"read": []}', "an object", "reads, probes and edits", id="a-wrong-field"),
+        pytest.param('{"reads": 1}', "reads is 1", "a list", id="reads-is-a-number"),
         pytest.param('{"reads": []}', "nothing", "at least one Read", id="no-reads"),
         pytest.param('{"reads": [7]}', "reads[0] is 7", "an object", id="a-read-is-a-number"),
         pytest.param('{"reads": [{}]}', "reads[0] has no 'site'", "resid_post", id="no-site"),
-        pytest.param(_spec(layer=1), "'layer'", "site, layers, tokens", id="a-misspelt-field"),
+        pytest.param(
+            _spec(layer=1), "'layer'", "layers, site, tokens, when", id="a-misspelt-field"
+        ),
         pytest.param(_spec(layers=[float("nan")]), "nan", "whole numbers", id="a-nan-layer"),
         pytest.param(_spec(tokens=_nested(9)), "nested", "8 deep", id="nested-nine-deep"),
         pytest.param(
@@ -169,8 +179,10 @@ def test_a_sentence_stays_a_sentence_when_a_megabyte_came(text):
     ("actions", "came", "allowed"),
     [
         pytest.param((), "nothing", "at least one Read", id="nothing"),
-        pytest.param(("resid_post",), "argument 0 is 'resid_post'", "Read(...)", id="a-string"),
-        pytest.param((Read("embed"), 3), "argument 1 is 3", "Read(...)", id="a-number"),
+        pytest.param(
+            ("resid_post",), "argument 0 is 'resid_post'", "Read, Probe, Add", id="a-string"
+        ),
+        pytest.param((Read("embed"), 3), "argument 1 is 3", "Read, Probe, Add", id="a-number"),
         pytest.param(
             (Read("embed"),) * (MAX_READS + 1), "33 reads", "at most 32", id="too-many-reads"
         ),
@@ -186,15 +198,16 @@ def test_scope_refuses_what_is_no_action(actions, came, allowed):
     ("boundaries", "read", "came", "allowed"),
     [
         pytest.param(
-            (0, 1, 2, 3, 4), Read("resid_post", [0, 99]), "reads[0].layers has 99",
-            "layers 0 to 3", id="layer-99",
+            EVERYWHERE, Read("resid_post", [0, 99]), "reads[0].layers has 99", "layers 0 to 3",
+            id="layer-99",
         ),
         pytest.param(
-            (0, 1, 2, 3, 4), Read("resid_pre", 4), "has 4", "layers 0 to 3", id="one-too-far"
+            EVERYWHERE, Read("resid_pre", 4), "has 4", "layers 0 to 3", id="one-too-far"
         ),
-        pytest.param((0, 2), Read("resid_post", 2), "has 2", "'layers'", id="untapped-layer"),
-        pytest.param((0, 2), Read("resid_pre", [0, 1]), "has 1", "'layers'", id="untapped-entry"),
-        pytest.param((1, 2), Read("embed"), "'embed'", "'sites'", id="untapped-embedding"),
+        pytest.param((0, 4), Read("resid_post", 2), "has 2", "'layers'", id="untapped-layer"),
+        pytest.param((0, 4), Read("resid_pre", [0, 1]), "has 1", "'layers'", id="untapped-entry"),
+        pytest.param((0, 2), Read("resid_mid", 0), "'resid_mid'", "'sites'", id="untapped-middle"),
+        pytest.param((2, 4), Read("embed"), "'embed'", "'sites'", id="untapped-embedding"),
         pytest.param((0,), Read("resid_post"), "'resid_post'", "does not tap", id="untapped-site"),
     ],
 )  # fmt: skip
@@ -208,30 +221,35 @@ def test_a_stream_that_the_engine_lacks_is_refused(boundaries, read, came, allow
 @pytest.mark.parametrize(
     ("boundaries", "read", "streams"),
     [
-        pytest.param((0, 1, 2, 3, 4), Read("embed"), [("embed", 0)], id="embed"),
+        pytest.param(EVERYWHERE, Read("embed"), [("embed", 0)], id="embed"),
         pytest.param(
-            (0, 1, 2, 3, 4), Read("resid_post", [3, 1]), [("resid_post", 1), ("resid_post", 3)],
+            EVERYWHERE, Read("resid_post", [3, 1]), [("resid_post", 1), ("resid_post", 3)],
             id="two-layers",
         ),
         pytest.param(
-            (0, 2, 4), Read("resid_post"), [("resid_post", 1), ("resid_post", 3)],
+            (0, 4, 8), Read("resid_post"), [("resid_post", 1), ("resid_post", 3)],
             id="all-that-is-tapped",
         ),
         pytest.param(
-            (0, 2, 4), Read("resid_pre"), [("resid_pre", 0), ("resid_pre", 2)],
+            (0, 4, 8), Read("resid_pre"), [("resid_pre", 0), ("resid_pre", 2)],
             id="all-entries-that-are-tapped",
+        ),
+        pytest.param(
+            (2, 3, 4, 7), Read("resid_mid"), [("resid_mid", 1), ("resid_mid", 3)],
+            id="all-middles-that-are-tapped",
         ),
     ],
 )  # fmt: skip
 def test_a_read_becomes_the_streams_of_this_engine(boundaries, read, streams):
-    (resolved,) = Spec((read,)).resolve(Sites(4, 8, "float32", boundaries))
-    assert resolved == ResolvedRead(tuple(streams), read.tokens)
+    (resolved,) = Spec((read,)).resolve(Sites(4, 8, "float32", boundaries)).reads
+    assert resolved == ResolvedRead(tuple(streams), read.tokens, "after")
 
 
 @pytest.mark.parametrize(
     ("alias", "name"),
     [
         pytest.param("pre_attn", "resid_pre", id="pre_attn"),
+        pytest.param("post_attn", "resid_mid", id="post_attn"),
         pytest.param("post_block", "resid_post", id="post_block"),
     ],
 )
@@ -308,17 +326,33 @@ def test_scope_puts_all_reads_into_one_spec_beside_other_arguments():
     assert Spec.from_json(extra["scope"]) == Spec((first, second))
 
 
-@given(specs(num_layers=4))
-def test_every_read_of_known_layers_resolves_on_a_full_engine(spec):
-    for read, resolved in zip(spec.reads, spec.resolve(SITES_OF_A_FULL_ENGINE), strict=True):
+@given(specs(num_layers=4, hidden_size=8))
+def test_every_action_at_known_layers_resolves_on_a_full_engine(spec):
+    resolved = spec.resolve(SITES_OF_A_FULL_ENGINE)
+    for read, found in zip(spec.reads, resolved.reads, strict=True):
         layers = range(4) if read.layers == "all" else read.layers
-        assert resolved.streams == tuple((read.site, layer) for layer in layers)
-        assert resolved.tokens == read.tokens
+        assert found.streams == tuple((read.site, layer) for layer in layers)
+        assert (found.tokens, found.when) == (read.tokens, read.when)
+    for probe, found in zip(spec.probes, resolved.probes, strict=True):
+        assert found.stream == (probe.site, probe.layers[0])
+        assert found.weight.numpy.tolist() == probe.weight.numpy.tolist()
+        assert (found.name, found.bias, found.tokens) == (probe.name, probe.bias, probe.tokens)
+    # One edit for each layer, in the order of the spec.
+    expected = [(edit, layer) for edit in spec.edits for layer in edit.layers]
+    for (edit, layer), found in zip(expected, resolved.edits, strict=True):
+        assert (found.kind, found.stream, found.tokens) == (
+            edit.kind, (edit.site, layer), edit.tokens,
+        )  # fmt: skip
+        values = getattr(edit, edit.fields[0]).numpy
+        if values.ndim == (3 if edit.kind == "replace" else 2):
+            values = values[edit.layers.index(layer)]
+        assert found.values.numpy.tolist() == values.tolist()
 
 
 def test_importing_vllm_scope_imports_neither_torch_nor_vllm():
     code = (
-        "import sys, vllm_scope as v; v.scope(v.Read('resid_post', [1], v.Union('last', [0])));"
+        "import sys, vllm_scope as v;"
+        "v.scope(v.Read('resid_post', [1], v.Union('last', [0])), v.Add([1.0], layer=1));"
         "print([m for m in ('torch', 'vllm', 'transformers', 'zmq') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
