@@ -54,6 +54,12 @@ class ScopeConfig(BaseModel):
             largest step that a CUDA graph can hold, three times.
         deliver_timeout_s: how long a finished request waits for rows that are
             still on their way, before it is returned as incomplete.
+        road: what rows travel on from a worker to the front-end: "shared" memory,
+            encrypted "tcp", or "auto": shared memory where that was tried and works.
+        road_host: where the front-end listens if rows come over TCP: the address, or
+            the name of the interface, by which workers reach its host. None takes
+            the one by which vLLM's own workers find it (VLLM_HOST_IP, or else that
+            of the default route).
         graph_key: identity of the traced code. Set by vllm-scope.
     """
 
@@ -63,6 +69,8 @@ class ScopeConfig(BaseModel):
     layers: Literal["all"] | tuple[StrictInt, ...] = "all"
     arena_mib: Number | None = Field(default=None, gt=0)
     deliver_timeout_s: Number = Field(default=60.0, gt=0)
+    road: Literal["auto", "shared", "tcp"] = "auto"
+    road_host: str | None = None
     graph_key: str = ""
 
     @field_validator("sites")
@@ -83,6 +91,14 @@ class ScopeConfig(BaseModel):
         if not layers or min(layers) < 0:
             raise ValueError("name layers from 0, or 'all'")
         return tuple(sorted(set(layers)))
+
+    @field_validator("road_host")
+    @classmethod
+    def _one_interface(cls, host: str | None) -> str | None:
+        # Everywhere is no place that a worker could be told to connect to.
+        if host in ("", "*", "0.0.0.0", "::", "[::]"):
+            raise ValueError("name one address or interface of the front-end's host")
+        return host
 
     @staticmethod
     def parse(body: object) -> ScopeConfig:

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from vllm_scope.program import Program
-from vllm_scope.road import Address, FinishHeader, Receiver, RowsMessage
+from vllm_scope.receiver import Receiver
+from vllm_scope.road import Address, FinishHeader, RowsMessage
 from vllm_scope.selectors import Tokens
 from vllm_scope.spec import ResolvedRead, SiteLayer, Sites
 
@@ -407,6 +408,10 @@ class Inbox:
         pending = Pending(next(self._keys), reads, sites, prompt_ids, max_tokens, num_stages)
         self._pending[pending.key] = pending
         return pending
+
+    def listen(self, host: str) -> None:
+        """Let workers reach this process over TCP too; see Receiver.listen."""
+        self._receiver.listen(host)
 
     def close(self) -> None:
         self._receiver.close()

@@ -59,14 +59,60 @@ def _params_of(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> Any
     return kwargs["params"] if "params" in kwargs else args[place]
 
 
-def _arguments() -> dict[str, Any]:
-    return {"args": (msgspec.to_builtins(inbox().address),)}
+def _address() -> dict[str, Any]:
+    body = msgspec.to_builtins(inbox().address)
+    assert isinstance(body, dict)
+    return body
+
+
+def _may_listen(engine: Any, replies: list[dict[str, Any]]) -> bool:
+    """Listen on TCP if a worker needs it; whether to connect again."""
+    if not any(reply["needs_tcp"] for reply in replies):
+        return False
+    config = config_of(engine.vllm_config)
+    assert config is not None
+    from vllm.utils.network_utils import get_ip
+
+    try:
+        inbox().listen(config.road_host or get_ip())
+    except ScopeError as error:
+        for reply in replies:
+            reply["reason"] = reply["reason"] or str(error)
+        return False
+    return True
 
 
 def _connect(engine: Any, replies: list[dict[str, Any]]) -> None:
     config = config_of(engine.vllm_config)
     assert config is not None
     engine.output_processor.scope = Connection.from_replies(replies, config.deliver_timeout_s)
+
+
+def _connect_sync(engine: Any) -> None:
+    replies = engine.collective_rpc("scope_connect", args=(_address(),))
+    if _may_listen(engine, replies):
+        replies = engine.collective_rpc("scope_connect", args=(_address(),))
+    _connect(engine, replies)
+
+
+async def _connect_async(engine: Any) -> None:
+    replies = await _ask_all(engine)
+    if _may_listen(engine, replies):
+        replies = await _ask_all(engine)
+    _connect(engine, replies)
+
+
+async def _ask_all(engine: Any) -> list[dict[str, Any]]:
+    """The replies of every worker of every data-parallel replica.
+
+    AsyncLLM.collective_rpc returns those of the first replica only, and another one
+    may be on another host. vllm 0.32, v1/engine/core_client.py,
+    DPLBAsyncMPClient.call_utility_async
+    """
+    replicas = await engine.engine_core.call_utility_all_async(
+        "collective_rpc", "scope_connect", None, (_address(),), None
+    )
+    return [reply for replies in replicas for reply in replies]
 
 
 def _needs_connection(engine: Any) -> bool:
@@ -138,7 +184,7 @@ _Refusal: type[Exception] | None = None
 
 def _add_sync(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if _asks(_params_of(args, kwargs, 2)) and _needs_connection(self):
-        _connect(self, self.collective_rpc("scope_connect", **_arguments()))
+        _connect_sync(self)
     return original(self, *args, **kwargs)
 
 
@@ -147,7 +193,7 @@ def _add_async(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self, *args, **kwargs)
 
     async def connect_first() -> Any:
-        _connect(self, await self.collective_rpc("scope_connect", **_arguments()))
+        await _connect_async(self)
         return await original(self, *args, **kwargs)
 
     return connect_first()

@@ -15,6 +15,7 @@ import os
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -124,7 +125,7 @@ class ScopeWorker:
             ring = HostRing(
                 self._host_slots(), self.sites.hidden_size, dtype, device.type == "cuda"
             )
-            self._sink = MemorySink(self.stage, ring)
+            self._sink = MemorySink(self.stage, ring, self.config.road)
             self._drain = Drain(self._arena, ring, self._sink)
         logger.info(
             "vllm-scope: %d taps on %s (%s), runner %s, arena %.1f MiB.",
@@ -321,11 +322,16 @@ class ScopeWorker:
     # Remote calls (`collective_rpc` finds them on the worker)
 
     def connect(self, address: dict[str, Any]) -> dict[str, Any]:
-        """Learn of a front-end; answer what can be read here."""
-        body = self.describe()
+        """Learn of a front-end; answer what can be read here, and by which road.
+
+        Called a second time, with an address on TCP, where some worker answered
+        `needs_tcp`.
+        """
+        body = self.describe() | {"road": None, "needs_tcp": False}
         if self._drain is not None:
             try:
-                self._sink.connect(Address(**address))
+                body["road"] = self._sink.connect(msgspec.convert(address, Address))
+                body["needs_tcp"] = body["road"] is None
             except ScopeError as error:
                 body["reason"] = str(error)
         return body
