@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 #: Messages of one worker that wait at the front-end, before TCP makes the worker wait.
 MOST_WAITING = 8
+#: Messages that are read from one socket before the other has its turn.
+MOST_IN_TURN = 16
 
 
 @dataclass
@@ -101,12 +103,14 @@ class Receiver:
         self._door: ThreadAuthenticator | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        #: Written where the thread is to look again.
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="vllm-scope-inbox", daemon=True)
         self._thread.start()
         self._cleanup = weakref.finalize(self, _remove_own, folder, os.getpid())
 
     def listen(self, host: str) -> None:
-        """Bind the TCP socket too, and put it into `address`. Idempotent.
+        """Bind the TCP socket too, and put it into `address`. Once: the first host holds.
 
         Args:
             host: the one address, or interface, of this host that workers reach. Not
@@ -134,8 +138,9 @@ class Receiver:
             socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
             socket.setsockopt(zmq.MAXMSGSIZE, MOST_FRAME_BYTES + 1024)  # CURVE adds some
             keep_alive(socket)
+            socket.ipv6 = ":" in host
             try:
-                socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:*")
+                socket.bind(f"tcp://{f'[{host}]' if socket.ipv6 else host}:*")
             except zmq.ZMQError as error:
                 socket.close()
                 raise ConfigError(
@@ -148,29 +153,42 @@ class Receiver:
                 server_key.decode(), client_key.decode(), client_secret.decode(),
             )  # fmt: skip
             self._tcp = socket  # the thread takes it over
+            os.eventfd_write(self._wake, 1)
             self.address = msgspec.structs.replace(self.address, tcp=tcp)
 
     def close(self) -> None:
-        self._stop.set()
+        if not self._stop.is_set():
+            self._stop.set()
+            os.eventfd_write(self._wake, 1)
         self._thread.join(timeout=5)
         self._cleanup()
 
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._local, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
         while not self._stop.is_set():
             if self._tcp is not None and self._tcp not in poller:
                 poller.register(self._tcp, zmq.POLLIN)
-            for socket, _ in poller.poll(200):
-                try:
-                    if socket is self._local:
-                        self._receive_local()
-                    else:
-                        self._receive_tcp()
-                except Exception:
-                    # One bad message costs its own rows; they are reported as dropped.
-                    logger.exception("vllm-scope: a message could not be read")
+            for socket, _ in poller.poll():
+                if socket is self._local:
+                    self._take_turn(self._receive_local)
+                elif socket is self._tcp:
+                    self._take_turn(self._receive_tcp)
+                else:
+                    os.eventfd_read(self._wake)
         self._say_goodbye()
+
+    def _take_turn(self, receive: Callable[[], None]) -> None:
+        """Read what is there, up to a few messages: to poll takes as long as to read one."""
+        for _ in range(MOST_IN_TURN):
+            try:
+                receive()
+            except zmq.Again:
+                return
+            except Exception:
+                # One bad message costs its own rows; they are reported as dropped.
+                logger.exception("vllm-scope: a message could not be read")
 
     def _say_goodbye(self) -> None:
         for ref, reader in self._readers.items():
@@ -184,11 +202,12 @@ class Receiver:
             if self._door is not None:
                 self._door.stop()
         self._context.term()
+        os.close(self._wake)
 
     # Shared memory
 
     def _receive_local(self) -> None:
-        peer, frame = self._local.recv_multipart()
+        peer, frame = self._local.recv_multipart(zmq.NOBLOCK)
         header = decode(frame)
         if isinstance(header, RowsHeader):
             ring = self._ring(header.ring)
@@ -224,7 +243,7 @@ class Receiver:
 
     def _receive_tcp(self) -> None:
         assert self._tcp is not None
-        sender, *frames = self._tcp.recv_multipart(copy=False)
+        sender, *frames = self._tcp.recv_multipart(zmq.NOBLOCK, copy=False)
         peer = sender.bytes
         session = self._peers.get(peer)
         if session is None:

@@ -112,10 +112,9 @@ def check_curve() -> None:
 
 
 def keep_alive(socket: zmq.Socket[bytes]) -> None:
-    """Notice when the other end of a TCP connection is gone, and take IPv6 too."""
+    """Notice when the other end of a TCP connection is gone."""
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
-    socket.setsockopt(zmq.IPV6, 1)
 
 
 # Messages

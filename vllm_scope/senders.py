@@ -50,6 +50,8 @@ Road = Literal["shared", "tcp"]
 
 #: How long a worker waits for a front-end's first answer.
 ANSWER_S = 5.0
+#: How often the process of a front-end that lags behind is looked up.
+LOOK_S = 0.05
 #: A TCP connection that is lost is dialled again at once, then so often with a pause of
 #: DIAL_S, waiting DIAL_S each time; then the front-end is taken for dead.
 MOST_DIALS = 3
@@ -99,6 +101,7 @@ class SharedSender:
         self._address, self._ring = address, ring
         self._num_sent = 0
         self._gone = False
+        self._look_at = 0.0
         #: In message order: (message number, the lease that it reads).
         self._unread: deque[tuple[int, Lease]] = deque()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -148,11 +151,17 @@ class SharedSender:
     def reclaim(self) -> None:
         unread = self._unread
         read = int(self._ring.counters[self._reader])
-        # The process is looked up only while it lags behind.
-        if read == CLOSED or (unread and unread[0][0] > read and not self._address.alive):
+        if read == CLOSED or (unread and unread[0][0] > read and self._is_dead_by_now()):
             read, self._gone = CLOSED, True
         while unread and unread[0][0] <= read:
             unread.popleft()[1].release()
+
+    def _is_dead_by_now(self) -> bool:
+        """Asked while the front-end lags behind, often; looks up the process sometimes."""
+        if time.monotonic() < self._look_at:
+            return False
+        self._look_at = time.monotonic() + LOOK_S
+        return not self._address.alive
 
     def close(self) -> None:
         """Deliver what waits. A dead front-end's counter is free again."""
@@ -289,6 +298,7 @@ class TcpSender:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
         keep_alive(socket)
+        socket.ipv6 = "[" in self._address.endpoint
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         poller = zmq.Poller()
         for end in (socket, monitor, self._wake):

@@ -22,6 +22,8 @@ def test_without_options_the_embedding_and_every_layers_exit_are_tapped():
     assert config.layers == "all"
     assert config.arena_mib is None
     assert config.deliver_timeout_s == 60
+    assert config.road == "auto"
+    assert config.road_host is None
     assert config.boundaries(4) == (0, 1, 2, 3, 4)
 
 
@@ -67,6 +69,11 @@ def test_sites_and_layers_are_boundaries(options, boundaries):
         pytest.param(
             {"deliver_timeout_s": None}, "deliver_timeout_s is None", "number", id="no-timeout"
         ),
+        pytest.param({"road": "rdma"}, "road is 'rdma'", "'auto', 'shared' or 'tcp'", id="a-road"),
+        pytest.param(
+            {"road_host": "0.0.0.0"}, "road_host is '0.0.0.0'", "one address", id="everywhere"
+        ),
+        pytest.param({"road_host": ""}, "road_host is ''", "one address", id="nowhere"),
         pytest.param({7: 1}, "7", "options are", id="an-option-is-a-number"),
         pytest.param("all", "'all'", "an object", id="a-string"),
         pytest.param(None, "None", "an object", id="none"),

@@ -196,8 +196,8 @@ def test_tokens_of_unlike_programs_are_cut_between_tokens(inbox):
     while num_here < 900:
         message = inbox.next()
         assert message.rows.nbytes <= PIECE_BYTES
-        reads = torch.from_numpy(np.array([p.num_reads for p in programs])[message.program_of])
-        of_token = torch.from_numpy(message.keys).float().repeat_interleave(reads)
+        reads = torch.tensor([programs[i].num_reads for i in message.program_of])
+        of_token = torch.tensor(message.keys.tolist()).float().repeat_interleave(reads)
         assert torch.equal(message.rows, of_token[:, None].expand(-1, 8192))
         num_here += len(message.keys)
     sender.close()

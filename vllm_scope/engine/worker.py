@@ -362,24 +362,44 @@ class ScopeWorker:
             "requests_planned": planner.num_requests_planned if planner is not None else 0,
             "uploads": self._tables.num_uploads if planner is not None else 0,
             "requests": len(planner) if planner is not None else 0,
+            "requests_routed": self._sink.num_requests if self._drain is not None else 0,
+            "roads": self._sink.roads if self._drain is not None else [],
         }
 
 
 def _attach(worker: Any, config: ScopeConfig) -> None:
     """Wrap one worker instance. Its class stays free for `worker_cls`."""
     scope = ScopeWorker(worker, config)
-    load_model, execute_model = worker.load_model, worker.execute_model
+    load_model = worker.load_model
     warm_up, shutdown = worker.compile_or_warm_up_model, worker.shutdown
 
     def load(*args: Any, **kwargs: Any) -> Any:
         out = load_model(*args, **kwargs)
         scope.load()
+        _attach_steps(worker.model_runner, scope)
         return out
 
     def warm(*args: Any, **kwargs: Any) -> Any:
         out = warm_up(*args, **kwargs)
         scope.check_canary()
         return out
+
+    def close(*args: Any, **kwargs: Any) -> Any:
+        scope.close()
+        return shutdown(*args, **kwargs)
+
+    worker.load_model = load
+    worker.compile_or_warm_up_model, worker.shutdown = warm, close
+    worker.scope_connect, worker.scope_describe = scope.connect, scope.describe
+    worker.scope_counters = scope.counters
+
+
+def _attach_steps(runner: Any, scope: ScopeWorker) -> None:
+    """Hear of each step, on the runner: a Ray worker of the compiled graph calls it past
+    the worker's own `execute_model`. vllm 0.32, v1/executor/ray_utils.py,
+    RayWorkerWrapper.execute_model_ray
+    """
+    execute_model = runner.execute_model
 
     def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if scheduler_output.scheduled_new_reqs:
@@ -393,14 +413,7 @@ def _attach(worker: Any, config: ScopeConfig) -> None:
             if scheduler_output.finished_req_ids:
                 scope.finish_requests(scheduler_output.finished_req_ids)
 
-    def close(*args: Any, **kwargs: Any) -> Any:
-        scope.close()
-        return shutdown(*args, **kwargs)
-
-    worker.load_model, worker.execute_model = load, execute
-    worker.compile_or_warm_up_model, worker.shutdown = warm, close
-    worker.scope_connect, worker.scope_describe = scope.connect, scope.describe
-    worker.scope_counters = scope.counters
+    runner.execute_model = execute
 
 
 def wrap() -> None:
@@ -413,6 +426,6 @@ def wrap() -> None:
             _attach(self, config)
 
     wrap_method(WorkerBase, "__init__", ["vllm_config"], init)
-    for name in ("load_model", "execute_model", "compile_or_warm_up_model", "shutdown"):
+    for name in ("load_model", "compile_or_warm_up_model", "shutdown"):
         if not hasattr(WorkerBase, name):
             raise CompatError(f"this vLLM's WorkerBase has no {name}")

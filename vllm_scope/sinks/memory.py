@@ -42,6 +42,16 @@ class MemorySink:
         self._senders: dict[str, Sender] = {}
         self._frontend_of: dict[int, str] = {}
 
+    @property
+    def roads(self) -> list[Road]:
+        """The road to each front-end."""
+        return [sender.road for sender in self._senders.values()]
+
+    @property
+    def num_requests(self) -> int:
+        """Requests whose front-end is known, because they have not ended."""
+        return len(self._frontend_of)
+
     def connect(self, address: Address) -> Road | None:
         """Try the roads to a front-end, and keep the one that works. Idempotent.
 
