@@ -177,7 +177,6 @@ class Reference:
 
             return hook
 
-
         def post(layer: int):
             def hook(module: object, args: tuple, out: object) -> object:
                 if isinstance(out, tuple):

@@ -396,9 +396,7 @@ def action_from_json(cls: type[Any], body: object, where: str) -> Any:
     """
     if not isinstance(body, dict):
         raise SpecError(f"{where} is {shown(body)}; it is an object.")
-    known = {"site", "layers", "tokens", *cls.fields} - (
-        {"tokens"} if cls is Replace else set()
-    )
+    known = {"site", "layers", "tokens", *cls.fields} - ({"tokens"} if cls is Replace else set())
     unknown = sorted(set(body) - known, key=str)
     if unknown:
         raise SpecError(

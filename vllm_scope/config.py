@@ -57,6 +57,12 @@ class ScopeConfig(BaseModel):
         modules: steering modules to load at start, name -> file.
         deliver_timeout_s: how long a finished request waits for rows that are
             still on their way, before it is returned as incomplete.
+        road: what rows travel on from a worker to the front-end: "shared" memory,
+            encrypted "tcp", or "auto": shared memory where that was tried and works.
+        road_host: where the front-end listens if rows come over TCP: the address, or
+            the name of the interface, by which workers reach its host. None takes
+            the one by which vLLM's own workers find it (VLLM_HOST_IP, or else that
+            of the default route).
         graph_key: identity of the traced code. Set by vllm-scope.
     """
 
@@ -68,6 +74,8 @@ class ScopeConfig(BaseModel):
     vectors_mib: Number = Field(default=128.0, gt=0)
     modules: dict[str, str] = Field(default_factory=dict)
     deliver_timeout_s: Number = Field(default=60.0, gt=0)
+    road: Literal["auto", "shared", "tcp"] = "auto"
+    road_host: str | None = None
     graph_key: str = ""
 
     @field_validator("sites")
@@ -88,6 +96,14 @@ class ScopeConfig(BaseModel):
         if not layers or min(layers) < 0:
             raise ValueError("name layers from 0, or 'all'")
         return tuple(sorted(set(layers)))
+
+    @field_validator("road_host")
+    @classmethod
+    def _one_interface(cls, host: str | None) -> str | None:
+        # Everywhere is no place that a worker could be told to connect to.
+        if host in ("", "*", "0.0.0.0", "::", "[::]"):
+            raise ValueError("name one address or interface of the front-end's host")
+        return host
 
     @staticmethod
     def parse(body: object) -> ScopeConfig:

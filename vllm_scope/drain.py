@@ -71,7 +71,8 @@ class Drain:
     Verbs: `submit` (a written region), `finish_request`, `close`.
     """
 
-    def __init__(self, arena: Arena, ring: HostRing, sink: Sink) -> None:
+    def __init__(self, arena: Arena, ring: HostRing, sink: Sink, row_bytes: int) -> None:
+        self._row_bytes = row_bytes
         self._arena, self._ring, self._sink = arena, ring, sink
         # Bounded by the ring: each step in it holds a span.
         self._items: deque[_Rows | _Finish] = deque()
@@ -205,7 +206,9 @@ class Drain:
                 copied.synchronize()  # one stream: the earlier ones are done too
             labels = [_true_labels(step) for step in steps]
             if len(steps) == 1:
-                self._sink.write(RowBatch(labels[0], steps[0].lease, steps[0].boundary))
+                self._sink.write(
+                    RowBatch(labels[0], steps[0].lease, self._row_bytes, steps[0].boundary)
+                )
                 return
             joined = Labels(
                 np.concatenate([x.keys for x in labels]),
@@ -215,7 +218,7 @@ class Drain:
                 np.concatenate([x.rows for x in labels]),
             )
             lease = JoinedLease([step.lease for step in steps], self._ring)
-            self._sink.write(RowBatch(joined, lease))
+            self._sink.write(RowBatch(joined, lease, self._row_bytes))
         finally:
             for step in steps:
                 step.lease.release()

@@ -8,9 +8,13 @@ From:  drain (writes).   To: road (names spans), result (copies rows out).
 The memory is a memfd: it has no name in any file system, only processes of this
 user can open it (through /proc), and it is gone when they are. On a GPU it is
 registered with CUDA, so the device copies straight into what the front-end reads.
+Not every process on the host can open it (another pid namespace, hidepid), and in
+another namespace the same path may name something else; so a reader compares the
+identity that the first page holds.
 
 Promise: a span is written again only when every lease on it is released. A reader
 tells how far it has read by a counter in the ring's first page, in message order.
+A counter is given to another reader only when the one before will not write again.
 """
 
 from __future__ import annotations
@@ -28,11 +32,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_scope.errors import CapacityError
 from vllm_scope.program import SLOT_BYTES
 
-#: Bytes before the rows: one int64 counter for each reader.
+#: Bytes before the rows: one int64 counter for each reader, and the ring's identity.
 HEADER_BYTES = 4096
-MAX_READERS = HEADER_BYTES // 8
+MAX_READERS = HEADER_BYTES // 8 - 1
+#: A counter at this value: the reader has closed, and everything counts as read.
+CLOSED = 1 << 62
 #: How long `acquire` sleeps between looks at the readers' counters.
 POLL_S = 0.0002
 
@@ -110,6 +117,7 @@ class HostRing:
         os.ftruncate(self._fd, size)
         self._map = mmap.mmap(self._fd, size)
         self.counters = np.frombuffer(self._map, np.int64, MAX_READERS)
+        self._free_readers = list(range(MAX_READERS - 1, -1, -1))
         raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
         self.slots = raw.view(num_slots, SLOT_BYTES)
         self._registered = 0
@@ -120,6 +128,7 @@ class HostRing:
                 raise MemoryError(f"{size >> 20} MiB of host memory could not be pinned: {status}")
             self._registered = address
         self.ref = RingRef(secrets.randbits(62), os.getpid(), self._fd, num_slots)
+        _identity(self._map)[0] = self.ref.identity
         self.reclaim: Callable[[], None] = lambda: None
         self.wait_ms = 0.0
         self._lock = threading.Lock()
@@ -129,6 +138,25 @@ class HostRing:
     @property
     def num_slots(self) -> int:
         return int(self.slots.shape[0])
+
+    def add_reader(self) -> int:
+        """A counter for one more reader, at zero.
+
+        Raises:
+            CapacityError: all are taken.
+        """
+        if not self._free_readers:
+            raise CapacityError(
+                f"{MAX_READERS} front-ends read from this worker; at most as many can. "
+                "Close one, or start another engine"
+            )
+        reader = self._free_readers.pop()
+        self.counters[reader] = 0
+        return reader
+
+    def free_reader(self, reader: int) -> None:
+        """Give a counter back, of a reader that is closed or whose process is gone."""
+        self._free_readers.append(reader)
 
     def acquire(self, num_slots: int) -> Lease:
         """The next span; waits while it is in use.
@@ -174,8 +202,17 @@ class HostRing:
             self._fd = -1
 
 
+def _identity(memory: mmap.mmap) -> np.ndarray:
+    return np.frombuffer(memory, np.int64, 1, offset=MAX_READERS * 8)
+
+
 class RingReader:
-    """A front-end's view of a worker's ring."""
+    """A front-end's view of a worker's ring.
+
+    Raises:
+        OSError: this process may not open it, or there is none.
+        ValueError: what lies there is not this ring.
+    """
 
     def __init__(self, ref: RingRef) -> None:
         fd = os.open(f"/proc/{ref.pid}/fd/{ref.fd}", os.O_RDWR)
@@ -184,6 +221,8 @@ class RingReader:
             self._map = mmap.mmap(fd, size)
         finally:
             os.close(fd)
+        if int(_identity(self._map)[0]) != ref.identity:
+            raise ValueError(f"the file {ref.fd} of process {ref.pid} is not the worker's ring")
         self._counters = np.frombuffer(self._map, np.int64, MAX_READERS)
         raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
         self._slots = raw.view(ref.num_slots, SLOT_BYTES)
@@ -193,5 +232,5 @@ class RingReader:
         return self._slots[start:stop]
 
     def acknowledge(self, reader: int, message: int) -> None:
-        """All messages up to this one are read."""
+        """All messages up to this one are read; CLOSED: nothing will be any more."""
         self._counters[reader] = message

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.errors import ScopeError
-from vllm_scope.program import NO_PROGRAM, Layout, Program, RequestProgram
+from vllm_scope.program import NO_PROGRAM, Layout, RequestProgram
 from vllm_scope.tap.tables import Tables
 
 Ints = NDArray[np.int64]
@@ -343,7 +343,5 @@ def _layouts(
     """The distinct layouts of some programs, and which is whose."""
     distinct, program_of = np.unique(ids, return_inverse=True)
     places: dict[Layout, int] = {}
-    layout_of = [
-        places.setdefault(tables.program_of(int(i)).layout, len(places)) for i in distinct
-    ]
+    layout_of = [places.setdefault(tables.program_of(int(i)).layout, len(places)) for i in distinct]
     return np.array(layout_of, np.int32)[program_of], tuple(places)

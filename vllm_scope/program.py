@@ -210,9 +210,7 @@ class RequestProgram:
         def way(selector: Selector, use: str, positions: tuple[int, ...] = ()) -> int:
             return ways.setdefault(_Way(selector, use, positions), len(ways))
 
-        edited = {
-            (sites.boundary_of(e.stream), sites.group_of(e.stream)) for e in asked.edits
-        }
+        edited = {(sites.boundary_of(e.stream), sites.group_of(e.stream)) for e in asked.edits}
         reads, scores, edits = [], [], []
         for read in asked.reads if drains else ():
             points = {

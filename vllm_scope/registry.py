@@ -136,9 +136,7 @@ class Registry:
             self._edits.popitem(last=False)
         return self.server
 
-    def resolve(
-        self, spec: Spec | None, names: Mapping[str, str], server: str | None
-    ) -> Resolved:
+    def resolve(self, spec: Spec | None, names: Mapping[str, str], server: str | None) -> Resolved:
         """A request's spec with what was stamped on it, the server's edits first.
 
         Args:

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from vllm_scope.program import SLOT_BYTES, Layout, slots_of_row
-from vllm_scope.road import Address, FinishHeader, Receiver, RowsMessage
+from vllm_scope.receiver import Receiver
+from vllm_scope.road import Address, FinishHeader, RowsMessage
 from vllm_scope.selectors import Selector, Tokens
 from vllm_scope.sites import ALIASES, LEVELS, SiteLayer, Sites
 from vllm_scope.spec import Resolved
@@ -513,6 +514,10 @@ class Inbox:
         pending = Pending(next(self._keys), asked, sites, prompt_ids, max_tokens, num_stages)
         self._pending[pending.key] = pending
         return pending
+
+    def listen(self, host: str) -> None:
+        """Let workers reach this process over TCP too; see Receiver.listen."""
+        self._receiver.listen(host)
 
     def close(self) -> None:
         self._receiver.close()

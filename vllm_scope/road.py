@@ -1,30 +1,26 @@
 """The road from workers to the front-end: what heavy tensors travel on.
 
-Owns:  the messages, the sockets, who may connect.
-Runs:  `Sender` on a worker's drain thread, `Receiver` on a thread of the front-end.
-From:  sinks.memory.   To: result.
+Owns:  the addresses and the messages.
+Runs:  in workers (senders.py) and front-ends (receiver.py).
 
 Each front-end process binds one receiving socket and tells the workers about it
 through vLLM's own control channel; workers connect. So results come straight
 from the rank that has them (any stage, any data-parallel replica), and not
-through vLLM's message queue, which pickles and caps a message at 4 GiB. A message
-names rows in the worker's HostRing; the rows themselves are copied once, by the
-front-end, into the tensors that the caller gets.
+through vLLM's message queue, which pickles and caps a message at 4 GiB.
 
-Promise: the socket is a file in a folder that only this user may enter. Nothing is
-unpickled: a message is a small typed header.
+There are two roads for the same messages. A worker whose memory the front-end can
+map names rows in its HostRing; the rows are copied once, by the front-end, into the
+tensors that the caller gets. From another host, or where the mapping fails, the rows
+follow their header over TCP.
+
+Promise: the local socket is a file in a folder that only this user may enter. Nothing
+listens on TCP before a worker said that it cannot share memory; then only a worker
+that was given the front-end's CURVE keys gets in. Nothing is unpickled: a message is
+a small typed header, and sizes are compared before rows are looked at.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import shutil
-import tempfile
-import threading
-import uuid
-import weakref
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -33,11 +29,35 @@ import torch
 import zmq
 
 from vllm_scope.errors import CompatError
-from vllm_scope.host_ring import RingReader, RingRef
+from vllm_scope.host_ring import RingRef
 from vllm_scope.plan import Labels
 from vllm_scope.program import Layout
 
-logger = logging.getLogger(__name__)
+#: The largest frame that is taken off TCP. zmq makes room for a frame when it sees its
+#: size, and does so before it knows who sent it.
+MOST_FRAME_BYTES = 64 << 20
+#: Either end of a connection that says nothing for so long is taken for gone; zmq's own
+#: thread says something every HEARTBEAT_MS, however busy Python is.
+HEARTBEAT_MS = 2000
+SILENCE_MS = 8000
+
+
+class TcpAddress(msgspec.Struct, frozen=True):
+    """Where a front-end listens on TCP, and the keys that let a worker in.
+
+    Attributes:
+        endpoint: as zmq writes it, tcp://host:port.
+        server_key: the front-end's public key; only its owner can answer.
+        client_key, client_secret: the pair by which a worker proves that it was told.
+    """
+
+    endpoint: str
+    server_key: str
+    client_key: str
+    client_secret: str
+
+    def __repr__(self) -> str:  # it may be logged
+        return f"TcpAddress({self.endpoint})"
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -48,32 +68,101 @@ class Address(msgspec.Struct, frozen=True):
         path: the socket's file; its folder also holds a file named `frontend`,
             by which a worker sees that it is on the same host.
         pid: the front-end's process.
+        started: when that process started, in the kernel's clock ticks; a later
+            process may get its number.
+        tcp: None until some worker needs it.
     """
 
     frontend: str
     path: str
     pid: int
+    started: int
+    tcp: TcpAddress | None = None
 
-    def check_local(self) -> None:
-        """Raises CompatError where this process is on another host."""
-        if not (Path(self.path).parent / self.frontend).exists():
-            raise CompatError(
-                "the front-end is on another host than this worker, and rows travel "
-                "through shared memory; run them on one host"
-            )
+    @property
+    def on_this_host(self) -> bool:
+        """Whether the socket's folder is seen here."""
+        return (Path(self.path).parent / self.frontend).exists()
 
     @property
     def alive(self) -> bool:
-        return Path(f"/proc/{self.pid}").exists()
+        """Whether the process runs. Only where `on_this_host`."""
+        return start_of(self.pid) == self.started
+
+
+def start_of(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None if it does not run."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # proc(5): the name, in parentheses, may hold anything; the state comes third, the
+    # start 22nd.
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def check_curve() -> None:
+    """Raises CompatError where this zmq cannot encrypt."""
+    if not zmq.has("curve"):
+        raise CompatError(
+            f"libzmq {zmq.zmq_version()} was built without CURVE, so rows cannot travel "
+            "over TCP; install pyzmq from its wheel, or run workers and front-end on one host"
+        )
+
+
+def keep_alive(socket: zmq.Socket[bytes]) -> None:
+    """Notice when the other end of a TCP connection is gone."""
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
+
+
+# Messages
+
+
+class SharedHello(msgspec.Struct, array_like=True, tag="shared"):
+    """A worker asks the front-end to try its ring. Answered by an Answer.
+
+    Attributes:
+        ring: where it is.
+        reader: the front-end's counter in it.
+    """
+
+    ring: RingRef
+    reader: int
+
+
+class TcpHello(msgspec.Struct, array_like=True, tag="tcp"):
+    """First message of a TCP connection. Answered by an Answer.
+
+    Attributes:
+        session: random; the same when a worker dials again after a lost connection.
+    """
+
+    session: int
+
+
+class Answer(msgspec.Struct, array_like=True, tag="answer"):
+    """From the front-end to a worker.
+
+    Attributes:
+        read: how many messages of this worker were read, over all connections of the
+            session; CLOSED when the front-end goes. On the shared road always 0: the
+            ring's counter tells.
+        error: why the ring cannot be shared.
+    """
+
+    read: int
+    error: str | None = None
 
 
 class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
-    """A batch that lies in the sender's ring. Arrays are raw little-endian bytes.
+    """A batch of rows. Arrays are raw little-endian bytes.
 
     Attributes:
-        ring: where the rows are.
+        ring: what the rows lie in.
         start, stop: which slots of the ring.
-        reader: this front-end's counter in the ring.
+        reader: this front-end's counter in the ring; -1 over TCP.
         message: what to set it to when the rows are read.
         boundary: the one tap that the rows are of, or None for whole tokens.
         row_bytes: of one row, without what fills its last slot.
@@ -92,6 +181,33 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
     positions: bytes
     layout_of: bytes
 
+    @staticmethod
+    def of(
+        labels: Labels,
+        boundary: int | None,
+        row_bytes: int,
+        ring: RingRef,
+        span: tuple[int, int],
+        reader: int = -1,
+        message: int = 0,
+    ) -> RowsHeader:
+        return RowsHeader(
+            ring, *span, reader, message, boundary, row_bytes,
+            [(layout.points, layout.scores) for layout in labels.layouts],
+            labels.keys.tobytes(), labels.positions.tobytes(), labels.layout_of.tobytes(),
+        )  # fmt: skip
+
+    def received(self, slots: torch.Tensor) -> RowsMessage:
+        return RowsMessage(
+            np.frombuffer(self.keys, np.int64),
+            np.frombuffer(self.positions, np.int64),
+            np.frombuffer(self.layout_of, np.int32),
+            [Layout(points, scores) for points, scores in self.layouts],
+            self.boundary,
+            self.row_bytes,
+            slots,
+        )
+
 
 class FinishHeader(msgspec.Struct, array_like=True, tag="finish"):
     """A stage has sent everything it will send for this request."""
@@ -102,7 +218,7 @@ class FinishHeader(msgspec.Struct, array_like=True, tag="finish"):
 
 
 class RowsMessage(msgspec.Struct):
-    """A received batch. `slots` is the sender's ring: valid during the callback.
+    """A received batch. `slots` is valid during the callback.
 
     Attributes:
         keys, positions: int64 [num_tokens].
@@ -120,119 +236,6 @@ class RowsMessage(msgspec.Struct):
     slots: torch.Tensor
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(RowsHeader | FinishHeader)
-
-
-class Sender:
-    """A worker's end: one socket to one front-end. Not thread-safe."""
-
-    def __init__(self, address: Address, reader: int) -> None:
-        address.check_local()
-        self.reader = reader
-        self.num_sent = 0
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-        # Headers are small, and what they name is bounded by the ring.
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        # A front-end that died must not hold a worker.
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(f"ipc://{address.path}")
-
-    def send_rows(
-        self,
-        labels: Labels,
-        row_bytes: int,
-        ring: RingRef,
-        start: int,
-        stop: int,
-        boundary: int | None,
-    ) -> int:
-        """Tell of rows in the ring; the number that the reader will acknowledge."""
-        self.num_sent += 1
-        header = RowsHeader(
-            ring, start, stop, self.reader, self.num_sent, boundary, row_bytes,
-            [(layout.points, layout.scores) for layout in labels.layouts],
-            labels.keys.tobytes(), labels.positions.tobytes(), labels.layout_of.tobytes(),
-        )  # fmt: skip
-        self._socket.send(_encoder.encode(header))
-        return self.num_sent
-
-    def send_finish(self, key: int, stage: int, error: str | None) -> None:
-        self._socket.send(_encoder.encode(FinishHeader(key, stage, error)))
-
-    def close(self) -> None:
-        self._socket.close(linger=1000)
-
-
-class Receiver:
-    """The front-end's end: binds, and hands messages to callbacks on its own thread."""
-
-    def __init__(
-        self,
-        on_rows: Callable[[RowsMessage], None],
-        on_finish: Callable[[FinishHeader], None],
-    ) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="vllm-scope-"))  # mode 0700
-        self.address = Address(uuid.uuid4().hex, str(folder / "rows"), os.getpid())
-        (folder / self.address.frontend).touch()
-        self._on_rows, self._on_finish = on_rows, on_finish
-        self._rings: dict[RingRef, RingReader] = {}
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PULL)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.bind(f"ipc://{self.address.path}")
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="vllm-scope-inbox", daemon=True)
-        self._thread.start()
-        self._cleanup = weakref.finalize(self, _remove_own, folder, os.getpid())
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join(timeout=5)
-        self._cleanup()
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            if not self._socket.poll(200):
-                continue
-            frame = self._socket.recv()
-            try:
-                header = _decoder.decode(frame)
-                if isinstance(header, FinishHeader):
-                    self._on_finish(header)
-                else:
-                    self._read(header)
-            except Exception:
-                # One bad message costs its own rows; they are reported as dropped.
-                logger.exception("vllm-scope: a message could not be read")
-        self._socket.close(linger=0)
-        self._context.term()
-
-    def _read(self, header: RowsHeader) -> None:
-        ring = self._rings.get(header.ring)
-        if ring is None:
-            # Workers come and go with their engines; keep the rings of those alive.
-            self._rings = {
-                ref: reader for ref, reader in self._rings.items()
-                if Path(f"/proc/{ref.pid}").exists()
-            }  # fmt: skip
-            ring = self._rings[header.ring] = RingReader(header.ring)
-        try:
-            self._on_rows(
-                RowsMessage(
-                    np.frombuffer(header.keys, np.int64),
-                    np.frombuffer(header.positions, np.int64),
-                    np.frombuffer(header.layout_of, np.int32),
-                    [Layout(points, scores) for points, scores in header.layouts],
-                    header.boundary,
-                    header.row_bytes,
-                    ring.slots(header.start, header.stop),
-                )
-            )
-        finally:
-            ring.acknowledge(header.reader, header.message)
-
-
-def _remove_own(folder: Path, owner: int) -> None:
-    if os.getpid() == owner:  # not in a forked child
-        shutil.rmtree(folder, ignore_errors=True)
+encode = msgspec.msgpack.Encoder().encode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode
+decode = msgspec.msgpack.Decoder(SharedHello | TcpHello | RowsHeader | FinishHeader).decode

@@ -117,9 +117,7 @@ class Sites:
         level = self.group_of(stream) + (1 if when == "after" else 0)
         return point_of(self.boundary_of(stream), level)
 
-    def find(
-        self, site: str, layers: tuple[int, ...] | None, where: str
-    ) -> tuple[SiteLayer, ...]:
+    def find(self, site: str, layers: tuple[int, ...] | None, where: str) -> tuple[SiteLayer, ...]:
         """The streams that a site and layers mean on this engine.
 
         Raises:

@@ -100,8 +100,12 @@ class Resolved:
     edits: tuple[ResolvedEdit, ...] = ()
 
     @property
+    def actions(self) -> tuple[ResolvedRead | ResolvedProbe | ResolvedEdit, ...]:
+        return (*self.reads, *self.probes, *self.edits)
+
+    @property
     def selectors(self) -> tuple[Selector, ...]:
-        return tuple(x.tokens for x in (*self.reads, *self.probes, *self.edits))
+        return tuple(x.tokens for x in self.actions)
 
 
 @dataclass(frozen=True)
@@ -240,9 +244,7 @@ def _resolve_edit(
     else:
         streams = sites.find(edit.site, edit.layer_numbers, where)
         own = len(values.shape) == (3 if isinstance(edit, Replace) else 2)
-        rows = [
-            (stream, _row(values, i) if own else values) for i, stream in enumerate(streams)
-        ]
+        rows = [(stream, _row(values, i) if own else values) for i, stream in enumerate(streams)]
     found = []
     for stream, row in rows:
         _check_size(row, sites, f"{where}.{field}")

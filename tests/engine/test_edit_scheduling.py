@@ -8,7 +8,16 @@ import torch
 from tests.checkpoints import reference
 from tests.conftest import local_engine, process_engine
 from tests.engine.test_edits import (
-    D, EDITS, READ_ALL, ROWS, V, check, check_logprobs, direction, params, run,
+    EDITS,
+    READ_ALL,
+    ROWS,
+    D,
+    V,
+    check,
+    check_logprobs,
+    direction,
+    params,
+    run,
 )  # fmt: skip
 from vllm_scope import Ablate, Add, Except, Probe, Read, Replace, SpecError, TokenIds
 
@@ -58,7 +67,7 @@ TOKENS = {
     "one-hundred": ([100], lambda p: p == 100),
     "negative": ([-1, -100, -50], lambda p: (p == 99) | (p == 0) | (p == 50)),
     "range": (range(30, 70), lambda p: (p >= 30) & (p < 70)),
-    "slice-over-the-prompts-end": (slice(96, 104, 2), lambda p: (p >= 96) & (p < 104) & (p % 2 == 0)),
+    "slice-over-the-end": (slice(96, 104, 2), lambda p: (p >= 96) & (p < 104) & (p % 2 == 0)),
     "token-ids-of-the-prompt": (
         Except(TokenIds(41, 99), "generated"), lambda p: (p == 1) | (p == 59),
     ),
@@ -201,7 +210,8 @@ def test_edits_and_scores_under_ngram_speculation(llama, ref):
         steps = llm.collective_rpc("scope_counters")[0]["steps"]
     assert steps < 60, "no draft was accepted; the test shows nothing"
     for output, prompt in zip(outputs, ids, strict=True):
-        mean = on(lambda p, n=len(prompt): p >= n, lambda x: x + 0.1 * V)
+        length = len(prompt)
+        mean = on(lambda p, n=length: p >= n, lambda x: x + 0.1 * V)
         check(output, ref, [("resid_post", 0, mean)])
         rows = output.scope["resid_post", 1].double()
         scores = output.scope.scores["p"]
@@ -236,8 +246,10 @@ def test_two_hundred_and_fifty_six_vectors_beside_plain_requests(llama, ref):
     options = dict(ENGINE, max_num_batched_tokens=2048, max_num_seqs=512)
     with local_engine(llama, **options) as llm:
         ids = [[(3 * i + j) % 500 for j in range(5 + i % 7)] for i in range(320)]
+
         def spec(i):
             return [Add(direction(1000 + i, 2.0), layer=i % 3, tokens="generated")]
+
         mixed = run(llm, ids, [params(*spec(i) if i < 256 else ()) for i in range(320)])
         plain = run(llm, ids, params())
     for i in range(256, 320):
@@ -251,4 +263,3 @@ def test_two_hundred_and_fifty_six_vectors_beside_plain_requests(llama, ref):
         _, logits = ref.edited(tokens, [("resid_post", i % 3, mean)])
         check_logprobs(output.outputs[0], logits[length - 1 :])
         assert output.scope.status == "complete"
-

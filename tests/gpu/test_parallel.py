@@ -30,9 +30,7 @@ def params():
 
 
 def needs(num_gpus: int):
-    return pytest.mark.skipif(
-        torch.cuda.device_count() < num_gpus, reason=f"needs {num_gpus} GPUs"
-    )
+    return pytest.mark.skipif(torch.cuda.device_count() < num_gpus, reason=f"needs {num_gpus} GPUs")
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +75,8 @@ def test_rows_come_from_the_replica_that_has_them(llama, ref):
     from vllm.v1.engine.async_llm import AsyncLLM
 
     async def collect(engine, i):
-        last = None
-        async for last in engine.generate(prompts()[i % len(IDS)], params(), f"request-{i}"):
-            pass
-        return last
+        prompt = prompts()[i % len(IDS)]
+        return [out async for out in engine.generate(prompt, params(), f"request-{i}")][-1]
 
     async def run():
         engine = AsyncLLM.from_engine_args(

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import base64
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
-from vllm_scope import Ablate, Add, Clamp, Except, Probe, Read, Replace, Spec, TokenIds, Union
+from vllm_scope import (
+    Ablate,
+    Add,
+    Clamp,
+    Except,
+    Probe,
+    Read,
+    Replace,
+    Spec,
+    SpecError,
+    TokenIds,
+    Union,
+)
 from vllm_scope.actions import Edit
 from vllm_scope.selectors import WORDS, Selector, parse_selector
 
@@ -182,3 +197,22 @@ def specs(
         .filter(any)
         .map(lambda found: Spec(*map(tuple, found)))
     )
+
+
+def sentence(call: Callable[[], object]) -> str:
+    """What a SpecError says: one sentence or more, in one line, short whatever came."""
+    with pytest.raises(SpecError) as caught:
+        call()
+    text = str(caught.value)
+    assert text.endswith("."), text
+    assert "\n" not in text
+    assert len(text) < 2000
+    return text
+
+
+def array_json(dtype: object = "float32", shape: object = (4,), data: object = None) -> dict:
+    """The JSON form of an array, [1, -2, 0.5, 0] unless something of it is wrong."""
+    shape = list(shape) if isinstance(shape, tuple) else shape
+    if data is None:
+        data = base64.b64encode(np.array([1, -2, 0.5, 0], "<f4").tobytes()).decode()
+    return {"dtype": dtype, "shape": shape, "data": data}

@@ -24,6 +24,8 @@ def test_without_options_the_embedding_and_every_layers_exit_are_tapped():
     assert config.vectors_mib == 128
     assert config.modules == {}
     assert config.deliver_timeout_s == 60
+    assert config.road == "auto"
+    assert config.road_host is None
     assert config.boundaries(4) == (0, 2, 4, 6, 8)
 
 
@@ -72,6 +74,11 @@ def test_sites_and_layers_are_boundaries(options, boundaries):
         ),
         pytest.param({"vectors_mib": 0}, "vectors_mib is 0", "greater than 0", id="no-vectors"),
         pytest.param({"modules": ["a"]}, "modules is ['a']", "dictionary", id="modules-is-a-list"),
+        pytest.param({"road": "rdma"}, "road is 'rdma'", "'auto', 'shared' or 'tcp'", id="a-road"),
+        pytest.param(
+            {"road_host": "0.0.0.0"}, "road_host is '0.0.0.0'", "one address", id="everywhere"
+        ),
+        pytest.param({"road_host": ""}, "road_host is ''", "one address", id="nowhere"),
         pytest.param({7: 1}, "7", "options are", id="an-option-is-a-number"),
         pytest.param("all", "'all'", "an object", id="a-string"),
         pytest.param(None, "None", "an object", id="none"),

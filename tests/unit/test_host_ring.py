@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_scope import CapacityError
 from vllm_scope.host_ring import MAX_READERS, HostRing, Lease, RingReader
 
 PATIENCE_S = 10
@@ -121,6 +122,37 @@ def test_another_process_reads_the_same_rows_and_keeps_them_after_the_ring_is_cl
     ring.close()
     out, _ = child.communicate("go on\n", timeout=PATIENCE_S)
     assert out == "[[3.0, 4.0, 5.0], [6.0, 7.0, 8.0]]\n"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        pytest.param({"identity": 7}, "is not the worker's ring", id="another-ring"),
+        pytest.param({"dtype": "load"}, "'load' is no dtype", id="no-dtype"),
+        pytest.param({"num_slots": 1 << 40}, "mmap|memory|size", id="larger-than-it-is"),
+        pytest.param({"fd": 1 << 20}, "No such file", id="no-file"),
+        pytest.param({"pid": 1 << 30}, "No such file", id="no-process"),
+    ],
+)
+def test_what_is_not_the_ring_is_not_read(wrong, error):
+    ring = _ring(4)
+    with pytest.raises((OSError, ValueError), match=error):
+        RingReader(msgspec.structs.replace(ring.ref, **wrong))
+    ring.close()
+
+
+def test_a_counter_starts_at_zero_for_its_next_reader():
+    ring = _ring(4)
+    first, second = ring.add_reader(), ring.add_reader()
+    ring.counters[[first, second]] = 5
+    ring.free_reader(first)
+    assert ring.add_reader() == first
+    assert ring.counters[[first, second]].tolist() == [0, 5]
+    for _ in range(MAX_READERS - 2):
+        ring.add_reader()
+    with pytest.raises(CapacityError, match=f"{MAX_READERS} front-ends read from this worker"):
+        ring.add_reader()
+    ring.close()
 
 
 def test_a_ring_in_the_place_of_a_closed_one_is_another_ring():

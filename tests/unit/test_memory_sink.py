@@ -7,18 +7,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
-from vllm_scope import CapacityError, CompatError
+from vllm_scope import CapacityError, CompatError, senders
 from vllm_scope.host_ring import MAX_READERS, HostRing
 from vllm_scope.plan import Labels
 from vllm_scope.program import Program
-from vllm_scope.road import Address, FinishHeader, Receiver
+from vllm_scope.receiver import Receiver
+from vllm_scope.road import Address, FinishHeader
 from vllm_scope.sinks import RowBatch
 from vllm_scope.sinks.memory import MemorySink
 
@@ -39,7 +40,9 @@ class FrontEnd:
         self.gate = threading.Event()
         self.gate.set()
         self.receiver = Receiver(self._on_rows, self.finished.append)
-        sink.connect(self.receiver.address)
+        if sink.connect(self.receiver.address) is None:
+            self.receiver.listen("127.0.0.1")
+            assert sink.connect(self.receiver.address) == "tcp"
 
     @property
     def name(self) -> str:
@@ -74,9 +77,9 @@ def ring() -> Iterator[HostRing]:
     ring.close()
 
 
-@pytest.fixture
-def sink(ring: HostRing) -> Iterator[MemorySink]:
-    sink = MemorySink(2, ring)
+@pytest.fixture(params=["shared", "tcp"])
+def sink(ring: HostRing, request: pytest.FixtureRequest) -> Iterator[MemorySink]:
+    sink = MemorySink(2, ring, request.param)
     yield sink
     sink.close()
 
@@ -195,29 +198,74 @@ def test_rows_of_requests_that_nobody_asked_for_do_not_stay_in_the_ring(sink, ri
     assert _all_free(ring, sink)
 
 
-def test_a_front_end_that_died_does_not_hold_a_worker(sink, ring):
-    code = (
-        "import time, msgspec; from vllm_scope.road import Receiver\n"
-        "receiver = Receiver(lambda m: time.sleep(60), print)\n"
-        "print(msgspec.json.encode(receiver.address).decode(), flush=True); time.sleep(60)"
-    )
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    address = msgspec.json.decode(child.stdout.readline(), type=Address)
-    sink.connect(address)
-    sink.add_request(1, address.frontend)
-    _write(sink, ring, [1], [0])
-    child.kill()
-    child.wait()
-    for _ in range(3):
-        _write(sink, ring, [1], [0])
-    assert _all_free(ring, sink)
+FRONT_END = """
+import sys, time, msgspec
+from vllm_scope.receiver import Receiver
+receiver = Receiver(lambda message: time.sleep(60), print)
+receiver.listen("127.0.0.1")
+print(msgspec.json.encode(receiver.address).decode(), flush=True)
+time.sleep(60)
+"""
 
 
-def test_a_front_end_that_left_before_its_first_row_does_not_hold_a_worker(sink, ring):
+@contextmanager
+def _another_process(sink: MemorySink) -> Iterator[tuple[subprocess.Popen, Address]]:
+    """A front-end that never reads, connected."""
+    child = subprocess.Popen([sys.executable, "-c", FRONT_END], stdout=subprocess.PIPE)
+    try:
+        address = msgspec.json.decode(child.stdout.readline(), type=Address)
+        assert sink.connect(address) is not None
+        yield child, address
+    finally:
+        child.kill()
+        child.wait()
+
+
+@pytest.mark.parametrize("sink", ["shared", "tcp"], indirect=True)
+def test_a_front_end_that_died_does_not_hold_a_worker(sink, ring, two, monkeypatch):
+    monkeypatch.setattr(senders, "DIAL_S", 0.2)
+    with _another_process(sink) as (child, address):
+        sink.add_request(1, address.frontend)
+        sink.add_request(2, two[0].name)
+        _write(sink, ring, [1, 2], [0, 1])
+        child.kill()  # and nobody waits for it: it stays as a zombie
+        for _ in range(30):
+            _write(sink, ring, [1, 2], [0, 1])
+        assert _all_free(ring, sink)
+        sink.finish(1, None)
+        sink.finish(2, None)
+        two[0].wait_for(1)
+        assert len(two[0].rows_of(2)) == 31
+        FrontEnd(sink).receiver.close()  # whoever connects has the dead cleared away
+        with pytest.raises(CapacityError, match="not connected"):
+            sink.add_request(3, address.frontend)
+        assert sink.num_requests == 0
+
+
+@pytest.mark.parametrize("sink", ["shared"], indirect=True)
+def test_the_counter_of_a_front_end_that_died_is_used_again(sink, ring):
+    free = len(ring._free_readers)
+    for _ in range(2):
+        with _another_process(sink) as (_, address):
+            sink.add_request(1, address.frontend)
+            _write(sink, ring, [1], [0])
+            assert len(ring._free_readers) == free - 1
+    front_end = FrontEnd(sink)
+    assert len(ring._free_readers) == free - 1
+    sink.add_request(2, front_end.name)
+    _write(sink, ring, [2], [1])
+    sink.finish(2, None)
+    front_end.wait_for(1)
+    assert front_end.rows == [(2, 50, 1, 0)]
+    front_end.receiver.close()
+
+
+def test_a_front_end_that_left_before_its_first_row_does_not_hold_a_worker(sink, ring, monkeypatch):
+    monkeypatch.setattr(senders, "DIAL_S", 0.2)
     front_end = FrontEnd(sink)
     sink.add_request(1, front_end.name)
-    front_end.receiver.close()  # its folder is gone
-    with suppress(CompatError):  # the drain logs it
+    front_end.receiver.close()
+    for _ in range(30):
         _write(sink, ring, [1], [0])
     assert _all_free(ring, sink)
 
@@ -227,17 +275,55 @@ def test_a_front_end_that_never_connected_is_refused(sink, two):
         sink.add_request(1, "nobody")
 
 
-def test_a_front_end_on_another_host_is_refused(sink, two, tmp_path):
-    address = two[0].receiver.address
-    with pytest.raises(CompatError, match="on another host"):
-        sink.connect(Address(address.frontend, str(tmp_path / "rows"), address.pid))
+def test_connecting_again_keeps_the_road_that_is_there(sink, two):
+    roads = sink.roads
+    for front_end in two:
+        assert sink.connect(front_end.receiver.address) == roads[0]
+    assert sink.roads == roads
 
 
-def test_as_many_front_ends_connect_as_the_ring_has_counters(sink, two, tmp_path):
-    for i in range(MAX_READERS - 2):
-        (tmp_path / f"f{i}").touch()
-        sink.connect(Address(f"f{i}", str(tmp_path / "rows"), 1))
-    sink.connect(two[0].receiver.address)  # again
-    (tmp_path / "more").touch()
-    with pytest.raises(CapacityError, match=f"{MAX_READERS} front-ends are connected"):
-        sink.connect(Address("more", str(tmp_path / "rows"), 1))
+def test_from_another_host_tcp_is_the_road_and_is_asked_for_first(ring, tmp_path):
+    sink = MemorySink(0, ring)
+    receiver = Receiver(print, print)
+    elsewhere = {"path": str(tmp_path / "rows")}
+    assert sink.connect(msgspec.structs.replace(receiver.address, **elsewhere)) is None
+    assert sink.roads == []
+    receiver.listen("127.0.0.1")
+    assert sink.connect(msgspec.structs.replace(receiver.address, **elsewhere)) == "tcp"
+    # Another worker of the same front-end shares its memory, whoever listens.
+    assert MemorySink(0, ring).connect(receiver.address) == "shared"
+    sink.close()
+    receiver.close()
+
+
+def test_a_ring_that_cannot_be_mapped_takes_the_other_road(ring):
+    sink = MemorySink(0, ring)
+    ring.ref = msgspec.structs.replace(ring.ref, pid=1 << 30)  # as in another pid namespace
+    receiver = Receiver(print, print)
+    assert sink.connect(receiver.address) is None
+    receiver.listen("127.0.0.1")
+    assert sink.connect(receiver.address) == "tcp"
+    sink.close()
+    receiver.close()
+
+
+def test_where_only_shared_memory_is_allowed_another_host_is_refused(ring, tmp_path):
+    sink = MemorySink(0, ring, "shared")
+    receiver = Receiver(print, print)
+    receiver.listen("127.0.0.1")
+    with pytest.raises(CompatError, match=r"on another host.*road is 'shared'; run them"):
+        sink.connect(msgspec.structs.replace(receiver.address, path=str(tmp_path / "rows")))
+    receiver.close()
+
+
+def test_as_many_front_ends_share_memory_as_the_ring_has_counters(ring):
+    sink = MemorySink(0, ring)
+    del ring._free_readers[2:]
+    front_ends = [FrontEnd(sink) for _ in range(2)]
+    with pytest.raises(CapacityError, match=f"{MAX_READERS} front-ends read from this worker"):
+        FrontEnd(sink)
+    front_ends[0].receiver.close()
+    front_ends.append(FrontEnd(sink))
+    sink.close()
+    for front_end in front_ends[1:]:
+        front_end.receiver.close()

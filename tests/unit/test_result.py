@@ -22,7 +22,8 @@ from vllm_scope.host_ring import HostRing
 from vllm_scope.plan import Labels
 from vllm_scope.program import Program
 from vllm_scope.result import Inbox, Pending, ScopeResult
-from vllm_scope.road import Sender
+from vllm_scope.senders import SharedSender
+from vllm_scope.sinks import RowBatch
 from vllm_scope.spec import Sites
 
 PATIENCE_S = 10
@@ -35,7 +36,7 @@ class Road:
     """An inbox and a sender to it."""
 
     inbox: Inbox
-    sender: Sender
+    sender: SharedSender
     ring: HostRing
 
     def send(self, tokens: list[tuple], boundary: int | None = None) -> None:
@@ -55,8 +56,8 @@ class Road:
         )
         lease = self.ring.acquire(len(rows))
         lease.rows.copy_(torch.tensor(rows))
-        self.sender.send_rows(labels, self.ring.ref, lease.start, lease.stop, boundary)
-        lease.release()  # the ring is larger than what a test sends at once
+        self.sender.send_rows(RowBatch(labels, lease, boundary))
+        lease.release()
 
     def finish(self, pending: Pending, num_stages: int = 1, error: str | None = None) -> None:
         for stage in range(num_stages):
@@ -79,8 +80,9 @@ class Road:
 @pytest.fixture(scope="module")
 def road() -> Iterator[Road]:
     inbox = Inbox()
-    sender = Sender(inbox.address, 0)
     ring = HostRing(1 << 18, SITES.hidden_size, torch.float32, cuda=False)
+    sender = SharedSender(inbox.address, ring)
+    ring.reclaim = sender.reclaim
     yield Road(inbox, sender, ring)
     sender.close()
     inbox.close()

@@ -1,4 +1,4 @@
-"""Worker to front-end, over the real sockets and the shared ring."""
+"""Worker to front-end over both roads, with real sockets and the real ring."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,14 +20,16 @@ import torch
 import zmq
 
 from vllm_scope import CompatError
-from vllm_scope.host_ring import HostRing, Lease, RingRef
+from vllm_scope.host_ring import CLOSED, HostRing, Lease, RingRef
 from vllm_scope.plan import Labels
 from vllm_scope.program import Program
-from vllm_scope.road import Address, FinishHeader, Receiver, RowsHeader, RowsMessage, Sender
+from vllm_scope.receiver import Receiver
+from vllm_scope.road import FinishHeader, RowsHeader, RowsMessage, start_of
+from vllm_scope.senders import PIECE_BYTES, Sender, SharedSender, TcpSender
+from vllm_scope.sinks import RowBatch
 
 #: Generous: what must arrive has arrived by then.
 PATIENCE_S = 3
-READER = 5
 
 _receivers: list[Receiver] = []
 
@@ -44,6 +46,13 @@ class Inbox:
         self.during = lambda message: None
         self.receiver = Receiver(self._on_rows, self.messages.put)
         _receivers.append(self.receiver)
+
+    def open(self, road: str, ring: HostRing) -> Sender:
+        """A worker's sender to here."""
+        if road == "shared":
+            return SharedSender(self.receiver.address, ring)
+        self.receiver.listen("127.0.0.1")
+        return TcpSender(self.receiver.address.tcp, ring)
 
     def _on_rows(self, message: RowsMessage) -> None:
         self.during(message)
@@ -72,11 +81,9 @@ def inbox() -> Inbox:
     return Inbox()
 
 
-@pytest.fixture
-def sender(inbox: Inbox) -> Iterator[Sender]:
-    sender = Sender(inbox.receiver.address, READER)
-    yield sender
-    sender.close()
+@pytest.fixture(params=["shared", "tcp"])
+def road(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture
@@ -84,6 +91,13 @@ def ring() -> Iterator[HostRing]:
     ring = HostRing(100, 4, torch.float32, cuda=False)
     yield ring
     ring.close()
+
+
+@pytest.fixture
+def sender(road: str, inbox: Inbox, ring: HostRing) -> Iterator[Sender]:
+    sender = inbox.open(road, ring)
+    yield sender
+    sender.close()
 
 
 def _labels(num_tokens: int, num_reads: int = 1) -> Labels:
@@ -102,24 +116,33 @@ def _write(ring: HostRing, num_rows: int, value: float = 0.0) -> Lease:
     return lease
 
 
-def _send(sender: Sender, ring: HostRing, lease: Lease, boundary: int | None = None) -> int:
-    labels = _labels(lease.stop - lease.start)
-    return sender.send_rows(labels, ring.ref, lease.start, lease.stop, boundary)
+def _send(sender: Sender, lease: Lease, boundary: int | None = None) -> None:
+    """What the drain does: its own hold on the rows ends when the sender has them."""
+    sender.send_rows(RowBatch(_labels(lease.stop - lease.start), lease, boundary))
+    lease.release()
 
 
-def _read_so_far(ring: HostRing, number: int) -> bool:
-    """Whether the receiver acknowledges a message, soon."""
-    deadline = time.monotonic() + PATIENCE_S
-    while ring.counters[READER] < number and time.monotonic() < deadline:
+def _soon(condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> bool:
+    deadline = time.monotonic() + patience_s
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.002)
-    return ring.counters[READER] == number
+    return condition()
+
+
+def _freed(sender: Sender, lease: Lease, patience_s: float = PATIENCE_S) -> bool:
+    """Whether a lease is given back, soon."""
+
+    def free() -> bool:
+        sender.reclaim()
+        return lease.free
+
+    return _soon(free, patience_s)
 
 
 @pytest.mark.parametrize("boundary", [None, 3], ids=["whole-programs", "one-tap"])
 @pytest.mark.parametrize(
     ("num_tokens", "hidden_size"),
     [
-        pytest.param(0, 4, id="no-rows"),
         pytest.param(1, 1, id="one-number"),
         pytest.param(3, 4, id="small"),
         pytest.param(700, 257, id="odd"),
@@ -127,57 +150,96 @@ def _read_so_far(ring: HostRing, number: int) -> bool:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_rows_arrive_bit_by_bit(dtype, num_tokens, hidden_size, boundary, inbox, sender):
-    ring = HostRing(num_tokens + 2, hidden_size, dtype, cuda=False)
+def test_rows_arrive_bit_by_bit(dtype, num_tokens, hidden_size, boundary, road, inbox):
+    num_reads = 1 if boundary is not None else 2
+    ring = HostRing(num_tokens * num_reads + 2, hidden_size, dtype, cuda=False)
+    sender = inbox.open(road, ring)
     _write(ring, 2, -1.0)
-    lease, labels = ring.acquire(num_tokens), _labels(num_tokens, 2)
-    bits = torch.randint(-128, 128, (num_tokens, hidden_size * dtype.itemsize), dtype=torch.int8)
+    lease, labels = ring.acquire(num_tokens * num_reads), _labels(num_tokens, 2)
+    bits = torch.randint(
+        -128, 128, (num_tokens * num_reads, hidden_size * dtype.itemsize), dtype=torch.int8
+    )
     lease.rows.copy_(bits.view(dtype))
-    sender.send_rows(labels, ring.ref, lease.start, lease.stop, boundary)
-    message = inbox.next()
-    assert message.rows.dtype is dtype
-    assert message.rows.shape == (num_tokens, hidden_size)
-    assert torch.equal(message.rows.view(torch.int8), bits)
-    assert message.keys.tolist() == labels.keys.tolist()
-    assert message.positions.tolist() == labels.positions.tolist()
-    assert message.program_of.tolist() == labels.program_of.tolist()
-    assert message.programs == list(labels.programs)
-    assert message.boundary == boundary
+    sender.send_rows(RowBatch(labels, lease, boundary))
+    messages, num_here = [], 0
+    while num_here < num_tokens:
+        messages.append(inbox.next())
+        num_here += len(messages[-1].keys)
+        assert messages[-1].rows.dtype is dtype
+        assert messages[-1].rows.shape == (len(messages[-1].keys) * num_reads, hidden_size)
+        assert messages[-1].programs == list(labels.programs)
+        assert messages[-1].boundary == boundary
+    assert torch.equal(torch.cat([m.rows for m in messages]).view(torch.int8), bits)
+    for name in ("keys", "positions", "program_of"):
+        came = np.concatenate([getattr(m, name) for m in messages])
+        assert came.tolist() == getattr(labels, name).tolist()
+    size = bits.nbytes if road == "tcp" else 0
+    assert len(messages) == max(1, -(-size // PIECE_BYTES))
+    sender.close()
     ring.close()
 
 
-def test_rows_are_acknowledged_once_they_are_read_and_not_before(inbox, sender, ring):
+def test_tokens_of_unlike_programs_are_cut_between_tokens(inbox):
+    ring = HostRing(2000, 8192, torch.float32, cuda=False)
+    sender = inbox.open("tcp", ring)
+    programs = (Program((0,)), Program((0, 1, 2)), Program((1, 2)))
+    program_of = np.arange(900, dtype=np.int32) % 3
+    num_reads = np.array([p.num_reads for p in programs])[program_of]
+    labels = Labels(
+        np.arange(900, dtype=np.int64), np.arange(900, dtype=np.int64), program_of, programs,
+        np.arange(900, dtype=np.int64),
+    )  # fmt: skip
+    lease = ring.acquire(int(num_reads.sum()))
+    lease.rows.copy_(torch.arange(900.0).repeat_interleave(torch.from_numpy(num_reads))[:, None])
+    sender.send_rows(RowBatch(labels, lease, None))
+    num_here = 0
+    while num_here < 900:
+        message = inbox.next()
+        assert message.rows.nbytes <= PIECE_BYTES
+        reads = torch.tensor([programs[i].num_reads for i in message.program_of])
+        of_token = torch.tensor(message.keys.tolist()).float().repeat_interleave(reads)
+        assert torch.equal(message.rows, of_token[:, None].expand(-1, 8192))
+        num_here += len(message.keys)
+    sender.close()
+    ring.close()
+
+
+def test_a_lease_is_given_back_once_its_rows_are_read_and_not_before(inbox, sender, ring):
     seen = []
-    inbox.during = lambda message: seen.append(int(ring.counters[READER]))
-    for number in (1, 2, 3):
-        assert _send(sender, ring, _write(ring, 2)) == number
-        assert _read_so_far(ring, number)
-    assert seen == [0, 1, 2]
-    assert ring.counters.sum() == 3  # no other reader's
+    leases = [_write(ring, 2) for _ in range(3)]
+    inbox.during = lambda message: seen.append([lease.free for lease in leases])
+    for lease in leases:
+        _send(sender, lease)
+        assert _freed(sender, lease)
+    assert seen == [[False] * 3, [True, False, False], [True, True, False]]
 
 
-def test_a_ring_in_the_place_of_a_closed_one_is_read_anew(inbox, sender):
+def test_a_ring_in_the_place_of_a_closed_one_is_read_anew(road, inbox):
     # Engines inside this process come and go; the front-end's inbox stays. The second
     # ring may get the first one's file descriptor.
     for number in (1, 2):
         ring = HostRing(4, 4, torch.float32, cuda=False)
-        _send(sender, ring, _write(ring, 3, float(number)))
+        sender = inbox.open(road, ring)
+        lease = _write(ring, 3, float(number))
+        _send(sender, lease)
         assert (inbox.next().rows == number).all()
-        assert _read_so_far(ring, number)
+        assert _freed(sender, lease)
+        sender.close()
         ring.close()
 
 
 def test_messages_of_one_sender_stay_in_order_and_errors_travel(inbox, sender, ring):
+    ring.reclaim = sender.reclaim
     for position in range(50):
-        _send(sender, ring, _write(ring, 1, float(position)))
+        _send(sender, _write(ring, 1, float(position)))
         sender.send_finish(position, 3, f"reason {position}")
     for position in range(50):
         assert inbox.next().rows[0, 0] == position
         assert inbox.next() == FinishHeader(position, 3, f"reason {position}")
 
 
-def test_several_senders_reach_one_receiver(inbox):
-    senders = [Sender(inbox.receiver.address, i) for i in range(4)]
+def test_several_senders_on_both_roads_reach_one_receiver(inbox, ring):
+    senders = [inbox.open(road, ring) for road in ("shared", "tcp", "tcp", "shared")]
     for stage, sender in enumerate(senders):
         sender.send_finish(1, stage, None)
     assert {inbox.next().stage for _ in senders} == {0, 1, 2, 3}
@@ -192,32 +254,62 @@ def test_the_socket_lies_in_a_folder_that_only_this_user_enters(inbox):
     assert (path.parent / inbox.receiver.address.frontend).is_file()
 
 
-def test_closing_removes_the_folder():
+def test_closing_removes_the_folder_and_gives_back_every_lease(road, ring):
     inbox = Inbox()
     folder = Path(inbox.receiver.address.path).parent
+    sender = inbox.open(road, ring)
     assert folder.exists()
     inbox.receiver.close()
     assert not folder.exists()
+    lease = _write(ring, 2)
+    _send(sender, lease)
+    assert _freed(sender, lease)
+    assert sender.dead
+    sender.close()
 
 
 @pytest.mark.parametrize("case", ["another-front-end", "another-host"])
-def test_a_front_end_that_is_not_on_this_host_is_refused(case, inbox, tmp_path):
-    address = inbox.receiver.address
+def test_a_front_end_that_is_not_on_this_host_shares_nothing(case, inbox, ring, tmp_path):
     wrong = {
-        "another-front-end": Address("f" * 32, address.path, address.pid),
-        "another-host": Address(address.frontend, str(tmp_path / "rows"), address.pid),
+        "another-front-end": {"frontend": "f" * 32},
+        "another-host": {"path": str(tmp_path / "rows")},
     }[case]
     with pytest.raises(CompatError, match="on another host than this worker"):
-        Sender(wrong, 0)
+        SharedSender(msgspec.structs.replace(inbox.receiver.address, **wrong), ring)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        pytest.param({"pid": 1 << 30}, "No such file", id="another-pid-namespace"),
+        pytest.param({"fd": 1 << 20}, "No such file", id="no-such-file"),
+        pytest.param({"identity": 1}, "is not the worker's ring", id="a-namesake"),
+    ],
+)
+def test_a_ring_that_the_front_end_cannot_map_is_found_out_before_any_row(wrong, why, inbox, ring):
+    true = ring.ref
+    ring.ref = RingRef(**(msgspec.structs.asdict(true) | wrong))
+    free = len(ring._free_readers)
+    with pytest.raises(CompatError, match=f"cannot map this worker's memory: .*{why}"):
+        SharedSender(inbox.receiver.address, ring)
+    assert len(ring._free_readers) == free
+    ring.ref = true
+    SharedSender(inbox.receiver.address, ring).close()
 
 
 def test_an_address_knows_whether_its_process_lives(inbox):
     address = inbox.receiver.address
     assert address.pid == os.getpid()
     assert address.alive
-    child = subprocess.Popen([sys.executable, "-c", ""])
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    of_child = msgspec.structs.replace(address, pid=child.pid, started=start_of(child.pid))
+    assert of_child.alive
+    # Its number was given to a later process.
+    assert not msgspec.structs.replace(of_child, started=of_child.started - 1).alive
+    child.stdin.close()
+    assert _soon(lambda: not of_child.alive), "a process that nobody waited for looks alive"
     child.wait()
-    assert not Address(address.frontend, address.path, child.pid).alive
+    assert not of_child.alive
 
 
 class _Touch:
@@ -233,7 +325,7 @@ class _Touch:
 def _header(ring: HostRing, **changes: object) -> bytes:
     """A message of one row, with some fields wrong; those named ring_... are the ring's."""
     fields = {
-        "ring": ring.ref, "start": 0, "stop": 1, "reader": READER, "message": 1,
+        "ring": ring.ref, "start": 0, "stop": 1, "reader": 9, "message": 1,
         "boundary": None, "programs": [(0,)],
         "keys": bytes(8), "positions": bytes(8), "program_of": bytes(4),
     }  # fmt: skip
@@ -264,17 +356,19 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("case", list(GARBAGE))
-def test_garbage_is_neither_run_nor_fatal(case, inbox, sender, ring, tmp_path):
-    socket = zmq.Context.instance().socket(zmq.PUSH)
+def test_garbage_is_neither_run_nor_fatal(case, inbox, ring, tmp_path):
+    sender = inbox.open("shared", ring)
+    socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(f"ipc://{inbox.receiver.address.path}")
     socket.send_multipart([GARBAGE[case](ring, tmp_path / "touched")])
     # On the same socket, so the garbage is read before.
     socket.send(msgspec.msgpack.encode(FinishHeader(1, 0, None)))
     assert inbox.next() == FinishHeader(1, 0, None)
     socket.close(linger=0)
-    _send(sender, ring, _write(ring, 2, 1.0))
+    _send(sender, _write(ring, 2, 1.0))
     assert (inbox.next().rows == 1).all()
     assert not (tmp_path / "touched").exists()
+    sender.close()
 
 
 def test_a_callback_that_fails_loses_its_own_message_only(inbox, sender, ring):
@@ -283,7 +377,25 @@ def test_a_callback_that_fails_loses_its_own_message_only(inbox, sender, ring):
         raise RuntimeError("a callback failed")
 
     inbox.during = fail
-    _send(sender, ring, _write(ring, 2, 1.0))
-    number = _send(sender, ring, _write(ring, 2, 2.0))
+    leases = [_write(ring, 2, 1.0), _write(ring, 2, 2.0)]
+    for lease in leases:
+        _send(sender, lease)
     assert (inbox.next().rows == 2).all()
-    assert _read_so_far(ring, number)
+    assert all(_freed(sender, lease) for lease in leases)
+
+
+def test_a_counter_is_used_again_only_after_its_reader_has_closed(ring):
+    counters = len(ring._free_readers)
+    for _ in range(3):
+        inbox = Inbox()
+        sender = inbox.open("shared", ring)
+        assert len(ring._free_readers) == counters - 1
+        inbox.receiver.close()
+        assert (ring.counters == CLOSED).sum() == 1
+        sender.close()
+        assert len(ring._free_readers) == counters
+    inbox = Inbox()
+    sender = inbox.open("shared", ring)
+    assert not (ring.counters == CLOSED).any()  # the new reader starts at zero
+    sender.close()
+    assert len(ring._free_readers) == counters - 1  # its reader is still there

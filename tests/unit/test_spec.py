@@ -9,7 +9,7 @@ import sys
 import pytest
 from hypothesis import given
 
-from tests.unit.strategies import specs
+from tests.unit.strategies import sentence, specs
 from vllm_scope import Except, Read, Spec, SpecError, TokenIds, Union, scope
 from vllm_scope.selectors import MAX_ITEMS, Positions, Span, Word
 from vllm_scope.spec import MAX_READS, MAX_SPEC_BYTES, ResolvedRead, Sites
@@ -28,15 +28,6 @@ def _nested(depth: int) -> object:
 
 def _spec(**read: object) -> str:
     return json.dumps({"reads": [{"site": "resid_post", **read}]})
-
-
-def _sentence(call) -> str:
-    with pytest.raises(SpecError) as caught:
-        call()
-    text = str(caught.value)
-    assert text.endswith("."), text
-    assert "\n" not in text
-    return text
 
 
 @pytest.mark.parametrize(
@@ -98,7 +89,7 @@ def _sentence(call) -> str:
     ],
 )
 def test_a_read_that_cannot_be_names_what_came_and_what_is_allowed(arguments, came, allowed):
-    text = _sentence(lambda: Read(**({"site": "resid_post"} | arguments)))
+    text = sentence(lambda: Read(**({"site": "resid_post"} | arguments)))
     assert came in text
     assert allowed in text
 
@@ -138,9 +129,9 @@ def test_a_read_that_cannot_be_names_what_came_and_what_is_allowed(arguments, ca
     ],
 )  # fmt: skip
 def test_a_spec_that_is_no_spec_names_what_came_and_what_is_allowed(text, came, allowed):
-    sentence = _sentence(lambda: Spec.from_json(text))
-    assert came in sentence
-    assert allowed in sentence
+    said = sentence(lambda: Spec.from_json(text))
+    assert came in said
+    assert allowed in said
 
 
 @pytest.mark.parametrize(
@@ -159,7 +150,7 @@ def test_a_spec_that_is_no_spec_names_what_came_and_what_is_allowed(text, came, 
 )
 def test_an_error_in_json_names_the_path_that_was_written(read, path):
     text = json.dumps({"reads": [{"site": "embed"}, {"site": "resid_post", **read}]})
-    assert _sentence(lambda: Spec.from_json(text)).startswith(path)
+    assert sentence(lambda: Spec.from_json(text)).startswith(path)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +163,7 @@ def test_an_error_in_json_names_the_path_that_was_written(read, path):
     ],
 )
 def test_a_sentence_stays_a_sentence_when_a_megabyte_came(text):
-    assert len(_sentence(lambda: Spec.from_json(text))) < 2000
+    assert len(sentence(lambda: Spec.from_json(text))) < 2000
 
 
 @pytest.mark.parametrize(
@@ -189,7 +180,7 @@ def test_a_sentence_stays_a_sentence_when_a_megabyte_came(text):
     ],
 )
 def test_scope_refuses_what_is_no_action(actions, came, allowed):
-    text = _sentence(lambda: scope(*actions))
+    text = sentence(lambda: scope(*actions))
     assert came in text
     assert allowed in text
 
@@ -213,7 +204,7 @@ def test_scope_refuses_what_is_no_action(actions, came, allowed):
 )  # fmt: skip
 def test_a_stream_that_the_engine_lacks_is_refused(boundaries, read, came, allowed):
     sites = Sites(4, 8, "float32", boundaries)
-    text = _sentence(lambda: Spec((read,)).resolve(sites))
+    text = sentence(lambda: Spec((read,)).resolve(sites))
     assert came in text
     assert allowed in text
 

@@ -40,7 +40,7 @@ def install_taps(
         CompatError: a layer's forward does not take `hidden_states`, or has no place
             that is `resid_mid` where one is asked for.
     """
-    tapped = []
+    tapped: list[int] = []
     for number, layer in sorted(anatomy.layers.items()):
         # The entry of layer 0 only: any other is the exit of the layer before.
         places = {"entry": 0 if number == 0 else -1, "middle": 2 * number + 1}

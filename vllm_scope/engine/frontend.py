@@ -22,9 +22,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from vllm_scope.arrays import Array
 from vllm_scope.engine.core import HANDLE
 from vllm_scope.engine.plugin import config_of, wrap_method
-from vllm_scope.arrays import Array
 from vllm_scope.engine.sizes import Limits
 from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.plan import OVERSHOOT
@@ -70,8 +70,7 @@ class Connection:
     def learn_modules(self, modules: dict[str, Any]) -> None:
         ones = Array.parse(np.ones(self.sites.hidden_size, np.float32), "")
         self.modules = {
-            name: {(site, layer): ones for site, layer in module["streams"]}
-            for name, module in modules.items()
+            name: dict.fromkeys(map(tuple, module["streams"]), ones) for name, module in modules.items()
         }
 
 
@@ -84,14 +83,60 @@ def _params_of(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> Any
     return kwargs["params"] if "params" in kwargs else args[place]
 
 
-def _arguments() -> dict[str, Any]:
-    return {"args": (msgspec.to_builtins(inbox().address),)}
+def _address() -> dict[str, Any]:
+    body = msgspec.to_builtins(inbox().address)
+    assert isinstance(body, dict)
+    return body
+
+
+def _may_listen(engine: Any, replies: list[dict[str, Any]]) -> bool:
+    """Listen on TCP if a worker needs it; whether to connect again."""
+    if not any(reply["needs_tcp"] for reply in replies):
+        return False
+    config = config_of(engine.vllm_config)
+    assert config is not None
+    from vllm.utils.network_utils import get_ip
+
+    try:
+        inbox().listen(config.road_host or get_ip())
+    except ScopeError as error:
+        for reply in replies:
+            reply["reason"] = reply["reason"] or str(error)
+        return False
+    return True
 
 
 def _connect(engine: Any, replies: list[dict[str, Any]]) -> None:
     config = config_of(engine.vllm_config)
     assert config is not None
     engine.output_processor.scope = Connection.from_replies(replies, config.deliver_timeout_s)
+
+
+def _connect_sync(engine: Any) -> None:
+    replies = engine.collective_rpc("scope_connect", args=(_address(),))
+    if _may_listen(engine, replies):
+        replies = engine.collective_rpc("scope_connect", args=(_address(),))
+    _connect(engine, replies)
+
+
+async def _connect_async(engine: Any) -> None:
+    replies = await _ask_all(engine)
+    if _may_listen(engine, replies):
+        replies = await _ask_all(engine)
+    _connect(engine, replies)
+
+
+async def _ask_all(engine: Any) -> list[dict[str, Any]]:
+    """The replies of every worker of every data-parallel replica.
+
+    AsyncLLM.collective_rpc returns those of the first replica only, and another one
+    may be on another host. vllm 0.32, v1/engine/core_client.py,
+    DPLBAsyncMPClient.call_utility_async
+    """
+    replicas = await engine.engine_core.call_utility_all_async(
+        "collective_rpc", "scope_connect", None, (_address(),), None
+    )
+    return [reply for replies in replicas for reply in replies]
 
 
 def _needs_connection(engine: Any) -> bool:
@@ -115,18 +160,14 @@ def _open(connection: Connection | None, request: Any) -> Pending:
     if request.prompt_token_ids is None:
         raise SpecError("prompt embeddings cannot be tapped; send text or token ids.")
     params = request.sampling_params
-    asked = Spec.from_json(params.extra_args["scope"]).resolve(
-        connection.sites, connection.modules
-    )
+    asked = Spec.from_json(params.extra_args["scope"]).resolve(connection.sites, connection.modules)
     prompt_ids = list(request.prompt_token_ids)
     ids = np.asarray(prompt_ids, np.int64)
     max_tokens = params.max_tokens or 1
     _check_tokens(asked, ids, max(len(ids) + max_tokens - 2, len(ids) - 1), connection.limits)
     _check_room(asked, ids, max_tokens, connection)
-    pending = inbox().open(
-        asked, connection.sites, prompt_ids, max_tokens, connection.num_stages
-    )
-    delivers = (*asked.reads, *asked.probes)
+    pending = inbox().open(asked, connection.sites, prompt_ids, max_tokens, connection.num_stages)
+    delivers: tuple[Any, ...] = (*asked.reads, *asked.probes)
     handle = {
         "key": pending.key,
         "frontend": inbox().address.frontend,
@@ -144,7 +185,8 @@ def _open(connection: Connection | None, request: Any) -> Pending:
 def _check_tokens(asked: Resolved, ids: np.ndarray, last: int, limits: Limits) -> None:
     """Raises SpecError where some selector cannot mean a token of this request."""
     for name in ("reads", "probes", "edits"):
-        for i, action in enumerate(getattr(asked, name)):
+        actions: tuple[Any, ...] = getattr(asked, name)
+        for i, action in enumerate(actions):
             where = f"{name}[{i}].tokens"
             action.tokens.check(len(ids), last, where)
             if name != "edits":
@@ -169,9 +211,7 @@ def _check_room(asked: Resolved, ids: np.ndarray, max_tokens: int, connection: C
     """Raises SpecError for a request that this engine could never hold."""
     sites, limits = connection.sites, connection.limits
     if asked.edits or asked.probes or len(asked.reads) > 1:
-        program = RequestProgram.compile(
-            asked, sites, frozenset(sites.boundaries), len(ids), ids
-        )
+        program = RequestProgram.compile(asked, sites, frozenset(sites.boundaries), len(ids), ids)
         programs = program.all_programs(len(ids) + max_tokens)
         for one in programs:
             excess = limits.excess(one.layout)
@@ -231,7 +271,7 @@ def _add_sync(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     params = _params_of(args, kwargs, 2)
     if _asks(params):
         if _needs_connection(self):
-            _connect(self, self.collective_rpc("scope_connect", **_arguments()))
+            _connect_sync(self)
         elif _unknown_modules(self, params):
             self.output_processor.scope.learn_modules(self.collective_rpc("scope_modules")[0])
     try:
@@ -249,7 +289,7 @@ def _add_async(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
     async def ask_first() -> Any:
         if _needs_connection(self):
-            _connect(self, await self.collective_rpc("scope_connect", **_arguments()))
+            await _connect_async(self)
         else:
             modules = await self.collective_rpc("scope_modules")
             self.output_processor.scope.learn_modules(modules[0])

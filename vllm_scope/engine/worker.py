@@ -131,8 +131,8 @@ class ScopeWorker:
         self._planner = Planner(self._tables)
         if self.drains:
             self._ring = HostRing(sizes.host_slots(num_slots), device.type == "cuda")
-            self._sink = MemorySink(self.stage, self._ring, sizes.row_bytes)
-            self._drain = Drain(self._arena, self._ring, self._sink)
+            self._sink = MemorySink(self.stage, self._ring, self.config.road)
+            self._drain = Drain(self._arena, self._ring, self._sink, sizes.row_bytes)
             if device.type == "cuda":
                 self._tables.host.fill_(self._ring.slots.data_ptr())
         logger.info(
@@ -263,7 +263,7 @@ class ScopeWorker:
             return
         first = self._take_room(plan)
         # Drained tap by tap, a token's slot is its number among those that deliver.
-        numbers = np.cumsum(plan.delivers) - plan.delivers
+        numbers: Any = np.cumsum(plan.delivers) - plan.delivers
         slots = numbers if first is None else first + plan.offsets
         self._tables.load_step(plan.rows, plan.program_ids, slots, self._lease is not None)
 
@@ -331,11 +331,16 @@ class ScopeWorker:
     # Remote calls (`collective_rpc` finds them on the worker)
 
     def connect(self, address: dict[str, Any]) -> dict[str, Any]:
-        """Learn of a front-end; answer what can be read here."""
-        body = self.describe()
+        """Learn of a front-end; answer what can be read here, and by which road.
+
+        Called a second time, with an address on TCP, where some worker answered
+        `needs_tcp`.
+        """
+        body = self.describe() | {"road": None, "needs_tcp": False}
         if self._drain is not None:
             try:
-                self._sink.connect(Address(**address))
+                body["road"] = self._sink.connect(msgspec.convert(address, Address))
+                body["needs_tcp"] = body["road"] is None
             except ScopeError as error:
                 body["reason"] = str(error)
         return body
@@ -369,6 +374,8 @@ class ScopeWorker:
             "requests_planned": planner.num_requests_planned if planner is not None else 0,
             "uploads": self._tables.num_uploads if planner is not None else 0,
             "requests": len(planner) if planner is not None else 0,
+            "requests_routed": self._sink.num_requests if self._drain is not None else 0,
+            "roads": self._sink.roads if self._drain is not None else [],
         }
 
 
@@ -389,18 +396,36 @@ def _remote_calls(scope: ScopeWorker) -> dict[str, Any]:
 def _attach(worker: Any, config: ScopeConfig) -> None:
     """Wrap one worker instance. Its class stays free for `worker_cls`."""
     scope = ScopeWorker(worker, config)
-    load_model, execute_model = worker.load_model, worker.execute_model
+    load_model = worker.load_model
     warm_up, shutdown = worker.compile_or_warm_up_model, worker.shutdown
 
     def load(*args: Any, **kwargs: Any) -> Any:
         out = load_model(*args, **kwargs)
         scope.load()
+        _attach_steps(worker.model_runner, scope)
         return out
 
     def warm(*args: Any, **kwargs: Any) -> Any:
         out = warm_up(*args, **kwargs)
         scope.check_canary()
         return out
+
+    def close(*args: Any, **kwargs: Any) -> Any:
+        scope.close()
+        return shutdown(*args, **kwargs)
+
+    worker.load_model = load
+    worker.compile_or_warm_up_model, worker.shutdown = warm, close
+    for name, call in _remote_calls(scope).items():
+        setattr(worker, name, call)
+
+
+def _attach_steps(runner: Any, scope: ScopeWorker) -> None:
+    """Hear of each step, on the runner: a Ray worker of the compiled graph calls it past
+    the worker's own `execute_model`. vllm 0.32, v1/executor/ray_utils.py,
+    RayWorkerWrapper.execute_model_ray
+    """
+    execute_model = runner.execute_model
 
     def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         # First those that ended: the scheduler has given their places to the new ones.
@@ -415,14 +440,7 @@ def _attach(worker: Any, config: ScopeConfig) -> None:
         finally:
             scope.end_step()
 
-    def close(*args: Any, **kwargs: Any) -> Any:
-        scope.close()
-        return shutdown(*args, **kwargs)
-
-    worker.load_model, worker.execute_model = load, execute
-    worker.compile_or_warm_up_model, worker.shutdown = warm, close
-    for name, call in _remote_calls(scope).items():
-        setattr(worker, name, call)
+    runner.execute_model = execute
 
 
 def wrap() -> None:
@@ -435,6 +453,6 @@ def wrap() -> None:
             _attach(self, config)
 
     wrap_method(WorkerBase, "__init__", ["vllm_config"], init)
-    for name in ("load_model", "execute_model", "compile_or_warm_up_model", "shutdown"):
+    for name in ("load_model", "compile_or_warm_up_model", "shutdown"):
         if not hasattr(WorkerBase, name):
             raise CompatError(f"this vLLM's WorkerBase has no {name}")

@@ -22,12 +22,14 @@ class RowBatch:
     Attributes:
         labels: one entry per token.
         lease: where it is in the worker's host ring.
+        row_bytes: of one row, without what fills its last slot.
         boundary: set where the batch holds one tap only: each token has equally many
             slots, of which its layout at this boundary uses the first.
     """
 
     labels: Labels
     lease: Lease
+    row_bytes: int
     boundary: int | None = None
 
     @property

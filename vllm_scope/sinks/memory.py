@@ -1,59 +1,97 @@
 """Rows back to the caller: to the front-end that made the request.
 
-Owns:  which request belongs to which front-end, and which spans of the ring they
-       have not read yet, as seen by one worker.
-Runs:  registration on the worker's thread, `write` and `finish` on the drain thread;
-       `reclaim` on either.
+Owns:  which request belongs to which front-end, and the sender to each.
+Runs:  `connect` and registration on the worker's thread, `write` and `finish` on the
+       drain thread; `reclaim` on either.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from typing import Literal
 
 import numpy as np
 
-from vllm_scope.errors import CapacityError
-from vllm_scope.host_ring import MAX_READERS, HostRing, Lease
-from vllm_scope.road import Address, Sender
+from vllm_scope.errors import CapacityError, CompatError
+from vllm_scope.host_ring import HostRing
+from vllm_scope.road import Address
+from vllm_scope.senders import Road, Sender, SharedSender, TcpSender
 from vllm_scope.sinks import RowBatch
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.vllm_scope")
 
 
 class MemorySink:
-    """Routes labelled batches to front-ends by the request's key."""
+    """Routes labelled batches to front-ends by the request's key.
 
-    def __init__(self, stage: int, ring: HostRing, row_bytes: int) -> None:
+    Args:
+        stage: of this worker in the pipeline.
+        ring: what batches lie in.
+        road: which road front-ends are reached by, as in the engine's options.
+    """
+
+    def __init__(
+        self, stage: int, ring: HostRing, road: Literal["auto", "shared", "tcp"] = "auto"
+    ) -> None:
         self._stage = stage
-        self._row_bytes = row_bytes
         self._ring = ring
+        self._road = road
         ring.reclaim = self.reclaim
         self._lock = threading.Lock()
-        self._addresses: dict[str, Address] = {}
         self._senders: dict[str, Sender] = {}
         self._frontend_of: dict[int, str] = {}
-        #: Per front-end, in message order: (message number, the lease it reads).
-        self._unread: dict[str, deque[tuple[int, Lease]]] = {}
 
-    def connect(self, address: Address) -> None:
-        """Learn of a front-end. Idempotent.
+    @property
+    def roads(self) -> list[Road]:
+        """The road to each front-end."""
+        return [sender.road for sender in self._senders.values()]
+
+    @property
+    def num_requests(self) -> int:
+        """Requests whose front-end is known, because they have not ended."""
+        return len(self._frontend_of)
+
+    def connect(self, address: Address) -> Road | None:
+        """Try the roads to a front-end, and keep the one that works. Idempotent.
+
+        Returns:
+            The road; None where only TCP can be it and the front-end does not listen.
 
         Raises:
-            CompatError: it is on another host.
+            CompatError: no road that is allowed leads there.
             CapacityError: too many front-ends.
         """
-        address.check_local()
         with self._lock:
-            if address.frontend not in self._addresses and len(self._addresses) >= MAX_READERS:
-                raise CapacityError(f"{MAX_READERS} front-ends are connected; at most as many")
-            self._addresses[address.frontend] = address
+            self._forget_dead()
+            known = self._senders.get(address.frontend)
+        if known is not None:
+            return known.road
+        sender = self._open(address)
+        if sender is None:
+            return None
+        with self._lock:
+            self._senders[address.frontend] = sender
+        return sender.road
+
+    def _open(self, address: Address) -> Sender | None:
+        if self._road != "tcp":
+            try:
+                return SharedSender(address, self._ring)
+            except CompatError as error:
+                if self._road == "shared":
+                    raise CompatError(
+                        f"{error}, and additional_config['scope'].road is 'shared'; run them "
+                        "on one host, or let road be 'auto'"
+                    ) from None
+                if address.tcp is None:
+                    logger.info("vllm-scope: rows cannot be shared (%s); they need TCP.", error)
+        return None if address.tcp is None else TcpSender(address.tcp, self._ring)
 
     def add_request(self, key: int, frontend: str) -> None:
-        """Raises CapacityError for a front-end that never connected."""
+        """Raises CapacityError for a front-end that is not connected."""
         with self._lock:
-            if frontend not in self._addresses:
+            if frontend not in self._senders:
                 raise CapacityError(f"front-end {frontend} is not connected to this worker")
             self._frontend_of[key] = frontend
 
@@ -63,42 +101,30 @@ class MemorySink:
             of = self._frontend_of
             # Keys are unique over all front-ends; each ignores the others'.
             frontends = {of[k] for k in np.unique(batch.labels.keys).tolist() if k in of}
-        for frontend in frontends:
-            lease = batch.lease
-            number = self._sender(frontend).send_rows(
-                batch.labels, self._row_bytes, self._ring.ref,
-                lease.start, lease.stop, batch.boundary,
-            )  # fmt: skip
-            # The caller holds the lease until `write` returns.
-            lease.retain()
-            with self._lock:
-                self._unread.setdefault(frontend, deque()).append((number, lease))
+            for frontend in frontends:
+                self._senders[frontend].send_rows(batch)
 
     def finish(self, key: int, error: str | None) -> None:
         with self._lock:
             frontend = self._frontend_of.pop(key, None)
-        if frontend is not None:
-            self._sender(frontend).send_finish(key, self._stage, error)
+            if frontend is not None:
+                self._senders[frontend].send_finish(key, self._stage, error)
 
     def reclaim(self) -> None:
         """Release what front-ends have read, and what a dead one never will."""
         with self._lock:
-            for frontend, unread in self._unread.items():
-                sender = self._senders[frontend]
-                read = int(self._ring.counters[sender.reader])
-                if unread and unread[0][0] > read and not self._addresses[frontend].alive:
-                    read = sender.num_sent
-                while unread and unread[0][0] <= read:
-                    unread.popleft()[1].release()
+            for sender in self._senders.values():
+                sender.reclaim()
 
     def close(self) -> None:
-        for sender in self._senders.values():
-            sender.close()
+        with self._lock:
+            for sender in self._senders.values():
+                sender.close()
+            self._senders.clear()
+            self._frontend_of.clear()
 
-    def _sender(self, frontend: str) -> Sender:
-        # Sockets belong to the drain thread, so they are opened here.
-        if frontend not in self._senders:
-            sender = Sender(self._addresses[frontend], reader=len(self._senders))
-            with self._lock:
-                self._senders[frontend] = sender
-        return self._senders[frontend]
+    def _forget_dead(self) -> None:
+        dead = {frontend for frontend, sender in self._senders.items() if sender.dead}
+        for frontend in dead:
+            self._senders.pop(frontend).close()
+        self._frontend_of = {k: f for k, f in self._frontend_of.items() if f not in dead}

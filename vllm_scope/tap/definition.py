@@ -101,9 +101,7 @@ def tap_rows(
         hidden[rows] = changed
 
 
-def _store(
-    code: int, x: Tensor, op: Tensor, vectors: Tensor, words: Tensor, start: Tensor
-) -> None:
+def _store(code: int, x: Tensor, op: Tensor, vectors: Tensor, words: Tensor, start: Tensor) -> None:
     if code == OP_READ:
         if x.shape[1] * x.element_size() % 4:
             x = torch.nn.functional.pad(x, (0, 1))  # half a word; nobody reads it

@@ -13,7 +13,7 @@ something else while earlier steps still run: writes go to the device in stream 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -225,8 +225,8 @@ class Tables:
             self._send(self.programs, self._pending_programs.keys(), entries)
             self._pending_programs.clear()
 
-    def _send(self, table: Tensor, places: Hashable, rows: object) -> None:
-        index = torch.tensor(list(places))  # type: ignore[call-overload]
+    def _send(self, table: Tensor, places: Iterable[int], rows: object) -> None:
+        index = torch.tensor(list(places))
         values = torch.as_tensor(rows, dtype=table.dtype)
         if table.is_cuda:
             # From pageable memory the copy would wait for the whole stream.

@@ -1,0 +1,37 @@
+"""Workers that are Ray actors, of both of vLLM's Ray executors, deliver their rows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("executor_v2", "road", "expected"),
+    [
+        pytest.param("1", "auto", "shared", id="message-queues-on-one-host"),
+        pytest.param("1", "tcp", "tcp", id="message-queues-over-tcp"),
+        pytest.param("0", "tcp", "tcp", id="compiled-graph-over-tcp"),
+    ],
+)
+def test_rows_of_a_ray_actor_arrive(executor_v2, road, expected, tmp_path):
+    pytest.importorskip("ray")
+    env = os.environ | {
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": executor_v2,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "HOME": str(tmp_path),  # where Ray keeps the cluster's token
+    }
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.engine.ray_on_cpu", road],
+        cwd=ROOT, env=env, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert f"right rows over {expected}\n" in run.stdout, run.stderr[-4000:]

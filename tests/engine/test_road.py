@@ -1,0 +1,142 @@
+"""Rows over TCP are the same rows, and leave nothing behind in the worker."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import pytest
+import torch
+
+from tests.checkpoints import check_completion, reference
+from tests.conftest import TOYWORLD, local_engine, process_engine
+from vllm_scope import Read, SpecError, scope
+
+SPEC = scope(Read("resid_post"), Read("embed"))
+TCP = {"scope": {"road": "tcp", "road_host": "127.0.0.1"}}
+
+
+def params(spec=SPEC, **options):
+    from vllm import SamplingParams
+
+    defaults = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "detokenize": False}
+    return SamplingParams(**(defaults | options), extra_args=spec)
+
+
+def generate(llm, ids, parameters):
+    prompts = [{"prompt_token_ids": list(some)} for some in ids]
+    return llm.generate(prompts, parameters, use_tqdm=False)
+
+
+def check(outputs, ref):
+    for output in outputs:
+        ids = list(output.outputs[0].token_ids)
+        check_completion(output.scope, output.prompt_token_ids, ids, ref)
+
+
+@pytest.fixture(scope="module")
+def llama(checkpoints):
+    return checkpoints("llama")
+
+
+@pytest.fixture(scope="module")
+def ref(llama):
+    return reference(llama, torch.float32)
+
+
+def test_rows_of_a_worker_in_another_process_come_over_tcp(llama, ref):
+    """Chunked prefill, more rows than the ring holds, half of the requests plain."""
+    ids = [range(i, i + 200 + i) for i in range(16)]
+    parameters = [params(SPEC if i % 2 else None) for i in range(16)]
+    with process_engine(
+        llama, dtype="float32", enforce_eager=True, skip_tokenizer_init=True,
+        max_num_batched_tokens=64,
+        additional_config={"scope": {**TCP["scope"], "arena_mib": 0.2}},
+    ) as llm:  # fmt: skip
+        outputs = generate(llm, ids, parameters)
+        (counters,) = llm.collective_rpc("scope_counters")
+        assert counters["requests"] == 0
+        assert counters["roads"] == ["tcp"]
+        check([output for i, output in enumerate(outputs) if i % 2], ref)
+        assert all(output.scope is None for i, output in enumerate(outputs) if not i % 2)
+        # The same rows again, by the connection that is there.
+        again = generate(llm, ids[1::2], params())
+        for first, second in zip(outputs[1::2], again, strict=True):
+            for stream in first.scope.keys():
+                assert torch.equal(first.scope[stream], second.scope[stream])
+
+
+def test_rows_of_a_worker_in_this_process_come_over_tcp(llama, ref):
+    with local_engine(llama, dtype="float32", additional_config=TCP) as llm:
+        check(generate(llm, [range(5, 90), [7]], params()), ref)
+
+
+def test_memory_is_shared_where_it_can_be(llama, ref):
+    with local_engine(llama, dtype="float32") as llm:
+        check(generate(llm, [range(5, 90)], params()), ref)
+        assert llm.collective_rpc("scope_counters")[0]["roads"] == ["shared"]
+
+
+def test_a_road_that_leads_nowhere_refuses_the_request_with_the_reason(llama, monkeypatch):
+    from vllm_scope import result
+
+    # This process's inbox may listen already.
+    monkeypatch.setattr(result, "_inbox", None)
+    options = {"scope": {"road": "tcp", "road_host": "192.0.2.77"}}
+    with local_engine(llama, dtype="float32", additional_config=options) as llm:
+        with pytest.raises(SpecError, match=r"over TCP to '192\.0\.2\.77'.*road_host"):
+            generate(llm, [[5, 6]], params())
+        (plain,) = generate(llm, [[5, 6]], params(None))
+        assert len(plain.outputs[0].token_ids) == 12
+
+
+def test_streams_and_clients_that_leave_leave_nothing_behind():
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from vllm_scope.result import inbox
+
+    ref = reference(TOYWORLD, torch.float32)
+    text = "My father told me about the book Goldette. Happily, it was"
+
+    async def stream(engine, name, leave_after=None):
+        parameters = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, extra_args=SPEC)
+        outputs = []
+        generator = engine.generate(text, parameters, name)
+        async for output in generator:
+            outputs.append(output)
+            if leave_after is not None and len(outputs) >= leave_after:
+                break
+        await generator.aclose()
+        return outputs
+
+    async def run():
+        engine = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                str(TOYWORLD), dtype="float32", max_model_len=512, enforce_eager=True,
+                additional_config=TCP,
+            )
+        )  # fmt: skip
+        try:
+            outputs = await stream(engine, "whole")
+            await asyncio.gather(*(stream(engine, f"leaves-{i}", 2 + i) for i in range(8)))
+            after = await stream(engine, "after")
+            (counters,) = await engine.collective_rpc("scope_counters")
+            return outputs, after, counters
+        finally:
+            engine.shutdown()
+
+    outputs, after, counters = asyncio.run(run())
+    for last in (outputs[-1], after[-1]):
+        ids = list(last.outputs[0].token_ids)
+        check_completion(last.scope, last.prompt_token_ids, ids, ref)
+    sizes = [len(output.scope.positions("resid_post", 5)) for output in outputs]
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) >= len(outputs) // 4, sizes
+    assert counters["requests"] == 0
+    assert counters["requests_routed"] == 0
+    assert counters["roads"] == ["tcp"]
+    del outputs, after, last
+    gc.collect()
+    assert len(inbox()) == 0

@@ -1,0 +1,391 @@
+"""A worker's end of the road: one sender for each front-end that connected.
+
+Owns:  SharedSender and TcpSender: how rows leave, and when their span is free again.
+Runs:  SharedSender on whoever calls it; TcpSender has a thread for its socket.
+From:  sinks.memory.   To: receiver.
+
+Promise: a sender exists only where its road was tried: the front-end has mapped the
+ring, or has answered over TCP. A span of the ring stays leased until the front-end
+has read it, so a worker's memory is bounded by the ring and nothing is lost to a slow
+front-end. A dead one is noticed, and its leases released.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import numpy as np
+import zmq
+
+from vllm_scope.errors import CompatError
+from vllm_scope.host_ring import CLOSED, HostRing, Lease
+from vllm_scope.plan import Labels
+from vllm_scope.program import SLOT_BYTES, slots_of_row
+from vllm_scope.road import (
+    MOST_FRAME_BYTES,
+    Address,
+    FinishHeader,
+    RowsHeader,
+    SharedHello,
+    TcpAddress,
+    TcpHello,
+    check_curve,
+    decode_answer,
+    encode,
+    keep_alive,
+)
+from vllm_scope.sinks import RowBatch
+
+logger = logging.getLogger(__name__)
+
+Road = Literal["shared", "tcp"]
+
+#: How long a worker waits for a front-end's first answer.
+ANSWER_S = 5.0
+#: How often the process of a front-end that lags behind is looked up.
+LOOK_S = 0.05
+#: A TCP connection that is lost is dialled again at once, then so often with a pause of
+#: DIAL_S, waiting DIAL_S each time; then the front-end is taken for dead.
+MOST_DIALS = 3
+DIAL_S = 2.0
+#: How long a closing worker waits for a front-end to read what it was sent.
+CLOSE_S = 5.0
+#: Batches go over TCP in pieces of about this size: the front-end copies one while the
+#: next is on its way, and neither end holds a large batch twice.
+PIECE_BYTES = 8 << 20
+PIECE_TOKENS = 1 << 16
+
+
+class Sender(Protocol):
+    """What the sink needs of a road. Calls are not concurrent."""
+
+    @property
+    def road(self) -> Road: ...
+
+    @property
+    def dead(self) -> bool:
+        """The front-end has closed, or is gone; what is sent is dropped."""
+
+    def send_rows(self, batch: RowBatch) -> None:
+        """Send rows; holds their lease until the front-end has read them."""
+
+    def send_finish(self, key: int, stage: int, error: str | None) -> None: ...
+
+    def reclaim(self) -> None:
+        """Release the leases of what was read, and of what a dead reader never will."""
+
+    def close(self) -> None: ...
+
+
+class SharedSender:
+    """To a front-end that maps this worker's ring; only headers are sent.
+
+    Raises:
+        CompatError: it cannot map it: the sentence says why.
+        CapacityError: the ring has no counter left.
+    """
+
+    road: Road = "shared"
+
+    def __init__(self, address: Address, ring: HostRing) -> None:
+        if not address.on_this_host:
+            raise CompatError("the front-end is on another host than this worker")
+        self._address, self._ring = address, ring
+        self._num_sent = 0
+        self._gone = False
+        self._look_at = 0.0
+        #: In message order: (message number, the lease that it reads).
+        self._unread: deque[tuple[int, Lease]] = deque()
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        # Headers are small, and what they name is bounded by the ring.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        # A front-end that died must not hold a worker.
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._reader = ring.add_reader()
+        try:
+            self._socket.connect(f"ipc://{address.path}")
+            self._try_ring()
+        except CompatError:
+            self._socket.close()
+            raise
+
+    def _try_ring(self) -> None:
+        self._socket.send(encode(SharedHello(self._ring.ref, self._reader)))
+        if not self._socket.poll(int(ANSWER_S * 1e3)):
+            # Its counter is not used again: the front-end may still take it.
+            raise CompatError(f"the front-end did not answer within {ANSWER_S:g} s")
+        error = decode_answer(self._socket.recv()).error
+        if error is not None:
+            self._ring.free_reader(self._reader)
+            raise CompatError(f"the front-end cannot map this worker's memory: {error}")
+
+    @property
+    def dead(self) -> bool:
+        closed = bool(self._ring.counters[self._reader] == CLOSED)
+        return self._gone or closed or not self._address.alive
+
+    def send_rows(self, batch: RowBatch) -> None:
+        if self._gone:
+            return
+        self._num_sent += 1
+        span = (batch.lease.start, batch.lease.stop)
+        header = RowsHeader.of(
+            batch.labels, batch.boundary, batch.row_bytes, self._ring.ref, span,
+            self._reader, self._num_sent,
+        )  # fmt: skip
+        self._socket.send(encode(header))
+        batch.lease.retain()
+        self._unread.append((self._num_sent, batch.lease))
+
+    def send_finish(self, key: int, stage: int, error: str | None) -> None:
+        if not self._gone:
+            self._socket.send(encode(FinishHeader(key, stage, error)))
+
+    def reclaim(self) -> None:
+        unread = self._unread
+        read = int(self._ring.counters[self._reader])
+        if read == CLOSED or (unread and unread[0][0] > read and self._is_dead_by_now()):
+            read, self._gone = CLOSED, True
+        while unread and unread[0][0] <= read:
+            unread.popleft()[1].release()
+
+    def _is_dead_by_now(self) -> bool:
+        """Asked while the front-end lags behind, often; looks up the process sometimes."""
+        if time.monotonic() < self._look_at:
+            return False
+        self._look_at = time.monotonic() + LOOK_S
+        return not self._address.alive
+
+    def close(self) -> None:
+        """Deliver what waits. A dead front-end's counter is free again."""
+        if self.dead:
+            while self._unread:
+                self._unread.popleft()[1].release()
+            self._ring.free_reader(self._reader)
+        self._socket.close(linger=1000)
+
+
+@dataclass
+class _Sent:
+    """A message, kept until it was read.
+
+    Attributes:
+        frames: the header, and the rows where they lie in the ring.
+        lease: of the rows.
+        tracker: done once zmq looks at `frames` no more.
+    """
+
+    number: int
+    frames: list[bytes | memoryview]
+    lease: Lease | None = None
+    tracker: zmq.MessageTracker | None = None
+
+    def release(self) -> None:
+        if self.lease is not None:
+            self.lease.release()
+
+
+class TcpSender:
+    """To a front-end that cannot map the ring: rows follow their header.
+
+    zmq sends the rows from where they lie in the ring. A connection that breaks is
+    dialled again, and what the front-end had not read is sent again, in order.
+
+    Raises:
+        CompatError: the front-end does not answer there, or zmq cannot encrypt.
+    """
+
+    road: Road = "tcp"
+
+    def __init__(self, address: TcpAddress, ring: HostRing) -> None:
+        check_curve()
+        self._address, self._ring = address, ring
+        self._session = secrets.randbits(62)
+        self._num_sent = 0
+        #: Appended by the caller, taken by the thread.
+        self._outgoing: deque[_Sent] = deque()
+        #: The thread's own: what was sent and not read.
+        self._unread: deque[_Sent] = deque()
+        self._num_dials = 0
+        self._dead = False
+        self._lock = threading.Lock()
+        self._close_at = float("inf")
+        self._answered = threading.Event()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="vllm-scope-tcp", daemon=True)
+        self._thread.start()
+        if not self._answered.wait(ANSWER_S):
+            self.close(patience_s=0)
+            raise CompatError(
+                f"this worker cannot reach the front-end at {address.endpoint}. Open the port "
+                "between the hosts, or set additional_config['scope'].road_host to an address "
+                "of the front-end's host that workers reach"
+            )
+
+    @property
+    def dead(self) -> bool:
+        return self._dead
+
+    def send_rows(self, batch: RowBatch) -> None:
+        start = batch.lease.start
+        for labels, first, last in _pieces(batch):
+            data = batch.slots[first:last].numpy().reshape(-1).data
+            if data.nbytes > MOST_FRAME_BYTES:
+                raise ValueError(f"one token has {data.nbytes >> 20} MiB of rows; read less of it")
+            span = (start + first, start + last)
+            header = RowsHeader.of(labels, batch.boundary, batch.row_bytes, self._ring.ref, span)
+            self._put([encode(header), data], batch.lease)
+
+    def send_finish(self, key: int, stage: int, error: str | None) -> None:
+        self._put([encode(FinishHeader(key, stage, error))], None)
+
+    def _put(self, frames: list[bytes | memoryview], lease: Lease | None) -> None:
+        self._num_sent += 1
+        with self._lock:
+            if self._dead:
+                return
+            if lease is not None:
+                lease.retain()
+            self._outgoing.append(_Sent(self._num_sent, frames, lease))
+            os.eventfd_write(self._wake, 1)
+
+    def reclaim(self) -> None:
+        """Nothing to do: the thread releases leases as answers come."""
+
+    def close(self, patience_s: float = CLOSE_S) -> None:
+        """Deliver what waits, to a front-end that reads."""
+        self._close_at = time.monotonic() + patience_s
+        with self._lock:
+            if not self._dead:
+                os.eventfd_write(self._wake, 1)
+        self._thread.join()
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            while not self._over():
+                self._serve_connection()
+        except Exception:
+            logger.exception("vllm-scope: the connection to a front-end failed")
+        finally:
+            self._give_up()
+
+    def _over(self) -> bool:
+        if self._num_dials > MOST_DIALS:
+            return True
+        idle = not self._outgoing and not self._unread
+        closing = self._close_at < float("inf")
+        return closing and (idle or time.monotonic() > self._close_at)
+
+    def _serve_connection(self) -> None:
+        """Dial, and send and hear until the connection is lost."""
+        if self._num_dials:
+            time.sleep(DIAL_S)
+        self._num_dials += 1
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        socket.curve_serverkey = self._address.server_key.encode()
+        socket.curve_publickey = self._address.client_key.encode()
+        socket.curve_secretkey = self._address.client_secret.encode()
+        # What waits lies in the ring, which bounds it.
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
+        keep_alive(socket)
+        socket.ipv6 = "[" in self._address.endpoint
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        poller = zmq.Poller()
+        for end in (socket, monitor, self._wake):
+            poller.register(end, zmq.POLLIN)
+        try:
+            socket.connect(self._address.endpoint)
+            socket.send(encode(TcpHello(self._session)))
+            self._serve(socket, monitor, poller)
+        finally:
+            socket.disable_monitor()
+            socket.close(linger=0)
+
+    def _serve(
+        self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], poller: zmq.Poller
+    ) -> None:
+        answered = False
+        redial_at = time.monotonic() + DIAL_S
+        while not self._over():
+            ready = dict(poller.poll(200))
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            if socket in ready:
+                self._confirm(decode_answer(socket.recv()).read)
+                if not answered:
+                    answered = True
+                    self._answered.set()
+                    for sent in self._unread:
+                        self._send(socket, sent)
+            while answered and self._outgoing:
+                self._unread.append(self._outgoing.popleft())
+                self._send(socket, self._unread[-1])
+            if monitor in ready or (not answered and time.monotonic() > redial_at):
+                return
+
+    def _send(self, socket: zmq.Socket[bytes], sent: _Sent) -> None:
+        sent.tracker = socket.send_multipart(sent.frames, copy=False, track=True)
+
+    def _confirm(self, num_read: int) -> None:
+        if num_read == CLOSED:
+            self._num_dials = MOST_DIALS + 1  # over
+            return
+        progress = not self._unread
+        while self._unread and self._unread[0].number <= num_read:
+            self._unread.popleft().release()
+            progress = True
+        if progress:
+            self._num_dials = 0
+
+    def _give_up(self) -> None:
+        with self._lock:
+            self._dead = True
+            os.close(self._wake)
+            dropped = [*self._unread, *self._outgoing]
+            self._unread.clear()
+            self._outgoing.clear()
+        if dropped:
+            logger.warning(
+                "vllm-scope: the front-end at %s is gone; %d messages to it are dropped",
+                self._address.endpoint, len(dropped),
+            )  # fmt: skip
+        for sent in dropped:
+            # The socket is closed, but zmq's thread may still be reading the rows: an
+            # overwritten row must not reach a front-end that is alive after all.
+            if sent.tracker is not None:
+                sent.tracker.wait()
+            sent.release()
+
+
+def _pieces(batch: RowBatch) -> Iterator[tuple[Labels, int, int]]:
+    """Parts of a batch, a few MiB each: their labels, and first and last slot."""
+    labels, num_tokens = batch.labels, len(batch.labels.keys)
+    if batch.boundary is not None:
+        ends = np.arange(1, num_tokens + 1) * (len(batch.slots) // num_tokens)
+    else:
+        row_slots = slots_of_row(batch.row_bytes)
+        slots = np.array([layout.slots(row_slots) for layout in labels.layouts], np.int64)
+        ends = np.cumsum(slots[labels.layout_of])
+    first, first_slot = 0, 0
+    while first < num_tokens:
+        fit = int(np.searchsorted(ends, first_slot + PIECE_BYTES // SLOT_BYTES, "right"))
+        last = min(max(fit, first + 1), first + PIECE_TOKENS, num_tokens)
+        last_slot = int(ends[last - 1])
+        some = slice(first, last)
+        part = replace(
+            labels, keys=labels.keys[some], positions=labels.positions[some],
+            layout_of=labels.layout_of[some], rows=labels.rows[some],
+        )  # fmt: skip
+        yield part, first_slot, last_slot
+        first, first_slot = last, last_slot
