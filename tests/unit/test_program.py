@@ -10,26 +10,23 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.unit.oracle import Edited, edits_at, first_point, known, level_of
 from tests.unit.strategies import VOCAB, is_selected, selectors, specs
 from vllm_scope import Ablate, Add, Clamp, Probe, Read, Replace, Spec, TokenIds
 from vllm_scope.actions import Action
 from vllm_scope.program import (
     OP_ABLATE,
     OP_ADD,
-    OP_ADD_NORM,
-    OP_CLAMP,
     OP_DOT,
     OP_READ,
-    OP_SET,
     Cost,
     Layout,
     Op,
     Program,
     RequestProgram,
 )
-from vllm_scope.selectors import Selector, Tokens
 from vllm_scope.sites import SiteLayer, Sites, boundary_of_point, point_of
-from vllm_scope.spec import Resolved, ResolvedEdit
+from vllm_scope.spec import Resolved
 
 NUM_LAYERS, HIDDEN_SIZE = 2, 4
 EVERYWHERE = tuple(range(2 * NUM_LAYERS + 1))
@@ -53,45 +50,7 @@ def _spec(*actions: Action) -> Spec:
     return Spec(*(tuple(a for a in actions if isinstance(a, kind)) for kind in kinds))
 
 
-# The oracle: what one token's actions are, without programs
-
-
-def _known(selector: Selector, position: int, prompt: Sequence[int]) -> tuple[bool, bool]:
-    """Whether a token is certainly, and possibly, selected while it is processed."""
-    token_id = prompt[position] if position < len(prompt) else -1
-    one = Tokens(np.array([position]), len(prompt), np.array([token_id]), None)
-    masks = selector.select(one)
-    return bool(masks.certain[0]), bool(masks.possible[0])
-
-
-def _op_of(edit: ResolvedEdit, position: int, num_prompt: int) -> tuple:
-    """Code, numbers and vector of an edit of one token."""
-    v = edit.values.numpy.astype(np.float64)
-    if edit.kind == "replace":
-        at = [p + num_prompt if p < 0 else p for p in edit.positions].index(position)
-        return (OP_SET, 0.0, 0.0, v[at])
-    if edit.kind == "add" and not edit.norm_match:
-        return (OP_ADD, edit.numbers[0], 0.0, v)
-    v = v / np.linalg.norm(v)
-    code = {"add": OP_ADD_NORM, "ablate": OP_ABLATE, "clamp": OP_CLAMP}[edit.kind]
-    return (code, *(*edit.numbers, 0.0, 0.0)[:2], v)
-
-
-def _edits_at(
-    asked: Resolved, boundary: int, groups: int, position: int, prompt: Sequence[int]
-) -> list[tuple]:
-    """The edits of the first `groups` sites of a boundary, in the order they apply."""
-    return [
-        _op_of(edit, position, len(prompt))
-        for group in range(groups)
-        for edit in asked.edits
-        if SITES.boundary_of(edit.stream) == boundary
-        and SITES.group_of(edit.stream) == group
-        and _known(edit.tokens, position, prompt)[0]
-    ]
-
-
-def _same_edits(ops: list[Op], expected: list[tuple]) -> bool:
+def _same_edits(ops: list[Op], expected: list[Edited]) -> bool:
     return len(ops) == len(expected) and all(
         (op.code, op.a, op.b) == (code, a, b)
         and op.vector is not None
@@ -148,28 +107,29 @@ def _check_token(
     for read in asked.reads:
         for stream in read.streams:
             boundary = SITES.boundary_of(stream)
-            if boundary not in here or not _known(read.tokens, position, prompt)[1]:
+            if boundary not in here or not known(read.tokens, position, prompt)[1]:
                 continue
-            # As the front-end looks for it: the highest point that is known, from here down.
+            # The front-end takes the highest point that is known, from the named one down.
             point = SITES.point_of(stream, read.when)
             point = max(p for p in all_points if point_of(boundary, 0) <= p <= point)
+            assert point == first_point(asked, SITES, stream, read.when)
             due_points.add(point)
-            groups = SITES.group_of(stream) + (1 if read.when == "after" else 0)
-            expected = _edits_at(asked, boundary, groups, position, prompt)
+            level = level_of(SITES, stream, read.when)
+            expected = edits_at(asked, SITES, boundary, level, position, prompt)
             assert _same_edits(walked.points[point], expected)
     for number, probe in enumerate(asked.probes):
         boundary = SITES.boundary_of(probe.stream)
-        if boundary in here and _known(probe.tokens, position, prompt)[1]:
+        if boundary in here and known(probe.tokens, position, prompt)[1]:
             due_scores.add(number)
             op, at, applied = walked.scores[number]
-            groups = SITES.group_of(probe.stream) + 1
-            expected = _edits_at(asked, boundary, groups, position, prompt)
+            level = level_of(SITES, probe.stream)
+            expected = edits_at(asked, SITES, boundary, level, position, prompt)
             assert _same_edits(applied, expected)
             assert (at, op.vector, op.a) == (boundary, probe.weight, probe.bias)
     assert set(walked.points) == due_points
     assert set(walked.scores) == due_scores
     for boundary in EVERYWHERE:
-        expected = _edits_at(asked, boundary, 2, position, prompt) if boundary in here else []
+        expected = edits_at(asked, SITES, boundary, 2, position, prompt) if boundary in here else []
         assert _same_edits(walked.edits.get(boundary, []), expected)
 
 
