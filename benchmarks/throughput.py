@@ -101,11 +101,12 @@ def run(
 ) -> list[dict[str, Any]]:
     rows = []
     salt = 0
+    dead: set[str] = set()
     for base in work:
         found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
         for turn in range(turns + 1):
             for mode, (engine, change) in modes.items():
-                if turn > 1 and engine in SLOW:
+                if (turn > 1 and engine in SLOW) or mode in dead:
                     continue  # far from the others: one turn tells enough
                 salt += 1
                 try:
@@ -113,10 +114,14 @@ def run(
                 except RuntimeError as error:
                     print(f"{base.name:16} {mode:22} failed: {str(error)[-300:]}", flush=True)
                     answer = {"tokens": 0, "seconds": 1.0}
+                    if turn == 0:
+                        dead.add(mode)
                 if turn:  # the first turn warms up
                     found[mode].append(answer)
         plain = None
         for mode, answers in found.items():
+            if not answers:
+                continue
             speeds = [a["tokens"] / a["seconds"] for a in answers]
             speed = statistics.median(speeds)
             plain = plain or speed
@@ -127,6 +132,20 @@ def run(
             rows.append(row)
             print(format_row(row), flush=True)
     return rows
+
+
+def start(name: str, options: dict[str, Any], logs: Path) -> Engine:
+    """One of the engines beside plain vLLM."""
+    log, eager = logs / f"{name}.log", options | {"enforce_eager": True}
+    if name == "scope":
+        return Engine(options, log, plugin=True)
+    if name == "eager":
+        return Engine(eager, log)
+    if name == "huggingface":
+        return Engine(options, log, module="benchmarks.huggingface")
+    path = f"{os.environ['VLLM_LENS_PATH']}:{os.environ.get('PYTHONPATH', '')}"
+    # It knows Model Runner V1 alone.
+    return Engine(eager, log, VLLM_USE_V2_MODEL_RUNNER="0", PYTHONPATH=path)
 
 
 def format_row(row: dict[str, Any]) -> str:
@@ -161,37 +180,33 @@ def main() -> None:
         if args.shape:
             options["load_format"] = "dummy"
         if args.gpu:
-            # All engines are alive at once.
-            options.setdefault("gpu_memory_utilization", 0.84 / (2 + len(args.beside)))
+            # Three engines are alive at once.
+            options.setdefault("gpu_memory_utilization", 0.28)
         logs = Path(os.environ.get("OUT", folder))
-        engines = {
-            "plain": Engine(options, logs / "plain.log"),
-            "scope": Engine(options, logs / "scope.log", plugin=True),
-        }
-        eager = options | {"enforce_eager": True}
-        if "eager" in args.beside:
-            engines["eager"] = Engine(eager, logs / "eager.log")
-        if "lens" in args.beside:
-            engines["lens"] = Engine(
-                eager, logs / "lens.log", VLLM_USE_V2_MODEL_RUNNER="0",
-                PYTHONPATH=f"{os.environ['VLLM_LENS_PATH']}:{os.environ.get('PYTHONPATH', '')}",
-            )  # fmt: skip
-        if "huggingface" in args.beside:
-            engines["huggingface"] = Engine(
-                options, logs / "huggingface.log", module="benchmarks.huggingface"
-            )
-        starts = ", ".join(f"{name} {e.start_seconds:.1f} s" for name, e in engines.items())
-        print(f"start: {starts}")
-        print(f"{'':16} {'':22} {'tokens/s':>12} {'ratio':>7} {'':6} {'GB/s':>8}")
         config = json.loads((model / "config.json").read_text())
         work = GPU_WORK if args.gpu else CPU_WORK
         work = [w for w in work if not args.only or w.name in args.only]
-        modes = modes_of(engines, config["num_hidden_layers"])
-        if args.modes:
-            modes = {m: how for m, how in modes.items() if m in ("plain vLLM", *args.modes)}
-        rows = run(engines, work, modes, args.turns)
-        for engine in engines.values():
-            engine.close()
+        rows: list[dict[str, Any]] = []
+        plain = Engine(options, logs / "plain.log")
+        # The others come after one another, as far as they would crowd the device.
+        for names in (["scope", "eager"], ["lens", "huggingface"]):
+            others = {
+                name: start(name, options, logs)
+                for name in names if name == "scope" or name in args.beside
+            }  # fmt: skip
+            if not others:
+                continue
+            engines = {"plain": plain, **others}
+            starts = ", ".join(f"{name} {e.start_seconds:.1f} s" for name, e in engines.items())
+            print(f"start: {starts}")
+            print(f"{'':16} {'':22} {'tokens/s':>12} {'ratio':>7} {'':6} {'GB/s':>8}")
+            modes = modes_of(engines, config["num_hidden_layers"])
+            if args.modes:
+                modes = {m: how for m, how in modes.items() if m in ("plain vLLM", *args.modes)}
+            rows += run(engines, work, modes, args.turns)
+            for engine in others.values():
+                engine.close()
+        plain.close()
     if args.out:
         args.out.write_text(json.dumps(rows, indent=1))
 
