@@ -114,12 +114,13 @@ CONVENTIONS = {
 
 
 def _run(
-    layers: list[nn.Module],
-    embedding: Tensor,
-    by_name: bool,
-    added: dict[int, Tensor] | None = None,
+    layers: list[nn.Module], embedding: Tensor, by_name: bool = True, added: dict | None = None
 ) -> list[Tensor]:
-    """The stream at every boundary, seen by hand; `added` to it there, if anything is."""
+    """The stream at every boundary, seen by hand.
+
+    Args:
+        added: boundary -> what is added to the stream there.
+    """
     streams: dict[int, Tensor] = {}
 
     def see(boundary: int, stream: Tensor, into: Tensor) -> None:
