@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from tests.unit.roads import Road
@@ -22,10 +23,19 @@ settings.register_profile("explore", max_examples=2000, print_blob=True, **_ALWA
 settings.load_profile("explore" if os.environ.get("SCOPE_EXPLORE") else "unit")
 
 
+@pytest.fixture(scope="package", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads of torch that wait for each other cost more than small tensors gain."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def road() -> Iterator[Road]:
     inbox = Inbox()
-    ring = HostRing(1 << 18, cuda=False)
+    ring = HostRing(1 << 15, cuda=False)
     sender = SharedSender(inbox.address, ring)
     ring.reclaim = sender.reclaim
     yield Road(inbox, sender, ring)
