@@ -6,79 +6,20 @@ import statistics
 import time
 import tracemalloc
 import zlib
-from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-import torch
 
+from tests.unit.planned import Engine, asked_rows, compile_actions
 from vllm_scope import (
-    Ablate,
     Add,
     CapacityError,
     Except,
-    Probe,
     Read,
-    Replace,
-    Spec,
     TokenIds,
     Union,
 )
-from vllm_scope.actions import Action
-from vllm_scope.plan import OVERSHOOT, Planner, StepBatch
-from vllm_scope.program import NO_PROGRAM, Layout, RequestProgram
-from vllm_scope.sites import Sites, boundary_of_point, point_of
-from vllm_scope.tap.tables import Tables
-
-CPU = torch.device("cpu")
-HIDDEN_SIZE = 4
-#: float32 rows of one slot.
-ROW_BYTES = 16
-SITES = Sites(12, HIDDEN_SIZE, "float32", tuple(range(0, 25, 2)))
-V = [1.0, 2.0, 0.0, -1.0]
-
-
-def _compile(*actions: Action, num_prompt: int = 4, here=SITES.boundaries) -> RequestProgram:
-    kinds = (Read, Probe, (Add, Ablate, Replace))
-    spec = Spec(*(tuple(a for a in actions if isinstance(a, kind)) for kind in kinds))
-    ids = np.ones(num_prompt, np.int64)
-    return RequestProgram.compile(spec.resolve(SITES), SITES, frozenset(here), num_prompt, ids)
-
-
-@dataclass
-class Engine:
-    """A planner and its tables, without arena and drain."""
-
-    num_programs: int = 4096
-    vectors_mib: float = 1.0
-    tables: Tables = field(init=False)
-    planner: Planner = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.tables = Tables(
-            SITES.boundaries, 1024, HIDDEN_SIZE, ROW_BYTES, CPU, self.vectors_mib, self.num_programs
-        )
-        self.planner = Planner(self.tables)
-
-    def add(self, req_id: str, *actions: Action, num_prompt: int = 4, most: int = 64) -> None:
-        program = _compile(*actions, num_prompt=num_prompt)
-        self.planner.add_request(req_id, zlib.crc32(req_id.encode()), program, most)
-
-    def step(self, optimistic: bool = False, **at: tuple[int, int]):
-        """Plan a batch of name=(first position, count)."""
-        counts = [count for _, count in at.values()]
-        first = np.array([position for position, _ in at.values()])
-        batch = StepBatch(list(at), np.cumsum([0, *counts]), first, optimistic)
-        return self.planner.begin_step(batch)
-
-
-def _asked(plan) -> dict[int, tuple[int, ...]]:
-    """Row -> boundaries at which it is read."""
-    labels = plan.labels
-    return {
-        row: tuple(boundary_of_point(point) for point in labels.layouts[at].points)
-        for row, at in zip(labels.rows.tolist(), labels.layout_of, strict=True)
-    }
+from vllm_scope.plan import StepBatch
 
 
 @pytest.mark.parametrize(
@@ -104,7 +45,7 @@ def test_asked_positions_become_rows(tokens, num_computed, num_scheduled, rows):
     engine.add("a", Read("embed", tokens=tokens), num_prompt=10)
     plan, failures = engine.step(a=(num_computed, num_scheduled))
     assert failures == []
-    assert (_asked(plan) if plan else {}) == dict.fromkeys(rows, (0,))
+    assert (asked_rows(plan) if plan else {}) == dict.fromkeys(rows, (0,))
     if plan:
         assert plan.labels.positions.tolist() == [num_computed + row for row in rows]
         assert plan.offsets.tolist() == list(range(len(rows)))
@@ -120,12 +61,12 @@ def test_asked_positions_become_rows(tokens, num_computed, num_scheduled, rows):
         pytest.param("prompt", False, id="prompt"),
     ],
 )
-def test_where_positions_are_guessed_a_generated_token_is_read_if_it_may_be_asked(tokens, read):
+def test_where_positions_are_guessed_a_generated_token_is_read_if_it_may_beasked_rows(tokens, read):
     engine = Engine()
     engine.add("a", Read("embed", tokens=tokens), num_prompt=10)
     plan, failures = engine.step(optimistic=True, a=(14, 3))
     assert failures == []
-    assert (_asked(plan) if plan else {}) == dict.fromkeys(range(3) if read else (), (0,))
+    assert (asked_rows(plan) if plan else {}) == dict.fromkeys(range(3) if read else (), (0,))
 
 
 def test_decode_and_prefill_rows_are_planned_in_the_order_of_the_batch():
@@ -176,7 +117,7 @@ def test_a_step_is_planned_alike_whatever_the_one_before_it_was(steps):
             else:
                 anew.add(name, reads[name])
         plan, fresh = engine.step(**at)[0], anew.step(**at)[0]
-        assert _asked(plan) == _asked(fresh)
+        assert asked_rows(plan) == asked_rows(fresh)
         assert plan.labels.positions.tolist() == fresh.labels.positions.tolist()
         assert plan.labels.keys.tolist() == fresh.labels.keys.tolist()
         assert plan.offsets.tolist() == fresh.offsets.tolist()
@@ -191,14 +132,14 @@ def test_a_token_of_two_reads_gets_both_and_each_row_once():
         Read("resid_pre", [1, 2], Union("last_prompt", [0])),
     )
     plan, _ = engine.step(a=(0, 4))
-    assert _asked(plan) == {0: (2, 4), 3: (2, 4)}
+    assert asked_rows(plan) == {0: (2, 4), 3: (2, 4)}
     assert plan.num_slots == 4
 
 
 @pytest.mark.xfail(strict=True, raises=ValueError, reason="numpy stacks no columns")
 def test_a_request_whose_layers_are_all_on_another_stage_takes_no_row():
     engine = Engine()
-    program = _compile(Read("resid_post", [9]), here=(0, 2, 4))
+    program = compile_actions(Read("resid_post", [9]), here=(0, 2, 4))
     engine.planner.add_request("a", 1, program, 64)
     assert engine.step(a=(0, 4)) == (None, [])
     assert engine.step(a=(4, 1)) == (None, [])
@@ -261,9 +202,9 @@ def test_more_programs_than_ids_work_one_after_another():
         plan, failures = engine.step(**{name: (0, 2)})
         assert failures == []
         boundaries = tuple(2 * layer for layer in _nth(n).layers)
-        assert _asked(plan) == {0: (*boundaries, 24), 1: boundaries}
+        assert asked_rows(plan) == {0: (*boundaries, 24), 1: boundaries}
         engine.tables.load_step(plan.rows, plan.program_ids, plan.offsets)
-        for found, asked in zip(plan.program_ids, _asked(plan).values(), strict=True):
+        for found, asked in zip(plan.program_ids, asked_rows(plan).values(), strict=True):
             on_device = (engine.tables.programs[int(found)] >= 0).nonzero().flatten()
             assert tuple(2 * on_device) == asked
         engine.planner.finish_request(name)
@@ -280,7 +221,7 @@ def test_a_finished_request_gives_its_program_back():
         assert len(engine.planner) == 2
         plan, failures = engine.step(a=(4, 1), b=(6, 1), c=(5, 1))
         assert failures == []
-        assert _asked(plan) == {
+        assert asked_rows(plan) == {
             row: tuple(2 * layer for layer in _nth(m).layers) for row, m in ((0, n), (1, n + 50))
         }
         assert engine.planner.finish_request("a") == zlib.crc32(b"a")
@@ -290,7 +231,7 @@ def test_a_finished_request_gives_its_program_back():
 
 def test_finished_requests_leave_nothing_behind():
     engine = Engine()
-    program = _compile(Read("embed"), Add(V, layer=0), num_prompt=1)
+    program = compile_actions(Read("embed"), Add([1.0, 2.0, 0.0, -1.0], layer=0), num_prompt=1)
     tracemalloc.start()
     for i in range(5_000):
         engine.planner.add_request(f"r{i}", i, program, 9)
@@ -308,159 +249,10 @@ def test_a_request_without_room_for_its_programs_fails_alone():
     ((name, error),) = failures
     assert name == "c"
     assert isinstance(error, CapacityError)
-    assert _asked(plan) == dict.fromkeys(range(4), (2,)) | dict.fromkeys((4, 5), (4,))
+    assert asked_rows(plan) == dict.fromkeys(range(4), (2,)) | dict.fromkeys((4, 5), (4,))
     plan, failures = engine.step(c=(0, 4))
     assert failures == []
-    assert _asked(plan) == dict.fromkeys(range(4), (6,))
-
-
-# Edits and probes
-
-
-def test_rows_that_are_only_edited_take_no_slots_and_have_no_label():
-    engine = Engine()
-    engine.add("edits", Add(V, layer=0))
-    engine.add("reads", Read("embed"), Read("resid_post", [3], "generated"))
-    engine.add("both", Ablate(V, layer=1), Read("embed", tokens=[1]), Probe(V, layer=0, name="p"))
-    plan, failures = engine.step(edits=(0, 2), reads=(3, 2), both=(0, 2))
-    assert failures == []
-    assert plan.rows.tolist() == [0, 1, 2, 3, 4, 5]
-    assert plan.delivers.tolist() == [False, False, True, True, True, True]
-    assert plan.labels.rows.tolist() == [2, 3, 4, 5]
-    assert plan.labels.positions.tolist() == [3, 4, 0, 1]
-    # A row; two rows; a score; a row and a score.
-    assert np.diff([*plan.offsets, plan.num_slots]).tolist() == [0, 0, 1, 2, 1, 2]
-    scores = ((2, 0),)
-    assert [plan.labels.layouts[i] for i in plan.labels.layout_of] == [
-        Layout((point_of(0, 0),)),
-        Layout((point_of(0, 0), point_of(8, 0))),
-        Layout((), scores),
-        Layout((point_of(0, 0),), scores),
-    ]
-    assert (plan.program_ids != NO_PROGRAM).all()
-
-
-def test_a_step_of_edits_alone_delivers_nothing():
-    engine = Engine()
-    engine.add("a", Add(V, layer=0, tokens="generated"))
-    assert engine.step(a=(0, 4)) == (None, [])
-    plan, _ = engine.step(a=(4, 2))
-    assert plan.num_slots == 0
-    assert not plan.delivers.any()
-    assert plan.labels.keys.size == plan.labels.layout_of.size == 0
-    assert plan.labels.layouts == ()
-
-
-def test_tokens_of_one_layout_share_it_whatever_edits_they_get():
-    engine = Engine()
-    engine.add("a", Read("embed"), Add(V, layer=0))
-    engine.add("b", Read("embed"), Add([2.0, 0, 0, 0], layer=3))
-    plan, _ = engine.step(a=(6, 1), b=(5, 1))
-    assert len(set(plan.program_ids.tolist())) == 2
-    assert plan.labels.layouts == (Layout((point_of(0, 0),)),)
-    assert plan.labels.layout_of.tolist() == [0, 0]
-
-
-@pytest.mark.parametrize(
-    "actions",
-    [
-        pytest.param([Add(V, layer=0)], id="edits"),
-        pytest.param([Add(V, layer=0), Read("embed")], id="edits-and-reads"),
-    ],
-)
-def test_a_step_like_the_one_before_gives_the_very_array_of_its_ids(actions):
-    engine = Engine()
-    engine.add("a", *actions)
-    engine.add("b", *actions, Ablate(V, layer=1))
-    first = engine.step(a=(5, 1), b=(9, 1))[0].program_ids
-    for n in range(1, 4):
-        assert engine.step(a=(5 + n, 1), b=(9 + n, 1))[0].program_ids is first
-    assert engine.step(b=(13, 1), a=(9, 1))[0].program_ids is not first
-    again = engine.step(b=(14, 1), a=(10, 1))[0].program_ids
-    engine.add("c", Add([0.5] * 4, layer=2))  # it may take the place of another program
-    assert engine.step(b=(15, 1), a=(11, 1))[0].program_ids is not again
-
-
-def test_a_request_with_vectors_holds_every_program_from_the_start():
-    engine = Engine(num_programs=3)
-    engine.add("a", Replace([V, [1, 1, 1, 1]], [0, 3], layer=0), Read("embed", tokens=[1]))
-    with pytest.raises(CapacityError):
-        engine.add("b", Add(V, layer=0))
-    for position in range(4):
-        engine.tables.begin_step()
-        plan, failures = engine.step(a=(position, 1))
-        assert failures == []
-        assert (plan is None) == (position == 2)
-    engine.planner.finish_request("a")
-    engine.add("b", Add(V, layer=0))
-
-
-def test_programs_past_the_end_are_held_for_steps_that_overshoot():
-    engine = Engine()
-    last = 8 + OVERSHOOT - 1
-    engine.add("a", Add(V, layer=0, tokens=[last]), Add(V, layer=1, tokens=[last + 1]), most=8)
-    plan, failures = engine.step(a=(last, 1))
-    assert (plan.rows.tolist(), failures) == ([0], [])
-    # vLLM never computes so far past the end; what was not held is refused, not wrong.
-    plan, ((name, error),) = engine.step(a=(last + 1, 1))
-    assert (plan, name) == (None, "a")
-    assert "never held" in str(error)
-
-
-@pytest.mark.parametrize("limit", ["programs", "vectors"])
-def test_a_request_that_finds_no_room_leaves_nothing_held(limit):
-    mib = 2 * HIDDEN_SIZE * 4 / 2**20
-    engine = Engine(num_programs=2) if limit == "programs" else Engine(vectors_mib=mib)
-    three = Replace([V, [1, 1, 1, 1], [2, 2, 2, 2]], [0, 1, 2], layer=0)
-    for _ in range(3):
-        with pytest.raises(CapacityError, match="in use; send the request again"):
-            engine.add("large", three)
-        assert "large" not in engine.planner
-        two = Replace([[3, 3, 3, 3], [4, 4, 4, 4]], [0, 1], layer=0)
-        engine.add("small", two)
-        plan, failures = engine.step(small=(0, 4))
-        assert (plan.rows.tolist(), failures) == ([0, 1], [])
-        engine.planner.finish_request("small")
-
-
-def test_requests_with_equal_vectors_share_their_programs():
-    engine = Engine(num_programs=1)
-    for name in "abc":
-        engine.add(name, Add(V, layer=0))
-    plan, failures = engine.step(a=(4, 1), b=(0, 2), c=(9, 1))
-    assert failures == []
-    assert len(set(plan.program_ids.tolist())) == 1
-    engine.planner.finish_request("b")
-    engine.planner.finish_request("a")
-    assert engine.step(c=(10, 1))[0].rows.tolist() == [0]
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        pytest.param(
-            Read("embed", tokens="last_prompt"), id="last-of-the-prompt",
-            marks=pytest.mark.xfail(strict=True, reason="the superset was never held"),
-        ),
-        pytest.param(Read("embed", tokens=[9]), id="one-position"),
-        pytest.param(Read("embed", tokens="last"), id="last"),
-    ],
-)  # fmt: skip
-def test_where_positions_are_guessed_an_edited_request_still_reads_a_few_tokens(read):
-    engine = Engine()
-    engine.add("a", read, Add(V, layer=0, tokens="generated"))
-    plan, failures = engine.step(optimistic=True, a=(7, 3))
-    assert failures == []
-    assert plan.rows.tolist() == [0, 1, 2]
-
-
-@pytest.mark.xfail(strict=True, reason="the superset was never held")
-def test_where_positions_are_guessed_probes_of_single_tokens_are_all_scored():
-    engine = Engine()
-    engine.add("a", Probe(V, layer=0, name="p", tokens=[8]), Read("embed", tokens=[9]))
-    plan, failures = engine.step(optimistic=True, a=(7, 3))
-    assert failures == []
-    assert plan.labels.layouts == (Layout((point_of(0, 0),), ((2, 0),)),)
+    assert asked_rows(plan) == dict.fromkeys(range(4), (6,))
 
 
 # Speed

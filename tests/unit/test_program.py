@@ -330,7 +330,6 @@ def test_a_request_costs_distinct_vectors_programs_and_their_operations(actions,
     assert _compile(_spec(*actions), [1, 1, 1]).cost(10) == cost
 
 
-@pytest.mark.xfail(strict=True, reason="programs are counted by the way that tokens are picked")
 @pytest.mark.parametrize(
     ("actions", "cost"),
     [
@@ -383,7 +382,6 @@ def test_a_request_may_have_nothing_to_do_on_a_worker(actions, here, drains):
     assert program.generated_is_uniform
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="numpy stacks no columns")
 @pytest.mark.parametrize(("actions", "here", "drains"), NOTHING_HERE)
 def test_a_request_with_nothing_to_do_on_a_worker_has_no_programs_there(actions, here, drains):
     program = _compile(_spec(*actions), [1, 1], here, drains)

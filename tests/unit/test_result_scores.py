@@ -144,7 +144,6 @@ def test_a_key_may_be_an_alias(key, alias, road):
     assert key in result
 
 
-@pytest.mark.xfail(strict=True, reason="`in` compares with the sites' own names alone")
 @pytest.mark.parametrize("key", [("post_block", 1), ("resid_post", 1, "after")])
 def test_what_a_result_has_it_also_contains(key, road):
     result = road.open(Read("resid_post", 1)).snapshot([], None)
@@ -210,7 +209,6 @@ def test_a_pickled_result_has_its_scores_and_both_sides(road):
     assert (again.expected, again.delivered, again.status) == (9, 9, "complete")
 
 
-@pytest.mark.xfail(strict=True, reason="a score is a view of the room that it was given")
 def test_a_pickled_result_holds_its_scores_and_not_the_room_they_were_given(road):
     pending = road.open(*(Probe(V, layer=0, name=f"{i}") for i in range(8)), max_tokens=4000)
     layout = Layout((), tuple((2, i) for i in range(8)))

@@ -185,7 +185,6 @@ def test_a_held_id_stays_until_its_last_release():
     assert tables.program_id(_reads(6)) == held
 
 
-@pytest.mark.xfail(strict=True, reason="released now, but behind one that this step used")
 def test_a_program_that_nobody_needs_makes_room_whatever_the_step_used():
     tables = _tables(num_programs=2)
     gone = tables.program_id(_reads(6), hold=True)
