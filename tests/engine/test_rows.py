@@ -218,7 +218,7 @@ def test_configured_layers_only(llama, ref):
 
     options = {"scope": {"sites": ["resid_post"], "layers": [1]}}
     with local_engine(llama, dtype="float32", additional_config=options) as llm:
-        assert llm.collective_rpc("scope_describe")[0]["taps_here"] == [2]
+        assert llm.collective_rpc("scope_describe")[0]["taps_here"] == [4]
         (output,) = run(llm, [range(10)], params(scope(Read("resid_post"))))
         assert output.scope.keys() == [("resid_post", 1)]
         check(output, ref)
