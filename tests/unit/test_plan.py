@@ -136,7 +136,6 @@ def test_a_token_of_two_reads_gets_both_and_each_row_once():
     assert plan.num_slots == 4
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="numpy stacks no columns")
 def test_a_request_whose_layers_are_all_on_another_stage_takes_no_row():
     engine = Engine()
     program = compile_actions(Read("resid_post", [9]), here=(0, 2, 4))

@@ -444,3 +444,31 @@ def test_clearing_a_step_that_loaded_nothing_touches_nothing():
     tables.tokens.fill_(77)
     tables.clear_step()
     assert (tables.tokens == 77).all()
+
+
+@pytest.mark.xfail(strict=True, reason="a buffer that is used again keeps what lies past its rows")
+def test_a_steps_rows_are_its_own_when_its_ids_come_again_after_larger_steps():
+    tables, rows, many = _tables(), np.array([3]), np.arange(16)
+    again = np.array([1], np.int32)
+    for _ in range(4):  # more than there are buffers
+        tables.load_step(many, np.full(16, 2, np.int32), many)
+    tables.clear_step()
+    for _ in range(4):
+        tables.load_step(rows, again, rows)
+        assert tables.tokens[:, PROGRAM].tolist() == [-1, -1, -1, 1] + [-1] * 12
+        tables.load_step(many, np.full(16, 3, np.int32), many)
+        assert (tables.tokens[:, PROGRAM] == 3).all()
+
+
+def test_the_slots_of_a_step_with_the_very_ids_of_the_one_before_are_its_own():
+    tables = _tables()
+    ids = np.array([1, 0, 2], np.int32)
+    for rows in (np.array([2, 3, 4]), np.array([1, 4, 9])):
+        again = ids.copy()
+        for first in range(10, 50, 10):
+            to_host = first % 20 == 0
+            tables.load_step(rows, again, first + np.arange(3), to_host)
+            assert tables.tokens[rows, PROGRAM].tolist() == [1, 0, 2]
+            assert tables.tokens[rows, SLOT].tolist() == [first, first + 1, first + 2]
+            assert tables.tokens[rows, TO_HOST].tolist() == [to_host] * 3
+            assert (tables.tokens[:, PROGRAM] >= 0).sum() == 3
