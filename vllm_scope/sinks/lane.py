@@ -280,8 +280,11 @@ class Lane:
             delivery.keep(rows.arrival)
 
     def _write(self, delivery: Delivery, block: Block) -> None:
-        if delivery.error is None:
-            delivery.error = self._call(self._sink.write, block)
+        if delivery.error is not None:
+            return
+        error = self._call(self._sink.write, block)
+        # It may have been given up meanwhile.
+        delivery.error = delivery.error or error
         if delivery.error is None:
             self.counters.rows += len(block.positions)
             self.counters.bytes += block.rows.nbytes
