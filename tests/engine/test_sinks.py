@@ -117,6 +117,9 @@ def test_rows_that_go_to_files_alone_are_not_in_memory(llm, root):
     assert output.scope.status == "complete"
     assert output.scope.keys() == [("embed", 0)]
     assert output.scope.manifests["filesystem"].streams["resid_post.2"]["shape"] == [11, 128]
+    (output,) = run(llm, [range(20)], params(Read("resid_post", to="filesystem")))
+    assert (output.scope.status, output.scope.keys()) == ("complete", [])
+    assert output.scope.manifests["filesystem"].delivered == 3 * 31
     flush(llm)
     assert vllm_scope.open(root)["alone"].positions("resid_post", 2).tolist() == list(range(20, 31))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 
@@ -227,6 +228,25 @@ def test_a_root_that_goes_wrong_fails_requests_with_the_reason(monkeypatch, tmp_
             manifest = here.manifest(key, "filesystem")
             assert manifest.status == "error"
             assert reason in manifest.reason
+
+
+def test_a_full_disk_fails_the_request_that_met_it_with_the_reason(monkeypatch, tmp_path):
+    """A file may have 2 KiB at most, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with side(monkeypatch, _files(tmp_path)) as here:
+        for key, num_rows in ((1, 3), (2, 200), (3, 3)):
+            here.add(key, TO_FILES)
+            here.write(key, list(range(num_rows)))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2048, hard))
+            try:
+                here.end(key, output=tuple(range(num_rows - 1)))
+                manifest = here.manifest(key, "filesystem")
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            assert manifest.status == ("error" if key == 2 else "ok")
+            assert key != 2 or "File too large" in manifest.reason
+    assert len(vllm_scope.open(tmp_path / "root")) == 2
+    assert not list((tmp_path / "root").glob(".*.tmp"))
 
 
 def test_no_permission_fails_one_tag_and_not_the_next(monkeypatch, tmp_path):
