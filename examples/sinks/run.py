@@ -63,8 +63,9 @@ def main(folder: Path) -> None:
     print({o.scope.status for o in outputs}, llm.collective_rpc("scope_flush"))
     for name, manifest in outputs[-1].scope.manifests.items():
         print(name, manifest.status, manifest.delivered, manifest.details)
-    first = [o.scope.manifests["live_sae"].details[0]["loss"] for o in outputs]
-    print("SAE loss, first and last:", next(x for x in first if x), first[-1])
+    said = [o.scope.manifests["live_sae"].details[0] for o in outputs]
+    losses = sorted((x["batches"], x["loss"]) for x in said if x["batches"])
+    print("SAE, batches and loss, first and last:", losses[0], losses[-1])
     moments = np.load(folder / "moments.npz")
     print("rows:", int(moments["resid_post.3.count"]), "of", len(prompts), "requests")
     print("the monitor heard of", len(Monitor.heard), "requests")
