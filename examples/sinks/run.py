@@ -1,6 +1,6 @@
 """All three example sinks on toy world: pip install ./examples/sinks, then run this.
 
-python examples/sinks/run.py /tmp/sinks
+python examples/sinks/run.py FOLDER
 """
 
 from __future__ import annotations
