@@ -33,6 +33,8 @@ Layers = Sequence[int] | str | int | None
 
 MAX_NAME = 200
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
+#: Back to the caller; the destination where none is named.
+MEMORY = "memory"
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ class Action:
             body["tokens"] = self.tokens.to_json()
         for name in self.fields:
             value = getattr(self, name)
+            if value is None or (name == "to" and value == MEMORY):
+                continue
             if isinstance(value, Module):
                 value = {"module": value.name}
             body[name] = value.to_json() if isinstance(value, Array) else value
@@ -121,19 +125,26 @@ class Read(Action):
             `embed` takes none.
         tokens: which tokens, see `vllm_scope.selectors`. "all" by default.
         when: "after" the edits of its own site, or "before" them.
+        to: "memory" (the rows come back with the request's result), or a sink that the
+            engine was started with: "filesystem", or a plugin's name.
+        tag, name: what a sink may call the request: a folder for requests that belong
+            together, and the request's own name. Not for "memory".
 
     Raises:
         SpecError: a wrong type, an unknown site, an empty or negative layer list.
     """
 
     kind: ClassVar[str] = "read"
-    fields: ClassVar[tuple[str, ...]] = ("when",)
+    fields: ClassVar[tuple[str, ...]] = ("when", "to", "tag", "name")
 
     site: str
     layers: Layers = None
     tokens: Any = "all"
     when: When = "after"
     layer: Layers = field(default=None, repr=False, compare=False, kw_only=True)
+    to: str = field(default=MEMORY, kw_only=True)
+    tag: str | None = field(default=None, kw_only=True)
+    name: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self._place(self.layer)
@@ -141,6 +152,17 @@ class Read(Action):
         if not isinstance(self.layers, str):
             object.__setattr__(self, "layers", tuple(sorted(self.layers)))  # type: ignore[arg-type]
         _one_of(self.when, ("after", "before"), "Read.when")
+        _name(self.to, "Read.to")
+        for word in ("tag", "name"):
+            value = getattr(self, word)
+            if value is None:
+                continue
+            _name(value, f"Read.{word}")
+            if self.to == MEMORY:
+                raise SpecError(
+                    f"Read.{word} is {shown(value)}, and the rows go to memory; it is for "
+                    "sinks, such as to='filesystem'."
+                )
 
 
 @dataclass(frozen=True)
@@ -153,13 +175,14 @@ class Probe(Action):
         site, layer: where; one layer.
         name: of the scores in the result.
         tokens: which tokens.
+        to: as for `Read`; only some sinks take scores, "filesystem" does not.
 
     Raises:
         SpecError: a wrong type or shape, no name, or not exactly one layer.
     """
 
     kind: ClassVar[str] = "probe"
-    fields: ClassVar[tuple[str, ...]] = ("weight", "bias", "name")
+    fields: ClassVar[tuple[str, ...]] = ("weight", "bias", "name", "to")
 
     weight: Any
     bias: float = 0.0
@@ -168,8 +191,10 @@ class Probe(Action):
     name: str = ""
     tokens: Any = "all"
     layers: Layers = field(default=None, repr=False, kw_only=True)
+    to: str = field(default=MEMORY, kw_only=True)
 
     def __post_init__(self) -> None:
+        _name(self.to, "Probe.to")
         object.__setattr__(self, "weight", Array.parse(self.weight, "Probe.weight"))
         if len(self.weight.shape) != 1:
             raise SpecError(

@@ -14,33 +14,25 @@ import hashlib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    FiniteFloat,
     StrictInt,
     ValidationError,
+    ValidationInfo,
     field_validator,
 )
-from pydantic.functional_validators import BeforeValidator
 
 from vllm_scope.errors import ConfigError, SpecError
+from vllm_scope.numbers import Number
+from vllm_scope.sinks.options import SinkConfig, parse_sinks
 from vllm_scope.sites import canonical_site
 
 #: Where the dict lives inside vLLM's `additional_config`.
 KEY = "scope"
-
-
-def _no_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("Input should be a valid number")
-    return value
-
-
-Number = Annotated[FiniteFloat, BeforeValidator(_no_bool)]
 
 
 class ScopeConfig(BaseModel):
@@ -63,6 +55,8 @@ class ScopeConfig(BaseModel):
             the name of the interface, by which workers reach its host. None takes
             the one by which vLLM's own workers find it (VLLM_HOST_IP, or else that
             of the default route).
+        sinks: where reads may go beside memory, name -> options; see `sinks.options`.
+        global_sinks: the same, for what every request delivers: with `reads`.
         graph_key: identity of the traced code. Set by vllm-scope.
     """
 
@@ -76,6 +70,8 @@ class ScopeConfig(BaseModel):
     deliver_timeout_s: Number = Field(default=60.0, gt=0)
     road: Literal["auto", "shared", "tcp"] = "auto"
     road_host: str | None = None
+    sinks: dict[str, Any] = Field(default_factory=dict)
+    global_sinks: dict[str, Any] = Field(default_factory=dict)
     graph_key: str = ""
 
     @field_validator("sites")
@@ -97,6 +93,12 @@ class ScopeConfig(BaseModel):
             raise ValueError("name layers from 0, or 'all'")
         return tuple(sorted(set(layers)))
 
+    @field_validator("sinks", "global_sinks")
+    @classmethod
+    def _sane_sinks(cls, sinks: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        parse_sinks(sinks, str(info.field_name), info.field_name == "global_sinks")
+        return sinks
+
     @field_validator("road_host")
     @classmethod
     def _one_interface(cls, host: str | None) -> str | None:
@@ -115,11 +117,21 @@ class ScopeConfig(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             option = ".".join(str(part) for part in first["loc"][:1])
+            if option in ("sinks", "global_sinks") and first["type"] == "value_error":
+                raise ConfigError(f"additional_config['scope'].{first['ctx']['error']}") from None
             allowed = ", ".join(k for k in ScopeConfig.model_fields if k != "graph_key")
             raise ConfigError(
                 f"additional_config['scope'].{option} is {first['input']!r}: {first['msg']}. "
                 f"The options are {allowed}."
             ) from None
+
+    def sink_configs(self) -> dict[str, SinkConfig]:
+        """The sinks that requests may name."""
+        return parse_sinks(self.sinks, "sinks", False)
+
+    def global_sink_configs(self) -> dict[str, SinkConfig]:
+        """The sinks that every request delivers to."""
+        return parse_sinks(self.global_sinks, "global_sinks", True)
 
     def with_graph_key(self) -> dict[str, Any]:
         """The dict to put into `additional_config`, plain JSON."""

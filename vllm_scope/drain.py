@@ -3,7 +3,7 @@
 Owns:  the side stream and the drain thread.
 Runs:  `submit` and `finish_request` on the worker's thread, after the forward was
        enqueued; everything else on the drain thread.
-From:  arena, plan.Labels.   To: host_ring (copies), a Sink.
+From:  arena, plan.Labels.   To: host_ring (copies), a BatchSink (sinks.router).
 
 Promise: rows reach the sink in the order of their steps, and a request's `finish`
 after all of its rows. Where the sink is slow, the worker waits; nothing is lost.
@@ -30,7 +30,7 @@ from vllm_scope.arena import Arena, HostFence, Region, StreamFence
 from vllm_scope.host_ring import HostRing, JoinedLease, Lease
 from vllm_scope.plan import Labels
 from vllm_scope.program import SLOT_BYTES
-from vllm_scope.sinks import RowBatch, Sink
+from vllm_scope.sinks import BatchSink, RowBatch
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Drain:
     Verbs: `submit` (a written region), `finish_request`, `close`.
     """
 
-    def __init__(self, arena: Arena, ring: HostRing, sink: Sink, row_bytes: int) -> None:
+    def __init__(self, arena: Arena, ring: HostRing, sink: BatchSink, row_bytes: int) -> None:
         self._row_bytes = row_bytes
         self._arena, self._ring, self._sink = arena, ring, sink
         # Bounded by the ring: each step in it holds a span.

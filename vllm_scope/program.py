@@ -222,11 +222,11 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
     def way(selector: Selector, use: str, positions: tuple[int, ...] = ()) -> int:
         return ways.setdefault(_Way(selector, use, positions), len(ways))
 
-    edited = {(sites.boundary_of(e.stream), sites.group_of(e.stream)) for e in asked.edits}
+    edited = edited_places(asked, sites)
     reads, scores, edits = [], [], []
     for read in asked.reads if drains else ():
         points = {
-            _canonical(sites.point_of(stream, read.when), edited)
+            canonical_point(sites.point_of(stream, read.when), edited)
             for stream in read.streams
             if sites.boundary_of(stream) in here
         }
@@ -235,7 +235,7 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
     for number, probe in enumerate(asked.probes if drains else ()):
         if sites.boundary_of(probe.stream) in here:
             op = Op(OP_DOT, 0, probe.weight, probe.bias)
-            point = _canonical(sites.point_of(probe.stream), edited)
+            point = canonical_point(sites.point_of(probe.stream), edited)
             scores.append((way(probe.tokens, "deliver"), point, number, op))
     for edit in asked.edits:
         place = (sites.boundary_of(edit.stream), sites.group_of(edit.stream))
@@ -370,7 +370,12 @@ class _Way:
         return (masks.certain if self.use == "edit" else masks.possible).astype(np.int32)
 
 
-def _canonical(point: int, edited: set[tuple[int, int]]) -> int:
+def edited_places(asked: Resolved, sites: Sites) -> set[tuple[int, int]]:
+    """(boundary, group) of every edit."""
+    return {(sites.boundary_of(e.stream), sites.group_of(e.stream)) for e in asked.edits}
+
+
+def canonical_point(point: int, edited: set[tuple[int, int]]) -> int:
     """The first point of the boundary that sees the same row."""
     boundary, level = divmod(point, LEVELS)
     while level and (boundary, level - 1) not in edited:

@@ -33,6 +33,7 @@ from vllm_scope.road import (
     MOST_FRAME_BYTES,
     Address,
     Answer,
+    CountersHeader,
     FinishHeader,
     RowsHeader,
     RowsMessage,
@@ -83,6 +84,7 @@ class Receiver:
         self,
         on_rows: Callable[[RowsMessage], None],
         on_finish: Callable[[FinishHeader], None],
+        on_counters: Callable[[CountersHeader], None] = lambda _: None,
     ) -> None:
         folder = Path(tempfile.mkdtemp(prefix="vllm-scope-"))  # mode 0700
         pid = os.getpid()
@@ -91,6 +93,7 @@ class Receiver:
         self.address = Address(uuid.uuid4().hex, str(folder / "rows"), pid, started)
         (folder / self.address.frontend).touch()
         self._on_rows, self._on_finish = on_rows, on_finish
+        self._on_counters = on_counters
         self._rings: dict[RingRef, RingReader] = {}
         #: Whom to tell of the end: counters in rings, sessions by their connection.
         self._readers: dict[RingRef, int] = {}
@@ -218,6 +221,8 @@ class Receiver:
                 ring.acknowledge(header.reader, header.message)
         elif isinstance(header, FinishHeader):
             self._on_finish(header)
+        elif isinstance(header, CountersHeader):
+            self._on_counters(header)
         elif isinstance(header, SharedHello):
             self._local.send_multipart([peer, encode(self._try_ring(header))])
 
@@ -265,6 +270,8 @@ class Receiver:
             header = decode(frames[0].buffer)
             if isinstance(header, FinishHeader):
                 self._on_finish(header)
+            elif isinstance(header, CountersHeader):
+                self._on_counters(header)
             elif isinstance(header, RowsHeader):
                 self._on_rows(header.received(_slots_of(header, frames[1])))
         except Exception:

@@ -17,7 +17,7 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,12 +26,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_scope.assemble import Part, assemble, num_processed, wanted_positions
 from vllm_scope.program import SLOT_BYTES, Layout, slots_of_row
 from vllm_scope.receiver import Receiver
-from vllm_scope.road import Address, FinishHeader, RowsMessage
-from vllm_scope.selectors import Selector, Tokens
+from vllm_scope.road import Address, CountersHeader, FinishHeader, RowsMessage
+from vllm_scope.selectors import Selector
+from vllm_scope.sinks import Manifest
 from vllm_scope.sites import ALIASES, LEVELS, SiteLayer, Sites
 from vllm_scope.spec import Resolved
+from vllm_scope.split import by_key, by_layout
 
 #: A stream on one side of the edits of its site: site, layer, "before" or "after".
 _Stream = tuple[str, int, str]
@@ -47,15 +50,6 @@ MOST_COPIERS = 6
 FIRST_ROOM = 64
 #: A request's rows get room for all of its positions at once up to this many.
 MOST_ROOM = 4096
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Some values of one column: [n] positions and arrivals, [n, size] rows."""
-
-    positions: np.ndarray
-    arrivals: np.ndarray
-    rows: Tensor
 
 
 class _Table:
@@ -126,13 +120,13 @@ class _Table:
             self._values, self._positions, self._arrivals = values, positions, arrivals
         return last
 
-    def snapshot(self) -> dict[int, _Part]:
+    def snapshot(self) -> dict[int, Part]:
         """column -> its values so far, views."""
         if not len(self._values):
             return {}
         values = torch.from_numpy(self._values).view(self._dtype)
         return {
-            column: _Part(
+            column: Part(
                 self._positions[at, :count], self._arrivals[at, :count], values[:count, at]
             )
             for at, (column, count) in enumerate(zip(self.columns, self.counts, strict=True))
@@ -144,6 +138,7 @@ class Pending:
 
     Attributes:
         key: the request's key, unique among all front-ends.
+        manifests: what became of the request at other sinks.
         done: resolved once every stage has sent its last row, or said why not.
     """
 
@@ -159,6 +154,8 @@ class Pending:
         self.key = key
         self.done: Future[None] = Future()
         self.error: str | None = None
+        self.manifests: dict[str, Manifest] = {}
+        self._reading = bool(asked.reads or asked.probes)
         self.asked, self.sites = asked, sites
         self.prompt_ids = prompt_ids
         self._stages_left = set(range(num_stages))
@@ -171,6 +168,8 @@ class Pending:
 
     def add(self, some: _Delivered) -> None:
         """Copy in what some tokens of one layout delivered."""
+        if not self._reading:
+            return  # its rows go to other sinks, and came along with a neighbour's
         points, layout = some.local.points, some.layout
         if points:
             row_slots = slots_of_row(some.row_bytes)
@@ -200,7 +199,13 @@ class Pending:
         for at, column in enumerate(columns):
             table.append_one(column, some.positions, values[:, at], some.arrivals, self._room)
 
-    def finish(self, stage: int, error: str | None) -> None:
+    def finish(
+        self, stage: int, error: str | None, manifests: Mapping[str, Manifest] | None = None
+    ) -> None:
+        if stage in self._stages_left:
+            for sink, manifest in (manifests or {}).items():
+                known = self.manifests.get(sink)
+                self.manifests[sink] = manifest if known is None else known.joined(manifest)
         self._stages_left.discard(stage)
         self.error = self.error or error
         if not self._stages_left and not self.done.done():
@@ -221,21 +226,28 @@ class Pending:
             _parts(self._rows),
             _parts(self._scores),
             self._status(finish_reason),
-            self.error,
+            self._why(),
+            dict(self.manifests),
         )
 
+    def _why(self) -> str | None:
+        worst = max(self.manifests.values(), key=lambda m: m.status == "error", default=None)
+        failed = worst is not None and worst.status == "error"
+        return self.error or (worst.reason if failed and worst is not None else None)
+
     def _status(self, finish_reason: str | None) -> Status:
-        if self.error is not None:
+        if self._why() is not None:
             return "failed"
         if finish_reason is None:
             return "streaming"
         if finish_reason in ("abort", "error"):
             return "aborted"
-        return "complete" if self.done.done() else "incomplete"
+        whole = all(manifest.status == "ok" for manifest in self.manifests.values())
+        return "complete" if whole and self.done.done() else "incomplete"
 
 
-def _parts(tables: dict[tuple[int, ...], _Table]) -> dict[int, list[_Part]]:
-    parts: dict[int, list[_Part]] = {}
+def _parts(tables: dict[tuple[int, ...], _Table]) -> dict[int, list[Part]]:
+    parts: dict[int, list[Part]] = {}
     for table in list(tables.values()):
         for column, part in table.snapshot().items():
             parts.setdefault(column, []).append(part)
@@ -284,6 +296,10 @@ class ScopeResult:
             was asked for is here, "incomplete" when some is not, "aborted" when
             the request was, "failed" when its reads or edits were (see `error`).
         error: the reason, where status is "failed".
+        manifests: by sink, what became of the reads that went elsewhere than to memory;
+            complete once the request has ended. One that failed makes the status
+            "failed", one that is partial "incomplete"; rows in memory are here
+            all the same.
         expected: rows and scores that were asked for, of the tokens processed so far.
         delivered: of those, how many are here.
         dropped: expected - delivered, once the request has ended; 0 before.
@@ -295,11 +311,13 @@ class ScopeResult:
         sites: Sites,
         token_ids: list[int],
         num_prompt: int,
-        rows: dict[int, list[_Part]],
-        scores: dict[int, list[_Part]],
+        rows: dict[int, list[Part]],
+        scores: dict[int, list[Part]],
         status: Status,
         error: str | None,
+        manifests: Mapping[str, Manifest] | None = None,
     ) -> None:
+        self.manifests = dict(manifests or {})
         self._asked, self._sites = asked, sites
         self._token_ids, self._num_prompt = token_ids, num_prompt
         self._row_parts, self._score_parts = rows, scores
@@ -311,8 +329,7 @@ class ScopeResult:
     @property
     def num_processed(self) -> int:
         """Positions processed so far: all tokens but the one sampled last."""
-        sampled = len(self._token_ids) > self._num_prompt
-        return len(self._token_ids) - (1 if sampled else 0)
+        return num_processed(len(self._token_ids), self._num_prompt)
 
     @property
     def scores(self) -> Scores:
@@ -392,14 +409,9 @@ class ScopeResult:
         return self._wanted_by[key]
 
     def _select(self, selectors: list[Selector]) -> np.ndarray:
-        positions = np.arange(self.num_processed, dtype=np.int64)
-        ids = np.asarray(self._token_ids[: self.num_processed], np.int64)
-        ended = None if self._status == "streaming" else self.num_processed
-        tokens = Tokens(positions, self._num_prompt, ids, ended)
-        mask = np.zeros(positions.shape, bool)
-        for selector in selectors:
-            mask |= selector.select(tokens).certain
-        return positions[mask]
+        return wanted_positions(
+            selectors, self._token_ids, self._num_prompt, self._status != "streaming"
+        )
 
     def _wanted_of(self, stream: _Stream) -> np.ndarray:
         site_layer, when = stream[:2], stream[2]
@@ -408,7 +420,7 @@ class ScopeResult:
             if site_layer in read.streams and read.when == when
         ])  # fmt: skip
 
-    def _parts_of(self, stream: _Stream) -> list[_Part]:
+    def _parts_of(self, stream: _Stream) -> list[Part]:
         """A worker reads each row once: at the first point that sees it so."""
         point = self._sites.point_of(stream[:2], stream[2])
         first = point - point % LEVELS
@@ -420,7 +432,7 @@ class ScopeResult:
     def _stream(self, key: SiteLayer | _Stream | str) -> _Values:
         stream = self._find(key)
         if stream not in self._streams:
-            self._streams[stream] = _assemble(
+            self._streams[stream] = assemble(
                 self._parts_of(stream), self._wanted_of(stream),
                 torch.empty((0, self._sites.hidden_size), dtype=_dtype(self._sites)),
             )  # fmt: skip
@@ -444,9 +456,9 @@ class ScopeResult:
 
     def _score(self, number: int) -> _Values:
         if number not in self._scores:
-            self._scores[number] = _assemble(
+            self._scores[number] = assemble(
                 [
-                    _Part(part.positions, part.arrivals, part.rows[:, 0])
+                    Part(part.positions, part.arrivals, part.rows[:, 0])
                     for part in self._score_parts.get(number, [])
                 ],
                 self._wanted([self._asked.probes[number].tokens]),
@@ -461,33 +473,10 @@ def _num_in(wanted: np.ndarray, arrived: np.ndarray) -> int:
     return int(np.isin(wanted, arrived).sum())
 
 
-def _arrived(known: _Values | None, parts: list[_Part]) -> np.ndarray:
+def _arrived(known: _Values | None, parts: list[Part]) -> np.ndarray:
     if known is not None:
         return known[1]
     return np.concatenate([p.positions for p in parts]) if parts else np.zeros(0, np.int64)
-
-
-def _assemble(parts: list[_Part], wanted: np.ndarray, empty: Tensor) -> _Values:
-    """Values and their positions, ascending: of each position the last that came."""
-    if not parts:
-        return empty, np.zeros(0, np.int64)
-    if len(parts) == 1:
-        positions, rows = parts[0].positions, parts[0].rows
-        # The usual case costs no copy: computed once, in order, maybe past the end.
-        if (
-            np.array_equal(positions[: len(wanted)], wanted)
-            and not np.isin(positions[len(wanted) :], wanted).any()
-        ):
-            return rows[: len(wanted)], wanted
-    order = np.argsort(np.concatenate([p.arrivals for p in parts]), kind="stable")
-    positions = np.concatenate([p.positions for p in parts])[order]
-    rows = torch.cat([p.rows for p in parts])[torch.from_numpy(order)]
-    # A position that was computed twice (recompute, rejected drafts) keeps its
-    # last row; one that was not asked for, or never accepted, goes.
-    found, from_end = np.unique(positions[::-1], return_index=True)
-    keep = np.isin(found, wanted)
-    last = len(positions) - 1 - from_end[keep]
-    return rows[torch.from_numpy(last)], found[keep]
 
 
 def _dtype(sites: Sites) -> torch.dtype:
@@ -511,7 +500,11 @@ class Inbox:
         self._copiers = None
         if self._num_copiers > 1:
             self._copiers = ThreadPoolExecutor(self._num_copiers, "vllm-scope-copy")
-        self._receiver = Receiver(self._on_rows, self._on_finish)
+        #: Told what workers' sinks have counted.
+        self.on_counters: Callable[[CountersHeader], None] = lambda _: None
+        self._receiver = Receiver(
+            self._on_rows, self._on_finish, lambda header: self.on_counters(header)
+        )
 
     @property
     def address(self) -> Address:
@@ -541,9 +534,11 @@ class Inbox:
 
     def _on_rows(self, message: RowsMessage) -> None:
         jobs: list[tuple[Pending, _Delivered]] = []
-        for layout, tokens, data in _by_layout(message):
+        for layout, tokens, data in by_layout(
+            message.layouts, message.layout_of, message.boundary, message.row_bytes, message.slots
+        ):
             local = layout if message.boundary is None else layout.at(message.boundary)
-            for some in _by_key(message.keys[tokens]):
+            for some in by_key(message.keys[tokens]):
                 of = tokens[some]
                 pending = self._pending.get(int(message.keys[of[0]]))
                 if pending is not None:
@@ -563,7 +558,7 @@ class Inbox:
     def _on_finish(self, header: FinishHeader) -> None:
         pending = self._pending.get(header.key)
         if pending is not None:
-            pending.finish(header.stage, header.error)
+            pending.finish(header.stage, header.error, header.manifests)
 
 
 @dataclass(frozen=True)
@@ -589,50 +584,6 @@ class _Delivered:
 def _copy(jobs: list[tuple[Pending, _Delivered]]) -> None:
     for pending, some in jobs:
         pending.add(some)
-
-
-def _by_layout(message: RowsMessage) -> Iterator[tuple[Layout, np.ndarray, np.ndarray]]:
-    """The message's tokens and their bytes, layout by layout.
-
-    Yields:
-        (layout, tokens [n], data: uint8 [n, bytes of a token])
-    """
-    data = message.slots.numpy().reshape(-1)
-    num_tokens = len(message.keys)
-    everything = np.arange(num_tokens)
-    if len(message.layouts) == 1:
-        yield message.layouts[0], everything, data.reshape(num_tokens, -1)
-        return
-    if message.boundary is not None:
-        equal = data.reshape(num_tokens, -1)
-        for i, layout in enumerate(message.layouts):
-            tokens = np.flatnonzero(message.layout_of == i)
-            yield layout, tokens, equal[tokens]
-        return
-    row_slots = slots_of_row(message.row_bytes)
-    slots = np.array([layout.slots(row_slots) for layout in message.layouts])[message.layout_of]
-    starts = np.cumsum(slots) - slots
-    by_slot = data.reshape(-1, SLOT_BYTES)
-    for i, layout in enumerate(message.layouts):
-        tokens = np.flatnonzero(message.layout_of == i)
-        at = starts[tokens][:, None] + np.arange(layout.slots(row_slots))
-        yield layout, tokens, by_slot[at].reshape(len(tokens), -1)
-
-
-def _by_key(keys: np.ndarray) -> Iterator[slice | np.ndarray]:
-    """Groups of equal keys, in order; a slice where the places are evenly spaced.
-
-    Several steps of the same requests come as one message, so a request's tokens
-    are usually every n-th: a slice copies them without a gather.
-    """
-    order = np.argsort(keys, kind="stable")
-    edges = np.flatnonzero(np.diff(keys[order])) + 1
-    for some in np.split(order, edges):
-        step = int(some[1] - some[0]) if len(some) > 1 else 1
-        if step * (len(some) - 1) == some[-1] - some[0] and (np.diff(some) == step).all():
-            yield slice(int(some[0]), int(some[-1]) + 1, step)
-        else:
-            yield some
 
 
 _inbox: Inbox | None = None

@@ -32,6 +32,7 @@ from vllm_scope.errors import CompatError
 from vllm_scope.host_ring import RingRef
 from vllm_scope.plan import Labels
 from vllm_scope.program import Layout
+from vllm_scope.sinks import Manifest
 
 #: The largest frame that is taken off TCP. zmq makes room for a frame when it sees its
 #: size, and does so before it knows who sent it.
@@ -210,11 +211,28 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
 
 
 class FinishHeader(msgspec.Struct, array_like=True, tag="finish"):
-    """A stage has sent everything it will send for this request."""
+    """A stage has sent everything it will send for this request.
+
+    Attributes:
+        manifests: what became of it at the other sinks that it named.
+    """
 
     key: int
     stage: int
     error: str | None
+    manifests: dict[str, Manifest] = {}
+
+
+class CountersHeader(msgspec.Struct, array_like=True, tag="counters"):
+    """What a worker's sinks have done since its start, for metrics.
+
+    Attributes:
+        worker: the identity of its ring.
+        sinks: name -> counter -> value, as `sinks.lane.Counters` has them.
+    """
+
+    worker: int
+    sinks: dict[str, dict[str, float]]
 
 
 class RowsMessage(msgspec.Struct):
@@ -238,4 +256,6 @@ class RowsMessage(msgspec.Struct):
 
 encode = msgspec.msgpack.Encoder().encode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode
-decode = msgspec.msgpack.Decoder(SharedHello | TcpHello | RowsHeader | FinishHeader).decode
+decode = msgspec.msgpack.Decoder(
+    SharedHello | TcpHello | RowsHeader | FinishHeader | CountersHeader
+).decode

@@ -32,6 +32,7 @@ from vllm_scope.program import SLOT_BYTES, slots_of_row
 from vllm_scope.road import (
     MOST_FRAME_BYTES,
     Address,
+    CountersHeader,
     FinishHeader,
     RowsHeader,
     SharedHello,
@@ -42,11 +43,13 @@ from vllm_scope.road import (
     encode,
     keep_alive,
 )
-from vllm_scope.sinks import RowBatch
+from vllm_scope.sinks import Manifest, RowBatch
 
 logger = logging.getLogger(__name__)
 
 Road = Literal["shared", "tcp"]
+#: Manifests of a request that went to memory alone.
+NONE: dict[str, Manifest] = {}
 
 #: How long a worker waits for a front-end's first answer.
 ANSWER_S = 5.0
@@ -77,7 +80,11 @@ class Sender(Protocol):
     def send_rows(self, batch: RowBatch) -> None:
         """Send rows; holds their lease until the front-end has read them."""
 
-    def send_finish(self, key: int, stage: int, error: str | None) -> None: ...
+    def send_finish(
+        self, key: int, stage: int, error: str | None, manifests: dict[str, Manifest] = NONE
+    ) -> None: ...
+
+    def send_counters(self, header: CountersHeader) -> None: ...
 
     def reclaim(self) -> None:
         """Release the leases of what was read, and of what a dead reader never will."""
@@ -145,9 +152,15 @@ class SharedSender:
         batch.lease.retain()
         self._unread.append((self._num_sent, batch.lease))
 
-    def send_finish(self, key: int, stage: int, error: str | None) -> None:
+    def send_finish(
+        self, key: int, stage: int, error: str | None, manifests: dict[str, Manifest] = NONE
+    ) -> None:
         if not self._gone:
-            self._socket.send(encode(FinishHeader(key, stage, error)))
+            self._socket.send(encode(FinishHeader(key, stage, error, manifests)))
+
+    def send_counters(self, header: CountersHeader) -> None:
+        if not self._gone:
+            self._socket.send(encode(header))
 
     def reclaim(self) -> None:
         unread = self._unread
@@ -244,8 +257,13 @@ class TcpSender:
             header = RowsHeader.of(labels, batch.boundary, batch.row_bytes, self._ring.ref, span)
             self._put([encode(header), data], batch.lease)
 
-    def send_finish(self, key: int, stage: int, error: str | None) -> None:
-        self._put([encode(FinishHeader(key, stage, error))], None)
+    def send_finish(
+        self, key: int, stage: int, error: str | None, manifests: dict[str, Manifest] = NONE
+    ) -> None:
+        self._put([encode(FinishHeader(key, stage, error, manifests))], None)
+
+    def send_counters(self, header: CountersHeader) -> None:
+        self._put([encode(header)], None)
 
     def _put(self, frames: list[bytes | memoryview], lease: Lease | None) -> None:
         self._num_sent += 1

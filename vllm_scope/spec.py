@@ -23,6 +23,7 @@ from typing import Any
 
 from vllm_scope.actions import (
     KINDS,
+    MEMORY,
     Action,
     Add,
     Edit,
@@ -54,6 +55,9 @@ class ResolvedRead:
     streams: tuple[SiteLayer, ...]
     tokens: Selector
     when: str = "after"
+    to: str = MEMORY
+    #: Tag and name of the request at its destination.
+    called: tuple[str | None, str | None] = (None, None)
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class ResolvedProbe:
     name: str
     weight: Array
     bias: float
+    to: str = MEMORY
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,10 @@ class Resolved:
     probes: tuple[ResolvedProbe, ...] = ()
     edits: tuple[ResolvedEdit, ...] = ()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Without what program.py remembers on it.
+        return {"reads": self.reads, "probes": self.probes, "edits": self.edits}
+
     @property
     def actions(self) -> tuple[ResolvedRead | ResolvedProbe | ResolvedEdit, ...]:
         return (*self.reads, *self.probes, *self.edits)
@@ -109,6 +118,17 @@ class Resolved:
     @property
     def selectors(self) -> tuple[Selector, ...]:
         return tuple(x.tokens for x in self.actions)
+
+    @property
+    def destinations(self) -> tuple[str, ...]:
+        """Where rows and scores go, each once."""
+        delivering: tuple[ResolvedRead | ResolvedProbe, ...] = (*self.reads, *self.probes)
+        return tuple(dict.fromkeys(x.to for x in delivering))
+
+    def going_to(self, to: str) -> Resolved:
+        """The reads and probes of one destination, without the edits."""
+        reads = tuple(read for read in self.reads if read.to == to)
+        return Resolved(reads, tuple(probe for probe in self.probes if probe.to == to))
 
 
 @dataclass(frozen=True)
@@ -129,6 +149,13 @@ class Spec:
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise SpecError(f"two probes are called {shown(twice)}; their scores share a dict.")
+        called: dict[str, tuple[str | None, str | None]] = {}
+        for read in self.reads:
+            if called.setdefault(read.to, (read.tag, read.name)) != (read.tag, read.name):
+                raise SpecError(
+                    f"the reads to {shown(read.to)} differ in tag or name; a request has one of "
+                    "each at a sink."
+                )
 
     @cached_property
     def modules(self) -> tuple[str, ...]:
@@ -210,7 +237,7 @@ class Spec:
         reads = tuple(
             ResolvedRead(
                 sites.find(read.site, read.layer_numbers, f"reads[{i}]"),
-                tokens_of(read), read.when,
+                tokens_of(read), read.when, read.to, (read.tag, read.name),
             )
             for i, read in enumerate(self.reads)
         )  # fmt: skip
@@ -219,7 +246,9 @@ class Spec:
             (stream,) = sites.find(probe.site, probe.layer_numbers, f"probes[{i}]")
             _check_size(probe.weight, sites, f"probes[{i}].weight")
             probes.append(
-                ResolvedProbe(stream, tokens_of(probe), probe.name, probe.weight, probe.bias)
+                ResolvedProbe(
+                    stream, tokens_of(probe), probe.name, probe.weight, probe.bias, probe.to
+                )
             )
         edits = [
             one

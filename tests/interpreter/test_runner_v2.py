@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+import vllm_scope
 from tests.checkpoints import check_completion, reference
 from tests.conftest import local_engine
 from vllm_scope import Read, scope
@@ -124,3 +125,18 @@ def test_preemption_and_recompute(llama, ref):
         outputs = run(llm, ids, params(READ_ALL, max_tokens=60))
     assert preempted, "the cache was large enough; the test shows nothing"
     check(outputs, ref)
+
+
+def test_rows_in_files_are_those_in_memory(llama, tmp_path):
+    files = {"root": str(tmp_path), "layout": "per_request"}
+    reads = scope(Read("resid_post"), Read("resid_post", to="filesystem", name="both"))
+    with local_engine(
+        llama, dtype="float32", max_num_batched_tokens=32,
+        additional_config={"scope": {"sinks": {"filesystem": files}}},
+    ) as llm:  # fmt: skip
+        (output,) = run(llm, [range(5, 75)], params(reads))
+    request = vllm_scope.open(tmp_path)["both"]
+    assert request.status == "ok"
+    assert request.output_ids.tolist() == list(output.outputs[0].token_ids)
+    for stream in output.scope.keys():
+        assert torch.equal(request[stream], output.scope[stream])

@@ -218,7 +218,6 @@ def test_a_pickled_result_holds_its_scores_and_not_the_room_they_were_given(road
     assert len(pickle.dumps(pending.snapshot([5], "stop"))) < 10_000
 
 
-@pytest.mark.xfail(strict=True, reason="what a spec was compiled to is remembered on it")
 def test_a_pickled_result_holds_no_programs(road):
     pending = road.open(Read("embed"), Add(V, layer=0))
     road.finish(pending)

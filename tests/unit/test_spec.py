@@ -118,7 +118,7 @@ def test_a_read_that_cannot_be_names_what_came_and_what_is_allowed(arguments, ca
         pytest.param('{"reads": [7]}', "reads[0] is 7", "an object", id="a-read-is-a-number"),
         pytest.param('{"reads": [{}]}', "reads[0] has no 'site'", "resid_post", id="no-site"),
         pytest.param(
-            _spec(layer=1), "'layer'", "layers, site, tokens, when", id="a-misspelt-field"
+            _spec(layer=1), "'layer'", "site, tag, to, tokens, when", id="a-misspelt-field"
         ),
         pytest.param(_spec(layers=[float("nan")]), "nan", "whole numbers", id="a-nan-layer"),
         pytest.param(_spec(tokens=_nested(9)), "nested", "8 deep", id="nested-nine-deep"),

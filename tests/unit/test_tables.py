@@ -446,7 +446,6 @@ def test_clearing_a_step_that_loaded_nothing_touches_nothing():
     assert (tables.tokens == 77).all()
 
 
-@pytest.mark.xfail(strict=True, reason="a buffer that is used again keeps what lies past its rows")
 def test_a_steps_rows_are_its_own_when_its_ids_come_again_after_larger_steps():
     tables, rows, many = _tables(), np.array([3]), np.arange(16)
     again = np.array([1], np.int32)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,13 +18,14 @@ from vllm_scope.arena import Arena
 from vllm_scope.config import ScopeConfig
 from vllm_scope.drain import Drain
 from vllm_scope.engine.core import HANDLE
+from vllm_scope.engine.delivery import NOBODY, Delivery
 from vllm_scope.engine.sizes import Limits
 from vllm_scope.engine.worker import ScopeWorker
 from vllm_scope.host_ring import HostRing
 from vllm_scope.plan import Labels, Planner, StepBatch
 from vllm_scope.program import RequestProgram
 from vllm_scope.registry import Registry
-from vllm_scope.sinks import RowBatch
+from vllm_scope.sinks import RequestInfo, RowBatch
 from vllm_scope.sites import Sites
 from vllm_scope.spec import Resolved
 from vllm_scope.tap import op
@@ -133,6 +135,8 @@ class RecordingSink:
 
     def add_request(self, key: int, frontend: str) -> None: ...
 
+    def leave_out_rows(self, key: int) -> None: ...
+
     def write(self, batch: RowBatch) -> None:
         labels: Labels = batch.labels
         words = batch.slots.clone().view(torch.float32)
@@ -175,13 +179,14 @@ def running_worker(
     worker._tables = worker_tables(num_programs)
     worker._arena = Arena(num_slots, torch.float32, CPU)
     worker._planner = Planner(worker._tables)
-    worker._sink = RecordingSink()
+    sink: Any = RecordingSink()
     ring = HostRing(num_slots, cuda=False)
-    worker._drain = Drain(worker._arena, ring, worker._sink, ROW_BYTES)
+    drain = Drain(worker._arena, ring, sink, ROW_BYTES)
+    worker._delivery = Delivery(ring, sink, sink, drain, RequestInfo(NOBODY, "", "", ()))
     op.register()
     op.connect(worker._tables.numbers, worker)
     try:
-        yield worker, worker._sink
+        yield worker, sink
     finally:
         worker.close()
 

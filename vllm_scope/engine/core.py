@@ -15,17 +15,19 @@ from __future__ import annotations
 
 from collections import deque
 from copy import copy
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 
 import numpy as np
 
+from vllm_scope.engine.delivery import global_reads
 from vllm_scope.engine.model import sites_of
 from vllm_scope.engine.plugin import config_of, wrap_function, wrap_method
 from vllm_scope.errors import CapacityError
 from vllm_scope.plan import OVERSHOOT
 from vllm_scope.program import BlockKeys, Cost, RequestProgram
 from vllm_scope.registry import Registry
+from vllm_scope.sinks.request import Ended
 from vllm_scope.spec import Spec
 from vllm_scope.tap.tables import capacity
 from vllm_scope.vectors import load_vectors
@@ -33,7 +35,8 @@ from vllm_scope.vectors import load_vectors
 #: Where the handle of a request with taps is, beside `scope` in `extra_args`. Made by
 #: the front-end: `key`, `frontend`, `first_position` (None reads nothing), `vectors`
 #: (it edits or probes). EngineCore adds `modules` (name -> digest), `server` (digest of
-#: the server-wide edits) and `cost`; for a plain request too, where the server edits all.
+#: the server-wide edits) and `cost`; for a plain request too, where the server edits all,
+#: and `sinks` where rows go elsewhere than to memory.
 HANDLE = "scope_handle"
 
 
@@ -84,6 +87,8 @@ class CoreScope:
         self.registry = Registry(self.sites)
         for name, path in config.modules.items():
             self.registry.register_module(name, load_vectors(path))
+        #: What global sinks read of every request.
+        self.everywhere = global_reads(config, self.sites)
         self.most = capacity(self.sites.hidden_size, config.vectors_mib)
 
     def stamp(self, request: Any) -> BlockKeys | None:
@@ -97,6 +102,8 @@ class CoreScope:
                 since then. vLLM ends the request with an error.
         """
         params, server = request.sampling_params, self.registry.server
+        if params is not None and self.everywhere.reads:
+            params = request.sampling_params = self._stamp_reads(request)
         handle = handle_of(params)
         if params is None or not (server is not None or (handle and handle["vectors"])):
             return None
@@ -106,6 +113,7 @@ class CoreScope:
         modules = spec.modules if spec is not None else ()
         handle["modules"] = {name: names[name] for name in modules if name in names}
         asked = self.registry.resolve(spec, handle["modules"], server)
+        asked = replace(asked, reads=(*asked.reads, *self.everywhere.reads))
         prompt_ids = np.asarray(request.prompt_token_ids or (), np.int64)
         program = RequestProgram.compile(
             asked, self.sites, frozenset(self.sites.boundaries), len(prompt_ids), prompt_ids
@@ -121,6 +129,18 @@ class CoreScope:
         request.sampling_params = params
         return keys
 
+    def _stamp_reads(self, request: Any) -> Any:
+        """Its sampling parameters, with a handle that says what global sinks read."""
+        ids = np.asarray(request.prompt_token_ids or (), np.int64)
+        firsts = [read.tokens.first_position(len(ids), ids) for read in self.everywhere.reads]
+        handle = dict(handle_of(request.sampling_params) or {})
+        if handle.get("first_position") is not None:
+            firsts.append(handle["first_position"])
+        handle |= {"first_position": min(firsts), "sinks": True, "vectors": handle.get("vectors")}
+        params = copy(request.sampling_params)
+        params.extra_args = {**(params.extra_args or {}), HANDLE: handle}
+        return params
+
 
 # Requests in
 
@@ -131,7 +151,7 @@ _entering: dict[str, BlockKeys] = {}
 def _preprocess(original: Any, self: Any, request: Any) -> Any:
     scope: CoreScope | None = self.__dict__.get("scope")
     if scope is None:
-        if handle_of(request.sampling_params) is None:
+        if handle_of(request.sampling_params) is None and not _has_global_sinks(self):
             return original(self, request)
         scope = self.scope = CoreScope(self.vllm_config)
     keys = scope.stamp(request)
@@ -144,6 +164,13 @@ def _preprocess(original: Any, self: Any, request: Any) -> Any:
         return made
     finally:
         del _entering[request.request_id]
+
+
+def _has_global_sinks(engine: Any) -> bool:
+    if "scope_global" not in engine.__dict__:
+        config = config_of(engine.vllm_config)
+        engine.scope_global = config is not None and bool(config.global_sinks)
+    return bool(engine.scope_global)
 
 
 def _extra_keys(original: Any, request: Any, start: int, stop: int, *rest: Any) -> Any:
@@ -202,6 +229,10 @@ def _add_to_scheduler(original: Any, self: Any, request: Any) -> None:
 
 def _free(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     out = original(self, request, *args, **kwargs)
+    handle = handle_of(request.sampling_params)
+    if handle is not None and handle.get("sinks"):
+        ended = Ended(tuple(request.output_token_ids), str(request.get_finished_reason()))
+        self.__dict__.setdefault("scope_ended", {})[request.request_id] = ended
     ledger = _ledger_of(self)
     if ledger is not None and ledger.release(request.request_id):
         while ledger.waiting:
@@ -226,6 +257,24 @@ def _finish(original: Any, self: Any, request_ids: Any, status: Any) -> Any:
 
 
 _enqueue: Any = None
+
+
+# The end of requests with sinks
+
+
+def _schedule(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the scheduler accepted goes to the workers with the news that it is over."""
+    output = original(self, *args, **kwargs)
+    ended = self.__dict__.get("scope_ended")
+    if ended:
+        output.scope_ended = {r: ended.pop(r) for r in output.finished_req_ids if r in ended}
+    return output
+
+
+def ended_in(scheduler_output: Any) -> dict[str, Ended]:
+    """Of requests that end with this step and have sinks: what was accepted."""
+    found = getattr(scheduler_output, "scope_ended", None)
+    return found if isinstance(found, dict) else {}
 
 
 # KV of other requests
@@ -270,6 +319,7 @@ def wrap() -> None:
     wrap_method(EngineCore, "collective_rpc", ["method", "args"], _collective_rpc)
     _enqueue = Scheduler.add_request
     wrap_method(Scheduler, "add_request", ["request"], _add_to_scheduler)
+    wrap_method(Scheduler, "schedule", [], _schedule)
     wrap_method(Scheduler, "_free_request", ["request"], _free)
     wrap_method(Scheduler, "finish_requests", ["request_ids", "finished_status"], _finish)
     wrap_method(KVCacheManager, "get_computed_blocks", ["request"], _get_computed_blocks)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from contextlib import aclosing, suppress
 from copy import copy
 from dataclasses import dataclass
@@ -22,11 +23,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from vllm_scope.actions import MEMORY
 from vllm_scope.arrays import Array
 from vllm_scope.engine.core import HANDLE
 from vllm_scope.engine.plugin import config_of, wrap_method
 from vllm_scope.engine.sizes import Limits
-from vllm_scope.errors import ScopeError, SpecError
+from vllm_scope.errors import ScopeError, SpecError, shown
+from vllm_scope.metrics import count_sinks
 from vllm_scope.plan import OVERSHOOT
 from vllm_scope.program import RequestProgram
 from vllm_scope.result import Pending, inbox
@@ -43,6 +46,7 @@ class Connection:
     """What the workers of an engine said they can do.
 
     Attributes:
+        sinks: where reads may go beside memory, and whether probes may.
         modules: steering modules that the engine holds: name -> a stand-in for their
             vectors, for the checks; EngineCore and the workers have the content.
     """
@@ -52,6 +56,7 @@ class Connection:
     num_stages: int
     deliver_timeout_s: float
     limits: Limits
+    sinks: dict[str, bool]
     modules: dict[str, Vectors]
 
     @staticmethod
@@ -62,8 +67,9 @@ class Connection:
         reason = next((r["reason"] for r in replies if r["reason"]), None)
         limits = [msgspec.convert(r["limits"], Limits) for r in replies if r["drains"]]
         found = Connection(
-            Sites(**sites), reason, first["num_stages"], deliver_timeout_s, limits[0], {}
-        )
+            Sites(**sites), reason, first["num_stages"], deliver_timeout_s, limits[0],
+            next((r["sinks"] for r in replies if r["drains"]), {}), {},
+        )  # fmt: skip
         found.learn_modules(first["modules"])
         return found
 
@@ -110,6 +116,7 @@ def _may_listen(engine: Any, replies: list[dict[str, Any]]) -> bool:
 def _connect(engine: Any, replies: list[dict[str, Any]]) -> None:
     config = config_of(engine.vllm_config)
     assert config is not None
+    inbox().on_counters = count_sinks
     engine.output_processor.scope = Connection.from_replies(replies, config.deliver_timeout_s)
 
 
@@ -150,8 +157,12 @@ def _needs_connection(engine: Any) -> bool:
 # Requests in
 
 
-def _open(connection: Connection | None, request: Any) -> Pending:
-    """Check one request against the engine and give it a handle."""
+def _open(connection: Connection | None, request: Any, parent: Any, child: int) -> Pending:
+    """Check one request against the engine and give it a handle.
+
+    Args:
+        parent, child: of a completion of n > 1: what vLLM makes one for all, and which.
+    """
     if connection is None:
         raise SpecError("this engine was started without vllm-scope; it has no taps.")
     if connection.reason is not None:
@@ -167,7 +178,9 @@ def _open(connection: Connection | None, request: Any) -> Pending:
     max_tokens = params.max_tokens or 1
     _check_tokens(asked, ids, max(len(ids) + max_tokens - 2, len(ids) - 1), connection.limits)
     _check_room(asked, ids, max_tokens, connection)
-    pending = inbox().open(asked, connection.sites, prompt_ids, max_tokens, connection.num_stages)
+    _check_sinks(asked, connection)
+    own = asked.going_to(MEMORY)
+    pending = inbox().open(own, connection.sites, prompt_ids, max_tokens, connection.num_stages)
     delivers: tuple[Any, ...] = (*asked.reads, *asked.probes)
     handle = {
         "key": pending.key,
@@ -176,11 +189,41 @@ def _open(connection: Connection | None, request: Any) -> Pending:
             (x.tokens.first_position(len(ids), ids) for x in delivers), default=None
         ),
         "vectors": bool(asked.probes or asked.edits),
+        "sinks": any(to != MEMORY for to in asked.destinations),
+        "request_id": getattr(request, "external_req_id", None) or request.request_id,
+        "uid": _uid_of(parent),
+        "child": child,
     }
     params = copy(params)
     params.extra_args = {**params.extra_args, HANDLE: handle}
     request.sampling_params = params
     return pending
+
+
+def _uid_of(parent: Any) -> str:
+    if parent is None:
+        return uuid.uuid4().hex
+    return str(parent.__dict__.setdefault("scope_uid", uuid.uuid4().hex))
+
+
+def _check_sinks(asked: Resolved, connection: Connection) -> None:
+    """Raises SpecError for a destination that the operator did not set up."""
+    there = ", ".join([MEMORY, *connection.sinks])
+    for name in ("reads", "probes"):
+        actions: tuple[Any, ...] = getattr(asked, name)
+        for i, action in enumerate(actions):
+            if action.to == MEMORY:
+                continue
+            if action.to not in connection.sinks:
+                raise SpecError(
+                    f"{name}[{i}].to is {shown(action.to)}; this engine has {there}. Its "
+                    "operator sets up others in additional_config['scope'].sinks."
+                )
+            if name == "probes" and not connection.sinks[action.to]:
+                raise SpecError(
+                    f"probes[{i}].to is {shown(action.to)}, which takes rows, not scores; let "
+                    "them go to memory, or to a plugin that takes them."
+                )
 
 
 def _check_tokens(asked: Resolved, ids: np.ndarray, last: int, limits: Limits) -> None:
@@ -242,16 +285,26 @@ def _unknown_modules(engine: Any, params: Any) -> bool:
     return False  # it is refused with a reason later
 
 
-def _add_to_processor(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+def _add_to_processor(
+    original: Any,
+    self: Any,
+    request: Any,
+    prompt: Any,
+    parent_req: Any = None,
+    request_index: int = 0,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
     """OutputProcessor.add_request: the one place that sees every child request."""
+    rest = (prompt, parent_req, request_index, *args)
     if not _asks(request.sampling_params):
-        original(self, request, *args, **kwargs)
+        original(self, request, *rest, **kwargs)
         return
     try:
-        pending = _open(getattr(self, "scope", None), request)
+        pending = _open(getattr(self, "scope", None), request, parent_req, request_index)
     except SpecError as error:
         raise _refusal()(str(error)) from None
-    original(self, request, *args, **kwargs)
+    original(self, request, *rest, **kwargs)
     self.request_states[request.request_id].scope = pending
 
 
@@ -410,7 +463,10 @@ def wrap() -> None:
     wrap_method(LLMEngine, "has_unfinished_requests", [], _has_unfinished)
     wrap_method(AsyncLLM, "add_request", ["request_id", "prompt", "params"], _add_async)
     wrap_method(AsyncLLM, "generate", ["prompt", "sampling_params"], _generate)
-    wrap_method(OutputProcessor, "add_request", ["request"], _add_to_processor)
+    wrap_method(
+        OutputProcessor, "add_request", ["request", "prompt", "parent_req", "request_index"],
+        _add_to_processor,
+    )  # fmt: skip
     wrap_method(RequestState, "_new_completion_output", ["finish_reason"], _new_completion)
     CompletionOutput.scope = None
     RequestOutput.scope = property(_scope_of)

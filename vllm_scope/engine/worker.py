@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -24,20 +25,20 @@ from vllm_scope.anatomy.layers import Anatomy
 from vllm_scope.anatomy.tapped import install_taps
 from vllm_scope.arena import Arena, Region
 from vllm_scope.config import ScopeConfig
-from vllm_scope.drain import Drain
 from vllm_scope.engine import runners
 from vllm_scope.engine.canary import silent_taps
-from vllm_scope.engine.core import handle_of
+from vllm_scope.engine.core import ended_in, handle_of
+from vllm_scope.engine.delivery import IDLE_COUNTERS, NOBODY, Delivery
 from vllm_scope.engine.model import anatomy_of, sites_of
 from vllm_scope.engine.plugin import config_of, wrap_method
 from vllm_scope.engine.sizes import Limits, Sizes
 from vllm_scope.errors import CompatError, ScopeError
-from vllm_scope.host_ring import HostRing, Lease
+from vllm_scope.host_ring import Lease
 from vllm_scope.plan import Planner, StepBatch, StepPlan
 from vllm_scope.program import SLOT_BYTES, RequestProgram
 from vllm_scope.registry import Registry
 from vllm_scope.road import Address
-from vllm_scope.sinks.memory import MemorySink
+from vllm_scope.sinks.request import Ended
 from vllm_scope.spec import Spec
 from vllm_scope.tap import op
 from vllm_scope.tap.tables import Tables, capacity
@@ -64,7 +65,7 @@ class ScopeWorker:
         self.reason: str | None = None
         self.runner_version = "unknown"
         self._planner: Planner | None = None
-        self._drain: Drain | None = None
+        self._delivery: Delivery | None = None
         self._step: StepPlan | None = None
         self._region: Region | None = None
         self._lease: Lease | None = None
@@ -130,11 +131,12 @@ class ScopeWorker:
         self.here = install_taps(anatomy, tap_of, self._arena.slots, self._tables)
         self._planner = Planner(self._tables)
         if self.drains:
-            self._ring = HostRing(sizes.host_slots(num_slots), device.type == "cuda")
-            self._sink = MemorySink(self.stage, self._ring, self.config.road)
-            self._drain = Drain(self._arena, self._ring, self._sink, sizes.row_bytes)
+            self._delivery = Delivery.open(
+                self.config, self._arena, sizes, self.sites, self.here,
+                (self.stage, self.num_stages), str(self._vllm_config.model_config.model),
+            )  # fmt: skip
             if device.type == "cuda":
-                self._tables.host.fill_(self._ring.slots.data_ptr())
+                self._tables.host.fill_(self._delivery.ring.slots.data_ptr())
         logger.info(
             "vllm-scope: %d taps on %s (%s), runner %s, arena %.1f MiB, vectors %.1f MiB.",
             len(self.here), anatomy.path, anatomy.convention.value, self.runner_version,
@@ -176,8 +178,8 @@ class ScopeWorker:
             where = (self._arena.view(region), region.start, False)
             silent |= set(silent_taps(self.here, self._tables, *where, forward))
             self._arena.give_back(region)
-            if self._drain is not None and self._arena.slots.is_cuda:
-                lease = self._ring.acquire(num_slots)
+            if self._delivery is not None and self._arena.slots.is_cuda:
+                lease = self._delivery.ring.acquire(num_slots)
                 where = (lease.slots.view(self._arena.slots.dtype), lease.start, True)
                 silent |= set(silent_taps(self.here, self._tables, *where, forward))
                 lease.release()
@@ -205,34 +207,46 @@ class ScopeWorker:
 
     def _add_request(self, request: Any, handle: dict[str, Any]) -> None:
         assert self._planner is not None
-        # Without a key nobody waits for anything: the server's edits on a plain request.
-        key = handle.get("key", -1)
+        # Without a key nobody waits for anything: server-wide edits and global sinks.
+        key = handle.get("key", NOBODY)
         params = request.sampling_params
         try:
-            if self._drain is not None and key >= 0:
-                self._sink.add_request(key, handle["frontend"])
+            if self._delivery is not None:
+                self._delivery.expect(handle)
             spec = Spec.from_json(params.extra_args["scope"]) if key >= 0 else None
             asked = self.registry.resolve(spec, handle.get("modules", {}), handle.get("server"))
             prompt_ids = np.asarray(request.prompt_token_ids, np.int64)
+            if self._delivery is not None:
+                asked, key = self._delivery.add_request(
+                    request.req_id, request.prompt_token_ids, handle, asked
+                )
             program = RequestProgram.compile(
                 asked, self.sites, frozenset(self.here), len(prompt_ids), prompt_ids,
-                self._drain is not None,
+                self._delivery is not None,
             )  # fmt: skip
             most = len(prompt_ids) + (params.max_tokens or 1)
-            if key >= 0 or not program.empty:
+            if key != NOBODY or not program.empty:
                 self._planner.add_request(request.req_id, key, program, most)
         except ScopeError as error:
             logger.warning("vllm-scope: request %s is left alone: %s", request.req_id, error)
-            if self._drain is not None and key >= 0:
-                self._drain.finish_request(key, str(error))
+            self._finish(key, str(error))
 
-    def finish_requests(self, req_ids: Any) -> None:
+    def finish_requests(self, req_ids: Any, ended: Mapping[str, Ended] | None = None) -> None:
+        """The scheduler's news that requests are over.
+
+        Args:
+            ended: what it knows of those that have sinks.
+        """
         if self._planner is None or not len(self._planner):
             return
         for req_id in req_ids:
             key = self._planner.finish_request(req_id)
-            if key is not None and key >= 0 and self._drain is not None:
-                self._drain.finish_request(key)
+            if key is not None:
+                self._finish(key, None, (ended or {}).get(req_id))
+
+    def _finish(self, key: int, error: str | None = None, ended: Ended | None = None) -> None:
+        if key != NOBODY and self._delivery is not None:
+            self._delivery.finish_request(key, error, ended)
 
     # Steps
 
@@ -247,8 +261,8 @@ class ScopeWorker:
         plan, failures = self._planner.begin_step(batch)
         for req_id, error in failures:
             key = self._planner.finish_request(req_id)
-            if key is not None and key >= 0 and self._drain is not None:
-                self._drain.finish_request(key, str(error))
+            if key is not None:
+                self._finish(key, str(error))
         if plan is None:
             self._tables.clear_step()
             return
@@ -269,10 +283,10 @@ class ScopeWorker:
 
     def _take_room(self, plan: StepPlan) -> int | None:
         """Where the step's slots begin: in the host's ring, in the arena, or in neither."""
-        assert self._drain is not None
+        assert self._delivery is not None
         direct = plan.num_slots * SLOT_BYTES <= MOST_DIRECT_BYTES
         if direct and self._arena.slots.is_cuda:
-            self._lease = self._ring.acquire(plan.num_slots)
+            self._lease = self._delivery.ring.acquire(plan.num_slots)
             return self._lease.start
         if plan.num_slots <= self._arena.num_slots:
             self._region = self._arena.acquire(plan.num_slots)
@@ -296,8 +310,8 @@ class ScopeWorker:
         if self._tap_region is None:
             return
         assert self._step is not None
-        assert self._drain is not None
-        self._drain.submit(
+        assert self._delivery is not None
+        self._delivery.drain.submit(
             self._tap_region, self._step.labels, self.sites.boundaries[tap], self._positions
         )
 
@@ -315,18 +329,18 @@ class ScopeWorker:
         plan, self._step = self._step, None
         region, self._region = self._region, None
         lease, self._lease = self._lease, None
-        if plan is None or self._drain is None:
+        if plan is None or self._delivery is None:
             return
         if lease is not None:
-            self._drain.submit_written(lease, plan.labels, self._positions)
+            self._delivery.drain.submit_written(lease, plan.labels, self._positions)
         elif region is not None:
-            self._drain.submit(region, plan.labels, None, self._positions)
+            self._delivery.drain.submit(region, plan.labels, None, self._positions)
 
     def close(self) -> None:
         if self._planner is not None:
             op.disconnect(self._tables.numbers)
-            if self._drain is not None:
-                self._drain.close()
+            if self._delivery is not None:
+                self._delivery.close()
 
     # Remote calls (`collective_rpc` finds them on the worker)
 
@@ -337,9 +351,9 @@ class ScopeWorker:
         `needs_tcp`.
         """
         body = self.describe() | {"road": None, "needs_tcp": False}
-        if self._drain is not None:
+        if self._delivery is not None:
             try:
-                body["road"] = self._sink.connect(msgspec.convert(address, Address))
+                body["road"] = self._delivery.memory.connect(msgspec.convert(address, Address))
                 body["needs_tcp"] = body["road"] is None
             except ScopeError as error:
                 body["reason"] = str(error)
@@ -357,6 +371,7 @@ class ScopeWorker:
             "arena_mib": 0.0,
             "limits": msgspec.to_builtins(Limits(1, 0, 0, 0, 0, 0)),
             "modules": self.registry.modules(),
+            "sinks": self._delivery.describe() if self._delivery is not None else {},
         }
         if self._planner is not None:
             body["taps_here"] = list(self.here)
@@ -374,9 +389,12 @@ class ScopeWorker:
             "requests_planned": planner.num_requests_planned if planner is not None else 0,
             "uploads": self._tables.num_uploads if planner is not None else 0,
             "requests": len(planner) if planner is not None else 0,
-            "requests_routed": self._sink.num_requests if self._drain is not None else 0,
-            "roads": self._sink.roads if self._drain is not None else [],
+            **(self._delivery.counters() if self._delivery is not None else IDLE_COUNTERS),
         }
+
+    def flush(self) -> dict[str, str | None]:
+        """Make what has ended visible at every sink; sink -> why it is not, or None."""
+        return self._delivery.flush() if self._delivery is not None else {}
 
 
 #: RPC name -> what answers it. Errors in them are the caller's: they come back as text.
@@ -385,6 +403,7 @@ def _remote_calls(scope: ScopeWorker) -> dict[str, Any]:
         "scope_connect": scope.connect,
         "scope_describe": scope.describe,
         "scope_counters": scope.counters,
+        "scope_flush": scope.flush,
         "scope_register": lambda name, data: scope.registry.register(name, data),
         "scope_unregister": lambda name: scope.registry.unregister(name),
         "scope_modules": lambda: scope.registry.modules(),
@@ -432,7 +451,7 @@ def _attach_steps(runner: Any, scope: ScopeWorker) -> None:
             return execute_model(scheduler_output, *args, **kwargs)
         # First those that ended: the scheduler has given their places to the new ones.
         if scheduler_output.finished_req_ids:
-            scope.finish_requests(scheduler_output.finished_req_ids)
+            scope.finish_requests(scheduler_output.finished_req_ids, ended_in(scheduler_output))
         if scheduler_output.scheduled_new_reqs:
             scope.add_requests(scheduler_output.scheduled_new_reqs)
         if not scope.has_requests():

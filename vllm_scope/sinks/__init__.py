@@ -1,18 +1,191 @@
 """Where drained rows go.
 
-Owns:  RowBatch (what a sink is given) and the Sink protocol.
-Runs:  on the drain thread of each worker that drains.
+Owns:  Sink, Block, RequestInfo, Ending, Report (what a sink is given, and gives back);
+       RowBatch and BatchSink (what the drain hands to the router).
+Runs:  RowBatch on the drain thread of each worker that drains; a Sink on its own thread.
+
+    drain -> router -> memory                       (rows back to the caller)
+                    -> queue -> lane -> filesystem, plugins
+
+A plugin is a class, or a function that makes a sink, under the entry-point group
+`vllm_scope.sinks`; it is called with the options that the operator gave, as keywords.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_scope.host_ring import Lease
 from vllm_scope.plan import Labels
+
+#: `ok`: everything that was asked for; `partial`: some of it; `error`: see the reason.
+Status = Literal["ok", "partial", "error"]
+
+
+@dataclass(frozen=True)
+class RequestInfo:
+    """Whose rows they are.
+
+    Attributes:
+        key: unique among all requests of the engine.
+        request_id: the caller's name for it, or vLLM's; may repeat.
+        uid: unique; the same for all stages and all completions of one request.
+        prompt_ids: the prompt.
+        tag, name: what the read said.
+        child: which completion of a request with n > 1.
+        stage, num_stages: the pipeline stage of this worker, which has its layers only.
+        model: the engine's.
+    """
+
+    key: int
+    request_id: str
+    uid: str
+    prompt_ids: tuple[int, ...]
+    tag: str | None = None
+    name: str | None = None
+    child: int = 0
+    stage: int = 0
+    num_stages: int = 1
+    model: str = ""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of one stream, or scores of one probe, of one request.
+
+    Attributes:
+        site, layer: the stream. Rows from before the edits of their site have
+            ".before" after the site's name.
+        positions: int64 [n], absolute.
+        rows: [n, hidden_size], the model's dtype, CPU; float32 [n] for a probe. Valid
+            during the call: copy what you keep.
+        probe: the probe's name, where these are scores.
+    """
+
+    request: RequestInfo
+    site: str
+    layer: int
+    positions: NDArray[np.int64]
+    rows: Tensor
+    probe: str | None = None
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a request ended, at one sink.
+
+    Attributes:
+        output_ids: what the engine generated. With a stop string, the caller may see
+            less of it.
+        finish_reason: vLLM's: stop, length, abort, error.
+        expected: rows and scores of this stage that were asked for, of tokens that were
+            processed.
+        delivered: of those, how many the sink was given.
+        status, reason: `ok`, or why not.
+    """
+
+    request: RequestInfo
+    output_ids: tuple[int, ...]
+    finish_reason: str
+    expected: int
+    delivered: int
+    status: Status
+    reason: str | None
+
+    @property
+    def dropped(self) -> int:
+        return self.expected - self.delivered
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a sink says of a request that ended; all of it is for the manifest.
+
+    Attributes:
+        files: where the rows are.
+        streams: `site.layer` -> shape, dtype, and what else there is to know.
+        status, reason: where the sink knows better than the Ending.
+        details: anything that JSON can say.
+    """
+
+    files: list[str] = field(default_factory=list)
+    streams: dict[str, dict[str, Any]] = field(default_factory=dict)
+    status: Status | None = None
+    reason: str | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Sink(Protocol):
+    """Where blocks go. An instance is called from one thread, its own, and never twice
+    at a time; with `threads` above 1 there are as many instances, and all calls of one
+    request go to the same one.
+
+    Order: the blocks of a request, then `finish`, once, also for a request that had no
+    block or failed. Requests interleave.
+
+    What a block holds depends on the class attribute `live`:
+
+    - False (or none): a request's rows come when it has ended, one block for each
+      stream, ascending positions, exactly those that were asked for.
+    - True: rows come as they are computed. A position that comes twice was computed
+      twice, and the last one holds; some may be of tokens that are never accepted.
+
+    With the class attribute `takes_scores` false, probes cannot name the sink.
+
+    A call that raises ends its request with status `error` and the exception as the
+    reason. Others go on, and so does the engine; it waits for a call that hangs at most
+    `patience_s`, one of the options that every sink has (`sinks.options`).
+
+    Lifetime: made when the worker loads its model, closed with it. A worker that is
+    killed closes nothing.
+    """
+
+    def write(self, block: Block) -> None: ...
+
+    def finish(self, ending: Ending) -> Report | None: ...
+
+    def flush(self) -> None:
+        """Make what was finished visible. Called when nothing came for `flush_s`, and by
+        the remote call `scope_flush`."""
+
+    def close(self) -> None: ...
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What became of one request at one sink: `result.manifests[sink]`.
+
+    Attributes:
+        expected, delivered, dropped: rows and scores.
+        files: where they are.
+        streams: `site.layer` (or a probe's name) -> shape, dtype, codec, file.
+        details: what the sink said beside it, one entry for each stage.
+    """
+
+    status: Status
+    reason: str | None
+    expected: int
+    delivered: int
+    dropped: int
+    files: list[str] = []
+    streams: dict[str, dict[str, Any]] = {}
+    details: list[dict[str, Any]] = []
+
+    def joined(self, other: Manifest) -> Manifest:
+        """This stage's and another's as one."""
+        worse = max(self, other, key=lambda m: ("ok", "partial", "error").index(m.status))
+        return Manifest(
+            worse.status, worse.reason,
+            self.expected + other.expected, self.delivered + other.delivered,
+            self.dropped + other.dropped, [*self.files, *other.files],
+            self.streams | other.streams, [*self.details, *other.details],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,8 +212,8 @@ class RowBatch:
         return self.lease.slots
 
 
-class Sink(Protocol):
-    """Where drained rows go.
+class BatchSink(Protocol):
+    """What the drain hands batches to.
 
     Called from the drain thread only. Rows of one (request, point) arrive in
     the order in which they were computed: a position that comes twice was

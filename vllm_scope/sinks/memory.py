@@ -1,8 +1,8 @@
 """Rows back to the caller: to the front-end that made the request.
 
 Owns:  which request belongs to which front-end, and the sender to each.
-Runs:  `connect` and registration on the worker's thread, `write` and `finish` on the
-       drain thread; `reclaim` on either.
+Runs:  `connect` and registration on the worker's thread, `write` on the drain thread,
+       `finish` there or on a sink's; `reclaim` on worker and drain.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 
 from vllm_scope.errors import CapacityError, CompatError
 from vllm_scope.host_ring import HostRing
-from vllm_scope.road import Address
+from vllm_scope.road import Address, CountersHeader
 from vllm_scope.senders import Road, Sender, SharedSender, TcpSender
-from vllm_scope.sinks import RowBatch
+from vllm_scope.sinks import Manifest, RowBatch
 
 logger = logging.getLogger("vllm.vllm_scope")
 
@@ -41,6 +41,9 @@ class MemorySink:
         self._lock = threading.Lock()
         self._senders: dict[str, Sender] = {}
         self._frontend_of: dict[int, str] = {}
+        #: Of these, the requests whose rows go there.
+        self._reads: dict[int, str] = {}
+        self._num_bytes = 0
 
     @property
     def roads(self) -> list[Road]:
@@ -93,25 +96,45 @@ class MemorySink:
         with self._lock:
             if frontend not in self._senders:
                 raise CapacityError(f"front-end {frontend} is not connected to this worker")
-            self._frontend_of[key] = frontend
+            self._frontend_of[key] = self._reads[key] = frontend
+
+    def leave_out_rows(self, key: int) -> None:
+        """The request's rows go to other sinks; the front-end hears of its end alone."""
+        with self._lock:
+            self._reads.pop(key, None)
 
     def write(self, batch: RowBatch) -> None:
         self.reclaim()
         with self._lock:
-            of = self._frontend_of
-            if len(self._senders) == 1:
-                frontends = set(self._senders)
-            else:
-                # Keys are unique over all front-ends; each ignores the others'.
-                frontends = {of[k] for k in np.unique(batch.labels.keys).tolist() if k in of}
+            of = self._reads
+            # Keys are unique over all front-ends; each ignores the others'.
+            one = set(self._senders) if len(self._senders) == 1 and of else None
+            frontends = one or {of[k] for k in np.unique(batch.labels.keys).tolist() if k in of}
             for frontend in frontends:
                 self._senders[frontend].send_rows(batch)
+                self._num_bytes += batch.slots.nbytes
 
-    def finish(self, key: int, error: str | None) -> None:
+    def finish(
+        self, key: int, error: str | None, manifests: dict[str, Manifest] | None = None
+    ) -> None:
+        """The last of a request; on the thread of whichever sink was last."""
         with self._lock:
             frontend = self._frontend_of.pop(key, None)
+            self._reads.pop(key, None)
             if frontend is not None:
-                self._senders[frontend].send_finish(key, self._stage, error)
+                self._senders[frontend].send_finish(key, self._stage, error, manifests or {})
+
+    def counters(self) -> dict[str, float]:
+        """As `lane.Counters` has them: the ring is this sink's queue."""
+        return {"bytes": self._num_bytes, "wait_ms": self._ring.wait_ms}
+
+    def send_counters(self, sinks: dict[str, dict[str, float]]) -> bool:
+        """Tell one front-end, so that no process counts what another has counted."""
+        with self._lock:
+            alive = next((s for s in self._senders.values() if not s.dead), None)
+            if alive is not None:
+                alive.send_counters(CountersHeader(self._ring.ref.identity, sinks))
+            return alive is not None
 
     def reclaim(self) -> None:
         """Release what front-ends have read, and what a dead one never will."""
@@ -125,9 +148,11 @@ class MemorySink:
                 sender.close()
             self._senders.clear()
             self._frontend_of.clear()
+            self._reads.clear()
 
     def _forget_dead(self) -> None:
         dead = {frontend for frontend, sender in self._senders.items() if sender.dead}
         for frontend in dead:
             self._senders.pop(frontend).close()
         self._frontend_of = {k: f for k, f in self._frontend_of.items() if f not in dead}
+        self._reads = {k: f for k, f in self._reads.items() if f not in dead}

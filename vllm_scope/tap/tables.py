@@ -261,9 +261,10 @@ class Tables:
         last = max(int(rows[-1]) + 1, self._rows_written)
         buffer = self._staging.next()
         if buffer.holds is not program_ids:
-            buffer.array[:last, PROGRAM] = NO_PROGRAM
+            buffer.array[: buffer.num_rows, PROGRAM] = NO_PROGRAM
             buffer.array[rows, PROGRAM] = program_ids
             buffer.holds, buffer.rows = program_ids, _as_slice(rows)
+            buffer.num_rows = int(rows[-1]) + 1
         buffer.array[buffer.rows, SLOT] = slots
         buffer.array[buffer.rows, TO_HOST] = to_host
         self._staging.upload(buffer, self.tokens, last)
@@ -363,12 +364,14 @@ class _Buffer:
         tensor, array: the same memory, int32 [max_rows, 4].
         holds: the program ids that its rows have; the very array, compared by identity.
         rows: which rows those are.
+        num_rows: no row from here on has a program.
     """
 
     tensor: Tensor
     array: NDArray[np.int32]
     holds: NDArray[np.int32] | None = None
     rows: slice | NDArray[np.int64] | None = None
+    num_rows: int = 0
 
 
 class _Staging:

@@ -1,0 +1,76 @@
+"""A sink that keeps no rows: the running mean and covariance of each stream.
+
+"sinks": {"moments": {"path": "/data/moments.npz"}}
+Read("resid_post", layers=[12], to="moments")
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from vllm_scope.sinks import Block, Ending, Report
+
+
+@dataclass
+class Stream:
+    """Of one (site, layer).
+
+    Attributes:
+        mean: float64 [hidden_size].
+        scatter: float64 [hidden_size, hidden_size], sum of outer products about the mean.
+    """
+
+    count: int
+    mean: np.ndarray
+    scatter: np.ndarray
+
+    def add(self, rows: np.ndarray) -> None:
+        """Chan, Golub and LeVeque (1979): exact whatever the order of the batches."""
+        mean = rows.mean(axis=0)
+        centred = rows - mean
+        delta, total = mean - self.mean, self.count + len(rows)
+        self.scatter += centred.T @ centred
+        self.scatter += np.outer(delta, delta) * (self.count * len(rows) / total)
+        self.mean += delta * (len(rows) / total)
+        self.count = total
+
+    @property
+    def covariance(self) -> np.ndarray:
+        return self.scatter / max(self.count - 1, 1)
+
+
+class Moments:
+    """Exact: `live` is false, so each accepted row comes once."""
+
+    live = False
+    takes_scores = False
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        self.streams: dict[str, Stream] = {}
+
+    def write(self, block: Block) -> None:
+        rows = block.rows.double().numpy()
+        size = rows.shape[1]
+        stream = self.streams.setdefault(
+            f"{block.site}.{block.layer}", Stream(0, np.zeros(size), np.zeros((size, size)))
+        )
+        stream.add(rows)
+
+    def finish(self, ending: Ending) -> Report:
+        return Report(details={name: stream.count for name, stream in self.streams.items()})
+
+    def flush(self) -> None:
+        arrays = {}
+        for name, stream in self.streams.items():
+            arrays |= {f"{name}.mean": stream.mean, f"{name}.covariance": stream.covariance}
+            arrays[f"{name}.count"] = np.array(stream.count)
+        partial = self._path.with_suffix(".tmp.npz")
+        np.savez(partial, **arrays)
+        os.replace(partial, self._path)  # whole, or not at all
+
+    def close(self) -> None: ...

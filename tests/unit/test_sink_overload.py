@@ -1,0 +1,217 @@
+"""A sink in trouble: what each policy promises, by count; and nobody else notices."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.unit.sinks import POINTS, SITES, TOKEN_BYTES, Live, Other, Whole, side
+from vllm_scope import Read
+from vllm_scope.program import Layout
+from vllm_scope.sinks import Manifest, RequestInfo
+from vllm_scope.sinks.lane import Lane
+from vllm_scope.sinks.options import SinkOptions
+from vllm_scope.sinks.request import Arrival, Delivery, Ended
+from vllm_scope.sinks.spill import SpillFile
+from vllm_scope.spec import Spec
+
+READ = Read("resid_post", to="mine")
+
+
+# Sinks in trouble
+
+
+@pytest.mark.parametrize("where", ["write", "finish"])
+@pytest.mark.parametrize("kind", [Live, Whole])
+def test_a_sink_that_raises_fails_its_requests_with_the_reason_and_no_others(
+    monkeypatch, where, kind
+):
+    sinks = {"mine": {"fail": where}, "other": {}}
+    with side(monkeypatch, sinks, mine=kind, other=Other) as here:
+        for key in range(5):
+            here.add(key, READ, Read("embed", to="other"))
+            here.write(key, [0, 1, 2])
+            here.end(key)
+        for key in range(5):
+            manifest = here.manifest(key)
+            assert (manifest.status, manifest.delivered) == ("error", 0)
+            assert manifest.reason == "sink 'mine' failed: OSError: disk full"
+            assert here.manifest(key, "other").status == "ok"
+        assert here.router.counters()["mine"]["errors"] >= 5
+
+
+def test_a_sink_that_hangs_is_waited_for_as_long_as_its_patience_and_then_not(monkeypatch):
+    sinks = {"mine": {"patience_s": 0.3, "queue_mib": 0.001}, "other": {}}
+    with side(monkeypatch, sinks, mine=Live, other=Other) as here:
+        stuck = Live.made[0]
+        stuck.go_on.clear()
+        started = time.monotonic()
+        for key in range(50):
+            here.add(key, READ, Read("embed", to="other"))
+            here.write(key, list(range(20)))
+            here.end(key, output=tuple(range(19)))
+        # One wait for all: once it counts as stalled, nothing waits.
+        assert 0.2 < time.monotonic() - started < 1.5
+        for key in range(50):
+            manifest = here.manifest(key)
+            assert (manifest.status, manifest.delivered) == ("error", 0)
+            assert "did not return from a call within 0.3 s" in manifest.reason
+            assert here.manifest(key, "other").status == "ok"
+        assert here.router.counters()["mine"]["queue_bytes"] <= 1200
+        stuck.go_on.set()
+        time.sleep(0.2)
+        here.add(99, READ)
+        here.write(99, [0, 1, 2])
+        here.end(99)
+        assert here.manifest(99).status == "ok"
+
+
+def test_closing_leaves_a_sink_that_hangs_behind(monkeypatch):
+    started = time.monotonic()
+    with side(monkeypatch, {"mine": {"patience_s": 0.3}}, mine=Live) as here:
+        Live.made[0].go_on.clear()
+        here.add(1, READ)
+        here.write(1, [0])
+    assert time.monotonic() - started < 3
+    Live.made[0].go_on.set()
+
+
+# Policies, of a sink at a tenth of the speed that rows come at
+
+STEP_S, NUM_STEPS = 0.001, 120
+
+
+def _overloaded(monkeypatch, options, **more):
+    """Rows of one request at ten times the sink's speed; (manifest, counters, seconds)."""
+    body = {"delay_s": 5 * STEP_S, "queue_mib": 20 * TOKEN_BYTES / 2**20} | options
+    with side(monkeypatch, {"mine": body}, mine=Live, **more) as here:
+        here.add(1, READ)
+        started = time.monotonic()
+        queued = 0
+        for position in range(NUM_STEPS):
+            here.write(1, [position])
+            queued = max(queued, here.router.counters()["mine"]["queue_bytes"])
+            time.sleep(STEP_S)
+        fed_s = time.monotonic() - started
+        here.end(1, output=tuple(range(NUM_STEPS - 1)))
+        manifest = here.manifest(1)
+        counters = here.router.counters()["mine"]
+    assert queued <= 20 * TOKEN_BYTES
+    return manifest, counters, fed_s
+
+
+#: Each step is a block at two layers.
+SINK_S = 2 * 5 * STEP_S * NUM_STEPS
+
+
+def test_block_loses_nothing_and_makes_the_engine_as_slow_as_the_sink(monkeypatch):
+    manifest, counters, fed_s = _overloaded(monkeypatch, {"on_overload": "block"})
+    assert (manifest.status, manifest.delivered) == ("ok", 2 * NUM_STEPS)
+    assert counters["drops"] == 0
+    assert counters["waits"] > 0
+    assert fed_s > 0.7 * SINK_S
+    assert [p for p, _ in Live.made[0].rows[1, "resid_post", 0]] == list(range(NUM_STEPS))
+
+
+def test_drop_never_waits_and_counts_what_it_drops(monkeypatch):
+    manifest, counters, fed_s = _overloaded(monkeypatch, {"on_overload": "drop"})
+    assert counters["waits"] == 0
+    assert fed_s < 0.6 * SINK_S
+    assert counters["drops"] == manifest.dropped > NUM_STEPS
+    assert manifest.delivered + manifest.dropped == manifest.expected == 2 * NUM_STEPS
+    assert (manifest.status, manifest.reason) == ("partial", "the queue of sink 'mine' was full")
+    positions = [p for p, _ in Live.made[0].rows[1, "resid_post", 0]]
+    assert positions == sorted(set(positions))
+    assert len(positions) == manifest.delivered // 2
+
+
+def test_spill_loses_nothing_keeps_the_order_and_does_not_wait(monkeypatch, tmp_path):
+    options = {"on_overload": "spill", "spill_folder": str(tmp_path), "spill_mib": 1}
+    manifest, counters, fed_s = _overloaded(monkeypatch, options)
+    assert (manifest.status, manifest.delivered) == ("ok", 2 * NUM_STEPS)
+    assert counters["waits"] == counters["drops"] == 0
+    assert counters["spilled_bytes"] > NUM_STEPS * TOKEN_BYTES // 2
+    assert fed_s < 0.6 * SINK_S
+    expected = [(p, 10 * p + 1) for p in range(NUM_STEPS)]
+    assert Live.made[0].rows[1, "resid_post", 0] == expected
+    assert list(tmp_path.iterdir()) == []  # it has no name
+
+
+def test_spill_waits_when_the_disk_is_full_too(monkeypatch):
+    options = {"on_overload": "spill", "spill_mib": 10 * TOKEN_BYTES / 2**20}
+    manifest, counters, _ = _overloaded(monkeypatch, options)
+    assert (manifest.status, manifest.delivered) == ("ok", 2 * NUM_STEPS)
+    assert counters["waits"] > 0
+    assert counters["drops"] == 0
+
+
+def test_another_sink_does_not_notice_one_that_drops_or_spills(monkeypatch):
+    for policy in ("drop", "spill"):
+        sinks = {"mine": {"on_overload": policy, "queue_mib": 0.0001, "delay_s": 0.02}, "other": {}}
+        with side(monkeypatch, sinks, mine=Live, other=Other) as here:
+            here.add(1, READ)
+            started = time.monotonic()
+            for key in range(2, 30):
+                here.write(1, [key])
+                here.add(key, Read("embed", to="other"))
+                here.write(key, [0, 1, 2])
+                here.end(key)
+                assert here.manifest(key, "other").status == "ok"
+            assert time.monotonic() - started < 1
+
+
+def test_memory_stays_bounded_behind_a_sink_that_hangs(monkeypatch):
+    """512 MiB of rows at a queue of 8 MiB, and 64 MiB held of requests that never end."""
+    row = np.zeros((16, 64 << 10), np.uint8)
+    info = RequestInfo(1, "r", "u", (1,))
+    asked = Spec((Read("embed", to="mine"),)).resolve(SITES)
+    made: list[Manifest] = []
+    Whole.made = []
+    for kind, most in ((Live, 8), (Whole, 8 + 64)):
+        kind.made = []
+        options = SinkOptions(queue_mib=8, held_mib=64, patience_s=0.2)
+        sink = kind()
+        sink.go_on.clear()
+        lane = Lane("mine", sink, options, lambda delivery, manifest: made.append(manifest))
+        delivery = Delivery(info, asked, "mine", SITES, SITES.boundaries)
+        before = psutil.Process(os.getpid()).memory_info().rss
+        for i in range(512):
+            layout = Layout((POINTS[0],))
+            lane.put(delivery, Arrival(layout, np.arange(16 * i, 16 * i + 16), row.copy(), 1 << 16))
+        grown = psutil.Process(os.getpid()).memory_info().rss - before
+        assert grown < (most + 24) << 20, grown >> 20
+        assert lane.snapshot().drops > 0
+        sink.go_on.set()
+        while lane.stalled:
+            time.sleep(0.01)
+        delivery.error = "given up"
+        lane.end(delivery, Ended((), "abort"))
+        lane.close()
+        assert lane.snapshot().held_bytes == 0
+    assert [manifest.status for manifest in made] == ["error", "error"]
+
+
+# Spill file
+
+
+def test_a_spill_file_is_a_queue_of_bounded_size():
+    spill = SpillFile(None, 1000)
+    rng = np.random.default_rng(0)
+    waiting: list[np.ndarray] = []
+    for _ in range(2000):
+        if rng.random() < 0.5:
+            data = rng.integers(0, 256, int(rng.integers(1, 400)), np.uint8)
+            if spill.put(data):
+                waiting.append(data)
+            else:
+                assert waiting
+        elif waiting:
+            assert (spill.take() == waiting.pop(0)).all()
+        assert spill.num_bytes == sum(map(len, waiting)) <= 1000
+        assert os.fstat(spill._file.fileno()).st_size <= 1000
+    assert not spill.put(np.zeros(1001, np.uint8)) or not waiting
+    spill.close()

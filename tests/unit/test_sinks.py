@@ -1,0 +1,341 @@
+"""Rows reach the sinks that were named, whole and counted."""
+
+from __future__ import annotations
+
+import resource
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import vllm_scope
+from tests.unit.sinks import POINTS, Live, Other, Whole, install, side
+from vllm_scope import ConfigError, Probe, Read
+from vllm_scope.config import ScopeConfig
+from vllm_scope.program import Layout
+from vllm_scope.sinks import Manifest
+from vllm_scope.spec import Spec
+
+READ = Read("resid_post", to="mine")
+
+
+# What a sink is given
+
+
+def test_a_live_sink_has_rows_as_they_come_and_the_counts_at_the_end(monkeypatch):
+    with side(monkeypatch, {"mine": {}}, mine=Live) as here:
+        here.add(1, READ)
+        here.write(1, [0, 1])
+        here.write(1, [2])
+        here.write(1, [1], base=0.5)  # computed again
+        here.write(1, [3])  # of a token that is never accepted
+        here.end(1)
+        manifest = here.manifest(1)
+    (sink,) = Live.made
+    assert sink.rows[1, "resid_post", 0] == [(0, 1), (1, 11), (2, 21), (1, 11.5), (3, 31)]
+    assert sink.rows[1, "resid_post", 1] == [(0, 2), (1, 12), (2, 22), (1, 12.5), (3, 32)]
+    assert manifest == Manifest("ok", None, 6, 6, 0, ["1.x"], {}, [{"said": "fine"}])
+    (ending,) = sink.endings
+    assert (ending.output_ids, ending.finish_reason) == ((7, 8), "length")
+    assert sink.num_closed == 1
+
+
+def test_a_sink_of_whole_requests_has_the_last_row_of_each_accepted_position_in_order(monkeypatch):
+    with side(monkeypatch, {"mine": {}}, mine=Whole) as here:
+        here.add(1, Read("resid_post", 1, to="mine"), Read("embed", tokens=[0], to="mine"))
+        for positions, base in (([2, 0], 0), ([1], 0), ([0, 1], 0.5), ([3, 4], 0)):
+            here.write(1, positions, base)
+        here.end(1)
+        manifest = here.manifest(1)
+    rows = Whole.made[0].rows
+    assert rows == {
+        (1, "resid_post", 1): [(0, 2.5), (1, 12.5), (2, 22)],
+        (1, "embed", 0): [(0, 0.5)],
+    }
+    assert (manifest.expected, manifest.delivered) == (4, 4)
+    assert manifest.streams["resid_post.1"] == {"shape": [3, 4], "dtype": "float32"}
+
+
+def test_scores_go_to_a_sink_with_their_probe(monkeypatch):
+    probe = Probe([1.0, 0, 0, 0], layer=1, name="truth", to="mine")
+    layout = Layout(POINTS[:1], ((4, 0),))
+    with side(monkeypatch, {"mine": {}}, mine=Live) as here:
+        here.add(1, probe)
+        # The score is in the slot behind the row; `write` fills both as rows.
+        here.write(1, [0, 1, 2], layout=Layout((POINTS[0], POINTS[1])))
+        here.end(1)
+        assert here.manifest(1).status == "partial"  # there was no score in that layout
+        here.add(2, probe)
+        here.router._route(
+            2, layout, np.arange(3), torch.arange(24.0).view(3, 8).view(torch.uint8).numpy(), 16
+        )
+        here.end(2)
+        assert here.manifest(2).status == "ok"
+    assert Live.made[0].rows == {(2, "resid_post", "truth"): [(0, 4), (1, 12), (2, 20)]}
+
+
+def test_rows_of_a_request_go_to_each_of_its_sinks_and_no_further(monkeypatch):
+    with side(monkeypatch, {"mine": {}, "other": {}}, mine=Live, other=Other) as here:
+        here.add(1, READ, Read("embed", to="other"))
+        here.add(2, Read("embed", to="other"))
+        here.write([1, 2, 9, 1, 2], [0, 0, 0, 1, 1])
+        for key in (1, 2, 9):
+            here.end(key, output=(7,))
+        assert here.manifest(1, "mine").delivered == 4
+        assert here.manifest(2, "other").delivered == 2
+    assert set(Live.made[0].rows) == {(1, "resid_post", 0), (1, "resid_post", 1)}
+    rows = [(0, 0), (1, 10)]
+    assert Other.made[0].rows == {(1, "embed", 0): rows, (2, "embed", 0): rows}
+    assert set(here.memory.finished[9][1]) == set()
+
+
+def test_a_tag_and_a_name_are_the_destinations_own(monkeypatch):
+    with side(monkeypatch, {"mine": {}, "other": {}}, mine=Live, other=Other) as here:
+        here.add(1, Read("embed", to="mine", tag="t", name="n"), Read("embed", to="other"))
+        here.write(1, [0])
+        here.end(1, output=(7,))
+        here.manifest(1)
+    requests = [sink.endings[0].request for sink in (Live.made[0], Other.made[0])]
+    assert [(r.tag, r.name) for r in requests] == [("t", "n"), (None, None)]
+
+
+def test_with_four_threads_each_request_keeps_its_order_and_none_is_missing(monkeypatch):
+    with side(monkeypatch, {"mine": {"threads": 4}}, mine=Live) as here:
+        for key in range(40):
+            here.add(key, READ)
+        for position in range(20):
+            here.write(list(range(40)), [position] * 40)
+        for key in range(40):
+            here.end(key, output=tuple(range(19)))
+        assert all(here.manifest(key).status == "ok" for key in range(40))
+    assert len(Live.made) == 4
+    assert [len(sink.endings) for sink in Live.made] == [10, 10, 10, 10]
+    assert all(len(sink.threads) == 1 for sink in Live.made)
+    for sink in Live.made:
+        for rows in sink.rows.values():
+            assert [position for position, _ in rows] == list(range(20))
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_aborted_request_is_partial_with_what_it_had(monkeypatch, reason):
+    with side(monkeypatch, {"mine": {}}, mine=Whole) as here:
+        here.add(1, READ, prompt=tuple(range(10)))
+        here.write(1, [0, 1, 2])
+        here.end(1, output=(), reason=reason)
+        manifest = here.manifest(1)
+    assert manifest.status == "partial"
+    assert reason in manifest.reason
+    assert (manifest.expected, manifest.delivered, manifest.dropped) == (20, 6, 14)
+
+
+def test_a_request_that_the_worker_fails_is_failed_at_its_sinks(monkeypatch):
+    with side(monkeypatch, {"mine": {}}, mine=Whole) as here:
+        here.add(1, READ)
+        here.end(1, error="no room in the tables")
+        manifest = here.manifest(1)
+        assert here.memory.finished[1][0] == "no room in the tables"
+    assert (manifest.status, manifest.reason) == ("error", "no room in the tables")
+
+
+def test_global_sinks_see_every_request_and_nobody_waits_for_them(monkeypatch):
+    config = {"mine": {"reads": [{"site": "embed"}]}}
+    with side(monkeypatch, {}, config, mine=Live) as here:
+        here.add(-2, Read("embed", to="global:mine"))
+        Live.made[0].go_on.clear()
+        here.write(-2, [0, 1, 2])
+        here.end(-2)
+        assert -2 in here.memory.finished  # at once
+        Live.made[0].go_on.set()
+    assert Live.made[0].endings[0].status == "ok"
+
+
+# Files
+
+
+def _files(tmp_path, **options):
+    return {"filesystem": {"root": str(tmp_path / "root"), "layout": "per_request"} | options}
+
+
+TO_FILES = Read("resid_post", to="filesystem")
+
+
+def test_a_manifest_tells_where_the_rows_are(monkeypatch, tmp_path):
+    with side(monkeypatch, _files(tmp_path, codec="fp16")) as here:
+        here.add(1, Read("resid_post", 1, to="filesystem", tag="a/b", name="../x"))
+        here.write(1, [0, 1, 2])
+        here.end(1)
+        manifest = here.manifest(1, "filesystem")
+        capture = vllm_scope.open(tmp_path / "root")
+        request = capture["../x"]
+        assert request["resid_post", 1][:, 0].tolist() == [2, 12, 22]
+        assert request.token_ids.tolist() == [5, 6, 7, 8]
+    assert manifest.status == "ok"
+    assert manifest.streams["resid_post.1"]["shape"] == (3, 4)
+    assert manifest.streams["resid_post.1"]["codec"]["codec"] == "fp16"
+    assert manifest.details == [{"root": str(tmp_path / "root"), "published": True}]
+    (found,) = (tmp_path / "root").rglob("*.safetensors")
+    assert [found.name] == manifest.files
+
+
+def test_rows_of_shards_are_visible_after_a_flush_or_a_pause(monkeypatch, tmp_path):
+    options = _files(tmp_path, layout="sharded", flush_s=0.3)
+    with side(monkeypatch, options) as here:
+        for key in (1, 2):
+            here.add(key, TO_FILES)
+            here.write(key, [0, 1, 2])
+            here.end(key)
+            assert here.manifest(key, "filesystem").details[0]["published"] is False
+            if key == 1:
+                assert here.router.flush() == {"filesystem": None}
+            else:
+                time.sleep(1.0)
+            assert len(vllm_scope.open(tmp_path / "root")) == key
+
+
+def _root_becomes_a_file(root):
+    for path in sorted(root.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    root.rmdir()
+    root.write_text("in the way")
+
+
+def _root_is_removed(root):
+    for path in sorted(root.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    root.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        pytest.param(_root_becomes_a_file, "Not a directory", id="the-root-is-a-file"),
+        pytest.param(_root_is_removed, "No such file", id="the-root-is-removed"),
+    ],
+)
+def test_a_root_that_goes_wrong_fails_requests_with_the_reason(monkeypatch, tmp_path, harm, reason):
+    with side(monkeypatch, _files(tmp_path)) as here:
+        here.add(1, TO_FILES)
+        here.write(1, [0, 1, 2])
+        here.end(1)
+        assert here.manifest(1, "filesystem").status == "ok"
+        harm(tmp_path / "root")
+        for key in (2, 3):
+            here.add(key, TO_FILES)
+            here.write(key, [0, 1, 2])
+            here.end(key)
+            manifest = here.manifest(key, "filesystem")
+            assert manifest.status == "error"
+            assert reason in manifest.reason
+
+
+def test_a_full_disk_fails_the_request_that_met_it_with_the_reason(monkeypatch, tmp_path):
+    """A file may have 2 KiB at most, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with side(monkeypatch, _files(tmp_path)) as here:
+        for key, num_rows in ((1, 3), (2, 200), (3, 3)):
+            here.add(key, TO_FILES)
+            here.write(key, list(range(num_rows)))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2048, hard))
+            try:
+                here.end(key, output=tuple(range(num_rows - 1)))
+                manifest = here.manifest(key, "filesystem")
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            assert manifest.status == ("error" if key == 2 else "ok")
+            assert key != 2 or "File too large" in manifest.reason
+    assert len(vllm_scope.open(tmp_path / "root")) == 2
+    assert not list((tmp_path / "root").glob(".*.tmp"))
+
+
+def test_no_permission_fails_one_tag_and_not_the_next(monkeypatch, tmp_path):
+    """Root may write anywhere, so a file stands where the tag's folder would go."""
+    with side(monkeypatch, _files(tmp_path)) as here:
+        (tmp_path / "root" / "shut").write_text("")
+        for key, tag, status in ((1, "shut", "error"), (2, "open", "ok")):
+            here.add(key, Read("resid_post", to="filesystem", tag=tag))
+            here.write(key, [0, 1, 2])
+            here.end(key)
+            assert here.manifest(key, "filesystem").status == status
+
+
+def test_a_root_that_cannot_be_is_refused_at_start(monkeypatch, tmp_path):
+    (tmp_path / "root").write_text("")
+    with (
+        pytest.raises(vllm_scope.FileError, match="cannot be written to"),
+        side(monkeypatch, _files(tmp_path)),
+    ):
+        pass
+
+
+# Options
+
+FILES = "filesystem"
+
+
+@pytest.mark.parametrize(
+    ("sink", "options", "sentence"),
+    [
+        pytest.param(FILES, {"fsync": "False"}, "fsync", id="a-word-for-a-bool"),
+        pytest.param(FILES, {"fsync": 0}, "fsync", id="a-number-for-a-bool"),
+        pytest.param(FILES, {"rot": "/r"}, "rot", id="a-misspelt-option"),
+        pytest.param(FILES, {"root": None}, "root", id="no-root"),
+        pytest.param(FILES, {"queue_mib": True}, "queue_mib", id="a-bool-for-a-number"),
+        pytest.param(FILES, {"on_overload": "wait"}, "on_overload", id="no-policy"),
+        pytest.param(FILES, {"reads": []}, "reads", id="reads-of-no-global-sink"),
+        pytest.param("kafka", {}, "'kafka'; installed are filesystem, mine", id="no-plugin"),
+        pytest.param("memory", {}, "memory is always there", id="memory"),
+        pytest.param("mine", [], "object of options", id="a-list"),
+    ],
+)
+def test_options_are_parsed_strictly(monkeypatch, sink, options, sentence):
+    install(monkeypatch, {"mine": Live})
+    body = {"root": "/r"} | options if sink == FILES else options
+    with pytest.raises(ConfigError) as caught:
+        ScopeConfig.parse({"sinks": {sink: body}})
+    assert sentence in str(caught.value)
+    assert str(caught.value).startswith("additional_config['scope'].")
+
+
+def test_false_means_false(tmp_path):
+    body = {"filesystem": {"root": str(tmp_path), "fsync": False}}
+    config = ScopeConfig.parse({"sinks": body}).sink_configs()["filesystem"]
+    assert config.own["fsync"] is False
+
+
+def test_a_plugins_unknown_option_stops_the_start(monkeypatch):
+    with (
+        pytest.raises(ConfigError, match="unexpected keyword argument 'colour'"),
+        side(monkeypatch, {"mine": {"colour": 1}}, mine=Live),
+    ):
+        pass
+
+
+def test_a_read_names_one_tag_and_name_for_a_sink():
+    with pytest.raises(vllm_scope.SpecError, match="differ in tag or name"):
+        vllm_scope.scope(Read("embed", to="x", tag="a"), Read("embed", to="x"))
+    with pytest.raises(vllm_scope.SpecError, match="rows go to memory"):
+        Read("embed", tag="a")
+    spec = Spec((Read("embed", to="x", tag="a", name="b"),))
+    assert Spec.from_json(spec.to_json()) == spec
+
+
+def test_counters_are_reported_when_they_change(monkeypatch):
+    with side(monkeypatch, {"mine": {}}, mine=Live) as here:
+        here.add(1, READ)
+        here.write(1, [0, 1, 2])
+        here.end(1)
+        here.manifest(1)
+        deadline = time.monotonic() + 5
+        while not here.memory.reports and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert here.memory.reports[0]["mine"]["rows"] == 6
+    assert here.memory.reports[0]["mine"]["bytes"] == 6 * 16
+
+
+def test_threads_end_with_the_router(monkeypatch):
+    before = threading.active_count()
+    with side(monkeypatch, {"mine": {"threads": 3}}, mine=Live):
+        assert threading.active_count() == before + 4
+    assert threading.active_count() == before

@@ -1,0 +1,59 @@
+"""Requests into files: the sink `to="filesystem"`.
+
+Owns:  FilesystemSink, the seam to `vllm_scope.files`.
+Runs:  on its lane's thread. Several instances may write into one root.
+
+A request that failed leaves no file; one of which rows are missing does, and says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+from vllm_scope.files import FileOptions, RequestRecord, RequestWriter, open_writer
+from vllm_scope.sinks import Block, Ending, Report
+
+
+class FilesystemSink:
+    live: ClassVar[bool] = False
+    takes_scores: ClassVar[bool] = False
+
+    def __init__(self, options: FileOptions) -> None:
+        self._options = options
+        self._writer = open_writer(options)
+        self._requests: dict[int, RequestWriter] = {}
+
+    def write(self, block: Block) -> None:
+        request = self._requests.get(block.request.key)
+        if request is None:
+            request = self._requests[block.request.key] = self._writer.begin()
+        request.write(block.site, block.layer, block.positions, block.rows)
+
+    def finish(self, ending: Ending) -> Report | None:
+        request = ending.request
+        writer = self._requests.pop(request.key, None)
+        if ending.status == "error":
+            return None
+        manifest = (writer or self._writer.begin()).finish(
+            RequestRecord(
+                request.request_id, request.prompt_ids, ending.output_ids, request.model,
+                ending.expected, ending.delivered, ending.dropped, ending.status, ending.reason,
+                request.tag, request.name, request.uid, request.child, request.stage,
+                request.num_stages,
+            )
+        )  # fmt: skip
+        streams: dict[str, dict[str, Any]] = {
+            name: msgspec.to_builtins(entry) for name, entry in manifest.streams.items()
+        }
+        # Shared files are seen when they are full, or when the sink is flushed.
+        published = self._options.layout in ("per_request", "npz")
+        details = {"root": self._options.root, "published": published}
+        return Report(manifest.files, streams, manifest.status, manifest.reason, details)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()

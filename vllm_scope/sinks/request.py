@@ -1,0 +1,245 @@
+"""One request at one sink: what it asked for, what came, what is missing.
+
+Owns:  Arrival (rows on their way to a sink), Ended (what the scheduler said at the
+       end), Delivery.
+Runs:  made on the worker's thread; then on the lane's thread alone, but for `lose`,
+       which the drain thread calls.
+From:  router.   To: lane.
+
+Promise: of each stream a whole-request sink gets the last computed row of every
+position that was asked for and accepted, once; and the counts say what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_scope.assemble import Ints, Part, assemble, wanted_positions
+from vllm_scope.program import SLOT_BYTES, Layout, canonical_point, edited_places, slots_of_row
+from vllm_scope.selectors import Selector
+from vllm_scope.sinks import Block, Ending, RequestInfo, Status
+from vllm_scope.sites import SiteLayer, Sites
+from vllm_scope.spec import Resolved
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a request's tokens of one layout delivered, in one batch.
+
+    Attributes:
+        layout: the part of the tokens' layout that is here.
+        positions: int64 [n].
+        data: uint8 [n, bytes of a token], its own memory.
+        row_bytes: of one row.
+    """
+
+    layout: Layout
+    positions: Ints
+    data: NDArray[np.uint8]
+    row_bytes: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What the scheduler knows of a request at its end.
+
+    Attributes:
+        output_ids: accepted tokens, the last sampled one included.
+        reason: stop, length, abort, error.
+    """
+
+    output_ids: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """Rows of one point, or scores of one probe (`point` None, `number` its own)."""
+
+    name: SiteLayer
+    selectors: tuple[Selector, ...]
+    point: int | None
+    number: int = -1
+    probe: str | None = None
+
+
+class Delivery:
+    """A request's life at one sink.
+
+    Args:
+        asked: everything of the request: the edits say which points are the same.
+        to: the destination.
+        here: boundaries of this stage.
+
+    Attributes:
+        error: why nothing more is delivered.
+        loss: why some rows were dropped.
+        held_bytes: of rows that wait for the request's end.
+    """
+
+    def __init__(
+        self, info: RequestInfo, asked: Resolved, to: str, sites: Sites, here: Sequence[int]
+    ) -> None:
+        self.info = info
+        self.error: str | None = None
+        self.loss: str | None = None
+        self.held_bytes = 0
+        self._dtype: torch.dtype = getattr(torch, sites.dtype)
+        self._streams = list(_streams_of(asked, to, sites, here))
+        self._kept: list[Arrival] = []
+        self._parts: dict[Layout, tuple[Layout, Ints] | None] = {}
+        self._arrived: dict[_Stream, list[Ints]] = {}
+
+    @property
+    def empty(self) -> bool:
+        """Nothing of it is on this stage."""
+        return not self._streams
+
+    def arrival(
+        self, layout: Layout, positions: Ints, data: NDArray[np.uint8], row_bytes: int
+    ) -> Arrival | None:
+        """A copy of what this destination asked for; None where that is nothing.
+
+        Args:
+            layout: of `data`, uint8 [n, bytes of a token].
+        """
+        if layout not in self._parts:
+            self._parts[layout] = self._part_of(layout, slots_of_row(row_bytes))
+        part = self._parts[layout]
+        if part is None:
+            return None
+        own, slots = part
+        by_slot = data.reshape(len(data), -1, SLOT_BYTES)
+        # What is a tap's own may be followed by room of a wider one.
+        taken = by_slot[:, slots].reshape(len(data), -1)
+        return Arrival(own, positions.copy(), taken, row_bytes)
+
+    def _part_of(self, layout: Layout, row_slots: int) -> tuple[Layout, Ints] | None:
+        """What is taken of a layout, and its slots."""
+        wanted = {stream.point for stream in self._streams}
+        numbers = {stream.number for stream in self._streams}
+        taken = [i for i, point in enumerate(layout.points) if point in wanted]
+        has_scores = any(number in numbers for _, number in layout.scores)
+        if not taken and not has_scores:
+            return None
+        slots = [i * row_slots + np.arange(row_slots) for i in taken]
+        if has_scores:
+            slots.append(np.arange(len(layout.points) * row_slots, layout.slots(row_slots)))
+        own = Layout(tuple(layout.points[i] for i in taken), layout.scores if has_scores else ())
+        return own, np.concatenate(slots)
+
+    def lose(self, reason: str) -> None:
+        """Some rows will not come. The first reason is kept."""
+        self.loss = self.loss or reason
+
+    def keep(self, arrival: Arrival) -> None:
+        self._kept.append(arrival)
+        self.held_bytes += arrival.data.nbytes
+
+    def forget(self) -> int:
+        """Let go of what was kept; its bytes."""
+        freed, self.held_bytes = self.held_bytes, 0
+        self._kept.clear()
+        return freed
+
+    def live_blocks(self, arrival: Arrival) -> Iterator[Block]:
+        """What came, by stream."""
+        for stream in self._streams:
+            rows = self._column(stream, arrival.layout, arrival.data, arrival.row_bytes)
+            if rows is not None:
+                yield self._block(stream, arrival.positions, rows)
+                self._arrived.setdefault(stream, []).append(arrival.positions)
+
+    def whole_blocks(self, ended: Ended) -> Iterator[Block]:
+        """What was kept, by stream: exactly what was asked for."""
+        firsts = np.cumsum([0, *(len(some.positions) for some in self._kept)])
+        by_layout: dict[Layout, list[int]] = {}
+        for i, some in enumerate(self._kept):
+            by_layout.setdefault(some.layout, []).append(i)
+        joined = []
+        for layout, members in by_layout.items():
+            kept = [self._kept[i] for i in members]
+            arrivals = [firsts[i] + np.arange(len(self._kept[i].positions)) for i in members]
+            joined.append((
+                layout, np.concatenate([x.positions for x in kept]), np.concatenate(arrivals),
+                np.concatenate([x.data for x in kept]), kept[0].row_bytes,
+            ))  # fmt: skip
+        for stream in self._streams:
+            parts = []
+            for layout, positions, arrivals, data, row_bytes in joined:
+                rows = self._column(stream, layout, data, row_bytes)
+                if rows is not None:
+                    parts.append(Part(positions, arrivals, rows))
+            if parts:
+                rows, positions = assemble(parts, self._wanted(stream, ended), parts[0].rows[:0])
+                if len(positions):
+                    yield self._block(stream, positions, rows)
+                    self._arrived.setdefault(stream, []).append(positions)
+
+    def ending(self, ended: Ended) -> Ending:
+        """How it ended, by what was delivered so far."""
+        expected = delivered = 0
+        for stream in self._streams:
+            wanted = self._wanted(stream, ended)
+            arrived = np.concatenate([np.zeros(0, np.int64), *self._arrived.get(stream, [])])
+            expected += len(wanted)
+            delivered += int(np.isin(wanted, arrived).sum())
+        status: Status = "ok"
+        reason = None
+        if self.error is not None:
+            status, reason = "error", self.error
+        elif ended.reason in ("abort", "error"):
+            status = "partial"
+            reason = f"the request ended by {ended.reason} after {len(ended.output_ids)} tokens"
+        elif delivered < expected:
+            status = "partial"
+            reason = self.loss or f"{expected - delivered} of {expected} rows did not come"
+        return Ending(
+            self.info, ended.output_ids, ended.reason, expected, delivered, status, reason
+        )
+
+    def _wanted(self, stream: _Stream, ended: Ended) -> Ints:
+        ids = [*self.info.prompt_ids, *ended.output_ids]
+        return wanted_positions(stream.selectors, ids, len(self.info.prompt_ids), True)
+
+    def _column(
+        self, stream: _Stream, layout: Layout, data: NDArray[np.uint8], row_bytes: int
+    ) -> Tensor | None:
+        """[n, hidden_size] rows or [n] scores, a view; None where the layout has none."""
+        row_slots = slots_of_row(row_bytes)
+        if stream.point is not None:
+            if stream.point not in layout.points:
+                return None
+            first = layout.points.index(stream.point) * row_slots * SLOT_BYTES
+            return torch.from_numpy(data[:, first : first + row_bytes]).view(self._dtype)
+        numbers = [number for _, number in layout.scores]
+        if stream.number not in numbers:
+            return None
+        first = len(layout.points) * row_slots * SLOT_BYTES + 4 * numbers.index(stream.number)
+        return torch.from_numpy(data[:, first : first + 4]).view(torch.float32)[:, 0]
+
+    def _block(self, stream: _Stream, positions: Ints, rows: Tensor) -> Block:
+        return Block(self.info, *stream.name, positions, rows, stream.probe)
+
+
+def _streams_of(asked: Resolved, to: str, sites: Sites, here: Sequence[int]) -> Iterator[_Stream]:
+    going = asked.going_to(to)
+    edited = edited_places(asked, sites)
+    selectors: dict[tuple[SiteLayer, str], list[Selector]] = {}
+    for read in going.reads:
+        for stream in read.streams:
+            if sites.boundary_of(stream) in here:
+                selectors.setdefault((stream, read.when), []).append(read.tokens)
+    for ((site, layer), when), some in selectors.items():
+        point = canonical_point(sites.point_of((site, layer), when), edited)
+        name = (site if when == "after" else f"{site}.before", layer)
+        yield _Stream(name, tuple(some), point)
+    for number, probe in enumerate(asked.probes):
+        if probe.to == to and sites.boundary_of(probe.stream) in here:
+            yield _Stream(probe.stream, (probe.tokens,), None, number, probe.name)

@@ -1,0 +1,268 @@
+"""From the drain to the sinks: who gets what, and when a request is done.
+
+Owns:  Router, and the lanes of all sinks of one worker.
+Runs:  `add_request`, `expect_end` and `counters` on the worker's thread; `write` and
+       `finish` on the drain thread; a thread of its own looks for sinks that stalled.
+From:  drain.   To: sinks.memory, lane.
+
+Promise: a request's caller hears of its end when every sink that it named has ended it,
+or has stalled. Global sinks are not waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+import numpy as np
+
+from vllm_scope.plan import Ints
+from vllm_scope.program import Layout
+from vllm_scope.sinks import Manifest, RequestInfo, RowBatch
+from vllm_scope.sinks.lane import Counters, Lane
+from vllm_scope.sinks.memory import MemorySink
+from vllm_scope.sinks.options import SinkConfig
+from vllm_scope.sinks.request import Delivery, Ended
+from vllm_scope.sites import Sites
+from vllm_scope.spec import Resolved
+from vllm_scope.split import by_key, by_layout
+
+logger = logging.getLogger("vllm.vllm_scope")
+
+#: The destination of what a global sink reads: no request can name it.
+GLOBAL = "global:"
+#: How often stalled sinks are looked for, and every how many looks counters are sent.
+LOOK_S = 0.1
+LOOKS_PER_REPORT = 10
+_UNKNOWN_END = Ended((), "error")
+
+
+@dataclass
+class _Routed:
+    """A request with sinks beside memory.
+
+    Attributes:
+        deliveries: destination -> its lane and its life there.
+        waiting: destinations whose manifest is to come.
+        ended: set when it has ended.
+    """
+
+    deliveries: dict[str, tuple[Lane, Delivery]]
+    waiting: set[str] = field(default_factory=set)
+    manifests: dict[str, Manifest] = field(default_factory=dict)
+    error: str | None = None
+    ended: Ended | None = None
+
+
+class Router:
+    """All sinks of a worker, as one that the drain knows.
+
+    Args:
+        memory: rows back to callers.
+        sinks, global_sinks: by name, as the engine's options have them.
+        here: boundaries of this worker's stage.
+
+    Raises:
+        ScopeError: a sink cannot be made.
+    """
+
+    def __init__(
+        self,
+        memory: MemorySink,
+        sinks: Mapping[str, SinkConfig],
+        global_sinks: Mapping[str, SinkConfig],
+        sites: Sites,
+        here: Sequence[int],
+    ) -> None:
+        self._memory, self._sites, self._here = memory, sites, here
+        self._lock = threading.Lock()
+        self._routed: dict[int, _Routed] = {}
+        self._expected: dict[int, Ended] = {}
+        self._keys: Ints = np.zeros(0, np.int64)
+        self._stop = threading.Event()
+        self._reported: dict[str, dict[str, float]] = {}
+        self._lanes = {name: self._open(name, config) for name, config in sinks.items()} | {
+            GLOBAL + name: self._open(GLOBAL + name, config)
+            for name, config in global_sinks.items()
+        }
+        self._thread: threading.Thread | None = None
+        if self._lanes:
+            self._thread = threading.Thread(
+                target=self._watch, name="vllm-scope-sinks", daemon=True
+            )
+            self._thread.start()
+
+    def _open(self, name: str, config: SinkConfig) -> list[Lane]:
+        make = config.factory()
+        return [
+            Lane(name, make(), config.options, self._on_end) for _ in range(config.options.threads)
+        ]
+
+    def add_request(self, info: RequestInfo, asked: Resolved) -> None:
+        """Take a request in, before its rows come.
+
+        Args:
+            info: tag and name are those of each destination.
+            asked: everything of it, global reads too.
+        """
+        deliveries = {}
+        for to in asked.destinations:
+            if to not in self._lanes:
+                continue  # memory
+            called = next((read.called for read in asked.reads if read.to == to), (None, None))
+            own = replace(info, tag=called[0], name=called[1])
+            delivery = Delivery(own, asked, to, self._sites, self._here)
+            if not delivery.empty:
+                lanes = self._lanes[to]
+                deliveries[to] = (lanes[info.key % len(lanes)], delivery)
+        if deliveries:
+            with self._lock:
+                self._routed[info.key] = _Routed(deliveries)
+                self._keys = np.array(sorted(self._routed), np.int64)
+
+    def expect_end(self, key: int, ended: Ended) -> None:
+        """What the scheduler said; before the drain is told to finish the request."""
+        with self._lock:
+            if key in self._routed:
+                self._expected[key] = ended
+
+    # Drain thread
+
+    def write(self, batch: RowBatch) -> None:
+        self._memory.write(batch)
+        keys, labels = self._keys, batch.labels
+        if not len(keys) or not np.isin(labels.keys, keys).any():
+            return
+        for layout, tokens, data in by_layout(
+            labels.layouts, labels.layout_of, batch.boundary, batch.row_bytes, batch.slots
+        ):
+            local = layout if batch.boundary is None else layout.at(batch.boundary)
+            for some in by_key(labels.keys[tokens]) if len(tokens) else ():
+                of = tokens[some]
+                self._route(
+                    int(labels.keys[of[0]]), local, labels.positions[of], data[some],
+                    batch.row_bytes,
+                )  # fmt: skip
+
+    def _route(
+        self, key: int, layout: Layout, positions: Ints, data: np.ndarray, row_bytes: int
+    ) -> None:
+        routed = self._routed.get(key)
+        if routed is None:
+            return
+        for lane, delivery in routed.deliveries.values():
+            arrival = delivery.arrival(layout, positions, data, row_bytes)
+            if arrival is not None:
+                lane.put(delivery, arrival)
+
+    def finish(self, key: int, error: str | None) -> None:
+        with self._lock:
+            ended = self._expected.pop(key, _UNKNOWN_END)
+            routed = self._routed.get(key)
+            if routed is not None:
+                routed.ended, routed.error = ended, error
+                routed.waiting = {to for to in routed.deliveries if not to.startswith(GLOBAL)}
+                if not routed.waiting:
+                    self._forget(key)
+        if routed is None or not routed.waiting:
+            self._memory.finish(key, error)
+        if routed is not None:
+            for lane, delivery in routed.deliveries.values():
+                delivery.error = delivery.error or error
+                lane.end(delivery, ended)
+
+    def close(self) -> None:
+        """Deliver what waits."""
+        self._stop.set()
+        for lanes in self._lanes.values():
+            for lane in lanes:
+                lane.close()
+        if self._thread is not None:
+            self._thread.join(5)
+        self._memory.close()
+
+    # Any thread
+
+    def flush(self) -> dict[str, str | None]:
+        """Sink -> why what it has finished is not visible, or None where it is."""
+        return {
+            name: next((e for e in [lane.flush() for lane in lanes] if e is not None), None)
+            for name, lanes in self._lanes.items()
+        }
+
+    @property
+    def takes_scores(self) -> dict[str, bool]:
+        """Sinks that requests may name, and whether probes may."""
+        return {
+            name: lanes[0].takes_scores
+            for name, lanes in self._lanes.items()
+            if not name.startswith(GLOBAL)
+        }
+
+    def counters(self) -> dict[str, dict[str, float]]:
+        """Sink -> counter -> value."""
+        found = {"memory": self._memory.counters()}
+        for name, lanes in self._lanes.items():
+            total = Counters()
+            for lane in lanes:
+                total += lane.snapshot()
+            found[name] = asdict(total)
+        return found
+
+    def _forget(self, key: int) -> None:
+        self._routed.pop(key, None)
+        self._keys = np.array(sorted(self._routed), np.int64)
+
+    # Lanes' threads
+
+    def _on_end(self, delivery: Delivery, manifest: Manifest) -> None:
+        key = delivery.info.key
+        with self._lock:
+            routed = self._routed.get(key)
+            to = next(
+                (t for t, (_, d) in routed.deliveries.items() if d is delivery), None
+            ) if routed is not None else None  # fmt: skip
+            if routed is None or to not in routed.waiting:
+                return
+            routed.waiting.discard(to)
+            routed.manifests[to] = manifest
+            done = not routed.waiting
+            if done:
+                self._forget(key)
+        if done:
+            self._memory.finish(key, routed.error, routed.manifests)
+
+    def _watch(self) -> None:
+        looks = 0
+        while not self._stop.wait(LOOK_S):
+            self._answer_for_stalled()
+            looks += 1
+            if looks % LOOKS_PER_REPORT == 0:
+                self._report()
+        self._report()
+
+    def _answer_for_stalled(self) -> None:
+        stalled = {lane for lanes in self._lanes.values() for lane in lanes if lane.stalled}
+        if not stalled:
+            return
+        with self._lock:
+            late = [
+                (routed.deliveries[to], routed.ended)
+                for routed in self._routed.values()
+                for to in routed.waiting
+                if routed.deliveries[to][0] in stalled
+            ]
+        for (lane, delivery), ended in late:
+            lane.give_up(delivery)
+            ending = delivery.ending(ended or _UNKNOWN_END)
+            self._on_end(
+                delivery,
+                Manifest("error", ending.reason, ending.expected, 0, ending.expected),
+            )
+
+    def _report(self) -> None:
+        counters = self.counters()
+        if counters != self._reported and self._memory.send_counters(counters):
+            self._reported = counters

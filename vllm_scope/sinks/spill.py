@@ -1,0 +1,87 @@
+"""Rows that wait on a local disk because a sink's queue is full.
+
+Owns:  SpillFile.
+Runs:  `put` on the drain thread, `take` on the sink's; the queue's lock is held.
+
+The file has no name: it is gone with the worker, however that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+
+
+class SpillFile:
+    """A ring of spans in a file; first in, first out.
+
+    Args:
+        folder: where; None for the system's temporary folder.
+        most_bytes: the file's size, at most.
+
+    Attributes:
+        num_bytes: that wait now.
+    """
+
+    def __init__(self, folder: str | None, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._file = tempfile.TemporaryFile(prefix="vllm-scope-spill-", dir=folder)  # noqa: SIM115
+        self._spans: deque[tuple[int, int]] = deque()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def put(self, data: Bytes) -> bool:
+        """Append; False where there is no room, in the ring or on the disk."""
+        start = self._room(data.nbytes)
+        if start is None:
+            return False
+        view = np.ascontiguousarray(data).data.cast("B")
+        at = start
+        try:
+            while view:
+                written = os.pwrite(self._file.fileno(), view, at)
+                view, at = view[written:], at + written
+        except OSError:
+            return False
+        self._spans.append((start, start + data.nbytes))
+        self.num_bytes += data.nbytes
+        return True
+
+    def take(self) -> Bytes:
+        """The oldest. Raises OSError where the disk fails."""
+        start, stop = self._spans.popleft()
+        self.num_bytes -= stop - start
+        data = np.empty(stop - start, np.uint8)
+        view = data.data
+        at = start
+        while at < stop:
+            num_read = os.preadv(self._file.fileno(), [view[at - start :]], at)
+            if num_read == 0:
+                raise OSError("the spilled rows are cut short")
+            at += num_read
+        if not self._spans:
+            os.ftruncate(self._file.fileno(), 0)
+        return data
+
+    def _room(self, num_bytes: int) -> int | None:
+        """Where as many bytes fit behind the newest span."""
+        if not self._spans:
+            return 0 if num_bytes <= self._most_bytes else None
+        first, last = self._spans[0][0], self._spans[-1][1]
+        wrapped = self._spans[-1][0] < first
+        if wrapped:
+            return last if last + num_bytes <= first else None
+        if last + num_bytes <= self._most_bytes:
+            return last
+        return 0 if num_bytes <= first else None
+
+    def close(self) -> None:
+        self._file.close()

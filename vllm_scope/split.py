@@ -1,0 +1,68 @@
+"""A batch of rows, taken apart by whose they are.
+
+Runs:  in the front-end (result) and on the drain thread (sinks.router).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from vllm_scope.program import SLOT_BYTES, Layout, slots_of_row
+
+
+def by_layout(
+    layouts: Sequence[Layout],
+    layout_of: np.ndarray,
+    boundary: int | None,
+    row_bytes: int,
+    slots: Tensor,
+) -> Iterator[tuple[Layout, np.ndarray, np.ndarray]]:
+    """A batch's tokens and their bytes, layout by layout.
+
+    Args:
+        layouts, layout_of, boundary: as in plan.Labels and sinks.RowBatch.
+        row_bytes: of one row.
+        slots: uint8 [num_slots, SLOT_BYTES].
+
+    Yields:
+        (layout, tokens [n], data: uint8 [n, bytes of a token])
+    """
+    data = slots.numpy().reshape(-1)
+    num_tokens = len(layout_of)
+    everything = np.arange(num_tokens)
+    if len(layouts) == 1:
+        yield layouts[0], everything, data.reshape(num_tokens, -1)
+        return
+    if boundary is not None:
+        equal = data.reshape(num_tokens, -1)
+        for i, layout in enumerate(layouts):
+            tokens = np.flatnonzero(layout_of == i)
+            yield layout, tokens, equal[tokens]
+        return
+    row_slots = slots_of_row(row_bytes)
+    sizes = np.array([layout.slots(row_slots) for layout in layouts])[layout_of]
+    starts = np.cumsum(sizes) - sizes
+    by_slot = data.reshape(-1, SLOT_BYTES)
+    for i, layout in enumerate(layouts):
+        tokens = np.flatnonzero(layout_of == i)
+        at = starts[tokens][:, None] + np.arange(layout.slots(row_slots))
+        yield layout, tokens, by_slot[at].reshape(len(tokens), -1)
+
+
+def by_key(keys: np.ndarray) -> Iterator[slice | np.ndarray]:
+    """Groups of equal keys, in order; a slice where the places are evenly spaced.
+
+    Several steps of the same requests come as one message, so a request's tokens
+    are usually every n-th: a slice copies them without a gather.
+    """
+    order = np.argsort(keys, kind="stable")
+    edges = np.flatnonzero(np.diff(keys[order])) + 1
+    for some in np.split(order, edges):
+        step = int(some[1] - some[0]) if len(some) > 1 else 1
+        if step * (len(some) - 1) == some[-1] - some[0] and (np.diff(some) == step).all():
+            yield slice(int(some[0]), int(some[-1]) + 1, step)
+        else:
+            yield some
