@@ -242,6 +242,32 @@ def _parts(tables: dict[tuple[int, ...], _Table]) -> dict[int, list[_Part]]:
     return parts
 
 
+@dataclass(frozen=True)
+class Column:
+    """One stream or probe of a result, for those who pass it on.
+
+    Attributes:
+        label: site, layer and "before" or "after" of a stream; a probe's name.
+        values: [n, hidden_size] rows, or float32 [n] scores, CPU.
+        positions: int64 [n], ascending.
+        wanted: int64, ascending: the positions that were asked for, of the tokens
+            processed so far; those that are not among `positions` are on their way,
+            or lost.
+    """
+
+    label: tuple[str, int, str] | str
+    values: Tensor
+    positions: np.ndarray
+    wanted: np.ndarray
+
+    @property
+    def num_settled(self) -> int:
+        """How many values come before the first that is still missing."""
+        n = min(len(self.positions), len(self.wanted))
+        differ = np.flatnonzero(self.positions[:n] != self.wanted[:n])
+        return int(differ[0]) if len(differ) else n
+
+
 class Scores(Mapping[str, Tensor]):
     """Scores of the probes by name: float32 [num_positions], CPU, in position order."""
 
@@ -349,6 +375,23 @@ class ScopeResult:
         if self._status == "complete" and self.dropped:
             return "incomplete"
         return self._status
+
+    def num_late(self, behind: int) -> int:
+        """Values still missing, of tokens that come `behind` or more before the last one."""
+        last = len(self._token_ids) - 1 - behind
+        return sum(
+            int(np.isin(wanted[wanted <= last], arrived, invert=True).sum())
+            for wanted, arrived in self._accounts()
+        )
+
+    def columns(self) -> list[Column]:
+        """Every stream and then every probe, in the order in which they were asked for."""
+        streams = [Column(s, *self._stream(s), self._wanted_of(s)) for s in self._read_streams()]
+        probes = [
+            Column(probe.name, *self._score(number), self._wanted([probe.tokens]))
+            for number, probe in enumerate(self._asked.probes)
+        ]
+        return [*streams, *probes]
 
     def __repr__(self) -> str:
         return (
