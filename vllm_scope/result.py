@@ -665,6 +665,11 @@ _inbox: Inbox | None = None
 _inbox_lock = threading.Lock()
 
 
+def num_pending() -> int:
+    """Requests whose rows this process holds or waits for."""
+    return 0 if _inbox is None else len(_inbox)
+
+
 def inbox() -> Inbox:
     """This process's inbox, opened at its first use."""
     global _inbox

@@ -25,6 +25,7 @@ from typing import Any
 from vllm_scope.engine.frontend import asks, params_of, refusal, settle
 from vllm_scope.engine.plugin import config_of, wrap_function, wrap_method
 from vllm_scope.errors import CapacityError, SpecError
+from vllm_scope.result import num_pending
 from vllm_scope.server.answer import Answer, Options, current
 from vllm_scope.server.settings import RUN
 
@@ -189,6 +190,10 @@ class EngineCalls:
         found = (await self._call("scope_describe"))[0]
         assert isinstance(found, dict)
         return found
+
+    async def load(self) -> tuple[int, int]:
+        counters = await self._call("scope_counters")
+        return max(each["requests"] for each in counters), num_pending()
 
     async def modules(self) -> dict[str, Any]:
         found = (await self._call("scope_modules"))[0]

@@ -30,6 +30,7 @@ from vllm_scope.server.schemas import (
     Edits,
     EditsInfo,
     HttpLimits,
+    Load,
     ModuleInfo,
     ModuleList,
     Refusal,
@@ -48,6 +49,7 @@ class Engine(Protocol):
     """What the routes ask of an engine; SpecErrors are the caller's fault."""
 
     async def describe(self) -> dict[str, Any]: ...
+    async def load(self) -> tuple[int, int]: ...
     async def modules(self) -> dict[str, Any]: ...
     async def register(self, name: str, data: bytes) -> str: ...
     async def unregister(self, name: str) -> bool: ...
@@ -159,7 +161,9 @@ Name = Annotated[str, Path(min_length=1, max_length=MAX_NAME, description="Of th
 async def get_info(request: Request) -> ServerInfo:
     """Sites and layers with a tap, and the limits of requests, answers and bodies."""
     told = await _asked(_engine(request).describe())
-    settings, sites = _state(request).settings, told["sites"]
+    num_requests, num_pending = await _asked(_engine(request).load())
+    state, sites = _state(request), told["sites"]
+    settings = state.settings
     return ServerInfo(
         version=__version__,
         runner=told["runner"],
@@ -175,6 +179,12 @@ async def get_info(request: Request) -> ServerInfo:
             results_ttl_s=settings.results_ttl_s,
             body_bytes=settings.body_bytes,
             module_bytes=MAX_OPERATOR_BYTES,
+        ),
+        load=Load(
+            requests=num_requests,
+            pending=num_pending,
+            results=len(state.store),
+            results_bytes=state.store.num_bytes,
         ),
         operator=settings.admin_key is not None,
     )

@@ -39,6 +39,15 @@ class HttpLimits(BaseModel):
     module_bytes: int = Field(description="Of an uploaded steering module.")
 
 
+class Load(BaseModel):
+    """What is held at the moment. Of this API server process, but for `requests`."""
+
+    requests: int = Field(description="Running requests that read, probe or edit.")
+    pending: int = Field(description="Requests whose rows are awaited, or not yet answered.")
+    results: int = Field(description="Results that wait to be fetched.")
+    results_bytes: int
+
+
 class ServerInfo(BaseModel):
     """What this server's model can be asked."""
 
@@ -51,6 +60,7 @@ class ServerInfo(BaseModel):
     sites: list[SiteInfo]
     limits: dict[str, Any] = Field(description="Of one request, in the engine.")
     http: HttpLimits
+    load: Load
     operator: bool = Field(description="Modules and server-wide edits can be changed over HTTP.")
 
 
