@@ -206,6 +206,10 @@ class Pending:
         if not self._stages_left and not self.done.done():
             self.done.set_result(None)
 
+    def clear(self) -> None:
+        """Drop what arrived; snapshots that were taken keep theirs."""
+        self._rows, self._scores = {}, {}
+
     def snapshot(self, output_ids: list[int], finish_reason: str | None) -> ScopeResult:
         """What has arrived so far.
 
@@ -557,6 +561,11 @@ class Inbox:
         pending = Pending(next(self._keys), asked, sites, prompt_ids, max_tokens, num_stages)
         self._pending[pending.key] = pending
         return pending
+
+    def forget(self, pending: Pending) -> None:
+        """Let go of a request's rows now; what still arrives for it is ignored."""
+        self._pending.pop(pending.key, None)
+        pending.clear()
 
     def listen(self, host: str) -> None:
         """Let workers reach this process over TCP too; see Receiver.listen."""

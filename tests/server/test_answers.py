@@ -274,7 +274,9 @@ def test_answers_without_a_place_for_a_scope_say_so(path, body, stream, server):
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        pytest.param(xargs(PROBE) | {"use_beam_search": True}, "beam search cannot be tapped", id="beams"),
+        pytest.param(
+            xargs(PROBE) | {"use_beam_search": True}, "beam search cannot be tapped", id="beams"
+        ),
         pytest.param(
             {"vllm_xargs": {"scope_stream": "rows"}}, "options of a scope and no 'scope'", id="none"
         ),

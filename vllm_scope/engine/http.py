@@ -25,7 +25,7 @@ from typing import Any
 from vllm_scope.engine.frontend import asks, params_of, refusal, settle
 from vllm_scope.engine.plugin import config_of, wrap_function, wrap_method
 from vllm_scope.errors import CapacityError, SpecError
-from vllm_scope.result import num_pending
+from vllm_scope.result import inbox, num_pending
 from vllm_scope.server.answer import Answer, Options, current
 from vllm_scope.server.settings import RUN
 
@@ -63,15 +63,19 @@ async def _create_with_scope(original: Any, self: Any, request: Any, raw_request
         request.n or 1, bool(request.stream),
     )  # fmt: skip
     token = current.set(answer)
+    streams = False
     try:
         made = await original(self, request, raw_request)
         if isinstance(made, AsyncGenerator):
-            return await _stream(answer, made)
+            made = await _stream(answer, made)
+            streams = True
+        elif hasattr(made, "choices"):
+            await answer.fill(made.choices)
+        return made
     finally:
         current.reset(token)
-    if hasattr(made, "choices"):
-        await answer.fill(made.choices)
-    return made
+        if not streams:
+            answer.close()
 
 
 def _check_place(request: Any, raw_request: Any) -> None:
@@ -109,13 +113,16 @@ async def _stream(answer: Answer, chunks: AsyncGenerator[str, None]) -> Any:
 async def _chunks(
     answer: Answer, chunks: AsyncGenerator[str, None], first: asyncio.Future[str]
 ) -> AsyncGenerator[str, None]:
-    async with aclosing(chunks):
-        try:
-            yield await answer.chunk(await first)
-        finally:
-            first.cancel()
-        async for text in chunks:
-            yield await answer.chunk(text)
+    try:
+        async with aclosing(chunks):
+            try:
+                yield await answer.chunk(await first)
+            finally:
+                first.cancel()
+            async for text in chunks:
+                yield await answer.chunk(text)
+    finally:
+        answer.close()
 
 
 def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +170,8 @@ def _admitted(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any)
     original(self, request, *args, **kwargs)
     answer = current.get()
     if isinstance(answer, Answer):
-        answer.open_one()
+        pending = self.request_states[request.request_id].scope
+        answer.open_one(lambda: inbox().forget(pending))
 
 
 def _create_response(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -83,6 +83,7 @@ class Answer:
         self._per_prompt = choices_per_prompt
         self._num_prompts = self._num_opened = 0
         self._results: dict[int, ScopeResult] = {}
+        self._forget: list[Callable[[], None]] = []
         #: Of each choice and column: how many values were sent.
         self._sent: dict[tuple[int, Any], int] = {}
         #: Choices whose chunks left rows out.
@@ -95,8 +96,14 @@ class Answer:
         self._num_prompts += 1
         return self._num_prompts - 1
 
-    def open_one(self) -> None:
-        """The engine has let in one completion."""
+    def open_one(self, forget: Callable[[], None]) -> None:
+        """The engine has let in one completion.
+
+        Args:
+            forget: drops its rows. Called once the answer is out or nobody waits for it:
+                a cancelled request's frames live until the garbage collector comes.
+        """
+        self._forget.append(forget)
         self._num_opened += 1
         if self._num_opened == self._num_prompts * self._per_prompt:
             self.opened.set()
@@ -104,6 +111,11 @@ class Answer:
     def fail(self, error: BaseException) -> None:
         self.error = self.error or error
         self.opened.set()
+
+    def close(self) -> None:
+        self._results.clear()
+        while self._forget:
+            self._forget.pop()()
 
     def take(self, prompt: int, index: int, result: ScopeResult) -> None:
         """A completion's result as of now; it replaces the one before."""
