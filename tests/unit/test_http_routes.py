@@ -122,10 +122,10 @@ def test_without_an_operators_key_what_changes_does_not_exist(
 
 
 def test_modules_are_put_listed_and_deleted(http, engine):
-    name = "/v1/scope/modules/a%2Fb%20%C3%BC%3F"
+    name = "/v1/scope/modules/a%2Fb%20%C3%BC%3F%0A"
     assert http.put(name, content=MODULE, headers=ADMIN).json()["streams"] == [["resid_post", 2]]
-    assert engine.held == {"a/b ü?": MODULE}
-    assert [m["name"] for m in http.get("/v1/scope/modules").json()["modules"]] == ["a/b ü?"]
+    assert engine.held == {"a/b ü?\n": MODULE}
+    assert [m["name"] for m in http.get("/v1/scope/modules").json()["modules"]] == ["a/b ü?\n"]
     assert http.delete(name, headers=ADMIN).status_code == 204
     assert http.delete(name, headers=ADMIN).status_code == 404
 

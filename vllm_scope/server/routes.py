@@ -21,6 +21,7 @@ from typing import Annotated, Any, BinaryIO, Protocol
 from fastapi import APIRouter, Depends, FastAPI, Header, Path, Query, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
+from starlette.convertors import Convertor, register_url_convertor
 
 from vllm_scope import __version__
 from vllm_scope.actions import MAX_NAME
@@ -154,6 +155,21 @@ _changing = APIRouter(
     dependencies=[Depends(_admin)],
     responses=_errors(400, 401, 403, 413),
 )
+
+
+class _AnyName(Convertor[str]):
+    """Any text, slashes and line ends among it; Starlette's `path` ends at a line's end."""
+
+    regex = r"[\s\S]+"
+
+    def convert(self, value: str) -> str:
+        return value
+
+    def to_string(self, value: str) -> str:
+        return value
+
+
+register_url_convertor("scope_name", _AnyName())
 Name = Annotated[str, Path(min_length=1, max_length=MAX_NAME, description="Of the module.")]
 
 
@@ -254,7 +270,7 @@ async def get_edits(request: Request) -> EditsInfo:
 
 
 @_changing.put(
-    "/modules/{name:path}",
+    "/modules/{name:scope_name}",
     response_model=ModuleInfo,
     summary="Register a steering module",
     openapi_extra={
@@ -280,7 +296,7 @@ async def put_module(request: Request, name: Name) -> ModuleInfo:
 
 
 @_changing.delete(
-    "/modules/{name:path}",
+    "/modules/{name:scope_name}",
     status_code=204,
     summary="Forget a steering module",
     responses=_errors(404),
