@@ -224,6 +224,8 @@ def test_a_module_and_the_servers_edits_steer_until_they_are_gone(client):
         client.clear_edits()
         client.delete_module(name)
     assert client.edits() == client.modules() == []
+    with pytest.raises(SpecError, match="Register it first"):
+        client.complete(TEXT, Add(name, scale=10.0), **OPTIONS)
     assert client.complete(TEXT, **OPTIONS).text == plain
 
 

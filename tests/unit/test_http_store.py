@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
 import os
 import stat
 import time
@@ -138,6 +139,20 @@ def test_a_folder_that_is_a_link_is_not_used(tmp_path):
 def test_closing_leaves_nothing(store, tmp_path):
     store.put(ROWS, {}, MINE)
     store.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def _end_with_a_store(folder):
+    Store(folder, "run", 10_000, 600.0).put(ROWS, {}, MINE)
+
+
+def test_a_child_process_that_ends_leaves_nothing(tmp_path):
+    """API servers are such children."""
+    spawn = multiprocessing.get_context("spawn")
+    child = spawn.Process(target=_end_with_a_store, args=(tmp_path,))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
     assert list(tmp_path.iterdir()) == []
 
 

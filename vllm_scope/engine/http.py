@@ -127,18 +127,19 @@ async def _chunks(
 
 def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """AsyncLLM.generate, outside of frontend's wrapper: outputs have their results."""
-    place = current.get()
-    if place is None or not asks(params_of(args, kwargs, 1, "sampling_params")):
+    place, params = current.get(), params_of(args, kwargs, 1, "sampling_params")
+    if place is None or not asks(params):
         return original(self, *args, **kwargs)
     if isinstance(place, str):
         raise refusal()(_no_place(place))
-    return _followed(place, place.add_prompt(), self, original(self, *args, **kwargs))
+    return _followed(place, place.add_prompt(), self, params, original(self, *args, **kwargs))
 
 
-async def _followed(answer: Answer, prompt: int, engine: Any, stream: Any) -> Any:
+async def _followed(answer: Answer, prompt: int, engine: Any, params: Any, stream: Any) -> Any:
     try:
         async with aclosing(stream):
             async for output in stream:
+                _check_modules(output, params, engine)
                 connection = engine.output_processor.scope
                 answer.holds = connection.limits.optimistic
                 if answer.streams and not answer.holds:
@@ -150,6 +151,25 @@ async def _followed(answer: Answer, prompt: int, engine: Any, stream: Any) -> An
     except Exception as error:
         answer.fail(error)
         raise
+
+
+def _forget_modules(engine: Any) -> None:
+    """What this front-end believes of module names; the next request that has one asks."""
+    connection = getattr(engine.output_processor, "scope", None)
+    if connection is not None:
+        connection.learn_modules({})
+
+
+def _check_modules(output: Any, params: Any, engine: Any) -> None:
+    """EngineCore refuses a name that another API server has changed since this one asked,
+    and says no more than that there was an error."""
+    failed = any(completion.finish_reason == "error" for completion in output.outputs)
+    if failed and '"module"' in str(params.extra_args["scope"]):
+        _forget_modules(engine)
+        raise refusal()(
+            "the engine refused the request: a steering module that it names has just changed "
+            "or gone. Send it again."
+        )
 
 
 async def _catch_up(output: Any, timeout: float) -> None:
@@ -209,10 +229,14 @@ class EngineCalls:
         return found
 
     async def register(self, name: str, data: bytes) -> str:
-        return str((await self._call("scope_register", name, data))[0])
+        digest = str((await self._call("scope_register", name, data))[0])
+        _forget_modules(self._engine)
+        return digest
 
     async def unregister(self, name: str) -> bool:
-        return bool((await self._call("scope_unregister", name))[0])
+        known = bool((await self._call("scope_unregister", name))[0])
+        _forget_modules(self._engine)
+        return known
 
     async def set_edits(self, text: str | None) -> str | None:
         found = (await self._call("scope_set_edits", text))[0]

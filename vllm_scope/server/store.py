@@ -11,7 +11,6 @@ than the bound is not kept; what is older than its time is gone.
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import hashlib
 import os
@@ -22,6 +21,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import BinaryIO
 
@@ -72,7 +72,8 @@ class Store:
             raise PermissionError(f"{self._folder} is another's; set VLLM_SCOPE_RESULTS_DIR.")
         self._holder = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._holder, fcntl.LOCK_SH)
-        atexit.register(self.close)
+        # Children of multiprocessing, as API servers are, never come to atexit.
+        Finalize(None, self.close, exitpriority=0)
 
     @property
     def num_bytes(self) -> int:
