@@ -211,6 +211,10 @@ class Pending:
         if not self._stages_left and not self.done.done():
             self.done.set_result(None)
 
+    def clear(self) -> None:
+        """Drop what arrived; snapshots that were taken keep theirs."""
+        self._rows, self._scores = {}, {}
+
     def snapshot(self, output_ids: list[int], finish_reason: str | None) -> ScopeResult:
         """What has arrived so far.
 
@@ -252,6 +256,32 @@ def _parts(tables: dict[tuple[int, ...], _Table]) -> dict[int, list[Part]]:
         for column, part in table.snapshot().items():
             parts.setdefault(column, []).append(part)
     return parts
+
+
+@dataclass(frozen=True)
+class Column:
+    """One stream or probe of a result, for those who pass it on.
+
+    Attributes:
+        label: site, layer and "before" or "after" of a stream; a probe's name.
+        values: [n, hidden_size] rows, or float32 [n] scores, CPU.
+        positions: int64 [n], ascending.
+        wanted: int64, ascending: the positions that were asked for, of the tokens
+            processed so far; those that are not among `positions` are on their way,
+            or lost.
+    """
+
+    label: tuple[str, int, str] | str
+    values: Tensor
+    positions: np.ndarray
+    wanted: np.ndarray
+
+    @property
+    def num_settled(self) -> int:
+        """How many values come before the first that is still missing."""
+        n = min(len(self.positions), len(self.wanted))
+        differ = np.flatnonzero(self.positions[:n] != self.wanted[:n])
+        return int(differ[0]) if len(differ) else n
 
 
 class Scores(Mapping[str, Tensor]):
@@ -370,6 +400,23 @@ class ScopeResult:
         if self._status == "complete" and self.dropped:
             return "incomplete"
         return self._status
+
+    def num_late(self, behind: int) -> int:
+        """Values still missing, of tokens that come `behind` or more before the last one."""
+        last = len(self._token_ids) - 1 - behind
+        return sum(
+            int(np.isin(wanted[wanted <= last], arrived, invert=True).sum())
+            for wanted, arrived in self._accounts()
+        )
+
+    def columns(self) -> list[Column]:
+        """Every stream and then every probe, in the order in which they were asked for."""
+        streams = [Column(s, *self._stream(s), self._wanted_of(s)) for s in self._read_streams()]
+        probes = [
+            Column(probe.name, *self._score(number), self._wanted([probe.tokens]))
+            for number, probe in enumerate(self._asked.probes)
+        ]
+        return [*streams, *probes]
 
     def __repr__(self) -> str:
         return (
@@ -525,6 +572,11 @@ class Inbox:
         self._pending[pending.key] = pending
         return pending
 
+    def forget(self, pending: Pending) -> None:
+        """Let go of a request's rows now; what still arrives for it is ignored."""
+        self._pending.pop(pending.key, None)
+        pending.clear()
+
     def listen(self, host: str) -> None:
         """Let workers reach this process over TCP too; see Receiver.listen."""
         self._receiver.listen(host)
@@ -588,6 +640,11 @@ def _copy(jobs: list[tuple[Pending, _Delivered]]) -> None:
 
 _inbox: Inbox | None = None
 _inbox_lock = threading.Lock()
+
+
+def num_pending() -> int:
+    """Requests whose rows this process holds or waits for."""
+    return 0 if _inbox is None else len(_inbox)
 
 
 def inbox() -> Inbox:

@@ -81,13 +81,15 @@ class Connection:
         }
 
 
-def _asks(params: Any) -> bool:
+def asks(params: Any) -> bool:
     extra = getattr(params, "extra_args", None)
     return extra is not None and "scope" in extra
 
 
-def _params_of(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> Any:
-    return kwargs["params"] if "params" in kwargs else args[place]
+def params_of(
+    args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str = "params"
+) -> Any:
+    return kwargs[name] if name in kwargs else args[place]
 
 
 def _address() -> dict[str, Any]:
@@ -297,18 +299,21 @@ def _add_to_processor(
 ) -> None:
     """OutputProcessor.add_request: the one place that sees every child request."""
     rest = (prompt, parent_req, request_index, *args)
-    if not _asks(request.sampling_params):
+    extra = getattr(request.sampling_params, "extra_args", None)
+    if extra and HANDLE in extra:
+        raise refusal()(f"extra_args has {HANDLE!r}, which vllm-scope makes itself; leave it out.")
+    if not asks(request.sampling_params):
         original(self, request, *rest, **kwargs)
         return
     try:
         pending = _open(getattr(self, "scope", None), request, parent_req, request_index)
     except SpecError as error:
-        raise _refusal()(str(error)) from None
+        raise refusal()(str(error)) from None
     original(self, request, *rest, **kwargs)
     self.request_states[request.request_id].scope = pending
 
 
-def _refusal() -> type[Exception]:
+def refusal() -> type[Exception]:
     """SpecError that vLLM's server, too, knows as the client's fault (HTTP 400)."""
     global _Refusal
     if _Refusal is None:
@@ -322,8 +327,8 @@ _Refusal: type[Exception] | None = None
 
 
 def _add_sync(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    params = _params_of(args, kwargs, 2)
-    if _asks(params):
+    params = params_of(args, kwargs, 2)
+    if asks(params):
         if _needs_connection(self):
             _connect_sync(self)
         elif _unknown_modules(self, params):
@@ -337,8 +342,8 @@ def _add_sync(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _add_async(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    params = _params_of(args, kwargs, 2)
-    if not _asks(params) or not (_needs_connection(self) or _unknown_modules(self, params)):
+    params = params_of(args, kwargs, 2)
+    if not asks(params) or not (_needs_connection(self) or _unknown_modules(self, params)):
         return original(self, *args, **kwargs)
 
     async def ask_first() -> Any:
@@ -375,7 +380,7 @@ def _waiting_for(output: Any) -> list[Pending]:
     return found
 
 
-def _settle(output: Any) -> Any:
+def settle(output: Any) -> Any:
     """Give every completion a snapshot of its rows as of now."""
     for completion in output.outputs:
         source = getattr(completion, "scope_source", None)
@@ -389,9 +394,9 @@ def _settle(output: Any) -> Any:
 
 
 def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    params = kwargs["sampling_params"] if "sampling_params" in kwargs else args[1]
+    params = params_of(args, kwargs, 1, "sampling_params")
     stream = original(self, *args, **kwargs)
-    return _settled(self, stream) if _asks(params) else stream
+    return _settled(self, stream) if asks(params) else stream
 
 
 async def _settled(engine: Any, stream: Any) -> Any:
@@ -400,7 +405,7 @@ async def _settled(engine: Any, stream: Any) -> Any:
             for pending in _waiting_for(output):
                 timeout = engine.output_processor.scope.deliver_timeout_s
                 await asyncio.wait([asyncio.wrap_future(pending.done)], timeout=timeout)
-            yield _settle(output)
+            yield settle(output)
 
 
 def _step(original: Any, self: Any) -> list[Any]:
@@ -427,7 +432,7 @@ def _step(original: Any, self: Any) -> list[Any]:
     ready = [(o, t) for o, t in queue if now >= t or not _waiting_for(o)]
     done = {id(o) for o, _ in ready}
     waiting[:] = [(o, t) for o, t in queue if id(o) not in done]
-    return [_settle(o) if hasattr(o, "outputs") else o for o, _ in ready]
+    return [settle(o) if hasattr(o, "outputs") else o for o, _ in ready]
 
 
 def _wait(pending: Pending, timeout: float) -> None:

@@ -36,12 +36,13 @@ def register() -> None:
     if _registered or not enabled():
         return
     _registered = True
-    from vllm_scope.engine import core, frontend, worker
+    from vllm_scope.engine import core, frontend, http, worker
 
     wrap_engine_args()
     frontend.wrap()
     core.wrap()
     worker.wrap()
+    http.wrap()
 
 
 def wrap_method(owner: type, name: str, parameters: list[str], wrapper: Callable[..., Any]) -> None:

@@ -1,0 +1,135 @@
+"""One server for the folder: a process of its own, as users start it, and its keys.
+
+`python -m vllm.entrypoints.openai.api_server` is what `vllm serve` runs with one API
+server; the `vllm` command of the CPU build does not start, as it looks for the version
+of a distribution of another name.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import torch
+
+from tests.checkpoints import reference
+from tests.conftest import TOYWORLD
+from vllm_scope.client import ScopeClient
+
+API_KEY, OTHER_KEY, ADMIN_KEY = "key-of-one", "key-of-another", "key-of-the-operator"
+ROOT = Path(__file__).parents[2]
+START_S = 180.0
+OPTIONS = [
+    "--model", str(TOYWORLD), "--served-model-name", "toyworld", "--dtype", "float32",
+    "--enforce-eager", "--max-model-len", "512", "--gpu-memory-utilization", "0.3",
+    "--api-key", API_KEY, OTHER_KEY, "--disable-uvicorn-access-log",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server: where it is, its process, and its log."""
+
+    url: str
+    process: psutil.Process
+    log: Path
+    results: Path
+
+    def client(self, key: str = API_KEY, admin_key: str | None = ADMIN_KEY) -> ScopeClient:
+        return ScopeClient(self.url, key, admin_key, timeout=120)
+
+    def http(self, key: str | None = API_KEY) -> httpx.Client:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=120)
+
+    def memory(self) -> int:
+        """Resident bytes of the server's processes."""
+        family = [self.process, *self.process.children(recursive=True)]
+        return sum(process.memory_info().rss for process in family)
+
+    def at_rest(self, seconds: float = 60.0) -> dict:
+        """What is held once the last request has ended, or after so long."""
+        limit = time.monotonic() + seconds
+        with self.client() as client:
+            while True:
+                load = client.info()["load"]
+                if not (load["requests"] or load["pending"]) or time.monotonic() > limit:
+                    return load
+                time.sleep(0.2)
+
+
+@contextmanager
+def serving(folder: Path, *options: str, **environment: str) -> Iterator[Server]:
+    """A server on a free port, with its own folder of results."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    results, log = folder / "results", folder / "server.log"
+    results.mkdir()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *OPTIONS]
+    command += ["--host", "127.0.0.1", "--port", str(port), *options]
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "VLLM_SCOPE_ADMIN_KEY": ADMIN_KEY,
+        "VLLM_SCOPE_RESULTS_DIR": str(results),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    } | environment  # fmt: skip
+    # It makes one of its own, as in a shell.
+    env.pop("VLLM_SCOPE_RUN", None)
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _await_health(process, url, log)
+        yield Server(url, psutil.Process(process.pid), log, results)
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _await_health(process: subprocess.Popen, url: str, log: Path) -> None:
+    limit = time.monotonic() + START_S
+    while time.monotonic() < limit and process.poll() is None:
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.5)
+    pytest.fail(f"the server did not start:\n{log.read_text()[-3000:]}")
+
+
+@pytest.fixture(scope="package")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("server")) as found:
+        yield found
+        text = found.log.read_text()
+        assert "Exception in ASGI application" not in text, text[-3000:]
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[ScopeClient]:
+    with server.client() as found:
+        yield found
+
+
+@pytest.fixture(scope="package")
+def ref():
+    return reference(TOYWORLD, torch.float32)

@@ -1,0 +1,239 @@
+"""The routes with an engine that only remembers: keys, bodies, errors, OpenAPI."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from safetensors.numpy import save
+
+from vllm_scope.errors import SpecError
+from vllm_scope.server.routes import attach
+from vllm_scope.server.settings import MAX_OPERATOR_BYTES
+from vllm_scope.server.store import owner_of
+
+ADMIN = {"X-Scope-Admin-Key": "operator"}
+MODULE = save({"direction.2": np.ones(4, np.float32)})
+
+
+class Remembering:
+    """An engine's answers, without one."""
+
+    def __init__(self):
+        self.held: dict[str, bytes] = {}
+        self.text: str | None = None
+
+    async def describe(self):
+        sites = {"num_layers": 2, "hidden_size": 4, "dtype": "float32", "boundaries": [0, 2, 4]}
+        return {"runner": "V1", "reason": None, "sites": sites, "limits": {}}
+
+    async def load(self):
+        return 0, 0
+
+    async def modules(self):
+        return {name: {"digest": "d", "streams": [["resid_post", 2]]} for name in self.held}
+
+    async def register(self, name, data):
+        self.held[name] = data
+        return "d"
+
+    async def unregister(self, name):
+        return self.held.pop(name, None) is not None
+
+    async def set_edits(self, text):
+        if text is not None and "bad" in text:
+            raise SpecError("edits[0] is bad; make it good.")
+        self.text = text
+        return "digest" if text else None
+
+    async def edits(self):
+        return self.text
+
+
+def app_with(tmp_path, monkeypatch, admin_key="operator", engine=None):
+    monkeypatch.setenv("VLLM_SCOPE_RESULTS_DIR", str(tmp_path))
+    if admin_key is None:
+        monkeypatch.delenv("VLLM_SCOPE_ADMIN_KEY", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_SCOPE_ADMIN_KEY", admin_key)
+    app = FastAPI()
+    attach(app, lambda: engine)
+    return app
+
+
+@pytest.fixture
+def engine():
+    return Remembering()
+
+
+@pytest.fixture
+def app(tmp_path, monkeypatch, engine):
+    found = app_with(tmp_path, monkeypatch, engine=engine)
+    yield found
+    found.state.scope.store.close()
+
+
+@pytest.fixture
+def http(app):
+    return TestClient(app, raise_server_exceptions=False)
+
+
+CHANGES = [
+    ("PUT", "/v1/scope/modules/a", MODULE),
+    ("DELETE", "/v1/scope/modules/a", None),
+    ("PUT", "/v1/scope/edits", b'{"edits": []}'),
+    ("DELETE", "/v1/scope/edits", None),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body"), CHANGES)
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        pytest.param({}, 401, id="no-key"),
+        pytest.param({"X-Scope-Admin-Key": ""}, 403, id="empty-key"),
+        pytest.param({"X-Scope-Admin-Key": "operatoR"}, 403, id="wrong-key"),
+        pytest.param({"X-Scope-Admin-Key": "operator-and-more"}, 403, id="longer-key"),
+        pytest.param({"X-Scope-Admin-Key": b"\xff\xfe"}, 403, id="bytes-as-key"),
+        pytest.param({"Authorization": "Bearer operator"}, 401, id="in-another-header"),
+    ],
+)
+def test_a_change_without_the_operators_key_is_refused(method, path, body, headers, status, http,
+                                                       engine):  # fmt: skip
+    engine.held["a"] = b"kept"
+    response = http.request(method, path, content=body, headers=headers)
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == status
+    assert engine.held == {"a": b"kept"}
+
+
+@pytest.mark.parametrize(("method", "path", "body"), CHANGES)
+def test_without_an_operators_key_what_changes_does_not_exist(
+    method, path, body, tmp_path, monkeypatch
+):
+    app = app_with(tmp_path, monkeypatch, None, Remembering())
+    response = TestClient(app).request(method, path, content=body, headers=ADMIN)
+    assert response.status_code in (404, 405)
+    paths = TestClient(app).get("/openapi.json").json()["paths"]
+    assert {m for found in paths.values() for m in found} == {"get"}
+    app.state.scope.store.close()
+
+
+def test_modules_are_put_listed_and_deleted(http, engine):
+    name = "/v1/scope/modules/a%2Fb%20%C3%BC%3F%0A"
+    assert http.put(name, content=MODULE, headers=ADMIN).json()["streams"] == [["resid_post", 2]]
+    assert engine.held == {"a/b ü?\n": MODULE}
+    assert [m["name"] for m in http.get("/v1/scope/modules").json()["modules"]] == ["a/b ü?\n"]
+    assert http.delete(name, headers=ADMIN).status_code == 204
+    assert http.delete(name, headers=ADMIN).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        pytest.param(b"", "not safetensors", id="nothing"),
+        pytest.param(b"\x80\x04\x95cos\nsystem\n(S'true'\ntR.", "not safetensors", id="a-pickle"),
+        pytest.param(b"\xff" * 8 + b"{}", "not safetensors", id="a-header-of-2-to-64"),
+        pytest.param(MODULE[:-1], "not safetensors", id="cut-short"),
+        pytest.param(b"PK\x03\x04" + b"\0" * 100, "not safetensors", id="a-zip"),
+        pytest.param(save({"direction.2": np.ones((2, 4), np.float32)}), "shape", id="a-matrix"),
+        pytest.param(save({"../../x.2": np.ones(4, np.float32)}), "no name of a vector", id="path"),
+        pytest.param(save({"direction.2": np.full(4, np.nan, np.float32)}), "has nan", id="nan"),
+        pytest.param(save({"direction.2": np.ones(4, np.int64)}), "dtype", id="integers"),
+    ],
+)
+def test_what_is_no_module_is_refused_unheard_by_the_engine(content, sentence, http, engine):
+    response = http.put("/v1/scope/modules/a", content=content, headers=ADMIN)
+    assert response.status_code == 400
+    assert sentence in response.json()["error"]["message"]
+    assert engine.held == {}
+
+
+def test_edits_are_set_shown_and_cleared(http):
+    assert http.get("/v1/scope/edits").json() == {"edits": [], "digest": None}
+    body = {"edits": [{"kind": "add"}]}
+    assert http.put("/v1/scope/edits", json=body, headers=ADMIN).json()["digest"] == "digest"
+    assert http.get("/v1/scope/edits").json()["edits"] == body["edits"]
+    assert http.delete("/v1/scope/edits", headers=ADMIN).status_code == 204
+    assert http.get("/v1/scope/edits").json()["edits"] == []
+
+
+def test_what_the_engine_refuses_is_400_with_its_sentence(http):
+    response = http.put("/v1/scope/edits", json={"edits": [{"kind": "bad"}]}, headers=ADMIN)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "edits[0] is bad; make it good."
+
+
+def test_a_body_that_announces_too_much_is_refused_before_it_is_read(app):
+    import asyncio
+
+    async def never():
+        raise AssertionError("the body was read")
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": "PUT", "path": "/v1/scope/modules/a", "query_string": b"",
+        "headers": [(b"content-length", str(MAX_OPERATOR_BYTES + 1).encode())],
+        "http_version": "1.1", "scheme": "http", "server": ("x", 1), "client": ("x", 1),
+        "root_path": "",
+    }  # fmt: skip
+    asyncio.run(app(scope, never, send))
+    assert sent[0]["status"] == 413
+
+
+def test_a_body_that_goes_on_past_the_limit_is_cut_off(http, engine):
+    def pieces():
+        for _ in range(MAX_OPERATOR_BYTES // (1 << 20) + 2):
+            yield b"\0" * (1 << 20)
+
+    response = http.put("/v1/scope/modules/a", content=pieces(), headers=ADMIN)
+    assert response.status_code == 413
+    assert engine.held == {}
+
+
+def test_a_result_is_streamed_with_its_length_and_deleted_if_asked(app, http):
+    tensors = {"resid_post.1": torch.randn(600, 1024)}
+    mine = {"Authorization": "Bearer mine"}
+    kept = app.state.scope.store.put(tensors, {}, owner_of("Bearer mine"))
+    url = f"/v1/scope/results/{kept.id}"
+    for headers in ({}, {"Authorization": "Bearer other"}):
+        assert http.get(url + "?delete=true", headers=headers).status_code == 404
+    for _ in range(2):
+        response = http.get(url, headers=mine)
+        assert response.headers["content-length"] == str(kept.num_bytes)
+        assert len(response.content) == kept.num_bytes
+    assert http.get(url + "?delete=true", headers=mine).status_code == 200
+    assert http.get(url, headers=mine).status_code == 404
+
+
+def test_the_models_sites_are_told(http):
+    body = http.get("/v1/scope").json()
+    assert {site["site"]: site["layers"] for site in body["sites"]} == {
+        "embed": [0], "resid_pre": [0, 1], "resid_post": [0, 1],
+    }  # fmt: skip
+    assert body["operator"] is True
+
+
+def test_a_server_without_an_engine_says_so(tmp_path, monkeypatch):
+    app = app_with(tmp_path, monkeypatch)
+    assert TestClient(app).get("/v1/scope").status_code == 404
+    app.state.scope.store.close()
+
+
+def test_every_route_has_a_summary_a_description_and_its_errors(http):
+    paths = http.get("/openapi.json").json()["paths"]
+    assert len(paths) == 5
+    for path, methods in paths.items():
+        for method, found in methods.items():
+            assert found["summary"], path
+            assert found["description"], path
+            if method in ("put", "delete"):
+                assert {"400", "401", "403", "413"} <= set(found["responses"]), path
+            if path.endswith("{name}") and method == "put":
+                assert "application/octet-stream" in found["requestBody"]["content"]

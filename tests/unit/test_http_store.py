@@ -1,0 +1,214 @@
+"""Results on disk: who finds them, how long, how many; and results as JSON."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import stat
+import time
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from vllm_scope.errors import CapacityError, ConfigError
+from vllm_scope.result import Column
+from vllm_scope.server import encode
+from vllm_scope.server.settings import Settings
+from vllm_scope.server.store import Store, owner_of
+
+ROWS = {"resid_post.3": torch.randn(5, 8).bfloat16(), "resid_post.3.positions": torch.arange(5)}
+MINE, OTHER = owner_of("Bearer mine"), owner_of("Bearer other")
+
+
+@pytest.fixture
+def store(tmp_path):
+    found = Store(tmp_path, "run", 10_000, 600.0)
+    yield found
+    found.close()
+
+
+def test_a_result_comes_back_as_it_was(store):
+    kept = store.put(ROWS, {"scope": "{}"}, MINE)
+    with store.open(kept.id, MINE) as file:
+        data = file.read()
+    assert len(data) == kept.num_bytes
+    found = safetensors.torch.load(data)
+    assert {name: t.dtype for name, t in found.items()} == {n: t.dtype for n, t in ROWS.items()}
+    assert all(torch.equal(found[name], ROWS[name]) for name in ROWS)
+
+
+def test_ids_are_long_and_never_the_same(store):
+    ids = {store.put({"x": torch.zeros(1)}, {}, MINE).id for _ in range(50)}
+    assert len(ids) == 50
+    assert all(len(name) == 32 for name in ids)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("../run/lock", id="a-path-up"),
+        pytest.param("/etc/passwd", id="an-absolute-path"),
+        pytest.param("lock", id="the-lock"),
+        pytest.param("*" * 32, id="a-pattern"),
+        pytest.param("a" * 32, id="a-guess"),
+        pytest.param("a" * 31 + "\0", id="a-null-byte"),
+        pytest.param("", id="nothing"),
+        pytest.param("ä" * 32, id="unicode"),
+    ],
+)
+def test_what_is_no_id_finds_and_deletes_nothing(name, store, tmp_path):
+    store.put(ROWS, {}, MINE)
+    before = sorted(tmp_path.rglob("*"))
+    assert store.open(name, MINE) is None
+    store.delete(name, MINE)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_another_owner_neither_finds_nor_deletes_it(store):
+    kept = store.put(ROWS, {}, MINE)
+    assert store.open(kept.id, OTHER) is None
+    store.delete(kept.id, OTHER)
+    store.open(kept.id, MINE).close()
+    assert owner_of(None) != MINE
+
+
+def test_processes_of_one_server_find_each_others_results(store, tmp_path):
+    sibling = Store(tmp_path, "run", 10_000, 600.0)
+    kept = store.put(ROWS, {}, MINE)
+    sibling.open(kept.id, MINE).close()
+    sibling.close()
+    store.open(kept.id, MINE).close()  # the folder outlives who does not hold it alone
+    stranger = Store(tmp_path, "another-run", 10_000, 600.0)
+    assert stranger.open(kept.id, MINE) is None
+    stranger.close()
+
+
+def test_results_end_with_their_time(tmp_path):
+    store = Store(tmp_path, "run", 10_000, 0.05)
+    kept = store.put(ROWS, {}, MINE)
+    time.sleep(0.1)
+    assert store.open(kept.id, MINE) is None
+    assert (len(store), store.num_bytes) == (0, 0)
+    assert not list(tmp_path.rglob("*.safetensors"))
+    store.close()
+
+
+def test_a_siblings_result_is_not_served_past_its_time(tmp_path):
+    writer = Store(tmp_path, "run", 10_000, 600.0)
+    reader = Store(tmp_path, "run", 10_000, 0.05)
+    kept = writer.put(ROWS, {}, MINE)
+    time.sleep(0.1)
+    assert reader.open(kept.id, MINE) is None
+    reader.close()
+    writer.close()
+
+
+def test_the_bound_refuses_new_requests_and_twice_as_much_is_never_held(store):
+    store.check_room()
+    store.put({"x": torch.zeros(12_000, dtype=torch.uint8)}, {}, MINE)
+    with pytest.raises(CapacityError, match="of at most 10,000"):
+        store.check_room()
+    with pytest.raises(CapacityError, match="no room to keep it"):
+        store.put({"x": torch.zeros(9_000, dtype=torch.uint8)}, {}, MINE)
+    assert len(store) == 1
+
+
+def test_deleting_makes_room(store):
+    kept = store.put({"x": torch.zeros(12_000, dtype=torch.uint8)}, {}, MINE)
+    store.delete(kept.id, MINE)
+    store.check_room()
+    assert store.num_bytes == 0
+
+
+def test_only_this_user_can_look_into_the_folder(store, tmp_path):
+    (folder,) = tmp_path.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_folder_that_is_a_link_is_not_used(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    (tmp_path / f"vllm-scope-results-{os.getuid()}-run").symlink_to(elsewhere)
+    with pytest.raises(PermissionError):
+        Store(tmp_path, "run", 10_000, 600.0)
+
+
+def test_closing_leaves_nothing(store, tmp_path):
+    store.put(ROWS, {}, MINE)
+    store.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def _end_with_a_store(folder):
+    Store(folder, "run", 10_000, 600.0).put(ROWS, {}, MINE)
+
+
+def test_a_child_process_that_ends_leaves_nothing(tmp_path):
+    """API servers are such children."""
+    spawn = multiprocessing.get_context("spawn")
+    child = spawn.Process(target=_end_with_a_store, args=(tmp_path,))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_of_killed_servers_are_removed_and_those_of_living_ones_not(tmp_path):
+    living = Store(tmp_path, "living", 10_000, 600.0)
+    killed = tmp_path / f"vllm-scope-results-{os.getuid()}-killed"
+    killed.mkdir(mode=0o700)
+    (killed / "x.safetensors").write_bytes(b"left")
+    for folder in tmp_path.iterdir():
+        os.utime(folder, (time.time() - 3600,) * 2)
+    Store(tmp_path, "new", 10_000, 600.0).close()
+    assert not killed.exists()
+    with open(next(tmp_path.glob("*living/lock"))) as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    living.close()
+
+
+@pytest.mark.parametrize(
+    ("positions", "spans"),
+    [
+        pytest.param([], [], id="none"),
+        pytest.param([4], [[4, 5]], id="one"),
+        pytest.param([0, 1, 2, 7, 9, 10], [[0, 3], [7, 8], [9, 11]], id="several"),
+    ],
+)
+def test_positions_become_half_open_spans(positions, spans):
+    assert encode.spans(np.array(positions, np.int64)) == spans
+
+
+def test_scores_that_are_not_finite_are_null():
+    values = torch.tensor([1.5, torch.nan, torch.inf])
+    where = np.arange(3)
+    body = encode.columns([Column("p", values, where, where)], True, True)
+    assert body["scores"]["p"] == {"spans": [[0, 3]], "values": [1.5, None, None]}
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "settled"),
+    [
+        pytest.param([0, 1, 2], [0, 1, 2], 3, id="all-here"),
+        pytest.param([0, 2], [0, 1, 2], 1, id="one-on-its-way"),
+        pytest.param([], [0, 1], 0, id="nothing-yet"),
+        pytest.param([3, 4], [3, 4, 5], 2, id="the-last-on-its-way"),
+    ],
+)
+def test_what_comes_before_a_missing_value_is_settled(found, wanted, settled):
+    column = Column("p", torch.zeros(len(found)), np.array(found), np.array(wanted))
+    assert column.num_settled == settled
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many", "nan", "inf"])
+def test_a_limit_that_is_no_number_above_0_stops_the_start(text):
+    with pytest.raises(ConfigError, match="VLLM_SCOPE_RESULTS_MIB is"):
+        Settings.from_environment({"VLLM_SCOPE_RESULTS_MIB": text})
+
+
+def test_without_an_environment_nothing_can_be_changed():
+    assert Settings.from_environment({}).admin_key is None
+    assert Settings.from_environment({"VLLM_SCOPE_ADMIN_KEY": ""}).admin_key is None

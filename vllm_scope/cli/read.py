@@ -1,0 +1,50 @@
+"""`vllm-scope read`: rows of one prompt, from a server, as a table and a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from vllm_scope.actions import Read
+from vllm_scope.cli.remote import Server, asking, layers_of
+
+
+def read(
+    server: Server, prompt: str, site: str, layers: str, tokens: str, save: Path | None
+) -> None:
+    """Print the text and what each stream's rows look like; write them if asked."""
+    console = Console()
+    with asking(server, console) as client:
+        found = None if site == "embed" else layers_of(layers)
+        out = client.complete(prompt, Read(site, layers=found, tokens=tokens), **server.options)
+        console.print(f"{prompt}[bold]{out.text}[/bold]", highlight=False)
+        console.print(_table(out.scope))
+        if save is not None:
+            _write(save, out.scope)
+            console.print(f"{save}: {save.stat().st_size:,} bytes")
+
+
+def _table(scope: Any) -> Table:
+    table = Table(title=f"{scope.status}: {scope.delivered} of {scope.expected} rows")
+    for heading in ("site", "layer", "positions", "shape", "mean length"):
+        table.add_column(heading, justify="left" if heading == "site" else "right")
+    for site, layer in scope.keys():
+        rows, positions = scope[site, layer], scope.positions(site, layer)
+        shown = f"{positions[0]} to {positions[-1]}" if len(positions) else "none"
+        length = np.linalg.norm(rows.astype(np.float64), axis=1).mean() if len(rows) else 0.0
+        table.add_row(site, str(layer), shown, str(list(rows.shape)), f"{length:.3f}")
+    return table
+
+
+def _write(path: Path, scope: Any) -> None:
+    from safetensors.numpy import save_file
+
+    arrays = {}
+    for site, layer in scope.keys():
+        arrays[f"{site}.{layer}"] = np.ascontiguousarray(scope[site, layer])
+        arrays[f"{site}.{layer}.positions"] = scope.positions(site, layer)
+    save_file(arrays, path)

@@ -1,0 +1,69 @@
+"""What `read`, `steer` and `watch` share: a server, its errors, and how numbers look."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from vllm_scope.errors import ScopeError
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where to ask, and for how much."""
+
+    url: str
+    api_key: str | None
+    max_tokens: int
+    temperature: float
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"max_tokens": self.max_tokens, "temperature": self.temperature}
+
+
+@contextmanager
+def asking(server: Server, console: Console) -> Iterator[Any]:
+    """A client; what goes wrong is said in a sentence, with status 1."""
+    try:
+        import httpx
+
+        from vllm_scope.client import ScopeClient
+    except ImportError as error:
+        console.print(f"[red]{escape(str(error))}[/red]")
+        sys.exit(1)
+    try:
+        with ScopeClient(server.url, server.api_key) as client:
+            yield client
+    except (ScopeError, OSError, httpx.HTTPError) as error:
+        console.print(f"[red]{escape(str(error) or type(error).__name__)}[/red]")
+        sys.exit(1)
+
+
+def layers_of(text: str) -> str | list[int]:
+    """ "all", or numbers and ranges: 2,5 or 0-3."""
+    if text == "all":
+        return text
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not first.isdigit() or not (last or first).isdigit():
+            raise ScopeError(f"layers are 'all', or numbers such as 2,5 or 0-3, not {text!r}.")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def bars(values: Sequence[float], low: float, high: float) -> str:
+    """A line of blocks, one for each value between two bounds."""
+    span = (high - low) or 1.0
+    return "".join(
+        _BARS[min(int((value - low) / span * len(_BARS)), len(_BARS) - 1)] for value in values
+    )

@@ -1,0 +1,32 @@
+"""`vllm-scope steer`: one prompt without and with a steering module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from vllm_scope.actions import Action, Add
+from vllm_scope.cli.remote import Server, asking
+from vllm_scope.vectors import load_vectors
+
+
+def steer(server: Server, prompt: str, module: str, scales: list[float]) -> None:
+    """Print a completion for each scale; 0 is the plain one."""
+    console = Console()
+    with asking(server, console) as client:
+        for scale in scales:
+            actions = _additions(module, scale) if scale else []
+            out = client.complete(prompt, *actions, **server.options)
+            console.print(f"[cyan]{scale:+g}[/cyan] {escape(out.text)}", highlight=False)
+
+
+def _additions(module: str, scale: float) -> list[Action]:
+    """A file's vectors travel in the request; any other word names what the server holds."""
+    if Path(module).suffix not in (".safetensors", ".gguf", ".npz"):
+        return [Add(module, scale=scale)]
+    return [
+        Add(vector, site=site, layer=None if site == "embed" else layer, scale=scale)
+        for (site, layer), vector in load_vectors(module).items()
+    ]

@@ -1,0 +1,240 @@
+"""What comes back from a server: choices with their rows and scores, as numpy.
+
+Owns:  Completion, Choice, Chunk, ScopeData, and the parsing of a choice's `scope`.
+From:  server.encode (the JSON), server.store (the files).
+
+Sizes come from the server that was asked; each is checked against the bytes that came.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_scope.errors import ScopeError, shown
+from vllm_scope.sites import ALIASES
+
+#: (site, layer, "after" or "before")
+_Stream = tuple[str, int, str]
+#: Names as in JSON and as in safetensors -> numpy's; bfloat16 as its bits.
+_DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"} | {
+    "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows as they travelled.
+
+    Attributes:
+        positions: int64 [n], ascending.
+        bits: [n, hidden_size]; uint16 where dtype is bfloat16, which numpy does not know.
+        dtype: float32, float16 or bfloat16.
+    """
+
+    positions: NDArray[np.int64]
+    bits: NDArray[Any]
+    dtype: str
+
+    @property
+    def numpy(self) -> NDArray[Any]:
+        """In its own dtype; bfloat16 as float32, exactly."""
+        if self.dtype != "bfloat16":
+            return self.bits
+        return (self.bits.astype("<u4") << 16).view("<f4")
+
+
+class Scores(Mapping[str, NDArray[np.float32]]):
+    """float32 [n] by the probe's name, in position order; NaN where it was not finite."""
+
+    def __init__(self, values: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float32]]]):
+        self._values = values
+
+    def __getitem__(self, name: str) -> NDArray[np.float32]:
+        return self._values[name][1]
+
+    def positions(self, name: str) -> NDArray[np.int64]:
+        """int64 [n], ascending."""
+        return self._values[name][0]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+@dataclass(frozen=True)
+class ScopeData:
+    """Rows and scores of one choice, or what is new of them in one chunk.
+
+    `data["resid_post", 5]` is [positions, hidden_size]: float32, float16, or float32 for
+    bfloat16; `data["resid_post", 5, "before"]` where rows were read before edits.
+
+    Attributes:
+        status: "complete", "incomplete", "aborted" or "failed"; "streaming" in a chunk
+            that is not its choice's last.
+        error: the reason, where status is "failed".
+        expected, delivered, dropped: how many rows and scores; 0 while streaming.
+    """
+
+    status: str = "streaming"
+    error: str | None = None
+    expected: int = 0
+    delivered: int = 0
+    dropped: int = 0
+    rows: Mapping[_Stream, Rows] = field(default_factory=dict, repr=False)
+    scores: Scores = field(default_factory=lambda: Scores({}), repr=False)
+
+    def keys(self) -> list[tuple[str, int]]:
+        """The streams that are here."""
+        return list(dict.fromkeys((site, layer) for site, layer, _ in self.rows))
+
+    def __getitem__(self, stream: tuple[str, int] | _Stream | str) -> NDArray[Any]:
+        return self._find(stream).numpy
+
+    def positions(self, *stream: Any) -> NDArray[np.int64]:
+        """int64 [n], ascending, of `data.positions("resid_post", 5)`."""
+        return self._find(stream).positions
+
+    def tensor(self, *stream: Any) -> Any:
+        """As a torch tensor, in the model's dtype.
+
+        Raises:
+            ImportError: torch is not installed.
+        """
+        import torch
+
+        rows = self._find(stream)
+        found = torch.from_numpy(np.array(rows.bits))
+        return found.view(torch.bfloat16) if rows.dtype == "bfloat16" else found
+
+    def _find(self, stream: Any) -> Rows:
+        words = (stream,) if isinstance(stream, str) else tuple(stream)
+        site = ALIASES.get(str(words[0]), words[0])
+        layer = words[1] if len(words) > 1 else 0
+        for when in words[2:3] or ("after", "before"):
+            if (site, layer, when) in self.rows:
+                return self.rows[site, layer, when]
+        names = ", ".join(f"{site!r} {layer}" for site, layer in self.keys()) or "nothing"
+        raise KeyError(f"{stream} is not here; this choice read {names}.")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One completion. `scope` is None where nothing was asked for."""
+
+    index: int
+    text: str
+    finish_reason: str | None
+    scope: ScopeData | None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer. `raw` is its JSON."""
+
+    choices: tuple[Choice, ...]
+    raw: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def text(self) -> str:
+        return self._only.text
+
+    @property
+    def scope(self) -> ScopeData | None:
+        return self._only.scope
+
+    @property
+    def _only(self) -> Choice:
+        if len(self.choices) != 1:
+            raise ScopeError(f"there are {len(self.choices)} choices; use answer.choices[i].")
+        return self.choices[0]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What is new of one choice. `scope` holds the new scores, and rows if asked."""
+
+    index: int
+    text: str
+    finish_reason: str | None
+    scope: ScopeData | None
+
+
+def parse_scope(body: Mapping[str, Any], file: bytes | None) -> ScopeData:
+    """A choice's `scope`.
+
+    Args:
+        file: the content of its `result`, where it has one.
+
+    Raises:
+        ScopeError: it is not what a server of this version sends.
+    """
+    rows: dict[_Stream, Rows] = {}
+    scores: dict[str, Any] = {}
+    for entry in body.get("rows", ()):
+        if "data" in entry:
+            rows[entry["site"], entry["layer"], entry.get("when", "after")] = _rows(entry)
+    for name, entry in body.get("scores", {}).items():
+        if "values" in entry:
+            values = [math.nan if v is None else v for v in entry["values"]]
+            scores[name] = (_positions(entry["spans"]), np.array(values, np.float32))
+    if file is not None:
+        rows, found = _parse_file(file)
+        scores |= found
+    return ScopeData(
+        body.get("status", "streaming"), body.get("error"), body.get("expected", 0),
+        body.get("delivered", 0), body.get("dropped", 0), rows, Scores(scores),
+    )  # fmt: skip
+
+
+def parse_file(file: bytes) -> ScopeData:
+    """The content of a result's file."""
+    rows, scores = _parse_file(file)
+    return ScopeData(status="complete", rows=rows, scores=Scores(scores))
+
+
+def _positions(spans: list[list[int]]) -> NDArray[np.int64]:
+    parts = [np.arange(first, last, dtype=np.int64) for first, last in spans]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+def _rows(entry: Mapping[str, Any]) -> Rows:
+    dtype, shape = entry["dtype"], entry["shape"]
+    if dtype not in _DTYPES:
+        raise ScopeError(f"the server's rows are {shown(dtype)}, which this client does not know.")
+    bits = np.frombuffer(base64.b64decode(entry["data"]), _DTYPES[dtype])
+    if bits.size != math.prod(shape):
+        raise ScopeError(f"the server sent {bits.size} numbers for rows of shape {shape}.")
+    return Rows(_positions(entry["spans"]), bits.reshape(shape), dtype)
+
+
+def _parse_file(file: bytes) -> tuple[dict[_Stream, Rows], dict[str, Any]]:
+    import safetensors
+
+    try:
+        entries = dict(safetensors.deserialize(file))
+    except safetensors.SafetensorError as error:
+        raise ScopeError(f"the server's result is not safetensors: {error}.") from None
+    arrays = {
+        name: np.frombuffer(e["data"], _DTYPES[e["dtype"]]).reshape(e["shape"])
+        for name, e in entries.items()
+    }
+    rows: dict[_Stream, Rows] = {}
+    scores: dict[str, Any] = {}
+    for name in (n for n in arrays if f"{n}.positions" in arrays):
+        positions = arrays[f"{name}.positions"]
+        if name.startswith("scores."):
+            scores[name.removeprefix("scores.")] = (positions, arrays[name])
+            continue
+        site, layer, *when = name.split(".")
+        dtype = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[entries[name]["dtype"]]
+        rows[site, int(layer), when[0] if when else "after"] = Rows(positions, arrays[name], dtype)
+    return rows, scores

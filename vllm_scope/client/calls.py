@@ -1,0 +1,258 @@
+"""Every call of a client, written once, for both transports.
+
+Owns:  Calls (what is sent, and what is made of the responses), Call, ServerError.
+To:    transport, which carries a Call and hands back the Response.
+
+A call is a generator: it yields Calls, is sent Responses, and returns the answer. So a
+call may need several, such as an answer and then the file that holds its rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from vllm_scope.actions import Action
+from vllm_scope.client.answers import (
+    Choice,
+    Chunk,
+    Completion,
+    ScopeData,
+    parse_file,
+    parse_scope,
+)
+from vllm_scope.errors import CapacityError, ScopeError, SpecError, shown
+from vllm_scope.spec import scope
+from vllm_scope.vectors import SteeringModule, load_vectors, to_bytes
+
+Prompt = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+
+
+class ServerError(ScopeError):
+    """The server refused, or failed. `status` is HTTP's."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Call:
+    """One HTTP request. `admin`: with the operator's key."""
+
+    method: str
+    path: str
+    body: Any = None
+    content: bytes | None = None
+    admin: bool = False
+
+
+@dataclass(frozen=True)
+class Response:
+    """What a transport hands back."""
+
+    status: int
+    content: bytes
+
+    def checked(self) -> Response:
+        """Itself, or the error that it is.
+
+        Raises:
+            SpecError: 400. CapacityError: 429. ServerError: anything else from 400 on.
+        """
+        if self.status < 400:
+            return self
+        message = error_message(self.content)
+        if self.status == 400:
+            raise SpecError(message)
+        if self.status == 429:
+            raise CapacityError(message)
+        raise ServerError(f"HTTP {self.status}: {message}", self.status)
+
+    def json(self) -> Any:
+        return json.loads(self.content)
+
+
+def error_message(content: bytes) -> str:
+    """The sentence of an error's body, whichever of vLLM's shapes it has."""
+    try:
+        body = json.loads(content)
+        error = body.get("error", body.get("detail", body))
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, AttributeError, KeyError):
+        return content[:200].decode("utf-8", "replace") or "no reason was given"
+
+
+Flow = Generator[Call, Response, Any]
+
+
+class Calls:
+    """Base of both clients: `_run` carries a flow, `_iterate` a stream of chunks.
+
+    Args:
+        model: as the server knows it; None asks it for its first one.
+    """
+
+    def __init__(self, model: str | None) -> None:
+        self._model = model
+
+    def _run(self, flow: Flow) -> Any:
+        raise NotImplementedError
+
+    def _iterate(self, opening: Flow) -> Any:
+        raise NotImplementedError
+
+    # Completions
+
+    def complete(self, prompt: Prompt, *actions: Action, **options: Any) -> Any:
+        """Complete a prompt, or a list of prompts.
+
+        Args:
+            prompt: text or token ids, or a list of either.
+            actions: Read, Probe, Add, ...; none asks for the text alone.
+            options: fields of the request beside them: max_tokens, temperature, n, ...;
+                `scope_tensors="handle"` and other fields of `vllm_xargs` by that name.
+
+        Returns:
+            Completion
+
+        Raises:
+            SpecError: the request is wrong. CapacityError: send it again later.
+            ServerError: the server refused for another reason.
+        """
+        return self._run(self._answered("/v1/completions", {"prompt": prompt} | options, actions))
+
+    def chat(self, messages: Sequence[Any], *actions: Action, **options: Any) -> Any:
+        """Answer messages, as `complete`."""
+        body = {"messages": list(messages)} | options
+        return self._run(self._answered("/v1/chat/completions", body, actions))
+
+    def stream(self, prompt: Any, *actions: Action, **options: Any) -> Any:
+        """Complete a prompt, or a list of messages (dicts), chunk by chunk.
+
+        Args:
+            prompt, actions, options: as for `complete`. With
+                `vllm_xargs={"scope_stream": "rows"}` chunks carry rows as well.
+
+        Returns:
+            An iterator of Chunks; close it to stop the request.
+        """
+        chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
+        body = {("messages" if chat else "prompt"): prompt, "stream": True} | options
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        return self._iterate(self._opening(path, body, actions))
+
+    # The server
+
+    def info(self) -> Any:
+        """What the model can be asked: the JSON of GET /v1/scope."""
+        return self._run(self._json(Call("GET", "/v1/scope")))
+
+    def result(self, result_id: str, delete: bool = False) -> Any:
+        """ScopeData of the file whose id a choice's `scope.result` names in the JSON."""
+        return self._run(self._fetched(result_id, delete))
+
+    def modules(self) -> Any:
+        """The steering modules that the engine holds: a list of dicts."""
+        return self._run(self._json(Call("GET", "/v1/scope/modules"), "modules"))
+
+    def put_module(self, name: str, module: SteeringModule | str | Path) -> Any:
+        """Register a steering module, or the file of one. Needs the operator's key."""
+        if not isinstance(module, SteeringModule):
+            module = load_vectors(module)
+        call = Call("PUT", _module_path(name), content=to_bytes(module), admin=True)
+        return self._run(self._json(call))
+
+    def delete_module(self, name: str) -> Any:
+        """Forget a steering module. Needs the operator's key."""
+        return self._run(self._done(Call("DELETE", _module_path(name), admin=True)))
+
+    def edits(self) -> Any:
+        """The edits of every request: a list of dicts."""
+        return self._run(self._json(Call("GET", "/v1/scope/edits"), "edits"))
+
+    def set_edits(self, *actions: Action) -> Any:
+        """Edit every request from now on. Needs the operator's key."""
+        body = {"edits": json.loads(scope(*actions)["scope"]).get("edits", [])}
+        return self._run(self._json(Call("PUT", "/v1/scope/edits", body, admin=True)))
+
+    def clear_edits(self) -> Any:
+        """Edit requests no longer. Needs the operator's key."""
+        return self._run(self._done(Call("DELETE", "/v1/scope/edits", admin=True)))
+
+    # Flows
+
+    def _opening(self, path: str, body: dict[str, Any], actions: Sequence[Action]) -> Flow:
+        if self._model is None:
+            self._model = (yield Call("GET", "/v1/models")).checked().json()["data"][0]["id"]
+        body = {"model": self._model} | body
+        xargs = dict(body.get("vllm_xargs") or {})
+        if "scope_tensors" in body:
+            xargs["scope_tensors"] = body.pop("scope_tensors")
+        if actions:
+            xargs |= scope(*actions)
+        return Call("POST", path, body | ({"vllm_xargs": xargs} if xargs else {}))
+
+    def _answered(self, path: str, body: dict[str, Any], actions: Sequence[Action]) -> Flow:
+        call = yield from self._opening(path, body, actions)
+        raw = (yield call).checked().json()
+        choices = []
+        for choice in raw["choices"]:
+            found = yield from self._scope_of(choice)
+            choices.append(Choice(choice["index"], _text(choice), choice["finish_reason"], found))
+        return Completion(tuple(choices), raw)
+
+    def _scope_of(self, choice: dict[str, Any]) -> Flow:
+        body = choice.get("scope")
+        if body is None:
+            return None
+        file = None
+        if body.get("result"):
+            file = (yield _result_call(body["result"]["id"], True)).checked().content
+        return parse_scope(body, file)
+
+    def _chunks(self, line: str) -> Flow:
+        """The chunks of one line of a stream."""
+        if not line.startswith("data: {"):
+            return []
+        body = json.loads(line.removeprefix("data: "))
+        if "error" in body:
+            error = body["error"]
+            Response(int(error.get("code", 500)), line.removeprefix("data: ").encode()).checked()
+            raise ServerError(str(error.get("message")), 500)
+        chunks = []
+        for choice in body.get("choices", ()):
+            found = yield from self._scope_of(choice)
+            end = choice.get("finish_reason")
+            chunks.append(Chunk(choice["index"], _text(choice), end, found))
+        return chunks
+
+    def _fetched(self, result_id: str, delete: bool) -> Generator[Call, Response, ScopeData]:
+        return parse_file((yield _result_call(result_id, delete)).checked().content)
+
+    def _json(self, call: Call, name: str | None = None) -> Flow:
+        body = (yield call).checked().json()
+        return body if name is None else body[name]
+
+    def _done(self, call: Call) -> Flow:
+        (yield call).checked()
+
+
+def _result_call(result_id: str, delete: bool) -> Call:
+    path = f"/v1/scope/results/{quote(result_id, safe='')}"
+    return Call("GET", path + ("?delete=true" if delete else ""))
+
+
+def _module_path(name: str) -> str:
+    if not name:
+        raise SpecError(f"a module's name is 1 character or more, not {shown(name)}.")
+    return f"/v1/scope/modules/{quote(name, safe='')}"
+
+
+def _text(choice: dict[str, Any]) -> str:
+    body = choice.get("message") or choice.get("delta")
+    return (body.get("content") if body is not None else choice.get("text")) or ""

@@ -1,0 +1,135 @@
+"""The two clients: the same calls, carried by httpx with or without await.
+
+Owns:  ScopeClient, AsyncScopeClient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from vllm_scope.client.answers import Chunk
+from vllm_scope.client.calls import Call, Calls, Flow, Response
+
+try:
+    import httpx
+except ImportError as error:
+    raise ImportError("the client needs httpx: pip install 'vllm-scope[client]'.") from error
+
+#: Seconds for an answer; a long prompt on a busy server takes a while.
+TIMEOUT_S = 600.0
+
+
+class _Client(Calls):
+    """What both clients know of the server.
+
+    Args:
+        base_url: of the server, with or without /v1.
+        api_key: as for vLLM's --api-key.
+        admin_key: the server's VLLM_SCOPE_ADMIN_KEY, for what changes the engine.
+        model: as the server knows it; None takes its first one.
+        timeout: seconds for an answer.
+        transport: an httpx transport, for tests and proxies.
+    """
+
+    def __init__(
+        self,
+        base_url: str = "http://localhost:8000",
+        api_key: str | None = None,
+        admin_key: str | None = None,
+        model: str | None = None,
+        timeout: float = TIMEOUT_S,
+        transport: Any = None,
+    ) -> None:
+        super().__init__(model)
+        self._admin_key = admin_key
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = self._open(
+            base_url=base_url.rstrip("/").removesuffix("/v1"),
+            headers=headers,
+            timeout=timeout,
+            transport=transport,
+        )
+
+    def _open(self, **options: Any) -> Any:
+        raise NotImplementedError
+
+    def _request(self, call: Call) -> Any:
+        headers = {}
+        if call.admin and self._admin_key:
+            headers["X-Scope-Admin-Key"] = self._admin_key
+        return self._http.build_request(
+            call.method, call.path, json=call.body, content=call.content, headers=headers
+        )
+
+
+class ScopeClient(_Client):
+    """A client that blocks. A context manager; see `Calls` for what it can do."""
+
+    def _open(self, **options: Any) -> httpx.Client:
+        return httpx.Client(**options)
+
+    def _run(self, flow: Flow) -> Any:
+        try:
+            call = next(flow)
+            while True:
+                response = self._http.send(self._request(call))
+                call = flow.send(Response(response.status_code, response.content))
+        except StopIteration as done:
+            return done.value
+
+    def _iterate(self, opening: Flow) -> Iterator[Chunk]:
+        response = self._http.send(self._request(self._run(opening)), stream=True)
+        try:
+            if response.status_code >= 400:
+                Response(response.status_code, response.read()).checked()
+            for line in response.iter_lines():
+                yield from self._run(self._chunks(line))
+        finally:
+            response.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> ScopeClient:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class AsyncScopeClient(_Client):
+    """The same for asyncio: answers are awaited, streams are `async for`."""
+
+    def _open(self, **options: Any) -> httpx.AsyncClient:
+        return httpx.AsyncClient(**options)
+
+    async def _run(self, flow: Flow) -> Any:
+        try:
+            call = next(flow)
+            while True:
+                response = await self._http.send(self._request(call))
+                call = flow.send(Response(response.status_code, response.content))
+        except StopIteration as done:
+            return done.value
+
+    async def _iterate(self, opening: Flow) -> AsyncIterator[Chunk]:
+        call = await self._run(opening)
+        response = await self._http.send(self._request(call), stream=True)
+        try:
+            if response.status_code >= 400:
+                Response(response.status_code, await response.aread()).checked()
+            async for line in response.aiter_lines():
+                for chunk in await self._run(self._chunks(line)):
+                    yield chunk
+        finally:
+            await response.aclose()
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def __aenter__(self) -> AsyncScopeClient:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()

@@ -1,0 +1,307 @@
+"""`vllm serve`: a scope in each answer, and our routes beside vLLM's.
+
+Owns:  the seams on vLLM's HTTP server: its app, the two ways to complete, and what the
+       routes ask of the engine.
+Runs:  in each API server process.
+To:    server (which knows no vLLM).
+
+Promise: a plain request takes the original path. A request with a scope gets it back,
+or an error that says why not; on paths whose answers have no place for one, always
+the latter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import Any
+
+from vllm_scope.engine.frontend import asks, params_of, refusal, settle
+from vllm_scope.engine.plugin import config_of, wrap_function, wrap_method
+from vllm_scope.errors import CapacityError, SpecError
+from vllm_scope.result import inbox, num_pending
+from vllm_scope.server.answer import Answer, Options, current
+from vllm_scope.server.settings import RUN
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+#: A token's data comes with the text of the second token after it, at the latest.
+MOST_BEHIND = 2
+_LATE_POLL_S = 0.002
+
+
+# Answers
+
+
+def _create(original: Any, self: Any, request: Any, raw_request: Any = None) -> Any:
+    """OpenAIServingCompletion.create_completion and OpenAIServingChat's twin."""
+    xargs = request.vllm_xargs
+    if not xargs or raw_request is None or not any(name.startswith("scope") for name in xargs):
+        return original(self, request, raw_request)
+    return _create_with_scope(original, self, request, raw_request)
+
+
+async def _create_with_scope(original: Any, self: Any, request: Any, raw_request: Any) -> Any:
+    from vllm.exceptions import GracefulHTTPError
+
+    _check_place(request, raw_request)
+    state = raw_request.app.state.scope
+    try:
+        options = Options.parse(request.vllm_xargs)
+        state.store.check_room()
+    except SpecError as error:
+        raise refusal()(str(error)) from None
+    except CapacityError as error:
+        raise GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS) from None
+    answer = Answer(
+        options, state.store, state.settings.inline_bytes, state.owner_of(raw_request),
+        request.n or 1, bool(request.stream),
+    )  # fmt: skip
+    token = current.set(answer)
+    streams = False
+    try:
+        made = await original(self, request, raw_request)
+        if isinstance(made, AsyncGenerator):
+            made = await _stream(answer, made)
+            streams = True
+        elif hasattr(made, "choices"):
+            await answer.fill(made.choices)
+        return made
+    finally:
+        current.reset(token)
+        if not streams:
+            answer.close()
+
+
+def _check_place(request: Any, raw_request: Any) -> None:
+    path = current.get()
+    if not isinstance(path, str) or path not in PATHS:
+        raise refusal()(_no_place(raw_request.url.path))
+    if request.use_beam_search:
+        raise refusal()("beam search cannot be tapped; sample instead.")
+
+
+def _no_place(path: str) -> str:
+    return f"answers of {path} have no place for a scope; use {' or '.join(PATHS)}."
+
+
+async def _stream(answer: Answer, chunks: AsyncGenerator[str, None]) -> Any:
+    """The chunks with their scopes, once the engine has let all of the request in.
+
+    vLLM would answer 200 and put the refusal into the first chunk.
+    """
+    first = asyncio.ensure_future(anext(chunks))
+    opened = asyncio.ensure_future(answer.opened.wait())
+    try:
+        await asyncio.wait([first, opened], return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        first.cancel()
+        raise
+    finally:
+        opened.cancel()
+    if answer.error is not None:
+        first.cancel()
+        raise answer.error
+    return _chunks(answer, chunks, first)
+
+
+async def _chunks(
+    answer: Answer, chunks: AsyncGenerator[str, None], first: asyncio.Future[str]
+) -> AsyncGenerator[str, None]:
+    try:
+        async with aclosing(chunks):
+            try:
+                yield await answer.chunk(await first)
+            finally:
+                first.cancel()
+            async for text in chunks:
+                yield await answer.chunk(text)
+    finally:
+        answer.close()
+
+
+def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """AsyncLLM.generate, outside of frontend's wrapper: outputs have their results."""
+    place, params = current.get(), params_of(args, kwargs, 1, "sampling_params")
+    if place is None or not asks(params):
+        return original(self, *args, **kwargs)
+    if isinstance(place, str):
+        raise refusal()(_no_place(place))
+    return _followed(place, place.add_prompt(), self, params, original(self, *args, **kwargs))
+
+
+async def _followed(answer: Answer, prompt: int, engine: Any, params: Any, stream: Any) -> Any:
+    try:
+        async with aclosing(stream):
+            async for output in stream:
+                _check_modules(output, params, engine)
+                connection = engine.output_processor.scope
+                answer.holds = connection.limits.optimistic
+                if answer.streams and not answer.holds:
+                    await _catch_up(output, connection.deliver_timeout_s)
+                for completion in output.outputs:
+                    if completion.scope is not None:
+                        answer.take(prompt, completion.index, completion.scope)
+                yield output
+    except Exception as error:
+        answer.fail(error)
+        raise
+
+
+def _forget_modules(engine: Any) -> None:
+    """What this front-end believes of module names; the next request that has one asks."""
+    connection = getattr(engine.output_processor, "scope", None)
+    if connection is not None:
+        connection.learn_modules({})
+
+
+def _check_modules(output: Any, params: Any, engine: Any) -> None:
+    """EngineCore refuses a name that another API server has changed since this one asked,
+    and says no more than that there was an error."""
+    failed = any(completion.finish_reason == "error" for completion in output.outputs)
+    if failed and '"module"' in str(params.extra_args["scope"]):
+        _forget_modules(engine)
+        raise refusal()(
+            "the engine refused the request: a steering module that it names has just changed "
+            "or gone. Send it again."
+        )
+
+
+async def _catch_up(output: Any, timeout: float) -> None:
+    """Wait for data that is further behind the text than promised."""
+    limit = time.monotonic() + timeout
+    while time.monotonic() < limit and any(
+        completion.finish_reason is None
+        and completion.scope is not None
+        and completion.scope.num_late(MOST_BEHIND)
+        for completion in output.outputs
+    ):
+        await asyncio.sleep(_LATE_POLL_S)
+        settle(output)
+
+
+def _admitted(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    """OutputProcessor.add_request, outside of frontend's wrapper, which may refuse."""
+    original(self, request, *args, **kwargs)
+    answer = current.get()
+    if isinstance(answer, Answer):
+        pending = self.request_states[request.request_id].scope
+        answer.open_one(lambda: inbox().forget(pending))
+
+
+def _create_response(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """OpenAIServingResponses.create_responses: refused before anything is streamed."""
+    if any(name.startswith("scope") for name in request.vllm_xargs or ()):
+        raise refusal()(_no_place("/v1/responses"))
+    return original(self, request, *args, **kwargs)
+
+
+# The engine, for the routes
+
+
+class EngineCalls:
+    """What the operator's routes ask of an engine.
+
+    Errors of the registry are SpecErrors here, though they come back from EngineCore
+    as text.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    async def describe(self) -> dict[str, Any]:
+        found = (await self._call("scope_describe"))[0]
+        assert isinstance(found, dict)
+        return found
+
+    async def load(self) -> tuple[int, int]:
+        counters = await self._call("scope_counters")
+        return max(each["requests"] for each in counters), num_pending()
+
+    async def modules(self) -> dict[str, Any]:
+        found = (await self._call("scope_modules"))[0]
+        assert isinstance(found, dict)
+        return found
+
+    async def register(self, name: str, data: bytes) -> str:
+        digest = str((await self._call("scope_register", name, data))[0])
+        _forget_modules(self._engine)
+        return digest
+
+    async def unregister(self, name: str) -> bool:
+        known = bool((await self._call("scope_unregister", name))[0])
+        _forget_modules(self._engine)
+        return known
+
+    async def set_edits(self, text: str | None) -> str | None:
+        found = (await self._call("scope_set_edits", text))[0]
+        return None if found is None else str(found)
+
+    async def edits(self) -> str | None:
+        found = (await self._call("scope_get_edits"))[0]
+        return None if found is None else str(found)
+
+    async def _call(self, name: str, *args: Any) -> list[Any]:
+        try:
+            found = await self._engine.collective_rpc(name, args=args)
+        except Exception as error:
+            # vllm 0.32, v1/engine/core.py, EngineCoreProc._handle_client_request
+            told = re.fullmatch(r"Call to \w+ method failed: (.*)", str(error), re.DOTALL)
+            if told is None:
+                raise
+            raise SpecError(told[1]) from None
+        return list(found)
+
+
+# The app
+
+
+def _attach(original: Any, app: Any) -> None:
+    from vllm_scope.server.routes import attach
+
+    original(app)
+    _wrap_serving()
+    attach(app, lambda: _engine_of(app))
+
+
+def _engine_of(app: Any) -> EngineCalls | None:
+    engine = getattr(app.state, "engine_client", None)
+    if engine is None or config_of(engine.vllm_config) is None:
+        return None
+    return EngineCalls(engine)
+
+
+_serving_wrapped = False
+
+
+def _wrap_serving() -> None:
+    """Now that the server's own modules are loaded."""
+    global _serving_wrapped
+    if _serving_wrapped:
+        return
+    _serving_wrapped = True
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    both = ["request", "raw_request"]
+    wrap_method(OpenAIServingCompletion, "create_completion", both, _create)
+    wrap_method(OpenAIServingChat, "create_chat_completion", both, _create)
+    wrap_method(OpenAIServingResponses, "create_responses", both, _create_response)
+    wrap_method(AsyncLLM, "generate", ["prompt", "sampling_params"], _generate)
+    wrap_method(OutputProcessor, "add_request", ["request"], _admitted)
+
+
+def wrap() -> None:
+    from vllm.entrypoints import serve
+
+    # Its API servers are children of the process that loads this first.
+    os.environ.setdefault(RUN, secrets.token_hex(16))
+    wrap_function([serve], "register_vllm_serve_api_routers", ["app"], _attach)

@@ -1,0 +1,12 @@
+"""What `vllm serve` gains: a scope in each answer, results to fetch, operators' routes.
+
+settings.py  limits and the operator's key, from the environment
+answer.py    the results of one HTTP request, put into its answer or its chunks
+encode.py    results as JSON
+store.py     results that are too large for an answer: files with an end
+limits.py    bodies that are refused before they are read
+routes.py    /v1/scope
+schemas.py   what the routes take and give, for OpenAPI
+
+Nothing here knows vLLM; engine/http.py does.
+"""

@@ -1,0 +1,94 @@
+"""What the routes take and give, for OpenAPI."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+
+class ErrorBody(BaseModel):
+    """Why not, in a sentence."""
+
+    message: str = Field(description="What came, what is allowed, and what to do next.")
+    type: str = Field(description="SpecError, CapacityError, NotFound, PayloadTooLarge ...")
+    param: str | None = None
+    code: int = Field(description="The HTTP status.")
+
+
+class Refusal(BaseModel):
+    """An error, in the shape of OpenAI's."""
+
+    error: ErrorBody
+
+
+class SiteInfo(BaseModel):
+    """Where rows can be read and edited."""
+
+    site: str
+    layers: list[int] = Field(description="Layers with a tap, from 0; [0] for `embed`.")
+
+
+class HttpLimits(BaseModel):
+    """What bounds answers and bodies."""
+
+    inline_bytes: int = Field(description="Rows of a choice up to this are in the answer.")
+    results_bytes: int = Field(description="Results that wait to be fetched, of a process.")
+    results_ttl_s: float = Field(description="How long a result is kept.")
+    body_bytes: int = Field(description="Of a request to complete or to chat.")
+    module_bytes: int = Field(description="Of an uploaded steering module.")
+
+
+class Load(BaseModel):
+    """What is held at the moment. Of this API server process, but for `requests`."""
+
+    requests: int = Field(description="Running requests that read, probe or edit.")
+    pending: int = Field(description="Requests whose rows are awaited, or not yet answered.")
+    results: int = Field(description="Results that wait to be fetched.")
+    results_bytes: int
+
+
+class ServerInfo(BaseModel):
+    """What this server's model can be asked."""
+
+    version: str = Field(description="Of vllm-scope.")
+    runner: str = Field(description="vLLM's model runner: V1 or V2.")
+    reason: str | None = Field(description="Why the model cannot be tapped; null where it can.")
+    num_layers: int
+    hidden_size: int
+    dtype: str = Field(description="Of rows.")
+    sites: list[SiteInfo]
+    limits: dict[str, Any] = Field(description="Of one request, in the engine.")
+    http: HttpLimits
+    load: Load
+    operator: bool = Field(description="Modules and server-wide edits can be changed over HTTP.")
+
+
+class ModuleInfo(BaseModel):
+    """A steering module that the engine holds."""
+
+    name: str
+    digest: str = Field(description="Of its content.")
+    streams: list[tuple[str, int]] = Field(description="(site, layer) of its vectors.")
+
+
+class ModuleList(BaseModel):
+    """The steering modules that the engine holds."""
+
+    modules: list[ModuleInfo]
+
+
+class EditsInfo(BaseModel):
+    """The edits of every request."""
+
+    edits: list[dict[str, Any]] = Field(description="As in a spec; empty where none hold.")
+    digest: str | None = Field(default=None, description="Of what was set just now.")
+
+
+class Edits(BaseModel):
+    """Edits for every request from now on."""
+
+    edits: list[dict[str, Any]] = Field(
+        description="As in a spec: kind, site, layers, tokens (all, prompt or generated), and "
+        "the fields of their kind."
+    )

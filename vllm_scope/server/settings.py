@@ -1,0 +1,67 @@
+"""Limits of the HTTP side and the operator's key, from the environment.
+
+Environment, as vLLM has it for its own server: what is in `additional_config` would be
+part of the compile key, and the operator's key is to be in no configuration that is logged.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_scope.errors import ConfigError, shown
+from vllm_scope.vectors.containers import MAX_BYTES
+
+#: Set by the first process of a server; its other API servers inherit it.
+RUN = "VLLM_SCOPE_RUN"
+#: Bodies of /v1/scope: a module, and what safetensors adds to it.
+MAX_OPERATOR_BYTES = MAX_BYTES + (1 << 20)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the server treats results and bodies.
+
+    Attributes:
+        admin_key: VLLM_SCOPE_ADMIN_KEY; None: nothing can be changed over HTTP.
+        inline_bytes: VLLM_SCOPE_INLINE_KIB: tensors of a choice up to this are part of
+            the answer, larger ones a file.
+        results_bytes: VLLM_SCOPE_RESULTS_MIB: files of an API server process. Where
+            they are full, requests that read are refused.
+        results_ttl_s: VLLM_SCOPE_RESULTS_TTL_S: how long a file is kept.
+        results_dir: VLLM_SCOPE_RESULTS_DIR: where the folder of files is made.
+        body_bytes: VLLM_SCOPE_MAX_BODY_MIB: of a request to complete or to chat.
+    """
+
+    admin_key: str | None
+    inline_bytes: int
+    results_bytes: int
+    results_ttl_s: float
+    results_dir: Path
+    body_bytes: int
+
+    @staticmethod
+    def from_environment(environ: Mapping[str, str] = os.environ) -> Settings:
+        """Raises ConfigError for what is no number above 0."""
+        return Settings(
+            environ.get("VLLM_SCOPE_ADMIN_KEY") or None,
+            int(_number(environ, "VLLM_SCOPE_INLINE_KIB", 256) * 1024),
+            int(_number(environ, "VLLM_SCOPE_RESULTS_MIB", 8192) * 2**20),
+            _number(environ, "VLLM_SCOPE_RESULTS_TTL_S", 600),
+            Path(environ.get("VLLM_SCOPE_RESULTS_DIR") or tempfile.gettempdir()),
+            int(_number(environ, "VLLM_SCOPE_MAX_BODY_MIB", 256) * 2**20),
+        )
+
+
+def _number(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name) or str(default)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e9:
+        raise ConfigError(f"{name} is {shown(text)}; it is a number above 0.")
+    return value

@@ -1,0 +1,194 @@
+"""Results that are too large for an answer: safetensors files with an end.
+
+Owns:  Store, Kept.
+Runs:  in each API server process. Those of one server share a folder, so any of them
+       can serve what another has written; each one ends its own files.
+
+Promise: a file is found by its id together with its owner, and by nothing else: an id
+is 192 random bits, and the owner is part of the name that is looked up. What is larger
+than the bound is not kept; what is older than its time is gone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import BinaryIO
+
+from torch import Tensor
+
+from vllm_scope.errors import CapacityError
+from vllm_scope.files.tensors import write_tensors
+
+_ID = re.compile(r"[A-Za-z0-9_-]{32}")
+#: A folder without a holder that is younger may be one that is just being made.
+_NEW_S = 60.0
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A file: its id, its size, and for how many seconds it is kept."""
+
+    id: str
+    num_bytes: int
+    ttl_s: float
+
+
+def owner_of(authorization: str | None) -> str:
+    """Who may fetch what a request left: all who send the same Authorization header."""
+    return hashlib.sha256((authorization or "").encode()).hexdigest()[:32]
+
+
+class Store:
+    """Files of one API server process.
+
+    Args:
+        parent: where the folder is made, of mode 700.
+        run: shared by the processes of one server.
+        most_bytes: from here on `check_room` refuses; twice as much is never held.
+        ttl_s: seconds for which a file is kept.
+    """
+
+    def __init__(self, parent: Path, run: str, most_bytes: int, ttl_s: float) -> None:
+        self.most_bytes, self.ttl_s = most_bytes, ttl_s
+        self._lock = threading.Lock()
+        self._sizes: dict[str, int] = {}
+        self._ends: dict[str, float] = {}
+        _remove_abandoned(parent)
+        self._folder = parent / f"{_prefix()}{run}"
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        found = self._folder.lstat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o077 or self._folder.is_symlink():
+            raise PermissionError(f"{self._folder} is another's; set VLLM_SCOPE_RESULTS_DIR.")
+        self._holder = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(self._holder, fcntl.LOCK_SH)
+        # Children of multiprocessing, as API servers are, never come to atexit.
+        Finalize(None, self.close, exitpriority=0)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._sizes.values())
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def check_room(self) -> None:
+        """Raises CapacityError where the files have reached their bound."""
+        self.sweep()
+        if self.num_bytes >= self.most_bytes:
+            raise CapacityError(
+                f"results of {self.num_bytes:,} bytes wait to be fetched, of at most "
+                f"{self.most_bytes:,}. Fetch them with ?delete=true, or send this again later."
+            )
+
+    def put(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], owner: str) -> Kept:
+        """Write a file; blocks.
+
+        Raises:
+            CapacityError: it does not fit.
+        """
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        name = secrets.token_urlsafe(24)
+        with self._lock:
+            if self.num_bytes + size > 2 * self.most_bytes:
+                raise CapacityError(
+                    f"the result has {size:,} bytes and there is no room to keep it; read fewer "
+                    "tokens or layers, or fetch other results first."
+                )
+            self._sizes[name] = size
+            self._ends[name] = time.monotonic() + self.ttl_s
+        path = self._path(name, owner)
+        hidden = path.with_suffix(".part")
+        try:
+            with open(hidden, "xb", buffering=0) as file:
+                write_tensors(file, {key: [tensor] for key, tensor in tensors.items()}, metadata)
+            size = hidden.stat().st_size
+            hidden.rename(path)
+        except BaseException:
+            hidden.unlink(missing_ok=True)
+            self._forget(name)
+            raise
+        self._sizes[name] = size
+        return Kept(name, size, self.ttl_s)
+
+    def open(self, name: str, owner: str) -> BinaryIO | None:
+        """The file, or None where there is none of this id and owner."""
+        self.sweep()
+        if _ID.fullmatch(name) is None:
+            return None
+        try:
+            file = self._path(name, owner).open("rb")
+        except FileNotFoundError:
+            return None
+        # Written by another process, which may be late in ending it.
+        if time.time() - os.fstat(file.fileno()).st_mtime > self.ttl_s:
+            file.close()
+            return None
+        return file
+
+    def delete(self, name: str, owner: str) -> None:
+        if _ID.fullmatch(name):
+            self._path(name, owner).unlink(missing_ok=True)
+            self._forget(name)
+
+    def sweep(self) -> None:
+        """End the files whose time is over."""
+        now = time.monotonic()
+        for name in [n for n, end in list(self._ends.items()) if end <= now]:
+            self._remove(name)
+
+    def close(self) -> None:
+        """Remove this process's files, and the folder if no other process holds it."""
+        for name in list(self._sizes):
+            self._remove(name)
+        if self._holder >= 0:
+            _remove_if_free(self._folder, self._holder)
+            self._holder = -1
+
+    def _path(self, name: str, owner: str) -> Path:
+        return self._folder / f"{name}.{owner}.safetensors"
+
+    def _remove(self, name: str) -> None:
+        for path in self._folder.glob(f"{name}.*"):
+            path.unlink(missing_ok=True)
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            self._sizes.pop(name, None)
+            self._ends.pop(name, None)
+
+
+def _prefix() -> str:
+    return f"vllm-scope-results-{os.getuid()}-"
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Folders of servers that were killed."""
+    for folder in parent.glob(f"{_prefix()}*"):
+        try:
+            if time.time() - folder.lstat().st_mtime < _NEW_S or folder.is_symlink():
+                continue
+            _remove_if_free(folder, os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600))
+        except OSError:
+            continue  # another's, or gone
+
+
+def _remove_if_free(folder: Path, lock: int) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        pass  # held by a living process
+    finally:
+        os.close(lock)
