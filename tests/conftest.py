@@ -20,6 +20,8 @@ import pytest
 
 from tests.checkpoints import TOLERANCE, make_checkpoint, reference
 
+#: The share of a CPU's memory that vLLM wants to find free, whatever it then takes.
+MEMORY = {"gpu_memory_utilization": 0.3}
 TOYWORLD = Path(__file__).parent.parent / "toyworld" / "model"
 
 
@@ -46,7 +48,7 @@ def process_engine(model: Path | str, **options: Any) -> Iterator[Any]:
     """An LLM as users start it: its own processes, compiled, async scheduling."""
     from vllm import LLM
 
-    llm = LLM(str(model), **({"max_model_len": 512} | options))
+    llm = LLM(str(model), **({"max_model_len": 512} | MEMORY | options))
     try:
         yield llm
     finally:
@@ -67,6 +69,7 @@ def local_engine(model: Path | str, **options: Any) -> Iterator[Any]:
         "enforce_eager": True,
         "distributed_executor_backend": "uni",
         "skip_tokenizer_init": True,
+        **MEMORY,
     }
     llm = None
     # The engine before this one forbade captures, for the whole process.
