@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from vllm_scope.road import Address, FinishHeader, RowsMessage
 from vllm_scope.selectors import Selector, Tokens
 from vllm_scope.sites import ALIASES, LEVELS, SiteLayer, Sites
 from vllm_scope.spec import Resolved
+
+if TYPE_CHECKING:
+    from vllm_scope.analysis.cache import ActivationCache
 
 #: A stream on one side of the edits of its site: site, layer, "before" or "after".
 _Stream = tuple[str, int, str]
@@ -314,6 +317,15 @@ class ScopeResult:
         return len(self._token_ids) - (1 if sampled else 0)
 
     @property
+    def token_ids(self) -> list[int]:
+        """Prompt and generated, so far; `token_ids[p]` is the token at position p."""
+        return list(self._token_ids)
+
+    @property
+    def num_prompt(self) -> int:
+        return self._num_prompt
+
+    @property
     def scores(self) -> Scores:
         return Scores(self, [probe.name for probe in self._asked.probes])
 
@@ -349,6 +361,16 @@ class ScopeResult:
         if self._status == "complete" and self.dropped:
             return "incomplete"
         return self._status
+
+    def as_cache(self) -> ActivationCache:
+        """The rows under TransformerLens's names, [1, num_positions, hidden_size] each.
+
+        Raises:
+            SpecError: not every position from 0 on was read, or rows are missing.
+        """
+        from vllm_scope.analysis.cache import ActivationCache
+
+        return ActivationCache(self, num_layers=self._sites.num_layers)
 
     def __repr__(self) -> str:
         return (

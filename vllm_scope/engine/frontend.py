@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from vllm_scope.arrays import Array
+from vllm_scope.engine import translators
 from vllm_scope.engine.core import HANDLE
 from vllm_scope.engine.plugin import config_of, wrap_method
 from vllm_scope.engine.sizes import Limits
@@ -70,13 +71,19 @@ class Connection:
     def learn_modules(self, modules: dict[str, Any]) -> None:
         ones = Array.parse(np.ones(self.sites.hidden_size, np.float32), "")
         self.modules = {
-            name: dict.fromkeys(map(tuple, module["streams"]), ones) for name, module in modules.items()
+            name: dict.fromkeys(map(tuple, module["streams"]), ones)
+            for name, module in modules.items()
         }
 
 
-def _asks(params: Any) -> bool:
+def _has_spec(params: Any) -> bool:
     extra = getattr(params, "extra_args", None)
     return extra is not None and "scope" in extra
+
+
+def _asks(params: Any, engine: Any) -> bool:
+    """The request has a spec, in our words or in others."""
+    return _has_spec(params) or translators.concerned(params, engine.vllm_config)
 
 
 def _params_of(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> Any:
@@ -178,6 +185,7 @@ def _open(connection: Connection | None, request: Any) -> Pending:
     }
     params = copy(params)
     params.extra_args = {**params.extra_args, HANDLE: handle}
+    params.extra_args.pop(translators.DECORATORS, None)
     request.sampling_params = params
     return pending
 
@@ -232,7 +240,7 @@ def _check_room(asked: Resolved, ids: np.ndarray, max_tokens: int, connection: C
 def _unknown_modules(engine: Any, params: Any) -> bool:
     """The spec names a steering module that this front-end has not heard of."""
     connection = getattr(engine.output_processor, "scope", None)
-    text = params.extra_args["scope"]
+    text = params.extra_args["scope"] if _has_spec(params) else None
     # Names are rare: most specs are not parsed for them.
     if connection is None or not isinstance(text, str) or '"edits"' not in text:
         return False
@@ -243,15 +251,16 @@ def _unknown_modules(engine: Any, params: Any) -> bool:
 
 def _add_to_processor(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
     """OutputProcessor.add_request: the one place that sees every child request."""
-    if not _asks(request.sampling_params):
+    if not _has_spec(request.sampling_params):
         original(self, request, *args, **kwargs)
         return
+    decorators = request.sampling_params.extra_args.get(translators.DECORATORS, ())
     try:
         pending = _open(getattr(self, "scope", None), request)
     except SpecError as error:
         raise _refusal()(str(error)) from None
     original(self, request, *args, **kwargs)
-    self.request_states[request.request_id].scope = pending
+    self.request_states[request.request_id].scope = (pending, decorators)
 
 
 def _refusal() -> type[Exception]:
@@ -267,12 +276,28 @@ def _refusal() -> type[Exception]:
 _Refusal: type[Exception] | None = None
 
 
+def _translated(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """(params, args, kwargs) of a request whose foreign keys have become a spec."""
+    params = _params_of(args, kwargs, 2)
+    connection = getattr(engine.output_processor, "scope", None)
+    if connection is None or not translators.concerned(params, engine.vllm_config):
+        return params, args, kwargs
+    try:
+        params = translators.translated(params, engine.vllm_config, connection.sites)
+    except SpecError as error:
+        raise _refusal()(str(error)) from None
+    if "params" in kwargs:
+        return params, args, kwargs | {"params": params}
+    return params, (*args[:2], params, *args[3:]), kwargs
+
+
 def _add_sync(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     params = _params_of(args, kwargs, 2)
-    if _asks(params):
+    if _asks(params, self):
         if _needs_connection(self):
             _connect_sync(self)
-        elif _unknown_modules(self, params):
+        params, args, kwargs = _translated(self, args, kwargs)
+        if _unknown_modules(self, params):
             self.output_processor.scope.learn_modules(self.collective_rpc("scope_modules")[0])
     try:
         return original(self, *args, **kwargs)
@@ -283,17 +308,17 @@ def _add_sync(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _add_async(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    params = _params_of(args, kwargs, 2)
-    if not _asks(params) or not (_needs_connection(self) or _unknown_modules(self, params)):
+    if not _asks(_params_of(args, kwargs, 2), self):
         return original(self, *args, **kwargs)
 
     async def ask_first() -> Any:
         if _needs_connection(self):
             await _connect_async(self)
-        else:
+        params, positional, named = _translated(self, args, kwargs)
+        if _unknown_modules(self, params):
             modules = await self.collective_rpc("scope_modules")
             self.output_processor.scope.learn_modules(modules[0])
-        return await original(self, *args, **kwargs)
+        return await original(self, *positional, **named)
 
     return ask_first()
 
@@ -304,9 +329,9 @@ def _add_async(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 def _new_completion(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """RequestState._new_completion_output: tie the completion to its rows."""
     completion = original(self, *args, **kwargs)
-    pending = getattr(self, "scope", None)
-    if pending is not None:
-        completion.scope_source = (pending, self.detokenizer)
+    known = getattr(self, "scope", None)
+    if known is not None:
+        completion.scope_source = (*known, self.detokenizer)
     return completion
 
 
@@ -326,18 +351,19 @@ def _settle(output: Any) -> Any:
     for completion in output.outputs:
         source = getattr(completion, "scope_source", None)
         if source is not None:
-            pending, detokenizer = source
+            pending, decorators, detokenizer = source
             result = pending.snapshot(list(detokenizer.output_token_ids), completion.finish_reason)
             if completion.finish_reason is not None:
                 del completion.scope_source
             completion.scope = result
+            translators.decorate(decorators, output, completion)
     return output
 
 
 def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     params = kwargs["sampling_params"] if "sampling_params" in kwargs else args[1]
     stream = original(self, *args, **kwargs)
-    return _settled(self, stream) if _asks(params) else stream
+    return _settled(self, stream) if _asks(params, self) else stream
 
 
 async def _settled(engine: Any, stream: Any) -> Any:

@@ -36,12 +36,14 @@ def register() -> None:
     if _registered or not enabled():
         return
     _registered = True
+    from vllm_scope import faces
     from vllm_scope.engine import core, frontend, worker
 
     wrap_engine_args()
     frontend.wrap()
     core.wrap()
     worker.wrap()
+    faces.register()
 
 
 def wrap_method(owner: type, name: str, parameters: list[str], wrapper: Callable[..., Any]) -> None:
