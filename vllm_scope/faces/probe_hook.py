@@ -118,12 +118,20 @@ class HiddenStates(Mapping[int, Tensor]):
     """
 
     def __init__(
-        self, result: ScopeResult, *, of_prompt: bool, last: Any = None, last_only: bool = False
+        self,
+        result: ScopeResult,
+        layers: Sequence[int],
+        *,
+        of_prompt: bool,
+        last: Any = None,
+        last_only: bool = False,
     ) -> None:
-        self._result, self._of_prompt = result, of_prompt
+        self._result, self._layers, self._of_prompt = result, tuple(layers), of_prompt
         self._last, self._last_only = last, last_only
 
     def __getitem__(self, layer: int) -> Tensor:
+        if layer not in self._layers:
+            raise KeyError(f"layer {layer} was not captured; there are {list(self._layers)}.")
         result = self._result
         if result.status not in ("complete", "streaming", "aborted"):
             raise ScopeError(
@@ -138,10 +146,10 @@ class HiddenStates(Mapping[int, Tensor]):
         return last if self._last_only else torch.cat([rows, last])
 
     def __iter__(self) -> Iterator[int]:
-        return (layer for site, layer in self._result.keys() if site == SITE)
+        return iter(self._layers)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._layers)
 
     def __repr__(self) -> str:
         return f"HiddenStates of layers {list(self)}"
@@ -152,11 +160,13 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
     options = values[KEY]
     if not isinstance(options, Options):
         raise SpecError(f"extra_args[{KEY!r}] is set by LLM and AsyncLLM of this module.")
+    numbers = Read(SITE, options.layers).layer_numbers
+    layers = [layer for _, layer in sites.find(SITE, numbers, KEY)]
 
     def decorate(output: Any, completion: Any) -> None:
         result = completion.scope
-        decode = HiddenStates(result, of_prompt=False) if options.decode else None
-        prefill = HiddenStates(result, of_prompt=True) if options.prefill else None
+        decode = HiddenStates(result, layers, of_prompt=False) if options.decode else None
+        prefill = HiddenStates(result, layers, of_prompt=True) if options.prefill else None
         give(output, completion, "hidden_states", decode)
         give(output, completion, "prefill_hidden", prefill)
 
@@ -173,7 +183,8 @@ def _last_token_request(completion: Any) -> tuple[dict[str, Any], SamplingParams
 
 def _add_last_row(output: Any, completion: Any, last: Any, only: bool) -> None:
     """Let a completion's rows end in that of the token sampled last, or be `only` that."""
-    joined = HiddenStates(completion.scope, of_prompt=False, last=last, last_only=only)
+    layers = list(completion.hidden_states)
+    joined = HiddenStates(completion.scope, layers, of_prompt=False, last=last, last_only=only)
     give(output, completion, "hidden_states", joined)
 
 
