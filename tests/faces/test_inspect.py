@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 import vllm_scope.faces.inspect
 from tests.checkpoints import reference, row_error
 from tests.conftest import MEMORY, TOYWORLD
+from tests.engine.test_lora import adapted, make_adapter
 from vllm_scope import Probe, Read, SpecError, scope
 
 TEXT = "My father told me about the book Goldette. Happily, it was"
@@ -31,7 +32,7 @@ def model(tmp_path_factory):
     model = get_model(
         "vllm-scope/toyworld", model_path=str(TOYWORLD), chat=False, dtype="float32",
         tensors=str(tmp_path_factory.mktemp("tensors")), max_model_len=256, enforce_eager=True,
-        memoize=False, **MEMORY,
+        memoize=False, enable_lora=True, max_lora_rank=8, **MEMORY,
     )  # fmt: skip
     yield model
     model.api.close()
@@ -117,6 +118,18 @@ def test_what_cannot_be_given_fails_that_request_alone(case, model):
     assert isinstance(bad, SpecError)
     assert words in str(bad)
     assert "resid_post.1" in good.metadata["reads"]
+
+
+def test_a_lora_request_reads_its_own_model(model, tmp_path):
+    make_adapter(tmp_path, 256)
+    lora = {"lora_name": "adapter", "lora_int_id": 1, "lora_path": str(tmp_path)}
+    asked = config({"output_residual_stream": [2]})
+    asked.extra_body["lora_request"] = lora
+    (output,) = generate(model, (TEXT, asked))
+    ids = [*output.metadata["prompt_token_ids"], *output.metadata["token_ids"]][:-1]
+    rows = output.metadata["activations"]["residual_stream"][0]
+    assert row_error(rows, adapted(TOYWORLD, tmp_path).streams(ids)[3]) <= 1e-4
+    assert row_error(rows, reference(TOYWORLD, torch.float32).streams(ids)[3]) > 0.1
 
 
 def test_chats_go_through_the_models_template(model):

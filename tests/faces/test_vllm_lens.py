@@ -204,6 +204,15 @@ def test_compressed_vectors_are_read_and_bombs_are_not():
         SteeringVector(body, [0, 2])
 
 
+def test_what_is_missing_says_why():
+    with pytest.raises(ImportError, match="arbitrary code"):
+        from vllm_scope.faces.vllm_lens import Hook  # noqa: F401
+    with pytest.raises(ImportError, match="queries and keys"):
+        from vllm_scope.faces.vllm_lens import attention_patterns  # noqa: F401
+    with pytest.raises(ImportError, match="cannot import name 'Hok'"):
+        from vllm_scope.faces.vllm_lens import Hok  # noqa: F401
+
+
 def test_async_engines_understand_the_keys_too(checkpoints):
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM

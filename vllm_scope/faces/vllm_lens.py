@@ -278,3 +278,18 @@ def _unzipped(raw: bytes, size: int) -> bytes:
         return zstd.ZstdDecompressor().decompress(raw, size + 1)
     except zstd.ZstdError as error:
         raise SpecError(f"SteeringVector.activations is not zstd: {error}.") from None
+
+
+#: What vllm-lens exports, and this version does not have.
+_MISSING = {
+    "Hook": "runs Python functions inside the model, which is arbitrary code and cannot run in "
+    "a compiled graph; docs/faces.md has an action of vllm_scope for each use",
+    "HookContext": "belongs to Hook",
+    "attention_patterns": "needs queries and keys, which are not tapped in this version",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MISSING:
+        raise ImportError(f"{name} {_MISSING[name]}.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
