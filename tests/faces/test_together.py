@@ -138,6 +138,15 @@ def test_an_error_in_a_decorator_stays_with_its_output(llm, translator, caplog, 
     assert outputs[1].activations["residual_stream"].shape == (1, 28, 128)
 
 
+def test_an_engine_without_taps_refuses_the_keys(llm, monkeypatch):
+    engine = llm.llm_engine
+    monkeypatch.setattr(engine.output_processor, "scope", None, raising=False)
+    monkeypatch.setattr(engine.vllm_config, "additional_config", {})
+    with pytest.raises(SpecError, match="started without vllm-scope"):
+        run(llm, [{"output_residual_stream": [0]}])
+    assert run(llm, [None])[0].scope is None
+
+
 def test_keys_that_nobody_translates_stay_where_they_are(llm):
     (output,) = run(llm, [{"somebody_elses": 3}])
     assert output.scope is None

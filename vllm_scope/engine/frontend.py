@@ -37,6 +37,7 @@ from vllm_scope.spec import Resolved, Spec, Vectors
 
 #: How long a synchronous step waits for rows before it looks again.
 POLL_S = 0.05
+NO_TAPS = "this engine was started without vllm-scope; it has no taps."
 
 
 @dataclass
@@ -159,7 +160,7 @@ def _needs_connection(engine: Any) -> bool:
 def _open(connection: Connection | None, request: Any) -> Pending:
     """Check one request against the engine and give it a handle."""
     if connection is None:
-        raise SpecError("this engine was started without vllm-scope; it has no taps.")
+        raise SpecError(NO_TAPS)
     if connection.reason is not None:
         raise SpecError(f"this model cannot be tapped: {connection.reason}.")
     if request.resumable:
@@ -279,9 +280,11 @@ _Refusal: type[Exception] | None = None
 def _translated(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """(params, args, kwargs) of a request whose foreign keys have become a spec."""
     params = _params_of(args, kwargs, 2)
-    connection = getattr(engine.output_processor, "scope", None)
-    if connection is None or not translators.concerned(params, engine.vllm_config):
+    if not translators.concerned(params, engine.vllm_config):
         return params, args, kwargs
+    connection = getattr(engine.output_processor, "scope", None)
+    if connection is None:
+        raise _refusal()(NO_TAPS)
     try:
         params = translators.translated(params, engine.vllm_config, connection.sites)
     except SpecError as error:
