@@ -21,6 +21,10 @@ class Workload:
     Attributes:
         layers: whose `resid_post` every token of every request reads; None reads
             nothing.
+        edits: "own": each request adds a vector of its own in the middle layer;
+            "one": all add the same one.
+        probes: how many probes score every token, in the middle layer.
+        lens: read through vllm-lens instead.
         salt: makes the prompts different, so that no run hits another's cache.
     """
 
@@ -29,6 +33,9 @@ class Workload:
     prompt: int
     generate: int
     layers: list[int] | None = None
+    edits: str | None = None
+    probes: int = 0
+    lens: bool = False
     salt: int = 0
 
     @property
@@ -37,20 +44,64 @@ class Workload:
         return self.batch * (self.prompt if self.generate == 1 else self.generate)
 
 
-def measure(llm: Any, work: Workload, vocab: int) -> dict[str, Any]:
+def extra_args(work: Workload, config: Any) -> list[dict[str, Any] | None]:
+    """What each request asks for."""
+    if work.lens:
+        return [{"output_residual_stream": work.layers}] * work.batch
+    if work.layers is None and work.edits is None and not work.probes:
+        return [None] * work.batch
+    import numpy as np
+
+    from vllm_scope import Add, Probe, Read, scope
+
+    middle, size = config.get_total_num_hidden_layers() // 2, config.get_hidden_size()
+
+    def vector(seed: int) -> np.ndarray:
+        return np.random.default_rng(seed).normal(size=size).astype(np.float32) / size
+
+    actions: list[Any] = []
+    if work.layers is not None:
+        actions.append(Read("resid_post", layers=work.layers))
+    actions += [Probe(vector(i), layer=middle, name=f"p{i}") for i in range(work.probes)]
+    if work.edits == "own":
+        return [scope(*actions, Add(vector(1000 + i), layer=middle)) for i in range(work.batch)]
+    if work.edits == "one":
+        actions.append(Add(vector(1000), layer=middle))
+    return [scope(*actions)] * work.batch
+
+
+def delivered(work: Workload, outputs: list[Any]) -> int:
+    """Bytes that the caller holds; fails where some are missing."""
+    if work.lens:
+        streams = [output.activations["residual_stream"] for output in outputs]
+        tokens = work.prompt + work.generate - 1
+        assert all(s.shape[:2] == (len(work.layers or []), tokens) for s in streams)
+        return sum(s.numel() * s.element_size() for s in streams)
+    results = [output.scope for output in outputs]
+    assert all(r.status == "complete" for r in results), [r.status for r in results]
+    rows = sum(len(r.positions(*s)) for r in results for s in r.keys())
+    scores = sum(len(s) for r in results for s in r.scores.values())
+    size = 0
+    if rows:
+        one = results[0][results[0].keys()[0]]
+        size = one.shape[1] * one.element_size()
+    return rows * size + 4 * scores
+
+
+def measure(llm: Any, work: Workload) -> dict[str, Any]:
     import numpy as np
     from vllm import SamplingParams
 
-    extra = None
-    if work.layers is not None:
-        from vllm_scope import Read, scope
-
-        extra = scope(Read("resid_post", layers=work.layers))
-    params = SamplingParams(
-        temperature=0, max_tokens=work.generate, ignore_eos=True, detokenize=False,
-        extra_args=extra,
-    )  # fmt: skip
+    config = llm.llm_engine.vllm_config.model_config
+    params = [
+        SamplingParams(
+            temperature=0, max_tokens=work.generate, ignore_eos=True, detokenize=False,
+            extra_args=extra,
+        )
+        for extra in extra_args(work, config)
+    ]  # fmt: skip
     rng = np.random.default_rng(work.salt)
+    vocab = config.get_vocab_size()
     prompts = [
         {"prompt_token_ids": rng.integers(5, vocab, work.prompt).tolist()}
         for _ in range(work.batch)
@@ -58,14 +109,9 @@ def measure(llm: Any, work: Workload, vocab: int) -> dict[str, Any]:
     started = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started
-    found: dict[str, Any] = {"seconds": seconds, "tokens": work.tokens, "rows": 0}
-    if work.layers is not None:
-        # Delivered means: the caller holds tensors, and all of them.
-        results = [output.scope for output in outputs]
-        assert all(r.status == "complete" for r in results), [r.status for r in results]
-        found["rows"] = sum(r.delivered for r in results)
-        one = results[0]["resid_post", work.layers[-1]]
-        found["gigabytes"] = found["rows"] * one.shape[1] * one.element_size() / 1e9
+    found: dict[str, Any] = {"seconds": seconds, "tokens": work.tokens}
+    if any(p.extra_args for p in params):
+        found["gigabytes"] = delivered(work, outputs) / 1e9
     return found
 
 
@@ -83,10 +129,9 @@ def main() -> None:
     from vllm import LLM
 
     llm = LLM(**options)
-    vocab = llm.llm_engine.vllm_config.model_config.get_vocab_size()
     say({"start_seconds": time.perf_counter() - started})
     for line in sys.stdin:
-        say(measure(llm, Workload(**json.loads(line)), vocab))
+        say(measure(llm, Workload(**json.loads(line))))
 
 
 def encode(work: Workload) -> str:

@@ -26,18 +26,27 @@ from benchmarks.shapes import SHAPES, make_shape
 ROOT = Path(__file__).parent.parent
 CPU_WORK = [Workload("batch 1", 1, 16, 64), Workload("batch 16", 16, 16, 64)]
 CPU_WORK += [Workload("prefill 16x200", 16, 200, 1)]
+#: Engines that get one turn.
+SLOW = ("lens", "huggingface")
 GPU_WORK = [Workload("batch 1", 1, 128, 256), Workload("batch 64", 64, 128, 256)]
 GPU_WORK += [Workload("batch 256", 256, 128, 256), Workload("prefill 64x1024", 64, 1024, 1)]
 
 
 class Engine:
-    """A child process that runs `benchmarks.engine`."""
+    """A child process that runs `benchmarks.engine`, or another module that speaks so."""
 
-    def __init__(self, options: dict[str, Any], plugin: bool, log: Path) -> None:
-        environment = {**os.environ, "VLLM_SCOPE": "1" if plugin else "0"}
+    def __init__(
+        self,
+        options: dict[str, Any],
+        log: Path,
+        plugin: bool = False,
+        module: str = "benchmarks.engine",
+        **environment: str,
+    ) -> None:
+        environment = {**os.environ, "VLLM_SCOPE": "1" if plugin else "0", **environment}
         self._log = log.open("w")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.engine"],
+            [sys.executable, "-m", module],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
             text=True, env=environment, cwd=ROOT,
         )  # fmt: skip
@@ -63,31 +72,61 @@ def spread(num_layers: int, count: int) -> list[int]:
     return [round((i + 0.5) * num_layers / count - 0.5) for i in range(count)]
 
 
-def run(
-    engines: dict[str, Engine], work: list[Workload], num_layers: int, turns: int
-) -> list[dict[str, Any]]:
-    modes: dict[str, tuple[str, list[int] | None]] = {"plain vLLM": ("plain", None)}
-    if "eager" in engines:
-        modes["plain vLLM, eager"] = ("eager", None)
-    modes["plugin idle"] = ("scope", None)
+#: mode -> (engine, what it changes in the workload)
+Modes = dict[str, tuple[str, dict[str, Any]]]
+
+
+def modes_of(engines: dict[str, Engine], num_layers: int) -> Modes:
+    """The rows of the table, as far as there are engines for them."""
+    everything = spread(num_layers, num_layers)
+    found: Modes = {"plain vLLM": ("plain", {}), "plugin idle": ("scope", {})}
     for count in (1, 3, num_layers):
         word = "all" if count == num_layers else str(count)
-        modes[f"{word} layer{'s' if count > 1 else ''}"] = ("scope", spread(num_layers, count))
+        name = f"{word} layer{'s' if count > 1 else ''}"
+        found[name] = ("scope", {"layers": spread(num_layers, count)})
+    found["own vector each"] = ("scope", {"edits": "own"})
+    found["one vector for all"] = ("scope", {"edits": "one"})
+    found["64 probes"] = ("scope", {"probes": 64})
+    found["eager vLLM"] = ("eager", {})
+    found["vllm-lens idle"] = ("lens", {})
+    found["vllm-lens 1 layer"] = ("lens", {"layers": spread(num_layers, 1), "lens": True})
+    found["vllm-lens all layers"] = ("lens", {"layers": everything, "lens": True})
+    found["Hugging Face"] = ("huggingface", {})
+    found["Hugging Face all layers"] = ("huggingface", {"layers": everything})
+    return {mode: how for mode, how in found.items() if how[0] in engines}
+
+
+def run(
+    engines: dict[str, Engine], work: list[Workload], modes: Modes, turns: int
+) -> list[dict[str, Any]]:
     rows = []
     salt = 0
+    dead: set[str] = set()
     for base in work:
         found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
         for turn in range(turns + 1):
-            for mode, (engine, layers) in modes.items():
+            for mode, (engine, change) in modes.items():
+                if (turn > 1 and engine in SLOW) or mode in dead:
+                    continue  # far from the others: one turn tells enough
                 salt += 1
-                answer = engines[engine].ask(encode(replace(base, layers=layers, salt=salt)))
+                try:
+                    answer = engines[engine].ask(encode(replace(base, salt=salt, **change)))
+                except RuntimeError as error:
+                    print(f"{base.name:16} {mode:22} failed: {str(error)[-300:]}", flush=True)
+                    answer = {"tokens": 0, "seconds": 1.0}
+                    if turn == 0:
+                        dead.add(mode)
                 if turn:  # the first turn warms up
                     found[mode].append(answer)
         plain = None
         for mode, answers in found.items():
-            speed = statistics.median(a["tokens"] / a["seconds"] for a in answers)
+            if not answers:
+                continue
+            speeds = [a["tokens"] / a["seconds"] for a in answers]
+            speed = statistics.median(speeds)
             plain = plain or speed
             row = {"work": base.name, "mode": mode, "tokens_per_s": speed, "ratio": speed / plain}
+            row["spread"] = (max(speeds) - min(speeds)) / plain
             if "gigabytes" in answers[0]:
                 row["gb_per_s"] = statistics.median(a["gigabytes"] / a["seconds"] for a in answers)
             rows.append(row)
@@ -95,11 +134,25 @@ def run(
     return rows
 
 
+def start(name: str, options: dict[str, Any], logs: Path) -> Engine:
+    """One of the engines beside plain vLLM."""
+    log, eager = logs / f"{name}.log", options | {"enforce_eager": True}
+    if name == "scope":
+        return Engine(options, log, plugin=True)
+    if name == "eager":
+        return Engine(eager, log)
+    if name == "huggingface":
+        return Engine(options, log, module="benchmarks.huggingface")
+    path = f"{os.environ['VLLM_LENS_PATH']}:{os.environ.get('PYTHONPATH', '')}"
+    # It knows Model Runner V1 alone.
+    return Engine(eager, log, VLLM_USE_V2_MODEL_RUNNER="0", PYTHONPATH=path)
+
+
 def format_row(row: dict[str, Any]) -> str:
     delivered = f"{row['gb_per_s']:8.3f}" if "gb_per_s" in row else " " * 8
     return (
-        f"{row['work']:16} {row['mode']:18} {row['tokens_per_s']:12,.0f} "
-        f"{row['ratio']:7.3f} {delivered}"
+        f"{row['work']:16} {row['mode']:22} {row['tokens_per_s']:12,.0f} "
+        f"{row['ratio']:7.3f} ±{row['spread'] / 2:5.3f} {delivered}"
     )
 
 
@@ -108,10 +161,14 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape")
     parser.add_argument("--model", default=str(ROOT / "toyworld" / "model"))
     parser.add_argument("--gpu", action="store_true", help="the GPU's workloads")
-    parser.add_argument("--eager", action="store_true", help="compare with eager vLLM too")
+    parser.add_argument(
+        "--beside", nargs="*", default=[], choices=["eager", "lens", "huggingface"],
+        help="compare with these too; vllm-lens must be importable under VLLM_LENS_PATH",
+    )  # fmt: skip
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--options", type=json.loads, default={}, help="more LLM arguments, JSON")
     parser.add_argument("--only", nargs="*", help="only workloads of these names")
+    parser.add_argument("--modes", nargs="*", help="only these rows")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -123,24 +180,33 @@ def main() -> None:
         if args.shape:
             options["load_format"] = "dummy"
         if args.gpu:
-            share = 0.27 if args.eager else 0.42
-            options.setdefault("gpu_memory_utilization", share)
+            # Three engines are alive at once.
+            options.setdefault("gpu_memory_utilization", 0.28)
         logs = Path(os.environ.get("OUT", folder))
-        engines = {
-            "plain": Engine(options, False, logs / "plain.log"),
-            "scope": Engine(options, True, logs / "scope.log"),
-        }
-        if args.eager:
-            engines["eager"] = Engine(options | {"enforce_eager": True}, False, logs / "eager.log")
-        starts = ", ".join(f"{name} {e.start_seconds:.1f} s" for name, e in engines.items())
-        print(f"start: {starts}")
-        print(f"{'':16} {'':18} {'tokens/s':>12} {'ratio':>7} {'GB/s':>8}")
         config = json.loads((model / "config.json").read_text())
         work = GPU_WORK if args.gpu else CPU_WORK
         work = [w for w in work if not args.only or w.name in args.only]
-        rows = run(engines, work, config["num_hidden_layers"], args.turns)
-        for engine in engines.values():
-            engine.close()
+        rows: list[dict[str, Any]] = []
+        plain = Engine(options, logs / "plain.log")
+        # The others come after one another, as far as they would crowd the device.
+        for names in (["scope", "eager"], ["lens", "huggingface"]):
+            others = {
+                name: start(name, options, logs)
+                for name in names if name == "scope" or name in args.beside
+            }  # fmt: skip
+            if not others:
+                continue
+            engines = {"plain": plain, **others}
+            starts = ", ".join(f"{name} {e.start_seconds:.1f} s" for name, e in engines.items())
+            print(f"start: {starts}")
+            print(f"{'':16} {'':22} {'tokens/s':>12} {'ratio':>7} {'':6} {'GB/s':>8}")
+            modes = modes_of(engines, config["num_hidden_layers"])
+            if args.modes:
+                modes = {m: how for m, how in modes.items() if m in ("plain vLLM", *args.modes)}
+            rows += run(engines, work, modes, args.turns)
+            for engine in others.values():
+                engine.close()
+        plain.close()
     if args.out:
         args.out.write_text(json.dumps(rows, indent=1))
 

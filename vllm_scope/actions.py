@@ -17,7 +17,6 @@ at the row after the edits of its own site, or before them with `when="before"`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -33,6 +32,7 @@ When = Literal["after", "before"]
 Layers = Sequence[int] | str | int | None
 
 MAX_NAME = 200
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,9 @@ class Module:
 def _number(value: object, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise SpecError(f"{where} is {shown(value)}; it is a number.")
-    if not math.isfinite(value):
-        raise SpecError(f"{where} is {value}; it must be finite.")
+    # As the device will have it, which computes in float32.
+    if not -MAX_FLOAT32 <= value <= MAX_FLOAT32:
+        raise SpecError(f"{where} is {shown(value)}; it must be finite in float32.")
     return float(value)
 
 
@@ -176,9 +177,10 @@ class Probe(Action):
             )
         object.__setattr__(self, "bias", _number(self.bias, "Probe.bias"))
         _name(self.name, "Probe.name")
+        given = self.layer if self.layers is None else self.layers
         self._place(self.layer)
         if self.layer_numbers is None or len(self.layer_numbers) != 1:
-            raise SpecError(f"Probe.layer is {shown(self.layer)}; a probe has one layer.")
+            raise SpecError(f"Probe.layers is {shown(given)}; a probe has one layer.")
         object.__setattr__(self, "layer", None)
 
 

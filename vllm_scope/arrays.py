@@ -96,7 +96,7 @@ def _from_json(body: dict[Any, Any], where: str) -> Array:
     if set(body) != {"dtype", "shape", "data"}:
         raise SpecError(f"{where} is {shown(body)}; it is {{dtype, shape, data}}, or numbers.")
     dtype, shape, text = body["dtype"], body["shape"], body["data"]
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise SpecError(f"{where}.dtype is {shown(dtype)}; it is one of {', '.join(_DTYPES)}.")
     sane = isinstance(shape, list) and 1 <= len(shape) <= 3
     if not sane or any(type(n) is not int or n < 1 for n in shape):

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 #: How long rows may wait for those of the next step.
 LINGER_S = 0.008
+#: The thread rests so many times as long as it worked, at least LINGER_S.
+REST = 4
 #: Rows of steps are joined up to this many bytes.
 MOST_BYTES = 64 << 20
 
@@ -80,6 +82,8 @@ class Drain:
         self._closing = False
         self._wake = threading.Event()
         self._cuda = arena.slots.is_cuda
+        #: Passed by; to make one takes longer than to record it.
+        self._events: list[torch.cuda.Event] = []
         if self._cuda:
             self._stream = torch.cuda.Stream(arena.slots.device)
         self._thread = threading.Thread(target=self._run, name="vllm-scope-drain", daemon=True)
@@ -117,7 +121,7 @@ class Drain:
         """
         if positions is not None:
             positions = self._to_host(positions)
-        written = torch.cuda.Event(blocking=True)
+        written = self._events.pop() if self._events else torch.cuda.Event(blocking=True)
         written.record()
         self._put(_Rows(labels, None, None, lease, written, positions))
 
@@ -164,9 +168,10 @@ class Drain:
     def _run(self) -> None:
         while True:
             if self._items:
+                started = time.thread_time()
                 self._deliver([self._items.popleft() for _ in range(len(self._items))])
                 if not self._closing:
-                    time.sleep(LINGER_S)
+                    time.sleep(max(LINGER_S, REST * (time.thread_time() - started)))
                 continue
             if self._closing:
                 return
@@ -222,6 +227,8 @@ class Drain:
         finally:
             for step in steps:
                 step.lease.release()
+                if step.region is None and step.copied is not None:
+                    self._events.append(step.copied)
 
     def _copy_on_host(self, step: _Rows) -> None:
         assert step.region is not None

@@ -13,7 +13,7 @@ tokens, cost Python per request.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,12 +133,16 @@ class _Steady:
         )
 
     def advance(self) -> _Steady:
-        labels = replace(self.plan.labels, positions=self.plan.labels.positions + 1)
-        return replace(
-            self,
-            next_computed=self.next_computed + np.diff(self.query_start),
-            plan=replace(self.plan, labels=labels),
-        )
+        # Made by hand: `replace` takes longer than all the arithmetic.
+        old, plan = self.plan.labels, self.plan
+        labels = Labels(old.keys, old.positions + 1, old.layout_of, old.layouts, old.rows)
+        return _Steady(
+            self.version, self.req_ids, self.query_start, self.next_computed + 1,
+            StepPlan(
+                plan.rows, plan.program_ids, plan.offsets, plan.num_slots, plan.delivers,
+                labels, plan.optimistic,
+            ),
+        )  # fmt: skip
 
 
 class Planner:
@@ -182,10 +186,11 @@ class Planner:
             if program.has_vectors:
                 for one in program.all_programs(num_positions + OVERSHOOT):
                     held.append(self._tables.program_id(one, hold=True))
-            superset = program.generated_superset() if fixed else None
+            # Of a request with vectors it is held too: drafts may need it.
+            superset = program.generated_superset() if fixed or program.has_vectors else None
             if superset is not None:
-                generated = self._tables.program_id(superset, hold=True)
-                held.append(generated)
+                held.append(self._tables.program_id(superset, hold=True))
+                generated = held[-1] if fixed else NO_PROGRAM
         except ScopeError:
             for program_id in held:
                 self._tables.release(program_id)

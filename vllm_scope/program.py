@@ -14,6 +14,8 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,11 +106,18 @@ class Program:
         """Just reads."""
         return assemble(tuple(sorted(points)), {}, {})
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.layout, self.taps))
+
+    @cached_property
     def num_ops(self) -> int:
         return sum(len(ops) for _, ops in self.taps)
 
-    @property
+    @cached_property
     def vectors(self) -> set[Array]:
         return {op.vector for _, ops in self.taps for op in ops if op.vector is not None}
 
@@ -172,21 +181,77 @@ def assemble(
     return Program(Layout(points, tuple(listed)), tuple(taps))
 
 
-@dataclass
-class RequestProgram:
-    """Which program each token of one request gets.
+@dataclass(frozen=True)
+class _Compiled:
+    """What a spec does at some boundaries, whatever the prompt; requests share it.
 
     A token's program follows from its column: for each distinct way of picking
     tokens, whether it picks this one (for a replacement: which of its rows, from 1).
     """
 
+    ways: tuple[_Way, ...]
+    reads: tuple[tuple[int, tuple[int, ...]], ...]
+    scores: tuple[tuple[int, int, int, Op], ...]
+    edits: tuple[tuple[int, tuple[int, int], tuple[Op, ...]], ...]
+    programs: dict[bytes, Program | None] = field(default_factory=dict)
+
+    def program(self, column: NDArray[np.int32]) -> Program | None:
+        key = column.tobytes()
+        if key not in self.programs:
+            self.programs[key] = self._build(column)
+        return self.programs[key]
+
+    def _build(self, column: NDArray[np.int32]) -> Program | None:
+        points = {p for way, some in self.reads if column[way] for p in some}
+        scores: dict[int, list[tuple[int, Op]]] = {}
+        for way, point, number, op in self.scores:
+            if column[way]:
+                scores.setdefault(point, []).append((number, op))
+        edits: dict[tuple[int, int], list[Op]] = {}
+        for way, place, ops in self.edits:
+            if column[way]:
+                edits.setdefault(place, []).append(ops[column[way] - 1])
+        if not (points or scores or edits):
+            return None
+        return assemble(tuple(sorted(points)), scores, edits)
+
+
+def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) -> _Compiled:
+    ways: dict[_Way, int] = {}
+
+    def way(selector: Selector, use: str, positions: tuple[int, ...] = ()) -> int:
+        return ways.setdefault(_Way(selector, use, positions), len(ways))
+
+    edited = {(sites.boundary_of(e.stream), sites.group_of(e.stream)) for e in asked.edits}
+    reads, scores, edits = [], [], []
+    for read in asked.reads if drains else ():
+        points = {
+            _canonical(sites.point_of(stream, read.when), edited)
+            for stream in read.streams
+            if sites.boundary_of(stream) in here
+        }
+        if points:
+            reads.append((way(read.tokens, "deliver"), tuple(sorted(points))))
+    for number, probe in enumerate(asked.probes if drains else ()):
+        if sites.boundary_of(probe.stream) in here:
+            op = Op(OP_DOT, 0, probe.weight, probe.bias)
+            point = _canonical(sites.point_of(probe.stream), edited)
+            scores.append((way(probe.tokens, "deliver"), point, number, op))
+    for edit in asked.edits:
+        place = (sites.boundary_of(edit.stream), sites.group_of(edit.stream))
+        if place[0] in here:
+            column = way(edit.tokens, "edit", edit.positions)
+            edits.append((column, place, _ops_of(edit)))
+    return _Compiled(tuple(ways), tuple(reads), tuple(scores), tuple(edits))
+
+
+@dataclass(frozen=True)
+class RequestProgram:
+    """Which program each token of one request gets."""
+
     num_prompt: int
     prompt_ids: NDArray[np.int64]
-    _ways: list[_Way]
-    _reads: list[tuple[int, tuple[int, ...]]]
-    _scores: list[tuple[int, int, int, Op]]
-    _edits: list[tuple[int, tuple[int, int], tuple[Op, ...]]]
-    _programs: dict[bytes, Program | None] = field(default_factory=dict)
+    _compiled: _Compiled
 
     @staticmethod
     def compile(
@@ -200,51 +265,31 @@ class RequestProgram:
         """Keep what concerns the boundaries that this worker's stage holds.
 
         Args:
-            asked: reads, probes and edits, the server's edits first.
+            asked: reads, probes and edits, the server's edits first. Remembers what was
+                made of it: many requests may ask for the same.
             here: the boundaries.
             num_prompt, prompt_ids: of the request.
             drains: False on a rank that edits like the others and delivers nothing.
         """
-        ways: dict[_Way, int] = {}
-
-        def way(selector: Selector, use: str, positions: tuple[int, ...] = ()) -> int:
-            return ways.setdefault(_Way(selector, use, positions), len(ways))
-
-        edited = {(sites.boundary_of(e.stream), sites.group_of(e.stream)) for e in asked.edits}
-        reads, scores, edits = [], [], []
-        for read in asked.reads if drains else ():
-            points = {
-                _canonical(sites.point_of(stream, read.when), edited)
-                for stream in read.streams
-                if sites.boundary_of(stream) in here
-            }
-            if points:
-                reads.append((way(read.tokens, "deliver"), tuple(sorted(points))))
-        for number, probe in enumerate(asked.probes if drains else ()):
-            if sites.boundary_of(probe.stream) in here:
-                op = Op(OP_DOT, 0, probe.weight, probe.bias)
-                point = _canonical(sites.point_of(probe.stream), edited)
-                scores.append((way(probe.tokens, "deliver"), point, number, op))
-        for edit in asked.edits:
-            place = (sites.boundary_of(edit.stream), sites.group_of(edit.stream))
-            if place[0] in here:
-                column = way(edit.tokens, "edit", edit.positions)
-                edits.append((column, place, _ops_of(edit)))
-        return RequestProgram(num_prompt, prompt_ids, list(ways), reads, scores, edits)
+        known: dict[Any, _Compiled] = asked.__dict__.setdefault("_compiled", {})
+        key = (sites, here, drains)
+        if key not in known:
+            known[key] = _compile(asked, sites, here, drains)
+        return RequestProgram(num_prompt, prompt_ids, known[key])
 
     @property
     def has_vectors(self) -> bool:
         """It scores or edits."""
-        return bool(self._scores or self._edits)
+        return bool(self._compiled.scores or self._compiled.edits)
 
     @property
     def empty(self) -> bool:
-        return not self._ways
+        return not self._compiled.ways
 
     @property
     def generated_is_uniform(self) -> bool:
-        """Every generated token gets the same program."""
-        return all(way.uniform for way in self._ways)
+        """Every generated token gets the same program, as every prompt token does."""
+        return all(way.uniform for way in self._compiled.ways)
 
     def _columns(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
         """int32 [num_ways, num_positions]."""
@@ -252,27 +297,10 @@ class RequestProgram:
         in_prompt = positions < self.num_prompt
         ids[in_prompt] = self.prompt_ids[positions[in_prompt]]
         tokens = Tokens(positions, self.num_prompt, ids, None)
-        return np.stack([way.pick(tokens) for way in self._ways])
-
-    def _program(self, column: NDArray[np.int32]) -> Program | None:
-        key = column.tobytes()
-        if key not in self._programs:
-            self._programs[key] = self._build(column)
-        return self._programs[key]
-
-    def _build(self, column: NDArray[np.int32]) -> Program | None:
-        points = {p for way, some in self._reads if column[way] for p in some}
-        scores: dict[int, list[tuple[int, Op]]] = {}
-        for way, point, number, op in self._scores:
-            if column[way]:
-                scores.setdefault(point, []).append((number, op))
-        edits: dict[tuple[int, int], list[Op]] = {}
-        for way, place, ops in self._edits:
-            if column[way]:
-                edits.setdefault(place, []).append(ops[column[way] - 1])
-        if not (points or scores or edits):
-            return None
-        return assemble(tuple(sorted(points)), scores, edits)
+        columns = np.zeros((len(self._compiled.ways), len(positions)), np.int32)
+        for i, way in enumerate(self._compiled.ways):
+            columns[i] = way.pick(tokens)
+        return columns
 
     def runs(self, first: int, count: int) -> list[tuple[int, int, Program]]:
         """Runs of tokens with the same program among positions first .. first+count-1.
@@ -284,7 +312,7 @@ class RequestProgram:
         edges = np.flatnonzero((columns[:, 1:] != columns[:, :-1]).any(axis=0)) + 1
         found = []
         for start, stop in zip([0, *edges], [*edges, count], strict=True):
-            program = self._program(columns[:, start])
+            program = self._compiled.program(columns[:, start])
             if program is not None:
                 found.append((int(start), int(stop - start), program))
         return found
@@ -297,17 +325,20 @@ class RequestProgram:
         Edits must not depend on the position there, which the front-end checked.
         """
         column = self._columns(np.array([self.num_prompt], np.int64))[:, 0]
-        for i, way in enumerate(self._ways):
+        for i, way in enumerate(self._compiled.ways):
             if way.use == "deliver" and not way.uniform:
                 column[i] = 1
-        return self._program(column)
+        return self._compiled.program(column)
 
     def all_programs(self, num_positions: int) -> list[Program]:
         """Every program that some position of the request may get."""
-        columns = self._columns(np.arange(num_positions, dtype=np.int64))
+        positions = np.arange(num_positions, dtype=np.int64)
+        if self.generated_is_uniform:  # one token of each phase tells of all
+            positions = positions[[0, min(self.num_prompt, num_positions - 1)]]
+        columns = self._columns(positions)
         keys = {column.tobytes(): column for column in np.ascontiguousarray(columns.T)}
-        found = (self._program(column) for column in keys.values())
-        return [program for program in found if program is not None]
+        found = (self._compiled.program(column) for column in keys.values())
+        return list(dict.fromkeys(program for program in found if program is not None))
 
     def cost(self, num_positions: int) -> Cost:
         """What the request takes of the device tables."""

@@ -307,6 +307,7 @@ class ScopeResult:
         self._token_ids, self._num_prompt = token_ids, num_prompt
         self._row_parts, self._score_parts = rows, scores
         self._status, self.error = status, error
+        self._wanted_by: dict[tuple[Selector, ...], np.ndarray] = {}
         self._streams: dict[_Stream, _Values] = {}
         self._scores: dict[int, _Values] = {}
 
@@ -334,7 +335,10 @@ class ScopeResult:
         return list(dict.fromkeys((site, layer) for site, layer, _ in self._read_streams()))
 
     def __contains__(self, stream: object) -> bool:
-        return stream in self.keys() or (stream == "embed" and ("embed", 0) in self.keys())
+        try:
+            return bool(self._find(stream))  # type: ignore[arg-type]
+        except (KeyError, TypeError):
+            return False
 
     def __getitem__(self, stream: SiteLayer | _Stream | str) -> Tensor:
         return self._stream(stream)[0]
@@ -350,7 +354,7 @@ class ScopeResult:
 
     @property
     def delivered(self) -> int:
-        return sum(int(np.isin(wanted, arrived).sum()) for wanted, arrived in self._accounts())
+        return sum(_num_in(wanted, arrived) for wanted, arrived in self._accounts())
 
     @property
     def dropped(self) -> int:
@@ -384,7 +388,8 @@ class ScopeResult:
             rows, positions = self._stream(stream)
             self._streams[stream] = (rows.contiguous().clone(), positions)
         for number in range(len(self._asked.probes)):
-            self._score(number)
+            values, positions = self._score(number)
+            self._scores[number] = (values.clone(), positions)
         return {**self.__dict__, "_row_parts": {}, "_score_parts": {}}
 
     def _read_streams(self) -> list[_Stream]:
@@ -403,6 +408,12 @@ class ScopeResult:
 
     def _wanted(self, selectors: list[Selector]) -> np.ndarray:
         """The positions processed so far that any of these selects."""
+        key = tuple(selectors)
+        if key not in self._wanted_by:
+            self._wanted_by[key] = self._select(selectors)
+        return self._wanted_by[key]
+
+    def _select(self, selectors: list[Selector]) -> np.ndarray:
         positions = np.arange(self.num_processed, dtype=np.int64)
         ids = np.asarray(self._token_ids[: self.num_processed], np.int64)
         ended = None if self._status == "streaming" else self.num_processed
@@ -464,6 +475,12 @@ class ScopeResult:
                 torch.empty(0),
             )
         return self._scores[number]
+
+
+def _num_in(wanted: np.ndarray, arrived: np.ndarray) -> int:
+    if np.array_equal(wanted, arrived[: len(wanted)]):  # the usual case
+        return len(wanted)
+    return int(np.isin(wanted, arrived).sum())
 
 
 def _arrived(known: _Values | None, parts: list[_Part]) -> np.ndarray:

@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from vllm_scope.actions import (
@@ -84,7 +87,7 @@ class ResolvedEdit:
     positions: tuple[int, ...] = ()
     norm_match: bool = False
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """Of what it does to a token that it edits; which tokens is left out."""
         head = repr((self.kind, self.stream, self.numbers, self.norm_match)).encode()
@@ -127,7 +130,7 @@ class Spec:
             twice = next(name for name in names if names.count(name) > 1)
             raise SpecError(f"two probes are called {shown(twice)}; their scores share a dict.")
 
-    @property
+    @cached_property
     def modules(self) -> tuple[str, ...]:
         """Names of the steering modules that the spec refers to."""
         found = (getattr(edit, edit.fields[0]) for edit in self.edits)
@@ -147,6 +150,9 @@ class Spec:
     def from_json(text: object) -> Spec:
         """Parse what travelled in `extra_args["scope"]`.
 
+        Remembers what was parsed last: a request is parsed where it enters, where it is
+        scheduled and where it runs, and many requests ask for the same.
+
         Raises:
             SpecError: not a string, too long, not JSON, or not a spec.
         """
@@ -160,6 +166,14 @@ class Spec:
                 f"extra_args['scope'] is {len(text):,} characters; at most {MAX_SPEC_BYTES:,}. "
                 "Register large vectors as a steering module and name it."
             )
+        found = _parsed.get(text)
+        if found is None:
+            found = Spec._parse(text)
+            _parsed.put(text, found)
+        return found
+
+    @staticmethod
+    def _parse(text: str) -> Spec:
         try:
             body = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -185,6 +199,14 @@ class Spec:
             SpecError: a layer that the model does not have, a site or layer that this
                 engine does not tap, a vector of another size, an unknown module.
         """
+        if self.modules:
+            return self._resolve(sites, modules or {})
+        known: dict[Sites, Resolved] = self.__dict__.setdefault("_resolved", {})
+        if sites not in known:
+            known[sites] = self._resolve(sites, {})
+        return known[sites]
+
+    def _resolve(self, sites: Sites, modules: Mapping[str, Vectors]) -> Resolved:
         reads = tuple(
             ResolvedRead(
                 sites.find(read.site, read.layer_numbers, f"reads[{i}]"),
@@ -202,9 +224,34 @@ class Spec:
         edits = [
             one
             for i, edit in enumerate(self.edits)
-            for one in _resolve_edit(edit, sites, modules or {}, f"edits[{i}]")
+            for one in _resolve_edit(edit, sites, modules, f"edits[{i}]")
         ]
         return Resolved(reads, tuple(probes), tuple(edits))
+
+
+class _Parsed:
+    """The specs that were parsed last, by their text: so many characters of them."""
+
+    MOST_CHARACTERS = 64 << 20
+
+    def __init__(self) -> None:
+        self._specs: OrderedDict[str, Spec] = OrderedDict()
+        self._characters = 0
+        self._lock = threading.Lock()
+
+    def get(self, text: str) -> Spec | None:
+        return self._specs.get(text)
+
+    def put(self, text: str, spec: Spec) -> None:
+        with self._lock:
+            if text not in self._specs:
+                self._specs[text] = spec
+                self._characters += len(text)
+            while self._characters > self.MOST_CHARACTERS and len(self._specs) > 1:
+                self._characters -= len(self._specs.popitem(last=False)[0])
+
+
+_parsed = _Parsed()
 
 
 def _parse_list(cls: type[Any] | None, body: dict[str, Any], name: str) -> list[Any]:

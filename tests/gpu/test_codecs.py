@@ -23,9 +23,17 @@ def test_encoding_on_a_gpu_waits_for_nothing_and_decodes_anywhere(name):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(part.is_cuda for part in parts.values())
-    expected = codec.decode(codec.encode(rows), 64)
+    expected = _errors(codec.decode(codec.encode(rows), 64), rows)
     there = codec.decode(parts, 64).cpu()
     here = codec.decode({k: v.cpu() for k, v in parts.items()}, 64)
     for found in (there, here):
-        # One step of 8 bits where rounding falls to the other side.
-        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.05, equal_nan=True)
+        # Not value by value: rounding may fall to the other side, and of equal values
+        # top-k may keep others.
+        torch.testing.assert_close(_errors(found, rows), expected, rtol=0.02, atol=1e-3)
+
+
+def _errors(found: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """What each row without NaN lost, relative to its length."""
+    keep = rows.isfinite().all(1)
+    lost = (found[keep].double() - rows[keep].double()).norm(dim=1)
+    return lost / rows[keep].double().norm(dim=1).clamp(min=1e-9)

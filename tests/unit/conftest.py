@@ -1,12 +1,44 @@
-"""Hypothesis: the same examples every time, unless SCOPE_EXPLORE asks for many new ones."""
+"""Hypothesis: the same examples every time, unless SCOPE_EXPLORE asks for many new ones.
+
+And the road to an inbox, which tests of results share.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import pytest
+import torch
 from hypothesis import HealthCheck, settings
+
+from tests.unit.roads import Road
+from vllm_scope.host_ring import HostRing
+from vllm_scope.result import Inbox
+from vllm_scope.senders import SharedSender
 
 _ALWAYS = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("unit", max_examples=60, derandomize=True, **_ALWAYS)
 settings.register_profile("explore", max_examples=2000, print_blob=True, **_ALWAYS)
 settings.load_profile("explore" if os.environ.get("SCOPE_EXPLORE") else "unit")
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads of torch that wait for each other cost more than small tensors gain."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def road() -> Iterator[Road]:
+    inbox = Inbox()
+    ring = HostRing(1 << 15, cuda=False)
+    sender = SharedSender(inbox.address, ring)
+    ring.reclaim = sender.reclaim
+    yield Road(inbox, sender, ring)
+    sender.close()
+    inbox.close()
+    ring.close()

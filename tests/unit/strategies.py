@@ -210,7 +210,7 @@ def sentence(call: Callable[[], object]) -> str:
     return text
 
 
-def array_json(dtype: object = "float32", shape: object = (4,), data: object = None) -> dict:
+def as_json(dtype: object = "float32", shape: object = (4,), data: object = None) -> dict:
     """The JSON form of an array, [1, -2, 0.5, 0] unless something of it is wrong."""
     shape = list(shape) if isinstance(shape, tuple) else shape
     if data is None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from tests.unit.strategies import array_json, edits, probes, sentence, specs
+from tests.unit.strategies import as_json, edits, probes, sentence, specs
 from vllm_scope import Ablate, Add, Clamp, Probe, Read, Replace, Spec, scope
 from vllm_scope.actions import KINDS, Module
 from vllm_scope.arrays import Array
@@ -42,17 +42,17 @@ def _values(action: Any) -> list:
         pytest.param(torch.tensor(V).bfloat16(), id="bfloat16-tensor"),
         pytest.param(torch.nn.Parameter(torch.tensor(V)), id="parameter"),
         pytest.param(Array.parse(V, ""), id="array"),
-        pytest.param(array_json(), id="json-float32"),
+        pytest.param(as_json(), id="json-float32"),
         pytest.param(
-            array_json("float16", data=base64.b64encode(np.array(V, "<f2")).decode()),
+            as_json("float16", data=base64.b64encode(np.array(V, "<f2")).decode()),
             id="json-float16",
         ),
         pytest.param(
-            array_json("float64", data=base64.b64encode(np.array(V, "<f8")).decode()),
+            as_json("float64", data=base64.b64encode(np.array(V, "<f8")).decode()),
             id="json-float64",
         ),
         pytest.param(
-            array_json(
+            as_json(
                 "bfloat16",
                 data=base64.b64encode(
                     torch.tensor(V).bfloat16().view(torch.int16).numpy().tobytes()

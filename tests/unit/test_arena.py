@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_scope.arena import Arena, HostFence, Region
+from vllm_scope.program import SLOT_BYTES
 
 CPU = torch.device("cpu")
 
@@ -55,7 +56,7 @@ class _CopyUpTo(HostFence):
 @given(st.data())
 def test_outstanding_regions_never_overlap(data):
     num_slots = data.draw(st.integers(1, 24), "slots")
-    copies = LazyCopies(Arena(num_slots, 2, torch.float32, CPU))
+    copies = LazyCopies(Arena(num_slots, torch.float32, CPU))
     for size in data.draw(st.lists(st.integers(1, num_slots), max_size=40), "sizes"):
         if copies.waiting and data.draw(st.booleans(), "a copy ends"):
             copies.copy_oldest()
@@ -67,14 +68,14 @@ def test_outstanding_regions_never_overlap(data):
 
 
 def test_an_empty_region_does_not_hide_the_one_behind_it():
-    copies = LazyCopies(Arena(8, 2, torch.float32, CPU))
+    copies = LazyCopies(Arena(8, torch.float32, CPU))
     for size in (4, 0, 4, 4, 4):
         copies.take(size)
     copies.copy_up_to(1 << 30)
 
 
 def test_the_ring_wraps_where_a_region_does_not_fit_before_its_end():
-    arena = Arena(10, 2, torch.float32, CPU)
+    arena = Arena(10, torch.float32, CPU)
     starts = []
     for size in (4, 4, 4, 6, 10, 1):
         region = arena.acquire(size)
@@ -84,7 +85,7 @@ def test_the_ring_wraps_where_a_region_does_not_fit_before_its_end():
 
 
 def test_copies_that_have_ended_are_not_waited_for():
-    arena = Arena(4, 2, torch.float32, CPU)
+    arena = Arena(4, torch.float32, CPU)
     for _ in range(3):
         region = arena.acquire(4)
         arena.give_back(region)
@@ -92,7 +93,7 @@ def test_copies_that_have_ended_are_not_waited_for():
 
 
 def test_more_than_the_whole_arena_is_refused():
-    arena = Arena(4, 2, torch.float32, CPU)
+    arena = Arena(4, torch.float32, CPU)
     with pytest.raises(ValueError, match="5 slots asked of an arena of 4"):
         arena.acquire(5)
     assert arena.acquire(4).start == 0
@@ -100,11 +101,12 @@ def test_more_than_the_whole_arena_is_refused():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_a_view_is_the_region_itself_and_nothing_else(dtype):
-    arena = Arena(6, 3, dtype, CPU)
-    arena.rows.fill_(torch.nan)
+    arena = Arena(6, dtype, CPU)
+    assert arena.slots.shape == (6, SLOT_BYTES // dtype.itemsize)
+    arena.slots.fill_(torch.nan)
     arena.acquire(2)
     region = arena.acquire(3)
     arena.view(region).fill_(1)
-    assert (arena.rows[2:5] == 1).all()
-    assert arena.rows[[0, 1, 5]].isnan().all()
-    assert arena.num_bytes == 6 * 3 * dtype.itemsize
+    assert (arena.slots[2:5] == 1).all()
+    assert arena.slots[[0, 1, 5]].isnan().all()
+    assert arena.num_bytes == 6 * SLOT_BYTES

@@ -12,8 +12,9 @@ from vllm_scope.analysis.cache import ActivationCache
 from vllm_scope.analysis.contrast import mean_difference, pairs_digest, principal_difference
 from vllm_scope.analysis.rows import pooled_rows
 from vllm_scope.errors import SpecError
-from vllm_scope.result import Pending
-from vllm_scope.spec import Sites
+from vllm_scope.program import SLOT_BYTES, Layout
+from vllm_scope.result import Pending, _Delivered
+from vllm_scope.sites import Sites, point_of
 from vllm_scope.vectors import Provenance
 
 STREAM = ("resid_post", 5)
@@ -160,12 +161,14 @@ def test_pooling_is_last_or_mean_of_something():
 
 
 def test_what_an_engine_returns_is_pooled_and_cached():
-    sites = Sites(num_layers=2, hidden_size=2, dtype="bfloat16", boundaries=(0, 1, 2))
+    sites = Sites(num_layers=2, hidden_size=2, dtype="bfloat16", boundaries=(0, 2, 4))
     reads = Spec((Read("resid_post", tokens="prompt"),)).resolve(sites)
     pending = Pending(1, reads, sites, [7, 8, 9], max_tokens=2, num_stages=1)
     rows = torch.arange(12.0).reshape(3, 2, 2).bfloat16()
-    order = np.arange(3)
-    pending.add((1, 2), None, order, order, rows.view(torch.uint8).numpy())
+    layout, order = Layout((point_of(2, 0), point_of(4, 0))), np.arange(3)
+    slots = torch.zeros(3, 2, SLOT_BYTES, dtype=torch.uint8)
+    slots[..., :4] = rows.view(torch.uint8)
+    pending.add(_Delivered(layout, layout, order, order, slots.view(3, -1).numpy(), 4))
     running = pending.snapshot([5], None)
     pending.finish(0, None)
     result = pending.snapshot([5, 6], "length")

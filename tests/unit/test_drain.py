@@ -6,16 +6,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from tests.unit.delivered import ROW_BYTES, labels_of, reads_at, rows_in
 from vllm_scope.arena import Arena
 from vllm_scope.drain import Drain
 from vllm_scope.host_ring import HostRing
-from vllm_scope.plan import Labels
-from vllm_scope.program import Program
 from vllm_scope.sinks import RowBatch
 
 CPU = torch.device("cpu")
@@ -46,17 +46,10 @@ class RecordingSink:
         assert self.gate.wait(PATIENCE_S)
         self.threads.add(threading.current_thread().name)
         self.num_batches += 1
-        labels = batch.labels
-        if self.refuse & set(labels.keys.tolist()):
+        assert batch.row_bytes == ROW_BYTES
+        if self.refuse & set(batch.labels.keys.tolist()):
             raise OSError("disk full")
-        slot = 0
-        for key, position, at in zip(
-            labels.keys.tolist(), labels.positions.tolist(), labels.program_of, strict=True
-        ):
-            boundaries = labels.programs[at].boundaries
-            for boundary in boundaries if batch.boundary is None else (batch.boundary,):
-                self.events.append((key, position, boundary, float(batch.rows[slot, 0])))
-                slot += 1
+        self.events += rows_in(batch.labels, batch.slots, batch.boundary)
 
     def finish(self, key: int, error: str | None) -> None:
         self.threads.add(threading.current_thread().name)
@@ -68,20 +61,10 @@ class RecordingSink:
         self.closed += 1
 
 
-def _labels(key: int, first: int, count: int, program: Program) -> Labels:
-    return Labels(
-        keys=np.full(count, key, np.int64),
-        positions=np.arange(first, first + count, dtype=np.int64),
-        program_of=np.zeros(count, np.int32),
-        programs=(program,),
-        rows=np.arange(count, dtype=np.int64),
-    )
-
-
 @contextmanager
 def _drain(num_slots: int, host_slots: int = 64) -> Iterator[tuple[Arena, Drain, RecordingSink]]:
-    arena, sink = Arena(num_slots, 2, torch.float32, CPU), RecordingSink()
-    drain = Drain(arena, HostRing(host_slots, 2, torch.float32, cuda=False), sink)
+    arena, sink = Arena(num_slots, torch.float32, CPU), RecordingSink()
+    drain = Drain(arena, HostRing(host_slots, cuda=False), sink, ROW_BYTES)
     try:
         yield arena, drain, sink
     finally:
@@ -100,7 +83,8 @@ def _submit(
     found = _rows(key, first, count, boundaries if boundary is None else (boundary,))
     region = arena.acquire(len(found))
     arena.view(region)[:] = torch.tensor([value for *_, value in found])[:, None]
-    drain.submit(region, _labels(key, first, count, Program(boundaries)), boundary)
+    labels = labels_of([key] * count, range(first, first + count), layouts=(reads_at(*boundaries),))
+    drain.submit(region, labels, boundary)
 
 
 def _rows(key: int, first: int, count: int, boundaries: tuple[int, ...] = (0,)) -> list[tuple]:
@@ -203,13 +187,7 @@ def test_true_positions_replace_guessed_ones_by_batch_row():
         _submit(arena, drain, 6, 0, 1, boundary=0)  # the drain is busy with it
         region = arena.acquire(2)
         arena.view(region).fill_(5)
-        labels = Labels(
-            keys=np.array([7, 8]),
-            positions=np.array([104, 209]),
-            program_of=np.zeros(2, np.int32),
-            programs=(Program((0,)),),
-            rows=np.array([3, 1]),
-        )
+        labels = replace(labels_of([7, 8], [104, 209]), rows=np.array([3, 1]))
         positions = torch.tensor([-1, 208, -1, 102, -1])
         drain.submit(region, labels, None, positions)
         positions.fill_(-77)  # vLLM reuses its buffer in the next step

@@ -10,21 +10,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
+from tests.unit.delivered import ROW_BYTES, labels_of, reads_at, rows_in, slots_per_token
 from vllm_scope import CapacityError, CompatError, senders
 from vllm_scope.host_ring import MAX_READERS, HostRing
-from vllm_scope.plan import Labels
-from vllm_scope.program import Program
 from vllm_scope.receiver import Receiver
 from vllm_scope.road import Address, FinishHeader
 from vllm_scope.sinks import RowBatch
 from vllm_scope.sinks.memory import MemorySink
 
 PATIENCE_S = 10
-PROGRAMS = (Program((0, 2)), Program((1,)), Program((0, 1, 2)))
+LAYOUTS = (reads_at(0, 2), reads_at(1), reads_at(0, 1, 2))
 
 
 class FrontEnd:
@@ -50,15 +48,7 @@ class FrontEnd:
 
     def _on_rows(self, message) -> None:
         assert self.gate.wait(PATIENCE_S)
-        slot = 0
-        for key, position, at in zip(
-            message.keys, message.positions, message.program_of, strict=True
-        ):
-            boundaries = message.programs[at].boundaries
-            for boundary in boundaries if message.boundary is None else (message.boundary,):
-                value = float(message.rows[slot, 0])
-                self.rows.append((int(key), int(position), boundary, value))
-                slot += 1
+        self.rows += rows_in(message, message.slots, message.boundary)
 
     def rows_of(self, *keys: int) -> list[tuple]:
         return [row for row in self.rows if row[0] in keys]
@@ -72,7 +62,7 @@ class FrontEnd:
 
 @pytest.fixture
 def ring() -> Iterator[HostRing]:
-    ring = HostRing(40, 3, torch.float32, cuda=False)
+    ring = HostRing(40, cuda=False)
     yield ring
     ring.close()
 
@@ -94,21 +84,16 @@ def two(sink: MemorySink) -> Iterator[list[FrontEnd]]:
 
 
 def _write(
-    sink: MemorySink, ring: HostRing, keys: list[int], program_of: list[int], tap: int | None = None
+    sink: MemorySink, ring: HostRing, keys: list[int], layout_of: list[int], tap: int | None = None
 ) -> None:
     """What the drain does. Row values count up from 0: each row's own place in the batch."""
-    num_rows = sum(1 if tap is not None else PROGRAMS[p].num_reads for p in program_of)
-    labels = Labels(
-        keys=np.array(keys, np.int64),
-        positions=np.arange(len(keys), dtype=np.int64) + 50,
-        program_of=np.array(program_of, np.int32),
-        programs=PROGRAMS,
-        rows=np.arange(len(keys), dtype=np.int64),
-    )
-    lease = ring.acquire(num_rows)
-    lease.rows.copy_(torch.arange(float(num_rows))[:, None].expand(-1, 3))
+    labels = labels_of(keys, range(50, 50 + len(keys)), layout_of, LAYOUTS)
+    num_slots = sum(slots_per_token(labels, tap))
+    lease = ring.acquire(num_slots)
+    values = torch.arange(float(num_slots))[:, None].expand(-1, 4).contiguous()
+    lease.slots.copy_(values.view(torch.uint8))
     try:
-        sink.write(RowBatch(labels, lease, tap))
+        sink.write(RowBatch(labels, lease, ROW_BYTES, tap))
     finally:
         lease.release()
 

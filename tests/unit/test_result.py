@@ -7,86 +7,24 @@ import pickle
 import random
 import time
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.oracle import first_point
+from tests.unit.roads import SITES, Road, score_of
 from tests.unit.strategies import VOCAB, is_selected, specs
 from vllm_scope import Read, Spec, Union
-from vllm_scope.host_ring import HostRing
-from vllm_scope.plan import Labels
-from vllm_scope.program import Program
-from vllm_scope.result import Inbox, Pending, ScopeResult
-from vllm_scope.senders import SharedSender
-from vllm_scope.sinks import RowBatch
-from vllm_scope.spec import Sites
+from vllm_scope.program import Layout
+from vllm_scope.result import Pending, ScopeResult
+from vllm_scope.selectors import Selector
+from vllm_scope.sites import point_of
+from vllm_scope.spec import Resolved
 
 PATIENCE_S = 10
-#: A row holds its position, boundary, number and a 7.
-SITES = Sites(3, 4, "float32", (0, 1, 2, 3))
-
-
-@dataclass
-class Road:
-    """An inbox and a sender to it."""
-
-    inbox: Inbox
-    sender: SharedSender
-    ring: HostRing
-
-    def send(self, tokens: list[tuple], boundary: int | None = None) -> None:
-        """One step's rows: (key, position, boundaries of its program, number)."""
-        programs = sorted({boundaries for _, _, boundaries, _ in tokens})
-        rows = [
-            [position, b, number, 7] if b in boundaries else [-1, -1, -1, -1]
-            for _, position, boundaries, number in tokens
-            for b in (boundaries if boundary is None else (boundary,))
-        ]
-        labels = Labels(
-            keys=np.array([key for key, *_ in tokens], np.int64),
-            positions=np.array([position for _, position, *_ in tokens], np.int64),
-            program_of=np.array([programs.index(b) for _, _, b, _ in tokens], np.int32),
-            programs=tuple(Program(boundaries) for boundaries in programs),
-            rows=np.arange(len(tokens), dtype=np.int64),
-        )
-        lease = self.ring.acquire(len(rows))
-        lease.rows.copy_(torch.tensor(rows))
-        self.sender.send_rows(RowBatch(labels, lease, boundary))
-        lease.release()
-
-    def finish(self, pending: Pending, num_stages: int = 1, error: str | None = None) -> None:
-        for stage in range(num_stages):
-            self.sender.send_finish(pending.key, stage, error)
-        pending.done.result(PATIENCE_S)
-
-    def settle(self) -> None:
-        """Wait until all that was sent has arrived."""
-        probe = self.open("embed", num_prompt=1)
-        self.finish(probe)
-
-    def open(
-        self, *reads: Read | str, num_prompt: int = 3, max_tokens: int = 4, num_stages: int = 1
-    ) -> Pending:
-        found = tuple(Read(r) if isinstance(r, str) else r for r in reads)
-        resolved = Spec(found).resolve(SITES)
-        return self.inbox.open(resolved, SITES, [1] * num_prompt, max_tokens, num_stages)
-
-
-@pytest.fixture(scope="module")
-def road() -> Iterator[Road]:
-    inbox = Inbox()
-    ring = HostRing(1 << 18, SITES.hidden_size, torch.float32, cuda=False)
-    sender = SharedSender(inbox.address, ring)
-    ring.reclaim = sender.reclaim
-    yield Road(inbox, sender, ring)
-    sender.close()
-    inbox.close()
-    ring.close()
 
 
 @dataclass
@@ -96,32 +34,60 @@ class Sent:
     spec: Spec
     prompt: list[int]
     output: list[int]
-    #: (boundary, position) -> number of the row that was sent last.
-    last: dict[tuple[int, int], int]
     pending: Pending
+    #: (point, position) -> number of the row that was sent last.
+    rows: dict[tuple[int, int], int] = field(default_factory=dict)
+    #: (probe, position) -> number of the score that was sent last.
+    scores: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    @property
+    def asked(self) -> Resolved:
+        return self.pending.asked
 
     @property
     def num_processed(self) -> int:
         return len(self.prompt) + max(len(self.output) - 1, 0)
 
-    def wanted(self, stream: tuple[str, int]) -> list[int]:
+    def delivers(self, boundaries: set[int]) -> Layout:
+        """All that any token may deliver at some boundaries."""
+        points = {
+            first_point(self.asked, SITES, stream, read.when)
+            for read in self.asked.reads
+            for stream in read.streams
+            if SITES.boundary_of(stream) in boundaries
+        }
+        scores = {
+            (SITES.boundary_of(probe.stream), number)
+            for number, probe in enumerate(self.asked.probes)
+        }
+        here = (score for score in sorted(scores) if score[0] in boundaries)
+        return Layout(tuple(sorted(points)), tuple(here))
+
+    def wanted(self, selectors: list[Selector]) -> list[int]:
         ids = [*self.prompt, *self.output]
         return [
             position
             for position in range(self.num_processed)
             if any(
                 is_selected(
-                    read.tokens.to_json(), position, len(self.prompt),
+                    selector.to_json(), position, len(self.prompt),
                     ids[position], self.num_processed,
                 )
-                for read, resolved in zip(self.spec.reads, self.pending.reads, strict=True)
-                if stream in resolved.streams
+                for selector in selectors
             )
         ]  # fmt: skip
 
+    def streams(self) -> dict[tuple[str, int, str], list[Selector]]:
+        """What was asked for, by the key of the result."""
+        found: dict[tuple[str, int, str], list[Selector]] = {}
+        for read in self.asked.reads:
+            for stream in read.streams:
+                found.setdefault((*stream, read.when), []).append(read.tokens)
+        return found
+
 
 @given(st.lists(specs(SITES.num_layers), min_size=1, max_size=3), st.integers(0, 1 << 30))
-def test_any_interleaving_gives_one_row_per_wanted_position(road, asked, seed):
+def test_any_interleaving_gives_each_wanted_row_and_score_once(road, asked, seed):
     rng = random.Random(seed)
     sent = []
     for spec in asked:
@@ -129,13 +95,13 @@ def test_any_interleaving_gives_one_row_per_wanted_position(road, asked, seed):
         output = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 5))]
         max_tokens = max(len(output), rng.randint(1, 200))
         pending = road.inbox.open(spec.resolve(SITES), SITES, prompt, max_tokens, 2)
-        sent.append(Sent(spec, prompt, output, {}, pending))
-    split = rng.choice([0, 1, 2])  # boundaries up to it are on the first stage
+        sent.append(Sent(spec, prompt, output, pending))
+    split = rng.choice([0, 2, 3])  # boundaries up to it are on the first stage
     missing = rng.random() < 0.3
 
     # Every position at least once on each stage, some twice and some past the end.
     due: dict[int, list[tuple[Sent, int]]] = {0: [], 1: []}
-    for stage, tokens in due.items():
+    for tokens in due.values():
         for one in sent:
             positions = list(range(one.num_processed + rng.randint(0, 3)))
             positions += rng.choices(positions, k=rng.randint(0, 4))
@@ -144,7 +110,6 @@ def test_any_interleaving_gives_one_row_per_wanted_position(road, asked, seed):
             tokens += [(one, p) for p in positions if not (missing and rng.random() < 0.1)]
         if rng.random() < 0.5:
             rng.shuffle(tokens)
-        del stage
     number = 0
     while any(due.values()):
         stage = rng.choice([s for s, tokens in due.items() if tokens])
@@ -154,11 +119,12 @@ def test_any_interleaving_gives_one_row_per_wanted_position(road, asked, seed):
         tokens = []
         for one, position in step:
             number += 1
-            # A token's program follows from its position; it may read more than was asked.
-            boundaries = tuple(here) if position % 3 else tuple(here[: 1 + position % 2])
-            tokens.append((one.pending.key, position, boundaries, number))
-            for b in boundaries if boundary is None else {boundary} & set(boundaries):
-                one.last[b, position] = number
+            # What a token delivers follows from its position; it may be more than was asked.
+            layout = one.delivers(set(here) if position % 3 else set(here[: 1 + position % 2]))
+            tokens.append((one.pending.key, position, layout, number))
+            came = layout if boundary is None else layout.at(boundary)
+            one.rows |= {(point, position): number for point in came.points}
+            one.scores |= {(probe, position): number for _, probe in came.scores}
         tokens.insert(rng.randint(0, len(tokens)), (-1, 0, tuple(here), 0))  # of nobody
         road.send(tokens, boundary)
     for one in sent:
@@ -167,15 +133,23 @@ def test_any_interleaving_gives_one_row_per_wanted_position(road, asked, seed):
     for one in sent:
         result = one.pending.snapshot(one.output, "length")
         expected = delivered = 0
-        for stream in result.keys():
-            boundary = SITES.boundary_of(stream)
-            wanted = one.wanted(stream)
-            here = [p for p in wanted if (boundary, p) in one.last]
-            expected, delivered = expected + len(wanted), delivered + len(here)
-            assert result.positions(*stream).tolist() == here
-            rows = [[p, boundary, one.last[boundary, p], 7] for p in here]
-            assert result[stream].tolist() == rows
-            assert result[stream].shape == (len(here), SITES.hidden_size)
+        assert set(result.keys()) == {key[:2] for key in one.streams()}
+        for key, selectors in one.streams().items():
+            point = first_point(one.asked, SITES, key[:2], key[2])
+            wanted = one.wanted(selectors)
+            arrived = [p for p in wanted if (point, p) in one.rows]
+            expected, delivered = expected + len(wanted), delivered + len(arrived)
+            assert result.positions(*key).tolist() == arrived
+            assert result[key].tolist() == [[p, point, one.rows[point, p], 7] for p in arrived]
+            assert result[key].shape == (len(arrived), SITES.hidden_size)
+        assert list(result.scores) == [probe.name for probe in one.asked.probes]
+        for number, probe in enumerate(one.asked.probes):
+            wanted = one.wanted([probe.tokens])
+            arrived = [p for p in wanted if (number, p) in one.scores]
+            expected, delivered = expected + len(wanted), delivered + len(arrived)
+            assert result.scores.positions(probe.name).tolist() == arrived
+            scores = [score_of(p, number, one.scores[number, p]) for p in arrived]
+            assert torch.equal(result.scores[probe.name], torch.tensor(scores))
         assert (result.expected, result.delivered) == (expected, delivered)
         assert result.dropped == expected - delivered
         assert result.status == ("complete" if expected == delivered else "incomplete")
@@ -194,15 +168,15 @@ def test_a_position_computed_again_keeps_its_last_row(road):
 
 def test_a_missing_row_is_counted_and_told(road):
     pending = road.open(Read("resid_post", [0, 1]))
-    road.send([(pending.key, p, (1, 2), 0) for p in (0, 2)])
-    road.send([(pending.key, 1, (1,), 0)])
+    road.send([(pending.key, p, (2, 4), 0) for p in (0, 2)])
+    road.send([(pending.key, 1, (2,), 0)])
     road.finish(pending)
     result = pending.snapshot([5], "stop")
     assert (result.expected, result.delivered, result.dropped) == (6, 5, 1)
     assert result.status == "incomplete"
     assert result.positions("resid_post", 0).tolist() == [0, 1, 2]
     assert result.positions("resid_post", 1).tolist() == [0, 2]
-    assert repr(result) == "ScopeResult(incomplete, 2 streams, 5 of 6 rows)"
+    assert repr(result) == "ScopeResult(incomplete, 2 streams, 0 probes, 5 of 6 values)"
 
 
 def test_a_request_without_a_single_row_has_empty_tensors(road):
@@ -250,19 +224,19 @@ def test_a_request_is_done_when_its_last_stage_is(road):
 
 def test_stages_that_hold_different_boundaries_are_one_result(road):
     pending = road.open("embed", Read("resid_post"), num_stages=2)
-    road.send([(pending.key, p, (2, 3), 20) for p in (0, 1, 2)])
-    road.send([(pending.key, p, (0, 1), 10) for p in (0, 1, 2)])
+    road.send([(pending.key, p, (4, 6), 20) for p in (0, 1, 2)])
+    road.send([(pending.key, p, (0, 2), 10) for p in (0, 1, 2)])
     road.finish(pending, num_stages=2)
     result = pending.snapshot([5], "stop")
     assert [result[s][0, 1:3].tolist() for s in result.keys()] == [
-        [0, 10], [1, 10], [2, 20], [3, 20],
+        [point_of(0, 0), 10], [point_of(2, 0), 10], [point_of(4, 0), 20], [point_of(6, 0), 20],
     ]  # fmt: skip
     assert result.status == "complete"
 
 
 def test_one_boundary_asked_under_two_names_keeps_the_tokens_of_each(road):
     pending = road.open(Read("resid_post", [0], [0]), Read("resid_pre", [1], "last_prompt"))
-    road.send([(pending.key, p, (1,), 0) for p in (0, 1, 2)])
+    road.send([(pending.key, p, (2,), 0) for p in (0, 1, 2)])
     road.finish(pending)
     result = pending.snapshot([5], "stop")
     assert result.positions("resid_post", 0).tolist() == [0]
@@ -304,7 +278,7 @@ def test_while_streaming_nothing_is_promised_that_may_change(road):
 
 def _full(road: Road) -> tuple[Pending, ScopeResult]:
     pending = road.open("embed", Read("resid_post", [1]), max_tokens=4000)
-    road.send([(pending.key, p, (0, 2), 7) for p in (0, 1, 2)] + [(-1, 0, (1,), 0)] * 5000)
+    road.send([(pending.key, p, (0, 4), 7) for p in (0, 1, 2)] + [(-1, 0, (2,), 0)] * 5000)
     road.finish(pending)
     return pending, pending.snapshot([5], "stop")
 
@@ -326,9 +300,9 @@ def test_a_result_is_the_callers_after_its_request_and_the_ring_went_on(road):
     del pending
     gc.collect()
     for _ in range(3):  # the ring comes round
-        road.send([(-1, 0, (0, 1, 2, 3), 0)] * (road.ring.num_slots // 4 // 2))
+        road.send([(-1, 0, (0, 2, 4, 6), 0)] * (road.ring.num_slots // 4 // 2))
     road.settle()
-    assert result["resid_post", 1].tolist() == [[p, 2, 7, 7] for p in (0, 1, 2)]
+    assert result["resid_post", 1].tolist() == [[p, point_of(4, 0), 7, 7] for p in (0, 1, 2)]
     assert (result.expected, result.delivered, result.status) == (6, 6, "complete")
 
 
@@ -336,44 +310,48 @@ def test_a_result_is_the_callers_after_its_request_and_the_ring_went_on(road):
 @pytest.mark.parametrize("tap_by_tap", [False, True], ids=["whole-programs", "tap-by-tap"])
 def test_a_result_grows_with_its_request(num_tokens, tap_by_tap, road):
     pending = road.open("embed", Read("resid_post", [1]), num_prompt=2, max_tokens=num_tokens)
-    road.send([(pending.key, p, (0, 2), p) for p in (0, 1)])
+    road.send([(pending.key, p, (0, 4), p) for p in (0, 1)])
     road.settle()
     early = pending.snapshot([], None)
     for first in range(2, num_tokens + 1, 97):
-        step = [(pending.key, p, (0, 2), p) for p in range(first, min(first + 97, num_tokens + 1))]
-        for tap in (0, 2) if tap_by_tap else (None,):
+        step = [(pending.key, p, (0, 4), p) for p in range(first, min(first + 97, num_tokens + 1))]
+        for tap in (0, 4) if tap_by_tap else (None,):
             road.send(step, tap)
     road.finish(pending)
     result = pending.snapshot([1] * num_tokens, "length")
     assert result.status == "complete"
-    for stream, boundary in ((("embed", 0), 0), (("resid_post", 1), 2)):
-        assert result[stream].tolist() == [[p, boundary, p, 7] for p in range(num_tokens + 1)]
-        assert early[stream].tolist() == [[p, boundary, p, 7] for p in range(2)]
+    for stream, boundary in ((("embed", 0), 0), (("resid_post", 1), 4)):
+        assert result[stream].tolist() == [
+            [p, point_of(boundary, 0), p, 7] for p in range(num_tokens + 1)
+        ]
+        assert early[stream].tolist() == [[p, point_of(boundary, 0), p, 7] for p in range(2)]
 
 
 def test_a_result_may_be_looked_at_before_the_first_of_its_taps_has_come(road):
-    # Drained tap by tap, a batch of tap 0 also names the requests that read tap 2 only.
+    # Drained tap by tap, a batch of the embedding names also who reads another tap only.
     pending = road.open(Read("resid_post", [1]))
-    road.send([(pending.key, p, (2,), 1) for p in (0, 1, 2)], boundary=0)
+    road.send([(pending.key, p, (4,), 1) for p in (0, 1, 2)], boundary=0)
     road.settle()
     assert pending.snapshot([], None)["resid_post", 1].shape == (0, SITES.hidden_size)
-    road.send([(pending.key, p, (2,), 1) for p in (0, 1, 2)], boundary=2)
+    road.send([(pending.key, p, (4,), 1) for p in (0, 1, 2)], boundary=4)
     road.finish(pending)
     result = pending.snapshot([5], "stop")
-    assert result["resid_post", 1].tolist() == [[p, 2, 1, 7] for p in (0, 1, 2)]
+    assert result["resid_post", 1].tolist() == [[p, point_of(4, 0), 1, 7] for p in (0, 1, 2)]
     assert result.status == "complete"
 
 
-@pytest.mark.parametrize("lost", [0, 2], ids=["the-first", "the-second"])
+@pytest.mark.parametrize("lost", [0, 4], ids=["the-first", "the-second"])
 def test_a_tap_whose_rows_were_lost_leaves_the_others_in_their_places(lost, road):
     pending = road.open("embed", Read("resid_post", [1]))
-    road.send([(pending.key, p, (0, 2), 1) for p in (0, 1)], boundary=2 - lost)
-    road.send([(pending.key, 2, (0, 2), 2)])
+    road.send([(pending.key, p, (0, 4), 1) for p in (0, 1)], boundary=4 - lost)
+    road.send([(pending.key, 2, (0, 4), 2)])
     road.finish(pending)
     result = pending.snapshot([5], "stop")
-    streams = {0: result["embed"].tolist(), 2: result["resid_post", 1].tolist()}
-    assert streams[lost] == [[2, lost, 2, 7]]
-    assert streams[2 - lost] == [[0, 2 - lost, 1, 7], [1, 2 - lost, 1, 7], [2, 2 - lost, 2, 7]]
+    streams = {0: result["embed"].tolist(), 4: result["resid_post", 1].tolist()}
+    assert streams[lost] == [[2, point_of(lost, 0), 2, 7]]
+    assert streams[4 - lost] == [
+        [p, point_of(4 - lost, 0), number, 7] for p, number in ((0, 1), (1, 1), (2, 2))
+    ]
     assert (result.dropped, result.status) == (2, "incomplete")
 
 
@@ -401,15 +379,15 @@ def test_tokens_of_two_requests_may_be_mixed_in_any_way(road):
 
 @pytest.mark.parametrize("joined", [False, True], ids=["step-by-step", "joined-steps"])
 @pytest.mark.parametrize(
-    "programs", [((0, 2), (0,)), ((0,), (0, 2))], ids=["wide-first", "wide-last"]
+    "layouts", [((0, 4), (0,)), ((0,), (0, 4))], ids=["wide-first", "wide-last"]
 )
-def test_the_last_row_holds_whatever_program_it_came_under(programs, joined, road):
+def test_the_last_row_holds_whatever_layout_it_came_in(layouts, joined, road):
     # A draft was rejected: its row, read under the program of guessed positions, stands
     # at a position that is later computed again under that position's own program.
     pending = road.open(Read("embed", tokens=[0, 3]), Read("resid_post", [1], [9]))
     steps = [
         (pending.key, 0, (0,), 1),
-        *((pending.key, 3, p, i) for i, p in enumerate(programs, 2)),
+        *((pending.key, 3, p, i) for i, p in enumerate(layouts, 2)),
     ]
     for step in [steps] if joined else [[token] for token in steps]:
         road.send(step)

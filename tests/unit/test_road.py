@@ -19,10 +19,11 @@ import pytest
 import torch
 import zmq
 
+from tests.unit.delivered import ROW_BYTES, labels_of, reads_at, slots_per_token
 from vllm_scope import CompatError
 from vllm_scope.host_ring import CLOSED, HostRing, Lease, RingRef
 from vllm_scope.plan import Labels
-from vllm_scope.program import Program
+from vllm_scope.program import Layout
 from vllm_scope.receiver import Receiver
 from vllm_scope.road import FinishHeader, RowsHeader, RowsMessage, start_of
 from vllm_scope.senders import PIECE_BYTES, Sender, SharedSender, TcpSender
@@ -56,7 +57,7 @@ class Inbox:
 
     def _on_rows(self, message: RowsMessage) -> None:
         self.during(message)
-        message.rows = message.rows.clone()
+        message.slots = message.slots.clone()
         self.messages.put(message)
 
     def next(self):
@@ -88,7 +89,7 @@ def road(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def ring() -> Iterator[HostRing]:
-    ring = HostRing(100, 4, torch.float32, cuda=False)
+    ring = HostRing(100, cuda=False)
     yield ring
     ring.close()
 
@@ -100,25 +101,27 @@ def sender(road: str, inbox: Inbox, ring: HostRing) -> Iterator[Sender]:
     sender.close()
 
 
-def _labels(num_tokens: int, num_reads: int = 1) -> Labels:
-    return Labels(
-        keys=np.arange(num_tokens, dtype=np.int64) + (1 << 40),
-        positions=np.arange(num_tokens, dtype=np.int64)[::-1],
-        program_of=np.zeros(num_tokens, np.int32),
-        programs=(Program(tuple(range(num_reads))),),
-        rows=np.arange(num_tokens, dtype=np.int64),
-    )
+def _labels(num_tokens: int, layouts: tuple[Layout, ...] = (reads_at(0),)) -> Labels:
+    keys = np.arange(num_tokens) + (1 << 40)
+    return labels_of(keys, np.arange(num_tokens)[::-1], layouts=layouts)
 
 
-def _write(ring: HostRing, num_rows: int, value: float = 0.0) -> Lease:
-    lease = ring.acquire(num_rows)
-    lease.rows.fill_(value)
+def _write(ring: HostRing, num_slots: int, value: float = 0.0) -> Lease:
+    lease = ring.acquire(num_slots)
+    lease.slots.view(torch.float32).fill_(value)
     return lease
 
 
+def _value(message: RowsMessage) -> float:
+    """The one number that all of its slots hold."""
+    words = message.slots.view(torch.float32)
+    assert (words == words[0, 0]).all()
+    return float(words[0, 0])
+
+
 def _send(sender: Sender, lease: Lease, boundary: int | None = None) -> None:
-    """What the drain does: its own hold on the rows ends when the sender has them."""
-    sender.send_rows(RowBatch(_labels(lease.stop - lease.start), lease, boundary))
+    """What the drain does: its own hold on the slots ends when the sender has them."""
+    sender.send_rows(RowBatch(_labels(lease.stop - lease.start), lease, ROW_BYTES, boundary))
     lease.release()
 
 
@@ -141,64 +144,69 @@ def _freed(sender: Sender, lease: Lease, patience_s: float = PATIENCE_S) -> bool
 
 @pytest.mark.parametrize("boundary", [None, 3], ids=["whole-programs", "one-tap"])
 @pytest.mark.parametrize(
-    ("num_tokens", "hidden_size"),
+    ("num_tokens", "row_bytes"),
     [
-        pytest.param(1, 1, id="one-number"),
-        pytest.param(3, 4, id="small"),
-        pytest.param(700, 257, id="odd"),
-        pytest.param(4096, 2048, id="large"),
+        pytest.param(1, 2, id="one-number"),
+        pytest.param(3, 16, id="small"),
+        pytest.param(700, 514, id="odd"),
+        pytest.param(4096, 8192, id="large"),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_rows_arrive_bit_by_bit(dtype, num_tokens, hidden_size, boundary, road, inbox):
-    num_reads = 1 if boundary is not None else 2
-    ring = HostRing(num_tokens * num_reads + 2, hidden_size, dtype, cuda=False)
+def test_rows_and_scores_arrive_bit_by_bit(num_tokens, row_bytes, boundary, road, inbox):
+    # Two rows and a score; at boundary 3 one row and no score.
+    labels = _labels(num_tokens, (reads_at(0, 3, scores=((0, 4),)),))
+    per_token = slots_per_token(labels, boundary, row_bytes)[0]
+    assert per_token == -(-row_bytes // 16) * (1 if boundary else 2) + (0 if boundary else 1)
+    ring = HostRing(num_tokens * per_token + 2, cuda=False)
     sender = inbox.open(road, ring)
     _write(ring, 2, -1.0)
-    lease, labels = ring.acquire(num_tokens * num_reads), _labels(num_tokens, 2)
-    bits = torch.randint(
-        -128, 128, (num_tokens * num_reads, hidden_size * dtype.itemsize), dtype=torch.int8
-    )
-    lease.rows.copy_(bits.view(dtype))
-    sender.send_rows(RowBatch(labels, lease, boundary))
+    lease = ring.acquire(num_tokens * per_token)
+    content = torch.randint(0, 256, lease.slots.shape, dtype=torch.uint8)
+    lease.slots.copy_(content)
+    sender.send_rows(RowBatch(labels, lease, row_bytes, boundary))
     messages, num_here = [], 0
     while num_here < num_tokens:
         messages.append(inbox.next())
         num_here += len(messages[-1].keys)
-        assert messages[-1].rows.dtype is dtype
-        assert messages[-1].rows.shape == (len(messages[-1].keys) * num_reads, hidden_size)
-        assert messages[-1].programs == list(labels.programs)
-        assert messages[-1].boundary == boundary
-    assert torch.equal(torch.cat([m.rows for m in messages]).view(torch.int8), bits)
-    for name in ("keys", "positions", "program_of"):
+        assert len(messages[-1].slots) == len(messages[-1].keys) * per_token
+        assert messages[-1].layouts == list(labels.layouts)
+        assert (messages[-1].boundary, messages[-1].row_bytes) == (boundary, row_bytes)
+    assert torch.equal(torch.cat([m.slots for m in messages]), content)
+    for name in ("keys", "positions", "layout_of"):
         came = np.concatenate([getattr(m, name) for m in messages])
         assert came.tolist() == getattr(labels, name).tolist()
-    size = bits.nbytes if road == "tcp" else 0
-    assert len(messages) == max(1, -(-size // PIECE_BYTES))
+    if road == "shared" or content.nbytes <= PIECE_BYTES:
+        assert len(messages) == 1
+    else:  # cut between tokens, so a piece may be a little less than it could
+        assert content.nbytes / PIECE_BYTES <= len(messages) <= content.nbytes / PIECE_BYTES + 1
     sender.close()
     ring.close()
 
 
-def test_tokens_of_unlike_programs_are_cut_between_tokens(inbox):
-    ring = HostRing(2000, 8192, torch.float32, cuda=False)
+def test_tokens_of_unlike_layouts_are_cut_between_tokens(inbox):
+    row_bytes, row_slots = 32_768, 2048
+    layouts = (
+        reads_at(0),
+        reads_at(0, 1, 2),
+        reads_at(1, 2, scores=((1, 0),)),
+        Layout((), ((1, 0),)),
+    )
+    labels = labels_of(range(600), range(600), np.arange(600) % 4, layouts)
+    counts = np.array(slots_per_token(labels, None, row_bytes))
+    assert counts[:4].tolist() == [row_slots, 3 * row_slots, 2 * row_slots + 1, 1]
+    ring = HostRing(int(counts.sum()), cuda=False)
     sender = inbox.open("tcp", ring)
-    programs = (Program((0,)), Program((0, 1, 2)), Program((1, 2)))
-    program_of = np.arange(900, dtype=np.int32) % 3
-    num_reads = np.array([p.num_reads for p in programs])[program_of]
-    labels = Labels(
-        np.arange(900, dtype=np.int64), np.arange(900, dtype=np.int64), program_of, programs,
-        np.arange(900, dtype=np.int64),
-    )  # fmt: skip
-    lease = ring.acquire(int(num_reads.sum()))
-    lease.rows.copy_(torch.arange(900.0).repeat_interleave(torch.from_numpy(num_reads))[:, None])
-    sender.send_rows(RowBatch(labels, lease, None))
+    lease = ring.acquire(int(counts.sum()))
+    words = torch.arange(600.0).repeat_interleave(torch.from_numpy(counts))
+    lease.slots.view(torch.float32).copy_(words[:, None])
+    sender.send_rows(RowBatch(labels, lease, row_bytes))
     num_here = 0
-    while num_here < 900:
+    while num_here < 600:
         message = inbox.next()
-        assert message.rows.nbytes <= PIECE_BYTES
-        reads = torch.tensor([programs[i].num_reads for i in message.program_of])
-        of_token = torch.tensor(message.keys.tolist()).float().repeat_interleave(reads)
-        assert torch.equal(message.rows, of_token[:, None].expand(-1, 8192))
+        assert message.slots.nbytes <= PIECE_BYTES
+        here = torch.tensor(slots_per_token(message, None, row_bytes))
+        of_token = torch.tensor(message.keys.tolist()).float().repeat_interleave(here)
+        assert torch.equal(message.slots.view(torch.float32), of_token[:, None].expand(-1, 4))
         num_here += len(message.keys)
     sender.close()
     ring.close()
@@ -218,11 +226,11 @@ def test_a_ring_in_the_place_of_a_closed_one_is_read_anew(road, inbox):
     # Engines inside this process come and go; the front-end's inbox stays. The second
     # ring may get the first one's file descriptor.
     for number in (1, 2):
-        ring = HostRing(4, 4, torch.float32, cuda=False)
+        ring = HostRing(4, cuda=False)
         sender = inbox.open(road, ring)
         lease = _write(ring, 3, float(number))
         _send(sender, lease)
-        assert (inbox.next().rows == number).all()
+        assert _value(inbox.next()) == number
         assert _freed(sender, lease)
         sender.close()
         ring.close()
@@ -234,7 +242,7 @@ def test_messages_of_one_sender_stay_in_order_and_errors_travel(inbox, sender, r
         _send(sender, _write(ring, 1, float(position)))
         sender.send_finish(position, 3, f"reason {position}")
     for position in range(50):
-        assert inbox.next().rows[0, 0] == position
+        assert _value(inbox.next()) == position
         assert inbox.next() == FinishHeader(position, 3, f"reason {position}")
 
 
@@ -326,8 +334,8 @@ def _header(ring: HostRing, **changes: object) -> bytes:
     """A message of one row, with some fields wrong; those named ring_... are the ring's."""
     fields = {
         "ring": ring.ref, "start": 0, "stop": 1, "reader": 9, "message": 1,
-        "boundary": None, "programs": [(0,)],
-        "keys": bytes(8), "positions": bytes(8), "program_of": bytes(4),
+        "boundary": None, "row_bytes": ROW_BYTES, "layouts": [((0,), ())],
+        "keys": bytes(8), "positions": bytes(8), "layout_of": bytes(4),
     }  # fmt: skip
     of_ring = {k[5:]: v for k, v in changes.items() if k.startswith("ring_")}
     fields |= {k: v for k, v in changes.items() if not k.startswith("ring_")}
@@ -342,8 +350,8 @@ GARBAGE = {
     "another-type": lambda ring, path: msgspec.msgpack.encode({"rows": 1}),
     "an-unknown-tag": lambda ring, path: msgspec.msgpack.encode(["stop", 1, 2, None]),
     "too-few-fields": lambda ring, path: msgspec.msgpack.encode(["rows", 1]),
-    "an-unknown-dtype": lambda ring, path: _header(ring, ring_dtype="float3"),
-    "a-dtype-that-is-a-function": lambda ring, path: _header(ring, ring_dtype="load"),
+    "a-layout-of-words": lambda ring, path: _header(ring, layouts=[(("a",), ())]),
+    "a-score-without-a-number": lambda ring, path: _header(ring, layouts=[((0,), ((1,),))]),
     "a-process-that-is-not-there": lambda ring, path: _header(ring, ring_pid=1 << 30),
     "a-file-that-is-not-open": lambda ring, path: _header(ring, ring_fd=1 << 20),
     "a-larger-ring-than-there-is": lambda ring, path: _header(ring, ring_num_slots=1 << 40),
@@ -366,7 +374,7 @@ def test_garbage_is_neither_run_nor_fatal(case, inbox, ring, tmp_path):
     assert inbox.next() == FinishHeader(1, 0, None)
     socket.close(linger=0)
     _send(sender, _write(ring, 2, 1.0))
-    assert (inbox.next().rows == 1).all()
+    assert _value(inbox.next()) == 1
     assert not (tmp_path / "touched").exists()
     sender.close()
 
@@ -380,7 +388,7 @@ def test_a_callback_that_fails_loses_its_own_message_only(inbox, sender, ring):
     leases = [_write(ring, 2, 1.0), _write(ring, 2, 2.0)]
     for lease in leases:
         _send(sender, lease)
-    assert (inbox.next().rows == 2).all()
+    assert _value(inbox.next()) == 2
     assert all(_freed(sender, lease) for lease in leases)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.strategies import VOCAB, is_selected, selectors
+from tests.unit.strategies import VOCAB, decided_selectors, is_selected, selectors
 from vllm_scope import Except, SpecError, TokenIds, Union
 from vllm_scope.selectors import Tokens, parse_selector
 
@@ -181,3 +181,72 @@ def test_a_position_that_cannot_come_is_refused(tokens, words):
 )
 def test_positions_that_can_come_are_accepted(tokens):
     parse_selector(tokens, "tokens").check(num_prompt=5, max_position=8, where="tokens")
+
+
+# Edits
+
+
+@pytest.mark.parametrize(
+    ("tokens", "decided"),
+    [
+        pytest.param("all", True, id="all"),
+        pytest.param("prompt", True, id="prompt"),
+        pytest.param("generated", True, id="generated"),
+        pytest.param("last_prompt", True, id="last_prompt"),
+        pytest.param([0, -1, 7], True, id="positions"),
+        pytest.param(slice(2, None, 3), True, id="slice"),
+        pytest.param(Except(TokenIds(10), "generated"), True, id="ids-of-the-prompt"),
+        pytest.param(Union("generated", TokenIds(10)), True, id="ids-where-all-else-is-taken"),
+        pytest.param(Except("prompt", TokenIds(10)), True, id="the-prompt-without-ids"),
+        pytest.param("last", False, id="last"),
+        pytest.param(TokenIds(10), False, id="ids-anywhere"),
+        pytest.param(TokenIds(99), False, id="ids-that-the-prompt-lacks"),
+        pytest.param(Except("all", "last"), False, id="all-but-the-last"),
+        pytest.param(Except("all", TokenIds(10)), False, id="all-but-ids"),
+        pytest.param(Union([0], "last"), False, id="a-position-and-the-last"),
+    ],
+)
+def test_an_edit_must_know_its_tokens_when_they_are_processed(tokens, decided):
+    selector, ids = parse_selector(tokens, "tokens"), np.array(ENDED.ids[:5], np.int64)
+    if decided:
+        selector.check_decided(5, ids, 8, "edits[3].tokens")
+        return
+    with pytest.raises(SpecError) as caught:
+        selector.check_decided(5, ids, 8, "edits[3].tokens")
+    text = str(caught.value)
+    assert text.startswith("edits[3].tokens depends on tokens that are not known yet")
+    assert "Except(TokenIds(...), 'generated')" in text
+
+
+@pytest.mark.parametrize("tokens", ["last", TokenIds(10)], ids=["last", "ids"])
+def test_without_generated_tokens_ids_are_decided_and_the_last_is_not(tokens):
+    # max_tokens=1: the prompt alone is processed, but an edit of "last" would have to
+    # know that the request ends there.
+    selector, ids = parse_selector(tokens, "tokens"), np.array(ENDED.ids[:5], np.int64)
+    if tokens == "last":
+        with pytest.raises(SpecError, match="not known yet"):
+            selector.check_decided(5, ids, 4, "tokens")
+    else:
+        selector.check_decided(5, ids, 4, "tokens")
+
+
+@given(decided_selectors(), sequences())
+def test_a_decided_selector_is_the_token_by_token_answer_from_the_start(selector, sequence):
+    prompt_ids = np.array(sequence.ids[: sequence.num_prompt], np.int64)
+    selector.check_decided(sequence.num_prompt, prompt_ids, len(sequence.ids), "tokens")
+    unknown = [False] * sequence.num_processed
+    masks = selector.select(sequence.tokens(unknown, ended=False))
+    assert masks.certain.tolist() == masks.possible.tolist() == _oracle(selector, sequence)
+
+
+@given(selectors(), sequences())
+def test_what_is_accepted_as_decided_never_changes_its_answer(selector, sequence):
+    prompt_ids = np.array(sequence.ids[: sequence.num_prompt], np.int64)
+    try:
+        last = max(sequence.num_processed, sequence.num_prompt) - 1
+        selector.check_decided(sequence.num_prompt, prompt_ids, last, "tokens")
+    except SpecError:
+        return
+    unknown = [False] * sequence.num_processed
+    masks = selector.select(sequence.tokens(unknown, ended=False))
+    assert masks.certain.tolist() == _oracle(selector, sequence)

@@ -1,4 +1,5 @@
-"""Layers with taps: the model computes what it did, and the arena has the streams."""
+"""Layers with taps: the model computes what it did, or what an edit makes of it, and the
+arena has the streams."""
 
 from __future__ import annotations
 
@@ -12,22 +13,55 @@ from vllm_scope.anatomy.convention import Convention
 from vllm_scope.anatomy.layers import Anatomy
 from vllm_scope.anatomy.tapped import install_taps
 from vllm_scope.arena import Arena
-from vllm_scope.program import Program
+from vllm_scope.arrays import Array
+from vllm_scope.program import OP_ADD, Op, Program, assemble
+from vllm_scope.sites import point_of
 from vllm_scope.tap import op
 from vllm_scope.tap.tables import Tables
 
 HIDDEN_SIZE = 4
 NUM_LAYERS = 3
+EVERYWHERE = tuple(range(2 * NUM_LAYERS + 1))
+CPU = torch.device("cpu")
+
+
+class Norm(nn.Module):
+    """As vLLM's: adds the residual where it gets one."""
+
+    def forward(self, x: Tensor, residual: Tensor | None = None):
+        if residual is None:
+            return x * 0.5
+        residual = x + residual
+        return residual * 0.5, residual
+
+
+class Part(nn.Module):
+    """An attention or an MLP."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.add = nn.Parameter(torch.full((HIDDEN_SIZE,), number))
+
+    def forward(self, x: Tensor):
+        return x * 0.75 + self.add
 
 
 class SumLayer(nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()
-        self.add = nn.Parameter(torch.full((HIDDEN_SIZE,), float(number + 1)))
+        self.input_norm, self.post_norm = Norm(), Norm()
+        self.attn, self.mlp = Part(number + 1.0), Part(-number - 0.5)
 
     def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None):
-        residual = hidden_states if residual is None else hidden_states + residual
-        return residual * 0.5 + self.add, residual
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.input_norm(hidden_states)
+        else:
+            hidden_states, residual = self.input_norm(hidden_states, residual)
+        hidden_states = self.attn(hidden_states)
+        hidden_states, residual = self.post_norm(hidden_states, residual)
+        hidden_states = self.mlp(hidden_states)
+        return hidden_states, residual
 
     @staticmethod
     def stream(out) -> Tensor:
@@ -36,7 +70,14 @@ class SumLayer(nn.Module):
 
 class TensorLayer(SumLayer):
     def forward(self, positions: Tensor, hidden_states: Tensor):
-        return hidden_states * 1.5 + self.add
+        residual = hidden_states
+        hidden_states = self.input_norm(hidden_states)
+        hidden_states = self.attn(hidden_states)
+        hidden_states = residual + hidden_states
+        residual = hidden_states
+        hidden_states = self.post_norm(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        return residual + hidden_states
 
     @staticmethod
     def stream(out) -> Tensor:
@@ -46,7 +87,13 @@ class TensorLayer(SumLayer):
 class DeadLayer(SumLayer):
     def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None):
         residual = hidden_states
-        return residual * 1.5 + self.add, residual
+        hidden_states = self.input_norm(hidden_states)
+        hidden_states = self.attn(hidden_states)
+        hidden_states = residual + hidden_states
+        residual = hidden_states
+        hidden_states = self.post_norm(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        return residual + hidden_states, residual
 
     @staticmethod
     def stream(out) -> Tensor:
@@ -55,7 +102,7 @@ class DeadLayer(SumLayer):
 
 class NamelessLayer(TensorLayer):
     def forward(self, positions: Tensor, x: Tensor):
-        return x * 1.5 + self.add
+        return x * 1.5 + self.attn.add
 
 
 CONVENTIONS = {
@@ -66,50 +113,80 @@ CONVENTIONS = {
 }
 
 
-def _run(layers: list[nn.Module], embedding: Tensor, by_name: bool) -> list[Tensor]:
-    """The stream at every boundary, read off the layers' outputs by hand."""
-    arguments = {"positions": torch.arange(len(embedding)), "hidden_states": embedding}
+def _run(
+    layers: list[nn.Module], embedding: Tensor, by_name: bool = True, added: dict | None = None
+) -> list[Tensor]:
+    """The stream at every boundary, seen by hand.
+
+    Args:
+        added: boundary -> what is added to the stream there.
+    """
+    streams: dict[int, Tensor] = {}
+
+    def see(boundary: int, stream: Tensor, into: Tensor) -> None:
+        streams[boundary] = stream.clone()
+        if added is not None and boundary in added:
+            streams[boundary] += added[boundary]
+            into += added[boundary]
+
+    handles = []
+    for number, layer in enumerate(layers):
+
+        def middle(module, args, boundary=2 * number + 1):
+            see(boundary, sum(args[1:], args[0]), args[0])
+
+        handles.append(layer.post_norm.register_forward_pre_hook(middle))
+    arguments = {"positions": torch.arange(len(embedding)), "hidden_states": embedding.clone()}
     if not isinstance(layers[0], TensorLayer):
         arguments["residual"] = None
-    streams = [embedding.clone()]
-    for layer in layers:
+    see(0, embedding, arguments["hidden_states"])
+    for number, layer in enumerate(layers):
         out = layer(**arguments) if by_name else layer(*arguments.values())
-        streams.append(layer.stream(out).clone())
+        see(2 * number + 2, layer.stream(out), out[0] if isinstance(out, tuple) else out)
         if isinstance(out, tuple):
             arguments["hidden_states"], arguments["residual"] = out
         else:
             arguments["hidden_states"] = out
-    return streams
+    for handle in handles:
+        handle.remove()
+    return [streams[boundary] for boundary in EVERYWHERE]
 
 
 @pytest.fixture
 def tapped():
-    """Builds layers with taps at some boundaries; all rows read all of them."""
+    """Builds layers with taps at some boundaries."""
     op.register()
 
     def build(layer_class: type, convention: Convention, boundaries: tuple[int, ...]):
         layers = {i: layer_class(i) for i in range(NUM_LAYERS)}
-        arena = Arena(40, HIDDEN_SIZE, torch.float32, torch.device("cpu"))
-        arena.rows.fill_(torch.nan)
-        tables = Tables(boundaries, 8, torch.device("cpu"))
+        arena = Arena(40, torch.float32, CPU)
+        arena.slots.fill_(torch.nan)
+        tables = Tables(boundaries, 8, HIDDEN_SIZE, HIDDEN_SIZE * 4, CPU)
         tap_of = {boundary: tap for tap, boundary in enumerate(boundaries)}
         here = install_taps(
-            Anatomy(layers, NUM_LAYERS, convention, "layers"), tap_of, arena.rows, tables
+            Anatomy(layers, NUM_LAYERS, convention, "layers"), tap_of, arena.slots, tables
         )
         return list(layers.values()), arena, tables, here
 
     return build
 
 
-@pytest.mark.parametrize(
-    "boundaries",
-    [
-        pytest.param((0, 1, 2, 3), id="everywhere"),
-        pytest.param((0,), id="the-embedding"),
-        pytest.param((3,), id="the-last-exit"),
-        pytest.param((1, 3), id="two-exits"),
-    ],
-)
+def _plan(tables: Tables, program: Program, rows: list[int], slots: list[int]) -> None:
+    found = tables.program_id(program, hold=True)
+    ids = np.full(len(rows), found, np.int32)
+    tables.load_step(np.array(rows), ids, np.array(slots))
+
+
+PLACES = [
+    pytest.param(EVERYWHERE, id="everywhere"),
+    pytest.param((0,), id="the-embedding"),
+    pytest.param((6,), id="the-last-exit"),
+    pytest.param((2, 6), id="two-exits"),
+    pytest.param((1, 5), id="two-middles"),
+]
+
+
+@pytest.mark.parametrize("boundaries", PLACES)
 @pytest.mark.parametrize("by_name", [True, False], ids=["by-name", "by-place"])
 @pytest.mark.parametrize("kind", ["sum", "tensor", "dead-residual"])
 def test_taps_read_the_stream_and_leave_the_model_as_it_was(kind, by_name, boundaries, tapped):
@@ -119,38 +196,76 @@ def test_taps_read_the_stream_and_leave_the_model_as_it_was(kind, by_name, bound
 
     layers, arena, tables, here = tapped(layer_class, convention, boundaries)
     assert here == boundaries
-    rows = np.array([1, 3])  # of five: the others are not asked for
-    found = tables.program_id(Program(boundaries))
-    slots = np.array([20, 2])
-    tables.load_step(rows, np.full(2, found, np.int32), slots)
+    rows, slots = [1, 3], [20, 2]  # of five: the others are not asked for
+    _plan(tables, Program.reading(tuple(point_of(b, 0) for b in boundaries)), rows, slots)
     again = _run(layers, embedding, by_name)
     assert all(torch.equal(a, b) for a, b in zip(streams, again, strict=True))
 
     touched = set()
     for row, slot in zip(rows, slots, strict=True):
         for j, boundary in enumerate(boundaries):
-            assert torch.equal(arena.rows[slot + j], streams[boundary][row])
-            touched.add(int(slot) + j)
+            assert torch.equal(arena.slots[slot + j], streams[boundary][row])
+            touched.add(slot + j)
     untouched = sorted(set(range(40)) - touched)
-    assert arena.rows[untouched].isnan().all()
+    assert arena.slots[untouched].isnan().all()
+
+
+@pytest.mark.parametrize("boundaries", PLACES)
+@pytest.mark.parametrize("kind", ["sum", "tensor", "dead-residual"])
+def test_an_edit_goes_on_through_the_model_as_if_the_stream_had_been_so(kind, boundaries, tapped):
+    layer_class, convention = CONVENTIONS[kind]
+    embedding, row = torch.randn(5, HIDDEN_SIZE), 3
+    vectors = {b: torch.randn(HIDDEN_SIZE) for b in boundaries}
+    added = {b: torch.zeros(5, HIDDEN_SIZE) for b in boundaries}
+    for boundary, vector in vectors.items():
+        added[boundary][row] = vector
+    plain = _run([layer_class(i) for i in range(NUM_LAYERS)], embedding)
+    streams = _run([layer_class(i) for i in range(NUM_LAYERS)], embedding, added=added)
+
+    layers, arena, tables, _ = tapped(layer_class, convention, boundaries)
+    edits = {(b, 0): [Op(OP_ADD, 0, Array.parse(v, ""), 1.0)] for b, v in vectors.items()}
+    reads = tuple(point_of(b, 1) for b in boundaries)
+    _plan(tables, assemble(reads, {}, edits), [row], [4])
+    found = _run(layers, embedding)
+    torch.testing.assert_close(found[-1], streams[-1])
+    for j, boundary in enumerate(boundaries):
+        torch.testing.assert_close(arena.slots[4 + j], streams[boundary][row])
+    others = [r for r in range(5) if r != row]
+    assert torch.equal(found[-1][others], plain[-1][others])
+    assert not torch.allclose(found[-1][row], plain[-1][row])
 
 
 def test_a_layer_that_nobody_taps_keeps_its_class(tapped):
-    layers, *_ = tapped(SumLayer, Convention.SUM, (2,))
+    layers, *_ = tapped(SumLayer, Convention.SUM, (4,))
     assert [type(layer) is SumLayer for layer in layers] == [True, False, True]
     assert isinstance(layers[1], SumLayer)
+    assert all(type(layer.post_norm) is Norm for layer in layers)
+
+
+def test_a_tap_in_the_middle_is_in_the_norm_and_not_in_the_layer(tapped):
+    layers, *_ = tapped(SumLayer, Convention.SUM, (3,))
+    assert all(type(layer) is SumLayer for layer in layers)
+    assert [type(layer.post_norm) is Norm for layer in layers] == [True, False, True]
+    assert all(type(layer.input_norm) is Norm for layer in layers)
 
 
 def test_taps_add_nothing_to_the_weights(tapped):
-    layers, *_ = tapped(SumLayer, Convention.SUM, (0, 1, 2, 3))
-    assert all(set(layer.state_dict()) == {"add"} for layer in layers)
-    assert all([name for name, _ in layer.named_parameters()] == ["add"] for layer in layers)
+    layers, *_ = tapped(SumLayer, Convention.SUM, EVERYWHERE)
+    weights = ["attn.add", "mlp.add"]
+    assert all(list(layer.state_dict()) == weights for layer in layers)
+    assert all([name for name, _ in layer.named_parameters()] == weights for layer in layers)
 
 
 def test_without_hidden_states_the_embedding_cannot_be_tapped(tapped):
     layer_class, convention = CONVENTIONS["another-name"]
     with pytest.raises(CompatError, match=r"NamelessLayer\.forward has no hidden_states"):
-        tapped(layer_class, convention, (0, 1))
-    layers, *_, here = tapped(layer_class, convention, (1, 2))
-    assert here == (1, 2)
+        tapped(layer_class, convention, (0, 2))
+    layers, *_, here = tapped(layer_class, convention, (2, 4))
+    assert here == (2, 4)
     assert len(layers) == NUM_LAYERS
+
+
+def test_a_layer_without_a_middle_is_refused_where_one_is_asked_for(tapped):
+    layer_class, convention = CONVENTIONS["another-name"]
+    with pytest.raises(CompatError, match="calls nothing that is attention"):
+        tapped(layer_class, convention, (2, 3))

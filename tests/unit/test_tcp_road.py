@@ -14,23 +14,21 @@ import time
 from collections.abc import Callable, Iterator
 
 import msgspec
-import numpy as np
 import psutil
 import pytest
 import torch
 import zmq
 
+from tests.unit.delivered import ROW_BYTES, labels_of
 from vllm_scope import CompatError, ConfigError, road, senders
 from vllm_scope.host_ring import HostRing
-from vllm_scope.plan import Labels
-from vllm_scope.program import Program
+from vllm_scope.program import SLOT_BYTES
 from vllm_scope.receiver import Receiver
 from vllm_scope.road import FinishHeader, RowsHeader, RowsMessage, TcpAddress, TcpHello
 from vllm_scope.senders import TcpSender
 from vllm_scope.sinks import RowBatch
 
 PATIENCE_S = 10
-PROGRAM = Program((0,))
 
 
 class FrontEnd:
@@ -55,7 +53,7 @@ class FrontEnd:
 
     def _on_rows(self, message: RowsMessage) -> None:
         assert self.gate.wait(PATIENCE_S)
-        self.rows += message.rows[:, 0].tolist()
+        self.rows += message.slots.view(torch.float32)[:, 0].tolist()
 
     def hears(self, sender: TcpSender, key: int = 1) -> bool:
         sender.send_finish(key, 0, None)
@@ -72,7 +70,7 @@ def front_end() -> Iterator[FrontEnd]:
 
 @pytest.fixture
 def ring() -> Iterator[HostRing]:
-    ring = HostRing(8, 4, torch.float32, cuda=False)
+    ring = HostRing(8, cuda=False)
     yield ring
     ring.close()
 
@@ -92,13 +90,14 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(senders, "ANSWER_S", 1.0)
 
 
-def _send(sender: TcpSender, ring: HostRing, value: float, num_rows: int = 1) -> None:
+def _send(
+    sender: TcpSender, ring: HostRing, value: float, num_rows: int = 1, row_slots: int = 1
+) -> None:
     """What the drain does; waits while the ring is full."""
-    ids = np.arange(num_rows, dtype=np.int64)
-    labels = Labels(ids, ids, np.zeros(num_rows, np.int32), (PROGRAM,), ids)
-    lease = ring.acquire(num_rows)
-    lease.rows.fill_(value)
-    sender.send_rows(RowBatch(labels, lease))
+    labels = labels_of(range(num_rows), range(num_rows))
+    lease = ring.acquire(num_rows * row_slots)
+    lease.slots.view(torch.float32).fill_(value)
+    sender.send_rows(RowBatch(labels, lease, row_slots * ROW_BYTES))
     lease.release()
 
 
@@ -254,8 +253,8 @@ def test_what_is_no_handshake_is_hung_up_on(said, front_end, sender):
 def _header(ring: HostRing, **changes: object) -> bytes:
     fields = {
         "ring": ring.ref, "start": 0, "stop": 1, "reader": -1, "message": 0,
-        "boundary": None, "programs": [(0,)],
-        "keys": bytes(8), "positions": bytes(8), "program_of": bytes(4),
+        "boundary": None, "row_bytes": ROW_BYTES, "layouts": [((0,), ())],
+        "keys": bytes(8), "positions": bytes(8), "layout_of": bytes(4),
     }  # fmt: skip
     of_ring = {k[5:]: v for k, v in changes.items() if k.startswith("ring_")}
     fields |= {k: v for k, v in changes.items() if not k.startswith("ring_")}
@@ -269,7 +268,7 @@ BAD_MESSAGES = {
     "more-bytes-than-the-header-says": lambda ring: [_header(ring), bytes(17)],
     "more-rows-than-memory-holds": lambda ring: [_header(ring, stop=1 << 50), bytes(16)],
     "less-than-no-rows": lambda ring: [_header(ring, start=2), bytes(16)],
-    "a-dtype-that-is-a-function": lambda ring: [_header(ring, ring_dtype="load"), bytes(16)],
+    "a-layout-of-words": lambda ring: [_header(ring, layouts=[(("a",), ())]), bytes(16)],
     "half-a-key": lambda ring: [_header(ring, keys=bytes(5)), bytes(16)],
     "noise": lambda ring: [b"\xc1\xff\x00"],
     # The memory of this process is not to be had by a message from elsewhere.
@@ -367,14 +366,15 @@ class Cable:
 
 def test_a_lost_connection_loses_no_message_and_repeats_none(front_end, impatient):
     cable = Cable(front_end.tcp.endpoint)
-    ring = HostRing(64, 4096, torch.float32, cuda=False)
+    row_slots = 1024  # several frames of the network
+    ring = HostRing(64 * row_slots, cuda=False)
     sender = TcpSender(msgspec.structs.replace(front_end.tcp, endpoint=cable.endpoint), ring)
     for value in range(300):
-        _send(sender, ring, float(value))
+        _send(sender, ring, float(value), row_slots=row_slots)
         if value % 50 == 20:
             cable.cut()
     assert front_end.hears(sender)
-    assert front_end.rows == [float(value) for value in range(300)]
+    assert front_end.rows[::row_slots] == [float(value) for value in range(300)]
     assert cable.num_connections >= 5
     cable.close()
     sender.close(patience_s=0)
@@ -416,23 +416,24 @@ import json, sys
 import msgspec, numpy as np, torch
 from vllm_scope.host_ring import HostRing
 from vllm_scope.plan import Labels
-from vllm_scope.program import Program
+from vllm_scope.program import Layout
 from vllm_scope.road import Address
 from vllm_scope.sinks import RowBatch
 from vllm_scope.sinks.memory import MemorySink
 address, road = msgspec.json.decode(sys.argv[1], type=Address), sys.argv[2]
-ring = HostRing(64, 257, torch.bfloat16, cuda=False)
+row_slots = 33  # of 514 bytes
+ring = HostRing(64 * row_slots, cuda=False)
 sink = MemorySink(0, ring, road)
 print(sink.connect(address), flush=True)
 sink.add_request(1, address.frontend)
 torch.manual_seed(0)
 for step in range(20):
-    lease = ring.acquire(20)
-    lease.rows.copy_(torch.randn(20, 257))
+    lease = ring.acquire(20 * row_slots)
+    lease.slots.copy_(torch.randint(0, 256, lease.slots.shape, dtype=torch.uint8))
     ids = np.arange(10, dtype=np.int64)
-    programs = (Program((0, 2)),)
-    labels = Labels(ids * 0 + 1, ids + 10 * step, np.zeros(10, np.int32), programs, ids)
-    sink.write(RowBatch(labels, lease))
+    layouts = (Layout((0, 6)),)
+    labels = Labels(ids * 0 + 1, ids + 10 * step, np.zeros(10, np.int32), layouts, ids)
+    sink.write(RowBatch(labels, lease, 514))
     lease.release()
 sink.finish(1, None)
 sink.close()
@@ -449,8 +450,8 @@ def test_a_worker_in_another_process_sends_the_same_rows_over_both_roads():
         parts = rows.setdefault(name, [])
 
         def keep(message: RowsMessage, messages=messages, parts=parts) -> None:
-            messages.append((message.keys.tolist(), message.positions.tolist(), message.programs))
-            parts.append(message.rows.clone())
+            messages.append((message.keys.tolist(), message.positions.tolist(), message.layouts))
+            parts.append(message.slots.clone())
 
         receiver = Receiver(keep, finished.put)
         receiver.listen("127.0.0.1")
@@ -465,6 +466,7 @@ def test_a_worker_in_another_process_sends_the_same_rows_over_both_roads():
         receiver.close()
     assert came["shared"] == came["tcp"]
     torch.manual_seed(0)
-    expected = torch.cat([torch.randn(20, 257).bfloat16() for _ in range(20)])
+    shape = (20 * 33, SLOT_BYTES)
+    expected = torch.cat([torch.randint(0, 256, shape, dtype=torch.uint8) for _ in range(20)])
     for parts in rows.values():
         assert torch.equal(torch.cat(parts), expected)

@@ -72,7 +72,7 @@ class Connection:
     def learn_modules(self, modules: dict[str, Any]) -> None:
         ones = Array.parse(np.ones(self.sites.hidden_size, np.float32), "")
         self.modules = {
-            name: dict.fromkeys(map(tuple, module["streams"]), ones)
+            name: {(site, layer): ones for site, layer in module["streams"]}  # noqa: C420
             for name, module in modules.items()
         }
 

@@ -428,6 +428,8 @@ def _attach_steps(runner: Any, scope: ScopeWorker) -> None:
     execute_model = runner.execute_model
 
     def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dummy_run"):  # Model Runner V2 calls itself for these
+            return execute_model(scheduler_output, *args, **kwargs)
         # First those that ended: the scheduler has given their places to the new ones.
         if scheduler_output.finished_req_ids:
             scope.finish_requests(scheduler_output.finished_req_ids)

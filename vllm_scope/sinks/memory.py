@@ -99,8 +99,11 @@ class MemorySink:
         self.reclaim()
         with self._lock:
             of = self._frontend_of
-            # Keys are unique over all front-ends; each ignores the others'.
-            frontends = {of[k] for k in np.unique(batch.labels.keys).tolist() if k in of}
+            if len(self._senders) == 1:
+                frontends = set(self._senders)
+            else:
+                # Keys are unique over all front-ends; each ignores the others'.
+                frontends = {of[k] for k in np.unique(batch.labels.keys).tolist() if k in of}
             for frontend in frontends:
                 self._senders[frontend].send_rows(batch)
 

@@ -13,7 +13,7 @@ something else while earlier steps still run: writes go to the device in stream 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -27,7 +27,7 @@ from vllm_scope.errors import CapacityError, ScopeError
 from vllm_scope.program import NO_PROGRAM, OP_DOT, OP_READ, Cost, Layout, Op, Program, slots_of_row
 from vllm_scope.tap.definition import PROGRAM, SLOT, TO_HOST, WORDS_PER_SLOT
 
-#: Steps that may be in flight before their upload buffer is written again.
+#: Steps that may at least be in flight before their upload buffer is written again.
 UPLOADS_IN_FLIGHT = 8
 #: Programs that a request's edits may hold, and those kept for reads alone.
 HELD_PROGRAMS, FREE_PROGRAMS = 8192, 4096
@@ -154,7 +154,7 @@ class Tables:
         places = self._vector_places
         found = places.find(vector)
         if found is None:
-            if places.full and (idle := places.oldest_idle()) is not None:
+            if places.full and (idle := next(places.idle(), None)) is not None:
                 places.drop(idle)
             if places.full:
                 raise CapacityError(
@@ -167,8 +167,10 @@ class Tables:
 
     def _place(self, program: Program) -> int:
         while self._programs.full or len(self._free_ops) < program.num_ops:
-            idle = self._programs.oldest_idle()
-            if idle is None or self._last_used[idle] == self._step:
+            idle = next(
+                (i for i in self._programs.idle() if self._last_used[i] != self._step), None
+            )
+            if idle is None:
                 raise CapacityError(
                     "all tap programs are in use; send the request again when others have "
                     "finished, or give requests the same reads."
@@ -257,12 +259,14 @@ class Tables:
         if self._pending_programs:
             self._flush()
         last = max(int(rows[-1]) + 1, self._rows_written)
-        with self._staging.next() as staged:
-            staged[:last, PROGRAM] = NO_PROGRAM
-            staged[rows, PROGRAM] = program_ids
-            staged[rows, SLOT] = slots
-            staged[rows, TO_HOST] = to_host
-            self._staging.upload(self.tokens, last)
+        buffer = self._staging.next()
+        if buffer.holds is not program_ids:
+            buffer.array[:last, PROGRAM] = NO_PROGRAM
+            buffer.array[rows, PROGRAM] = program_ids
+            buffer.holds, buffer.rows = program_ids, _as_slice(rows)
+        buffer.array[buffer.rows, SLOT] = slots
+        buffer.array[buffer.rows, TO_HOST] = to_host
+        self._staging.upload(buffer, self.tokens, last)
         self._rows_written = int(rows[-1]) + 1
         self._loaded = program_ids
         self.num_uploads += 1
@@ -335,9 +339,9 @@ class _Places(Generic[Content]):
             self._idle[number] = None
         return place.holders
 
-    def oldest_idle(self) -> int | None:
-        """What nobody holds and was used longest ago, or None."""
-        return next(iter(self._idle), None)
+    def idle(self) -> Iterator[int]:
+        """What nobody holds, used longest ago first."""
+        return iter(self._idle)
 
     def drop(self, number: int) -> None:
         del self._idle[number]
@@ -345,37 +349,53 @@ class _Places(Generic[Content]):
         self._free.append(number)
 
 
+def _as_slice(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
+    """Rows as a slice where they follow one another."""
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first == len(rows) - 1 else rows
+
+
+@dataclass
+class _Buffer:
+    """Host memory of one upload.
+
+    Attributes:
+        tensor, array: the same memory, int32 [max_rows, 4].
+        holds: the program ids that its rows have; the very array, compared by identity.
+        rows: which rows those are.
+    """
+
+    tensor: Tensor
+    array: NDArray[np.int32]
+    holds: NDArray[np.int32] | None = None
+    rows: slice | NDArray[np.int64] | None = None
+
+
 class _Staging:
     """A ring of host buffers for uploads; pinned, and fenced by events, on a GPU.
 
     Several steps are in flight at once under async scheduling: a buffer that is
-    written again before its copy ran would change the plan of an earlier step.
+    written again before its copy ran would change the plan of an earlier step. Each
+    half of the ring has one event, recorded when the half is used up.
     """
 
     def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        count = UPLOADS_IN_FLIGHT if self._cuda else 1
-        self._buffers = [
-            torch.full(shape, NO_PROGRAM, dtype=torch.int32, pin_memory=self._cuda)
-            for _ in range(count)
-        ]
-        self._events = [torch.cuda.Event() if self._cuda else None for _ in range(count)]
-        self._at = 0
+        self._half = UPLOADS_IN_FLIGHT if self._cuda else 1
+        self._buffers = []
+        for _ in range(2 * self._half):
+            tensor = torch.full(shape, NO_PROGRAM, dtype=torch.int32, pin_memory=self._cuda)
+            self._buffers.append(_Buffer(tensor, tensor.numpy()))
+        self._events = [torch.cuda.Event() for _ in range(2)] if self._cuda else []
+        self._at = -1
 
-    def next(self) -> _Staging:
+    def next(self) -> _Buffer:
         self._at = (self._at + 1) % len(self._buffers)
-        return self
+        if self._cuda and self._at % self._half == 0:
+            half = self._at // self._half
+            self._events[1 - half].record()
+            self._events[half].synchronize()
+        return self._buffers[self._at]
 
-    def __enter__(self) -> NDArray[np.int32]:
-        event = self._events[self._at]
-        if event is not None:
-            event.synchronize()
-        return self._buffers[self._at].numpy()
-
-    def upload(self, to: Tensor, num_rows: int) -> None:
-        to[:num_rows].copy_(self._buffers[self._at][:num_rows], non_blocking=True)
-
-    def __exit__(self, *_: object) -> None:
-        event = self._events[self._at]
-        if event is not None:
-            event.record()
+    def upload(self, buffer: _Buffer, to: Tensor, num_rows: int) -> None:
+        to[:num_rows].copy_(buffer.tensor[:num_rows], non_blocking=True)

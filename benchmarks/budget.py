@@ -1,0 +1,93 @@
+"""Where a step's time on the host goes while every request reads one layer.
+
+    python -m benchmarks.budget --shape 0.5b --gpu
+
+The engine runs in this process, and the parts of vllm-scope that the worker's main
+thread runs are timed as they are called. Microseconds a step, mean of a decode run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine import Workload, measure
+from benchmarks.shapes import SHAPES, make_shape
+
+ROOT = Path(__file__).parent.parent
+#: What is timed: (class, method, how the table calls it). Indented ones are within.
+PARTS = [
+    ("vllm_scope.engine.worker.ScopeWorker", "begin_step", "before the forward"),
+    ("vllm_scope.plan.Planner", "begin_step", "  plan"),
+    ("vllm_scope.host_ring.HostRing", "acquire", "  room in the ring"),
+    ("vllm_scope.tap.tables.Tables", "load_step", "  upload"),
+    ("vllm_scope.engine.worker.ScopeWorker", "end_step", "after the forward"),
+    ("vllm_scope.drain.Drain", "submit_written", "  event"),
+    ("vllm_scope.drain.Drain", "submit", "  copy"),
+    ("vllm_scope.drain.Drain", "_deliver", "drain thread"),
+]
+
+
+def timed(totals: dict[str, list[float]], name: str, function: Callable[..., Any]) -> Any:
+    @wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            totals[name].append(time.perf_counter() - started)
+
+    return wrapped
+
+
+def watch() -> dict[str, list[float]]:
+    """Time PARTS from now on; name -> seconds of each call."""
+    from importlib import import_module
+
+    totals: dict[str, list[float]] = defaultdict(list)
+    for path, method, name in PARTS:
+        module, _, owner = path.rpartition(".")
+        found = getattr(import_module(module), owner)
+        setattr(found, method, timed(totals, name, getattr(found, method)))
+    return totals
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape")
+    parser.add_argument("--gpu", action="store_true")
+    args = parser.parse_args()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    with tempfile.TemporaryDirectory() as folder:
+        model = ROOT / "toyworld" / "model"
+        options: dict[str, Any] = {}
+        if args.shape:
+            model, options = make_shape(args.shape, Path(folder)), {"load_format": "dummy"}
+        from vllm import LLM
+
+        totals = watch()
+        share = 0.5 if args.gpu else 0.2
+        llm = LLM(
+            str(model), skip_tokenizer_init=True, max_model_len=512, enable_prefix_caching=False,
+            gpu_memory_utilization=share, enforce_eager=not args.gpu, **options,
+        )  # fmt: skip
+        for batch in (1, 64, 256):
+            work = Workload(f"batch {batch}", batch, 64, 128, layers=[4])
+            measure(llm, work)
+            totals.clear()
+            seconds = measure(llm, work)["seconds"]
+            print(f"batch {batch}: {1e6 * seconds / 128:.0f} us a step in all")
+            for _, _, name in PARTS:
+                if totals[name]:
+                    print(f"  {name:20} {1e6 * sum(totals[name]) / 128:8.1f} us", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Hugging Face's model in a process of its own, with `output_hidden_states`.
+
+Speaks as `benchmarks.engine` does. Prompts of one workload have one length, so a
+batch needs no padding; what is "delivered" is on the host, as vllm-scope's is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from benchmarks.engine import Workload
+
+
+def measure(model: Any, work: Workload) -> dict[str, Any]:
+    import torch
+
+    torch.manual_seed(work.salt)
+    ids = torch.randint(5, model.config.vocab_size, (work.batch, work.prompt), device="cuda")
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    size = 0
+    # A batch of prompts at a time, as the logits of all would not fit.
+    for some in ids.split(max(1, (1 << 14) // work.prompt)):
+        cache, step = None, some
+        for _ in range(work.generate):
+            out = model(
+                step, past_key_values=cache, use_cache=True, logits_to_keep=1,
+                output_hidden_states=work.layers is not None,
+            )  # fmt: skip
+            cache, step = out.past_key_values, out.logits[:, -1:].argmax(-1)
+            if work.layers is not None:
+                rows = [out.hidden_states[layer + 1].cpu() for layer in work.layers]
+                size += sum(r.numel() * r.element_size() for r in rows)
+        step.cpu()
+    found = {"seconds": time.perf_counter() - started, "tokens": work.tokens}
+    return found | ({"gigabytes": size / 1e9} if size else {})
+
+
+def main() -> None:
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(body: dict[str, Any]) -> None:
+        out.write("RESULT" + json.dumps(body) + "\n")
+        out.flush()
+
+    options = json.loads(sys.stdin.readline())
+    started = time.perf_counter()
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("cuda"):
+        config = AutoConfig.from_pretrained(options["model"])
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    say({"start_seconds": time.perf_counter() - started})
+    with torch.no_grad():
+        for line in sys.stdin:
+            say(measure(model, Workload(**json.loads(line))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""What a tap costs on a GPU: replays of a graph of taps, idle and at work.
+
+    python -m benchmarks.taps
+
+One graph holds one tap for each of 33 boundaries. Times are of one replay, by CUDA
+events, divided by the taps; the stream between the taps is not computed, so this is
+the tap's own time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from vllm_scope.arrays import Array
+from vllm_scope.program import OP_ADD, OP_DOT, Op, Program, assemble, slots_of_row
+from vllm_scope.sites import point_of
+from vllm_scope.tap import kernel
+from vllm_scope.tap.tables import Tables
+
+NUM_TAPS = 33
+
+
+def programs(hidden_size: int) -> dict[str, Program | None]:
+    def vector(seed: int) -> Array:
+        numbers = np.random.default_rng(seed).normal(size=hidden_size).astype("<f4")
+        return Array((hidden_size,), numbers.tobytes())
+
+    points = tuple(point_of(2 * i, 0) for i in range(NUM_TAPS))
+    probes = {points[16]: [(i, Op(OP_DOT, 0, vector(i))) for i in range(64)]}
+    return {
+        "idle": None,
+        "read 1": Program.reading(points[16:17]),
+        "read all": Program.reading(points),
+        "add 1": assemble((), {}, {(32, 0): [Op(OP_ADD, 0, vector(1), 1.0)]}),
+        "64 probes": assemble((), probes, {}),
+    }
+
+
+def launch_all(
+    hidden: torch.Tensor, residual: torch.Tensor, arena: torch.Tensor, tables: Tables
+) -> None:
+    for tap in range(NUM_TAPS):
+        kernel.tap_rows(
+            hidden, residual, arena, tables.tokens, tables.programs, tables.ops,
+            tables.vectors, tables.numbers[tap], tables.host, 0, 0,
+        )  # fmt: skip
+
+
+def time_replays(graph: torch.cuda.CUDAGraph, repeat: int = 50) -> float:
+    """Microseconds of one replay, median."""
+    times = []
+    for _ in range(repeat):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(1e3 * start.elapsed_time(stop))
+    return statistics.median(times)
+
+
+def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hidden-size", type=int, default=4096)
+    args = parser.parse_args()
+    hidden_size, device, dtype = args.hidden_size, torch.device("cuda"), torch.bfloat16
+    row_slots = slots_of_row(hidden_size * 2)
+    boundaries = tuple(2 * i for i in range(NUM_TAPS))
+    print(f"{'rows':>6} {'what':10} {'us a tap':>9}   hidden_size {hidden_size}")
+    for rows in (1, 64, 256):
+        tables = Tables(boundaries, rows, hidden_size, hidden_size * 2, device, 8.0)
+        arena = torch.empty((rows * NUM_TAPS * row_slots, 8), dtype=dtype, device=device)
+        hidden = torch.randn((rows, hidden_size), dtype=dtype, device=device)
+        residual = torch.randn_like(hidden)
+
+        run = partial(launch_all, hidden, residual, arena, tables)
+        graph = capture(run)
+        for name, program in programs(hidden_size).items():
+            if program is None:
+                tables.clear_step()
+            else:
+                tables.begin_step()
+                number = tables.program_id(program, hold=True)
+                slots = program.layout.slots(row_slots)
+                tables.load_step(
+                    np.arange(rows), np.full(rows, number, np.int32), np.arange(rows) * slots
+                )
+            print(f"{rows:6} {name:10} {time_replays(graph) / NUM_TAPS:9.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

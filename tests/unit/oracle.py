@@ -1,0 +1,82 @@
+"""What the actions of a request do to one token, in plain numbers and without programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vllm_scope.program import OP_ABLATE, OP_ADD, OP_ADD_NORM, OP_CLAMP, OP_SET
+from vllm_scope.selectors import Selector, Tokens
+from vllm_scope.sites import SiteLayer, Sites, point_of
+from vllm_scope.spec import Resolved, ResolvedEdit
+
+#: An edit of one token: code, its two numbers, and its vector in float64.
+Edited = tuple[int, float, float, np.ndarray]
+
+
+def known(selector: Selector, position: int, prompt: Sequence[int]) -> tuple[bool, bool]:
+    """Whether a token is certainly, and possibly, selected while it is processed."""
+    token_id = prompt[position] if position < len(prompt) else -1
+    one = Tokens(np.array([position]), len(prompt), np.array([token_id]), None)
+    masks = selector.select(one)
+    return bool(masks.certain[0]), bool(masks.possible[0])
+
+
+def edits_at(
+    asked: Resolved, sites: Sites, boundary: int, groups: int, position: int, prompt: Sequence[int]
+) -> list[Edited]:
+    """The edits of the first `groups` sites of a boundary, in the order they apply."""
+    return [
+        _edit_of(edit, position, len(prompt))
+        for group in range(groups)
+        for edit in asked.edits
+        if sites.boundary_of(edit.stream) == boundary
+        and sites.group_of(edit.stream) == group
+        and known(edit.tokens, position, prompt)[0]
+    ]
+
+
+def _edit_of(edit: ResolvedEdit, position: int, num_prompt: int) -> Edited:
+    v = edit.values.numpy.astype(np.float64)
+    if edit.kind == "replace":
+        at = [p + num_prompt if p < 0 else p for p in edit.positions].index(position)
+        return (OP_SET, 0.0, 0.0, v[at])
+    if edit.kind == "add" and not edit.norm_match:
+        return (OP_ADD, edit.numbers[0], 0.0, v)
+    v = v / np.linalg.norm(v)
+    code = {"add": OP_ADD_NORM, "ablate": OP_ABLATE, "clamp": OP_CLAMP}[edit.kind]
+    a, b = (*edit.numbers, 0.0, 0.0)[:2]
+    return (code, a, b, v)
+
+
+def apply(edits: list[Edited], x: np.ndarray) -> np.ndarray:
+    """A row after some edits, float64."""
+    x = np.asarray(x, np.float64)
+    for code, a, b, v in edits:
+        along = x @ v
+        if code == OP_ADD:
+            x = x + a * v
+        elif code == OP_ADD_NORM:
+            x = x + a * np.linalg.norm(x) * v
+        elif code == OP_ABLATE:
+            x = x - along * v
+        elif code == OP_CLAMP:
+            x = x + (np.clip(along, a, b) - along) * v
+        else:
+            x = v
+    return x
+
+
+def level_of(sites: Sites, stream: SiteLayer, when: str = "after") -> int:
+    """How many sites of its boundary have been edited where a read looks."""
+    return sites.group_of(stream) + (1 if when == "after" else 0)
+
+
+def first_point(asked: Resolved, sites: Sites, stream: SiteLayer, when: str = "after") -> int:
+    """The first point whose row is the one that a read of this stream means."""
+    boundary, level = sites.boundary_of(stream), level_of(sites, stream, when)
+    edited = {
+        sites.group_of(e.stream) for e in asked.edits if sites.boundary_of(e.stream) == boundary
+    }
+    return point_of(boundary, max((g + 1 for g in edited if g < level), default=0))

@@ -1,0 +1,79 @@
+"""A front-end's inbox and a sender to it, over the real road."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tests.unit.delivered import ROW_BYTES, labels_of, reads_at, slots_per_token, tokens_in
+from vllm_scope import Add, Probe, Read, Spec
+from vllm_scope.actions import Action
+from vllm_scope.host_ring import HostRing
+from vllm_scope.program import Layout
+from vllm_scope.result import Inbox, Pending
+from vllm_scope.senders import SharedSender
+from vllm_scope.sinks import RowBatch
+from vllm_scope.sites import Sites
+
+PATIENCE_S = 10
+SITES = Sites(3, 4, "float32", tuple(range(7)))
+
+#: What a token delivers: a layout, or just the boundaries at which it is read.
+Delivers = Layout | tuple[int, ...]
+
+
+def score_of(position: int, probe: int, number: int) -> float:
+    return 1000.0 * probe + 10.0 * position + number / 1024
+
+
+@dataclass
+class Road:
+    """An inbox and a sender to it."""
+
+    inbox: Inbox
+    sender: SharedSender
+    ring: HostRing
+
+    def send(
+        self, tokens: list[tuple[int, int, Delivers, int]], boundary: int | None = None
+    ) -> None:
+        """One step: (key, position, what it delivers, number of the computation).
+
+        A row holds its position, point, number and a 7; nobody's slots hold -1.
+        """
+        listed = [d if isinstance(d, Layout) else reads_at(*d) for _, _, d, _ in tokens]
+        layouts = list(dict.fromkeys(listed))
+        labels = labels_of(
+            [key for key, *_ in tokens], [position for _, position, *_ in tokens],
+            [layouts.index(layout) for layout in listed], tuple(layouts),
+        )  # fmt: skip
+        lease = self.ring.acquire(sum(slots_per_token(labels, boundary)))
+        lease.slots.view(torch.float32).fill_(-1)
+        told = tokens_in(labels, lease.slots, boundary)
+        for (_, position, here, words), (*_, number) in zip(told, tokens, strict=True):
+            for row, point in enumerate(here.points):
+                words[row] = torch.tensor([position, point, number, 7])
+            scores = words[len(here.points) :].view(-1)
+            for at, (_, probe) in enumerate(here.scores):
+                scores[at] = score_of(position, probe, number)
+        self.sender.send_rows(RowBatch(labels, lease, ROW_BYTES, boundary))
+        lease.release()
+
+    def finish(self, pending: Pending, num_stages: int = 1, error: str | None = None) -> None:
+        for stage in range(num_stages):
+            self.sender.send_finish(pending.key, stage, error)
+        pending.done.result(PATIENCE_S)
+
+    def settle(self) -> None:
+        """Wait until all that was sent has arrived."""
+        probe = self.open("embed", num_prompt=1)
+        self.finish(probe)
+
+    def open(
+        self, *actions: Action | str, num_prompt: int = 3, max_tokens: int = 4, num_stages: int = 1
+    ) -> Pending:
+        found = [Read(a) if isinstance(a, str) else a for a in actions]
+        kinds = (Read, Probe, Add)
+        spec = Spec(*(tuple(a for a in found if isinstance(a, kind)) for kind in kinds))
+        return self.inbox.open(spec.resolve(SITES), SITES, [1] * num_prompt, max_tokens, num_stages)

@@ -1,0 +1,404 @@
+"""What happens to each token of a request, against its actions one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tests.unit.oracle import Edited, edits_at, first_point, known, level_of
+from tests.unit.strategies import VOCAB, is_selected, selectors, specs
+from vllm_scope import Ablate, Add, Clamp, Probe, Read, Replace, Spec, TokenIds
+from vllm_scope.actions import Action
+from vllm_scope.program import (
+    OP_ABLATE,
+    OP_ADD,
+    OP_DOT,
+    OP_READ,
+    Cost,
+    Layout,
+    Op,
+    Program,
+    RequestProgram,
+)
+from vllm_scope.sites import SiteLayer, Sites, boundary_of_point, point_of
+from vllm_scope.spec import Resolved
+
+NUM_LAYERS, HIDDEN_SIZE = 2, 4
+EVERYWHERE = tuple(range(2 * NUM_LAYERS + 1))
+SITES = Sites(NUM_LAYERS, HIDDEN_SIZE, "float32", EVERYWHERE)
+V, W = [1.0, 2.0, 0.0, -1.0], [0.0, 3.0, 0.0, 4.0]
+
+
+def _compile(
+    spec: Spec | Resolved,
+    prompt: Sequence[int],
+    here: tuple[int, ...] = EVERYWHERE,
+    drains: bool = True,
+) -> RequestProgram:
+    ids = np.array(prompt, np.int64)
+    asked = spec.resolve(SITES) if isinstance(spec, Spec) else spec
+    return RequestProgram.compile(asked, SITES, frozenset(here), len(ids), ids, drains)
+
+
+def _spec(*actions: Action) -> Spec:
+    kinds = (Read, Probe, (Add, Ablate, Clamp, Replace))
+    return Spec(*(tuple(a for a in actions if isinstance(a, kind)) for kind in kinds))
+
+
+def _same_edits(ops: list[Op], expected: list[Edited]) -> bool:
+    return len(ops) == len(expected) and all(
+        (op.code, op.a, op.b) == (code, a, b)
+        and op.vector is not None
+        and np.allclose(op.vector.numpy, v, rtol=1e-6)
+        for op, (code, a, b, v) in zip(ops, expected, strict=True)
+    )
+
+
+@dataclass
+class Walked:
+    """A program, walked: what each row and score sees, and all edits of a boundary."""
+
+    points: dict[int, list[Op]]
+    scores: dict[int, tuple[Op, int, list[Op]]]
+    edits: dict[int, list[Op]]
+
+
+def _walk(program: Program | None) -> Walked:
+    found = Walked({}, {}, {})
+    for boundary, ops in program.taps if program is not None else ():
+        applied: list[Op] = []
+        for op in ops:
+            if op.code == OP_READ:
+                point = program.layout.points[op.at]
+                assert boundary_of_point(point) == boundary
+                assert point not in found.points
+                found.points[point] = list(applied)
+            elif op.code == OP_DOT:
+                at, number = program.layout.scores[op.at]
+                assert (at, number not in found.scores) == (boundary, True)
+                found.scores[number] = (op, boundary, list(applied))
+            else:
+                applied.append(op)
+        found.edits[boundary] = applied
+    if program is not None:
+        assert sorted(found.points) == list(program.layout.points)
+        assert sorted((b, n) for n, (_, b, _) in found.scores.items()) == list(
+            program.layout.scores
+        )
+    return found
+
+
+def _check_token(
+    program: Program | None,
+    asked: Resolved,
+    position: int,
+    prompt: Sequence[int],
+    here: tuple[int, ...],
+    all_points: set[int],
+) -> None:
+    """One token's program does what its actions say, and nothing else."""
+    walked = _walk(program)
+    due_points, due_scores = set(), set()
+    for read in asked.reads:
+        for stream in read.streams:
+            boundary = SITES.boundary_of(stream)
+            if boundary not in here or not known(read.tokens, position, prompt)[1]:
+                continue
+            # The front-end takes the highest point that is known, from the named one down.
+            point = SITES.point_of(stream, read.when)
+            point = max(p for p in all_points if point_of(boundary, 0) <= p <= point)
+            assert point == first_point(asked, SITES, stream, read.when)
+            due_points.add(point)
+            level = level_of(SITES, stream, read.when)
+            expected = edits_at(asked, SITES, boundary, level, position, prompt)
+            assert _same_edits(walked.points[point], expected)
+    for number, probe in enumerate(asked.probes):
+        boundary = SITES.boundary_of(probe.stream)
+        if boundary in here and known(probe.tokens, position, prompt)[1]:
+            due_scores.add(number)
+            op, at, applied = walked.scores[number]
+            level = level_of(SITES, probe.stream)
+            expected = edits_at(asked, SITES, boundary, level, position, prompt)
+            assert _same_edits(applied, expected)
+            assert (at, op.vector, op.a) == (boundary, probe.weight, probe.bias)
+    assert set(walked.points) == due_points
+    assert set(walked.scores) == due_scores
+    for boundary in EVERYWHERE:
+        expected = edits_at(asked, SITES, boundary, 2, position, prompt) if boundary in here else []
+        assert _same_edits(walked.edits.get(boundary, []), expected)
+
+
+def _by_position(program: RequestProgram, first: int, count: int) -> list[Program | None]:
+    found: list[Program | None] = [None] * count
+    for offset, length, one in program.runs(first, count):
+        assert found[offset : offset + length] == [None] * length
+        found[offset : offset + length] = [one] * length
+    return found
+
+
+_PROMPTS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)
+_HERE = st.sampled_from([EVERYWHERE, (0, 1, 2), (2, 3), (4,)])
+
+
+@given(specs(NUM_LAYERS), _PROMPTS, _HERE, st.data())
+def test_each_token_gets_its_actions_whatever_the_chunks(spec, prompt, here, data):
+    asked = spec.resolve(SITES)
+    program = _compile(spec, prompt, here)
+    assume(not program.empty)  # that it costs nothing is tested below
+    num_positions = len(prompt) + 6
+    whole = _by_position(program, 0, num_positions)
+    all_points = {p for one in whole if one is not None for p in one.layout.points}
+    for position, one in enumerate(whole):
+        _check_token(one, asked, position, prompt, here, all_points)
+    first = 0
+    while first < num_positions:
+        count = data.draw(st.integers(1, num_positions - first))
+        assert _by_position(program, first, count) == whole[first : first + count]
+        first += count
+    assert set(program.all_programs(num_positions)) == {one for one in whole if one is not None}
+    if program.generated_is_uniform:
+        assert set(whole[len(prompt) :]) == {program.generated_superset()}
+    distinct = {one for one in whole if one is not None}
+    vectors = {vector.digest for one in distinct for vector in one.vectors}
+    takes = Cost(len(vectors), len(distinct), sum(one.num_ops for one in distinct))
+    assert takes.fits(program.cost(num_positions))
+    assert program.cost(num_positions).vectors == len(vectors)
+
+
+@given(specs(NUM_LAYERS), _PROMPTS)
+def test_a_rank_that_delivers_nothing_edits_like_the_others(spec, prompt):
+    silent = _compile(spec, prompt, drains=False)
+    assert silent.empty == (not spec.edits)
+    if silent.empty:
+        return
+    loud = _by_position(_compile(spec, prompt), 0, len(prompt) + 4)
+    for one, other in zip(_by_position(silent, 0, len(prompt) + 4), loud, strict=True):
+        walked = _walk(one)
+        assert not walked.points
+        assert not walked.scores
+        edits = {b: ops for b, ops in _walk(other).edits.items() if ops}
+        assert walked.edits == edits
+
+
+@given(specs(NUM_LAYERS, only_reads=True), st.lists(selectors(), max_size=2), _PROMPTS, st.data())
+def test_what_turns_out_to_be_asked_for_is_always_delivered(spec, probed, prompt, data):
+    probes = tuple(Probe(V, layer=0, name=f"{i}", tokens=s) for i, s in enumerate(probed))
+    asked = Spec(spec.reads, probes).resolve(SITES)
+    program = _compile(asked, prompt)
+    ids = [*prompt, *data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=6))]
+    superset = program.generated_superset()
+    for position, one in enumerate(_by_position(program, 0, len(ids))):
+        # Where positions are guessed, every generated token gets the superset.
+        for walked in (_walk(one), *([_walk(superset)] if position >= len(prompt) else [])):
+            for item in (*asked.reads, *asked.probes):
+                form = item.tokens.to_json()
+                if not is_selected(form, position, len(prompt), ids[position], len(ids)):
+                    continue
+                for stream in getattr(item, "streams", ()):
+                    assert point_of(SITES.boundary_of(stream), 0) in walked.points
+                if hasattr(item, "name"):
+                    assert int(item.name) in walked.scores
+
+
+# Points and layouts
+
+
+@pytest.mark.parametrize(
+    ("actions", "points"),
+    [
+        pytest.param([Read("resid_post", 0)], [(2, 0)], id="nothing-edits"),
+        pytest.param(
+            [Read("resid_post", 0), Read("resid_pre", 1), Read("resid_pre", 1, when="before")],
+            [(2, 0)], id="three-names-of-one-row",
+        ),
+        pytest.param(
+            [Read("resid_post", 0), Add(V, layer=0)], [(2, 1)], id="after-an-edit-of-its-own-site"
+        ),
+        pytest.param(
+            [Read("resid_post", 0, when="before"), Add(V, layer=0)], [(2, 0)], id="before-it"
+        ),
+        pytest.param(
+            [Read("resid_post", 0), Read("resid_post", 0, when="before"), Add(V, layer=0)],
+            [(2, 0), (2, 1)], id="on-both-sides",
+        ),
+        pytest.param(
+            [Read("resid_pre", 1), Add(V, layer=0)], [(2, 1)], id="the-next-entry-sees-the-edit"
+        ),
+        pytest.param(
+            [Read("resid_post", 0), Add(V, "resid_pre", 1)], [(2, 0)],
+            id="an-exit-does-not-see-the-next-entry's-edit",
+        ),
+        pytest.param(
+            [Read("resid_post", 0), Read("resid_pre", 1), Add(V, "resid_pre", 1)],
+            [(2, 0), (2, 2)], id="around-the-entry's-edit",
+        ),
+        pytest.param(
+            [Read("resid_post", 0, when="before"), Read("resid_post", 0), Read("resid_pre", 1),
+             Add(V, layer=0), Add(V, "resid_pre", 1)],
+            [(2, 0), (2, 1), (2, 2)], id="all-three",
+        ),
+        pytest.param(
+            [Read("resid_pre", 1, when="before"), Add(V, layer=0), Add(V, "resid_pre", 1)],
+            [(2, 1)], id="between-the-two",
+        ),
+        pytest.param([Read("embed"), Add(V, "embed")], [(0, 1)], id="the-embedding"),
+        pytest.param(
+            [Read("resid_pre", 0), Add(V, "embed")], [(0, 1)], id="the-first-entry-after-it"
+        ),
+        pytest.param([Read("resid_mid", 0), Add(V, "resid_mid", 0)], [(1, 1)], id="the-middle"),
+        pytest.param([Read("resid_post", 1), Add(V, layer=0)], [(4, 0)], id="an-edit-elsewhere"),
+    ],
+)  # fmt: skip
+def test_a_row_is_read_once_at_the_first_point_that_sees_it_so(actions, points):
+    program = _compile(_spec(*actions), [1, 1, 1])
+    ((_, count, one),) = program.runs(0, 5)
+    assert count == 5
+    assert one.layout.points == tuple(point_of(*place) for place in points)
+
+
+def test_where_a_read_looks_does_not_depend_on_which_tokens_an_edit_takes():
+    # Or a request's rows of one stream would lie under two points.
+    program = _compile(_spec(Read("resid_post", 0), Add(V, layer=0, tokens=[1])), [1, 1, 1])
+    layouts = {one.layout for _, _, one in program.runs(0, 5)}
+    assert layouts == {Layout((point_of(2, 1),))}
+    assert [(o, n) for o, n, _ in program.runs(0, 5)] == [(0, 1), (1, 1), (2, 3)]
+
+
+def test_edits_of_a_site_apply_in_the_order_given():
+    spec = _spec(Ablate(V, layer=0), Add(W, layer=0), Ablate(V, layer=0))
+    ((_, _, program),) = _compile(spec, [1]).runs(0, 1)
+    ((_, ops),) = program.taps
+    assert [op.code for op in ops] == [OP_ABLATE, OP_ADD, OP_ABLATE]
+
+
+def test_a_layout_is_rows_and_then_scores():
+    spec = _spec(
+        Read("resid_post", [0, 1]), Read("embed"),
+        *(Probe(V, layer=i % 2, name=f"{i}") for i in range(5)),
+    )  # fmt: skip
+    ((_, _, program),) = _compile(spec, [1]).runs(0, 1)
+    points = tuple(point_of(b, 0) for b in (0, 2, 4))
+    assert program.layout == Layout(points, ((2, 0), (2, 2), (2, 4), (4, 1), (4, 3)))
+    # Five scores of 4 bytes take two slots.
+    assert [program.layout.slots(row_slots) for row_slots in (1, 7)] == [3 + 2, 21 + 2]
+    assert program.layout.at(2) == Layout((points[1],), ((2, 0), (2, 2), (2, 4)))
+    assert program.layout.at(3) == Layout()
+    assert Layout().slots(7) == 0
+    at = {op.at: op.vector for _, ops in program.taps for op in ops if op.code == OP_DOT}
+    assert sorted(at) == [0, 1, 2, 3, 4]
+
+
+def test_the_rows_of_a_replacement_go_to_their_positions():
+    rows = [[float(i), 0, 0, 1] for i in range(3)]
+    program = _compile(_spec(Replace(rows, [4, -1, 0], layer=0)), [1, 1, 1])
+    found = [(o, n, p.taps[0][1][0].vector.numpy[0]) for o, n, p in program.runs(0, 6)]
+    assert found == [(0, 1, 2), (2, 1, 1), (4, 1, 0)]
+
+
+# What it costs
+
+
+@pytest.mark.parametrize(
+    ("actions", "cost"),
+    [
+        pytest.param([Read("embed")], Cost(0, 1, 1), id="a-read"),
+        pytest.param([Read("resid_post", [0, 1], "prompt")], Cost(0, 1, 2), id="two-layers"),
+        pytest.param([Add(V, layer=0)], Cost(1, 1, 1), id="an-edit"),
+        pytest.param([Add(V, layer=[0, 1])], Cost(1, 1, 2), id="one-vector-at-two-layers"),
+        pytest.param([Add([V, W], layer=[0, 1])], Cost(2, 1, 2), id="two-vectors"),
+        pytest.param(
+            [Add(V, layer=0), Add(V, layer=0, tokens="prompt")], Cost(1, 2, 3), id="two-phases"
+        ),
+        pytest.param(
+            [Ablate(V, layer=0), Ablate(np.array(V) * 2, layer=1)], Cost(1, 1, 2),
+            id="one-direction-of-two-lengths",
+        ),
+        pytest.param([Replace([V, W], [0, 1], layer=0)], Cost(2, 2, 2), id="two-rows"),
+        pytest.param([Replace(V, [50], layer=0)], Cost(0, 0, 0), id="past-the-end"),
+        pytest.param(
+            [Probe(V, layer=0, name="a"), Probe(V, layer=0, name="b"), Clamp(V, 0, 1, layer=0)],
+            Cost(2, 1, 3), id="probes-and-a-clamp",
+        ),
+    ],
+)  # fmt: skip
+def test_a_request_costs_distinct_vectors_programs_and_their_operations(actions, cost):
+    assert _compile(_spec(*actions), [1, 1, 1]).cost(10) == cost
+
+
+@pytest.mark.parametrize(
+    ("actions", "cost"),
+    [
+        pytest.param([Replace([V, W, V], [0, 1, 2], layer=0)], Cost(2, 2, 2), id="equal-rows"),
+        pytest.param([Read("embed"), Read("embed", tokens=[0])], Cost(0, 1, 1), id="read-twice"),
+    ],
+)
+def test_a_program_that_tokens_get_for_two_reasons_is_paid_for_once(actions, cost):
+    assert _compile(_spec(*actions), [1, 1, 1]).cost(10) == cost
+
+
+def test_a_cost_fits_where_each_of_its_parts_does():
+    most = Cost(2, 3, 4)
+    assert Cost(2, 3, 4).fits(most)
+    assert not any(c.fits(most) for c in (Cost(3, 0, 0), Cost(0, 4, 0), Cost(0, 0, 5)))
+    assert Cost(1, 1, 1) + Cost(1, 2, 3) == most
+    assert most - Cost(1, 2, 3) == Cost(1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("actions", "has", "uniform"),
+    [
+        ([Read("embed")], False, True),
+        ([Read("embed", tokens=[0])], False, False),
+        ([Read("embed", tokens="last")], False, False),
+        ([Probe(V, layer=0, name="p", tokens="generated")], True, True),
+        ([Add(V, layer=0)], True, True),
+        ([Read("embed"), Add(V, layer=0, tokens=[0])], True, False),
+        ([Replace(V, [0], layer=0)], True, False),
+    ],
+)
+def test_a_request_knows_what_it_needs(actions, has, uniform):
+    program = _compile(_spec(*actions), [1, 1])
+    assert (program.has_vectors, program.generated_is_uniform) == (has, uniform)
+    assert not program.empty
+
+
+NOTHING_HERE = [
+    pytest.param((Read("resid_post", 1),), (0, 1), True, id="a-read-of-another-stage"),
+    pytest.param((Add(V, layer=1), Read("embed")), (2,), True, id="edits-of-another-stage"),
+    pytest.param((Read("embed"),), EVERYWHERE, False, id="reads-on-a-rank-that-delivers-nothing"),
+]
+
+
+@pytest.mark.parametrize(("actions", "here", "drains"), NOTHING_HERE)
+def test_a_request_may_have_nothing_to_do_on_a_worker(actions, here, drains):
+    program = _compile(_spec(*actions), [1, 1], here, drains)
+    assert program.empty
+    assert not program.has_vectors
+    assert program.generated_is_uniform
+
+
+@pytest.mark.parametrize(("actions", "here", "drains"), NOTHING_HERE)
+def test_a_request_with_nothing_to_do_on_a_worker_has_no_programs_there(actions, here, drains):
+    program = _compile(_spec(*actions), [1, 1], here, drains)
+    assert program.runs(0, 5) == []
+    assert program.all_programs(9) == []
+    assert program.generated_superset() is None
+    assert program.cost(9) == Cost()
+
+
+def test_a_stream_is_at_its_boundary():
+    streams: dict[SiteLayer, int] = {
+        ("embed", 0): 0, ("resid_pre", 0): 0, ("resid_mid", 0): 1, ("resid_post", 0): 2,
+        ("resid_pre", 1): 2, ("resid_mid", 1): 3, ("resid_post", 1): 4,
+    }  # fmt: skip
+    assert {stream: SITES.boundary_of(stream) for stream in streams} == streams
+
+
+def test_token_ids_are_looked_up_in_the_prompt_alone():
+    program = _compile(_spec(Read("embed", tokens=TokenIds(7))), [7, 1, 7])
+    assert [(o, n) for o, n, _ in program.runs(0, 6)] == [(0, 1), (2, 4)]

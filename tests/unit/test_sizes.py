@@ -1,0 +1,125 @@
+"""How large a worker's rings are, and what one token may take of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_scope import ConfigError
+from vllm_scope.config import ScopeConfig
+from vllm_scope.engine.sizes import (
+    HOST_ARENA_BYTES,
+    MAX_HOST_BYTES,
+    ROWS_PER_TAP,
+    STEPS_IN_ARENA,
+    Limits,
+    Sizes,
+)
+from vllm_scope.program import SLOT_BYTES, Cost, Layout
+from vllm_scope.sites import LEVELS, point_of
+
+#: bf16 rows of 100 numbers: 200 bytes, 13 slots.
+CPU = Sizes(row_bytes=200, num_taps=5, max_rows=64, graph_rows=0, cuda=False)
+GPU = Sizes(row_bytes=200, num_taps=5, max_rows=64, graph_rows=32, cuda=True)
+MIB = 2**20
+
+
+def test_a_row_takes_whole_slots():
+    assert [Sizes(n, 1, 1, 0, False).row_slots for n in (1, 16, 17, 200)] == [1, 1, 2, 13]
+
+
+@pytest.mark.parametrize("sizes", [CPU, GPU], ids=["cpu", "gpu"])
+def test_an_arena_holds_a_tap_of_the_largest_step_whatever_is_read_there(sizes):
+    slots = sizes.arena_slots(ScopeConfig())
+    # Three rows, and scores in what is left.
+    assert ROWS_PER_TAP > LEVELS
+    assert slots >= sizes.max_rows * (LEVELS * sizes.row_slots + 1)
+
+
+def test_on_a_gpu_the_arena_holds_some_steps_of_the_largest_graph_whole():
+    assert GPU.arena_slots(ScopeConfig()) == STEPS_IN_ARENA * 32 * 5 * 13
+
+
+def test_on_a_cpu_the_arena_holds_the_largest_step_or_a_bounded_part_of_it():
+    assert CPU.arena_slots(ScopeConfig()) == 64 * 5 * 13
+    large = Sizes(row_bytes=8192, num_taps=65, max_rows=8192, graph_rows=0, cuda=False)
+    slots = large.arena_slots(ScopeConfig())
+    assert slots == ROWS_PER_TAP * 8192 * 512  # one tap of it, where that is more
+    middling = Sizes(row_bytes=8192, num_taps=65, max_rows=512, graph_rows=0, cuda=False)
+    assert middling.arena_slots(ScopeConfig()) * SLOT_BYTES == HOST_ARENA_BYTES
+
+
+@pytest.mark.parametrize(
+    ("sizes", "least"),
+    [
+        pytest.param(CPU, 64 * 13, id="one-tap-of-the-largest-step"),
+        pytest.param(GPU, 32 * 5 * 13, id="the-largest-graph"),
+        pytest.param(Sizes(200, 5, 640, 32, True), 640 * 13, id="a-step-larger-than-the-graph"),
+    ],
+)
+def test_an_arena_that_is_too_small_is_refused_with_what_is_needed(sizes, least):
+    enough = least * SLOT_BYTES / MIB
+    assert sizes.arena_slots(ScopeConfig(arena_mib=enough)) == least
+    with pytest.raises(ConfigError, match="5 taps and steps of") as caught:
+        sizes.arena_slots(ScopeConfig(arena_mib=enough * 0.99))
+    assert f"at least {enough:.1f} are needed" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arena_slots", "host_slots"),
+    [
+        (1000, 2000),
+        (MAX_HOST_BYTES // SLOT_BYTES, MAX_HOST_BYTES // SLOT_BYTES),
+        (2 * MAX_HOST_BYTES // SLOT_BYTES, 2 * MAX_HOST_BYTES // SLOT_BYTES),
+    ],
+    ids=["small", "at-the-bound", "above-it"],
+)
+def test_the_host_ring_is_twice_the_arena_within_bounds_and_never_smaller(arena_slots, host_slots):
+    assert Sizes.host_slots(arena_slots) == host_slots
+
+
+def test_limits_are_what_a_token_may_take_of_the_largest_step():
+    slots = GPU.arena_slots(ScopeConfig())
+    limits = GPU.limits(slots, Cost(7, 8, 9), optimistic=True)
+    assert limits.capacity == Cost(7, 8, 9)
+    assert limits.optimistic
+    assert limits.row_slots == 13
+    assert limits.token_slots == slots // 32
+    assert limits.tap_slots == slots // 64
+    assert CPU.limits(slots, Cost(), False).token_slots == 0
+
+
+def _rows(*boundaries: int) -> tuple[int, ...]:
+    return tuple(point_of(boundary, 0) for boundary in boundaries)
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        pytest.param(Layout(), None, id="nothing"),
+        pytest.param(Layout(_rows(0, 2, 4)), None, id="as-much-as-a-token-may"),
+        pytest.param(Layout(_rows(0, 2, 4, 6)), "40 slots a token, of 30", id="a-row-more"),
+        pytest.param(
+            Layout(_rows(0, 2, 4), ((4, 0),)), "31 slots a token, of 30", id="a-score-more"
+        ),
+        pytest.param(
+            Layout((point_of(2, 0), point_of(2, 1))), "20 slots a token at one tap, of 15",
+            id="two-points-of-one-tap",
+        ),
+        pytest.param(
+            Layout(_rows(0), tuple((2, i) for i in range(64))), "16 slots a token at one tap",
+            id="many-scores-at-one-tap",
+        ),
+        pytest.param(
+            Layout(_rows(0), tuple((b, i) for i in range(32) for b in (2, 4))), None,
+            id="as-many-at-two",
+        ),
+    ],
+)  # fmt: skip
+def test_a_token_that_takes_too_much_is_told_where(layout, words):
+    found = Limits(10, 30, 15, 0, 0, 0).excess(layout)
+    assert (found is None) == (words is None)
+    assert words is None or words in found
+
+
+def test_without_graphs_a_token_may_take_any_number_of_taps():
+    assert Limits(10, 0, 15, 0, 0, 0).excess(Layout(_rows(*range(100)))) is None

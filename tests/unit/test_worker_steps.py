@@ -1,0 +1,255 @@
+"""Every asked row and score of every request, once, whatever the batches look like.
+
+The worker's own steps run here (engine.worker.ScopeWorker with plan, tables, arena
+and drain), with a stream whose values say whose they are in place of a model.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tests.unit.oracle import first_point
+from tests.unit.strategies import VOCAB, is_selected, specs
+from tests.unit.worker import (
+    EVERYWHERE,
+    MAX_ROWS,
+    NUM_LAYERS,
+    SITES,
+    Label,
+    Request,
+    Step,
+    draw_step,
+    run_taps,
+    running_worker,
+    worker_tables,
+)
+from vllm_scope import Add, Read, Spec
+from vllm_scope.engine.core import HANDLE
+from vllm_scope.plan import Planner
+from vllm_scope.sites import LEVELS, boundary_of_point
+
+#: Selectors of phases alone, whose decode rows are planned as columns.
+_PHASES = st.sampled_from(["all", "generated", "prompt"])
+_LAYERS = st.lists(st.integers(0, NUM_LAYERS - 1), min_size=1)
+_UNIFORM = st.lists(
+    st.builds(Read, st.sampled_from(["resid_post", "resid_pre"]), _LAYERS, _PHASES),
+    min_size=1,
+    max_size=2,
+).map(lambda found: Spec(tuple(found)))
+#: Edits alone, which need no slots.
+_EDITING = st.builds(
+    lambda layers, tokens: Spec(edits=(Add([1.0, 2.0, 0.0, -1.0], layer=layers, tokens=tokens),)),
+    _LAYERS,
+    _PHASES,
+)
+
+
+@st.composite
+def schedules(draw):
+    """Requests, whether they are decoded speculatively, and a seed.
+
+    With speculation they only read; edits have a test of their own.
+    """
+    requests = []
+    speculates = draw(st.booleans())
+    some = _UNIFORM | specs(NUM_LAYERS, only_reads=True)
+    if not speculates:
+        some = st.one_of(some, _EDITING, specs(NUM_LAYERS))
+    for i in range(draw(st.integers(1, 5))):
+        num_prompt, num_generated = draw(st.integers(1, 14)), draw(st.integers(1, 9))
+        ids = st.lists(st.integers(0, VOCAB - 1), min_size=23, max_size=23)
+        requests.append(
+            Request(
+                f"request-{i}",
+                None if draw(st.integers(0, 3)) == 0 else 100 + i,
+                draw(some),
+                num_prompt,
+                draw(ids)[: num_prompt + num_generated],
+            )
+        )
+    return requests, speculates, draw(st.integers(0, 1 << 30))
+
+
+@given(
+    schedules(),
+    # Room for one tap of the largest step: three points and two scores; or for more.
+    st.sampled_from([4 * MAX_ROWS, 60, 600]),
+    st.sampled_from([EVERYWHERE, (0, 1, 2), (3, 4), (4,)]),
+)
+def test_every_asked_row_comes_once_for_each_time_it_is_computed(schedule, num_slots, here):
+    requests, speculates, seed = schedule
+    # A worker that has nothing to do for a request: test_plan.
+    assume(not any(r.program(here).empty for r in requests if r.key is not None))
+    rng = random.Random(seed)
+    #: What must come: label -> what each step that computed it gives; and what may come.
+    due: dict[Label, list[list[float]]] = {}
+    may: set[tuple[int, int]] = set()
+    twin = Planner(worker_tables())
+    with running_worker(here, num_slots) as (worker, sink):
+        step = None
+        for number in range(1_000):
+            step = draw_step(rng, requests, speculates, step)
+            if step is None:
+                break
+            new = [r for r, *_ in step.parts if r.req_id not in worker._planner]
+            worker.add_requests([r.as_vllm_sends_it() for r in new])
+            for request in new:
+                if request.key is not None:
+                    most = len(request.ids)
+                    twin.add_request(request.req_id, request.key, request.program(here), most)
+            positions = torch.tensor([p for _, p in step.rows()])
+            planned = worker.num_steps_planned
+            if worker.has_requests():
+                worker.begin_step(step.batch(), positions)
+            else:
+                worker.clear()
+            _assert_same_plan(worker._step, twin.begin_step(step.batch()))
+            asking = [r for r, *_ in step.parts if r.key is not None]
+            assert worker.num_steps_planned <= planned + bool(asking)
+            run_taps(worker, step, number, rng)
+            worker.end_step()
+            for request, first, count in step.parts:
+                request.num_computed = first + count
+                if request.num_computed >= request.num_prompt:
+                    sampled = request.num_computed + 1 - request.num_prompt
+                    request.num_sampled = max(request.num_sampled, sampled)
+                if request.key is None:
+                    continue
+                for position in range(first, first + count):
+                    for label, values in request.due(position, number, here).items():
+                        due.setdefault(label, []).append(values)
+                    if speculates:
+                        may.add((request.key, position))
+            ended = [r.req_id for r, *_ in step.parts if not r.running]
+            worker.finish_requests(ended)
+            for req_id in ended:
+                twin.finish_request(req_id)
+        assert not any(r.running for r in requests)
+        assert len(worker._planner) == 0
+
+    for label, values in due.items():
+        np.testing.assert_allclose(sink.found[label], values, rtol=1e-4, atol=2e-3)
+    for label, rows in sink.found.items():
+        if label in due:
+            continue
+        key, _, point, position = label
+        assert (key, position) in may, f"nobody asked for {label}"
+        for row in rows:
+            assert row[:3] == [key, position, boundary_of_point(point)]
+        assert len({row[3] for row in rows}) == len(rows), "a row came twice for one step"
+    keys = [r.key for r in requests if r.key is not None]
+    assert sorted(sink.finished) == [(key, None) for key in keys]
+    for request in requests:
+        if request.key is not None:
+            _assert_covers(request, here, due)
+
+
+def _assert_covers(request: Request, here: tuple[int, ...], due: dict[Label, list]) -> None:
+    """What turns out to be asked for, once everything is known, is among what was due."""
+    asked, key = request.asked, request.key
+    for item in (*asked.reads, *asked.probes):
+        streams = item.streams if hasattr(item, "streams") else (item.stream,)
+        for stream in streams:
+            if SITES.boundary_of(stream) not in here:
+                continue
+            for position in range(request.num_processed):
+                if is_selected(
+                    item.tokens.to_json(), position, request.num_prompt,
+                    request.ids[position], request.num_processed,
+                ):  # fmt: skip
+                    if hasattr(item, "when"):
+                        point = first_point(asked, SITES, stream, item.when)
+                        assert point // LEVELS == SITES.boundary_of(stream)
+                        assert (key, "row", point, position) in due
+                    else:
+                        assert (key, "score", asked.probes.index(item), position) in due
+
+
+def _assert_same_plan(one, found) -> None:
+    """Tensor-parallel ranks plan alike without a message."""
+    other, failures = found
+    assert failures == []
+    assert (one is None) == (other is None)
+    if one is not None:
+        for a, b in (
+            (one.rows, other.rows),
+            (one.program_ids, other.program_ids),
+            (one.offsets, other.offsets),
+            (one.delivers, other.delivers),
+            (one.labels.rows, other.labels.rows),
+            (one.labels.positions, other.labels.positions),
+            (one.labels.layout_of, other.labels.layout_of),
+        ):
+            assert a.tolist() == b.tolist()
+        assert one.num_slots == other.num_slots
+        assert one.labels.layouts == other.labels.layouts
+
+
+# What goes wrong
+
+
+def test_a_request_that_cannot_be_planned_is_answered_and_the_others_are_served():
+    with running_worker(EVERYWHERE, 100, num_programs=1) as (worker, sink):
+        requests = [
+            Request(f"r{i}", 10 + i, Spec((Read("resid_post", [i], tokens=[0]),)), 2, [1] * 3)
+            for i in range(2)
+        ]
+        worker.add_requests([r.as_vllm_sends_it() for r in requests])
+        step = Step([(r, 0, 2) for r in requests], [0, 0])
+        worker.begin_step(step.batch(), torch.tensor([0, 1, 0, 1]))
+        run_taps(worker, step, 5, random.Random(0))
+        worker.end_step()
+        worker.finish_requests(["r0", "r1"])
+    assert sink.found == {(10, "row", 2 * LEVELS, 0): [[10, 0, 2, 5]]}
+    assert [key for key, _ in sink.finished] == [11, 10]
+    assert "tap programs are in use" in sink.finished[0][1]
+    assert sink.finished[1][1] is None
+
+
+def test_a_spec_that_is_wrong_is_answered():
+    with running_worker(EVERYWHERE, 100) as (worker, sink):
+        request = Request("a", 10, Spec((Read("resid_post", [99]),)), 2, [1] * 3)
+        worker.add_requests([request.as_vllm_sends_it()])
+        assert len(worker._planner) == 0
+    ((key, error),) = sink.finished
+    assert key == 10
+    assert "layers 0 to 1" in error
+
+
+def test_server_edits_reach_plain_requests_and_deliver_nothing():
+    with running_worker(EVERYWHERE, 100) as (worker, sink):
+        edits = Spec(edits=(Add([1.0, 0, 0, 0], layer=0),))
+        server = worker.registry.set_edits(edits.to_json())
+        request = Request("a", 0, edits, 2, [1] * 3)
+        sent = request.as_vllm_sends_it()
+        sent.sampling_params.extra_args = {HANDLE: {"server": server}}
+        worker.add_requests([sent])
+        step = Step([(request, 0, 2)], [0])
+        worker.begin_step(step.batch(), torch.tensor([0, 1]))
+        run_taps(worker, step, 5, random.Random(0))
+        worker.end_step()
+        worker.finish_requests(["a"])
+    assert sink.found == {}
+    assert sink.finished == []
+
+
+def test_edits_alone_upload_once_while_the_batch_stays_the_same():
+    with running_worker(EVERYWHERE, 100) as (worker, _):
+        request = Request("a", 10, Spec(edits=(Add([1.0, 0, 0, 0], layer=0),)), 2, [1] * 20)
+        worker.add_requests([request.as_vllm_sends_it()])
+        uploads = []
+        for position in range(2, 8):
+            step = Step([(request, position, 1)], [0])
+            worker.begin_step(step.batch(), torch.tensor([position]))
+            run_taps(worker, step, position, random.Random(0))
+            worker.end_step()
+            uploads.append(worker._tables.num_uploads)
+        assert len(set(uploads[1:])) == 1
+        worker.clear()  # a dummy forward comes between
+        worker.begin_step(Step([(request, 8, 1)], [0]).batch(), torch.tensor([8]))
+        assert worker._tables.num_uploads == uploads[-1] + 1
