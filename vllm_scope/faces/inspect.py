@@ -33,6 +33,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from inspect_ai.model import (
     ChatCompletionChoice,
     ChatMessage,
@@ -275,8 +276,10 @@ class ScopeAPI(ModelAPI):
         reads: dict[str, dict[str, Any]] = {}
         for site, layer in result.keys():
             key = site if site == "embed" else f"{site}.{layer}"
-            rows = result[site, layer].contiguous()
-            tensors |= {key: rows, f"{key}.positions": result.positions(site, layer)}
+            # Copies: streams may share memory, which safetensors refuses.
+            rows = result[site, layer].clone(memory_format=torch.contiguous_format)
+            positions = result.positions(site, layer).clone()
+            tensors |= {key: rows, f"{key}.positions": positions}
             reads[key] = {
                 "key": key,
                 "shape": list(rows.shape),
