@@ -12,6 +12,7 @@ demo: .venv/.ready
 
 test: .venv/.ready
 	$(BIN)/python -m pytest tests --ignore=tests/interpreter
+	PYTHONPATH=.venv/inspect $(BIN)/python -m pytest tests/faces/test_inspect.py
 	tests/interpreter/run.sh
 
 lint: .venv/.ready
@@ -33,11 +34,13 @@ bench-gpu:
 # The lock holds every package, so nothing is resolved: vLLM's own requirements
 # would bring torchvision, torchaudio, torchcodec and triton built for CUDA, and
 # with a CPU torch `import transformers` then fails.
-.venv/.ready: requirements/cpu.txt requirements/interpreter.txt pyproject.toml
+.venv/.ready: requirements/cpu.txt requirements/interpreter.txt requirements/inspect.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check --no-deps -r requirements/cpu.txt
 	$(BIN)/pip install --disable-pip-version-check --no-deps --upgrade \
 		--target .venv/interpreter -r requirements/interpreter.txt
+	$(BIN)/pip install --disable-pip-version-check --no-deps --upgrade \
+		--target .venv/inspect -r requirements/inspect.txt
 	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 

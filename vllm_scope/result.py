@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ from vllm_scope.sinks import Manifest
 from vllm_scope.sites import ALIASES, LEVELS, SiteLayer, Sites
 from vllm_scope.spec import Resolved
 from vllm_scope.split import by_key, by_layout
+
+if TYPE_CHECKING:
+    from vllm_scope.analysis.cache import ActivationCache
 
 #: A stream on one side of the edits of its site: site, layer, "before" or "after".
 _Stream = tuple[str, int, str]
@@ -362,6 +365,15 @@ class ScopeResult:
         return num_processed(len(self._token_ids), self._num_prompt)
 
     @property
+    def token_ids(self) -> list[int]:
+        """Prompt and generated, so far; `token_ids[p]` is the token at position p."""
+        return list(self._token_ids)
+
+    @property
+    def num_prompt(self) -> int:
+        return self._num_prompt
+
+    @property
     def scores(self) -> Scores:
         return Scores(self, [probe.name for probe in self._asked.probes])
 
@@ -417,6 +429,16 @@ class ScopeResult:
             for number, probe in enumerate(self._asked.probes)
         ]
         return [*streams, *probes]
+
+    def as_cache(self) -> ActivationCache:
+        """The rows under TransformerLens's names, [1, num_positions, hidden_size] each.
+
+        Raises:
+            SpecError: not every position from 0 on was read, or rows are missing.
+        """
+        from vllm_scope.analysis.cache import ActivationCache
+
+        return ActivationCache(self, num_layers=self._sites.num_layers)
 
     def __repr__(self) -> str:
         return (

@@ -25,6 +25,7 @@ import numpy as np
 
 from vllm_scope.actions import MEMORY
 from vllm_scope.arrays import Array
+from vllm_scope.engine import translators
 from vllm_scope.engine.core import HANDLE
 from vllm_scope.engine.plugin import config_of, wrap_method
 from vllm_scope.engine.sizes import Limits
@@ -39,6 +40,7 @@ from vllm_scope.spec import Resolved, Spec, Vectors
 
 #: How long a synchronous step waits for rows before it looks again.
 POLL_S = 0.05
+NO_TAPS = "this engine was started without vllm-scope; it has no taps."
 
 
 @dataclass
@@ -90,6 +92,11 @@ def params_of(
     args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str = "params"
 ) -> Any:
     return kwargs[name] if name in kwargs else args[place]
+
+
+def _concerns(params: Any, engine: Any) -> bool:
+    """The request has a spec, in our words or in others."""
+    return asks(params) or translators.concerned(params, engine.vllm_config)
 
 
 def _address() -> dict[str, Any]:
@@ -166,7 +173,7 @@ def _open(connection: Connection | None, request: Any, parent: Any, child: int) 
         parent, child: of a completion of n > 1: what vLLM makes one for all, and which.
     """
     if connection is None:
-        raise SpecError("this engine was started without vllm-scope; it has no taps.")
+        raise SpecError(NO_TAPS)
     if connection.reason is not None:
         raise SpecError(f"this model cannot be tapped: {connection.reason}.")
     if request.resumable:
@@ -198,6 +205,7 @@ def _open(connection: Connection | None, request: Any, parent: Any, child: int) 
     }
     params = copy(params)
     params.extra_args = {**params.extra_args, HANDLE: handle}
+    params.extra_args.pop(translators.DECORATORS, None)
     request.sampling_params = params
     return pending
 
@@ -278,7 +286,7 @@ def _check_room(asked: Resolved, ids: np.ndarray, max_tokens: int, connection: C
 def _unknown_modules(engine: Any, params: Any) -> bool:
     """The spec names a steering module that this front-end has not heard of."""
     connection = getattr(engine.output_processor, "scope", None)
-    text = params.extra_args["scope"]
+    text = params.extra_args["scope"] if asks(params) else None
     # Names are rare: most specs are not parsed for them.
     if connection is None or not isinstance(text, str) or '"edits"' not in text:
         return False
@@ -305,12 +313,13 @@ def _add_to_processor(
     if not asks(request.sampling_params):
         original(self, request, *rest, **kwargs)
         return
+    decorators = request.sampling_params.extra_args.get(translators.DECORATORS, ())
     try:
         pending = _open(getattr(self, "scope", None), request, parent_req, request_index)
     except SpecError as error:
         raise refusal()(str(error)) from None
     original(self, request, *rest, **kwargs)
-    self.request_states[request.request_id].scope = pending
+    self.request_states[request.request_id].scope = (pending, decorators)
 
 
 def refusal() -> type[Exception]:
@@ -326,12 +335,30 @@ def refusal() -> type[Exception]:
 _Refusal: type[Exception] | None = None
 
 
+def _translated(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """(params, args, kwargs) of a request whose foreign keys have become a spec."""
+    params = params_of(args, kwargs, 2)
+    if not translators.concerned(params, engine.vllm_config):
+        return params, args, kwargs
+    connection = getattr(engine.output_processor, "scope", None)
+    if connection is None:
+        raise refusal()(NO_TAPS)
+    try:
+        params = translators.translated(params, engine.vllm_config, connection.sites)
+    except SpecError as error:
+        raise refusal()(str(error)) from None
+    if "params" in kwargs:
+        return params, args, kwargs | {"params": params}
+    return params, (*args[:2], params, *args[3:]), kwargs
+
+
 def _add_sync(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     params = params_of(args, kwargs, 2)
-    if asks(params):
+    if _concerns(params, self):
         if _needs_connection(self):
             _connect_sync(self)
-        elif _unknown_modules(self, params):
+        params, args, kwargs = _translated(self, args, kwargs)
+        if _unknown_modules(self, params):
             self.output_processor.scope.learn_modules(self.collective_rpc("scope_modules")[0])
     try:
         return original(self, *args, **kwargs)
@@ -342,17 +369,17 @@ def _add_sync(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _add_async(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    params = params_of(args, kwargs, 2)
-    if not asks(params) or not (_needs_connection(self) or _unknown_modules(self, params)):
+    if not _concerns(params_of(args, kwargs, 2), self):
         return original(self, *args, **kwargs)
 
     async def ask_first() -> Any:
         if _needs_connection(self):
             await _connect_async(self)
-        else:
+        params, positional, named = _translated(self, args, kwargs)
+        if _unknown_modules(self, params):
             modules = await self.collective_rpc("scope_modules")
             self.output_processor.scope.learn_modules(modules[0])
-        return await original(self, *args, **kwargs)
+        return await original(self, *positional, **named)
 
     return ask_first()
 
@@ -363,9 +390,9 @@ def _add_async(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 def _new_completion(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """RequestState._new_completion_output: tie the completion to its rows."""
     completion = original(self, *args, **kwargs)
-    pending = getattr(self, "scope", None)
-    if pending is not None:
-        completion.scope_source = (pending, self.detokenizer)
+    known = getattr(self, "scope", None)
+    if known is not None:
+        completion.scope_source = (*known, self.detokenizer)
     return completion
 
 
@@ -385,18 +412,19 @@ def settle(output: Any) -> Any:
     for completion in output.outputs:
         source = getattr(completion, "scope_source", None)
         if source is not None:
-            pending, detokenizer = source
+            pending, decorators, detokenizer = source
             result = pending.snapshot(list(detokenizer.output_token_ids), completion.finish_reason)
             if completion.finish_reason is not None:
                 del completion.scope_source
             completion.scope = result
+            translators.decorate(decorators, output, completion)
     return output
 
 
 def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     params = params_of(args, kwargs, 1, "sampling_params")
     stream = original(self, *args, **kwargs)
-    return _settled(self, stream) if asks(params) else stream
+    return _settled(self, stream) if _concerns(params, self) else stream
 
 
 async def _settled(engine: Any, stream: Any) -> Any:

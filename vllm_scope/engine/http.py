@@ -190,7 +190,7 @@ def _admitted(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any)
     original(self, request, *args, **kwargs)
     answer = current.get()
     if isinstance(answer, Answer):
-        pending = self.request_states[request.request_id].scope
+        pending, _ = self.request_states[request.request_id].scope
         answer.open_one(lambda: inbox().forget(pending))
 
 

@@ -36,6 +36,7 @@ def register() -> None:
     if _registered or not enabled():
         return
     _registered = True
+    from vllm_scope import faces
     from vllm_scope.engine import core, frontend, http, worker
 
     wrap_engine_args()
@@ -43,6 +44,7 @@ def register() -> None:
     core.wrap()
     worker.wrap()
     http.wrap()
+    faces.register()
 
 
 def wrap_method(owner: type, name: str, parameters: list[str], wrapper: Callable[..., Any]) -> None:

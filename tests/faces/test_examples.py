@@ -1,0 +1,59 @@
+"""The examples for other systems' users run, and do what they say, on the toy world."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.conftest import MEMORY, TOYWORLD, local_engine
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with local_engine(TOYWORLD, skip_tokenizer_init=None, max_model_len=256) as llm:
+        yield llm
+
+
+def test_vllm_lens_turns_reviews(llm):
+    from examples.faces.vllm_lens import run
+
+    assert run(llm) > 0.8
+
+
+def test_steering_turns_reviews_however_it_is_asked_for(llm):
+    from examples.faces.steering_http import run
+
+    turned = run(llm)
+    assert turned.pop("not at all") < 0.2
+    assert len(set(turned.values())) == 1
+    assert turned["module"] > 0.8
+
+
+def test_every_layer_adds_to_the_cached_stream(llm):
+    from examples.faces.transformer_lens import run
+
+    added = run(llm)
+    assert list(added) == [f"blocks.{i}" for i in range(6)]
+    assert min(added.values()) > 0
+
+
+def test_requests_leave_files(llm, monkeypatch, tmp_path):
+    from examples.faces.act_capture import VARIABLES, run
+
+    for name, value in (VARIABLES | {"VLLM_ACT_OUTDIR": str(tmp_path)}).items():
+        monkeypatch.setenv(name, value)
+    found = run(llm)
+    assert [layer for layer, _ in found] == [*range(6), *range(6)]
+    assert all(rows.isfinite().all() and rows.shape[1] == 256 for _, rows in found)
+    assert len(list(tmp_path.rglob("*.npz"))) == 12
+
+
+def test_hidden_states_are_on_the_outputs(monkeypatch):
+    from examples.faces.probe_hook import run
+
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    options = {"enforce_eager": True, "distributed_executor_backend": "uni", **MEMORY}
+    outputs = run(**options)
+    for output in outputs:
+        assert list(output.hidden_states) == [2, 4]
+        assert isinstance(output.prefill_hidden[2], torch.Tensor)

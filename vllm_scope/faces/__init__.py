@@ -1,0 +1,55 @@
+"""Other systems' names for what this one does: change an import, keep the code.
+
+vllm_lens.py      extra_args of vllm-lens, SteeringVector, output.activations
+probe_hook.py     LLM, AsyncLLM and SamplingParams of vllm-probe-hook
+act_capture.py    VLLM_ACT_* variables and the .npz files of the Activation Capture System
+steering_http.py  steering and capture keys of the steering fork
+inspect.py        a model provider, a solver and a scorer for Inspect
+TransformerLens's names are `out.scope.as_cache()`.
+
+Each face is one file on the public API, and says what differs: docs/faces.md. Keys of
+`extra_args` work without an import; a face is imported when a request first uses it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from vllm_scope.sites import Sites
+
+#: face -> the keys of `extra_args` that it understands.
+KEYS: dict[str, tuple[str, ...]] = {
+    "vllm_lens": (
+        "output_residual_stream", "apply_steering_vectors", "output_qk", "apply_hooks",
+        "activations_transport",
+    ),
+    "probe_hook": ("probe_hook",),
+    "steering_http": (
+        "steering_vectors", "prefill_steering_vectors", "decode_steering_vectors",
+        "steering_module_ref", "capture",
+    ),
+    "act_capture": (),
+}  # fmt: skip
+
+
+def register() -> None:
+    """Have the keys translated, in this process."""
+    from vllm_scope.engine import translators
+
+    for face, keys in KEYS.items():
+        everywhere = _captures_all if face == "act_capture" else None
+        translators.register(face, keys, partial(_translate, face), everywhere)
+
+
+def _translate(face: str, values: Mapping[str, Any], sites: Sites) -> Any:
+    return importlib.import_module(f"vllm_scope.faces.{face}").translate(values, sites)
+
+
+def _captures_all(vllm_config: Any) -> bool:
+    """Global capture is on: by the environment, or by the class of the workers."""
+    on = os.environ.get("VLLM_ACT_CAPTURE", "0").lower() in ("1", "true", "on", "yes")
+    return on or str(vllm_config.parallel_config.worker_cls).endswith(".WorkerCapture")
