@@ -28,8 +28,10 @@ test-gpu:
 	$(PYTHON) -m pytest tests/gpu tests/engine/test_compile_cache.py
 
 bench-gpu:
-	$(PYTHON) -m benchmarks.throughput --gpu --shape 8b --eager
-	$(PYTHON) -m benchmarks.throughput --gpu --shape 0.5b
+	$(PYTHON) -m benchmarks.throughput --gpu --shape 8b --beside eager
+	$(PYTHON) -m benchmarks.throughput --gpu --shape 0.5b --beside eager huggingface
+	$(PYTHON) -m benchmarks.budget --gpu --shape 0.5b
+	$(PYTHON) -m benchmarks.taps
 
 # The lock holds every package, so nothing is resolved: vLLM's own requirements
 # would bring torchvision, torchaudio, torchcodec and triton built for CUDA, and

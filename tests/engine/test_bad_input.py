@@ -45,11 +45,11 @@ BAD = [
         raw({"reads": [{"site": "resid_post", "layers": []}]}), "is empty", id="no-layers"
     ),
     pytest.param(raw({"reads": []}), "asks for nothing", id="no-reads"),
-    pytest.param(raw({"reads": 3}), "a list of reads", id="reads-type"),
-    pytest.param(raw({"read": []}), "one field, 'reads'", id="field"),
+    pytest.param(raw({"reads": 3}), "reads is 3; it is a list", id="reads-type"),
+    pytest.param(raw({"read": []}), "the fields reads, probes and edits", id="field"),
     pytest.param(raw("{"), "is not JSON", id="json"),
     pytest.param({"scope": 5}, "is a int; it is a JSON string", id="not-a-string"),
-    pytest.param(raw(" " * 10_000_000), "10,000,000 characters; at most", id="ten-megabytes"),
+    pytest.param(raw(" " * 70_000_000), "70,000,000 characters; at most", id="seventy-megabytes"),
     pytest.param(
         raw({"reads": [{"site": "resid_post", "tokens": [40]}]}),
         "last position that can be processed is 30",
@@ -80,7 +80,7 @@ def test_a_bad_spec_is_refused_with_a_sentence_and_the_engine_goes_on(
 
 def test_prompt_embeddings_are_refused(checkpoints):
     with local_engine(checkpoints("llama"), dtype="float32", enable_prompt_embeds=True) as llm:
-        with pytest.raises(SpecError, match="prompt embeddings cannot be read"):
+        with pytest.raises(SpecError, match="prompt embeddings cannot be tapped"):
             llm.generate({"prompt_embeds": torch.randn(5, 128)}, params(GOOD), use_tqdm=False)
         (output,) = llm.generate(prompts(range(5)), params(GOOD), use_tqdm=False)
         assert output.scope.status == "complete"
@@ -101,7 +101,7 @@ def test_a_model_of_unknown_convention_serves_plainly_and_refuses_reads(checkpoi
     with local_engine(checkpoints("llama"), dtype="float32") as llm:
         (output,) = llm.generate(prompts(range(9)), params(), use_tqdm=False)
         assert len(output.outputs[0].token_ids) == 12
-        with pytest.raises(SpecError, match="this model cannot be read: LlamaModel does not use"):
+        with pytest.raises(SpecError, match="this model cannot be tapped: LlamaModel does not use"):
             llm.generate(prompts(range(9)), params(GOOD), use_tqdm=False)
         (output,) = llm.generate(prompts(range(9)), params(), use_tqdm=False)
         assert len(output.outputs[0].token_ids) == 12
