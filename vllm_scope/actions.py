@@ -61,6 +61,17 @@ def _name(value: object, where: str) -> str:
     return value
 
 
+def _values(value: object, where: str) -> Array | Module:
+    """Numbers, or the name of a module that has them."""
+    if isinstance(value, Module):
+        return value
+    if isinstance(value, str):
+        return Module(_name(value, where))
+    if isinstance(value, Mapping) and set(value) == {"module"}:
+        return Module(_name(value["module"], f"{where}.module"))
+    return Array.parse(value, where)
+
+
 def _one_of(value: object, allowed: tuple[str, ...], where: str) -> str:
     if value not in allowed:
         raise SpecError(f"{where} is {shown(value)}; it is one of {', '.join(allowed)}.")
@@ -170,7 +181,8 @@ class Probe(Action):
     """Score each token's row: `x.weight + bias`, computed on the device.
 
     Args:
-        weight: [hidden_size].
+        weight: [hidden_size], or the name of a steering module that the engine holds,
+            which has a vector there.
         bias: added to each score.
         site, layer: where; one layer.
         name: of the scores in the result.
@@ -195,8 +207,8 @@ class Probe(Action):
 
     def __post_init__(self) -> None:
         _name(self.to, "Probe.to")
-        object.__setattr__(self, "weight", Array.parse(self.weight, "Probe.weight"))
-        if len(self.weight.shape) != 1:
+        object.__setattr__(self, "weight", _values(self.weight, "Probe.weight"))
+        if isinstance(self.weight, Array) and len(self.weight.shape) != 1:
             raise SpecError(
                 f"Probe.weight has shape {self.weight.shape}; it is one vector, [hidden_size]."
             )
@@ -224,12 +236,8 @@ class Edit(Action):
     def _set_vector(self, name: str, layer: Layers) -> None:
         """Check the vector against the layers."""
         where = f"{type(self).__name__}.{name}"
-        value = getattr(self, name)
-        value = Module(_name(value, where)) if isinstance(value, str) else value
-        if isinstance(value, Mapping) and set(value) == {"module"}:
-            value = Module(_name(value["module"], f"{where}.module"))
-        if not isinstance(value, Module):
-            value = Array.parse(value, where)
+        value = _values(getattr(self, name), where)
+        if isinstance(value, Array):
             if layer is None and self.layers is None and self.site != "embed":
                 raise SpecError(f"{type(self).__name__} has no layer; name one, a list, or 'all'.")
         object.__setattr__(self, name, value)

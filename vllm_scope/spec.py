@@ -160,7 +160,8 @@ class Spec:
     @cached_property
     def modules(self) -> tuple[str, ...]:
         """Names of the steering modules that the spec refers to."""
-        found = (getattr(edit, edit.fields[0]) for edit in self.edits)
+        found = [getattr(edit, edit.fields[0]) for edit in self.edits]
+        found += [probe.weight for probe in self.probes]
         return tuple(dict.fromkeys(x.name for x in found if isinstance(x, Module)))
 
     def to_json(self) -> str:
@@ -244,11 +245,12 @@ class Spec:
         probes = []
         for i, probe in enumerate(self.probes):
             (stream,) = sites.find(probe.site, probe.layer_numbers, f"probes[{i}]")
-            _check_size(probe.weight, sites, f"probes[{i}].weight")
+            weight = probe.weight
+            if isinstance(weight, Module):
+                ((_, weight),) = _module_rows(probe, weight, sites, modules, f"probes[{i}]")
+            _check_size(weight, sites, f"probes[{i}].weight")
             probes.append(
-                ResolvedProbe(
-                    stream, tokens_of(probe), probe.name, probe.weight, probe.bias, probe.to
-                )
+                ResolvedProbe(stream, tokens_of(probe), probe.name, weight, probe.bias, probe.to)
             )
         edits = [
             one
@@ -334,7 +336,11 @@ def _row(values: Array, index: int) -> Array:
 
 
 def _module_rows(
-    edit: Edit, module: Module, sites: Sites, modules: Mapping[str, Vectors], where: str
+    action: Edit | Probe,
+    module: Module,
+    sites: Sites,
+    modules: Mapping[str, Vectors],
+    where: str,
 ) -> list[tuple[SiteLayer, Array]]:
     if module.name not in modules:
         known = ", ".join(sorted(modules)[:8]) or "none"
@@ -343,18 +349,16 @@ def _module_rows(
             f"hold. It holds: {known}. Register it first."
         )
     vectors = modules[module.name]
-    layers = edit.layer_numbers
-    streams = [s for s in vectors if layers is None or (s[0] == edit.site and s[1] in layers)]
+    layers = action.layer_numbers
+    streams = [s for s in vectors if layers is None or (s[0] == action.site and s[1] in layers)]
     if layers is not None and len(streams) < len(layers):
         has = ", ".join(f"{site} {layer}" for site, layer in sorted(vectors))
         raise SpecError(
-            f"{where}.layers names a layer of {edit.site!r} for which the steering module "
+            f"{where}.layers names a layer of {action.site!r} for which the steering module "
             f"{shown(module.name)} has no vector; it has {has}."
         )
     for site, layer in streams:
         sites.find(site, (layer,) if site != "embed" else (0,), where)
-    if edit.needs_direction and not all(vectors[s].numpy.any() for s in streams):
-        raise SpecError(f"{where}: a vector of {shown(module.name)} is zero; it has no direction.")
     return [(stream, vectors[stream]) for stream in streams]
 
 

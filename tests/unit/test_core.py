@@ -20,6 +20,7 @@ from vllm_scope.plan import OVERSHOOT
 from vllm_scope.program import BlockKeys, Cost
 from vllm_scope.registry import Registry
 from vllm_scope.sites import Sites
+from vllm_scope.spec import Resolved
 from vllm_scope.tap.tables import capacity
 from vllm_scope.vectors import SteeringModule, to_bytes
 
@@ -36,6 +37,7 @@ def _core(most: Cost | None = None) -> CoreScope:
     made = CoreScope.__new__(CoreScope)
     made.sites, made.registry = SITES, Registry(SITES)
     made.most = most or Cost(100, 100, 100)
+    made.everywhere = Resolved()
     return made
 
 
@@ -188,7 +190,7 @@ def test_plain_requests_share_blocks_as_ever():
 
 def test_until_something_is_asked_nothing_is_set_up(monkeypatch):
     monkeypatch.setattr(core, "CoreScope", lambda config: pytest.fail("set up"))
-    engine = _EngineCore(vllm_config=None)
+    engine = _EngineCore(vllm_config=SimpleNamespace(additional_config={}))
     _preprocess(engine, _request())
     assert not hasattr(engine, "scope")
 

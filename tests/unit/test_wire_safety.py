@@ -27,7 +27,9 @@ def calls_and_imports(source: Path):
         if isinstance(node, ast.Import):
             yield from ((alias.name.split(".")[0], "import") for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module.split(".")[0], "import"
+            # Sinks are entry points, which the operator's options name, before any request.
+            whole = node.module == "importlib.metadata"
+            yield (node.module if whole else node.module.split(".")[0]), "import"
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             yield node.func.id, "call"
 

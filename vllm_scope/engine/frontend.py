@@ -288,7 +288,7 @@ def _unknown_modules(engine: Any, params: Any) -> bool:
     connection = getattr(engine.output_processor, "scope", None)
     text = params.extra_args["scope"] if asks(params) else None
     # Names are rare: most specs are not parsed for them.
-    if connection is None or not isinstance(text, str) or '"edits"' not in text:
+    if connection is None or not isinstance(text, str) or '"module"' not in text:
         return False
     with suppress(SpecError):
         return not set(Spec.from_json(text).modules) <= set(connection.modules)
