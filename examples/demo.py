@@ -27,6 +27,7 @@ from examples import steered
 from examples.figure import write_figure, write_steering_figure
 from examples.page import Example, Places, Section, Token, render
 from examples.probes import LayerProbe, Reading, best_of, fit_layer
+from examples.steering import sentiment_directions
 from examples.with_vllm import VllmModel
 from toyworld.world import Prompt, Split, lying_prompts, review_openings, sentiment_prompts
 from vllm_scope import Read, scope
@@ -95,7 +96,7 @@ def main() -> None:
     write_page(OUTPUT / "tokens.html", probes, readings)
     model = VllmModel(llm)
     with step("Steering by the sentiment, taking it out, and moving capitals"):
-        directions = steered.directions_of(model)
+        directions = sentiment_directions(model.read)
         figures = steered.measure(model, directions)
     console.print()
     console.print(steered.table_of(figures))

@@ -93,7 +93,8 @@ def write_steering_figure(
     for axes, (layer, figures) in zip(panels.flat, by_layer.items(), strict=True):
         _draw_steering(axes, scales, figures)
         axes.set_title(f"after layer {layer}", fontsize=11)
-    figure.supxlabel("scale of the sentiment's direction", fontsize=11)
+    # Not supxlabel, which would lie on the legend.
+    panels[-1, NUM_COLUMNS // 2].set_xlabel("scale of the sentiment's direction")
     figure.supylabel(f"share of {num_reviews} reviews", fontsize=11)
     figure.suptitle("Where adding the sentiment turns a review", weight="bold")
     handles, labels = panels.flat[0].get_legend_handles_labels()

@@ -8,7 +8,6 @@ Promise: figures that fall short of what is promised here end the demo with a se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,7 +25,6 @@ from examples.steering import (
     ablate_sentiment,
     flip_reviews,
     move_capitals,
-    sentiment_directions,
 )
 from examples.with_vllm import VllmModel
 from vllm_scope.vectors import SteeringModule
@@ -39,7 +37,7 @@ NUM_SWEPT: Final = 30
 
 LEAST_SHARE: Final = 0.9
 #: How far from 0.5 the AUROC of a probe on so many prompts is by chance.
-CHANCE: Final = 0.15
+CHANCE: Final = 0.1
 
 
 @dataclass(frozen=True)
@@ -47,11 +45,13 @@ class Figures:
     """Of the three experiments.
 
     Attributes:
+        plain: of reviews that nothing steers.
         steered: of reviews that are steered against their opening.
         ablated: of reviews whose sentiment is taken out.
         moved: share of countries that get the capital of the one patched in.
     """
 
+    plain: SteeringFigures
     steered: SteeringFigures
     ablated: AblationFigures
     moved: float
@@ -62,12 +62,12 @@ Sweep = dict[int, list[SteeringFigures]]
 
 
 def measure(model: VllmModel, directions: SteeringModule) -> Figures:
+    moved = move_capitals(model.generate, model.read, model.token_ids, [PATCHED_STREAM])
     return Figures(
-        flip_reviews(model.generate, directions),
-        ablate_sentiment(model.generate, model.read, directions),
-        move_capitals(model.generate, model.read, model.token_ids, [PATCHED_STREAM])[
-            PATCHED_STREAM
-        ],
+        plain=flip_reviews(model.generate, directions, scale=0),
+        steered=flip_reviews(model.generate, directions),
+        ablated=ablate_sentiment(model.generate, model.read, directions),
+        moved=moved[PATCHED_STREAM],
     )
 
 
@@ -82,48 +82,29 @@ def sweep(model: VllmModel, directions: SteeringModule) -> Sweep:
     return found
 
 
-def directions_of(model: VllmModel) -> SteeringModule:
-    return sentiment_directions(model.read)
-
-
 def table_of(figures: Figures) -> Table:
     steered, ablated = figures.steered, figures.ablated
-    table = Table(title="Edits of the residual stream")
+    table = Table(title="Sentiment added and ablated; a country's embedding replaced")
     table.add_column("edit")
-    table.add_column("what becomes of it")
+    table.add_column("what is measured")
     table.add_column("plain", justify="right")
     table.add_column("edited", justify="right")
-    rows: Sequence[tuple[str, str, str, str]] = (
+    rows = (
         (
-            f"add {SCALE} of the sentiment after layer {STEERED_STREAM[1]}",
-            "reviews that turn, in whole sentences",
-            _percent(1 - ablated.kept),
+            f"add {SCALE} after layer {STEERED_STREAM[1]}",
+            "reviews turned, in whole sentences",
+            _percent(figures.plain.both),
             _percent(steered.both),
         ),
         (
-            f"ablate the sentiment after layer {ABLATED_STREAM[1]}",
+            f"ablate after layer {ABLATED_STREAM[1]}",
             f"AUROC of a probe after layer {PROBED_STREAM[1]}",
             f"{ablated.auroc:.3f}",
             f"{ablated.auroc_ablated:.3f}",
         ),
-        (
-            "",
-            "AUROC of a probe fitted to edited rows",
-            f"{ablated.auroc:.3f}",
-            f"{ablated.auroc_refitted:.3f}",
-        ),
-        (
-            "",
-            "reviews that keep their sentiment",
-            _percent(ablated.kept),
-            _percent(ablated.kept_ablated),
-        ),
-        (
-            "replace a country's embedding by another's",
-            "countries given the other's capital",
-            "",
-            _percent(figures.moved),
-        ),
+        ("", "the same, fitted to edited rows", "", f"{ablated.auroc_refitted:.3f}"),
+        ("", "reviews not turned", _percent(ablated.kept), _percent(ablated.kept_ablated)),
+        ("replace a country", "capitals that move with it", "", _percent(figures.moved)),
     )
     for row in rows:
         table.add_row(*row)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from examples import steered
 from examples.steering import (
     ABLATED_STREAM,
     PROBED_STREAM,
     STEERED_STREAM,
+    AblationFigures,
     Edit,
+    SteeringFigures,
     flip_reviews,
     move_capitals,
     sentiment_directions,
@@ -67,3 +72,37 @@ def test_rows_are_set_at_named_positions_only():
     assert (action.positions, action.values.shape) == ((2, 5), (2, 4))
     with pytest.raises(ValueError, match="name its positions"):
         as_action(Edit("set", STEERED_STREAM, row))
+
+
+AS_PROMISED = steered.Figures(
+    plain=SteeringFigures(0.0, 1.0, 0.0),
+    steered=SteeringFigures(1.0, 0.9, 0.9),
+    ablated=AblationFigures(1.0, 0.45, 0.55, 1.0, 0.5, 1.0),
+    moved=0.9,
+)
+
+
+def test_figures_as_promised_pass():
+    steered.check(AS_PROMISED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        pytest.param({"steered": SteeringFigures(1.0, 0.8, 0.8)}, "turned 80 %", id="grammar"),
+        pytest.param(
+            {"ablated": replace(AS_PROMISED.ablated, auroc=0.8)}, "of 0.800 on rows", id="no-probe"
+        ),
+        pytest.param(
+            {"ablated": replace(AS_PROMISED.ablated, auroc_ablated=0.8)}, "of 0.800", id="left"
+        ),
+        pytest.param(
+            # A probe that is always wrong knows the answer.
+            {"ablated": replace(AS_PROMISED.ablated, auroc_refitted=0.2)}, "of 0.200", id="turned",
+        ),
+        pytest.param({"moved": 0.5}, "50 % of the countries", id="capitals"),
+    ],
+)  # fmt: skip
+def test_a_figure_that_falls_short_ends_the_demo_with_a_sentence(changes, sentence):
+    with pytest.raises(AssertionError, match=sentence):
+        steered.check(replace(AS_PROMISED, **changes))
