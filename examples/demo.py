@@ -1,12 +1,13 @@
-"""The demo: find two concepts in the residual stream of a small model, and show where they are.
+"""The demo: find two concepts in the residual stream of a small model, and steer it by one.
 
-Runs:  `make demo`, or `python -m examples.demo`. On two CPU cores it takes about a minute.
+Runs:  `make demo`, or `python -m examples.demo`. On two CPU cores it takes under two minutes.
 From:  toyworld (a small trained model, labelled prompts).
-To:    demo-output/auroc.png and demo-output/tokens.html; a table on the terminal.
+To:    demo-output/: auroc.png, tokens.html and steering.png; two tables on the terminal.
 
-One `generate` call serves everything. Each prompt of the batch carries its own
+One `generate` call serves all reading. Each prompt of the batch carries its own
 reads: the prompts that probes are fitted and measured on give the rows of their
-prompt; the prompts of the page also give those of the tokens they generate.
+prompt; the prompts of the page also give those of the tokens they generate. The
+same engine then runs the experiments of steering.py.
 """
 
 import os
@@ -22,9 +23,12 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from examples.figure import write_figure
+from examples import steered
+from examples.figure import write_figure, write_steering_figure
 from examples.page import Example, Places, Section, Token, render
 from examples.probes import LayerProbe, Reading, best_of, fit_layer
+from examples.steering import sentiment_directions
+from examples.with_vllm import VllmModel
 from toyworld.world import Prompt, Split, lying_prompts, review_openings, sentiment_prompts
 from vllm_scope import Read, scope
 
@@ -90,8 +94,19 @@ def main() -> None:
     OUTPUT.mkdir(exist_ok=True)
     write_figure(OUTPUT / "auroc.png", probes, layer_names(probes), NUM_TEST)
     write_page(OUTPUT / "tokens.html", probes, readings)
-    for name in ("auroc.png", "tokens.html"):
+    model = VllmModel(llm)
+    with step("Steering by the sentiment, taking it out, and moving capitals"):
+        directions = sentiment_directions(model.read)
+        figures = steered.measure(model, directions)
+    console.print()
+    console.print(steered.table_of(figures))
+    with step("Steering at every layer, by more and more"):
+        swept = steered.sweep(model, directions)
+    write_steering_figure(OUTPUT / "steering.png", swept, steered.SWEPT_SCALES, steered.NUM_SWEPT)
+    console.print()
+    for name in ("auroc.png", "tokens.html", "steering.png"):
         console.print(f"Wrote [bold]{OUTPUT.relative_to(ROOT) / name}[/]")
+    steered.check(figures)
 
 
 def set_environment() -> None:

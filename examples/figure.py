@@ -1,6 +1,6 @@
-"""The figure: how well each concept can be read after each layer.
+"""The figures: where each concept can be read, and where a review can be steered.
 
-From:  demo.py, which has fitted the probes.   To: a PNG file.
+From:  demo.py, which has fitted the probes and steered.   To: PNG files.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from examples.probes import LayerProbe
+from examples.steering import SteeringFigures
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,15 @@ class Mark:
 # are two of Okabe and Ito's, which differ for every kind of colour vision.
 MARKS: Final = (Mark("#0072b2", "o", 10), Mark("#d55e00", "s", 5))
 
+STYLE: Final = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
+NUM_COLUMNS: Final = 3
+
 
 def write_figure(
     path: Path, probes: Mapping[str, Sequence[LayerProbe]], layers: Sequence[str], num_test: int
 ) -> None:
     """Curves of both AUROCs over the layers, for each concept in `probes`."""
-    with mpl.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8, 4.8), layout="constrained")
         axes = figure.add_subplot()
     for (name, of_concept), mark in zip(probes.items(), MARKS, strict=True):
@@ -73,3 +77,50 @@ def _draw_chance(axes: Axes, right: int) -> None:
     axes.annotate(
         "chance", (right, 0.5), (0, -14), textcoords="offset points", ha="right", color="0.4"
     )
+
+
+def write_steering_figure(
+    path: Path,
+    by_layer: Mapping[int, Sequence[SteeringFigures]],
+    scales: Sequence[float],
+    num_reviews: int,
+) -> None:
+    """A panel per layer: what becomes of reviews over the scale of the edit."""
+    num_rows = len(by_layer) // NUM_COLUMNS
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(8, 2 + 1.9 * num_rows), layout="constrained")
+        panels = figure.subplots(num_rows, NUM_COLUMNS, sharex=True, sharey=True, squeeze=False)
+    for axes, (layer, figures) in zip(panels.flat, by_layer.items(), strict=True):
+        _draw_steering(axes, scales, figures)
+        axes.set_title(f"after layer {layer}", fontsize=11)
+    # Not supxlabel, which would lie on the legend.
+    panels[-1, NUM_COLUMNS // 2].set_xlabel("scale of the sentiment's direction")
+    figure.supylabel(f"share of {num_reviews} reviews", fontsize=11)
+    figure.suptitle("Where adding the sentiment turns a review", weight="bold")
+    handles, labels = panels.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=10)
+    figure.savefig(path, dpi=200)
+
+
+def _draw_steering(axes: Axes, scales: Sequence[float], figures: Sequence[SteeringFigures]) -> None:
+    both, whole = MARKS
+    axes.plot(
+        scales,
+        [each.both for each in figures],
+        color=both.colour,
+        linewidth=2,
+        marker=both.marker,
+        markersize=5,
+        label="turned, in whole sentences",
+    )
+    axes.plot(
+        scales,
+        [each.grammatical for each in figures],
+        color=whole.colour,
+        linewidth=2,
+        linestyle=":",
+        label="whole sentences",
+    )
+    axes.set_ylim(-0.05, 1.05)
+    axes.grid(axis="y", color="0.92")
+    axes.set_axisbelow(True)

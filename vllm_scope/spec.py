@@ -359,6 +359,9 @@ def _module_rows(
         )
     for site, layer in streams:
         sites.find(site, (layer,) if site != "embed" else (0,), where)
+    needs_direction = isinstance(action, Edit) and action.needs_direction
+    if needs_direction and not all(vectors[s].numpy.any() for s in streams):
+        raise SpecError(f"{where}: a vector of {shown(module.name)} is zero; it has no direction.")
     return [(stream, vectors[stream]) for stream in streams]
 
 
