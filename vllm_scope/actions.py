@@ -237,9 +237,9 @@ class Edit(Action):
         """Check the vector against the layers."""
         where = f"{type(self).__name__}.{name}"
         value = _values(getattr(self, name), where)
-        if isinstance(value, Array):
-            if layer is None and self.layers is None and self.site != "embed":
-                raise SpecError(f"{type(self).__name__} has no layer; name one, a list, or 'all'.")
+        inline, placed = isinstance(value, Array), layer is not None or self.layers is not None
+        if inline and not placed and self.site != "embed":
+            raise SpecError(f"{type(self).__name__} has no layer; name one, a list, or 'all'.")
         object.__setattr__(self, name, value)
         self._place(layer)
         object.__setattr__(self, "layer", None)
