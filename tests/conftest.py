@@ -44,11 +44,23 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory):
 
 
 @contextmanager
+def _without_llvmlite() -> Iterator[None]:
+    """vLLM searches all modules for its kernels when an engine starts, and trips over
+    llvmlite, which n-gram speculation imports."""
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if "llvmlite" in name}
+    try:
+        yield
+    finally:
+        sys.modules.update(hidden)
+
+
+@contextmanager
 def process_engine(model: Path | str, **options: Any) -> Iterator[Any]:
     """An LLM as users start it: its own processes, compiled, async scheduling."""
     from vllm import LLM
 
-    llm = LLM(str(model), **({"max_model_len": 512} | MEMORY | options))
+    with _without_llvmlite():
+        llm = LLM(str(model), **({"max_model_len": 512} | MEMORY | options))
     try:
         yield llm
     finally:
@@ -76,13 +88,10 @@ def local_engine(model: Path | str, **options: Any) -> Iterator[Any]:
     from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 
     set_cudagraph_capturing_enabled(True)
-    # vLLM searches all modules for its kernels when an engine starts, and trips over
-    # llvmlite, which n-gram speculation imports.
-    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if "llvmlite" in name}
     try:
         merged = {k: v for k, v in (defaults | options).items() if v is not None}
-        llm = LLM(str(model), **merged)
-        sys.modules.update(hidden)
+        with _without_llvmlite():
+            llm = LLM(str(model), **merged)
         yield llm
     finally:
         if llm is not None:

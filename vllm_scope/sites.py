@@ -42,6 +42,11 @@ def boundary_of_point(point: int) -> int:
     return point // LEVELS
 
 
+def boundary_of(stream: SiteLayer) -> int:
+    site, layer = stream
+    return 2 * layer + {"embed": 0, "resid_pre": 0, "resid_mid": 1, "resid_post": 2}[site]
+
+
 def canonical_site(site: object, where: str) -> str:
     """The site's own name for a name or an alias.
 
@@ -103,9 +108,9 @@ class Sites:
     dtype: str
     boundaries: tuple[int, ...]
 
-    def boundary_of(self, stream: SiteLayer) -> int:
-        site, layer = stream
-        return 2 * layer + {"embed": 0, "resid_pre": 0, "resid_mid": 1, "resid_post": 2}[site]
+    @staticmethod
+    def boundary_of(stream: SiteLayer) -> int:
+        return boundary_of(stream)
 
     @staticmethod
     def group_of(stream: SiteLayer) -> int:

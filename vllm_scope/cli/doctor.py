@@ -15,7 +15,7 @@ from rich.table import Table
 from vllm_scope import __version__
 from vllm_scope.engine.describe import describe_model
 from vllm_scope.errors import ScopeError
-from vllm_scope.sites import KNOWN_SITES, SITES
+from vllm_scope.sites import KNOWN_SITES, SITES, boundary_of
 
 
 def examine(model: str, options: dict[str, Any]) -> int:
@@ -60,8 +60,8 @@ def _table(first: dict[str, Any], ranks: list[dict[str, Any]]) -> Table:
         if site == "embed":
             found = "yes" if 0 in boundaries else "-"
         else:
-            shift = 1 if site == "resid_post" else 0
-            found = _ranges([k for k in range(sites["num_layers"]) if k + shift in boundaries])
+            layers = range(sites["num_layers"])
+            found = _ranges([k for k in layers if boundary_of((site, k)) in boundaries])
         table.add_row(site, found, "" if found != "-" else "not among the configured sites")
     return table
 
