@@ -7,9 +7,10 @@ import json
 import torch
 from safetensors.torch import save_file
 
-from tests.checkpoints import NUM_LAYERS, Reference, check_completion, reference
+from tests.checkpoints import NUM_LAYERS, Reference, check_completion, reference, row_error
 from tests.conftest import local_engine
-from vllm_scope import Read, scope
+from tests.engine.test_edits import D, V
+from vllm_scope import Add, Probe, Read, scope
 
 
 def make_adapter(folder, hidden_size: int, rank: int = 8) -> None:
@@ -36,6 +37,30 @@ def adapted(path, folder) -> Reference:
             delta = tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
             ref.model.model.layers[layer].self_attn.o_proj.weight += delta
     return ref
+
+
+def test_lora_requests_are_edited_and_scored_in_their_own_model(checkpoints, tmp_path):
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    path = checkpoints("llama")
+    make_adapter(tmp_path, 128)
+    actions = [Add(V, layer=0), Probe(D, layer=1, name="p"), Read("resid_post")]
+    params = SamplingParams(
+        temperature=0, max_tokens=10, ignore_eos=True, detokenize=False,
+        extra_args=scope(*actions),
+    )  # fmt: skip
+    prompt = {"prompt_token_ids": list(range(20, 50))}
+    adapter = LoRARequest("adapter", 1, str(tmp_path))
+    with local_engine(path, dtype="float32", enable_lora=True, max_lora_rank=8) as llm:
+        (output,) = llm.generate(prompt, params, lora_request=adapter, use_tqdm=False)
+    ids = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
+    streams, _ = adapted(path, tmp_path).edited(ids, [("resid_post", 0, lambda x: x + V)])
+    for layer in range(NUM_LAYERS):
+        rows = output.scope["resid_post", layer]
+        assert row_error(rows, streams["resid_post", layer]) < 1e-4
+    expected = streams["resid_post", 1].double() @ D.double()
+    torch.testing.assert_close(output.scope.scores["p"].double(), expected, rtol=1e-3, atol=1e-2)
 
 
 def test_lora_requests_read_their_own_model(checkpoints, tmp_path):
