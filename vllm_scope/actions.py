@@ -385,9 +385,9 @@ class Replace(Edit):
     tokens: Any = field(default="all", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        positions = [self.positions] if isinstance(self.positions, int) else self.positions
-        if not isinstance(positions, Sequence) or isinstance(positions, str):
-            positions = getattr(positions, "tolist", lambda: positions)()
+        # A tensor or an array of numpy becomes numbers.
+        positions = getattr(self.positions, "tolist", lambda: self.positions)()
+        positions = [positions] if isinstance(positions, int) else positions
         chosen = parse_selector(positions, "Replace.positions")
         if not isinstance(chosen, Positions):
             raise SpecError(

@@ -72,6 +72,8 @@ def parse_layers(layers: object, site: str, where: str) -> tuple[int, ...] | Non
     Raises:
         SpecError: a wrong type, an empty list, or a negative number.
     """
+    if hasattr(layers, "tolist"):  # of numpy or torch
+        layers = layers.tolist()
     if site == "embed":
         one = list(layers) if isinstance(layers, list | tuple) else [layers]
         if layers in ("all", None) or (len(one) == 1 and type(one[0]) is int and one[0] == 0):

@@ -235,3 +235,12 @@ def test_the_digest_of_an_edit_is_of_what_it_does_to_a_token(other, same):
     one = Spec(edits=(Add(V, layer=1, scale=2),)).resolve(SITES).edits[0]
     (two,) = Spec(edits=(other,)).resolve(SITES).edits
     assert (one.digest == two.digest) is same
+
+
+def test_numbers_of_numpy_and_torch_are_numbers():
+    rows = torch.ones(2, 4)
+    for positions in (np.array([3, 1]), torch.tensor([3, 1]), (3, 1), range(3, 0, -2)):
+        assert Replace(rows, positions, layer=0).positions == (3, 1)
+    assert Replace(rows[0], np.int64(3), layer=0).positions == (3,)
+    assert Read("resid_post", np.array([1, 0])).layers == (0, 1)
+    assert Read("resid_post", torch.tensor(1)).layers == (1,)
