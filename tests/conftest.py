@@ -44,7 +44,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory):
 
 
 @contextmanager
-def _without_llvmlite() -> Iterator[None]:
+def without_llvmlite() -> Iterator[None]:
     """vLLM searches all modules for its kernels when an engine starts, and trips over
     llvmlite, which n-gram speculation imports."""
     hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if "llvmlite" in name}
@@ -59,7 +59,7 @@ def process_engine(model: Path | str, **options: Any) -> Iterator[Any]:
     """An LLM as users start it: its own processes, compiled, async scheduling."""
     from vllm import LLM
 
-    with _without_llvmlite():
+    with without_llvmlite():
         llm = LLM(str(model), **({"max_model_len": 512} | MEMORY | options))
     try:
         yield llm
@@ -69,13 +69,26 @@ def process_engine(model: Path | str, **options: Any) -> Iterator[Any]:
 
 
 @contextmanager
+def inside_this_process() -> Iterator[None]:
+    """LLMs made in here start no process; what they leave behind is cleaned up."""
+    from vllm.compilation.monitor import set_cudagraph_capturing_enabled
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    # The engine before this one forbade captures, for the whole process.
+    set_cudagraph_capturing_enabled(True)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+            yield
+    finally:
+        cleanup_dist_env_and_memory()
+
+
+@contextmanager
 def local_engine(model: Path | str, **options: Any) -> Iterator[Any]:
     """An LLM inside this process: two seconds to start, eager unless asked otherwise."""
     from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
 
-    before = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     defaults: dict[str, Any] = {
         "max_model_len": 512,
         "enforce_eager": True,
@@ -83,25 +96,15 @@ def local_engine(model: Path | str, **options: Any) -> Iterator[Any]:
         "skip_tokenizer_init": True,
         **MEMORY,
     }
-    llm = None
-    # The engine before this one forbade captures, for the whole process.
-    from vllm.compilation.monitor import set_cudagraph_capturing_enabled
-
-    set_cudagraph_capturing_enabled(True)
-    try:
-        merged = {k: v for k, v in (defaults | options).items() if v is not None}
-        with _without_llvmlite():
+    merged = {k: v for k, v in (defaults | options).items() if v is not None}
+    with inside_this_process():
+        with without_llvmlite():
             llm = LLM(str(model), **merged)
-        yield llm
-    finally:
-        if llm is not None:
+        try:
+            yield llm
+        finally:
             llm.llm_engine.engine_core.shutdown()
-        del llm
-        cleanup_dist_env_and_memory()
-        if before is None:
-            del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
-        else:
-            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = before
+            del llm
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.checkpoints import reference, row_error
-from tests.conftest import MEMORY, TOYWORLD
+from tests.conftest import MEMORY, TOYWORLD, inside_this_process, without_llvmlite
 from vllm_scope import Add, ScopeError, SpecError, scope
 
 TEXT = "My father told me about the book Goldette. Happily, it was"
@@ -26,30 +26,21 @@ def sampling(**options):
 @pytest.fixture(scope="module")
 def make():
     """LLMs inside this process, as many as a test wants, side by side."""
-    import os
-
-    from vllm.distributed import cleanup_dist_env_and_memory
-
     from vllm_scope.faces.probe_hook import LLM
 
-    before = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     made = []
 
     def start(**options):
         options = ENGINE | {"distributed_executor_backend": "uni"} | options
-        made.append(LLM(str(TOYWORLD), **options))
+        with without_llvmlite():
+            made.append(LLM(str(TOYWORLD), **options))
         return made[-1]
 
-    yield start
-    for llm in made:
-        llm.llm_engine.engine_core.shutdown()
-    made.clear()
-    cleanup_dist_env_and_memory()
-    if before is None:
-        del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
-    else:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = before
+    with inside_this_process():
+        yield start
+        for llm in made:
+            llm.llm_engine.engine_core.shutdown()
+        made.clear()
 
 
 @pytest.fixture(scope="module")
