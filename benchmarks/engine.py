@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -115,7 +116,10 @@ def measure(llm: Any, work: Workload) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
+def serve(
+    load: Callable[[dict[str, Any]], Any], measure: Callable[[Any, Workload], dict[str, Any]]
+) -> None:
+    """Load what the first line asks for, then measure on it what the others ask for."""
     # vLLM logs to standard output; results go where only they go.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -126,12 +130,16 @@ def main() -> None:
 
     options = json.loads(sys.stdin.readline())
     started = time.perf_counter()
-    from vllm import LLM
-
-    llm = LLM(**options)
+    loaded = load(options)
     say({"start_seconds": time.perf_counter() - started})
     for line in sys.stdin:
-        say(measure(llm, Workload(**json.loads(line))))
+        say(measure(loaded, Workload(**json.loads(line))))
+
+
+def load(options: dict[str, Any]) -> Any:
+    from vllm import LLM
+
+    return LLM(**options)
 
 
 def encode(work: Workload) -> str:
@@ -139,4 +147,4 @@ def encode(work: Workload) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    serve(load, measure)

@@ -6,13 +6,10 @@ batch needs no padding; what is "delivered" is on the host, as vllm-scope's is.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from typing import Any
 
-from benchmarks.engine import Workload
+from benchmarks.engine import Workload, serve
 
 
 def measure(model: Any, work: Workload) -> dict[str, Any]:
@@ -40,27 +37,15 @@ def measure(model: Any, work: Workload) -> dict[str, Any]:
     return found | ({"gigabytes": size / 1e9} if size else {})
 
 
-def main() -> None:
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def say(body: dict[str, Any]) -> None:
-        out.write("RESULT" + json.dumps(body) + "\n")
-        out.flush()
-
-    options = json.loads(sys.stdin.readline())
-    started = time.perf_counter()
+def load(options: dict[str, Any]) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    torch.set_grad_enabled(False)
     with torch.device("cuda"):
         config = AutoConfig.from_pretrained(options["model"])
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    say({"start_seconds": time.perf_counter() - started})
-    with torch.no_grad():
-        for line in sys.stdin:
-            say(measure(model, Workload(**json.loads(line))))
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
 if __name__ == "__main__":
-    main()
+    serve(load, measure)

@@ -231,7 +231,7 @@ class Edit(Action):
     @property
     def needs_direction(self) -> bool:
         """The vector is used as a direction, so it may not be zero."""
-        return False
+        return self.norm_match or self.fields[0] == "direction"
 
     def _set_vector(self, name: str, layer: Layers) -> None:
         """Check the vector against the layers."""
@@ -289,10 +289,6 @@ class Add(Edit):
     norm_match: bool = False
     layers: Layers = field(default=None, repr=False, kw_only=True)
 
-    @property
-    def needs_direction(self) -> bool:
-        return self.norm_match
-
     def __post_init__(self) -> None:
         object.__setattr__(self, "scale", _number(self.scale, "Add.scale"))
         if not isinstance(self.norm_match, bool):
@@ -318,10 +314,6 @@ class Ablate(Edit):
     tokens: Any = "all"
     layers: Layers = field(default=None, repr=False, kw_only=True)
 
-    @property
-    def needs_direction(self) -> bool:
-        return True
-
     def __post_init__(self) -> None:
         self._set_vector("direction", self.layer)
 
@@ -346,10 +338,6 @@ class Clamp(Edit):
     layer: Layers = None
     tokens: Any = "all"
     layers: Layers = field(default=None, repr=False, kw_only=True)
-
-    @property
-    def needs_direction(self) -> bool:
-        return True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lo", _number(self.lo, "Clamp.lo"))

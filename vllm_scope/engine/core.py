@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from vllm_scope.engine.delivery import global_reads
-from vllm_scope.engine.model import sites_of
+from vllm_scope.engine.model import hidden_size_of, sites_of
 from vllm_scope.engine.plugin import config_of, wrap_function, wrap_method
 from vllm_scope.errors import CapacityError
 from vllm_scope.plan import OVERSHOOT
@@ -149,12 +149,10 @@ _entering: dict[str, BlockKeys] = {}
 
 
 def _preprocess(original: Any, self: Any, request: Any) -> Any:
-    scope: CoreScope | None = self.__dict__.get("scope")
-    if scope is None:
-        if handle_of(request.sampling_params) is None and not _has_global_sinks(self):
-            return original(self, request)
-        scope = self.scope = CoreScope(self.vllm_config)
-    keys = scope.stamp(request)
+    nothing_asked = "scope" not in self.__dict__ and handle_of(request.sampling_params) is None
+    if nothing_asked and not _has_global_sinks(self):
+        return original(self, request)
+    keys = _scope_of(self).stamp(request)
     if keys is None:
         return original(self, request)
     _entering[request.request_id] = keys
@@ -164,6 +162,14 @@ def _preprocess(original: Any, self: Any, request: Any) -> Any:
         return made
     finally:
         del _entering[request.request_id]
+
+
+def _scope_of(engine: Any) -> CoreScope:
+    """EngineCore's, made when something is asked for the first time."""
+    if "scope" not in engine.__dict__:
+        engine.scope = CoreScope(engine.vllm_config)
+    scope: CoreScope = engine.scope
+    return scope
 
 
 def _has_global_sinks(engine: Any) -> bool:
@@ -188,19 +194,25 @@ def _collective_rpc(
     telling = {"scope_register": "register", "scope_unregister": "unregister",
                "scope_set_edits": "set_edits"}  # fmt: skip
     if method in telling:
-        if "scope" not in self.__dict__:
-            self.scope = CoreScope(self.vllm_config)
-        getattr(self.scope.registry, telling[method])(*args, **(kwargs or {}))
+        getattr(_scope_of(self).registry, telling[method])(*args, **(kwargs or {}))
     return original(self, method, timeout, args, kwargs)
 
 
 # Room for requests
 
 
-def _ledger_of(scheduler: Any, most: Cost | None = None) -> Ledger | None:
-    ledger = scheduler.__dict__.get("scope_ledger")
-    if ledger is None and most is not None:
-        ledger = scheduler.scope_ledger = Ledger(most)
+def _ledger_of(scheduler: Any) -> Ledger | None:
+    """None while no request has held anything."""
+    ledger: Ledger | None = scheduler.__dict__.get("scope_ledger")
+    return ledger
+
+
+def _new_ledger(scheduler: Any) -> Ledger:
+    vllm_config = scheduler.vllm_config
+    config = config_of(vllm_config)
+    assert config is not None
+    ledger = Ledger(capacity(hidden_size_of(vllm_config), config.vectors_mib))
+    scheduler.scope_ledger = ledger
     return ledger
 
 
@@ -214,12 +226,7 @@ def _add_to_scheduler(original: Any, self: Any, request: Any) -> None:
     if cost is None:
         original(self, request)
         return
-    config = config_of(self.vllm_config)
-    assert config is not None
-    ledger = _ledger_of(
-        self, capacity(self.vllm_config.model_config.get_hidden_size(), config.vectors_mib)
-    )
-    assert ledger is not None
+    ledger = _ledger_of(self) or _new_ledger(self)
     if not ledger.waiting and ledger.admit(request.request_id, cost):
         original(self, request)
     else:
