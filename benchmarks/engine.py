@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 
@@ -25,6 +26,7 @@ class Workload:
         edits: "own": each request adds a vector of its own in the middle layer;
             "one": all add the same one.
         probes: how many probes score every token, in the middle layer.
+        named: the probes' weights are steering modules that the engine holds.
         lens: read through vllm-lens instead.
         salt: makes the prompts different, so that no run hits another's cache.
     """
@@ -36,6 +38,7 @@ class Workload:
     layers: list[int] | None = None
     edits: str | None = None
     probes: int = 0
+    named: bool = False
     lens: bool = False
     salt: int = 0
 
@@ -51,24 +54,42 @@ def extra_args(work: Workload, config: Any) -> list[dict[str, Any] | None]:
         return [{"output_residual_stream": work.layers}] * work.batch
     if work.layers is None and work.edits is None and not work.probes:
         return [None] * work.batch
-    import numpy as np
-
     from vllm_scope import Add, Probe, Read, scope
 
-    middle, size = config.get_total_num_hidden_layers() // 2, config.get_hidden_size()
-
-    def vector(seed: int) -> np.ndarray:
-        return np.random.default_rng(seed).normal(size=size).astype(np.float32) / size
-
+    middle, vector = middle_of(config), partial(vector_of, config)
     actions: list[Any] = []
     if work.layers is not None:
         actions.append(Read("resid_post", layers=work.layers))
-    actions += [Probe(vector(i), layer=middle, name=f"p{i}") for i in range(work.probes)]
+    for i in range(work.probes):
+        weight = f"probe-{i}" if work.named else vector(i)
+        actions.append(Probe(weight, layer=middle, name=f"p{i}"))
     if work.edits == "own":
         return [scope(*actions, Add(vector(1000 + i), layer=middle)) for i in range(work.batch)]
     if work.edits == "one":
         actions.append(Add(vector(1000), layer=middle))
     return [scope(*actions)] * work.batch
+
+
+def register(llm: Any, num_probes: int) -> None:
+    """Let the engine hold the probes that requests name."""
+    from vllm_scope.vectors import SteeringModule, to_bytes
+
+    config = llm.llm_engine.vllm_config.model_config
+    for i in range(num_probes):
+        module = SteeringModule({("resid_post", middle_of(config)): vector_of(config, i)})
+        llm.collective_rpc("scope_register", args=(f"probe-{i}", to_bytes(module)))
+
+
+def middle_of(config: Any) -> int:
+    return int(config.get_total_num_hidden_layers()) // 2
+
+
+def vector_of(config: Any, seed: int) -> Any:
+    """float32 [hidden_size]."""
+    import numpy as np
+
+    size = config.get_hidden_size()
+    return np.random.default_rng(seed).normal(size=size).astype(np.float32) / size
 
 
 def delivered(work: Workload, outputs: list[Any]) -> int:
@@ -101,6 +122,8 @@ def measure(llm: Any, work: Workload) -> dict[str, Any]:
         )
         for extra in extra_args(work, config)
     ]  # fmt: skip
+    if work.named:
+        register(llm, work.probes)
     rng = np.random.default_rng(work.salt)
     vocab = config.get_vocab_size()
     prompts = [

@@ -16,14 +16,13 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from vllm_scope.actions import MAX_NAME
 from vllm_scope.arrays import Array
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.sites import SiteLayer, Sites
-from vllm_scope.spec import Resolved, ResolvedEdit, Spec, Vectors
+from vllm_scope.spec import NOTHING, Resolved, ResolvedEdit, Spec, Vectors
 from vllm_scope.vectors import SteeringModule, from_bytes
 
 MAX_MODULES = 4096
@@ -31,6 +30,8 @@ MAX_MODULES = 4096
 MAX_KEPT_BYTES = 1 << 30
 #: Server-wide edits that were replaced, for the same reason.
 MAX_KEPT_EDITS = 64
+#: Sets of names whose modules are looked up once.
+MAX_KEPT_NAMES = 256
 #: What server-wide edits may pick, beside positions: phases, not requests.
 TIERS = ("all", "prompt", "generated")
 
@@ -50,6 +51,8 @@ class Registry:
         self.server_text: str | None = None
         self._modules: OrderedDict[str, Vectors] = OrderedDict()
         self._edits: OrderedDict[str, tuple[ResolvedEdit, ...]] = OrderedDict()
+        #: By what names stand for: requests of the same names resolve to the same object.
+        self._held: dict[tuple[tuple[str, str], ...], dict[str, Vectors]] = {}
 
     def register(self, name: str, data: bytes) -> str:
         """Let a name mean a module; its digest.
@@ -147,19 +150,25 @@ class Registry:
         Raises:
             SpecError: it cannot be, or the content is not held any more.
         """
-        own = Resolved()
-        if spec is not None:
-            own = spec.resolve(self._sites, self._named(names))
+        own = NOTHING if spec is None else spec.resolve(self._sites, self._named(names))
         if server is None:
             return own
         if server not in self._edits:
             raise SpecError("the server-wide edits of this request are gone; send it again.")
-        return replace(own, edits=(*self._edits[server], *own.edits))
+        return own.joined(edits=self._edits[server])
 
     def _named(self, names: Mapping[str, str]) -> dict[str, Vectors]:
-        return {n: self._modules[d] for n, d in names.items() if d in self._modules}
+        key = tuple(names.items())
+        found = self._held.get(key)
+        if found is None:
+            if len(self._held) >= MAX_KEPT_NAMES:
+                self._held.clear()
+            found = {n: self._modules[d] for n, d in key if d in self._modules}
+            self._held[key] = found
+        return found
 
     def _trim(self) -> None:
+        self._held.clear()
         named = set(self.names.values())
         size = sum(len(a.data) for vectors in self._modules.values() for a in vectors.values())
         for digest in [d for d in self._modules if d not in named]:

@@ -108,8 +108,24 @@ class Resolved:
     edits: tuple[ResolvedEdit, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without what program.py remembers on it.
+        # Without what program.py and `joined` remember on it.
         return {"reads": self.reads, "probes": self.probes, "edits": self.edits}
+
+    def joined(
+        self, edits: tuple[ResolvedEdit, ...] = (), reads: tuple[ResolvedRead, ...] = ()
+    ) -> Resolved:
+        """With the server's edits before its own, and global sinks' reads after its own.
+
+        The same for as long as these are: what is compiled is remembered on it.
+        """
+        if not (edits or reads):
+            return self
+        last = self.__dict__.get("_joined")
+        if last is None or last[0] is not edits or last[1] is not reads:
+            whole = Resolved((*self.reads, *reads), self.probes, (*edits, *self.edits))
+            last = self.__dict__["_joined"] = (edits, reads, whole)
+        found: Resolved = last[2]
+        return found
 
     @property
     def actions(self) -> tuple[ResolvedRead | ResolvedProbe | ResolvedEdit, ...]:
@@ -129,6 +145,10 @@ class Resolved:
         """The reads and probes of one destination, without the edits."""
         reads = tuple(read for read in self.reads if read.to == to)
         return Resolved(reads, tuple(probe for probe in self.probes if probe.to == to))
+
+
+#: Of a request that asks for nothing itself.
+NOTHING = Resolved()
 
 
 @dataclass(frozen=True)
@@ -221,18 +241,22 @@ class Spec:
 
         Args:
             sites: what the engine taps.
-            modules: the steering modules that it holds, by name.
+            modules: the steering modules that it holds, by name. What was made with a
+                mapping is remembered for it: give another where one has changed.
 
         Raises:
             SpecError: a layer that the model does not have, a site or layer that this
                 engine does not tap, a vector of another size, an unknown module.
         """
-        if self.modules:
-            return self._resolve(sites, modules or {})
-        known: dict[Sites, Resolved] = self.__dict__.setdefault("_resolved", {})
-        if sites not in known:
-            known[sites] = self._resolve(sites, {})
-        return known[sites]
+        given = modules if self.modules else None
+        known: tuple[tuple[Sites, Any, Resolved], ...] = self.__dict__.get("_resolved", ())
+        for known_sites, known_modules, found in known:
+            if known_modules is given and known_sites == sites:
+                return found
+        found = self._resolve(sites, given or {})
+        # The front-end's, EngineCore's and the worker's, where all are one process.
+        self.__dict__["_resolved"] = (*known[-7:], (sites, given, found))
+        return found
 
     def _resolve(self, sites: Sites, modules: Mapping[str, Vectors]) -> Resolved:
         reads = tuple(

@@ -60,6 +60,20 @@ def test_a_request_keeps_what_a_name_meant_when_it_entered(held):
     assert _values(held.resolve(spec, names, None).edits) == [V]
 
 
+def test_requests_that_ask_for_the_same_share_what_was_made_of_it(held):
+    text = _text(Add("m", layer=0))
+    names = {"m": held.register("m", to_bytes(_module(V)))}
+    server = held.set_edits(_text(Add(W, layer=1)))
+    for around in (None, server):
+        found = [held.resolve(Spec.from_json(text), dict(names), around) for _ in range(2)]
+        assert found[0] is found[1]
+    alone = [held.resolve(None, {}, server) for _ in range(2)]
+    assert alone[0] is alone[1]
+    held.register("m", to_bytes(_module(W)))
+    assert _values(held.resolve(Spec.from_json(text), names, None).edits) == [V]
+    assert _values(held.resolve(Spec.from_json(text), held.names, server).edits) == [W, W]
+
+
 def test_a_name_that_means_nothing_is_refused_with_those_that_do(held):
     held.register("known", to_bytes(_module(V)))
     spec = Spec(edits=(Add("m", layer=0),))

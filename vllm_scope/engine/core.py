@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from copy import copy
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -113,7 +113,7 @@ class CoreScope:
         modules = spec.modules if spec is not None else ()
         handle["modules"] = {name: names[name] for name in modules if name in names}
         asked = self.registry.resolve(spec, handle["modules"], server)
-        asked = replace(asked, reads=(*asked.reads, *self.everywhere.reads))
+        asked = asked.joined(reads=self.everywhere.reads)
         prompt_ids = np.asarray(request.prompt_token_ids or (), np.int64)
         program = RequestProgram.compile(
             asked, self.sites, frozenset(self.sites.boundaries), len(prompt_ids), prompt_ids

@@ -115,7 +115,7 @@ class Delivery:
         if key >= 0 and MEMORY not in asked.destinations:
             self.memory.leave_out_rows(key)
         if self.everywhere.reads:
-            asked = replace(asked, reads=(*asked.reads, *self.everywhere.reads))
+            asked = asked.joined(reads=self.everywhere.reads)
             key = next(self._own_keys) if key < 0 else key
         if any(to != MEMORY for to in asked.destinations):
             name = str(handle.get("request_id", req_id))
