@@ -68,6 +68,15 @@ def process_engine(model: Path | str, **options: Any) -> Iterator[Any]:
         del llm
 
 
+def async_engine(model: Path | str, **options: Any) -> Any:
+    """An AsyncLLM, eager, on the running loop; the caller shuts it down."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    defaults = {"dtype": "float32", "max_model_len": 512, "enforce_eager": True, **MEMORY}
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(str(model), **(defaults | options)))
+
+
 @contextmanager
 def inside_this_process() -> Iterator[None]:
     """LLMs made in here start no process; what they leave behind is cleaned up."""

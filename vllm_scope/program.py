@@ -341,8 +341,11 @@ class RequestProgram:
         return list(dict.fromkeys(program for program in found if program is not None))
 
     def cost(self, num_positions: int) -> Cost:
-        """What the request takes of the device tables."""
+        """What the request takes of the device tables, what drafts may need included."""
         programs = self.all_programs(num_positions)
+        superset = self.generated_superset()
+        if superset is not None and superset not in programs:
+            programs.append(superset)
         vectors: set[Array] = set().union(*(program.vectors for program in programs))
         return Cost(len(vectors), len(programs), sum(program.num_ops for program in programs))
 

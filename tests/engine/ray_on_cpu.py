@@ -37,6 +37,7 @@ def main(road: str) -> None:
     llm = LLM(
         str(TOYWORLD), dtype="float32", max_model_len=256, enforce_eager=True,
         skip_tokenizer_init=True, distributed_executor_backend="ray",
+        gpu_memory_utilization=0.3,
         additional_config={"scope": {"road": road}},
     )  # fmt: skip
     params = SamplingParams(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoints import check_completion, reference
-from tests.conftest import TOYWORLD
+from tests.conftest import TOYWORLD, async_engine
 from vllm_scope import Read, SpecError, scope
 
 SPEC = scope(Read("resid_post", [0, 5]), Read("embed"))
@@ -24,13 +24,8 @@ def loop():
 
 @pytest.fixture(scope="module")
 def engine(loop):
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
     async def start():
-        return AsyncLLM.from_engine_args(
-            AsyncEngineArgs(str(TOYWORLD), dtype="float32", max_model_len=512, enforce_eager=True)
-        )
+        return async_engine(TOYWORLD)
 
     engine = loop.run(start())
     yield engine

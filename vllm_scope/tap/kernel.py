@@ -16,7 +16,7 @@ import triton.language as tl
 if TYPE_CHECKING:
     from torch import Tensor
 
-# program.py's opcodes; tests/unit holds them equal.
+# program.py's opcodes; tests/interpreter holds them equal.
 OP_READ = tl.constexpr(1)
 OP_DOT = tl.constexpr(2)
 OP_ADD = tl.constexpr(3)
