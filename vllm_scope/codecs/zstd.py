@@ -15,7 +15,8 @@ from vllm_scope.codecs.base import CodecModel
 from vllm_scope.errors import ConfigError
 
 
-def _zstd() -> Any:
+def zstd_library() -> Any:
+    """Python's own module from 3.14 on; raises ConfigError where there is none."""
     try:
         if sys.version_info >= (3, 14):
             from compression import zstd
@@ -55,7 +56,7 @@ class Zstd(CodecModel):
     level: StrictInt = Field(default=1, ge=1, le=22)
 
     def _encode(self, rows: Tensor) -> dict[str, Tensor]:
-        zstd = _zstd()
+        zstd = zstd_library()
         compressor = _compressors.of_level.get(self.level)
         if compressor is None:
             compressor = zstd.ZstdCompressor(level=self.level)
@@ -65,7 +66,7 @@ class Zstd(CodecModel):
         return {"frame": torch.frombuffer(bytearray(frame), dtype=torch.uint8)}
 
     def _decode(self, parts: Mapping[str, Tensor], num_rows: int) -> Tensor:
-        zstd = _zstd()
+        zstd = zstd_library()
         frame = parts["frame"].cpu().contiguous().view(torch.uint8).numpy()
         size = num_rows * self.hidden_size * self.torch_dtype.itemsize
         try:

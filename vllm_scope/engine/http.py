@@ -5,9 +5,9 @@ Owns:  the seams on vLLM's HTTP server: its app, the two ways to complete, and w
 Runs:  in each API server process.
 To:    server (which knows no vLLM).
 
-Promise: a plain request takes the original path. A request with a scope gets it back,
-or an error that says why not; on paths whose answers have no place for one, always
-the latter.
+Promise: a plain request takes the original path. A request with a scope, or with a face's
+words, gets what it asks for, or an error that says why not; on paths whose answers have no
+place for it, always the latter.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
+from vllm_scope.engine import translators
 from vllm_scope.engine.frontend import asks, params_of, refusal, settle
 from vllm_scope.engine.plugin import config_of, wrap_function, wrap_method
 from vllm_scope.errors import CapacityError, SpecError
 from vllm_scope.result import inbox, num_pending
+from vllm_scope.server import faces
 from vllm_scope.server.answer import Answer, Options, current
 from vllm_scope.server.settings import RUN
 
@@ -40,10 +43,21 @@ _LATE_POLL_S = 0.002
 
 def _create(original: Any, self: Any, request: Any, raw_request: Any = None) -> Any:
     """OpenAIServingCompletion.create_completion and OpenAIServingChat's twin."""
-    xargs = request.vllm_xargs
-    if not xargs or raw_request is None or not any(name.startswith("scope") for name in xargs):
+    if raw_request is None or not _asks_us(request):
         return original(self, request, raw_request)
     return _create_with_scope(original, self, request, raw_request)
+
+
+def _asks_us(request: Any) -> bool:
+    """A scope, or a face's word, in `vllm_xargs` or beside it."""
+    body = request.model_extra
+    # Batches of chats have no such field, so it may be of any form there.
+    xargs = getattr(request, "vllm_xargs", None)
+    if isinstance(xargs, dict) and (
+        any(name.startswith("scope") for name in xargs) or translators.has_keys(xargs)
+    ):
+        return True
+    return bool(body) and faces.has_fields(body)
 
 
 async def _create_with_scope(original: Any, self: Any, request: Any, raw_request: Any) -> Any:
@@ -52,16 +66,21 @@ async def _create_with_scope(original: Any, self: Any, request: Any, raw_request
     _check_place(request, raw_request)
     state = raw_request.app.state.scope
     try:
-        options = Options.parse(request.vllm_xargs)
+        xargs = request.vllm_xargs or {}
+        options = Options.parse(xargs)
+        words = faces.Words.find(xargs, request.model_extra, translators.keys())
+        answer = Answer(
+            options, state.store, state.settings.inline_bytes, state.owner_of(raw_request),
+            request.n or 1, bool(request.stream),
+        )  # fmt: skip
+        answer.replies = words.begin(answer.keep)
         state.store.check_room()
     except SpecError as error:
         raise refusal()(str(error)) from None
     except CapacityError as error:
         raise GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS) from None
-    answer = Answer(
-        options, state.store, state.settings.inline_bytes, state.owner_of(raw_request),
-        request.n or 1, bool(request.stream),
-    )  # fmt: skip
+    if words.fields:
+        request.vllm_xargs = {**xargs, **words.fields}
     token = current.set(answer)
     streams = False
     try:
@@ -70,7 +89,7 @@ async def _create_with_scope(original: Any, self: Any, request: Any, raw_request
             made = await _stream(answer, made)
             streams = True
         elif hasattr(made, "choices"):
-            await answer.fill(made.choices)
+            await answer.fill(made)
         return made
     finally:
         current.reset(token)
@@ -128,7 +147,8 @@ async def _chunks(
 def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """AsyncLLM.generate, outside of frontend's wrapper: outputs have their results."""
     place, params = current.get(), params_of(args, kwargs, 1, "sampling_params")
-    if place is None or not asks(params):
+    extra = getattr(params, "extra_args", None)
+    if place is None or not (asks(params) or translators.has_keys(extra)):
         return original(self, *args, **kwargs)
     if isinstance(place, str):
         raise refusal()(_no_place(place))
@@ -146,7 +166,7 @@ async def _followed(answer: Answer, prompt: int, engine: Any, params: Any, strea
                     await _catch_up(output, connection.deliver_timeout_s)
                 for completion in output.outputs:
                     if completion.scope is not None:
-                        answer.take(prompt, completion.index, completion.scope)
+                        answer.take(prompt, completion)
                 yield output
     except Exception as error:
         answer.fail(error)
@@ -190,14 +210,16 @@ def _admitted(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any)
     original(self, request, *args, **kwargs)
     answer = current.get()
     if isinstance(answer, Answer):
-        pending, _ = self.request_states[request.request_id].scope
-        answer.open_one(lambda: inbox().forget(pending))
+        known = getattr(self.request_states[request.request_id], "scope", None)
+        answer.open_one(None if known is None else partial(inbox().forget, known[0]))
 
 
-def _create_response(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """OpenAIServingResponses.create_responses: refused before anything is streamed."""
-    if any(name.startswith("scope") for name in request.vllm_xargs or ()):
-        raise refusal()(_no_place("/v1/responses"))
+def _create_elsewhere(
+    path: str, original: Any, self: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Serving of a path whose answers have no place: refused before anything is streamed."""
+    if _asks_us(request):
+        raise refusal()(_no_place(path))
     return original(self, request, *args, **kwargs)
 
 
@@ -262,10 +284,12 @@ class EngineCalls:
 
 
 def _attach(original: Any, app: Any) -> None:
+    from vllm_scope.faces import register_http
     from vllm_scope.server.routes import attach
 
     original(app)
     _wrap_serving()
+    register_http()
     attach(app, lambda: _engine_of(app))
 
 
@@ -285,6 +309,7 @@ def _wrap_serving() -> None:
     if _serving_wrapped:
         return
     _serving_wrapped = True
+    from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
@@ -294,7 +319,10 @@ def _wrap_serving() -> None:
     both = ["request", "raw_request"]
     wrap_method(OpenAIServingCompletion, "create_completion", both, _create)
     wrap_method(OpenAIServingChat, "create_chat_completion", both, _create)
-    wrap_method(OpenAIServingResponses, "create_responses", both, _create_response)
+    responses = partial(_create_elsewhere, "/v1/responses")
+    wrap_method(OpenAIServingResponses, "create_responses", both, responses)
+    batch = partial(_create_elsewhere, "/v1/chat/completions/batch")
+    wrap_method(OpenAIServingChatBatch, "create_batch_chat_completion", both, batch)
     wrap_method(AsyncLLM, "generate", ["prompt", "sampling_params"], _generate)
     wrap_method(OutputProcessor, "add_request", ["request"], _admitted)
 

@@ -81,9 +81,18 @@ def concerned(params: Any, vllm_config: Any) -> bool:
     """Whether some translator has to do with a request."""
     if not hasattr(params, "extra_args"):
         return False
-    if params.extra_args and not _keys.isdisjoint(params.extra_args):
+    if has_keys(params.extra_args):
         return True
     return any(e.everywhere is not None and e.everywhere(vllm_config) for e in _entries.values())
+
+
+def has_keys(extra: Mapping[str, Any] | None) -> bool:
+    return bool(extra) and not _keys.isdisjoint(extra or ())
+
+
+def keys() -> frozenset[str]:
+    """Of `extra_args`, those that some translator has."""
+    return _keys
 
 
 def translated(params: Any, vllm_config: Any, sites: Sites) -> Any:

@@ -1,13 +1,13 @@
 """Other systems' names for what this one does: change an import, keep the code.
 
-vllm_lens.py      extra_args of vllm-lens, SteeringVector, output.activations
+vllm_lens/        extra_args of vllm-lens, SteeringVector, output.activations, its client
 probe_hook.py     LLM, AsyncLLM and SamplingParams of vllm-probe-hook
 act_capture.py    VLLM_ACT_* variables and the .npz files of the Activation Capture System
 steering_http.py  steering and capture keys of the steering fork
 inspect.py        a model provider, a solver and a scorer for Inspect
 TransformerLens's names are `out.scope.as_cache()`.
 
-Each face is one file on the public API, and says what differs: docs/faces.md. Keys of
+Each face is a file or a folder on the public API, and says what differs: docs/faces.md. Keys of
 `extra_args` work without an import; a face is imported when a request first uses it.
 """
 
@@ -35,6 +35,9 @@ KEYS: dict[str, tuple[str, ...]] = {
     "act_capture": (),
 }  # fmt: skip
 
+#: Modules that have an HttpFace, called HTTP.
+OVER_HTTP: tuple[str, ...] = ("vllm_lens.http",)
+
 
 def register() -> None:
     """Have the keys translated, in this process."""
@@ -43,6 +46,14 @@ def register() -> None:
     for face, keys in KEYS.items():
         everywhere = _captures_all if face == "act_capture" else None
         translators.register(face, keys, partial(_translate, face), everywhere)
+
+
+def register_http() -> None:
+    """Have them understood over HTTP, in this API server process."""
+    from vllm_scope.server import faces
+
+    for module in OVER_HTTP:
+        faces.register(importlib.import_module(f"vllm_scope.faces.{module}").HTTP)
 
 
 def _translate(face: str, values: Mapping[str, Any], sites: Sites) -> Any:

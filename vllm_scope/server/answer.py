@@ -2,25 +2,29 @@
 
 Owns:  Answer, Options, `current`.
 Runs:  in an API server process, on its event loop.
-From:  engine.http, which hears of each output.   To: encode, store.
+From:  engine.http, which hears of each output.   To: encode, store, faces.
 
 Promise: a chunk carries everything new of its choice that has arrived, each value once
 and in position order; the chunk that ends a choice carries the rest and the counts.
+What faces add comes with the ends, and `scope` only to requests that have one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from torch import Tensor
+
 from vllm_scope.errors import CapacityError, SpecError, shown
 from vllm_scope.result import Column, ScopeResult
 from vllm_scope.server import encode
-from vllm_scope.server.store import Store
+from vllm_scope.server.faces import Reply
+from vllm_scope.server.store import Kept, Store
 
 #: Rows of one chunk; what is larger comes as a file in the end.
 MAX_CHUNK_BYTES = 8 << 20
@@ -40,8 +44,14 @@ class Options:
     stream: Literal["scores", "rows"] = "scores"
 
     @staticmethod
-    def parse(xargs: Mapping[str, Any]) -> Options:
-        """Raises SpecError for a field or a value that is not known."""
+    def parse(xargs: Mapping[str, Any]) -> Options | None:
+        """None where a request has no field of ours.
+
+        Raises:
+            SpecError: a field or a value that is not known.
+        """
+        if not any(name.startswith("scope") for name in xargs):
+            return None
         found = {}
         for name in (n for n in xargs if n.startswith("scope") and n != "scope"):
             value = xargs[name]
@@ -64,25 +74,33 @@ class Answer:
     """What one HTTP request's generations deliver.
 
     Args:
+        options: None where no `scope` was asked for.
         choices_per_prompt: `n`.
         streams: the answer comes in chunks.
 
     Attributes:
+        streams: chunks carry data as it comes.
+        replies: of the faces that the request speaks to; set before it is filled.
         error: why a generation failed, once one has.
         opened: set when every generation was let in, or one was not.
     """
 
     def __init__(
-        self, options: Options, store: Store, inline_bytes: int, owner: str,
+        self, options: Options | None, store: Store, inline_bytes: int, owner: str,
         choices_per_prompt: int, streams: bool,
     ) -> None:  # fmt: skip
-        self.options, self.streams = options, streams
+        self._native, self._options = options is not None, options or Options()
+        self.streams = streams and self._native
+        self.replies: Sequence[Reply] = ()
+        self._num_ended = 0
         self.error: BaseException | None = None
         self.opened = asyncio.Event()
         self._store, self._inline_bytes, self._owner = store, inline_bytes, owner
+        self._loop = asyncio.get_running_loop()
         self._per_prompt = choices_per_prompt
         self._num_prompts = self._num_opened = 0
-        self._results: dict[int, ScopeResult] = {}
+        #: The choices as offline users have them, by their number.
+        self._choices: dict[int, Any] = {}
         self._forget: list[Callable[[], None]] = []
         #: Of each choice and column: how many values were sent.
         self._sent: dict[tuple[int, Any], int] = {}
@@ -96,16 +114,18 @@ class Answer:
         self._num_prompts += 1
         return self._num_prompts - 1
 
-    def open_one(self, forget: Callable[[], None]) -> None:
+    def open_one(self, forget: Callable[[], None] | None) -> None:
         """The engine has let in one completion.
 
         Args:
             forget: drops its rows. Called once the answer is out or nobody waits for it:
-                a cancelled request's frames live until the garbage collector comes.
+                a cancelled request's frames live until the garbage collector comes. None
+                where nothing was asked of this one.
         """
-        self._forget.append(forget)
+        if forget is not None:
+            self._forget.append(forget)
         self._num_opened += 1
-        if self._num_opened == self._num_prompts * self._per_prompt:
+        if self._num_opened == self._num_choices:
             self.opened.set()
 
     def fail(self, error: BaseException) -> None:
@@ -113,35 +133,83 @@ class Answer:
         self.opened.set()
 
     def close(self) -> None:
-        self._results.clear()
+        self._choices.clear()
         while self._forget:
             self._forget.pop()()
 
-    def take(self, prompt: int, index: int, result: ScopeResult) -> None:
-        """A completion's result as of now; it replaces the one before."""
-        self._results[prompt * self._per_prompt + index] = result
+    def take(self, prompt: int, completion: Any) -> None:
+        """A completion with its `scope` as of now; it replaces the one before."""
+        self._choices[prompt * self._per_prompt + completion.index] = completion
 
-    async def fill(self, choices: list[Any]) -> None:
-        """Put a `scope` on each choice of a whole answer."""
-        for number, choice in enumerate(choices):
-            choice.scope = await self._whole(self._results[number])
+    async def fill(self, response: Any) -> None:
+        """Put what was asked for on a whole answer and each of its choices."""
+        if not self._forget:
+            return  # the faces' words asked for nothing
+        for number, choice in enumerate(response.choices):
+            if self._native:
+                choice.scope = await self._whole(self._choices[number].scope)
+            for name, value in (await self._ended(number)).items():
+                setattr(choice, name, value)
+        for name, value in (await self._all_ended()).items():
+            setattr(response, name, value)
 
     async def chunk(self, text: str) -> str:
-        """A server-sent event, with a `scope` on each of its choices."""
-        if not text.startswith("data: {"):
+        """A server-sent event, with what there is for each of its choices."""
+        if not text.startswith("data: {") or not self._forget:
             return text
         body = json.loads(text.removeprefix("data: "))
         for choice in body.get("choices", ()):
-            result = self._results.get(choice["index"])
-            if result is not None:
-                ended = choice.get("finish_reason") is not None
-                choice["scope"] = await self._part(choice["index"], result, ended)
+            number, ended = choice["index"], choice.get("finish_reason") is not None
+            if number not in self._choices:
+                continue
+            if self._native:
+                result = self._choices[number].scope
+                choice["scope"] = await self._part(number, result, ended)
+            if ended:
+                choice |= await self._ended(number)
+                body |= await self._all_ended()
         return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+    async def _ended(self, number: int) -> dict[str, Any]:
+        """What faces have for a choice that has ended."""
+        self._num_ended += 1
+        fields: dict[str, Any] = {}
+        for reply in self.replies:
+            fields |= await asyncio.to_thread(
+                reply.choice, number, self._num_choices, self._choices[number]
+            )
+        return fields
+
+    async def _all_ended(self) -> dict[str, Any]:
+        """What faces have for the response, once its last choice has ended."""
+        fields: dict[str, Any] = {}
+        if self._num_ended == self._num_choices:
+            for reply in self.replies:
+                fields |= await asyncio.to_thread(reply.whole)
+        return fields
+
+    @property
+    def _num_choices(self) -> int:
+        return self._num_prompts * self._per_prompt
+
+    def keep(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Kept:
+        """Keep a file for who asked, and see to its end. Blocks; not on the event loop.
+
+        Raises:
+            CapacityError: there is no room, or none on the disk.
+        """
+        try:
+            kept = self._store.put(tensors, metadata, self._owner)
+        except OSError:
+            raise CapacityError("the disk is full.") from None
+        later, sweep = self._loop.call_later, self._store.sweep
+        self._loop.call_soon_threadsafe(later, kept.ttl_s + 1, sweep)
+        return kept
 
     async def _part(self, number: int, result: ScopeResult, ended: bool) -> dict[str, Any]:
         new = []
         for column in result.columns() if ended or not self.holds else ():
-            if isinstance(column.label, str) or self.options.stream == "rows":
+            if isinstance(column.label, str) or self._options.stream == "rows":
                 new.append(self._unsent(number, column, ended))
         size = sum(c.values.nbytes for c in new if not isinstance(c.label, str))
         if size > MAX_CHUNK_BYTES:
@@ -150,7 +218,7 @@ class Answer:
         body = encode.columns([c for c in new if len(c.positions)], True, True)
         if not ended:
             return body
-        whole = self.options.stream == "rows" and number not in self._left_out
+        whole = self._options.stream == "rows" and number not in self._left_out
         rows = [] if whole else [c for c in result.columns() if not isinstance(c.label, str)]
         return encode.counts(result) | body | await self._rows(result, rows, body["rows"])
 
@@ -177,28 +245,23 @@ class Answer:
     ) -> dict[str, Any]:
         """`rows`, inline or described, and `result`, the file of what is not inline."""
         size = sum(column.values.nbytes for column in rows)
-        by_handle = size > self._inline_bytes or (self.options.tensors == "handle" and size > 0)
+        by_handle = size > self._inline_bytes or (self._options.tensors == "handle" and size > 0)
         body: dict[str, Any] = {
             "rows": sent + encode.columns(rows, not by_handle, False)["rows"], "result": None
         }  # fmt: skip
         if not (by_handle or keep):
             return body
         try:
-            kept = await asyncio.to_thread(self._keep, result)
-        except (CapacityError, OSError) as error:
-            reason = str(error) if isinstance(error, CapacityError) else "the disk is full."
-            return body | {"status": "failed", "error": f"The rows could not be kept: {reason}"}
+            kept = await asyncio.to_thread(lambda: self.keep(*encode.tensors(result)))
+        except CapacityError as error:
+            return body | {"status": "failed", "error": f"The rows could not be kept: {error}"}
         body["result"] = {
             "id": kept.id,
             "url": f"/v1/scope/results/{kept.id}",
             "num_bytes": kept.num_bytes,
             "expires_in_s": kept.ttl_s,
         }
-        asyncio.get_running_loop().call_later(kept.ttl_s + 1, self._store.sweep)
         return body
-
-    def _keep(self, result: ScopeResult) -> Any:
-        return self._store.put(*encode.tensors(result), self._owner)
 
 
 #: The answer that the code running now works for; a path where that path has no place

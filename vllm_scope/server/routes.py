@@ -1,31 +1,41 @@
 """`/v1/scope`: what the model can be asked, results to fetch, and operators' changes.
 
-Owns:  the routes, who may use them, and what their errors look like.
+Owns:  the routes, and `attach`, which adds them and the faces' to an app.
 Runs:  in each API server process, inside of vLLM's authentication: reading needs its
        API key, where it has one.
 
 Promise: the routes that change anything do not exist without VLLM_SCOPE_ADMIN_KEY; with
-it they need the header `X-Scope-Admin-Key`, compared in constant time.
+it they need the header `X-Scope-Admin-Key`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, BinaryIO, Protocol
+from collections.abc import Callable
+from typing import Annotated
 
-from fastapi import APIRouter, Depends, FastAPI, Header, Path, Query, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request
+from fastapi.responses import Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.convertors import Convertor, register_url_convertor
 
 from vllm_scope import __version__
 from vllm_scope.actions import MAX_NAME
-from vllm_scope.errors import ScopeError, SpecError
+from vllm_scope.errors import SpecError
+from vllm_scope.server import faces
+from vllm_scope.server.access import (
+    Engine,
+    RefusalError,
+    ScopeState,
+    admin,
+    asked,
+    engine_of,
+    errors,
+    refused,
+    state_of,
+)
 from vllm_scope.server.limits import Door
 from vllm_scope.server.schemas import (
     Edits,
@@ -34,46 +44,12 @@ from vllm_scope.server.schemas import (
     Load,
     ModuleInfo,
     ModuleList,
-    Refusal,
     ServerInfo,
     SiteInfo,
 )
 from vllm_scope.server.settings import MAX_OPERATOR_BYTES, RUN, Settings
-from vllm_scope.server.store import Store, owner_of
+from vllm_scope.server.store import Store, pieces
 from vllm_scope.vectors import from_bytes
-
-_CHUNK_BYTES = 1 << 20
-_STATUS = {400: "SpecError", 401: "Unauthorized", 403: "Forbidden", 404: "NotFound"}
-
-
-class Engine(Protocol):
-    """What the routes ask of an engine; SpecErrors are the caller's fault."""
-
-    async def describe(self) -> dict[str, Any]: ...
-    async def load(self) -> tuple[int, int]: ...
-    async def modules(self) -> dict[str, Any]: ...
-    async def register(self, name: str, data: bytes) -> str: ...
-    async def unregister(self, name: str) -> bool: ...
-    async def set_edits(self, text: str | None) -> str | None: ...
-    async def edits(self) -> str | None: ...
-
-
-@dataclass(frozen=True)
-class ScopeState:
-    """What the server keeps for its routes; `app.state.scope`."""
-
-    settings: Settings
-    store: Store
-    engine: Callable[[], Engine | None]
-
-    def owner_of(self, request: Request) -> str:
-        return owner_of(request.headers.get("authorization"))
-
-
-class _RefusalError(Exception):
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
@@ -90,71 +66,28 @@ def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
     store = Store(settings.results_dir, run, settings.results_bytes, settings.results_ttl_s)
     app.state.scope = ScopeState(settings, store, engine)
     limits = {
-        "/v1/scope": MAX_OPERATOR_BYTES,
         "/v1/completions": settings.body_bytes,
         "/v1/chat/completions": settings.body_bytes,
     }
+    reading, changing = [_reading], [_changing]
+    for face in faces.registered():
+        reading += face.reading
+        changing += face.changing
+    limits |= {router.prefix: MAX_OPERATOR_BYTES for router in (*reading, *changing)}
     app.add_middleware(Door, limits=limits)
-    app.add_exception_handler(_RefusalError, _refused)
-    app.include_router(_reading)
-    if settings.admin_key is not None:
-        app.include_router(_changing)
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, _RefusalError)
-    name = _STATUS.get(error.status, "Error")
-    body = {"message": str(error), "type": name, "param": None, "code": error.status}
-    return JSONResponse({"error": body}, error.status)
-
-
-def _state(request: Request) -> ScopeState:
-    state = request.app.state.scope
-    assert isinstance(state, ScopeState)
-    return state
-
-
-def _engine(request: Request) -> Engine:
-    engine = _state(request).engine()
-    if engine is None:
-        raise _RefusalError(404, "this server has no engine with taps.")
-    return engine
-
-
-async def _asked(call: Awaitable[Any]) -> Any:
-    try:
-        return await call
-    except ScopeError as error:
-        raise _RefusalError(400, str(error)) from None
-
-
-def _admin(
-    request: Request,
-    key: Annotated[
-        str | None,
-        Header(alias="X-Scope-Admin-Key", description="The server's VLLM_SCOPE_ADMIN_KEY."),
-    ] = None,
-) -> None:
-    if key is None:
-        raise _RefusalError(401, "this needs the operator's key in the header X-Scope-Admin-Key.")
-    # Of digests, so that the time tells nothing of the key's length either.
-    expected = hashlib.sha256((_state(request).settings.admin_key or "").encode()).digest()
-    given = hashlib.sha256(key.encode("latin-1", "replace")).digest()
-    if not secrets.compare_digest(given, expected):
-        raise _RefusalError(403, "X-Scope-Admin-Key is not this server's operator's key.")
-
-
-def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": Refusal} for status in statuses}
+    app.add_exception_handler(RefusalError, refused)
+    for router in reading:
+        app.include_router(router)
+    if settings.admin_key is None:
+        return
+    for router in changing:
+        app.include_router(
+            router, dependencies=[Depends(admin)], responses=errors(400, 401, 403, 413)
+        )
 
 
 _reading = APIRouter(prefix="/v1/scope", tags=["scope"])
-_changing = APIRouter(
-    prefix="/v1/scope",
-    tags=["scope operator"],
-    dependencies=[Depends(_admin)],
-    responses=_errors(400, 401, 403, 413),
-)
+_changing = APIRouter(prefix="/v1/scope", tags=["scope operator"])
 
 
 class _AnyName(Convertor[str]):
@@ -176,9 +109,9 @@ Name = Annotated[str, Path(min_length=1, max_length=MAX_NAME, description="Of th
 @_reading.get("", response_model=ServerInfo, summary="What this server's model can be asked")
 async def get_info(request: Request) -> ServerInfo:
     """Sites and layers with a tap, and the limits of requests, answers and bodies."""
-    told = await _asked(_engine(request).describe())
-    num_requests, num_pending = await _asked(_engine(request).load())
-    state, sites = _state(request), told["sites"]
+    told = await asked(engine_of(request).describe())
+    num_requests, num_pending = await asked(engine_of(request).load())
+    state, sites = state_of(request), told["sites"]
     settings = state.settings
     return ServerInfo(
         version=__version__,
@@ -219,7 +152,7 @@ def _sites(num_layers: int, boundaries: set[int]) -> list[SiteInfo]:
     "/results/{result_id}",
     summary="The tensors of a choice",
     response_class=StreamingResponse,
-    responses=_errors(404)
+    responses=errors(404)
     | {200: {"content": {"application/octet-stream": {}}, "description": "A safetensors file."}},
 )
 async def get_result(
@@ -232,31 +165,24 @@ async def get_result(
 
     Only who sends the Authorization header of the request that made it can fetch it.
     """
-    state = _state(request)
+    state = state_of(request)
     owner = state.owner_of(request)
     file = await run_in_threadpool(state.store.open, result_id, owner)
     if file is None:
-        raise _RefusalError(404, "there is no such result, or not any more, or it is not yours.")
+        raise RefusalError(404, "there is no such result, or not any more, or it is not yours.")
     size = os.fstat(file.fileno()).st_size
     done = (lambda: state.store.delete(result_id, owner)) if delete else (lambda: None)
     return StreamingResponse(
-        _pieces(file, done),
+        pieces(file, done),
         media_type="application/octet-stream",
         headers={"Content-Length": str(size)},
     )
 
 
-def _pieces(file: BinaryIO, done: Callable[[], None]) -> Iterator[bytes]:
-    with file:
-        while piece := file.read(_CHUNK_BYTES):
-            yield piece
-    done()
-
-
 @_reading.get("/modules", response_model=ModuleList, summary="The steering modules")
 async def get_modules(request: Request) -> ModuleList:
     """Name, content's digest and streams of every module that a spec can name."""
-    found = await _asked(_engine(request).modules())
+    found = await asked(engine_of(request).modules())
     return ModuleList(
         modules=[ModuleInfo(name=name, **body) for name, body in sorted(found.items())]
     )
@@ -265,7 +191,7 @@ async def get_modules(request: Request) -> ModuleList:
 @_reading.get("/edits", response_model=EditsInfo, summary="The edits of every request")
 async def get_edits(request: Request) -> EditsInfo:
     """What was set by PUT; vectors that came as numbers come back as numbers."""
-    text = await _asked(_engine(request).edits())
+    text = await asked(engine_of(request).edits())
     return EditsInfo(edits=json.loads(text)["edits"] if text is not None else [])
 
 
@@ -290,8 +216,8 @@ async def put_module(request: Request, name: Name) -> ModuleInfo:
     try:
         module = await run_in_threadpool(from_bytes, data)
     except SpecError as error:
-        raise _RefusalError(400, str(error)) from None
-    digest = await _asked(_engine(request).register(name, data))
+        raise RefusalError(400, str(error)) from None
+    digest = await asked(engine_of(request).register(name, data))
     return ModuleInfo(name=name, digest=digest, streams=list(module))
 
 
@@ -299,13 +225,13 @@ async def put_module(request: Request, name: Name) -> ModuleInfo:
     "/modules/{name:scope_name}",
     status_code=204,
     summary="Forget a steering module",
-    responses=_errors(404),
+    responses=errors(404),
 )
 async def delete_module(request: Request, name: Name) -> Response:
     """Requests that run keep it."""
-    engine = _engine(request)
-    if not await _asked(engine.unregister(name)):
-        raise _RefusalError(404, f"no steering module is called {name!r}.")
+    engine = engine_of(request)
+    if not await asked(engine.unregister(name)):
+        raise RefusalError(404, f"no steering module is called {name!r}.")
     return Response(status_code=204)
 
 
@@ -313,12 +239,12 @@ async def delete_module(request: Request, name: Name) -> Response:
 async def put_edits(request: Request, edits: Edits) -> EditsInfo:
     """Replaces the edits that held until now. Requests that run keep theirs."""
     text = json.dumps({"edits": edits.edits})
-    digest = await _asked(_engine(request).set_edits(text))
+    digest = await asked(engine_of(request).set_edits(text))
     return EditsInfo(edits=edits.edits, digest=digest)
 
 
 @_changing.delete("/edits", status_code=204, summary="Edit requests no longer")
 async def delete_edits(request: Request) -> Response:
     """Requests that run keep the edits that they entered with."""
-    await _asked(_engine(request).set_edits(None))
+    await asked(engine_of(request).set_edits(None))
     return Response(status_code=204)

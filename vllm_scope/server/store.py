@@ -1,6 +1,6 @@
 """Results that are too large for an answer: safetensors files with an end.
 
-Owns:  Store, Kept.
+Owns:  Store, Kept, `pieces`.
 Runs:  in each API server process. Those of one server share a folder, so any of them
        can serve what another has written; each one ends its own files.
 
@@ -19,7 +19,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -33,6 +33,7 @@ from vllm_scope.files.tensors import write_tensors
 _ID = re.compile(r"[A-Za-z0-9_-]{32}")
 #: A folder without a holder that is younger may be one that is just being made.
 _NEW_S = 60.0
+_PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,14 @@ class Kept:
     id: str
     num_bytes: int
     ttl_s: float
+
+
+def pieces(file: BinaryIO, done: Callable[[], None] = lambda: None) -> Iterator[bytes]:
+    """The rest of a file, which is closed; `done` once all of it was taken."""
+    with file:
+        while piece := file.read(_PIECE_BYTES):
+            yield piece
+    done()
 
 
 def owner_of(authorization: str | None) -> str:

@@ -1,0 +1,133 @@
+"""What vllm-lens's keys of one request mean, and `output.activations`.
+
+Owns:  `translate`, Activations.
+Runs:  in the front-end, before a request is checked and where outputs are given out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_scope.actions import Action, Read
+from vllm_scope.engine.translators import Translation, give
+from vllm_scope.errors import ScopeError, SpecError, shown
+from vllm_scope.faces.vllm_lens.steering import SITE, SteeringVector
+from vllm_scope.result import ScopeResult
+from vllm_scope.sites import Sites
+
+
+class Activations(Mapping[str, Any]):
+    """`output.activations`: one key, "residual_stream", stacked when it is asked for.
+
+    CPU, model dtype, [n_layers, n_positions, hidden_size], layers ascending; n_positions
+    is n_prompt + n_generated - 1, and fewer while the request still runs.
+
+    Raises:
+        ScopeError: on access, where rows are missing; they are never made up.
+    """
+
+    def __init__(self, result: ScopeResult, layers: Sequence[int]) -> None:
+        self._result, self._layers = result, sorted(layers)
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key != "residual_stream":
+            raise KeyError(f"{key!r} was not asked for; these activations hold residual_stream.")
+        if self._result.status not in ("complete", "streaming"):
+            raise ScopeError(
+                f"the residual stream of this request is {self._result.status}: "
+                f"{self._result.error or f'{self._result.dropped} rows are missing'}. "
+                "What is there is in output.outputs[0].scope."
+            )
+        rows = [self._result[SITE, layer] for layer in self._layers]
+        # While it streams, layers of later pipeline stages may have come less far.
+        shortest = min(len(each) for each in rows)
+        return torch.stack([each[:shortest] for each in rows])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("residual_stream",))
+
+    def __len__(self) -> int:
+        return 1
+
+
+def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
+    """What vllm-lens's keys of one request mean.
+
+    Raises:
+        SpecError: a key of a wrong type, or one that asks for what is not given here.
+    """
+    if _parsed(values, "output_qk"):
+        raise SpecError(
+            "extra_args['output_qk']: queries and keys are not tapped in this version, so there "
+            "are no attention patterns; the sites are embed, resid_pre, resid_mid, resid_post."
+        )
+    if _parsed(values, "apply_hooks"):
+        raise SpecError(
+            "extra_args['apply_hooks'] holds Python functions, which are arbitrary code and "
+            "cannot run in a compiled graph. Use Read, Probe, Add, Ablate, Clamp and Replace "
+            "of vllm_scope: docs/faces.md has one for each use."
+        )
+    actions: list[Action] = []
+    for vector in _vectors(_parsed(values, "apply_steering_vectors")):
+        actions += vector.to_actions()
+    asked = _parsed(values, "output_residual_stream")
+    if asked is None or (isinstance(asked, int) and asked == 0):
+        return Translation(tuple(actions))
+    layers = _layers(asked, sites)
+    read = Read(SITE, layers)
+
+    def decorate(output: Any, completion: Any) -> None:
+        give(output, completion, "activations", Activations(completion.scope, layers))
+
+    return Translation((*actions, read), decorate)
+
+
+def _layers(asked: Any, sites: Sites) -> list[int]:
+    # vLLM makes numbers of the booleans in `vllm_xargs`.
+    if asked is True or (isinstance(asked, int) and asked == 1):
+        # All layers of the model: one that carries no tap is an error, not left out.
+        return list(range(sites.num_layers))
+    if not isinstance(asked, list | tuple) or not asked:
+        raise SpecError(
+            f"extra_args['output_residual_stream'] is {shown(asked)}; it is True for all layers, "
+            "a list of layers, or False for none."
+        )
+    Read(SITE, list(asked))
+    return sorted(set(asked))
+
+
+def _vectors(asked: Any) -> list[SteeringVector]:
+    where = "extra_args['apply_steering_vectors']"
+    if asked is None:
+        return []
+    if not isinstance(asked, list | tuple):
+        raise SpecError(f"{where} is {shown(asked)}; it is a list of SteeringVector, or its JSON.")
+    found = []
+    for i, one in enumerate(asked):
+        if isinstance(one, Mapping):
+            try:
+                one = SteeringVector(**one)
+            except TypeError:
+                names = ", ".join(field.name for field in fields(SteeringVector))
+                raise SpecError(f"{where}[{i}] is {shown(one)}; its fields are {names}.") from None
+        if not isinstance(one, SteeringVector):
+            raise SpecError(f"{where}[{i}] is {shown(one)}; it is a SteeringVector.")
+        found.append(one)
+    return found
+
+
+def _parsed(values: Mapping[str, Any], key: str) -> Any:
+    """The key's value, or what its JSON says; None where it is not there."""
+    value = values.get(key)
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"extra_args[{key!r}] is not JSON: {error}.") from None

@@ -1,0 +1,110 @@
+"""Who may use a route, and what a route can ask: shared by our routes and the faces'.
+
+Owns:  Engine, ScopeState (`app.state.scope`), RefusalError, `admin`.
+Runs:  in each API server process, inside of vLLM's authentication.
+
+Promise: the operator's key is compared in constant time; every refusal has OpenAI's shape.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol
+
+from fastapi import Header, Request
+from fastapi.responses import JSONResponse, Response
+
+from vllm_scope.errors import ScopeError
+from vllm_scope.server.schemas import Refusal
+from vllm_scope.server.settings import Settings
+from vllm_scope.server.store import Store, owner_of
+
+_STATUS = {400: "SpecError", 401: "Unauthorized", 403: "Forbidden", 404: "NotFound"}
+
+
+class Engine(Protocol):
+    """What the routes ask of an engine; SpecErrors are the caller's fault."""
+
+    async def describe(self) -> dict[str, Any]: ...
+    async def load(self) -> tuple[int, int]: ...
+    async def modules(self) -> dict[str, Any]: ...
+    async def register(self, name: str, data: bytes) -> str: ...
+    async def unregister(self, name: str) -> bool: ...
+    async def set_edits(self, text: str | None) -> str | None: ...
+    async def edits(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class ScopeState:
+    """What the server keeps for its routes; `app.state.scope`."""
+
+    settings: Settings
+    store: Store
+    engine: Callable[[], Engine | None]
+
+    def owner_of(self, request: Request) -> str:
+        return owner_of(request.headers.get("authorization"))
+
+
+class RefusalError(Exception):
+    """Raised by a route: this status and this sentence, in OpenAI's shape."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+async def refused(request: Request, error: Exception) -> Response:
+    """The handler of RefusalErrors."""
+    assert isinstance(error, RefusalError)
+    name = _STATUS.get(error.status, "Error")
+    body = {"message": str(error), "type": name, "param": None, "code": error.status}
+    return JSONResponse({"error": body}, error.status)
+
+
+def state_of(request: Request) -> ScopeState:
+    """Settings, kept results and the engine of the app that a request came to."""
+    state = request.app.state.scope
+    assert isinstance(state, ScopeState)
+    return state
+
+
+def engine_of(request: Request) -> Engine:
+    """Raises RefusalError where there is none with taps."""
+    engine = state_of(request).engine()
+    if engine is None:
+        raise RefusalError(404, "this server has no engine with taps.")
+    return engine
+
+
+async def asked(call: Awaitable[Any]) -> Any:
+    """What the engine answers; what it refuses is the caller's fault."""
+    try:
+        return await call
+    except ScopeError as error:
+        raise RefusalError(400, str(error)) from None
+
+
+def admin(
+    request: Request,
+    key: Annotated[
+        str | None,
+        Header(alias="X-Scope-Admin-Key", description="The server's VLLM_SCOPE_ADMIN_KEY."),
+    ] = None,
+) -> None:
+    """A dependency of routes that change anything: they need the operator's key."""
+    if key is None:
+        raise RefusalError(401, "this needs the operator's key in the header X-Scope-Admin-Key.")
+    # Of digests, so that the time tells nothing of the key's length either.
+    expected = hashlib.sha256((state_of(request).settings.admin_key or "").encode()).digest()
+    given = hashlib.sha256(key.encode("latin-1", "replace")).digest()
+    if not secrets.compare_digest(given, expected):
+        raise RefusalError(403, "X-Scope-Admin-Key is not this server's operator's key.")
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """For OpenAPI: a route's answers of these statuses are Refusals."""
+    return {status: {"model": Refusal} for status in statuses}
