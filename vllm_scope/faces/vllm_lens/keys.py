@@ -74,8 +74,8 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
             "of vllm_scope: docs/faces.md has one for each use."
         )
     actions: list[Action] = []
-    for vector in _vectors(_parsed(values, "apply_steering_vectors")):
-        actions += vector.to_actions()
+    for i, vector in enumerate(_listed(_parsed(values, "apply_steering_vectors"))):
+        actions += _adds(vector, f"extra_args['apply_steering_vectors'][{i}]")
     asked = _parsed(values, "output_residual_stream")
     if asked is None or (isinstance(asked, int) and asked == 0):
         return Translation(tuple(actions))
@@ -102,24 +102,30 @@ def _layers(asked: Any, sites: Sites) -> list[int]:
     return sorted(set(asked))
 
 
-def _vectors(asked: Any) -> list[SteeringVector]:
-    where = "extra_args['apply_steering_vectors']"
+def _listed(asked: Any) -> Sequence[Any]:
     if asked is None:
-        return []
+        return ()
     if not isinstance(asked, list | tuple):
-        raise SpecError(f"{where} is {shown(asked)}; it is a list of SteeringVector, or its JSON.")
-    found = []
-    for i, one in enumerate(asked):
-        if isinstance(one, Mapping):
-            try:
-                one = SteeringVector(**one)
-            except TypeError:
-                names = ", ".join(field.name for field in fields(SteeringVector))
-                raise SpecError(f"{where}[{i}] is {shown(one)}; its fields are {names}.") from None
-        if not isinstance(one, SteeringVector):
-            raise SpecError(f"{where}[{i}] is {shown(one)}; it is a SteeringVector.")
-        found.append(one)
-    return found
+        raise SpecError(
+            f"extra_args['apply_steering_vectors'] is {shown(asked)}; it is a list of "
+            "SteeringVector, or its JSON."
+        )
+    return asked
+
+
+def _adds(vector: Any, where: str) -> list[Action]:
+    """What a SteeringVector, or its JSON, adds."""
+    try:
+        if isinstance(vector, Mapping):
+            vector = SteeringVector(**vector)
+        if isinstance(vector, SteeringVector):
+            return vector.to_actions()
+    except SpecError as error:
+        raise SpecError(f"{where}: {error}") from None
+    except TypeError:
+        names = ", ".join(field.name for field in fields(SteeringVector))
+        raise SpecError(f"{where} is {shown(vector)}; its fields are {names}.") from None
+    raise SpecError(f"{where} is {shown(vector)}; it is a SteeringVector.")
 
 
 def _parsed(values: Mapping[str, Any], key: str) -> Any:
