@@ -12,7 +12,7 @@ from tests.checkpoints import reference, row_error
 from tests.conftest import local_engine
 from tests.engine.test_edits import V, direction
 from vllm_scope import Add, Read, ScopeError, SpecError, scope
-from vllm_scope.faces.vllm_lens import SteeringVector
+from vllm_scope.faces.vllm_lens import Hook, SteeringVector
 
 PROMPT = list(range(30, 70))
 TWO = torch.stack([V, direction(3, 2.0)])
@@ -140,7 +140,7 @@ BAD = {
     "an-empty-list": ({"output_residual_stream": []}, "True for all layers"),
     "a-word": ({"output_residual_stream": "yes"}, "is not JSON"),
     "attention": ({"output_qk": [1]}, "queries and keys are not tapped"),
-    "hooks": ({"apply_hooks": [object()]}, "arbitrary code"),
+    "hooks": ({"apply_hooks": [object()]}, "it is a list of Hook"),
     "no-vector": ({"apply_steering_vectors": [3]}, "it is a SteeringVector"),
     "unknown-field": ({"apply_steering_vectors": [{"layer": 3}]}, "its fields are activations"),
     "wrong-size": (
@@ -205,8 +205,8 @@ def test_compressed_vectors_are_read_and_bombs_are_not():
 
 
 def test_what_is_missing_says_why():
-    with pytest.raises(ImportError, match="arbitrary code"):
-        from vllm_scope.faces.vllm_lens import Hook  # noqa: F401
+    with pytest.raises(ImportError, match="stay in one process"):
+        from vllm_scope.faces.vllm_lens import serialize_hook_results  # noqa: F401
     with pytest.raises(ImportError, match="queries and keys"):
         from vllm_scope.faces.vllm_lens import attention_patterns  # noqa: F401
     with pytest.raises(ImportError, match="cannot import name 'Hok'"):
@@ -231,6 +231,8 @@ def test_async_engines_understand_the_keys_too(checkpoints):
 
         vector = SteeringVector(TWO, [0, 2])
         try:
+            with pytest.raises(SpecError, match="runs in another process"):
+                await last({"apply_hooks": [Hook(print, [0])]}, "hooked")
             return await asyncio.gather(
                 last({"apply_steering_vectors": [vector], "output_residual_stream": True}, "face"),
                 last(scope(*vector.to_actions(), Read("resid_post")), "native"),

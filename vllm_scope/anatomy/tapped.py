@@ -105,7 +105,14 @@ def _tapped_layer(base: type, convention: Convention, entry: bool, exit_: bool) 
                 _tap(self, hidden, residual if sums else None, self.scope_exit)
             return out
 
+    Tapped.scope_base, Tapped.scope_places = base, (entry, exit_)
     return _named(Tapped, base)
+
+
+def rebuilt(tapped: type, base: type, convention: Convention) -> type[nn.Module]:
+    """`base` with the taps that a layer's class has; itself where it has none."""
+    places = getattr(tapped, "scope_places", None)
+    return base if places is None else _tapped_layer(base, convention, *places)
 
 
 def _tapped_norm(base: type) -> type[nn.Module]:

@@ -25,7 +25,7 @@ import numpy as np
 
 from vllm_scope.actions import MEMORY
 from vllm_scope.arrays import Array
-from vllm_scope.engine import translators
+from vllm_scope.engine import functions, translators
 from vllm_scope.engine.core import HANDLE
 from vllm_scope.engine.plugin import config_of, wrap_method
 from vllm_scope.engine.sizes import Limits
@@ -318,6 +318,7 @@ def _add_to_processor(
         pending = _open(getattr(self, "scope", None), request, parent_req, request_index)
     except SpecError as error:
         raise refusal()(str(error)) from None
+    functions.salt(request, request_index)
     original(self, request, *rest, **kwargs)
     self.request_states[request.request_id].scope = (pending, decorators)
 
@@ -345,6 +346,7 @@ def _translated(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         raise refusal()(NO_TAPS)
     try:
         params = translators.translated(params, engine.vllm_config, connection.sites)
+        functions.check(params, engine)
     except SpecError as error:
         raise refusal()(str(error)) from None
     if "params" in kwargs:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_scope.actions import Action
+from vllm_scope.engine.functions import FUNCTIONS, Functions, keep
 from vllm_scope.errors import ScopeError
 from vllm_scope.sites import Sites
 from vllm_scope.spec import Spec, scope
@@ -38,10 +39,13 @@ class Translation:
     Attributes:
         actions: none where the keys ask for nothing.
         decorate: gives outputs the attributes that the keys' users expect.
+        functions: Python to run between layers. Only beside actions, and `decorate` is to
+            hold on to it.
     """
 
     actions: tuple[Action, ...] = ()
     decorate: Decorator | None = None
+    functions: Functions | None = None
 
 
 #: The values of a translator's keys, those that a request has; the engine's sites.
@@ -113,6 +117,8 @@ def translated(params: Any, vllm_config: Any, sites: Sites) -> Any:
         actions += translation.actions
         if translation.actions and translation.decorate is not None:
             decorators.append(translation.decorate)
+        if translation.functions is not None:
+            extra[FUNCTIONS] = keep(translation.functions)
     if actions:
         own = Spec.from_json(extra["scope"]) if "scope" in extra else None
         mine = (*own.reads, *own.probes, *own.edits) if own is not None else ()

@@ -29,6 +29,7 @@ from vllm_scope.engine import runners
 from vllm_scope.engine.canary import silent_taps
 from vllm_scope.engine.core import ended_in, handle_of
 from vllm_scope.engine.delivery import IDLE_COUNTERS, NOBODY, Delivery
+from vllm_scope.engine.functions import StepFunctions
 from vllm_scope.engine.model import anatomy_of, sites_of
 from vllm_scope.engine.plugin import config_of, wrap_method
 from vllm_scope.engine.sizes import Limits, Sizes
@@ -70,6 +71,8 @@ class ScopeWorker:
         self._region: Region | None = None
         self._lease: Lease | None = None
         self._positions: Tensor | None = None
+        #: Requests' Python, where this engine runs any.
+        self._functions: StepFunctions | None = None
         #: A forward with programs is running (tap.op.StepRoute).
         self.active = False
         self.num_steps = 0
@@ -97,6 +100,7 @@ class ScopeWorker:
             logger.warning("vllm-scope: no taps on this model: %s.", error)
             return
         self._install(anatomy)
+        self._functions = StepFunctions(anatomy, runner.get_model())
         for name, path in self.config.modules.items():
             self.registry.register_module(name, load_vectors(path))
 
@@ -225,6 +229,8 @@ class ScopeWorker:
                 self._delivery is not None,
             )  # fmt: skip
             most = len(prompt_ids) + (params.max_tokens or 1)
+            if self._functions is not None:
+                self._functions.add_request(request.req_id, params, handle)
             if key != NOBODY or not program.empty:
                 self._planner.add_request(request.req_id, key, program, most)
         except ScopeError as error:
@@ -240,9 +246,10 @@ class ScopeWorker:
         if self._planner is None or not len(self._planner):
             return
         for req_id in req_ids:
+            error = self._functions.finish_request(req_id) if self._functions else None
             key = self._planner.finish_request(req_id)
             if key is not None:
-                self._finish(key, None, (ended or {}).get(req_id))
+                self._finish(key, error, (ended or {}).get(req_id))
 
     def _finish(self, key: int, error: str | None = None, ended: Ended | None = None) -> None:
         if key != NOBODY and self._delivery is not None:
@@ -258,6 +265,8 @@ class ScopeWorker:
             positions: [num_rows], device: the true positions.
         """
         assert self._planner is not None
+        if self._functions:
+            self._functions.begin_step(batch)
         plan, failures = self._planner.begin_step(batch)
         for req_id, error in failures:
             key = self._planner.finish_request(req_id)
@@ -323,6 +332,8 @@ class ScopeWorker:
     def end_step(self) -> None:
         """The forward was enqueued: send what it delivers on its way."""
         self.num_steps += 1
+        if self._functions:
+            self._functions.end_step()
         if not self.active:
             return
         self.active = False

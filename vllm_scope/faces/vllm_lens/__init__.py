@@ -14,11 +14,13 @@ Keys, in `extra_args`; over HTTP in `vllm_xargs`, as JSON strings:
     output_residual_stream   Read("resid_post", layers): True for all layers, a list of
                              them, False or None for nothing
     apply_steering_vectors   an Add per vector, and per position where it has positions
-    output_qk, apply_hooks   refused
+    apply_hooks              Python between the layers: offline, in this process, eager
+    output_qk                refused
     activations_transport    over HTTP "binary": rows as a file; changes nothing offline
 
 keys.py     what the keys mean, and Activations
 steering.py SteeringVector
+hooks.py    Hook and HookContext
 wire.py     tensors in JSON
 http.py     `activations` in answers, GET /v1/activations/{handle}
 client.py   VLLMLensClient
@@ -33,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_scope.faces.vllm_lens.client import GenerateOutput, VLLMLensClient
+    from vllm_scope.faces.vllm_lens.hooks import Hook, HookContext
     from vllm_scope.faces.vllm_lens.http import HTTP
     from vllm_scope.faces.vllm_lens.keys import Activations, translate
     from vllm_scope.faces.vllm_lens.steering import SteeringVector
@@ -47,6 +50,8 @@ __all__ = [
     "HTTP",
     "Activations",
     "GenerateOutput",
+    "Hook",
+    "HookContext",
     "SteeringVector",
     "VLLMLensClient",
     "decode_activations",
@@ -62,19 +67,16 @@ _MODULES = {
     "GenerateOutput": "client",
     "SteeringVector": "steering",
     "VLLMLensClient": "client",
+    "Hook": "hooks",
+    "HookContext": "hooks",
     "translate": "keys",
 }
 #: What vllm-lens exports, and this version does not have.
-_CODE = (
-    "runs Python functions inside the model, which is arbitrary code and cannot run in a compiled "
-    "graph; docs/faces.md has an action of vllm_scope for each use"
-)
+_LOCAL = "has nothing to do: hooks and what they save stay in one process"
 _ATTENTION = "needs queries and keys, which are not tapped in this version"
 _MISSING = {
-    "Hook": _CODE,
-    "HookContext": "belongs to Hook",
-    "serialize_hook_results": "belongs to Hook",
-    "deserialize_hook_results": "belongs to Hook",
+    "serialize_hook_results": _LOCAL,
+    "deserialize_hook_results": _LOCAL,
     "attention_patterns": _ATTENTION,
     "compute_attention_weights": _ATTENTION,
 }

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_scope.actions import Action, Read
+from vllm_scope.actions import Action, Add, Read
 from vllm_scope.engine.translators import Translation, give
 from vllm_scope.errors import ScopeError, SpecError, shown
+from vllm_scope.faces.vllm_lens.hooks import Hook, HookRun
 from vllm_scope.faces.vllm_lens.steering import SITE, SteeringVector
 from vllm_scope.result import ScopeResult
+from vllm_scope.selectors import Except
 from vllm_scope.sites import Sites
 
 
@@ -67,28 +69,61 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
             "extra_args['output_qk']: queries and keys are not tapped in this version, so there "
             "are no attention patterns; the sites are embed, resid_pre, resid_mid, resid_post."
         )
-    if _parsed(values, "apply_hooks"):
-        raise SpecError(
-            "extra_args['apply_hooks'] holds Python functions, which are arbitrary code and "
-            "cannot run in a compiled graph. Use Read, Probe, Add, Ablate, Clamp and Replace "
-            "of vllm_scope: docs/faces.md has one for each use."
-        )
+    run = _run(_parsed(values, "apply_hooks"), sites)
     actions: list[Action] = []
     for i, vector in enumerate(_listed(_parsed(values, "apply_steering_vectors"))):
         actions += _adds(vector, f"extra_args['apply_steering_vectors'][{i}]")
-    asked = _parsed(values, "output_residual_stream")
-    if asked is None or (isinstance(asked, int) and asked == 0):
-        return Translation(tuple(actions))
-    layers = _layers(asked, sites)
-    read = Read(SITE, layers)
+    if run is not None:
+        _check_order(run, actions)
+    layers = _layers(_parsed(values, "output_residual_stream"), sites)
+    if layers is not None:
+        actions.append(Read(SITE, layers))
+    if run is not None and not actions:
+        actions.append(Read(SITE, tokens=Except("prompt", "prompt")))  # of no token
 
     def decorate(output: Any, completion: Any) -> None:
-        give(output, completion, "activations", Activations(completion.scope, layers))
+        if layers is not None:
+            give(output, completion, "activations", Activations(completion.scope, layers))
+        if run is not None:
+            give(output, completion, "hook_results", run.results(completion.index))
 
-    return Translation((*actions, read), decorate)
+    return Translation(tuple(actions), decorate, run)
 
 
-def _layers(asked: Any, sites: Sites) -> list[int]:
+def _run(hooks: Any, sites: Sites) -> HookRun | None:
+    where = "extra_args['apply_hooks']"
+    if not hooks:
+        return None
+    if not isinstance(hooks, list | tuple) or not all(isinstance(h, Hook) for h in hooks):
+        raise SpecError(
+            f"{where} is {shown(hooks)}; it is a list of Hook. Their functions are arbitrary code "
+            "of this process, and do not travel: a server runs none. Use Read, Probe, Add, Ablate, "
+            "Clamp and Replace of vllm_scope there; docs/faces.md has one for each use."
+        )
+    for i, hook in enumerate(hooks):
+        Read(SITE, hook.layer_indices)
+        if not 0 <= min(hook.layer_indices) <= max(hook.layer_indices) < sites.num_layers:
+            raise SpecError(
+                f"{where}[{i}].layer_indices is {shown(hook.layer_indices)}; this model has layers "
+                f"0 to {sites.num_layers - 1}."
+            )
+    return HookRun(hooks)
+
+
+def _check_order(run: HookRun, adds: list[Action]) -> None:
+    """Raises SpecError where a vector would come after a hook that is to see it."""
+    steered = {layer for add in adds if isinstance(add, Add) for layer in add.layer_numbers or ()}
+    both = sorted(layer for layer, before in run.places if not before and layer in steered)
+    if both:
+        raise SpecError(
+            f"layers {both} have both a steering vector and a hook after them; here such a hook "
+            "runs first, and would not see the vector. Add the vector in the hook."
+        )
+
+
+def _layers(asked: Any, sites: Sites) -> list[int] | None:
+    if asked is None or (isinstance(asked, int) and asked == 0):
+        return None
     # vLLM makes numbers of the booleans in `vllm_xargs`.
     if asked is True or (isinstance(asked, int) and asked == 1):
         # All layers of the model: one that carries no tap is an error, not left out.

@@ -1,0 +1,182 @@
+"""Python functions of requests, run between layers: in this process, where nothing is compiled.
+
+Owns:  a request's functions (a token stands for them, and never leaves the process),
+       whether an engine can run them, and their calls in a step.
+Runs:  in the front-end and the worker, which are one process here.
+From:  translators.   To: anatomy.hooked.
+
+Promise: a function sees the rows of its own request, and an error in it ends its calls and
+fails that request's result; neighbours do not notice. KV that a function may have changed
+is no other request's.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Set
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from vllm_scope.anatomy.hooked import install_calls
+from vllm_scope.anatomy.layers import Anatomy
+from vllm_scope.errors import CompatError, SpecError
+from vllm_scope.plan import StepBatch
+
+logger = logging.getLogger("vllm.vllm_scope")
+
+#: Where the token is in `extra_args`.
+FUNCTIONS = "scope_functions"
+
+
+class Functions(Protocol):
+    """The functions of one request, for all its completions.
+
+    Attributes:
+        places: (layer, before it) that have any.
+    """
+
+    @property
+    def places(self) -> Set[tuple[int, bool]]: ...
+
+    def call(
+        self, child: int, place: tuple[int, bool], rows: Tensor, first: int, model: Any
+    ) -> Tensor | None:
+        """Look at rows of the stream, and return what they shall be, or None.
+
+        Args:
+            child: which completion.
+            rows: [num_rows, hidden_size], a copy; of consecutive positions.
+            first: position of the first row.
+        """
+
+    def fail(self, child: int, error: str) -> None:
+        """A call raised; there will be no other of this completion."""
+
+
+#: Requests hold on to theirs, through their decorators.
+_kept: WeakValueDictionary[str, Functions] = WeakValueDictionary()
+
+
+def keep(functions: Functions) -> str:
+    """The token that stands for them while somebody holds them."""
+    token = uuid.uuid4().hex
+    _kept[token] = functions
+    return token
+
+
+def _find(params: Any) -> Functions | None:
+    token = (getattr(params, "extra_args", None) or {}).get(FUNCTIONS)
+    return _kept.get(token) if isinstance(token, str) else None
+
+
+def check(params: Any, engine: Any) -> None:
+    """Raises SpecError where a request has functions, and this engine cannot run them."""
+    if _find(params) is None:
+        return
+    config, inner = engine.vllm_config, getattr(engine.engine_core, "engine_core", None)
+    reasons = {
+        "runs in another process (VLLM_ENABLE_V1_MULTIPROCESSING=0 has LLM run in this one; a "
+        "server never does)": inner is None,
+        "has workers in other processes (distributed_executor_backend='uni')": inner is not None
+        and type(inner.model_executor).__name__ != "UniProcExecutor",
+        "compiles its model (enforce_eager=True; that costs every request its graphs)": not (
+            config.model_config.enforce_eager
+        ),
+        "decodes speculatively, so that rows may not be kept": config.speculative_config
+        is not None,
+    }
+    for reason, present in reasons.items():
+        if present:
+            raise SpecError(
+                "extra_args['apply_hooks'] holds Python functions, which are arbitrary code, and "
+                f"this engine {reason}. Read, Probe, Add, Ablate, Clamp and Replace of vllm_scope "
+                "run everywhere: docs/faces.md has one for each use."
+            )
+
+
+def salt(request: Any, child: int) -> None:
+    """Have what a request with functions computes be its own: vLLM keys blocks by the salt."""
+    if _find(request.sampling_params) is not None:
+        token = request.sampling_params.extra_args[FUNCTIONS]
+        request.cache_salt = f"{request.cache_salt or ''}|{token}.{child}"
+
+
+class StepFunctions:
+    """The functions of a worker's requests, and which of them the running step has."""
+
+    def __init__(self, anatomy: Anatomy, model: Any) -> None:
+        self._anatomy, self._model = anatomy, model
+        self._installed = False
+        self._requests: dict[str, tuple[Functions, int]] = {}
+        self._errors: dict[str, str] = {}
+        #: (request, its rows, the first one's position)
+        self._step: list[tuple[str, slice, int]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._requests)
+
+    def add_request(self, req_id: str, params: Any, handle: dict[str, Any]) -> None:
+        functions = _find(params)
+        if functions is None:
+            return
+        if not self._installed:
+            try:
+                install_calls(self._anatomy, self._call)
+            except CompatError as error:
+                raise SpecError(str(error)) from None
+            self._installed = True
+            logger.info("vllm-scope: layers call Python functions from now on.")
+        self._requests[req_id] = (functions, handle["child"])
+
+    def finish_request(self, req_id: str) -> str | None:
+        """Why its functions failed, or None."""
+        self._requests.pop(req_id, None)
+        return self._errors.pop(req_id, None)
+
+    def begin_step(self, batch: StepBatch) -> None:
+        self._step = [
+            (req_id, slice(int(batch.query_start[i]), int(batch.query_start[i + 1])), int(first))
+            for i, (req_id, first) in enumerate(zip(batch.req_ids, batch.num_computed, strict=True))
+            if req_id in self._requests and req_id not in self._errors
+        ]
+
+    def end_step(self) -> None:
+        self._step = []
+
+    def _call(self, layer: int, before: bool, hidden: Tensor, residual: Tensor | None) -> None:
+        for req_id, here, first in self._step:
+            functions, child = self._requests[req_id]
+            if (layer, before) not in functions.places or req_id in self._errors:
+                continue
+            rows = hidden[here].clone() if residual is None else hidden[here] + residual[here]
+            try:
+                found = functions.call(child, (layer, before), rows, first, self._model)
+                if found is not None:
+                    _check(found, rows)
+                    _write(found, hidden[here], None if residual is None else residual[here])
+            except Exception as error:
+                where = f"{'before' if before else 'after'} layer {layer}"
+                text = f"a function {where} failed: {type(error).__name__}: {error}"
+                logger.warning("vllm-scope: request %s: %s", req_id, text, exc_info=True)
+                self._errors[req_id] = text
+                functions.fail(child, text)
+
+
+def _check(found: Any, rows: Tensor) -> None:
+    if not isinstance(found, Tensor) or found.shape != rows.shape:
+        what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise SpecError(f"it returned {what}; None or a tensor of {list(rows.shape)} is expected.")
+
+
+def _write(stream: Tensor, hidden: Tensor, residual: Tensor | None) -> None:
+    with torch.no_grad():
+        if residual is None:
+            hidden.copy_(stream)
+        else:
+            # One rounding: the next layer adds nothing to what was asked for.
+            residual.copy_(stream)
+            hidden.zero_()
