@@ -8,7 +8,7 @@ Every edit is one update of a token's row x of the residual stream:
 
     Add       x + scale * v            norm_match: x + scale * ||x|| * v / ||v||
     Ablate    x - (x.d) * d            d of unit length
-    Clamp     x + (clip(x.d, lo, hi) - x.d) * d
+    Clamp     x + strength * (clip(x.d, lo, hi) - x.d) * d
     Replace   v, another row for each position
 
 Edits of one site apply in the order in which they are given. A read or probe looks
@@ -326,10 +326,11 @@ class Clamp(Edit):
         direction: as `Add.vector`; normalised here.
         lo, hi: bounds of `x.d`, lo <= hi.
         site, layer, tokens: as for `Add`.
+        strength: from 0 to 1: which part of the way to the bound it goes.
     """
 
     kind: ClassVar[str] = "clamp"
-    fields: ClassVar[tuple[str, ...]] = ("direction", "lo", "hi")
+    fields: ClassVar[tuple[str, ...]] = ("direction", "lo", "hi", "strength")
 
     direction: Any
     lo: float
@@ -337,13 +338,16 @@ class Clamp(Edit):
     site: str = "resid_post"
     layer: Layers = None
     tokens: Any = "all"
+    strength: float = 1.0
     layers: Layers = field(default=None, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lo", _number(self.lo, "Clamp.lo"))
-        object.__setattr__(self, "hi", _number(self.hi, "Clamp.hi"))
+        for name in ("lo", "hi", "strength"):
+            object.__setattr__(self, name, _number(getattr(self, name), f"Clamp.{name}"))
         if self.lo > self.hi:
             raise SpecError(f"Clamp.lo is {self.lo:g} and hi {self.hi:g}; lo is not above hi.")
+        if not 0 <= self.strength <= 1:
+            raise SpecError(f"Clamp.strength is {self.strength:g}; it is from 0 to 1.")
         self._set_vector("direction", self.layer)
 
 

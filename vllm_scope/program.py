@@ -405,7 +405,13 @@ def _ops_of(edit: ResolvedEdit) -> tuple[Op, ...]:
         return (Op(OP_ADD_NORM, 0, direction, edit.numbers[0]),)
     if edit.kind == "ablate":
         return (Op(OP_ABLATE, 0, direction),)
-    return (Op(OP_CLAMP, 0, direction, *edit.numbers),)
+    lo, hi, strength = edit.numbers
+    # With k d for d the operation does (clip(k p, k lo, k hi) - k p) k d, which is k * k
+    # times what it does with d.
+    k = math.sqrt(strength)
+    if k != 1:
+        direction = Array(direction.shape, (direction.numpy * np.float32(k)).tobytes())
+    return (Op(OP_CLAMP, 0, direction, k * lo, k * hi),)
 
 
 class BlockKeys:

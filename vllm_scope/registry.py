@@ -21,9 +21,10 @@ from typing import Any
 from vllm_scope.actions import MAX_NAME
 from vllm_scope.arrays import Array
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.sites import SiteLayer, Sites
+from vllm_scope.sites import Sites
 from vllm_scope.spec import NOTHING, Resolved, ResolvedEdit, Spec, Vectors
 from vllm_scope.vectors import SteeringModule, from_bytes
+from vllm_scope.vectors.module import Place
 
 MAX_MODULES = 4096
 #: Modules that no name means any more are kept for requests in the queue up to this.
@@ -79,12 +80,12 @@ class Registry:
                 f"the vectors of {shown(name)} have {module.hidden_size} numbers; this model's "
                 f"rows have {self._sites.hidden_size}."
             )
-        vectors: dict[SiteLayer, Array] = {}
-        for stream, values in module.items():
+        vectors: dict[Place, Array] = {}
+        for place, values in module.placed():
             if not values.any():
-                raise SpecError(f"the vector of {shown(name)} at {stream} is zero.")
-            self._sites.find(stream[0], (stream[1],), f"the module {shown(name)}")
-            vectors[stream] = Array((len(values),), values.astype("<f4").tobytes())
+                raise SpecError(f"the vector of {shown(name)} at {place} is zero.")
+            self._sites.find(place[0], (place[1],), f"the module {shown(name)}")
+            vectors[place] = Array((len(values),), values.astype("<f4").tobytes())
         self._modules[module.digest] = vectors
         self._modules.move_to_end(module.digest)
         self.names[name] = module.digest
@@ -98,7 +99,8 @@ class Registry:
         return known
 
     def modules(self) -> dict[str, dict[str, Any]]:
-        """name -> digest, and the streams that the module has vectors for."""
+        """name -> digest, and the streams that the module has vectors for: site, layer,
+        and the tier of those that are for some tokens alone."""
         return {
             name: {"digest": digest, "streams": [list(s) for s in self._modules[digest]]}
             for name, digest in self.names.items()

@@ -36,16 +36,18 @@ from vllm_scope.actions import (
 )
 from vllm_scope.arrays import Array
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.selectors import Selector
+from vllm_scope.selectors import Except, Selector, Word
 from vllm_scope.sites import SiteLayer, Sites
+from vllm_scope.vectors.module import TIERS, Place
 
 MAX_SPEC_BYTES = 64 << 20
 MAX_READS = 32
 MAX_PROBES = 256
 MAX_EDITS = 256
 
-#: Vectors of a steering module, by stream.
-Vectors = Mapping[SiteLayer, Array]
+#: Vectors of a steering module: by stream for every token, by (site, layer, tier) for the
+#: tier's tokens alone.
+Vectors = Mapping[Place, Array]
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class ResolvedEdit:
     Attributes:
         kind: add, ablate, clamp or replace.
         values: [hidden_size], or [num_positions, hidden_size] for replace.
-        numbers: scale of an add; lo and hi of a clamp.
+        numbers: scale of an add; lo, hi and strength of a clamp.
         positions: of the rows of a replace, as given.
         norm_match: of an add.
     """
@@ -271,7 +273,7 @@ class Spec:
             (stream,) = sites.find(probe.site, probe.layer_numbers, f"probes[{i}]")
             weight = probe.weight
             if isinstance(weight, Module):
-                ((_, weight),) = _module_rows(probe, weight, sites, modules, f"probes[{i}]")
+                ((_, weight, _),) = _module_rows(probe, weight, sites, modules, f"probes[{i}]")
             _check_size(weight, sites, f"probes[{i}].weight")
             probes.append(
                 ResolvedProbe(stream, tokens_of(probe), probe.name, weight, probe.bias, probe.to)
@@ -340,18 +342,32 @@ def _resolve_edit(
 ) -> list[ResolvedEdit]:
     field = edit.fields[0]
     values = getattr(edit, field)
-    rows: list[tuple[SiteLayer, Array]]
+    rows: list[tuple[SiteLayer, Array, str | None]]
     if isinstance(values, Module):
         rows = _module_rows(edit, values, sites, modules, where)
     else:
         streams = sites.find(edit.site, edit.layer_numbers, where)
         own = len(values.shape) == (3 if isinstance(edit, Replace) else 2)
-        rows = [(stream, _row(values, i) if own else values) for i, stream in enumerate(streams)]
+        rows = [(s, _row(values, i) if own else values, None) for i, s in enumerate(streams)]
     found = []
-    for stream, row in rows:
+    for stream, row, tier in rows:
         _check_size(row, sites, f"{where}.{field}")
-        found.append(_one_edit(edit, stream, row))
+        tokens = _within(tokens_of(edit), tier)
+        if tokens is not None:
+            found.append(_one_edit(edit, stream, row, tokens))
     return found
+
+
+def _within(tokens: Selector, tier: str | None) -> Selector | None:
+    """Those of the tokens that are of a tier, too; None where that is known to be none."""
+    if tier is None:
+        return tokens
+    word = Word(tier)
+    if tokens in (Word("all"), word):
+        return word
+    if any(tokens == Word(other) for other in TIERS):
+        return None
+    return Except(tokens, Except(tokens, word))
 
 
 def _row(values: Array, index: int) -> Array:
@@ -365,7 +381,7 @@ def _module_rows(
     sites: Sites,
     modules: Mapping[str, Vectors],
     where: str,
-) -> list[tuple[SiteLayer, Array]]:
+) -> list[tuple[SiteLayer, Array, str | None]]:
     if module.name not in modules:
         known = ", ".join(sorted(modules)[:8]) or "none"
         raise SpecError(
@@ -374,23 +390,28 @@ def _module_rows(
         )
     vectors = modules[module.name]
     layers = action.layer_numbers
-    streams = [s for s in vectors if layers is None or (s[0] == action.site and s[1] in layers)]
-    if layers is not None and len(streams) < len(layers):
-        has = ", ".join(f"{site} {layer}" for site, layer in sorted(vectors))
+    places = [p for p in vectors if layers is None or (p[0] == action.site and p[1] in layers)]
+    if isinstance(action, Probe):
+        # A probe has one weight, whatever the token.
+        places = [place for place in places if len(place) == 2]
+    if layers is not None and not {place[1] for place in places} >= set(layers):
+        has = ", ".join(" ".join(map(str, place)) for place in sorted(vectors))
         raise SpecError(
             f"{where}.layers names a layer of {action.site!r} for which the steering module "
             f"{shown(module.name)} has no vector; it has {has}."
         )
-    for site, layer in streams:
-        sites.find(site, (layer,) if site != "embed" else (0,), where)
+    for place in places:
+        sites.find(place[0], (place[1],) if place[0] != "embed" else (0,), where)
     needs_direction = isinstance(action, Edit) and action.needs_direction
-    if needs_direction and not all(vectors[s].numpy.any() for s in streams):
+    if needs_direction and not all(vectors[place].numpy.any() for place in places):
         raise SpecError(f"{where}: a vector of {shown(module.name)} is zero; it has no direction.")
-    return [(stream, vectors[stream]) for stream in streams]
+    return [
+        ((place[0], place[1]), vectors[place], place[2] if len(place) == 3 else None)
+        for place in places
+    ]
 
 
-def _one_edit(edit: Edit, stream: SiteLayer, values: Array) -> ResolvedEdit:
-    tokens = tokens_of(edit)
+def _one_edit(edit: Edit, stream: SiteLayer, values: Array, tokens: Selector) -> ResolvedEdit:
     if isinstance(edit, Add):
         return ResolvedEdit(
             "add", stream, tokens, values, (edit.scale,), norm_match=edit.norm_match

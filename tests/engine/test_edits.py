@@ -47,6 +47,10 @@ EDITS = {
         lambda **at: Clamp(D, -0.2, 0.3, **at),
         lambda x: x + (_along(x).clamp(-0.2, 0.3) - _along(x)) * UNIT,
     ),
+    "part-of-a-clamp": (
+        lambda **at: Clamp(D, -0.2, 0.3, strength=0.4, **at),
+        lambda x: x + 0.4 * (_along(x).clamp(-0.2, 0.3) - _along(x)) * UNIT,
+    ),
     "replace": (lambda **at: Replace(ROWS, [0, 5, -1], **at), _replaced),
 }
 

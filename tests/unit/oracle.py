@@ -45,7 +45,12 @@ def _edit_of(edit: ResolvedEdit, position: int, num_prompt: int) -> Edited:
     if edit.kind == "add" and not edit.norm_match:
         return (OP_ADD, edit.numbers[0], 0.0, v)
     v = v / np.linalg.norm(v)
-    code = {"add": OP_ADD_NORM, "ablate": OP_ABLATE, "clamp": OP_CLAMP}[edit.kind]
+    if edit.kind == "clamp":
+        # (clip(k p, k lo, k hi) - k p) k is k * k times (clip(p, lo, hi) - p)
+        lo, hi, strength = edit.numbers
+        k = np.sqrt(strength)
+        return (OP_CLAMP, k * lo, k * hi, k * v)
+    code = {"add": OP_ADD_NORM, "ablate": OP_ABLATE}[edit.kind]
     a, b = (*edit.numbers, 0.0, 0.0)[:2]
     return (code, a, b, v)
 

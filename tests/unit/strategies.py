@@ -169,7 +169,8 @@ def edits(draw: Any, num_layers: int, hidden_size: int) -> Edit:
             return Ablate(draw(arrays(*shape)), tokens=tokens, **where)
         case "clamp":
             lo, hi = sorted((draw(NUMBERS), draw(NUMBERS)))
-            return Clamp(draw(arrays(*shape)), lo, hi, tokens=tokens, **where)
+            strength = draw(st.floats(0, 1))
+            return Clamp(draw(arrays(*shape)), lo, hi, tokens=tokens, strength=strength, **where)
     # From the start or from the prompt's end, so that none is named twice.
     places = st.lists(st.integers(0, 12), min_size=1, max_size=3, unique=True)
     positions = draw(places | places.map(lambda some: [-1 - p for p in some]))

@@ -78,6 +78,14 @@ NAN, INF = float("nan"), float("inf")
         pytest.param(lambda: Clamp(V, 2, 1, layer=1), "lo is 2 and hi 1", "not above", id="lo-hi"),
         pytest.param(lambda: Clamp(V, NAN, 1, layer=1), "lo is nan", "finite", id="lo-nan"),
         pytest.param(lambda: Clamp(V, 0, INF, layer=1), "hi is inf", "finite", id="hi-infinite"),
+        pytest.param(
+            lambda: Clamp(V, 0, 1, layer=1, strength=1.5), "strength is 1.5", "0 to 1",
+            id="strength-above-1",
+        ),
+        pytest.param(
+            lambda: Clamp(V, 0, 1, layer=1, strength=True), "strength is True", "a number",
+            id="strength-no-number",
+        ),
         pytest.param(lambda: Clamp(V, None, 1, layer=1), "lo is None", "a number", id="no-lo"),
         pytest.param(
             lambda: Replace([V, V], [0], layer=1), "2 rows", "1 positions", id="more-rows"

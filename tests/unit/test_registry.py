@@ -50,6 +50,31 @@ def test_a_name_means_what_was_registered_last(held):
     }
 
 
+def test_vectors_of_a_tier_are_added_to_its_tokens_alone(held):
+    module = SteeringModule(
+        {("resid_post", 0): V},
+        tiers={"prompt": {("resid_post", 0): W}, "generated": {("resid_post", 1): W}},
+    )
+    names = {"m": held.register("m", to_bytes(module))}
+    assert held.modules()["m"]["streams"] == [
+        ["resid_post", 0], ["resid_post", 0, "prompt"], ["resid_post", 1, "generated"]
+    ]  # fmt: skip
+
+    def found(edit):
+        edits = held.resolve(Spec(edits=(edit,)), names, None).edits
+        return [(e.stream[1], e.values.numpy.tolist(), e.tokens.to_json()) for e in edits]
+
+    assert found(Add("m")) == [(0, V, "all"), (0, W, "prompt"), (1, W, "generated")]
+    assert found(Add("m", layer=0)) == [(0, V, "all"), (0, W, "prompt")]
+    assert found(Add("m", tokens="generated")) == [(0, V, "generated"), (1, W, "generated")]
+    within = {"except": [[3], {"except": [[3], "generated"]}]}
+    assert found(Add("m", layer=1, tokens=[3])) == [(1, W, within)]
+    probe = Spec(probes=(Probe("m", layer=0, name="p"),))
+    assert held.resolve(probe, names, None).probes[0].weight.numpy.tolist() == V
+    with pytest.raises(ValueError, match="has no vector; it has resid_post 0, resid_post 0 prompt"):
+        held.resolve(Spec(probes=(Probe("m", layer=1, name="p"),)), names, None)
+
+
 def test_a_request_keeps_what_a_name_meant_when_it_entered(held):
     spec = Spec(edits=(Add("m", layer=0),))
     names = {"m": held.register("m", to_bytes(_module(V)))}

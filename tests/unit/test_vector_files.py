@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import pickle
 import struct
 import sys
 import zipfile
@@ -11,7 +13,7 @@ from io import BytesIO
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors.numpy import save as save_numpy
@@ -63,6 +65,83 @@ def test_a_module_survives_its_file(tmp_path):
     again = load_vectors(str(tmp_path / "v.safetensors"))
     assert again == module
     assert again.provenance == Provenance()
+
+
+@given(st.data(), st.sets(streams, max_size=3), st.sets(streams, max_size=3))
+def test_a_module_of_tiers_survives_its_bytes(data, keys, generated):
+    assume(keys or generated)
+    vector = hnp.arrays(np.float32, 3, elements=finite)
+    base = {key: data.draw(vector) for key in keys}
+    tiers = {"generated": {key: data.draw(vector) for key in generated}, "prompt": {}}
+    module = SteeringModule(base, PROVENANCE, tiers)
+    again = from_bytes(to_bytes(module))
+    assert (again, again.provenance) == (module, PROVENANCE)
+    assert [place for place, _ in again.placed()] == [place for place, _ in module.placed()]
+    assert pickle.loads(pickle.dumps(module)) == module
+    if base and generated:
+        assert module != SteeringModule(base)
+
+
+JSON = {
+    "vectors": {"post_block": {"1": [1, 2, 3], "2": {"vector": [1, 0, 2], "scale": 2.0}}},
+    "prefill_vectors": None,
+    "decode_vectors": {
+        "pre_attn": {
+            "dtype": "float16", "shape": [2, 3], "layer_indices": [0, 3], "scales": [1.0, 0.5],
+            "data": base64.b64encode(np.array([[1, 1, 0], [2, 4, 6]], "<f2")).decode(),
+        },
+        "post_block": {"1": [0.0, 0.0, 0.0]},
+    },
+}  # fmt: skip
+
+
+def test_the_steering_forks_json_is_read(tmp_path):
+    (tmp_path / "m.json").write_text(json.dumps(JSON))
+    module = load_vectors(tmp_path / "m.json")
+    assert {place: vector.tolist() for place, vector in module.placed()} == {
+        ("resid_post", 1): [1, 2, 3],
+        ("resid_post", 2): [2, 0, 4],
+        ("resid_pre", 0, "generated"): [1, 1, 0],
+        ("resid_pre", 3, "generated"): [1, 2, 3],
+    }
+    (tmp_path / "m.json").write_text(json.dumps(JSON["vectors"]))
+    assert load_vectors(tmp_path / "m.json") == SteeringModule(module.vectors)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        pytest.param("{", "is not JSON", id="not-json"),
+        pytest.param("[]", "it is an object", id="no-object"),
+        pytest.param({"mlp_out": {"1": [1]}}, "its fields are vectors", id="unknown-hook"),
+        pytest.param({"vectors": {"mlp_in": {}}}, "hooks are pre_attn", id="hook-of-the-mlp"),
+        pytest.param({"vectors": {}}, "no vectors but zeros", id="nothing"),
+        pytest.param(
+            {"clamps": {"post_block": {}}, "vectors": {}}, "has clamps;.*into requests", id="clamps",
+        ),
+        pytest.param(
+            {"post_block": {"1": [1e30], "2": {"vector": [1e30], "scale": 1e30}}},
+            r"\['2'\]\.scale is 1e\+30; .* not finite", id="infinite",
+        ),
+        pytest.param(
+            {"post_block": JSON["decode_vectors"]["pre_attn"] | {"layer_indices": [1]}},
+            "layer_indices is .* one for each row", id="packed-layers",
+        ),
+        pytest.param(
+            {"post_block": JSON["decode_vectors"]["pre_attn"] | {"layer_indices": [1, 1]}},
+            "layer 1 twice", id="packed-twice",
+        ),
+        pytest.param(
+            {"post_block": JSON["decode_vectors"]["pre_attn"] | {"bounds": []}},
+            "has 'bounds'; its fields are data, dtype", id="packed-field",
+        ),
+    ],
+)  # fmt: skip
+def test_json_that_is_no_module_is_refused(body, words, tmp_path):
+    path = tmp_path / "m.json"
+    path.write_text(body if isinstance(body, str) else json.dumps(body))
+    with pytest.raises(SpecError, match=words):
+        load_vectors(path)
 
 
 def test_vectors_of_one_site_are_named_as_others_name_them():
@@ -260,7 +339,7 @@ def test_a_malformed_npz_is_refused(tmp_path, data, message):
 
 
 def test_an_unknown_ending_is_refused(tmp_path):
-    with pytest.raises(SpecError, match=r"ends in '\.pt'; \.safetensors, \.gguf, \.npz are read"):
+    with pytest.raises(SpecError, match=r"ends in '\.pt'; \.safetensors, .*\.json are read"):
         load_vectors(tmp_path / "v.pt")
 
 

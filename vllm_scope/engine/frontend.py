@@ -78,7 +78,7 @@ class Connection:
     def learn_modules(self, modules: dict[str, Any]) -> None:
         ones = Array.parse(np.ones(self.sites.hidden_size, np.float32), "")
         self.modules = {
-            name: {(site, layer): ones for site, layer in module["streams"]}  # noqa: C420
+            name: {tuple(place): ones for place in module["streams"]}
             for name, module in modules.items()
         }
 

@@ -218,7 +218,7 @@ async def put_module(request: Request, name: Name) -> ModuleInfo:
     except SpecError as error:
         raise RefusalError(400, str(error)) from None
     digest = await asked(engine_of(request).register(name, data))
-    return ModuleInfo(name=name, digest=digest, streams=list(module))
+    return ModuleInfo(name=name, digest=digest, streams=[place for place, _ in module.placed()])
 
 
 @_changing.delete(

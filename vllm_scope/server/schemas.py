@@ -69,7 +69,10 @@ class ModuleInfo(BaseModel):
 
     name: str
     digest: str = Field(description="Of its content.")
-    streams: list[tuple[str, int]] = Field(description="(site, layer) of its vectors.")
+    streams: list[tuple[str, int] | tuple[str, int, str]] = Field(
+        description="(site, layer) of its vectors, and `prompt` or `generated` where they are for "
+        "those tokens alone."
+    )
 
 
 class ModuleList(BaseModel):

@@ -2,6 +2,7 @@
 
 module.py      SteeringModule: vectors by (site, layer), and where they come from
 files.py       load_vectors, save_vectors, to_bytes, from_bytes
+hooks.py       vectors in JSON, by hook and layer, as the steering fork writes them
 containers.py  arrays out of safetensors, npz and GGUF, bounded before anything is allocated
 """
 

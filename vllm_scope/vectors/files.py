@@ -1,15 +1,16 @@
 """Steering modules in files and as bytes, and the conventions of those who write them.
 
 Owns:  what a tensor's name says about its site and layer; the metadata.
-From:  containers.py (arrays).   To: SteeringModule.
+From:  containers.py (arrays), hooks.py (JSON).   To: SteeringModule.
 
 | name of a tensor    | who writes it so      | site                      | layer           |
 |---------------------|-----------------------|---------------------------|-----------------|
 | `{site}.{layer}`    | we                    | the name's                | the name's      |
+| `{tier}:` before it | we                    | for `prompt` or `generated` tokens alone    |
 | `direction.{layer}` | we, repeng, llama.cpp | metadata's, or resid_post | less index base |
 | `{layer}`           | people                | metadata's, or resid_post | less index base |
 
-The index base is metadata's too, "0" unless it says "1".
+JSON is the steering fork's: see hooks.py. The index base is metadata's too, "0" unless it says "1".
 repeng's `direction.5` was computed on Hugging Face's `hidden_states[6]`, the exit
 of layer 5 counted from 0, and llama.cpp adds it there: our `resid_post` 5.
 """
@@ -21,20 +22,22 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.sites import SiteLayer
 from vllm_scope.vectors.containers import Arrays, read_bytes, read_gguf, read_npz, read_safetensors
+from vllm_scope.vectors.hooks import module_from_json
 from vllm_scope.vectors.module import Provenance, SteeringModule, as_stream, name_of
 
 DEFAULT_SITE = "resid_post"
 
 # Five digits are more than any layer has, and as_stream says so.
-_NAME = re.compile(r"(?:(?P<site>[a-z_]+)\.)?(?P<number>[0-9]{1,5})")
+_NAME = re.compile(r"(?:(?P<tier>[a-z]+):)?(?:(?P<site>[a-z_]+)\.)?(?P<number>[0-9]{1,5})")
 
 
 def load_vectors(path: str | Path) -> SteeringModule:
-    """A steering module from a .safetensors, .gguf or .npz file.
+    """A steering module from a .safetensors, .gguf, .npz or .json file.
 
     Every tensor of the file must be a vector under a name that says its layer; see
     the table above. Metadata that this program does not know is left out.
@@ -46,7 +49,10 @@ def load_vectors(path: str | Path) -> SteeringModule:
         OSError: the file cannot be read.
     """
     path = Path(path)
-    readers = {".safetensors": _load_safetensors, ".gguf": _load_gguf, ".npz": _load_npz}
+    readers = {
+        ".safetensors": _load_safetensors, ".gguf": _load_gguf, ".npz": _load_npz,
+        ".json": _load_json,
+    }  # fmt: skip
     if path.suffix not in readers:
         raise SpecError(f"{path} ends in {path.suffix!r}; {', '.join(readers)} are read.")
     try:
@@ -72,13 +78,13 @@ def to_bytes(module: SteeringModule) -> bytes:
 
     The tensors of a module of one site are named `direction.{layer}`, as others
     write and read them, and the metadata holds the site; of several sites, they are
-    named `{site}.{layer}`.
+    named `{site}.{layer}`, and those for some tokens alone `{tier}:{site}.{layer}`.
     """
     from safetensors.numpy import save
 
     metadata = _provenance_to_metadata(module.provenance) | {"index_base": "0"}
-    if len(module.sites) > 1:
-        return save({name_of(stream): vector for stream, vector in module.items()}, metadata)
+    if len(module.sites) > 1 or module.tiers:
+        return save({name_of(place): vector for place, vector in module.placed()}, metadata)
     named = {f"direction.{layer}": vector for (_, layer), vector in module.items()}
     return save(named, metadata | {"site": module.sites[0]})
 
@@ -107,6 +113,10 @@ def _load_npz(path: Path) -> SteeringModule:
     return _module(read_npz(read_bytes(path)), DEFAULT_SITE, 0, Provenance())
 
 
+def _load_json(path: Path) -> SteeringModule:
+    return module_from_json(read_bytes(path))
+
+
 def _load_gguf(path: Path) -> SteeringModule:
     arrays, texts = read_gguf(path)
     architecture = texts.get("general.architecture")
@@ -121,9 +131,10 @@ def _load_gguf(path: Path) -> SteeringModule:
 
 
 def _module(arrays: Arrays, site: str, base: int, provenance: Provenance) -> SteeringModule:
-    vectors = {}
+    by_tier: dict[str | None, dict[SiteLayer, Any]] = {None: {}}
     for name, array in arrays.items():
-        stream = _stream_of(name, site, base)
+        stream, tier = _place_of(name, site, base)
+        vectors = by_tier.setdefault(tier, {})
         if stream in vectors:
             raise SpecError(f"{shown(name)} is a second vector for {name_of(stream)}.")
         if array.ndim != 1:
@@ -131,10 +142,12 @@ def _module(arrays: Arrays, site: str, base: int, provenance: Provenance) -> Ste
                 f"{shown(name)} has shape {list(array.shape)}; a vector is [hidden_size]."
             )
         vectors[stream] = array
-    return SteeringModule(vectors, provenance)
+    everywhere = by_tier.pop(None)
+    return SteeringModule(everywhere, provenance, {k: v for k, v in by_tier.items() if k})
 
 
-def _stream_of(name: str, site: str, base: int) -> SiteLayer:
+def _place_of(name: str, site: str, base: int) -> tuple[SiteLayer, str | None]:
+    """The stream of a vector, and its tier."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise SpecError(
@@ -143,8 +156,8 @@ def _stream_of(name: str, site: str, base: int) -> SiteLayer:
         )
     number = int(match["number"])
     if match["site"] in ("direction", None):
-        return as_stream((site, number - base))
-    return as_stream((match["site"], number))
+        return as_stream((site, number - base)), match["tier"]
+    return as_stream((match["site"], number)), match["tier"]
 
 
 # --- Metadata ----------------------------------------------------------------

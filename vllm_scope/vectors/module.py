@@ -28,8 +28,12 @@ STREAM_SITES = ("embed", "resid_pre", "resid_mid", "resid_post")
 #: No model has more layers; a longer number in a file is a mistake.
 MAX_LAYER = 9999
 MAX_VECTORS = 4096
+#: The tokens that vectors may be for, beside every token: selectors' words.
+TIERS = ("prompt", "generated")
 
 Vector = NDArray[np.float32]
+#: (site, layer), or (site, layer, tier).
+Place = tuple[str, int] | tuple[str, int, str]
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,15 @@ class Provenance:
 class SteeringModule(Mapping[SiteLayer, Vector]):
     """Vectors by (site, layer). Read-only, of one hidden size, equal by content.
 
+    As a mapping it is its vectors for every token; most modules have no others.
+
     Args:
         vectors: (site, layer) -> [hidden_size]: a list of numbers, a numpy array, or
             a torch tensor of any float dtype and device. Copied, as float32. Sites
             are those of the residual stream; `embed` has layer 0.
         provenance: where they come from.
+        tiers: "prompt" or "generated" -> vectors for those tokens alone, in the same
+            form. They come on top of those for every token.
 
     Raises:
         SpecError: no vectors, a key that is no (site, layer), a vector of wrong rank
@@ -71,19 +79,20 @@ class SteeringModule(Mapping[SiteLayer, Vector]):
 
     vectors: Mapping[SiteLayer, Any]
     provenance: Provenance = field(default_factory=Provenance)
+    tiers: Mapping[str, Mapping[SiteLayer, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.vectors:
+        if unknown := sorted(set(self.tiers) - set(TIERS)):
+            raise SpecError(f"the module has the tier {shown(unknown[0])}; tiers are {TIERS}.")
+        count = len(self.vectors) + sum(map(len, self.tiers.values()))
+        if not count:
             raise SpecError("the module has no vectors; give at least one (site, layer).")
-        if len(self.vectors) > MAX_VECTORS:
-            raise SpecError(f"the module has {len(self.vectors):,} vectors; at most {MAX_VECTORS}.")
-        kept: dict[SiteLayer, Vector] = {}
-        for key, value in self.vectors.items():
-            stream = as_stream(key)
-            if stream in kept:
-                raise SpecError(f"the module has {stream} twice: {shown(key)} is its alias.")
-            kept[stream] = as_vector(value, name_of(stream))
-        sizes = {name_of(stream): len(vector) for stream, vector in kept.items()}
+        if count > MAX_VECTORS:
+            raise SpecError(f"the module has {count:,} vectors; at most {MAX_VECTORS}.")
+        object.__setattr__(self, "vectors", _kept(self.vectors, None))
+        kept = {tier: _kept(self.tiers[tier], tier) for tier in TIERS if self.tiers.get(tier)}
+        object.__setattr__(self, "tiers", MappingProxyType(kept))
+        sizes = {name_of(place): len(vector) for place, vector in self.placed()}
         first, size = next(iter(sizes.items()))
         for name, other in sizes.items():
             if other != size:
@@ -91,12 +100,18 @@ class SteeringModule(Mapping[SiteLayer, Vector]):
                     f"{name} has {other:,} values and {first} has {size:,}; the vectors of a "
                     "module are of one hidden size."
                 )
-        ordered = sorted(kept.items(), key=lambda item: (STREAM_SITES.index(item[0][0]), item[0]))
-        object.__setattr__(self, "vectors", MappingProxyType(dict(ordered)))
+
+    def placed(self) -> Iterator[tuple[Place, Vector]]:
+        """All vectors, by (site, layer), and those of tiers by (site, layer, tier)."""
+        yield from self.vectors.items()
+        for tier, vectors in self.tiers.items():
+            for stream, vector in vectors.items():
+                yield (*stream, tier), vector
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Made again rather than restored, so that the copy is read-only as well.
-        return SteeringModule, (dict(self.vectors), self.provenance)
+        tiers = {tier: dict(vectors) for tier, vectors in self.tiers.items()}
+        return SteeringModule, (dict(self.vectors), self.provenance, tiers)
 
     def __getitem__(self, stream: SiteLayer) -> Vector:
         try:
@@ -119,29 +134,43 @@ class SteeringModule(Mapping[SiteLayer, Vector]):
         return hash(self.digest)
 
     def __repr__(self) -> str:
-        return f"SteeringModule({', '.join(map(name_of, self))}; {self.digest[:19]})"
+        names = ", ".join(name_of(place) for place, _ in self.placed())
+        return f"SteeringModule({names}; {self.digest[:19]})"
 
     @property
     def hidden_size(self) -> int:
-        return len(next(iter(self.vectors.values())))
+        return len(next(vector for _, vector in self.placed()))
 
     @property
     def sites(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(site for site, _ in self))
+        return tuple(dict.fromkeys(place[0] for place, _ in self.placed()))
 
     @cached_property
     def digest(self) -> str:
         """ "sha256:..." of the keys and the bits of the values, and of nothing else."""
         content = hashlib.sha256(b"vllm-scope steering vectors\n")
-        for stream, vector in self.items():
-            content.update(f"{name_of(stream)} {len(vector)}\n".encode())
+        for place, vector in self.placed():
+            content.update(f"{name_of(place)} {len(vector)}\n".encode())
             content.update(vector.astype("<f4").tobytes())
         return f"sha256:{content.hexdigest()}"
 
 
-def name_of(stream: SiteLayer) -> str:
-    """What a stream is called in files and messages: "resid_post.5"."""
-    return f"{stream[0]}.{stream[1]}"
+def _kept(vectors: Mapping[SiteLayer, Any], tier: str | None) -> Mapping[SiteLayer, Vector]:
+    """Copies, in the order of sites and layers, read-only."""
+    kept: dict[SiteLayer, Vector] = {}
+    for key, value in vectors.items():
+        stream = as_stream(key)
+        if stream in kept:
+            raise SpecError(f"the module has {stream} twice: {shown(key)} is its alias.")
+        kept[stream] = as_vector(value, name_of(stream if tier is None else (*stream, tier)))
+    ordered = sorted(kept.items(), key=lambda item: (STREAM_SITES.index(item[0][0]), item[0]))
+    return MappingProxyType(dict(ordered))
+
+
+def name_of(place: Place) -> str:
+    """What a vector is called in files and messages: "resid_post.5", or of a tier
+    "generated:resid_post.5"."""
+    return "".join(f"{tier}:" for tier in place[2:]) + f"{place[0]}.{place[1]}"
 
 
 def as_stream(key: object) -> SiteLayer:

@@ -1,0 +1,225 @@
+"""Vectors in JSON by hook and layer, as the steering fork of vLLM writes them.
+
+    {"post_block": {"15": [0.1, ...], "20": {"vector": [0.4, ...], "scale": 2.0}}}
+    {"post_block": {"dtype": "float32", "shape": [2, 4096], "layer_indices": [15, 20],
+                    "data": "<base64>", "scales": [1.0, 2.0]}}
+
+Each hook has one of the two forms. A module's file has such an object for each of its
+tiers: {"vectors": ..., "prefill_vectors": ..., "decode_vectors": ...}; a file of one tier
+may leave out its name.
+
+Owns:  HookVectors and its parsing; modules in this form.
+Runs:  anywhere. numpy only.
+To:    SteeringModule; faces.steering_http, which has the same in requests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from vllm_scope.arrays import Array
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.sites import ALIASES, SiteLayer
+from vllm_scope.vectors.module import SteeringModule, Vector
+
+#: A module's fields -> the tokens that they are for.
+MODULE_TIERS = {"vectors": "all", "prefill_vectors": "prompt", "decode_vectors": "generated"}
+#: The same in a request.
+REQUEST_TIERS = {
+    "steering_vectors": "all",
+    "prefill_steering_vectors": "prompt",
+    "decode_steering_vectors": "generated",
+}
+#: What a module may have there, and what it may not have here.
+_CLAMPS = ("clamps", "prefill_clamps", "decode_clamps")
+_PACKED = {"dtype", "shape", "data", "layer_indices"}
+
+#: (site, layer) -> [hidden_size], float32, scales multiplied in.
+HookVectors = dict[SiteLayer, Vector]
+
+
+def parse_hooks(body: Any, where: str) -> HookVectors:
+    """The vectors of one tier; none where the body is None or empty.
+
+    Raises:
+        SpecError: at the path of what is wrong.
+    """
+    found: HookVectors = {}
+    for hook, by_layer in mapping(parsed(body, where), where).items():
+        site, place = site_of(hook, where), f"{where}[{hook!r}]"
+        if is_packed(by_layer):
+            vectors = _unpacked(by_layer, place)
+        else:
+            layers = mapping(by_layer, place)
+            vectors = [
+                (layer_of(layer, place), _scaled(entry, f"{place}[{layer!r}]"))
+                for layer, entry in layers.items()
+            ]
+        sizes = {len(vector) for _, vector in vectors}
+        if len(sizes) > 1:
+            raise SpecError(f"{place} has vectors of {sorted(sizes)} numbers; all are of one size.")
+        for layer, vector in vectors:
+            if (site, layer) in found:
+                raise SpecError(f"{place} has layer {layer} twice.")
+            found[site, layer] = vector
+    return found
+
+
+def module_from_json(data: bytes) -> SteeringModule:
+    """A module from the content of a file.
+
+    Raises:
+        SpecError: not such an object, or one with clamps.
+    """
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        raise SpecError("it is not JSON: it is not UTF-8.") from None
+    return parse_module(parsed(text, "the file"), "the file")
+
+
+def parse_module(body: Any, where: str) -> SteeringModule:
+    """A module from an object with a field for each tier, or the one tier itself.
+
+    Raises:
+        SpecError: as `parse_hooks`; another field; clamps; no vector but zeros.
+    """
+    fields = mapping(body, where)
+    if set(fields) <= set(ALIASES):
+        fields = {"vectors": fields}
+    # A request's names are taken, too: files were written from requests.
+    fields = {_MODULE_NAMES.get(name, name): value for name, value in fields.items()}
+    for name in _CLAMPS:
+        if fields.pop(name, None):
+            raise SpecError(
+                f"{where} has {name}; a steering module here has vectors alone. Put clamps into "
+                "requests (steering_clamps), or for all requests into /v1/steering/set."
+            )
+    if unknown := sorted(set(fields) - set(MODULE_TIERS), key=str):
+        raise SpecError(
+            f"{where} has {shown(unknown[0])}; its fields are {', '.join(MODULE_TIERS)}, or the "
+            f"hooks {', '.join(ALIASES)}."
+        )
+    tiers = {}
+    for name, tokens in MODULE_TIERS.items():
+        vectors = parse_hooks(fields.get(name), f"{where}[{name!r}]")
+        # What adds nothing is left out: a module has no vectors of zeros.
+        tiers[tokens] = {stream: v for stream, v in vectors.items() if v.any()}
+    everywhere = tiers.pop("all")
+    if not everywhere and not any(tiers.values()):
+        raise SpecError(f"{where} has no vectors but zeros; a module adds something somewhere.")
+    return SteeringModule(everywhere, tiers=tiers)
+
+
+_MODULE_NAMES = {
+    old: new for old, tokens in REQUEST_TIERS.items()
+    for new, same in MODULE_TIERS.items() if same == tokens
+}  # fmt: skip
+
+
+def parsed(body: Any, where: str) -> Any:
+    """What JSON says, where it is still text."""
+    if not isinstance(body, str):
+        return body
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"{where} is not JSON: {error}.") from None
+
+
+def mapping(body: Any, where: str) -> dict[Any, Any]:
+    if body is None:
+        return {}
+    if not isinstance(body, Mapping):
+        raise SpecError(f"{where} is {shown(body)}; it is an object.")
+    return dict(body)
+
+
+def site_of(hook: Any, where: str) -> str:
+    if not isinstance(hook, str) or hook not in ALIASES:
+        raise SpecError(
+            f"{where} has {shown(hook)}; hooks are {', '.join(ALIASES)}, of the residual stream."
+        )
+    return ALIASES[hook]
+
+
+def layer_of(layer: Any, where: str) -> int:
+    """JSON's keys are strings."""
+    if isinstance(layer, str) and layer.isascii() and layer.isdecimal() and len(layer) < 9:
+        return int(layer)
+    if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or layer < 0:
+        raise SpecError(f"{where} has {shown(layer)}; layers are whole numbers from 0.")
+    return int(layer)
+
+
+def number_of(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise SpecError(f"{where} is {shown(value)}; it is a number.")
+    return float(value)
+
+
+def is_packed(by_layer: Any) -> bool:
+    return isinstance(by_layer, Mapping) and not _PACKED.isdisjoint(by_layer)
+
+
+def packed_rows(body: Mapping[Any, Any], where: str, also: set[str]) -> list[tuple[int, Vector]]:
+    """(layer, row) in order, of the form with base64.
+
+    Args:
+        also: fields beside those of the rows.
+    """
+    if unknown := sorted(set(body) - _PACKED - also, key=str):
+        allowed = ", ".join(sorted(_PACKED | also))
+        raise SpecError(f"{where} has {shown(unknown[0])}; its fields are {allowed}.")
+    rows = Array.parse({key: body.get(key) for key in ("dtype", "shape", "data")}, where).numpy
+    if rows.ndim != 2:
+        raise SpecError(f"{where}.shape is {list(rows.shape)}; it is [rows, hidden_size].")
+    layers = per_row(body.get("layer_indices"), len(rows), f"{where}.layer_indices")
+    numbers = [layer_of(layer, f"{where}.layer_indices") for layer in layers]
+    return list(zip(numbers, rows, strict=True))
+
+
+def per_row(values: Any, num_rows: int, where: str) -> list[Any]:
+    if not isinstance(values, list | tuple) or len(values) != num_rows:
+        raise SpecError(f"{where} is {shown(values)}; it is a list with one for each row.")
+    return list(values)
+
+
+def _unpacked(body: Mapping[Any, Any], where: str) -> list[tuple[int, Vector]]:
+    rows = packed_rows(body, where, {"scales"})
+    if body.get("scales") is None:
+        return rows
+    scales = per_row(body["scales"], len(rows), f"{where}.scales")
+    return [
+        (layer, _times(row, scale, f"{where}.scales"))
+        for (layer, row), scale in zip(rows, scales, strict=True)
+    ]
+
+
+def _scaled(entry: Any, where: str) -> Vector:
+    scale: Any = 1.0
+    if isinstance(entry, Mapping) and "vector" in entry:
+        if unknown := sorted(set(entry) - {"vector", "scale"}, key=str):
+            raise SpecError(f"{where} has {shown(unknown[0])}; its fields are vector and scale.")
+        scale, entry = entry.get("scale", 1.0), entry["vector"]
+    return _times(one_vector(entry, where), scale, f"{where}.scale")
+
+
+def one_vector(value: Any, where: str) -> Vector:
+    """[hidden_size], float32."""
+    found = Array.parse(value, where)
+    if len(found.shape) != 1:
+        raise SpecError(f"{where} has shape {found.shape}; it is one vector, [hidden_size].")
+    return found.numpy
+
+
+def _times(vector: Vector, scale: Any, where: str) -> Vector:
+    with np.errstate(over="ignore", invalid="ignore"):
+        product: Vector = vector * np.float32(number_of(scale, where))
+    if not np.isfinite(product).all():
+        raise SpecError(f"{where} is {shown(scale)}; what it makes of the vector is not finite.")
+    return product
