@@ -1,27 +1,51 @@
-"""The steering fork's keys give what the native edits give."""
+"""The steering fork's keys give what the native edits and reads give."""
 
 from __future__ import annotations
 
+import base64
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+import vllm_scope
 from tests.conftest import local_engine
 from tests.engine.test_edits import V, direction
-from vllm_scope import Add, Read, SpecError, scope
-from vllm_scope.faces.steering_http import load_module, load_modules, reads_of
+from tests.unit.sinks import Other, Whole, install
+from vllm_scope import Add, Clamp, Read, SpecError, scope
+from vllm_scope.faces.steering_http import (
+    FilesystemCaptureRequest,
+    load_modules,
+    read_request,
+)
+from vllm_scope.vectors import load_vectors
 
 PROMPT = list(range(30, 70))
 W, D = direction(5, 2.0), direction(2)
-SITES = {"scope": {"sites": ["embed", "resid_pre", "resid_mid", "resid_post"]}}
+SITES = ["embed", "resid_pre", "resid_mid", "resid_post"]
 
 
 @pytest.fixture(scope="module")
-def llm(checkpoints):
-    path = checkpoints("llama")
-    with local_engine(path, dtype="float32", additional_config=SITES) as llm:
-        yield llm
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("captures")
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoints, root):
+    sinks = {
+        "filesystem": {"root": str(root), "layout": "per_request"},
+        "mine": {},
+        "broken": {"fail": "write"},
+    }
+    options = {"scope": {"sites": SITES, "sinks": sinks}}
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch, {"mine": Whole, "broken": Other})
+        with local_engine(
+            checkpoints("llama"), dtype="float32", additional_config=options
+        ) as llm:  # fmt: skip
+            yield llm
 
 
 def run(llm, *extras):
@@ -37,7 +61,14 @@ def run(llm, *extras):
     return llm.generate([{"prompt_token_ids": PROMPT}] * len(extras), params, use_tqdm=False)
 
 
+def packed(*rows, **more):
+    """A hook's vectors with base64, as the fork's clients send them."""
+    data = base64.b64encode(np.stack([row.numpy() for row in rows]).tobytes()).decode()
+    return {"dtype": "float32", "shape": [len(rows), 128], "data": data, **more}
+
+
 READ = Read("resid_post")
+FAR = 3.4e38
 #: The fork's keys, and the native edits that mean the same.
 STEERED = {
     "base": ({"steering_vectors": {"post_block": {1: V.tolist()}}}, [Add(V, layer=1)]),
@@ -57,6 +88,52 @@ STEERED = {
     ),
     "after-attention": (
         {"steering_vectors": {"post_attn": {0: V}}}, [Add(V, "resid_mid", 0)],
+    ),
+    "packed": (
+        {
+            "steering_vectors": json.dumps(
+                {"post_block": packed(V, W, layer_indices=[2, 0], scales=[1.0, 0.5])}
+            )
+        },
+        [Add(torch.stack([V, 0.5 * W]), layers=[2, 0])],
+    ),
+    "clamps": (
+        {
+            "steering_clamps": {
+                "post_block": {
+                    1: [{"vector": D, "min": -0.1, "max": 0.2}, {"vector": W, "value": 0}]
+                },
+                "pre_attn": {"2": [{"vector": D.tolist(), "max": -0.5, "strength": 0.5}]},
+            }
+        },
+        [
+            Clamp(D, -0.1, 0.2, layer=1), Clamp(W, 0, 0, layer=1),
+            Clamp(D, -FAR, -0.5, "resid_pre", 2, strength=0.5),
+        ],
+    ),
+    "packed-clamps-of-tiers": (
+        {
+            "prefill_steering_clamps": {
+                "post_block": packed(
+                    D, W, layer_indices=[1, 1], bounds=[[None, 0.1], [-0.2, 0.2]],
+                    strengths=[1.0, 0.5],
+                )
+            },
+            "decode_steering_clamps": {"post_block": {0: [{"vector": W, "min": 1.0}]}},
+        },
+        [
+            Clamp(D, -FAR, 0.1, layer=1, tokens="prompt"),
+            Clamp(W, -0.2, 0.2, layer=1, tokens="prompt", strength=0.5),
+            Clamp(W, 1.0, FAR, layer=0, tokens="generated"),
+        ],
+    ),
+    "clamps-come-after-all-vectors": (
+        {
+            "steering_clamps": {"post_block": {1: [{"vector": D, "value": 0.5}]}},
+            "decode_steering_vectors": {"post_block": {1: D}},
+            "steering_vectors": {"post_block": {1: V}},
+        },
+        [Add(V, layer=1), Add(D, layer=1, tokens="generated"), Clamp(D, 0.5, 0.5, layer=1)],
     ),
     "tiers-add-up": (
         {
@@ -82,29 +159,61 @@ def test_steering_vectors_equal_native_adds(case, llm):
     assert face.outputs[0].logprobs != plain.outputs[0].logprobs
 
 
-@pytest.mark.parametrize("ref", [("formal", 1.5), '["formal", 1.5]', ["formal", 1.5]])
-def test_a_module_is_loaded_from_json_and_referred_to(ref, llm, tmp_path):
+MODULE = {
+    "vectors": {"post_block": {"0": V.tolist(), "2": {"vector": W.tolist(), "scale": 2.0}}},
+    "prefill_vectors": {"pre_attn": packed(D, layer_indices=[1])},
+    "decode_vectors": {"post_block": {"0": W.tolist()}},
+}
+
+
+def of_module(scale):
+    return [
+        Add(torch.stack([V, 2 * W]), layers=[0, 2], scale=scale),
+        Add(D, "resid_pre", 1, scale=scale, tokens="prompt"),
+        Add(W, layer=0, scale=scale, tokens="generated"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("extra", "scale"),
+    [
+        pytest.param({"steering_module_ref": ("formal", 1.5)}, 1.5, id="a-pair"),
+        pytest.param({"steering_module_ref": '["formal", 1.5]'}, 1.5, id="json"),
+        pytest.param({"steering_name": "formal"}, 1.0, id="by-name"),
+    ],
+)
+def test_a_module_of_three_tiers_is_loaded_and_referred_to(extra, scale, llm, tmp_path):
     path = tmp_path / "formal.json"
-    scaled = {"vector": W.tolist(), "scale": 2.0}
-    path.write_text(json.dumps({"post_block": {"0": V.tolist(), "2": scaled}}))
+    path.write_text(json.dumps(MODULE))
     digests = load_modules(llm, [f"formal={path}"])
-    assert digests == {"formal": load_module(path).digest}
-    both = torch.stack([V, 2 * W])
+    assert digests == {"formal": load_vectors(path).digest}
+    own = {"decode_steering_vectors": {"post_block": {1: V}}}
+    added = Add(V, layer=1, tokens="generated")
+    face, native, plain = run(
+        llm, extra | own | scope(READ), scope(*of_module(scale), added, READ), scope(READ)
+    )
+    for layer in range(3):
+        assert torch.equal(face.scope["resid_post", layer], native.scope["resid_post", layer])
+    assert face.outputs[0].logprobs == native.outputs[0].logprobs
+    assert face.outputs[0].logprobs != plain.outputs[0].logprobs
+
+
+def test_a_name_that_is_loaded_again_means_the_new_tiers(llm, tmp_path):
+    path = tmp_path / "mood.json"
+    path.write_text(json.dumps({"vectors": {"post_block": {"1": V.tolist()}}}))
+    load_modules(llm, [f"mood={path}"])
+    run(llm, {"steering_name": "mood"} | scope(READ))
+    path.write_text(json.dumps({"decode_vectors": {"post_block": {"2": W.tolist()}}}))
+    load_modules(llm, [f"mood={path}"])
     face, native = run(
-        llm, {"steering_module_ref": ref} | scope(READ),
-        scope(Add(both, layers=[0, 2], scale=1.5), READ),
+        llm, {"steering_name": "mood"} | scope(READ),
+        scope(Add(W, layer=2, tokens="generated"), READ),
     )  # fmt: skip
-    assert torch.equal(face.scope["resid_post", 2], native.scope["resid_post", 2])
+    for layer in range(3):
+        assert torch.equal(face.scope["resid_post", layer], native.scope["resid_post", layer])
 
 
-def test_a_module_of_tiers_is_refused(tmp_path):
-    path = tmp_path / "tiers.json"
-    one = {"post_block": {"0": [1.0]}}
-    path.write_text(json.dumps({"vectors": one, "prefill_vectors": one}))
-    with pytest.raises(SpecError, match="has the tiers prefill_vectors, vectors"):
-        load_module(path)
-    path.write_text(json.dumps({"vectors": one}))
-    assert list(load_module(path)) == [("resid_post", 0)]
+HOOKS = {"post_block": [1, 2], "pre_attn": {"layers": [0], "ranges": [[1, 2]]}}
 
 
 @pytest.mark.parametrize(
@@ -117,18 +226,118 @@ def test_a_module_of_tiers_is_refused(tmp_path):
         pytest.param([0, 7], [0, 7], id="positions"),
     ],
 )
-def test_a_capture_is_a_read_per_hook(positions, tokens):
-    hooks = {"post_block": [1, 2], "pre_attn": [0]}
-    capture = {"filesystem": {"request_id": "a", "hooks": hooks, "positions": positions}}
-    assert reads_of(capture) == [
-        Read("resid_post", [1, 2], tokens=tokens), Read("resid_pre", [0], tokens=tokens)
-    ]  # fmt: skip
+def test_a_capture_leaves_files_that_equal_native_reads(positions, tokens, llm, root):
+    name = f"request of {positions}"
+    wanted = {"request_id": name, "tag": "run-7", "hooks": HOOKS, "positions": positions}
+    reads = [Read("resid_post", [1, 2], tokens), Read("resid_pre", [0, 1, 2], tokens)]
+    steered = {"steering_vectors": {"post_block": {0: V}}}
+    face, native = run(
+        llm, {"capture": {"filesystem": wanted}} | steered, scope(Add(V, layer=0), *reads)
+    )
+    result = face.capture_results["filesystem"]
+    assert (result.status, result.error) == ("ok", None)
+    (path,) = result.payload
+    assert Path(path).is_file()
+    assert Path(path).is_relative_to(root / "run-7")
+    for found in (read_request(path), read_request(root / "run-7" / name)):
+        assert set(found) == {
+            *((k, "post_block") for k in (1, 2)), *((k, "pre_attn") for k in range(3))
+        }  # fmt: skip
+        for (layer, hook), entry in found.items():
+            site = {"post_block": "resid_post", "pre_attn": "resid_pre"}[hook]
+            assert entry.positions == native.scope.positions(site, layer).tolist()
+            assert np.array_equal(entry.array, native.scope[site, layer].numpy())
+    (request,) = vllm_scope.open(root).find(name=name)
+    assert request.token_ids.tolist() == [*PROMPT, *face.outputs[0].token_ids]
+    assert face.scope.keys() == []
+    assert not hasattr(native, "capture_results")
 
 
-FILES = {"filesystem": {"hooks": {"post_block": [1]}}}
+def test_every_completion_has_its_own_results_and_they_are_pending_first(llm, root):
+    from vllm import SamplingParams
+
+    wanted = FilesystemCaptureRequest("three", "n", {"post_block": "all"}, "all")
+    params = SamplingParams(
+        n=2, max_tokens=6, ignore_eos=True, detokenize=False,
+        extra_args={"capture": {"filesystem": wanted}},
+    )  # fmt: skip
+    engine = llm.llm_engine
+    engine.add_request("pending", {"prompt_token_ids": PROMPT}, params)
+    seen = []
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            for completion in output.outputs:
+                seen.append((completion.finish_reason, completion.capture_results["filesystem"]))
+            last = output
+    assert {result.status for reason, result in seen if reason is None} == {"pending"}
+    ended = [result for reason, result in seen if reason is not None][-2:]
+    assert [result.status for result in ended] == ["ok", "ok"]
+    assert len({path for result in ended for path in result.payload}) == 2
+    with pytest.raises(vllm_scope.ScopeError, match=r"use output.outputs\[i\].capture_results"):
+        last.capture_results["filesystem"]
+    with pytest.raises(KeyError, match="2 requests"):
+        read_request(root / "n" / "three")
+
+
+def test_other_consumers_are_sinks_by_name(llm):
+    capture = {
+        "mine": {"hooks": {"post_attn": [1]}, "positions": "all_prompt"},
+        "broken": {"hooks": {"post_block": [0]}, "positions": [3]},
+    }
+    face, native = run(
+        llm, {"capture": json.dumps(capture)}, scope(Read("resid_mid", [1], "prompt"))
+    )
+    results = face.capture_results
+    assert (results["mine"].status, results["mine"].payload) == ("ok", [{"said": "fine"}])
+    assert (results["broken"].status, results["broken"].payload) == ("error", [])
+    assert "disk full" in results["broken"].error
+    (rows,) = [rows for name, rows in Whole.made[0].rows.items() if name[1:] == ("resid_mid", 1)]
+    expected = native.scope["resid_mid", 1][:, 0].tolist()
+    assert rows == list(zip(range(40), expected, strict=True))
+    assert face.outputs[0].token_ids == native.outputs[0].token_ids
+
+
+FILES = {"hooks": {"post_block": [1]}}
 BAD = {
-    "files": ({"capture": FILES}, "no filesystem sink yet"),
-    "another-consumer": ({"capture": {"s3": {}}}, "the consumer here is 'filesystem'"),
+    "no-such-consumer": (
+        {"capture": {"s3": FILES}}, "is 's3'; this engine has memory, filesystem, mine, broken",
+    ),
+    "nothing-captured": ({"capture": {"filesystem": {"tag": "a"}}}, "hooks says what is read"),
+    "unknown-positions": (
+        {"capture": {"filesystem": FILES | {"positions": "last"}}}, "one of last_prompt, all",
+    ),
+    "a-layout": ({"capture": {"filesystem": FILES | {"layout": "packed"}}}, "is the operator's"),
+    "captured-layer": (
+        {"capture": {"filesystem": {"hooks": {"post_block": [7]}}}}, "layers 0 to 2",
+    ),
+    "range-upside-down": (
+        {"capture": {"filesystem": {"hooks": {"post_block": {"ranges": [[2, 1]]}}}}},
+        r"has the range \[2, 1\]; one is \[first, last\]",
+    ),
+    "clamp-without-bounds": (
+        {"steering_clamps": {"post_block": {1: [{"vector": V}]}}}, r"\[1\]\[0\] has no bound",
+    ),
+    "clamp-of-both-kinds": (
+        {"steering_clamps": {"post_block": {1: [{"vector": V, "value": 1, "min": 0}]}}},
+        "has min, value; a clamp has min, max or both, or value alone",
+    ),
+    "clamp-upside-down": (
+        {"steering_clamps": {"post_block": {1: [{"vector": V, "min": 1, "max": 0}]}}},
+        r"\[1\]\[0\]\.min is 1 and hi 0",
+    ),
+    "clamp-along-zero": (
+        {"steering_clamps": {"post_block": {1: [{"vector": 0 * V, "max": 0}]}}},
+        r"\[0\]\.vector is zero",
+    ),
+    "clamp-too-strong": (
+        {"steering_clamps": {"post_block": {1: [{"vector": V, "max": 0, "strength": 2}]}}},
+        r"\[0\]\.strength is 2; it is from 0 to 1",
+    ),
+    "features": ({"sae_clamp_specs": [{}]}, "not tapped in this version; clamp along"),
+    "patches": ({"patch": [{}]}, "vllm_scope.Replace"),
+    "two-modules": (
+        {"steering_name": "a", "steering_module_ref": ("b", 1)}, "give one of them",
+    ),
     "unknown-hook": ({"steering_vectors": {"mlp": {1: V}}}, "hooks are pre_attn, post_attn"),
     "unknown-field": (
         {"steering_vectors": {"post_block": {1: {"vector": V, "gain": 2}}}}, "vector and scale",

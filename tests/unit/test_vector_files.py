@@ -117,7 +117,7 @@ def test_the_steering_forks_json_is_read(tmp_path):
         pytest.param({"vectors": {"mlp_in": {}}}, "hooks are pre_attn", id="hook-of-the-mlp"),
         pytest.param({"vectors": {}}, "no vectors but zeros", id="nothing"),
         pytest.param(
-            {"clamps": {"post_block": {}}, "vectors": {}}, "has clamps;.*into requests", id="clamps",
+            {"clamps": {"post_block": {}}}, "has clamps;.*into requests", id="clamps",
         ),
         pytest.param(
             {"post_block": {"1": [1e30], "2": {"vector": [1e30], "scale": 1e30}}},

@@ -3,7 +3,7 @@
 vllm_lens/        extra_args of vllm-lens, SteeringVector, output.activations, its client
 probe_hook.py     LLM, AsyncLLM and SamplingParams of vllm-probe-hook
 act_capture.py    VLLM_ACT_* variables and the .npz files of the Activation Capture System
-steering_http.py  steering and capture keys of the steering fork
+steering_http/    the steering fork's keys, capture_results, modules and /v1/steering
 inspect.py        a model provider, a solver and a scorer for Inspect
 TransformerLens's names are `out.scope.as_cache()`.
 
@@ -30,7 +30,9 @@ KEYS: dict[str, tuple[str, ...]] = {
     "probe_hook": ("probe_hook",),
     "steering_http": (
         "steering_vectors", "prefill_steering_vectors", "decode_steering_vectors",
-        "steering_module_ref", "capture",
+        "steering_clamps", "prefill_steering_clamps", "decode_steering_clamps",
+        "steering_module_ref", "steering_name", "capture", "capture_wait",
+        "sae_clamp_specs", "sae_full_reconstruction_specs", "patch", "patch_vectors",
     ),
     "act_capture": (),
 }  # fmt: skip

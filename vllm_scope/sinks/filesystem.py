@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from vllm_scope.files import FileOptions, RequestRecord, RequestWriter, open_writer
+from vllm_scope.files.names import place
 from vllm_scope.sinks import Block, Ending, Report
 
 
@@ -36,20 +37,21 @@ class FilesystemSink:
         writer = self._requests.pop(request.key, None)
         if ending.status == "error":
             return None
-        manifest = (writer or self._writer.begin()).finish(
-            RequestRecord(
-                request.request_id, request.prompt_ids, ending.output_ids, request.model,
-                ending.expected, ending.delivered, ending.dropped, ending.status, ending.reason,
-                request.tag, request.name, request.uid, request.child, request.stage,
-                request.num_stages,
-            )
+        record = RequestRecord(
+            request.request_id, request.prompt_ids, ending.output_ids, request.model,
+            ending.expected, ending.delivered, ending.dropped, ending.status, ending.reason,
+            request.tag, request.name, request.uid, request.child, request.stage,
+            request.num_stages,
         )  # fmt: skip
+        manifest = (writer or self._writer.begin()).finish(record)
         streams: dict[str, dict[str, Any]] = {
             name: msgspec.to_builtins(entry) for name, entry in manifest.streams.items()
         }
         # Shared files are seen when they are full, or when the sink is flushed.
-        published = self._options.layout in ("per_request", "npz")
-        details = {"root": self._options.root, "published": published}
+        own = self._options.layout in ("per_request", "npz")
+        folder = [self._options.root, *(place(record).split("/")[:-1] if own else ())]
+        paths = ["/".join([*folder, file]) for file in manifest.files]
+        details = {"root": self._options.root, "published": own, "paths": paths}
         return Report(manifest.files, streams, manifest.status, manifest.reason, details)
 
     def flush(self) -> None:

@@ -1,0 +1,42 @@
+"""The steering fork of vLLM (RhizoNymph/vllm): its keys, results, modules and routes.
+
+    SamplingParams(extra_args={
+        "steering_vectors": {"post_block": {15: vector}},             # every token
+        "prefill_steering_vectors": {"post_block": {15: vector}},     # the prompt's
+        "decode_steering_vectors": {"pre_attn": {3: {"vector": [...], "scale": 2.0}}},
+        "steering_clamps": {"post_block": {20: [{"vector": direction, "max": 4.0}]}},
+        "steering_module_ref": ("formal", 1.5),
+        "capture": {"filesystem": {"request_id": "q", "tag": "run", "hooks": {...}}},
+    })
+    out.capture_results["filesystem"].status
+
+Hooks are pre_attn, post_attn and post_block; only those that the engine taps can be used
+(`additional_config={"scope": {"sites": [...]}}`). Tiers add up, a module's with the
+request's; clamps come after all that is added. A tier's tokens are found by position, so
+a prompt that is computed again after a preemption keeps its tier.
+
+Steering modules are loaded with `load_modules(llm, ["formal=formal.json"])`, or at start
+with `additional_config={"scope": {"modules": {"formal": "formal.json"}}}`.
+
+keys.py     what the keys mean; load_modules
+vectors.py  tiers of vectors and of clamps
+capture.py  captures, capture_results, reading files back
+http.py     the keys in a server's bodies, capture_results in its answers, /v1/steering
+"""
+
+from vllm_scope.faces.steering_http.capture import (
+    CaptureEntry,
+    CaptureResult,
+    FilesystemCaptureRequest,
+    read_request,
+)
+from vllm_scope.faces.steering_http.keys import load_modules, translate
+
+__all__ = [
+    "CaptureEntry",
+    "CaptureResult",
+    "FilesystemCaptureRequest",
+    "load_modules",
+    "read_request",
+    "translate",
+]
