@@ -14,7 +14,7 @@ import vllm_scope
 from tests.conftest import local_engine
 from tests.engine.test_edits import V, direction
 from tests.unit.sinks import Other, Whole, install
-from vllm_scope import Add, Clamp, Read, SpecError, scope
+from vllm_scope import Add, Clamp, Read, ScopeError, SpecError, scope
 from vllm_scope.faces.steering_http import (
     FilesystemCaptureRequest,
     load_modules,
@@ -268,13 +268,14 @@ def test_every_completion_has_its_own_results_and_they_are_pending_first(llm, ro
         for output in engine.step():
             for completion in output.outputs:
                 seen.append((completion.finish_reason, completion.capture_results["filesystem"]))
-            last = output
     assert {result.status for reason, result in seen if reason is None} == {"pending"}
     ended = [result for reason, result in seen if reason is not None][-2:]
     assert [result.status for result in ended] == ["ok", "ok"]
     assert len({path for result in ended for path in result.payload}) == 2
-    with pytest.raises(vllm_scope.ScopeError, match=r"use output.outputs\[i\].capture_results"):
-        last.capture_results["filesystem"]
+    (whole,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    assert [c.capture_results["filesystem"].status for c in whole.outputs] == ["ok", "ok"]
+    with pytest.raises(ScopeError, match=r"use output.outputs\[i\].capture_results"):
+        whole.capture_results["filesystem"]
     with pytest.raises(KeyError, match="2 requests"):
         read_request(root / "n" / "three")
 

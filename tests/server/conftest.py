@@ -7,6 +7,7 @@ of a distribution of another name.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -116,9 +118,29 @@ def _await_health(process: subprocess.Popen, url: str, log: Path) -> None:
     pytest.fail(f"the server did not start:\n{log.read_text()[-3000:]}")
 
 
+#: A steering module of the server, in the steering fork's words.
+MODULE = {
+    "vectors": {"post_block": {"1": np.linspace(-1, 1, 256).tolist()}},
+    "prefill_vectors": {"post_block": {"2": np.linspace(2, -2, 256).tolist()}},
+    "decode_vectors": {"post_block": {"2": np.linspace(-5, 5, 256).tolist()}},
+}
+
+
 @pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("server")) as found:
+    """With files to capture into, and a module called `formal`."""
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "formal.json").write_text(json.dumps(MODULE))
+    config = {
+        "modules.formal": folder / "formal.json",
+        "sinks.filesystem.root": folder / "captures",
+        "sinks.filesystem.layout": "per_request",
+    }
+    options = [
+        word for name, value in config.items()
+        for word in (f"--additional-config.scope.{name}", str(value))
+    ]  # fmt: skip
+    with serving(folder, *options) as found:
         yield found
         text = found.log.read_text()
         assert "Exception in ASGI application" not in text, text[-3000:]

@@ -38,7 +38,7 @@ KEYS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 #: Modules that have an HttpFace, called HTTP.
-OVER_HTTP: tuple[str, ...] = ("vllm_lens.http",)
+OVER_HTTP: tuple[str, ...] = ("vllm_lens.http", "steering_http.http")
 
 
 def register() -> None:

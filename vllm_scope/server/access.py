@@ -98,11 +98,33 @@ def admin(
     """A dependency of routes that change anything: they need the operator's key."""
     if key is None:
         raise RefusalError(401, "this needs the operator's key in the header X-Scope-Admin-Key.")
+    if not _is_operators(key, request):
+        raise RefusalError(403, "X-Scope-Admin-Key is not this server's operator's key.")
+
+
+def admin_or_bearer(
+    request: Request,
+    key: Annotated[
+        str | None,
+        Header(
+            alias="X-Scope-Admin-Key",
+            description="The server's VLLM_SCOPE_ADMIN_KEY; it may be the bearer instead.",
+        ),
+    ] = None,
+) -> None:
+    """As `admin`, for routes whose users send the operator's key as the bearer. vLLM lets
+    it in where it is one of the API keys, or where there are none."""
+    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+    if key is None and scheme.lower() == "bearer" and _is_operators(bearer, request):
+        return
+    admin(request, key)
+
+
+def _is_operators(key: str, request: Request) -> bool:
     # Of digests, so that the time tells nothing of the key's length either.
     expected = hashlib.sha256((state_of(request).settings.admin_key or "").encode()).digest()
     given = hashlib.sha256(key.encode("latin-1", "replace")).digest()
-    if not secrets.compare_digest(given, expected):
-        raise RefusalError(403, "X-Scope-Admin-Key is not this server's operator's key.")
+    return secrets.compare_digest(given, expected)
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:

@@ -73,6 +73,7 @@ class HttpFace:
         reading: routers for everyone with the API key. Below /v1, as vLLM's
             authentication is there, and each with a prefix of its own.
         changing: routers for the operator; they do not exist without the operator's key.
+        bearer: the operator's key may also come as the bearer, to `changing` alone.
     """
 
     name: str
@@ -81,6 +82,7 @@ class HttpFace:
     begin: Begin = lambda values, keep: Reply()
     reading: tuple[APIRouter, ...] = ()
     changing: tuple[APIRouter, ...] = ()
+    bearer: bool = False
 
     def __post_init__(self) -> None:
         if not self.fields <= self.keys:

@@ -30,6 +30,7 @@ from vllm_scope.server.access import (
     RefusalError,
     ScopeState,
     admin,
+    admin_or_bearer,
     asked,
     engine_of,
     errors,
@@ -69,20 +70,21 @@ def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
         "/v1/completions": settings.body_bytes,
         "/v1/chat/completions": settings.body_bytes,
     }
-    reading, changing = [_reading], [_changing]
+    reading, changing = [_reading], [(_changing, admin)]
     for face in faces.registered():
         reading += face.reading
-        changing += face.changing
-    limits |= {router.prefix: MAX_OPERATOR_BYTES for router in (*reading, *changing)}
+        changing += [(r, admin_or_bearer if face.bearer else admin) for r in face.changing]
+    routers = [*reading, *(router for router, _ in changing)]
+    limits |= {router.prefix: MAX_OPERATOR_BYTES for router in routers}
     app.add_middleware(Door, limits=limits)
     app.add_exception_handler(RefusalError, refused)
     for router in reading:
         app.include_router(router)
     if settings.admin_key is None:
         return
-    for router in changing:
+    for router, guard in changing:
         app.include_router(
-            router, dependencies=[Depends(admin)], responses=errors(400, 401, 403, 413)
+            router, dependencies=[Depends(guard)], responses=errors(400, 401, 403, 413)
         )
 
 

@@ -21,7 +21,9 @@ with `additional_config={"scope": {"modules": {"formal": "formal.json"}}}`.
 keys.py     what the keys mean; load_modules
 vectors.py  tiers of vectors and of clamps
 capture.py  captures, capture_results, reading files back
-http.py     the keys in a server's bodies, capture_results in its answers, /v1/steering
+http.py     the keys in a server's bodies, capture_results in its answers
+routes.py   /v1/steering
+tiers.py    what is set there, as server-wide edits
 """
 
 from vllm_scope.faces.steering_http.capture import (
