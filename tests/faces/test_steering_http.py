@@ -15,16 +15,31 @@ from tests.conftest import local_engine
 from tests.engine.test_edits import V, direction
 from tests.unit.sinks import Other, Whole, install
 from vllm_scope import Add, Clamp, Read, ScopeError, SpecError, scope
+from vllm_scope.config import ScopeConfig
 from vllm_scope.faces.steering_http import (
     FilesystemCaptureRequest,
     load_modules,
     read_request,
 )
+from vllm_scope.faces.steering_http.engine import sink_of
 from vllm_scope.vectors import load_vectors
 
 PROMPT = list(range(30, 70))
 W, D = direction(5, 2.0), direction(2)
 SITES = ["embed", "resid_pre", "resid_mid", "resid_post"]
+
+
+def packed(*rows, **more):
+    """A hook's vectors with base64, as the fork's clients send them."""
+    data = base64.b64encode(np.stack([row.numpy() for row in rows]).tobytes()).decode()
+    return {"dtype": "float32", "shape": [len(rows), 128], "data": data, **more}
+
+
+MODULE = {
+    "vectors": {"post_block": {"0": V.tolist(), "2": {"vector": W.tolist(), "scale": 2.0}}},
+    "prefill_vectors": {"pre_attn": packed(D, layer_indices=[1])},
+    "decode_vectors": {"post_block": {"0": W.tolist()}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +54,10 @@ def llm(checkpoints, root):
         "mine": {},
         "broken": {"fail": "write"},
     }
-    options = {"scope": {"sites": SITES, "sinks": sinks}}
+    path = root / "start.json"
+    path.write_text(json.dumps(MODULE))
+    modules = {"at-start": str(path)}
+    options = {"scope": {"sites": SITES, "sinks": sinks, "modules": modules}}
     with pytest.MonkeyPatch.context() as patch:
         install(patch, {"mine": Whole, "broken": Other})
         with local_engine(
@@ -59,12 +77,6 @@ def run(llm, *extras):
         for extra in extras
     ]  # fmt: skip
     return llm.generate([{"prompt_token_ids": PROMPT}] * len(extras), params, use_tqdm=False)
-
-
-def packed(*rows, **more):
-    """A hook's vectors with base64, as the fork's clients send them."""
-    data = base64.b64encode(np.stack([row.numpy() for row in rows]).tobytes()).decode()
-    return {"dtype": "float32", "shape": [len(rows), 128], "data": data, **more}
 
 
 READ = Read("resid_post")
@@ -159,11 +171,64 @@ def test_steering_vectors_equal_native_adds(case, llm):
     assert face.outputs[0].logprobs != plain.outputs[0].logprobs
 
 
-MODULE = {
-    "vectors": {"post_block": {"0": V.tolist(), "2": {"vector": W.tolist(), "scale": 2.0}}},
-    "prefill_vectors": {"pre_attn": packed(D, layer_indices=[1])},
-    "decode_vectors": {"post_block": {"0": W.tolist()}},
-}
+def test_the_forks_sampling_params_are_vllms_with_the_keys_inside(llm):
+    import vllm
+
+    from vllm_scope.faces.steering_http import SamplingParams
+
+    params = SamplingParams(
+        temperature=0, max_tokens=6, ignore_eos=True, detokenize=False,
+        steering_vectors={"post_block": {1: V}}, extra_args=scope(READ),
+    )  # fmt: skip
+    assert isinstance(params, vllm.SamplingParams)
+    (face,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    (native,) = run(llm, scope(Add(V, layer=1), READ))
+    assert torch.equal(face.scope["resid_post", 2], native.scope["resid_post", 2])
+    assert set(params.extra_args) == {"scope", "steering_vectors"}
+
+
+CONSUMERS = {
+    "files": (
+        {"root": "/a", "writer_threads": 2, "fsync": True, "queue_size": 9},
+        ("sinks", {"root": "/a", "threads": 2, "fsync": True, "layout": "per_request"}),
+    ),
+    "packed": (
+        {"root": "/a", "default_layout": "packed"}, ("sinks", {"root": "/a", "layout": "packed"}),
+    ),
+    "of-every-request": (
+        {"root": "/a", "global_hooks": {"post_block": [1]}, "global_positions": "all_prompt"},
+        ("global_sinks", {
+            "root": "/a", "layout": "per_request",
+            "reads": [
+                {"site": "resid_post", "layers": [1], "tokens": "prompt", "tag": "default"}
+            ],
+        }),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONSUMERS)
+def test_consumers_are_sinks(case):
+    params, (kind, options) = CONSUMERS[case]
+    assert sink_of({"name": "filesystem", "params": params}) == (kind, "filesystem", options)
+    assert ScopeConfig.parse({kind: {"filesystem": options}})
+
+
+@pytest.mark.parametrize(
+    ("consumer", "words"),
+    [
+        pytest.param({"name": "filesystem", "params": {"rot": 1}}, "has 'rot'", id="unknown"),
+        pytest.param(
+            {"name": "filesystem", "params": {"on_collision": "suffix"}}, "replaced by name",
+            id="collision",
+        ),
+        pytest.param({"name": "filesystem", "instance_name": "b"}, "one instance", id="instance"),
+        pytest.param("filesystem", r"one is \{name, params\}", id="a-word"),
+    ],
+)  # fmt: skip
+def test_a_consumer_that_cannot_be_is_refused(consumer, words):
+    with pytest.raises(ValueError, match=words):
+        sink_of(consumer)
 
 
 def of_module(scale):
@@ -180,6 +245,7 @@ def of_module(scale):
         pytest.param({"steering_module_ref": ("formal", 1.5)}, 1.5, id="a-pair"),
         pytest.param({"steering_module_ref": '["formal", 1.5]'}, 1.5, id="json"),
         pytest.param({"steering_name": "formal"}, 1.0, id="by-name"),
+        pytest.param({"steering_module_ref": ["at-start", -1]}, -1.0, id="of-the-start"),
     ],
 )
 def test_a_module_of_three_tiers_is_loaded_and_referred_to(extra, scale, llm, tmp_path):

@@ -7,7 +7,6 @@ of a distribution of another name.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -20,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -118,28 +116,12 @@ def _await_health(process: subprocess.Popen, url: str, log: Path) -> None:
     pytest.fail(f"the server did not start:\n{log.read_text()[-3000:]}")
 
 
-#: A steering module of the server, in the steering fork's words.
-MODULE = {
-    "vectors": {"post_block": {"1": np.linspace(-1, 1, 256).tolist()}},
-    "prefill_vectors": {"post_block": {"2": np.linspace(2, -2, 256).tolist()}},
-    "decode_vectors": {"post_block": {"2": np.linspace(-5, 5, 256).tolist()}},
-}
-
-
 @pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """With files to capture into, and a module called `formal`."""
+    """With files to capture into, below `captures`."""
     folder = tmp_path_factory.mktemp("server")
-    (folder / "formal.json").write_text(json.dumps(MODULE))
-    config = {
-        "modules.formal": folder / "formal.json",
-        "sinks.filesystem.root": folder / "captures",
-        "sinks.filesystem.layout": "per_request",
-    }
-    options = [
-        word for name, value in config.items()
-        for word in (f"--additional-config.scope.{name}", str(value))
-    ]  # fmt: skip
+    options = ["--additional-config.scope.sinks.filesystem.root", str(folder / "captures"),
+               "--additional-config.scope.sinks.filesystem.layout", "per_request"]  # fmt: skip
     with serving(folder, *options) as found:
         yield found
         text = found.log.read_text()

@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.server.conftest import ADMIN_KEY, API_KEY, MODULE
+from tests.server.conftest import ADMIN_KEY, API_KEY
 from tests.server.test_answers import MESSAGES, OPTIONS, TEXT, events_of, xargs
 from vllm_scope import Add, Clamp, Read
 from vllm_scope.faces.steering_http import read_request
@@ -19,6 +19,13 @@ from vllm_scope.faces.steering_http import read_request
 BODY = OPTIONS | {"model": "toyworld", "prompt": TEXT}
 READ = Read("resid_post", layers=[2, 5])
 V, W = (np.linspace(-a, a, 256, dtype=np.float32)[::-1].copy() for a in (3.0, 1.0))
+
+
+MODULE = {
+    "vectors": {"post_block": {"1": W.tolist()}},
+    "prefill_vectors": {"post_block": {"2": (-W).tolist()}},
+    "decode_vectors": {"post_block": {"2": V.tolist()}},
+}
 
 
 def post(server, body, path="/v1/completions", operator=False):
@@ -31,6 +38,14 @@ def answered(server, body, path="/v1/completions", operator=False):
     response = post(server, body, path, operator)
     assert response.status_code == 200, response.text
     return response.json()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def formal(server):
+    url = "/v1/steering/modules"
+    answered(server, MODULE | {"name": "formal"}, f"{url}/register", operator=True)
+    yield
+    answered(server, {"name": "formal"}, f"{url}/unregister", operator=True)
 
 
 def rows_of(choice):
@@ -99,7 +114,7 @@ def of_formal(scale):
         pytest.param({"steering_module_ref": ["formal", 2.5]}, 2.5, id="name-and-scale"),
     ],
 )
-def test_a_module_of_the_command_line_is_referred_to(words, scale, server, client):
+def test_a_module_of_three_tiers_is_referred_to(words, scale, server, client):
     check(server, client, words, *of_formal(scale))
 
 

@@ -36,7 +36,7 @@ from vllm_scope.vectors.hooks import mapping, parsed, site_of
 
 WHERE = "extra_args['capture']"
 #: The words for positions of a capture.
-POSITIONS = {
+_POSITIONS = {
     "last_prompt": "last_prompt",
     "all_prompt": "prompt",
     "all_generated": "generated",
@@ -117,30 +117,31 @@ def _reads_to(consumer: Any, wanted: Any, where: str) -> list[Read]:
             f"{where} has {shown(sorted(fields, key=str))}; its fields are {', '.join(_FIELDS)}, "
             "and hooks says what is read."
         )
-    positions = _positions(fields.get("positions", "last_prompt"), f"{where}['positions']")
+    positions = positions_of(fields.get("positions", "last_prompt"), f"{where}['positions']")
     return [
         Read(
-            site_of(hook, f"{where}['hooks']"), _layers(layers, f"{where}['hooks'][{hook!r}]"),
+            site_of(hook, f"{where}['hooks']"), layers_of(layers, f"{where}['hooks'][{hook!r}]"),
             positions, to=consumer, tag=fields.get("tag"), name=fields.get("request_id"),
         )
         for hook, layers in mapping(fields["hooks"], f"{where}['hooks']").items()
     ]  # fmt: skip
 
 
-def _positions(positions: Any, where: str) -> Any:
+def positions_of(positions: Any, where: str) -> Any:
+    """A selector."""
     if isinstance(positions, str):
-        if positions not in POSITIONS:
+        if positions not in _POSITIONS:
             raise SpecError(
-                f"{where} is {shown(positions)}; it is one of {', '.join(POSITIONS)}, or a list of "
-                "positions."
+                f"{where} is {shown(positions)}; it is one of {', '.join(_POSITIONS)}, or a list."
             )
-        return POSITIONS[positions]
+        return _POSITIONS[positions]
     if not isinstance(positions, list | tuple) or not positions:
         raise SpecError(f"{where} is {shown(positions)}; it is a word, or a list of positions.")
     return list(positions)
 
 
-def _layers(layers: Any, where: str) -> Any:
+def layers_of(layers: Any, where: str) -> Any:
+    """What a Read takes; ranges become numbers."""
     if not isinstance(layers, Mapping):
         return layers
     if not layers or not set(layers) <= {"layers", "ranges"}:
