@@ -9,8 +9,12 @@ from tests.conftest import MEMORY, TOYWORLD, local_engine
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with local_engine(TOYWORLD, skip_tokenizer_init=None, max_model_len=256) as llm:
+def llm(tmp_path_factory):
+    files = {"root": str(tmp_path_factory.mktemp("captures")), "layout": "per_request"}
+    with local_engine(
+        TOYWORLD, skip_tokenizer_init=None, max_model_len=256,
+        additional_config={"scope": {"sinks": {"filesystem": files}}},
+    ) as llm:  # fmt: skip
         yield llm
 
 

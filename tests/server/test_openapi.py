@@ -28,12 +28,14 @@ def operations(server):
     found = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     return [
         each.ok()
-        for each in found.include(path_regex="^/v1/(scope|activations)").get_all_operations()
+        for each in found.include(
+            path_regex="^/v1/(scope|activations|steering)"
+        ).get_all_operations()
     ]
 
 
 def test_every_route_does_what_its_description_says(operations):
-    assert len(operations) == 9
+    assert len(operations) == 16
     for operation in operations:
 
         @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))

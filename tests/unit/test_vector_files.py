@@ -124,6 +124,10 @@ def test_the_steering_forks_json_is_read(tmp_path):
             r"\['2'\]\.scale is 1e\+30; .* not finite", id="infinite",
         ),
         pytest.param(
+            {"post_block": {"1": {"vector": [1.0], "scale": 10**400}}}, "finite in float32",
+            id="a-huge-scale",
+        ),
+        pytest.param(
             {"post_block": JSON["decode_vectors"]["pre_attn"] | {"layer_indices": [1]}},
             "layer_indices is .* one for each row", id="packed-layers",
         ),

@@ -159,7 +159,10 @@ def layer_of(layer: Any, where: str) -> int:
 def number_of(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise SpecError(f"{where} is {shown(value)}; it is a number.")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise SpecError(f"{where} is {shown(value)}; it must be finite in float32.") from None
 
 
 def is_packed(by_layer: Any) -> bool:

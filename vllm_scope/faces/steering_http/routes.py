@@ -167,7 +167,10 @@ def _lock(request: Request) -> asyncio.Lock:
     return lock
 
 
-@reading.get("", response_model=SteeringStatus, summary="The steering of every request")
+@reading.get(
+    "", response_model=SteeringStatus, summary="The steering of every request",
+    responses=errors(400),
+)  # fmt: skip
 async def get_steering(request: Request, target: Target = None) -> SteeringStatus:
     """Of server-wide edits, wherever they were set."""
     _check_target(target)
@@ -175,7 +178,9 @@ async def get_steering(request: Request, target: Target = None) -> SteeringStatu
     return SteeringStatus(**await run_in_threadpool(status, text))
 
 
-@reading.get("/layers", response_model=SteerableLayers, summary="What can be steered")
+@reading.get(
+    "/layers", response_model=SteerableLayers, summary="What can be steered", responses=errors(400)
+)
 async def get_layers(request: Request, target: Target = None) -> SteerableLayers:
     """Hooks by layer; which are tapped is decided when the engine starts."""
     _check_target(target)

@@ -153,7 +153,8 @@ def status(text: str | None) -> dict[str, Any]:
         others += not places
         for place, row in zip(places, _rows(edit), strict=False):
             if isinstance(edit, Add):
-                sums[place] = sums.get(place, 0) + edit.scale * row
+                # In float64, where no length is infinite.
+                sums[place] = sums.get(place, 0) + edit.scale * row.astype(np.float64)
             else:
                 clamps[place] = clamps.get(place, 0) + 1
     active: dict[int, dict[str, dict[str, Any]]] = {}
