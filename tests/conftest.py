@@ -94,8 +94,12 @@ def inside_this_process() -> Iterator[None]:
 
 
 @contextmanager
-def local_engine(model: Path | str, **options: Any) -> Iterator[Any]:
-    """An LLM inside this process: two seconds to start, eager unless asked otherwise."""
+def local_engine(model: Path | str, make: Any = None, **options: Any) -> Iterator[Any]:
+    """An LLM inside this process: two seconds to start, eager unless asked otherwise.
+
+    Args:
+        make: a face's LLM; None for vLLM's.
+    """
     from vllm import LLM
 
     defaults: dict[str, Any] = {
@@ -108,7 +112,7 @@ def local_engine(model: Path | str, **options: Any) -> Iterator[Any]:
     merged = {k: v for k, v in (defaults | options).items() if v is not None}
     with inside_this_process():
         with without_llvmlite():
-            llm = LLM(str(model), **merged)
+            llm = (make or LLM)(str(model), **merged)
         try:
             yield llm
         finally:

@@ -21,12 +21,11 @@ from vllm_scope.faces.steering_http import (
     load_modules,
     read_request,
 )
-from vllm_scope.faces.steering_http.engine import sink_of
+from vllm_scope.faces.steering_http.engine import LLM, SamplingParams, sink_of
 from vllm_scope.vectors import load_vectors
 
 PROMPT = list(range(30, 70))
 W, D = direction(5, 2.0), direction(2)
-SITES = ["embed", "resid_pre", "resid_mid", "resid_post"]
 
 
 def packed(*rows, **more):
@@ -49,19 +48,19 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(checkpoints, root):
-    sinks = {
-        "filesystem": {"root": str(root), "layout": "per_request"},
-        "mine": {},
-        "broken": {"fail": "write"},
-    }
     path = root / "start.json"
     path.write_text(json.dumps(MODULE))
-    modules = {"at-start": str(path)}
-    options = {"scope": {"sites": SITES, "sinks": sinks, "modules": modules}}
+    consumers = [
+        {"name": "filesystem", "params": {"root": str(root), "default_layout": "per_file"}},
+        {"name": "mine"},
+        {"name": "broken", "params": {"fail": "write"}},
+    ]
     with pytest.MonkeyPatch.context() as patch:
         install(patch, {"mine": Whole, "broken": Other})
         with local_engine(
-            checkpoints("llama"), dtype="float32", additional_config=options
+            checkpoints("llama"), LLM, dtype="float32", enable_steering=True,
+            max_steering_configs=4, capture_consumers=consumers,
+            additional_config={"scope": {"modules": {"at-start": str(path)}}},
         ) as llm:  # fmt: skip
             yield llm
 
@@ -173,8 +172,6 @@ def test_steering_vectors_equal_native_adds(case, llm):
 
 def test_the_forks_sampling_params_are_vllms_with_the_keys_inside(llm):
     import vllm
-
-    from vllm_scope.faces.steering_http import SamplingParams
 
     params = SamplingParams(
         temperature=0, max_tokens=6, ignore_eos=True, detokenize=False,

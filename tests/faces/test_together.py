@@ -9,7 +9,7 @@ import torch
 
 from tests.conftest import local_engine
 from tests.engine.test_edits import D, V
-from vllm_scope import Ablate, Add, Probe, Read, SpecError, scope
+from vllm_scope import Ablate, Add, Clamp, Probe, Read, SpecError, scope
 from vllm_scope.engine import translators
 from vllm_scope.faces.act_capture import load_manifest
 from vllm_scope.faces.probe_hook import KEY, Options
@@ -58,7 +58,11 @@ def test_concurrent_requests_through_every_face_are_as_if_alone(llm, monkeypatch
     faces = [
         lens,
         {KEY: Options([0, 2], include_prefill=True)},
-        {"decode_steering_vectors": {"post_block": {0: V}}} | scope(read),
+        {
+            "decode_steering_vectors": {"post_block": {0: V}},
+            "prefill_steering_clamps": {"post_block": {1: [{"vector": D, "value": 0.5}]}},
+        }
+        | scope(read),
         scope(Ablate(D, layer=1), Probe(D, layer=2, name="p"), read),
         {"output_residual_stream": [2]},
         None,
@@ -66,7 +70,9 @@ def test_concurrent_requests_through_every_face_are_as_if_alone(llm, monkeypatch
     native = [
         scope(Add(V, layer=1, scale=0.5), read),
         scope(read),
-        scope(Add(V, layer=0, tokens="generated"), read),
+        scope(
+            Add(V, layer=0, tokens="generated"), Clamp(D, 0.5, 0.5, layer=1, tokens="prompt"), read
+        ),
         scope(Ablate(D, layer=1), Probe(D, layer=2, name="p"), read),
         scope(read),
         scope(read),
