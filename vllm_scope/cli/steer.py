@@ -24,9 +24,11 @@ def steer(server: Server, prompt: str, module: str, scales: list[float]) -> None
 
 def _additions(module: str, scale: float) -> list[Action]:
     """A file's vectors travel in the request; any other word names what the server holds."""
-    if Path(module).suffix not in (".safetensors", ".gguf", ".npz"):
+    if Path(module).suffix not in (".safetensors", ".gguf", ".npz", ".json"):
         return [Add(module, scale=scale)]
     return [
-        Add(vector, site=site, layer=None if site == "embed" else layer, scale=scale)
-        for (site, layer), vector in load_vectors(module).items()
-    ]
+        Add(
+            vector, site, None if site == "embed" else layer, scale, "".join(tier) or "all"
+        )
+        for (site, layer, *tier), vector in load_vectors(module).placed()
+    ]  # fmt: skip
