@@ -184,7 +184,9 @@ def _check_modules(output: Any, params: Any, engine: Any) -> None:
     """EngineCore refuses a name that another API server has changed since this one asked,
     and says no more than that there was an error."""
     failed = any(completion.finish_reason == "error" for completion in output.outputs)
-    if failed and '"module"' in str(params.extra_args["scope"]):
+    # A face's words may name one, too.
+    named = '"module"' in str(params.extra_args.get("scope"))
+    if failed and (named or translators.has_keys(params.extra_args)):
         _forget_modules(engine)
         raise refusal()(
             "the engine refused the request: a steering module that it names has just changed "

@@ -134,9 +134,13 @@ def sink_of(consumer: Any) -> tuple[str, str, dict[str, Any]]:
         return "sinks", name, sink
     tokens = positions_of(params.get("global_positions", "last_prompt"), where)
     hooks = mapping(params["global_hooks"], f"{where}.global_hooks")
-    common = {"tokens": tokens, "tag": params.get("default_tag", "default")}
+    if params.get("default_tag", "default") != "default":
+        raise ConfigError(
+            f"{where}.default_tag is {shown(params['default_tag'])}; files of every request lie "
+            "below their root. Give them one of their own."
+        )
     sink["reads"] = [
-        {"site": site_of(hook, where), "layers": layers_of(layers, where), **common}
+        {"site": site_of(hook, where), "layers": layers_of(layers, where), "tokens": tokens}
         for hook, layers in hooks.items()
     ]
     return "global_sinks", name, sink
