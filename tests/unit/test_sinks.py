@@ -174,9 +174,10 @@ def test_a_manifest_tells_where_the_rows_are(monkeypatch, tmp_path):
     assert manifest.status == "ok"
     assert manifest.streams["resid_post.1"]["shape"] == (3, 4)
     assert manifest.streams["resid_post.1"]["codec"]["codec"] == "fp16"
-    assert manifest.details == [{"root": str(tmp_path / "root"), "published": True}]
     (found,) = (tmp_path / "root").rglob("*.safetensors")
     assert [found.name] == manifest.files
+    root = str(tmp_path / "root")
+    assert manifest.details == [{"root": root, "published": True, "paths": [str(found)]}]
 
 
 def test_rows_of_shards_are_visible_after_a_flush_or_a_pause(monkeypatch, tmp_path):
