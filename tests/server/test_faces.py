@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -124,3 +126,28 @@ def test_nothing_is_held_once_a_face_was_answered(server):
         client.complete(TEXT, vllm_xargs=LENS, **OPTIONS)
     load = server.at_rest()
     assert (load["requests"], load["pending"], load["results"]) == (0, 0, 0)
+
+
+def test_concurrent_requests_through_different_faces_are_as_if_alone(server):
+    vector = json.dumps([SteeringVector(VECTOR[None], [2]).model_dump()])
+    native = xargs(Add(VECTOR, layer=2), Read("resid_post", [5]))
+    bodies = [
+        BODY,
+        BODY | {"vllm_xargs": {"output_residual_stream": "[5]"}},
+        BODY | {"vllm_xargs": {"output_residual_stream": "[5]", "apply_steering_vectors": vector}},
+        BODY | native,
+        BODY | native | {"output_residual_stream": [5]},
+    ] * 4
+    with ThreadPoolExecutor(len(bodies)) as threads:
+        plain, lens, steered, scoped, both = list(
+            threads.map(lambda body: answered(server, body), bodies)
+        )[5:10]
+    assert plain["choices"][0]["text"] == lens["choices"][0]["text"]
+    texts = {body["choices"][0]["text"] for body in (steered, scoped, both)}
+    assert texts == {answered(server, BODY | native)["choices"][0]["text"]}
+    assert texts != {plain["choices"][0]["text"]}
+    found = [decode_activations(body)["residual_stream"][0] for body in (steered, both)]
+    (row,) = scoped["choices"][0]["scope"]["rows"]
+    rows = np.frombuffer(base64.b64decode(row["data"]), row["dtype"]).reshape(row["shape"])
+    for each in found:
+        np.testing.assert_allclose(each.numpy(), rows, rtol=1e-3, atol=1e-2)

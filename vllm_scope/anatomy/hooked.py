@@ -35,9 +35,7 @@ def _untapped(layer: nn.Module) -> type[nn.Module]:
     return base
 
 
-def _hooked_layer(
-    base: type, convention: Convention, number: int, call: Call
-) -> type[nn.Module]:  # fmt: skip
+def _hooked_layer(base: type, convention: Convention, number: int, call: Call) -> type[nn.Module]:
     names = list(inspect.signature(base.forward).parameters)[1:]  # type: ignore[attr-defined]
     if "hidden_states" not in names:
         raise CompatError(f"{base.__name__}.forward has no hidden_states to give to functions")

@@ -75,16 +75,21 @@ def _find(params: Any) -> Functions | None:
 
 def check(params: Any, engine: Any) -> None:
     """Raises SpecError where a request has functions, and this engine cannot run them."""
-    if _find(params) is None:
-        return
+    if _find(params) is not None:
+        check_engine(engine)
+
+
+def check_engine(engine: Any) -> None:
+    """Raises SpecError where an engine cannot run Python functions."""
     config, inner = engine.vllm_config, getattr(engine.engine_core, "engine_core", None)
+    executor = type(inner.model_executor).__name__ if inner is not None else None
     reasons = {
         "runs in another process (VLLM_ENABLE_V1_MULTIPROCESSING=0 has LLM run in this one; a "
         "server never does)": inner is None,
-        "has workers in other processes (distributed_executor_backend='uni')": inner is not None
-        and type(inner.model_executor).__name__ != "UniProcExecutor",
-        "compiles its model (enforce_eager=True; that costs every request its graphs)": not (
-            config.model_config.enforce_eager
+        "has workers in other processes (distributed_executor_backend='uni')": executor
+        != "UniProcExecutor",
+        "compiles its model (enforce_eager=True; that costs every request its graphs)": (
+            not config.model_config.enforce_eager
         ),
         "decodes speculatively, so that rows may not be kept": config.speculative_config
         is not None,
@@ -92,9 +97,9 @@ def check(params: Any, engine: Any) -> None:
     for reason, present in reasons.items():
         if present:
             raise SpecError(
-                "extra_args['apply_hooks'] holds Python functions, which are arbitrary code, and "
-                f"this engine {reason}. Read, Probe, Add, Ablate, Clamp and Replace of vllm_scope "
-                "run everywhere: docs/faces.md has one for each use."
+                "hooks are Python functions, which are arbitrary code, and this engine "
+                f"{reason}. Read, Probe, Add, Ablate, Clamp and Replace of vllm_scope run "
+                "everywhere: docs/faces.md has one for each use."
             )
 
 

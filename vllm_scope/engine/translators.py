@@ -51,8 +51,9 @@ class Translation:
 #: The values of a translator's keys, those that a request has; the engine's sites.
 #: Raises SpecError where they ask for what cannot be.
 Translator = Callable[[Mapping[str, Any], Sites], Translation]
-#: Whether an engine's requests are all to be translated, by its VllmConfig.
-Everywhere = Callable[[Any], bool]
+#: By an engine's VllmConfig: values that all its requests have beside their own; None
+#: where only those with keys are to be translated.
+Everywhere = Callable[[Any], Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def register(
     Args:
         keys: that no other translator has.
         translate: called for each request with one of the keys.
-        everywhere: where it is true of an engine, for each request.
+        everywhere: where an engine has values for every request, for each of them.
     """
     global _keys
     _entries[name] = _Entry(frozenset(keys), translate, everywhere)
@@ -87,7 +88,11 @@ def concerned(params: Any, vllm_config: Any) -> bool:
         return False
     if has_keys(params.extra_args):
         return True
-    return any(e.everywhere is not None and e.everywhere(vllm_config) for e in _entries.values())
+    return any(_everywhere(entry, vllm_config) is not None for entry in _entries.values())
+
+
+def _everywhere(entry: _Entry, vllm_config: Any) -> Mapping[str, Any] | None:
+    return None if entry.everywhere is None else entry.everywhere(vllm_config)
 
 
 def has_keys(extra: Mapping[str, Any] | None) -> bool:
@@ -110,9 +115,10 @@ def translated(params: Any, vllm_config: Any, sites: Sites) -> Any:
     decorators: list[Decorator] = []
     for entry in _entries.values():
         values = {key: extra.pop(key) for key in entry.keys if key in extra}
-        everywhere = entry.everywhere is not None and entry.everywhere(vllm_config)
-        if not values and not everywhere:
+        of_all = _everywhere(entry, vllm_config)
+        if not values and of_all is None:
             continue
+        values |= of_all or {}
         translation = entry.translate(values, sites)
         actions += translation.actions
         if translation.actions and translation.decorate is not None:

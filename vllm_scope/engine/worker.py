@@ -235,6 +235,8 @@ class ScopeWorker:
                 self._planner.add_request(request.req_id, key, program, most)
         except ScopeError as error:
             logger.warning("vllm-scope: request %s is left alone: %s", request.req_id, error)
+            if self._functions:
+                self._functions.finish_request(request.req_id)
             self._finish(key, str(error))
 
     def finish_requests(self, req_ids: Any, ended: Mapping[str, Ended] | None = None) -> None:
@@ -243,7 +245,7 @@ class ScopeWorker:
         Args:
             ended: what it knows of those that have sinks.
         """
-        if self._planner is None or not len(self._planner):
+        if self._planner is None or not (len(self._planner) or self._functions):
             return
         for req_id in req_ids:
             error = self._functions.finish_request(req_id) if self._functions else None

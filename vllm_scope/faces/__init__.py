@@ -37,6 +37,8 @@ KEYS: dict[str, tuple[str, ...]] = {
     "act_capture": (),
 }  # fmt: skip
 
+#: On an engine's VllmConfig: the hooks of vllm-lens that all its requests have.
+PERSISTENT = "scope_persistent_hooks"
 #: Modules that have an HttpFace, called HTTP.
 OVER_HTTP: tuple[str, ...] = ("vllm_lens.http", "steering_http.http")
 
@@ -45,9 +47,9 @@ def register() -> None:
     """Have the keys translated, in this process."""
     from vllm_scope.engine import translators
 
+    everywhere = {"act_capture": _captures_all, "vllm_lens": _hooks_all}
     for face, keys in KEYS.items():
-        everywhere = _captures_all if face == "act_capture" else None
-        translators.register(face, keys, partial(_translate, face), everywhere)
+        translators.register(face, keys, partial(_translate, face), everywhere.get(face))
 
 
 def register_http() -> None:
@@ -62,7 +64,14 @@ def _translate(face: str, values: Mapping[str, Any], sites: Sites) -> Any:
     return importlib.import_module(f"vllm_scope.faces.{face}").translate(values, sites)
 
 
-def _captures_all(vllm_config: Any) -> bool:
+def _captures_all(vllm_config: Any) -> Mapping[str, Any] | None:
     """Global capture is on: by the environment, or by the class of the workers."""
     on = os.environ.get("VLLM_ACT_CAPTURE", "0").lower() in ("1", "true", "on", "yes")
-    return on or str(vllm_config.parallel_config.worker_cls).endswith(".WorkerCapture")
+    on = on or str(vllm_config.parallel_config.worker_cls).endswith(".WorkerCapture")
+    return {} if on else None
+
+
+def _hooks_all(vllm_config: Any) -> Mapping[str, Any] | None:
+    """`llm.register_hooks` was called."""
+    found = vllm_config.__dict__.get(PERSISTENT)
+    return {PERSISTENT: found} if found else None

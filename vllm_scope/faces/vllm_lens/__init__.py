@@ -20,7 +20,7 @@ Keys, in `extra_args`; over HTTP in `vllm_xargs`, as JSON strings:
 
 keys.py     what the keys mean, and Activations
 steering.py SteeringVector
-hooks.py    Hook and HookContext
+hooks.py    Hook and HookContext; persistent.py: those of every request
 wire.py     tensors in JSON
 http.py     `activations` in answers, GET /v1/activations/{handle}
 client.py   VLLMLensClient
@@ -87,5 +87,7 @@ def __getattr__(name: str) -> Any:
         raise ImportError(f"{name} {_MISSING[name]}.")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "Hook":
+        importlib.import_module(f"{__name__}.persistent").attach()
     module = importlib.import_module(f"{__name__}.{_MODULES.get(name, 'wire')}")
     return getattr(module, name)

@@ -80,12 +80,18 @@ class Hook:
 
 
 class HookRun:
-    """The hooks of one request, and what they saved (engine.functions.Functions)."""
+    """The hooks of one request, and what they saved (engine.functions.Functions).
 
-    def __init__(self, hooks: Sequence[Hook]) -> None:
-        self._hooks = hooks
-        self.places = {(layer, hook.pre) for hook in hooks for layer in hook.layer_indices}
-        self._contexts: dict[int, dict[str, HookContext]] = {}
+    Args:
+        of_all: those that every request has; they run first.
+        own: the request's.
+    """
+
+    def __init__(self, of_all: Sequence[Hook], own: Sequence[Hook]) -> None:
+        self._hooks, self._num_of_all = [*of_all, *own], len(of_all)
+        self.places = {(layer, hook.pre) for hook in self._hooks for layer in hook.layer_indices}
+        #: completion -> the hook's number -> its context, once it was called
+        self._contexts: dict[int, dict[int, HookContext]] = {}
         self._errors: dict[int, str] = {}
 
     def call(
@@ -98,18 +104,23 @@ class HookRun:
         for i, hook in enumerate(self._hooks):
             if hook.pre != before or layer not in hook.layer_indices:
                 continue
-            context = contexts.setdefault(str(i), HookContext())
+            context = contexts.setdefault(i, HookContext())
             context.layer_idx, context.seq_len, context.model = layer, len(rows), model
             context.positions = range(first, first + len(rows))
-            found = hook.fn(context, rows if changed is None else changed.clone())
+            found = hook.fn(context, rows.clone() if changed is None else changed.clone())
             changed = found if found is not None else changed
         return changed
 
     def fail(self, child: int, error: str) -> None:
         self._errors[child] = error
 
-    def results(self, child: int) -> HookResults:
-        return HookResults(self._contexts.get(child, {}), self._errors, child)
+    def results(self, child: int, *, of_all: bool = False) -> HookResults:
+        """What the request's own hooks saved for a completion, or everybody's."""
+        start = 0 if of_all else self._num_of_all
+        stop = self._num_of_all if of_all else len(self._hooks)
+        contexts = self._contexts.get(child, {})
+        found = {str(i - start): c for i, c in contexts.items() if start <= i < stop}
+        return HookResults(found, self._errors.get(child))
 
 
 class HookResults(Mapping[str, dict[str, Any]]):
@@ -119,14 +130,12 @@ class HookResults(Mapping[str, dict[str, Any]]):
         ScopeError: on access, where a hook of the completion has failed.
     """
 
-    def __init__(
-        self, contexts: Mapping[str, HookContext], errors: Mapping[int, str], child: int
-    ) -> None:
-        self._contexts, self._errors, self._child = contexts, errors, child
+    def __init__(self, contexts: Mapping[str, HookContext], error: str | None) -> None:
+        self._contexts, self._error = contexts, error
 
     def __getitem__(self, index: str) -> dict[str, Any]:
-        if self._child in self._errors:
-            raise ScopeError(f"hook_results: {self._errors[self._child]}")
+        if self._error is not None:
+            raise ScopeError(f"hook_results: {self._error}")
         return self._contexts[index].saved
 
     def __iter__(self) -> Iterator[str]:

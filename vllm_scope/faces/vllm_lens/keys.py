@@ -17,7 +17,9 @@ from torch import Tensor
 from vllm_scope.actions import Action, Add, Read
 from vllm_scope.engine.translators import Translation, give
 from vllm_scope.errors import ScopeError, SpecError, shown
+from vllm_scope.faces import PERSISTENT
 from vllm_scope.faces.vllm_lens.hooks import Hook, HookRun
+from vllm_scope.faces.vllm_lens.persistent import PersistentHooks
 from vllm_scope.faces.vllm_lens.steering import SITE, SteeringVector
 from vllm_scope.result import ScopeResult
 from vllm_scope.selectors import Except
@@ -69,7 +71,9 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
             "extra_args['output_qk']: queries and keys are not tapped in this version, so there "
             "are no attention patterns; the sites are embed, resid_pre, resid_mid, resid_post."
         )
-    run = _run(_parsed(values, "apply_hooks"), sites)
+    of_all: PersistentHooks | None = values.get(PERSISTENT)
+    own = _hooks(_parsed(values, "apply_hooks"))
+    run = _run(of_all.hooks if of_all is not None else (), own, sites)
     actions: list[Action] = []
     for i, vector in enumerate(_listed(_parsed(values, "apply_steering_vectors"))):
         actions += _adds(vector, f"extra_args['apply_steering_vectors'][{i}]")
@@ -84,30 +88,37 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
     def decorate(output: Any, completion: Any) -> None:
         if layers is not None:
             give(output, completion, "activations", Activations(completion.scope, layers))
-        if run is not None:
+        if run is not None and own:
             give(output, completion, "hook_results", run.results(completion.index))
+        if run is not None and of_all is not None:
+            alone = len(output.outputs) == 1
+            name = output.request_id if alone else f"{completion.index}_{output.request_id}"
+            of_all.results[name] = run.results(completion.index, of_all=True)
 
     return Translation(tuple(actions), decorate, run)
 
 
-def _run(hooks: Any, sites: Sites) -> HookRun | None:
-    where = "extra_args['apply_hooks']"
-    if not hooks:
-        return None
-    if not isinstance(hooks, list | tuple) or not all(isinstance(h, Hook) for h in hooks):
+def _hooks(asked: Any) -> list[Hook]:
+    if not asked:
+        return []
+    if not isinstance(asked, list | tuple) or not all(isinstance(hook, Hook) for hook in asked):
         raise SpecError(
-            f"{where} is {shown(hooks)}; it is a list of Hook. Their functions are arbitrary code "
-            "of this process, and do not travel: a server runs none. Use Read, Probe, Add, Ablate, "
-            "Clamp and Replace of vllm_scope there; docs/faces.md has one for each use."
+            f"extra_args['apply_hooks'] is {shown(asked)}; it is a list of Hook. Their functions "
+            "are arbitrary code of this process, and do not travel: a server runs none. Use Read, "
+            "Probe, Add, Ablate, Clamp and Replace of vllm_scope there; docs/faces.md has one for "
+            "each use."
         )
-    for i, hook in enumerate(hooks):
-        Read(SITE, hook.layer_indices)
+    return list(asked)
+
+
+def _run(of_all: Sequence[Hook], own: Sequence[Hook], sites: Sites) -> HookRun | None:
+    for hook in (*of_all, *own):
         if not 0 <= min(hook.layer_indices) <= max(hook.layer_indices) < sites.num_layers:
             raise SpecError(
-                f"{where}[{i}].layer_indices is {shown(hook.layer_indices)}; this model has layers "
-                f"0 to {sites.num_layers - 1}."
+                f"Hook.layer_indices is {shown(hook.layer_indices)}; this model has layers 0 to "
+                f"{sites.num_layers - 1}."
             )
-    return HookRun(hooks)
+    return HookRun(of_all, own) if of_all or own else None
 
 
 def _check_order(run: HookRun, adds: list[Action]) -> None:
