@@ -14,6 +14,7 @@ import vllm_scope
 from tests.checkpoints import check_completion, reference
 from tests.conftest import local_engine
 from vllm_scope import Read, scope
+from vllm_scope.faces.vllm_lens import Hook
 
 READ_ALL = scope(Read("resid_post"), Read("embed"))
 
@@ -95,6 +96,23 @@ def test_three_completions(llm, ref):
     outputs = run(llm, [range(30, 50)], params(READ_ALL, n=3, temperature=1.0))
     assert len(outputs[0].outputs) == 3
     check(outputs, ref)
+
+
+def test_hooks_see_and_change_their_own_requests_rows(llm, ref):
+    seen = {}
+
+    def add(ctx, rows):
+        seen.update(zip(ctx.positions, rows, strict=True))
+        return rows + 1
+
+    hooked = {"apply_hooks": [Hook(add, [1])], "output_residual_stream": [1]}
+    outputs = run(llm, [range(5, 75), range(90, 130)], [params(hooked), params(READ_ALL)])
+    check(outputs[1:], ref)
+    (rows,) = outputs[0].activations["residual_stream"]
+    before = torch.stack([seen[position] for position in range(len(rows))])
+    assert torch.equal(rows, before + 1)
+    ids = [*range(5, 75), *outputs[0].outputs[0].token_ids][:-1]
+    torch.testing.assert_close(before, ref.streams(ids)[2], rtol=1e-3, atol=1e-3)
 
 
 def test_idle_steps_do_nothing(llm):
