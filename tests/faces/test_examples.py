@@ -24,6 +24,12 @@ def test_vllm_lens_turns_reviews(llm):
     assert run(llm) > 0.8
 
 
+def test_hooks_of_vllm_lens_turn_reviews(llm):
+    from examples.faces.vllm_lens_hooks import run
+
+    assert run(llm) > 0.8
+
+
 def test_steering_turns_reviews_however_it_is_asked_for(llm):
     from examples.faces.steering_http import run
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -18,6 +19,7 @@ from tests.server.test_answers import MESSAGES, TEXT, events_of, ids_of
 from vllm_scope import Add, Read, ScopeError, SpecError
 from vllm_scope.client import ServerError
 from vllm_scope.faces.vllm_lens import SteeringVector, VLLMLensClient, decode_activations
+from vllm_scope.faces.vllm_lens import http as lens_http
 
 BODY = {"model": "toyworld", "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
 VECTOR = torch.linspace(-8, 8, 256)
@@ -158,7 +160,9 @@ def test_native_results_are_no_handles(http):
 
 
 def test_the_client_leaves_nothing_behind(lens, server):
-    lens.generate(TEXT, capture_layers=True, activations_transport="binary")
+    out = lens.generate(TEXT, capture_layers=True, activations_transport="binary", n=2)
+    other = decode_activations(out.raw["choices"][1], fetch_bytes=lens.fetch_bytes)
+    assert torch.equal(other["residual_stream"], out.activations["residual_stream"])
     assert server.at_rest()["results"] == 0
 
 
@@ -238,6 +242,18 @@ def test_rows_that_could_not_be_given_are_an_error_for_every_reader():
     with pytest.raises(ScopeError, match="3 rows are missing"):
         decode_activations(body)
     assert not {"data", "handle"} & set(body["activations"]["residual_stream"])
+
+
+@pytest.mark.parametrize(("most", "key"), [(48, "data"), (47, "error")])
+def test_what_is_too_large_for_json_says_how_to_get_it(most, key, monkeypatch):
+    monkeypatch.setattr(lens_http, "MAX_INLINE_BYTES", most)
+    completion = SimpleNamespace(activations={"residual_stream": torch.ones(2, 3, 2)})
+    reply = lens_http.LensReply(None)
+    assert reply.choice(0, 1, completion) == {}
+    entry = reply.whole()["activations"]["residual_stream"]
+    assert key in entry
+    if key == "error":
+        assert "activations_transport='binary'" in entry["error"]
 
 
 def test_a_stranger_is_told_so(server):

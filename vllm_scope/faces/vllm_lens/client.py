@@ -42,7 +42,7 @@ class GenerateOutput:
         text: of the first choice.
         activations: {"residual_stream": [n_layers, n_positions, hidden]} of the first
             choice, a torch tensor; None where nothing was captured. Others' are in `raw`:
-            `decode_activations(out.raw["choices"][i])`.
+            `decode_activations(out.raw["choices"][i], fetch_bytes=client.fetch_bytes)`.
         hook_results: None; there are no hooks over HTTP.
         logprobs: as the server's JSON has them.
         raw: the whole JSON.
@@ -157,10 +157,11 @@ class VLLMLensClient:
         if raw.get("activations"):
             from vllm_scope.faces.vllm_lens.wire import decode_activations
 
-            found = decode_activations(raw, fetch_bytes=self._fetch) or None
+            found = decode_activations(raw, fetch_bytes=self.fetch_bytes) or None
         return GenerateOutput(text, found, None, choice.get("logprobs"), raw)
 
-    def _fetch(self, handle: str) -> bytes:
+    def fetch_bytes(self, handle: str) -> bytes:
+        """The bytes that a handle stands for, once: the server then forgets them."""
         return self._request("GET", f"/v1/activations/{quote(handle, safe='')}?delete=true")
 
     def _request(self, method: str, path: str, body: Any = None) -> bytes:

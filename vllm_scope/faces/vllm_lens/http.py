@@ -28,6 +28,8 @@ from vllm_scope.server.access import RefusalError, errors, state_of
 from vllm_scope.server.faces import HttpFace, Keep, Reply
 from vllm_scope.server.store import pieces
 
+#: Of a choice: base64 and JSON hold a multiple of it in memory.
+MAX_INLINE_BYTES = 256 << 20
 #: In the metadata of a kept file: what JSON said of its tensor.
 _DESCRIBED = "activations"
 
@@ -54,6 +56,8 @@ class LensReply(Reply):
     def _entry(self, activations: Mapping[str, Any], name: str) -> dict[str, Any]:
         try:
             tensor = activations[name]
+            if self._keep is None and tensor.nbytes > MAX_INLINE_BYTES:
+                return {"error": _too_large(tensor.nbytes)}
             if self._keep is None:
                 return serialize_tensor(tensor)
             body = described(tensor)
@@ -61,6 +65,13 @@ class LensReply(Reply):
         except ScopeError as error:
             return {"error": str(error)}
         return {"handle": kept.id, "nbytes": tensor.nbytes, "transport": "binary"} | body
+
+
+def _too_large(num_bytes: int) -> str:
+    return (
+        f"{num_bytes:,} bytes are too many for JSON, which takes {MAX_INLINE_BYTES:,} here; ask "
+        "with activations_transport='binary', or for fewer layers."
+    )
 
 
 def _begin(values: Mapping[str, Any], keep: Keep) -> Reply:
