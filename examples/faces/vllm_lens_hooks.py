@@ -14,7 +14,7 @@ LAYER = 2
 
 
 def keep_last(ctx: HookContext, h: torch.Tensor) -> None:
-    ctx.saved["last"] = h[-1].float()
+    ctx.saved.setdefault("last", h[-1].float())  # of the prompt
 
 
 def run(llm: LLM) -> float:
