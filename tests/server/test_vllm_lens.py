@@ -160,9 +160,13 @@ def test_native_results_are_no_handles(http):
 
 
 def test_the_client_leaves_nothing_behind(lens, server):
-    out = lens.generate(TEXT, capture_layers=True, activations_transport="binary", n=2)
+    out = lens.generate(
+        TEXT, capture_layers=True, activations_transport="binary", n=2, temperature=1.0
+    )
     other = decode_activations(out.raw["choices"][1], fetch_bytes=lens.fetch_bytes)
-    assert torch.equal(other["residual_stream"], out.activations["residual_stream"])
+    # They share a prompt.
+    here, there = (rows["residual_stream"][:, :5] for rows in (out.activations, other))
+    torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-2)
     assert server.at_rest()["results"] == 0
 
 
