@@ -119,7 +119,7 @@ def test_a_copy_through_pickle_is_the_same_and_as_read_only():
         pytest.param({STREAM: [1e39]}, r"has 1e\+39 at index 0", id="inf-in-float32"),
         pytest.param(
             {STREAM: VALUES, ("embed", 0): [1.0]},
-            r"embed\.0 has 1 values and resid_post\.5 has 3",
+            r"resid_post\.5 has 3 values and embed\.0 has 1",
             id="two-sizes",
         ),
         pytest.param({("resid_post", -1): VALUES}, "has layer -1", id="negative-layer"),
