@@ -18,8 +18,8 @@ from vllm_scope.files.manifest import Index
 from vllm_scope.files.names import place
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.publish import Publisher, write_bytes
-from vllm_scope.files.tensors import write_tensors
 from vllm_scope.files.stored import FinishedRequest, Stored, published
+from vllm_scope.files.tensors import write_tensors
 
 #: Where a safetensors file's metadata has the index.
 KEY = "vllm_scope"

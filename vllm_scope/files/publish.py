@@ -89,11 +89,11 @@ class LocalPublisher:
 
     def publish(self, files: Mapping[str, Write]) -> None:
         targets = [self._root / name for name in files]
-        folder, target = targets[0].parent, targets[0]
+        folder = targets[0].parent
         hidden = [t.with_name(f".{t.name}.{self.identity}.tmp") for t in targets]
         try:
             self._make_folder(folder)
-            for target, temporary, write in zip(targets, hidden, files.values(), strict=True):
+            for temporary, write in zip(hidden, files.values(), strict=True):
                 self._write(temporary, write)
             for target, temporary in zip(targets, hidden, strict=True):
                 os.replace(temporary, target)
@@ -104,7 +104,7 @@ class LocalPublisher:
                 with suppress(OSError):
                     temporary.unlink()
             if isinstance(error, OSError):
-                raise FileError(f"{target} cannot be written: {error}") from error
+                raise FileError(f"{targets[0]} cannot be written: {error}") from error
             raise
 
     def _write(self, temporary: Path, write: Write) -> None:

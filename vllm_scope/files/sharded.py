@@ -128,12 +128,10 @@ class ShardedLayout:
             return
         shard = self._shard
         self._begin()
-        self._writing.append(self._threads.submit(shard.publish, self._publisher))
-        # Its requests hear of a failure by their own futures.
-        while self._writing[0].done():
+        # Requests hear of a failure by their own futures.
+        while self._writing and self._writing[0].done():
             self._writing.popleft()
-            if not self._writing:
-                return
+        self._writing.append(self._threads.submit(shard.publish, self._publisher))
         if len(self._writing) > NUM_WRITERS:
             self._writing.popleft().exception()
 

@@ -31,6 +31,10 @@ class Stored:
     published: Future[None]
     folder: str = ""
 
+    def path(self, file: str) -> str:
+        """Below the root, of a file that the manifest names."""
+        return f"{self.folder}/{file}" if self.folder else file
+
 
 def published() -> Future[None]:
     """Of a file that is visible already."""
