@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -321,6 +322,34 @@ def test_fsync_waits_for_the_file_before_it_is_visible_and_for_its_folder_after(
     publisher.publish({"a": lambda file: file.write(b"x")})
     publisher.close()
     assert calls == (["fdatasync", "replace", "fsync"] if fsync else ["replace"])
+
+
+def test_a_root_that_was_made_outlives_the_machine_too(tmp_path, monkeypatch):
+    synced: list[int] = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), real(fd))[1])
+    LocalPublisher(tmp_path / "a" / "b", fsync=True).close()
+    assert {path.stat().st_ino for path in (tmp_path, tmp_path / "a")} <= set(synced)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_writers_and_readers_leave_no_descriptor_open(layout, tmp_path):
+    def num_open() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    before = num_open()
+    for seed in range(5):
+        with writer_of(tmp_path, layout=layout, fsync=True) as writer:
+            put(writer, seed, tag=f"t{seed}")
+            writer.flush()
+            with full_disk(), suppress(FileError):
+                put(writer, 50 + seed)
+                writer.flush()
+        for request in vllm_scope.open(tmp_path):
+            assert request["embed", 0].numel()
+        del request
+    assert num_open() == before
 
 
 def _safetensors(header: object, data: bytes = b"") -> bytes:

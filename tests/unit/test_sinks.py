@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import resource
-import subprocess
 import threading
 import time
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 
 import vllm_scope
-from tests.unit.sinks import POINTS, Live, Other, Whole, install, side
+from tests.unit.sinks import (
+    POINTS,
+    SITES,
+    Live,
+    Other,
+    Whole,
+    install,
+    nobody,
+    side,
+    small_disk,
+)  # fmt: skip
 from vllm_scope import ConfigError, Probe, Read
 from vllm_scope.config import ScopeConfig
 from vllm_scope.program import Layout
@@ -243,6 +250,39 @@ def test_a_shard_that_a_full_disk_refused_fails_its_requests_and_not_the_next(
     assert len(vllm_scope.open(tmp_path / "root")) == 1
 
 
+@pytest.mark.parametrize("layout", ["per_request", "sharded", "packed", "npz"])
+def test_what_two_stages_wrote_is_one_request_in_files_and_on_the_result(
+    monkeypatch, tmp_path, layout
+):
+    """As two workers of one pipeline do, each with its layers, on one root."""
+    asked = [Read(site, to="filesystem", name="both") for site in ("resid_post", "embed")]
+    options = _files(tmp_path, layout=layout)
+    stages = [(POINTS[:2], SITES.boundaries[:2], 0), (POINTS[2:], SITES.boundaries[2:], 2)]
+    with (
+        side(monkeypatch, options, here=stages[0][1]) as first,
+        side(monkeypatch, options, here=stages[1][1]) as second,
+    ):
+        manifests = []
+        for stage, here in enumerate((first, second)):
+            here.info = {"stage": stage, "num_stages": 2}
+            here.add(1, *asked)
+            here.write(1, [0, 1, 2], base=stages[stage][2], layout=Layout(stages[stage][0]))
+            here.end(1)
+            manifests.append(here.manifest(1, "filesystem"))
+            if stage == 0:
+                (half,) = vllm_scope.open(tmp_path / "root")
+                assert half.status == "partial"
+                assert "stages [1] of 2 are missing" in half.manifest.reason
+        request = vllm_scope.open(tmp_path / "root")["both"]
+    both = manifests[0].joined(manifests[1])
+    assert request.status == both.status == "ok"
+    assert request.manifest.expected == both.expected == both.delivered == 9
+    assert sorted(request.manifest.files) == sorted(both.files)
+    for j, (site, layer) in enumerate([("embed", 0), ("resid_post", 0), ("resid_post", 1)]):
+        assert request[site, layer][:, 0].tolist() == [j, 10 + j, 20 + j]
+        assert f"{site}.{layer}" in both.streams
+
+
 def _root_becomes_a_file(root):
     for path in sorted(root.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
@@ -312,29 +352,6 @@ def test_no_permission_fails_one_tag_and_not_the_next(monkeypatch, tmp_path):
             assert status == "ok" or "Permission denied" in manifest.reason
 
 
-@contextmanager
-def nobody(*own):
-    """Root may write anywhere; for a while we are someone else, whose folders these are."""
-    if os.geteuid():
-        yield
-        return
-    stranger = 65534
-    folders = [path for folder in own for path in (folder, *folder.rglob("*"))]
-    for path in folders:
-        os.chown(path, stranger, stranger)
-    # A temporary folder is root's alone.
-    parents = {p: p.stat().st_mode for folder in own for p in folder.parents if p.owner() == "root"}
-    for path, mode in parents.items():
-        path.chmod(mode | 0o111)
-    os.seteuid(stranger)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-        for path, mode in parents.items():
-            path.chmod(mode)
-
-
 def test_a_disk_that_is_full_ends_requests_with_the_reason_until_there_is_room(
     monkeypatch, tmp_path
 ):
@@ -354,18 +371,6 @@ def test_a_disk_that_is_full_ends_requests_with_the_reason_until_there_is_room(
         here.router.close()
         assert sorted(r.manifest.uid for r in vllm_scope.open(disk)) == ["u1", "u3", "u4"]
         assert not list(disk.glob(".*"))
-
-
-@contextmanager
-def small_disk(folder, num_bytes):
-    """A file system of its own, in memory."""
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("only root may mount a small disk")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def test_a_root_that_cannot_be_is_refused_at_start(monkeypatch, tmp_path):

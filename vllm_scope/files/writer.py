@@ -3,8 +3,9 @@
     writer = open_writer(FileOptions.parse({"root": "captures"}))
     request = writer.begin()
     request.write("resid_post", 5, positions, rows)     # any interleaving
-    stored = request.finish(RequestRecord(...))         # stored.manifest
-    stored.published.result()                          # now it is on disk
+    stored = request.finish(RequestRecord(...))         # stored.manifest holds, once
+    writer.flush()                                     # (or its file is full)
+    stored.published.result()                          # this has returned
     writer.close()
 
 Owns:  Writer, RequestWriter, Layout (what differs between layouts), `open_writer`.

@@ -72,7 +72,7 @@ class _Flush:
 class Lane:
     """Hands blocks to a sink.
 
-    Verbs: `put`, `end`, `flush`, `close`.
+    Verbs: `add_request`, `put`, `end`, `give_up`, `flush`, `close`.
     """
 
     def __init__(self, name: str, sink: Sink, options: SinkOptions, on_end: OnEnd) -> None:
@@ -263,7 +263,7 @@ class Lane:
         assert self._spill is not None
         try:
             data = self._spill.take()
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             rows.delivery.error = f"spilled rows of sink {self.name!r} were lost: {error}"
             return
         rows.arrival = replace(rows.arrival, data=data.reshape(len(rows.arrival.positions), -1))
