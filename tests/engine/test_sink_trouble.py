@@ -194,7 +194,8 @@ def test_a_sink_that_hangs_is_given_up_and_nobody_else_notices(llm):
         during = {kind: seconds(llm, asked) for kind, asked in kinds.items()}
         print(sink, {kind: (before[kind], during[kind]) for kind in kinds})
         for name in kinds:
-            assert during[name] < 1.5 * before[name] + 0.1, (sink, name)
+            # To notice would take PATIENCE_S, or as long as it hangs.
+            assert during[name] < before[name] + 0.5, (sink, name)
         started = time.perf_counter()
         check_failed(run(llm, [range(40)], read(sink))[0], sink, "did not return")
         assert time.perf_counter() - started < 1
@@ -285,11 +286,14 @@ def test_memory_stays_bounded_behind_a_sink_a_hundred_times_slower(llm):
     num_bytes = num_rows * 128 * 4
     assert num_bytes > 80 << 20
     del outputs
+    with growth() as plain:
+        run(llm, ids, params(max_tokens=2))
     with growth() as grown:
         outputs = run(llm, ids, read("slow", max_tokens=2))
-    print(f"{num_bytes >> 20} MiB of rows, memory grew by {grown.most >> 20} MiB")
-    # The queue's 1 MiB, the 2 MiB held, the request that is put together; and the engine's.
-    assert grown.most < 24 << 20
+    sizes = {"rows": num_bytes, "plain": plain.most, "slow": grown.most}
+    print({what: f"{size >> 20} MiB" for what, size in sizes.items()})
+    # The queue's 1 MiB, the 2 MiB held, the request that is put together, the handles.
+    assert grown.most < plain.most + (24 << 20)
     dropped = sum(o.scope.manifests["slow"].dropped for o in outputs)
     assert 0 < dropped < num_rows
     assert {o.scope.status for o in outputs} <= {"incomplete", "complete"}
