@@ -5,7 +5,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export VLLM_NO_USAGE_STATS = 1
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test lint bench clean test-gpu bench-gpu
+.PHONY: demo test lint bench soak clean test-gpu bench-gpu
 
 demo: .venv/.ready
 	$(BIN)/python -m examples.demo
@@ -13,6 +13,7 @@ demo: .venv/.ready
 test: .venv/.ready
 	$(BIN)/python -m pytest tests --ignore=tests/interpreter
 	PYTHONPATH=.venv/inspect $(BIN)/python -m pytest tests/faces/test_inspect.py
+	PYTHONPATH=.venv/openapi $(BIN)/python -m pytest tests/server/test_openapi.py
 	tests/interpreter/run.sh
 
 lint: .venv/.ready
@@ -22,6 +23,11 @@ lint: .venv/.ready
 
 bench: .venv/.ready
 	$(BIN)/python -m benchmarks.throughput
+	$(BIN)/python -m benchmarks.http
+
+# Half an hour; MINUTES=2 for a short one.
+soak: .venv/.ready
+	$(BIN)/python -m benchmarks.soak --minutes $(or $(MINUTES),30) $(SOAK)
 
 # On a machine with a GPU and vllm-scope[gpu,dev]; PYTHON names its interpreter.
 test-gpu:
@@ -30,19 +36,23 @@ test-gpu:
 bench-gpu:
 	$(PYTHON) -m benchmarks.throughput --gpu --shape 8b --beside eager
 	$(PYTHON) -m benchmarks.throughput --gpu --shape 0.5b --beside eager huggingface
+	$(PYTHON) -m benchmarks.http --gpu --shape 8b
 	$(PYTHON) -m benchmarks.budget --gpu --shape 0.5b
 	$(PYTHON) -m benchmarks.taps
 
 # The lock holds every package, so nothing is resolved: vLLM's own requirements
 # would bring torchvision, torchaudio, torchcodec and triton built for CUDA, and
 # with a CPU torch `import transformers` then fails.
-.venv/.ready: requirements/cpu.txt requirements/interpreter.txt requirements/inspect.txt pyproject.toml
+.venv/.ready: requirements/cpu.txt requirements/interpreter.txt requirements/inspect.txt \
+		requirements/openapi.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check --no-deps -r requirements/cpu.txt
 	$(BIN)/pip install --disable-pip-version-check --no-deps --upgrade \
 		--target .venv/interpreter -r requirements/interpreter.txt
 	$(BIN)/pip install --disable-pip-version-check --no-deps --upgrade \
 		--target .venv/inspect -r requirements/inspect.txt
+	$(BIN)/pip install --disable-pip-version-check --no-deps --upgrade \
+		--target .venv/openapi -r requirements/openapi.txt
 	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 

@@ -2,10 +2,12 @@
 
     python -m benchmarks.disk --folder .bench
 
-Both write as many bytes to the same file system, in turns, and sync the same way:
-`dd` with bs=16M conv=fdatasync, the sharded writer with fsync. Rows are handed over as an
-engine would, in blocks of one step that are reused right after. The figure is the median
-of the turns' ratios: the disk of a shared machine drifts by more than the difference.
+Three things on the same file system, in one run, all synced: `dd` (bs=16M
+conv=fdatasync); each layout's writer alone, in turns with dd; and an engine that serves
+toy world with every layer of every token going to sharded files. Writers are given rows
+as an engine would, in blocks of one step that are reused right after. The figure is the
+median of the turns' ratios: the disk of a shared machine drifts by more than the
+difference.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import statistics
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +32,10 @@ LAYERS = (8, 16, 24)
 PROMPT_TOKENS = 1024
 BLOCK_TOKENS = 512
 REQUEST_BYTES = len(LAYERS) * PROMPT_TOKENS * HIDDEN_SIZE * 2
+LAYOUTS = ("sharded", "packed", "per_request", "npz")
+TOYWORLD = Path(__file__).parent.parent / "toyworld" / "model"
+#: Of the engine: requests, and tokens of each prompt.
+ENGINE_REQUESTS, ENGINE_TOKENS = 400, 500
 
 
 def write_with_dd(path: Path, num_bytes: int) -> float:
@@ -59,6 +66,10 @@ def write_rows(writer: Writer, num_bytes: int) -> float:
     return time.perf_counter() - started
 
 
+def data_files(folder: Path) -> list[Path]:
+    return [*folder.glob("*.safetensors"), *folder.glob("*.npz")]
+
+
 def read_rows(folder: Path, shuffle: bool) -> float:
     """Bytes per second of one layer, from the page cache, each row touched."""
     capture = open_capture(folder)
@@ -70,51 +81,118 @@ def read_rows(folder: Path, shuffle: bool) -> float:
     return num_bytes / (time.perf_counter() - started)
 
 
+def writers_alone(folder: Path, num_bytes: int, turns: int) -> float:
+    """Prints speeds, ratios and file counts; returns dd's median speed."""
+    writers = {
+        layout: open_writer(
+            FileOptions.parse({"root": str(folder / layout), "layout": layout, "fsync": True})
+        )
+        for layout in LAYOUTS
+    }
+    everyone = ["dd", *LAYOUTS]
+    found: dict[str, list[float]] = {who: [] for who in everyone}
+    num_files: dict[str, int] = {}
+    # The first turn is not counted: it finds writers, and memory, that are new.
+    for turn in range(turns + 1):
+        # Whoever comes later may find the disk tired: take turns at that, too.
+        for who in everyone[turn % len(everyone) :] + everyone[: turn % len(everyone)]:
+            os.sync()
+            if who == "dd":
+                found[who].append((num_bytes >> 24 << 24) / write_with_dd(folder / "dd", num_bytes))
+                continue
+            seconds = write_rows(writers[who], num_bytes)
+            written = data_files(folder / who)
+            num_files[who] = len(written)
+            found[who].append(sum(path.stat().st_size for path in written) / seconds)
+            for path in (folder / who).glob("*"):
+                path.unlink()
+    counted = {who: speeds[1:] for who, speeds in found.items()}
+    dd = statistics.median(counted["dd"])
+    print(f"{turns} turns of {num_bytes >> 20} MiB, medians; dd {dd / 1e6:.0f} MB/s", flush=True)
+    for layout in LAYOUTS:
+        speeds = counted[layout]
+        ratios = [rows / dd for rows, dd in zip(speeds, counted["dd"], strict=True)]
+        print(
+            f"{layout}: {statistics.median(speeds) / 1e6:.0f} MB/s, ratio of a turn "
+            f"{statistics.median(ratios):.2f}, {num_files[layout]} files",
+            flush=True,
+        )
+    write_rows(writers["sharded"], num_bytes)
+    for writer in writers.values():
+        writer.close()
+    for shuffle in (False, True):
+        # The best: the first pass also pays for memory that nobody has touched yet.
+        speed = max(read_rows(folder / "sharded", shuffle) for _ in range(3))
+        print(f"reading {'shuffled' if shuffle else 'in order'}: {speed / 1e9:.1f} GB/s")
+    return dd
+
+
+def through_an_engine(folder: Path, dd: float) -> None:
+    """Toy world, every layer of every token: to files, to the caller, and not at all."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    from vllm import LLM, SamplingParams
+
+    from vllm_scope import Read, scope
+
+    sink: dict[str, Any] = {"root": str(folder / "engine"), "fsync": True}
+    llm = LLM(
+        str(TOYWORLD), max_model_len=512, skip_tokenizer_init=True, enable_prefix_caching=False,
+        gpu_memory_utilization=0.3, additional_config={"scope": {"sinks": {"filesystem": sink}}},
+    )  # fmt: skip
+    prompts: list[Any] = [
+        {"prompt_token_ids": [(7 * i + j) % 1000 + 10 for j in range(ENGINE_TOKENS)]}
+        for i in range(ENGINE_REQUESTS)
+    ]
+
+    def serve(to: str | None) -> float:
+        actions = [Read(site, to=to) for site in ("resid_post", "embed")] if to else []
+        params = SamplingParams(
+            temperature=0, max_tokens=1, ignore_eos=True, detokenize=False,
+            extra_args=scope(*actions) if actions else None,
+        )  # fmt: skip
+        started = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        for output in outputs if to else ():
+            result: Any = output.scope  # type: ignore[attr-defined]
+            assert result.status == "complete", result.error
+        return seconds
+
+    serve("filesystem")
+    root = folder / "engine"
+    speeds: dict[str, list[float]] = {"filesystem": [], "memory": [], "": []}
+    num_bytes = num_files = 0
+    for _ in range(3):
+        for path in root.glob("shard-*"):
+            path.unlink()
+        for to, took in speeds.items():
+            took.append(serve(to or None))
+        written = data_files(root)
+        num_files, num_bytes = len(written), sum(path.stat().st_size for path in written)
+    seconds = {to: statistics.median(took) for to, took in speeds.items()}
+    tokens = ENGINE_REQUESTS * ENGINE_TOKENS
+    speed = num_bytes / seconds["filesystem"]
+    print(
+        f"engine: {tokens} tokens, {num_bytes / 1e6:.0f} MB in {num_files} files: "
+        f"{speed / 1e6:.0f} MB/s, {speed / dd:.2f} of dd's; tokens per second "
+        f"{tokens / seconds['']:.0f} plain, {tokens / seconds['memory']:.0f} to memory, "
+        f"{tokens / seconds['filesystem']:.0f} to files"
+    )
+    llm.llm_engine.engine_core.shutdown()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path(".bench"))
     parser.add_argument("--gib", type=float, default=0.5, help="bytes per turn")
     parser.add_argument("--turns", type=int, default=24)
     arguments = parser.parse_args()
-    num_bytes = int(arguments.gib * (1 << 30))
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    shards, plain = arguments.folder / "shards", arguments.folder / "dd"
-    writer = open_writer(FileOptions.parse({"root": str(shards), "fsync": True}))
-    found: dict[str, list[float]] = {"dd": [], "rows": []}
-    # The first turn is not counted: it finds a writer, and memory, that are new.
-    for turn in range(arguments.turns + 1):
-        speeds: dict[str, float] = {}
-        # Whoever comes second may find the disk tired: take turns at that, too.
-        for who in ("dd", "rows") if turn % 2 == 0 else ("rows", "dd"):
-            for path in shards.glob("shard-*"):
-                path.unlink()
-            os.sync()
-            if who == "dd":
-                speeds[who] = (num_bytes >> 24 << 24) / write_with_dd(plain, num_bytes)
-            else:
-                seconds = write_rows(writer, num_bytes)
-                written = sum(path.stat().st_size for path in shards.glob("shard-*"))
-                speeds[who] = written / seconds
-        for who, speed in speeds.items():
-            found[who].append(speed)
-        print(
-            f"turn {turn}: dd {speeds['dd'] / 1e6:.0f} MB/s, rows {speeds['rows'] / 1e6:.0f} MB/s",
-            flush=True,
-        )
-    counted = {who: speeds[1:] for who, speeds in found.items()}
-    ratios = [rows / dd for rows, dd in zip(counted["rows"], counted["dd"], strict=True)]
-    print(
-        f"{arguments.turns} turns, medians: dd {statistics.median(counted['dd']) / 1e6:.0f} MB/s, "
-        f"rows {statistics.median(counted['rows']) / 1e6:.0f} MB/s, "
-        f"ratio of a turn {statistics.median(ratios):.2f}"
-    )
-    write_rows(writer, num_bytes)
-    writer.close()
-    for shuffle in (False, True):
-        # The best: the first pass also pays for memory that nobody has touched yet.
-        speed = max(read_rows(shards, shuffle) for _ in range(3))
-        print(f"reading {'shuffled' if shuffle else 'in order'}: {speed / 1e9:.1f} GB/s")
-    shutil.rmtree(arguments.folder)
+    try:
+        dd = writers_alone(arguments.folder, int(arguments.gib * (1 << 30)), arguments.turns)
+        through_an_engine(arguments.folder, dd)
+    finally:
+        shutil.rmtree(arguments.folder)
 
 
 if __name__ == "__main__":

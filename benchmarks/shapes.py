@@ -46,3 +46,17 @@ def make_shape(name: str, folder: Path) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(SHAPES[name]))
     return path
+
+
+def make_tokenizer(folder: Path) -> None:
+    """A tokenizer of one word a token, so that a server can answer with text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    words = {f"w{i}": i for i in range(size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="w1", eos_token="w2", unk_token="w0"
+    ).save_pretrained(folder)

@@ -49,7 +49,10 @@ def wanted_positions(
     """
     count = num_processed(len(token_ids), num_prompt)
     positions = np.arange(count, dtype=np.int64)
-    ids = np.asarray(token_ids[:count], np.int64)
+    if all(selector.uniform for selector in selectors):
+        ids = positions  # nobody looks: the phase alone decides
+    else:
+        ids = np.asarray(token_ids[:count], np.int64)
     tokens = Tokens(positions, num_prompt, ids, count if ended else None)
     mask = np.zeros(positions.shape, bool)
     for selector in selectors:
@@ -68,12 +71,12 @@ def assemble(parts: list[Part], wanted: Ints, empty: Tensor) -> tuple[Tensor, In
         return empty, np.zeros(0, np.int64)
     if len(parts) == 1:
         positions, rows = parts[0].positions, parts[0].rows
-        # The usual case costs no copy: computed once, in order, maybe past the end.
-        if (
-            np.array_equal(positions[: len(wanted)], wanted)
-            and not np.isin(positions[len(wanted) :], wanted).any()
+        # The usual cases cost no copy: computed once, in order, so far or past the end.
+        n = min(len(positions), len(wanted))
+        if np.array_equal(positions[:n], wanted[:n]) and (
+            not n or n == len(positions) or positions[n:].min() > wanted[-1]
         ):
-            return rows[: len(wanted)], wanted
+            return rows[:n], wanted[:n]
     order = np.argsort(np.concatenate([p.arrivals for p in parts]), kind="stable")
     positions = np.concatenate([p.positions for p in parts])[order]
     rows = torch.cat([p.rows for p in parts])[torch.from_numpy(order)]

@@ -11,6 +11,7 @@ graph compiled without taps is thus never loaded for a start with taps.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -96,7 +97,14 @@ class ScopeConfig(BaseModel):
     @field_validator("sinks", "global_sinks")
     @classmethod
     def _sane_sinks(cls, sinks: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        parse_sinks(sinks, str(info.field_name), info.field_name == "global_sinks")
+        parsed = parse_sinks(sinks, str(info.field_name), info.field_name == "global_sinks")
+        timeout_s = info.data.get("deliver_timeout_s", math.inf)
+        for name, sink in parsed.items():
+            if info.field_name == "sinks" and sink.options.flush_s >= timeout_s:
+                raise ConfigError(
+                    f"sinks.{name}.flush_s is {sink.options.flush_s:g}; callers wait for their "
+                    f"rows to be visible for deliver_timeout_s, {timeout_s:g}: let it be less."
+                )
         return sinks
 
     @field_validator("road_host")

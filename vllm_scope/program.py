@@ -140,6 +140,9 @@ class Cost:
             self.vectors - other.vectors, self.programs - other.programs, self.ops - other.ops
         )
 
+    def __str__(self) -> str:
+        return f"{self.vectors} vectors, {self.programs} programs and {self.ops} operations"
+
     def fits(self, capacity: Cost) -> bool:
         return (
             self.vectors <= capacity.vectors

@@ -122,6 +122,21 @@ class Registry:
         if text is None:
             self.server = self.server_text = None
             return None
+        edits = self.parse_edits(text)
+        digest = hashlib.sha256(b"".join(e.digest + repr(e.tokens).encode() for e in edits))
+        self.server, self.server_text = digest.hexdigest(), text
+        self._edits[self.server] = edits
+        self._edits.move_to_end(self.server)
+        while len(self._edits) > MAX_KEPT_EDITS:
+            self._edits.popitem(last=False)
+        return self.server
+
+    def parse_edits(self, text: str) -> tuple[ResolvedEdit, ...]:
+        """Edits for every request, as `set_edits` takes them, which are not set by this.
+
+        Raises:
+            SpecError: as `set_edits`.
+        """
         spec = Spec.from_json(text)
         if spec.reads or spec.probes:
             raise SpecError("server-wide scopes hold edits; reads and probes belong to requests.")
@@ -132,14 +147,7 @@ class Registry:
                     f"edits[{i}].tokens is {shown(tokens)}; server-wide edits take "
                     f"{', '.join(TIERS)}."
                 )
-        edits = spec.resolve(self._sites, self._named(self.names)).edits
-        digest = hashlib.sha256(b"".join(e.digest + repr(e.tokens).encode() for e in edits))
-        self.server, self.server_text = digest.hexdigest(), text
-        self._edits[self.server] = edits
-        self._edits.move_to_end(self.server)
-        while len(self._edits) > MAX_KEPT_EDITS:
-            self._edits.popitem(last=False)
-        return self.server
+        return spec.resolve(self._sites, self._named(self.names)).edits
 
     def resolve(self, spec: Spec | None, names: Mapping[str, str], server: str | None) -> Resolved:
         """A request's spec with what was stamped on it, the server's edits first.

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -81,7 +81,7 @@ class _Table:
     ) -> None:
         """Add tokens with a value of every column, uint8 [num_tokens, num_columns, bytes]."""
         first = self.counts[0]
-        if any(count != first for count in self.counts):
+        if self.counts.count(first) != len(self.counts):
             # Some column lost a message; keep the others' values at their own places.
             for at, column in enumerate(self.columns):
                 self.append_one(column, positions, values[:, at], arrivals, room)
@@ -416,10 +416,11 @@ class ScopeResult:
     def num_late(self, behind: int) -> int:
         """Values still missing, of tokens that come `behind` or more before the last one."""
         last = len(self._token_ids) - 1 - behind
-        return sum(
-            int(np.isin(wanted[wanted <= last], arrived, invert=True).sum())
-            for wanted, arrived in self._accounts()
-        )
+        late = 0
+        for wanted, arrived in self._accounts():
+            due = wanted[: np.searchsorted(wanted, last, side="right")]
+            late += len(due) - _num_in(due, arrived)
+        return late
 
     def columns(self) -> list[Column]:
         """Every stream and then every probe, in the order in which they were asked for."""
@@ -635,8 +636,7 @@ class Inbox:
             pending.finish(header.stage, header.error, header.manifests)
 
 
-@dataclass(frozen=True)
-class _Delivered:
+class _Delivered(NamedTuple):
     """A request's part of a message, of one layout.
 
     Attributes:

@@ -59,7 +59,13 @@ def by_key(keys: np.ndarray) -> Iterator[slice | np.ndarray]:
     are usually every n-th: a slice copies them without a gather.
     """
     order = np.argsort(keys, kind="stable")
-    edges = np.flatnonzero(np.diff(keys[order])) + 1
+    ordered = keys[order]
+    edges = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
+    if len(edges) == len(keys) - 1:
+        # A step of decoding has one token of each: no need to look at groups.
+        for at in order.tolist():
+            yield slice(at, at + 1)
+        return
     for some in np.split(order, edges):
         step = int(some[1] - some[0]) if len(some) > 1 else 1
         if step * (len(some) - 1) == some[-1] - some[0] and (np.diff(some) == step).all():

@@ -21,7 +21,7 @@ from tests.engine.test_edits import (
     params,
     run,
 )  # fmt: skip
-from vllm_scope import Ablate, Add, Clamp, Probe, Read, Replace, SpecError, scope
+from vllm_scope import Ablate, Add, CapacityError, Clamp, Probe, Read, Replace, SpecError, scope
 from vllm_scope.vectors import SteeringModule, save_vectors, to_bytes
 
 PROMPT = list(range(30, 70))
@@ -269,23 +269,50 @@ def _raw(text):
 # Engines of their own
 
 
-def test_a_compiled_engine_edits_as_an_eager_one(llama, ref):
-    """The traced taps change the stream in place; the compiler must see it."""
-    config = {"scope": SITES}
+@pytest.fixture(scope="module")
+def compiled(llama):
+    """As users start it, with room for 102 vectors."""
+    config = {"scope": {**SITES, "vectors_mib": 0.05}}
     with process_engine(
         llama, dtype="float32", skip_tokenizer_init=True, additional_config=config
     ) as llm:
-        for site in ("resid_pre", "resid_mid", "resid_post"):
-            for kind in ("add", "replace"):
-                ask, mean = EDITS[kind]
-                (output,) = run(llm, [PROMPT], params(ask(site=site, layer=1), *READ_ALL))
-                check(output, ref, [(site, 1, mean)])
-        (plain,) = run(llm, [PROMPT], params())
-        _, logits = ref.edited([*PROMPT, *plain.outputs[0].token_ids][:-1], [])
-        check_logprobs(plain.outputs[0], logits[39:])
-        register(llm, "over-rpc", module(layer_0=V))
-        (output,) = run(llm, [PROMPT], params(Add("over-rpc"), *READ_ALL))
-        check(output, ref, [("resid_post", 0, lambda x: x + V)])
+        yield llm
+
+
+def test_a_compiled_engine_edits_as_an_eager_one(compiled, ref):
+    """The traced taps change the stream in place; the compiler must see it."""
+    llm = compiled
+    for site in ("resid_pre", "resid_mid", "resid_post"):
+        for kind in ("add", "replace"):
+            ask, mean = EDITS[kind]
+            (output,) = run(llm, [PROMPT], params(ask(site=site, layer=1), *READ_ALL))
+            check(output, ref, [(site, 1, mean)])
+    (plain,) = run(llm, [PROMPT], params())
+    _, logits = ref.edited([*PROMPT, *plain.outputs[0].token_ids][:-1], [])
+    check_logprobs(plain.outputs[0], logits[39:])
+    register(llm, "over-rpc", module(layer_0=V))
+    (output,) = run(llm, [PROMPT], params(Add("over-rpc"), *READ_ALL))
+    check(output, ref, [("resid_post", 0, lambda x: x + V)])
+
+
+def test_what_has_no_room_beside_the_servers_edits_raises_and_the_engine_goes_on(compiled):
+    """In this process; tests/engine/test_serving.py has the engine in one of its own."""
+    small = [Add(direction(i), layer=0, scale=0.1) for i in range(80)]
+    own = params(*(Add(direction(100 + i), layer=0) for i in range(40)))
+    server(compiled, *small)
+    try:
+        with pytest.raises(CapacityError, match="the server's edits the request takes 120 vectors"):
+            run(compiled, [PROMPT], own)
+    finally:
+        server(compiled)
+    (after,) = run(compiled, [PROMPT], own)
+    assert after.outputs[0].finish_reason == "length"
+
+
+def test_edits_of_the_server_that_no_request_could_hold_are_refused(compiled):
+    with pytest.raises(Exception, match=r"for all requests\. Edit fewer places"):
+        server(compiled, *(Add(direction(i), layer=0) for i in range(103)))
+    assert compiled.collective_rpc("scope_get_edits") == [None]
 
 
 def test_scores_in_bfloat16(checkpoints):

@@ -13,10 +13,10 @@ from tests.engine.test_edits import D, V
 from vllm_scope import Add, Probe, Read, scope
 
 
-def make_adapter(folder, hidden_size: int, rank: int = 8) -> None:
+def make_adapter(folder, hidden_size: int, num_layers: int = NUM_LAYERS, rank: int = 8) -> None:
     torch.manual_seed(1)
     tensors = {}
-    for layer in range(NUM_LAYERS):
+    for layer in range(num_layers):
         name = f"base_model.model.model.layers.{layer}.self_attn.o_proj"
         tensors[f"{name}.lora_A.weight"] = torch.randn(rank, hidden_size) / hidden_size**0.5
         tensors[f"{name}.lora_B.weight"] = torch.randn(hidden_size, rank) / rank**0.5
@@ -32,7 +32,7 @@ def adapted(path, folder) -> Reference:
     ref = Reference(path, torch.float32)
     tensors = load_file(folder / "adapter_model.safetensors")
     with torch.no_grad():
-        for layer in range(NUM_LAYERS):
+        for layer in range(len(ref.model.model.layers)):
             name = f"base_model.model.model.layers.{layer}.self_attn.o_proj"
             delta = tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
             ref.model.model.layers[layer].self_attn.o_proj.weight += delta

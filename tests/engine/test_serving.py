@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
 from tests.checkpoints import check_completion, reference
 from tests.conftest import TOYWORLD, process_engine
-from vllm_scope import Read, scope
+from vllm_scope import Add, Read, scope
 
 READ_ALL = scope(Read("resid_post"), Read("resid_pre"), Read("embed"))
 ONE_LAYER = scope(Read("resid_post", [3]))
@@ -27,7 +28,8 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def llm():
-    with process_engine(TOYWORLD, dtype="float32", max_num_seqs=64) as llm:
+    options = {"max_num_seqs": 64, "additional_config": {"scope": {"vectors_mib": 0.05}}}
+    with process_engine(TOYWORLD, dtype="float32", **options) as llm:
         assert not llm.llm_engine.vllm_config.model_config.enforce_eager
         yield llm
 
@@ -155,6 +157,30 @@ def test_twenty_thousand_reading_requests_leave_memory_flat(llm):
     assert reading[1] < max(plain[1], 0) + (16 << 20)
     assert len(inbox()) == 0
     assert counters(llm)["requests"] == 0
+
+
+def test_what_enginecore_has_no_room_for_fails_alone_and_says_why(llm, ref):
+    """The front-end lets it in: it does not know the server's edits. There is room for 51."""
+
+    def edits(count, seed):
+        rows = np.random.default_rng(seed).normal(size=(count, 256)).astype(np.float32)
+        return scope(*(Add(row, layer=1, scale=1e-30, tokens="generated") for row in rows))
+
+    llm.collective_rpc("scope_set_edits", args=(edits(40, 1)["scope"],))
+    try:
+        prompts, parameters = TEXTS[:2], [params(edits(20, 2)), params(READ_ALL)]
+        refused, read = generate(llm, prompts, parameters)
+    finally:
+        llm.collective_rpc("scope_set_edits", args=(None,))
+    assert refused.outputs[0].finish_reason == "error"
+    assert (refused.scope.status, refused.scope.delivered) == ("failed", 0)
+    assert refused.scope.error.startswith(
+        "with the server's edits the request takes 60 vectors, "
+    ), refused.scope.error
+    assert refused.outputs[0].stop_reason == refused.scope.error
+    check(read, ref)  # edits of 1e-30 change no float32
+    (after,) = generate(llm, TEXTS[:1], params(edits(20, 2)))
+    assert after.outputs[0].finish_reason == "length"
 
 
 def test_a_result_can_be_pickled_and_kept(llm, ref):

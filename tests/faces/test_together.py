@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -166,18 +165,3 @@ def test_what_a_translator_refuses_is_the_clients_fault(llm):
         run(llm, [{"output_qk": True}])
     assert isinstance(caught.value, VLLMClientError)
     assert run(llm, [scope(Read("embed"))])[0].scope.status == "complete"
-
-
-def test_a_server_forgets_what_it_believed_of_modules_that_a_faces_words_name(llm):
-    """EngineCore says no more than "error" of a name that another API server has changed."""
-    from vllm_scope.engine import http
-
-    told = []
-    connection = SimpleNamespace(learn_modules=told.append)
-    engine = SimpleNamespace(output_processor=SimpleNamespace(scope=connection))
-    failed = SimpleNamespace(outputs=[SimpleNamespace(finish_reason="error")])
-    for extra in ({"steering_name": "gone"}, scope(Add("gone"))):
-        with pytest.raises(SpecError, match="has just changed or gone"):
-            http._check_modules(failed, SimpleNamespace(extra_args=extra), engine)
-    http._check_modules(failed, SimpleNamespace(extra_args=scope(Add(V, layer=1))), engine)
-    assert told == [{}, {}]

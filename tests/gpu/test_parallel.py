@@ -7,8 +7,10 @@ import asyncio
 import pytest
 import torch
 
+import vllm_scope
 from tests.checkpoints import check_completion, reference
 from tests.conftest import process_engine
+from tests.engine.test_sinks import check_equal
 from vllm_scope import Read, scope
 
 pytestmark = pytest.mark.gpu
@@ -67,6 +69,28 @@ def test_rows_of_all_ranks_are_put_together(tensor, pipeline, runner, llama, ref
             for output in llm.generate(prompts(), params(), use_tqdm=False):
                 ids = list(output.outputs[0].token_ids)
                 check_completion(output.scope, output.prompt_token_ids, ids, ref)
+
+
+@pytest.mark.parametrize("layout", ["per_request", "sharded"])
+@needs(2)
+def test_what_two_stages_write_is_what_memory_has(llama, tmp_path, layout):
+    from vllm import SamplingParams
+
+    reads = [Read(s, to=to) for s in ("resid_post", "embed") for to in ("memory", "filesystem")]
+    sampling = SamplingParams(
+        temperature=0, max_tokens=24, ignore_eos=True, detokenize=False, extra_args=scope(*reads)
+    )
+    sinks = {"filesystem": {"root": str(tmp_path), "layout": layout}}
+    with process_engine(
+        llama, **OPTIONS, pipeline_parallel_size=2, additional_config={"scope": {"sinks": sinks}}
+    ) as llm:
+        outputs = llm.generate(prompts(), sampling, use_tqdm=False)
+    stored = vllm_scope.open(tmp_path)
+    assert len(stored) == len(outputs)
+    for output in outputs:
+        request = stored[output.request_id]
+        assert len(request.manifest.files) == 2
+        check_equal(output.scope, request)
 
 
 @needs(2)

@@ -16,6 +16,7 @@ from tests.conftest import local_engine
 from vllm_scope import Read, scope
 from vllm_scope.faces.vllm_lens import Hook
 
+FILES = "filesystem"
 READ_ALL = scope(Read("resid_post"), Read("embed"))
 
 
@@ -145,16 +146,25 @@ def test_preemption_and_recompute(llama, ref):
     check(outputs, ref)
 
 
-def test_rows_in_files_are_those_in_memory(llama, tmp_path):
-    files = {"root": str(tmp_path), "layout": "per_request"}
-    reads = scope(Read("resid_post"), Read("resid_post", to="filesystem", name="both"))
+@pytest.mark.parametrize("layout", ["per_request", "sharded"])
+def test_rows_in_files_are_those_in_memory(llama, tmp_path, layout):
+    files = {"root": str(tmp_path), "layout": layout, "threads": 2}
+    reads = [Read(site, to=to) for site in ("resid_post", "embed") for to in ("memory", FILES)]
     with local_engine(
-        llama, dtype="float32", max_num_batched_tokens=32,
-        additional_config={"scope": {"sinks": {"filesystem": files}}},
+        llama, dtype="float32", max_num_batched_tokens=32, max_num_seqs=8, block_size=32,
+        additional_config={"scope": {"sinks": {FILES: files}}},
     ) as llm:  # fmt: skip
-        (output,) = run(llm, [range(5, 75)], params(reads))
-    request = vllm_scope.open(tmp_path)["both"]
-    assert request.status == "ok"
-    assert request.output_ids.tolist() == list(output.outputs[0].token_ids)
-    for stream in output.scope.keys():
-        assert torch.equal(request[stream], output.scope[stream])
+        ids = [range(5, 75), range(20), [7] * 9]
+        outputs = run(llm, ids, params(scope(*reads), n=2, temperature=1.0))
+    capture = vllm_scope.open(tmp_path)
+    assert len(capture) == 6
+    for output in outputs:
+        found = {r.manifest.child: r for r in capture.find(request_id=output.request_id)}
+        for completion in output.outputs:
+            request = found[completion.index]
+            assert completion.scope.manifests[FILES].status == request.status == "ok"
+            assert request.output_ids.tolist() == list(completion.token_ids)
+            assert request.keys() == sorted(completion.scope.keys())
+            for stream in request.keys():
+                ours, theirs = request[stream], completion.scope[stream]
+                assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))

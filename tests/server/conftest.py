@@ -1,9 +1,4 @@
-"""One server for the folder: a process of its own, as users start it, and its keys.
-
-`python -m vllm.entrypoints.openai.api_server` is what `vllm serve` runs with one API
-server; the `vllm` command of the CPU build does not start, as it looks for the version
-of a distribution of another name.
-"""
+"""One server for the folder: a process of its own, as users start it, and its keys."""
 
 from __future__ import annotations
 
@@ -29,7 +24,7 @@ from vllm_scope.client import ScopeClient
 
 API_KEY, OTHER_KEY, ADMIN_KEY = "key-of-one", "key-of-another", "key-of-the-operator"
 ROOT = Path(__file__).parents[2]
-START_S = 180.0
+START_S = 400.0
 OPTIONS = [
     "--model", str(TOYWORLD), "--served-model-name", "toyworld", "--dtype", "float32",
     "--enforce-eager", "--max-model-len", "512", "--gpu-memory-utilization", "0.3",
@@ -77,7 +72,7 @@ def serving(folder: Path, *options: str, **environment: str) -> Iterator[Server]
         port = probe.getsockname()[1]
     results, log = folder / "results", folder / "server.log"
     results.mkdir()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *OPTIONS]
+    command = [sys.executable, "-m", "tests.server.serve", "serve", *OPTIONS]
     command += ["--host", "127.0.0.1", "--port", str(port), *options]
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),

@@ -1,17 +1,21 @@
-"""The OpenAPI description, tried by schemathesis where it is installed."""
+"""The OpenAPI description, tried by schemathesis, which has an environment of its own:
+`make test` puts it beside the main one for this file."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
 
 from tests.server.conftest import ADMIN_KEY, API_KEY
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 
+from schemathesis import GenerationMode  # noqa: E402
 from schemathesis.checks import not_a_server_error  # noqa: E402
 from schemathesis.specs.openapi.checks import (  # noqa: E402
     content_type_conformance,
+    negative_data_rejection,
     response_schema_conformance,
     status_code_conformance,
 )
@@ -26,21 +30,26 @@ CHECKS = [
 @pytest.fixture(scope="module")
 def operations(server):
     found = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-    return [
-        each.ok()
-        for each in found.include(
-            path_regex="^/v1/(scope|activations|steering)"
-        ).get_all_operations()
-    ]
+    ours = found.include(path_regex="^/v1/(scope|activations|steering)").get_all_operations()
+    return [each.ok() for each in ours]
 
 
-def test_every_route_does_what_its_description_says(operations):
+@pytest.mark.parametrize("mode", GenerationMode)
+def test_every_route_does_what_its_description_says(mode, operations):
+    """With what it allows, and with what it does not."""
     assert len(operations) == 16
+    checks = CHECKS + ([negative_data_rejection] if mode is GenerationMode.NEGATIVE else [])
     for operation in operations:
 
-        @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-        @given(case=operation.as_strategy())
+        @settings(
+            max_examples=15, deadline=None, derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        )  # fmt: skip
+        @given(case=operation.as_strategy(generation_mode=mode))
         def tried(case):
-            case.call_and_validate(headers=HEADERS, checks=CHECKS)
+            case.call_and_validate(headers=HEADERS, checks=checks)
 
-        tried()
+        try:
+            tried()
+        except Unsatisfiable:
+            assert mode is GenerationMode.NEGATIVE  # there is nothing to get wrong

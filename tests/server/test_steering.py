@@ -265,3 +265,13 @@ def test_what_cannot_be_given_is_an_error_of_that_request(case, server):
 def test_a_field_of_a_set_that_is_not_known_is_refused(server):
     response = post(server, {"vector": {}}, "/v1/steering/set", operator=True)
     assert response.status_code == 400
+
+
+def test_the_example_turns_reviews_however_it_asks(server):
+    from examples.faces.steering_client import run
+
+    with server.http() as http:
+        turned = run(http, "toyworld", {"X-Scope-Admin-Key": ADMIN_KEY})
+    assert turned.pop("not at all") < 0.2
+    assert len(set(turned.values())) == 1
+    assert turned["by name"] > 0.8

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from vllm_scope.plan import Labels
@@ -43,6 +46,8 @@ class Recorder:
 
     def __init__(self, delay_s: float = 0.0, fail: str = "") -> None:
         self.delay_s, self.fail = delay_s, fail
+        #: How long one row takes.
+        self.row_s = 0.0
         self.rows: dict[tuple, list[tuple[int, float]]] = {}
         self.endings: list[Ending] = []
         self.num_flushed = self.num_closed = 0
@@ -53,7 +58,7 @@ class Recorder:
 
     def write(self, block: Block) -> None:
         self.threads.add(threading.get_ident())
-        time.sleep(self.delay_s)
+        time.sleep(self.delay_s + self.row_s * len(block.positions))
         assert self.go_on.wait(PATIENCE_S)
         if self.fail == "write":
             raise OSError("disk full")
@@ -117,13 +122,16 @@ class Side:
 
     def __init__(self, router: Router, memory: Memory) -> None:
         self.router, self.memory = router, memory
+        #: What all requests have.
+        self.info: dict[str, Any] = {}
         self._asked: dict[int, tuple[Resolved, tuple[int, ...]]] = {}
 
     def add(self, key: int, *actions: Any, prompt: tuple[int, ...] = (5, 6)) -> None:
         reads = tuple(a for a in actions if hasattr(a, "when"))
         probes = tuple(a for a in actions if not hasattr(a, "when"))
         asked = Spec(reads, probes).resolve(SITES)
-        self.router.add_request(RequestInfo(key, f"r{key}", f"u{key}", prompt), asked)
+        info = RequestInfo(key, f"r{key}", f"u{key}", prompt, **self.info)
+        self.router.add_request(info, asked)
 
     def write(self, key: int | list[int], positions: list[int], base: float = 0.0,
               layout: Layout = EVERYTHING, size: int = 4) -> None:  # fmt: skip
@@ -157,9 +165,11 @@ class Side:
 
 
 @contextmanager
-def side(monkeypatch, sinks: dict, global_sinks: dict | None = None, **plugins) -> Iterator[Side]:
+def side(monkeypatch, sinks: dict, global_sinks: dict | None = None,
+         here: tuple[int, ...] = SITES.boundaries, **plugins) -> Iterator[Side]:  # fmt: skip
     """Args:
     sinks, global_sinks: as in the engine's options.
+    here: boundaries of this stage.
     plugins: name -> class.
     """
     install(monkeypatch, plugins)
@@ -167,7 +177,7 @@ def side(monkeypatch, sinks: dict, global_sinks: dict | None = None, **plugins) 
     parse = sink_options.parse_sinks
     router = Router(
         memory, parse(sinks, "sinks", False), parse(global_sinks or {}, "global_sinks", True),
-        SITES, SITES.boundaries,
+        SITES, here,
     )  # fmt: skip
     try:
         yield Side(router, memory)
@@ -182,3 +192,38 @@ def install(monkeypatch, plugins: dict[str, type]) -> None:
             plugin.made = []
     points = [SimpleNamespace(name=n, load=lambda c=c: c) for n, c in plugins.items()]
     monkeypatch.setattr(sink_options, "entry_points", lambda group: points)
+
+
+@contextmanager
+def nobody(*own):
+    """Root may write anywhere; for a while we are someone else, whose folders these are."""
+    if os.geteuid():
+        yield
+        return
+    stranger = 65534
+    folders = [path for folder in own for path in (folder, *folder.rglob("*"))]
+    for path in folders:
+        os.chown(path, stranger, stranger)
+    # A temporary folder is root's alone.
+    parents = {p: p.stat().st_mode for folder in own for p in folder.parents if p.owner() == "root"}
+    for path, mode in parents.items():
+        path.chmod(mode | 0o111)
+    os.seteuid(stranger)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        for path, mode in parents.items():
+            path.chmod(mode)
+
+
+@contextmanager
+def small_disk(folder, num_bytes):
+    """A file system of its own, in memory."""
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root may mount a small disk")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)

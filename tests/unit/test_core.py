@@ -122,6 +122,19 @@ def test_what_cannot_be_any_more_is_refused_as_it_enters(action, error, words):
         engine.stamp(_request(action))
 
 
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_edits_of_the_server_are_refused_where_no_request_could_hold_them(count):
+    engine = _core(Cost(3, 5, 10))
+    vectors = [[float(i + 1)] * 4 for i in range(count)]
+    text = scope(*(Add(vector, layer=0, tokens="generated") for vector in vectors))["scope"]
+    if count <= 3:
+        engine.check_edits(text)
+    else:
+        with pytest.raises(SpecError, match=r"take 4 vectors, .* has 3 vectors, "):
+            engine.check_edits(text)
+    assert engine.registry.server is None
+
+
 # KV blocks
 
 

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
 import random
+import resource
 import signal
 import struct
 import subprocess
 import sys
 import time
 import zipfile
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import vllm_scope
-from tests.unit.test_files import LAYOUTS, put, record_of, writer_of
+from tests.unit.test_files import LAYOUTS, put, record_of, store, writer_of
 from vllm_scope.errors import FileError
 from vllm_scope.files.names import clean, place
 from vllm_scope.files.publish import LocalPublisher
@@ -187,7 +191,7 @@ def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp_p
         "import os, signal, sys; from pathlib import Path; "
         "from vllm_scope.files.publish import LocalPublisher; "
         f"p = LocalPublisher(Path({str(tmp_path)!r})); "
-        "p.publish('d/x', lambda f: (f.write(b'half'), os.kill(os.getpid(), signal.SIGKILL)))"
+        "p.publish({'d/x': lambda f: (f.write(b'half'), os.kill(os.getpid(), signal.SIGKILL))})"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
     (half,) = (tmp_path / "d").iterdir()
@@ -206,33 +210,99 @@ def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp_p
 @pytest.mark.parametrize("fails_with", [OSError(28, "No space left on device"), RuntimeError("x")])
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(fails_with, tmp_path):
     publisher = LocalPublisher(tmp_path)
-    publisher.publish("a", lambda file: file.write(b"old"))
+    publisher.publish({"a": lambda file: file.write(b"old")})
 
     def fail(file):
         file.write(b"new")
         raise fails_with
 
     with pytest.raises((FileError, RuntimeError)):
-        publisher.publish("a", fail)
+        publisher.publish({"b": lambda file: file.write(b"b"), "a": fail})
     publisher.close()
     assert os.listdir(tmp_path) == ["a"]
     assert (tmp_path / "a").read_bytes() == b"old"
 
 
-def test_a_shard_that_could_not_be_written_is_reported_once(tmp_path, monkeypatch):
-    writer = writer_of(tmp_path, layout="sharded", file_mib=1)
+@contextmanager
+def full_disk():
+    """No file may be written, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
+
+@pytest.mark.parametrize("layout", ["sharded", "packed"])
+@pytest.mark.parametrize("met_by", ["flush", "rotation"])
+def test_a_file_that_could_not_be_written_fails_the_requests_in_it_and_no_others(
+    layout, met_by, tmp_path
+):
+    writer = writer_of(tmp_path, layout=layout, file_mib=1)
+    with full_disk():
+        lost = [store(writer, seed, name=f"lost{seed}")[0] for seed in range(3)]
+        assert not any(one.published.done() for one in lost)
+        if met_by == "flush":
+            with pytest.raises(FileError, match="File too large"):
+                writer.flush()
+        else:
+            lost.append(store(writer, 3, streams=[("embed", 0)], hidden_size=1 << 17)[0])
+        for one in lost:
+            assert "File too large" in str(one.published.exception(timeout=10))
+    assert os.listdir(tmp_path) == [f".scope-{writer._publisher.identity}.lock"]
+    later = store(writer, 4, name="later")[0]
+    writer.close()
+    assert later.published.exception() is None
+    assert [r.manifest.name for r in vllm_scope.open(tmp_path)] == ["later"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_told_to_be_published_is_on_disk(layout, tmp_path):
+    with writer_of(tmp_path, layout=layout, packed_requests=3) as writer:
+        seen: list[int] = []
+        for seed in range(7):
+            one = store(writer, seed, uid=str(seed))[0]
+            one.published.add_done_callback(
+                lambda future, seed=seed: seen.append(
+                    sum(r.manifest.uid == str(seed) for r in vllm_scope.open(tmp_path))
+                )
+            )
+            assert one.published.done() == (
+                layout in ("per_request", "npz") or (layout == "packed" and seed % 3 == 2)
+            )
+    assert seen == [1] * 7
+
+
+def test_no_index_speaks_of_rows_that_are_not_there(tmp_path, monkeypatch):
+    """A writer that is killed between two files leaves the rows, not their index."""
+    appeared: list[str] = []
+    real = os.replace
+
+    def note(source, target):
+        appeared.append(Path(target).suffix)
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", note)
+    for layout in LAYOUTS:
+        with writer_of(tmp_path / layout, layout=layout) as writer:
+            put(writer, 1)
+    assert appeared == [".safetensors", ".json"] * 3 + [".npz", ".json"]
+
+
+def test_an_index_that_cannot_be_written_leaves_no_rows_either(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr("vllm_scope.files.sharded.write_tensors", full)
-        put(writer, 1)
-        with pytest.raises(FileError, match="No space left"):
-            writer.flush()
-    put(writer, 2, name="later")
-    writer.close()
-    assert [r.manifest.name for r in vllm_scope.open(tmp_path)] == ["later"]
+    for layout in LAYOUTS:
+        with writer_of(tmp_path, layout=layout) as writer, monkeypatch.context() as patch:
+            patch.setattr(f"vllm_scope.files.{layout}.write_bytes", full, raising=False)
+            patch.setattr("vllm_scope.files.per_request.write_bytes", full)
+            with suppress(FileError):
+                put(writer, 1)
+            with suppress(FileError):
+                writer.flush()
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("fsync", [False, True])
@@ -249,9 +319,37 @@ def test_fsync_waits_for_the_file_before_it_is_visible_and_for_its_folder_after(
 
         monkeypatch.setattr(os, name, note)
     publisher = LocalPublisher(tmp_path, fsync)
-    publisher.publish("a", lambda file: file.write(b"x"))
+    publisher.publish({"a": lambda file: file.write(b"x")})
     publisher.close()
     assert calls == (["fdatasync", "replace", "fsync"] if fsync else ["replace"])
+
+
+def test_a_root_that_was_made_outlives_the_machine_too(tmp_path, monkeypatch):
+    synced: list[int] = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), real(fd))[1])
+    LocalPublisher(tmp_path / "a" / "b", fsync=True).close()
+    assert {path.stat().st_ino for path in (tmp_path, tmp_path / "a")} <= set(synced)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_writers_and_readers_leave_no_descriptor_open(layout, tmp_path):
+    def num_open() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    before = num_open()
+    for seed in range(5):
+        with writer_of(tmp_path, layout=layout, fsync=True) as writer:
+            put(writer, seed, tag=f"t{seed}")
+            writer.flush()
+            with full_disk(), suppress(FileError):
+                put(writer, 50 + seed)
+                writer.flush()
+        for request in vllm_scope.open(tmp_path):
+            assert request["embed", 0].numel()
+        del request
+    assert num_open() == before
 
 
 def _safetensors(header: object, data: bytes = b"") -> bytes:
@@ -308,10 +406,14 @@ def _forged(tmp_path, change) -> None:
     """A shard whose index was changed by somebody."""
     with writer_of(tmp_path, layout="sharded") as writer:
         put(writer, 1, name="a")
-    (path,) = tmp_path.glob("*.json")
-    body = json.loads(path.read_text())
+    (path,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(path)
+    body = json.loads(tensors["vllm_scope"].numpy().tobytes())
     change(body["requests"][0])
-    path.write_text(json.dumps(body))
+    tensors["vllm_scope"] = torch.frombuffer(
+        bytearray(json.dumps(body).encode()), dtype=torch.uint8
+    )
+    save_file(tensors, path, {"layout": "sharded"})
 
 
 def _stream(**fields):
@@ -364,13 +466,14 @@ def test_an_index_names_no_path_that_is_opened(tmp_path):
     assert request["embed", 0].shape == (8, 12)
 
 
-def test_a_shard_without_its_index_is_refused(tmp_path):
-    with writer_of(tmp_path) as writer:
-        put(writer, 1)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_file_is_read_without_the_index_beside_it(layout, tmp_path):
+    with writer_of(tmp_path, layout=layout) as writer:
+        rows = put(writer, 1)[1]
     (path,) = tmp_path.glob("*.json")
     path.unlink()
-    with pytest.raises(FileError, match=r"\.json cannot be read"):
-        vllm_scope.open(tmp_path)
+    (request,) = vllm_scope.open(tmp_path)
+    assert torch.equal(request["embed", 0], rows["embed", 0])
 
 
 def test_files_of_others_are_passed_over_and_pipes_are_not_waited_for(tmp_path):
@@ -414,7 +517,7 @@ def test_a_damaged_npz_is_refused(body, compression, says, tmp_path):
 
 
 @given(st.data())
-@pytest.mark.parametrize("suffix", ["safetensors", "npz", "json"])
+@pytest.mark.parametrize("suffix", ["safetensors", "npz"])
 def test_a_file_with_wrong_bytes_is_refused_or_read_and_never_crashes(
     tmp_path_factory, suffix, data
 ):

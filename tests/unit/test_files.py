@@ -49,6 +49,13 @@ def rows_of(seed: int, num_rows: int, hidden_size=12, dtype=torch.bfloat16) -> T
 
 def put(writer: Writer, seed: int, streams=STREAMS, hidden_size=12, dtype=torch.bfloat16, **fields):
     """Write a request whole; returns its manifest and its rows by stream."""
+    one, rows = store(writer, seed, streams, hidden_size, dtype, **fields)
+    return one.manifest, rows
+
+
+def store(
+    writer: Writer, seed: int, streams=STREAMS, hidden_size=12, dtype=torch.bfloat16, **fields
+):
     record = record_of(num_streams=len(streams), **fields)
     request = writer.begin()
     rows = {}
@@ -154,7 +161,7 @@ def test_the_last_row_of_a_position_holds_and_what_was_never_processed_is_left_o
         num_rows = sum(map(len, expected.values()))
         manifest = request.finish(
             record_of(num_prompt, num_output, expected=num_rows, delivered=num_rows)
-        )
+        ).manifest
     assert manifest.status == "ok"
     (read,) = vllm_scope.open(root)
     assert read.keys() == sorted(expected)

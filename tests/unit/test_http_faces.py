@@ -118,7 +118,7 @@ def answer_of(num_prompts, n, options=None):
     for prompt in range(num_prompts):
         assert answer.add_prompt() == prompt
         for index in range(n):
-            answer.open_one(lambda: None)
+            answer.open_one(lambda: None, True)
             answer.take(prompt, SimpleNamespace(index=index, text=f"{prompt}.{index}", scope=None))
     assert answer.opened.is_set()
     return answer
@@ -126,7 +126,7 @@ def answer_of(num_prompts, n, options=None):
 
 def test_a_whole_answer_has_each_choices_fields_and_its_own():
     async def main():
-        response = SimpleNamespace(choices=[SimpleNamespace() for _ in range(4)])
+        response = SimpleNamespace(choices=[SimpleNamespace(index=i) for i in range(4)])
         await answer_of(2, 2).fill(response)
         return response
 

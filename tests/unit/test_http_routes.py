@@ -10,6 +10,7 @@ from fastapi.testclient import TestClient
 from safetensors.numpy import save
 
 from vllm_scope.errors import SpecError
+from vllm_scope.server import routes
 from vllm_scope.server.routes import attach
 from vllm_scope.server.settings import MAX_OPERATOR_BYTES
 from vllm_scope.server.store import owner_of
@@ -109,6 +110,21 @@ def test_a_change_without_the_operators_key_is_refused(method, path, body, heade
     assert engine.held == {"a": b"kept"}
 
 
+def test_the_operators_key_is_compared_in_constant_time(http, monkeypatch):
+    """By digests of one length, whatever came."""
+    seen, compare = [], routes.secrets.compare_digest
+
+    def watched(a, b):
+        seen.append((len(a), len(b)))
+        return compare(a, b)
+
+    monkeypatch.setattr(routes.secrets, "compare_digest", watched)
+    for key, status in (("operator", 204), ("o", 403), ("operatoR", 403), ("x" * 5000, 403)):
+        headers = {"X-Scope-Admin-Key": key}
+        assert http.delete("/v1/scope/edits", headers=headers).status_code == status
+    assert seen == [(32, 32)] * 4
+
+
 @pytest.mark.parametrize(("method", "path", "body"), CHANGES)
 def test_without_an_operators_key_what_changes_does_not_exist(
     method, path, body, tmp_path, monkeypatch
@@ -194,7 +210,17 @@ def test_a_body_that_goes_on_past_the_limit_is_cut_off(http, engine):
 
     response = http.put("/v1/scope/modules/a", content=pieces(), headers=ADMIN)
     assert response.status_code == 413
+    assert response.json()["error"]["type"] == "PayloadTooLarge"
     assert engine.held == {}
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"{", b'{"edits": [\xc3]}'])
+def test_a_body_that_is_no_json_is_refused_in_the_shape_of_other_errors(content, http):
+    headers = ADMIN | {"Content-Type": "application/json"}
+    response = http.put("/v1/scope/edits", content=content, headers=headers)
+    assert response.status_code in (400, 422)
+    if response.status_code == 400:
+        assert response.json()["error"]["code"] == 400
 
 
 def test_a_result_is_streamed_with_its_length_and_deleted_if_asked(app, http):

@@ -16,6 +16,7 @@ import torch
 from vllm_scope.errors import CapacityError, ConfigError
 from vllm_scope.result import Column
 from vllm_scope.server import encode
+from vllm_scope.server import store as module
 from vllm_scope.server.settings import Settings
 from vllm_scope.server.store import Store, owner_of
 
@@ -121,6 +122,43 @@ def test_deleting_makes_room(store):
     store.delete(kept.id, MINE)
     store.check_room()
     assert store.num_bytes == 0
+
+
+def test_what_another_process_deleted_makes_room_too(store, tmp_path):
+    sibling = Store(tmp_path, "run", 10_000, 600.0)
+    kept = store.put({"x": torch.zeros(12_000, dtype=torch.uint8)}, {}, MINE)
+    with pytest.raises(CapacityError):
+        store.check_room()
+    sibling.delete(kept.id, MINE)
+    store.check_room()
+    assert (len(store), store.num_bytes) == (0, 0)
+    sibling.close()
+
+
+def test_another_owner_cannot_make_the_store_forget_a_file(store):
+    kept = store.put({"x": torch.zeros(12_000, dtype=torch.uint8)}, {}, MINE)
+    store.delete(kept.id, OTHER)
+    assert store.num_bytes > 12_000
+
+
+def test_a_file_that_takes_longer_to_write_than_it_is_kept_ends_too(tmp_path, monkeypatch):
+    store = Store(tmp_path, "run", 10_000, 0.05)
+    write = module.write_tensors
+
+    def slow(*args):
+        write(*args)
+        time.sleep(0.1)
+        store.sweep()
+        store.forget_deleted()
+        assert len(store) == 1
+
+    monkeypatch.setattr(module, "write_tensors", slow)
+    kept = store.put(ROWS, {}, MINE)
+    store.open(kept.id, MINE).close()
+    time.sleep(0.1)
+    store.sweep()
+    assert not list(tmp_path.rglob("*.safetensors"))
+    store.close()
 
 
 def test_only_this_user_can_look_into_the_folder(store, tmp_path):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from concurrent.futures import Future
 
 import numpy as np
 import psutil
 import pytest
 
-from tests.unit.sinks import POINTS, SITES, TOKEN_BYTES, Live, Other, Whole, side
+from tests.unit.sinks import PATIENCE_S, POINTS, SITES, TOKEN_BYTES, Live, Other, Whole, side
 from vllm_scope import Read
 from vllm_scope.program import Layout
-from vllm_scope.sinks import Manifest, RequestInfo
+from vllm_scope.sinks import Manifest, Report, RequestInfo
 from vllm_scope.sinks.lane import Lane
 from vllm_scope.sinks.options import SinkOptions
 from vllm_scope.sinks.request import Arrival, Delivery, Ended
@@ -68,6 +70,154 @@ def test_a_sink_that_hangs_is_waited_for_as_long_as_its_patience_and_then_not(mo
         here.write(99, [0, 1, 2])
         here.end(99)
         assert here.manifest(99).status == "ok"
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        pytest.param({"files": ["x"]}, id="a-dict"),
+        pytest.param(Report(streams=None), id="no-streams"),
+        pytest.param(Report(files=[3]), id="a-number-as-a-file"),
+        pytest.param(Report(details={"x": object()}), id="an-object"),
+        pytest.param(Report(details={"x": np.float32(1)}), id="a-numpy-number"),
+        pytest.param(Report(status="fine"), id="no-status"),
+        pytest.param(Report(published=True), id="no-future"),
+        pytest.param(SystemExit(), id="it-exits"),
+    ],
+)
+def test_whatever_a_sink_returns_its_request_ends_and_the_next_is_tried(monkeypatch, returned):
+    def finish(self, ending):
+        if ending.request.key == 1:
+            if isinstance(returned, BaseException):
+                raise returned
+            return returned
+        return None
+
+    monkeypatch.setattr(Live, "finish", finish)
+    with side(monkeypatch, {"mine": {}}, mine=Live) as here:
+        for key in (1, 2):
+            here.add(key, READ)
+            here.write(key, [0, 1, 2])
+            here.end(key)
+        manifest = here.manifest(1)
+        assert (manifest.status, manifest.files) == ("error", [])
+        assert manifest.reason.startswith("sink 'mine' failed: ")
+        assert here.manifest(2).status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("becomes", "status", "says"),
+    [
+        pytest.param("done", "ok", None, id="done"),
+        pytest.param("failed", "error", "failed: OSError: bucket gone", id="failed"),
+        pytest.param("cancelled", "error", "CancelledError", id="cancelled"),
+        pytest.param("forgotten", "error", "was flushed, but published nothing", id="forgotten"),
+        pytest.param("running", "error", "was flushed, but published nothing", id="running"),
+    ],
+)
+def test_a_plugin_that_publishes_later_says_when(monkeypatch, becomes, status, says):
+    """Two requests share one upload."""
+    upload: Future[None] = Future()
+
+    def flush(self):
+        if becomes == "done":
+            upload.set_result(None)
+        elif becomes == "failed":
+            upload.set_exception(OSError("bucket gone"))
+        elif becomes == "cancelled":
+            upload.cancel()
+        elif becomes == "running" and not upload.running():
+            upload.set_running_or_notify_cancel()
+
+    monkeypatch.setattr(Live, "finish", lambda self, ending: Report(["x"], published=upload))
+    with side(monkeypatch, {"mine": {}}, mine=Live) as here:
+        monkeypatch.setattr(Live, "flush", flush)
+        for key in (1, 2):
+            here.add(key, READ)
+            here.write(key, [0, 1, 2])
+        for key in (1, 2):
+            here.end(key)
+        for key in (1, 2):
+            manifest = here.manifest(key)
+            assert manifest.status == status
+            assert manifest.files == (["x"] if status == "ok" else [])
+            assert says is None or says in manifest.reason
+        monkeypatch.undo()
+
+
+def test_a_flush_that_hangs_ends_who_waits_for_it(monkeypatch):
+    stuck = threading.Event()
+    monkeypatch.setattr(Live, "finish", lambda self, ending: Report(published=Future()))
+    monkeypatch.setattr(Live, "flush", lambda self: stuck.wait(PATIENCE_S))
+    with side(monkeypatch, {"mine": {"patience_s": 0.3}, "other": {}}, mine=Live,
+              other=Other) as here:  # fmt: skip
+        here.add(1, READ, Read("embed", to="other"))
+        here.write(1, [0, 1, 2])
+        here.end(1)
+        manifest = here.manifest(1)
+        assert (manifest.status, manifest.delivered) == ("error", 0)
+        assert "did not return from a call within 0.3 s" in manifest.reason
+        assert here.manifest(1, "other").status == "ok"
+        stuck.set()
+
+
+def test_requests_leave_nothing_behind_at_a_sink_that_hangs(monkeypatch):
+    """However many come while it does: each holds its prompt, its ids, its spec."""
+    with side(monkeypatch, {"mine": {"patience_s": 0.2, "queue_mib": 0.001}}, mine=Live) as here:
+        stuck = Live.made[0]
+        stuck.go_on.clear()
+        for key in range(50):
+            here.add(key, READ)
+            here.write(key, list(range(20)))
+            here.end(key)
+        (lane,) = here.router._lanes["mine"]
+        while not lane.stalled:
+            time.sleep(0.01)
+        for key in range(50, 2000):
+            here.add(key, READ)
+            here.write(key, [0])
+            here.end(key)
+            assert here.manifest(key).status == "error"
+        # The queue's 32 rows, with the ends of their requests.
+        assert len(lane._items) < 80
+        stuck.go_on.set()
+        here.add(2000, READ)
+        while lane.stalled:
+            time.sleep(0.01)
+        here.write(2000, [0, 1])
+        here.end(2000, output=(7,))
+        assert here.manifest(2000).status == "ok"
+    assert len(stuck.endings) < 100
+    assert lane._num_running == 0
+
+
+def test_a_sink_that_hangs_is_answered_for_though_counters_cannot_be_told(monkeypatch):
+    with side(monkeypatch, {"mine": {"patience_s": 1.5}}, mine=Live) as here:
+        here.memory.send_counters = lambda sinks: 1 / 0
+        Live.made[0].go_on.clear()
+        here.add(1, READ)
+        here.write(1, [0])
+        here.end(1)
+        assert "did not return" in here.manifest(1).reason
+        del here.memory.send_counters
+        Live.made[0].go_on.set()
+
+
+@pytest.mark.parametrize("step", ["whole_blocks", "forget", "ending"])
+def test_rows_that_cannot_be_put_together_fail_their_request_alone(monkeypatch, step):
+    def no_memory(self, *_):
+        raise MemoryError
+
+    with side(monkeypatch, {"mine": {}}, mine=Whole) as here:
+        for key in (1, 2):
+            here.add(key, READ)
+            here.write(key, [0, 1, 2])
+            with monkeypatch.context() as patch:
+                if key == 1:
+                    patch.setattr(Delivery, step, no_memory)
+                here.end(key)
+                assert here.manifest(key).status == ("error" if key == 1 else "ok")
+        assert "MemoryError" in here.manifest(1).reason
 
 
 def test_closing_leaves_a_sink_that_hangs_behind(monkeypatch):

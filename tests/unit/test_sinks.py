@@ -11,7 +11,17 @@ import pytest
 import torch
 
 import vllm_scope
-from tests.unit.sinks import POINTS, Live, Other, Whole, install, side
+from tests.unit.sinks import (
+    POINTS,
+    SITES,
+    Live,
+    Other,
+    Whole,
+    install,
+    nobody,
+    side,
+    small_disk,
+)  # fmt: skip
 from vllm_scope import ConfigError, Probe, Read
 from vllm_scope.config import ScopeConfig
 from vllm_scope.program import Layout
@@ -176,23 +186,101 @@ def test_a_manifest_tells_where_the_rows_are(monkeypatch, tmp_path):
     assert manifest.streams["resid_post.1"]["codec"]["codec"] == "fp16"
     (found,) = (tmp_path / "root").rglob("*.safetensors")
     assert [found.name] == manifest.files
-    root = str(tmp_path / "root")
-    assert manifest.details == [{"root": root, "published": True, "paths": [str(found)]}]
+    assert manifest.details == [{"root": str(tmp_path / "root"), "paths": [str(found)]}]
 
 
-def test_rows_of_shards_are_visible_after_a_flush_or_a_pause(monkeypatch, tmp_path):
-    options = _files(tmp_path, layout="sharded", flush_s=0.3)
+@pytest.mark.parametrize("layout", ["sharded", "packed"])
+@pytest.mark.parametrize("when", ["full", "flush_s", "alone", "flush", "close"])
+def test_a_request_is_told_its_end_when_its_shard_is_visible(monkeypatch, tmp_path, layout, when):
+    """Not before: until then a crash could lose the rows."""
+    flush_s = 0.6 if when == "flush_s" else 50.0
+    options = _files(tmp_path, layout=layout, flush_s=flush_s, file_mib=1)
     with side(monkeypatch, options) as here:
-        for key in (1, 2):
+        here.add(1, TO_FILES)
+        here.write(1, [0, 1, 2])
+        here.add(2, TO_FILES)  # goes on, and its rows could go along
+        started = time.monotonic()
+        here.end(1)
+        time.sleep(0.3)
+        assert 1 not in here.memory.finished
+        assert len(vllm_scope.open(tmp_path / "root")) == 0
+        if when == "full":
+            here.add(3, TO_FILES)
+            here.write(3, list(range(70)), size=1 << 11)
+            here.end(3, output=tuple(range(69)))
+        elif when == "alone":
+            here.end(2, output=(), reason="abort")
+        elif when == "flush":
+            assert here.router.flush() == {"filesystem": None}
+        elif when == "close":
+            here.router.close()
+        manifest = here.manifest(1, "filesystem")
+        assert (manifest.status, manifest.delivered) == ("ok", 6)
+        assert time.monotonic() - started < 5
+        (path,) = (tmp_path / "root").glob("*.safetensors")
+        assert manifest.files == [path.name]
+        assert (2 in here.memory.finished) == (when == "alone")
+        if when in ("full", "flush_s", "flush"):
+            here.end(2)
+
+
+@pytest.mark.parametrize("layout", ["sharded", "packed"])
+def test_a_shard_that_a_full_disk_refused_fails_its_requests_and_not_the_next(
+    monkeypatch, tmp_path, layout
+):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with side(monkeypatch, _files(tmp_path, layout=layout)) as here:
+        for key in range(5):
             here.add(key, TO_FILES)
             here.write(key, [0, 1, 2])
-            here.end(key)
-            assert here.manifest(key, "filesystem").details[0]["published"] is False
-            if key == 1:
-                assert here.router.flush() == {"filesystem": None}
-            else:
-                time.sleep(1.0)
-            assert len(vllm_scope.open(tmp_path / "root")) == key
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+        try:
+            for key in range(4):
+                here.end(key)
+            assert "File too large" in here.router.flush()["filesystem"]
+            for key in range(4):
+                manifest = here.manifest(key, "filesystem")
+                assert (manifest.status, manifest.delivered, manifest.files) == ("error", 0, [])
+                assert "File too large" in manifest.reason
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        here.end(4)
+        assert here.manifest(4, "filesystem").status == "ok"
+        assert here.router.counters()["filesystem"]["errors"] >= 4
+    assert len(vllm_scope.open(tmp_path / "root")) == 1
+
+
+@pytest.mark.parametrize("layout", ["per_request", "sharded", "packed", "npz"])
+def test_what_two_stages_wrote_is_one_request_in_files_and_on_the_result(
+    monkeypatch, tmp_path, layout
+):
+    """As two workers of one pipeline do, each with its layers, on one root."""
+    asked = [Read(site, to="filesystem", name="both") for site in ("resid_post", "embed")]
+    options = _files(tmp_path, layout=layout)
+    stages = [(POINTS[:2], SITES.boundaries[:2], 0), (POINTS[2:], SITES.boundaries[2:], 2)]
+    with (
+        side(monkeypatch, options, here=stages[0][1]) as first,
+        side(monkeypatch, options, here=stages[1][1]) as second,
+    ):
+        manifests = []
+        for stage, here in enumerate((first, second)):
+            here.info = {"stage": stage, "num_stages": 2}
+            here.add(1, *asked)
+            here.write(1, [0, 1, 2], base=stages[stage][2], layout=Layout(stages[stage][0]))
+            here.end(1)
+            manifests.append(here.manifest(1, "filesystem"))
+            if stage == 0:
+                (half,) = vllm_scope.open(tmp_path / "root")
+                assert half.status == "partial"
+                assert "stages [1] of 2 are missing" in half.manifest.reason
+        request = vllm_scope.open(tmp_path / "root")["both"]
+    both = manifests[0].joined(manifests[1])
+    assert request.status == both.status == "ok"
+    assert request.manifest.expected == both.expected == both.delivered == 9
+    assert sorted(request.manifest.files) == sorted(both.files)
+    for j, (site, layer) in enumerate([("embed", 0), ("resid_post", 0), ("resid_post", 1)]):
+        assert request[site, layer][:, 0].tolist() == [j, 10 + j, 20 + j]
+        assert f"{site}.{layer}" in both.streams
 
 
 def _root_becomes_a_file(root):
@@ -251,14 +339,38 @@ def test_a_full_disk_fails_the_request_that_met_it_with_the_reason(monkeypatch, 
 
 
 def test_no_permission_fails_one_tag_and_not_the_next(monkeypatch, tmp_path):
-    """Root may write anywhere, so a file stands where the tag's folder would go."""
-    with side(monkeypatch, _files(tmp_path)) as here:
-        (tmp_path / "root" / "shut").write_text("")
+    with side(monkeypatch, _files(tmp_path)) as here, nobody(tmp_path):
+        for tag in ("shut", "open"):
+            (tmp_path / "root" / tag).mkdir()
+        (tmp_path / "root" / "shut").chmod(0o500)
         for key, tag, status in ((1, "shut", "error"), (2, "open", "ok")):
             here.add(key, Read("resid_post", to="filesystem", tag=tag))
             here.write(key, [0, 1, 2])
             here.end(key)
-            assert here.manifest(key, "filesystem").status == status
+            manifest = here.manifest(key, "filesystem")
+            assert manifest.status == status
+            assert status == "ok" or "Permission denied" in manifest.reason
+
+
+def test_a_disk_that_is_full_ends_requests_with_the_reason_until_there_is_room(
+    monkeypatch, tmp_path
+):
+    disk = tmp_path / "root"
+    disk.mkdir()
+    with small_disk(disk, 256 << 10), side(monkeypatch, _files(tmp_path)) as here:
+        (disk / "ballast").write_bytes(bytes(200 << 10))
+        for key, num_rows in ((1, 3), (2, 2000), (3, 3), (4, 2000)):
+            if key == 4:
+                (disk / "ballast").unlink()
+            here.add(key, TO_FILES)
+            here.write(key, list(range(num_rows)))
+            here.end(key, output=tuple(range(num_rows - 1)))
+            manifest = here.manifest(key, "filesystem")
+            assert manifest.status == ("error" if key == 2 else "ok"), manifest
+            assert key != 2 or "No space left on device" in manifest.reason
+        here.router.close()
+        assert sorted(r.manifest.uid for r in vllm_scope.open(disk)) == ["u1", "u3", "u4"]
+        assert not list(disk.glob(".*"))
 
 
 def test_a_root_that_cannot_be_is_refused_at_start(monkeypatch, tmp_path):
@@ -311,6 +423,38 @@ def test_a_plugins_unknown_option_stops_the_start(monkeypatch):
         side(monkeypatch, {"mine": {"colour": 1}}, mine=Live),
     ):
         pass
+
+
+def test_a_sink_that_cannot_be_made_leaves_nothing_of_the_others(monkeypatch, tmp_path):
+    before = threading.active_count()
+    with (
+        pytest.raises(ConfigError, match="colour"),
+        side(monkeypatch, _files(tmp_path) | {"mine": {}, "other": {"colour": 1}},
+             mine=Live, other=Other),
+    ):  # fmt: skip
+        pass
+    assert threading.active_count() == before
+    assert Live.made[0].num_closed == 1
+    assert list((tmp_path / "root").iterdir()) == []
+
+
+def test_a_folder_to_spill_to_that_is_not_there_stops_the_start(monkeypatch, tmp_path):
+    options = {"on_overload": "spill", "spill_folder": str(tmp_path / "none")}
+    with (
+        pytest.raises(ConfigError, match=r"sink 'mine' cannot spill: .*none.*spill_folder is a"),
+        side(monkeypatch, {"mine": options}, mine=Live),
+    ):
+        pass
+    assert Live.made[0].num_closed == 1
+
+
+def test_rows_are_not_visible_later_than_their_callers_wait():
+    body = {"filesystem": {"root": "/r", "flush_s": 9}}
+    ScopeConfig.parse({"sinks": body, "deliver_timeout_s": 10})
+    reads = {"filesystem": body["filesystem"] | {"reads": [{"site": "embed"}]}}
+    ScopeConfig.parse({"global_sinks": reads, "deliver_timeout_s": 8})
+    with pytest.raises(ConfigError, match=r"sinks.filesystem.flush_s is 9; .* 8: let it be less"):
+        ScopeConfig.parse({"sinks": body, "deliver_timeout_s": 8})
 
 
 def test_a_read_names_one_tag_and_name_for_a_sink():

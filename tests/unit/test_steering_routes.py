@@ -92,6 +92,8 @@ def test_a_set_changes_the_places_that_it_names_and_no_others(http, engine):
     assert edits(engine) == as_json(*added, *clamps)
     put(http, "set", vectors=hook([0, 0, 0, 0]))
     assert edits(engine) == as_json(added[0], added[2], *clamps)
+    put(http, "set", clamps=hook([]))
+    assert edits(engine) == as_json(added[0], added[2])
     put(http, "set", decode_vectors=hook(W), replace=True)
     assert edits(engine) == as_json(Add([W], layer=1, tokens="generated"))
 

@@ -119,7 +119,7 @@ def test_a_copy_through_pickle_is_the_same_and_as_read_only():
         pytest.param({STREAM: [1e39]}, r"has 1e\+39 at index 0", id="inf-in-float32"),
         pytest.param(
             {STREAM: VALUES, ("embed", 0): [1.0]},
-            r"embed\.0 has 1 values and resid_post\.5 has 3",
+            r"resid_post\.5 has 3 values and embed\.0 has 1",
             id="two-sizes",
         ),
         pytest.param({("resid_post", -1): VALUES}, "has layer -1", id="negative-layer"),
@@ -145,3 +145,29 @@ def test_importing_vectors_imports_no_torch():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_a_module_of_tiers_is_a_mapping_of_its_vectors_for_every_token():
+    module = SteeringModule({STREAM: VALUES}, tiers={"generated": {("post_block", 7): VALUES}})
+    assert list(module) == [STREAM]
+    assert [place for place, _ in module.placed()] == [STREAM, ("resid_post", 7, "generated")]
+    assert list(module.tiers) == ["generated"]
+    with pytest.raises(TypeError):
+        module.tiers["prompt"] = {}
+    assert "generated:resid_post.7" in repr(module)
+    alone = SteeringModule({}, tiers={"prompt": {STREAM: VALUES}})
+    assert (len(alone), alone.hidden_size, alone.sites) == (0, 3, ("resid_post",))
+    assert alone != SteeringModule({STREAM: VALUES})
+
+
+@pytest.mark.parametrize(
+    ("tiers", "message"),
+    [
+        pytest.param({"decode": {STREAM: VALUES}}, "has the tier 'decode'; tiers are", id="word"),
+        pytest.param({"prompt": {STREAM: [1.0]}}, r"prompt:resid_post\.5 has 1 values", id="size"),
+        pytest.param({"prompt": {("mlp_out", 1): VALUES}}, "has site 'mlp_out'", id="site"),
+    ],
+)
+def test_tiers_that_cannot_be_are_refused(tiers, message):
+    with pytest.raises(SpecError, match=message):
+        SteeringModule({STREAM: VALUES}, tiers=tiers)

@@ -23,12 +23,12 @@ import numpy as np
 from vllm_scope.engine.delivery import global_reads
 from vllm_scope.engine.model import hidden_size_of, sites_of
 from vllm_scope.engine.plugin import config_of, wrap_function, wrap_method
-from vllm_scope.errors import CapacityError
+from vllm_scope.errors import CapacityError, SpecError
 from vllm_scope.plan import OVERSHOOT
 from vllm_scope.program import BlockKeys, Cost, RequestProgram
 from vllm_scope.registry import Registry
 from vllm_scope.sinks.request import Ended
-from vllm_scope.spec import Spec
+from vllm_scope.spec import Resolved, Spec
 from vllm_scope.tap.tables import capacity
 from vllm_scope.vectors import load_vectors
 
@@ -121,13 +121,33 @@ class CoreScope:
         if program.has_vectors:
             cost = program.cost(len(prompt_ids) + (params.max_tokens or 1) + OVERSHOOT)
             if not cost.fits(self.most):
-                raise CapacityError(f"the request takes {cost}; this engine has {self.most}.")
+                raise CapacityError(
+                    f"with the server's edits the request takes {cost}; this engine has "
+                    f"{self.most}. Edit fewer places, or send it again when they are gone."
+                )
             handle["cost"] = list(astuple(cost))
         keys = BlockKeys(asked.edits, len(prompt_ids), prompt_ids) if asked.edits else None
         params = copy(params)
         params.extra_args = {**(params.extra_args or {}), HANDLE: handle}
         request.sampling_params = params
         return keys
+
+    def check_edits(self, text: str | None) -> None:
+        """Raises SpecError for server-wide edits that no request could hold."""
+        if text is None:
+            return
+        asked = Resolved(edits=self.registry.parse_edits(text))
+        # One token of the prompt, and then generated ones: edits of the server pick phases.
+        ids = np.zeros(1, np.int64)
+        program = RequestProgram.compile(
+            asked, self.sites, frozenset(self.sites.boundaries), 1, ids
+        )
+        if not program.cost(2 + OVERSHOOT).fits(self.most):
+            raise SpecError(
+                f"these edits take {program.cost(2 + OVERSHOOT)}; this engine has {self.most} for "
+                "all requests. Edit fewer places, or raise "
+                "additional_config['scope'].vectors_mib."
+            )
 
     def _stamp_reads(self, request: Any) -> Any:
         """Its sampling parameters, with a handle that says what global sinks read."""
@@ -193,6 +213,8 @@ def _collective_rpc(
     what it refuses, no worker hears of."""
     telling = {"scope_register": "register", "scope_unregister": "unregister",
                "scope_set_edits": "set_edits"}  # fmt: skip
+    if method == "scope_set_edits":
+        _scope_of(self).check_edits(*args, **(kwargs or {}))
     if method in telling:
         getattr(_scope_of(self).registry, telling[method])(*args, **(kwargs or {}))
     return original(self, method, timeout, args, kwargs)

@@ -28,6 +28,7 @@ from vllm_scope.arrays import Array
 from vllm_scope.engine import functions, translators
 from vllm_scope.engine.core import HANDLE
 from vllm_scope.engine.plugin import config_of, wrap_method
+from vllm_scope.engine.refusals import refusal, told
 from vllm_scope.engine.sizes import Limits
 from vllm_scope.errors import ScopeError, SpecError, shown
 from vllm_scope.metrics import count_sinks
@@ -277,9 +278,8 @@ def _check_room(asked: Resolved, ids: np.ndarray, max_tokens: int, connection: C
         cost = program.cost(len(ids) + max_tokens + OVERSHOOT)
         if program.has_vectors and not cost.fits(limits.capacity):
             raise SpecError(
-                f"the request takes {cost.vectors} vectors, {cost.programs} programs and "
-                f"{cost.ops} operations; this engine has {limits.vectors}, {limits.programs} and "
-                f"{limits.ops}. Edit fewer places, or raise additional_config['scope'].vectors_mib."
+                f"the request takes {cost}; this engine has {limits.capacity}. Edit fewer places, "
+                "or raise additional_config['scope'].vectors_mib."
             )
 
 
@@ -321,19 +321,6 @@ def _add_to_processor(
     functions.salt(request, request_index)
     original(self, request, *rest, **kwargs)
     self.request_states[request.request_id].scope = (pending, decorators)
-
-
-def refusal() -> type[Exception]:
-    """SpecError that vLLM's server, too, knows as the client's fault (HTTP 400)."""
-    global _Refusal
-    if _Refusal is None:
-        from vllm.exceptions import VLLMValidationError
-
-        _Refusal = type("SpecError", (VLLMValidationError, SpecError), {})
-    return _Refusal
-
-
-_Refusal: type[Exception] | None = None
 
 
 def _translated(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -393,6 +380,11 @@ def _new_completion(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """RequestState._new_completion_output: tie the completion to its rows."""
     completion = original(self, *args, **kwargs)
     known = getattr(self, "scope", None)
+    refused = told(completion)
+    if refused is not None:
+        completion.stop_reason, completion.scope_refusal = str(refused), refused
+        if known is not None:
+            known[0].error = str(refused)
     if known is not None:
         completion.scope_source = (*known, self.detokenizer)
     return completion
@@ -432,6 +424,11 @@ def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 async def _settled(engine: Any, stream: Any) -> Any:
     async with aclosing(stream):
         async for output in stream:
+            for completion in output.outputs:
+                if hasattr(completion, "scope_refusal"):
+                    # Another front-end may have changed a name that this one knew.
+                    engine.output_processor.scope.learn_modules({})
+                    raise completion.scope_refusal
             for pending in _waiting_for(output):
                 timeout = engine.output_processor.scope.deliver_timeout_s
                 await asyncio.wait([asyncio.wrap_future(pending.done)], timeout=timeout)

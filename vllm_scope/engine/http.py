@@ -17,15 +17,17 @@ import os
 import re
 import secrets
 import time
+import weakref
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
-from http import HTTPStatus
 from typing import Any
 
 from vllm_scope.engine import translators
-from vllm_scope.engine.frontend import asks, params_of, refusal, settle
+from vllm_scope.engine.core import handle_of
+from vllm_scope.engine.frontend import asks, params_of, settle
 from vllm_scope.engine.plugin import config_of, wrap_function, wrap_method
+from vllm_scope.engine.refusals import busy, refusal
 from vllm_scope.errors import CapacityError, SpecError
 from vllm_scope.result import inbox, num_pending
 from vllm_scope.server import faces
@@ -35,7 +37,7 @@ from vllm_scope.server.settings import RUN
 PATHS = ("/v1/completions", "/v1/chat/completions")
 #: A token's data comes with the text of the second token after it, at the latest.
 MOST_BEHIND = 2
-_LATE_POLL_S = 0.002
+_LATE_POLL_S, _LATE_POLL_MOST_S = 0.002, 0.02
 
 
 # Answers
@@ -61,8 +63,6 @@ def _asks_us(request: Any) -> bool:
 
 
 async def _create_with_scope(original: Any, self: Any, request: Any, raw_request: Any) -> Any:
-    from vllm.exceptions import GracefulHTTPError
-
     _check_place(request, raw_request)
     state = raw_request.app.state.scope
     try:
@@ -78,7 +78,7 @@ async def _create_with_scope(original: Any, self: Any, request: Any, raw_request
     except SpecError as error:
         raise refusal()(str(error)) from None
     except CapacityError as error:
-        raise GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS) from None
+        raise busy(str(error)) from None
     if words.fields:
         request.vllm_xargs = {**xargs, **words.fields}
     token = current.set(answer)
@@ -126,7 +126,11 @@ async def _stream(answer: Answer, chunks: AsyncGenerator[str, None]) -> Any:
     if answer.error is not None:
         first.cancel()
         raise answer.error
-    return _chunks(answer, chunks, first)
+    made = _chunks(answer, chunks, first)
+    # Where the client leaves before the first chunk is out, the generator never runs.
+    for end in (answer.close, first.cancel):
+        weakref.finalize(made, end).atexit = False
+    return made
 
 
 async def _chunks(
@@ -152,14 +156,13 @@ def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self, *args, **kwargs)
     if isinstance(place, str):
         raise refusal()(_no_place(place))
-    return _followed(place, place.add_prompt(), self, params, original(self, *args, **kwargs))
+    return _followed(place, place.add_prompt(), self, original(self, *args, **kwargs))
 
 
-async def _followed(answer: Answer, prompt: int, engine: Any, params: Any, stream: Any) -> Any:
+async def _followed(answer: Answer, prompt: int, engine: Any, stream: Any) -> Any:
     try:
         async with aclosing(stream):
             async for output in stream:
-                _check_modules(output, params, engine)
                 connection = engine.output_processor.scope
                 answer.holds = connection.limits.optimistic
                 if answer.streams and not answer.holds:
@@ -180,30 +183,17 @@ def _forget_modules(engine: Any) -> None:
         connection.learn_modules({})
 
 
-def _check_modules(output: Any, params: Any, engine: Any) -> None:
-    """EngineCore refuses a name that another API server has changed since this one asked,
-    and says no more than that there was an error."""
-    failed = any(completion.finish_reason == "error" for completion in output.outputs)
-    # A face's words may name one, too.
-    named = '"module"' in str(params.extra_args.get("scope"))
-    if failed and (named or translators.has_keys(params.extra_args)):
-        _forget_modules(engine)
-        raise refusal()(
-            "the engine refused the request: a steering module that it names has just changed "
-            "or gone. Send it again."
-        )
-
-
 async def _catch_up(output: Any, timeout: float) -> None:
     """Wait for data that is further behind the text than promised."""
-    limit = time.monotonic() + timeout
+    limit, wait = time.monotonic() + timeout, _LATE_POLL_S
     while time.monotonic() < limit and any(
         completion.finish_reason is None
         and completion.scope is not None
         and completion.scope.num_late(MOST_BEHIND)
         for completion in output.outputs
     ):
-        await asyncio.sleep(_LATE_POLL_S)
+        await asyncio.sleep(wait)
+        wait = min(1.5 * wait, _LATE_POLL_MOST_S)  # many may wait for a busy worker
         settle(output)
 
 
@@ -213,7 +203,10 @@ def _admitted(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any)
     answer = current.get()
     if isinstance(answer, Answer):
         known = getattr(self.request_states[request.request_id], "scope", None)
-        answer.open_one(None if known is None else partial(inbox().forget, known[0]))
+        forget = None if known is None else partial(inbox().forget, known[0])
+        # EngineCore may refuse what has vectors; the first token tells that it has not.
+        handle = handle_of(request.sampling_params)
+        answer.open_one(forget, sure=handle is None or not handle["vectors"])
 
 
 def _create_elsewhere(
@@ -244,8 +237,12 @@ class EngineCalls:
         return found
 
     async def load(self) -> tuple[int, int]:
-        counters = await self._call("scope_counters")
-        return max(each["requests"] for each in counters), num_pending()
+        # The workers of a replica hold the same requests, other replicas others.
+        replicas = await self._engine.engine_core.call_utility_all_async(
+            "collective_rpc", "scope_counters", None, (), None
+        )
+        running = (max(each["requests"] for each in replies) for replies in replicas)
+        return sum(running), num_pending()
 
     async def modules(self) -> dict[str, Any]:
         found = (await self._call("scope_modules"))[0]

@@ -37,11 +37,12 @@ def register() -> None:
         return
     _registered = True
     from vllm_scope import faces
-    from vllm_scope.engine import core, frontend, http, worker
+    from vllm_scope.engine import core, frontend, http, refusals, worker
 
     wrap_engine_args()
     frontend.wrap()
     core.wrap()
+    refusals.wrap()
     worker.wrap()
     http.wrap()
     faces.register()

@@ -151,7 +151,7 @@ def _write(settings: Settings, codec: Codec, request_id: str, completion: Any) -
             rows, positions = result[site, layer], result.positions(site, layer).numpy()
             name = f"{folder}/sequence_{completion.index}_layer_{layer:03d}.npz"
             parts = {k: v.numpy() for k, v in codec.encode(rows.contiguous()).items()}
-            publisher.publish(name, partial(_save, parts, positions, codec))
+            publisher.publish({name: partial(_save, parts, positions, codec)})
             manifest["layers"][str(layer)] = {
                 "path": name,
                 "shape": list(rows.shape),
@@ -160,7 +160,7 @@ def _write(settings: Settings, codec: Codec, request_id: str, completion: Any) -
             }
         path = f"{folder}/manifest.json"
         body = json.dumps(manifest, indent=2).encode()
-        publisher.publish(path, partial(write_bytes, body=body))
+        publisher.publish({path: partial(write_bytes, body=body)})
     except (ScopeError, OSError) as error:
         logger.error("vllm-scope: request %s was not written: %s", request_id, error)
         return manifest | {"status": "error", "error": str(error)}

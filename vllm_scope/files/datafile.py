@@ -29,26 +29,28 @@ class DataFile(Protocol):
 
 
 def read_index(folder: Folder, name: str) -> Index | None:
-    """What a data file holds, without its tensors; None for a file that is not ours.
+    """What a data file holds, without its rows; None for a file that is not ours.
 
     Raises:
-        FileError: it is damaged, or a shard's index is missing.
+        FileError: it is damaged.
     """
     file, size = folder.open(name)
     with file:
         if name.endswith(".npz"):
             return _npz_index(file, size, name)
         header = read_header(file, size, name)
-    if KEY in header.metadata:
-        return Index.decode(header.metadata[KEY], name)
-    if header.metadata.get("layout") != "sharded":
-        return None
-    beside = name.removesuffix(".safetensors") + ".json"
-    file, size = folder.open(beside)
-    with file:
-        if size > MAX_INDEX_BYTES:
-            raise FileError(f"{beside} has {size} bytes; an index has at most {MAX_INDEX_BYTES}.")
-        return Index.decode(file.read(), beside)
+        if KEY in header.metadata:
+            return Index.decode(header.metadata[KEY], name)
+        entry = header.tensors.get(KEY)
+        if entry is None or header.metadata.get("layout") != "sharded":
+            return None
+        start, stop = entry.data_offsets
+        if stop - start > MAX_INDEX_BYTES:
+            raise FileError(
+                f"{name} has an index of {stop - start} bytes; one has at most {MAX_INDEX_BYTES}."
+            )
+        file.seek(header.num_bytes + start)
+        return Index.decode(file.read(stop - start), name)
 
 
 def open_data(folder: Folder, name: str, dtypes: dict[str, str]) -> DataFile:

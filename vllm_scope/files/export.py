@@ -236,10 +236,10 @@ def _save(
     }
     publisher = LocalPublisher(folder)
     try:
-        publisher.publish(data, write)
-        for name, body in (("dataset_info.json", info), ("state.json", state)):
-            text = json.dumps(body, indent=2).encode()
-            publisher.publish(name, partial(write_bytes, body=text))
+        publisher.publish({data: write} | {
+            name: partial(write_bytes, body=json.dumps(body, indent=2).encode())
+            for name, body in (("dataset_info.json", info), ("state.json", state))
+        })  # fmt: skip
     finally:
         publisher.close()
     return num_rows

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_scope.files.manifest import Index, Manifest
+from vllm_scope.files.manifest import Index
 from vllm_scope.files.names import place
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.per_request import KEY, tensors_of
 from vllm_scope.files.publish import Publisher, write_bytes
-from vllm_scope.files.writer import FinishedRequest
+from vllm_scope.files.stored import FinishedRequest, Stored, published
 
 #: dtype -> the one that has its bits.
 BITS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
@@ -29,9 +29,10 @@ class NpzLayout:
     def __init__(self, options: FileOptions, publisher: Publisher) -> None:
         self._publisher = publisher
 
-    def add(self, request: FinishedRequest) -> Manifest:
+    def add(self, request: FinishedRequest) -> Stored:
         stem = place(request.record)
-        manifest = request.manifest(f"{stem.rpartition('/')[2]}.npz")
+        folder, _, name = stem.rpartition("/")
+        manifest = request.manifest(f"{name}.npz")
         tensors = {name: torch.cat(pieces) for name, pieces in tensors_of(request).items()}
         dtypes = {
             name: str(tensor.dtype).removeprefix("torch.")
@@ -41,9 +42,11 @@ class NpzLayout:
         body = Index("npz", [manifest], dtypes).encode()
         arrays = {name: _array(tensor) for name, tensor in tensors.items()}
         arrays[KEY] = np.frombuffer(body, np.uint8)
-        self._publisher.publish(f"{stem}.json", partial(write_bytes, body=body))
-        self._publisher.publish(f"{stem}.npz", partial(_save, arrays=arrays))
-        return manifest
+        self._publisher.publish({
+            f"{stem}.npz": partial(_save, arrays=arrays),
+            f"{stem}.json": partial(write_bytes, body=body),
+        })  # fmt: skip
+        return Stored(manifest, published(), folder)
 
     def flush(self) -> None: ...
 

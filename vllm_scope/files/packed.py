@@ -9,14 +9,17 @@ a file per `packed_requests`, or per `file_mib`, whichever comes first.
 from __future__ import annotations
 
 import secrets
+from concurrent.futures import Future
+from contextlib import suppress
 
 from torch import Tensor
 
+from vllm_scope.errors import FileError
 from vllm_scope.files.manifest import Index, Manifest
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.per_request import publish_indexed, tensors_of
 from vllm_scope.files.publish import Publisher
-from vllm_scope.files.writer import FinishedRequest
+from vllm_scope.files.stored import FinishedRequest, Stored, telling
 
 
 class PackedLayout:
@@ -28,29 +31,36 @@ class PackedLayout:
         self._begin()
 
     def _begin(self) -> None:
+        self._published: list[Future[None]] = []
         self._stem = f"packed-{self._identity}-{self._num_files:06d}"
         self._tensors: dict[str, list[Tensor]] = {}
         self._manifests: list[Manifest] = []
         self._nbytes = 0
 
-    def add(self, request: FinishedRequest) -> Manifest:
+    def add(self, request: FinishedRequest) -> Stored:
         number = len(self._manifests)
         manifest = request.manifest(f"{self._stem}.safetensors", number=number)
         self._tensors |= tensors_of(request, f"{number}/")
         self._manifests.append(manifest)
         self._nbytes += request.nbytes
+        stored = Stored(manifest, Future())
+        self._published.append(stored.published)
         full = self._nbytes >= self._options.file_bytes
         if full or len(self._manifests) >= self._options.packed_requests:
-            self.flush()
-        return manifest
+            # Each request in the file hears of a failure by its own future.
+            with suppress(FileError):
+                self.flush()
+        return stored
 
     def flush(self) -> None:
         if not self._manifests:
             return
         stem, tensors, index = self._stem, self._tensors, Index("packed", self._manifests)
+        waiting = self._published
         self._num_files += 1
         self._begin()
-        publish_indexed(self._publisher, stem, tensors, index)
+        with telling(waiting):
+            publish_indexed(self._publisher, stem, tensors, index)
 
     def close(self) -> None:
         self.flush()

@@ -4,7 +4,8 @@
     resid_post.5.positions    int64 [n]
     token_ids                 int32 [num_tokens]
 
-The index is in the file's metadata under `vllm_scope`, and beside it as `.json`.
+The index is in the file's metadata under `vllm_scope`, and beside it as `.json`, which
+is for people: readers take the file's own.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from functools import partial
 
 from torch import Tensor
 
-from vllm_scope.files.manifest import Index, Manifest
+from vllm_scope.files.manifest import Index
 from vllm_scope.files.names import place
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.publish import Publisher, write_bytes
+from vllm_scope.files.stored import FinishedRequest, Stored, published
 from vllm_scope.files.tensors import write_tensors
-from vllm_scope.files.writer import FinishedRequest
 
 #: Where a safetensors file's metadata has the index.
 KEY = "vllm_scope"
@@ -42,25 +43,26 @@ def tensors_of(request: FinishedRequest, prefix: str = "") -> dict[str, list[Ten
 def publish_indexed(
     publisher: Publisher, stem: str, tensors: dict[str, list[Tensor]], index: Index
 ) -> None:
-    """The index beside the file, then the file, which has it too and is what readers see."""
+    """The file, which has the index too, then the index beside it."""
     body = index.encode()
-    publisher.publish(f"{stem}.json", partial(write_bytes, body=body))
     metadata = {KEY: body.decode()}
-    publisher.publish(
-        f"{stem}.safetensors", partial(write_tensors, tensors=tensors, metadata=metadata)
-    )
+    publisher.publish({
+        f"{stem}.safetensors": partial(write_tensors, tensors=tensors, metadata=metadata),
+        f"{stem}.json": partial(write_bytes, body=body),
+    })  # fmt: skip
 
 
 class PerRequestLayout:
     def __init__(self, options: FileOptions, publisher: Publisher) -> None:
         self._publisher = publisher
 
-    def add(self, request: FinishedRequest) -> Manifest:
+    def add(self, request: FinishedRequest) -> Stored:
         stem = place(request.record)
-        manifest = request.manifest(f"{stem.rpartition('/')[2]}.safetensors")
+        folder, _, name = stem.rpartition("/")
+        manifest = request.manifest(f"{name}.safetensors")
         index = Index("per_request", [manifest])
         publish_indexed(self._publisher, stem, tensors_of(request), index)
-        return manifest
+        return Stored(manifest, published(), folder)
 
     def flush(self) -> None: ...
 

@@ -5,8 +5,9 @@ Owns:  LocalPublisher, and the lock by which a writer's leftovers are told from 
 Runs:  wherever a layout writes; several publishers may share a root.
 
 Promise: a visible file is complete. It is written under a hidden temporary name in
-its own folder, then renamed. A writer that was killed leaves hidden files only, and
-the next writer that starts on the root removes them.
+its own folder, then renamed; an index beside rows comes after them, so that no index
+speaks of rows that are not there. A writer that was killed leaves hidden files only,
+and the next writer that starts on the root removes them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import fcntl
 import os
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -31,15 +32,17 @@ _TEMPORARY = re.compile(r"\..+\.([0-9a-f]{16})\.tmp", re.DOTALL)
 class Publisher(Protocol):
     """Puts files below one root. Safe to call from several threads."""
 
-    def publish(self, name: str, write: Write) -> None:
-        """Make `name` be what `write` writes, replacing a file of that name.
+    def publish(self, files: Mapping[str, Write]) -> None:
+        """Write files, then make them visible one right after the other, in this order,
+        replacing files of their names.
 
         Args:
-            name: below the root, `/` between folders, from `names.place`.
-            write: is given an empty, unbuffered file of the operating system.
+            files: name -> what writes it, given an empty, unbuffered file of the
+                operating system. Names are below the root, all in one folder, `/`
+                between folders, from `names.place`.
 
         Raises:
-            FileError: it cannot be written; nothing is visible then.
+            FileError: one of them cannot be written; nothing is visible then.
         """
         ...
 
@@ -78,36 +81,41 @@ class LocalPublisher:
         self._root = root
         self._fsync = fsync
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            _make_root(root, fsync)
             self.identity, self._lock = _lock(root)
             _remove_leftovers(root, self.identity)
         except OSError as error:
             raise FileError(f"{root} cannot be written to: {error}") from None
 
-    def publish(self, name: str, write: Write) -> None:
-        target = self._root / name
-        temporary = target.with_name(f".{target.name}.{self.identity}.tmp")
+    def publish(self, files: Mapping[str, Write]) -> None:
+        targets = [self._root / name for name in files]
+        folder = targets[0].parent
+        hidden = [t.with_name(f".{t.name}.{self.identity}.tmp") for t in targets]
         try:
-            self._make_folder(target.parent)
-            # Never through a link that somebody put there.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            with suppress(FileNotFoundError):
-                temporary.unlink()
-            with open(os.open(temporary, flags, 0o666), "wb", buffering=0) as file:
-                write(file)
-                if self._fsync:
-                    os.fdatasync(file.fileno())
-            os.replace(temporary, target)
+            self._make_folder(folder)
+            for temporary, write in zip(hidden, files.values(), strict=True):
+                self._write(temporary, write)
+            for target, temporary in zip(targets, hidden, strict=True):
+                os.replace(temporary, target)
             if self._fsync:
-                _fsync_folder(target.parent)
-        except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()
-            raise FileError(f"{target} cannot be written: {error}") from error
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink()
+                _fsync_folder(folder)
+        except BaseException as error:
+            for temporary in hidden:
+                with suppress(OSError):
+                    temporary.unlink()
+            if isinstance(error, OSError):
+                raise FileError(f"{targets[0]} cannot be written: {error}") from error
             raise
+
+    def _write(self, temporary: Path, write: Write) -> None:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+        # Never through a link that somebody put there.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(temporary, flags, 0o666), "wb", buffering=0) as file:
+            write(file)
+            if self._fsync:
+                os.fdatasync(file.fileno())
 
     def _make_folder(self, folder: Path) -> None:
         for part in reversed(folder.relative_to(self._root).parents):
@@ -135,6 +143,13 @@ class LocalPublisher:
                 (self._root / f".scope-{self.identity}.lock").unlink()
             os.close(self._lock)
             self._lock = -1
+
+
+def _make_root(root: Path, fsync: bool) -> None:
+    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
+    root.mkdir(parents=True, exist_ok=True)
+    for folder in missing if fsync else ():
+        _fsync_folder(folder.parent)
 
 
 def _lock(root: Path) -> tuple[str, int]:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import secrets
 import tempfile
 import threading
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -43,19 +45,26 @@ class RemotePublisher:
         self._staging = tempfile.TemporaryDirectory(prefix="vllm-scope-")
         self._local = LocalPublisher(Path(self._staging.name))
 
-    def publish(self, name: str, write: Write) -> None:
-        self._local.publish(name, write)
-        staged = Path(self._staging.name) / name
-        folder, _, last = f"{self._root}/{name}".rpartition("/")
-        temporary = f"{folder}/.{last}.{secrets.token_hex(8)}.tmp"
+    def publish(self, files: Mapping[str, Write]) -> None:
+        self._local.publish(files)
+        names = [f"{self._root}/{name}" for name in files]
+        folder = names[0].rpartition("/")[0]
+        staged = [Path(self._staging.name) / name for name in files]
+        hidden = [f"{folder}/.{path.name}.{secrets.token_hex(8)}.tmp" for path in staged]
         try:
             self._system.makedirs(folder, exist_ok=True)
-            self._system.put_file(str(staged), temporary)
-            self._system.mv(temporary, f"{folder}/{last}")
+            for path, temporary in zip(staged, hidden, strict=True):
+                self._system.put_file(str(path), temporary)
+            for temporary, name in zip(hidden, names, strict=True):
+                self._system.mv(temporary, name)
         except Exception as error:  # each file system raises its own kind
-            raise FileError(f"{folder}/{last} cannot be written: {error}") from error
+            for temporary in hidden:
+                with suppress(Exception):
+                    self._system.rm_file(temporary)
+            raise FileError(f"{names[0]} cannot be written: {error}") from error
         finally:
-            staged.unlink(missing_ok=True)
+            for path in staged:
+                path.unlink(missing_ok=True)
 
     def close(self) -> None:
         self._local.close()

@@ -5,8 +5,10 @@
     resid_post.5.positions   int64 [tokens]
     resid_post.5.token_ids   int32 [tokens]          the token that the row is of
     token_ids                int32 [all tokens]      prompt and output of all requests
+    vllm_scope               uint8 [bytes]           the index, as JSON
 
-The index is beside the shard as `.json`, and is there before the shard is.
+The index is beside the shard too, as `.json`, for people. In the file it is a tensor: of
+small requests it takes more than a safetensors header may have.
 
 Owns:  ShardedLayout and its shards.
 Runs:  `add` on the caller's thread puts pieces aside, no copy; shards are written on
@@ -26,10 +28,10 @@ from torch import Tensor
 from vllm_scope.codecs import Codec
 from vllm_scope.files.manifest import Index, Manifest
 from vllm_scope.files.options import FileOptions
-from vllm_scope.files.per_request import part_key
+from vllm_scope.files.per_request import KEY, part_key
 from vllm_scope.files.publish import Publisher, write_bytes
+from vllm_scope.files.stored import FinishedRequest, Stored, telling
 from vllm_scope.files.tensors import write_tensors
-from vllm_scope.files.writer import FinishedRequest
 
 #: Shards that are being written; a third waits, and the caller with it.
 NUM_WRITERS = 2
@@ -46,6 +48,7 @@ class _Shard:
         self.stem = stem
         self.nbytes = 0
         self.manifests: list[Manifest] = []
+        self.waiting: list[Future[None]] = []
         self._pieces: dict[str, list[Tensor]] = {"token_ids": []}
         self._codecs: dict[str, Codec] = {}
         self._num_rows: dict[str, int] = {}
@@ -58,37 +61,44 @@ class _Shard:
             for name, stream in request.streams.items()
         )
 
-    def add(self, request: FinishedRequest) -> Manifest:
+    def add(self, request: FinishedRequest) -> Stored:
         number = len(self.manifests)
         manifest = request.manifest(
             f"{self.stem}.safetensors", self._num_rows, number, self._num_tokens
         )
+        pieces = {"token_ids": [request.token_ids]}
         for name, stream in request.streams.items():
-            self._codecs[name] = stream.codec
-            pieces = {part_key(name, part): found for part, found in stream.parts.items()}
+            pieces |= {part_key(name, part): found for part, found in stream.parts.items()}
             pieces[f"{name}.request"] = [
                 torch.full_like(stream.positions, number, dtype=torch.int32)
             ]
             pieces[f"{name}.positions"] = [stream.positions]
             pieces[f"{name}.token_ids"] = [request.token_ids[stream.positions]]
-            for key, found in pieces.items():
-                self._pieces.setdefault(key, []).extend(found)
-                self.nbytes += sum(piece.nbytes for piece in found)
+        # From here on nothing can fail: a request is in the shard whole, or not at all.
+        for key, found in pieces.items():
+            self._pieces.setdefault(key, []).extend(found)
+            self.nbytes += sum(piece.nbytes for piece in found)
+        for name, stream in request.streams.items():
+            self._codecs[name] = stream.codec
             self._num_rows[name] = self._num_rows.get(name, 0) + stream.shape[0]
-        self._pieces["token_ids"].append(request.token_ids)
         self._num_tokens += len(request.token_ids)
-        self.nbytes += request.token_ids.nbytes
         self.manifests.append(manifest)
-        return manifest
+        stored = Stored(manifest, Future())
+        self.waiting.append(stored.published)
+        return stored
 
     def publish(self, publisher: Publisher) -> None:
-        body = Index("sharded", self.manifests).encode()
-        publisher.publish(f"{self.stem}.json", partial(write_bytes, body=body))
-        metadata = {"layout": "sharded"}
-        publisher.publish(
-            f"{self.stem}.safetensors",
-            partial(write_tensors, tensors=self._pieces, metadata=metadata),
-        )
+        with telling(self.waiting):
+            body = Index("sharded", self.manifests).encode()
+            index = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+            tensors = {**self._pieces, KEY: [index]}
+            metadata = {"layout": "sharded"}
+            publisher.publish({
+                f"{self.stem}.safetensors": partial(
+                    write_tensors, tensors=tensors, metadata=metadata
+                ),
+                f"{self.stem}.json": partial(write_bytes, body=body),
+            })  # fmt: skip
 
 
 class ShardedLayout:
@@ -105,26 +115,25 @@ class ShardedLayout:
         self._shard = _Shard(f"shard-{self._identity}-{self._num_shards:06d}")
         self._num_shards += 1
 
-    def add(self, request: FinishedRequest) -> Manifest:
-        """A failure of an earlier shard is raised here once; this request is then not kept."""
-        while self._writing and self._writing[0].done():
-            self._writing.popleft().result()
+    def add(self, request: FinishedRequest) -> Stored:
         if not self._shard.fits(request):
             self._rotate()
-        manifest = self._shard.add(request)
+        stored = self._shard.add(request)
         if self._shard.nbytes >= self._options.file_bytes:
             self._rotate()
-        return manifest
+        return stored
 
     def _rotate(self) -> None:
         if not self._shard.manifests:
             return
         shard = self._shard
         self._begin()
+        # Requests hear of a failure by their own futures.
+        while self._writing and self._writing[0].done():
+            self._writing.popleft()
         self._writing.append(self._threads.submit(shard.publish, self._publisher))
-        # The oldest of too many; its failure is for the next call.
         if len(self._writing) > NUM_WRITERS:
-            self._writing[0].exception()
+            self._writing.popleft().exception()
 
     def flush(self) -> None:
         self._rotate()

@@ -119,10 +119,15 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """A checked header: every tensor lies within the file and has its shape's size."""
+    """A checked header: every tensor lies within the file and has its shape's size.
+
+    Attributes:
+        num_bytes: where the tensors begin.
+    """
 
     metadata: dict[str, str]
     tensors: dict[str, TensorEntry]
+    num_bytes: int
 
 
 def read_header(file: BinaryIO, size: int, where: str) -> Header:
@@ -155,7 +160,7 @@ def read_header(file: BinaryIO, size: int, where: str) -> Header:
         raise FileError(f"{where}: its header cannot be read: {error}") from None
     for name, entry in tensors.items():
         _check(name, entry, size - 8 - length, where)
-    return Header(metadata, tensors)
+    return Header(metadata, tensors, 8 + length)
 
 
 def _check(name: str, entry: TensorEntry, data_bytes: int, where: str) -> None:

@@ -3,20 +3,22 @@
     writer = open_writer(FileOptions.parse({"root": "captures"}))
     request = writer.begin()
     request.write("resid_post", 5, positions, rows)     # any interleaving
-    manifest = request.finish(RequestRecord(...))
+    stored = request.finish(RequestRecord(...))         # stored.manifest holds, once
+    writer.flush()                                     # (or its file is full)
+    stored.published.result()                          # this has returned
     writer.close()
 
 Owns:  Writer, RequestWriter, Layout (what differs between layouts), `open_writer`.
-Runs:  on one thread at a time. `sharded` writes its files on a thread of its own.
+Runs:  on one thread at a time. `sharded` writes its files on threads of its own.
 To:    one of per_request, packed, sharded, npz.
 
-Promise: `finish` returns what will be found on disk. The file is there when `finish`
-returns (per_request, npz), or once `flush` or `close` has (packed, sharded).
+Promise: `finish` returns what will be found on disk, and a future that says when. The
+file is there when `finish` returns (per_request, npz); else (packed, sharded) when it
+is full, or once `flush` or `close` has returned.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -25,116 +27,23 @@ from torch import Tensor
 
 from vllm_scope.codecs import Codec, make_codec
 from vllm_scope.files.buffers import Buffers
-from vllm_scope.files.manifest import Manifest, RequestRecord, StreamEntry, stream_name
+from vllm_scope.files.manifest import RequestRecord, stream_name
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.publish import Publisher, make_publisher
 from vllm_scope.files.rows import RequestRows
-
-
-@dataclass(frozen=True)
-class EncodedStream:
-    """One stream of a request, ready for a file.
-
-    Attributes:
-        positions: int64 [num_rows].
-        parts: of the codec, each as its pieces, at least one.
-    """
-
-    positions: Tensor
-    parts: dict[str, list[Tensor]]
-    codec: Codec
-    shape: tuple[int, int]
-    dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        pieces = (piece for part in self.parts.values() for piece in part)
-        return self.positions.nbytes + sum(piece.nbytes for piece in pieces)
-
-    def entry(self, file: str, first: int = 0) -> StreamEntry:
-        return StreamEntry(self.shape, self.dtype, self.codec.metadata(), file, first)
-
-
-@dataclass(frozen=True)
-class FinishedRequest:
-    """A request with all of its rows, encoded.
-
-    Attributes:
-        record: as given, its status corrected where rows are missing.
-        streams: by `site.layer`.
-        token_ids: int32 [num_tokens], prompt and output.
-    """
-
-    record: RequestRecord
-    streams: dict[str, EncodedStream]
-    token_ids: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.token_ids.nbytes + sum(stream.nbytes for stream in self.streams.values())
-
-    def manifest(
-        self,
-        file: str,
-        firsts: dict[str, int] | None = None,
-        number: int = 0,
-        first_token: int = 0,
-    ) -> Manifest:
-        """Its manifest as the request `number` of `file`."""
-        record = self.record
-        status, reason = _status(record, sum(s.shape[0] for s in self.streams.values()))
-        return Manifest(
-            request_id=_utf8(record.request_id),
-            uid=_utf8(record.uid),
-            model=_utf8(record.model),
-            status=status,
-            reason=None if reason is None else _utf8(reason),
-            expected=record.expected,
-            delivered=record.delivered,
-            dropped=record.dropped,
-            num_prompt_tokens=len(record.prompt_ids),
-            num_output_tokens=len(record.output_ids),
-            files=[file],
-            streams={
-                name: stream.entry(file, (firsts or {}).get(name, 0))
-                for name, stream in self.streams.items()
-            },
-            tag=None if record.tag is None else _utf8(record.tag),
-            name=None if record.name is None else _utf8(record.name),
-            child=record.child,
-            stage=record.stage,
-            num_stages=record.num_stages,
-            number=number,
-            first_token=first_token,
-        )
-
-
-def _utf8(text: str) -> str:
-    """The text, half a surrogate pair as `?`: JSON can bring one in, but not take it out."""
-    return text.encode("utf-8", "replace").decode()
-
-
-def _status(record: RequestRecord, num_rows: int) -> tuple:
-    """The record's status, or `partial` where its own counts contradict it."""
-    if record.status != "ok":
-        return record.status, record.reason
-    if num_rows != record.delivered:
-        return "partial", f"{record.delivered} rows were delivered, {num_rows} reached the file"
-    if record.delivered != record.expected:
-        missing = record.expected - record.delivered
-        return "partial", f"{missing} of {record.expected} rows are missing"
-    return "ok", record.reason
+from vllm_scope.files.stored import EncodedStream, FinishedRequest, Stored
 
 
 class Layout(Protocol):
     """How requests become files. One thread at a time."""
 
-    def add(self, request: FinishedRequest) -> Manifest:
-        """Take a request. Raises FileError, for this or an earlier file."""
+    def add(self, request: FinishedRequest) -> Stored:
+        """Take a request. Raises FileError where it is known to be lost already."""
         ...
 
     def flush(self) -> None:
-        """Return once everything taken is visible. Raises FileError."""
+        """Return once everything taken is published, or has failed to be. Raises the
+        first FileError of files that it waited for."""
         ...
 
     def close(self) -> None:
@@ -162,11 +71,11 @@ class RequestWriter:
         """
         self._rows.add(site, layer, positions, rows)
 
-    def finish(self, record: RequestRecord) -> Manifest:
+    def finish(self, record: RequestRecord) -> Stored:
         """Encode and store. To be called once.
 
         Raises:
-            FileError: this or an earlier file could not be written.
+            FileError: the request's own file could not be written.
             ConfigError: the codec cannot take rows of this size.
         """
         return self._writer.finish(record, self._rows)
@@ -190,7 +99,7 @@ class Writer:
     def begin(self) -> RequestWriter:
         return RequestWriter(self)
 
-    def finish(self, record: RequestRecord, rows: RequestRows) -> Manifest:
+    def finish(self, record: RequestRecord, rows: RequestRows) -> Stored:
         streams: dict[str, EncodedStream] = {}
         for stream, found in rows.streams(record.num_positions).items():
             first = found.blocks[0]

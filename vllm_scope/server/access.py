@@ -1,6 +1,6 @@
 """Who may use a route, and what a route can ask: shared by our routes and the faces'.
 
-Owns:  Engine, ScopeState (`app.state.scope`), RefusalError, `admin`.
+Owns:  Engine, ScopeState (`app.state.scope`), RefusalError, Route, `admin`.
 Runs:  in each API server process, inside of vLLM's authentication.
 
 Promise: the operator's key is compared in constant time; every refusal has OpenAI's shape.
@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
 from fastapi import Header, Request
 from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 
 from vllm_scope.errors import ScopeError
 from vllm_scope.server.schemas import Refusal
 from vllm_scope.server.settings import Settings
 from vllm_scope.server.store import Store, owner_of
 
-_STATUS = {400: "SpecError", 401: "Unauthorized", 403: "Forbidden", 404: "NotFound"}
+_STATUS = {
+    400: "SpecError", 401: "Unauthorized", 403: "Forbidden", 404: "NotFound",
+    413: "PayloadTooLarge",
+}  # fmt: skip
 
 
 class Engine(Protocol):
@@ -63,6 +68,22 @@ async def refused(request: Request, error: Exception) -> Response:
     name = _STATUS.get(error.status, "Error")
     body = {"message": str(error), "type": name, "param": None, "code": error.status}
     return JSONResponse({"error": body}, error.status)
+
+
+class Route(APIRoute):
+    """What the framework refuses itself (a body that is no JSON, or too long) has the shape
+    of our errors too."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def handled(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except HTTPException as error:
+                raise RefusalError(error.status_code, str(error.detail)) from None
+
+        return handled
 
 
 def state_of(request: Request) -> ScopeState:

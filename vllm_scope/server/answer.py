@@ -12,12 +12,13 @@ What faces add comes with the ends, and `scope` only to requests that have one.
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import msgspec
 from torch import Tensor
 
 from vllm_scope.errors import CapacityError, SpecError, shown
@@ -82,7 +83,7 @@ class Answer:
         streams: chunks carry data as it comes.
         replies: of the faces that the request speaks to; set before it is filled.
         error: why a generation failed, once one has.
-        opened: set when every generation was let in, or one was not.
+        opened: set when every generation was let in for sure, or one was not.
     """
 
     def __init__(
@@ -102,6 +103,9 @@ class Answer:
         #: The choices as offline users have them, by their number.
         self._choices: dict[int, Any] = {}
         self._forget: list[Callable[[], None]] = []
+        #: Files that only what is not out yet names.
+        self._kept: list[str] = []
+        self._abandoned = False
         #: Of each choice and column: how many values were sent.
         self._sent: dict[tuple[int, Any], int] = {}
         #: Choices whose chunks left rows out.
@@ -114,17 +118,18 @@ class Answer:
         self._num_prompts += 1
         return self._num_prompts - 1
 
-    def open_one(self, forget: Callable[[], None] | None) -> None:
+    def open_one(self, forget: Callable[[], None] | None, sure: bool) -> None:
         """The engine has let in one completion.
 
         Args:
             forget: drops its rows. Called once the answer is out or nobody waits for it:
                 a cancelled request's frames live until the garbage collector comes. None
                 where nothing was asked of this one.
+            sure: it cannot be refused any more.
         """
         if forget is not None:
             self._forget.append(forget)
-        self._num_opened += 1
+        self._num_opened += sure
         if self._num_opened == self._num_choices:
             self.opened.set()
 
@@ -145,19 +150,23 @@ class Answer:
         """Put what was asked for on a whole answer and each of its choices."""
         if not self._forget:
             return  # the faces' words asked for nothing
-        for number, choice in enumerate(response.choices):
-            if self._native:
-                choice.scope = await self._whole(self._choices[number].scope)
-            for name, value in (await self._ended(number)).items():
-                setattr(choice, name, value)
-        for name, value in (await self._all_ended()).items():
-            setattr(response, name, value)
+        with self._keeping():
+            for choice in response.choices:
+                if self._native:
+                    choice.scope = await self._whole(self._choices[choice.index].scope)
+                for name, value in (await self._ended(choice.index)).items():
+                    setattr(choice, name, value)
+            for name, value in (await self._all_ended()).items():
+                setattr(response, name, value)
 
     async def chunk(self, text: str) -> str:
         """A server-sent event, with what there is for each of its choices."""
         if not text.startswith("data: {") or not self._forget:
             return text
-        body = json.loads(text.removeprefix("data: "))
+        with self._keeping():
+            return await self._filled(msgspec.json.decode(text.removeprefix("data: ")))
+
+    async def _filled(self, body: dict[str, Any]) -> str:
         for choice in body.get("choices", ()):
             number, ended = choice["index"], choice.get("finish_reason") is not None
             if number not in self._choices:
@@ -168,7 +177,19 @@ class Answer:
             if ended:
                 choice |= await self._ended(number)
                 body |= await self._all_ended()
-        return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+        return f"data: {msgspec.json.encode(body).decode()}\n\n"
+
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        """Files that are kept in here stay if it succeeds; else nobody hears of them."""
+        try:
+            yield
+        except BaseException:
+            self._abandoned = True
+            while self._kept:
+                self._store.delete(self._kept.pop(), self._owner)
+            raise
+        self._kept.clear()
 
     async def _ended(self, number: int) -> dict[str, Any]:
         """What faces have for a choice that has ended."""
@@ -202,6 +223,9 @@ class Answer:
             kept = self._store.put(tensors, metadata, self._owner)
         except OSError:
             raise CapacityError("the disk is full.") from None
+        self._kept.append(kept.id)
+        if self._abandoned:  # while it was written
+            self._store.delete(kept.id, self._owner)
         later, sweep = self._loop.call_later, self._store.sweep
         self._loop.call_soon_threadsafe(later, kept.ttl_s + 1, sweep)
         return kept

@@ -28,6 +28,9 @@ def spans(positions: np.ndarray) -> list[list[int]]:
     """Ascending positions as half-open spans."""
     if not len(positions):
         return []
+    first, last = int(positions[0]), int(positions[-1]) + 1
+    if last - first == len(positions):  # most often
+        return [[first, last]]
     breaks = np.flatnonzero(np.diff(positions) != 1)
     starts = positions[np.concatenate([[0], breaks + 1])]
     ends = positions[np.concatenate([breaks, [len(positions) - 1]])] + 1

@@ -28,6 +28,7 @@ from vllm_scope.server import faces
 from vllm_scope.server.access import (
     Engine,
     RefusalError,
+    Route,
     ScopeState,
     admin,
     admin_or_bearer,
@@ -79,7 +80,7 @@ def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
     app.add_middleware(Door, limits=limits)
     app.add_exception_handler(RefusalError, refused)
     for router in reading:
-        app.include_router(router)
+        app.include_router(router, responses=errors(400, 404))
     if settings.admin_key is None:
         return
     for router, guard in changing:
@@ -88,8 +89,8 @@ def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
         )
 
 
-_reading = APIRouter(prefix="/v1/scope", tags=["scope"])
-_changing = APIRouter(prefix="/v1/scope", tags=["scope operator"])
+_reading = APIRouter(prefix="/v1/scope", tags=["scope"], route_class=Route)
+_changing = APIRouter(prefix="/v1/scope", tags=["scope operator"], route_class=Route)
 
 
 class _AnyName(Convertor[str]):
@@ -114,6 +115,7 @@ async def get_info(request: Request) -> ServerInfo:
     told = await asked(engine_of(request).describe())
     num_requests, num_pending = await asked(engine_of(request).load())
     state, sites = state_of(request), told["sites"]
+    await run_in_threadpool(state.store.forget_deleted)
     settings = state.settings
     return ServerInfo(
         version=__version__,
@@ -154,8 +156,9 @@ def _sites(num_layers: int, boundaries: set[int]) -> list[SiteInfo]:
     "/results/{result_id}",
     summary="The tensors of a choice",
     response_class=StreamingResponse,
-    responses=errors(404)
-    | {200: {"content": {"application/octet-stream": {}}, "description": "A safetensors file."}},
+    responses={
+        200: {"content": {"application/octet-stream": {}}, "description": "A safetensors file."}
+    },
 )
 async def get_result(
     request: Request,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import math
 import os
 import re
 import secrets
@@ -53,6 +54,19 @@ def pieces(file: BinaryIO, done: Callable[[], None] = lambda: None) -> Iterator[
     done()
 
 
+@dataclass
+class _File:
+    """What is held of one: where it is, its size, and when it ends.
+
+    Attributes:
+        ends_at: by the monotonic clock; never while it is written.
+    """
+
+    path: Path
+    num_bytes: int
+    ends_at: float = math.inf
+
+
 def owner_of(authorization: str | None) -> str:
     """Who may fetch what a request left: all who send the same Authorization header."""
     return hashlib.sha256((authorization or "").encode()).hexdigest()[:32]
@@ -71,8 +85,7 @@ class Store:
     def __init__(self, parent: Path, run: str, most_bytes: int, ttl_s: float) -> None:
         self.most_bytes, self.ttl_s = most_bytes, ttl_s
         self._lock = threading.Lock()
-        self._sizes: dict[str, int] = {}
-        self._ends: dict[str, float] = {}
+        self._files: dict[str, _File] = {}
         _remove_abandoned(parent)
         self._folder = parent / f"{_prefix()}{run}"
         self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -86,14 +99,16 @@ class Store:
 
     @property
     def num_bytes(self) -> int:
-        return sum(self._sizes.values())
+        return sum(file.num_bytes for file in list(self._files.values()))
 
     def __len__(self) -> int:
-        return len(self._sizes)
+        return len(self._files)
 
     def check_room(self) -> None:
         """Raises CapacityError where the files have reached their bound."""
         self.sweep()
+        if self.num_bytes >= self.most_bytes:
+            self.forget_deleted()
         if self.num_bytes >= self.most_bytes:
             raise CapacityError(
                 f"results of {self.num_bytes:,} bytes wait to be fetched, of at most "
@@ -108,27 +123,29 @@ class Store:
         """
         size = sum(tensor.nbytes for tensor in tensors.values())
         name = secrets.token_urlsafe(24)
+        path = self._path(name, owner)
         with self._lock:
+            if self.num_bytes + size > 2 * self.most_bytes:
+                self.forget_deleted()
             if self.num_bytes + size > 2 * self.most_bytes:
                 raise CapacityError(
                     f"the result has {size:,} bytes and there is no room to keep it; read fewer "
                     "tokens or layers, or fetch other results first."
                 )
-            self._sizes[name] = size
-            self._ends[name] = time.monotonic() + self.ttl_s
-        path = self._path(name, owner)
+            file = self._files[name] = _File(path, size)
         hidden = path.with_suffix(".part")
         try:
-            with open(hidden, "xb", buffering=0) as file:
-                write_tensors(file, {key: [tensor] for key, tensor in tensors.items()}, metadata)
-            size = hidden.stat().st_size
+            with open(hidden, "xb", buffering=0) as raw:
+                write_tensors(raw, {key: [tensor] for key, tensor in tensors.items()}, metadata)
+            file.num_bytes = hidden.stat().st_size
+            os.utime(hidden)  # its time begins now, for other processes too
             hidden.rename(path)
         except BaseException:
             hidden.unlink(missing_ok=True)
-            self._forget(name)
+            self._files.pop(name, None)
             raise
-        self._sizes[name] = size
-        return Kept(name, size, self.ttl_s)
+        file.ends_at = time.monotonic() + self.ttl_s
+        return Kept(name, file.num_bytes, self.ttl_s)
 
     def open(self, name: str, owner: str) -> BinaryIO | None:
         """The file, or None where there is none of this id and owner."""
@@ -147,18 +164,31 @@ class Store:
 
     def delete(self, name: str, owner: str) -> None:
         if _ID.fullmatch(name):
-            self._path(name, owner).unlink(missing_ok=True)
-            self._forget(name)
+            path = self._path(name, owner)
+            path.unlink(missing_ok=True)
+            known = self._files.get(name)
+            if known is not None and known.path == path:
+                self._files.pop(name, None)
 
     def sweep(self) -> None:
         """End the files whose time is over."""
         now = time.monotonic()
-        for name in [n for n, end in list(self._ends.items()) if end <= now]:
-            self._remove(name)
+        for name, file in list(self._files.items()):
+            if file.ends_at <= now:
+                self._remove(name)
+
+    def forget_deleted(self) -> None:
+        """Give room back for files that another process has deleted for who read them."""
+        # Before the folder is read: what is written meanwhile is no candidate.
+        written = [(n, f) for n, f in list(self._files.items()) if f.ends_at < math.inf]
+        there = set(os.listdir(self._folder))
+        for name, file in written:
+            if file.path.name not in there:
+                self._files.pop(name, None)
 
     def close(self) -> None:
         """Remove this process's files, and the folder if no other process holds it."""
-        for name in list(self._sizes):
+        for name in list(self._files):
             self._remove(name)
         if self._holder >= 0:
             _remove_if_free(self._folder, self._holder)
@@ -168,14 +198,9 @@ class Store:
         return self._folder / f"{name}.{owner}.safetensors"
 
     def _remove(self, name: str) -> None:
-        for path in self._folder.glob(f"{name}.*"):
-            path.unlink(missing_ok=True)
-        self._forget(name)
-
-    def _forget(self, name: str) -> None:
-        with self._lock:
-            self._sizes.pop(name, None)
-            self._ends.pop(name, None)
+        file = self._files.pop(name, None)
+        if file is not None:
+            file.path.unlink(missing_ok=True)
 
 
 def _prefix() -> str:

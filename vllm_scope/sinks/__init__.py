@@ -14,6 +14,7 @@ A plugin is a class, or a function that makes a sink, under the entry-point grou
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -113,6 +114,9 @@ class Report:
         streams: `site.layer` -> shape, dtype, and what else there is to know.
         status, reason: where the sink knows better than the Ending.
         details: anything that JSON can say.
+        published: for a sink whose rows could still be lost: done when they no longer
+            can. The caller is told then, and not before; where it fails, the request
+            ends with status `error` and its exception as the reason.
     """
 
     files: list[str] = field(default_factory=list)
@@ -120,6 +124,7 @@ class Report:
     status: Status | None = None
     reason: str | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
+    published: Future[None] | None = None
 
 
 class Sink(Protocol):
@@ -128,7 +133,8 @@ class Sink(Protocol):
     request go to the same one.
 
     Order: the blocks of a request, then `finish`, once, also for a request that had no
-    block or failed. Requests interleave.
+    block or failed; not for one that came and went while the sink was stalled. Requests
+    interleave.
 
     What a block holds depends on the class attribute `live`:
 
@@ -152,8 +158,9 @@ class Sink(Protocol):
     def finish(self, ending: Ending) -> Report | None: ...
 
     def flush(self) -> None:
-        """Make what was finished visible. Called when nothing came for `flush_s`, and by
-        the remote call `scope_flush`."""
+        """Make what was finished visible: every `published` that was given out is done
+        when this returns. Called `flush_s` after a request has ended; sooner where one
+        waits to be published and none is running; and by the remote call `scope_flush`."""
 
     def close(self) -> None: ...
 

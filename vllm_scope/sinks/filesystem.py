@@ -4,6 +4,8 @@ Owns:  FilesystemSink, the seam to `vllm_scope.files`.
 Runs:  on its lane's thread. Several instances may write into one root.
 
 A request that failed leaves no file; one of which rows are missing does, and says so.
+Its end is told when its file is visible: at once, or with the other requests of its
+shard.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from typing import Any, ClassVar
 import msgspec
 
 from vllm_scope.files import FileOptions, RequestRecord, RequestWriter, open_writer
-from vllm_scope.files.names import place
 from vllm_scope.sinks import Block, Ending, Report
 
 
@@ -43,16 +44,16 @@ class FilesystemSink:
             request.tag, request.name, request.uid, request.child, request.stage,
             request.num_stages,
         )  # fmt: skip
-        manifest = (writer or self._writer.begin()).finish(record)
+        stored = (writer or self._writer.begin()).finish(record)
+        manifest, root = stored.manifest, self._options.root
         streams: dict[str, dict[str, Any]] = {
             name: msgspec.to_builtins(entry) for name, entry in manifest.streams.items()
         }
-        # Shared files are seen when they are full, or when the sink is flushed.
-        own = self._options.layout in ("per_request", "npz")
-        folder = [self._options.root, *(place(record).split("/")[:-1] if own else ())]
-        paths = ["/".join([*folder, file]) for file in manifest.files]
-        details = {"root": self._options.root, "published": own, "paths": paths}
-        return Report(manifest.files, streams, manifest.status, manifest.reason, details)
+        paths = [f"{root}/{stored.path(file)}" for file in manifest.files]
+        return Report(
+            manifest.files, streams, manifest.status, manifest.reason,
+            {"root": root, "paths": paths}, stored.published,
+        )  # fmt: skip
 
     def flush(self) -> None:
         self._writer.flush()

@@ -1,12 +1,13 @@
 """One sink instance: its thread, its bounded queue, its policy.
 
-Owns:  Lane, Counters.
+Owns:  Lane.
 Runs:  `put` on the drain thread, `end` on the drain thread, the sink on the lane's own.
 From:  router.   To: a Sink.
 
 Promise: the drain thread waits here only as the policy says, and never for a sink
 whose call has hung for `patience_s`. Memory is bounded by queue_mib and held_mib. What
-is not delivered is counted on its request.
+is not delivered is counted on its request. Whatever a sink does, raises or returns,
+every request is told its end once.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from vllm_scope.errors import ConfigError
 from vllm_scope.sinks import Block, Ending, Manifest, Report, Sink
+from vllm_scope.sinks.counters import Counters
 from vllm_scope.sinks.options import SinkOptions
+from vllm_scope.sinks.reports import checked, manifest_of
 from vllm_scope.sinks.request import Arrival, Delivery, Ended
 from vllm_scope.sinks.spill import SpillFile
 
@@ -30,40 +35,12 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 #: How long a wait lasts before it is looked whether the sink has stalled.
 WAIT_S = 0.05
+#: A caller waits for its rows to be published, and no request is running whose rows
+#: could go along: how long one may still come, before they are published alone.
+ALONE_S = 0.1
 
 #: Told when a request is done with this sink.
 OnEnd = Callable[[Delivery, Manifest], None]
-
-
-@dataclass
-class Counters:
-    """Of one sink, since the start; the last three are of now.
-
-    Attributes:
-        rows: rows and scores that the sink was given.
-        bytes: of these.
-        waits, wait_ms: how often and how long the drain thread waited for room.
-        drops: rows that were dropped.
-        spilled_bytes: that went to disk in between.
-        errors: calls that raised, and stalls.
-        queue_bytes, held_bytes, spill_bytes: that wait.
-    """
-
-    rows: int = 0
-    bytes: int = 0
-    waits: int = 0
-    wait_ms: float = 0.0
-    drops: int = 0
-    spilled_bytes: int = 0
-    errors: int = 0
-    queue_bytes: int = 0
-    held_bytes: int = 0
-    spill_bytes: int = 0
-
-    def __add__(self, other: Counters) -> Counters:
-        return Counters(
-            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        )
 
 
 @dataclass
@@ -95,7 +72,7 @@ class _Flush:
 class Lane:
     """Hands blocks to a sink.
 
-    Verbs: `put`, `end`, `flush`, `close`.
+    Verbs: `add_request`, `put`, `end`, `give_up`, `flush`, `close`.
     """
 
     def __init__(self, name: str, sink: Sink, options: SinkOptions, on_end: OnEnd) -> None:
@@ -108,13 +85,18 @@ class Lane:
         self._most_held = options.share(options.held_mib)
         self._spill: SpillFile | None = None
         if options.on_overload == "spill":
-            self._spill = SpillFile(options.spill_folder, options.share(options.spill_mib))
+            self._spill = _open_spill(name, sink, options)
         self._items: deque[_Rows | _End | _Flush] = deque()
         self._changed = threading.Condition()
         self._closing = False
         #: When the call that runs now began.
         self._called_at: float | None = None
-        self._dirty = False
+        #: When the first request ended that was not flushed.
+        self._dirty_since: float | None = None
+        self._num_running = 0
+        self._worked_at = 0.0
+        #: Deliveries that have ended, and whose rows could still be lost.
+        self._unpublished: dict[Delivery, Ending] = {}
         self._thread = threading.Thread(target=self._run, name=f"vllm-scope-{name}", daemon=True)
         self._thread.start()
 
@@ -129,6 +111,11 @@ class Lane:
         return (
             f"sink {self.name!r} did not return from a call within {self._options.patience_s:g} s"
         )
+
+    def add_request(self) -> None:
+        """One more is running, until its end was handled here."""
+        with self._changed:
+            self._num_running += 1
 
     def put(self, delivery: Delivery, arrival: Arrival) -> None:
         """Take rows, or drop and count them, as the policy says."""
@@ -155,13 +142,20 @@ class Lane:
     def end(self, delivery: Delivery, ended: Ended) -> None:
         """The last of a request. Never waits."""
         with self._changed:
-            self._append(_End(delivery, ended))
+            # However long a sink hangs, requests that it has seen nothing of leave nothing.
+            unseen = self.stalled and not delivery.entered
+            if unseen:
+                self._num_running -= 1
+            else:
+                self._append(_End(delivery, ended))
+        if unseen:
+            self.give_up(delivery)
+            self._tell(delivery, manifest_of(delivery.ending(ended), {}, Report()))
 
     def give_up(self, delivery: Delivery) -> None:
         """A stalled sink: its request is answered without it."""
-        with self._changed:
-            delivery.error = delivery.error or self.stall_reason
-            self.counters.errors += 1
+        delivery.error = delivery.error or self.stall_reason
+        self._count_error()
 
     def flush(self) -> str | None:
         """Wait until all that ended so far is visible; the reason where it is not."""
@@ -198,15 +192,15 @@ class Lane:
         first = self._spill is None or not len(self._spill)
         if first and (queued == 0 or queued + size <= self._most_queued):
             self.counters.queue_bytes += size
-            self._append(rows)
-            return True
-        if self._spill is not None and self._spill.put(rows.arrival.data):
+        elif self._spill is not None and self._spill.put(rows.arrival.data):
             rows.spilled = True
             rows.arrival = replace(rows.arrival, data=np.empty((0, 0), np.uint8))
             self.counters.spilled_bytes += size
-            self._append(rows)
-            return True
-        return False
+        else:
+            return False
+        rows.delivery.entered = True
+        self._append(rows)
+        return True
 
     def _append(self, item: _Rows | _End | _Flush) -> None:
         self._items.append(item)
@@ -214,22 +208,21 @@ class Lane:
 
     def _drop(self, rows: _Rows, reason: str) -> None:
         rows.delivery.lose(reason)
-        self.counters.drops += rows.num_values
+        with self._changed:
+            self.counters.drops += rows.num_values
 
     # The thread
 
     def _run(self) -> None:
-        while True:
-            item = self._next()
-            if item is None:
-                break
+        while (item := self._next()) is not None:
             if isinstance(item, _Rows):
                 self._take(item)
             elif isinstance(item, _End):
-                self._finish(item.delivery, item.ended)
+                self._end(item.delivery, item.ended)
             else:
                 item.error = self._flush_sink()
                 item.done.set()
+            self._worked_at = time.monotonic()
         self._flush_sink()
         self._call(self._sink.close)
         if self._spill is not None:
@@ -237,21 +230,30 @@ class Lane:
 
     def _next(self) -> _Rows | _End | _Flush | None:
         """The oldest item; None once there is nothing left to do at all."""
-        flush_at = time.monotonic() + self._options.flush_s
         while True:
             with self._changed:
-                if not self._items and not self._closing:
-                    self._changed.wait(self._options.flush_s)
-                if self._items:
-                    item = self._items.popleft()
-                    if isinstance(item, _Rows):
-                        self._fetch(item)
-                        self._changed.notify_all()
-                    return item
-                if self._closing:
-                    return None
-            if self._dirty and time.monotonic() >= flush_at:
-                self._flush_sink()
+                wait_s = self._flush_in()
+                if wait_s is None or wait_s > 0:
+                    if self._items:
+                        item = self._items.popleft()
+                        if isinstance(item, _Rows):
+                            self._fetch(item)
+                            self._changed.notify_all()
+                        return item
+                    if self._closing:
+                        return None
+                    self._changed.wait(wait_s)
+                    continue
+            self._flush_sink()
+
+    def _flush_in(self) -> float | None:
+        """Seconds until the sink is to be flushed; None while it need not be."""
+        if self._dirty_since is None:
+            return None
+        at = self._dirty_since + self._options.flush_s
+        if self._unpublished and not self._num_running and not self._items:
+            at = min(at, self._worked_at + ALONE_S)
+        return at - time.monotonic()
 
     def _fetch(self, rows: _Rows) -> None:
         """Its bytes, out of the queue or off the disk."""
@@ -261,7 +263,7 @@ class Lane:
         assert self._spill is not None
         try:
             data = self._spill.take()
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             rows.delivery.error = f"spilled rows of sink {self.name!r} were lost: {error}"
             return
         rows.arrival = replace(rows.arrival, data=data.reshape(len(rows.arrival.positions), -1))
@@ -271,67 +273,121 @@ class Lane:
         if delivery.error is not None:
             self._drop(rows, delivery.error)
         elif self._live:
-            for block in delivery.live_blocks(rows.arrival):
-                self._write(delivery, block)
+            self._write_all(delivery, delivery.live_blocks(rows.arrival))
         elif self.counters.held_bytes + rows.arrival.data.nbytes > self._most_held:
             self._drop(rows, f"held_mib of sink {self.name!r} is full of requests that run")
         else:
             self.counters.held_bytes += rows.arrival.data.nbytes
             delivery.keep(rows.arrival)
 
-    def _write(self, delivery: Delivery, block: Block) -> None:
-        if delivery.error is not None:
-            return
-        error = self._call(self._sink.write, block)
-        # It may have been given up meanwhile.
-        delivery.error = delivery.error or error
-        if delivery.error is None:
-            self.counters.rows += len(block.positions)
-            self.counters.bytes += block.rows.nbytes
-
-    def _finish(self, delivery: Delivery, ended: Ended) -> None:
-        streams: dict[str, dict[str, Any]] = {}
-        if not self._live and delivery.error is None:
-            for block in delivery.whole_blocks(ended):
+    def _write_all(self, delivery: Delivery, blocks: Iterator[Block]) -> dict[str, Any]:
+        """Returns stream -> its shape and dtype, of what was written last."""
+        streams: dict[str, Any] = {}
+        try:
+            for block in blocks:
+                error = self._call(self._sink.write, block)
+                # It may have been given up meanwhile.
+                delivery.error = delivery.error or error
+                if delivery.error is not None:
+                    break
+                self.counters.rows += len(block.positions)
+                self.counters.bytes += block.rows.nbytes
                 name = block.probe or f"{block.site}.{block.layer}"
                 dtype = str(block.rows.dtype).removeprefix("torch.")
                 streams[name] = {"shape": list(block.rows.shape), "dtype": dtype}
-                self._write(delivery, block)
+        except Exception as error:  # no memory for the blocks, say: the lane goes on
+            delivery.error = delivery.error or self._failure(error, counts=True)
+        return streams
+
+    def _end(self, delivery: Delivery, ended: Ended) -> None:
+        try:
+            self._finish(delivery, ended)
+        except Exception as error:  # no memory: what is owed is an answer
+            reason = self._failure(error, counts=True)
+            self._tell(delivery, Manifest("error", reason, 0, 0, 0))
+        with self._changed:
+            self._num_running -= 1
+            self._dirty_since = self._dirty_since or time.monotonic()
+
+    def _finish(self, delivery: Delivery, ended: Ended) -> None:
+        streams: dict[str, Any] = {}
+        if not self._live and delivery.error is None:
+            streams = self._write_all(delivery, delivery.whole_blocks(ended))
         self.counters.held_bytes -= delivery.forget()
         ending = delivery.ending(ended)
-        reports: list[Report | None] = []
-        error = self._call(lambda: reports.append(self._sink.finish(ending)))
+        reports: list[Report] = []
+        error = self._call(lambda: reports.append(checked(self._sink.finish(ending))))
         if error is not None:
             ending = replace(ending, status="error", reason=ending.reason or error)
-        self._dirty = True
-        self._on_end(delivery, _manifest(ending, streams, reports[0] if reports else None))
+        report = reports[0] if reports else Report()
+        manifest = manifest_of(ending, streams, report)
+        if report.published is None or manifest.status == "error":
+            self._tell(delivery, manifest)
+            return
+        self._unpublished[delivery] = ending
+
+        def published(future: Future[None]) -> None:
+            failure = None if future.cancelled() else future.exception()
+            if future.cancelled() or failure is not None:
+                self._lost(delivery, self._failure(failure or CancelledError()))
+            elif self._unpublished.pop(delivery, None) is not None:
+                self._tell(delivery, manifest)
+
+        report.published.add_done_callback(published)
+
+    def _lost(self, delivery: Delivery, reason: str) -> None:
+        """What the sink had finished will not be published."""
+        ending = self._unpublished.pop(delivery, None)
+        if ending is not None:
+            self._count_error()
+            ending = replace(ending, status="error", reason=reason)
+            self._tell(delivery, manifest_of(ending, {}, Report()))
+
+    def _tell(self, delivery: Delivery, manifest: Manifest) -> None:
+        try:
+            self._on_end(delivery, manifest)
+        except Exception:
+            logger.exception("vllm-scope: the end of a request was not told")
 
     def _flush_sink(self) -> str | None:
-        self._dirty = False
-        return self._call(self._sink.flush)
+        self._dirty_since = None
+        before = list(self._unpublished)
+        error = self._call(self._sink.flush)
+        for delivery in before:
+            self._lost(delivery, error or f"sink {self.name!r} was flushed, but published nothing")
+        return error
 
     def _call(self, call: Callable[..., Any], *args: Any) -> str | None:
         """Why it failed, or None."""
         self._called_at = time.monotonic()
         try:
             call(*args)
-        except Exception as error:
-            self.counters.errors += 1
-            if self.counters.errors == 1:
-                logger.exception("vllm-scope: sink %r failed", self.name)
-            return f"sink {self.name!r} failed: {type(error).__name__}: {error}"
+        except BaseException as error:  # a plugin may call sys.exit
+            return self._failure(error, counts=True)
         finally:
             self._called_at = None
         return None
 
+    def _failure(self, error: BaseException, counts: bool = False) -> str:
+        """The reason that requests are given."""
+        if counts:
+            self._count_error(error)
+        return f"sink {self.name!r} failed: {type(error).__name__}: {error}"
 
-def _manifest(ending: Ending, streams: dict[str, Any], report: Report | None) -> Manifest:
-    report = report or Report()
-    if ending.status == "ok" and report.status is not None:
-        ending = replace(ending, status=report.status, reason=report.reason)
-    delivered = 0 if ending.status == "error" else ending.delivered
-    return Manifest(
-        ending.status, ending.reason, ending.expected, delivered, ending.expected - delivered,
-        report.files, {**streams, **report.streams} if ending.status != "error" else {},
-        [dict(report.details)] if report.details else [],
-    )  # fmt: skip
+    def _count_error(self, error: BaseException | None = None) -> None:
+        with self._changed:
+            self.counters.errors += 1
+            first = self.counters.errors == 1
+        if first:
+            logger.error("vllm-scope: sink %r failed", self.name, exc_info=error)
+
+
+def _open_spill(name: str, sink: Sink, options: SinkOptions) -> SpillFile:
+    try:
+        return SpillFile(options.spill_folder, options.share(options.spill_mib))
+    except OSError as error:
+        sink.close()
+        raise ConfigError(
+            f"sink {name!r} cannot spill: {error}. spill_folder is a folder of the worker's "
+            "host that it may write to."
+        ) from None

@@ -46,7 +46,9 @@ class SinkOptions(BaseModel):
         patience_s: how long one call to the sink may take. Longer, and the sink counts
             as stalled until the call returns: nothing waits for it, what comes is
             dropped, and its requests end with the reason.
-        flush_s: the sink is flushed when nothing came for so long.
+        flush_s: how long a request that has ended may wait until the sink makes it
+            visible, together with others. Where its caller waits for that, it is sooner
+            once no other request is running.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -58,7 +60,7 @@ class SinkOptions(BaseModel):
     spill_folder: StrictStr | None = None
     threads: StrictInt = Field(default=1, ge=1, le=64)
     patience_s: Number = Field(default=20.0, gt=0)
-    flush_s: Number = Field(default=5.0, gt=0)
+    flush_s: Number = Field(default=2.0, gt=0)
 
     def share(self, mib: float) -> int:
         """Bytes of one thread."""

@@ -81,6 +81,7 @@ class Delivery:
         error: why nothing more is delivered.
         loss: why some rows were dropped.
         held_bytes: of rows that wait for the request's end.
+        entered: the sink's queue had some of its rows.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Delivery:
         self.error: str | None = None
         self.loss: str | None = None
         self.held_bytes = 0
+        self.entered = False
         self._dtype: torch.dtype = getattr(torch, sites.dtype)
         self._streams = list(_streams_of(asked, to, sites, here))
         self._kept: list[Arrival] = []

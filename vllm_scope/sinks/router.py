@@ -21,7 +21,8 @@ import numpy as np
 from vllm_scope.plan import Ints
 from vllm_scope.program import Layout
 from vllm_scope.sinks import Manifest, RequestInfo, RowBatch
-from vllm_scope.sinks.lane import Counters, Lane
+from vllm_scope.sinks.counters import Counters
+from vllm_scope.sinks.lane import Lane
 from vllm_scope.sinks.memory import MemorySink
 from vllm_scope.sinks.options import SinkConfig
 from vllm_scope.sinks.request import Delivery, Ended
@@ -83,10 +84,14 @@ class Router:
         self._keys: Ints = np.zeros(0, np.int64)
         self._stop = threading.Event()
         self._reported: dict[str, dict[str, float]] = {}
-        self._lanes = {name: self._open(name, config) for name, config in sinks.items()} | {
-            GLOBAL + name: self._open(GLOBAL + name, config)
-            for name, config in global_sinks.items()
-        }
+        self._lanes: dict[str, list[Lane]] = {}
+        named = {GLOBAL + name: config for name, config in global_sinks.items()}
+        try:
+            for name, config in {**sinks, **named}.items():
+                self._open(name, config)
+        except BaseException:
+            self._close_lanes()
+            raise
         self._thread: threading.Thread | None = None
         if self._lanes:
             self._thread = threading.Thread(
@@ -94,11 +99,11 @@ class Router:
             )
             self._thread.start()
 
-    def _open(self, name: str, config: SinkConfig) -> list[Lane]:
+    def _open(self, name: str, config: SinkConfig) -> None:
         make = config.factory()
-        return [
-            Lane(name, make(), config.options, self._on_end) for _ in range(config.options.threads)
-        ]
+        lanes = self._lanes[name] = []
+        for _ in range(config.options.threads):
+            lanes.append(Lane(name, make(), config.options, self._on_end))
 
     def add_request(self, info: RequestInfo, asked: Resolved) -> None:
         """Take a request in, before its rows come.
@@ -117,6 +122,8 @@ class Router:
             if not delivery.empty:
                 lanes = self._lanes[to]
                 deliveries[to] = (lanes[info.key % len(lanes)], delivery)
+        for lane, _ in deliveries.values():
+            lane.add_request()
         if deliveries:
             with self._lock:
                 self._routed[info.key] = _Routed(deliveries)
@@ -131,7 +138,12 @@ class Router:
     # Drain thread
 
     def write(self, batch: RowBatch) -> None:
-        self._memory.write(batch)
+        try:
+            self._memory.write(batch)
+        finally:
+            self._write(batch)
+
+    def _write(self, batch: RowBatch) -> None:
         keys, labels = self._keys, batch.labels
         if not len(keys) or not np.isin(labels.keys, keys).any():
             return
@@ -176,12 +188,15 @@ class Router:
     def close(self) -> None:
         """Deliver what waits."""
         self._stop.set()
-        for lanes in self._lanes.values():
-            for lane in lanes:
-                lane.close()
+        self._close_lanes()
         if self._thread is not None:
             self._thread.join(5)
         self._memory.close()
+
+    def _close_lanes(self) -> None:
+        for lanes in self._lanes.values():
+            for lane in lanes:
+                lane.close()
 
     # Any thread
 
@@ -237,10 +252,14 @@ class Router:
     def _watch(self) -> None:
         looks = 0
         while not self._stop.wait(LOOK_S):
-            self._answer_for_stalled()
             looks += 1
-            if looks % LOOKS_PER_REPORT == 0:
-                self._report()
+            try:
+                self._answer_for_stalled()
+                if looks % LOOKS_PER_REPORT == 0:
+                    self._report()
+            except Exception:
+                # Without this thread nobody would answer for a sink that hangs.
+                logger.exception("vllm-scope: what sinks did could not be told")
         self._report()
 
     def _answer_for_stalled(self) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_scope.actions import Read
+from vllm_scope.actions import MEMORY, Read
 from vllm_scope.engine.translators import give
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.files import open as open_files
@@ -33,6 +33,7 @@ from vllm_scope.sinks import Manifest
 from vllm_scope.sinks.options import FILESYSTEM
 from vllm_scope.sites import ALIASES
 from vllm_scope.vectors.hooks import mapping, parsed, site_of
+from vllm_scope.vectors.module import MAX_LAYER
 
 WHERE = "extra_args['capture']"
 #: The words for positions of a capture.
@@ -106,6 +107,11 @@ def _reads_to(consumer: Any, wanted: Any, where: str) -> list[Read]:
     if is_dataclass(wanted) and not isinstance(wanted, type):
         wanted = asdict(wanted)
     fields = {k: v for k, v in mapping(wanted, where).items() if v is not None}
+    if consumer == MEMORY:
+        raise SpecError(
+            f"{WHERE} has 'memory', which is no consumer; rows come to output.scope with "
+            "vllm_scope.Read."
+        )
     if "layout" in fields:
         raise SpecError(
             f"{where} has the layout {shown(fields['layout'])}; a layout is the operator's: "
@@ -146,12 +152,15 @@ def layers_of(layers: Any, where: str) -> Any:
         return layers
     if not layers or not set(layers) <= {"layers", "ranges"}:
         raise SpecError(f"{where} has {shown(sorted(layers, key=str))}; it has layers, ranges.")
+    for name, value in layers.items():
+        if value is not None and not isinstance(value, list | tuple):
+            raise SpecError(f"{where}[{name!r}] is {shown(value)}; it is a list.")
     found = list(layers.get("layers") or [])
     for pair in layers.get("ranges") or []:
         sane = isinstance(pair, list | tuple) and len(pair) == 2
         if not sane or any(type(end) is not int for end in pair) or pair[0] > pair[1]:
             raise SpecError(f"{where} has the range {shown(pair)}; one is [first, last].")
-        if pair[1] - pair[0] > 9999:
+        if pair[1] > MAX_LAYER:
             raise SpecError(f"{where} has the range {shown(pair)}; no model has so many layers.")
         found += range(pair[0], pair[1] + 1)
     return found
@@ -174,7 +183,7 @@ def _result_of(consumer: str, manifest: Manifest | None, result: ScopeResult) ->
         return CaptureResult("error" if result.error else "pending", result.error)
     payload: Any = manifest.details
     if consumer == FILESYSTEM:
-        payload = [path for said in manifest.details for path in said["paths"]]
+        payload = [path for said in manifest.details for path in said.get("paths", ())]
     return CaptureResult(_STATUS[manifest.status], manifest.reason, payload)
 
 

@@ -94,6 +94,21 @@ class LLM(vllm.LLM):
             scope[kind] = {**scope.get(kind, {}), name: sink}
         super().__init__(model, additional_config={**options, "scope": scope}, **kwargs)
 
+    def generate(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """As vllm.LLM's; every output has `capture_results`."""
+        return _with_results(super().generate(*args, **kwargs))
+
+    def chat(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """As vllm.LLM's; every output has `capture_results`."""
+        return _with_results(super().chat(*args, **kwargs))
+
+
+def _with_results(outputs: list[Any]) -> list[Any]:
+    for output in outputs:
+        if not hasattr(output, "capture_results"):
+            output.capture_results = {}
+    return outputs
+
 
 def sink_of(consumer: Any) -> tuple[str, str, dict[str, Any]]:
     """("sinks" or "global_sinks", the sink's name, its options).

@@ -20,7 +20,7 @@ from starlette.concurrency import run_in_threadpool
 from vllm_scope.actions import MAX_NAME
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.faces.steering_http.tiers import Wanted, merged, status
-from vllm_scope.server.access import RefusalError, asked, engine_of, errors
+from vllm_scope.server.access import RefusalError, Route, asked, engine_of, errors
 from vllm_scope.sites import ALIASES, Sites
 from vllm_scope.vectors import to_bytes
 from vllm_scope.vectors.hooks import parse_module
@@ -140,8 +140,8 @@ class ModuleChanged(BaseModel):
     modules: list[str] = Field(description="The names that there are now.")
 
 
-reading = APIRouter(prefix="/v1/steering", tags=["steering"])
-changing = APIRouter(prefix="/v1/steering", tags=["steering operator"])
+reading = APIRouter(prefix="/v1/steering", tags=["steering"], route_class=Route)
+changing = APIRouter(prefix="/v1/steering", tags=["steering operator"], route_class=Route)
 Target = Annotated[str | None, Query(description="main, or left out.")]
 
 

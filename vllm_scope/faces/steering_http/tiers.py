@@ -21,9 +21,16 @@ from vllm_scope.actions import Add, Clamp, Edit
 from vllm_scope.arrays import Array
 from vllm_scope.errors import SpecError
 from vllm_scope.faces.steering_http.vectors import clamps_of, stacked
-from vllm_scope.sites import ALIASES, Sites
+from vllm_scope.sites import ALIASES, SiteLayer, Sites
 from vllm_scope.spec import Spec, scope
-from vllm_scope.vectors.hooks import MODULE_TIERS, parse_hooks
+from vllm_scope.vectors.hooks import (
+    MODULE_TIERS,
+    is_packed,
+    layer_of,
+    mapping,
+    parse_hooks,
+    site_of,
+)
 
 CLAMP_TIERS = {"clamps": "all", "prefill_clamps": "prompt", "decode_clamps": "generated"}
 _HOOKS = {site: hook for hook, site in ALIASES.items()}
@@ -63,6 +70,10 @@ class Wanted:
             # A vector of zeros takes the old one away.
             edits += stacked({s: v for s, v in vectors.items() if v.any()}, tokens)
         for field, tokens in CLAMP_TIERS.items():
+            # An empty list takes a place's clamps away.
+            for site, layer in _empty(body.get(field), field):
+                _check(site, layer, sites.hidden_size, field, sites)
+                places.add(("clamp", tokens, site, layer))
             for clamp in clamps_of(body.get(field), tokens, field):
                 (place,) = _places(clamp)
                 _check(*place[2:], clamp.direction.shape[-1], field, sites)
@@ -80,6 +91,15 @@ class Wanted:
     @property
     def layers(self) -> list[int]:
         return sorted({layer for *_, layer in self.places})
+
+
+def _empty(clamps: Any, where: str) -> Iterator[SiteLayer]:
+    """Places with an empty list of clamps."""
+    for hook, by_layer in mapping(clamps, where).items():
+        if isinstance(by_layer, Mapping) and not is_packed(by_layer):
+            for layer, entries in by_layer.items():
+                if entries == []:
+                    yield site_of(hook, where), layer_of(layer, f"{where}[{hook!r}]")
 
 
 def _check(site: str, layer: int, size: int, field: str, sites: Sites) -> None:

@@ -24,7 +24,7 @@ from vllm_scope.faces import KEYS
 from vllm_scope.faces.vllm_lens.client import NO_HOOKS
 from vllm_scope.faces.vllm_lens.wire import described, serialize_tensor
 from vllm_scope.files.tensors import Header, read_header
-from vllm_scope.server.access import RefusalError, errors, state_of
+from vllm_scope.server.access import RefusalError, Route, errors, state_of
 from vllm_scope.server.faces import HttpFace, Keep, Reply
 from vllm_scope.server.store import pieces
 
@@ -84,8 +84,8 @@ def _begin(values: Mapping[str, Any], keep: Keep) -> Reply:
     return LensReply(keep if transport == "binary" else None)
 
 
-_activations = APIRouter(prefix="/v1/activations", tags=["vllm-lens"])
-_hooks = APIRouter(prefix="/v1/hooks", tags=["vllm-lens"])
+_activations = APIRouter(prefix="/v1/activations", tags=["vllm-lens"], route_class=Route)
+_hooks = APIRouter(prefix="/v1/hooks", tags=["vllm-lens"], route_class=Route)
 
 
 @_activations.get(

@@ -1,0 +1,196 @@
+"""Tokens per second over HTTP: what a scope costs the clients of one server, in turns.
+
+The same server serves plain requests and others, one kind after the other, so that a
+machine whose speed drifts slows all. The clients are a process of their own, and read
+answers without parsing them: on few cores what they do counts against the server. The
+first turn warms up and is parsed: nothing may be missing.
+
+    python -m benchmarks.http                    # toy world on a CPU
+    python -m benchmarks.http --gpu --shape 8b   # random weights on a GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from benchmarks.server import API_KEY, ROOT, Server, serving
+from benchmarks.shapes import SHAPES, make_shape, make_tokenizer
+from vllm_scope import Probe, Read, scope
+
+
+@dataclass(frozen=True)
+class Load:
+    """`requests` of `prompt` tokens that generate `generate` each, `clients` at a time."""
+
+    name: str
+    clients: int
+    requests: int
+    prompt: int
+    generate: int
+
+
+CPU_WORK = [Load("1 client", 1, 4, 16, 64), Load("16 clients", 16, 64, 16, 64)]
+CPU_WORK += [Load("prefill, 16 clients", 16, 48, 200, 1)]
+GPU_WORK = [Load("1 client", 1, 4, 128, 256), Load("64 clients", 64, 256, 128, 256)]
+GPU_WORK += [Load("256 clients", 256, 768, 128, 256), Load("prefill, 64 clients", 64, 256, 1024, 1)]
+
+#: kind -> (its plain twin, streams, reads, probes, more fields of vllm_xargs)
+KINDS: dict[str, tuple[str, bool, bool, bool, dict[str, str]]] = {
+    "plain": ("plain", False, False, False, {}),
+    "1 layer": ("plain", False, True, False, {}),
+    "1 layer as a file": ("plain", False, True, False, {"scope_tensors": "handle"}),
+    "1 probe": ("plain", False, False, True, {}),
+    "plain, streamed": ("plain, streamed", True, False, False, {}),
+    "1 probe, streamed": ("plain, streamed", True, False, True, {}),
+    "1 layer, streamed": ("plain, streamed", True, True, False, {"scope_stream": "rows"}),
+}
+
+
+class Clients:
+    """Everything that is sent to one server."""
+
+    def __init__(self, server: Server, config: dict[str, Any]) -> None:
+        self._server, self._config = server, config
+        self._rng = np.random.default_rng(0)
+
+    def spec(self, kind: str) -> dict[str, Any]:
+        _, _, reads, probes, more = KINDS[kind]
+        middle, actions = self._config["num_hidden_layers"] // 2, []
+        if reads:
+            actions.append(Read("resid_post", layers=[middle]))
+        if probes:
+            weight = np.linspace(-1, 1, self._config["hidden_size"], dtype=np.float32)
+            actions.append(Probe(weight, layer=middle, name="ramp"))
+        return {"vllm_xargs": scope(*actions) | more} if actions else {}
+
+    async def run(self, kind: str, load: Load, check: bool) -> dict[str, float]:
+        """Tokens per second, bytes of answers per second, and CPU seconds."""
+        body = {"model": "model", "max_tokens": load.generate, "temperature": 0}
+        body |= {"ignore_eos": True, "stream": KINDS[kind][1]} | self.spec(kind)
+        vocab = self._config["vocab_size"]
+        # Other prompts each time: none hits another's cache.
+        prompts = iter(self._rng.integers(5, vocab, (load.requests, load.prompt)).tolist())
+        size = 0
+        headers = {"Authorization": f"Bearer {API_KEY}"}
+        connector = aiohttp.TCPConnector(limit=load.clients)
+        timeout = aiohttp.ClientTimeout(total=600)
+        async with aiohttp.ClientSession(
+            self._server.url, headers=headers, connector=connector, timeout=timeout
+        ) as session:
+
+            async def client() -> None:
+                nonlocal size
+                for prompt in prompts:
+                    size += await self._ask(session, body | {"prompt": prompt}, check)
+
+            before, started = self._server.cpu(), time.perf_counter()
+            await asyncio.gather(*(client() for _ in range(load.clients)))
+            seconds = time.perf_counter() - started
+        tokens = load.requests * (load.prompt if load.generate == 1 else load.generate)
+        after = self._server.cpu()
+        cpu = {f"{name}_cpu_s": after[name] - before[name] for name in after}
+        return {"tokens_per_s": tokens / seconds, "mb_per_s": size / seconds / 1e6} | cpu
+
+    async def _ask(self, session: Any, body: dict[str, Any], check: bool) -> int:
+        """Bytes that came."""
+        async with session.post("/v1/completions", json=body) as response:
+            answer = await response.read()
+            assert response.status == 200, answer[:500]
+        size = len(answer)
+        if "vllm_xargs" not in body:
+            return size
+        if body["stream"]:
+            answer = answer[answer.rindex(b"data: {") + 6 : answer.rindex(b"data: [DONE]")]
+        elif not check and len(answer) < 200_000 and b'"result":null' in answer:
+            return size
+        found = json.loads(answer)["choices"][0]["scope"]
+        assert found["status"] == "complete", found
+        assert found["expected"] == found["delivered"] > 0, found
+        if found["result"] is not None:
+            url = found["result"]["url"] + "?delete=true"
+            async with session.get(url) as response:
+                assert response.status == 200
+                file = await response.read()
+            assert len(file) == found["result"]["num_bytes"]
+            size += len(file)
+        return size
+
+
+def measure(clients: Clients, work: list[Load], kinds: list[str], turns: int) -> list[dict]:
+    rows = []
+    for load in work:
+        found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
+        for turn in range(turns + 1):
+            for kind in kinds:
+                answer = asyncio.run(clients.run(kind, load, check=turn == 0))
+                if turn:  # the first turn warms up
+                    found[kind].append(answer)
+        for kind, answers in found.items():
+            twins = found[KINDS[kind][0]]
+            ratios = [
+                a["tokens_per_s"] / t["tokens_per_s"] for a, t in zip(answers, twins, strict=True)
+            ]
+            row: dict[str, Any] = {"work": load.name, "kind": kind}
+            row |= {name: statistics.median(a[name] for a in answers) for name in answers[0]}
+            row["ratio"] = statistics.median(ratios)
+            row["spread"] = (max(ratios) - min(ratios)) / 2
+            cpu = [name for name in row if name.endswith("_cpu_s")]
+            row |= {f"{n}_ratio": row[n] / statistics.median(t[n] for t in twins) for n in cpu}
+            rows.append(row)
+            told = " ".join(f"{row[n]:6.2f} {row[f'{n}_ratio']:5.2f}" for n in cpu)
+            print(
+                f"{load.name:20} {kind:18} {row['tokens_per_s']:10,.0f} {row['ratio']:7.3f} "
+                f"±{row['spread']:5.3f} {row['mb_per_s']:8.1f} {told}", flush=True,
+            )  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape")
+    parser.add_argument("--model", default=str(ROOT / "toyworld" / "model"))
+    parser.add_argument("--gpu", action="store_true", help="the GPU's workloads")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--only", nargs="*", help="only workloads of these names")
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--options", type=json.loads, default=[], help="more of vllm serve, JSON")
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(args.model)
+        options = ["--no-enable-prefix-caching", "--max-model-len", "2048" if args.gpu else "512"]
+        if args.shape:
+            model = make_shape(args.shape, Path(folder))
+            make_tokenizer(model)
+            options += ["--load-format", "dummy"]
+        if not args.gpu:
+            options += ["--gpu-memory-utilization", "0.3"]
+        config = json.loads((model / "config.json").read_text())
+        work = GPU_WORK if args.gpu else CPU_WORK
+        work = [w for w in work if not args.only or w.name in args.only]
+        kinds = [k for k in KINDS if k in args.kinds or k in {KINDS[x][0] for x in args.kinds}]
+        log = Path(os.environ.get("OUT", folder)) / "server.log"
+        with serving(model, [*options, *args.options], log) as server:
+            print(
+                f"{'':20} {'':18} {'tokens/s':>10} {'ratio':>7} {'':6} {'MB/s':>8} "
+                + " ".join(f"{f'{n} CPU s':>12}" for n in ("api", "core", "worker", "all"))
+            )
+            rows = measure(Clients(server, config), work, kinds, args.turns)
+    if args.out:
+        args.out.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

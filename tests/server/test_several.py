@@ -1,0 +1,165 @@
+"""Two API processes before two replicas, with an adapter and little room for vectors."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from tests.conftest import TOYWORLD
+from tests.engine.test_lora import adapted, make_adapter
+from tests.server.conftest import ADMIN_KEY, API_KEY, serving
+from tests.server.test_answers import OPTIONS, PROBE, READS, TEXT, check, check_scores, ids_of
+from vllm_scope import Add, CapacityError, Probe, SpecError, scope
+from vllm_scope.client import ScopeClient
+from vllm_scope.vectors import SteeringModule
+
+#: Vectors that the engine has room for: 0.05 MiB of 256 numbers.
+ROOM = 51
+RAMP = np.linspace(-1, 1, 256, dtype=np.float32)
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapter")
+    make_adapter(folder, 256, num_layers=6)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def several(adapter, tmp_path_factory):
+    config = {"scope": {"vectors_mib": 0.05}}
+    with serving(
+        tmp_path_factory.mktemp("several"), "--api-server-count", "2",
+        "--data-parallel-size", "2", "--enable-lora",
+        "--max-lora-rank", "8", "--lora-modules", f"adapted={adapter}",
+        "--additional-config", json.dumps(config), VLLM_CPU_OMP_THREADS_BIND="nobind",
+    ) as found:  # fmt: skip
+        yield found
+
+
+@pytest.fixture
+def client(several):
+    with several.client() as found:
+        yield found
+
+
+def clients(server, count=12, **options):
+    """Clients with a connection of their own: the system spreads them over the processes."""
+    for _ in range(count):
+        with ScopeClient(server.url, API_KEY, ADMIN_KEY, timeout=120, **options) as found:
+            yield found
+
+
+@pytest.mark.parametrize("model", ["adapted", "toyworld"])
+def test_an_adapters_requests_read_and_score_its_model(model, client, adapter, ref):
+    out = client.complete(TEXT, *READS, PROBE, model=model, **OPTIONS)
+    prompt_ids, ids = ids_of(out.raw["choices"][0], out.raw)
+    expected = adapted(TOYWORLD, adapter) if model == "adapted" else ref
+    check(out.choices[0], prompt_ids, ids, expected)
+    check_scores(out.scope.scores, [*prompt_ids, *ids][:-1], expected)
+
+
+def test_a_file_is_served_and_deleted_by_any_process(several):
+    body = {"model": "toyworld", "prompt": TEXT, "max_tokens": 4}
+    spec = {"scope": '{"reads": [{"site": "embed"}]}', "scope_tensors": "handle"}
+    with several.http() as http:
+        answer = http.post("/v1/completions", json=body | {"vllm_xargs": spec}).json()
+    kept = answer["choices"][0]["scope"]["result"]
+    holders, files = set(), set()
+    for one in clients(several, 24):
+        holders.add(one.info()["load"]["results"])
+        files.add(one._http.get(kept["url"]).content)
+    assert holders == {0, 1}, "24 connections went to one process"
+    assert len(files) == 1
+    assert len(files.pop()) == kept["num_bytes"]
+    for one in clients(several, 24):
+        found = one.info()["load"]["results"]
+        if found == 0:  # not the process that wrote it
+            assert one._http.get(kept["url"] + "?delete=true").status_code == 200
+            break
+    assert {one._http.get(kept["url"]).status_code for one in clients(several)} == {404}
+
+
+def test_a_name_means_the_same_to_all_processes(several, client):
+    plain = client.complete(TEXT, **OPTIONS).text
+    module = SteeringModule({("resid_post", 2): RAMP})
+    client.put_module("ramp", module)
+    steer = Add("ramp", scale=10.0)
+    texts = {one.complete(TEXT, steer, **OPTIONS).text for one in clients(several)}
+    assert len(texts) == 1
+    assert texts != {plain}
+    client.delete_module("ramp")
+    # Each of the processes but one believes that it knows the name.
+    for one in clients(several):
+        with pytest.raises(SpecError, match="Register it first"):
+            one.complete(TEXT, steer, **OPTIONS)
+    for one in clients(several):
+        with pytest.raises(SpecError, match="Register it first"):
+            list(one.stream(TEXT, steer, **OPTIONS))
+
+
+def vectors(count, seed):
+    numbers = np.random.default_rng(seed).normal(size=(count, 256)).astype(np.float32)
+    return [Add(row, layer=1, scale=0.01) for row in numbers]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_has_no_room_beside_the_servers_edits_is_429_with_a_sentence(several, client, stream):
+    client.set_edits(*vectors(ROOM - 10, 1))
+    try:
+        body = {"model": "toyworld", "prompt": TEXT, "max_tokens": 4, "stream": stream}
+        body |= {"vllm_xargs": scope(*vectors(20, 2))}
+        for one in clients(several, 4):
+            response = one._http.post("/v1/completions", json=body)
+            assert response.status_code == 429, response.text
+            assert "this engine has 51 vectors" in response.json()["error"]["message"]
+            assert "send it again" in response.json()["error"]["message"]
+        with pytest.raises(CapacityError, match="with the server's edits the request takes 6"):
+            client.complete(TEXT, *vectors(20, 2), max_tokens=4)
+        # Others go on: those that fit, and plain ones.
+        assert client.complete(TEXT, *vectors(5, 3), **OPTIONS).choices[0].scope is not None
+        assert client.complete(TEXT, **OPTIONS).text
+    finally:
+        client.clear_edits()
+    assert client.complete(TEXT, *vectors(20, 2), max_tokens=4).scope.status == "complete"
+    assert several.at_rest()["pending"] == 0
+
+
+def test_server_wide_edits_that_no_request_could_hold_are_refused(client):
+    with pytest.raises(SpecError, match="for all requests"):
+        client.set_edits(*vectors(ROOM + 1, 1))
+    assert client.edits() == []
+
+
+def test_a_request_that_could_never_fit_is_400(client):
+    with pytest.raises(SpecError, match="Edit fewer places, or raise"):
+        client.complete(TEXT, *vectors(ROOM + 1, 1), max_tokens=4)
+
+
+def test_both_replicas_were_asked(several, client, ref):
+    """And every answer is right, whichever gave it."""
+    for i in range(8):
+        out = client.complete(f"{i} {TEXT}", *READS, PROBE, **OPTIONS)
+        prompt_ids, ids = ids_of(out.raw["choices"][0], out.raw)
+        check(out.choices[0], prompt_ids, ids, ref)
+        check_scores(out.scope.scores, [*prompt_ids, *ids][:-1], ref)
+    with several.http() as http:
+        metrics = http.get("/metrics").text
+    found = re.findall(r'vllm:generation_tokens_total\{engine="(\d)".* (\S+)', metrics)
+    assert {engine for engine, count in found if float(count) > 0} == {"0", "1"}, found
+
+
+def test_many_streams_over_both_processes_are_right(several, ref):
+    probe = Probe(RAMP, 0.5, layer=3, name="ramp")
+    for one in clients(several, 8):
+        scores = [
+            float(score) for chunk in one.stream(TEXT, probe, **OPTIONS)
+            for score in chunk.scope.scores.get("ramp", ())
+        ]  # fmt: skip
+        whole = one.complete(TEXT, probe, **OPTIONS)
+        np.testing.assert_allclose(scores, whole.scope.scores["ramp"], rtol=1e-4, atol=1e-4)
+        prompt_ids, ids = ids_of(whole.raw["choices"][0], whole.raw)
+        check_scores(whole.scope.scores, [*prompt_ids, *ids][:-1], ref)

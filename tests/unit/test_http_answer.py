@@ -1,0 +1,204 @@
+"""Answers and chunks of one HTTP request, and what is left of it when its client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import threading
+from functools import wraps
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.roads import SITES
+from vllm_scope import Probe, Read, Spec, scope
+from vllm_scope.assemble import Part
+from vllm_scope.engine import http
+from vllm_scope.result import ScopeResult
+from vllm_scope.server.answer import Answer, Options
+from vllm_scope.server.store import Store
+
+SIZE = SITES.hidden_size
+NUM_PROMPT, NUM_TOKENS = 3, 9
+ROWS = torch.arange(NUM_TOKENS * SIZE, dtype=torch.float32).view(NUM_TOKENS, SIZE)
+SPEC = scope(Read("resid_post", layers=[1]), Probe(np.ones(SIZE), layer=1, name="p"))
+
+
+def result(num_tokens=NUM_TOKENS, num_arrived=None, status="complete"):
+    """Of a request that has processed all tokens but the last, and got some of its values."""
+    n = num_tokens - 1 if num_arrived is None else num_arrived
+    at = np.arange(n)
+    point = SITES.point_of(("resid_post", 1))
+    return ScopeResult(
+        Spec.from_json(SPEC["scope"]).resolve(SITES), SITES, list(range(num_tokens)), NUM_PROMPT,
+        {point: [Part(at, at, ROWS[:n])]}, {0: [Part(at, at, ROWS[:n, :1])]}, status, None,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def store(tmp_path):
+    found = Store(tmp_path, "run", 1 << 20, 600.0)
+    yield found
+    found.close()
+
+
+def answer(store, streams=False, n=1, **options):
+    """On a running loop, as it is made by a request."""
+    found = Answer(Options(**options), store, 1 << 20, "owner", n, streams)
+    if not streams:
+        found.add_prompt()
+        found.open_one(lambda: None, True)
+    return found
+
+
+def take(found, index=0, *args):
+    found.take(0, SimpleNamespace(index=index, scope=result(*args)))
+
+
+def response(*indices):
+    return SimpleNamespace(choices=[SimpleNamespace(index=index) for index in indices])
+
+
+def text_of(index=0, end=None):
+    choice = {"index": index, "text": 'ü " \\', "finish_reason": end}
+    return f"data: {json.dumps({'choices': [choice]})}\n\n"
+
+
+def on_a_loop(test):
+    @wraps(test)
+    def run(*args, **kwargs):
+        asyncio.run(test(*args, **kwargs))
+
+    return run
+
+
+@on_a_loop
+async def test_chunks_carry_each_value_once_whatever_arrives_when(store):
+    found = answer(store, streams=True, stream="rows")
+    found.add_prompt()
+    found.open_one(lambda: None, True)
+    sent = []
+    for tokens, arrived in ((4, 2), (5, 2), (6, 6), (9, 7), (9, None)):
+        end = None if arrived is not None else "length"
+        take(found, 0, tokens, arrived, "complete" if end else "streaming")
+        chunk = await found.chunk(text_of(end=end))
+        assert chunk.endswith("\n\n")
+        sent.append(json.loads(chunk.removeprefix("data: "))["choices"][0])
+    assert {choice["text"] for choice in sent} == {'ü " \\'}
+    spans = [[r["spans"] for r in choice["scope"]["rows"]] for choice in sent]
+    assert spans == [[[[0, 2]]], [], [[[2, 5]]], [[[5, 7]]], [[[7, 8]]]]
+    values = [v for c in sent for s in c["scope"]["scores"].values() for v in s["values"]]
+    assert values == ROWS[:8, 0].tolist()
+    assert sent[-1]["scope"]["status"] == "complete"
+    assert (sent[-1]["scope"]["expected"], sent[-1]["scope"]["dropped"]) == (16, 0)
+
+
+@on_a_loop
+async def test_what_is_not_a_chunk_passes(store):
+    found = answer(store)
+    for text in ("data: [DONE]\n\n", ": ping\n\n"):
+        assert await found.chunk(text) == text
+
+
+@on_a_loop
+async def test_choices_get_their_own_results_in_whatever_order(store):
+    found, made = answer(store, n=2), response(1, 0)
+    take(found, 1, 5)
+    take(found, 0, 9)
+    await found.fill(made)
+    assert [choice.scope["expected"] for choice in made.choices] == [8, 16]
+
+
+@on_a_loop
+async def test_who_leaves_while_the_file_is_written_leaves_none(store, tmp_path):
+    found = answer(store, tensors="handle")
+    take(found)
+    writing, go_on, put = threading.Event(), threading.Event(), store.put
+
+    def slow(*args):
+        writing.set()
+        assert go_on.wait(10)
+        kept = put(*args)
+        assert len(store) == 1
+        return kept
+
+    store.put = slow
+    task = asyncio.ensure_future(found.fill(response(0)))
+    await asyncio.to_thread(writing.wait)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(store) == 0
+    go_on.set()
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert len(store) == 0
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+@on_a_loop
+async def test_an_answer_that_fails_in_the_middle_leaves_no_file(store, tmp_path):
+    found = answer(store, n=2, tensors="handle")
+    take(found)
+    with pytest.raises(KeyError):
+        await found.fill(response(0, 1))
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+@on_a_loop
+async def test_files_of_an_answer_that_is_out_stay(store, tmp_path):
+    found, made = answer(store, tensors="handle"), response(0)
+    take(found)
+    await found.fill(made)
+    found.close()
+    assert store.open(made.choices[0].scope["result"]["id"], "owner") is not None
+
+
+async def chunks_of(found, ended):
+    """As vLLM's: lets a generation in when it is first asked."""
+    try:
+        found.add_prompt()
+        found.open_one(lambda: ended.append("rows"), True)
+        for _ in range(3):
+            await asyncio.sleep(0)
+            yield "data: [DONE]\n\n"
+    finally:
+        ended.append("chunks")
+
+
+@on_a_loop
+async def test_who_leaves_before_the_first_chunk_leaves_nothing(store):
+    """The web framework then drops the generator, which has never run."""
+    found, ended = answer(store, streams=True), []
+    made = await http._stream(found, chunks_of(found, ended))
+    del made
+    gc.collect()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert sorted(ended) == ["chunks", "rows"]
+
+
+@on_a_loop
+async def test_who_leaves_later_leaves_nothing(store):
+    found, ended = answer(store, streams=True), []
+    made = await http._stream(found, chunks_of(found, ended))
+    assert (await anext(made)).startswith("data: ")
+    await made.aclose()
+    assert sorted(ended) == ["chunks", "rows"]
+
+
+@on_a_loop
+async def test_a_stream_waits_for_the_first_token_where_the_engine_may_still_refuse(store):
+    found = answer(store, streams=True)
+
+    async def chunks():
+        found.add_prompt()
+        found.open_one(lambda: None, False)
+        await asyncio.sleep(0.05)
+        found.fail(ValueError("no room"))
+        yield text_of(end="error")
+
+    with pytest.raises(ValueError, match="no room"):
+        await http._stream(found, chunks())

@@ -1,0 +1,61 @@
+"""What EngineCore refuses, on its way to the caller."""
+
+from __future__ import annotations
+
+import queue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_scope import CapacityError, SpecError
+from vllm_scope.engine import refusals
+
+
+class _Proc(SimpleNamespace):
+    """The part of vLLM's EngineCoreProc that answers for a request that did not enter."""
+
+    def __init__(self):
+        self.output_queue: queue.Queue = queue.Queue()
+
+
+def _told(error: Exception) -> Any:
+    """What the front-end makes of what EngineCore sends for an error."""
+    proc, request = _Proc(), SimpleNamespace(request_id="r", client_index=3)
+
+    def original(self, came):
+        return "vLLM's way"
+
+    try:
+        raise error
+    except Exception:
+        refusals._refuse(original, proc, request)
+    if proc.output_queue.empty():
+        return None
+    client, outputs = proc.output_queue.get()
+    assert (client, outputs.finished_requests) == (3, {"r"})
+    (output,) = outputs.outputs
+    completion = SimpleNamespace(
+        finish_reason=str(output.finish_reason), stop_reason=output.stop_reason
+    )
+    return refusals.told(completion)
+
+
+def test_what_enginecore_refuses_comes_back_as_it_was():
+    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+
+    for error, code in ((SpecError("no: such name"), 400), (CapacityError("no room"), 429)):
+        found = _told(error)
+        assert isinstance(found, type(error))
+        assert str(found) == str(error)
+        body = create_error_response(found).error
+        assert (body.code, body.message) == (code, str(error))
+    assert _told(RuntimeError("another fault")) is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "stop"), [("stop", "vllm-scope refuses CapacityError: x"), ("error", None)]
+)
+def test_only_what_enginecore_refused_is_taken_for_it(reason, stop):
+    """A stop string of the caller's may say what it likes."""
+    assert refusals.told(SimpleNamespace(finish_reason=reason, stop_reason=stop)) is None
