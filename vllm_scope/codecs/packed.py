@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vllm_scope.codecs import Codec, codec_from
 from vllm_scope.encoding import Encoding
-from vllm_scope.program import SLOT_BYTES, slots_of_row
+from vllm_scope.layout import SLOT_BYTES, slots_of_row
 
 
 class Packing:
