@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from vllm_scope.arrays import Array
-from vllm_scope.program import OP_ADD, OP_DOT, Op, Program, assemble, slots_of_row
+from vllm_scope.layout import slots_of_row
+from vllm_scope.program import OP_ADD, OP_DOT, Op, Program, assemble
 from vllm_scope.sites import point_of
 from vllm_scope.tap import kernel
 from vllm_scope.tap.tables import Tables

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from vllm_scope.arrays import Array
+from vllm_scope.encoding import CodecChoice
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.selectors import Positions, Selector, parse_selector
 from vllm_scope.sites import SITES, canonical_site, parse_layers
@@ -120,7 +121,7 @@ class Action:
                 continue
             if isinstance(value, Module):
                 value = {"module": value.name}
-            body[name] = value.to_json() if isinstance(value, Array) else value
+            body[name] = value.to_json() if isinstance(value, Array | CodecChoice) else value
         return body
 
 
@@ -140,13 +141,17 @@ class Read(Action):
             engine was started with: "filesystem", or a plugin's name.
         tag, name: what a sink may call the request: a folder for requests that belong
             together, and the request's own name. Not for "memory".
+        codec: how the rows are encoded on the device, before they are copied anywhere:
+            a name, or an object such as {"name": "rp8", "k": 128, "seed": 3}. They come
+            back decoded; what each codec loses: docs/codecs.md.
 
     Raises:
-        SpecError: a wrong type, an unknown site, an empty or negative layer list.
+        SpecError: a wrong type, an unknown site, an empty or negative layer list, an
+            unknown codec or option.
     """
 
     kind: ClassVar[str] = "read"
-    fields: ClassVar[tuple[str, ...]] = ("when", "to", "tag", "name")
+    fields: ClassVar[tuple[str, ...]] = ("when", "to", "tag", "name", "codec")
 
     site: str
     layers: Layers = None
@@ -156,10 +161,12 @@ class Read(Action):
     to: str = field(default=MEMORY, kw_only=True)
     tag: str | None = field(default=None, kw_only=True)
     name: str | None = field(default=None, kw_only=True)
+    codec: Any = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self._place(self.layer)
         object.__setattr__(self, "layer", None)
+        object.__setattr__(self, "codec", CodecChoice.parse(self.codec, "Read.codec"))
         if not isinstance(self.layers, str):
             object.__setattr__(self, "layers", tuple(sorted(self.layers)))  # type: ignore[arg-type]
         _one_of(self.when, ("after", "before"), "Read.when")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_scope.program import SLOT_BYTES
+from vllm_scope.layout import SLOT_BYTES
 
 
 class HostFence:

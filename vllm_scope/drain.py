@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,9 +27,11 @@ import torch
 from torch import Tensor
 
 from vllm_scope.arena import Arena, HostFence, Region, StreamFence
+from vllm_scope.encoding import Encoding
 from vllm_scope.host_ring import HostRing, JoinedLease, Lease
+from vllm_scope.layout import SLOT_BYTES
+from vllm_scope.packer import Packer
 from vllm_scope.plan import Labels
-from vllm_scope.program import SLOT_BYTES
 from vllm_scope.sinks import BatchSink, RowBatch
 
 logger = logging.getLogger(__name__)
@@ -70,7 +72,7 @@ class _Finish:
 class Drain:
     """Copies regions of the arena to the host ring and hands them to a sink, in order.
 
-    Verbs: `submit` (a written region), `finish_request`, `close`.
+    Verbs: `add_request`, `submit` (a written region), `finish_request`, `close`.
     """
 
     def __init__(self, arena: Arena, ring: HostRing, sink: BatchSink, row_bytes: int) -> None:
@@ -82,12 +84,25 @@ class Drain:
         self._closing = False
         self._wake = threading.Event()
         self._cuda = arena.slots.is_cuda
+        self._packer = Packer(arena.slots.dtype, arena.slots.device, row_bytes)
         #: Passed by; to make one takes longer than to record it.
         self._events: list[torch.cuda.Event] = []
         if self._cuda:
             self._stream = torch.cuda.Stream(arena.slots.device)
         self._thread = threading.Thread(target=self._run, name="vllm-scope-drain", daemon=True)
         self._thread.start()
+
+    def add_request(self, key: int, encodings: Sequence[Encoding]) -> None:
+        """Make ready for a request whose rows are encoded.
+
+        Raises:
+            CapacityError: it needs more than there is room for.
+        """
+        if self._cuda:
+            with torch.cuda.stream(self._stream):  # where it is used, and given back
+                self._packer.hold(key, encodings)
+        else:
+            self._packer.hold(key, encodings)
 
     def submit(
         self,
@@ -105,10 +120,16 @@ class Drain:
             positions: [num_rows] int64 on the device: true positions by batch row,
                 or None where the labels' positions are true.
         """
-        lease = self._ring.acquire(region.num_slots)
+        num_slots = region.num_slots
+        if labels.encodes:
+            num_slots = self._packer.num_slots(labels, boundary)
+        lease = self._ring.acquire(num_slots)
         copied = None
         if self._cuda:
-            copied, positions = self._copy(region, lease, positions)
+            copied, positions = self._copy(region, labels, boundary, lease, positions)
+            if copied is None:
+                lease.release()
+                return
         elif positions is not None:
             positions = positions.clone()
         self._put(_Rows(labels, boundary, region, lease, copied, positions))
@@ -126,6 +147,7 @@ class Drain:
         self._put(_Rows(labels, None, None, lease, written, positions))
 
     def finish_request(self, key: int, error: str | None = None) -> None:
+        self._packer.release(key)
         self._put(_Finish(key, error))
 
     def _put(self, item: _Rows | _Finish) -> None:
@@ -143,21 +165,40 @@ class Drain:
         self._ring.close()
 
     def _copy(
-        self, region: Region, lease: Lease, positions: Tensor | None
-    ) -> tuple[torch.cuda.Event, Tensor | None]:
+        self,
+        region: Region,
+        labels: Labels,
+        boundary: int | None,
+        lease: Lease,
+        positions: Tensor | None,
+    ) -> tuple[torch.cuda.Event | None, Tensor | None]:
+        """The event behind the copy; None where these rows are lost."""
         if positions is not None:
             positions = self._to_host(positions)
         written = torch.cuda.Event()
         written.record()
         # Blocking: the drain thread sleeps in `synchronize` instead of spinning.
-        copied = torch.cuda.Event(blocking=True)
+        copied, whole = torch.cuda.Event(blocking=True), True
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(written)
-            lease.slots.copy_(self._arena.view(region).view(torch.uint8), non_blocking=True)
+            try:
+                self._fill(region, labels, boundary, lease)
+            except torch.OutOfMemoryError:
+                # To encode takes memory. In the middle of the engine's step, which goes
+                # on: as in `_guard`, their requests report these rows as dropped.
+                logger.exception("vllm-scope: rows could not be encoded")
+                self._stream.synchronize()  # nothing writes to the lease any more
+                whole = False
             copied.record()
             assert isinstance(region.fence, StreamFence)
             region.fence.event.record()
-        return copied, positions
+        return copied if whole else None, positions
+
+    def _fill(self, region: Region, labels: Labels, boundary: int | None, lease: Lease) -> None:
+        if labels.encodes:
+            self._packer.pack(self._arena.view(region), labels, boundary, lease.slots)
+        else:
+            lease.slots.copy_(self._arena.view(region).view(torch.uint8), non_blocking=True)
 
     @staticmethod
     def _to_host(positions: Tensor) -> Tensor:
@@ -234,7 +275,7 @@ class Drain:
         assert step.region is not None
         assert isinstance(step.region.fence, HostFence)
         try:
-            step.lease.slots.copy_(self._arena.view(step.region).view(torch.uint8))
+            self._fill(step.region, step.labels, step.boundary, step.lease)
         finally:
             step.region.fence.set()
 

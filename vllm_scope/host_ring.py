@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from vllm_scope.errors import CapacityError
-from vllm_scope.program import SLOT_BYTES
+from vllm_scope.layout import SLOT_BYTES
 
 #: Bytes before the rows: one int64 counter for each reader, and the ring's identity.
 HEADER_BYTES = 4096

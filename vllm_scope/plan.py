@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.errors import ScopeError
-from vllm_scope.program import NO_PROGRAM, Layout, RequestProgram
+from vllm_scope.layout import Layout
+from vllm_scope.program import NO_PROGRAM, RequestProgram
 from vllm_scope.tap.tables import Tables
 
 Ints = NDArray[np.int64]
@@ -65,6 +66,11 @@ class Labels:
     layouts: tuple[Layout, ...]
     rows: Ints
 
+    @property
+    def encodes(self) -> bool:
+        """Some rows are to be encoded on their way out of the arena."""
+        return any(layout.encoded for layout in self.layouts)
+
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -75,6 +81,7 @@ class StepPlan:
         program_ids: int32 [num_rows].
         offsets: int64 [num_rows], first slot of each row's token, from 0.
         num_slots: of all rows.
+        num_delivered: the same behind the arena, where some are encoded.
         delivers: bool [num_rows], the rows that `labels` are of.
     """
 
@@ -82,6 +89,7 @@ class StepPlan:
     program_ids: NDArray[np.int32]
     offsets: Ints
     num_slots: int
+    num_delivered: int
     delivers: NDArray[np.bool_]
     labels: Labels
     optimistic: bool
@@ -139,8 +147,8 @@ class _Steady:
         return _Steady(
             self.version, self.req_ids, self.query_start, self.next_computed + 1,
             StepPlan(
-                plan.rows, plan.program_ids, plan.offsets, plan.num_slots, plan.delivers,
-                labels, plan.optimistic,
+                plan.rows, plan.program_ids, plan.offsets, plan.num_slots,
+                plan.num_delivered, plan.delivers, labels, plan.optimistic,
             ),
         )  # fmt: skip
 
@@ -339,7 +347,9 @@ class _Parts:
             positions, index = positions[delivers], index[delivers]
         layout_of, layouts = _layouts(ids_of, tables)
         labels = Labels(key_of[index], positions, layout_of, layouts, rows_of)
-        return StepPlan(rows, ids, ends - slots, int(ends[-1]), delivers, labels, optimistic)
+        size = int(ends[-1])
+        delivered = int(tables.num_delivered[ids].sum()) if labels.encodes else size
+        return StepPlan(rows, ids, ends - slots, size, delivered, delivers, labels, optimistic)
 
 
 def _layouts(

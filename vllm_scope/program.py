@@ -1,9 +1,9 @@
 """A request's actions, compiled to programs: what a tap does to one token's row.
 
-Owns:  Op, Program, Layout, and RequestProgram (which program a token gets).
+Owns:  Op, Program, and RequestProgram (which program a token gets).
 Runs:  in workers, when a request arrives and when its tokens are planned; in
        EngineCore, to count what a request needs. numpy, no torch.
-From:  spec.   To: plan (per token), tap.tables (on the device).
+From:  spec, layout.   To: plan (per token), tap.tables (on the device).
 
 Promise: the program depends on the token's absolute position, never on the step it
 happens to be in, so chunked prefill and recompute read and edit the same rows.
@@ -21,6 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.arrays import Array
+from vllm_scope.encoding import Encoding
+from vllm_scope.layout import Layout
 from vllm_scope.selectors import Selector, Tokens
 from vllm_scope.sites import LEVELS, Sites, boundary_of_point, point_of
 from vllm_scope.spec import Resolved, ResolvedEdit
@@ -32,43 +34,6 @@ OP_ADD, OP_ADD_NORM, OP_ABLATE, OP_CLAMP, OP_SET = 3, 4, 5, 6, 7
 
 #: No program: the tap leaves the row alone.
 NO_PROGRAM = -1
-#: The unit of the arena. Rows and a token's scores start at a multiple of it.
-SLOT_BYTES = 16
-#: float32 scores in a slot.
-SCORES_PER_SLOT = SLOT_BYTES // 4
-
-
-def slots_of_row(row_bytes: int) -> int:
-    return -(-row_bytes // SLOT_BYTES)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What one token delivers: its rows, then its scores.
-
-    Attributes:
-        points: where its rows are read, ascending; one row each.
-        scores: (boundary, probe number) of its scores, ascending.
-    """
-
-    points: tuple[int, ...] = ()
-    scores: tuple[tuple[int, int], ...] = ()
-
-    def slots(self, row_slots: int) -> int:
-        """Arena slots that a token takes."""
-        return len(self.points) * row_slots + math.ceil(len(self.scores) / SCORES_PER_SLOT)
-
-    def at(self, boundary: int) -> Layout:
-        """The part that one tap writes."""
-        return Layout(
-            tuple(p for p in self.points if boundary_of_point(p) == boundary),
-            tuple(s for s in self.scores if s[0] == boundary),
-        )
-
-
-def boundaries_of(layout: Layout) -> set[int]:
-    """Where a token of this layout delivers something."""
-    return {boundary_of_point(p) for p in layout.points} | {b for b, _ in layout.scores}
 
 
 @dataclass(frozen=True)
@@ -77,7 +42,7 @@ class Op:
 
     Attributes:
         code: OP_...
-        at: OP_READ: which of the layout's points; OP_DOT: which of its scores.
+        at: OP_READ: which of the arena layout's points; OP_DOT: which of its scores.
         vector: content of the row's vector (weight, direction, replacement).
         a, b: numbers of the operation.
     """
@@ -155,6 +120,7 @@ def assemble(
     points: tuple[int, ...],
     scores: dict[int, list[tuple[int, Op]]],
     edits: dict[tuple[int, int], list[Op]],
+    encoded: tuple[tuple[Encoding, tuple[int, ...]], ...] = (),
 ) -> Program:
     """A program from what happens where.
 
@@ -162,13 +128,15 @@ def assemble(
         points: at which the row is read, ascending.
         scores: point -> (probe number, its operation).
         edits: (boundary, group) -> the edits of that site, in order.
+        encoded: as in Layout.
     """
     listed = sorted(
         (boundary_of_point(point), number) for point, ops in scores.items() for number, _ in ops
     )
-    read_at = {point: i for i, point in enumerate(points)}
+    layout = Layout(points, tuple(listed), encoded)
+    read_at = {point: i for i, point in enumerate(layout.arena.points)}
     score_at = {score: i for i, score in enumerate(listed)}
-    boundaries = {boundary_of_point(p) for p in (*points, *scores)} | {b for b, _ in edits}
+    boundaries = {boundary_of_point(p) for p in (*read_at, *scores)} | {b for b, _ in edits}
     taps = []
     for boundary in sorted(boundaries):
         ops: list[Op] = []
@@ -181,7 +149,7 @@ def assemble(
             for number, op in scores.get(point, []):
                 ops.append(replace(op, at=score_at[boundary, number]))
         taps.append((boundary, tuple(ops)))
-    return Program(Layout(points, tuple(listed)), tuple(taps))
+    return Program(layout, tuple(taps))
 
 
 @dataclass(frozen=True)
@@ -193,7 +161,7 @@ class _Compiled:
     """
 
     ways: tuple[_Way, ...]
-    reads: tuple[tuple[int, tuple[int, ...]], ...]
+    reads: tuple[tuple[int, tuple[int, ...], Encoding | None], ...]
     scores: tuple[tuple[int, int, int, Op], ...]
     edits: tuple[tuple[int, tuple[int, int], tuple[Op, ...]], ...]
     programs: dict[bytes, Program | None] = field(default_factory=dict)
@@ -205,7 +173,10 @@ class _Compiled:
         return self.programs[key]
 
     def _build(self, column: NDArray[np.int32]) -> Program | None:
-        points = {p for way, some in self.reads if column[way] for p in some}
+        points: dict[Encoding | None, set[int]] = {}
+        for way, some, encoding in self.reads:
+            if column[way]:
+                points.setdefault(encoding, set()).update(some)
         scores: dict[int, list[tuple[int, Op]]] = {}
         for way, point, number, op in self.scores:
             if column[way]:
@@ -216,7 +187,9 @@ class _Compiled:
                 edits.setdefault(place, []).append(ops[column[way] - 1])
         if not (points or scores or edits):
             return None
-        return assemble(tuple(sorted(points)), scores, edits)
+        plain = tuple(sorted(points.pop(None, ())))
+        encoded = [(e, tuple(sorted(some))) for e, some in points.items() if e is not None]
+        return assemble(plain, scores, edits, tuple(sorted(encoded, key=lambda x: x[0].text)))
 
 
 def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) -> _Compiled:
@@ -234,7 +207,7 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
             if sites.boundary_of(stream) in here
         }
         if points:
-            reads.append((way(read.tokens, "deliver"), tuple(sorted(points))))
+            reads.append((way(read.tokens, "deliver"), tuple(sorted(points)), read.encoding))
     for number, probe in enumerate(asked.probes if drains else ()):
         if sites.boundary_of(probe.stream) in here:
             op = Op(OP_DOT, 0, probe.weight, probe.bias)

@@ -28,7 +28,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from vllm_scope.errors import ConfigError
 from vllm_scope.host_ring import CLOSED, RingReader, RingRef
-from vllm_scope.program import SLOT_BYTES
+from vllm_scope.layout import SLOT_BYTES
 from vllm_scope.road import (
     MOST_FRAME_BYTES,
     Address,

@@ -13,13 +13,14 @@ whether any is missing. Stages and steps may arrive in any interleaving.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import secrets
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -27,7 +28,9 @@ import torch
 from torch import Tensor
 
 from vllm_scope.assemble import Part, assemble, num_processed, wanted_positions
-from vllm_scope.program import SLOT_BYTES, Layout, slots_of_row
+from vllm_scope.codecs.packed import EncodedRows, decoded, packing_of
+from vllm_scope.encoding import Encoding
+from vllm_scope.layout import SLOT_BYTES, Layout, slots_of_row
 from vllm_scope.receiver import Receiver
 from vllm_scope.road import Address, CountersHeader, FinishHeader, RowsMessage
 from vllm_scope.selectors import Selector
@@ -43,6 +46,10 @@ if TYPE_CHECKING:
 _Stream = tuple[str, int, str]
 #: Rows [n, hidden_size] or scores [n], and their positions, int64 [n].
 _Values = tuple[Tensor, np.ndarray]
+#: The same of a stream, whose rows may be as their codec left them.
+_Rows = tuple[Tensor | EncodedRows, np.ndarray]
+#: What a worker tells rows by: how they are encoded, and the point.
+_Column = tuple[Encoding | None, int]
 Status = Literal["streaming", "complete", "incomplete", "aborted", "failed"]
 
 
@@ -163,7 +170,8 @@ class Pending:
         self.prompt_ids = prompt_ids
         self._stages_left = set(range(num_stages))
         #: By what their tokens deliver: tables of rows and of scores.
-        self._rows: dict[tuple[int, ...], _Table] = {}
+        self._rows: dict[tuple[Encoding | None, tuple[int, ...]], _Table] = {}
+        self._encodings = {read.encoding for read in asked.reads}
         self._scores: dict[tuple[int, ...], _Table] = {}
         everything = all(selector.uniform for selector in asked.selectors)
         expected = len(prompt_ids) + max_tokens - 1
@@ -178,11 +186,13 @@ class Pending:
             row_slots = slots_of_row(some.row_bytes)
             size = len(points) * row_slots * SLOT_BYTES
             rows = some.data[:, :size].reshape(len(some.data), len(points), -1)
-            table = self._rows.get(layout.points)
+            table = self._rows.get((None, layout.points))
             if table is None:
                 table = _Table(layout.points, some.row_bytes, _dtype(self.sites))
-                self._rows[layout.points] = table
+                self._rows[None, layout.points] = table
             self._append(table, points, some, rows[:, :, : some.row_bytes])
+        if some.local.encoded:
+            self._add_encoded(some)
         if some.local.scores:
             first = len(points) * slots_of_row(some.row_bytes) * SLOT_BYTES
             probes = tuple(number for _, number in layout.scores)
@@ -192,6 +202,21 @@ class Pending:
                 table = self._scores[probes] = _Table(probes, 4, torch.float32)
             local = tuple(number for _, number in some.local.scores)
             self._append(table, local, some, values.reshape(len(values), len(local), 4))
+
+    def _add_encoded(self, some: _Delivered) -> None:
+        points_of = dict(some.layout.encoded)
+        for encoding, points, first, num_slots in some.local.encoded_at(
+            slots_of_row(some.row_bytes)
+        ):
+            if encoding not in self._encodings:
+                continue  # they go to other sinks, and came along
+            key = encoding, points_of[encoding]
+            size = num_slots * SLOT_BYTES
+            table = self._rows.get(key)
+            if table is None:
+                table = self._rows[key] = _Table(key[1], size, torch.uint8)
+            rows = some.data[:, first * SLOT_BYTES :][:, : len(points) * size]
+            self._append(table, points, some, rows.reshape(len(rows), len(points), size))
 
     def _append(
         self, table: _Table, columns: tuple[int, ...], some: _Delivered, values: np.ndarray
@@ -230,7 +255,7 @@ class Pending:
             self.sites,
             [*self.prompt_ids, *output_ids],
             len(self.prompt_ids),
-            _parts(self._rows),
+            _row_parts(self._rows),
             _parts(self._scores),
             self._status(finish_reason),
             self._why(),
@@ -253,6 +278,16 @@ class Pending:
         return "complete" if whole and self.done.done() else "incomplete"
 
 
+def _row_parts(
+    tables: dict[tuple[Encoding | None, tuple[int, ...]], _Table],
+) -> dict[_Column, list[Part]]:
+    parts: dict[_Column, list[Part]] = {}
+    for (encoding, _), table in list(tables.items()):
+        for point, part in table.snapshot().items():
+            parts.setdefault((encoding, point), []).append(part)
+    return parts
+
+
 def _parts(tables: dict[tuple[int, ...], _Table]) -> dict[int, list[Part]]:
     parts: dict[int, list[Part]] = {}
     for table in list(tables.values()):
@@ -267,7 +302,7 @@ class Column:
 
     Attributes:
         label: site, layer and "before" or "after" of a stream; a probe's name.
-        values: [n, hidden_size] rows, or float32 [n] scores, CPU.
+        source: the values, or rows as their read's codec left them.
         positions: int64 [n], ascending.
         wanted: int64, ascending: the positions that were asked for, of the tokens
             processed so far; those that are not among `positions` are on their way,
@@ -275,9 +310,24 @@ class Column:
     """
 
     label: tuple[str, int, str] | str
-    values: Tensor
+    source: Tensor | EncodedRows
     positions: np.ndarray
     wanted: np.ndarray
+
+    @property
+    def values(self) -> Tensor:
+        """[n, hidden_size] rows, or float32 [n] scores, CPU. Decoded each time."""
+        return decoded(self.source)
+
+    @property
+    def nbytes(self) -> int:
+        """Of `values`."""
+        return math.prod(self.source.shape) * self.source.dtype.itemsize
+
+    def part(self, first: int, last: int) -> Column:
+        """Its values `first` to `last - 1`."""
+        some = slice(first, last)
+        return replace(self, source=self.source[some], positions=self.positions[some])
 
     @property
     def num_settled(self) -> int:
@@ -321,7 +371,8 @@ class ScopeResult:
     positions (index into prompt + generated). Row p is the state while token p is
     processed, so the token sampled last has none. Where a stream was read before and
     after the edits of its site, the key takes a third word:
-    `result["resid_post", 5, "before"]`.
+    `result["resid_post", 5, "before"]`. Rows of a read with a codec are decoded here;
+    `result.encoded("resid_post", 5)` has them as they came.
 
     Attributes:
         scores: by the probes' names, float32 [num_positions]; `scores.positions(name)`.
@@ -344,7 +395,7 @@ class ScopeResult:
         sites: Sites,
         token_ids: list[int],
         num_prompt: int,
-        rows: dict[int, list[Part]],
+        rows: dict[_Column, list[Part]],
         scores: dict[int, list[Part]],
         status: Status,
         error: str | None,
@@ -356,7 +407,8 @@ class ScopeResult:
         self._row_parts, self._score_parts = rows, scores
         self._status, self.error = status, error
         self._wanted_by: dict[tuple[Selector, ...], np.ndarray] = {}
-        self._streams: dict[_Stream, _Values] = {}
+        self._streams: dict[_Stream, _Rows] = {}
+        self._decoded: dict[_Stream, Tensor] = {}
         self._scores: dict[int, _Values] = {}
 
     @property
@@ -388,12 +440,23 @@ class ScopeResult:
             return False
 
     def __getitem__(self, stream: SiteLayer | _Stream | str) -> Tensor:
-        return self._stream(stream)[0]
+        rows = self._stream(stream)[0]
+        if not isinstance(rows, EncodedRows):
+            return rows
+        key = self._find(stream)
+        if key not in self._decoded:
+            self._decoded[key] = rows.decode()
+        return self._decoded[key]
+
+    def encoded(self, site: str, layer: int = 0, when: str | None = None) -> EncodedRows | None:
+        """The rows as they came, with their `codec` and its `parts`; None where the read
+        has no codec."""
+        rows = self._stream(_key(site, layer, when))[0]
+        return rows if isinstance(rows, EncodedRows) else None
 
     def positions(self, site: str, layer: int = 0, when: str | None = None) -> Tensor:
         """int64 [num_positions], ascending: the absolute positions of the rows."""
-        key: Any = (site, layer) if when is None else (site, layer, when)
-        return torch.from_numpy(self._stream(key)[1])
+        return torch.from_numpy(self._stream(_key(site, layer, when))[1])
 
     @property
     def expected(self) -> int:
@@ -451,11 +514,12 @@ class ScopeResult:
         # The values alone, not the room that they were given.
         for stream in self._read_streams():
             rows, positions = self._stream(stream)
-            self._streams[stream] = (rows.contiguous().clone(), positions)
+            own = rows.kept() if isinstance(rows, EncodedRows) else rows.contiguous().clone()
+            self._streams[stream] = (own, positions)
         for number in range(len(self._asked.probes)):
             values, positions = self._score(number)
             self._scores[number] = (values.clone(), positions)
-        return {**self.__dict__, "_row_parts": {}, "_score_parts": {}}
+        return {**self.__dict__, "_row_parts": {}, "_score_parts": {}, "_decoded": {}}
 
     def _read_streams(self) -> list[_Stream]:
         found = ((*s, read.when) for read in self._asked.reads for s in read.streams)
@@ -494,18 +558,30 @@ class ScopeResult:
         """A worker reads each row once: at the first point that sees it so."""
         point = self._sites.point_of(stream[:2], stream[2])
         first = point - point % LEVELS
+        encoding = self._encoding_of(stream)
         for known in range(point, first - 1, -1):
-            if known in self._row_parts:
-                return self._row_parts[known]
+            if (encoding, known) in self._row_parts:
+                return self._row_parts[encoding, known]
         return []
 
-    def _stream(self, key: SiteLayer | _Stream | str) -> _Values:
+    def _encoding_of(self, stream: _Stream) -> Encoding | None:
+        return next(
+            read.encoding for read in self._asked.reads
+            if stream[:2] in read.streams and read.when == stream[2]
+        )  # fmt: skip
+
+    def _stream(self, key: SiteLayer | _Stream | str) -> _Rows:
         stream = self._find(key)
         if stream not in self._streams:
-            self._streams[stream] = assemble(
-                self._parts_of(stream), self._wanted_of(stream),
-                torch.empty((0, self._sites.hidden_size), dtype=_dtype(self._sites)),
-            )  # fmt: skip
+            encoding, wanted = self._encoding_of(stream), self._wanted_of(stream)
+            if encoding is None:
+                empty = torch.empty((0, self._sites.hidden_size), dtype=_dtype(self._sites))
+                self._streams[stream] = assemble(self._parts_of(stream), wanted, empty)
+            else:
+                packing = packing_of(encoding)
+                empty = torch.empty((0, packing.num_slots * SLOT_BYTES), dtype=torch.uint8)
+                data, positions = assemble(self._parts_of(stream), wanted, empty)
+                self._streams[stream] = (EncodedRows(packing.codec, data), positions)
         return self._streams[stream]
 
     def _find(self, key: SiteLayer | _Stream | str) -> _Stream:
@@ -537,13 +613,17 @@ class ScopeResult:
         return self._scores[number]
 
 
+def _key(site: str, layer: int, when: str | None) -> SiteLayer | _Stream:
+    return (site, layer) if when is None else (site, layer, when)
+
+
 def _num_in(wanted: np.ndarray, arrived: np.ndarray) -> int:
     if np.array_equal(wanted, arrived[: len(wanted)]):  # the usual case
         return len(wanted)
     return int(np.isin(wanted, arrived).sum())
 
 
-def _arrived(known: _Values | None, parts: list[Part]) -> np.ndarray:
+def _arrived(known: _Rows | None, parts: list[Part]) -> np.ndarray:
     if known is not None:
         return known[1]
     return np.concatenate([p.positions for p in parts]) if parts else np.zeros(0, np.int64)

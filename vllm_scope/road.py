@@ -28,10 +28,11 @@ import numpy as np
 import torch
 import zmq
 
+from vllm_scope.encoding import Encoding
 from vllm_scope.errors import CompatError
 from vllm_scope.host_ring import RingRef
+from vllm_scope.layout import Layout
 from vllm_scope.plan import Labels
-from vllm_scope.program import Layout
 from vllm_scope.sinks import Manifest
 
 #: The largest frame that is taken off TCP. zmq makes room for a frame when it sees its
@@ -168,6 +169,8 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
         boundary: the one tap that the rows are of, or None for whole tokens.
         row_bytes: of one row, without what fills its last slot.
         layouts: points and scores of each.
+        encoded: of each layout its codecs, as text, with the bytes of a row and the
+            points; empty where no layout has any.
     """
 
     ring: RingRef
@@ -181,6 +184,7 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
     keys: bytes
     positions: bytes
     layout_of: bytes
+    encoded: list[list[tuple[str, int, tuple[int, ...]]]] = []
 
     @staticmethod
     def of(
@@ -196,6 +200,10 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
             ring, *span, reader, message, boundary, row_bytes,
             [(layout.points, layout.scores) for layout in labels.layouts],
             labels.keys.tobytes(), labels.positions.tobytes(), labels.layout_of.tobytes(),
+            [
+                [(encoding.text, encoding.row_bytes, points) for encoding, points in x.encoded]
+                for x in labels.layouts
+            ] if labels.encodes else [],
         )  # fmt: skip
 
     def received(self, slots: torch.Tensor) -> RowsMessage:
@@ -203,11 +211,19 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
             np.frombuffer(self.keys, np.int64),
             np.frombuffer(self.positions, np.int64),
             np.frombuffer(self.layout_of, np.int32),
-            [Layout(points, scores) for points, scores in self.layouts],
+            self._layouts(),
             self.boundary,
             self.row_bytes,
             slots,
         )
+
+    def _layouts(self) -> list[Layout]:
+        if not self.encoded:
+            return [Layout(points, scores) for points, scores in self.layouts]
+        return [
+            Layout(points, scores, tuple((Encoding(text, size), at) for text, size, at in groups))
+            for (points, scores), groups in zip(self.layouts, self.encoded, strict=True)
+        ]
 
 
 class FinishHeader(msgspec.Struct, array_like=True, tag="finish"):

@@ -27,8 +27,8 @@ import zmq
 
 from vllm_scope.errors import CompatError
 from vllm_scope.host_ring import CLOSED, HostRing, Lease
+from vllm_scope.layout import SLOT_BYTES, slots_of_row
 from vllm_scope.plan import Labels
-from vllm_scope.program import SLOT_BYTES, slots_of_row
 from vllm_scope.road import (
     MOST_FRAME_BYTES,
     Address,

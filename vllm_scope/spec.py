@@ -35,6 +35,7 @@ from vllm_scope.actions import (
     tokens_of,
 )
 from vllm_scope.arrays import Array
+from vllm_scope.encoding import Encoding
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.selectors import Except, Selector, Word
 from vllm_scope.sites import SiteLayer, Sites
@@ -60,6 +61,8 @@ class ResolvedRead:
     to: str = MEMORY
     #: Tag and name of the request at its destination.
     called: tuple[str | None, str | None] = (None, None)
+    #: How its rows are encoded; None for rows as they are.
+    encoding: Encoding | None = None
 
 
 @dataclass(frozen=True)
@@ -265,9 +268,13 @@ class Spec:
             ResolvedRead(
                 sites.find(read.site, read.layer_numbers, f"reads[{i}]"),
                 tokens_of(read), read.when, read.to, (read.tag, read.name),
+                read.codec and read.codec.encoding(
+                    sites.hidden_size, sites.dtype, f"reads[{i}].codec"
+                ),
             )
             for i, read in enumerate(self.reads)
         )  # fmt: skip
+        _check_encodings(reads)
         probes = []
         for i, probe in enumerate(self.probes):
             (stream,) = sites.find(probe.site, probe.layer_numbers, f"probes[{i}]")
@@ -328,6 +335,20 @@ def _parse_list(cls: type[Any] | None, body: dict[str, Any], name: str) -> list[
         fields = {key: value for key, value in item.items() if key != "kind"}
         found.append(action_from_json(edits[kind], fields, where))
     return found
+
+
+def _check_encodings(reads: tuple[ResolvedRead, ...]) -> None:
+    known: dict[tuple[str, SiteLayer, str], Encoding | None] = {}
+    for i, read in enumerate(reads):
+        for stream in read.streams:
+            one = known.setdefault((read.to, stream, read.when), read.encoding)
+            if one != read.encoding:
+                names = [e.metadata["codec"] if e else "none" for e in (one, read.encoding)]
+                raise SpecError(
+                    f"reads[{i}].codec makes {stream[0]!r} {stream[1]} come to {shown(read.to)} "
+                    f"as {names[0]} and as {names[1]}; rows of one stream have one codec, and the "
+                    "same options, at one destination."
+                )
 
 
 def _check_size(values: Array, sites: Sites, where: str) -> None:

@@ -93,6 +93,27 @@ def test_chunked_mixed_and_repeated_requests(llm, ref):
         check([o for i, o in enumerate(outputs) if specs[i]], ref)
 
 
+def test_rows_of_a_codec_decode_to_what_it_makes_of_the_raw_rows(llm):
+    """`resid_pre` of layer 1 is `resid_post` of layer 0, raw and of the same run."""
+    ids = [range(5, 75), range(90, 100), [7], range(200, 240)]
+    names = ["int8", None, "topk8", "full8"]
+    specs = [
+        scope(*([Read("resid_post", [0], codec=name)] if name else []), Read("resid_pre", [1]))
+        for name in names
+    ]
+    outputs = run(llm, ids, [params(spec) for spec in specs])
+    for name, output in zip(names, outputs, strict=True):
+        result = output.scope
+        rows = result["resid_pre", 1]
+        assert result.status == "complete"
+        assert len(rows) == len(output.prompt_token_ids) + 7
+        if name:
+            codec = result.encoded("resid_post", 0).codec
+            assert codec.codec == name
+            expected = codec.decode(codec.encode(rows), len(rows))
+            assert torch.equal(result["resid_post", 0], expected)
+
+
 def test_three_completions(llm, ref):
     outputs = run(llm, [range(30, 50)], params(READ_ALL, n=3, temperature=1.0))
     assert len(outputs[0].outputs) == 3

@@ -13,6 +13,7 @@ from tests.checkpoints import check_completion
 from tests.server.conftest import API_KEY
 from vllm_scope import Add, Probe, Read, SpecError, scope
 from vllm_scope.client import AsyncScopeClient
+from vllm_scope.codecs import make_codec
 from vllm_scope.vectors import SteeringModule
 
 READS = Read("resid_post", layers=[0, 5]), Read("resid_pre", layers=[2]), Read("embed")
@@ -98,6 +99,29 @@ def test_rows_over_the_limit_come_by_handle(client, ref):
     out = client.complete([7] * 300, Read("resid_post"), **OPTIONS)
     assert out.raw["choices"][0]["scope"]["result"]["num_bytes"] > 256 * 1024
     check(out.choices[0], *ids_of(out.raw["choices"][0], out.raw), ref)
+
+
+def test_rows_that_were_read_with_a_codec_come_decoded_whichever_way(client):
+    # `resid_pre` of layer 3 is `resid_post` of layer 2: raw, and of the same run.
+    asked = Read("resid_post", layers=[2], codec="int8"), Read("resid_pre", layers=[3])
+    codec = make_codec("int8", 256, torch.float32)
+
+    def check_decoded(data):
+        rows = data.tensor("resid_pre", 3)
+        expected = codec.decode(codec.encode(rows), len(rows))
+        assert torch.equal(data.tensor("resid_post", 2), expected)
+        return data.positions("resid_post", 2).tolist()
+
+    inline = client.complete(TEXT, *asked, **OPTIONS)
+    entries = inline.raw["choices"][0]["scope"]["rows"]
+    assert [entry.get("codec") for entry in entries] == ["int8", None]
+    positions = check_decoded(inline.scope)
+    in_file = client.complete(TEXT, *asked, scope_tensors="handle", **OPTIONS)
+    assert check_decoded(in_file.scope) == positions == list(range(len(positions)))
+    chunks = client.stream(TEXT, *asked, **OPTIONS, vllm_xargs={"scope_stream": "rows"})
+    streamed = [check_decoded(c.scope) for c in chunks if c.scope is not None and c.scope.rows]
+    assert [p for some in streamed for p in some] == positions
+    assert len(streamed) > 1
 
 
 def test_a_plain_answer_has_no_scope(client):
@@ -289,6 +313,13 @@ def test_answers_without_a_place_for_a_scope_say_so(path, body, stream, server):
         pytest.param({"vllm_xargs": {"scope": 5}}, "it is a JSON string", id="a-number"),
         pytest.param(
             xargs(Read("resid_post", layers=[99])), "layers 0 to 5", id="layer-99"
+        ),
+        pytest.param(
+            xargs(Read("embed", codec={"name": "topk8", "k": 257})), "a row has 256 values",
+            id="codec",
+        ),
+        pytest.param(
+            xargs(Read("embed", codec="rp8")), "rp8 keeps the projections", id="projections"
         ),
         pytest.param(
             xargs(Read("resid_post", layers=[1], tokens=[9000])), "last position", id="position"

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_scope.layout import Layout, slots_of_row
 from vllm_scope.plan import Labels
-from vllm_scope.program import Layout, slots_of_row
 from vllm_scope.sites import boundary_of_point, point_of
 
 ROW_BYTES = 16

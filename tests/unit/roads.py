@@ -10,7 +10,7 @@ from tests.unit.delivered import ROW_BYTES, labels_of, reads_at, slots_per_token
 from vllm_scope import Add, Probe, Read, Spec
 from vllm_scope.actions import Action
 from vllm_scope.host_ring import HostRing
-from vllm_scope.program import Layout
+from vllm_scope.layout import Layout
 from vllm_scope.result import Inbox, Pending
 from vllm_scope.senders import SharedSender
 from vllm_scope.sinks import RowBatch

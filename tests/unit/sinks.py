@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_scope.layout import SLOT_BYTES, Layout, slots_of_row
 from vllm_scope.plan import Labels
-from vllm_scope.program import SLOT_BYTES, Layout, slots_of_row
 from vllm_scope.sinks import Block, Ending, Manifest, Report, RequestInfo, RowBatch
 from vllm_scope.sinks import options as sink_options
 from vllm_scope.sinks.request import Ended

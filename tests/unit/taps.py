@@ -13,17 +13,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from vllm_scope.program import (
-    OP_ABLATE,
-    OP_ADD,
-    OP_ADD_NORM,
-    OP_CLAMP,
-    OP_DOT,
-    OP_READ,
-    OP_SET,
-    SLOT_BYTES,
-    slots_of_row,
-)
+from vllm_scope.layout import SLOT_BYTES, slots_of_row
+from vllm_scope.program import OP_ABLATE, OP_ADD, OP_ADD_NORM, OP_CLAMP, OP_DOT, OP_READ, OP_SET
 
 CODES = (OP_READ, OP_DOT, OP_ADD, OP_ADD_NORM, OP_ABLATE, OP_CLAMP, OP_SET)
 #: Codes whose result is a copy, bit by bit.

@@ -12,7 +12,7 @@ from vllm_scope.analysis.cache import ActivationCache
 from vllm_scope.analysis.contrast import mean_difference, pairs_digest, principal_difference
 from vllm_scope.analysis.rows import pooled_rows
 from vllm_scope.errors import SpecError
-from vllm_scope.program import SLOT_BYTES, Layout
+from vllm_scope.layout import SLOT_BYTES, Layout
 from vllm_scope.result import Pending, _Delivered
 from vllm_scope.sites import Sites, point_of
 from vllm_scope.vectors import Provenance

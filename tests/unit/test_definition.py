@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.unit.taps import CODES, COPIES, POISON, check, outcome, random_tap
-from vllm_scope.program import (
-    OP_ABLATE,
-    OP_ADD,
-    OP_ADD_NORM,
-    OP_CLAMP,
-    OP_DOT,
-    OP_READ,
-    OP_SET,
-)
+from vllm_scope.program import OP_ABLATE, OP_ADD, OP_ADD_NORM, OP_CLAMP, OP_DOT, OP_READ, OP_SET
 from vllm_scope.tap.definition import tap_rows
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -15,6 +15,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 import vllm_scope
+from vllm_scope.codecs import make_codec
+from vllm_scope.codecs.packed import EncodedRows, Packing
 from vllm_scope.errors import ConfigError, FileError
 from vllm_scope.files import FileOptions, Manifest, RequestRecord, Writer, open_writer
 
@@ -280,6 +282,52 @@ def test_a_shard_holds_one_width_and_dtype_per_stream(tmp_path):
     assert torch.equal(capture["narrow"]["embed", 0], narrow["embed", 0])
     with pytest.raises(FileError, match="not of one shape"):
         capture.iter_rows("embed", 0, 4)
+
+
+def test_requests_of_unlike_codecs_fill_their_own_shards_in_turns(tmp_path):
+    codecs = [None, *(make_codec(name, 12, torch.bfloat16) for name in ("int8", "fp8"))]
+    rows = rows_of(7, 5)
+    with writer_of(tmp_path, layout="sharded") as writer:
+        for number in range(30):
+            codec = codecs[number % 3]
+            request = writer.begin()
+            for start, stop in ((0, 2), (2, 5)):
+                some = rows[start:stop] + number
+                if codec is not None:
+                    some = EncodedRows(codec, Packing(codec).pack(some))
+                request.write("embed", 0, np.arange(start, stop), some)
+            record = RequestRecord(str(number), range(5), [6], "m", 5, 5)
+            assert request.finish(record).status == "ok"
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+    capture = vllm_scope.open(tmp_path)
+    for number in range(30):
+        codec, expected = codecs[number % 3], rows + number
+        found = capture[str(number)].stored(("embed", 0))
+        if codec is not None:
+            assert found.codec == codec
+            expected = codec.decode(codec.encode(expected), 5)
+        assert torch.equal(found.rows(0, 5), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_encoded_rows_are_stored_as_they_came_whatever_the_writers_codec(layout, tmp_path):
+    codec = make_codec("topk8", 12, torch.bfloat16, k=3)
+    rows = rows_of(3, 6)
+    data = Packing(codec).pack(rows)
+    with writer_of(tmp_path, layout=layout, codec="int8") as writer:
+        request = writer.begin()
+        for some in ([4, 1], [0, 5], [1, 2, 3]):  # position 1 twice, and out of order
+            request.write("embed", 0, np.array(some), EncodedRows(codec, data[some]))
+        request.write("resid_post", 1, np.arange(6), rows)
+        with pytest.raises(ValueError, match="rows come under two codecs"):
+            request.write("embed", 0, np.arange(6), rows)
+        request.finish(RequestRecord("r", range(5), [6, 7], "m", 12, 12))
+    (found,) = vllm_scope.open(tmp_path)
+    stored = found.stored(("embed", 0))
+    assert (stored.codec, found.stored(("resid_post", 1)).codec.codec) == (codec, "int8")
+    assert stored.positions.tolist() == list(range(6))
+    for name, part in codec.encode(rows).items():
+        assert torch.equal(stored._parts()[name], part)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from vllm_scope import CapacityError
 from vllm_scope.host_ring import MAX_READERS, HostRing, Lease, RingReader
-from vllm_scope.program import SLOT_BYTES
+from vllm_scope.layout import SLOT_BYTES
 
 PATIENCE_S = 10
 

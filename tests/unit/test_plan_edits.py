@@ -7,8 +7,9 @@ import pytest
 
 from tests.unit.planned import HIDDEN_SIZE, Engine
 from vllm_scope import Ablate, Add, CapacityError, Probe, Read, Replace
+from vllm_scope.layout import Layout
 from vllm_scope.plan import OVERSHOOT
-from vllm_scope.program import NO_PROGRAM, Layout
+from vllm_scope.program import NO_PROGRAM
 from vllm_scope.sites import point_of
 
 V = [1.0, 2.0, 0.0, -1.0]

@@ -14,17 +14,8 @@ from tests.unit.oracle import Edited, edits_at, first_point, known, level_of
 from tests.unit.strategies import VOCAB, is_selected, selectors, specs
 from vllm_scope import Ablate, Add, Clamp, Probe, Read, Replace, Spec, TokenIds
 from vllm_scope.actions import Action
-from vllm_scope.program import (
-    OP_ABLATE,
-    OP_ADD,
-    OP_DOT,
-    OP_READ,
-    Cost,
-    Layout,
-    Op,
-    Program,
-    RequestProgram,
-)
+from vllm_scope.layout import Layout
+from vllm_scope.program import OP_ABLATE, OP_ADD, OP_DOT, OP_READ, Cost, Op, Program, RequestProgram
 from vllm_scope.sites import SiteLayer, Sites, boundary_of_point, point_of
 from vllm_scope.spec import Resolved
 

@@ -18,7 +18,7 @@ from tests.unit.oracle import first_point
 from tests.unit.roads import SITES, Road, score_of
 from tests.unit.strategies import VOCAB, is_selected, specs
 from vllm_scope import Read, Spec, Union
-from vllm_scope.program import Layout
+from vllm_scope.layout import Layout
 from vllm_scope.result import Pending, ScopeResult
 from vllm_scope.selectors import Selector
 from vllm_scope.sites import point_of

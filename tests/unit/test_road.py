@@ -21,9 +21,10 @@ import zmq
 
 from tests.unit.delivered import ROW_BYTES, labels_of, reads_at, slots_per_token
 from vllm_scope import CompatError
+from vllm_scope.encoding import Encoding
 from vllm_scope.host_ring import CLOSED, HostRing, Lease, RingRef
+from vllm_scope.layout import Layout
 from vllm_scope.plan import Labels
-from vllm_scope.program import Layout
 from vllm_scope.receiver import Receiver
 from vllm_scope.road import FinishHeader, RowsHeader, RowsMessage, start_of
 from vllm_scope.senders import PIECE_BYTES, Sender, SharedSender, TcpSender
@@ -181,6 +182,31 @@ def test_rows_and_scores_arrive_bit_by_bit(num_tokens, row_bytes, boundary, road
         assert content.nbytes / PIECE_BYTES <= len(messages) <= content.nbytes / PIECE_BYTES + 1
     sender.close()
     ring.close()
+
+
+def test_layouts_with_encodings_arrive_and_their_rows_are_cut_where_they_end(road, inbox):
+    int8, half = Encoding('{"codec": "int8"}', 20), Encoding("half", 4096)
+    layouts = (
+        reads_at(0, scores=((0, 4),)),
+        Layout((), (), ((int8, (0, 9)),)),
+        Layout((3,), ((0, 1),), ((half, (3,)), (int8, (0,)))),
+    )
+    labels = labels_of(range(9000), range(9000), np.arange(9000) % 3, layouts)
+    counts = np.array(slots_per_token(labels, None))
+    assert counts[:3].tolist() == [2, 4, 1 + 1 + 256 + 2]
+    ring = HostRing(int(counts.sum()), cuda=False)
+    sender = inbox.open(road, ring)
+    lease = ring.acquire(int(counts.sum()))
+    content = torch.randint(0, 256, lease.slots.shape, dtype=torch.uint8)
+    lease.slots.copy_(content)
+    sender.send_rows(RowBatch(labels, lease, ROW_BYTES))
+    messages = []
+    while sum(len(m.keys) for m in messages) < 9000:
+        messages.append(inbox.next())
+        assert messages[-1].layouts == list(layouts)
+        assert len(messages[-1].slots) == sum(slots_per_token(messages[-1], None))
+    assert torch.equal(torch.cat([m.slots for m in messages]), content)
+    assert len(messages) == (1 if road == "shared" else 2)
 
 
 def test_tokens_of_unlike_layouts_are_cut_between_tokens(inbox):

@@ -13,7 +13,7 @@ import pytest
 
 from tests.unit.sinks import PATIENCE_S, POINTS, SITES, TOKEN_BYTES, Live, Other, Whole, side
 from vllm_scope import Read
-from vllm_scope.program import Layout
+from vllm_scope.layout import Layout
 from vllm_scope.sinks import Manifest, Report, RequestInfo
 from vllm_scope.sinks.lane import Lane
 from vllm_scope.sinks.options import SinkOptions

@@ -23,8 +23,11 @@ from tests.unit.sinks import (
     small_disk,
 )  # fmt: skip
 from vllm_scope import ConfigError, Probe, Read
+from vllm_scope.codecs import make_codec
 from vllm_scope.config import ScopeConfig
-from vllm_scope.program import Layout
+from vllm_scope.layout import Layout
+from vllm_scope.packer import Packer
+from vllm_scope.plan import Labels
 from vllm_scope.sinks import Manifest
 from vllm_scope.spec import Spec
 
@@ -84,6 +87,58 @@ def test_scores_go_to_a_sink_with_their_probe(monkeypatch):
         here.end(2)
         assert here.manifest(2).status == "ok"
     assert Live.made[0].rows == {(2, "resid_post", "truth"): [(0, 4), (1, 12), (2, 20)]}
+
+
+class KeepsBlocks(Live):
+    """What blocks hold, copied."""
+
+    def write(self, block):
+        encoded = None if block.encoded is None else block.encoded.kept()
+        self.rows[block.site, block.layer] = (block.rows.clone(), encoded)
+
+
+class KeepsWholeBlocks(KeepsBlocks):
+    live = False
+
+
+@pytest.mark.parametrize("kind", [KeepsBlocks, KeepsWholeBlocks])
+def test_a_plugin_has_rows_of_a_codec_decoded_and_as_they_came(kind, monkeypatch):
+    reads = (
+        Read("embed", to="mine"), Read("resid_post", 0, to="mine", codec="int8"),
+        Read("resid_post", [0, 1], codec="fp16"), Read("resid_post", 1, to="mine", codec="full8"),
+    )  # fmt: skip
+    embed, first, second = POINTS
+    int8, fp16, full8 = (r.encoding for r in Spec(reads).resolve(SITES).reads[1:])
+    layout = Layout((embed,), (), ((fp16, (first, second)), (full8, (second,)), (int8, (first,))))
+    raw = torch.randn(3, 3, 4)
+    packer = Packer(torch.float32, torch.device("cpu"), 16)
+    count = np.arange(3)
+    labels = Labels(count, count, np.zeros(3, np.int32), (layout,), count)
+    data = torch.empty((packer.num_slots(labels, None), 16), dtype=torch.uint8)
+    packer.pack(raw.view(9, 4), labels, None, data)
+    with side(monkeypatch, {"mine": {}}, mine=kind) as here:
+        here.add(1, *reads)
+        here.router._route(1, layout, count, data.numpy().reshape(3, -1), 16)
+        here.end(1)
+        manifest = here.manifest(1)
+        assert here.router.counters()["mine"]["bytes"] == 3 * (16 + 16 + 16)
+    (sink,) = kind.made
+    assert list(sink.rows) == [("embed", 0), ("resid_post", 0), ("resid_post", 1)]
+    rows, encoded = sink.rows["embed", 0]
+    assert torch.equal(rows, raw[:, 0])
+    assert encoded is None
+    for layer, name in enumerate(("int8", "full8")):
+        codec = make_codec(name, 4, torch.float32)
+        rows, encoded = sink.rows["resid_post", layer]
+        assert encoded.codec == codec
+        parts = codec.encode(raw[:, layer + 1])
+        assert all(torch.equal(encoded.parts[part], parts[part]) for part in parts)
+        assert torch.equal(rows, codec.decode(parts, 3))
+        if kind is KeepsWholeBlocks:
+            assert manifest.streams[f"resid_post.{layer}"] == {
+                "shape": [3, 4], "dtype": "float32", "codec": codec.metadata()
+            }  # fmt: skip
+    assert (manifest.status, manifest.expected, manifest.delivered) == ("ok", 9, 9)
 
 
 def test_rows_of_a_request_go_to_each_of_its_sinks_and_no_further(monkeypatch):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from vllm_scope import ConfigError
+from vllm_scope import CapacityError, ConfigError, Read, Spec
 from vllm_scope.config import ScopeConfig
+from vllm_scope.encoding import Encoding
 from vllm_scope.engine.sizes import (
     HOST_ARENA_BYTES,
     MAX_HOST_BYTES,
@@ -14,8 +16,10 @@ from vllm_scope.engine.sizes import (
     Limits,
     Sizes,
 )
-from vllm_scope.program import SLOT_BYTES, Cost, Layout
-from vllm_scope.sites import LEVELS, point_of
+from vllm_scope.layout import SLOT_BYTES, Layout
+from vllm_scope.program import Cost, RequestProgram
+from vllm_scope.sites import LEVELS, Sites, point_of
+from vllm_scope.spec import Resolved
 
 #: bf16 rows of 100 numbers: 200 bytes, 13 slots.
 CPU = Sizes(row_bytes=200, num_taps=5, max_rows=64, graph_rows=0, cuda=False)
@@ -113,6 +117,22 @@ def _rows(*boundaries: int) -> tuple[int, ...]:
             Layout(_rows(0), tuple((b, i) for i in range(32) for b in (2, 4))), None,
             id="as-many-at-two",
         ),
+        pytest.param(
+            Layout((), (), ((Encoding("small", 16), _rows(0, 2, 4)),)), None,
+            id="encoded-rows-are-whole-in-the-arena",
+        ),
+        pytest.param(
+            Layout((), (), ((Encoding("small", 16), _rows(0, 2, 4, 6)),)),
+            "40 slots a token, of 30", id="too-many-for-the-arena",
+        ),
+        pytest.param(
+            Layout(_rows(0, 2), (), ((Encoding("large", 176), _rows(2)),)),
+            "31 slots a token, of 30", id="a-row-raw-and-encoded",
+        ),
+        pytest.param(
+            Layout(_rows(2), (), ((Encoding("half", 96), _rows(2)),)),
+            "16 slots a token at one tap", id="the-same-at-one-tap",
+        ),
     ],
 )  # fmt: skip
 def test_a_token_that_takes_too_much_is_told_where(layout, words):
@@ -123,3 +143,21 @@ def test_a_token_that_takes_too_much_is_told_where(layout, words):
 
 def test_without_graphs_a_token_may_take_any_number_of_taps():
     assert Limits(10, 0, 15, 0, 0, 0).excess(Layout(_rows(*range(100)))) is None
+
+
+def test_a_request_is_checked_with_what_global_sinks_read_beside_it():
+    sites = Sites(2, 64, "bfloat16", (0, 2, 4))  # rows of 8 slots
+    own = Spec((Read("resid_post", codec="int8"),)).resolve(sites)  # of 5 slots each
+    more = Spec((Read("resid_post", 1, "generated", codec="fp16"),)).resolve(sites)
+    ids = np.ones(3, np.int64)
+
+    def program(asked: Resolved) -> RequestProgram:
+        return RequestProgram.compile(asked, sites, frozenset(sites.boundaries), 3, ids)
+
+    whole = program(own.joined(reads=more.reads))
+    Limits(8, 16, 13, 0, 0, 0).check(program(own), 5)
+    Limits(8, 18, 13, 0, 0, 0).check(whole, 5)
+    with pytest.raises(CapacityError, match="18 slots a token, of 17"):
+        Limits(8, 17, 13, 0, 0, 0).check(whole, 5)
+    with pytest.raises(CapacityError, match="13 slots a token at one tap, of 12"):
+        Limits(8, 18, 12, 0, 0, 0).check(whole, 5)

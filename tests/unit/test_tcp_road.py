@@ -23,7 +23,7 @@ import zmq
 from tests.unit.delivered import ROW_BYTES, labels_of
 from vllm_scope import CompatError, ConfigError, road, senders
 from vllm_scope.host_ring import HostRing
-from vllm_scope.program import SLOT_BYTES
+from vllm_scope.layout import SLOT_BYTES
 from vllm_scope.receiver import Receiver
 from vllm_scope.road import FinishHeader, RowsHeader, RowsMessage, TcpAddress, TcpHello
 from vllm_scope.senders import TcpSender
@@ -419,7 +419,7 @@ import json, sys
 import msgspec, numpy as np, torch
 from vllm_scope.host_ring import HostRing
 from vllm_scope.plan import Labels
-from vllm_scope.program import Layout
+from vllm_scope.layout import Layout
 from vllm_scope.road import Address
 from vllm_scope.sinks import RowBatch
 from vllm_scope.sinks.memory import MemorySink

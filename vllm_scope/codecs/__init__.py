@@ -18,7 +18,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from vllm_scope.codecs.base import CodecModel
+from vllm_scope.codecs.base import CodecModel, RowPart
 from vllm_scope.codecs.fp8 import Fp8
 from vllm_scope.codecs.fp16 import Fp16
 from vllm_scope.codecs.full8 import Full8
@@ -44,6 +44,8 @@ class Codec(Protocol):
         rowwise: each part has the rows on its first axis, so that any of them can be
             decoded alone.
         part_names: what `encode` makes.
+        row_parts: the same with dtypes and sizes, where `rowwise`.
+        hidden_size, torch_dtype: of the rows that go in and come back.
     """
 
     @property
@@ -54,6 +56,16 @@ class Codec(Protocol):
     def rowwise(self) -> bool: ...
     @property
     def part_names(self) -> tuple[str, ...]: ...
+    @property
+    def row_parts(self) -> tuple[RowPart, ...]: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def torch_dtype(self) -> torch.dtype: ...
+
+    def prepare(self, device: torch.device) -> None:
+        """Make what `encode` needs on a device; it waits for nothing after that."""
+        ...
 
     def encode(self, rows: Tensor) -> dict[str, Tensor]:
         """The rows as parts, on the rows' device; waits for no device.
@@ -123,7 +135,9 @@ def codec_from(metadata: Mapping[str, Any]) -> Codec:
         return kind.model_validate(dict(metadata))
     except ValidationError as error:
         first = error.errors()[0]
-        option = ".".join(str(part) for part in first["loc"]) or "options"
+        if not first["loc"]:  # a check of the codec's own, whose sentence says it all
+            raise ConfigError(f"codec {name!r}: {first['ctx']['error']}.") from None
+        option = ".".join(str(part) for part in first["loc"])
         raise ConfigError(
             f"codec {name!r}: {option} is {shown(first['input'])}: {first['msg']}. "
             f"It takes {', '.join(kind.model_fields)}."

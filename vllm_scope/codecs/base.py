@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, StrictInt
@@ -18,6 +18,14 @@ MAX_HIDDEN_SIZE = 1 << 20
 
 #: The smallest normal float32: scales below it would lose bits, or be flushed to zero.
 TINY = torch.finfo(torch.float32).tiny
+
+
+class RowPart(NamedTuple):
+    """What a part holds of each row: `size` numbers of a dtype."""
+
+    name: str
+    dtype: torch.dtype
+    size: int
 
 
 class CodecModel(BaseModel):
@@ -42,6 +50,14 @@ class CodecModel(BaseModel):
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
+
+    @property
+    def row_parts(self) -> tuple[RowPart, ...]:
+        """What `encode` makes of each row."""
+        raise NotImplementedError(f"rows of {self.codec} cannot be told apart")
+
+    def prepare(self, device: torch.device) -> None:
+        """Make what `encode` needs on a device, so that it waits for nothing later."""
 
     def metadata(self) -> dict[str, Any]:
         return self.model_dump(mode="json")

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from vllm_scope.codecs.base import CodecModel
+from vllm_scope.codecs.base import CodecModel, RowPart
 
 _LIMIT = torch.finfo(torch.float16).max
 
@@ -19,6 +19,10 @@ class Fp16(CodecModel):
     part_names: ClassVar[tuple[str, ...]] = ("rows",)
 
     codec: Literal["fp16"] = "fp16"
+
+    @property
+    def row_parts(self) -> tuple[RowPart, ...]:
+        return (RowPart("rows", torch.float16, self.hidden_size),)
 
     def _encode(self, rows: Tensor) -> dict[str, Tensor]:
         # In float32: 65504 is not a bf16 number.

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from vllm_scope.codecs.base import TINY, CodecModel, finite_scale
+from vllm_scope.codecs.base import TINY, CodecModel, RowPart, finite_scale
 
 _LIMIT = torch.finfo(torch.float8_e4m3fn).max
 
@@ -19,6 +19,11 @@ class Fp8(CodecModel):
     part_names: ClassVar[tuple[str, ...]] = ("q", "scale")
 
     codec: Literal["fp8"] = "fp8"
+
+    @property
+    def row_parts(self) -> tuple[RowPart, ...]:
+        q = RowPart("q", torch.float8_e4m3fn, self.hidden_size)
+        return q, RowPart("scale", torch.float32, 1)
 
     def _encode(self, rows: Tensor) -> dict[str, Tensor]:
         values = rows.float()

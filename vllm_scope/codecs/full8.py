@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from vllm_scope.codecs.base import TINY, CodecModel, finite_scale
+from vllm_scope.codecs.base import TINY, CodecModel, RowPart, finite_scale
 
 #: A step finer than this share of the largest value is finer than float32 itself. A
 #: power of two, so that a constant row comes back exactly.
@@ -35,12 +35,25 @@ def dequantise(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     return (q.float() - zero) * scale
 
 
+def quantised_parts(name: str, size: int) -> tuple[RowPart, ...]:
+    """What `quantise` makes of a row of `size` numbers, `q` under a name."""
+    return (
+        RowPart(name, torch.uint8, size),
+        RowPart("scale", torch.float32, 1),
+        RowPart("zero", torch.float32, 1),
+    )
+
+
 class Full8(CodecModel):
     """uint8 values, and a float32 scale and zero per row: x = (q - zero) * scale."""
 
     part_names: ClassVar[tuple[str, ...]] = ("q", "scale", "zero")
 
     codec: Literal["full8"] = "full8"
+
+    @property
+    def row_parts(self) -> tuple[RowPart, ...]:
+        return quantised_parts("q", self.hidden_size)
 
     def _encode(self, rows: Tensor) -> dict[str, Tensor]:
         return quantise(rows.float())

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from vllm_scope.codecs.base import TINY, CodecModel, finite_scale
+from vllm_scope.codecs.base import TINY, CodecModel, RowPart, finite_scale
 
 _LIMIT = 127
 
@@ -19,6 +19,10 @@ class Int8(CodecModel):
     part_names: ClassVar[tuple[str, ...]] = ("q", "scale")
 
     codec: Literal["int8"] = "int8"
+
+    @property
+    def row_parts(self) -> tuple[RowPart, ...]:
+        return RowPart("q", torch.int8, self.hidden_size), RowPart("scale", torch.float32, 1)
 
     def _encode(self, rows: Tensor) -> dict[str, Tensor]:
         values = rows.float()

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from vllm_scope.codecs.base import CodecModel
+from vllm_scope.codecs.base import CodecModel, RowPart
 
 
 class NoCodec(CodecModel):
@@ -17,6 +17,10 @@ class NoCodec(CodecModel):
     part_names: ClassVar[tuple[str, ...]] = ("rows",)
 
     codec: Literal["none"] = "none"
+
+    @property
+    def row_parts(self) -> tuple[RowPart, ...]:
+        return (RowPart("rows", self.torch_dtype, self.hidden_size),)
 
     def _encode(self, rows: Tensor) -> dict[str, Tensor]:
         return {"rows": rows}

@@ -14,15 +14,17 @@ import torch
 from pydantic import Field, StrictInt, model_validator
 from torch import Tensor
 
-from vllm_scope.codecs.base import CodecModel
-from vllm_scope.codecs.full8 import dequantise, quantise
+from vllm_scope.codecs.base import CodecModel, RowPart
+from vllm_scope.codecs.full8 import dequantise, quantise, quantised_parts
 
 DEFAULT_K = 512
 #: A projection has at most this many numbers: 1 GiB of float32.
 MAX_NUMBERS = 1 << 28
+#: Projections that a process keeps: of its requests (packer), and one that it writes with.
+MOST_KEPT = 16
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=MOST_KEPT)
 def projection(hidden_size: int, k: int, seed: int, device: torch.device) -> Tensor:
     """R = randn(hidden_size, k) / sqrt(k), float32, the same on every device.
 
@@ -77,10 +79,21 @@ class RandomProjection8(CodecModel):
             raise ValueError(f"k * hidden_size is over {MAX_NUMBERS}; take a smaller k")
         return self
 
+    @property
+    def row_parts(self) -> tuple[RowPart, ...]:
+        return quantised_parts("q", self.k)
+
+    def prepare(self, device: torch.device) -> None:
+        projection(self.hidden_size, self.k, self.seed, device)
+
+    def projections(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """float32 [num_rows, k]: rows @ R, to half a step. What to compare."""
+        return dequantise(parts["q"], parts["scale"], parts["zero"])
+
     def _encode(self, rows: Tensor) -> dict[str, Tensor]:
         return quantise(rows.float() @ projection(self.hidden_size, self.k, self.seed, rows.device))
 
     def _decode(self, parts: Mapping[str, Tensor], num_rows: int) -> Tensor:
-        projected = dequantise(parts["q"], parts["scale"], parts["zero"])
+        projected = self.projections(parts)
         back = inverse(self.hidden_size, self.k, self.seed, projected.device)
         return self._cast(projected @ back)

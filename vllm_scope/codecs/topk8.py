@@ -9,8 +9,8 @@ import torch
 from pydantic import Field, StrictInt, model_validator
 from torch import Tensor
 
-from vllm_scope.codecs.base import CodecModel
-from vllm_scope.codecs.full8 import dequantise, quantise
+from vllm_scope.codecs.base import CodecModel, RowPart
+from vllm_scope.codecs.full8 import dequantise, quantise, quantised_parts
 
 DEFAULT_K = 64
 
@@ -39,6 +39,10 @@ class TopK8(CodecModel):
         if self.k > self.hidden_size:
             raise ValueError(f"k is {self.k}; a row has {self.hidden_size} values")
         return self
+
+    @property
+    def row_parts(self) -> tuple[RowPart, ...]:
+        return RowPart("indices", torch.int32, self.k), *quantised_parts("values", self.k)
 
     def _encode(self, rows: Tensor) -> dict[str, Tensor]:
         values = rows.float()

@@ -110,6 +110,9 @@ class Delivery:
 
         Returns:
             What to read and edit, with what global sinks read; and the key of its rows.
+
+        Raises:
+            CapacityError: its codecs need more than there is room for.
         """
         key = handle.get("key", NOBODY)
         if key >= 0 and MEMORY not in asked.destinations:
@@ -117,6 +120,9 @@ class Delivery:
         if self.everywhere.reads:
             asked = asked.joined(reads=self.everywhere.reads)
             key = next(self._own_keys) if key < 0 else key
+        encodings = [read.encoding for read in asked.reads if read.encoding is not None]
+        if encodings:
+            self.drain.add_request(key, encodings)
         if any(to != MEMORY for to in asked.destinations):
             name = str(handle.get("request_id", req_id))
             self.router.add_request(

@@ -265,7 +265,8 @@ def _check_tokens(asked: Resolved, ids: np.ndarray, last: int, limits: Limits) -
 def _check_room(asked: Resolved, ids: np.ndarray, max_tokens: int, connection: Connection) -> None:
     """Raises SpecError for a request that this engine could never hold."""
     sites, limits = connection.sites, connection.limits
-    if asked.edits or asked.probes or len(asked.reads) > 1:
+    encodes = any(read.encoding for read in asked.reads)
+    if asked.edits or asked.probes or len(asked.reads) > 1 or encodes:
         program = RequestProgram.compile(asked, sites, frozenset(sites.boundaries), len(ids), ids)
         programs = program.all_programs(len(ids) + max_tokens)
         for one in programs:

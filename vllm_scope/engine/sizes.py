@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import msgspec
 
 from vllm_scope.config import ScopeConfig
-from vllm_scope.errors import ConfigError
-from vllm_scope.program import SLOT_BYTES, Cost, Layout, boundaries_of, slots_of_row
+from vllm_scope.errors import CapacityError, ConfigError
+from vllm_scope.layout import SLOT_BYTES, Layout, boundaries_of, slots_of_row
+from vllm_scope.program import Cost, RequestProgram
 
 #: What an arena holds where no CUDA graph sets its size.
 HOST_ARENA_BYTES = 64 << 20
@@ -50,13 +51,31 @@ class Limits(msgspec.Struct, frozen=True):
 
     def excess(self, layout: Layout) -> str | None:
         """Why a token may not deliver this much, or None."""
-        if self.token_slots and layout.slots(self.row_slots) > self.token_slots:
-            return f"{layout.slots(self.row_slots)} slots a token, of {self.token_slots}"
+        # As it comes out of the arena it may be larger: a row under several codecs.
+        slots = max(layout.arena.slots(self.row_slots), layout.slots(self.row_slots))
+        if self.token_slots and slots > self.token_slots:
+            return f"{slots} slots a token, of {self.token_slots}"
         for boundary in boundaries_of(layout):
-            slots = layout.at(boundary).slots(self.row_slots)
+            here = layout.at(boundary)
+            slots = max(here.arena.slots(self.row_slots), here.slots(self.row_slots))
             if slots > self.tap_slots:
                 return f"{slots} slots a token at one tap, of {self.tap_slots}"
         return None
+
+    def check(self, program: RequestProgram, num_positions: int) -> None:
+        """Raises CapacityError where a step could deliver more than the host's ring holds.
+
+        A front-end has seen to its request alone; global sinks may read more of it, and
+        encoded rows may be more than the arena's: one row under several codecs.
+        """
+        drafts = program.generated_superset()
+        for one in (*program.all_programs(num_positions), *([drafts] if drafts else ())):
+            excess = self.excess(one.layout)
+            if excess is not None:
+                raise CapacityError(
+                    f"with what global sinks read, the request delivers too much at once "
+                    f"({excess}); read less of it, or under fewer codecs."
+                )
 
 
 @dataclass(frozen=True)

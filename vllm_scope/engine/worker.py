@@ -33,14 +33,15 @@ from vllm_scope.engine.functions import StepFunctions
 from vllm_scope.engine.model import anatomy_of, sites_of
 from vllm_scope.engine.plugin import config_of, wrap_method
 from vllm_scope.engine.sizes import Limits, Sizes
-from vllm_scope.errors import CompatError, ScopeError
+from vllm_scope.errors import CapacityError, CompatError, ScopeError
 from vllm_scope.host_ring import Lease
+from vllm_scope.layout import SLOT_BYTES
 from vllm_scope.plan import Planner, StepBatch, StepPlan
-from vllm_scope.program import SLOT_BYTES, RequestProgram
+from vllm_scope.program import RequestProgram
 from vllm_scope.registry import Registry
 from vllm_scope.road import Address
 from vllm_scope.sinks.request import Ended
-from vllm_scope.spec import Spec
+from vllm_scope.spec import Resolved, Spec
 from vllm_scope.tap import op
 from vllm_scope.tap.tables import Tables, capacity
 from vllm_scope.vectors import load_vectors
@@ -220,15 +221,23 @@ class ScopeWorker:
             spec = Spec.from_json(params.extra_args["scope"]) if key >= 0 else None
             asked = self.registry.resolve(spec, handle.get("modules", {}), handle.get("server"))
             prompt_ids = np.asarray(request.prompt_token_ids, np.int64)
-            if self._delivery is not None:
-                asked, key = self._delivery.add_request(
-                    request.req_id, request.prompt_token_ids, handle, asked
-                )
-            program = RequestProgram.compile(
-                asked, self.sites, frozenset(self.here), len(prompt_ids), prompt_ids,
-                self._delivery is not None,
-            )  # fmt: skip
             most = len(prompt_ids) + (params.max_tokens or 1)
+            program = None
+            if self._delivery is not None:
+                try:
+                    whole, key = self._delivery.add_request(
+                        request.req_id, request.prompt_token_ids, handle, asked
+                    )
+                    program = self._compile(whole, prompt_ids, True)
+                    if any(read.encoding is not None for read in whole.reads):
+                        self.limits.check(program, most)
+                except CapacityError as error:
+                    logger.warning("vllm-scope: request %s: %s", request.req_id, error)
+                    self._finish(key, str(error))
+                    program, key = None, NOBODY
+            if program is None:
+                # Its edits stay: ranks that deliver nothing know of no lack of room.
+                program = self._compile(asked, prompt_ids, False)
             if self._functions is not None:
                 self._functions.add_request(request.req_id, params, handle)
             if key != NOBODY or not program.empty:
@@ -238,6 +247,10 @@ class ScopeWorker:
             if self._functions:
                 self._functions.finish_request(request.req_id)
             self._finish(key, str(error))
+
+    def _compile(self, asked: Resolved, prompt_ids: np.ndarray, drains: bool) -> RequestProgram:
+        here = frozenset(self.here)
+        return RequestProgram.compile(asked, self.sites, here, len(prompt_ids), prompt_ids, drains)
 
     def finish_requests(self, req_ids: Any, ended: Mapping[str, Ended] | None = None) -> None:
         """The scheduler's news that requests are over.
@@ -296,10 +309,11 @@ class ScopeWorker:
         """Where the step's slots begin: in the host's ring, in the arena, or in neither."""
         assert self._delivery is not None
         direct = plan.num_slots * SLOT_BYTES <= MOST_DIRECT_BYTES
-        if direct and self._arena.slots.is_cuda:
+        if direct and self._arena.slots.is_cuda and not plan.labels.encodes:
             self._lease = self._delivery.ring.acquire(plan.num_slots)
             return self._lease.start
-        if plan.num_slots <= self._arena.num_slots:
+        # The ring is as large as the arena, at least.
+        if max(plan.num_slots, plan.num_delivered) <= self._arena.num_slots:
             self._region = self._arena.acquire(plan.num_slots)
             return self._region.start
         return None
@@ -311,7 +325,7 @@ class ScopeWorker:
             return 0, 0
         boundary = self.sites.boundaries[tap]
         row_slots = self.limits.row_slots
-        most = max(layout.at(boundary).slots(row_slots) for layout in plan.labels.layouts)
+        most = max(layout.arena.at(boundary).slots(row_slots) for layout in plan.labels.layouts)
         if most == 0:
             return 0, 0
         self._tap_region = self._arena.acquire(most * len(plan.labels.rows))

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_scope.codecs import Codec
+from vllm_scope.codecs.packed import EncodedRows
 from vllm_scope.files.buffers import Buffers, copy_rows
 from vllm_scope.files.tensors import joined
 from vllm_scope.spec import SiteLayer
@@ -27,10 +29,12 @@ class Stream:
     Attributes:
         positions: int64 [n], growing.
         blocks: the rows, [some, hidden_size] each, n in all; at least one.
+        codec: of rows that came encoded; the blocks then hold their bytes.
     """
 
     positions: np.ndarray
     blocks: list[Tensor]
+    codec: Codec | None = None
 
 
 class RequestRows:
@@ -39,13 +43,19 @@ class RequestRows:
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers
         self._blocks: dict[SiteLayer, list[tuple[np.ndarray, Tensor]]] = {}
+        self._codecs: dict[SiteLayer, Codec | None] = {}
 
-    def add(self, site: str, layer: int, positions: np.ndarray, rows: Tensor) -> None:
+    def add(self, site: str, layer: int, positions: np.ndarray, rows: Tensor | EncodedRows) -> None:
         """Copy in a block; the caller may reuse both arguments.
 
         Raises:
             ValueError: shapes that do not fit, or other than the stream's so far.
         """
+        codec = None
+        if isinstance(rows, EncodedRows):
+            codec, rows = rows.codec, rows.data
+        if self._codecs.setdefault((site, layer), codec) != codec:
+            raise ValueError(f"{site}.{layer}: rows come under two codecs")
         if rows.dim() != 2 or positions.shape != rows.shape[:1]:
             raise ValueError(
                 f"{site}.{layer}: positions are {list(positions.shape)} and rows "
@@ -64,19 +74,21 @@ class RequestRows:
     def streams(self, num_positions: int) -> dict[SiteLayer, Stream]:
         """All streams, with the rows of positions below `num_positions`."""
         return {
-            stream: _in_order(blocks, num_positions)
+            stream: _in_order(blocks, num_positions, self._codecs[stream])
             for stream, blocks in sorted(self._blocks.items())
         }
 
 
-def _in_order(blocks: list[tuple[np.ndarray, Tensor]], num_positions: int) -> Stream:
+def _in_order(
+    blocks: list[tuple[np.ndarray, Tensor]], num_positions: int, codec: Codec | None
+) -> Stream:
     positions = np.concatenate([p for p, _ in blocks])
     growing = bool((positions[1:] > positions[:-1]).all())
     if growing and (not len(positions) or (positions[0] >= 0 and positions[-1] < num_positions)):
-        return Stream(positions, joined([rows for _, rows in blocks]))
+        return Stream(positions, joined([rows for _, rows in blocks]), codec)
     order = np.argsort(positions, kind="stable")
     ordered = positions[order]
     last_of_its_position = np.append(ordered[1:] != ordered[:-1], True)
     kept = order[last_of_its_position & (ordered >= 0) & (ordered < num_positions)]
     rows = torch.cat([rows for _, rows in blocks])
-    return Stream(positions[kept], [rows[torch.from_numpy(kept)]])
+    return Stream(positions[kept], [rows[torch.from_numpy(kept)]], codec)

@@ -35,6 +35,9 @@ from vllm_scope.files.tensors import write_tensors
 
 #: Shards that are being written; a third waits, and the caller with it.
 NUM_WRITERS = 2
+#: Shards that are being filled: rows of a stream that come under unlike codecs go into as
+#: many, and the oldest is written when there would be one more.
+MOST_OPEN = 4
 
 
 class _Shard:
@@ -109,25 +112,28 @@ class ShardedLayout:
         self._num_shards = 0
         self._threads = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="vllm-scope-shard")
         self._writing: deque[Future[None]] = deque()
-        self._begin()
+        #: The oldest first.
+        self._open: list[_Shard] = []
 
-    def _begin(self) -> None:
-        self._shard = _Shard(f"shard-{self._identity}-{self._num_shards:06d}")
+    def _shard_for(self, request: FinishedRequest) -> _Shard:
+        for shard in self._open:
+            if shard.fits(request):
+                return shard
+        if len(self._open) == MOST_OPEN:
+            self._rotate(self._open[0])
+        self._open.append(_Shard(f"shard-{self._identity}-{self._num_shards:06d}"))
         self._num_shards += 1
+        return self._open[-1]
 
     def add(self, request: FinishedRequest) -> Stored:
-        if not self._shard.fits(request):
-            self._rotate()
-        stored = self._shard.add(request)
-        if self._shard.nbytes >= self._options.file_bytes:
-            self._rotate()
+        shard = self._shard_for(request)
+        stored = shard.add(request)
+        if shard.nbytes >= self._options.file_bytes:
+            self._rotate(shard)
         return stored
 
-    def _rotate(self) -> None:
-        if not self._shard.manifests:
-            return
-        shard = self._shard
-        self._begin()
+    def _rotate(self, shard: _Shard) -> None:
+        self._open.remove(shard)
         # Requests hear of a failure by their own futures.
         while self._writing and self._writing[0].done():
             self._writing.popleft()
@@ -136,7 +142,8 @@ class ShardedLayout:
             self._writing.popleft().exception()
 
     def flush(self) -> None:
-        self._rotate()
+        for shard in list(self._open):
+            self._rotate(shard)
         done, self._writing = list(self._writing), deque()
         failures = [future.exception() for future in done]
         for failure in failures:

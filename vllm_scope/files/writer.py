@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 
 from vllm_scope.codecs import Codec, make_codec
+from vllm_scope.codecs.packed import EncodedRows, Packing
 from vllm_scope.files.buffers import Buffers
 from vllm_scope.files.manifest import RequestRecord, stream_name
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.publish import Publisher, make_publisher
-from vllm_scope.files.rows import RequestRows
+from vllm_scope.files.rows import RequestRows, Stream
 from vllm_scope.files.stored import EncodedStream, FinishedRequest, Stored
 
 
@@ -58,13 +59,16 @@ class RequestWriter:
         self._writer = writer
         self._rows = RequestRows(writer.buffers)
 
-    def write(self, site: str, layer: int, positions: np.ndarray, rows: Tensor) -> None:
+    def write(
+        self, site: str, layer: int, positions: np.ndarray, rows: Tensor | EncodedRows
+    ) -> None:
         """Take a copy of some rows. A position that comes twice: the last one holds.
 
         Args:
             site, layer: the stream; `embed` has layer 0.
             positions: int64 [n], absolute.
-            rows: [n, hidden_size], model dtype, on any device.
+            rows: [n, hidden_size], model dtype, on any device; or n rows in the parts of
+                a codec, which are stored as they are, whatever the writer's own codec.
 
         Raises:
             ValueError: shapes that do not fit each other or the stream.
@@ -102,20 +106,30 @@ class Writer:
     def finish(self, record: RequestRecord, rows: RequestRows) -> Stored:
         streams: dict[str, EncodedStream] = {}
         for stream, found in rows.streams(record.num_positions).items():
-            first = found.blocks[0]
-            codec = self._codec(first.shape[1], first.dtype)
-            # A codec whose rows cannot be told apart sees all of them at once.
-            blocks = found.blocks if codec.rowwise else [torch.cat(found.blocks)]
-            encoded = [codec.encode(block) for block in blocks]
+            codec, encoded = self._encoded(found)
             streams[stream_name(stream)] = EncodedStream(
                 positions=torch.from_numpy(found.positions),
                 parts={part: [one[part] for one in encoded] for part in codec.part_names},
                 codec=codec,
-                shape=(len(found.positions), first.shape[1]),
-                dtype=str(first.dtype).removeprefix("torch."),
+                shape=(len(found.positions), codec.hidden_size),
+                dtype=str(codec.torch_dtype).removeprefix("torch."),
             )
         token_ids = torch.tensor([*record.prompt_ids, *record.output_ids], dtype=torch.int32)
         return self._layout.add(FinishedRequest(record, streams, token_ids))
+
+    def _encoded(self, found: Stream) -> tuple[Codec, list[dict[str, Tensor]]]:
+        """The codec of a stream, and the parts of each of its blocks."""
+        if found.codec is not None:
+            packing = Packing(found.codec)
+            return found.codec, [
+                {name: part.contiguous() for name, part in packing.parts(block).items()}
+                for block in found.blocks
+            ]
+        first = found.blocks[0]
+        codec = self._codec(first.shape[1], first.dtype)
+        # A codec whose rows cannot be told apart sees all of them at once.
+        blocks = found.blocks if codec.rowwise else [torch.cat(found.blocks)]
+        return codec, [codec.encode(block) for block in blocks]
 
     def _codec(self, hidden_size: int, dtype: torch.dtype) -> Codec:
         key = (hidden_size, dtype)

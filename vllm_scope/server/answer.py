@@ -15,17 +15,19 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 from torch import Tensor
 
+from vllm_scope.actions import MEMORY
 from vllm_scope.errors import CapacityError, SpecError, shown
 from vllm_scope.result import Column, ScopeResult
 from vllm_scope.server import encode
 from vllm_scope.server.faces import Reply
 from vllm_scope.server.store import Kept, Store
+from vllm_scope.spec import Spec
 
 #: Rows of one chunk; what is larger comes as a file in the end.
 MAX_CHUNK_BYTES = 8 << 20
@@ -68,7 +70,19 @@ class Options:
             found[name.removeprefix("scope_")] = value
         if "scope" not in xargs:
             raise SpecError("vllm_xargs has options of a scope and no 'scope'.")
+        _check_codecs(Spec.from_json(xargs["scope"]))
         return Options(**found)
+
+
+def _check_codecs(spec: Spec) -> None:
+    """Raises SpecError for rows that are not worth decoding: to do so takes an inverse of
+    the whole projection, seconds of this process."""
+    for i, read in enumerate(spec.reads):
+        if read.to == MEMORY and read.codec is not None and read.codec.name == "rp8":
+            raise SpecError(
+                f"reads[{i}].codec is 'rp8'; answers have decoded rows, and rp8 keeps the "
+                "projections. Take another codec, or let the rows go to a sink."
+            )
 
 
 class Answer:
@@ -235,7 +249,7 @@ class Answer:
         for column in result.columns() if ended or not self.holds else ():
             if isinstance(column.label, str) or self._options.stream == "rows":
                 new.append(self._unsent(number, column, ended))
-        size = sum(c.values.nbytes for c in new if not isinstance(c.label, str))
+        size = sum(c.nbytes for c in new if not isinstance(c.label, str))
         if size > MAX_CHUNK_BYTES:
             self._left_out.add(number)
             new = [c for c in new if isinstance(c.label, str)]
@@ -252,15 +266,13 @@ class Answer:
         first = self._sent.get(key, 0)
         last = max(first, len(column.positions) if ended else column.num_settled)
         self._sent[key] = last
-        return replace(
-            column, values=column.values[first:last], positions=column.positions[first:last]
-        )
+        return column.part(first, last)
 
     async def _whole(self, result: ScopeResult) -> dict[str, Any]:
         found = result.columns()
         scores = [column for column in found if isinstance(column.label, str)]
         rows = [column for column in found if not isinstance(column.label, str)]
-        inline = sum(column.values.numel() for column in scores) <= encode.MAX_INLINE_SCORES
+        inline = sum(len(column.positions) for column in scores) <= encode.MAX_INLINE_SCORES
         body = encode.counts(result) | encode.columns(scores, True, inline)
         return body | await self._rows(result, rows, [], keep=not inline)
 
@@ -268,7 +280,7 @@ class Answer:
         self, result: ScopeResult, rows: list[Column], sent: list[Any], keep: bool = False
     ) -> dict[str, Any]:
         """`rows`, inline or described, and `result`, the file of what is not inline."""
-        size = sum(column.values.nbytes for column in rows)
+        size = sum(column.nbytes for column in rows)
         by_handle = size > self._inline_bytes or (self._options.tensors == "handle" and size > 0)
         body: dict[str, Any] = {
             "rows": sent + encode.columns(rows, not by_handle, False)["rows"], "result": None

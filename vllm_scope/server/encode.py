@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_scope.codecs.packed import EncodedRows
 from vllm_scope.result import Column, ScopeResult
 
 #: Scores of a choice are part of the answer up to this many.
@@ -85,9 +86,11 @@ def _rows(column: Column, inline: bool) -> dict[str, Any]:
         body["when"] = when
     body |= {
         "spans": spans(column.positions),
-        "dtype": str(column.values.dtype).removeprefix("torch."),
-        "shape": list(column.values.shape),
+        "dtype": str(column.source.dtype).removeprefix("torch."),
+        "shape": list(column.source.shape),
     }
+    if isinstance(column.source, EncodedRows):
+        body["codec"] = column.source.codec.codec
     if inline:
         data = column.values.contiguous().view(torch.uint8).numpy()
         body["data"] = base64.b64encode(data.tobytes()).decode()

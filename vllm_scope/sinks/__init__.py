@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -23,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vllm_scope.codecs.packed import EncodedRows, decoded
 from vllm_scope.host_ring import Lease
 from vllm_scope.plan import Labels
 
@@ -65,8 +67,8 @@ class Block:
         site, layer: the stream. Rows from before the edits of their site have
             ".before" after the site's name.
         positions: int64 [n], absolute.
-        rows: [n, hidden_size], the model's dtype, CPU; float32 [n] for a probe. Valid
-            during the call: copy what you keep.
+        source: the rows, or what their read's codec made of them. Valid during the call:
+            copy what you keep.
         probe: the probe's name, where these are scores.
     """
 
@@ -74,8 +76,19 @@ class Block:
     site: str
     layer: int
     positions: NDArray[np.int64]
-    rows: Tensor
+    source: Tensor | EncodedRows
     probe: str | None = None
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """[n, hidden_size], the model's dtype, CPU; float32 [n] for a probe. Decoded here
+        where the read has a codec."""
+        return decoded(self.source)
+
+    @property
+    def encoded(self) -> EncodedRows | None:
+        """The rows as they came, where the read has a codec."""
+        return self.source if isinstance(self.source, EncodedRows) else None
 
 
 @dataclass(frozen=True)
@@ -215,7 +228,7 @@ class RowBatch:
     @property
     def slots(self) -> Tensor:
         """uint8 [num_slots, SLOT_BYTES], host. A token's slots are consecutive: its rows
-        in the order of its layout's points, then its scores."""
+        in the order of its layout's points, then its scores, then its encoded rows."""
         return self.lease.slots
 
 

@@ -54,7 +54,8 @@ class _Rows:
     @property
     def num_values(self) -> int:
         layout = self.arrival.layout
-        return len(self.arrival.positions) * (len(layout.points) + len(layout.scores))
+        encoded = sum(len(points) for _, points in layout.encoded)
+        return len(self.arrival.positions) * (len(layout.points) + encoded + len(layout.scores))
 
 
 @dataclass(frozen=True)
@@ -281,7 +282,7 @@ class Lane:
             delivery.keep(rows.arrival)
 
     def _write_all(self, delivery: Delivery, blocks: Iterator[Block]) -> dict[str, Any]:
-        """Returns stream -> its shape and dtype, of what was written last."""
+        """Returns stream -> its shape, dtype and codec, of what was written last."""
         streams: dict[str, Any] = {}
         try:
             for block in blocks:
@@ -291,10 +292,12 @@ class Lane:
                 if delivery.error is not None:
                     break
                 self.counters.rows += len(block.positions)
-                self.counters.bytes += block.rows.nbytes
+                self.counters.bytes += block.source.nbytes
                 name = block.probe or f"{block.site}.{block.layer}"
-                dtype = str(block.rows.dtype).removeprefix("torch.")
-                streams[name] = {"shape": list(block.rows.shape), "dtype": dtype}
+                dtype = str(block.source.dtype).removeprefix("torch.")
+                streams[name] = {"shape": list(block.source.shape), "dtype": dtype}
+                if block.encoded is not None:
+                    streams[name]["codec"] = block.encoded.codec.metadata()
         except Exception as error:  # no memory for the blocks, say: the lane goes on
             delivery.error = delivery.error or self._failure(error, counts=True)
         return streams

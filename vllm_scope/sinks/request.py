@@ -21,7 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_scope.assemble import Ints, Part, assemble, wanted_positions
-from vllm_scope.program import SLOT_BYTES, Layout, canonical_point, edited_places, slots_of_row
+from vllm_scope.codecs.packed import EncodedRows, packing_of
+from vllm_scope.encoding import Encoding
+from vllm_scope.layout import SLOT_BYTES, Layout, slots_of_row
+from vllm_scope.program import canonical_point, edited_places
 from vllm_scope.selectors import Selector
 from vllm_scope.sinks import Block, Ending, RequestInfo, Status
 from vllm_scope.sites import SiteLayer, Sites
@@ -60,13 +63,15 @@ class Ended:
 
 @dataclass(frozen=True)
 class _Stream:
-    """Rows of one point, or scores of one probe (`point` None, `number` its own)."""
+    """Rows of one point under one encoding, or scores of one probe (`point` None, `number`
+    its own)."""
 
     name: SiteLayer
     selectors: tuple[Selector, ...]
     point: int | None
     number: int = -1
     probe: str | None = None
+    encoding: Encoding | None = None
 
 
 class Delivery:
@@ -124,17 +129,25 @@ class Delivery:
 
     def _part_of(self, layout: Layout, row_slots: int) -> tuple[Layout, Ints] | None:
         """What is taken of a layout, and its slots."""
-        wanted = {stream.point for stream in self._streams}
+        wanted = {(stream.encoding, stream.point) for stream in self._streams}
         numbers = {stream.number for stream in self._streams}
-        taken = [i for i, point in enumerate(layout.points) if point in wanted]
-        has_scores = any(number in numbers for _, number in layout.scores)
-        if not taken and not has_scores:
-            return None
+        taken = [i for i, point in enumerate(layout.points) if (None, point) in wanted]
         slots = [i * row_slots + np.arange(row_slots) for i in taken]
+        has_scores = any(number in numbers for _, number in layout.scores)
         if has_scores:
-            slots.append(np.arange(len(layout.points) * row_slots, layout.slots(row_slots)))
-        own = Layout(tuple(layout.points[i] for i in taken), layout.scores if has_scores else ())
-        return own, np.concatenate(slots)
+            slots.append(np.arange(len(layout.points) * row_slots, layout.plain_slots(row_slots)))
+        encoded = []
+        for encoding, points, first, num_slots in layout.encoded_at(row_slots):
+            own = [i for i, point in enumerate(points) if (encoding, point) in wanted]
+            slots += [first + i * num_slots + np.arange(num_slots) for i in own]
+            if own:
+                encoded.append((encoding, tuple(points[i] for i in own)))
+        if not slots:
+            return None
+        return Layout(
+            tuple(layout.points[i] for i in taken), layout.scores if has_scores else (),
+            tuple(encoded),
+        ), np.concatenate(slots)  # fmt: skip
 
     def lose(self, reason: str) -> None:
         """Some rows will not come. The first reason is kept."""
@@ -213,8 +226,15 @@ class Delivery:
     def _column(
         self, stream: _Stream, layout: Layout, data: NDArray[np.uint8], row_bytes: int
     ) -> Tensor | None:
-        """[n, hidden_size] rows or [n] scores, a view; None where the layout has none."""
+        """[n, hidden_size] rows, uint8 [n, bytes of an encoded row] or [n] scores, a view;
+        None where the layout has none."""
         row_slots = slots_of_row(row_bytes)
+        if stream.encoding is not None:
+            for encoding, points, first, num_slots in layout.encoded_at(row_slots):
+                if encoding == stream.encoding and stream.point in points:
+                    first = (first + points.index(stream.point) * num_slots) * SLOT_BYTES
+                    return torch.from_numpy(data[:, first : first + num_slots * SLOT_BYTES])
+            return None
         if stream.point is not None:
             if stream.point not in layout.points:
                 return None
@@ -227,21 +247,24 @@ class Delivery:
         return torch.from_numpy(data[:, first : first + 4]).view(torch.float32)[:, 0]
 
     def _block(self, stream: _Stream, positions: Ints, rows: Tensor) -> Block:
-        return Block(self.info, *stream.name, positions, rows, stream.probe)
+        source: Tensor | EncodedRows = rows
+        if stream.encoding is not None:
+            source = EncodedRows(packing_of(stream.encoding).codec, rows)
+        return Block(self.info, *stream.name, positions, source, stream.probe)
 
 
 def _streams_of(asked: Resolved, to: str, sites: Sites, here: Sequence[int]) -> Iterator[_Stream]:
     going = asked.going_to(to)
     edited = edited_places(asked, sites)
-    selectors: dict[tuple[SiteLayer, str], list[Selector]] = {}
+    selectors: dict[tuple[SiteLayer, str, Encoding | None], list[Selector]] = {}
     for read in going.reads:
         for stream in read.streams:
             if sites.boundary_of(stream) in here:
-                selectors.setdefault((stream, read.when), []).append(read.tokens)
-    for ((site, layer), when), some in selectors.items():
+                selectors.setdefault((stream, read.when, read.encoding), []).append(read.tokens)
+    for ((site, layer), when, encoding), some in selectors.items():
         point = canonical_point(sites.point_of((site, layer), when), edited)
         name = (site if when == "after" else f"{site}.before", layer)
-        yield _Stream(name, tuple(some), point)
+        yield _Stream(name, tuple(some), point, encoding=encoding)
     for number, probe in enumerate(asked.probes):
         if probe.to == to and sites.boundary_of(probe.stream) in here:
             yield _Stream(probe.stream, (probe.tokens,), None, number, probe.name)

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
+from vllm_scope.layout import Layout
 from vllm_scope.plan import Ints
-from vllm_scope.program import Layout
 from vllm_scope.sinks import Manifest, RequestInfo, RowBatch
 from vllm_scope.sinks.counters import Counters
 from vllm_scope.sinks.lane import Lane

@@ -9,16 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_scope.program import (
-    OP_ABLATE,
-    OP_ADD,
-    OP_ADD_NORM,
-    OP_CLAMP,
-    OP_DOT,
-    OP_READ,
-    OP_SET,
-    SLOT_BYTES,
-)
+from vllm_scope.layout import SLOT_BYTES
+from vllm_scope.program import OP_ABLATE, OP_ADD, OP_ADD_NORM, OP_CLAMP, OP_DOT, OP_READ, OP_SET
 
 #: Columns of the op table. Offsets are in 4-byte words from the token's first slot.
 CODE, WORD, WORD_IN_TAP, VECTOR, NUMBER_A, NUMBER_B, NEXT = range(7)

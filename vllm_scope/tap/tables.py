@@ -24,7 +24,8 @@ from torch import Tensor
 
 from vllm_scope.arrays import Array
 from vllm_scope.errors import CapacityError, ScopeError
-from vllm_scope.program import NO_PROGRAM, OP_DOT, OP_READ, Cost, Layout, Op, Program, slots_of_row
+from vllm_scope.layout import Layout, slots_of_row
+from vllm_scope.program import NO_PROGRAM, OP_DOT, OP_READ, Cost, Op, Program
 from vllm_scope.tap.definition import PROGRAM, SLOT, TO_HOST, WORDS_PER_SLOT
 
 #: Steps that may at least be in flight before their upload buffer is written again.
@@ -91,6 +92,8 @@ class Tables:
         self._step = 0
         #: Arena slots of a token under each program, by program id.
         self.num_slots = np.zeros(num_programs, np.int64)
+        #: The same once its rows are encoded.
+        self.num_delivered = np.zeros(num_programs, np.int64)
         self._pending_programs: dict[int, NDArray[np.int32]] = {}
         self._pending_ops: dict[int, tuple[int, ...]] = {}
         self._pending_vectors: dict[int, Array] = {}
@@ -188,20 +191,22 @@ class Tables:
     def _write(self, program_id: int, program: Program) -> None:
         entry = np.full(self.programs.shape[1], -1, np.int32)
         taken: list[int] = []
+        arena = program.layout.arena
         for boundary, ops in program.taps:
             following = -1
-            local = program.layout.at(boundary)
+            local = arena.at(boundary)
             for op in reversed(ops):
                 taken.append(self._free_ops.pop())
                 vector = -1 if op.vector is None else self._vector_places.at(op.vector)
                 numbers = np.array([op.a, op.b], np.float32).view(np.int32).tolist()
-                words = self._words(op, program.layout, local)
+                words = self._words(op, arena, local)
                 self._pending_ops[taken[-1]] = (op.code, *words, vector, *numbers, following, 0)
                 following = taken[-1]
             entry[self._tap_of[boundary]] = following
         self._ops_of[program_id] = taken
         self._pending_programs[program_id] = entry
-        self.num_slots[program_id] = program.layout.slots(self.row_slots)
+        self.num_slots[program_id] = arena.slots(self.row_slots)
+        self.num_delivered[program_id] = program.layout.slots(self.row_slots)
 
     def _words(self, op: Op, layout: Layout, local: Layout) -> tuple[int, int]:
         """Where the op stores, in the token's slots and in those of one tap."""

@@ -1,0 +1,116 @@
+"""A row's parts as one run of bytes, so that encoded rows are rows.
+
+Owns:  Packing (where each part lies), EncodedRows (rows that are decoded when asked for).
+Runs:  wherever rows are.
+From:  encoding.   To: packer (encodes on the device), sinks and result (decode).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from vllm_scope.codecs import Codec, codec_from
+from vllm_scope.encoding import Encoding
+from vllm_scope.layout import SLOT_BYTES, slots_of_row
+
+
+class Packing:
+    """The bytes of an encoded row.
+
+    Wide numbers come first, so that each part lies at a multiple of its own size.
+
+    Attributes:
+        codec: whose rows can be told apart.
+        num_bytes: of a row, without what fills its last slot.
+        num_slots: of a row.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self._places: dict[str, tuple[int, int, torch.dtype]] = {}
+        at = 0
+        for part in sorted(codec.row_parts, key=lambda part: -part.dtype.itemsize):
+            stop = at + part.size * part.dtype.itemsize
+            self._places[part.name] = (at, stop, part.dtype)
+            at = stop
+        self.num_bytes = at
+        self.num_slots = slots_of_row(at)
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """uint8 [num_rows, num_slots * SLOT_BYTES] of [num_rows, hidden_size], on their
+        device; waits for no device. What fills the last slot is zero."""
+        parts = self.codec.encode(rows)
+        pieces = [parts[name].view(torch.uint8) for name in self._places]
+        filling = self.num_slots * SLOT_BYTES - self.num_bytes
+        if filling:
+            pieces.append(pieces[0].new_zeros((len(rows), filling)))
+        return torch.cat(pieces, dim=1)
+
+    def parts(self, data: Tensor) -> dict[str, Tensor]:
+        """The codec's parts, views of uint8 [num_rows, num_slots * SLOT_BYTES]."""
+        return {
+            name: data[:, self._places[name][0] : self._places[name][1]].view(self._places[name][2])
+            for name in self.codec.part_names
+        }
+
+
+@lru_cache(maxsize=256)
+def packing_of(encoding: Encoding) -> Packing:
+    """Raises ConfigError for what is no codec."""
+    return Packing(codec_from(encoding.metadata))
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """Rows in a codec's parts.
+
+    Attributes:
+        codec: what they are encoded with.
+        data: uint8 [num_rows, bytes of an encoded row, in whole slots], CPU.
+    """
+
+    codec: Codec
+    data: Tensor
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, some: slice) -> EncodedRows:
+        return EncodedRows(self.codec, self.data[some])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the rows, decoded."""
+        return len(self.data), self.codec.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows, decoded."""
+        return self.codec.torch_dtype
+
+    @property
+    def nbytes(self) -> int:
+        """As they are, encoded."""
+        return self.data.nbytes
+
+    @property
+    def parts(self) -> Mapping[str, Tensor]:
+        """What the codec's `encode` made, by name; the rows are on the first axis."""
+        return Packing(self.codec).parts(self.data)
+
+    def decode(self) -> Tensor:
+        """[num_rows, hidden_size], the model's dtype."""
+        return self.codec.decode(self.parts, len(self))
+
+    def kept(self) -> EncodedRows:
+        """In memory of their own."""
+        return EncodedRows(self.codec, self.data.contiguous().clone())
+
+
+def decoded(rows: Tensor | EncodedRows) -> Tensor:
+    return rows.decode() if isinstance(rows, EncodedRows) else rows
