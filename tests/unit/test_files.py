@@ -297,7 +297,7 @@ def test_requests_of_unlike_codecs_fill_their_own_shards_in_turns(tmp_path):
                     some = EncodedRows(codec, Packing(codec).pack(some))
                 request.write("embed", 0, np.arange(start, stop), some)
             record = RequestRecord(str(number), range(5), [6], "m", 5, 5)
-            assert request.finish(record).status == "ok"
+            assert request.finish(record).manifest.status == "ok"
     assert len(list(tmp_path.glob("*.safetensors"))) == 3
     capture = vllm_scope.open(tmp_path)
     for number in range(30):

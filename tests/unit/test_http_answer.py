@@ -34,7 +34,7 @@ def result(num_tokens=NUM_TOKENS, num_arrived=None, status="complete"):
     point = SITES.point_of(("resid_post", 1))
     return ScopeResult(
         Spec.from_json(SPEC["scope"]).resolve(SITES), SITES, list(range(num_tokens)), NUM_PROMPT,
-        {point: [Part(at, at, ROWS[:n])]}, {0: [Part(at, at, ROWS[:n, :1])]}, status, None,
+        {(None, point): [Part(at, at, ROWS[:n])]}, {0: [Part(at, at, ROWS[:n, :1])]}, status, None,
     )  # fmt: skip
 
 

@@ -252,7 +252,7 @@ def test_a_request_is_told_its_end_when_its_shard_is_visible(monkeypatch, tmp_pa
     options = _files(tmp_path, layout=layout, flush_s=flush_s, file_mib=1)
     with side(monkeypatch, options) as here:
         here.add(1, TO_FILES)
-        here.write(1, [0, 1, 2])
+        here.write(1, [0, 1, 2], size=1 << 11)
         here.add(2, TO_FILES)  # goes on, and its rows could go along
         started = time.monotonic()
         here.end(1)

@@ -134,6 +134,8 @@ class ShardedLayout:
 
     def _rotate(self, shard: _Shard) -> None:
         self._open.remove(shard)
+        if not shard.manifests:  # what was to be its first request could not be taken
+            return
         # Requests hear of a failure by their own futures.
         while self._writing and self._writing[0].done():
             self._writing.popleft()
