@@ -65,6 +65,8 @@ def serving(model: Path, options: list[str], log: Path, plugin: bool = True) -> 
     command += ["--api-key", API_KEY, "--disable-uvicorn-access-log", *options]
     env = os.environ | {"VLLM_SCOPE": str(int(plugin)), "VLLM_SCOPE_ADMIN_KEY": ADMIN_KEY}
     env.pop("VLLM_SCOPE_RUN", None)
+    # A benchmark that is told to end ends its server too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with log.open("wb") as file:
         process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True
