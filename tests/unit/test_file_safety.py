@@ -247,7 +247,7 @@ def test_a_file_that_could_not_be_written_fails_the_requests_in_it_and_no_others
             with pytest.raises(FileError, match="File too large"):
                 writer.flush()
         else:
-            lost.append(store(writer, 3, streams=[("embed", 0)], hidden_size=1 << 17)[0])
+            lost.append(store(writer, 3, streams=[("resid_pre", 1)], hidden_size=1 << 17)[0])
         for one in lost:
             assert "File too large" in str(one.published.exception(timeout=10))
     assert os.listdir(tmp_path) == [f".scope-{writer._publisher.identity}.lock"]
