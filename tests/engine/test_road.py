@@ -78,10 +78,8 @@ def test_memory_is_shared_where_it_can_be(llama, ref):
 
 
 def test_a_road_that_leads_nowhere_refuses_the_request_with_the_reason(llama, monkeypatch):
-    from vllm_scope import result
-
     # This process's inbox may listen already.
-    monkeypatch.setattr(result, "_inbox", None)
+    monkeypatch.setattr("vllm_scope.inbox._inbox", None)
     options = {"scope": {"road": "tcp", "road_host": "192.0.2.77"}}
     with local_engine(llama, dtype="float32", additional_config=options) as llm:
         with pytest.raises(SpecError, match=r"over TCP to '192\.0\.2\.77'.*road_host"):
@@ -93,7 +91,7 @@ def test_a_road_that_leads_nowhere_refuses_the_request_with_the_reason(llama, mo
 def test_streams_and_clients_that_leave_leave_nothing_behind():
     from vllm import SamplingParams
 
-    from vllm_scope.result import inbox
+    from vllm_scope.inbox import inbox
 
     ref = reference(TOYWORLD, torch.float32)
     text = "My father told me about the book Goldette. Happily, it was"

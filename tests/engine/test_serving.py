@@ -134,7 +134,7 @@ def test_idle_steps_look_at_no_request_and_upload_nothing(llm):
 def test_twenty_thousand_reading_requests_leave_memory_flat(llm):
     """Against as many plain ones: the worker's memory grows by some MB there too, as
     vLLM first touches its KV cache, with or without a plugin."""
-    from vllm_scope.result import inbox
+    from vllm_scope.inbox import inbox
 
     front, worker = psutil.Process(os.getpid()), psutil.Process(counters(llm)["pid"])
     prompts = [{"prompt_token_ids": [5 + i % 100, 7, 9]} for i in range(2000)]

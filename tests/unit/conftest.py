@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.unit.roads import Road
 from vllm_scope.host_ring import HostRing
-from vllm_scope.result import Inbox
+from vllm_scope.inbox import Inbox
 from vllm_scope.senders import SharedSender
 
 _ALWAYS = {"deadline": None, "suppress_health_check": list(HealthCheck)}

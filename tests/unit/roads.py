@@ -10,8 +10,9 @@ from tests.unit.delivered import ROW_BYTES, labels_of, reads_at, slots_per_token
 from vllm_scope import Add, Probe, Read, Spec
 from vllm_scope.actions import Action
 from vllm_scope.host_ring import HostRing
+from vllm_scope.inbox import Inbox
 from vllm_scope.layout import Layout
-from vllm_scope.result import Inbox, Pending
+from vllm_scope.pending import Pending
 from vllm_scope.senders import SharedSender
 from vllm_scope.sinks import RowBatch
 from vllm_scope.sites import Sites

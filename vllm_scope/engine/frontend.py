@@ -31,10 +31,11 @@ from vllm_scope.engine.plugin import config_of, wrap_method
 from vllm_scope.engine.refusals import refusal, told
 from vllm_scope.engine.sizes import Limits
 from vllm_scope.errors import ScopeError, SpecError, shown
+from vllm_scope.inbox import inbox
 from vllm_scope.metrics import count_sinks
+from vllm_scope.pending import Pending
 from vllm_scope.plan import OVERSHOOT
 from vllm_scope.program import RequestProgram
-from vllm_scope.result import Pending, inbox
 from vllm_scope.selectors import Tokens
 from vllm_scope.sites import Sites
 from vllm_scope.spec import Resolved, Spec, Vectors

@@ -29,7 +29,7 @@ from vllm_scope.engine.frontend import asks, params_of, settle
 from vllm_scope.engine.plugin import config_of, wrap_function, wrap_method
 from vllm_scope.engine.refusals import busy, refusal
 from vllm_scope.errors import CapacityError, SpecError
-from vllm_scope.result import inbox, num_pending
+from vllm_scope.inbox import inbox, num_pending
 from vllm_scope.server import faces
 from vllm_scope.server.answer import Answer, Options, current
 from vllm_scope.server.settings import RUN

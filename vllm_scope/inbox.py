@@ -1,0 +1,134 @@
+"""All requests of this process whose rows arrive, and the road that brings them.
+
+Owns:  Inbox, and this process's one.
+Runs:  in the front-end. What comes is taken on the road's thread, `open` and `forget` are
+       called anywhere.
+From:  receiver (RowsMessage, FinishHeader).   To: pending.
+
+Promise: rows of a request that nobody holds any more are ignored, and cost nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from vllm_scope.pending import Delivered, Pending
+from vllm_scope.receiver import Receiver
+from vllm_scope.road import Address, CountersHeader, FinishHeader, RowsMessage
+from vllm_scope.sites import Sites
+from vllm_scope.spec import Resolved
+from vllm_scope.split import by_key, by_layout
+
+#: Messages from this size on are copied by several threads.
+PARALLEL_BYTES = 4 << 20
+MOST_COPIERS = 6
+
+
+class Inbox:
+    """All pending requests of this process, and the road that fills them."""
+
+    def __init__(self) -> None:
+        # Weak: a request that nobody holds any more (aborted, client gone) takes
+        # its rows with it, and what still arrives for it is ignored.
+        self._pending: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
+        # Unique over all front-ends of an engine: their keys meet in its workers.
+        self._keys = itertools.count(secrets.randbits(30) << 32)
+        #: Tokens that came so far, of all messages: tells which row is the last.
+        self._num_arrived = 0
+        self._num_copiers = min(MOST_COPIERS, (os.cpu_count() or 1) // 2)
+        self._copiers = None
+        if self._num_copiers > 1:
+            self._copiers = ThreadPoolExecutor(self._num_copiers, "vllm-scope-copy")
+        #: Told what workers' sinks have counted.
+        self.on_counters: Callable[[CountersHeader], None] = lambda _: None
+        self._receiver = Receiver(
+            self._on_rows, self._on_finish, lambda header: self.on_counters(header)
+        )
+
+    @property
+    def address(self) -> Address:
+        return self._receiver.address
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def open(
+        self,
+        asked: Resolved,
+        sites: Sites,
+        prompt_ids: list[int],
+        max_tokens: int,
+        num_stages: int,
+    ) -> Pending:
+        pending = Pending(next(self._keys), asked, sites, prompt_ids, max_tokens, num_stages)
+        self._pending[pending.key] = pending
+        return pending
+
+    def forget(self, pending: Pending) -> None:
+        """Let go of a request's rows now; what still arrives for it is ignored."""
+        self._pending.pop(pending.key, None)
+        pending.clear()
+
+    def listen(self, host: str) -> None:
+        """Let workers reach this process over TCP too; see Receiver.listen."""
+        self._receiver.listen(host)
+
+    def close(self) -> None:
+        self._receiver.close()
+
+    def _on_rows(self, message: RowsMessage) -> None:
+        jobs: list[tuple[Pending, Delivered]] = []
+        for layout, tokens, data in by_layout(
+            message.layouts, message.layout_of, message.boundary, message.row_bytes, message.slots
+        ):
+            local = layout if message.boundary is None else layout.at(message.boundary)
+            for some in by_key(message.keys[tokens]):
+                of = tokens[some]
+                pending = self._pending.get(int(message.keys[of[0]]))
+                if pending is not None:
+                    jobs.append((pending, Delivered(
+                        layout, local, message.positions[of], self._num_arrived + of,
+                        data[some], message.row_bytes,
+                    )))  # fmt: skip
+        self._num_arrived += len(message.keys)
+        if self._copiers is None or message.slots.numel() < PARALLEL_BYTES or len(jobs) == 1:
+            _copy(jobs)
+            return
+        # Each job fills another table, and the first touch of fresh memory is what
+        # takes long: a thread gets 3 GB/s where warm memory gives 15.
+        shares = [jobs[i :: self._num_copiers] for i in range(self._num_copiers)]
+        list(self._copiers.map(_copy, shares))
+
+    def _on_finish(self, header: FinishHeader) -> None:
+        pending = self._pending.get(header.key)
+        if pending is not None:
+            pending.finish(header.stage, header.error, header.manifests)
+
+
+def _copy(jobs: list[tuple[Pending, Delivered]]) -> None:
+    for pending, some in jobs:
+        pending.add(some)
+
+
+_inbox: Inbox | None = None
+_inbox_lock = threading.Lock()
+
+
+def num_pending() -> int:
+    """Requests whose rows this process holds or waits for."""
+    return 0 if _inbox is None else len(_inbox)
+
+
+def inbox() -> Inbox:
+    """This process's inbox, opened at its first use."""
+    global _inbox
+    with _inbox_lock:
+        if _inbox is None:
+            _inbox = Inbox()
+        return _inbox
