@@ -120,6 +120,19 @@ def local_engine(model: Path | str, make: Any = None, **options: Any) -> Iterato
             del llm
 
 
+def preempted_in(llm: Any) -> list[str]:
+    """The requests that an engine in this process preempts from now on, as it does."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    original, found = scheduler._preempt_request, []
+
+    def preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(request.request_id)
+        return original(request, *args, **kwargs)
+
+    scheduler._preempt_request = preempt
+    return found
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import vllm_scope
-from tests.conftest import local_engine
+from tests.conftest import local_engine, preempted_in
 from tests.engine.test_rows import counters, params, prompts, run
 from vllm_scope import Add, Probe, Read, SpecError, scope
 from vllm_scope.codecs import make_codec
@@ -329,13 +329,7 @@ def test_preemption_and_recompute(llama):
         llama, dtype="float32", num_gpu_blocks_override=9, block_size=32,
         max_model_len=128, max_num_seqs=4,
     ) as llm:  # fmt: skip
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        preempted = []
-        original = scheduler._preempt_request
-        scheduler._preempt_request = lambda request, *a, **k: (
-            preempted.append(request.request_id),
-            original(request, *a, **k),
-        )[1]
+        preempted = preempted_in(llm)
         ids = [list(range(i, i + 20)) for i in (10, 50, 90, 130)]
         names = ["int8", "topk8", "fp8", "full8"]
         specs = [params(scope(*reads(named(n)), raw()), max_tokens=80) for n in names]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.checkpoints import reference
-from tests.conftest import local_engine, process_engine
+from tests.conftest import local_engine, preempted_in, process_engine
 from tests.engine.test_edits import (
     EDITS,
     READ_ALL,
@@ -178,13 +178,7 @@ def test_preemption_and_recompute_give_the_undisturbed_run(llama, ref):
     found = []
     for cache in ({}, small):
         with local_engine(llama, **(ENGINE | cache), enable_prefix_caching=True) as llm:
-            scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-            preempted = []
-            original = scheduler._preempt_request
-            scheduler._preempt_request = lambda request, *a, **k: (
-                preempted.append(request.request_id),  # noqa: B023
-                original(request, *a, **k),  # noqa: B023
-            )[1]
+            preempted = preempted_in(llm)
             found.append(run(llm, ids, parameters))
     assert preempted, "the cache was large enough; the test shows nothing"
     for undisturbed, disturbed in zip(*found, strict=True):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoints import check_completion, reference
-from tests.conftest import local_engine, process_engine
+from tests.conftest import local_engine, preempted_in, process_engine
 from vllm_scope import Except, Read, TokenIds, Union, scope
 
 READ_ALL = scope(Read("resid_post"), Read("embed"))
@@ -174,13 +174,7 @@ def test_preemption_and_recompute(llama, ref):
         llama, dtype="float32", num_gpu_blocks_override=9, block_size=32,
         max_model_len=128, max_num_seqs=4, enable_prefix_caching=True,
     ) as llm:  # fmt: skip
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        preempted = []
-        original = scheduler._preempt_request
-        scheduler._preempt_request = lambda request, *a, **k: (
-            preempted.append(request.request_id),
-            original(request, *a, **k),
-        )[1]
+        preempted = preempted_in(llm)
         ids = [list(range(i, i + 20)) for i in (10, 50, 90, 130)]
         outputs = run(llm, ids, params(READ_ALL, max_tokens=80))
     assert preempted, "the cache was large enough; the test shows nothing"

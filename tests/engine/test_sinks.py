@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import vllm_scope
-from tests.conftest import TOYWORLD, local_engine
+from tests.conftest import TOYWORLD, local_engine, preempted_in
 from vllm_scope import Probe, Read, SpecError, scope
 
 
@@ -193,13 +193,7 @@ def test_preempted_requests_are_whole(llama, tmp_path):
         max_model_len=128, max_num_seqs=4,
         additional_config={"scope": {"sinks": {"filesystem": files}}},
     ) as llm:  # fmt: skip
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        preempted = []
-        original = scheduler._preempt_request
-        scheduler._preempt_request = lambda request, *a, **k: (
-            preempted.append(request.request_id),
-            original(request, *a, **k),
-        )[1]
+        preempted = preempted_in(llm)
         ids = [list(range(i, i + 20)) for i in (10, 50, 90, 130)]
         parameters = [params(*both(name=f"{i}"), max_tokens=80) for i in range(4)]
         outputs = run(llm, ids, parameters)

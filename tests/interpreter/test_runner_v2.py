@@ -12,7 +12,7 @@ import torch
 
 import vllm_scope
 from tests.checkpoints import check_completion, reference
-from tests.conftest import local_engine
+from tests.conftest import local_engine, preempted_in
 from vllm_scope import Read, scope
 from vllm_scope.faces.vllm_lens import Hook
 
@@ -154,13 +154,7 @@ def test_preemption_and_recompute(llama, ref):
         llama, dtype="float32", num_gpu_blocks_override=7, block_size=32, max_model_len=96,
         max_num_seqs=3,
     ) as llm:  # fmt: skip
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        preempted = []
-        original = scheduler._preempt_request
-        scheduler._preempt_request = lambda request, *a, **k: (
-            preempted.append(request.request_id),
-            original(request, *a, **k),
-        )[1]
+        preempted = preempted_in(llm)
         ids = [range(i, i + 30) for i in (10, 50, 90)]
         outputs = run(llm, ids, params(READ_ALL, max_tokens=60))
     assert preempted, "the cache was large enough; the test shows nothing"
