@@ -56,7 +56,17 @@ def llm(root):
         TOYWORLD, dtype="float32", max_num_batched_tokens=128, max_num_seqs=64, block_size=32,
         additional_config={"scope": {"sinks": {"filesystem": files}}},
     ) as llm:  # fmt: skip
+        # Of engines that this process had before.
+        llm.rows_before = rows_on_the_page()
         yield llm
+
+
+def rows_on_the_page():
+    from prometheus_client import generate_latest
+
+    lines = generate_latest().decode().splitlines()
+    name = 'vllm_scope_sink_rows_total{sink="filesystem"} '
+    return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
 
 
 def both(**options):
@@ -170,14 +180,10 @@ def no_file_larger_than(num_bytes):
 
 
 def test_what_sinks_do_is_on_the_metrics_page(llm):
-    from prometheus_client import generate_latest
-
     run(llm, [range(30)], params(Read("resid_post", to="filesystem")))
 
     def rows():
-        lines = generate_latest().decode().splitlines()
-        name = 'vllm_scope_sink_rows_total{sink="filesystem"} '
-        return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+        return rows_on_the_page() - llm.rows_before
 
     (counters,) = llm.collective_rpc("scope_counters")
     deadline = time.monotonic() + 5
