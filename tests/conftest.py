@@ -43,6 +43,19 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory):
     return get
 
 
+@pytest.fixture(scope="session")
+def llama(checkpoints) -> Path:
+    return checkpoints("llama")
+
+
+@pytest.fixture(scope="session")
+def ref(llama) -> Any:
+    """Hugging Face's, of `llama`, in float32."""
+    import torch
+
+    return reference(llama, torch.float32)
+
+
 @contextmanager
 def without_llvmlite() -> Iterator[None]:
     """vLLM searches all modules for its kernels when an engine starts, and trips over

@@ -14,7 +14,7 @@ import torch
 
 import vllm_scope
 from tests.conftest import local_engine, preempted_in
-from tests.engine.test_rows import counters, params, prompts, run
+from tests.requests import counters, params, prompts, run
 from vllm_scope import Add, Probe, Read, SpecError, scope
 from vllm_scope.codecs import make_codec
 from vllm_scope.codecs.packed import Packing
@@ -85,11 +85,6 @@ def check(result, name, num_rows, dtype=torch.float32):
         assert same_bits(result[stream], codec.decode(encoded.parts, num_rows))
         assert result[stream].dtype == dtype
         assert result.encoded(*other) is None
-
-
-@pytest.fixture(scope="module")
-def llama(checkpoints):
-    return checkpoints("llama")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoints import reference, row_error
+from tests.checkpoints import row_error
 from tests.conftest import async_engine, local_engine, process_engine
 from tests.engine.test_edits import (
     EDITS,
@@ -19,8 +19,8 @@ from tests.engine.test_edits import (
     check_logprobs,
     direction,
     params,
-    run,
 )  # fmt: skip
+from tests.requests import run
 from vllm_scope import Ablate, Add, CapacityError, Clamp, Probe, Read, Replace, SpecError, scope
 from vllm_scope.vectors import SteeringModule, save_vectors, to_bytes
 
@@ -31,16 +31,6 @@ SITES = {"sites": ["embed", "resid_pre", "resid_mid", "resid_post"]}
 def module(**vectors):
     """layer_1=tensor -> a module with that vector at resid_post 1."""
     return SteeringModule({("resid_post", int(k[6:])): v for k, v in vectors.items()})
-
-
-@pytest.fixture(scope="module")
-def llama(checkpoints):
-    return checkpoints("llama")
-
-
-@pytest.fixture(scope="module")
-def ref(llama):
-    return reference(llama, torch.float32)
 
 
 @pytest.fixture(scope="module")

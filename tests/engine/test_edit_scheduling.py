@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.checkpoints import reference
 from tests.conftest import local_engine, preempted_in, process_engine
 from tests.engine.test_edits import (
     EDITS,
@@ -17,24 +16,14 @@ from tests.engine.test_edits import (
     check_logprobs,
     direction,
     params,
-    run,
 )  # fmt: skip
+from tests.requests import run
 from vllm_scope import Ablate, Add, Except, Probe, Read, Replace, SpecError, TokenIds
 
 ENGINE = {
     "dtype": "float32", "max_num_batched_tokens": 32, "max_num_seqs": 16, "block_size": 32,
     "additional_config": {"scope": {"sites": ["embed", "resid_pre", "resid_mid", "resid_post"]}},
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def llama(checkpoints):
-    return checkpoints("llama")
-
-
-@pytest.fixture(scope="module")
-def ref(llama):
-    return reference(llama, torch.float32)
 
 
 @pytest.fixture(scope="module")

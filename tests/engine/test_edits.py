@@ -7,6 +7,7 @@ import torch
 
 from tests.checkpoints import reference, row_error
 from tests.conftest import local_engine
+from tests.requests import run
 from vllm_scope import Ablate, Add, Clamp, Probe, Read, Replace, scope
 
 HIDDEN = 128
@@ -61,11 +62,6 @@ def params(*actions, **options):
     defaults = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "detokenize": False}
     extra = scope(*actions) if actions else None
     return SamplingParams(**(defaults | {"logprobs": 5} | options), extra_args=extra)
-
-
-def run(llm, ids, parameters):
-    prompts = [{"prompt_token_ids": list(p)} for p in ids]
-    return llm.generate(prompts, parameters, use_tqdm=False)
 
 
 def check(output, ref, edits):

@@ -10,38 +10,11 @@ import torch
 
 from tests.checkpoints import check_completion, reference
 from tests.conftest import TOYWORLD, async_engine, local_engine, process_engine
+from tests.requests import check, params, run
 from vllm_scope import Read, SpecError, scope
 
 SPEC = scope(Read("resid_post"), Read("embed"))
 TCP = {"scope": {"road": "tcp", "road_host": "127.0.0.1"}}
-
-
-def params(spec=SPEC, **options):
-    from vllm import SamplingParams
-
-    defaults = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "detokenize": False}
-    return SamplingParams(**(defaults | options), extra_args=spec)
-
-
-def generate(llm, ids, parameters):
-    prompts = [{"prompt_token_ids": list(some)} for some in ids]
-    return llm.generate(prompts, parameters, use_tqdm=False)
-
-
-def check(outputs, ref):
-    for output in outputs:
-        ids = list(output.outputs[0].token_ids)
-        check_completion(output.scope, output.prompt_token_ids, ids, ref)
-
-
-@pytest.fixture(scope="module")
-def llama(checkpoints):
-    return checkpoints("llama")
-
-
-@pytest.fixture(scope="module")
-def ref(llama):
-    return reference(llama, torch.float32)
 
 
 def test_rows_of_a_worker_in_another_process_come_over_tcp(llama, ref):
@@ -53,14 +26,14 @@ def test_rows_of_a_worker_in_another_process_come_over_tcp(llama, ref):
         max_num_batched_tokens=64,
         additional_config={"scope": {**TCP["scope"], "arena_mib": 0.2}},
     ) as llm:  # fmt: skip
-        outputs = generate(llm, ids, parameters)
+        outputs = run(llm, ids, parameters)
         (counters,) = llm.collective_rpc("scope_counters")
         assert counters["requests"] == 0
         assert counters["roads"] == ["tcp"]
         check([output for i, output in enumerate(outputs) if i % 2], ref)
         assert all(output.scope is None for i, output in enumerate(outputs) if not i % 2)
         # The same rows again, by the connection that is there.
-        again = generate(llm, ids[1::2], params())
+        again = run(llm, ids[1::2], params(SPEC))
         for first, second in zip(outputs[1::2], again, strict=True):
             for stream in first.scope.keys():
                 assert torch.equal(first.scope[stream], second.scope[stream])
@@ -68,12 +41,12 @@ def test_rows_of_a_worker_in_another_process_come_over_tcp(llama, ref):
 
 def test_rows_of_a_worker_in_this_process_come_over_tcp(llama, ref):
     with local_engine(llama, dtype="float32", additional_config=TCP) as llm:
-        check(generate(llm, [range(5, 90), [7]], params()), ref)
+        check(run(llm, [range(5, 90), [7]], params(SPEC)), ref)
 
 
 def test_memory_is_shared_where_it_can_be(llama, ref):
     with local_engine(llama, dtype="float32") as llm:
-        check(generate(llm, [range(5, 90)], params()), ref)
+        check(run(llm, [range(5, 90)], params(SPEC)), ref)
         assert llm.collective_rpc("scope_counters")[0]["roads"] == ["shared"]
 
 
@@ -83,8 +56,8 @@ def test_a_road_that_leads_nowhere_refuses_the_request_with_the_reason(llama, mo
     options = {"scope": {"road": "tcp", "road_host": "192.0.2.77"}}
     with local_engine(llama, dtype="float32", additional_config=options) as llm:
         with pytest.raises(SpecError, match=r"over TCP to '192\.0\.2\.77'.*road_host"):
-            generate(llm, [[5, 6]], params())
-        (plain,) = generate(llm, [[5, 6]], params(None))
+            run(llm, [[5, 6]], params(SPEC))
+        (plain,) = run(llm, [[5, 6]], params(None))
         assert len(plain.outputs[0].token_ids) == 12
 
 

@@ -9,45 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.checkpoints import check_completion, reference
 from tests.conftest import local_engine, preempted_in, process_engine
+from tests.requests import check, counters, params, run
 from vllm_scope import Except, Read, TokenIds, Union, scope
 
 READ_ALL = scope(Read("resid_post"), Read("embed"))
-
-
-def params(spec=None, **options):
-    from vllm import SamplingParams
-
-    defaults = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "detokenize": False}
-    return SamplingParams(**(defaults | options), extra_args=spec)
-
-
-def prompts(*ids):
-    return [{"prompt_token_ids": list(p)} for p in ids]
-
-
-def run(llm, ids, parameters):
-    return llm.generate(prompts(*ids), parameters, use_tqdm=False)
-
-
-def check(output, ref):
-    for completion in output.outputs:
-        check_completion(completion.scope, output.prompt_token_ids, list(completion.token_ids), ref)
-
-
-def counters(llm):
-    return llm.collective_rpc("scope_counters")[0]
-
-
-@pytest.fixture(scope="module")
-def llama(checkpoints):
-    return checkpoints("llama")
-
-
-@pytest.fixture(scope="module")
-def ref(llama):
-    return reference(llama, torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +27,7 @@ def llm(llama):
 
 def test_chunked_prefill(llm, ref):
     outputs = run(llm, [range(5, 205), range(300, 410), [9, 8, 7]], params(READ_ALL))
-    for output in outputs:
-        check(output, ref)
+    check(outputs, ref)
 
 
 def test_prefix_cache_hit_gives_the_reader_all_rows_and_plain_requests_still_hit(llm, ref):
@@ -72,7 +37,7 @@ def test_prefix_cache_hit_gives_the_reader_all_rows_and_plain_requests_still_hit
     assert plain.num_cached_tokens == 96
     (reading,) = run(llm, [prompt], params(READ_ALL))
     assert reading.num_cached_tokens == 0
-    check(reading, ref)
+    check([reading], ref)
     (plain,) = run(llm, [prompt], params())
     assert plain.num_cached_tokens == 96
 
@@ -137,13 +102,13 @@ def test_reads_with_different_tokens_in_one_request(llm, ref):
 def test_one_token_and_one_prompt_token(llm, ref):
     for prompt, most in (([5], 1), ([5, 6, 7], 1), ([5], 4)):
         (output,) = run(llm, [prompt], params(READ_ALL, max_tokens=most))
-        check(output, ref)
+        check([output], ref)
 
 
 def test_every_completion_of_n_has_its_own_rows(llm, ref):
     (output,) = run(llm, [range(60, 100)], params(READ_ALL, n=3, temperature=1.0, max_tokens=10))
     assert len({tuple(c.token_ids) for c in output.outputs}) == 3
-    check(output, ref)
+    check([output], ref)
     with pytest.raises(Exception, match=r"3 completions; use output\.outputs\[i\]\.scope"):
         _ = output.scope
 
@@ -154,7 +119,7 @@ def test_sixty_four_mixed_requests_half_of_them_plain(llm, ref):
     outputs = run(llm, ids, parameters)
     for i, output in enumerate(outputs):
         if i % 2:
-            check(output, ref)
+            check([output], ref)
         else:
             assert output.scope is None
 
@@ -164,7 +129,7 @@ def test_sampling_params_are_not_changed_and_can_be_reused(llm, ref):
     before = repr(parameters)
     for _ in range(2):
         for output in run(llm, [[4, 5, 6], range(20)], parameters):
-            check(output, ref)
+            check([output], ref)
     assert repr(parameters) == before
 
 
@@ -178,8 +143,7 @@ def test_preemption_and_recompute(llama, ref):
         ids = [list(range(i, i + 20)) for i in (10, 50, 90, 130)]
         outputs = run(llm, ids, params(READ_ALL, max_tokens=80))
     assert preempted, "the cache was large enough; the test shows nothing"
-    for output in outputs:
-        check(output, ref)
+    check(outputs, ref)
 
 
 def test_ngram_speculation_with_rejected_drafts(llama, ref):
@@ -192,8 +156,7 @@ def test_ngram_speculation_with_rejected_drafts(llama, ref):
         outputs = run(llm, ids, params(READ_ALL, max_tokens=60))
         steps = counters(llm)["steps"]
     assert steps < 60, "no draft was accepted; the test shows nothing"
-    for output in outputs:
-        check(output, ref)
+    check(outputs, ref)
 
 
 def test_steps_larger_than_the_arena_are_drained_tap_by_tap(llama, ref):
@@ -203,8 +166,7 @@ def test_steps_larger_than_the_arena_are_drained_tap_by_tap(llama, ref):
         additional_config={"scope": {"arena_mib": 0.4}},
     ) as llm:  # fmt: skip
         outputs = run(llm, [range(500), range(300, 350), range(5, 9)], params(READ_ALL))
-    for output in outputs:
-        check(output, ref)
+    check(outputs, ref)
 
 
 def test_configured_layers_only(llama, ref):
@@ -215,7 +177,7 @@ def test_configured_layers_only(llama, ref):
         assert llm.collective_rpc("scope_describe")[0]["taps_here"] == [4]
         (output,) = run(llm, [range(10)], params(scope(Read("resid_post"))))
         assert output.scope.keys() == [("resid_post", 1)]
-        check(output, ref)
+        check([output], ref)
         with pytest.raises(SpecError, match="does not tap 'resid_post' there"):
             run(llm, [range(10)], params(scope(Read("resid_post", [0]))))
         with pytest.raises(SpecError, match="'embed', which this engine does not tap"):

@@ -15,7 +15,8 @@ import pytest
 
 import vllm_scope
 from tests.conftest import local_engine, process_engine
-from tests.engine.test_sinks import check_equal, params, run
+from tests.engine.test_sinks import check_equal, params
+from tests.requests import run
 from vllm_scope import Read
 
 

@@ -16,7 +16,8 @@ import pytest
 
 import vllm_scope
 from tests.conftest import local_engine
-from tests.engine.test_sinks import check_equal, params, run
+from tests.engine.test_sinks import check_equal, params
+from tests.requests import run
 from tests.unit.sinks import Live, Other, Whole, install, nobody, small_disk
 from vllm_scope import Read
 from vllm_scope.files import FileOptions

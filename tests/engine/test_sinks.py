@@ -10,23 +10,14 @@ import pytest
 import torch
 
 import vllm_scope
+from tests import requests
 from tests.conftest import TOYWORLD, local_engine, preempted_in
+from tests.requests import run
 from vllm_scope import Probe, Read, SpecError, scope
 
 
 def params(*actions, **options):
-    from vllm import SamplingParams
-
-    defaults = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "detokenize": False}
-    return SamplingParams(**(defaults | options), extra_args=scope(*actions) if actions else None)
-
-
-def prompts(*ids):
-    return [{"prompt_token_ids": list(p)} for p in ids]
-
-
-def run(llm, ids, parameters):
-    return llm.generate(prompts(*ids), parameters, use_tqdm=False)
+    return requests.params(scope(*actions) if actions else None, **options)
 
 
 def check_equal(result, request):
@@ -37,11 +28,6 @@ def check_equal(result, request):
         assert request.positions(*stream).tolist() == result.positions(*stream).tolist()
         assert request[stream].dtype == result[stream].dtype
         assert torch.equal(request[stream].view(torch.uint8), result[stream].view(torch.uint8))
-
-
-@pytest.fixture(scope="module")
-def llama(checkpoints):
-    return checkpoints("llama")
 
 
 @pytest.fixture(scope="module")

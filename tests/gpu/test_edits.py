@@ -7,19 +7,15 @@ import torch
 
 from tests.checkpoints import reference, row_error
 from tests.conftest import local_engine
-from tests.engine.test_edits import EDITS, PROMPT, READ_ALL, SITES, D, V, direction, params, run
+from tests.engine.test_edits import EDITS, PROMPT, READ_ALL, SITES, D, V, direction, params
 from tests.gpu.test_rows import GRAPHS, OPTIONS
+from tests.requests import run
 from vllm_scope import Add, Probe, Read
 
 pytestmark = pytest.mark.gpu
 
 #: Two bf16 models whose roundings differ, and an edit that is not small.
 TOLERANCE = 2e-2
-
-
-@pytest.fixture(scope="module")
-def llama(checkpoints):
-    return checkpoints("llama")
 
 
 @pytest.fixture(scope="module")

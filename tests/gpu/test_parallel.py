@@ -36,11 +36,6 @@ def needs(num_gpus: int):
 
 
 @pytest.fixture(scope="module")
-def llama(checkpoints):
-    return checkpoints("llama")
-
-
-@pytest.fixture(scope="module")
 def ref(llama):
     return reference(llama, torch.bfloat16)
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
+from tests import requests
 from tests.checkpoints import check_completion, reference
 from tests.conftest import local_engine
+from tests.requests import run
 from vllm_scope import Read, scope
 
 pytestmark = pytest.mark.gpu
 
 READ_ALL = scope(Read("resid_post"), Read("embed"))
+params = partial(requests.params, max_tokens=24)
 GRAPHS = {
     "full-and-piecewise": {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}},
     "piecewise": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
@@ -22,23 +27,6 @@ OPTIONS = {
     "dtype": "bfloat16", "enforce_eager": False, "gpu_memory_utilization": 0.08,
     "max_num_batched_tokens": 512, "max_num_seqs": 32, "distributed_executor_backend": None,
 }  # fmt: skip
-
-
-def params(spec=None, **options):
-    from vllm import SamplingParams
-
-    defaults = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "detokenize": False}
-    return SamplingParams(**(defaults | options), extra_args=spec)
-
-
-def run(llm, ids, parameters):
-    prompts = [{"prompt_token_ids": list(p)} for p in ids]
-    return llm.generate(prompts, parameters, use_tqdm=False)
-
-
-@pytest.fixture(scope="module")
-def llama(checkpoints):
-    return checkpoints("llama")
 
 
 @pytest.fixture(scope="module")

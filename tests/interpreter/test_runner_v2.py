@@ -6,47 +6,21 @@ No CUDA graphs; its kernels run in Triton's interpreter, so few and short reques
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 
 import vllm_scope
-from tests.checkpoints import check_completion, reference
+from tests import requests
 from tests.conftest import local_engine, preempted_in
+from tests.requests import check, run
 from vllm_scope import Read, scope
 from vllm_scope.faces.vllm_lens import Hook
 
 FILES = "filesystem"
 READ_ALL = scope(Read("resid_post"), Read("embed"))
-
-
-def params(spec=None, **options):
-    from vllm import SamplingParams
-
-    defaults = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "detokenize": False}
-    return SamplingParams(**(defaults | options), extra_args=spec)
-
-
-def run(llm, ids, parameters):
-    prompts = [{"prompt_token_ids": list(p)} for p in ids]
-    return llm.generate(prompts, parameters, use_tqdm=False)
-
-
-def check(outputs, ref):
-    for output in outputs:
-        for completion in output.outputs:
-            ids = list(completion.token_ids)
-            check_completion(completion.scope, output.prompt_token_ids, ids, ref)
-
-
-@pytest.fixture(scope="module")
-def llama(checkpoints):
-    return checkpoints("llama")
-
-
-@pytest.fixture(scope="module")
-def ref(llama):
-    return reference(llama, torch.float32)
+params = partial(requests.params, max_tokens=8)
 
 
 @contextmanager
