@@ -1,12 +1,18 @@
 """Every line that knows a vLLM internal.
 
-plugin.py    the entry point; which seams are wrapped, and that they are there
-frontend.py  LLMEngine and AsyncLLM: requests in, results out
-http.py      `vllm serve`: a scope in each answer, our routes beside vLLM's
+plugin.py       the entry point; which seams are wrapped, and that they are there
+connection.py   what an engine can do, and what a request may ask of it
+frontend.py     LLMEngine and AsyncLLM: requests in, results out
 translators.py  requests in other words: keys of extra_args that stand for actions
-functions.py Python of requests between layers, in this process, without graphs
-core.py      the scheduler's prefix cache: a read is never served from it
-worker.py    a worker's life: load, step, finish
-runners.py   what a forward computes, for Model Runner V1 and V2
-model.py     may this model be tapped, and where
+http.py         `vllm serve`: a scope in each answer, our routes beside vLLM's
+core.py         EngineCore: what names mean, room for vectors, keys of KV blocks
+refusals.py     what EngineCore refuses, back to the caller with its sentence
+worker.py       a worker's life: load, step, finish
+runners.py      what a forward computes, for Model Runner V1 and V2
+delivery.py     a worker's drain, sinks and roads
+functions.py    Python of requests between layers, in this process, without graphs
+model.py        may this model be tapped, and where
+sizes.py        how large arena and tables are, and what a token may deliver
+canary.py       every tap of a loaded model, tried before it serves
+describe.py     a model's workers without an engine, asked what they can read
 """

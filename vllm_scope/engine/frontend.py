@@ -1,9 +1,9 @@
 """Requests in, results out: the seams on LLMEngine, AsyncLLM and their outputs.
 
-Owns:  admission (is the spec possible here), the request's handle, and the wait
-       for rows that are still on their way when a request ends.
+Owns:  the request's handle, and the wait for rows that are still on their way when a
+       request ends.
 Runs:  in the front-end process, on its main thread or event loop.
-To:    result (Inbox), core (the handle).
+From:  connection (is the spec possible here).   To: inbox, core (the handle).
 
 Promise: a caller's SamplingParams are never changed. A plain request takes the
 original path. A finished output is given to the caller when its rows are here;
@@ -17,72 +17,24 @@ import time
 import uuid
 from contextlib import aclosing, suppress
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from vllm_scope.actions import MEMORY
-from vllm_scope.arrays import Array
 from vllm_scope.engine import functions, translators
+from vllm_scope.engine.connection import Connection, connect_async, connect_sync, needs_connection
 from vllm_scope.engine.core import HANDLE
-from vllm_scope.engine.plugin import config_of, wrap_method
+from vllm_scope.engine.plugin import wrap_method
 from vllm_scope.engine.refusals import refusal, told
-from vllm_scope.engine.sizes import Limits
-from vllm_scope.errors import ScopeError, SpecError, shown
+from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.inbox import inbox
-from vllm_scope.metrics import count_sinks
 from vllm_scope.pending import Pending
-from vllm_scope.plan import OVERSHOOT
-from vllm_scope.program import RequestProgram
-from vllm_scope.selectors import Tokens
-from vllm_scope.sites import Sites
-from vllm_scope.spec import Resolved, Spec, Vectors
+from vllm_scope.spec import Spec
 
 #: How long a synchronous step waits for rows before it looks again.
 POLL_S = 0.05
 NO_TAPS = "this engine was started without vllm-scope; it has no taps."
-
-
-@dataclass
-class Connection:
-    """What the workers of an engine said they can do.
-
-    Attributes:
-        sinks: where reads may go beside memory, and whether probes may.
-        modules: steering modules that the engine holds: name -> a stand-in for their
-            vectors, for the checks; EngineCore and the workers have the content.
-    """
-
-    sites: Sites
-    reason: str | None
-    num_stages: int
-    deliver_timeout_s: float
-    limits: Limits
-    sinks: dict[str, bool]
-    modules: dict[str, Vectors]
-
-    @staticmethod
-    def from_replies(replies: list[dict[str, Any]], deliver_timeout_s: float) -> Connection:
-        first = replies[0]
-        sites = dict(first["sites"])
-        sites["boundaries"] = tuple(sorted({b for r in replies for b in r["taps_here"]}))
-        reason = next((r["reason"] for r in replies if r["reason"]), None)
-        limits = [msgspec.convert(r["limits"], Limits) for r in replies if r["drains"]]
-        found = Connection(
-            Sites(**sites), reason, first["num_stages"], deliver_timeout_s, limits[0],
-            next((r["sinks"] for r in replies if r["drains"]), {}), {},
-        )  # fmt: skip
-        found.learn_modules(first["modules"])
-        return found
-
-    def learn_modules(self, modules: dict[str, Any]) -> None:
-        ones = Array.parse(np.ones(self.sites.hidden_size, np.float32), "")
-        self.modules = {
-            name: {tuple(place): ones for place in module["streams"]}
-            for name, module in modules.items()
-        }
 
 
 def asks(params: Any) -> bool:
@@ -99,70 +51,6 @@ def params_of(
 def _concerns(params: Any, engine: Any) -> bool:
     """The request has a spec, in our words or in others."""
     return asks(params) or translators.concerned(params, engine.vllm_config)
-
-
-def _address() -> dict[str, Any]:
-    body = msgspec.to_builtins(inbox().address)
-    assert isinstance(body, dict)
-    return body
-
-
-def _may_listen(engine: Any, replies: list[dict[str, Any]]) -> bool:
-    """Listen on TCP if a worker needs it; whether to connect again."""
-    if not any(reply["needs_tcp"] for reply in replies):
-        return False
-    config = config_of(engine.vllm_config)
-    assert config is not None
-    from vllm.utils.network_utils import get_ip
-
-    try:
-        inbox().listen(config.road_host or get_ip())
-    except ScopeError as error:
-        for reply in replies:
-            reply["reason"] = reply["reason"] or str(error)
-        return False
-    return True
-
-
-def _connect(engine: Any, replies: list[dict[str, Any]]) -> None:
-    config = config_of(engine.vllm_config)
-    assert config is not None
-    inbox().on_counters = count_sinks
-    engine.output_processor.scope = Connection.from_replies(replies, config.deliver_timeout_s)
-
-
-def _connect_sync(engine: Any) -> None:
-    replies = engine.collective_rpc("scope_connect", args=(_address(),))
-    if _may_listen(engine, replies):
-        replies = engine.collective_rpc("scope_connect", args=(_address(),))
-    _connect(engine, replies)
-
-
-async def _connect_async(engine: Any) -> None:
-    replies = await _ask_all(engine)
-    if _may_listen(engine, replies):
-        replies = await _ask_all(engine)
-    _connect(engine, replies)
-
-
-async def _ask_all(engine: Any) -> list[dict[str, Any]]:
-    """The replies of every worker of every data-parallel replica.
-
-    AsyncLLM.collective_rpc returns those of the first replica only, and another one
-    may be on another host. vllm 0.32, v1/engine/core_client.py,
-    DPLBAsyncMPClient.call_utility_async
-    """
-    replicas = await engine.engine_core.call_utility_all_async(
-        "collective_rpc", "scope_connect", None, (_address(),), None
-    )
-    return [reply for replies in replicas for reply in replies]
-
-
-def _needs_connection(engine: Any) -> bool:
-    return (
-        getattr(engine.output_processor, "scope", None) is None
-        and config_of(engine.vllm_config) is not None
-    )
 
 
 # Requests in
@@ -187,9 +75,7 @@ def _open(connection: Connection | None, request: Any, parent: Any, child: int) 
     prompt_ids = list(request.prompt_token_ids)
     ids = np.asarray(prompt_ids, np.int64)
     max_tokens = params.max_tokens or 1
-    _check_tokens(asked, ids, max(len(ids) + max_tokens - 2, len(ids) - 1), connection.limits)
-    _check_room(asked, ids, max_tokens, connection)
-    _check_sinks(asked, connection)
+    connection.check(asked, ids, max_tokens)
     own = asked.going_to(MEMORY)
     pending = inbox().open(own, connection.sites, prompt_ids, max_tokens, connection.num_stages)
     delivers: tuple[Any, ...] = (*asked.reads, *asked.probes)
@@ -216,73 +102,6 @@ def _uid_of(parent: Any) -> str:
     if parent is None:
         return uuid.uuid4().hex
     return str(parent.__dict__.setdefault("scope_uid", uuid.uuid4().hex))
-
-
-def _check_sinks(asked: Resolved, connection: Connection) -> None:
-    """Raises SpecError for a destination that the operator did not set up."""
-    there = ", ".join([MEMORY, *connection.sinks])
-    for name in ("reads", "probes"):
-        actions: tuple[Any, ...] = getattr(asked, name)
-        for i, action in enumerate(actions):
-            if action.to == MEMORY:
-                continue
-            if action.to not in connection.sinks:
-                raise SpecError(
-                    f"{name}[{i}].to is {shown(action.to)}; this engine has {there}. Its "
-                    "operator sets up others in additional_config['scope'].sinks."
-                )
-            if name == "probes" and not connection.sinks[action.to]:
-                raise SpecError(
-                    f"probes[{i}].to is {shown(action.to)}, which takes rows, not scores; let "
-                    "them go to memory, or to a plugin that takes them."
-                )
-
-
-def _check_tokens(asked: Resolved, ids: np.ndarray, last: int, limits: Limits) -> None:
-    """Raises SpecError where some selector cannot mean a token of this request."""
-    for name in ("reads", "probes", "edits"):
-        actions: tuple[Any, ...] = getattr(asked, name)
-        for i, action in enumerate(actions):
-            where = f"{name}[{i}].tokens"
-            action.tokens.check(len(ids), last, where)
-            if name != "edits":
-                continue
-            action.tokens.check_decided(len(ids), ids, last, where)
-            positions = {p + len(ids) if p < 0 else p for p in action.positions}
-            if len(positions) < len(action.positions):
-                raise SpecError(f"edits[{i}].positions names a position twice.")
-            if limits.optimistic and not action.tokens.uniform:
-                generated = np.arange(len(ids), last + 1)
-                tokens = Tokens(generated, len(ids), np.full(generated.shape, -1), None)
-                chosen = action.tokens.select(tokens).certain
-                if chosen.any() and not chosen.all():
-                    raise SpecError(
-                        f"{where} picks some of the generated tokens, and this engine decodes "
-                        "speculatively: which position a row has is not known when it is "
-                        "edited. Take all of them, or start without speculation."
-                    )
-
-
-def _check_room(asked: Resolved, ids: np.ndarray, max_tokens: int, connection: Connection) -> None:
-    """Raises SpecError for a request that this engine could never hold."""
-    sites, limits = connection.sites, connection.limits
-    encodes = any(read.encoding for read in asked.reads)
-    if asked.edits or asked.probes or len(asked.reads) > 1 or encodes:
-        program = RequestProgram.compile(asked, sites, frozenset(sites.boundaries), len(ids), ids)
-        programs = program.all_programs(len(ids) + max_tokens)
-        for one in programs:
-            excess = limits.excess(one.layout)
-            if excess is not None:
-                raise SpecError(
-                    f"the request delivers too much at once ({excess}); read fewer layers, or "
-                    "start the engine with a larger additional_config['scope'].arena_mib."
-                )
-        cost = program.cost(len(ids) + max_tokens + OVERSHOOT)
-        if program.has_vectors and not cost.fits(limits.capacity):
-            raise SpecError(
-                f"the request takes {cost}; this engine has {limits.capacity}. Edit fewer places, "
-                "or raise additional_config['scope'].vectors_mib."
-            )
 
 
 def _unknown_modules(engine: Any, params: Any) -> bool:
@@ -346,8 +165,8 @@ def _translated(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def _add_sync(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     params = params_of(args, kwargs, 2)
     if _concerns(params, self):
-        if _needs_connection(self):
-            _connect_sync(self)
+        if needs_connection(self):
+            connect_sync(self)
         params, args, kwargs = _translated(self, args, kwargs)
         if _unknown_modules(self, params):
             self.output_processor.scope.learn_modules(self.collective_rpc("scope_modules")[0])
@@ -364,8 +183,8 @@ def _add_async(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self, *args, **kwargs)
 
     async def ask_first() -> Any:
-        if _needs_connection(self):
-            await _connect_async(self)
+        if needs_connection(self):
+            await connect_async(self)
         params, positional, named = _translated(self, args, kwargs)
         if _unknown_modules(self, params):
             modules = await self.collective_rpc("scope_modules")

@@ -1,0 +1,225 @@
+"""What an engine can do, asked once; and what a request may therefore ask of it.
+
+Owns:  Connection, how it is made (every worker hears of this process's inbox), and the
+       checks of a spec against it.
+Runs:  in the front-end, when the first request with a spec comes, and for each such one.
+To:    frontend.
+
+Promise: what passes can be held and delivered by this engine, or waits for room; what
+does not is refused before it enters, with the path that the caller typed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_scope.actions import MEMORY
+from vllm_scope.arrays import Array
+from vllm_scope.engine.plugin import config_of
+from vllm_scope.engine.sizes import Limits
+from vllm_scope.errors import ScopeError, SpecError, shown
+from vllm_scope.inbox import inbox
+from vllm_scope.metrics import count_sinks
+from vllm_scope.plan import OVERSHOOT
+from vllm_scope.program import RequestProgram
+from vllm_scope.selectors import Tokens
+from vllm_scope.sites import Sites
+from vllm_scope.spec import Resolved, Vectors
+
+
+@dataclass
+class Connection:
+    """What the workers of an engine said they can do.
+
+    Attributes:
+        sinks: where reads may go beside memory, and whether probes may.
+        modules: steering modules that the engine holds: name -> a stand-in for their
+            vectors, for the checks; EngineCore and the workers have the content.
+    """
+
+    sites: Sites
+    reason: str | None
+    num_stages: int
+    deliver_timeout_s: float
+    limits: Limits
+    sinks: dict[str, bool]
+    modules: dict[str, Vectors]
+
+    @staticmethod
+    def from_replies(replies: list[dict[str, Any]], deliver_timeout_s: float) -> Connection:
+        first = replies[0]
+        sites = dict(first["sites"])
+        sites["boundaries"] = tuple(sorted({b for r in replies for b in r["taps_here"]}))
+        reason = next((r["reason"] for r in replies if r["reason"]), None)
+        limits = [msgspec.convert(r["limits"], Limits) for r in replies if r["drains"]]
+        found = Connection(
+            Sites(**sites), reason, first["num_stages"], deliver_timeout_s, limits[0],
+            next((r["sinks"] for r in replies if r["drains"]), {}), {},
+        )  # fmt: skip
+        found.learn_modules(first["modules"])
+        return found
+
+    def learn_modules(self, modules: dict[str, Any]) -> None:
+        ones = Array.parse(np.ones(self.sites.hidden_size, np.float32), "")
+        self.modules = {
+            name: {tuple(place): ones for place in module["streams"]}
+            for name, module in modules.items()
+        }
+
+    def check(self, asked: Resolved, ids: NDArray[np.int64], max_tokens: int) -> None:
+        """What is to be known of a request before it enters.
+
+        Args:
+            ids: int64 [num_prompt_tokens].
+
+        Raises:
+            SpecError: a token that it cannot have, more than this engine could ever hold,
+                or a destination that the operator did not set up.
+        """
+        _check_tokens(asked, ids, max(len(ids) + max_tokens - 2, len(ids) - 1), self.limits)
+        _check_room(asked, ids, max_tokens, self)
+        _check_sinks(asked, self)
+
+
+# How it is made
+
+
+def _address() -> dict[str, Any]:
+    body = msgspec.to_builtins(inbox().address)
+    assert isinstance(body, dict)
+    return body
+
+
+def _may_listen(engine: Any, replies: list[dict[str, Any]]) -> bool:
+    """Listen on TCP if a worker needs it; whether to connect again."""
+    if not any(reply["needs_tcp"] for reply in replies):
+        return False
+    config = config_of(engine.vllm_config)
+    assert config is not None
+    from vllm.utils.network_utils import get_ip
+
+    try:
+        inbox().listen(config.road_host or get_ip())
+    except ScopeError as error:
+        for reply in replies:
+            reply["reason"] = reply["reason"] or str(error)
+        return False
+    return True
+
+
+def _connect(engine: Any, replies: list[dict[str, Any]]) -> None:
+    config = config_of(engine.vllm_config)
+    assert config is not None
+    inbox().on_counters = count_sinks
+    engine.output_processor.scope = Connection.from_replies(replies, config.deliver_timeout_s)
+
+
+def connect_sync(engine: Any) -> None:
+    replies = engine.collective_rpc("scope_connect", args=(_address(),))
+    if _may_listen(engine, replies):
+        replies = engine.collective_rpc("scope_connect", args=(_address(),))
+    _connect(engine, replies)
+
+
+async def connect_async(engine: Any) -> None:
+    replies = await _ask_all(engine)
+    if _may_listen(engine, replies):
+        replies = await _ask_all(engine)
+    _connect(engine, replies)
+
+
+async def _ask_all(engine: Any) -> list[dict[str, Any]]:
+    """The replies of every worker of every data-parallel replica.
+
+    AsyncLLM.collective_rpc returns those of the first replica only, and another one
+    may be on another host. vllm 0.32, v1/engine/core_client.py,
+    DPLBAsyncMPClient.call_utility_async
+    """
+    replicas = await engine.engine_core.call_utility_all_async(
+        "collective_rpc", "scope_connect", None, (_address(),), None
+    )
+    return [reply for replies in replicas for reply in replies]
+
+
+def needs_connection(engine: Any) -> bool:
+    return (
+        getattr(engine.output_processor, "scope", None) is None
+        and config_of(engine.vllm_config) is not None
+    )
+
+
+# What a request may ask
+
+
+def _check_sinks(asked: Resolved, connection: Connection) -> None:
+    """Raises SpecError for a destination that the operator did not set up."""
+    there = ", ".join([MEMORY, *connection.sinks])
+    for name in ("reads", "probes"):
+        actions: tuple[Any, ...] = getattr(asked, name)
+        for i, action in enumerate(actions):
+            if action.to == MEMORY:
+                continue
+            if action.to not in connection.sinks:
+                raise SpecError(
+                    f"{name}[{i}].to is {shown(action.to)}; this engine has {there}. Its "
+                    "operator sets up others in additional_config['scope'].sinks."
+                )
+            if name == "probes" and not connection.sinks[action.to]:
+                raise SpecError(
+                    f"probes[{i}].to is {shown(action.to)}, which takes rows, not scores; let "
+                    "them go to memory, or to a plugin that takes them."
+                )
+
+
+def _check_tokens(asked: Resolved, ids: NDArray[np.int64], last: int, limits: Limits) -> None:
+    """Raises SpecError where some selector cannot mean a token of this request."""
+    for name in ("reads", "probes", "edits"):
+        actions: tuple[Any, ...] = getattr(asked, name)
+        for i, action in enumerate(actions):
+            where = f"{name}[{i}].tokens"
+            action.tokens.check(len(ids), last, where)
+            if name != "edits":
+                continue
+            action.tokens.check_decided(len(ids), ids, last, where)
+            positions = {p + len(ids) if p < 0 else p for p in action.positions}
+            if len(positions) < len(action.positions):
+                raise SpecError(f"edits[{i}].positions names a position twice.")
+            if limits.optimistic and not action.tokens.uniform:
+                generated = np.arange(len(ids), last + 1)
+                tokens = Tokens(generated, len(ids), np.full(generated.shape, -1), None)
+                chosen = action.tokens.select(tokens).certain
+                if chosen.any() and not chosen.all():
+                    raise SpecError(
+                        f"{where} picks some of the generated tokens, and this engine decodes "
+                        "speculatively: which position a row has is not known when it is "
+                        "edited. Take all of them, or start without speculation."
+                    )
+
+
+def _check_room(
+    asked: Resolved, ids: NDArray[np.int64], max_tokens: int, connection: Connection
+) -> None:
+    """Raises SpecError for a request that this engine could never hold."""
+    sites, limits = connection.sites, connection.limits
+    encodes = any(read.encoding for read in asked.reads)
+    if asked.edits or asked.probes or len(asked.reads) > 1 or encodes:
+        program = RequestProgram.compile(asked, sites, frozenset(sites.boundaries), len(ids), ids)
+        programs = program.all_programs(len(ids) + max_tokens)
+        for one in programs:
+            excess = limits.excess(one.layout)
+            if excess is not None:
+                raise SpecError(
+                    f"the request delivers too much at once ({excess}); read fewer layers, or "
+                    "start the engine with a larger additional_config['scope'].arena_mib."
+                )
+        cost = program.cost(len(ids) + max_tokens + OVERSHOOT)
+        if program.has_vectors and not cost.fits(limits.capacity):
+            raise SpecError(
+                f"the request takes {cost}; this engine has {limits.capacity}. Edit fewer places, "
+                "or raise additional_config['scope'].vectors_mib."
+            )
