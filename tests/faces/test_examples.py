@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.conftest import MEMORY, TOYWORLD, local_engine
+from tests.conftest import MEMORY, TOYWORLD, inside_this_process, local_engine, without_llvmlite
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +58,12 @@ def test_requests_leave_files(llm, monkeypatch, tmp_path):
     assert len(list(tmp_path.rglob("*.npz"))) == 12
 
 
-def test_hidden_states_are_on_the_outputs(monkeypatch):
+def test_hidden_states_are_on_the_outputs():
     from examples.faces.probe_hook import run
 
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     options = {"enforce_eager": True, "distributed_executor_backend": "uni", **MEMORY}
-    outputs = run(**options)
+    with inside_this_process(), without_llvmlite():
+        outputs = run(**options)
     for output in outputs:
         assert list(output.hidden_states) == [2, 4]
         assert isinstance(output.prefill_hidden[2], torch.Tensor)
