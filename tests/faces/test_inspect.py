@@ -125,7 +125,7 @@ def test_what_cannot_be_given_fails_that_request_alone(case, model):
 
 
 def test_a_lora_request_reads_its_own_model(model, tmp_path):
-    make_adapter(tmp_path, 256)
+    make_adapter(tmp_path, 256, num_layers=6)
     lora = {"lora_name": "adapter", "lora_int_id": 1, "lora_path": str(tmp_path)}
     asked = config({"output_residual_stream": [2]})
     asked.extra_body["lora_request"] = lora
