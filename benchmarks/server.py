@@ -1,6 +1,6 @@
 """A server in a process of its own, and what is asked of it.
 
-Owns:  Server (its start, its processes' memory, its end), `serving`.
+Owns:  Server (its processes' memory and CPU), `serving`, and `running`, which starts and ends one.
 """
 
 from __future__ import annotations
@@ -55,37 +55,54 @@ def serving(model: Path, options: list[str], log: Path, plugin: bool = True) -> 
     Args:
         plugin: False serves without vllm-scope.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     # What `vllm serve` runs with one API server; the command itself does not start in the
     # CPU build, as it looks for a distribution of another name.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--served-model-name", "model", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--api-key", API_KEY, "--disable-uvicorn-access-log", *options]
-    env = os.environ | {"VLLM_SCOPE": str(int(plugin)), "VLLM_SCOPE_ADMIN_KEY": ADMIN_KEY}
-    env.pop("VLLM_SCOPE_RUN", None)
+    command += ["--served-model-name", "model", "--api-key", API_KEY]
+    command += ["--disable-uvicorn-access-log", *options]
+    env = {"VLLM_SCOPE": str(int(plugin)), "VLLM_SCOPE_ADMIN_KEY": ADMIN_KEY}
     # A benchmark that is told to end ends its server too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with running(command, env, log, START_S, 60) as (url, process):
+        yield Server(url, process, log)
+
+
+@contextmanager
+def running(
+    command: list[str], environment: dict[str, str], log: Path, start_s: float, end_s: float
+) -> Iterator[tuple[str, psutil.Process]]:
+    """A server's URL and process, on a free port, once it answers; then it is ended.
+
+    Args:
+        environment: beside this process's own.
+        start_s, end_s: seconds in which it is to answer, and to end by itself.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = os.environ | environment
+    # It makes one of its own, as in a shell.
+    env.pop("VLLM_SCOPE_RUN", None)
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True
-        )
+            [*command, "--host", "127.0.0.1", "--port", str(port)],
+            cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True,
+        )  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     try:
-        _await_health(process, url, log)
-        yield Server(url, psutil.Process(process.pid), log)
+        _await_health(process, url, log, start_s)
+        yield url, psutil.Process(process.pid)
     finally:
         process.terminate()
         try:
-            process.wait(60)
+            process.wait(end_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
-def _await_health(process: subprocess.Popen, url: str, log: Path) -> None:
-    limit = time.monotonic() + START_S
+def _await_health(process: subprocess.Popen, url: str, log: Path, start_s: float) -> None:
+    limit = time.monotonic() + start_s
     while time.monotonic() < limit and process.poll() is None:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:

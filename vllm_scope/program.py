@@ -316,12 +316,17 @@ class RequestProgram:
         found = (self._compiled.program(column) for column in keys.values())
         return list(dict.fromkeys(program for program in found if program is not None))
 
-    def cost(self, num_positions: int) -> Cost:
-        """What the request takes of the device tables, what drafts may need included."""
+    def with_drafts(self, num_positions: int) -> list[Program]:
+        """`all_programs`, and the one that drafts may need."""
         programs = self.all_programs(num_positions)
         superset = self.generated_superset()
         if superset is not None and superset not in programs:
             programs.append(superset)
+        return programs
+
+    def cost(self, num_positions: int) -> Cost:
+        """What the request takes of the device tables, what drafts may need included."""
+        programs = self.with_drafts(num_positions)
         vectors: set[Array] = set().union(*(program.vectors for program in programs))
         return Cost(len(vectors), len(programs), sum(program.num_ops for program in programs))
 

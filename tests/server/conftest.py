@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from benchmarks.server import running
 from tests.checkpoints import reference
 from tests.conftest import TOYWORLD
 from vllm_scope.client import ScopeClient
@@ -67,48 +65,17 @@ class Server:
 @contextmanager
 def serving(folder: Path, *options: str, **environment: str) -> Iterator[Server]:
     """A server on a free port, with its own folder of results."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     results, log = folder / "results", folder / "server.log"
     results.mkdir()
-    command = [sys.executable, "-m", "tests.server.serve", "serve", *OPTIONS]
-    command += ["--host", "127.0.0.1", "--port", str(port), *options]
-    env = os.environ | {
+    command = [sys.executable, "-m", "tests.server.serve", "serve", *OPTIONS, *options]
+    env = {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "VLLM_SCOPE_ADMIN_KEY": ADMIN_KEY,
         "VLLM_SCOPE_RESULTS_DIR": str(results),
         "VLLM_CPU_KVCACHE_SPACE": "1",
     } | environment  # fmt: skip
-    # It makes one of its own, as in a shell.
-    env.pop("VLLM_SCOPE_RUN", None)
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        _await_health(process, url, log)
-        yield Server(url, psutil.Process(process.pid), log, results)
-    finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _await_health(process: subprocess.Popen, url: str, log: Path) -> None:
-    limit = time.monotonic() + START_S
-    while time.monotonic() < limit and process.poll() is None:
-        try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.5)
-    pytest.fail(f"the server did not start:\n{log.read_text()[-3000:]}")
+    with running(command, env, log, START_S, 20) as (url, process):
+        yield Server(url, process, log, results)
 
 
 @pytest.fixture(scope="package")

@@ -210,13 +210,12 @@ def _check_room(
     if asked.edits or asked.probes or len(asked.reads) > 1 or encodes:
         program = RequestProgram.compile(asked, sites, frozenset(sites.boundaries), len(ids), ids)
         programs = program.all_programs(len(ids) + max_tokens)
-        for one in programs:
-            excess = limits.excess(one.layout)
-            if excess is not None:
-                raise SpecError(
-                    f"the request delivers too much at once ({excess}); read fewer layers, or "
-                    "start the engine with a larger additional_config['scope'].arena_mib."
-                )
+        excess = limits.excess(*(one.layout for one in programs))
+        if excess is not None:
+            raise SpecError(
+                f"the request delivers too much at once ({excess}); read fewer layers, or "
+                "start the engine with a larger additional_config['scope'].arena_mib."
+            )
         cost = program.cost(len(ids) + max_tokens + OVERSHOOT)
         if program.has_vectors and not cost.fits(limits.capacity):
             raise SpecError(

@@ -49,8 +49,11 @@ class Limits(msgspec.Struct, frozen=True):
     def capacity(self) -> Cost:
         return Cost(self.vectors, self.programs, self.ops)
 
-    def excess(self, layout: Layout) -> str | None:
-        """Why a token may not deliver this much, or None."""
+    def excess(self, *layouts: Layout) -> str | None:
+        """Why a token may not deliver as much as one of these, or None."""
+        return next(filter(None, map(self._excess, layouts)), None)
+
+    def _excess(self, layout: Layout) -> str | None:
         # As it comes out of the arena it may be larger: a row under several codecs.
         slots = max(layout.arena.slots(self.row_slots), layout.slots(self.row_slots))
         if self.token_slots and slots > self.token_slots:
@@ -68,14 +71,12 @@ class Limits(msgspec.Struct, frozen=True):
         A front-end has seen to its request alone; global sinks may read more of it, and
         encoded rows may be more than the arena's: one row under several codecs.
         """
-        drafts = program.generated_superset()
-        for one in (*program.all_programs(num_positions), *([drafts] if drafts else ())):
-            excess = self.excess(one.layout)
-            if excess is not None:
-                raise CapacityError(
-                    f"with what global sinks read, the request delivers too much at once "
-                    f"({excess}); read less of it, or under fewer codecs."
-                )
+        excess = self.excess(*(one.layout for one in program.with_drafts(num_positions)))
+        if excess is not None:
+            raise CapacityError(
+                f"with what global sinks read, the request delivers too much at once "
+                f"({excess}); read less of it, or under fewer codecs."
+            )
 
 
 @dataclass(frozen=True)
