@@ -3,7 +3,7 @@
 Owns:  CodecChoice (what a caller names), Encoding (what that is on one engine).
 Runs:  CodecChoice everywhere, without torch; an Encoding is made where the model's
        sizes are known, and travels with the rows.
-From:  actions.   To: spec, program (how large an encoded row is), codecs.packed.
+From:  actions.   To: codecs.packed, layout (how large an encoded row is).
 
 Promise: an Encoding that exists is of a codec that can be made again from it, whose
 rows can be encoded and decoded one by one, in a fixed number of bytes each.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from vllm_scope.errors import ConfigError, SpecError, shown
+from vllm_scope.errors import SpecError, shown
 
 #: Codecs that a read may name -> their options. Those of codecs.CODECS whose rows can
 #: be told apart; here too, because callers may have no torch.
@@ -31,9 +31,6 @@ READ_CODECS: dict[str, tuple[str, ...]] = {
     "rp8": ("k", "seed"),
     "topk8": ("k",),
 }
-#: Numbers of the projection of one read's rp8: a worker makes it when the request
-#: comes, which takes it 0.2 s and 32 MiB at most.
-MAX_PROJECTION = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -77,29 +74,6 @@ class CodecChoice:
 
     def to_json(self) -> str | dict[str, Any]:
         return {"name": self.name, **dict(self.options)} if self.options else self.name
-
-    def encoding(self, hidden_size: int, dtype: str, where: str) -> Encoding:
-        """What it is for one engine's rows.
-
-        Raises:
-            SpecError: an option does not fit rows of this size.
-        """
-        import torch
-
-        from vllm_scope.codecs import make_codec
-        from vllm_scope.codecs.packed import Packing
-
-        try:
-            codec = make_codec(self.name, hidden_size, getattr(torch, dtype), **dict(self.options))
-        except ConfigError as error:
-            raise SpecError(f"{where}: {error}") from None
-        metadata = codec.metadata()
-        if self.name == "rp8" and hidden_size * metadata["k"] > MAX_PROJECTION:
-            raise SpecError(
-                f"{where}.k is {metadata['k']}; for rows of {hidden_size} values a read takes "
-                f"at most {MAX_PROJECTION // hidden_size}."
-            )
-        return Encoding(json.dumps(metadata, sort_keys=True), Packing(codec).num_bytes)
 
 
 def _whole(value: object, where: str) -> int:

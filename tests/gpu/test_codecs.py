@@ -13,6 +13,7 @@ from tests.gpu.test_rows import GRAPHS, IDS, OPTIONS, params, run
 from vllm_scope import Read, scope
 from vllm_scope.arena import Arena
 from vllm_scope.codecs import CODECS, codec_from, make_codec
+from vllm_scope.codecs.packed import encoding_of
 from vllm_scope.drain import Drain
 from vllm_scope.encoding import READ_CODECS, CodecChoice
 from vllm_scope.host_ring import HostRing
@@ -78,7 +79,7 @@ class _Keeper:
 
 def _layouts() -> tuple[Layout, ...]:
     codecs = [CodecChoice.parse(name, "codec") for name in ENCODING]
-    encodings = [c.encoding(HIDDEN_SIZE, "bfloat16", "codec") for c in codecs]
+    encodings = [encoding_of(c, HIDDEN_SIZE, "bfloat16", "codec") for c in codecs]
     every = tuple(sorted(((e, POINTS) for e in encodings), key=lambda x: x[0].text))
     return (
         Layout(POINTS, ((0, 0), (2, 1))),

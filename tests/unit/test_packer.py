@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_scope import packer as packer_module
-from vllm_scope.codecs.packed import packing_of
+from vllm_scope.codecs.packed import encoding_of, packing_of
 from vllm_scope.encoding import CodecChoice, Encoding
 from vllm_scope.errors import CapacityError
 from vllm_scope.layout import SLOT_BYTES, Layout, slots_of_row
@@ -24,7 +24,7 @@ A, B, C = point_of(0, 0), point_of(2, 0), point_of(2, 1)
 
 def encoding(name: str, dtype: torch.dtype, **options: int) -> Encoding:
     choice = CodecChoice.parse({"name": name, **options}, "codec")
-    return choice.encoding(HIDDEN_SIZE, str(dtype).removeprefix("torch."), "codec")
+    return encoding_of(choice, HIDDEN_SIZE, str(dtype).removeprefix("torch."), "codec")
 
 
 def layouts_of(dtype: torch.dtype) -> tuple[Layout, ...]:

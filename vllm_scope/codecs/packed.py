@@ -7,6 +7,7 @@ From:  encoding.   To: packer (encodes on the device), sinks and result (decode)
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,9 +15,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from vllm_scope.codecs import Codec, codec_from
-from vllm_scope.encoding import Encoding
+from vllm_scope.codecs import Codec, codec_from, make_codec
+from vllm_scope.encoding import CodecChoice, Encoding
+from vllm_scope.errors import ConfigError, SpecError
 from vllm_scope.layout import SLOT_BYTES, slots_of_row
+
+#: Numbers of the projection of one read's rp8: a worker makes it when the request
+#: comes, which takes it 0.2 s and 32 MiB at most.
+MAX_PROJECTION = 1 << 23
 
 
 class Packing:
@@ -57,6 +63,25 @@ class Packing:
             name: data[:, self._places[name][0] : self._places[name][1]].view(self._places[name][2])
             for name in self.codec.part_names
         }
+
+
+def encoding_of(choice: CodecChoice, hidden_size: int, dtype: str, where: str) -> Encoding:
+    """What a caller's choice is for one engine's rows.
+
+    Raises:
+        SpecError: an option does not fit rows of this size.
+    """
+    try:
+        codec = make_codec(choice.name, hidden_size, getattr(torch, dtype), **dict(choice.options))
+    except ConfigError as error:
+        raise SpecError(f"{where}: {error}") from None
+    metadata = codec.metadata()
+    if choice.name == "rp8" and hidden_size * metadata["k"] > MAX_PROJECTION:
+        raise SpecError(
+            f"{where}.k is {metadata['k']}; for rows of {hidden_size} values a read takes "
+            f"at most {MAX_PROJECTION // hidden_size}."
+        )
+    return Encoding(json.dumps(metadata, sort_keys=True), Packing(codec).num_bytes)
 
 
 @lru_cache(maxsize=256)

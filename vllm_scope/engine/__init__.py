@@ -1,12 +1,14 @@
 """Every line that knows a vLLM internal.
 
-plugin.py       the entry point; which seams are wrapped, and that they are there
+plugin.py       the entry point
+seams.py        how vLLM's functions are wrapped, and that they are there
 connection.py   what an engine can do, and what a request may ask of it
 frontend.py     LLMEngine and AsyncLLM: requests in, results out
 translators.py  requests in other words: keys of extra_args that stand for actions
 http.py         `vllm serve`: a scope in each answer, our routes beside vLLM's
 core.py         EngineCore: what names mean, room for vectors, keys of KV blocks
 refusals.py     what EngineCore refuses, back to the caller with its sentence
+attach.py       a worker of vLLM gets ours beside it, and remote calls
 worker.py       a worker's life: load, step, finish
 runners.py      what a forward computes, for Model Runner V1 and V2
 delivery.py     a worker's drain, sinks and roads

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from vllm_scope.actions import MEMORY
 from vllm_scope.arrays import Array
-from vllm_scope.engine.plugin import config_of
+from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.sizes import Limits
 from vllm_scope.errors import ScopeError, SpecError, shown
 from vllm_scope.inbox import inbox

@@ -22,7 +22,7 @@ import numpy as np
 
 from vllm_scope.engine.delivery import global_reads
 from vllm_scope.engine.model import hidden_size_of, sites_of
-from vllm_scope.engine.plugin import config_of, wrap_function, wrap_method
+from vllm_scope.engine.seams import config_of, wrap_function, wrap_method
 from vllm_scope.errors import CapacityError, SpecError
 from vllm_scope.plan import OVERSHOOT
 from vllm_scope.program import BlockKeys, Cost, RequestProgram

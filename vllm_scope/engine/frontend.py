@@ -25,8 +25,8 @@ from vllm_scope.actions import MEMORY
 from vllm_scope.engine import functions, translators
 from vllm_scope.engine.connection import Connection, connect_async, connect_sync, needs_connection
 from vllm_scope.engine.core import HANDLE
-from vllm_scope.engine.plugin import wrap_method
 from vllm_scope.engine.refusals import refusal, told
+from vllm_scope.engine.seams import wrap_method
 from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.inbox import inbox
 from vllm_scope.pending import Pending

@@ -26,8 +26,8 @@ from typing import Any
 from vllm_scope.engine import translators
 from vllm_scope.engine.core import handle_of
 from vllm_scope.engine.frontend import asks, params_of, settle
-from vllm_scope.engine.plugin import config_of, wrap_function, wrap_method
 from vllm_scope.engine.refusals import busy, refusal
+from vllm_scope.engine.seams import config_of, wrap_function, wrap_method
 from vllm_scope.errors import CapacityError, SpecError
 from vllm_scope.inbox import inbox, num_pending
 from vllm_scope.server import faces

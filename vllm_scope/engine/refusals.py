@@ -16,7 +16,7 @@ from functools import cache
 from http import HTTPStatus
 from typing import Any
 
-from vllm_scope.engine.plugin import wrap_method
+from vllm_scope.engine.seams import wrap_method
 from vllm_scope.errors import CapacityError, ScopeError, SpecError
 
 _MARK = "vllm-scope refuses "

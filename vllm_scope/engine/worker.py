@@ -1,6 +1,6 @@
 """A worker's life with taps: load, requests, steps, close.
 
-Owns:  ScopeWorker, one per vLLM worker, and the seams on the worker.
+Owns:  ScopeWorker, one per vLLM worker.
 Runs:  in every worker process, on its main thread.
 
 Promise: with nothing asked, a step costs a few attribute tests; it uploads nothing
@@ -27,11 +27,10 @@ from vllm_scope.arena import Arena, Region
 from vllm_scope.config import ScopeConfig
 from vllm_scope.engine import runners
 from vllm_scope.engine.canary import silent_taps
-from vllm_scope.engine.core import ended_in, handle_of
+from vllm_scope.engine.core import handle_of
 from vllm_scope.engine.delivery import IDLE_COUNTERS, NOBODY, Delivery
 from vllm_scope.engine.functions import StepFunctions
 from vllm_scope.engine.model import anatomy_of, sites_of
-from vllm_scope.engine.plugin import config_of, wrap_method
 from vllm_scope.engine.sizes import Limits, Sizes
 from vllm_scope.errors import CapacityError, CompatError, ScopeError
 from vllm_scope.host_ring import Lease
@@ -422,85 +421,3 @@ class ScopeWorker:
     def flush(self) -> dict[str, str | None]:
         """Make what has ended visible at every sink; sink -> why it is not, or None."""
         return self._delivery.flush() if self._delivery is not None else {}
-
-
-#: RPC name -> what answers it. Errors in them are the caller's: they come back as text.
-def _remote_calls(scope: ScopeWorker) -> dict[str, Any]:
-    return {
-        "scope_connect": scope.connect,
-        "scope_describe": scope.describe,
-        "scope_counters": scope.counters,
-        "scope_flush": scope.flush,
-        "scope_register": lambda name, data: scope.registry.register(name, data),
-        "scope_unregister": lambda name: scope.registry.unregister(name),
-        "scope_modules": lambda: scope.registry.modules(),
-        "scope_set_edits": lambda text: scope.registry.set_edits(text),
-        "scope_get_edits": lambda: scope.registry.server_text,
-    }
-
-
-def _attach(worker: Any, config: ScopeConfig) -> None:
-    """Wrap one worker instance. Its class stays free for `worker_cls`."""
-    scope = ScopeWorker(worker, config)
-    load_model = worker.load_model
-    warm_up, shutdown = worker.compile_or_warm_up_model, worker.shutdown
-
-    def load(*args: Any, **kwargs: Any) -> Any:
-        out = load_model(*args, **kwargs)
-        scope.load()
-        _attach_steps(worker.model_runner, scope)
-        return out
-
-    def warm(*args: Any, **kwargs: Any) -> Any:
-        out = warm_up(*args, **kwargs)
-        scope.check_canary()
-        return out
-
-    def close(*args: Any, **kwargs: Any) -> Any:
-        scope.close()
-        return shutdown(*args, **kwargs)
-
-    worker.load_model = load
-    worker.compile_or_warm_up_model, worker.shutdown = warm, close
-    for name, call in _remote_calls(scope).items():
-        setattr(worker, name, call)
-
-
-def _attach_steps(runner: Any, scope: ScopeWorker) -> None:
-    """Hear of each step, on the runner: a Ray worker of the compiled graph calls it past
-    the worker's own `execute_model`. vllm 0.32, v1/executor/ray_utils.py,
-    RayWorkerWrapper.execute_model_ray
-    """
-    execute_model = runner.execute_model
-
-    def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("dummy_run"):  # Model Runner V2 calls itself for these
-            return execute_model(scheduler_output, *args, **kwargs)
-        # First those that ended: the scheduler has given their places to the new ones.
-        if scheduler_output.finished_req_ids:
-            scope.finish_requests(scheduler_output.finished_req_ids, ended_in(scheduler_output))
-        if scheduler_output.scheduled_new_reqs:
-            scope.add_requests(scheduler_output.scheduled_new_reqs)
-        if not scope.has_requests():
-            scope.clear()
-        try:
-            return execute_model(scheduler_output, *args, **kwargs)
-        finally:
-            scope.end_step()
-
-    runner.execute_model = execute
-
-
-def wrap() -> None:
-    from vllm.v1.worker.worker_base import WorkerBase
-
-    def init(original: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, vllm_config, *args, **kwargs)
-        config = config_of(vllm_config)
-        if config is not None:
-            _attach(self, config)
-
-    wrap_method(WorkerBase, "__init__", ["vllm_config"], init)
-    for name in ("load_model", "compile_or_warm_up_model", "shutdown"):
-        if not hasattr(WorkerBase, name):
-            raise CompatError(f"this vLLM's WorkerBase has no {name}")

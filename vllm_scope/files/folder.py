@@ -1,6 +1,6 @@
 """Where files are read from: a local folder, one file, or a remote one.
 
-Owns:  the Folder protocol, LocalFolder, `find_folder`.
+Owns:  the Folder protocol, LocalFolder.
 """
 
 from __future__ import annotations
@@ -30,21 +30,6 @@ class Folder(Protocol):
     def local(self, name: str) -> Path:
         """A local file of the same content. Raises FileError."""
         ...
-
-
-def find_folder(path: str | os.PathLike[str]) -> Folder:
-    """Raises FileError where there is nothing."""
-    text = os.fspath(path)
-    if "://" in text:
-        from vllm_scope.files.remote import RemoteFolder
-
-        return RemoteFolder(text)
-    root = Path(text)
-    if root.is_dir():
-        return LocalFolder(root)
-    if root.is_file():
-        return LocalFolder(root.parent, root.name)
-    raise FileError(f"{text} does not exist; name a file or a folder of captured rows.")
 
 
 class LocalFolder:

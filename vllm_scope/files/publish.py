@@ -56,20 +56,6 @@ def write_bytes(file: BinaryIO, body: bytes) -> None:
         view = view[file.write(view) :]
 
 
-def make_publisher(root: str, fsync: bool) -> Publisher:
-    """A publisher for a folder, or for a URL that fsspec knows.
-
-    Raises:
-        FileError: the root cannot be written to.
-        ConfigError: a URL, and fsspec is not installed.
-    """
-    if "://" in root:
-        from vllm_scope.files.remote import RemotePublisher
-
-        return RemotePublisher(root)
-    return LocalPublisher(Path(root), fsync)
-
-
 class LocalPublisher:
     """Publishes below a local folder, which is made where it is missing.
 

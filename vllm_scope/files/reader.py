@@ -20,8 +20,8 @@ from torch import Tensor
 from vllm_scope.errors import shown
 from vllm_scope.files.captured import CapturedRequest, OpenFiles, Piece
 from vllm_scope.files.datafile import read_index
-from vllm_scope.files.folder import find_folder
 from vllm_scope.files.iterate import iter_rows
+from vllm_scope.files.roots import find_folder
 from vllm_scope.spec import SiteLayer
 
 

@@ -30,7 +30,8 @@ from vllm_scope.codecs.packed import EncodedRows, Packing
 from vllm_scope.files.buffers import Buffers
 from vllm_scope.files.manifest import RequestRecord, stream_name
 from vllm_scope.files.options import FileOptions
-from vllm_scope.files.publish import Publisher, make_publisher
+from vllm_scope.files.publish import Publisher
+from vllm_scope.files.roots import make_publisher
 from vllm_scope.files.rows import RequestRows, Stream
 from vllm_scope.files.stored import EncodedStream, FinishedRequest, Stored
 

@@ -12,10 +12,7 @@ something else while earlier steps still run: writes go to the device in stream 
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -27,9 +24,9 @@ from vllm_scope.errors import CapacityError, ScopeError
 from vllm_scope.layout import Layout, slots_of_row
 from vllm_scope.program import NO_PROGRAM, OP_DOT, OP_READ, Cost, Op, Program
 from vllm_scope.tap.definition import PROGRAM, SLOT, TO_HOST, WORDS_PER_SLOT
+from vllm_scope.tap.places import Places
+from vllm_scope.tap.staging import Staging
 
-#: Steps that may at least be in flight before their upload buffer is written again.
-UPLOADS_IN_FLIGHT = 8
 #: Programs that a request's edits may hold, and those kept for reads alone.
 HELD_PROGRAMS, FREE_PROGRAMS = 8192, 4096
 #: Ops of held programs; reads alone take one per tap and program besides.
@@ -84,8 +81,8 @@ class Tables:
         self.numbers = torch.arange(num_taps, dtype=torch.int32, device=device)
         self.host = torch.zeros(1, dtype=torch.int64, device=device)
 
-        self._programs = _Places[Program](num_programs)
-        self._vector_places = _Places[Array](num_vectors)
+        self._programs = Places[Program](num_programs)
+        self._vector_places = Places[Array](num_vectors)
         self._free_ops = list(range(num_ops - 1, -1, -1))
         self._ops_of: dict[int, list[int]] = {}
         self._last_used = np.full(num_programs, -1, np.int64)
@@ -97,7 +94,7 @@ class Tables:
         self._pending_programs: dict[int, NDArray[np.int32]] = {}
         self._pending_ops: dict[int, tuple[int, ...]] = {}
         self._pending_vectors: dict[int, Array] = {}
-        self._staging = _Staging((max_rows, 4), device)
+        self._staging = Staging((max_rows, 4), device)
         self._rows_written = 0
         self._loaded: NDArray[np.int32] | None = None
 
@@ -289,121 +286,7 @@ class Tables:
             self._rows_written = 0
 
 
-Content = TypeVar("Content", bound=Hashable)
-
-
-@dataclass
-class _Place:
-    number: int
-    holders: int = 0
-
-
-class _Places(Generic[Content]):
-    """Numbered places for contents: found by content, kept while held, and after that
-    until the place is needed (the oldest first)."""
-
-    def __init__(self, count: int) -> None:
-        self._free = list(range(count - 1, -1, -1))
-        self._places: dict[Content, _Place] = {}
-        self._contents: dict[int, Content] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
-
-    @property
-    def full(self) -> bool:
-        return not self._free
-
-    def find(self, content: Content) -> int | None:
-        place = self._places.get(content)
-        if place is None:
-            return None
-        if place.number in self._idle:
-            self._idle.move_to_end(place.number)
-        return place.number
-
-    def at(self, content: Content) -> int:
-        return self._places[content].number
-
-    def content(self, number: int) -> Content:
-        return self._contents[number]
-
-    def put(self, content: Content) -> int:
-        number = self._free.pop()
-        self._places[content] = _Place(number)
-        self._contents[number] = content
-        self._idle[number] = None
-        return number
-
-    def hold(self, number: int) -> None:
-        self._places[self._contents[number]].holders += 1
-        self._idle.pop(number, None)
-
-    def release(self, number: int) -> int:
-        """Undo one hold; how many are left."""
-        place = self._places[self._contents[number]]
-        place.holders -= 1
-        if place.holders == 0:
-            self._idle[number] = None
-        return place.holders
-
-    def idle(self) -> Iterator[int]:
-        """What nobody holds, used longest ago first."""
-        return iter(self._idle)
-
-    def drop(self, number: int) -> None:
-        del self._idle[number]
-        del self._places[self._contents.pop(number)]
-        self._free.append(number)
-
-
 def _as_slice(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
     """Rows as a slice where they follow one another."""
     first, last = int(rows[0]), int(rows[-1])
     return slice(first, last + 1) if last - first == len(rows) - 1 else rows
-
-
-@dataclass
-class _Buffer:
-    """Host memory of one upload.
-
-    Attributes:
-        tensor, array: the same memory, int32 [max_rows, 4].
-        holds: the program ids that its rows have; the very array, compared by identity.
-        rows: which rows those are.
-        num_rows: no row from here on has a program.
-    """
-
-    tensor: Tensor
-    array: NDArray[np.int32]
-    holds: NDArray[np.int32] | None = None
-    rows: slice | NDArray[np.int64] | None = None
-    num_rows: int = 0
-
-
-class _Staging:
-    """A ring of host buffers for uploads; pinned, and fenced by events, on a GPU.
-
-    Several steps are in flight at once under async scheduling: a buffer that is
-    written again before its copy ran would change the plan of an earlier step. Each
-    half of the ring has one event, recorded when the half is used up.
-    """
-
-    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._half = UPLOADS_IN_FLIGHT if self._cuda else 1
-        self._buffers = []
-        for _ in range(2 * self._half):
-            tensor = torch.full(shape, NO_PROGRAM, dtype=torch.int32, pin_memory=self._cuda)
-            self._buffers.append(_Buffer(tensor, tensor.numpy()))
-        self._events = [torch.cuda.Event() for _ in range(2)] if self._cuda else []
-        self._at = -1
-
-    def next(self) -> _Buffer:
-        self._at = (self._at + 1) % len(self._buffers)
-        if self._cuda and self._at % self._half == 0:
-            half = self._at // self._half
-            self._events[1 - half].record()
-            self._events[half].synchronize()
-        return self._buffers[self._at]
-
-    def upload(self, buffer: _Buffer, to: Tensor, num_rows: int) -> None:
-        to[:num_rows].copy_(buffer.tensor[:num_rows], non_blocking=True)

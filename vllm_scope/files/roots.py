@@ -1,0 +1,39 @@
+"""What a caller calls a root: a folder of this host, one file, or a URL.
+
+Owns:  `make_publisher` (write below it), `find_folder` (read what is there).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from vllm_scope.errors import FileError
+from vllm_scope.files.folder import Folder, LocalFolder
+from vllm_scope.files.publish import LocalPublisher, Publisher
+from vllm_scope.files.remote import RemoteFolder, RemotePublisher
+
+
+def make_publisher(root: str, fsync: bool) -> Publisher:
+    """A publisher for a folder, or for a URL that fsspec knows.
+
+    Raises:
+        FileError: the root cannot be written to.
+        ConfigError: a URL, and fsspec is not installed.
+    """
+    if "://" in root:
+        return RemotePublisher(root)
+    return LocalPublisher(Path(root), fsync)
+
+
+def find_folder(path: str | os.PathLike[str]) -> Folder:
+    """Raises FileError where there is nothing."""
+    text = os.fspath(path)
+    if "://" in text:
+        return RemoteFolder(text)
+    root = Path(text)
+    if root.is_dir():
+        return LocalFolder(root)
+    if root.is_file():
+        return LocalFolder(root.parent, root.name)
+    raise FileError(f"{text} does not exist; name a file or a folder of captured rows.")
