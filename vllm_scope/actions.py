@@ -26,7 +26,7 @@ import numpy as np
 from vllm_scope.arrays import Array
 from vllm_scope.encoding import CodecChoice
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.selectors import Positions, Selector, parse_selector
+from vllm_scope.selectors import Positions, Selector, as_numbers, parse_selector
 from vllm_scope.sites import SITES, canonical_site, parse_layers
 
 When = Literal["after", "before"]
@@ -46,6 +46,8 @@ class Module:
 
 
 def _number(value: object, where: str) -> float:
+    if getattr(value, "shape", None) == ():  # of numpy or torch
+        value = value.tolist()  # type: ignore[attr-defined]
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise SpecError(f"{where} is {shown(value)}; it is a number.")
     # As the device will have it, which computes in float32.
@@ -206,10 +208,10 @@ class Probe(Action):
     weight: Any
     bias: float = 0.0
     site: str = "resid_post"
-    layer: Layers = None
+    layer: Layers = field(default=None, repr=False)
     name: str = ""
     tokens: Any = "all"
-    layers: Layers = field(default=None, repr=False, kw_only=True)
+    layers: Layers = field(default=None, kw_only=True)
     to: str = field(default=MEMORY, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -290,11 +292,11 @@ class Add(Edit):
 
     vector: Any
     site: str = "resid_post"
-    layer: Layers = None
+    layer: Layers = field(default=None, repr=False)
     scale: float = 1.0
     tokens: Any = "all"
     norm_match: bool = False
-    layers: Layers = field(default=None, repr=False, kw_only=True)
+    layers: Layers = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scale", _number(self.scale, "Add.scale"))
@@ -317,9 +319,9 @@ class Ablate(Edit):
 
     direction: Any
     site: str = "resid_post"
-    layer: Layers = None
+    layer: Layers = field(default=None, repr=False)
     tokens: Any = "all"
-    layers: Layers = field(default=None, repr=False, kw_only=True)
+    layers: Layers = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self._set_vector("direction", self.layer)
@@ -343,10 +345,10 @@ class Clamp(Edit):
     lo: float
     hi: float
     site: str = "resid_post"
-    layer: Layers = None
+    layer: Layers = field(default=None, repr=False)
     tokens: Any = "all"
     strength: float = 1.0
-    layers: Layers = field(default=None, repr=False, kw_only=True)
+    layers: Layers = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("lo", "hi", "strength"):
@@ -379,13 +381,12 @@ class Replace(Edit):
     values: Any
     positions: Any
     site: str = "resid_post"
-    layer: Layers = None
-    layers: Layers = field(default=None, repr=False, kw_only=True)
+    layer: Layers = field(default=None, repr=False)
+    layers: Layers = field(default=None, kw_only=True)
     tokens: Any = field(default="all", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # A tensor or an array of numpy becomes numbers.
-        positions = getattr(self.positions, "tolist", lambda: self.positions)()
+        positions = as_numbers(self.positions)
         positions = [positions] if isinstance(positions, int) else positions
         chosen = parse_selector(positions, "Replace.positions")
         if not isinstance(chosen, Positions):

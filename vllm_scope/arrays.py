@@ -51,7 +51,9 @@ class Array:
         if isinstance(value, dict):
             return _from_json(value, where)
         if hasattr(value, "detach"):
-            value = value.detach().to("cpu").float().numpy()
+            tensor: Any = value.detach().to("cpu")
+            # numpy has no bfloat16.
+            value = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
         try:
             found = np.asarray(value)
         except ValueError:

@@ -103,6 +103,9 @@ class Scores(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._names)
 
+    def __repr__(self) -> str:
+        return f"Scores({', '.join(f'{name}: {len(self[name])} values' for name in self)})"
+
     def _number(self, name: str) -> int:
         if name not in self._names:
             asked = ", ".join(self._names) or "none"
@@ -179,6 +182,9 @@ class ScopeResult:
     def keys(self) -> list[SiteLayer]:
         """The streams that were asked for."""
         return list(dict.fromkeys((site, layer) for site, layer, _ in self._read_streams()))
+
+    def __iter__(self) -> Iterator[SiteLayer]:
+        return iter(self.keys())
 
     def __contains__(self, stream: object) -> bool:
         try:
@@ -333,7 +339,7 @@ class ScopeResult:
 
     def _find(self, key: SiteLayer | _Stream | str) -> _Stream:
         """The stream that was asked for, by its key; aliases are understood."""
-        words = (key, 0) if isinstance(key, str) else tuple(key)
+        words = tuple(key) if isinstance(key, tuple | list) else (key, 0)
         site = ALIASES.get(str(words[0]), words[0])
         asked = self._read_streams()
         for stream in asked:

@@ -194,7 +194,7 @@ class TokenIds(Selector):
     ids: tuple[int, ...]
 
     def __init__(self, *ids: int) -> None:
-        object.__setattr__(self, "ids", tuple(ids))
+        object.__setattr__(self, "ids", tuple(as_numbers(ids)))
         _check_ints(self.ids, "TokenIds")
         if any(i < 0 for i in self.ids):
             raise SpecError(f"TokenIds has {min(self.ids)}; token ids are not negative.")
@@ -299,6 +299,13 @@ def _parse_slice(parts: Any, where: str) -> Span:
     return Span(*parts)
 
 
+def as_numbers(value: Any) -> Any:
+    """Positions or ids as Python's numbers, from a range, numpy or torch; others as they are."""
+    if isinstance(value, range | tuple | list):
+        return [as_numbers(item) if hasattr(item, "tolist") else item for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def parse_selector(value: Any, where: str, depth: int = 0) -> Selector:
     """A selector from its Python or JSON form.
 
@@ -315,8 +322,7 @@ def parse_selector(value: Any, where: str, depth: int = 0) -> Selector:
         return Word(value)
     if isinstance(value, slice):
         return _parse_slice([value.start, value.stop, value.step], where)
-    if isinstance(value, range):
-        value = list(value)
+    value = as_numbers(value)
     if isinstance(value, int) and not isinstance(value, bool):
         value = [value]
     if isinstance(value, list | tuple):

@@ -1,6 +1,8 @@
-"""The examples for other systems' users run, and do what they say, on the toy world."""
+"""The examples for other systems' users, and what the pages show, run on the toy world."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 import torch
@@ -67,3 +69,21 @@ def test_hidden_states_are_on_the_outputs():
     for output in outputs:
         assert list(output.hidden_states) == [2, 4]
         assert isinstance(output.prefill_hidden[2], torch.Tensor)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/editing.md", "docs/analysis.md"])
+def test_what_a_page_shows_runs(page, llm, monkeypatch, tmp_path):
+    """All Python of a page, top to bottom, as one script."""
+    root = TOYWORLD.parents[1]
+    (tmp_path / "toyworld").symlink_to(root / "toyworld")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("vllm.LLM", lambda *_, **__: llm)
+    vector = torch.ones(256)
+    # What a page calls the reader's own.
+    names = {"model": "", "prompts": ["The capital of Ritova is"] * 2,
+             "direction": vector, "weight": vector, "bias": 0.1}  # fmt: skip
+    blocks = re.findall(r"```python\n(.*?)```", (root / page).read_text(), re.DOTALL)
+    for block in blocks:
+        exec(compile(block, page, "exec"), names)
+    assert blocks
+    assert names["out"].scope.status == "complete"

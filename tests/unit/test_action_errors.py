@@ -35,6 +35,10 @@ NAN, INF = float("nan"), float("inf")
         pytest.param(lambda: Add([True], layer=1), "[True]", "a list of numbers", id="bools"),
         pytest.param(lambda: Add([1j], layer=1), "[1j]", "a list of numbers", id="complex"),
         pytest.param(
+            lambda: Add(torch.ones(1, dtype=torch.complex64), layer=1), "1.+0.j", "list of numbers",
+            id="a-complex-tensor",
+        ),
+        pytest.param(
             lambda: Add([[1, 2], [3]], layer=[1, 2]), "ragged", "of one length", id="ragged"
         ),
         pytest.param(lambda: Add([1, NAN], layer=1), "at [1]", "finite", id="nan"),

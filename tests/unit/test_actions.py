@@ -86,6 +86,9 @@ def test_equal_numbers_of_another_shape_are_other_content():
         pytest.param(Add("m"), Add({"module": "m"}), id="a-module-by-name"),
         pytest.param(Add("m"), Add(Module("m"), layer="all"), id="a-module-everywhere"),
         pytest.param(Add(V, layer=1, scale=2), Add(V, layer=1, scale=np.float32(2)), id="scale"),
+        pytest.param(
+            Add(V, layer=1, scale=2), Add(V, layer=1, scale=torch.tensor(2.0)), id="scale-of-torch"
+        ),
         pytest.param(Replace(V, 3, layer=1), Replace([V], [3], layer=1), id="one-position"),
         pytest.param(
             Replace([V, V], range(2), layer=1), Replace([V, V], [0, 1], layer=1), id="a-range"
@@ -100,6 +103,16 @@ def test_an_action_is_the_same_in_any_spelling(one, other):
     assert one == other
     assert hash(one) == hash(other)
     assert repr(one) == repr(other)
+
+
+@pytest.mark.parametrize(
+    "action", [Add(V, layer=2), Ablate(V, layers=[2]), Clamp(V, 0, 1, layer=2),
+               Replace(V, 0, layer=2), Probe(V, layer=2, name="p"), Read("resid_post", 2)],
+    ids=lambda action: action.kind,
+)  # fmt: skip
+def test_an_action_shows_its_layers(action):
+    assert "layers=(2,)" in repr(action)
+    assert "layer=" not in repr(action)
 
 
 def test_the_order_of_layers_is_kept_where_each_has_its_row():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from rich.console import Console
 
+from vllm_scope.cli.remote import Server, asking
 from vllm_scope.cli.steer import _additions
 from vllm_scope.vectors import SteeringModule, load_vectors, save_vectors
 
@@ -25,3 +27,12 @@ def test_a_files_vectors_go_to_the_tokens_of_their_tiers(name, tmp_path):
     assert embed.to_json()["site"] == "embed"
     (named,) = _additions("formal", 1.0)
     assert named.vector.name == "formal"
+
+
+def test_a_server_that_is_not_there_is_named(capsys):
+    with (
+        pytest.raises(SystemExit),
+        asking(Server("http://127.0.0.1:9", None, 1, 0.0), Console(width=200)) as client,
+    ):
+        client.complete("text")
+    assert "no answer from http://127.0.0.1:9: " in capsys.readouterr().out

@@ -404,6 +404,9 @@ def test_a_stream_that_was_not_asked_for_is_a_key_error_that_names_those_that_we
     assert caught.value.args == (
         "('resid_post', 2) was not asked for; this request read 'embed' 0, 'resid_post' 1.",
     )
+    with pytest.raises(KeyError, match="0 was not asked for"):
+        result[0]
+    assert list(result) == result.keys()
     with pytest.raises(KeyError, match="was not asked for"):
         result.positions("resid_pre", 1)
     assert ("resid_post", 1) in result

@@ -41,6 +41,7 @@ def test_scores_are_found_by_name_in_the_order_asked(road):
     assert dict(result.scores).keys() == {"late", "early"}
     assert (result.expected, result.delivered, result.status) == (12, 12, "complete")
     assert repr(result) == "ScopeResult(complete, 1 streams, 2 probes, 12 of 12 values)"
+    assert repr(result.scores) == "Scores(late: 2 values, early: 5 values)"
 
 
 def test_a_score_that_was_not_asked_for_is_a_key_error_that_names_those_that_were(road):

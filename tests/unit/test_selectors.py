@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,6 +70,10 @@ ENDED = Sequence(5, (10, 11, 12, 10, 13, 10, 11))
         pytest.param("last", [6], id="last"),
         pytest.param([0, 5], [0, 5], id="positions"),
         pytest.param([-1, -5], [0, 4], id="positions-from-the-prompt's-end"),
+        pytest.param(np.array([5, 0]), [0, 5], id="positions-in-an-array"),
+        pytest.param(torch.tensor([5, 0]), [0, 5], id="positions-in-a-tensor"),
+        pytest.param([np.int64(5), torch.tensor(0)], [0, 5], id="positions-of-numpy-and-torch"),
+        pytest.param(np.int64(-1), [4], id="one-position-of-numpy"),
         pytest.param([3, 50], [3], id="a-position-that-never-came"),
         pytest.param(slice(4, 6), [4, 5], id="slice-across-the-prompt's-end"),
         pytest.param(slice(None, None, 3), [0, 3, 6], id="slice-every-third"),
@@ -78,6 +83,7 @@ ENDED = Sequence(5, (10, 11, 12, 10, 13, 10, 11))
         pytest.param(slice(-49, None, 3), [0, 3, 6], id="every-third-from-before-the-start"),
         pytest.param(slice(0, 0), [], id="empty-slice"),
         pytest.param(TokenIds(10, 14), [0, 3, 5], id="token-ids"),
+        pytest.param(TokenIds(*np.array([10, 14])), [0, 3, 5], id="token-ids-of-numpy"),
         pytest.param(Union("last", [0], "last_prompt"), [0, 4, 6], id="union"),
         pytest.param(Except("prompt", TokenIds(10)), [1, 2, 4], id="except"),
         pytest.param(Except(Union("generated", [1]), "last"), [1, 5], id="except-of-a-union"),

@@ -2,6 +2,7 @@
 
 plugin.py       the entry point
 seams.py        how vLLM's functions are wrapped, and that they are there
+environment.py  our variables, which vLLM would call unknown
 connection.py   what an engine can do, and what a request may ask of it
 frontend.py     LLMEngine and AsyncLLM: requests in, results out
 translators.py  requests in other words: keys of extra_args that stand for actions

@@ -59,11 +59,15 @@ def _asks_us(request: Any) -> bool:
         any(name.startswith("scope") for name in xargs) or translators.has_keys(xargs)
     ):
         return True
-    return bool(body) and faces.has_fields(body)
+    return bool(body) and ("scope" in body or faces.has_fields(body))
 
 
 async def _create_with_scope(original: Any, self: Any, request: Any, raw_request: Any) -> Any:
     _check_place(request, raw_request)
+    if "scope" in (request.model_extra or {}):
+        raise refusal()(
+            "the body has 'scope', which stands in 'vllm_xargs': {'vllm_xargs': {'scope': ...}}."
+        )
     state = raw_request.app.state.scope
     try:
         xargs = request.vllm_xargs or {}

@@ -33,8 +33,9 @@ def register() -> None:
         return
     _registered = True
     from vllm_scope import faces
-    from vllm_scope.engine import attach, core, frontend, http, refusals
+    from vllm_scope.engine import attach, core, environment, frontend, http, refusals
 
+    environment.wrap()
     wrap_engine_args()
     frontend.wrap()
     core.wrap()
