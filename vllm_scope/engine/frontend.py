@@ -87,6 +87,7 @@ def _open(connection: Connection | None, request: Any, parent: Any, child: int) 
         ),
         "vectors": bool(asked.probes or asked.edits),
         "sinks": any(to != MEMORY for to in asked.destinations),
+        "follows": params.output_kind.name != "FINAL_ONLY",
         "request_id": getattr(request, "external_req_id", None) or request.request_id,
         "uid": _uid_of(parent),
         "child": child,
