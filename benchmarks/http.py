@@ -93,7 +93,8 @@ class Clients:
             async def client() -> None:
                 nonlocal size
                 for prompt in prompts:
-                    size += await self._ask(session, body | {"prompt": prompt}, check)
+                    came = await self._ask(session, body | {"prompt": prompt}, check)
+                    size += came  # after the wait: others add meanwhile
 
             before, started = self._server.cpu(), time.perf_counter()
             await asyncio.gather(*(client() for _ in range(load.clients)))

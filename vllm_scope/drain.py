@@ -8,9 +8,12 @@ From:  arena, plan.Labels.   To: host_ring (copies), a BatchSink (sinks.router).
 Promise: rows reach the sink in the order of their steps, and a request's `finish`
 after all of its rows. Where the sink is slow, the worker waits; nothing is lost.
 
-Steps are handed on a few at a time: the thread looks again only after `LINGER_S`.
-Python's lock is shared with the thread that launches the model; waking up for each
-step of 1 ms cost that thread a third of its speed (measured, H200, 0.5B shape).
+Steps are handed on a few at a time: the thread looks again only after `LINGER_S`, or
+soon after a request has ended, whose caller waits for what is here. Python's lock is
+shared with the thread that launches the model; waking up for each step of 1 ms cost
+that thread a third of its speed (measured, H200, 0.5B shape). Where no caller looks
+before the end, little that waits may wait longer: a message of one step costs the
+front-end 0.6 ms, of 16 steps 0.7 ms (measured, 16 requests, two busy cores).
 """
 
 from __future__ import annotations
@@ -38,7 +41,11 @@ logger = logging.getLogger(__name__)
 
 #: How long rows may wait for those of the next step.
 LINGER_S = 0.008
-#: The thread rests so many times as long as it worked, at least LINGER_S.
+#: How long while nobody follows a request that runs, and no more than this waits.
+LINGER_UNSEEN_S, MOST_UNSEEN_BYTES = 0.04, 1 << 20
+#: How long the last rows of a request may wait.
+LINGER_AT_END_S = 0.002
+#: The thread rests so many times as long as it worked, at least these.
 REST = 4
 #: Rows of steps are joined up to this many bytes.
 MOST_BYTES = 64 << 20
@@ -83,6 +90,14 @@ class Drain:
         self._sleeping = False
         self._closing = False
         self._wake = threading.Event()
+        #: Since the thread last looked: a request has ended; it should look soon.
+        self._ended, self._soon = threading.Event(), threading.Event()
+        #: Running requests whose callers look at rows as they come.
+        self._followed: set[int] = set()
+        #: Slots that may wait while nobody does, and those that have come since the last
+        #: look. Nobody waits for room in a ring that is mostly free.
+        most = min(MOST_UNSEEN_BYTES // SLOT_BYTES, arena.num_slots // 4, len(ring.slots) // 4)
+        self._most_unseen, self._num_unseen = most, 0
         self._cuda = arena.slots.is_cuda
         self._packer = Packer(arena.slots.dtype, arena.slots.device, row_bytes)
         #: Passed by; to make one takes longer than to record it.
@@ -103,6 +118,11 @@ class Drain:
                 self._packer.hold(key, encodings)
         else:
             self._packer.hold(key, encodings)
+
+    def follow(self, key: int) -> None:
+        """Until this request ends, rows are handed on as they come."""
+        self._followed.add(key)
+        self._soon.set()
 
     def submit(
         self,
@@ -148,10 +168,17 @@ class Drain:
 
     def finish_request(self, key: int, error: str | None = None) -> None:
         self._packer.release(key)
+        self._followed.discard(key)
         self._put(_Finish(key, error))
+        self._ended.set()
+        self._soon.set()
 
     def _put(self, item: _Rows | _Finish) -> None:
         self._items.append(item)
+        if isinstance(item, _Rows):
+            self._num_unseen += item.lease.stop - item.lease.start
+            if self._num_unseen > self._most_unseen:
+                self._soon.set()
         if self._sleeping:
             self._wake.set()
 
@@ -160,6 +187,8 @@ class Drain:
         if self._thread.is_alive():
             self._closing = True
             self._wake.set()
+            self._ended.set()
+            self._soon.set()
             self._thread.join(timeout=30)
         self._sink.close()
         self._ring.close()
@@ -210,9 +239,12 @@ class Drain:
         while True:
             if self._items:
                 started = time.thread_time()
+                self._ended.clear()
+                self._soon.clear()
+                self._num_unseen = 0
                 self._deliver([self._items.popleft() for _ in range(len(self._items))])
                 if not self._closing:
-                    time.sleep(max(LINGER_S, REST * (time.thread_time() - started)))
+                    self._rest(max(LINGER_AT_END_S, REST * (time.thread_time() - started)))
                 continue
             if self._closing:
                 return
@@ -221,6 +253,14 @@ class Drain:
                 self._wake.wait()
             self._wake.clear()
             self._sleeping = False
+
+    def _rest(self, least: float) -> None:
+        """Let items gather, `least` seconds or more."""
+        time.sleep(least)
+        if least < LINGER_S and self._ended.wait(LINGER_S - least):
+            return
+        if not self._followed:
+            self._soon.wait(max(0.0, LINGER_UNSEEN_S - max(least, LINGER_S)))
 
     def _deliver(self, items: list[_Rows | _Finish]) -> None:
         steps: list[_Rows] = []

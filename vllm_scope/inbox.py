@@ -88,13 +88,14 @@ class Inbox:
             message.layouts, message.layout_of, message.boundary, message.row_bytes, message.slots
         ):
             local = layout if message.boundary is None else layout.at(message.boundary)
-            for some in by_key(message.keys[tokens]):
-                of = tokens[some]
-                pending = self._pending.get(int(message.keys[of[0]]))
+            keys, positions = message.keys[tokens], message.positions[tokens]
+            arrivals = self._num_arrived + tokens
+            for some in by_key(keys):
+                pending = self._pending.get(int(keys[some][0]))
                 if pending is not None:
                     jobs.append((pending, Delivered(
-                        layout, local, message.positions[of], self._num_arrived + of,
-                        data[some], message.row_bytes,
+                        layout, local, positions[some], arrivals[some], data[some],
+                        message.row_bytes,
                     )))  # fmt: skip
         self._num_arrived += len(message.keys)
         if self._copiers is None or message.slots.numel() < PARALLEL_BYTES or len(jobs) == 1:

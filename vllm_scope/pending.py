@@ -137,6 +137,7 @@ class Pending:
         key: the request's key, unique among all front-ends.
         manifests: what became of the request at other sinks.
         done: resolved once every stage has sent its last row, or said why not.
+        num_came: how often something was added.
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class Pending:
     ) -> None:
         self.key = key
         self.done: Future[None] = Future()
+        self.num_came = 0
         self.error: str | None = None
         self.manifests: dict[str, Manifest] = {}
         self._reading = bool(asked.reads or asked.probes)
@@ -189,6 +191,7 @@ class Pending:
                 table = self._scores[probes] = _Table(probes, 4, torch.float32)
             local = tuple(number for _, number in some.local.scores)
             self._append(table, local, some, values.reshape(len(values), len(local), 4))
+        self.num_came += 1  # behind the values: who sees it finds them
 
     def _add_encoded(self, some: Delivered) -> None:
         points_of = dict(some.layout.encoded)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -213,11 +214,20 @@ class ScopeResult:
 
     @property
     def expected(self) -> int:
-        return sum(len(wanted) for wanted, _ in self._accounts())
+        return self._totals[0]
 
     @property
     def delivered(self) -> int:
-        return sum(_num_in(wanted, arrived) for wanted, arrived in self._accounts())
+        return self._totals[1]
+
+    @cached_property
+    def _totals(self) -> tuple[int, int]:
+        """Expected and delivered: of a snapshot, neither changes."""
+        accounts = list(self._accounts())
+        return (
+            sum(len(wanted) for wanted, _ in accounts),
+            sum(_num_in(wanted, arrived) for wanted, arrived in accounts),
+        )
 
     @property
     def dropped(self) -> int:
@@ -379,6 +389,8 @@ def _num_in(wanted: np.ndarray, arrived: np.ndarray) -> int:
 def _arrived(known: _Rows | None, parts: list[Part]) -> np.ndarray:
     if known is not None:
         return known[1]
+    if len(parts) == 1:
+        return parts[0].positions
     return np.concatenate([p.positions for p in parts]) if parts else np.zeros(0, np.int64)
 
 

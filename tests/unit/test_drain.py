@@ -194,3 +194,49 @@ def test_true_positions_replace_guessed_ones_by_batch_row():
         sink.gate.set()
     assert sink.events == [*_rows(6, 0, 1), (7, 102, 0, 5.0), (8, 208, 0, 5.0)]
     assert labels.positions.tolist() == [104, 209]
+
+
+def test_what_has_ended_does_not_wait_for_steps_to_come(monkeypatch):
+    """While a request runs its rows are handed on a few steps at a time; its end is not."""
+    monkeypatch.setattr("vllm_scope.drain.LINGER_S", PATIENCE_S)
+    with _drain(8) as (arena, drain, sink):
+        _submit(arena, drain, 1, 0, 2)  # at once: nothing was handed on before
+        _until(lambda: len(sink.events) == 2)
+        _submit(arena, drain, 1, 2, 2)
+        time.sleep(0.1)
+        assert len(sink.events) == 2, "rows of a running request wait"
+        drain.finish_request(1)
+        started = time.monotonic()
+        _until(lambda: (1, None) in sink.events)
+        assert time.monotonic() - started < PATIENCE_S / 2
+        assert sink.events == [*_rows(1, 0, 4), (1, None)]
+
+
+@pytest.mark.parametrize(
+    ("followed", "count", "waits"),
+    [
+        pytest.param(False, 2, True, id="nobody-looks-before-the-end"),
+        pytest.param(True, 2, False, id="somebody-looks"),
+        pytest.param(False, 20, False, id="much-waits"),
+    ],
+)
+def test_little_that_nobody_looks_at_waits_longer(monkeypatch, followed, count, waits):
+    monkeypatch.setattr("vllm_scope.drain.LINGER_UNSEEN_S", PATIENCE_S)
+    with _drain(64) as (arena, drain, sink):
+        _submit(arena, drain, 1, 0, 2)
+        _until(lambda: len(sink.events) == 2)
+        if followed:
+            drain.follow(2)
+        _submit(arena, drain, 1, 2, count)
+        if waits:
+            time.sleep(0.2)
+            assert len(sink.events) == 2
+            drain.finish_request(1)
+        _until(lambda: sink.events[: 2 + count] == _rows(1, 0, 2 + count), PATIENCE_S / 2)
+
+
+def _until(done, patience_s: float = PATIENCE_S) -> None:
+    limit = time.monotonic() + patience_s
+    while not done() and time.monotonic() < limit:
+        time.sleep(0.001)
+    assert done()

@@ -471,3 +471,19 @@ def test_the_slots_of_a_step_with_the_very_ids_of_the_one_before_are_its_own():
             assert tables.tokens[rows, SLOT].tolist() == [first, first + 1, first + 2]
             assert tables.tokens[rows, TO_HOST].tolist() == [to_host] * 3
             assert (tables.tokens[:, PROGRAM] >= 0).sum() == 3
+
+
+def test_a_step_says_at_which_taps_some_row_does_anything():
+    tables = _tables()
+
+    def acting() -> list[int]:
+        return [BOUNDARIES[tap] for tap in range(len(BOUNDARIES)) if tables.acts_at(tap)]
+
+    assert acting() == []
+    reads, adds = tables.program_id(_reads(point_of(3, 0))), tables.program_id(_adds(1.0), True)
+    _load(tables, [0, 1], [reads, reads], [0, 1])
+    assert acting() == [3]
+    _load(tables, [0, 1], [reads, adds], [0, 1])
+    assert acting() == [2, 3]
+    tables.clear_step()
+    assert acting() == []

@@ -34,9 +34,10 @@ from vllm_scope.vectors import load_vectors
 
 #: Where the handle of a request with taps is, beside `scope` in `extra_args`. Made by
 #: the front-end: `key`, `frontend`, `first_position` (None reads nothing), `vectors`
-#: (it edits or probes). EngineCore adds `modules` (name -> digest), `server` (digest of
-#: the server-wide edits) and `cost`; for a plain request too, where the server edits all,
-#: and `sinks` where rows go elsewhere than to memory.
+#: (it edits or probes), `follows` (its caller sees outputs before the last). EngineCore
+#: adds `modules` (name -> digest), `server` (digest of the server-wide edits) and `cost`;
+#: for a plain request too, where the server edits all, and `sinks` where rows go elsewhere
+#: than to memory.
 HANDLE = "scope_handle"
 
 

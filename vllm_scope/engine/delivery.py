@@ -123,7 +123,10 @@ class Delivery:
         encodings = [read.encoding for read in asked.reads if read.encoding is not None]
         if encodings:
             self.drain.add_request(key, encodings)
-        if any(to != MEMORY for to in asked.destinations):
+        elsewhere = any(to != MEMORY for to in asked.destinations)
+        if key != NOBODY and (elsewhere or handle.get("follows", True)):
+            self.drain.follow(key)
+        if elsewhere:
             name = str(handle.get("request_id", req_id))
             self.router.add_request(
                 replace(

@@ -87,6 +87,7 @@ def _open(connection: Connection | None, request: Any, parent: Any, child: int) 
         ),
         "vectors": bool(asked.probes or asked.edits),
         "sinks": any(to != MEMORY for to in asked.destinations),
+        "follows": params.output_kind.name != "FINAL_ONLY",
         "request_id": getattr(request, "external_req_id", None) or request.request_id,
         "uid": _uid_of(parent),
         "child": child,
@@ -228,12 +229,23 @@ def settle(output: Any) -> Any:
         source = getattr(completion, "scope_source", None)
         if source is not None:
             pending, decorators, detokenizer = source
+            # Before the snapshot: what comes meanwhile may be in it, and counts as new.
+            completion.scope_came = pending.num_came
             result = pending.snapshot(list(detokenizer.output_token_ids), completion.finish_reason)
             if completion.finish_reason is not None:
-                del completion.scope_source
+                del completion.scope_source, completion.scope_came
             completion.scope = result
             translators.decorate(decorators, output, completion)
     return output
+
+
+def outdated(output: Any) -> bool:
+    """Whether something came for a completion since it was settled."""
+    return any(
+        (source := getattr(completion, "scope_source", None)) is not None
+        and source[0].num_came != completion.scope_came
+        for completion in output.outputs
+    )
 
 
 def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

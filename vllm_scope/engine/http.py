@@ -25,7 +25,7 @@ from typing import Any
 
 from vllm_scope.engine import translators
 from vllm_scope.engine.core import handle_of
-from vllm_scope.engine.frontend import asks, params_of, settle
+from vllm_scope.engine.frontend import asks, outdated, params_of, settle
 from vllm_scope.engine.refusals import busy, refusal
 from vllm_scope.engine.seams import config_of, wrap_function, wrap_method
 from vllm_scope.errors import CapacityError, SpecError
@@ -196,8 +196,10 @@ async def _catch_up(output: Any, timeout: float) -> None:
         and completion.scope.num_late(MOST_BEHIND)
         for completion in output.outputs
     ):
-        await asyncio.sleep(wait)
-        wait = min(1.5 * wait, _LATE_POLL_MOST_S)  # many may wait for a busy worker
+        # A look that finds nothing new is cheap: many may wait for a busy worker.
+        while time.monotonic() < limit and not outdated(output):
+            await asyncio.sleep(wait)
+            wait = min(1.5 * wait, _LATE_POLL_MOST_S)
         settle(output)
 
 

@@ -317,7 +317,9 @@ class ScopeWorker:
             return self._region.start
         return None
 
-    def begin_tap(self, tap: int) -> tuple[int, int]:
+    def begin_tap(self, tap: int) -> tuple[int, int] | None:
+        if not self._tables.acts_at(tap):
+            return None
         plan = self._step
         self._tap_region = None
         if plan is None or not plan.num_slots or self._region is not None or self._lease:

@@ -93,7 +93,7 @@ def _rows(column: Column, inline: bool) -> dict[str, Any]:
         body["codec"] = column.source.codec.codec
     if inline:
         data = column.values.contiguous().view(torch.uint8).numpy()
-        body["data"] = base64.b64encode(data.tobytes()).decode()
+        body["data"] = base64.b64encode(data.data).decode()
     return body
 
 

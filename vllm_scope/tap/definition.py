@@ -1,4 +1,4 @@
-"""What a tap does to the rows of one step, in plain torch.
+"""What a tap does to the rows of one step, in plain torch and numpy.
 
 Owns:  the meaning of every opcode. The Triton kernel must equal it.
 Runs:  on the CPU, and in tests as the kernel's twin.
@@ -6,6 +6,7 @@ Runs:  on the CPU, and in tests as the kernel's twin.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,62 +55,71 @@ def tap_rows(
         slots_per_token: 0, and a token's slot is in `tokens`; or, drained tap by tap,
             what each token takes at this tap, and `tokens` has its number.
     """
-    table = tokens[: hidden.shape[0]]
-    rows = torch.nonzero(table[:, PROGRAM] >= 0).flatten()
-    if rows.numel() == 0:
-        return
-    at = programs[table[rows, PROGRAM].long(), int(tap)].long()
+    # The tables' arithmetic in numpy: of so few numbers, torch takes ten times as long.
+    table = tokens[: hidden.shape[0]].numpy()
+    rows = np.flatnonzero(table[:, PROGRAM] >= 0)
+    at = programs.numpy()[table[rows, PROGRAM], int(tap)]
     rows, at = rows[at >= 0], at[at >= 0]
-    if rows.numel() == 0:
+    if not len(rows):
         return
-    x = hidden[rows].float()
+    index = torch.from_numpy(rows)
+    x = hidden.index_select(0, index).float()
     if residual is not None:
-        x = x + residual[rows].float()
-    edited = torch.zeros(rows.shape, dtype=torch.bool)
-    words = arena.view(torch.int32).view(-1)
-    while True:
-        live = torch.nonzero(at >= 0).flatten()
-        if live.numel() == 0:
-            break
-        for code in ops[at[live], CODE].unique().tolist():
-            here = live[ops[at[live], CODE] == code]
-            op = ops[at[here]]
+        x = x + residual.index_select(0, index).float()
+    edited = np.zeros(len(rows), bool)
+    words, numbers = arena.view(torch.int32).view(-1).numpy(), ops.numpy()
+    while len(live := np.flatnonzero(at >= 0)):
+        told = numbers[at[live]]
+        for code in set(told[:, CODE].tolist()):
+            mine = told[:, CODE] == code
+            here, op = live[mine], told[mine]
+            # Most often all rows do the same, and none is copied to single it out.
+            some = slice(None) if len(here) == len(rows) else torch.from_numpy(here)
             if code in (OP_READ, OP_DOT):
-                slot = table[rows[here], SLOT].long()
+                slot = table[rows[here], SLOT].astype(np.int64)
                 if slots_per_token:
                     slot = slot_base + slot * slots_per_token
                 column = WORD_IN_TAP if slots_per_token else WORD
-                start = slot * WORDS_PER_SLOT + op[:, column].long()
-                _store(code, x[here].to(hidden.dtype), op, vectors, words, start)
+                start = slot * WORDS_PER_SLOT + op[:, column]
+                _store(code, x[some].to(hidden.dtype), op, vectors, words, start)
             else:
-                x[here] = _edited(code, x[here], op, vectors)
+                x[some] = _edited(code, x[some], op, vectors)
                 edited[here] = True
-        at[live] = ops[at[live], NEXT].long()
-    changed, rows = x[edited].to(hidden.dtype), rows[edited]
-    if rows.numel() and residual is not None:
-        residual[rows] = changed
-        hidden[rows] = 0
-    elif rows.numel():
-        hidden[rows] = changed
+        at[live] = told[:, NEXT]
+    if not edited.any():
+        return
+    changed, index = x[torch.from_numpy(edited)].to(hidden.dtype), index[torch.from_numpy(edited)]
+    if residual is not None:
+        residual[index] = changed
+        hidden[index] = 0
+    else:
+        hidden[index] = changed
 
 
-def _store(code: int, x: Tensor, op: Tensor, vectors: Tensor, words: Tensor, start: Tensor) -> None:
+def _store(
+    code: int, x: Tensor, op: np.ndarray, vectors: Tensor, words: np.ndarray, start: np.ndarray
+) -> None:
     if code == OP_READ:
         if x.shape[1] * x.element_size() % 4:
             x = torch.nn.functional.pad(x, (0, 1))  # half a word; nobody reads it
-        out = x.contiguous().view(torch.int32)
+        out = x.contiguous().view(torch.int32).numpy()
+        for first, row in zip(start.tolist(), out, strict=True):
+            words[first : first + len(row)] = row
     else:
-        score = (x.float() * vectors[op[:, VECTOR].long()]).sum(1) + _number(op, NUMBER_A)
-        out = score.view(torch.int32)[:, None]
-    words[start[:, None] + torch.arange(out.shape[1])] = out
+        score = (x.float() * vectors[_vectors_of(op)]).sum(1) + _number(op, NUMBER_A)
+        words[start] = score.view(torch.int32).numpy()
 
 
-def _number(op: Tensor, column: int) -> Tensor:
-    return op[:, column].contiguous().view(torch.float32)
+def _vectors_of(op: np.ndarray) -> Tensor:
+    return torch.from_numpy(op[:, VECTOR].astype(np.int64))
 
 
-def _edited(code: int, x: Tensor, op: Tensor, vectors: Tensor) -> Tensor:
-    v = vectors[op[:, VECTOR].long()]
+def _number(op: np.ndarray, column: int) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(op[:, column]).view(np.float32))
+
+
+def _edited(code: int, x: Tensor, op: np.ndarray, vectors: Tensor) -> Tensor:
+    v = vectors[_vectors_of(op)]
     a, b = _number(op, NUMBER_A), _number(op, NUMBER_B)
     along = (x * v).sum(1)
     if code == OP_SET:

@@ -28,8 +28,9 @@ class StepRoute(Protocol):
     #: A step with reads is being computed.
     active: bool
 
-    def begin_tap(self, tap: int) -> tuple[int, int]:
-        """(slot_base, slots_per_token) for this tap of this step."""
+    def begin_tap(self, tap: int) -> tuple[int, int] | None:
+        """(slot_base, slots_per_token) for this tap of this step; None where no row does
+        anything at it."""
 
     def end_tap(self, tap: int) -> None:
         """The tap's rows are written (enqueued, on a GPU)."""
@@ -73,11 +74,8 @@ def _tap(
         _launch(hidden, residual, arena, tokens, programs, ops, vectors, tap, host, 0, 0)
         return
     route, number = found
-    if route.active:
-        base, stride = route.begin_tap(number)
-        _launch(
-            hidden, residual, arena, tokens, programs, ops, vectors, tap, host, base, stride
-        )  # fmt: skip
+    if route.active and (place := route.begin_tap(number)) is not None:
+        _launch(hidden, residual, arena, tokens, programs, ops, vectors, tap, host, *place)
         route.end_tap(number)
 
 

@@ -97,6 +97,9 @@ class Tables:
         self._staging = Staging((max_rows, 4), device)
         self._rows_written = 0
         self._loaded: NDArray[np.int32] | None = None
+        #: The taps at which these ids do anything, once some tap has asked.
+        self._acting_of: NDArray[np.int32] | None = None
+        self._acting: set[int] = set()
 
     def begin_step(self) -> None:
         self._step += 1
@@ -277,6 +280,14 @@ class Tables:
     def has_loaded(self, program_ids: NDArray[np.int32]) -> bool:
         """The last `load_step` gave these very ids, and nothing came since."""
         return self._loaded is program_ids
+
+    def acts_at(self, tap: int) -> bool:
+        """Whether some row of the step that was loaded last does anything at a tap."""
+        if self._acting_of is not self._loaded:
+            self._acting_of = self._loaded
+            ids = () if self._loaded is None else np.unique(self._loaded).tolist()
+            self._acting = {self._tap_of[b] for i in ids for b, _ in self.program_of(i).taps}
+        return tap in self._acting
 
     def clear_step(self) -> None:
         """No row has a program. Free when that is so already."""
