@@ -114,9 +114,14 @@ class _Engine:
 
         return await asyncio.wrap_future(self._submit(last()))
 
-    def close(self) -> None:
+    async def _stop(self) -> None:
+        # On its own loop: there it cancels what waits for the engine, which from another
+        # thread would find the engine dead, and say so in the log.
         self.llm.shutdown()
         self.llm = None
+
+    def close(self) -> None:
+        self._submit(self._stop()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
