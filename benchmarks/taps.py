@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from vllm_scope.arrays import Array
-from vllm_scope.layout import slots_of_row
+from vllm_scope.layout import Widths
 from vllm_scope.program import OP_ADD, OP_DOT, Op, Program, assemble
 from vllm_scope.sites import point_of
 from vllm_scope.tap import kernel
@@ -83,12 +83,12 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=4096)
     args = parser.parse_args()
     hidden_size, device, dtype = args.hidden_size, torch.device("cuda"), torch.bfloat16
-    row_slots = slots_of_row(hidden_size * 2)
+    widths = Widths((hidden_size * 2,))
     boundaries = tuple(2 * i for i in range(NUM_TAPS))
     print(f"{'rows':>6} {'what':10} {'us a tap':>9}   hidden_size {hidden_size}")
     for rows in (1, 64, 256):
-        tables = Tables(boundaries, rows, hidden_size, hidden_size * 2, device, 8.0)
-        arena = torch.empty((rows * NUM_TAPS * row_slots, 8), dtype=dtype, device=device)
+        tables = Tables(boundaries, rows, hidden_size, widths, device, 8.0)
+        arena = torch.empty((rows * NUM_TAPS * widths.row_slots[0], 8), dtype=dtype, device=device)
         hidden = torch.randn((rows, hidden_size), dtype=dtype, device=device)
         residual = torch.randn_like(hidden)
 
@@ -100,7 +100,7 @@ def main() -> None:
             else:
                 tables.begin_step()
                 number = tables.program_id(program, hold=True)
-                slots = program.layout.slots(row_slots)
+                slots = program.layout.slots(widths)
                 tables.load_step(
                     np.arange(rows), np.full(rows, number, np.int32), np.arange(rows) * slots
                 )

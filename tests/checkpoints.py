@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,15 +62,19 @@ FAMILIES: dict[str, tuple[str, dict]] = {
 }
 
 
-def make_checkpoint(family: str, folder: Path, seed: int = 0) -> Path:
+def make_checkpoint(family: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
     """A random model whose layers all matter: weights are drawn large enough that
-    neighbouring layers' streams differ by much more than any tolerance here."""
+    neighbouring layers' streams differ by much more than any tolerance here.
+
+    Args:
+        changes: of the family's configuration.
+    """
     import transformers
 
     name, body = FAMILIES[family]
     model_class = getattr(transformers, name)
     torch.manual_seed(seed)
-    model = model_class(model_class.config_class(**body))
+    model = model_class(model_class.config_class(**(body | changes)))
     with torch.no_grad():
         for key, weight in model.named_parameters():
             if weight.dim() > 1:
@@ -213,6 +219,28 @@ class Reference:
         for ours, theirs in zip(streams[:-1], out.hidden_states[:-1], strict=True):
             assert torch.equal(ours, theirs[0])
         return [stream.cpu() for stream in streams]
+
+    def attention(self, token_ids: list[int]) -> list[dict[str, Tensor]]:
+        """Of each layer: q, k, v and z, [num_tokens, heads, head_dim], as its attention
+        function gets and gives them, and the weights, [heads, num_tokens, num_tokens]."""
+        module = sys.modules[type(self.model).__module__]
+        original = module.eager_attention_forward
+        found: list[dict[str, Tensor]] = []
+
+        def record(layer: object, query: Tensor, key: Tensor, value: Tensor, *args, **kwargs):
+            out, weights = original(layer, query, key, value, *args, **kwargs)
+            rows = {"q": query, "k": key, "v": value}
+            one = {name: x[0].transpose(0, 1).cpu() for name, x in rows.items()}
+            found.append(one | {"z": out[0].cpu(), "weights": weights[0].cpu()})
+            return out, weights
+
+        module.eager_attention_forward = record
+        try:
+            with torch.no_grad():
+                self.model(torch.tensor([token_ids], device=self.model.device), use_cache=False)
+        finally:
+            module.eager_attention_forward = original
+        return found
 
 
 def row_error(rows: Tensor, reference: Tensor) -> float:

@@ -27,7 +27,7 @@ from vllm_scope.arrays import Array
 from vllm_scope.encoding import CodecChoice
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.selectors import Positions, Selector, as_numbers, parse_selector
-from vllm_scope.sites import SITES, canonical_site, parse_layers
+from vllm_scope.sites import SITES, STREAM_SITES, canonical_site, parse_layers
 
 When = Literal["after", "before"]
 Layers = Sequence[int] | str | int | None
@@ -92,6 +92,8 @@ class Action:
     site: str
     layers: Any
     tokens: Any
+    #: Where it may be.
+    sites: ClassVar[tuple[str, ...]] = STREAM_SITES
     #: Fields of the JSON form, beside site, layers and tokens.
     fields: ClassVar[tuple[str, ...]] = ()
 
@@ -99,6 +101,11 @@ class Action:
         """Check and normalise site, layers and tokens."""
         name = type(self).__name__
         object.__setattr__(self, "site", canonical_site(self.site, f"{name}.site"))
+        if self.site not in self.sites:
+            raise SpecError(
+                f"{name}.site is {shown(self.site)}, which can be read alone: its rows are of "
+                f"another width than the stream's. Edits and probes take {', '.join(self.sites)}."
+            )
         if layer is not None and self.layers is not None:
             raise SpecError(f"{name} has layer and layers; give one of them.")
         object.__setattr__(self, "layers", layer if self.layers is None else self.layers)
@@ -135,6 +142,8 @@ class Read(Action):
         site: `resid_pre`, `resid_mid`, `resid_post` (aliases `pre_attn`, `post_attn`,
             `post_block`) or `embed`. `resid_post` at layer k is Hugging Face's
             `hidden_states[k + 1]`; the last layer's is the stream before the final norm.
+            Where the engine taps them, `q`, `k` (after norms and rotary embedding), `v`
+            and `z` (what comes out, before its projection), per head.
         layers: layer numbers from 0, or "all" for every tapped layer.
             `embed` takes none.
         tokens: which tokens, see `vllm_scope.selectors`. "all" by default.
@@ -153,6 +162,7 @@ class Read(Action):
     """
 
     kind: ClassVar[str] = "read"
+    sites: ClassVar[tuple[str, ...]] = SITES
     fields: ClassVar[tuple[str, ...]] = ("when", "to", "tag", "name", "codec")
 
     site: str

@@ -32,7 +32,7 @@ from torch import Tensor
 from vllm_scope.arena import Arena, HostFence, Region, StreamFence
 from vllm_scope.encoding import Encoding
 from vllm_scope.host_ring import HostRing, JoinedLease, Lease
-from vllm_scope.layout import SLOT_BYTES
+from vllm_scope.layout import SLOT_BYTES, Widths
 from vllm_scope.packer import Packer
 from vllm_scope.plan import Labels
 from vllm_scope.sinks import BatchSink, RowBatch
@@ -82,8 +82,8 @@ class Drain:
     Verbs: `add_request`, `submit` (a written region), `finish_request`, `close`.
     """
 
-    def __init__(self, arena: Arena, ring: HostRing, sink: BatchSink, row_bytes: int) -> None:
-        self._row_bytes = row_bytes
+    def __init__(self, arena: Arena, ring: HostRing, sink: BatchSink, widths: Widths) -> None:
+        self._widths = widths
         self._arena, self._ring, self._sink = arena, ring, sink
         # Bounded by the ring: each step in it holds a span.
         self._items: deque[_Rows | _Finish] = deque()
@@ -99,7 +99,7 @@ class Drain:
         most = min(MOST_UNSEEN_BYTES // SLOT_BYTES, arena.num_slots // 4, len(ring.slots) // 4)
         self._most_unseen, self._num_unseen = most, 0
         self._cuda = arena.slots.is_cuda
-        self._packer = Packer(arena.slots.dtype, arena.slots.device, row_bytes)
+        self._packer = Packer(arena.slots.dtype, arena.slots.device, widths)
         #: Passed by; to make one takes longer than to record it.
         self._events: list[torch.cuda.Event] = []
         if self._cuda:
@@ -293,7 +293,7 @@ class Drain:
             labels = [_true_labels(step) for step in steps]
             if len(steps) == 1:
                 self._sink.write(
-                    RowBatch(labels[0], steps[0].lease, self._row_bytes, steps[0].boundary)
+                    RowBatch(labels[0], steps[0].lease, self._widths, steps[0].boundary)
                 )
                 return
             joined = Labels(
@@ -304,7 +304,7 @@ class Drain:
                 np.concatenate([x.rows for x in labels]),
             )
             lease = JoinedLease([step.lease for step in steps], self._ring)
-            self._sink.write(RowBatch(joined, lease, self._row_bytes))
+            self._sink.write(RowBatch(joined, lease, self._widths))
         finally:
             for step in steps:
                 step.lease.release()

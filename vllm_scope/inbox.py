@@ -85,7 +85,7 @@ class Inbox:
     def _on_rows(self, message: RowsMessage) -> None:
         jobs: list[tuple[Pending, Delivered]] = []
         for layout, tokens, data in by_layout(
-            message.layouts, message.layout_of, message.boundary, message.row_bytes, message.slots
+            message.layouts, message.layout_of, message.boundary, message.widths, message.slots
         ):
             local = layout if message.boundary is None else layout.at(message.boundary)
             keys, positions = message.keys[tokens], message.positions[tokens]
@@ -95,7 +95,7 @@ class Inbox:
                 if pending is not None:
                     jobs.append((pending, Delivered(
                         layout, local, positions[some], arrivals[some], data[some],
-                        message.row_bytes,
+                        message.widths,
                     )))  # fmt: skip
         self._num_arrived += len(message.keys)
         if self._copiers is None or message.slots.numel() < PARALLEL_BYTES or len(jobs) == 1:

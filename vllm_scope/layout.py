@@ -5,7 +5,7 @@ Runs:  in workers, in EngineCore (what a request needs), in front-ends (what cam
        no torch.
 From:  encoding.   To: program, packer, and whoever takes a batch apart.
 
-Promise: the offsets of a token's parts follow from its layout and the size of a raw row,
+Promise: the offsets of a token's parts follow from its layout and the widths of raw rows,
 so that no batch says them.
 """
 
@@ -15,9 +15,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 from vllm_scope.encoding import Encoding
-from vllm_scope.sites import boundary_of_point
+from vllm_scope.sites import STREAM, boundary_of_point, kind_of_point
 
 #: The unit of the arena. Rows and a token's scores start at a multiple of it.
 SLOT_BYTES = 16
@@ -27,6 +28,23 @@ SCORES_PER_SLOT = SLOT_BYTES // 4
 
 def slots_of_row(row_bytes: int) -> int:
     return -(-row_bytes // SLOT_BYTES)
+
+
+@dataclass(frozen=True)
+class Widths:
+    """How wide rows are, before any codec.
+
+    Attributes:
+        row_bytes: of one row by its kind (sites.KINDS), without what fills its last slot.
+            The stream's comes first; others may be missing where none is tapped.
+    """
+
+    row_bytes: tuple[int, ...]
+
+    @cached_property
+    def row_slots(self) -> tuple[int, ...]:
+        """Slots of one row, by its kind."""
+        return tuple(map(slots_of_row, self.row_bytes))
 
 
 @dataclass(frozen=True)
@@ -47,24 +65,63 @@ class Layout:
     scores: tuple[tuple[int, int], ...] = ()
     encoded: tuple[tuple[Encoding, tuple[int, ...]], ...] = ()
 
-    def slots(self, row_slots: int) -> int:
+    def slots(self, widths: Widths) -> int:
         """Slots that a token takes.
 
         Args:
-            row_slots: of a row that is not encoded.
+            widths: of rows that are not encoded.
         """
-        size = self.plain_slots(row_slots)
+        size = self.plain_slots(widths)
         for encoding, points in self.encoded:
             size += len(points) * slots_of_row(encoding.row_bytes)
         return size
 
-    def plain_slots(self, row_slots: int) -> int:
-        """Slots before the first encoded row."""
-        return len(self.points) * row_slots + math.ceil(len(self.scores) / SCORES_PER_SLOT)
+    @cached_property
+    def _kinds(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """The points of each kind of row; ascending points are in the order of kinds."""
+        if not self.points or kind_of_point(self.points[-1]) == STREAM:  # most often
+            return ((STREAM, self.points),) if self.points else ()
+        return tuple((kind, tuple(some)) for kind, some in groupby(self.points, kind_of_point))
 
-    def encoded_at(self, row_slots: int) -> Iterator[tuple[Encoding, tuple[int, ...], int, int]]:
+    def points_of(self, kind: int) -> tuple[int, ...]:
+        """Those of its points whose rows are of this kind."""
+        return next((points for one, points in self._kinds if one == kind), ())
+
+    def rows_at(self, widths: Widths) -> Iterator[tuple[int, tuple[int, ...], int, int]]:
+        """Of each kind of row: it, its points, the first slot of their rows, slots of a row."""
+        first = 0
+        for kind, points in self._kinds:
+            num_slots = widths.row_slots[kind]
+            yield kind, points, first, num_slots
+            first += len(points) * num_slots
+
+    def row_slots(self, widths: Widths) -> dict[int, int]:
+        """point -> the first slot of its row."""
+        return {
+            point: first + i * num_slots
+            for _, points, first, num_slots in self.rows_at(widths)
+            for i, point in enumerate(points)
+        }
+
+    def slot_of(self, point: int, widths: Widths) -> int:
+        """The first slot of one row. Raises ValueError for a point that is not read."""
+        kind = kind_of_point(point)
+        for one, points, first, num_slots in self.rows_at(widths):
+            if one == kind:
+                return first + points.index(point) * num_slots
+        raise ValueError(f"point {point} is not of this layout")
+
+    def score_slot(self, widths: Widths) -> int:
+        """The first slot of the scores: behind the rows."""
+        return sum(len(points) * widths.row_slots[kind] for kind, points in self._kinds)
+
+    def plain_slots(self, widths: Widths) -> int:
+        """Slots before the first encoded row."""
+        return self.score_slot(widths) + math.ceil(len(self.scores) / SCORES_PER_SLOT)
+
+    def encoded_at(self, widths: Widths) -> Iterator[tuple[Encoding, tuple[int, ...], int, int]]:
         """Of each encoding: it, its points, the first slot of their rows, slots of a row."""
-        first = self.plain_slots(row_slots)
+        first = self.plain_slots(widths)
         for encoding, points in self.encoded:
             num_slots = slots_of_row(encoding.row_bytes)
             yield encoding, points, first, num_slots

@@ -24,8 +24,9 @@ from torch import Tensor
 from vllm_scope.codecs.packed import packing_of
 from vllm_scope.encoding import Encoding
 from vllm_scope.errors import CapacityError
-from vllm_scope.layout import SLOT_BYTES, Layout, slots_of_row
+from vllm_scope.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.plan import Ints, Labels
+from vllm_scope.sites import kind_of_point
 
 #: Of the arena, that are encoded at once; it takes about ten times as much meanwhile.
 CHUNK_BYTES = 16 << 20
@@ -33,6 +34,9 @@ CHUNK_BYTES = 16 << 20
 MOST_PROJECTIONS = 8
 #: int64 words of a slot: what rows are moved as, whatever they are.
 WORDS = SLOT_BYTES // 8
+#: How what is moved is encoded, or None; the slots that it takes in the region; and the
+#: bytes of a row that is encoded.
+_Kind = tuple[Encoding | None, int, int]
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,14 @@ class _Move:
     Attributes:
         encoding: None for what goes as it is.
         num_slots: that each takes in the region.
+        row_bytes: of a row that is to be encoded, without what fills its last slot.
         sources: int64 [n], first slots, from the region's.
         targets: int64 [n], first slots, from the chunk's.
     """
 
     encoding: Encoding | None
     num_slots: int
+    row_bytes: int
     sources: Tensor
     targets: Tensor
 
@@ -80,12 +86,12 @@ class Packer:
 
     Args:
         dtype, device: of the arena.
-        row_bytes: of a row as it is.
+        widths: of rows as they are.
     """
 
     dtype: torch.dtype
     device: torch.device
-    row_bytes: int
+    widths: Widths
     _plan: _Plan | None = None
     #: Request -> the projections that it may need.
     _held: dict[int, frozenset[Encoding]] = field(default_factory=dict)
@@ -123,7 +129,7 @@ class Packer:
         plan = self._plan
         if plan is not None and plan.is_for(labels, boundary):
             return plan.chunks[-1].stop
-        return int(_sizes(labels, boundary, slots_of_row(self.row_bytes))[1].sum())
+        return int(_sizes(labels, boundary, self.widths)[1].sum())
 
     def pack(self, region: Tensor, labels: Labels, boundary: int | None, into: Tensor) -> None:
         """Encode a region into a batch; on a GPU, enqueued on the current stream.
@@ -152,16 +158,15 @@ class Packer:
         rows = words.as_strided(places, (WORDS, 1)).index_select(0, move.sources)
         if move.encoding is not None:
             packing = packing_of(move.encoding)
-            hidden_size = self.row_bytes // self.dtype.itemsize
-            rows = packing.pack(rows.view(self.dtype)[:, :hidden_size]).view(torch.int64)
+            row_size = move.row_bytes // self.dtype.itemsize
+            rows = packing.pack(rows.view(self.dtype)[:, :row_size]).view(torch.int64)
         num_slots = rows.shape[1] // WORDS
         within = torch.arange(num_slots, device=self.device)
         slots = (move.targets[:, None] + within).view(-1)
         batch.index_copy_(0, slots, rows.view(-1, WORDS))
 
     def _chunks(self, labels: Labels, boundary: int | None) -> Iterator[_Chunk]:
-        row_slots = slots_of_row(self.row_bytes)
-        before, after = _sizes(labels, boundary, row_slots)
+        before, after = _sizes(labels, boundary, self.widths)
         ends, sources, targets = np.cumsum(before), np.cumsum(before) - before, np.cumsum(after)
         targets -= after
         first, num_tokens = 0, len(before)
@@ -170,10 +175,10 @@ class Packer:
             last = max(int(np.searchsorted(ends, room, "right")), first + 1)
             start = int(targets[first])
             stop = int(targets[last - 1] + after[last - 1])
-            found: dict[tuple[Encoding | None, int], list[tuple[Ints, Ints]]] = {}
+            found: dict[_Kind, list[tuple[Ints, Ints]]] = {}
             for i, layout in enumerate(_local(labels.layouts, boundary)):
                 some = first + np.flatnonzero(labels.layout_of[first:last] == i)
-                for kind, source, target in _places(layout, row_slots) if len(some) else ():
+                for kind, source, target in _places(layout, self.widths) if len(some) else ():
                     found.setdefault(kind, []).append((
                         (sources[some][:, None] + source).ravel(),
                         (targets[some][:, None] + target).ravel() - start,
@@ -181,9 +186,7 @@ class Packer:
             yield _Chunk(start, stop, self._moves(found))
             first = last
 
-    def _moves(
-        self, found: dict[tuple[Encoding | None, int], list[tuple[Ints, Ints]]]
-    ) -> list[_Move]:
+    def _moves(self, found: dict[_Kind, list[tuple[Ints, Ints]]]) -> list[_Move]:
         """On the device, in one copy."""
         if not found:  # tokens of which nothing is at this tap
             return []
@@ -206,32 +209,33 @@ def _local(layouts: Sequence[Layout], boundary: int | None) -> list[Layout]:
     return [layout if boundary is None else layout.at(boundary) for layout in layouts]
 
 
-def _sizes(labels: Labels, boundary: int | None, row_slots: int) -> tuple[Ints, Ints]:
+def _sizes(labels: Labels, boundary: int | None, widths: Widths) -> tuple[Ints, Ints]:
     """Slots of each token, in the region and in the batch."""
     layouts = _local(labels.layouts, boundary)
-    before = np.array([layout.arena.slots(row_slots) for layout in layouts], np.int64)
-    after = np.array([layout.slots(row_slots) for layout in layouts], np.int64)
+    before = np.array([layout.arena.slots(widths) for layout in layouts], np.int64)
+    after = np.array([layout.slots(widths) for layout in layouts], np.int64)
     if boundary is not None:  # drained tap by tap, every token has as much room
         before[:], after[:] = before.max(), after.max()
     return before[labels.layout_of], after[labels.layout_of]
 
 
-def _places(
-    layout: Layout, row_slots: int
-) -> Iterator[tuple[tuple[Encoding | None, int], Ints, Ints]]:
+def _places(layout: Layout, widths: Widths) -> Iterator[tuple[_Kind, Ints, Ints]]:
     """Of each kind of a token: where they are in the arena, and where they go."""
-    at = {point: i * row_slots for i, point in enumerate(layout.arena.points)}
+    arena = layout.arena
+    at = arena.row_slots(widths)
 
     def sources(points: Sequence[int]) -> Ints:
         return np.array([at[point] for point in points], np.int64)
 
-    num_points = len(layout.points)
-    if num_points:
-        yield (None, row_slots), sources(layout.points), np.arange(num_points) * row_slots
-    if layout.scores:
-        target = num_points * row_slots
-        num_slots = layout.plain_slots(row_slots) - target
-        yield (None, num_slots), np.array([len(at) * row_slots]), np.array([target])
-    for encoding, points, first, num_slots in layout.encoded_at(row_slots):
+    for _, points, first, num_slots in layout.rows_at(widths):
         targets = first + np.arange(len(points)) * num_slots
-        yield (encoding, row_slots), sources(points), targets
+        yield (None, num_slots, 0), sources(points), targets
+    if layout.scores:
+        target = layout.score_slot(widths)
+        num_slots = layout.plain_slots(widths) - target
+        yield (None, num_slots, 0), np.array([arena.score_slot(widths)]), np.array([target])
+    for encoding, points, first, num_slots in layout.encoded_at(widths):
+        targets = first + np.arange(len(points)) * num_slots
+        kind = kind_of_point(points[0])  # a codec is for rows of one size
+        raw = widths.row_slots[kind], widths.row_bytes[kind]
+        yield (encoding, *raw), sources(points), targets

@@ -18,7 +18,7 @@ import torch
 
 from vllm_scope.assemble import Part
 from vllm_scope.encoding import Encoding
-from vllm_scope.layout import SLOT_BYTES, Layout, slots_of_row
+from vllm_scope.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.result import RowKey, ScopeResult, Status, dtype_of
 from vllm_scope.sinks import Manifest
 from vllm_scope.sites import Sites
@@ -38,7 +38,7 @@ class Delivered(NamedTuple):
         local: the part of the layout that is here.
         positions, arrivals: int64 [num_tokens]; arrivals grow with the computation.
         data: uint8 [num_tokens, bytes of a token], not kept.
-        row_bytes: of one row.
+        widths: of rows as they are.
     """
 
     layout: Layout
@@ -46,7 +46,7 @@ class Delivered(NamedTuple):
     positions: np.ndarray
     arrivals: np.ndarray
     data: np.ndarray
-    row_bytes: int
+    widths: Widths
 
 
 class _Table:
@@ -170,21 +170,22 @@ class Pending:
         """Copy in what some tokens of one layout delivered."""
         if not self._reading:
             return  # its rows go to other sinks, and came along with a neighbour's
-        points, layout = some.local.points, some.layout
-        if points:
-            row_slots = slots_of_row(some.row_bytes)
-            size = len(points) * row_slots * SLOT_BYTES
-            rows = some.data[:, :size].reshape(len(some.data), len(points), -1)
-            table = self._rows.get((None, layout.points))
+        for kind, points, first, num_slots in some.local.rows_at(some.widths):
+            whole = points if some.local is some.layout else some.layout.points_of(kind)
+            size, start = num_slots * SLOT_BYTES, first * SLOT_BYTES
+            rows = some.data[:, start : start + len(points) * size]
+            rows = rows.reshape(len(rows), len(points), size)
+            row_bytes = some.widths.row_bytes[kind]
+            table = self._rows.get((None, whole))
             if table is None:
-                table = _Table(layout.points, some.row_bytes, dtype_of(self.sites))
-                self._rows[None, layout.points] = table
-            self._append(table, points, some, rows[:, :, : some.row_bytes])
+                table = _Table(whole, row_bytes, dtype_of(self.sites))
+                self._rows[None, whole] = table
+            self._append(table, points, some, rows[:, :, :row_bytes])
         if some.local.encoded:
             self._add_encoded(some)
         if some.local.scores:
-            first = len(points) * slots_of_row(some.row_bytes) * SLOT_BYTES
-            probes = tuple(number for _, number in layout.scores)
+            first = some.local.score_slot(some.widths) * SLOT_BYTES
+            probes = tuple(number for _, number in some.layout.scores)
             values = some.data[:, first : first + 4 * len(some.local.scores)]
             table = self._scores.get(probes)
             if table is None:
@@ -195,9 +196,7 @@ class Pending:
 
     def _add_encoded(self, some: Delivered) -> None:
         points_of = dict(some.layout.encoded)
-        for encoding, points, first, num_slots in some.local.encoded_at(
-            slots_of_row(some.row_bytes)
-        ):
+        for encoding, points, first, num_slots in some.local.encoded_at(some.widths):
             if encoding not in self._encodings:
                 continue  # they go to other sinks, and came along
             key = encoding, points_of[encoding]

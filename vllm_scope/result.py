@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 #: A stream on one side of the edits of its site: site, layer, "before" or "after".
 _Stream = tuple[str, int, str]
-#: Rows [n, hidden_size] or scores [n], and their positions, int64 [n].
+#: Rows [n, ...] or scores [n], and their positions, int64 [n].
 _Values = tuple[Tensor, np.ndarray]
 #: The same of a stream, whose rows may be as their codec left them.
 _Rows = tuple[Tensor | EncodedRows, np.ndarray]
@@ -55,17 +55,19 @@ class Column:
         wanted: int64, ascending: the positions that were asked for, of the tokens
             processed so far; those that are not among `positions` are on their way,
             or lost.
+        row_shape: of a row, `()` for scores.
     """
 
     label: tuple[str, int, str] | str
     source: Tensor | EncodedRows
     positions: np.ndarray
     wanted: np.ndarray
+    row_shape: tuple[int, ...] = ()
 
     @property
     def values(self) -> Tensor:
-        """[n, hidden_size] rows, or float32 [n] scores, CPU. Decoded each time."""
-        return decoded(self.source)
+        """[n, *row_shape] rows, or float32 [n] scores, CPU. Decoded each time."""
+        return _shaped(decoded(self.source), self.row_shape)
 
     @property
     def nbytes(self) -> int:
@@ -118,10 +120,11 @@ class ScopeResult:
     """The rows and scores of one completion.
 
     `result["resid_post", 5]` is a tensor [num_positions, hidden_size], model dtype,
-    CPU, in position order; `result.positions("resid_post", 5)` the absolute
-    positions (index into prompt + generated). Row p is the state while token p is
-    processed, so the token sampled last has none. Where a stream was read before and
-    after the edits of its site, the key takes a third word:
+    CPU, in position order; `result["q", 5]` and other sites inside the attention
+    [num_positions, heads, numbers of a head]. `result.positions("resid_post", 5)` are
+    the absolute positions (index into prompt + generated). Row p is the state while
+    token p is processed, so the token sampled last has none. Where a stream was read
+    before and after the edits of its site, the key takes a third word:
     `result["resid_post", 5, "before"]`. Rows of a read with a codec are decoded here;
     `result.encoded("resid_post", 5)` has them as they came.
 
@@ -194,13 +197,13 @@ class ScopeResult:
             return False
 
     def __getitem__(self, stream: SiteLayer | _Stream | str) -> Tensor:
-        rows = self._stream(stream)[0]
-        if not isinstance(rows, EncodedRows):
-            return rows
         key = self._find(stream)
-        if key not in self._decoded:
-            self._decoded[key] = rows.decode()
-        return self._decoded[key]
+        rows, _ = self._rows_of(key)
+        if isinstance(rows, EncodedRows):
+            if key not in self._decoded:
+                self._decoded[key] = rows.decode()
+            rows = self._decoded[key]
+        return _shaped(rows, self._sites.row_shape(key[0]))
 
     def encoded(self, site: str, layer: int = 0, when: str | None = None) -> EncodedRows | None:
         """The rows as they came, with their `codec` and its `parts`; None where the read
@@ -250,7 +253,10 @@ class ScopeResult:
 
     def columns(self) -> list[Column]:
         """Every stream and then every probe, in the order in which they were asked for."""
-        streams = [Column(s, *self._stream(s), self._wanted_of(s)) for s in self._read_streams()]
+        streams = [
+            Column(s, *self._rows_of(s), self._wanted_of(s), self._sites.row_shape(s[0]))
+            for s in self._read_streams()
+        ]
         probes = [
             Column(probe.name, *self._score(number), self._wanted([probe.tokens]))
             for number, probe in enumerate(self._asked.probes)
@@ -258,7 +264,8 @@ class ScopeResult:
         return [*streams, *probes]
 
     def as_cache(self) -> ActivationCache:
-        """The rows under TransformerLens's names, [1, num_positions, hidden_size] each.
+        """The rows under TransformerLens's names: [1, num_positions, hidden_size] each, of
+        sites inside the attention [1, num_positions, heads, numbers of a head].
 
         Raises:
             SpecError: not every position from 0 on was read, or rows are missing.
@@ -334,11 +341,15 @@ class ScopeResult:
         )  # fmt: skip
 
     def _stream(self, key: SiteLayer | _Stream | str) -> _Rows:
-        stream = self._find(key)
+        return self._rows_of(self._find(key))
+
+    def _rows_of(self, stream: _Stream) -> _Rows:
         if stream not in self._streams:
             encoding, wanted = self._encoding_of(stream), self._wanted_of(stream)
             if encoding is None:
-                empty = torch.empty((0, self._sites.hidden_size), dtype=dtype_of(self._sites))
+                empty = torch.empty(
+                    (0, self._sites.row_size(stream[0])), dtype=dtype_of(self._sites)
+                )
                 self._streams[stream] = assemble(self._parts_of(stream), wanted, empty)
             else:
                 packing = packing_of(encoding)
@@ -374,6 +385,11 @@ class ScopeResult:
                 torch.empty(0),
             )
         return self._scores[number]
+
+
+def _shaped(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """[n, *shape]; a view."""
+    return rows if rows.shape[1:] == shape else rows.view(len(rows), *shape)
 
 
 def _key(site: str, layer: int, when: str | None) -> SiteLayer | _Stream:

@@ -31,7 +31,7 @@ import zmq
 from vllm_scope.encoding import Encoding
 from vllm_scope.errors import CompatError
 from vllm_scope.host_ring import RingRef
-from vllm_scope.layout import Layout
+from vllm_scope.layout import Layout, Widths
 from vllm_scope.plan import Labels
 from vllm_scope.sinks import Manifest
 
@@ -167,7 +167,7 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
         reader: this front-end's counter in the ring; -1 over TCP.
         message: what to set it to when the rows are read.
         boundary: the one tap that the rows are of, or None for whole tokens.
-        row_bytes: of one row, without what fills its last slot.
+        row_bytes: of one row, by its kind, as in layout.Widths.
         layouts: points and scores of each.
         encoded: of each layout its codecs, as text, with the bytes of a row and the
             points; empty where no layout has any.
@@ -179,7 +179,7 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
     reader: int
     message: int
     boundary: int | None
-    row_bytes: int
+    row_bytes: tuple[int, ...]
     layouts: list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]
     keys: bytes
     positions: bytes
@@ -190,14 +190,14 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
     def of(
         labels: Labels,
         boundary: int | None,
-        row_bytes: int,
+        widths: Widths,
         ring: RingRef,
         span: tuple[int, int],
         reader: int = -1,
         message: int = 0,
     ) -> RowsHeader:
         return RowsHeader(
-            ring, *span, reader, message, boundary, row_bytes,
+            ring, *span, reader, message, boundary, widths.row_bytes,
             [(layout.points, layout.scores) for layout in labels.layouts],
             labels.keys.tobytes(), labels.positions.tobytes(), labels.layout_of.tobytes(),
             [
@@ -213,7 +213,7 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
             np.frombuffer(self.layout_of, np.int32),
             self._layouts(),
             self.boundary,
-            self.row_bytes,
+            Widths(self.row_bytes),
             slots,
         )
 
@@ -257,7 +257,7 @@ class RowsMessage(msgspec.Struct):
     Attributes:
         keys, positions: int64 [num_tokens].
         layout_of: int32 [num_tokens], index into `layouts`.
-        row_bytes: of one row.
+        widths: of rows as they are.
         slots: uint8 [num_slots, SLOT_BYTES].
     """
 
@@ -266,7 +266,7 @@ class RowsMessage(msgspec.Struct):
     layout_of: np.ndarray
     layouts: list[Layout]
     boundary: int | None
-    row_bytes: int
+    widths: Widths
     slots: torch.Tensor
 
 

@@ -27,7 +27,7 @@ import zmq
 
 from vllm_scope.errors import CompatError
 from vllm_scope.host_ring import CLOSED, HostRing, Lease
-from vllm_scope.layout import SLOT_BYTES, slots_of_row
+from vllm_scope.layout import SLOT_BYTES
 from vllm_scope.plan import Labels
 from vllm_scope.road import (
     MOST_FRAME_BYTES,
@@ -145,7 +145,7 @@ class SharedSender:
         self._num_sent += 1
         span = (batch.lease.start, batch.lease.stop)
         header = RowsHeader.of(
-            batch.labels, batch.boundary, batch.row_bytes, self._ring.ref, span,
+            batch.labels, batch.boundary, batch.widths, self._ring.ref, span,
             self._reader, self._num_sent,
         )  # fmt: skip
         self._socket.send(encode(header))
@@ -254,7 +254,7 @@ class TcpSender:
             if data.nbytes > MOST_FRAME_BYTES:
                 raise ValueError(f"one token has {data.nbytes >> 20} MiB of rows; read less of it")
             span = (start + first, start + last)
-            header = RowsHeader.of(labels, batch.boundary, batch.row_bytes, self._ring.ref, span)
+            header = RowsHeader.of(labels, batch.boundary, batch.widths, self._ring.ref, span)
             self._put([encode(header), data], batch.lease)
 
     def send_finish(
@@ -392,8 +392,7 @@ def _pieces(batch: RowBatch) -> Iterator[tuple[Labels, int, int]]:
     if batch.boundary is not None:
         ends = np.arange(1, num_tokens + 1) * (len(batch.slots) // num_tokens)
     else:
-        row_slots = slots_of_row(batch.row_bytes)
-        slots = np.array([layout.slots(row_slots) for layout in labels.layouts], np.int64)
+        slots = np.array([layout.slots(batch.widths) for layout in labels.layouts], np.int64)
         ends = np.cumsum(slots[labels.layout_of])
     first, first_slot = 0, 0
     while first < num_tokens:

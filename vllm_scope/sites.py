@@ -1,4 +1,4 @@
-"""Where in a model: sites, layers, and the boundaries of the residual stream.
+"""Where in a model: sites, layers, and the boundaries at which taps sit.
 
 Owns:  the names of sites, `Sites` (what one engine taps), boundaries and points.
 Runs:  everywhere. No torch, no vLLM.
@@ -9,22 +9,31 @@ boundary. Two sites may share one: `resid_post` of layer k - 1 and `resid_pre` o
 layer k. Edits of the first come before edits of the second, so a boundary has up to
 three points at which the stream may be read: before all edits (level 0), between
 (level 1) and after them (level 2).
+
+Beside the stream, a site inside the layers has a number of its own in KINDS, and its
+boundary at layer k is that number in the upper bits and k in the lower ones. Its rows
+are as wide as its kind, and can be read alone: it has one point, at level 0.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_scope.errors import SpecError, shown
 
-#: Sites in TransformerLens words, and the aliases other tools use for them.
-SITES = ("embed", "resid_pre", "resid_mid", "resid_post")
+#: Sites in TransformerLens words: of the residual stream, which can be edited and probed ...
+STREAM_SITES = ("embed", "resid_pre", "resid_mid", "resid_post")
+#: ... and inside the attention, which can be read alone.
+ATTENTION_SITES = ("q", "k", "v", "z")
+SITES = (*STREAM_SITES, *ATTENTION_SITES)
 #: Words of the field that name a site which no tap reads yet.
 KNOWN_SITES = (
-    *SITES, "attn_out", "mlp_out", "q", "k", "v", "z", "mlp_post",
-    "router_logits", "ln_final", "logits",
+    *SITES, "attn_out", "mlp_out", "mlp_post", "router_logits", "ln_final", "logits",
 )  # fmt: skip
+#: Aliases that other tools use for them.
 ALIASES = {"pre_attn": "resid_pre", "post_attn": "resid_mid", "post_block": "resid_post"}
 
 #: One stream of rows: a site at a layer. `embed` has one place and uses layer 0.
@@ -32,6 +41,11 @@ SiteLayer = tuple[str, int]
 
 #: Points of one boundary: before, between and after the edits of its two sites.
 LEVELS = 3
+#: What a boundary is of, by number; a new kind comes last.
+KINDS = ("stream", *ATTENTION_SITES)
+STREAM = 0
+#: Boundaries of one kind.
+_SPAN = 1 << 16
 
 
 def point_of(boundary: int, level: int) -> int:
@@ -44,7 +58,18 @@ def boundary_of_point(point: int) -> int:
 
 def boundary_of(stream: SiteLayer) -> int:
     site, layer = stream
+    if site in ATTENTION_SITES:
+        return KINDS.index(site) * _SPAN + layer
     return 2 * layer + {"embed": 0, "resid_pre": 0, "resid_mid": 1, "resid_post": 2}[site]
+
+
+def kind_of(boundary: int) -> int:
+    """Index into KINDS."""
+    return boundary // _SPAN
+
+
+def kind_of_point(point: int) -> int:
+    return kind_of(boundary_of_point(point))
 
 
 def canonical_site(site: object, where: str) -> str:
@@ -102,13 +127,73 @@ def parse_layers(layers: object, site: str, where: str) -> tuple[int, ...] | Non
 
 
 @dataclass(frozen=True)
+class Heads:
+    """The heads of a model's attention, the same in all layers.
+
+    Attributes:
+        num_heads: of queries. num_kv_heads: of keys and values.
+        head_size: of queries and keys. head_size_v: of values, and of what comes out.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int
+
+    def shape(self, site: str) -> tuple[int, int]:
+        """(heads, numbers of each) of a row."""
+        return (
+            self.num_heads if site in ("q", "z") else self.num_kv_heads,
+            self.head_size if site in ("q", "k") else self.head_size_v,
+        )
+
+
+@dataclass(frozen=True)
 class Sites:
-    """What an engine taps: its layers, and the boundaries that carry a tap."""
+    """What an engine taps: its layers, and the boundaries that carry a tap.
+
+    Attributes:
+        boundaries: ascending.
+        heads: None where no site inside the attention is tapped.
+        kernels: layer -> what the attention kernel is told beside q, k and v (`scale`,
+            `sliding_window`, ...), of the layers whose attention is tapped.
+    """
 
     num_layers: int
     hidden_size: int
     dtype: str
     boundaries: tuple[int, ...]
+    heads: Heads | None = None
+    kernels: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, compare=False)
+
+    @staticmethod
+    def from_body(body: Mapping[str, Any], boundaries: Iterable[int]) -> Sites:
+        """What `body` said, on these boundaries; `dataclasses.asdict` made the body."""
+        heads = body["heads"]
+        given = {
+            "boundaries": tuple(sorted(boundaries)),
+            "heads": None if heads is None else Heads(**heads),
+            "kernels": {int(layer): kernel for layer, kernel in body["kernels"].items()},
+        }
+        return Sites(**{**body, **given})
+
+    def row_shape(self, site: str) -> tuple[int, ...]:
+        """Of one row: [hidden_size], or [heads, numbers of each]."""
+        if site not in ATTENTION_SITES:
+            return (self.hidden_size,)
+        assert self.heads is not None
+        return self.heads.shape(site)
+
+    def row_size(self, site: str) -> int:
+        """Numbers of one row."""
+        return math.prod(self.row_shape(site))
+
+    @property
+    def row_sizes(self) -> tuple[int, ...]:
+        """Numbers of one row by its kind; of the stream alone where nothing else is tapped."""
+        if self.heads is None:
+            return (self.hidden_size,)
+        return (self.hidden_size, *map(self.row_size, ATTENTION_SITES))
 
     @staticmethod
     def boundary_of(stream: SiteLayer) -> int:
@@ -121,6 +206,8 @@ class Sites:
 
     def point_of(self, stream: SiteLayer, when: str = "after") -> int:
         """The point at which a read of this stream looks."""
+        if stream[0] in ATTENTION_SITES:
+            return point_of(self.boundary_of(stream), 0)
         level = self.group_of(stream) + (1 if when == "after" else 0)
         return point_of(self.boundary_of(stream), level)
 

@@ -35,7 +35,7 @@ from vllm_scope.actions import (
     tokens_of,
 )
 from vllm_scope.arrays import Array
-from vllm_scope.encoding import CodecChoice, Encoding
+from vllm_scope.encoding import Encoding
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.selectors import Except, Selector, Word
 from vllm_scope.sites import SiteLayer, Sites
@@ -268,7 +268,7 @@ class Spec:
             ResolvedRead(
                 sites.find(read.site, read.layer_numbers, f"reads[{i}]"),
                 tokens_of(read), read.when, read.to, (read.tag, read.name),
-                _encoding(read.codec, sites, f"reads[{i}].codec"),
+                _encoding(read, sites, f"reads[{i}].codec"),
             )
             for i, read in enumerate(self.reads)
         )  # fmt: skip
@@ -335,12 +335,12 @@ def _parse_list(cls: type[Any] | None, body: dict[str, Any], name: str) -> list[
     return found
 
 
-def _encoding(choice: CodecChoice | None, sites: Sites, where: str) -> Encoding | None:
-    if choice is None:
+def _encoding(read: Read, sites: Sites, where: str) -> Encoding | None:
+    if read.codec is None:
         return None
     from vllm_scope.codecs.packed import encoding_of  # torch, which a caller may not have
 
-    return encoding_of(choice, sites.hidden_size, sites.dtype, where)
+    return encoding_of(read.codec, sites.row_size(read.site), sites.dtype, where)
 
 
 def _check_encodings(reads: tuple[ResolvedRead, ...]) -> None:

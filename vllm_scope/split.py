@@ -10,21 +10,21 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from torch import Tensor
 
-from vllm_scope.layout import SLOT_BYTES, Layout, slots_of_row
+from vllm_scope.layout import SLOT_BYTES, Layout, Widths
 
 
 def by_layout(
     layouts: Sequence[Layout],
     layout_of: np.ndarray,
     boundary: int | None,
-    row_bytes: int,
+    widths: Widths,
     slots: Tensor,
 ) -> Iterator[tuple[Layout, np.ndarray, np.ndarray]]:
     """A batch's tokens and their bytes, layout by layout.
 
     Args:
         layouts, layout_of, boundary: as in plan.Labels and sinks.RowBatch.
-        row_bytes: of one row.
+        widths: of rows as they are.
         slots: uint8 [num_slots, SLOT_BYTES].
 
     Yields:
@@ -42,13 +42,12 @@ def by_layout(
             tokens = np.flatnonzero(layout_of == i)
             yield layout, tokens, equal[tokens]
         return
-    row_slots = slots_of_row(row_bytes)
-    sizes = np.array([layout.slots(row_slots) for layout in layouts])[layout_of]
+    sizes = np.array([layout.slots(widths) for layout in layouts])[layout_of]
     starts = np.cumsum(sizes) - sizes
     by_slot = data.reshape(-1, SLOT_BYTES)
     for i, layout in enumerate(layouts):
         tokens = np.flatnonzero(layout_of == i)
-        at = starts[tokens][:, None] + np.arange(layout.slots(row_slots))
+        at = starts[tokens][:, None] + np.arange(layout.slots(widths))
         yield layout, tokens, by_slot[at].reshape(len(tokens), -1)
 
 

@@ -139,7 +139,7 @@ BAD = {
     "a-layer-that-is-not-there": ({"output_residual_stream": [99]}, "has layers 0 to 2"),
     "an-empty-list": ({"output_residual_stream": []}, "True for all layers"),
     "a-word": ({"output_residual_stream": "yes"}, "is not JSON"),
-    "attention": ({"output_qk": [1]}, "queries and keys are not tapped"),
+    "attention": ({"output_qk": [1]}, "does not tap queries and keys; start it with"),
     "hooks": ({"apply_hooks": [object()]}, "it is a list of Hook"),
     "no-vector": ({"apply_steering_vectors": [3]}, "it is a SteeringVector"),
     "unknown-field": ({"apply_steering_vectors": [{"layer": 3}]}, "its fields are activations"),
@@ -207,8 +207,6 @@ def test_compressed_vectors_are_read_and_bombs_are_not():
 def test_what_is_missing_says_why():
     with pytest.raises(ImportError, match="stay in one process"):
         from vllm_scope.faces.vllm_lens import serialize_hook_results  # noqa: F401
-    with pytest.raises(ImportError, match="queries and keys"):
-        from vllm_scope.faces.vllm_lens import attention_patterns  # noqa: F401
     with pytest.raises(ImportError, match="cannot import name 'Hok'"):
         from vllm_scope.faces.vllm_lens import Hok  # noqa: F401
 

@@ -17,7 +17,7 @@ from vllm_scope.codecs.packed import encoding_of
 from vllm_scope.drain import Drain
 from vllm_scope.encoding import READ_CODECS, CodecChoice
 from vllm_scope.host_ring import HostRing
-from vllm_scope.layout import Layout
+from vllm_scope.layout import Layout, Widths
 from vllm_scope.packer import Packer
 from vllm_scope.plan import Labels
 from vllm_scope.sites import point_of
@@ -29,6 +29,7 @@ ENCODING = [name for name in READ_CODECS if name != "none"]
 #: are multiplied at once; all other codecs are the same for a row in any batch.
 INEXACT = ("rp8", "topk8")
 HIDDEN_SIZE = 1000  # 125 slots
+WIDTHS = Widths((2 * HIDDEN_SIZE,))
 POINTS = tuple(point_of(boundary, 0) for boundary in (0, 2, 4))
 
 
@@ -100,13 +101,13 @@ def test_the_side_stream_makes_of_a_region_what_a_cpu_makes_of_it(layout_of, bou
     device = torch.device("cuda")
     labels = _labels(layout_of)
     sizes = [x if boundary is None else x.at(boundary) for x in labels.layouts]
-    slots = [x.arena.slots(125) for x in sizes]
+    slots = [x.arena.slots(WIDTHS) for x in sizes]
     most = [max(slots)] * 3 if boundary is not None else slots
     num_slots = sum(most[i] for i in layout_of)
     arena = Arena(2 * num_slots, torch.bfloat16, device)
     ring = HostRing(16 * num_slots, cuda=True)  # holds all steps
     keeper = _Keeper()
-    drain = Drain(arena, ring, keeper, 2 * HIDDEN_SIZE)
+    drain = Drain(arena, ring, keeper, WIDTHS)
     drain.add_request(1, [e for layout in labels.layouts for e, _ in layout.encoded])
     contents = [torch.randn(num_slots, 8).bfloat16() for _ in range(6)]
     on_gpu = [content.to(device) for content in contents]
@@ -131,7 +132,7 @@ def test_the_side_stream_makes_of_a_region_what_a_cpu_makes_of_it(layout_of, bou
     drain.close()
     assert keeper.finished
     print(f"\n  {launched / 5 * 1e3:.2f} ms of the host's time a step")
-    packer = Packer(torch.bfloat16, torch.device("cpu"), 2 * HIDDEN_SIZE)
+    packer = Packer(torch.bfloat16, torch.device("cpu"), WIDTHS)
     expected = []
     for content in contents:
         into = torch.empty((packer.num_slots(labels, boundary), 16), dtype=torch.uint8)
@@ -149,12 +150,12 @@ def test_the_side_stream_makes_of_a_region_what_a_cpu_makes_of_it(layout_of, bou
 def _compare(found, expected, labels, boundary, contents) -> None:
     """Token by token: rows as they are bit for bit, encoded ones as near as on a CPU."""
     layouts = [x if boundary is None else x.at(boundary) for x in labels.layouts]
-    most = max(x.slots(125) for x in layouts)
+    most = max(x.slots(WIDTHS) for x in layouts)
     for step in range(len(contents)):
         at = 0
         for which in labels.layout_of[:30]:
             layout = layouts[which]
-            plain = layout.plain_slots(125)
+            plain = layout.plain_slots(WIDTHS)
             assert torch.equal(found[step, at : at + plain], expected[step, at : at + plain])
             for encoding, points, first, size in layout.encoded_at(125):
                 here = slice(at + first, at + first + len(points) * size)
@@ -164,7 +165,7 @@ def _compare(found, expected, labels, boundary, contents) -> None:
                 error = (decoded[0] - decoded[1]).norm(dim=1) / scale
                 name = encoding.metadata["codec"]
                 assert float(error.max()) < (0.4 if name in INEXACT else 0.01), name
-            at += layout.slots(125) if boundary is None else most
+            at += layout.slots(WIDTHS) if boundary is None else most
 
 
 def _decode(encoding, data):

@@ -7,13 +7,15 @@ import re
 
 import numpy as np
 import pytest
+import torch
 
 from tests.conftest import TOYWORLD
 from tests.engine.test_lora import adapted, make_adapter
 from tests.server.conftest import ADMIN_KEY, API_KEY, serving
 from tests.server.test_answers import OPTIONS, PROBE, READS, TEXT, check, check_scores, ids_of
-from vllm_scope import Add, CapacityError, Probe, SpecError, scope
+from vllm_scope import Add, CapacityError, Probe, Read, SpecError, scope
 from vllm_scope.client import ScopeClient
+from vllm_scope.faces.vllm_lens import VLLMLensClient, attention_patterns
 from vllm_scope.vectors import SteeringModule
 
 #: Vectors that the engine has room for: 0.05 MiB of 256 numbers.
@@ -30,7 +32,7 @@ def adapter(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def several(adapter, tmp_path_factory):
-    config = {"scope": {"vectors_mib": 0.05}}
+    config = {"scope": {"vectors_mib": 0.05, "sites": ["embed", "resid_post", "q", "k"]}}
     with serving(
         tmp_path_factory.mktemp("several"), "--api-server-count", "2",
         "--data-parallel-size", "2", "--enable-lora",
@@ -60,6 +62,36 @@ def test_an_adapters_requests_read_and_score_its_model(model, client, adapter, r
     expected = adapted(TOYWORLD, adapter) if model == "adapted" else ref
     check(out.choices[0], prompt_ids, ids, expected)
     check_scores(out.scope.scores, [*prompt_ids, *ids][:-1], expected)
+
+
+@pytest.mark.parametrize("tensors", ["auto", "handle"])
+def test_queries_and_keys_come_by_head(tensors, client, ref):
+    told = [entry["site"] for entry in client.info()["sites"]]
+    assert told == ["embed", "resid_pre", "resid_post", "q", "k"]
+    reads = [Read("q", [0, 5]), Read("k", 5), Read("resid_post", 2)]
+    out = client.complete(TEXT, *reads, scope_tensors=tensors, **OPTIONS)
+    prompt_ids, ids = ids_of(out.raw["choices"][0], out.raw)
+    expected = ref.attention([*prompt_ids, *ids][:-1])
+    for site, layer in (("q", 0), ("q", 5), ("k", 5)):
+        rows = out.scope.tensor(site, layer)
+        torch.testing.assert_close(rows, expected[layer][site], rtol=1e-3, atol=1e-3)
+    assert out.scope["resid_post", 2].shape == (len(rows), 256)
+
+
+@pytest.mark.parametrize("transport", ["base64", "binary"])
+def test_patterns_follow_from_what_the_vllm_lens_client_captures(transport, several, ref):
+    with VLLMLensClient(several.url, None, API_KEY, 120) as lens:
+        out = lens.generate(
+            TEXT, max_tokens=6, capture_qk=[4, 1], capture_layers=[0], ignore_eos=True,
+            activations_transport=transport, return_token_ids=True,
+        )  # fmt: skip
+    prompt_ids, ids = ids_of(out.raw["choices"][0], out.raw)
+    expected = ref.attention([*prompt_ids, *ids][:-1])
+    assert out.activations["qk_layers"] == [1, 4]
+    assert out.activations["residual_stream"].shape == (1, len(prompt_ids) + 5, 256)
+    for layer in (1, 4):
+        weights = attention_patterns(out.activations, layer)
+        torch.testing.assert_close(weights, expected[layer]["weights"], rtol=1e-3, atol=1e-4)
 
 
 def test_a_file_is_served_and_deleted_by_any_process(several):

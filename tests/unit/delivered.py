@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_scope.layout import Layout, slots_of_row
+from vllm_scope.layout import Layout, Widths
 from vllm_scope.plan import Labels
 from vllm_scope.sites import boundary_of_point, point_of
 
@@ -34,10 +34,10 @@ def labels_of(
 
 def slots_per_token(labels: Labels, boundary: int | None, row_bytes: int = ROW_BYTES) -> list[int]:
     """Slots of each token; equally many where a step is drained tap by tap."""
-    row_slots = slots_of_row(row_bytes)
+    widths = Widths((row_bytes,))
     if boundary is None:
-        return [labels.layouts[at].slots(row_slots) for at in labels.layout_of]
-    most = max(layout.at(boundary).slots(row_slots) for layout in labels.layouts)
+        return [labels.layouts[at].slots(widths) for at in labels.layout_of]
+    most = max(layout.at(boundary).slots(widths) for layout in labels.layouts)
     return [most] * len(labels.keys)
 
 

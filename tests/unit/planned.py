@@ -10,6 +10,7 @@ import torch
 
 from vllm_scope import Ablate, Add, Probe, Read, Replace, Spec
 from vllm_scope.actions import Action
+from vllm_scope.layout import Widths
 from vllm_scope.plan import Planner, StepBatch
 from vllm_scope.program import RequestProgram
 from vllm_scope.sites import Sites, boundary_of_point
@@ -40,7 +41,13 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.tables = Tables(
-            SITES.boundaries, 1024, HIDDEN_SIZE, ROW_BYTES, CPU, self.vectors_mib, self.num_programs
+            SITES.boundaries,
+            1024,
+            HIDDEN_SIZE,
+            Widths((ROW_BYTES,)),
+            CPU,
+            self.vectors_mib,
+            self.num_programs,
         )
         self.planner = Planner(self.tables)
 

@@ -11,7 +11,7 @@ from vllm_scope import Add, Probe, Read, Spec
 from vllm_scope.actions import Action
 from vllm_scope.host_ring import HostRing
 from vllm_scope.inbox import Inbox
-from vllm_scope.layout import Layout
+from vllm_scope.layout import Layout, Widths
 from vllm_scope.pending import Pending
 from vllm_scope.senders import SharedSender
 from vllm_scope.sinks import RowBatch
@@ -58,7 +58,7 @@ class Road:
             scores = words[len(here.points) :].view(-1)
             for at, (_, probe) in enumerate(here.scores):
                 scores[at] = score_of(position, probe, number)
-        self.sender.send_rows(RowBatch(labels, lease, ROW_BYTES, boundary))
+        self.sender.send_rows(RowBatch(labels, lease, Widths((ROW_BYTES,)), boundary))
         lease.release()
 
     def finish(self, pending: Pending, num_stages: int = 1, error: str | None = None) -> None:

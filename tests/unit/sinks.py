@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_scope.layout import SLOT_BYTES, Layout, slots_of_row
+from vllm_scope.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.plan import Labels
 from vllm_scope.sinks import Block, Ending, Manifest, Report, RequestInfo, RowBatch
 from vllm_scope.sinks import options as sink_options
@@ -137,7 +137,7 @@ class Side:
               layout: Layout = EVERYTHING, size: int = 4) -> None:  # fmt: skip
         """One row for each point; its values are base + 10 * position + point's number."""
         keys = [key] * len(positions) if isinstance(key, int) else key
-        row_bytes = 4 * size
+        widths = Widths((4 * size,))
         rows = torch.zeros(len(positions), len(layout.points), size)
         for i, position in enumerate(positions):
             for j in range(len(layout.points)):
@@ -147,9 +147,9 @@ class Side:
             np.zeros(len(positions), np.int32), (layout,), np.arange(len(positions)),
         )  # fmt: skip
         slots = rows.view(torch.uint8).reshape(-1, SLOT_BYTES)
-        assert len(slots) == len(positions) * layout.slots(slots_of_row(row_bytes))
+        assert len(slots) == len(positions) * layout.slots(widths)
         lease: Any = SimpleNamespace(slots=slots)
-        self.router.write(RowBatch(labels, lease, row_bytes))
+        self.router.write(RowBatch(labels, lease, widths))
 
     def end(self, key: int, output: tuple[int, ...] = (7, 8), reason: str = "length",
             error: str | None = None) -> None:  # fmt: skip

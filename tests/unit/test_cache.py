@@ -76,7 +76,7 @@ def test_every_key_has_a_value_and_the_last_exit_begins_nothing():
     ("key", "message"),
     [
         pytest.param(("resid_post", 7), r"blocks\.7\.hook_resid_post was not read", id="unread"),
-        pytest.param("blocks.0.attn.hook_z", "names no stream", id="another-hook"),
+        pytest.param("blocks.0.attn.hook_pattern", "names no stream", id="another-hook"),
         pytest.param("resid_post", "names no stream", id="no-layer"),
     ],
 )

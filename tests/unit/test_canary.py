@@ -7,6 +7,7 @@ import torch
 
 from vllm_scope.arena import Arena
 from vllm_scope.engine.canary import silent_taps
+from vllm_scope.layout import Widths
 from vllm_scope.tap.definition import tap_rows
 from vllm_scope.tap.tables import Tables
 
@@ -25,7 +26,8 @@ class Model:
     def __init__(self, dtype: torch.dtype, deaf: set[int]) -> None:
         self.dtype, self.deaf = dtype, deaf
         self.arena = Arena(20, dtype, CPU)
-        self.tables = Tables(BOUNDARIES, 8, HIDDEN_SIZE, HIDDEN_SIZE * dtype.itemsize, CPU)
+        self.widths = Widths((HIDDEN_SIZE * dtype.itemsize,))
+        self.tables = Tables(BOUNDARIES, 8, HIDDEN_SIZE, self.widths, CPU)
 
     def silent(self, run=lambda plan: plan()) -> list[int]:
         def forward(plan) -> None:
@@ -40,9 +42,11 @@ class Model:
                         tables.numbers[tap], tables.host, 0, 0,
                     )  # fmt: skip
 
-        region = self.arena.acquire(len(BOUNDARIES) * self.tables.row_slots)
+        region = self.arena.acquire(len(BOUNDARIES) * self.widths.row_slots[0])
         slots = self.arena.view(region)
-        return silent_taps(BOUNDARIES, self.tables, slots, region.start, False, forward)
+        return silent_taps(
+            BOUNDARIES, self.widths, self.tables, slots, region.start, False, forward
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

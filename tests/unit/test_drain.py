@@ -16,6 +16,7 @@ from tests.unit.delivered import ROW_BYTES, labels_of, reads_at, rows_in
 from vllm_scope.arena import Arena
 from vllm_scope.drain import Drain
 from vllm_scope.host_ring import HostRing
+from vllm_scope.layout import Widths
 from vllm_scope.sinks import RowBatch
 
 CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ class RecordingSink:
         assert self.gate.wait(PATIENCE_S)
         self.threads.add(threading.current_thread().name)
         self.num_batches += 1
-        assert batch.row_bytes == ROW_BYTES
+        assert batch.widths == Widths((ROW_BYTES,))
         if self.refuse & set(batch.labels.keys.tolist()):
             raise OSError("disk full")
         self.events += rows_in(batch.labels, batch.slots, batch.boundary)
@@ -64,7 +65,7 @@ class RecordingSink:
 @contextmanager
 def _drain(num_slots: int, host_slots: int = 64) -> Iterator[tuple[Arena, Drain, RecordingSink]]:
     arena, sink = Arena(num_slots, torch.float32, CPU), RecordingSink()
-    drain = Drain(arena, HostRing(host_slots, cuda=False), sink, ROW_BYTES)
+    drain = Drain(arena, HostRing(host_slots, cuda=False), sink, Widths((ROW_BYTES,)))
     try:
         yield arena, drain, sink
     finally:

@@ -21,7 +21,7 @@ from vllm_scope.codecs.packed import (
     packing_of,
 )  # fmt: skip
 from vllm_scope.encoding import READ_CODECS, CodecChoice
-from vllm_scope.layout import SLOT_BYTES, Layout
+from vllm_scope.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.program import Program, RequestProgram, assemble
 from vllm_scope.sites import Sites, point_of
 from vllm_scope.spec import scope
@@ -132,8 +132,9 @@ def test_a_layout_has_its_place_in_the_arena_and_behind_it():
     fp8 = resolved(Read("embed", codec="fp8"))[0].encoding
     layout = Layout((b,), ((2, 0),), ((fp8, (a, c)), (int8, (b,))))
     assert layout.arena == Layout((a, b, c), ((2, 0),))
-    assert (layout.arena.slots(8), layout.slots(8)) == (25, 8 + 1 + 3 * 5)
-    assert [x[2:] for x in layout.encoded_at(8)] == [(9, 5), (19, 5)]
+    widths = Widths((8 * 16,))
+    assert (layout.arena.slots(widths), layout.slots(widths)) == (25, 8 + 1 + 3 * 5)
+    assert [x[2:] for x in layout.encoded_at(widths)] == [(9, 5), (19, 5)]
     assert layout.at(0) == Layout((), (), ((fp8, (a,)),))
     assert layout.at(2) == Layout((b,), ((2, 0),), ((fp8, (c,)), (int8, (b,))))
     plain = Layout((a,))

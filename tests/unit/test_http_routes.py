@@ -28,6 +28,7 @@ class Remembering:
 
     async def describe(self):
         sites = {"num_layers": 2, "hidden_size": 4, "dtype": "float32", "boundaries": [0, 2, 4]}
+        sites |= {"heads": None, "kernels": {}}
         return {"runner": "V1", "reason": None, "sites": sites, "limits": {}}
 
     async def load(self):

@@ -16,6 +16,7 @@ import torch
 from tests.unit.delivered import ROW_BYTES, labels_of, reads_at, rows_in, slots_per_token
 from vllm_scope import CapacityError, CompatError, senders
 from vllm_scope.host_ring import MAX_READERS, HostRing
+from vllm_scope.layout import Widths
 from vllm_scope.receiver import Receiver
 from vllm_scope.road import Address, FinishHeader
 from vllm_scope.sinks import RowBatch
@@ -93,7 +94,7 @@ def _write(
     values = torch.arange(float(num_slots))[:, None].expand(-1, 4).contiguous()
     lease.slots.copy_(values.view(torch.uint8))
     try:
-        sink.write(RowBatch(labels, lease, ROW_BYTES, tap))
+        sink.write(RowBatch(labels, lease, Widths((ROW_BYTES,)), tap))
     finally:
         lease.release()
 

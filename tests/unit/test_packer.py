@@ -11,7 +11,7 @@ from vllm_scope import packer as packer_module
 from vllm_scope.codecs.packed import encoding_of, packing_of
 from vllm_scope.encoding import CodecChoice, Encoding
 from vllm_scope.errors import CapacityError
-from vllm_scope.layout import SLOT_BYTES, Layout, slots_of_row
+from vllm_scope.layout import SLOT_BYTES, Layout, Widths, slots_of_row
 from vllm_scope.packer import Packer
 from vllm_scope.plan import Labels
 from vllm_scope.sites import point_of
@@ -49,10 +49,10 @@ def token_by_token(
 ) -> Tensor:
     """The same, written down plainly: uint8 [num_slots, SLOT_BYTES]."""
     row_bytes = HIDDEN_SIZE * dtype.itemsize
-    row_slots = slots_of_row(row_bytes)
+    row_slots, widths = slots_of_row(row_bytes), Widths((row_bytes,))
     here = [x if boundary is None else x.at(boundary) for x in labels.layouts]
-    room = [layout.slots(row_slots) for layout in here]
-    width = [layout.arena.slots(row_slots) for layout in here]
+    room = [layout.slots(widths) for layout in here]
+    width = [layout.arena.slots(widths) for layout in here]
     if boundary is not None:
         room, width = [max(room)] * len(here), [max(width)] * len(here)
     slots, found, at = region.view(torch.uint8), [], 0
@@ -66,7 +66,7 @@ def token_by_token(
         parts = [raw[point] for point in layout.points]
         if layout.scores:
             first = len(raw) * row_slots
-            parts.append(token[first : layout.arena.slots(row_slots)])
+            parts.append(token[first : layout.arena.slots(widths)])
         for one, points in layout.encoded:
             for point in points:
                 row = raw[point].reshape(1, -1)[:, :row_bytes].view(dtype)
@@ -96,8 +96,8 @@ def test_every_row_and_score_goes_to_its_place(
     monkeypatch.setattr(packer_module, "CHUNK_BYTES", chunk_bytes)
     labels = labels_of(layout_of, layouts_of(dtype))
     row_bytes = HIDDEN_SIZE * dtype.itemsize
-    packer = Packer(dtype, CPU, row_bytes)
-    before, _ = packer_module._sizes(labels, boundary, slots_of_row(row_bytes))
+    packer = Packer(dtype, CPU, Widths((row_bytes,)))
+    before, _ = packer_module._sizes(labels, boundary, Widths((row_bytes,)))
     arena = torch.randn(int(before.sum()) + 9, SLOT_BYTES // dtype.itemsize).to(dtype)
     region = arena[4:-5]
     for _ in range(2):  # as the step after it, whose labels are of the same shape
@@ -111,9 +111,9 @@ def test_a_token_that_is_larger_than_a_chunk_goes_alone(monkeypatch):
     monkeypatch.setattr(packer_module, "CHUNK_BYTES", 1)
     dtype = torch.float32
     labels = labels_of([1, 2, 1], layouts_of(dtype))
-    packer = Packer(dtype, CPU, 4 * HIDDEN_SIZE)
+    packer = Packer(dtype, CPU, Widths((4 * HIDDEN_SIZE,)))
     assert [chunk.stop - chunk.start for chunk in packer._chunks(labels, None)] == [
-        labels.layouts[i].slots(9) for i in (1, 2, 1)
+        labels.layouts[i].slots(Widths((16 * 9,))) for i in (1, 2, 1)
     ]
 
 
@@ -122,14 +122,14 @@ def test_the_work_does_not_grow_with_the_rows():
     layouts = layouts_of(dtype)
     moves = []
     for count in (10, 1000):
-        packer = Packer(dtype, CPU, 4 * HIDDEN_SIZE)
+        packer = Packer(dtype, CPU, Widths((4 * HIDDEN_SIZE,)))
         (chunk,) = packer._chunks(labels_of([0, 1, 2, 3, 4] * count, layouts), None)
         moves.append(len(chunk.moves))
     assert moves[0] == moves[1] == 7  # raw rows, scores in one slot and in two, four codecs
 
 
 def test_the_next_step_of_the_same_requests_needs_no_new_plan():
-    packer = Packer(torch.float32, CPU, 4 * HIDDEN_SIZE)
+    packer = Packer(torch.float32, CPU, Widths((4 * HIDDEN_SIZE,)))
     labels = labels_of([1, 1], layouts_of(torch.float32))
     region = torch.randn(36, 4)
     into = torch.empty((packer.num_slots(labels, None), SLOT_BYTES), dtype=torch.uint8)
@@ -143,7 +143,7 @@ def test_the_next_step_of_the_same_requests_needs_no_new_plan():
 
 
 def test_as_many_projections_as_allowed_are_held_until_their_requests_end():
-    packer = Packer(torch.float32, CPU, 4 * HIDDEN_SIZE)
+    packer = Packer(torch.float32, CPU, Widths((4 * HIDDEN_SIZE,)))
     many = [encoding("rp8", torch.float32, k=3, seed=seed) for seed in range(9)]
     packer.hold(1, many[:4])
     packer.hold(2, many[2:8])

@@ -14,7 +14,7 @@ from tests.unit.oracle import Edited, edits_at, first_point, known, level_of
 from tests.unit.strategies import VOCAB, is_selected, selectors, specs
 from vllm_scope import Ablate, Add, Clamp, Probe, Read, Replace, Spec, TokenIds
 from vllm_scope.actions import Action
-from vllm_scope.layout import Layout
+from vllm_scope.layout import Layout, Widths
 from vllm_scope.program import OP_ABLATE, OP_ADD, OP_DOT, OP_READ, Cost, Op, Program, RequestProgram
 from vllm_scope.sites import SiteLayer, Sites, boundary_of_point, point_of
 from vllm_scope.spec import Resolved
@@ -273,10 +273,10 @@ def test_a_layout_is_rows_and_then_scores():
     points = tuple(point_of(b, 0) for b in (0, 2, 4))
     assert program.layout == Layout(points, ((2, 0), (2, 2), (2, 4), (4, 1), (4, 3)))
     # Five scores of 4 bytes take two slots.
-    assert [program.layout.slots(row_slots) for row_slots in (1, 7)] == [3 + 2, 21 + 2]
+    assert [program.layout.slots(Widths((16 * n,))) for n in (1, 7)] == [3 + 2, 21 + 2]
     assert program.layout.at(2) == Layout((points[1],), ((2, 0), (2, 2), (2, 4)))
     assert program.layout.at(3) == Layout()
-    assert Layout().slots(7) == 0
+    assert Layout().slots(Widths((112,))) == 0
     at = {op.at: op.vector for _, ops in program.taps for op in ops if op.code == OP_DOT}
     assert sorted(at) == [0, 1, 2, 3, 4]
 

@@ -11,7 +11,7 @@ import torch
 from tests.unit.delivered import labels_of, reads_at
 from tests.unit.roads import SITES, score_of
 from vllm_scope import Add, Probe, Read, Spec
-from vllm_scope.layout import Layout
+from vllm_scope.layout import Layout, Widths
 from vllm_scope.program import RequestProgram
 from vllm_scope.sinks import RowBatch
 from vllm_scope.sites import Sites, point_of
@@ -184,7 +184,7 @@ def test_rows_whose_last_slot_is_not_full_come_without_its_filling(road):
     content = torch.randn(3, 3, 8).bfloat16()
     content[:, 2, :2] = torch.tensor([[1.5], [2.5], [3.5]]).view(torch.bfloat16)
     lease.slots.copy_(content.view(9, 8).view(torch.uint8))
-    road.sender.send_rows(RowBatch(labels, lease, 10))
+    road.sender.send_rows(RowBatch(labels, lease, Widths((10,))))
     lease.release()
     road.finish(pending)
     result = pending.snapshot([5], "stop")

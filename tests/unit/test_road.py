@@ -23,7 +23,7 @@ from tests.unit.delivered import ROW_BYTES, labels_of, reads_at, slots_per_token
 from vllm_scope import CompatError
 from vllm_scope.encoding import Encoding
 from vllm_scope.host_ring import CLOSED, HostRing, Lease, RingRef
-from vllm_scope.layout import Layout
+from vllm_scope.layout import Layout, Widths
 from vllm_scope.plan import Labels
 from vllm_scope.receiver import Receiver
 from vllm_scope.road import FinishHeader, RowsHeader, RowsMessage, start_of
@@ -122,7 +122,9 @@ def _value(message: RowsMessage) -> float:
 
 def _send(sender: Sender, lease: Lease, boundary: int | None = None) -> None:
     """What the drain does: its own hold on the slots ends when the sender has them."""
-    sender.send_rows(RowBatch(_labels(lease.stop - lease.start), lease, ROW_BYTES, boundary))
+    sender.send_rows(
+        RowBatch(_labels(lease.stop - lease.start), lease, Widths((ROW_BYTES,)), boundary)
+    )
     lease.release()
 
 
@@ -164,14 +166,14 @@ def test_rows_and_scores_arrive_bit_by_bit(num_tokens, row_bytes, boundary, road
     lease = ring.acquire(num_tokens * per_token)
     content = torch.randint(0, 256, lease.slots.shape, dtype=torch.uint8)
     lease.slots.copy_(content)
-    sender.send_rows(RowBatch(labels, lease, row_bytes, boundary))
+    sender.send_rows(RowBatch(labels, lease, Widths((row_bytes,)), boundary))
     messages, num_here = [], 0
     while num_here < num_tokens:
         messages.append(inbox.next())
         num_here += len(messages[-1].keys)
         assert len(messages[-1].slots) == len(messages[-1].keys) * per_token
         assert messages[-1].layouts == list(labels.layouts)
-        assert (messages[-1].boundary, messages[-1].row_bytes) == (boundary, row_bytes)
+        assert (messages[-1].boundary, messages[-1].widths) == (boundary, Widths((row_bytes,)))
     assert torch.equal(torch.cat([m.slots for m in messages]), content)
     for name in ("keys", "positions", "layout_of"):
         came = np.concatenate([getattr(m, name) for m in messages])
@@ -199,7 +201,7 @@ def test_layouts_with_encodings_arrive_and_their_rows_are_cut_where_they_end(roa
     lease = ring.acquire(int(counts.sum()))
     content = torch.randint(0, 256, lease.slots.shape, dtype=torch.uint8)
     lease.slots.copy_(content)
-    sender.send_rows(RowBatch(labels, lease, ROW_BYTES))
+    sender.send_rows(RowBatch(labels, lease, Widths((ROW_BYTES,))))
     messages = []
     while sum(len(m.keys) for m in messages) < 9000:
         messages.append(inbox.next())
@@ -225,7 +227,7 @@ def test_tokens_of_unlike_layouts_are_cut_between_tokens(inbox):
     lease = ring.acquire(int(counts.sum()))
     words = torch.arange(600.0).repeat_interleave(torch.from_numpy(counts))
     lease.slots.view(torch.float32).copy_(words[:, None])
-    sender.send_rows(RowBatch(labels, lease, row_bytes))
+    sender.send_rows(RowBatch(labels, lease, Widths((row_bytes,))))
     num_here = 0
     while num_here < 600:
         message = inbox.next()
@@ -360,7 +362,7 @@ def _header(ring: HostRing, **changes: object) -> bytes:
     """A message of one row, with some fields wrong; those named ring_... are the ring's."""
     fields = {
         "ring": ring.ref, "start": 0, "stop": 1, "reader": 9, "message": 1,
-        "boundary": None, "row_bytes": ROW_BYTES, "layouts": [((0,), ())],
+        "boundary": None, "row_bytes": (ROW_BYTES,), "layouts": [((0,), ())],
         "keys": bytes(8), "positions": bytes(8), "layout_of": bytes(4),
     }  # fmt: skip
     of_ring = {k[5:]: v for k, v in changes.items() if k.startswith("ring_")}

@@ -25,7 +25,7 @@ from tests.unit.sinks import (
 from vllm_scope import ConfigError, Probe, Read
 from vllm_scope.codecs import make_codec
 from vllm_scope.config import ScopeConfig
-from vllm_scope.layout import Layout
+from vllm_scope.layout import Layout, Widths
 from vllm_scope.packer import Packer
 from vllm_scope.plan import Labels
 from vllm_scope.sinks import Manifest
@@ -82,7 +82,11 @@ def test_scores_go_to_a_sink_with_their_probe(monkeypatch):
         assert here.manifest(1).status == "partial"  # there was no score in that layout
         here.add(2, probe)
         here.router._route(
-            2, layout, np.arange(3), torch.arange(24.0).view(3, 8).view(torch.uint8).numpy(), 16
+            2,
+            layout,
+            np.arange(3),
+            torch.arange(24.0).view(3, 8).view(torch.uint8).numpy(),
+            Widths((16,)),
         )
         here.end(2)
         assert here.manifest(2).status == "ok"
@@ -111,14 +115,14 @@ def test_a_plugin_has_rows_of_a_codec_decoded_and_as_they_came(kind, monkeypatch
     int8, fp16, full8 = (r.encoding for r in Spec(reads).resolve(SITES).reads[1:])
     layout = Layout((embed,), (), ((fp16, (first, second)), (full8, (second,)), (int8, (first,))))
     raw = torch.randn(3, 3, 4)
-    packer = Packer(torch.float32, torch.device("cpu"), 16)
+    packer = Packer(torch.float32, torch.device("cpu"), Widths((16,)))
     count = np.arange(3)
     labels = Labels(count, count, np.zeros(3, np.int32), (layout,), count)
     data = torch.empty((packer.num_slots(labels, None), 16), dtype=torch.uint8)
     packer.pack(raw.view(9, 4), labels, None, data)
     with side(monkeypatch, {"mine": {}}, mine=kind) as here:
         here.add(1, *reads)
-        here.router._route(1, layout, count, data.numpy().reshape(3, -1), 16)
+        here.router._route(1, layout, count, data.numpy().reshape(3, -1), Widths((16,)))
         here.end(1)
         manifest = here.manifest(1)
         assert here.router.counters()["mine"]["bytes"] == 3 * (16 + 16 + 16)

@@ -16,19 +16,19 @@ from vllm_scope.engine.sizes import (
     Limits,
     Sizes,
 )
-from vllm_scope.layout import SLOT_BYTES, Layout
+from vllm_scope.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.program import Cost, RequestProgram
-from vllm_scope.sites import LEVELS, Sites, point_of
+from vllm_scope.sites import LEVELS, Sites, boundary_of, point_of
 from vllm_scope.spec import Resolved
 
 #: bf16 rows of 100 numbers: 200 bytes, 13 slots.
-CPU = Sizes(row_bytes=200, num_taps=5, max_rows=64, graph_rows=0, cuda=False)
-GPU = Sizes(row_bytes=200, num_taps=5, max_rows=64, graph_rows=32, cuda=True)
+CPU = Sizes(Widths((200,)), tuple(range(5)), max_rows=64, graph_rows=0, cuda=False)
+GPU = Sizes(Widths((200,)), tuple(range(5)), max_rows=64, graph_rows=32, cuda=True)
 MIB = 2**20
 
 
 def test_a_row_takes_whole_slots():
-    assert [Sizes(n, 1, 1, 0, False).row_slots for n in (1, 16, 17, 200)] == [1, 1, 2, 13]
+    assert Widths((1, 16, 17, 200)).row_slots == (1, 1, 2, 13)
 
 
 @pytest.mark.parametrize("sizes", [CPU, GPU], ids=["cpu", "gpu"])
@@ -36,7 +36,7 @@ def test_an_arena_holds_a_tap_of_the_largest_step_whatever_is_read_there(sizes):
     slots = sizes.arena_slots(ScopeConfig())
     # Three rows, and scores in what is left.
     assert ROWS_PER_TAP > LEVELS
-    assert slots >= sizes.max_rows * (LEVELS * sizes.row_slots + 1)
+    assert slots >= sizes.max_rows * (LEVELS * 13 + 1)
 
 
 def test_on_a_gpu_the_arena_holds_some_steps_of_the_largest_graph_whole():
@@ -45,10 +45,10 @@ def test_on_a_gpu_the_arena_holds_some_steps_of_the_largest_graph_whole():
 
 def test_on_a_cpu_the_arena_holds_the_largest_step_or_a_bounded_part_of_it():
     assert CPU.arena_slots(ScopeConfig()) == 64 * 5 * 13
-    large = Sizes(row_bytes=8192, num_taps=65, max_rows=8192, graph_rows=0, cuda=False)
+    large = Sizes(Widths((8192,)), tuple(range(65)), max_rows=8192, graph_rows=0, cuda=False)
     slots = large.arena_slots(ScopeConfig())
     assert slots == ROWS_PER_TAP * 8192 * 512  # one tap of it, where that is more
-    middling = Sizes(row_bytes=8192, num_taps=65, max_rows=512, graph_rows=0, cuda=False)
+    middling = Sizes(Widths((8192,)), tuple(range(65)), max_rows=512, graph_rows=0, cuda=False)
     assert middling.arena_slots(ScopeConfig()) * SLOT_BYTES == HOST_ARENA_BYTES
 
 
@@ -57,7 +57,11 @@ def test_on_a_cpu_the_arena_holds_the_largest_step_or_a_bounded_part_of_it():
     [
         pytest.param(CPU, 64 * 13, id="one-tap-of-the-largest-step"),
         pytest.param(GPU, 32 * 5 * 13, id="the-largest-graph"),
-        pytest.param(Sizes(200, 5, 640, 32, True), 640 * 13, id="a-step-larger-than-the-graph"),
+        pytest.param(
+            Sizes(Widths((200,)), tuple(range(5)), 640, 32, True),
+            640 * 13,
+            id="a-step-larger-than-the-graph",
+        ),
     ],
 )
 def test_an_arena_that_is_too_small_is_refused_with_what_is_needed(sizes, least):
@@ -81,12 +85,24 @@ def test_the_host_ring_is_twice_the_arena_within_bounds_and_never_smaller(arena_
     assert Sizes.host_slots(arena_slots) == host_slots
 
 
+def test_taps_of_several_widths_have_room_for_a_row_of_each():
+    """The stream's rows take 13 slots, those of q 25, those of k 7."""
+    boundaries = (0, 2, boundary_of(("q", 0)), boundary_of(("k", 0)))
+    sizes = Sizes(Widths((200, 400, 100, 100, 400)), boundaries, 64, 32, True)
+    assert sizes.slots_of_all == 13 + 13 + 25 + 7
+    whole = STEPS_IN_ARENA * 32 * sizes.slots_of_all
+    assert sizes.arena_slots(ScopeConfig()) == max(whole, ROWS_PER_TAP * 64 * 25)
+    with pytest.raises(ConfigError, match="4 taps and steps of") as caught:
+        sizes.arena_slots(ScopeConfig(arena_mib=0.01))
+    assert f"{32 * 58 * SLOT_BYTES / MIB:.1f} are needed" in str(caught.value)
+
+
 def test_limits_are_what_a_token_may_take_of_the_largest_step():
     slots = GPU.arena_slots(ScopeConfig())
     limits = GPU.limits(slots, Cost(7, 8, 9), optimistic=True)
     assert limits.capacity == Cost(7, 8, 9)
     assert limits.optimistic
-    assert limits.row_slots == 13
+    assert limits.row_bytes == (200,)
     assert limits.token_slots == slots // 32
     assert limits.tap_slots == slots // 64
     assert CPU.limits(slots, Cost(), False).token_slots == 0
@@ -136,13 +152,13 @@ def _rows(*boundaries: int) -> tuple[int, ...]:
     ],
 )  # fmt: skip
 def test_a_token_that_takes_too_much_is_told_where(layout, words):
-    found = Limits(10, 30, 15, 0, 0, 0).excess(layout)
+    found = Limits((160,), 30, 15, 0, 0, 0).excess(layout)
     assert (found is None) == (words is None)
     assert words is None or words in found
 
 
 def test_without_graphs_a_token_may_take_any_number_of_taps():
-    assert Limits(10, 0, 15, 0, 0, 0).excess(Layout(_rows(*range(100)))) is None
+    assert Limits((160,), 0, 15, 0, 0, 0).excess(Layout(_rows(*range(100)))) is None
 
 
 def test_a_request_is_checked_with_what_global_sinks_read_beside_it():
@@ -155,9 +171,9 @@ def test_a_request_is_checked_with_what_global_sinks_read_beside_it():
         return RequestProgram.compile(asked, sites, frozenset(sites.boundaries), 3, ids)
 
     whole = program(own.joined(reads=more.reads))
-    Limits(8, 16, 13, 0, 0, 0).check(program(own), 5)
-    Limits(8, 18, 13, 0, 0, 0).check(whole, 5)
+    Limits((128,), 16, 13, 0, 0, 0).check(program(own), 5)
+    Limits((128,), 18, 13, 0, 0, 0).check(whole, 5)
     with pytest.raises(CapacityError, match="18 slots a token, of 17"):
-        Limits(8, 17, 13, 0, 0, 0).check(whole, 5)
+        Limits((128,), 17, 13, 0, 0, 0).check(whole, 5)
     with pytest.raises(CapacityError, match="13 slots a token at one tap, of 12"):
-        Limits(8, 18, 12, 0, 0, 0).check(whole, 5)
+        Limits((128,), 18, 12, 0, 0, 0).check(whole, 5)

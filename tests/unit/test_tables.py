@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_scope import CapacityError, ScopeError
 from vllm_scope.arrays import Array
+from vllm_scope.layout import Widths
 from vllm_scope.program import (
     NO_PROGRAM,
     OP_ABLATE,
@@ -46,7 +47,9 @@ MIB = 2**20
 
 def _tables(num_programs: int = 4, num_vectors: int = 8, num_ops: int = 64) -> Tables:
     vectors_mib = num_vectors * HIDDEN_SIZE * 4 / MIB
-    return Tables(BOUNDARIES, 16, HIDDEN_SIZE, ROW_BYTES, CPU, vectors_mib, num_programs, num_ops)
+    return Tables(
+        BOUNDARIES, 16, HIDDEN_SIZE, Widths((ROW_BYTES,)), CPU, vectors_mib, num_programs, num_ops
+    )
 
 
 def _vector(number: float) -> Array:
@@ -134,7 +137,7 @@ def test_a_program_is_on_the_device_as_chains_of_its_operations(some):
     _flush(tables)
     for program, found in ids.items():
         assert _on_the_device(tables, found) == _as_told(program)
-        assert tables.num_slots[found] == program.layout.slots(1)
+        assert tables.num_slots[found] == program.layout.slots(Widths((16,)))
         assert tables.program_of(found) == program
 
 

@@ -14,6 +14,7 @@ from vllm_scope.anatomy.layers import Anatomy
 from vllm_scope.anatomy.tapped import install_taps
 from vllm_scope.arena import Arena
 from vllm_scope.arrays import Array
+from vllm_scope.layout import Widths
 from vllm_scope.program import OP_ADD, Op, Program, assemble
 from vllm_scope.sites import point_of
 from vllm_scope.tap import op
@@ -161,7 +162,7 @@ def tapped():
         layers = {i: layer_class(i) for i in range(NUM_LAYERS)}
         arena = Arena(40, torch.float32, CPU)
         arena.slots.fill_(torch.nan)
-        tables = Tables(boundaries, 8, HIDDEN_SIZE, HIDDEN_SIZE * 4, CPU)
+        tables = Tables(boundaries, 8, HIDDEN_SIZE, Widths((HIDDEN_SIZE * 4,)), CPU)
         tap_of = {boundary: tap for tap, boundary in enumerate(boundaries)}
         here = install_taps(
             Anatomy(layers, NUM_LAYERS, convention, "layers"), tap_of, arena.slots, tables

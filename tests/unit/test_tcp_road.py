@@ -23,7 +23,7 @@ import zmq
 from tests.unit.delivered import ROW_BYTES, labels_of
 from vllm_scope import CompatError, ConfigError, road, senders
 from vllm_scope.host_ring import HostRing
-from vllm_scope.layout import SLOT_BYTES
+from vllm_scope.layout import SLOT_BYTES, Widths
 from vllm_scope.receiver import Receiver
 from vllm_scope.road import FinishHeader, RowsHeader, RowsMessage, TcpAddress, TcpHello
 from vllm_scope.senders import TcpSender
@@ -98,7 +98,7 @@ def _send(
     labels = labels_of(range(num_rows), range(num_rows))
     lease = ring.acquire(num_rows * row_slots)
     lease.slots.view(torch.float32).fill_(value)
-    sender.send_rows(RowBatch(labels, lease, row_slots * ROW_BYTES))
+    sender.send_rows(RowBatch(labels, lease, Widths((row_slots * ROW_BYTES,))))
     lease.release()
 
 
@@ -256,7 +256,7 @@ def test_what_is_no_handshake_is_hung_up_on(said, front_end, sender):
 def _header(ring: HostRing, **changes: object) -> bytes:
     fields = {
         "ring": ring.ref, "start": 0, "stop": 1, "reader": -1, "message": 0,
-        "boundary": None, "row_bytes": ROW_BYTES, "layouts": [((0,), ())],
+        "boundary": None, "row_bytes": (ROW_BYTES,), "layouts": [((0,), ())],
         "keys": bytes(8), "positions": bytes(8), "layout_of": bytes(4),
     }  # fmt: skip
     of_ring = {k[5:]: v for k, v in changes.items() if k.startswith("ring_")}
@@ -419,7 +419,7 @@ import json, sys
 import msgspec, numpy as np, torch
 from vllm_scope.host_ring import HostRing
 from vllm_scope.plan import Labels
-from vllm_scope.layout import Layout
+from vllm_scope.layout import Layout, Widths
 from vllm_scope.road import Address
 from vllm_scope.sinks import RowBatch
 from vllm_scope.sinks.memory import MemorySink
@@ -436,7 +436,7 @@ for step in range(20):
     ids = np.arange(10, dtype=np.int64)
     layouts = (Layout((0, 6)),)
     labels = Labels(ids * 0 + 1, ids + 10 * step, np.zeros(10, np.int32), layouts, ids)
-    sink.write(RowBatch(labels, lease, 514))
+    sink.write(RowBatch(labels, lease, Widths((514,))))
     lease.release()
 sink.finish(1, None)
 sink.close()

@@ -22,6 +22,7 @@ from vllm_scope.engine.delivery import NOBODY, Delivery
 from vllm_scope.engine.sizes import Limits
 from vllm_scope.engine.worker import ScopeWorker
 from vllm_scope.host_ring import HostRing
+from vllm_scope.layout import Widths
 from vllm_scope.plan import Labels, Planner, StepBatch
 from vllm_scope.program import RequestProgram
 from vllm_scope.registry import Registry
@@ -37,7 +38,7 @@ NUM_LAYERS = 2
 MAX_ROWS = 12
 #: A row holds its request's key, position, boundary and step: exact in float32.
 HIDDEN_SIZE = 4
-ROW_BYTES = 16
+WIDTHS = Widths((16,))
 EVERYWHERE = tuple(range(2 * NUM_LAYERS + 1))
 SITES = Sites(NUM_LAYERS, HIDDEN_SIZE, "float32", EVERYWHERE)
 
@@ -151,7 +152,7 @@ class RecordingSink:
             scores = words[slot + len(local.points) :].flatten()
             for i, (_, number) in enumerate(local.scores):
                 self._keep((key, "score", number, position), [float(scores[i])])
-            slot += local.slots(1) if batch.boundary is None else per_token
+            slot += local.slots(WIDTHS) if batch.boundary is None else per_token
         assert slot == len(words)
 
     def _keep(self, label: Label, values: list[float]) -> None:
@@ -164,7 +165,7 @@ class RecordingSink:
 
 
 def worker_tables(num_programs: int = 4096) -> Tables:
-    return Tables(EVERYWHERE, MAX_ROWS, HIDDEN_SIZE, ROW_BYTES, CPU, 1.0, num_programs)
+    return Tables(EVERYWHERE, MAX_ROWS, HIDDEN_SIZE, WIDTHS, CPU, 1.0, num_programs)
 
 
 @contextmanager
@@ -175,13 +176,13 @@ def running_worker(
     worker = ScopeWorker(SimpleNamespace(vllm_config=None), ScopeConfig())
     worker.sites, worker.here = SITES, here
     worker.registry = Registry(SITES)
-    worker.limits = Limits(1, 0, num_slots, 1 << 16, num_programs, 1 << 16)
+    worker.limits = Limits(WIDTHS.row_bytes, 0, num_slots, 1 << 16, num_programs, 1 << 16)
     worker._tables = worker_tables(num_programs)
     worker._arena = Arena(num_slots, torch.float32, CPU)
     worker._planner = Planner(worker._tables)
     sink: Any = RecordingSink()
     ring = HostRing(num_slots, cuda=False)
-    drain = Drain(worker._arena, ring, sink, ROW_BYTES)
+    drain = Drain(worker._arena, ring, sink, WIDTHS)
     worker._delivery = Delivery(ring, sink, sink, drain, RequestInfo(NOBODY, "", "", ()))
     op.register()
     op.connect(worker._tables.numbers, worker)

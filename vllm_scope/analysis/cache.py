@@ -1,6 +1,7 @@
 """Results under TransformerLens's names and shapes.
 
-Owns:  ActivationCache: `blocks.3.hook_resid_post` -> [batch, pos, d_model].
+Owns:  ActivationCache: `blocks.3.hook_resid_post` -> [batch, pos, d_model],
+       `blocks.3.attn.hook_z` -> [batch, pos, head, d_head].
 From:  results.   To: notebooks that were written for TransformerLens.
 
 Promise: index p of the pos dimension is position p. A result that does not have
@@ -23,11 +24,20 @@ from vllm_scope.analysis.rows import Result, check_complete
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.sites import ALIASES, SiteLayer
 
-_HOOK = re.compile(r"blocks\.([0-9]+)\.hook_(resid_pre|resid_mid|resid_post)")
+#: Sites of a layer, and their hooks' names after "blocks.{layer}.".
+_HOOKS = {
+    "resid_pre": "hook_resid_pre", "resid_mid": "hook_resid_mid", "resid_post": "hook_resid_post",
+    "q": "attn.hook_rot_q", "k": "attn.hook_rot_k", "v": "attn.hook_v", "z": "attn.hook_z",
+}  # fmt: skip
+#: TransformerLens's shorthands of what was rotated.
+_ROTATED = {"rot_q": "q", "rot_k": "k"}
+_SITE_OF = {hook: site for site, hook in _HOOKS.items()}
+_HOOK = re.compile(r"blocks\.([0-9]+)\.([a-z_.]+)")
 
 
 class ActivationCache(Mapping[str, Tensor]):
-    """A mapping of hook names to activations [batch, pos, d_model].
+    """A mapping of hook names to activations [batch, pos, d_model], of sites inside the
+    attention [batch, pos, head, d_head].
 
     The end of one layer is the beginning of the next, so either name finds what was
     read under the other. Keys list both. Shorthands as in TransformerLens:
@@ -156,13 +166,14 @@ class ActivationCache(Mapping[str, Tensor]):
     def _stream_of(self, key: str | tuple[str] | tuple[str, int]) -> SiteLayer:
         if isinstance(key, str):
             match = _HOOK.fullmatch(key)
-            if match is not None:
-                return match[2], int(match[1])
+            if match is not None and match[2] in _SITE_OF:
+                return _SITE_OF[match[2]], int(match[1])
             key = (key.removeprefix("hook_"),)
         site = ALIASES.get(key[0], key[0])
         if site == "embed":
             return "embed", 0
-        if site not in ("resid_pre", "resid_mid", "resid_post") or len(key) != 2:
+        site = _ROTATED.get(site, site)
+        if site not in _HOOKS or len(key) != 2:
             raise KeyError(
                 f"{shown(key)} names no stream; write 'blocks.3.hook_resid_post' or "
                 "('resid_post', 3)."
@@ -173,7 +184,7 @@ class ActivationCache(Mapping[str, Tensor]):
 
 def _hook(stream: SiteLayer) -> str:
     site, layer = stream
-    return "hook_embed" if site == "embed" else f"blocks.{layer}.hook_{site}"
+    return "hook_embed" if site == "embed" else f"blocks.{layer}.{_HOOKS[site]}"
 
 
 def _twins(stream: SiteLayer) -> list[SiteLayer]:

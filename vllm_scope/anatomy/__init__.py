@@ -2,5 +2,6 @@
 
 convention.py   what a decoder layer's output means (read off its source)
 layers.py       finds the decoder layers of a loaded model
+attention.py    taps inside the attention
 tapped.py       gives each layer a subclass whose forward carries the taps
 """

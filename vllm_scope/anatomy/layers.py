@@ -6,8 +6,8 @@ Runs:  in every worker, after load. Knows torch modules, not vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -24,12 +24,15 @@ class Anatomy:
         num_layers: of the whole model, all pipeline stages.
         convention: what the layers return.
         path: the name of the list that holds them.
+        attention: layer number -> the module that is called with q, k and v, of layers
+            where sites inside it are tapped.
     """
 
     layers: dict[int, nn.Module]
     num_layers: int
     convention: Convention
     path: str
+    attention: Mapping[int, nn.Module] = field(default_factory=dict)
 
 
 def find_anatomy(

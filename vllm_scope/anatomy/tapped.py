@@ -25,7 +25,7 @@ from vllm_scope.tap.tables import Tables
 def install_taps(
     anatomy: Anatomy, tap_of: Mapping[int, int], arena: Tensor, tables: Tables
 ) -> tuple[int, ...]:
-    """Tap the boundaries that this worker's layers touch.
+    """Tap the stream's boundaries that this worker's layers touch.
 
     Args:
         anatomy: the layers.
@@ -48,11 +48,11 @@ def install_taps(
         here = {name: b for name, b in places.items() if b in tap_of}
         if "middle" in here:
             norm = layer.get_submodule(norm_before_mlp(type(layer), anatomy.convention))
-            _give_buffers(norm, {"middle": here["middle"]}, tap_of, arena, tables)
+            give_buffers(norm, {"middle": here["middle"]}, tap_of, arena, tables)
             norm.__class__ = _tapped_norm(type(norm))
         outer = {name: b for name, b in here.items() if name != "middle"}
         if outer:
-            _give_buffers(layer, outer, tap_of, arena, tables)
+            give_buffers(layer, outer, tap_of, arena, tables)
             layer.__class__ = _tapped_layer(
                 type(layer), anatomy.convention, "entry" in outer, "exit" in outer
             )
@@ -60,7 +60,7 @@ def install_taps(
     return tuple(sorted(tapped))
 
 
-def _give_buffers(
+def give_buffers(
     module: nn.Module,
     places: Mapping[str, int],
     tap_of: Mapping[int, int],
@@ -106,7 +106,7 @@ def _tapped_layer(base: type, convention: Convention, entry: bool, exit_: bool) 
             return out
 
     Tapped.scope_base, Tapped.scope_places = base, (entry, exit_)
-    return _named(Tapped, base)
+    return named(Tapped, base)
 
 
 def rebuilt(tapped: type, base: type, convention: Convention) -> type[nn.Module]:
@@ -125,9 +125,9 @@ def _tapped_norm(base: type) -> type[nn.Module]:
                 return super().forward(hidden)
             return super().forward(hidden, residual)
 
-    return _named(Tapped, base)
+    return named(Tapped, base)
 
 
-def _named(tapped: type[nn.Module], base: type) -> type[nn.Module]:
+def named(tapped: type[nn.Module], base: type) -> type[nn.Module]:
     tapped.__name__ = tapped.__qualname__ = f"Tapped{base.__name__}"
     return tapped

@@ -51,7 +51,7 @@ def doctor(
 @app.command()
 def read(
     prompt: str,
-    site: Annotated[str, typer.Option(help="resid_pre, resid_mid, resid_post or embed.")] = (
+    site: Annotated[str, typer.Option(help="resid_post, q, ...: docs/reading.md.")] = (
         "resid_post"
     ),
     layers: Annotated[str, typer.Option(help="all, or numbers such as 2,5 or 0-3.")] = "all",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ def _table(scope: Any) -> Table:
     for site, layer in scope.keys():
         rows, positions = scope[site, layer], scope.positions(site, layer)
         shown = f"{positions[0]} to {positions[-1]}" if len(positions) else "none"
-        length = np.linalg.norm(rows.astype(np.float64), axis=1).mean() if len(rows) else 0.0
+        flat = rows.reshape(len(rows), math.prod(rows.shape[1:])).astype(np.float64)
+        length = np.linalg.norm(flat, axis=1).mean() if len(rows) else 0.0
         table.add_row(site, str(layer), shown, str(list(rows.shape)), f"{length:.3f}")
     return table
 

@@ -34,7 +34,8 @@ class Rows:
 
     Attributes:
         positions: int64 [n], ascending.
-        bits: [n, hidden_size]; uint16 where dtype is bfloat16, which numpy does not know.
+        bits: [n, hidden_size], or [n, heads, numbers of a head]; uint16 where dtype is
+            bfloat16, which numpy does not know.
         dtype: float32, float16 or bfloat16.
     """
 
@@ -74,8 +75,9 @@ class Scores(Mapping[str, NDArray[np.float32]]):
 class ScopeData:
     """Rows and scores of one choice, or what is new of them in one chunk.
 
-    `data["resid_post", 5]` is [positions, hidden_size]: float32, float16, or float32 for
-    bfloat16; `data["resid_post", 5, "before"]` where rows were read before edits.
+    `data["resid_post", 5]` is [positions, hidden_size], `data["q", 5]` [positions, heads,
+    numbers of a head]: float32, float16, or float32 for bfloat16;
+    `data["resid_post", 5, "before"]` where rows were read before edits.
 
     Attributes:
         status: "complete", "incomplete", "aborted" or "failed"; "streaming" in a chunk

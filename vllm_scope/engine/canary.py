@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_scope.layout import Widths
 from vllm_scope.program import Program
-from vllm_scope.sites import point_of
+from vllm_scope.sites import boundary_of_point, point_of
 from vllm_scope.tap.tables import Tables
 
 #: Written before the canary runs; no model computes a row of it. Exact in bf16 and fp16.
@@ -26,6 +27,7 @@ POISON = -1280.0
 
 def silent_taps(
     boundaries: tuple[int, ...],
+    widths: Widths,
     tables: Tables,
     slots: Tensor,
     first_slot: int,
@@ -36,6 +38,7 @@ def silent_taps(
 
     Args:
         boundaries: that carry a tap here.
+        widths: of rows.
         slots: [n, elements of a slot], model dtype: where the rows are to come.
         first_slot: number of the first of them.
         to_host: they are in host memory.
@@ -57,7 +60,12 @@ def silent_taps(
         forward(plan)
         if slots.is_cuda or to_host:
             torch.cuda.synchronize()
-        rows = slots.float().cpu().view(len(boundaries), -1)
+        written = (slots.float().cpu() != POISON).any(dim=1)
     finally:
         tables.clear_step()
-    return [b for b, row in zip(boundaries, rows, strict=True) if bool((row == POISON).all())]
+    return [
+        boundary_of_point(point)
+        for _, points, first, num_slots in program.layout.rows_at(widths)
+        for i, point in enumerate(points)
+        if not written[first + i * num_slots :][:num_slots].any()
+    ]

@@ -53,12 +53,14 @@ class Connection:
     @staticmethod
     def from_replies(replies: list[dict[str, Any]], deliver_timeout_s: float) -> Connection:
         first = replies[0]
-        sites = dict(first["sites"])
-        sites["boundaries"] = tuple(sorted({b for r in replies for b in r["taps_here"]}))
+        kernels = {k: v for r in replies for k, v in r["sites"]["kernels"].items()}
+        sites = Sites.from_body(
+            {**first["sites"], "kernels": kernels}, {b for r in replies for b in r["taps_here"]}
+        )
         reason = next((r["reason"] for r in replies if r["reason"]), None)
         limits = [msgspec.convert(r["limits"], Limits) for r in replies if r["drains"]]
         found = Connection(
-            Sites(**sites), reason, first["num_stages"], deliver_timeout_s, limits[0],
+            sites, reason, first["num_stages"], deliver_timeout_s, limits[0],
             next((r["sinks"] for r in replies if r["drains"]), {}), {},
         )  # fmt: skip
         found.learn_modules(first["modules"])

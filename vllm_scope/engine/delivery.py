@@ -90,7 +90,7 @@ class Delivery:
         memory = MemorySink(stage[0], ring, config.road)
         configs = config.sink_configs(), config.global_sink_configs()
         router = Router(memory, *configs, sites, here)
-        drain = Drain(arena, ring, router, sizes.row_bytes)
+        drain = Drain(arena, ring, router, sizes.widths)
         info = RequestInfo(NOBODY, "", "", (), stage=stage[0], num_stages=stage[1], model=model)
         return Delivery(ring, memory, router, drain, info, global_reads(config, sites))
 

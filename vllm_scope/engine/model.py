@@ -12,6 +12,7 @@ from torch import nn
 
 from vllm_scope.anatomy.layers import Anatomy, find_anatomy
 from vllm_scope.config import ScopeConfig
+from vllm_scope.engine.attention import heads_of
 from vllm_scope.errors import CompatError
 from vllm_scope.sites import Sites
 
@@ -28,7 +29,8 @@ def sites_of(vllm_config: Any, config: ScopeConfig) -> Sites:
     """What this engine taps, if the model lets it.
 
     Raises:
-        ConfigError: a layer that the model does not have.
+        ConfigError: a layer that the model does not have, or a site that this engine
+            cannot tap.
     """
     num_layers = num_layers_of(vllm_config)
     return Sites(
@@ -36,6 +38,7 @@ def sites_of(vllm_config: Any, config: ScopeConfig) -> Sites:
         hidden_size_of(vllm_config),
         str(vllm_config.model_config.dtype).removeprefix("torch."),
         config.boundaries(num_layers),
+        heads_of(vllm_config, config.attention_sites) if config.attention_sites else None,
     )
 
 

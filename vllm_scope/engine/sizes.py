@@ -12,8 +12,9 @@ import msgspec
 
 from vllm_scope.config import ScopeConfig
 from vllm_scope.errors import CapacityError, ConfigError
-from vllm_scope.layout import SLOT_BYTES, Layout, boundaries_of, slots_of_row
+from vllm_scope.layout import SLOT_BYTES, Layout, Widths, boundaries_of
 from vllm_scope.program import Cost, RequestProgram
+from vllm_scope.sites import kind_of
 
 #: What an arena holds where no CUDA graph sets its size.
 HOST_ARENA_BYTES = 64 << 20
@@ -29,7 +30,7 @@ class Limits(msgspec.Struct, frozen=True):
     """What a request may ask of this engine.
 
     Attributes:
-        row_slots: arena slots of one row.
+        row_bytes: of one row, by its kind (layout.Widths).
         token_slots: slots that one token may deliver in a captured graph; 0 where
             there are none.
         tap_slots: slots that one token may deliver at one tap.
@@ -37,7 +38,7 @@ class Limits(msgspec.Struct, frozen=True):
         optimistic: positions are guesses when a step is planned (draft tokens).
     """
 
-    row_slots: int
+    row_bytes: tuple[int, ...]
     token_slots: int
     tap_slots: int
     vectors: int
@@ -46,21 +47,26 @@ class Limits(msgspec.Struct, frozen=True):
     optimistic: bool = False
 
     @property
+    def widths(self) -> Widths:
+        return Widths(self.row_bytes)
+
+    @property
     def capacity(self) -> Cost:
         return Cost(self.vectors, self.programs, self.ops)
 
     def excess(self, *layouts: Layout) -> str | None:
         """Why a token may not deliver as much as one of these, or None."""
-        return next(filter(None, map(self._excess, layouts)), None)
+        widths = self.widths
+        return next(filter(None, (self._excess(one, widths) for one in layouts)), None)
 
-    def _excess(self, layout: Layout) -> str | None:
+    def _excess(self, layout: Layout, widths: Widths) -> str | None:
         # As it comes out of the arena it may be larger: a row under several codecs.
-        slots = max(layout.arena.slots(self.row_slots), layout.slots(self.row_slots))
+        slots = max(layout.arena.slots(widths), layout.slots(widths))
         if self.token_slots and slots > self.token_slots:
             return f"{slots} slots a token, of {self.token_slots}"
         for boundary in boundaries_of(layout):
             here = layout.at(boundary)
-            slots = max(here.arena.slots(self.row_slots), here.slots(self.row_slots))
+            slots = max(here.arena.slots(widths), here.slots(widths))
             if slots > self.tap_slots:
                 return f"{slots} slots a token at one tap, of {self.tap_slots}"
         return None
@@ -84,43 +90,49 @@ class Sizes:
     """What sets the sizes.
 
     Attributes:
-        row_bytes: of one row.
-        num_taps: of the whole model.
+        widths: of rows.
+        boundaries: of the whole model's taps.
         max_rows: tokens of the largest step.
         graph_rows: tokens of the largest captured graph; 0 without graphs.
         cuda: the arena is on a GPU.
     """
 
-    row_bytes: int
-    num_taps: int
+    widths: Widths
+    boundaries: tuple[int, ...]
     max_rows: int
     graph_rows: int
     cuda: bool
 
     @property
-    def row_slots(self) -> int:
-        return slots_of_row(self.row_bytes)
+    def _row_slots(self) -> list[int]:
+        """Slots of a row of each tap; at least one, as what has no tap has an arena, too."""
+        return [self.widths.row_slots[kind_of(b)] for b in self.boundaries or (0,)]
+
+    @property
+    def slots_of_all(self) -> int:
+        """Slots of one row of every tap."""
+        return sum(self._row_slots)
 
     def arena_slots(self, config: ScopeConfig) -> int:
         """Raises ConfigError where `arena_mib` is too small."""
         # A larger step is drained tap by tap, so one tap of the largest must fit; a
         # captured graph cannot be, so it must fit whole.
-        in_graphs = self.graph_rows * self.num_taps if self.cuda else 0
-        least = max(self.max_rows, in_graphs) * self.row_slots
+        whole, widest = self.slots_of_all, max(self._row_slots)
+        in_graphs = self.graph_rows * whole if self.cuda else 0
+        least = max(self.max_rows * widest, in_graphs)
         if config.arena_mib is not None:
             slots = int(config.arena_mib * 2**20) // SLOT_BYTES
             if slots < least:
                 raise ConfigError(
                     f"additional_config['scope'].arena_mib is {config.arena_mib:g}; with "
-                    f"{self.num_taps} taps and steps of {self.max_rows} tokens at least "
+                    f"{len(self._row_slots)} taps and steps of {self.max_rows} tokens at least "
                     f"{least * SLOT_BYTES / 2**20:.1f} are needed. Tap fewer layers, or raise it."
                 )
             return slots
-        tap = ROWS_PER_TAP * self.max_rows * self.row_slots
+        tap = ROWS_PER_TAP * self.max_rows * widest
         if self.cuda:
-            return max(STEPS_IN_ARENA * in_graphs * self.row_slots, tap)
-        whole = self.max_rows * self.num_taps * self.row_slots
-        return max(tap, min(whole, HOST_ARENA_BYTES // SLOT_BYTES))
+            return max(STEPS_IN_ARENA * in_graphs, tap)
+        return max(tap, min(self.max_rows * whole, HOST_ARENA_BYTES // SLOT_BYTES))
 
     @staticmethod
     def host_slots(arena_slots: int) -> int:
@@ -130,7 +142,7 @@ class Sizes:
     def limits(self, arena_slots: int, capacity: Cost, optimistic: bool) -> Limits:
         graphs = self.cuda and self.graph_rows > 0
         return Limits(
-            self.row_slots,
+            self.widths.row_bytes,
             arena_slots // self.graph_rows if graphs else 0,
             arena_slots // self.max_rows,
             capacity.vectors, capacity.programs, capacity.ops, optimistic,

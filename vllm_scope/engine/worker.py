@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import msgspec
@@ -21,11 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_scope.anatomy.attention import install_attention_taps
 from vllm_scope.anatomy.layers import Anatomy
 from vllm_scope.anatomy.tapped import install_taps
 from vllm_scope.arena import Arena, Region
 from vllm_scope.config import ScopeConfig
 from vllm_scope.engine import runners
+from vllm_scope.engine.attention import attention_of, kernel_of
 from vllm_scope.engine.canary import silent_taps
 from vllm_scope.engine.core import handle_of
 from vllm_scope.engine.delivery import IDLE_COUNTERS, NOBODY, Delivery
@@ -34,12 +36,13 @@ from vllm_scope.engine.model import anatomy_of, sites_of
 from vllm_scope.engine.sizes import Limits, Sizes
 from vllm_scope.errors import CapacityError, CompatError, ScopeError
 from vllm_scope.host_ring import Lease
-from vllm_scope.layout import SLOT_BYTES
+from vllm_scope.layout import SLOT_BYTES, Widths
 from vllm_scope.plan import Planner, StepBatch, StepPlan
 from vllm_scope.program import RequestProgram
 from vllm_scope.registry import Registry
 from vllm_scope.road import Address
 from vllm_scope.sinks.request import Ended
+from vllm_scope.sites import kind_of
 from vllm_scope.spec import Resolved, Spec
 from vllm_scope.tap import op
 from vllm_scope.tap.tables import Tables, capacity
@@ -99,6 +102,11 @@ class ScopeWorker:
             self.reason = str(error)
             logger.warning("vllm-scope: no taps on this model: %s.", error)
             return
+        if self.sites.heads is not None:
+            attention = attention_of(anatomy, self.sites)
+            anatomy = replace(anatomy, attention=attention)
+            kernels = {layer: kernel_of(module) for layer, module in attention.items()}
+            self.sites = replace(self.sites, kernels=kernels)
         self._install(anatomy)
         self._functions = StepFunctions(anatomy, runner.get_model())
         for name, path in self.config.modules.items():
@@ -108,19 +116,20 @@ class ScopeWorker:
         device, dtype = self._worker.device, self._vllm_config.model_config.dtype
         scheduler = self._vllm_config.scheduler_config
         captured = self._vllm_config.compilation_config.cudagraph_capture_sizes or [0]
+        widths = Widths(tuple(size * dtype.itemsize for size in self.sites.row_sizes))
         sizes = Sizes(
-            self.sites.hidden_size * dtype.itemsize, max(len(self.sites.boundaries), 1),
+            widths, self.sites.boundaries,
             int(scheduler.max_num_batched_tokens), max(captured), device.type == "cuda",
         )  # fmt: skip
         self._tables = Tables(
             self.sites.boundaries,
             # A captured graph may be padded past the scheduler's own limit.
             max(sizes.max_rows, sizes.graph_rows),
-            self.sites.hidden_size, sizes.row_bytes, device, self.config.vectors_mib,
+            self.sites.hidden_size, widths, device, self.config.vectors_mib,
         )  # fmt: skip
         num_slots = sizes.arena_slots(self.config)
         if not self.drains:
-            num_slots = sizes.num_taps * sizes.row_slots  # the canary's
+            num_slots = sizes.slots_of_all  # the canary's
         self._arena = Arena(num_slots, dtype, device)
         self.limits = sizes.limits(
             num_slots,
@@ -132,7 +141,8 @@ class ScopeWorker:
         tap_of = {boundary: tap for tap, boundary in enumerate(self.sites.boundaries)}
         if device.type == "cuda":
             self._compile_kernel(dtype, device)
-        self.here = install_taps(anatomy, tap_of, self._arena.slots, self._tables)
+        where = (anatomy, tap_of, self._arena.slots, self._tables)
+        self.here = (*install_taps(*where), *install_attention_taps(*where, self.sites))
         self._planner = Planner(self._tables)
         if self.drains:
             self._delivery = Delivery.open(
@@ -151,13 +161,14 @@ class ScopeWorker:
         """Load the kernel now: inside a graph capture it could not be."""
         from vllm_scope.tap.kernel import tap_rows
 
-        row = torch.zeros((1, self.sites.hidden_size), dtype=dtype, device=device)
         tables = self._tables
-        for residual in (None, row):
-            tap_rows(
-                row, residual, self._arena.slots, tables.tokens, tables.programs, tables.ops,
-                tables.vectors, tables.numbers[0], tables.host, 0, 0,
-            )  # fmt: skip
+        for size in set(self.sites.row_sizes):
+            row = torch.zeros((1, size), dtype=dtype, device=device)
+            for residual in (None, row) if size == self.sites.hidden_size else (None,):
+                tap_rows(
+                    row, residual, self._arena.slots, tables.tokens, tables.programs, tables.ops,
+                    tables.vectors, tables.numbers[0], tables.host, 0, 0,
+                )  # fmt: skip
 
     def check_canary(self) -> None:
         """Read one row at every tap of a dummy forward.
@@ -175,17 +186,18 @@ class ScopeWorker:
             with set_current_vllm_config(self._vllm_config):
                 runners.dummy_forward(self._worker.model_runner, self.runner_version, plan)
 
-        num_slots = len(self.here) * self.limits.row_slots
+        widths = self.limits.widths
+        num_slots = sum(widths.row_slots[kind_of(boundary)] for boundary in self.here)
         silent: set[int] = set()
         try:
             region = self._arena.acquire(num_slots)
             where = (self._arena.view(region), region.start, False)
-            silent |= set(silent_taps(self.here, self._tables, *where, forward))
+            silent |= set(silent_taps(self.here, widths, self._tables, *where, forward))
             self._arena.give_back(region)
             if self._delivery is not None and self._arena.slots.is_cuda:
                 lease = self._delivery.ring.acquire(num_slots)
                 where = (lease.slots.view(self._arena.slots.dtype), lease.start, True)
-                silent |= set(silent_taps(self.here, self._tables, *where, forward))
+                silent |= set(silent_taps(self.here, widths, self._tables, *where, forward))
                 lease.release()
         finally:
             self.active = False
@@ -325,8 +337,8 @@ class ScopeWorker:
         if plan is None or not plan.num_slots or self._region is not None or self._lease:
             return 0, 0
         boundary = self.sites.boundaries[tap]
-        row_slots = self.limits.row_slots
-        most = max(layout.arena.at(boundary).slots(row_slots) for layout in plan.labels.layouts)
+        widths = self.limits.widths
+        most = max(layout.arena.at(boundary).slots(widths) for layout in plan.labels.layouts)
         if most == 0:
             return 0, 0
         self._tap_region = self._arena.acquire(most * len(plan.labels.rows))
@@ -397,7 +409,7 @@ class ScopeWorker:
             "sites": {**asdict(self.sites), "boundaries": list(self.sites.boundaries)},
             "taps_here": [],
             "arena_mib": 0.0,
-            "limits": msgspec.to_builtins(Limits(1, 0, 0, 0, 0, 0)),
+            "limits": msgspec.to_builtins(Limits((1,), 0, 0, 0, 0, 0)),
             "modules": self.registry.modules(),
             "sinks": self._delivery.describe() if self._delivery is not None else {},
         }

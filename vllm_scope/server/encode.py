@@ -87,7 +87,7 @@ def _rows(column: Column, inline: bool) -> dict[str, Any]:
     body |= {
         "spans": spans(column.positions),
         "dtype": str(column.source.dtype).removeprefix("torch."),
-        "shape": list(column.source.shape),
+        "shape": [len(column.positions), *column.row_shape],
     }
     if isinstance(column.source, EncodedRows):
         body["codec"] = column.source.codec.codec

@@ -51,6 +51,7 @@ from vllm_scope.server.schemas import (
 )
 from vllm_scope.server.settings import MAX_OPERATOR_BYTES, RUN, Settings
 from vllm_scope.server.store import Store, pieces
+from vllm_scope.sites import SITES, boundary_of
 from vllm_scope.vectors import from_bytes
 
 
@@ -145,8 +146,8 @@ async def get_info(request: Request) -> ServerInfo:
 
 def _sites(num_layers: int, boundaries: set[int]) -> list[SiteInfo]:
     found = [SiteInfo(site="embed", layers=[0])] if 0 in boundaries else []
-    for shift, site in enumerate(("resid_pre", "resid_mid", "resid_post")):
-        layers = [k for k in range(num_layers) if 2 * k + shift in boundaries]
+    for site in SITES[1:]:
+        layers = [k for k in range(num_layers) if boundary_of((site, k)) in boundaries]
         if layers:
             found.append(SiteInfo(site=site, layers=layers))
     return found

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from vllm_scope.codecs.packed import EncodedRows, decoded
 from vllm_scope.host_ring import Lease
+from vllm_scope.layout import Widths
 from vllm_scope.plan import Labels
 
 #: `ok`: everything that was asked for; `partial`: some of it; `error`: see the reason.
@@ -81,8 +82,8 @@ class Block:
 
     @cached_property
     def rows(self) -> Tensor:
-        """[n, hidden_size], the model's dtype, CPU; float32 [n] for a probe. Decoded here
-        where the read has a codec."""
+        """[n, hidden_size], the model's dtype, CPU; float32 [n] for a probe. Of a site per
+        head, the heads are one after another. Decoded here where the read has a codec."""
         return decoded(self.source)
 
     @property
@@ -215,14 +216,14 @@ class RowBatch:
     Attributes:
         labels: one entry per token.
         lease: where it is in the worker's host ring.
-        row_bytes: of one row, without what fills its last slot.
+        widths: of rows as they are.
         boundary: set where the batch holds one tap only: each token has equally many
             slots, of which its layout at this boundary uses the first.
     """
 
     labels: Labels
     lease: Lease
-    row_bytes: int
+    widths: Widths
     boundary: int | None = None
 
     @property

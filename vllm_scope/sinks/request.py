@@ -23,11 +23,11 @@ from torch import Tensor
 from vllm_scope.assemble import Ints, Part, assemble, wanted_positions
 from vllm_scope.codecs.packed import EncodedRows, packing_of
 from vllm_scope.encoding import Encoding
-from vllm_scope.layout import SLOT_BYTES, Layout, slots_of_row
+from vllm_scope.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.program import canonical_point, edited_places
 from vllm_scope.selectors import Selector
 from vllm_scope.sinks import Block, Ending, RequestInfo, Status
-from vllm_scope.sites import SiteLayer, Sites
+from vllm_scope.sites import SiteLayer, Sites, kind_of_point
 from vllm_scope.spec import Resolved
 
 
@@ -39,13 +39,13 @@ class Arrival:
         layout: the part of the tokens' layout that is here.
         positions: int64 [n].
         data: uint8 [n, bytes of a token], its own memory.
-        row_bytes: of one row.
+        widths: of rows as they are.
     """
 
     layout: Layout
     positions: Ints
     data: NDArray[np.uint8]
-    row_bytes: int
+    widths: Widths
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Delivery:
         return not self._streams
 
     def arrival(
-        self, layout: Layout, positions: Ints, data: NDArray[np.uint8], row_bytes: int
+        self, layout: Layout, positions: Ints, data: NDArray[np.uint8], widths: Widths
     ) -> Arrival | None:
         """A copy of what this destination asked for; None where that is nothing.
 
@@ -117,7 +117,7 @@ class Delivery:
             layout: of `data`, uint8 [n, bytes of a token].
         """
         if layout not in self._parts:
-            self._parts[layout] = self._part_of(layout, slots_of_row(row_bytes))
+            self._parts[layout] = self._part_of(layout, widths)
         part = self._parts[layout]
         if part is None:
             return None
@@ -125,19 +125,23 @@ class Delivery:
         by_slot = data.reshape(len(data), -1, SLOT_BYTES)
         # What is a tap's own may be followed by room of a wider one.
         taken = by_slot[:, slots].reshape(len(data), -1)
-        return Arrival(own, positions.copy(), taken, row_bytes)
+        return Arrival(own, positions.copy(), taken, widths)
 
-    def _part_of(self, layout: Layout, row_slots: int) -> tuple[Layout, Ints] | None:
+    def _part_of(self, layout: Layout, widths: Widths) -> tuple[Layout, Ints] | None:
         """What is taken of a layout, and its slots."""
         wanted = {(stream.encoding, stream.point) for stream in self._streams}
         numbers = {stream.number for stream in self._streams}
-        taken = [i for i, point in enumerate(layout.points) if (None, point) in wanted]
-        slots = [i * row_slots + np.arange(row_slots) for i in taken]
+        taken: list[int] = []
+        slots: list[Ints] = []
+        for _, points, first, num_slots in layout.rows_at(widths):
+            own = [i for i, point in enumerate(points) if (None, point) in wanted]
+            slots += [first + i * num_slots + np.arange(num_slots) for i in own]
+            taken += [points[i] for i in own]
         has_scores = any(number in numbers for _, number in layout.scores)
         if has_scores:
-            slots.append(np.arange(len(layout.points) * row_slots, layout.plain_slots(row_slots)))
+            slots.append(np.arange(layout.score_slot(widths), layout.plain_slots(widths)))
         encoded = []
-        for encoding, points, first, num_slots in layout.encoded_at(row_slots):
+        for encoding, points, first, num_slots in layout.encoded_at(widths):
             own = [i for i, point in enumerate(points) if (encoding, point) in wanted]
             slots += [first + i * num_slots + np.arange(num_slots) for i in own]
             if own:
@@ -145,8 +149,7 @@ class Delivery:
         if not slots:
             return None
         return Layout(
-            tuple(layout.points[i] for i in taken), layout.scores if has_scores else (),
-            tuple(encoded),
+            tuple(taken), layout.scores if has_scores else (), tuple(encoded)
         ), np.concatenate(slots)  # fmt: skip
 
     def lose(self, reason: str) -> None:
@@ -166,7 +169,7 @@ class Delivery:
     def live_blocks(self, arrival: Arrival) -> Iterator[Block]:
         """What came, by stream."""
         for stream in self._streams:
-            rows = self._column(stream, arrival.layout, arrival.data, arrival.row_bytes)
+            rows = self._column(stream, arrival.layout, arrival.data, arrival.widths)
             if rows is not None:
                 yield self._block(stream, arrival.positions, rows)
                 self._arrived.setdefault(stream, []).append(arrival.positions)
@@ -183,12 +186,12 @@ class Delivery:
             arrivals = [firsts[i] + np.arange(len(self._kept[i].positions)) for i in members]
             joined.append((
                 layout, np.concatenate([x.positions for x in kept]), np.concatenate(arrivals),
-                np.concatenate([x.data for x in kept]), kept[0].row_bytes,
+                np.concatenate([x.data for x in kept]), kept[0].widths,
             ))  # fmt: skip
         for stream in self._streams:
             parts = []
-            for layout, positions, arrivals, data, row_bytes in joined:
-                rows = self._column(stream, layout, data, row_bytes)
+            for layout, positions, arrivals, data, widths in joined:
+                rows = self._column(stream, layout, data, widths)
                 if rows is not None:
                     parts.append(Part(positions, arrivals, rows))
             if parts:
@@ -224,13 +227,12 @@ class Delivery:
         return wanted_positions(stream.selectors, ids, len(self.info.prompt_ids), True)
 
     def _column(
-        self, stream: _Stream, layout: Layout, data: NDArray[np.uint8], row_bytes: int
+        self, stream: _Stream, layout: Layout, data: NDArray[np.uint8], widths: Widths
     ) -> Tensor | None:
-        """[n, hidden_size] rows, uint8 [n, bytes of an encoded row] or [n] scores, a view;
+        """[n, numbers of a row] rows, uint8 [n, bytes of an encoded row] or [n] scores, a view;
         None where the layout has none."""
-        row_slots = slots_of_row(row_bytes)
         if stream.encoding is not None:
-            for encoding, points, first, num_slots in layout.encoded_at(row_slots):
+            for encoding, points, first, num_slots in layout.encoded_at(widths):
                 if encoding == stream.encoding and stream.point in points:
                     first = (first + points.index(stream.point) * num_slots) * SLOT_BYTES
                     return torch.from_numpy(data[:, first : first + num_slots * SLOT_BYTES])
@@ -238,12 +240,13 @@ class Delivery:
         if stream.point is not None:
             if stream.point not in layout.points:
                 return None
-            first = layout.points.index(stream.point) * row_slots * SLOT_BYTES
-            return torch.from_numpy(data[:, first : first + row_bytes]).view(self._dtype)
+            first = layout.slot_of(stream.point, widths) * SLOT_BYTES
+            last = first + widths.row_bytes[kind_of_point(stream.point)]
+            return torch.from_numpy(data[:, first:last]).view(self._dtype)
         numbers = [number for _, number in layout.scores]
         if stream.number not in numbers:
             return None
-        first = len(layout.points) * row_slots * SLOT_BYTES + 4 * numbers.index(stream.number)
+        first = layout.score_slot(widths) * SLOT_BYTES + 4 * numbers.index(stream.number)
         return torch.from_numpy(data[:, first : first + 4]).view(torch.float32)[:, 0]
 
     def _block(self, stream: _Stream, positions: Ints, rows: Tensor) -> Block:

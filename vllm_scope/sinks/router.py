@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
-from vllm_scope.layout import Layout
+from vllm_scope.layout import Layout, Widths
 from vllm_scope.plan import Ints
 from vllm_scope.sinks import Manifest, RequestInfo, RowBatch
 from vllm_scope.sinks.counters import Counters
@@ -148,24 +148,24 @@ class Router:
         if not len(keys) or not np.isin(labels.keys, keys).any():
             return
         for layout, tokens, data in by_layout(
-            labels.layouts, labels.layout_of, batch.boundary, batch.row_bytes, batch.slots
+            labels.layouts, labels.layout_of, batch.boundary, batch.widths, batch.slots
         ):
             local = layout if batch.boundary is None else layout.at(batch.boundary)
             for some in by_key(labels.keys[tokens]) if len(tokens) else ():
                 of = tokens[some]
                 self._route(
                     int(labels.keys[of[0]]), local, labels.positions[of], data[some],
-                    batch.row_bytes,
+                    batch.widths,
                 )  # fmt: skip
 
     def _route(
-        self, key: int, layout: Layout, positions: Ints, data: np.ndarray, row_bytes: int
+        self, key: int, layout: Layout, positions: Ints, data: np.ndarray, widths: Widths
     ) -> None:
         routed = self._routed.get(key)
         if routed is None:
             return
         for lane, delivery in routed.deliveries.values():
-            arrival = delivery.arrival(layout, positions, data, row_bytes)
+            arrival = delivery.arrival(layout, positions, data, widths)
             if arrival is not None:
                 lane.put(delivery, arrival)
 

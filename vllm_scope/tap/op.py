@@ -1,19 +1,20 @@
-"""`torch.ops.vllm_scope.tap`, the op that is traced into the model's graph.
+"""`torch.ops.vllm_scope.tap`, and `tap_read`: the ops that are traced into the model's graph.
 
 Owns:  the registration, and the route from an arena to the worker's live state.
 Runs:  traced at load; on the GPU mostly replayed inside CUDA graphs, where this
        Python does not run at all. Where it does run (eager pieces, the CPU) it
        may skip the launch of an idle step and drain tap by tap.
 
-The op mutates the arena, and the stream where a row is edited. As a custom op with
-`mutates_args` it passes them straight through; traced tensor code (index_copy_) made three
-arena-sized temporaries a step (measured, torch 2.13). The tap's number is a tensor
-too: as a constant it would make every layer's graph another one to compile (26 s
-instead of 4 for 32 layers, measured on an H200).
+The op mutates the arena, and the stream where a row is edited; `tap_read`, for places that
+can be read alone, the arena. As custom ops with `mutates_args` they pass them straight
+through; traced tensor code (index_copy_) made three arena-sized temporaries a step
+(measured, torch 2.13). The tap's number is a tensor too: as a constant it would make every
+layer's graph another one to compile (26 s instead of 4 for 32 layers, measured on an H200).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -105,6 +106,33 @@ def _launch(
     )  # fmt: skip
 
 
+def _tap_read(
+    hidden: Tensor,
+    arena: Tensor,
+    tokens: Tensor,
+    programs: Tensor,
+    ops: Tensor,
+    vectors: Tensor,
+    tap: Tensor,
+    host: Tensor,
+) -> None:
+    """Where no program edits: `hidden` is not written, and the compiler knows."""
+    _tap(hidden, None, arena, tokens, programs, ops, vectors, tap, host)
+
+
+def _tap_read_fake(
+    hidden: Tensor,
+    arena: Tensor,
+    tokens: Tensor,
+    programs: Tensor,
+    ops: Tensor,
+    vectors: Tensor,
+    tap: Tensor,
+    host: Tensor,
+) -> None:
+    return None
+
+
 def _tap_fake(
     hidden: Tensor,
     residual: Tensor | None,
@@ -123,11 +151,17 @@ _library = torch.library.Library("vllm_scope", "FRAGMENT")
 
 
 def register() -> None:
-    """Define the op, once per process."""
+    """Define the ops, once per process."""
     if hasattr(torch.ops.vllm_scope, "tap"):
         return
-    schema = torch.library.infer_schema(_tap, mutates_args=["hidden", "residual", "arena"])
-    _library.define("tap" + schema)
+    _define("tap", _tap, ["hidden", "residual", "arena"], _tap_fake)
+    _define("tap_read", _tap_read, ["arena"], _tap_read_fake)
+
+
+def _define(
+    name: str, function: Callable[..., None], mutates: list[str], fake: Callable[..., None]
+) -> None:
+    _library.define(name + torch.library.infer_schema(function, mutates_args=mutates))
     for key in ("CPU", "CUDA"):
-        _library.impl("tap", _tap, dispatch_key=key)
-    _library._register_fake("tap", _tap_fake)
+        _library.impl(name, function, dispatch_key=key)
+    _library._register_fake(name, fake)

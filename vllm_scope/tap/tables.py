@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vllm_scope.arrays import Array
 from vllm_scope.errors import CapacityError, ScopeError
-from vllm_scope.layout import Layout, slots_of_row
+from vllm_scope.layout import Layout, Widths
 from vllm_scope.program import NO_PROGRAM, OP_DOT, OP_READ, Cost, Op, Program
 from vllm_scope.tap.definition import PROGRAM, SLOT, TO_HOST, WORDS_PER_SLOT
 from vllm_scope.tap.places import Places
@@ -56,7 +56,7 @@ class Tables:
         boundaries: tuple[int, ...],
         max_rows: int,
         hidden_size: int,
-        row_bytes: int,
+        widths: Widths,
         device: torch.device,
         vectors_mib: float = 1.0,
         num_programs: int = HELD_PROGRAMS + FREE_PROGRAMS,
@@ -65,7 +65,7 @@ class Tables:
         self.boundaries = boundaries
         self.num_uploads = 0
         self._tap_of = {boundary: tap for tap, boundary in enumerate(boundaries)}
-        self.row_slots = slots_of_row(row_bytes)
+        self._widths = widths
         self._device = device
         num_taps = max(len(boundaries), 1)
         num_ops = num_ops or HELD_OPS + min(FREE_PROGRAMS, num_programs) * num_taps
@@ -192,30 +192,36 @@ class Tables:
         entry = np.full(self.programs.shape[1], -1, np.int32)
         taken: list[int] = []
         arena = program.layout.arena
+        slots = arena.row_slots(self._widths)
         for boundary, ops in program.taps:
             following = -1
             local = arena.at(boundary)
+            slots_here = local.row_slots(self._widths)
             for op in reversed(ops):
                 taken.append(self._free_ops.pop())
                 vector = -1 if op.vector is None else self._vector_places.at(op.vector)
                 numbers = np.array([op.a, op.b], np.float32).view(np.int32).tolist()
-                words = self._words(op, arena, local)
+                words = self._words(op, arena, local, slots, slots_here)
                 self._pending_ops[taken[-1]] = (op.code, *words, vector, *numbers, following, 0)
                 following = taken[-1]
             entry[self._tap_of[boundary]] = following
         self._ops_of[program_id] = taken
         self._pending_programs[program_id] = entry
-        self.num_slots[program_id] = arena.slots(self.row_slots)
-        self.num_delivered[program_id] = program.layout.slots(self.row_slots)
+        self.num_slots[program_id] = arena.slots(self._widths)
+        self.num_delivered[program_id] = program.layout.slots(self._widths)
 
-    def _words(self, op: Op, layout: Layout, local: Layout) -> tuple[int, int]:
+    def _words(
+        self, op: Op, layout: Layout, local: Layout,
+        slots: dict[int, int], slots_here: dict[int, int],
+    ) -> tuple[int, int]:  # fmt: skip
         """Where the op stores, in the token's slots and in those of one tap."""
-        row = self.row_slots * WORDS_PER_SLOT
         if op.code == OP_READ:
-            return op.at * row, local.points.index(layout.points[op.at]) * row
+            point = layout.points[op.at]
+            return slots[point] * WORDS_PER_SLOT, slots_here[point] * WORDS_PER_SLOT
         if op.code == OP_DOT:
             at = local.scores.index(layout.scores[op.at])
-            return len(layout.points) * row + op.at, len(local.points) * row + at
+            first = layout.score_slot(self._widths), local.score_slot(self._widths)
+            return first[0] * WORDS_PER_SLOT + op.at, first[1] * WORDS_PER_SLOT + at
         return 0, 0
 
     def _flush(self) -> None:

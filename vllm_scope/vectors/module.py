@@ -21,10 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.sites import ALIASES, SiteLayer
+from vllm_scope.sites import ALIASES, STREAM_SITES, SiteLayer
 
-#: The residual stream's places, where a vector of the hidden size can act.
-STREAM_SITES = ("embed", "resid_pre", "resid_mid", "resid_post")
 #: No model has more layers; a longer number in a file is a mistake.
 MAX_LAYER = 9999
 MAX_VECTORS = 4096

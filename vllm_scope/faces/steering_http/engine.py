@@ -20,7 +20,7 @@ import vllm
 from vllm_scope.errors import ConfigError, shown
 from vllm_scope.faces.steering_http.capture import layers_of, positions_of
 from vllm_scope.sinks.options import FILESYSTEM
-from vllm_scope.sites import SITES
+from vllm_scope.sites import STREAM_SITES
 from vllm_scope.vectors.hooks import mapping, site_of
 
 #: Of the consumer `filesystem`: its option -> ours.
@@ -88,7 +88,7 @@ class LLM(vllm.LLM):
         **kwargs: Any,
     ) -> None:
         options = dict(additional_config or {})
-        scope = {"sites": SITES, **options.get("scope", {})}
+        scope = {"sites": STREAM_SITES, **options.get("scope", {})}
         for one in capture_consumers or ():
             kind, name, sink = sink_of(one)
             scope[kind] = {**scope.get(kind, {}), name: sink}

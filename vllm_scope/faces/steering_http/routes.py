@@ -155,7 +155,7 @@ def _check_target(target: str | None) -> None:
 
 async def _sites(request: Request) -> Sites:
     told = (await asked(engine_of(request).describe()))["sites"]
-    return Sites(**{**told, "boundaries": tuple(told["boundaries"])})
+    return Sites.from_body(told, told["boundaries"])
 
 
 def _lock(request: Request) -> asyncio.Lock:

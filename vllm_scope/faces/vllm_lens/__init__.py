@@ -15,10 +15,11 @@ Keys, in `extra_args`; over HTTP in `vllm_xargs`, as JSON strings:
                              them, False or None for nothing
     apply_steering_vectors   an Add per vector, and per position where it has positions
     apply_hooks              Python between the layers: offline, in this process, eager
-    output_qk                refused
+    output_qk                Read("q", layers) and Read("k", layers), where they are tapped
     activations_transport    over HTTP "binary": rows as a file; changes nothing offline
 
 keys.py     what the keys mean, and Activations
+attention.py attention patterns, from queries and keys
 steering.py SteeringVector
 hooks.py    Hook and HookContext; persistent.py: those of every request
 wire.py     tensors in JSON
@@ -34,6 +35,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm_scope.faces.vllm_lens.attention import attention_patterns, compute_attention_weights
     from vllm_scope.faces.vllm_lens.client import GenerateOutput, VLLMLensClient
     from vllm_scope.faces.vllm_lens.hooks import Hook, HookContext
     from vllm_scope.faces.vllm_lens.http import HTTP
@@ -54,6 +56,8 @@ __all__ = [
     "HookContext",
     "SteeringVector",
     "VLLMLensClient",
+    "attention_patterns",
+    "compute_attention_weights",
     "decode_activations",
     "deserialize_tensor",
     "serialize_activations",
@@ -67,18 +71,17 @@ _MODULES = {
     "GenerateOutput": "client",
     "SteeringVector": "steering",
     "VLLMLensClient": "client",
+    "attention_patterns": "attention",
+    "compute_attention_weights": "attention",
     "Hook": "hooks",
     "HookContext": "hooks",
     "translate": "keys",
 }
 #: What vllm-lens exports, and this version does not have.
 _LOCAL = "has nothing to do: hooks and what they save stay in one process"
-_ATTENTION = "needs queries and keys, which are not tapped in this version"
 _MISSING = {
     "serialize_hook_results": _LOCAL,
     "deserialize_hook_results": _LOCAL,
-    "attention_patterns": _ATTENTION,
-    "compute_attention_weights": _ATTENTION,
 }
 
 

@@ -41,8 +41,9 @@ class GenerateOutput:
     Attributes:
         text: of the first choice.
         activations: {"residual_stream": [n_layers, n_positions, hidden]} of the first
-            choice, a torch tensor; None where nothing was captured. Others' are in `raw`:
-            `decode_activations(out.raw["choices"][i], fetch_bytes=client.fetch_bytes)`.
+            choice, a torch tensor, and with `capture_qk` attn_q, attn_k, qk_layers and
+            qk_meta, for `attention_patterns`; None where nothing was captured. Others' are
+            in `raw`: `decode_activations(out.raw["choices"][i], fetch_bytes=client.fetch_bytes)`.
         hook_results: None; there are no hooks over HTTP.
         logprobs: as the server's JSON has them.
         raw: the whole JSON.
@@ -107,7 +108,8 @@ class VLLMLensClient:
         Args:
             capture_layers: layers whose residual stream is wanted, or True for all.
             activations_transport: "binary": tensors as files, which are fetched here.
-            hooks, capture_qk: refused.
+            capture_qk: layers whose queries and keys are wanted, or True for all.
+            hooks: refused.
             kwargs: other fields of the request: n, stop, vllm_xargs, ...
 
         Raises:

@@ -18,11 +18,12 @@ from typing import Annotated, Any, BinaryIO
 from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
+from torch import Tensor
 
 from vllm_scope.errors import FileError, ScopeError, SpecError, shown
 from vllm_scope.faces import KEYS
 from vllm_scope.faces.vllm_lens.client import NO_HOOKS
-from vllm_scope.faces.vllm_lens.wire import described, serialize_tensor
+from vllm_scope.faces.vllm_lens.wire import PLAIN, described, serialize_tensor
 from vllm_scope.files.tensors import Header, read_header
 from vllm_scope.server.access import RefusalError, Route, errors, state_of
 from vllm_scope.server.faces import HttpFace, Keep, Reply
@@ -56,6 +57,8 @@ class LensReply(Reply):
     def _entry(self, activations: Mapping[str, Any], name: str) -> dict[str, Any]:
         try:
             tensor = activations[name]
+            if not isinstance(tensor, Tensor):
+                return {PLAIN: tensor}
             if self._keep is None and tensor.nbytes > MAX_INLINE_BYTES:
                 return {"error": _too_large(tensor.nbytes)}
             if self._keep is None:

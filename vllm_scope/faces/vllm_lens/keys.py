@@ -12,52 +12,70 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from vllm_scope.actions import Action, Add, Read
 from vllm_scope.engine.translators import Translation, give
 from vllm_scope.errors import ScopeError, SpecError, shown
 from vllm_scope.faces import PERSISTENT
+from vllm_scope.faces.vllm_lens.attention import qk_meta
 from vllm_scope.faces.vllm_lens.hooks import Hook, HookRun
 from vllm_scope.faces.vllm_lens.persistent import PersistentHooks
 from vllm_scope.faces.vllm_lens.steering import SITE, SteeringVector
 from vllm_scope.result import ScopeResult
 from vllm_scope.selectors import Except
-from vllm_scope.sites import Sites
+from vllm_scope.sites import KINDS, Sites, kind_of
+
+#: Tensors of `output.activations`, and their sites.
+_TENSORS = {"residual_stream": SITE, "attn_q": "q", "attn_k": "k"}
 
 
 class Activations(Mapping[str, Any]):
-    """`output.activations`: one key, "residual_stream", stacked when it is asked for.
+    """`output.activations`: what was asked for, stacked when it is looked at.
 
-    CPU, model dtype, [n_layers, n_positions, hidden_size], layers ascending; n_positions
-    is n_prompt + n_generated - 1, and fewer while the request still runs.
+    residual_stream: CPU, model dtype, [n_layers, n_positions, hidden_size], layers
+    ascending; n_positions is n_prompt + n_generated - 1, and fewer while the request
+    still runs. attn_q, attn_k: the same, [n_layers, n_positions, heads, head_dim].
+    qk_layers, qk_meta: their layers, and what each one's kernel is told.
 
     Raises:
         ScopeError: on access, where rows are missing; they are never made up.
     """
 
-    def __init__(self, result: ScopeResult, layers: Sequence[int]) -> None:
-        self._result, self._layers = result, sorted(layers)
+    def __init__(
+        self, result: ScopeResult, sites: Sites,
+        layers: Sequence[int] | None, qk_layers: Sequence[int] | None,
+    ) -> None:  # fmt: skip
+        self._result, self._sites = result, sites
+        self._layers: dict[str, list[int]] = {}
+        self._others: dict[str, list[Any]] = {}
+        if layers is not None:
+            self._layers["residual_stream"] = sorted(layers)
+        if qk_layers is not None:
+            self._layers |= {"attn_q": sorted(qk_layers), "attn_k": sorted(qk_layers)}
+            self._others["qk_layers"] = sorted(qk_layers)
+            self._others["qk_meta"] = [qk_meta(sites, layer) for layer in sorted(qk_layers)]
 
-    def __getitem__(self, key: str) -> Tensor:
-        if key != "residual_stream":
-            raise KeyError(f"{key!r} was not asked for; these activations hold residual_stream.")
+    def __getitem__(self, key: str) -> Any:
+        if key in self._others:
+            return self._others[key]
+        if key not in self._layers:
+            raise KeyError(f"{key!r} was not asked for; these activations hold {', '.join(self)}.")
         if self._result.status not in ("complete", "streaming"):
             raise ScopeError(
-                f"the residual stream of this request is {self._result.status}: "
+                f"{key} of this request is {self._result.status}: "
                 f"{self._result.error or f'{self._result.dropped} rows are missing'}. "
                 "What is there is in output.outputs[0].scope."
             )
-        rows = [self._result[SITE, layer] for layer in self._layers]
+        rows = [self._result[_TENSORS[key], layer] for layer in self._layers[key]]
         # While it streams, layers of later pipeline stages may have come less far.
         shortest = min(len(each) for each in rows)
         return torch.stack([each[:shortest] for each in rows])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(("residual_stream",))
+        return iter((*self._layers, *self._others))
 
     def __len__(self) -> int:
-        return 1
+        return len(self._layers) + len(self._others)
 
 
 def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
@@ -66,11 +84,6 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
     Raises:
         SpecError: a key of a wrong type, or one that asks for what is not given here.
     """
-    if _parsed(values, "output_qk"):
-        raise SpecError(
-            "extra_args['output_qk']: queries and keys are not tapped in this version, so there "
-            "are no attention patterns; the sites are embed, resid_pre, resid_mid, resid_post."
-        )
     of_all: PersistentHooks | None = values.get(PERSISTENT)
     own = _hooks(_parsed(values, "apply_hooks"))
     run = _run(of_all.hooks if of_all is not None else (), own, sites)
@@ -79,15 +92,20 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
         actions += _adds(vector, f"extra_args['apply_steering_vectors'][{i}]")
     if run is not None:
         _check_order(run, actions)
-    layers = _layers(_parsed(values, "output_residual_stream"), sites)
+    layers = _layers(values, "output_residual_stream", sites)
     if layers is not None:
         actions.append(Read(SITE, layers))
+    qk_layers = _layers(values, "output_qk", sites)
+    if qk_layers is not None:
+        _check_tapped(sites)
+        actions += [Read("q", qk_layers), Read("k", qk_layers)]
     if run is not None and not actions:
         actions.append(Read(SITE, tokens=Except("prompt", "prompt")))  # of no token
 
     def decorate(output: Any, completion: Any) -> None:
-        if layers is not None:
-            give(output, completion, "activations", Activations(completion.scope, layers))
+        if layers is not None or qk_layers is not None:
+            found = Activations(completion.scope, sites, layers, qk_layers)
+            give(output, completion, "activations", found)
         if run is not None and own:
             give(output, completion, "hook_results", run.results(completion.index))
         if run is not None and of_all is not None:
@@ -132,7 +150,17 @@ def _check_order(run: HookRun, adds: list[Action]) -> None:
         )
 
 
-def _layers(asked: Any, sites: Sites) -> list[int] | None:
+def _check_tapped(sites: Sites) -> None:
+    kinds = {kind_of(boundary) for boundary in sites.boundaries}
+    if not kinds >= {KINDS.index("q"), KINDS.index("k")}:
+        raise SpecError(
+            "extra_args['output_qk']: this engine does not tap queries and keys; start it with "
+            "additional_config={'scope': {'sites': ['embed', 'resid_post', 'q', 'k']}}."
+        )
+
+
+def _layers(values: Mapping[str, Any], key: str, sites: Sites) -> list[int] | None:
+    asked = _parsed(values, key)
     if asked is None or (isinstance(asked, int) and asked == 0):
         return None
     # vLLM makes numbers of the booleans in `vllm_xargs`.
@@ -141,7 +169,7 @@ def _layers(asked: Any, sites: Sites) -> list[int] | None:
         return list(range(sites.num_layers))
     if not isinstance(asked, list | tuple) or not asked:
         raise SpecError(
-            f"extra_args['output_residual_stream'] is {shown(asked)}; it is True for all layers, "
+            f"extra_args[{key!r}] is {shown(asked)}; it is True for all layers, "
             "a list of layers, or False for none."
         )
     Read(SITE, list(asked))

@@ -5,7 +5,7 @@
 
 bfloat16 travels as int16, which numpy knows. `compression` is there where the bytes are a
 zstd frame. Instead of `data` there may be a `handle`, whose bytes are fetched; or `error`,
-the sentence that says why there is no tensor.
+the sentence that says why there is no tensor. What is no tensor is `{"__json__": value}`.
 
 Promise: nothing is unpickled, and sizes are compared before anything is allocated.
 """
@@ -27,6 +27,8 @@ from vllm_scope.errors import ConfigError, ScopeError, SpecError, shown
 #: numpy's names. Those of 16 bits and int8 are what models compute in.
 DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
 MAX_DIMENSIONS = 8
+#: The one field of a value that is no tensor.
+PLAIN = "__json__"
 #: Handle -> the bytes that it stands for.
 Fetch = Callable[[str], bytes]
 
@@ -42,7 +44,10 @@ def serialize_tensor(tensor: Tensor, compress: bool | None = None) -> dict[str, 
 
 def serialize_activations(activations: Mapping[str, Any]) -> dict[str, Any]:
     """`output.activations` as the field `activations` of an answer."""
-    return {name: serialize_tensor(tensor) for name, tensor in activations.items()}
+    return {
+        name: serialize_tensor(value) if isinstance(value, Tensor) else {PLAIN: value}
+        for name, value in activations.items()
+    }
 
 
 def described(tensor: Tensor) -> dict[str, Any]:
@@ -151,8 +156,8 @@ def _unzipped(raw: bytes, size: int, where: str) -> bytes:
 
 def decode_activations(
     body: Mapping[str, Any], *, fetch_bytes: Fetch | None = None
-) -> dict[str, Tensor]:
-    """The tensors of an answer, or of one of its choices; {} where nothing was captured.
+) -> dict[str, Any]:
+    """The activations of an answer, or of one of its choices; {} where nothing was captured.
 
     Args:
         body: JSON with the field `activations`.
@@ -161,11 +166,13 @@ def decode_activations(
     Raises:
         ScopeError: a tensor could not be given, or a handle came and nothing fetches it.
     """
-    found = {}
+    found: dict[str, Any] = {}
     for name, entry in (body.get("activations") or {}).items():
         if "error" in entry:
             raise ScopeError(str(entry["error"]))
-        if "handle" not in entry:
+        if PLAIN in entry:
+            found[name] = entry[PLAIN]
+        elif "handle" not in entry:
             found[name] = deserialize_tensor(entry, where=f"activations[{name!r}]")
         elif fetch_bytes is None:
             raise ScopeError(
