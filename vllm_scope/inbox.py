@@ -20,9 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from vllm_scope.pending import Delivered, Pending
 from vllm_scope.receiver import Receiver
+from vllm_scope.resolve import Resolved
 from vllm_scope.road import Address, CountersHeader, FinishHeader, RowsMessage
 from vllm_scope.sites import Sites
-from vllm_scope.spec import Resolved
 from vllm_scope.split import by_key, by_layout
 
 #: Messages from this size on are copied by several threads.

@@ -19,10 +19,10 @@ import torch
 from vllm_scope.assemble import Part
 from vllm_scope.encoding import Encoding
 from vllm_scope.layout import SLOT_BYTES, Layout, Widths
+from vllm_scope.resolve import Resolved
 from vllm_scope.result import RowKey, ScopeResult, Status, dtype_of
 from vllm_scope.sinks import Manifest
 from vllm_scope.sites import Sites
-from vllm_scope.spec import Resolved
 
 #: Positions that a request's rows get room for at first, where more are not certain.
 FIRST_ROOM = 64

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from vllm_scope.arrays import Array
 from vllm_scope.encoding import Encoding
 from vllm_scope.layout import Layout
+from vllm_scope.resolve import Resolved, ResolvedEdit
 from vllm_scope.selectors import Selector, Tokens
 from vllm_scope.sites import LEVELS, Sites, boundary_of_point, point_of
-from vllm_scope.spec import Resolved, ResolvedEdit
 
 #: Store the row, or a score of it.
 OP_READ, OP_DOT = 1, 2

@@ -21,8 +21,9 @@ from typing import Any
 from vllm_scope.actions import MAX_NAME
 from vllm_scope.arrays import Array
 from vllm_scope.errors import SpecError, shown
+from vllm_scope.resolve import NOTHING, Resolved, ResolvedEdit, Vectors
 from vllm_scope.sites import Sites
-from vllm_scope.spec import NOTHING, Resolved, ResolvedEdit, Spec, Vectors
+from vllm_scope.spec import Spec
 from vllm_scope.vectors import SteeringModule, from_bytes
 from vllm_scope.vectors.module import Place
 

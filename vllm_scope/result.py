@@ -25,10 +25,10 @@ from vllm_scope.assemble import Part, assemble, num_processed, wanted_positions
 from vllm_scope.codecs.packed import EncodedRows, decoded, packing_of
 from vllm_scope.encoding import Encoding
 from vllm_scope.layout import SLOT_BYTES
+from vllm_scope.resolve import Resolved
 from vllm_scope.selectors import Selector
 from vllm_scope.sinks import Manifest
 from vllm_scope.sites import ALIASES, LEVELS, SiteLayer, Sites
-from vllm_scope.spec import Resolved
 
 if TYPE_CHECKING:
     from vllm_scope.analysis.cache import ActivationCache

@@ -17,12 +17,13 @@ import torch
 
 from vllm_scope.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.plan import Labels
+from vllm_scope.resolve import Resolved
 from vllm_scope.sinks import Block, Ending, Manifest, Report, RequestInfo, RowBatch
 from vllm_scope.sinks import options as sink_options
 from vllm_scope.sinks.request import Ended
 from vllm_scope.sinks.router import Router
 from vllm_scope.sites import Sites, point_of
-from vllm_scope.spec import Resolved, Spec
+from vllm_scope.spec import Spec
 
 PATIENCE_S = 20
 SITES = Sites(2, 4, "float32", (0, 2, 4))

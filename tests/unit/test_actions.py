@@ -14,8 +14,8 @@ from tests.unit.strategies import as_json, edits, probes, sentence, specs
 from vllm_scope import Ablate, Add, Clamp, Probe, Read, Replace, Spec, scope
 from vllm_scope.actions import KINDS, Module
 from vllm_scope.arrays import Array
+from vllm_scope.resolve import ResolvedEdit
 from vllm_scope.sites import Sites
-from vllm_scope.spec import ResolvedEdit
 
 V = [1.0, -2.0, 0.5, 0.0]
 ZERO = [0.0] * 4

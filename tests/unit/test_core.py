@@ -19,8 +19,8 @@ from vllm_scope.engine.core import HANDLE, CoreScope, Ledger, handle_of
 from vllm_scope.plan import OVERSHOOT
 from vllm_scope.program import BlockKeys, Cost
 from vllm_scope.registry import Registry
+from vllm_scope.resolve import Resolved
 from vllm_scope.sites import Sites
-from vllm_scope.spec import Resolved
 from vllm_scope.tap.tables import capacity
 from vllm_scope.vectors import SteeringModule, to_bytes
 

@@ -16,8 +16,8 @@ from vllm_scope import Ablate, Add, Clamp, Probe, Read, Replace, Spec, TokenIds
 from vllm_scope.actions import Action
 from vllm_scope.layout import Layout, Widths
 from vllm_scope.program import OP_ABLATE, OP_ADD, OP_DOT, OP_READ, Cost, Op, Program, RequestProgram
+from vllm_scope.resolve import Resolved
 from vllm_scope.sites import SiteLayer, Sites, boundary_of_point, point_of
-from vllm_scope.spec import Resolved
 
 NUM_LAYERS, HIDDEN_SIZE = 2, 4
 EVERYWHERE = tuple(range(2 * NUM_LAYERS + 1))

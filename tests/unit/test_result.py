@@ -20,10 +20,10 @@ from tests.unit.strategies import VOCAB, is_selected, specs
 from vllm_scope import Read, Spec, Union
 from vllm_scope.layout import Layout
 from vllm_scope.pending import Pending
+from vllm_scope.resolve import Resolved
 from vllm_scope.result import ScopeResult
 from vllm_scope.selectors import Selector
 from vllm_scope.sites import point_of
-from vllm_scope.spec import Resolved
 
 PATIENCE_S = 10
 

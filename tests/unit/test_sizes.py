@@ -18,8 +18,8 @@ from vllm_scope.engine.sizes import (
 )
 from vllm_scope.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.program import Cost, RequestProgram
+from vllm_scope.resolve import Resolved
 from vllm_scope.sites import LEVELS, Sites, boundary_of, point_of
-from vllm_scope.spec import Resolved
 
 #: bf16 rows of 100 numbers: 200 bytes, 13 slots.
 CPU = Sizes(Widths((200,)), tuple(range(5)), max_rows=64, graph_rows=0, cuda=False)

@@ -11,8 +11,10 @@ from hypothesis import given
 
 from tests.unit.strategies import sentence, specs
 from vllm_scope import Except, Read, Spec, SpecError, TokenIds, Union, scope
+from vllm_scope.resolve import ResolvedRead
 from vllm_scope.selectors import MAX_ITEMS, Positions, Span, Word
-from vllm_scope.spec import MAX_READS, MAX_SPEC_BYTES, ResolvedRead, Sites
+from vllm_scope.sites import Sites
+from vllm_scope.spec import MAX_READS, MAX_SPEC_BYTES
 
 #: A tap at every boundary of four layers.
 EVERYWHERE = tuple(range(9))

@@ -26,9 +26,9 @@ from vllm_scope.layout import Widths
 from vllm_scope.plan import Labels, Planner, StepBatch
 from vllm_scope.program import RequestProgram
 from vllm_scope.registry import Registry
+from vllm_scope.resolve import Resolved
 from vllm_scope.sinks import RequestInfo, RowBatch
 from vllm_scope.sites import Sites
-from vllm_scope.spec import Resolved
 from vllm_scope.tap import op
 from vllm_scope.tap.definition import tap_rows
 from vllm_scope.tap.tables import Tables

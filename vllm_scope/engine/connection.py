@@ -27,9 +27,9 @@ from vllm_scope.inbox import inbox
 from vllm_scope.metrics import count_sinks
 from vllm_scope.plan import OVERSHOOT
 from vllm_scope.program import RequestProgram
+from vllm_scope.resolve import Resolved, Vectors
 from vllm_scope.selectors import Tokens
 from vllm_scope.sites import Sites
-from vllm_scope.spec import Resolved, Vectors
 
 
 @dataclass

@@ -27,8 +27,9 @@ from vllm_scope.errors import CapacityError, SpecError
 from vllm_scope.plan import OVERSHOOT
 from vllm_scope.program import BlockKeys, Cost, RequestProgram
 from vllm_scope.registry import Registry
+from vllm_scope.resolve import Resolved
 from vllm_scope.sinks.request import Ended
-from vllm_scope.spec import Resolved, Spec
+from vllm_scope.spec import Spec
 from vllm_scope.tap.tables import capacity
 from vllm_scope.vectors import load_vectors
 

@@ -24,12 +24,13 @@ from vllm_scope.config import ScopeConfig
 from vllm_scope.drain import Drain
 from vllm_scope.engine.sizes import Sizes
 from vllm_scope.host_ring import HostRing
+from vllm_scope.resolve import Resolved
 from vllm_scope.sinks import RequestInfo
 from vllm_scope.sinks.memory import MemorySink
 from vllm_scope.sinks.request import Ended
 from vllm_scope.sinks.router import GLOBAL, Router
 from vllm_scope.sites import Sites
-from vllm_scope.spec import Resolved, Spec
+from vllm_scope.spec import Spec
 
 #: The key of a request for whose rows nobody waits.
 NOBODY = -1

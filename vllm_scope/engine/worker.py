@@ -40,10 +40,11 @@ from vllm_scope.layout import SLOT_BYTES, Widths
 from vllm_scope.plan import Planner, StepBatch, StepPlan
 from vllm_scope.program import RequestProgram
 from vllm_scope.registry import Registry
+from vllm_scope.resolve import Resolved
 from vllm_scope.road import Address
 from vllm_scope.sinks.request import Ended
 from vllm_scope.sites import kind_of
-from vllm_scope.spec import Resolved, Spec
+from vllm_scope.spec import Spec
 from vllm_scope.tap import op
 from vllm_scope.tap.tables import Tables, capacity
 from vllm_scope.vectors import load_vectors

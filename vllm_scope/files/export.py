@@ -23,7 +23,7 @@ from torch import Tensor
 from vllm_scope.errors import ConfigError, FileError
 from vllm_scope.files.manifest import stream_name
 from vllm_scope.files.publish import LocalPublisher, write_bytes
-from vllm_scope.spec import SiteLayer
+from vllm_scope.sites import SiteLayer
 
 if TYPE_CHECKING:
     from vllm_scope.files.reader import Capture

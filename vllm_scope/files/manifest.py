@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from vllm_scope.errors import FileError
-from vllm_scope.spec import SiteLayer
+from vllm_scope.sites import SiteLayer
 
 Status = Literal["ok", "partial", "error"]
 

@@ -25,10 +25,10 @@ from vllm_scope.codecs.packed import EncodedRows, packing_of
 from vllm_scope.encoding import Encoding
 from vllm_scope.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.program import canonical_point, edited_places
+from vllm_scope.resolve import Resolved
 from vllm_scope.selectors import Selector
 from vllm_scope.sinks import Block, Ending, RequestInfo, Status
 from vllm_scope.sites import SiteLayer, Sites, kind_of_point
-from vllm_scope.spec import Resolved
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import numpy as np
 
 from vllm_scope.layout import Layout, Widths
 from vllm_scope.plan import Ints
+from vllm_scope.resolve import Resolved
 from vllm_scope.sinks import Manifest, RequestInfo, RowBatch
 from vllm_scope.sinks.counters import Counters
 from vllm_scope.sinks.lane import Lane
@@ -27,7 +28,6 @@ from vllm_scope.sinks.memory import MemorySink
 from vllm_scope.sinks.options import SinkConfig
 from vllm_scope.sinks.request import Delivery, Ended
 from vllm_scope.sites import Sites
-from vllm_scope.spec import Resolved
 from vllm_scope.split import by_key, by_layout
 
 logger = logging.getLogger("vllm.vllm_scope")
