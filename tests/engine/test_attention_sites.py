@@ -34,7 +34,7 @@ def params(*actions, **options):
     return requests.params(scope(*actions) if actions else None, **(defaults | options))
 
 
-def check(result, prompt, output_ids, ref, sites=SITES, layers=range(NUM_LAYERS)):
+def check(result, prompt, output_ids, ref, sites=SITES, layers=range(NUM_LAYERS), tolerance=1e-4):
     """Every position's rows, of every layer, in the shape of heads."""
     token_ids = [*prompt, *output_ids][:-1]
     expected = ref.attention(token_ids)
@@ -46,7 +46,7 @@ def check(result, prompt, output_ids, ref, sites=SITES, layers=range(NUM_LAYERS)
             assert rows.dtype == ref.dtype
             assert result.positions(site, layer).tolist() == list(range(len(token_ids)))
             error = row_error(rows.flatten(1), expected[layer][site].flatten(1))
-            assert error <= 1e-4, (site, layer, error)
+            assert error <= tolerance, (site, layer, error)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2"])

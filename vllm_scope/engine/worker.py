@@ -43,7 +43,7 @@ from vllm_scope.registry import Registry
 from vllm_scope.resolve import Resolved
 from vllm_scope.road import Address
 from vllm_scope.sinks.request import Ended
-from vllm_scope.sites import kind_of
+from vllm_scope.sites import STREAM, kind_of
 from vllm_scope.spec import Spec
 from vllm_scope.tap import op
 from vllm_scope.tap.tables import Tables, capacity
@@ -162,14 +162,18 @@ class ScopeWorker:
         """Load the kernel now: inside a graph capture it could not be."""
         from vllm_scope.tap.kernel import tap_rows
 
-        tables = self._tables
-        for size in set(self.sites.row_sizes):
-            row = torch.zeros((1, size), dtype=dtype, device=device)
-            for residual in (None, row) if size == self.sites.hidden_size else (None,):
-                tap_rows(
-                    row, residual, self._arena.slots, tables.tokens, tables.programs, tables.ops,
-                    tables.vectors, tables.numbers[0], tables.host, 0, 0,
-                )  # fmt: skip
+        tables, sizes = self._tables, self.sites.row_sizes
+        row = torch.zeros((1, max(sizes) + 1), dtype=dtype, device=device)
+        stream = row[:, : sizes[STREAM]]
+        launches = [(stream, None), (stream, stream)]
+        for size in sizes[STREAM + 1 :]:
+            # A part of a wider projection need not be aligned, which is another variant.
+            launches += [(row[:, :size], None), (row[:, 1 : size + 1], None)]
+        for hidden, residual in launches:
+            tap_rows(
+                hidden, residual, self._arena.slots, tables.tokens, tables.programs, tables.ops,
+                tables.vectors, tables.numbers[0], tables.host, 0, 0,
+            )  # fmt: skip
 
     def check_canary(self) -> None:
         """Read one row at every tap of a dummy forward.
