@@ -2,7 +2,7 @@
 
 Owns:  the requests with taps, and the arithmetic from token positions to rows.
 Runs:  in every worker that drains, before the forward. CPU only, no device sync.
-From:  program (per request), engine (StepBatch).
+From:  compile (per request), engine (StepBatch).
 To:    tap.tables (row -> program, slot), drain (labels of the rows).
 
 Promise: a plan is a pure function of the requests and the batch. A step without
@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_scope.compile import RequestProgram
 from vllm_scope.errors import ScopeError
 from vllm_scope.layout import Layout
-from vllm_scope.program import NO_PROGRAM, RequestProgram
+from vllm_scope.program import NO_PROGRAM
 from vllm_scope.tap.tables import Tables
 
 Ints = NDArray[np.int64]

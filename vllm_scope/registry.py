@@ -3,7 +3,7 @@
 Owns:  Registry.
 Runs:  in EngineCore, which decides what a name means for a request that enters, and in
        every worker, which holds the content. Both are told by the same remote calls.
-From:  vectors (modules as bytes), spec.   To: program.
+From:  vectors (modules as bytes), spec.   To: compile.
 
 Promise: a request keeps what a name, and the server's edits, meant when it entered.
 Names are resolved to digests once, in EngineCore; content is found by digest after

@@ -3,7 +3,7 @@
 Owns:  Resolved, and `resolve`, which makes it.
 Runs:  in the front-end (validation), in EngineCore (the keys of edited KV blocks) and in
        workers. numpy, no torch, no vLLM.
-From:  actions, of a spec.   To: program (what to do with a token), result (what to expect).
+From:  actions, of a spec.   To: compile (what to do with a token), result (what to expect).
 
 Promise: what is only known of an engine (its layers, its sizes, its steering modules) is
 checked here, with a sentence that names the action.
@@ -92,7 +92,7 @@ class Resolved:
     edits: tuple[ResolvedEdit, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without what program.py and `joined` remember on it.
+        # Without what compile.py and `joined` remember on it.
         return {"reads": self.reads, "probes": self.probes, "edits": self.edits}
 
     def joined(

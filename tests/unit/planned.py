@@ -10,9 +10,9 @@ import torch
 
 from vllm_scope import Ablate, Add, Probe, Read, Replace, Spec
 from vllm_scope.actions import Action
+from vllm_scope.compile import RequestProgram
 from vllm_scope.layout import Widths
 from vllm_scope.plan import Planner, StepBatch
-from vllm_scope.program import RequestProgram
 from vllm_scope.sites import Sites, boundary_of_point
 from vllm_scope.tap.tables import Tables
 

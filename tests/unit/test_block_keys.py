@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.unit.strategies import VOCAB, edits
 from vllm_scope import Ablate, Add, Except, Replace, Spec, TokenIds
 from vllm_scope.arrays import Array
-from vllm_scope.program import BlockKeys, RequestProgram
+from vllm_scope.compile import BlockKeys, RequestProgram
 from vllm_scope.sites import Sites
 
 BLOCK = 4

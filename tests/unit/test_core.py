@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_scope import Add, CapacityError, Read, Replace, SpecError, scope
+from vllm_scope.compile import BlockKeys
 from vllm_scope.engine import core
 from vllm_scope.engine.core import HANDLE, CoreScope, Ledger, handle_of
 from vllm_scope.plan import OVERSHOOT
-from vllm_scope.program import BlockKeys, Cost
+from vllm_scope.program import Cost
 from vllm_scope.registry import Registry
 from vllm_scope.resolve import Resolved
 from vllm_scope.sites import Sites

@@ -20,9 +20,10 @@ from vllm_scope.codecs.packed import (
     encoding_of,
     packing_of,
 )  # fmt: skip
+from vllm_scope.compile import RequestProgram
 from vllm_scope.encoding import READ_CODECS, CodecChoice
 from vllm_scope.layout import SLOT_BYTES, Layout, Widths
-from vllm_scope.program import Program, RequestProgram, assemble
+from vllm_scope.program import Program, assemble
 from vllm_scope.sites import Sites, point_of
 from vllm_scope.spec import scope
 

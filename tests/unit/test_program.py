@@ -14,8 +14,9 @@ from tests.unit.oracle import Edited, edits_at, first_point, known, level_of
 from tests.unit.strategies import VOCAB, is_selected, selectors, specs
 from vllm_scope import Ablate, Add, Clamp, Probe, Read, Replace, Spec, TokenIds
 from vllm_scope.actions import Action
+from vllm_scope.compile import RequestProgram
 from vllm_scope.layout import Layout, Widths
-from vllm_scope.program import OP_ABLATE, OP_ADD, OP_DOT, OP_READ, Cost, Op, Program, RequestProgram
+from vllm_scope.program import OP_ABLATE, OP_ADD, OP_DOT, OP_READ, Cost, Op, Program
 from vllm_scope.resolve import Resolved
 from vllm_scope.sites import SiteLayer, Sites, boundary_of_point, point_of
 

@@ -11,8 +11,8 @@ import torch
 from tests.unit.delivered import labels_of, reads_at
 from tests.unit.roads import SITES, score_of
 from vllm_scope import Add, Probe, Read, Spec
+from vllm_scope.compile import RequestProgram
 from vllm_scope.layout import Layout, Widths
-from vllm_scope.program import RequestProgram
 from vllm_scope.sinks import RowBatch
 from vllm_scope.sites import Sites, point_of
 

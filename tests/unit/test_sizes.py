@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from vllm_scope import CapacityError, ConfigError, Read, Spec
+from vllm_scope.compile import RequestProgram
 from vllm_scope.config import ScopeConfig
 from vllm_scope.encoding import Encoding
 from vllm_scope.engine.sizes import (
@@ -17,7 +18,7 @@ from vllm_scope.engine.sizes import (
     Sizes,
 )
 from vllm_scope.layout import SLOT_BYTES, Layout, Widths
-from vllm_scope.program import Cost, RequestProgram
+from vllm_scope.program import Cost
 from vllm_scope.resolve import Resolved
 from vllm_scope.sites import LEVELS, Sites, boundary_of, point_of
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from tests.unit.strategies import selectors
 from vllm_scope import Add, Probe, Read, Spec, SpecError
 from vllm_scope.codecs.packed import packing_of
+from vllm_scope.compile import RequestProgram
 from vllm_scope.encoding import Encoding
 from vllm_scope.engine.canary import silent_taps
 from vllm_scope.layout import SLOT_BYTES, Layout, Widths, boundaries_of
 from vllm_scope.packer import Packer
 from vllm_scope.pending import Delivered, Pending
 from vllm_scope.plan import Planner, StepBatch
-from vllm_scope.program import RequestProgram
 from vllm_scope.sinks import RequestInfo
 from vllm_scope.sinks.request import Delivery
 from vllm_scope.sites import (

@@ -15,6 +15,7 @@ import torch
 from tests.unit.oracle import apply, edits_at, first_point, known, level_of
 from vllm_scope import Spec
 from vllm_scope.arena import Arena
+from vllm_scope.compile import RequestProgram
 from vllm_scope.config import ScopeConfig
 from vllm_scope.drain import Drain
 from vllm_scope.engine.core import HANDLE
@@ -24,7 +25,6 @@ from vllm_scope.engine.worker import ScopeWorker
 from vllm_scope.host_ring import HostRing
 from vllm_scope.layout import Widths
 from vllm_scope.plan import Labels, Planner, StepBatch
-from vllm_scope.program import RequestProgram
 from vllm_scope.registry import Registry
 from vllm_scope.resolve import Resolved
 from vllm_scope.sinks import RequestInfo, RowBatch

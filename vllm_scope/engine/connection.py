@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 from vllm_scope.actions import MEMORY
 from vllm_scope.arrays import Array
+from vllm_scope.compile import RequestProgram
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.sizes import Limits
 from vllm_scope.errors import ScopeError, SpecError, shown
 from vllm_scope.inbox import inbox
 from vllm_scope.metrics import count_sinks
 from vllm_scope.plan import OVERSHOOT
-from vllm_scope.program import RequestProgram
 from vllm_scope.resolve import Resolved, Vectors
 from vllm_scope.selectors import Tokens
 from vllm_scope.sites import Sites

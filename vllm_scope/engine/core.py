@@ -20,12 +20,13 @@ from typing import Any
 
 import numpy as np
 
+from vllm_scope.compile import BlockKeys, RequestProgram
 from vllm_scope.engine.delivery import global_reads
 from vllm_scope.engine.model import hidden_size_of, sites_of
 from vllm_scope.engine.seams import config_of, wrap_function, wrap_method
 from vllm_scope.errors import CapacityError, SpecError
 from vllm_scope.plan import OVERSHOOT
-from vllm_scope.program import BlockKeys, Cost, RequestProgram
+from vllm_scope.program import Cost
 from vllm_scope.registry import Registry
 from vllm_scope.resolve import Resolved
 from vllm_scope.sinks.request import Ended

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from vllm_scope.compile import RequestProgram
 from vllm_scope.config import ScopeConfig
 from vllm_scope.errors import CapacityError, ConfigError
 from vllm_scope.layout import SLOT_BYTES, Layout, Widths, boundaries_of
-from vllm_scope.program import Cost, RequestProgram
+from vllm_scope.program import Cost
 from vllm_scope.sites import kind_of
 
 #: What an arena holds where no CUDA graph sets its size.

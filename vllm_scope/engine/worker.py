@@ -25,6 +25,7 @@ from vllm_scope.anatomy.attention import install_attention_taps
 from vllm_scope.anatomy.layers import Anatomy
 from vllm_scope.anatomy.tapped import install_taps
 from vllm_scope.arena import Arena, Region
+from vllm_scope.compile import RequestProgram
 from vllm_scope.config import ScopeConfig
 from vllm_scope.engine import runners
 from vllm_scope.engine.attention import attention_of, kernel_of
@@ -38,7 +39,6 @@ from vllm_scope.errors import CapacityError, CompatError, ScopeError
 from vllm_scope.host_ring import Lease
 from vllm_scope.layout import SLOT_BYTES, Widths
 from vllm_scope.plan import Planner, StepBatch, StepPlan
-from vllm_scope.program import RequestProgram
 from vllm_scope.registry import Registry
 from vllm_scope.resolve import Resolved
 from vllm_scope.road import Address

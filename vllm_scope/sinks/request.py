@@ -22,9 +22,9 @@ from torch import Tensor
 
 from vllm_scope.assemble import Ints, Part, assemble, wanted_positions
 from vllm_scope.codecs.packed import EncodedRows, packing_of
+from vllm_scope.compile import canonical_point, edited_places
 from vllm_scope.encoding import Encoding
 from vllm_scope.layout import SLOT_BYTES, Layout, Widths
-from vllm_scope.program import canonical_point, edited_places
 from vllm_scope.resolve import Resolved
 from vllm_scope.selectors import Selector
 from vllm_scope.sinks import Block, Ending, RequestInfo, Status

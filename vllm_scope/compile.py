@@ -1,0 +1,315 @@
+"""A request's actions, compiled: which program each of its tokens gets.
+
+Owns:  RequestProgram, and BlockKeys (what its edits mean for blocks of KV).
+Runs:  in workers, when a request arrives and when its tokens are planned; in
+       EngineCore, to count what a request needs. numpy, no torch.
+From:  resolve.   To: program, plan.
+
+Promise: the program depends on the token's absolute position, never on the step it
+happens to be in, so chunked prefill and recompute read and edit the same rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_scope.arrays import Array
+from vllm_scope.encoding import Encoding
+from vllm_scope.program import (
+    OP_ABLATE,
+    OP_ADD,
+    OP_ADD_NORM,
+    OP_CLAMP,
+    OP_DOT,
+    OP_SET,
+    Cost,
+    Op,
+    Program,
+    assemble,
+)  # fmt: skip
+from vllm_scope.resolve import Resolved, ResolvedEdit
+from vllm_scope.selectors import Selector, Tokens
+from vllm_scope.sites import LEVELS, Sites, point_of
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """What a spec does at some boundaries, whatever the prompt; requests share it.
+
+    A token's program follows from its column: for each distinct way of picking
+    tokens, whether it picks this one (for a replacement: which of its rows, from 1).
+    """
+
+    ways: tuple[_Way, ...]
+    reads: tuple[tuple[int, tuple[int, ...], Encoding | None], ...]
+    scores: tuple[tuple[int, int, int, Op], ...]
+    edits: tuple[tuple[int, tuple[int, int], tuple[Op, ...]], ...]
+    programs: dict[bytes, Program | None] = field(default_factory=dict)
+
+    def program(self, column: NDArray[np.int32]) -> Program | None:
+        key = column.tobytes()
+        if key not in self.programs:
+            self.programs[key] = self._build(column)
+        return self.programs[key]
+
+    def _build(self, column: NDArray[np.int32]) -> Program | None:
+        points: dict[Encoding | None, set[int]] = {}
+        for way, some, encoding in self.reads:
+            if column[way]:
+                points.setdefault(encoding, set()).update(some)
+        scores: dict[int, list[tuple[int, Op]]] = {}
+        for way, point, number, op in self.scores:
+            if column[way]:
+                scores.setdefault(point, []).append((number, op))
+        edits: dict[tuple[int, int], list[Op]] = {}
+        for way, place, ops in self.edits:
+            if column[way]:
+                edits.setdefault(place, []).append(ops[column[way] - 1])
+        if not (points or scores or edits):
+            return None
+        plain = tuple(sorted(points.pop(None, ())))
+        encoded = [(e, tuple(sorted(some))) for e, some in points.items() if e is not None]
+        return assemble(plain, scores, edits, tuple(sorted(encoded, key=lambda x: x[0].text)))
+
+
+def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) -> _Compiled:
+    ways: dict[_Way, int] = {}
+
+    def way(selector: Selector, use: str, positions: tuple[int, ...] = ()) -> int:
+        return ways.setdefault(_Way(selector, use, positions), len(ways))
+
+    edited = edited_places(asked, sites)
+    reads, scores, edits = [], [], []
+    for read in asked.reads if drains else ():
+        points = {
+            canonical_point(sites.point_of(stream, read.when), edited)
+            for stream in read.streams
+            if sites.boundary_of(stream) in here
+        }
+        if points:
+            reads.append((way(read.tokens, "deliver"), tuple(sorted(points)), read.encoding))
+    for number, probe in enumerate(asked.probes if drains else ()):
+        if sites.boundary_of(probe.stream) in here:
+            op = Op(OP_DOT, 0, probe.weight, probe.bias)
+            point = canonical_point(sites.point_of(probe.stream), edited)
+            scores.append((way(probe.tokens, "deliver"), point, number, op))
+    for edit in asked.edits:
+        place = (sites.boundary_of(edit.stream), sites.group_of(edit.stream))
+        if place[0] in here:
+            column = way(edit.tokens, "edit", edit.positions)
+            edits.append((column, place, _ops_of(edit)))
+    return _Compiled(tuple(ways), tuple(reads), tuple(scores), tuple(edits))
+
+
+@dataclass(frozen=True)
+class RequestProgram:
+    """Which program each token of one request gets."""
+
+    num_prompt: int
+    prompt_ids: NDArray[np.int64]
+    _compiled: _Compiled
+
+    @staticmethod
+    def compile(
+        asked: Resolved,
+        sites: Sites,
+        here: frozenset[int],
+        num_prompt: int,
+        prompt_ids: NDArray[np.int64],
+        drains: bool = True,
+    ) -> RequestProgram:
+        """Keep what concerns the boundaries that this worker's stage holds.
+
+        Args:
+            asked: reads, probes and edits, the server's edits first. Remembers what was
+                made of it: many requests may ask for the same.
+            here: the boundaries.
+            num_prompt, prompt_ids: of the request.
+            drains: False on a rank that edits like the others and delivers nothing.
+        """
+        known: dict[Any, _Compiled] = asked.__dict__.setdefault("_compiled", {})
+        key = (sites, here, drains)
+        if key not in known:
+            known[key] = _compile(asked, sites, here, drains)
+        return RequestProgram(num_prompt, prompt_ids, known[key])
+
+    @property
+    def has_vectors(self) -> bool:
+        """It scores or edits."""
+        return bool(self._compiled.scores or self._compiled.edits)
+
+    @property
+    def empty(self) -> bool:
+        return not self._compiled.ways
+
+    @property
+    def generated_is_uniform(self) -> bool:
+        """Every generated token gets the same program, as every prompt token does."""
+        return all(way.uniform for way in self._compiled.ways)
+
+    def _columns(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
+        """int32 [num_ways, num_positions]."""
+        ids = np.full(positions.shape, -1, np.int64)
+        in_prompt = positions < self.num_prompt
+        ids[in_prompt] = self.prompt_ids[positions[in_prompt]]
+        tokens = Tokens(positions, self.num_prompt, ids, None)
+        columns = np.zeros((len(self._compiled.ways), len(positions)), np.int32)
+        for i, way in enumerate(self._compiled.ways):
+            columns[i] = way.pick(tokens)
+        return columns
+
+    def runs(self, first: int, count: int) -> list[tuple[int, int, Program]]:
+        """Runs of tokens with the same program among positions first .. first+count-1.
+
+        Returns:
+            (offset from `first`, length, program); tokens without one are left out.
+        """
+        columns = self._columns(np.arange(first, first + count, dtype=np.int64))
+        edges = np.flatnonzero((columns[:, 1:] != columns[:, :-1]).any(axis=0)) + 1
+        found = []
+        for start, stop in zip([0, *edges], [*edges, count], strict=True):
+            program = self._compiled.program(columns[:, start])
+            if program is not None:
+                found.append((int(start), int(stop - start), program))
+        return found
+
+    def generated_superset(self) -> Program | None:
+        """One program that delivers whatever any generated token may need.
+
+        Used where a token's position is not known on the host when the step is
+        planned (draft tokens under async scheduling): read more, sort by label.
+        Edits must not depend on the position there, which the front-end checked.
+        """
+        column = self._columns(np.array([self.num_prompt], np.int64))[:, 0]
+        for i, way in enumerate(self._compiled.ways):
+            if way.use == "deliver" and not way.uniform:
+                column[i] = 1
+        return self._compiled.program(column)
+
+    def all_programs(self, num_positions: int) -> list[Program]:
+        """Every program that some position of the request may get."""
+        positions = np.arange(num_positions, dtype=np.int64)
+        if self.generated_is_uniform:  # one token of each phase tells of all
+            positions = positions[[0, min(self.num_prompt, num_positions - 1)]]
+        columns = self._columns(positions)
+        keys = {column.tobytes(): column for column in np.ascontiguousarray(columns.T)}
+        found = (self._compiled.program(column) for column in keys.values())
+        return list(dict.fromkeys(program for program in found if program is not None))
+
+    def with_drafts(self, num_positions: int) -> list[Program]:
+        """`all_programs`, and the one that drafts may need."""
+        programs = self.all_programs(num_positions)
+        superset = self.generated_superset()
+        if superset is not None and superset not in programs:
+            programs.append(superset)
+        return programs
+
+    def cost(self, num_positions: int) -> Cost:
+        """What the request takes of the device tables, what drafts may need included."""
+        programs = self.with_drafts(num_positions)
+        vectors: set[Array] = set().union(*(program.vectors for program in programs))
+        return Cost(len(vectors), len(programs), sum(program.num_ops for program in programs))
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A way of picking tokens, for what, and with which row of a replacement."""
+
+    selector: Selector
+    use: str
+    positions: tuple[int, ...] = ()
+
+    @property
+    def uniform(self) -> bool:
+        return self.selector.uniform
+
+    def pick(self, tokens: Tokens) -> NDArray[np.int32]:
+        """int32 by token: 0 for no, else 1, or the row of the replacement from 1."""
+        if self.positions:
+            wanted = np.asarray(self.positions, np.int64)
+            wanted = np.where(wanted < 0, wanted + tokens.num_prompt, wanted)
+            hit = tokens.positions[:, None] == wanted
+            return np.where(hit.any(axis=1), hit.argmax(axis=1) + 1, 0).astype(np.int32)
+        masks = self.selector.select(tokens)
+        return (masks.certain if self.use == "edit" else masks.possible).astype(np.int32)
+
+
+def edited_places(asked: Resolved, sites: Sites) -> set[tuple[int, int]]:
+    """(boundary, group) of every edit."""
+    return {(sites.boundary_of(e.stream), sites.group_of(e.stream)) for e in asked.edits}
+
+
+def canonical_point(point: int, edited: set[tuple[int, int]]) -> int:
+    """The first point of the boundary that sees the same row."""
+    boundary, level = divmod(point, LEVELS)
+    while level and (boundary, level - 1) not in edited:
+        level -= 1
+    return point_of(boundary, level)
+
+
+def _unit(values: Array) -> tuple[Array, float]:
+    """A vector of length 1, and the length that it had."""
+    numbers = values.numpy.astype(np.float64)
+    length = float(np.linalg.norm(numbers))
+    return Array(values.shape, (numbers / length).astype("<f4").tobytes()), length
+
+
+def _ops_of(edit: ResolvedEdit) -> tuple[Op, ...]:
+    """One operation; for a replacement one for each of its rows."""
+    if edit.kind == "replace":
+        rows = edit.values.numpy
+        return tuple(Op(OP_SET, 0, Array(row.shape, row.tobytes())) for row in rows)
+    if edit.kind == "add" and not edit.norm_match:
+        return (Op(OP_ADD, 0, edit.values, edit.numbers[0]),)
+    direction, _ = _unit(edit.values)
+    if edit.kind == "add":
+        return (Op(OP_ADD_NORM, 0, direction, edit.numbers[0]),)
+    if edit.kind == "ablate":
+        return (Op(OP_ABLATE, 0, direction),)
+    lo, hi, strength = edit.numbers
+    # With k d for d the operation does (clip(k p, k lo, k hi) - k p) k d, which is k * k
+    # times what it does with d.
+    k = math.sqrt(strength)
+    if k != 1:
+        direction = Array(direction.shape, (direction.numpy * np.float32(k)).tobytes())
+    return (Op(OP_CLAMP, 0, direction, k * lo, k * hi),)
+
+
+class BlockKeys:
+    """What edits mean for the KV of a block of tokens, as bytes.
+
+    Two requests may share a block's KV where the same edits fall on the same tokens
+    of it and of all blocks before it (vLLM chains the keys).
+    """
+
+    def __init__(
+        self,
+        edits: tuple[ResolvedEdit, ...],
+        num_prompt: int,
+        prompt_ids: NDArray[np.int64],
+    ) -> None:
+        self._ways = [_Way(edit.tokens, "edit", edit.positions) for edit in edits]
+        self._digests = [edit.digest for edit in edits]
+        self._num_prompt, self._prompt_ids = num_prompt, prompt_ids
+
+    def key(self, start: int, stop: int) -> bytes | None:
+        """Of the tokens at positions start .. stop-1; None where none is edited."""
+        positions = np.arange(start, stop, dtype=np.int64)
+        ids = np.full(positions.shape, -1, np.int64)
+        in_prompt = positions < self._num_prompt
+        ids[in_prompt] = self._prompt_ids[positions[in_prompt]]
+        tokens = Tokens(positions, self._num_prompt, ids, None)
+        digest = hashlib.blake2b(digest_size=16)
+        edited = False
+        for way, content in zip(self._ways, self._digests, strict=True):
+            column = way.pick(tokens)
+            if column.any():
+                edited = True
+                digest.update(content + column.tobytes())
+        return digest.digest() if edited else None
