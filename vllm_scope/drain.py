@@ -94,8 +94,8 @@ class Drain:
         self._ended, self._soon = threading.Event(), threading.Event()
         #: Running requests whose callers look at rows as they come.
         self._followed: set[int] = set()
-        #: Slots that may wait while nobody does, and those that have come since the last
-        #: look. Nobody waits for room in a ring that is mostly free.
+        #: Slots, of the arena or the ring, that may wait while nobody does, and those that have
+        #: come since the last look. Nobody waits for room in a ring that is mostly free.
         most = min(MOST_UNSEEN_BYTES // SLOT_BYTES, arena.num_slots // 4, len(ring.slots) // 4)
         self._most_unseen, self._num_unseen = most, 0
         self._cuda = arena.slots.is_cuda
@@ -176,7 +176,8 @@ class Drain:
     def _put(self, item: _Rows | _Finish) -> None:
         self._items.append(item)
         if isinstance(item, _Rows):
-            self._num_unseen += item.lease.stop - item.lease.start
+            held = 0 if item.region is None else item.region.num_slots
+            self._num_unseen += max(held, item.lease.stop - item.lease.start)
             if self._num_unseen > self._most_unseen:
                 self._soon.set()
         if self._sleeping:

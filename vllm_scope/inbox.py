@@ -31,9 +31,13 @@ MOST_COPIERS = 6
 
 
 class Inbox:
-    """All pending requests of this process, and the road that fills them."""
+    """All pending requests of this process, and the road that fills them.
 
-    def __init__(self) -> None:
+    Args:
+        num_copiers: threads that copy large messages; None for half of the processors.
+    """
+
+    def __init__(self, num_copiers: int | None = None) -> None:
         # Weak: a request that nobody holds any more (aborted, client gone) takes
         # its rows with it, and what still arrives for it is ignored.
         self._pending: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
@@ -41,7 +45,9 @@ class Inbox:
         self._keys = itertools.count(secrets.randbits(30) << 32)
         #: Tokens that came so far, of all messages: tells which row is the last.
         self._num_arrived = 0
-        self._num_copiers = min(MOST_COPIERS, (os.cpu_count() or 1) // 2)
+        if num_copiers is None:
+            num_copiers = min(MOST_COPIERS, (os.cpu_count() or 1) // 2)
+        self._num_copiers = num_copiers
         self._copiers = None
         if self._num_copiers > 1:
             self._copiers = ThreadPoolExecutor(self._num_copiers, "vllm-scope-copy")
@@ -101,10 +107,12 @@ class Inbox:
         if self._copiers is None or message.slots.numel() < PARALLEL_BYTES or len(jobs) == 1:
             _copy(jobs)
             return
-        # Each job fills another table, and the first touch of fresh memory is what
-        # takes long: a thread gets 3 GB/s where warm memory gives 15.
-        shares = [jobs[i :: self._num_copiers] for i in range(self._num_copiers)]
-        list(self._copiers.map(_copy, shares))
+        # The first touch of fresh memory is what takes long: a thread gets 3 GB/s where warm
+        # memory gives 15. A request's rows are one thread's: unlike layouts share its tables.
+        shares: list[list[tuple[Pending, Delivered]]] = [[] for _ in range(self._num_copiers)]
+        for job in jobs:
+            shares[job[0].key % self._num_copiers].append(job)
+        list(self._copiers.map(_copy, filter(None, shares)))
 
     def _on_finish(self, header: FinishHeader) -> None:
         pending = self._pending.get(header.key)

@@ -28,7 +28,11 @@ def by_layout(
         slots: uint8 [num_slots, SLOT_BYTES].
 
     Yields:
-        (layout, tokens [n], data: uint8 [n, bytes of a token])
+        (layout, tokens [n], data: uint8 [n, bytes of a token]), for the layouts that
+        some token has.
+
+    Raises:
+        ValueError: the slots are not what the layouts say.
     """
     data = slots.numpy().reshape(-1)
     num_tokens = len(layout_of)
@@ -40,13 +44,18 @@ def by_layout(
         equal = data.reshape(num_tokens, -1)
         for i, layout in enumerate(layouts):
             tokens = np.flatnonzero(layout_of == i)
-            yield layout, tokens, equal[tokens]
+            if len(tokens):
+                yield layout, tokens, equal[tokens]
         return
     sizes = np.array([layout.slots(widths) for layout in layouts])[layout_of]
+    if sizes.sum() != len(slots):
+        raise ValueError(f"{len(slots)} slots came where the layouts make it {sizes.sum()}")
     starts = np.cumsum(sizes) - sizes
     by_slot = data.reshape(-1, SLOT_BYTES)
     for i, layout in enumerate(layouts):
         tokens = np.flatnonzero(layout_of == i)
+        if not len(tokens):
+            continue
         at = starts[tokens][:, None] + np.arange(layout.slots(widths))
         yield layout, tokens, by_slot[at].reshape(len(tokens), -1)
 

@@ -220,7 +220,7 @@ class Step:
             labels.layouts, labels.layout_of, boundary, self.widths, slots
         ):
             local = layout if boundary is None else layout.at(boundary)
-            for some in by_key(labels.keys[tokens]) if len(tokens) else ():
+            for some in by_key(labels.keys[tokens]):
                 of = tokens[some]
                 key, positions = int(labels.keys[of[0]]), labels.positions[of]
                 self.pending[key].add(

@@ -22,7 +22,8 @@ Pooling = Literal["last", "mean"]
 class Result(Protocol):
     """The rows of one completion; `vllm_scope.result.ScopeResult` is one.
 
-    `result[site, layer]` is [num_positions, hidden_size] in any float dtype;
+    `result[site, layer]` is [num_positions, hidden_size] (of sites inside the attention
+    [num_positions, heads, numbers of a head]) in any float dtype;
     `positions(site, layer)` the absolute positions of those rows, int64, ascending.
     Where there is a `status`, "complete" says that no row is missing.
     """
@@ -61,7 +62,8 @@ def pooled_rows(
             the read: `tokens="last_prompt"`, or "prompt" for a mean over the prompt.
 
     Returns:
-        (site, layer) -> float32 [num_results, hidden_size], in the order of `results`.
+        (site, layer) -> float32 [num_results, hidden_size], or of heads as the rows are, in
+        the order of `results`.
 
     Raises:
         SpecError: no results, one that is not complete, or one without rows at a stream.

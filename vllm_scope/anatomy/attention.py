@@ -78,6 +78,8 @@ def _read(module: Any, rows: Tensor | None, number: Tensor, size: int) -> None:
     if rows is None or math.prod(rows.shape[1:]) != size or rows.dtype != dtype:
         came = "nothing" if rows is None else f"rows of {tuple(rows.shape[1:])} {rows.dtype}"
         raise CompatError(f"the attention is given {came}, not rows of {size} {dtype}")
+    if rows.stride(-1) != 1:
+        raise CompatError("the attention is given rows whose numbers do not lie side by side")
     torch.ops.vllm_scope.tap_read(
         rows.flatten(1), module.scope_arena, module.scope_tokens, module.scope_programs,
         module.scope_ops, module.scope_vectors, number, module.scope_host,

@@ -109,11 +109,14 @@ def kernel_of(module: Any) -> dict[str, Any]:
     Returns:
         layer_name: vLLM's. scale: of q.k. sliding_window: how many positions a query sees, its own
         included; None for all. logits_soft_cap: None for none. alibi_slopes, sinks: by
-        head, None for none. exact: False where the kernel does more than that: attention
-        over chunks, of a chosen prefix, ... has a class of its own.
+        head, None for none. exact: False where the kernel does more than that. Attention
+        over chunks, of a chosen prefix, ... has a class of its own; models of pictures may
+        let these see ahead.
     """
     impl = module.impl
-    plain = type(module).__name__ == "Attention" and not getattr(module, "use_alibi_sqrt", False)
+    plain = type(module).__name__ == "Attention" and not any(
+        getattr(module, name, False) for name in ("use_alibi_sqrt", "use_mm_prefix")
+    )
     return {
         "layer_name": str(module.layer_name),
         "scale": float(impl.scale),

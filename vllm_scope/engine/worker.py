@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -169,10 +170,11 @@ class ScopeWorker:
         for size in sizes[STREAM + 1 :]:
             # A part of a wider projection need not be aligned, which is another variant.
             launches += [(row[:, :size], None), (row[:, 1 : size + 1], None)]
-        for hidden, residual in launches:
+        # Nor is every tap's number.
+        for (hidden, residual), number in product(launches, tables.numbers[:2]):
             tap_rows(
                 hidden, residual, self._arena.slots, tables.tokens, tables.programs, tables.ops,
-                tables.vectors, tables.numbers[0], tables.host, 0, 0,
+                tables.vectors, number, tables.host, 0, 0,
             )  # fmt: skip
 
     def check_canary(self) -> None:

@@ -151,7 +151,7 @@ class Router:
             labels.layouts, labels.layout_of, batch.boundary, batch.widths, batch.slots
         ):
             local = layout if batch.boundary is None else layout.at(batch.boundary)
-            for some in by_key(labels.keys[tokens]) if len(tokens) else ():
+            for some in by_key(labels.keys[tokens]):
                 of = tokens[some]
                 self._route(
                     int(labels.keys[of[0]]), local, labels.positions[of], data[some],

@@ -1,0 +1,98 @@
+"""Messages of rows, shared out to threads and taken apart, layout by layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_scope import Probe, Read
+from vllm_scope.compile import canonical_point, edited_places
+from vllm_scope.inbox import PARALLEL_BYTES, Inbox
+from vllm_scope.layout import SLOT_BYTES, Layout, Widths
+from vllm_scope.road import RowsMessage
+from vllm_scope.sites import ATTENTION_SITES, Heads, Sites, boundary_of
+from vllm_scope.spec import Spec
+from vllm_scope.split import by_layout
+
+LAYERS = range(4)
+HEADS = Heads(8, 8, 64, 64)
+SITES = Sites(
+    len(LAYERS), 512, "float32",
+    (
+        *(2 * layer + 2 for layer in LAYERS),
+        *sorted(boundary_of((site, layer)) for site in ATTENTION_SITES for layer in LAYERS),
+    ),
+    HEADS,
+)  # fmt: skip
+WIDTHS = Widths(tuple(4 * size for size in SITES.row_sizes))
+NUM_TOKENS = 4000
+#: Read or scored beside what every token delivers.
+SOME = [0, NUM_TOKENS // 2, NUM_TOKENS - 1]
+
+
+def layouts_of(spec):
+    """What most tokens deliver, and what SOME do, with reads of all tokens first."""
+    asked = spec.resolve(SITES)
+    edited = edited_places(asked, SITES)
+    every, some = (
+        {canonical_point(SITES.point_of(s, read.when), edited) for s in read.streams}
+        for read in (*asked.reads, *asked.reads[:1])[:2]
+    )
+    scores = tuple((SITES.boundary_of(p.stream), i) for i, p in enumerate(asked.probes))
+    return asked, [Layout(tuple(sorted(every))), Layout(tuple(sorted(every | some)), scores)]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec((Read("q"), Read("resid_post", [2], tokens=SOME))),
+        Spec((Read("resid_post"),), (Probe([0.0] * 512, layer=1, name="p", tokens=SOME),)),
+    ],
+    ids=["a-read-of-some", "a-probe-of-some"],
+)
+def test_layouts_of_one_request_that_share_a_table_are_not_mixed_up(spec):
+    """Each number of a token's row is the token's position, and stays so, though four
+    threads copy."""
+    asked, layouts = layouts_of(spec)
+    layout_of = np.isin(np.arange(NUM_TOKENS), SOME).astype(np.int64)
+    sizes = np.array([layout.slots(WIDTHS) for layout in layouts])[layout_of]
+    numbers = np.repeat(np.arange(NUM_TOKENS, dtype=np.float32), sizes * SLOT_BYTES // 4)
+    slots = torch.from_numpy(numbers.view(np.uint8).reshape(-1, SLOT_BYTES))
+    assert slots.numel() > PARALLEL_BYTES
+    inbox = Inbox(num_copiers=4)
+    try:
+        for _ in range(3):
+            pending = inbox.open(asked, SITES, list(range(NUM_TOKENS)), 1, 1)
+            inbox._on_rows(RowsMessage(
+                np.full(NUM_TOKENS, pending.key), np.arange(NUM_TOKENS), layout_of, layouts,
+                None, WIDTHS, slots,
+            ))  # fmt: skip
+            pending.finish(0, None)
+            result = pending.snapshot([5], "length")
+            assert (result.status, result.dropped) == ("complete", 0)
+            for stream in result:
+                rows = result[stream].flatten(1)
+                assert torch.equal(rows[:, 0], result.positions(*stream).float())
+    finally:
+        inbox.close()
+
+
+@pytest.mark.parametrize("boundary", [None, 2])
+def test_a_layout_of_which_no_token_came_is_passed_over(boundary):
+    """Over TCP a large message comes in pieces, each with all layouts."""
+    _, layouts = layouts_of(Spec((Read("resid_post", [0]), Read("resid_post", [1]))))
+    num_slots = layouts[0].slots(WIDTHS)
+    slots = torch.arange(3 * num_slots).to(torch.uint8)[:, None].expand(-1, SLOT_BYTES).contiguous()
+    ((layout, tokens, data),) = by_layout(layouts, np.zeros(3, np.int64), boundary, WIDTHS, slots)
+    assert layout is layouts[0]
+    assert tokens.tolist() == [0, 1, 2]
+    assert np.array_equal(data, slots.numpy().reshape(3, -1))
+
+
+def test_sizes_that_do_not_add_up_to_what_came_are_refused_before_anything_is_made():
+    _, layouts = layouts_of(Spec((Read("resid_post", [0]), Read("resid_post", [1]))))
+    huge = Widths((1 << 36,))
+    slots = torch.zeros((64, SLOT_BYTES), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="64 slots came"):
+        list(by_layout(layouts, np.array([0, 1]), None, huge, slots))
