@@ -60,17 +60,6 @@ def test_requests_leave_files(llm, monkeypatch, tmp_path):
     assert len(list(tmp_path.rglob("*.npz"))) == 12
 
 
-def test_hidden_states_are_on_the_outputs():
-    from examples.faces.probe_hook import run
-
-    options = {"enforce_eager": True, "distributed_executor_backend": "uni", **MEMORY}
-    with inside_this_process(), without_llvmlite():
-        outputs = run(**options)
-    for output in outputs:
-        assert list(output.hidden_states) == [2, 4]
-        assert isinstance(output.prefill_hidden[2], torch.Tensor)
-
-
 @pytest.mark.parametrize("page", ["README.md", "docs/editing.md", "docs/analysis.md"])
 def test_what_a_page_shows_runs(page, llm, monkeypatch, tmp_path):
     """All Python of a page, top to bottom, as one script."""
@@ -87,3 +76,15 @@ def test_what_a_page_shows_runs(page, llm, monkeypatch, tmp_path):
         exec(compile(block, page, "exec"), names)
     assert blocks
     assert names["out"].scope.status == "complete"
+
+
+def test_hidden_states_are_on_the_outputs():
+    """Last, because it cleans up after an engine of its own, and so after the one above."""
+    from examples.faces.probe_hook import run
+
+    options = {"enforce_eager": True, "distributed_executor_backend": "uni", **MEMORY}
+    with inside_this_process(), without_llvmlite():
+        outputs = run(**options)
+    for output in outputs:
+        assert list(output.hidden_states) == [2, 4]
+        assert isinstance(output.prefill_hidden[2], torch.Tensor)
