@@ -45,7 +45,8 @@ LINGER_S = 0.008
 LINGER_UNSEEN_S, MOST_UNSEEN_BYTES = 0.04, 1 << 20
 #: How long the last rows of a request may wait.
 LINGER_AT_END_S = 0.002
-#: The thread rests so many times as long as it worked, at least these.
+#: The thread rests so many times as long as it worked, between the shortest and the longest
+#: of these: who waits for room in a ring waits for the thread.
 REST = 4
 #: Rows of steps are joined up to this many bytes.
 MOST_BYTES = 64 << 20
@@ -192,7 +193,8 @@ class Drain:
             self._soon.set()
             self._thread.join(timeout=30)
         self._sink.close()
-        self._ring.close()
+        if not self._thread.is_alive():  # else it still reads there
+            self._ring.close()
 
     def _copy(
         self,
@@ -213,9 +215,9 @@ class Drain:
             self._stream.wait_event(written)
             try:
                 self._fill(region, labels, boundary, lease)
-            except torch.OutOfMemoryError:
-                # To encode takes memory. In the middle of the engine's step, which goes
-                # on: as in `_guard`, their requests report these rows as dropped.
+            except Exception:
+                # To encode takes memory, and others' kernels. In the middle of the engine's
+                # step, which goes on: as in `_guard`, requests report these rows as dropped.
                 logger.exception("vllm-scope: rows could not be encoded")
                 self._stream.synchronize()  # nothing writes to the lease any more
                 whole = False
@@ -245,7 +247,8 @@ class Drain:
                 self._num_unseen = 0
                 self._deliver([self._items.popleft() for _ in range(len(self._items))])
                 if not self._closing:
-                    self._rest(max(LINGER_AT_END_S, REST * (time.thread_time() - started)))
+                    worked = time.thread_time() - started
+                    self._rest(min(max(LINGER_AT_END_S, REST * worked), LINGER_UNSEEN_S))
                 continue
             if self._closing:
                 return
@@ -289,8 +292,12 @@ class Drain:
             for step in steps:
                 if step.copied is None:
                     self._copy_on_host(step)
-            if (copied := steps[-1].copied) is not None:
-                copied.synchronize()  # one stream: the earlier ones are done too
+            # Copies are on one stream, taps that write the ring themselves on another; on
+            # each the earlier ones are done too.
+            for written in (True, False):
+                events = [s.copied for s in steps if (s.region is None) is written and s.copied]
+                if events:
+                    events[-1].synchronize()
             labels = [_true_labels(step) for step in steps]
             if len(steps) == 1:
                 self._sink.write(

@@ -11,12 +11,13 @@ Promise: rows of a request that nobody holds any more are ignored, and cost noth
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import secrets
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from vllm_scope.pending import Delivered, Pending
 from vllm_scope.receiver import Receiver
@@ -24,6 +25,8 @@ from vllm_scope.resolve import Resolved
 from vllm_scope.road import Address, CountersHeader, FinishHeader, RowsMessage
 from vllm_scope.sites import Sites
 from vllm_scope.split import by_key, by_layout
+
+logger = logging.getLogger(__name__)
 
 #: Messages from this size on are copied by several threads.
 PARALLEL_BYTES = 4 << 20
@@ -112,7 +115,8 @@ class Inbox:
         shares: list[list[tuple[Pending, Delivered]]] = [[] for _ in range(self._num_copiers)]
         for job in jobs:
             shares[job[0].key % self._num_copiers].append(job)
-        list(self._copiers.map(_copy, filter(None, shares)))
+        # All of them, before the worker may write there again.
+        wait([self._copiers.submit(_copy, share) for share in shares if share])
 
     def _on_finish(self, header: FinishHeader) -> None:
         pending = self._pending.get(header.key)
@@ -122,7 +126,11 @@ class Inbox:
 
 def _copy(jobs: list[tuple[Pending, Delivered]]) -> None:
     for pending, some in jobs:
-        pending.add(some)
+        try:
+            pending.add(some)
+        except Exception:
+            # This request reports them as dropped; its neighbours get theirs.
+            logger.exception("vllm-scope: rows of a request could not be kept")
 
 
 _inbox: Inbox | None = None

@@ -119,6 +119,8 @@ class _Table:
 
     def snapshot(self) -> dict[int, Part]:
         """column -> its values so far, views."""
+        # First: another thread may append meanwhile, and what it makes is never smaller.
+        counts = list(self.counts)
         if not len(self._values):
             return {}
         values = torch.from_numpy(self._values).view(self._dtype)
@@ -126,7 +128,7 @@ class _Table:
             column: Part(
                 self._positions[at, :count], self._arrivals[at, :count], values[:count, at]
             )
-            for at, (column, count) in enumerate(zip(self.columns, self.counts, strict=True))
+            for at, (column, count) in enumerate(zip(self.columns, counts, strict=True))
         }
 
 

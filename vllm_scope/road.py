@@ -89,14 +89,21 @@ class Address(msgspec.Struct, frozen=True):
     @property
     def alive(self) -> bool:
         """Whether the process runs. Only where `on_this_host`."""
-        return start_of(self.pid) == self.started
+        try:
+            return start_of(self.pid) == self.started
+        except OSError:  # nothing is known: this process may have no descriptor left
+            return True
 
 
 def start_of(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if it does not run."""
+    """When a process started, in clock ticks since boot; None if it does not run.
+
+    Raises:
+        OSError: it cannot be told.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     # proc(5): the name, in parentheses, may hold anything; the state comes third, the
     # start 22nd.

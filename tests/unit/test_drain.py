@@ -14,7 +14,7 @@ import torch
 
 from tests.unit.delivered import ROW_BYTES, labels_of, reads_at, rows_in
 from vllm_scope.arena import Arena
-from vllm_scope.drain import Drain
+from vllm_scope.drain import Drain, _may_join, _Rows
 from vllm_scope.host_ring import HostRing
 from vllm_scope.layout import Widths
 from vllm_scope.sinks import RowBatch
@@ -241,3 +241,42 @@ def _until(done, patience_s: float = PATIENCE_S) -> None:
     while not done() and time.monotonic() < limit:
         time.sleep(0.001)
     assert done()
+
+
+class Event:
+    """A CUDA event, as far as the drain thread knows one."""
+
+    def __init__(self) -> None:
+        self.waited = False
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+
+@pytest.mark.parametrize("order", ["copied-then-written", "written-then-copied"])
+def test_joined_steps_wait_for_copies_and_for_taps_that_wrote_themselves(order):
+    """They are on two streams: the last step's event says nothing of the other kind's."""
+    arena, ring = Arena(8, torch.float32, CPU), HostRing(64, cuda=False)
+    steps, events, seen = [], [Event(), Event()], []
+    for i, event in enumerate(events):
+        copies = (i == 0) is (order == "copied-then-written")
+        region = arena.acquire(1) if copies else None
+        steps.append(_Rows(labels_of([1], [i]), None, region, ring.acquire(1), event, None))
+    assert _may_join(steps[:1], steps[1])
+
+    class Sink(RecordingSink):
+        def write(self, batch: RowBatch) -> None:
+            seen.extend(event.waited for event in events)
+
+    drain = Drain(arena, ring, Sink(), Widths((ROW_BYTES,)))
+    drain._write(steps)
+    assert seen == [True, True]
+    drain.close()
+
+
+def test_a_thread_that_worked_long_rests_no_longer_than_rows_may_wait(monkeypatch):
+    monkeypatch.setattr("vllm_scope.drain.REST", 1e6)
+    with _drain(64) as (arena, drain, sink):
+        for position in range(3):
+            _submit(arena, drain, 1, position, 1)
+            _until(lambda seen=position + 1: len(sink.events) == seen, 1.0)

@@ -10,6 +10,7 @@ from vllm_scope import Probe, Read
 from vllm_scope.compile import canonical_point, edited_places
 from vllm_scope.inbox import PARALLEL_BYTES, Inbox
 from vllm_scope.layout import SLOT_BYTES, Layout, Widths
+from vllm_scope.pending import _Table
 from vllm_scope.road import RowsMessage
 from vllm_scope.sites import ATTENTION_SITES, Heads, Sites, boundary_of
 from vllm_scope.spec import Spec
@@ -96,3 +97,41 @@ def test_sizes_that_do_not_add_up_to_what_came_are_refused_before_anything_is_ma
     slots = torch.zeros((64, SLOT_BYTES), dtype=torch.uint8)
     with pytest.raises(ValueError, match="64 slots came"):
         list(by_layout(layouts, np.array([0, 1]), None, huge, slots))
+
+
+def test_a_request_whose_rows_cannot_be_kept_costs_its_neighbours_nothing(monkeypatch):
+    asked, layouts = layouts_of(Spec((Read("resid_post"),)))
+    inbox = Inbox(num_copiers=2)
+    try:
+        broken, whole = (inbox.open(asked, SITES, list(range(2000)), 1, 1) for _ in range(2))
+        monkeypatch.setattr(broken, "add", None)
+        keys = np.repeat([broken.key, whole.key], 2000)
+        slots = torch.zeros((4000 * layouts[0].slots(WIDTHS), SLOT_BYTES), dtype=torch.uint8)
+        inbox._on_rows(RowsMessage(
+            keys, np.tile(np.arange(2000), 2), np.zeros(4000, np.int64), layouts[:1],
+            None, WIDTHS, slots,
+        ))  # fmt: skip
+        for pending in (broken, whole):
+            pending.finish(0, None)
+        assert whole.snapshot([5], "length").status == "complete"
+        assert broken.snapshot([5], "length").status == "incomplete"
+    finally:
+        inbox.close()
+
+
+def test_a_snapshot_while_rows_come_has_a_row_for_each_position(monkeypatch):
+    """Another thread appends, and the table grows, in the middle of it."""
+    table, view = _Table((1,), 4, torch.float32), torch.from_numpy
+
+    def append(first, count):
+        values = np.zeros((count, 1, 4), np.uint8)
+        table.append(np.arange(first, first + count), values, np.arange(first, first + count), 0)
+
+    def appended_behind(values):
+        append(64, 1)
+        return view(values)
+
+    append(0, 64)
+    monkeypatch.setattr("torch.from_numpy", appended_behind)
+    (part,) = table.snapshot().values()
+    assert len(part.positions) == len(part.rows) == len(part.arrivals) == 64

@@ -206,6 +206,9 @@ class ScopeWorker:
                 where = (lease.slots.view(self._arena.slots.dtype), lease.start, True)
                 silent |= set(silent_taps(self.here, widths, self._tables, *where, forward))
                 lease.release()
+            elif self._arena.slots.is_cuda:
+                # The ranks of a layer compute together: as many forwards as on the first.
+                forward(lambda: None)
         finally:
             self.active = False
         if silent:
