@@ -17,11 +17,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
+import numpy as np
+
 from vllm_scope.encoding import Encoding
 from vllm_scope.sites import STREAM, boundary_of_point, kind_of_point
 
 #: The unit of the arena. Rows and a token's scores start at a multiple of it.
 SLOT_BYTES = 16
+#: numpy's element of that size: to gather slots byte by byte takes ten times as long.
+SLOT = np.dtype(np.complex128)
 #: float32 scores in a slot.
 SCORES_PER_SLOT = SLOT_BYTES // 4
 

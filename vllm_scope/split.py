@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from torch import Tensor
 
-from vllm_scope.layout import SLOT_BYTES, Layout, Widths
+from vllm_scope.layout import SLOT, Layout, Widths
 
 
 def by_layout(
@@ -51,13 +51,13 @@ def by_layout(
     if sizes.sum() != len(slots):
         raise ValueError(f"{len(slots)} slots came where the layouts make it {sizes.sum()}")
     starts = np.cumsum(sizes) - sizes
-    by_slot = data.reshape(-1, SLOT_BYTES)
+    by_slot = data.view(SLOT)
     for i, layout in enumerate(layouts):
         tokens = np.flatnonzero(layout_of == i)
         if not len(tokens):
             continue
         at = starts[tokens][:, None] + np.arange(layout.slots(widths))
-        yield layout, tokens, by_slot[at].reshape(len(tokens), -1)
+        yield layout, tokens, by_slot.take(at).view(np.uint8)
 
 
 def by_key(keys: np.ndarray) -> Iterator[slice | np.ndarray]:

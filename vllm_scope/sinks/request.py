@@ -24,7 +24,7 @@ from vllm_scope.assemble import Ints, Part, assemble, wanted_positions
 from vllm_scope.codecs.packed import EncodedRows, packing_of
 from vllm_scope.compile import canonical_point, edited_places
 from vllm_scope.encoding import Encoding
-from vllm_scope.layout import SLOT_BYTES, Layout, Widths
+from vllm_scope.layout import SLOT, SLOT_BYTES, Layout, Widths
 from vllm_scope.resolve import Resolved
 from vllm_scope.selectors import Selector
 from vllm_scope.sinks import Block, Ending, RequestInfo, Status
@@ -100,7 +100,7 @@ class Delivery:
         self._dtype: torch.dtype = getattr(torch, sites.dtype)
         self._streams = list(_streams_of(asked, to, sites, here))
         self._kept: list[Arrival] = []
-        self._parts: dict[Layout, tuple[Layout, Ints] | None] = {}
+        self._parts: dict[Layout, tuple[Layout, Ints | slice] | None] = {}
         self._arrived: dict[_Stream, list[Ints]] = {}
 
     @property
@@ -122,13 +122,16 @@ class Delivery:
         if part is None:
             return None
         own, slots = part
-        by_slot = data.reshape(len(data), -1, SLOT_BYTES)
+        by_slot = data.view(SLOT)
         # What is a tap's own may be followed by room of a wider one.
-        taken = by_slot[:, slots].reshape(len(data), -1)
-        return Arrival(own, positions.copy(), taken, widths)
+        if isinstance(slots, slice):
+            taken = by_slot[:, slots].copy()
+        else:
+            taken = by_slot.take(slots, axis=1)
+        return Arrival(own, positions.copy(), taken.view(np.uint8), widths)
 
-    def _part_of(self, layout: Layout, widths: Widths) -> tuple[Layout, Ints] | None:
-        """What is taken of a layout, and its slots."""
+    def _part_of(self, layout: Layout, widths: Widths) -> tuple[Layout, Ints | slice] | None:
+        """What is taken of a layout, and its slots; a slice where they are side by side."""
         wanted = {(stream.encoding, stream.point) for stream in self._streams}
         numbers = {stream.number for stream in self._streams}
         taken: list[int] = []
@@ -148,9 +151,11 @@ class Delivery:
                 encoded.append((encoding, tuple(points[i] for i in own)))
         if not slots:
             return None
-        return Layout(
-            tuple(taken), layout.scores if has_scores else (), tuple(encoded)
-        ), np.concatenate(slots)  # fmt: skip
+        own_layout = Layout(tuple(taken), layout.scores if has_scores else (), tuple(encoded))
+        listed = np.concatenate(slots)
+        first, last = int(listed[0]), int(listed[-1])
+        together = last - first == len(listed) - 1 and (np.diff(listed) == 1).all()
+        return own_layout, slice(first, last + 1) if together else listed
 
     def lose(self, reason: str) -> None:
         """Some rows will not come. The first reason is kept."""
