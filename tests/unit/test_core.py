@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_scope import Add, CapacityError, Read, Replace, SpecError, scope
+from vllm_scope import Add, CapacityError, Read, Replace, Spec, SpecError, scope
 from vllm_scope.compile import BlockKeys
 from vllm_scope.engine import core
 from vllm_scope.engine.core import HANDLE, CoreScope, Ledger, handle_of
@@ -98,6 +98,21 @@ def test_the_servers_edits_are_stamped_on_plain_requests_too():
     assert engine.stamp(_request()) is None
 
 
+def test_prompt_embeddings_enter_as_they_are_and_are_never_edited():
+    engine = _core()
+    engine.everywhere = Spec((Read("embed"),)).resolve(SITES)
+    request = _request()
+    request.prompt_token_ids = None
+    before = request.sampling_params
+    assert engine.stamp(request) is None
+    assert request.sampling_params is before
+    engine.registry.set_edits(scope(Add(W, layer=1))["scope"])
+    with pytest.raises(SpecError, match="prompt embeddings cannot be edited; send text"):
+        engine.stamp(request)
+    pooling = SimpleNamespace(request_id="p", sampling_params=None, prompt_token_ids=None)
+    assert engine.stamp(pooling) is None
+
+
 def test_the_cost_counts_the_positions_that_a_step_may_overshoot():
     engine = _core()
     last = 8 + 10 + OVERSHOOT - 1
@@ -180,8 +195,6 @@ def test_edited_blocks_are_keyed_from_their_first_hash_on():
 
 
 def _resolved(action):
-    from vllm_scope import Spec
-
     return Spec(edits=(action,)).resolve(SITES).edits
 
 
@@ -350,6 +363,27 @@ def test_one_that_fills_everything_runs_alone(scheduler):
     assert scheduler.added == ["huge"]
     end(scheduler, "huge")
     assert scheduler.added == ["huge", "small"]
+
+
+def test_pieces_of_streamed_input_hold_the_places_of_one_request(scheduler):
+    for _ in range(4):
+        add(scheduler, "stream", 1)
+    add(scheduler, "other", 3)
+    assert scheduler.added == [*["stream"] * 4, "other"]
+    end(scheduler, "stream")
+    end(scheduler, "other")
+    add(scheduler, "fills", 4)
+    assert scheduler.added[-1] == "fills"
+
+
+def test_pieces_of_streamed_input_that_wait_stay_in_their_order(scheduler):
+    add(scheduler, "first", 4)
+    for name in ("stream", "stream", "last"):
+        add(scheduler, name, 3)
+    end(scheduler, "first")
+    assert scheduler.added == ["first", "stream", "stream"]
+    end(scheduler, "stream")
+    assert scheduler.added[-1] == "last"
 
 
 def test_without_edits_no_ledger_is_kept(scheduler):

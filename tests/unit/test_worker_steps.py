@@ -7,6 +7,7 @@ and drain), with a stream whose values say whose they are in place of a model.
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -28,9 +29,9 @@ from tests.unit.worker import (
     running_worker,
     worker_tables,
 )
-from vllm_scope import Add, Read, Spec
+from vllm_scope import Add, CapacityError, Read, Spec
 from vllm_scope.engine.core import HANDLE
-from vllm_scope.plan import Planner
+from vllm_scope.plan import Planner, StepBatch
 from vllm_scope.sites import LEVELS, boundary_of_point
 
 #: Selectors of phases alone, whose decode rows are planned as columns.
@@ -251,3 +252,40 @@ def test_edits_alone_upload_once_while_the_batch_stays_the_same():
         worker.clear()  # a dummy forward comes between
         worker.begin_step(Step([(request, 8, 1)], [0]).batch(), torch.tensor([8]))
         assert worker._tables.num_uploads == uploads[-1] + 1
+
+
+def _edited() -> SimpleNamespace:
+    """A request that reads and edits, as vLLM sends it."""
+    spec = Spec((Read("embed"),), edits=(Add([1.0, 2.0, 0.0, -1.0], layer=0),))
+    return Request("r", 7, spec, 2, [1, 2, 3]).as_vllm_sends_it()
+
+
+def test_a_request_whose_front_end_is_gone_keeps_its_edits(monkeypatch):
+    with running_worker(EVERYWHERE, 64) as (worker, sink):
+
+        def expect(handle):
+            raise CapacityError("the front-end is not connected")
+
+        monkeypatch.setattr(worker._delivery, "expect", expect)
+        worker.add_requests([_edited()])
+        assert "r" in worker._planner
+        worker.begin_step(StepBatch(["r"], np.array([0, 2]), np.array([0])), torch.zeros(2))
+        # As on a rank that delivers nothing: edited, and not read.
+        assert worker._step.num_slots == 0
+        assert worker._step.rows.tolist() == [0, 1]
+        worker.end_step()
+        worker.finish_requests(["r"])
+    assert sink.finished == []
+
+
+def test_a_fault_in_one_request_fails_that_one_alone():
+    with running_worker(EVERYWHERE, 64) as (worker, sink):
+        bad, good = _edited(), _edited()
+        bad.prompt_token_ids, bad.req_id = None, "bad"
+        worker.add_requests([bad, good])
+        assert "bad" not in worker._planner
+        assert "r" in worker._planner
+        worker.close()
+    ((key, error),) = sink.finished
+    assert key == 7
+    assert "vllm-scope failed on this request (TypeError" in error

@@ -66,6 +66,9 @@ class Ledger:
         self._sum = Cost()
 
     def admit(self, request_id: str, cost: Cost) -> bool:
+        """Whether there is room. A request that holds its places already keeps them."""
+        if request_id in self._held:
+            return True
         if self._held and not (self._sum + cost).fits(self.most):
             return False
         self._held[request_id] = cost
@@ -105,6 +108,13 @@ class CoreScope:
                 since then. vLLM ends the request with an error.
         """
         params, server = request.sampling_params, self.registry.server
+        if request.prompt_token_ids is None:  # prompt embeddings
+            if params is not None and server is not None:
+                raise SpecError(
+                    "this server edits every request, and prompt embeddings cannot be edited; "
+                    "send text or token ids, or send it again when the server's edits are gone."
+                )
+            return None
         if params is not None and self.everywhere.reads:
             params = request.sampling_params = self._stamp_reads(request)
         handle = handle_of(params)
@@ -117,7 +127,7 @@ class CoreScope:
         handle["modules"] = {name: names[name] for name in modules if name in names}
         asked = self.registry.resolve(spec, handle["modules"], server)
         asked = asked.joined(reads=self.everywhere.reads)
-        prompt_ids = np.asarray(request.prompt_token_ids or (), np.int64)
+        prompt_ids = np.asarray(request.prompt_token_ids, np.int64)
         program = RequestProgram.compile(
             asked, self.sites, frozenset(self.sites.boundaries), len(prompt_ids), prompt_ids
         )
@@ -154,7 +164,7 @@ class CoreScope:
 
     def _stamp_reads(self, request: Any) -> Any:
         """Its sampling parameters, with a handle that says what global sinks read."""
-        ids = np.asarray(request.prompt_token_ids or (), np.int64)
+        ids = np.asarray(request.prompt_token_ids, np.int64)
         firsts = [read.tokens.first_position(len(ids), ids) for read in self.everywhere.reads]
         handle = dict(handle_of(request.sampling_params) or {})
         if handle.get("first_position") is not None:
@@ -248,7 +258,8 @@ def _cost_of(request: Any) -> Cost | None:
 
 def _add_to_scheduler(original: Any, self: Any, request: Any) -> None:
     cost = _cost_of(request)
-    if cost is None:
+    # vLLM sends each piece of streamed input as a request of the same id.
+    if cost is None or request.request_id in self.requests:
         original(self, request)
         return
     ledger = _ledger_of(self) or _new_ledger(self)

@@ -237,16 +237,15 @@ class ScopeWorker:
         key = handle.get("key", NOBODY)
         params = request.sampling_params
         try:
-            if self._delivery is not None:
-                self._delivery.expect(handle)
+            delivery = self._expect(request, handle)
             spec = Spec.from_json(params.extra_args["scope"]) if key >= 0 else None
             asked = self.registry.resolve(spec, handle.get("modules", {}), handle.get("server"))
             prompt_ids = np.asarray(request.prompt_token_ids, np.int64)
             most = len(prompt_ids) + (params.max_tokens or 1)
             program = None
-            if self._delivery is not None:
+            if delivery is not None:
                 try:
-                    whole, key = self._delivery.add_request(
+                    whole, key = delivery.add_request(
                         request.req_id, request.prompt_token_ids, handle, asked
                     )
                     program = self._compile(whole, prompt_ids, True)
@@ -259,15 +258,33 @@ class ScopeWorker:
             if program is None:
                 # Its edits stay: ranks that deliver nothing know of no lack of room.
                 program = self._compile(asked, prompt_ids, False)
+            if delivery is not self._delivery:
+                key = NOBODY
             if self._functions is not None:
                 self._functions.add_request(request.req_id, params, handle)
             if key != NOBODY or not program.empty:
                 self._planner.add_request(request.req_id, key, program, most)
-        except ScopeError as error:
-            logger.warning("vllm-scope: request %s is left alone: %s", request.req_id, error)
+        except Exception as error:
+            reason = str(error)
+            if isinstance(error, ScopeError):
+                logger.warning("vllm-scope: request %s is left alone: %s", request.req_id, error)
+            else:
+                # A fault of ours: this request fails, its neighbours and the engine go on.
+                logger.exception("vllm-scope: request %s is left alone.", request.req_id)
+                reason = f"vllm-scope failed on this request ({type(error).__name__}: {error})."
             if self._functions:
                 self._functions.finish_request(request.req_id)
-            self._finish(key, str(error))
+            self._finish(key, reason)
+
+    def _expect(self, request: Any, handle: dict[str, Any]) -> Delivery | None:
+        """Where the request delivers to; None where nothing waits for what it delivers."""
+        if self._delivery is not None:
+            try:
+                self._delivery.expect(handle)
+            except CapacityError as error:
+                logger.warning("vllm-scope: request %s: %s", request.req_id, error)
+                return None
+        return self._delivery
 
     def _compile(self, asked: Resolved, prompt_ids: np.ndarray, drains: bool) -> RequestProgram:
         here = frozenset(self.here)
