@@ -132,6 +132,16 @@ class Registry:
             self._edits.popitem(last=False)
         return self.server
 
+    def meant(self) -> tuple[dict[str, str], str | None, str | None]:
+        """What names and the server's edits mean now, for `restore`."""
+        return dict(self.names), self.server, self.server_text
+
+    def restore(self, meant: tuple[dict[str, str], str | None, str | None]) -> None:
+        """Let them mean again what they did: the workers have refused the change."""
+        names, self.server, self.server_text = meant
+        self.names = {name: digest for name, digest in names.items() if digest in self._modules}
+        self._trim()
+
     def parse_edits(self, text: str) -> tuple[ResolvedEdit, ...]:
         """Edits for every request, as `set_edits` takes them, which are not set by this.
 

@@ -36,7 +36,7 @@ from vllm_scope.engine.delivery import IDLE_COUNTERS, NOBODY, Delivery
 from vllm_scope.engine.functions import StepFunctions
 from vllm_scope.engine.model import anatomy_of, sites_of
 from vllm_scope.engine.sizes import Limits, Sizes
-from vllm_scope.errors import CapacityError, CompatError, ScopeError
+from vllm_scope.errors import CapacityError, CompatError, ScopeError, SpecError
 from vllm_scope.host_ring import Lease
 from vllm_scope.layout import SLOT_BYTES, Widths
 from vllm_scope.plan import Planner, StepBatch, StepPlan
@@ -217,6 +217,22 @@ class ScopeWorker:
                 "no taps. Remove vLLM's compile cache (VLLM_CACHE_ROOT) and start again."
             )
 
+    # What requests may name
+
+    @property
+    def holding(self) -> Registry:
+        """The registry of a worker with taps.
+
+        Raises:
+            SpecError: the model cannot be tapped; what is registered would do nothing.
+        """
+        if self.reason is not None:
+            raise SpecError(f"this model cannot be tapped: {self.reason}.")
+        return self.registry
+
+    def set_edits(self, text: str | None) -> str | None:
+        return (self.registry if text is None else self.holding).set_edits(text)
+
     # Requests
 
     def has_requests(self) -> bool:
@@ -249,7 +265,7 @@ class ScopeWorker:
                         request.req_id, request.prompt_token_ids, handle, asked
                     )
                     program = self._compile(whole, prompt_ids, True)
-                    if any(read.encoding is not None for read in whole.reads):
+                    if self._unchecked(handle, asked, whole):
                         self.limits.check(program, most)
                 except CapacityError as error:
                     logger.warning("vllm-scope: request %s: %s", request.req_id, error)
@@ -275,6 +291,15 @@ class ScopeWorker:
             if self._functions:
                 self._functions.finish_request(request.req_id)
             self._finish(key, reason)
+
+    @staticmethod
+    def _unchecked(handle: dict[str, Any], asked: Resolved, whole: Resolved) -> bool:
+        """Whether it may deliver what its front-end did not see: edits make points differ
+        that were one, names may have changed, global sinks read, and codecs enlarge."""
+        if not (whole.reads or whole.probes):
+            return False
+        changed = whole is not asked or handle.get("server") is not None or handle.get("modules")
+        return bool(changed) or any(read.encoding is not None for read in whole.reads)
 
     def _expect(self, request: Any, handle: dict[str, Any]) -> Delivery | None:
         """Where the request delivers to; None where nothing waits for what it delivers."""
