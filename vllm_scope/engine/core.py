@@ -91,8 +91,8 @@ CONNECTORS_BY_HASH = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 
 def foreign_connector(vllm_config: Any) -> str | None:
     """The KV connector that may take edited KV for plain KV of the same tokens, or None."""
-    transfer = getattr(vllm_config, "kv_transfer_config", None)
-    name = getattr(transfer, "kv_connector", None)
+    transfer: Any = vllm_config.kv_transfer_config
+    name = None if transfer is None else transfer.kv_connector
     if name is None or (name in CONNECTORS_BY_HASH and transfer.kv_connector_module_path is None):
         return None
     return str(name)
