@@ -37,6 +37,9 @@ from vllm_scope.resolve import Resolved, ResolvedEdit
 from vllm_scope.selectors import Selector, Tokens
 from vllm_scope.sites import LEVELS, Sites, point_of
 
+#: Programs of one spec that are remembered.
+MOST_PROGRAMS = 4096
+
 
 @dataclass(frozen=True)
 class _Compiled:
@@ -54,9 +57,14 @@ class _Compiled:
 
     def program(self, column: NDArray[np.int32]) -> Program | None:
         key = column.tobytes()
-        if key not in self.programs:
-            self.programs[key] = self._build(column)
-        return self.programs[key]
+        try:
+            return self.programs[key]
+        except KeyError:
+            found = self._build(column)
+            if len(self.programs) >= MOST_PROGRAMS:
+                self.programs.clear()
+            self.programs[key] = found
+            return found
 
     def _build(self, column: NDArray[np.int32]) -> Program | None:
         points: dict[Encoding | None, set[int]] = {}

@@ -187,6 +187,8 @@ class Planner:
         Raises:
             CapacityError: the tables have no room.
         """
+        # What the last step used may go; only the coming one needs what it will name.
+        self._tables.begin_step()
         requests = self._requests
         fixed = program.generated_is_uniform
         held: list[int] = []
@@ -200,7 +202,7 @@ class Planner:
             if superset is not None:
                 held.append(self._tables.program_id(superset, hold=True))
                 generated = held[-1] if fixed else NO_PROGRAM
-        except ScopeError:
+        except Exception:
             for program_id in held:
                 self._tables.release(program_id)
             raise

@@ -30,8 +30,9 @@ from vllm_scope.vectors.module import Place
 MAX_MODULES = 4096
 #: Modules that no name means any more are kept for requests in the queue up to this.
 MAX_KEPT_BYTES = 1 << 30
-#: Server-wide edits that were replaced, for the same reason.
-MAX_KEPT_EDITS = 64
+#: Server-wide edits that were replaced, for the same reason: so many sets, of so many bytes.
+MAX_KEPT_EDITS = 4096
+MAX_KEPT_EDIT_BYTES = 1 << 28
 #: Sets of names whose modules are looked up once.
 MAX_KEPT_NAMES = 256
 #: What server-wide edits may pick, beside positions: phases, not requests.
@@ -53,6 +54,7 @@ class Registry:
         self.server_text: str | None = None
         self._modules: OrderedDict[str, Vectors] = OrderedDict()
         self._edits: OrderedDict[str, tuple[ResolvedEdit, ...]] = OrderedDict()
+        self._edit_bytes = 0
         #: By what names stand for: requests of the same names resolve to the same object.
         self._held: dict[tuple[tuple[str, str], ...], dict[str, Vectors]] = {}
 
@@ -126,11 +128,25 @@ class Registry:
         edits = self.parse_edits(text)
         digest = hashlib.sha256(b"".join(e.digest + repr(e.tokens).encode() for e in edits))
         self.server, self.server_text = digest.hexdigest(), text
-        self._edits[self.server] = edits
+        if self.server not in self._edits:
+            self._edits[self.server] = edits
+            self._edit_bytes += _num_bytes(edits)
         self._edits.move_to_end(self.server)
-        while len(self._edits) > MAX_KEPT_EDITS:
-            self._edits.popitem(last=False)
+        while len(self._edits) > MAX_KEPT_EDITS or (
+            self._edit_bytes > MAX_KEPT_EDIT_BYTES and len(self._edits) > 1
+        ):
+            self._edit_bytes -= _num_bytes(self._edits.popitem(last=False)[1])
         return self.server
+
+    def meant(self) -> tuple[dict[str, str], str | None, str | None]:
+        """What names and the server's edits mean now, for `restore`."""
+        return dict(self.names), self.server, self.server_text
+
+    def restore(self, meant: tuple[dict[str, str], str | None, str | None]) -> None:
+        """Let them mean again what they did: the workers have refused the change."""
+        names, self.server, self.server_text = meant
+        self.names = {name: digest for name, digest in names.items() if digest in self._modules}
+        self._trim()
 
     def parse_edits(self, text: str) -> tuple[ResolvedEdit, ...]:
         """Edits for every request, as `set_edits` takes them, which are not set by this.
@@ -186,3 +202,8 @@ class Registry:
             if size <= MAX_KEPT_BYTES:
                 return
             size -= sum(len(a.data) for a in self._modules.pop(digest).values())
+
+
+def _num_bytes(edits: tuple[ResolvedEdit, ...]) -> int:
+    """Of their vectors; those of several layers may be one."""
+    return sum(len(data) for data in {id(e.values): e.values.data for e in edits}.values())

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,8 @@ from vllm_scope.errors import SpecError, shown
 
 MAX_ITEMS = 65_536
 MAX_DEPTH = 8
+#: Selectors inside one selector.
+MAX_PARTS = 64
 WORDS = ("all", "prompt", "generated", "last_prompt", "last")
 #: Larger than any position, and exact in int64.
 FAR = 1 << 40
@@ -148,8 +151,12 @@ class Word(Selector):
 class Positions(Selector):
     positions: tuple[int, ...]
 
+    @cached_property
+    def _array(self) -> NDArray[np.int64]:
+        return np.asarray(self.positions, np.int64)
+
     def select(self, tokens: Tokens) -> Masks:
-        wanted = np.asarray(self.positions, np.int64)
+        wanted = self._array
         wanted = np.where(wanted < 0, wanted + tokens.num_prompt, wanted)
         return _sure(np.isin(tokens.positions, wanted))
 
@@ -214,6 +221,7 @@ class Union(Selector):
     def __init__(self, *parts: Any) -> None:
         if not parts:
             raise SpecError("Union() is empty; give it at least one selector.")
+        _check_parts(len(parts), "Union")
         found = tuple(parse_selector(part, f"Union[{i}]") for i, part in enumerate(parts))
         object.__setattr__(self, "parts", found)
         _check_depth(self)
@@ -274,6 +282,31 @@ def _depth(selector: Selector) -> int:
 def _check_depth(selector: Selector) -> None:
     if _depth(selector) > MAX_DEPTH:
         raise SpecError(f"a selector is nested more than {MAX_DEPTH} deep.")
+
+
+def _check_parts(count: int, where: str) -> None:
+    if count > MAX_PARTS:
+        raise SpecError(
+            f"{where} has {count:,} parts; at most {MAX_PARTS}. Positions go in one list, token "
+            "ids in one TokenIds(...)."
+        )
+
+
+def check_size(selector: Selector, where: str) -> None:
+    """Raise SpecError where a whole selector costs too much at each token."""
+    leaves = _leaves(selector)
+    _check_parts(len(leaves), where)
+    items = sum(len(getattr(x, "positions", getattr(x, "ids", ()))) for x in leaves)
+    if items > MAX_ITEMS:
+        raise SpecError(f"{where} has {items:,} items in all; at most {MAX_ITEMS:,}.")
+
+
+def _leaves(selector: Selector) -> list[Selector]:
+    if isinstance(selector, Union):
+        return [leaf for part in selector.parts for leaf in _leaves(part)]
+    if isinstance(selector, Except):
+        return [*_leaves(selector.base), *_leaves(selector.without)]
+    return [selector]
 
 
 def _check_ints(items: tuple[Any, ...], where: str, least: int = -FAR) -> None:
@@ -338,6 +371,7 @@ def parse_selector(value: Any, where: str, depth: int = 0) -> Selector:
             if kind == "token_ids":
                 _check_ints(tuple(body), f"{where}.token_ids", least=0)
                 return TokenIds(*body)
+            _check_parts(len(body), f"{where}.{kind}")
             parts = [parse_selector(p, f"{where}.{kind}", depth + 1) for p in body]
             if kind == "union":
                 return Union(*parts)

@@ -140,9 +140,11 @@ class Spec:
 
 
 class _Parsed:
-    """The specs that were parsed last, by their text: so many characters of them."""
+    """The specs that were parsed last, by their text: so many, of so many characters."""
 
     MOST_CHARACTERS = 64 << 20
+    #: With what is compiled of it a short text may hold far more than its characters.
+    MOST_SPECS = 512
 
     def __init__(self) -> None:
         self._specs: OrderedDict[str, Spec] = OrderedDict()
@@ -157,7 +159,9 @@ class _Parsed:
             if text not in self._specs:
                 self._specs[text] = spec
                 self._characters += len(text)
-            while self._characters > self.MOST_CHARACTERS and len(self._specs) > 1:
+            while len(self._specs) > 1 and (
+                self._characters > self.MOST_CHARACTERS or len(self._specs) > self.MOST_SPECS
+            ):
                 self._characters -= len(self._specs.popitem(last=False)[0])
 
 

@@ -3,7 +3,9 @@ room. What is vLLM's own here is replaced by as little as the seams need."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_scope import Add, CapacityError, Read, Replace, SpecError, scope
+from vllm_scope import Add, CapacityError, Probe, Read, Replace, Spec, SpecError, scope
 from vllm_scope.compile import BlockKeys
 from vllm_scope.engine import core
 from vllm_scope.engine.core import HANDLE, CoreScope, Ledger, handle_of
@@ -98,6 +100,21 @@ def test_the_servers_edits_are_stamped_on_plain_requests_too():
     assert engine.stamp(_request()) is None
 
 
+def test_prompt_embeddings_enter_as_they_are_and_are_never_edited():
+    engine = _core()
+    engine.everywhere = Spec((Read("embed"),)).resolve(SITES)
+    request = _request()
+    request.prompt_token_ids = None
+    before = request.sampling_params
+    assert engine.stamp(request) is None
+    assert request.sampling_params is before
+    engine.registry.set_edits(scope(Add(W, layer=1))["scope"])
+    with pytest.raises(SpecError, match="prompt embeddings cannot be edited; send text"):
+        engine.stamp(request)
+    pooling = SimpleNamespace(request_id="p", sampling_params=None, prompt_token_ids=None)
+    assert engine.stamp(pooling) is None
+
+
 def test_the_cost_counts_the_positions_that_a_step_may_overshoot():
     engine = _core()
     last = 8 + 10 + OVERSHOOT - 1
@@ -180,8 +197,6 @@ def test_edited_blocks_are_keyed_from_their_first_hash_on():
 
 
 def _resolved(action):
-    from vllm_scope import Spec
-
     return Spec(edits=(action,)).resolve(SITES).edits
 
 
@@ -240,6 +255,75 @@ def test_the_scheduler_hears_of_names_before_any_worker():
     methods = ["scope_register", "scope_set_edits", "anything", "scope_unregister"]
     assert [(m, n) for m, _, n in heard] == list(zip(methods, [1, 1, 1, 0], strict=True))
     assert engine.scope.registry.server is not None
+
+
+def test_what_a_worker_refuses_the_scheduler_takes_back():
+    engine = _EngineCore(scope=_core())
+    held = engine.scope.registry
+    before = held.register("m", _module(V)), held.set_edits(scope(Add(V, layer=0))["scope"])
+
+    def original(self, method, timeout, args, kwargs):
+        raise RuntimeError("a worker refused")
+
+    for method, args in (
+        ("scope_register", ("m", _module(W))),
+        ("scope_register", ("new", _module(W))),
+        ("scope_unregister", ("m",)),
+        ("scope_set_edits", (None,)),
+        ("scope_set_edits", (scope(Add(W, layer=0))["scope"],)),
+    ):
+        with pytest.raises(RuntimeError, match="a worker refused"):
+            core._collective_rpc(original, engine, method, None, args, None)
+        assert held.names == {"m": before[0]}
+        assert held.server == before[1]
+        assert held.server_text == scope(Add(V, layer=0))["scope"]
+
+
+def test_two_threads_share_one_registry(monkeypatch):
+    def slow(config):
+        time.sleep(0.2)
+        return _core()
+
+    monkeypatch.setattr(core, "CoreScope", slow)
+    engine = _EngineCore(vllm_config=None)
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(core._scope_of, [engine, engine])
+    assert first is second is engine.scope
+
+
+def _transfer(name: str | None, path: str | None = None) -> SimpleNamespace:
+    found = SimpleNamespace(kv_connector=name, kv_connector_module_path=path)
+    return SimpleNamespace(kv_transfer_config=found)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        pytest.param(SimpleNamespace(kv_transfer_config=None), None, id="none"),
+        pytest.param(_transfer(None), None, id="unnamed"),
+        pytest.param(_transfer("OffloadingConnector"), None, id="by-hash"),
+        pytest.param(_transfer("OffloadingConnector", "mine"), "OffloadingConnector", id="other"),
+        pytest.param(_transfer("LMCacheConnectorV1"), "LMCacheConnectorV1", id="by-tokens"),
+        pytest.param(_transfer("MultiConnector"), "MultiConnector", id="several"),
+    ],
+)
+def test_connectors_that_do_not_key_by_block_hashes_are_known(config, name):
+    assert core.foreign_connector(config) == name
+
+
+def test_edited_kv_is_never_shared_under_plain_tokens():
+    engine = _core()
+    engine.connector = "LMCacheConnectorV1"
+    text = scope(Add(V, layer=0))["scope"]
+    for refused in (
+        lambda: engine.stamp(_request(Add(V, layer=0))),
+        lambda: engine.check_edits(text),
+    ):
+        with pytest.raises(SpecError, match=r"through 'LMCacheConnectorV1'.* edits need"):
+            refused()
+    engine.check_edits(None)
+    assert engine.stamp(_request(Probe(V, layer=0, name="p"))) is None
+    assert engine.stamp(_request(Read("embed"), vectors=False)) is None
 
 
 @pytest.mark.parametrize(
@@ -350,6 +434,27 @@ def test_one_that_fills_everything_runs_alone(scheduler):
     assert scheduler.added == ["huge"]
     end(scheduler, "huge")
     assert scheduler.added == ["huge", "small"]
+
+
+def test_pieces_of_streamed_input_hold_the_places_of_one_request(scheduler):
+    for _ in range(4):
+        add(scheduler, "stream", 1)
+    add(scheduler, "other", 3)
+    assert scheduler.added == [*["stream"] * 4, "other"]
+    end(scheduler, "stream")
+    end(scheduler, "other")
+    add(scheduler, "fills", 4)
+    assert scheduler.added[-1] == "fills"
+
+
+def test_pieces_of_streamed_input_that_wait_stay_in_their_order(scheduler):
+    add(scheduler, "first", 4)
+    for name in ("stream", "stream", "last"):
+        add(scheduler, name, 3)
+    end(scheduler, "first")
+    assert scheduler.added == ["first", "stream", "stream"]
+    end(scheduler, "stream")
+    assert scheduler.added[-1] == "last"
 
 
 def test_without_edits_no_ledger_is_kept(scheduler):

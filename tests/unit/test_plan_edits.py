@@ -155,3 +155,18 @@ def test_where_positions_are_guessed_probes_of_single_tokens_are_all_scored():
     plan, failures = engine.step(optimistic=True, a=(7, 3))
     assert failures == []
     assert plan.labels.layouts == (Layout((point_of(0, 0),), ((2, 0),)),)
+
+
+def test_a_request_that_enters_has_room_where_the_last_step_read_much():
+    engine = Engine(num_programs=8)
+    # Its prompt's 8 tokens have 8 programs, which nobody holds.
+    reads = [
+        Read("resid_post", [k], tokens=[p for p in range(8) if (p + 1) >> k & 1]) for k in range(4)
+    ]
+    engine.add("reads", *reads, num_prompt=8, most=10)
+    _, failures = engine.step(reads=(0, 8))
+    assert failures == []
+    engine.add("edits", Add(V, layer=1), most=8)
+    plan, failures = engine.step(reads=(8, 1), edits=(0, 4))
+    assert failures == []
+    assert plan.rows.tolist() == [1, 2, 3, 4]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.oracle import Edited, edits_at, first_point, known, level_of
 from tests.unit.strategies import VOCAB, is_selected, selectors, specs
 from vllm_scope import Ablate, Add, Clamp, Probe, Read, Replace, Spec, TokenIds
+from vllm_scope import compile as compiling
 from vllm_scope.actions import Action
 from vllm_scope.compile import RequestProgram
 from vllm_scope.layout import Layout, Widths
@@ -391,3 +392,18 @@ def test_a_stream_is_at_its_boundary():
 def test_token_ids_are_looked_up_in_the_prompt_alone():
     program = _compile(_spec(Read("embed", tokens=TokenIds(7))), [7, 1, 7])
     assert [(o, n) for o, n, _ in program.runs(0, 6)] == [(0, 1), (2, 4)]
+
+
+def test_the_programs_of_one_spec_are_remembered_up_to_a_number(monkeypatch):
+    monkeypatch.setattr(compiling, "MOST_PROGRAMS", 3)
+    rows = np.arange(1.0, 33.0).reshape(8, 4)
+    asked = Spec(edits=(Replace(rows, range(8), layer=1),)).resolve(
+        Sites(2, 4, "float32", (0, 2, 4))
+    )
+    program = RequestProgram.compile(
+        asked, Sites(2, 4, "float32", (0, 2, 4)), frozenset((0, 2, 4)), 8, np.ones(8, np.int64)
+    )
+    first = program.all_programs(8)
+    assert len(first) == 8
+    assert len(program._compiled.programs) <= 3
+    assert program.all_programs(8) == first

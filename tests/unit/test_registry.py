@@ -267,3 +267,21 @@ def test_edits_that_were_replaced_are_kept_up_to_a_bound(held, monkeypatch):
     held.set_edits(_text(Add(V, layer=0, scale=9.0)))
     assert held.resolve(None, {}, servers[2]).edits
     assert "gone" in sentence(lambda: held.resolve(None, {}, servers[3]))
+
+
+def test_a_sweep_of_edits_keeps_those_of_requests_that_wait(held):
+    first = held.set_edits(_text(Add(V, layer=0)))
+    for i in range(100):
+        held.set_edits(_text(Add(V, layer=0, scale=2.0 + i)))
+    assert held.resolve(None, {}, first).edits
+
+
+def test_edits_that_were_replaced_are_kept_up_to_so_many_bytes(held, monkeypatch):
+    monkeypatch.setattr(registry, "MAX_KEPT_EDIT_BYTES", 3 * 16)
+    # One vector at both layers is counted once.
+    servers = [held.set_edits(_text(Add(V, layer=[0, 1], scale=float(i)))) for i in range(5)]
+    assert "gone" in sentence(lambda: held.resolve(None, {}, servers[1]))
+    for server in servers[2:]:
+        assert held.resolve(None, {}, server).edits
+    held.set_edits(_text(*(Add([float(i + 1)] * 4, layer=0) for i in range(9))))
+    assert held.resolve(None, {}, held.server).edits

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.strategies import VOCAB, decided_selectors, is_selected, selectors
-from vllm_scope import Except, SpecError, TokenIds, Union
+from vllm_scope import Except, Read, SpecError, TokenIds, Union
 from vllm_scope.selectors import Tokens, parse_selector
 
 
@@ -256,3 +256,25 @@ def test_what_is_accepted_as_decided_never_changes_its_answer(selector, sequence
     unknown = [False] * sequence.num_processed
     masks = selector.select(sequence.tokens(unknown, ended=False))
     assert masks.certain.tolist() == _oracle(selector, sequence)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        pytest.param({"union": [[0]] * 65}, "65 parts; at most 64", id="a-union"),
+        pytest.param({"union": [{"union": [[0]] * 40}] * 2}, "80 parts; at most 64", id="unions"),
+        pytest.param(
+            {"union": [list(range(40_000)), {"except": [{"token_ids": [1] * 30_000}, "last"]}]},
+            "70,000 items in all; at most 65,536", id="items",
+        ),
+    ],
+)  # fmt: skip
+def test_a_selector_is_small_as_a_whole(tokens, words):
+    with pytest.raises(SpecError, match=words):
+        Read("embed", tokens=tokens)
+
+
+def test_a_selector_of_the_most_parts_is_let_in_and_long_unions_are_not_built():
+    Read("embed", tokens=Union(*[[i] for i in range(64)]))
+    with pytest.raises(SpecError, match="100,000 parts"):
+        Union(*[[0]] * 100_000)

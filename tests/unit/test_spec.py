@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from tests.unit.strategies import sentence, specs
-from vllm_scope import Except, Read, Spec, SpecError, TokenIds, Union, scope
+from vllm_scope import Except, Read, Spec, SpecError, TokenIds, Union, scope, spec
 from vllm_scope.resolve import ResolvedRead
 from vllm_scope.selectors import MAX_ITEMS, Positions, Span, Word
 from vllm_scope.sites import Sites
@@ -350,3 +350,13 @@ def test_importing_vllm_scope_imports_neither_torch_nor_vllm():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_specs_that_were_parsed_are_remembered_up_to_a_number():
+    known = spec._Parsed()
+    one = Spec((Read("embed"),))
+    for i in range(known.MOST_SPECS + 1):
+        known.put(str(i), one)
+    assert known.get("0") is None
+    assert known.get("1") is one
+    assert known.get(str(known.MOST_SPECS)) is one

@@ -7,11 +7,14 @@ and drain), with a stream whose values say whose they are in place of a model.
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.unit.oracle import first_point
 from tests.unit.strategies import VOCAB, is_selected, specs
@@ -28,10 +31,12 @@ from tests.unit.worker import (
     running_worker,
     worker_tables,
 )
-from vllm_scope import Add, Read, Spec
+from vllm_scope import Add, CapacityError, Read, Spec, SpecError, scope
+from vllm_scope.engine.attach import _remote_calls
 from vllm_scope.engine.core import HANDLE
-from vllm_scope.plan import Planner
+from vllm_scope.plan import Planner, StepBatch
 from vllm_scope.sites import LEVELS, boundary_of_point
+from vllm_scope.vectors import SteeringModule, to_bytes
 
 #: Selectors of phases alone, whose decode rows are planned as columns.
 _PHASES = st.sampled_from(["all", "generated", "prompt"])
@@ -251,3 +256,72 @@ def test_edits_alone_upload_once_while_the_batch_stays_the_same():
         worker.clear()  # a dummy forward comes between
         worker.begin_step(Step([(request, 8, 1)], [0]).batch(), torch.tensor([8]))
         assert worker._tables.num_uploads == uploads[-1] + 1
+
+
+def _edited() -> SimpleNamespace:
+    """A request that reads and edits, as vLLM sends it."""
+    spec = Spec((Read("embed"),), edits=(Add([1.0, 2.0, 0.0, -1.0], layer=0),))
+    return Request("r", 7, spec, 2, [1, 2, 3]).as_vllm_sends_it()
+
+
+def test_a_request_whose_front_end_is_gone_keeps_its_edits(monkeypatch):
+    with running_worker(EVERYWHERE, 64) as (worker, sink):
+
+        def expect(handle):
+            raise CapacityError("the front-end is not connected")
+
+        monkeypatch.setattr(worker._delivery, "expect", expect)
+        worker.add_requests([_edited()])
+        assert "r" in worker._planner
+        worker.begin_step(StepBatch(["r"], np.array([0, 2]), np.array([0])), torch.zeros(2))
+        # As on a rank that delivers nothing: edited, and not read.
+        assert worker._step.num_slots == 0
+        assert worker._step.rows.tolist() == [0, 1]
+        worker.end_step()
+        worker.finish_requests(["r"])
+    assert sink.finished == []
+
+
+def test_a_fault_in_one_request_fails_that_one_alone():
+    with running_worker(EVERYWHERE, 64) as (worker, sink):
+        bad, good = _edited(), _edited()
+        bad.prompt_token_ids, bad.req_id = None, "bad"
+        worker.add_requests([bad, good])
+        assert "bad" not in worker._planner
+        assert "r" in worker._planner
+        worker.close()
+    ((key, error),) = sink.finished
+    assert key == 7
+    assert "vllm-scope failed on this request (TypeError" in error
+
+
+def test_a_worker_without_taps_takes_no_modules_and_no_edits_of_the_server():
+    with running_worker(EVERYWHERE, 64) as (worker, _):
+        calls = _remote_calls(worker)
+        text = scope(Add([1.0, 2.0, 0.0, -1.0], layer=0))["scope"]
+        assert calls["scope_set_edits"](text=text) == worker.registry.server
+        worker.reason = "it is of another shape"
+        module = to_bytes(SteeringModule({("resid_post", 0): [1.0, 0.0, 0.0, 0.0]}))
+        for refused in (
+            lambda: calls["scope_set_edits"](text),
+            lambda: calls["scope_register"]("m", module),
+        ):
+            with pytest.raises(SpecError, match="cannot be tapped: it is of another shape"):
+                refused()
+        assert calls["scope_set_edits"](None) is None
+
+
+def test_what_the_servers_edits_make_of_a_request_is_measured_again():
+    reads = Spec((Read("resid_post", 0), Read("resid_post", 0, when="before")))
+    request = Request("r", 7, reads, 2, [1, 2, 3]).as_vllm_sends_it()
+    with running_worker(EVERYWHERE, 64) as (worker, sink):
+        worker.limits = replace(worker.limits, tap_slots=1)
+        worker.add_requests([request])
+        worker.finish_requests(["r"])
+        text = scope(Add([1.0, 2.0, 0.0, -1.0], layer=0))["scope"]
+        request.sampling_params.extra_args[HANDLE]["server"] = worker.registry.set_edits(text)
+        worker.add_requests([request])
+        assert "r" in worker._planner
+        worker.close()
+    assert [error is None for _, error in sink.finished] == [True, False]
+    assert "with the server's edits" in sink.finished[1][1]

@@ -15,7 +15,7 @@ import numpy as np
 from vllm_scope.arrays import Array
 from vllm_scope.encoding import CodecChoice
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.selectors import Selector, parse_selector
+from vllm_scope.selectors import Selector, check_size, parse_selector
 from vllm_scope.sites import STREAM_SITES, canonical_site, parse_layers
 
 When = Literal["after", "before"]
@@ -101,6 +101,7 @@ class Action:
         found = parse_layers(self.layers, self.site, f"{name}.layers")
         object.__setattr__(self, "layers", "all" if found is None else found)
         object.__setattr__(self, "tokens", parse_selector(self.tokens, f"{name}.tokens"))
+        check_size(self.tokens, f"{name}.tokens")
 
     @property
     def layer_numbers(self) -> tuple[int, ...] | None:

@@ -22,10 +22,10 @@ def _remote_calls(scope: ScopeWorker) -> dict[str, Any]:
         "scope_describe": scope.describe,
         "scope_counters": scope.counters,
         "scope_flush": scope.flush,
-        "scope_register": lambda name, data: scope.registry.register(name, data),
+        "scope_register": lambda name, data: scope.holding.register(name, data),
         "scope_unregister": lambda name: scope.registry.unregister(name),
         "scope_modules": lambda: scope.registry.modules(),
-        "scope_set_edits": lambda text: scope.registry.set_edits(text),
+        "scope_set_edits": scope.set_edits,
         "scope_get_edits": lambda: scope.registry.server_text,
     }
 

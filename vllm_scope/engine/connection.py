@@ -191,6 +191,12 @@ def _check_tokens(asked: Resolved, ids: NDArray[np.int64], last: int, limits: Li
             positions = {p + len(ids) if p < 0 else p for p in action.positions}
             if len(positions) < len(action.positions):
                 raise SpecError(f"edits[{i}].positions names a position twice.")
+            if limits.optimistic and sum(p >= len(ids) for p in positions) > 1:
+                raise SpecError(
+                    f"edits[{i}].positions has several generated tokens, and this engine decodes "
+                    "speculatively: which position a row has is not known when it is replaced. "
+                    "Replace tokens of the prompt, or start without speculation."
+                )
             if limits.optimistic and not action.tokens.uniform:
                 generated = np.arange(len(ids), last + 1)
                 tokens = Tokens(generated, len(ids), np.full(generated.shape, -1), None)

@@ -13,6 +13,7 @@ keyed by the edit's content and the tokens it falls on, from the first edited bl
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from copy import copy
 from dataclasses import astuple
@@ -24,7 +25,7 @@ from vllm_scope.compile import BlockKeys, RequestProgram
 from vllm_scope.engine.delivery import global_reads
 from vllm_scope.engine.model import hidden_size_of, sites_of
 from vllm_scope.engine.seams import config_of, wrap_function, wrap_method
-from vllm_scope.errors import CapacityError, SpecError
+from vllm_scope.errors import CapacityError, SpecError, shown
 from vllm_scope.plan import OVERSHOOT
 from vllm_scope.program import Cost
 from vllm_scope.registry import Registry
@@ -66,6 +67,9 @@ class Ledger:
         self._sum = Cost()
 
     def admit(self, request_id: str, cost: Cost) -> bool:
+        """Whether there is room. A request that holds its places already keeps them."""
+        if request_id in self._held:
+            return True
         if self._held and not (self._sum + cost).fits(self.most):
             return False
         self._held[request_id] = cost
@@ -80,12 +84,30 @@ class Ledger:
         return cost is not None
 
 
+#: KV connectors of vLLM's own that find KV by its block hashes, which edits are part of.
+#: vllm 0.32, kv_connector/v1/offloading/scheduler.py; v1/simple_kv_offload/manager.py
+CONNECTORS_BY_HASH = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+
+
+def foreign_connector(vllm_config: Any) -> str | None:
+    """The KV connector that may take edited KV for plain KV of the same tokens, or None."""
+    transfer: Any = vllm_config.kv_transfer_config
+    name = None if transfer is None else transfer.kv_connector
+    if name is None or (name in CONNECTORS_BY_HASH and transfer.kv_connector_module_path is None):
+        return None
+    return str(name)
+
+
 class CoreScope:
     """The registry, and what it makes of requests that enter."""
+
+    #: `foreign_connector` of this engine.
+    connector: str | None = None
 
     def __init__(self, vllm_config: Any) -> None:
         config = config_of(vllm_config)
         assert config is not None
+        self.connector = foreign_connector(vllm_config)
         self.sites = sites_of(vllm_config, config)
         self.registry = Registry(self.sites)
         for name, path in config.modules.items():
@@ -105,6 +127,13 @@ class CoreScope:
                 since then. vLLM ends the request with an error.
         """
         params, server = request.sampling_params, self.registry.server
+        if request.prompt_token_ids is None:  # prompt embeddings
+            if params is not None and server is not None:
+                raise SpecError(
+                    "this server edits every request, and prompt embeddings cannot be edited; "
+                    "send text or token ids, or send it again when the server's edits are gone."
+                )
+            return None
         if params is not None and self.everywhere.reads:
             params = request.sampling_params = self._stamp_reads(request)
         handle = handle_of(params)
@@ -117,7 +146,9 @@ class CoreScope:
         handle["modules"] = {name: names[name] for name in modules if name in names}
         asked = self.registry.resolve(spec, handle["modules"], server)
         asked = asked.joined(reads=self.everywhere.reads)
-        prompt_ids = np.asarray(request.prompt_token_ids or (), np.int64)
+        if asked.edits:
+            self._check_connector()
+        prompt_ids = np.asarray(request.prompt_token_ids, np.int64)
         program = RequestProgram.compile(
             asked, self.sites, frozenset(self.sites.boundaries), len(prompt_ids), prompt_ids
         )
@@ -139,6 +170,7 @@ class CoreScope:
         """Raises SpecError for server-wide edits that no request could hold."""
         if text is None:
             return
+        self._check_connector()
         asked = Resolved(edits=self.registry.parse_edits(text))
         # One token of the prompt, and then generated ones: edits of the server pick phases.
         ids = np.zeros(1, np.int64)
@@ -152,9 +184,18 @@ class CoreScope:
                 "additional_config['scope'].vectors_mib."
             )
 
+    def _check_connector(self) -> None:
+        """Raises SpecError where edited KV would be found under the tokens alone."""
+        if self.connector is not None:
+            raise SpecError(
+                f"this engine shares KV through {shown(self.connector)}, which may give KV of "
+                "edited tokens to plain requests, or theirs to edited ones; edits need an engine "
+                f"without it, or with {' or '.join(CONNECTORS_BY_HASH)}. Reads and probes stay."
+            )
+
     def _stamp_reads(self, request: Any) -> Any:
         """Its sampling parameters, with a handle that says what global sinks read."""
-        ids = np.asarray(request.prompt_token_ids or (), np.int64)
+        ids = np.asarray(request.prompt_token_ids, np.int64)
         firsts = [read.tokens.first_position(len(ids), ids) for read in self.everywhere.reads]
         handle = dict(handle_of(request.sampling_params) or {})
         if handle.get("first_position") is not None:
@@ -169,6 +210,7 @@ class CoreScope:
 
 #: Of requests whose construction, in which vLLM hashes their blocks, is under way.
 _entering: dict[str, BlockKeys] = {}
+_making = threading.Lock()
 
 
 def _preprocess(original: Any, self: Any, request: Any) -> Any:
@@ -188,9 +230,11 @@ def _preprocess(original: Any, self: Any, request: Any) -> Any:
 
 
 def _scope_of(engine: Any) -> CoreScope:
-    """EngineCore's, made when something is asked for the first time."""
-    if "scope" not in engine.__dict__:
-        engine.scope = CoreScope(engine.vllm_config)
+    """EngineCore's, made when something is asked for the first time: by a request, on the
+    input thread, or by a remote call, on another."""
+    with _making:
+        if "scope" not in engine.__dict__:
+            engine.scope = CoreScope(engine.vllm_config)
     scope: CoreScope = engine.scope
     return scope
 
@@ -213,14 +257,21 @@ def _collective_rpc(
     original: Any, self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
 ) -> Any:
     """The workers' registries and EngineCore's are told by the same calls, this one first:
-    what it refuses, no worker hears of."""
+    what it refuses, no worker hears of; what a worker refuses, it takes back."""
     telling = {"scope_register": "register", "scope_unregister": "unregister",
                "scope_set_edits": "set_edits"}  # fmt: skip
+    if method not in telling:
+        return original(self, method, timeout, args, kwargs)
     if method == "scope_set_edits":
         _scope_of(self).check_edits(*args, **(kwargs or {}))
-    if method in telling:
-        getattr(_scope_of(self).registry, telling[method])(*args, **(kwargs or {}))
-    return original(self, method, timeout, args, kwargs)
+    registry = _scope_of(self).registry
+    before = registry.meant()
+    getattr(registry, telling[method])(*args, **(kwargs or {}))
+    try:
+        return original(self, method, timeout, args, kwargs)
+    except Exception:
+        registry.restore(before)
+        raise
 
 
 # Room for requests
@@ -248,7 +299,8 @@ def _cost_of(request: Any) -> Cost | None:
 
 def _add_to_scheduler(original: Any, self: Any, request: Any) -> None:
     cost = _cost_of(request)
-    if cost is None:
+    # vLLM sends each piece of streamed input as a request of the same id.
+    if cost is None or request.request_id in self.requests:
         original(self, request)
         return
     ledger = _ledger_of(self) or _new_ledger(self)

@@ -59,6 +59,9 @@ def check_engine(vllm_config: Any) -> None:
         "KV-sharing fast prefill (late layers skip prompt tokens)": getattr(
             vllm_config.cache_config, "kv_sharing_fast_prefill", False
         ),
+        "adaptive verification of drafts (rows are not in the order of the plan)": getattr(
+            vllm_config.speculative_config, "enable_adaptive_verification", False
+        ),
     }
     for reason, present in reasons.items():
         if present:

@@ -75,14 +75,15 @@ class Limits(msgspec.Struct, frozen=True):
     def check(self, program: RequestProgram, num_positions: int) -> None:
         """Raises CapacityError where a step could deliver more than the host's ring holds.
 
-        A front-end has seen to its request alone; global sinks may read more of it, and
-        encoded rows may be more than the arena's: one row under several codecs.
+        A front-end has seen to its request alone; global sinks may read more of it, the
+        server's edits make rows differ that were one, and encoded rows may be more than the
+        arena's: one row under several codecs.
         """
         excess = self.excess(*(one.layout for one in program.with_drafts(num_positions)))
         if excess is not None:
             raise CapacityError(
-                f"with what global sinks read, the request delivers too much at once "
-                f"({excess}); read less of it, or under fewer codecs."
+                "with the server's edits and what global sinks read, the request delivers too "
+                f"much at once ({excess}); read less of it, or under fewer codecs."
             )
 
 

@@ -36,7 +36,7 @@ from vllm_scope.engine.delivery import IDLE_COUNTERS, NOBODY, Delivery
 from vllm_scope.engine.functions import StepFunctions
 from vllm_scope.engine.model import anatomy_of, sites_of
 from vllm_scope.engine.sizes import Limits, Sizes
-from vllm_scope.errors import CapacityError, CompatError, ScopeError
+from vllm_scope.errors import CapacityError, CompatError, ScopeError, SpecError
 from vllm_scope.host_ring import Lease
 from vllm_scope.layout import SLOT_BYTES, Widths
 from vllm_scope.plan import Planner, StepBatch, StepPlan
@@ -217,6 +217,22 @@ class ScopeWorker:
                 "no taps. Remove vLLM's compile cache (VLLM_CACHE_ROOT) and start again."
             )
 
+    # What requests may name
+
+    @property
+    def holding(self) -> Registry:
+        """The registry of a worker with taps.
+
+        Raises:
+            SpecError: the model cannot be tapped; what is registered would do nothing.
+        """
+        if self.reason is not None:
+            raise SpecError(f"this model cannot be tapped: {self.reason}.")
+        return self.registry
+
+    def set_edits(self, text: str | None) -> str | None:
+        return (self.registry if text is None else self.holding).set_edits(text)
+
     # Requests
 
     def has_requests(self) -> bool:
@@ -237,20 +253,19 @@ class ScopeWorker:
         key = handle.get("key", NOBODY)
         params = request.sampling_params
         try:
-            if self._delivery is not None:
-                self._delivery.expect(handle)
+            delivery = self._expect(request, handle)
             spec = Spec.from_json(params.extra_args["scope"]) if key >= 0 else None
             asked = self.registry.resolve(spec, handle.get("modules", {}), handle.get("server"))
             prompt_ids = np.asarray(request.prompt_token_ids, np.int64)
             most = len(prompt_ids) + (params.max_tokens or 1)
             program = None
-            if self._delivery is not None:
+            if delivery is not None:
                 try:
-                    whole, key = self._delivery.add_request(
+                    whole, key = delivery.add_request(
                         request.req_id, request.prompt_token_ids, handle, asked
                     )
                     program = self._compile(whole, prompt_ids, True)
-                    if any(read.encoding is not None for read in whole.reads):
+                    if self._unchecked(handle, asked, whole):
                         self.limits.check(program, most)
                 except CapacityError as error:
                     logger.warning("vllm-scope: request %s: %s", request.req_id, error)
@@ -259,15 +274,42 @@ class ScopeWorker:
             if program is None:
                 # Its edits stay: ranks that deliver nothing know of no lack of room.
                 program = self._compile(asked, prompt_ids, False)
+            if delivery is not self._delivery:
+                key = NOBODY
             if self._functions is not None:
                 self._functions.add_request(request.req_id, params, handle)
             if key != NOBODY or not program.empty:
                 self._planner.add_request(request.req_id, key, program, most)
-        except ScopeError as error:
-            logger.warning("vllm-scope: request %s is left alone: %s", request.req_id, error)
+        except Exception as error:
+            reason = str(error)
+            if isinstance(error, ScopeError):
+                logger.warning("vllm-scope: request %s is left alone: %s", request.req_id, error)
+            else:
+                # A fault of ours: this request fails, its neighbours and the engine go on.
+                logger.exception("vllm-scope: request %s is left alone.", request.req_id)
+                reason = f"vllm-scope failed on this request ({type(error).__name__}: {error})."
             if self._functions:
                 self._functions.finish_request(request.req_id)
-            self._finish(key, str(error))
+            self._finish(key, reason)
+
+    @staticmethod
+    def _unchecked(handle: dict[str, Any], asked: Resolved, whole: Resolved) -> bool:
+        """Whether it may deliver what its front-end did not see: edits make points differ
+        that were one, names may have changed, global sinks read, and codecs enlarge."""
+        if not (whole.reads or whole.probes):
+            return False
+        changed = whole is not asked or handle.get("server") is not None or handle.get("modules")
+        return bool(changed) or any(read.encoding is not None for read in whole.reads)
+
+    def _expect(self, request: Any, handle: dict[str, Any]) -> Delivery | None:
+        """Where the request delivers to; None where nothing waits for what it delivers."""
+        if self._delivery is not None:
+            try:
+                self._delivery.expect(handle)
+            except CapacityError as error:
+                logger.warning("vllm-scope: request %s: %s", request.req_id, error)
+                return None
+        return self._delivery
 
     def _compile(self, asked: Resolved, prompt_ids: np.ndarray, drains: bool) -> RequestProgram:
         here = frozenset(self.here)
