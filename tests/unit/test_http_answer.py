@@ -97,6 +97,23 @@ async def test_chunks_carry_each_value_once_whatever_arrives_when(store):
 
 
 @on_a_loop
+async def test_chunks_of_scores_put_no_rows_together(store, monkeypatch):
+    """That takes milliseconds of the event loop, of every chunk."""
+    rows_of, asked = ScopeResult._rows_of, []
+    monkeypatch.setattr(ScopeResult, "_rows_of", lambda *a: asked.append(a) or rows_of(*a))
+    found, sent = answer(store, streams=True), []
+    found.add_prompt()
+    found.open_one(lambda: None, True)
+    for tokens, end in ((5, None), (9, "length")):
+        assert not asked
+        take(found, 0, tokens, None, "complete" if end else "streaming")
+        chunk = await found.chunk(text_of(end=end))
+        sent.append(json.loads(chunk.removeprefix("data: "))["choices"][0]["scope"])
+    assert [body["scores"]["p"]["spans"] for body in sent] == [[[0, 4]], [[4, 8]]]
+    assert [[row["spans"] for row in body["rows"]] for body in sent] == [[], [[[0, 8]]]]
+
+
+@on_a_loop
 async def test_what_is_not_a_chunk_passes(store):
     found = answer(store)
     for text in ("data: [DONE]\n\n", ": ping\n\n"):

@@ -245,10 +245,9 @@ class Answer:
         return kept
 
     async def _part(self, number: int, result: ScopeResult, ended: bool) -> dict[str, Any]:
-        new = []
-        for column in result.columns() if ended or not self.holds else ():
-            if isinstance(column.label, str) or self._options.stream == "rows":
-                new.append(self._unsent(number, column, ended))
+        rows_too = self._options.stream == "rows"
+        found = result.columns(rows_too) if ended or not self.holds else ()
+        new = [self._unsent(number, column, ended) for column in found]
         size = sum(c.nbytes for c in new if not isinstance(c.label, str))
         if size > MAX_CHUNK_BYTES:
             self._left_out.add(number)
@@ -256,7 +255,7 @@ class Answer:
         body = encode.columns([c for c in new if len(c.positions)], True, True)
         if not ended:
             return body
-        whole = self._options.stream == "rows" and number not in self._left_out
+        whole = rows_too and number not in self._left_out
         rows = [] if whole else [c for c in result.columns() if not isinstance(c.label, str)]
         return encode.counts(result) | body | await self._rows(result, rows, body["rows"])
 
