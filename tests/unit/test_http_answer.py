@@ -18,6 +18,7 @@ from vllm_scope import Probe, Read, Spec, scope
 from vllm_scope.assemble import Part
 from vllm_scope.engine import http
 from vllm_scope.result import ScopeResult
+from vllm_scope.server import answer as module
 from vllm_scope.server.answer import Answer, Options
 from vllm_scope.server.store import Store
 
@@ -127,6 +128,21 @@ async def test_choices_get_their_own_results_in_whatever_order(store):
     take(found, 0, 9)
     await found.fill(made)
     assert [choice.scope["expected"] for choice in made.choices] == [8, 16]
+
+
+@on_a_loop
+async def test_choices_share_the_room_inside_an_answer(store, monkeypatch):
+    """Of three choices with 8 rows and 8 scores each, two are small enough together."""
+    monkeypatch.setattr(module, "MAX_INLINE_BYTES", 2 * (8 * SIZE * 4 + 8 * 20) + 100)
+    found, made = answer(store, n=3), response(0, 1, 2)
+    for index in range(3):
+        take(found, index)
+    await found.fill(made)
+    scopes = [choice.scope for choice in made.choices]
+    assert ["data" in scope["rows"][0] for scope in scopes] == [True, True, False]
+    assert ["values" in scope["scores"]["p"] for scope in scopes] == [True, True, False]
+    assert [scope["result"] is None for scope in scopes] == [True, True, False]
+    found.close()
 
 
 @on_a_loop

@@ -31,6 +31,11 @@ from vllm_scope.spec import Spec
 
 #: Rows of one chunk; what is larger comes as a file in the end.
 MAX_CHUNK_BYTES = 8 << 20
+#: Rows and scores inside one answer, of all its choices: base64 and JSON hold a multiple
+#: of it in memory, and are made on the event loop.
+MAX_INLINE_BYTES = 32 << 20
+#: What a score takes as JSON.
+_SCORE_BYTES = 20
 _ALLOWED = {"scope_tensors": ("auto", "handle"), "scope_stream": ("scores", "rows")}
 
 
@@ -111,6 +116,7 @@ class Answer:
         self.error: BaseException | None = None
         self.opened = asyncio.Event()
         self._store, self._inline_bytes, self._owner = store, inline_bytes, owner
+        self._room = MAX_INLINE_BYTES
         self._loop = asyncio.get_running_loop()
         self._per_prompt = choices_per_prompt
         self._num_prompts = self._num_opened = 0
@@ -271,16 +277,26 @@ class Answer:
         found = result.columns()
         scores = [column for column in found if isinstance(column.label, str)]
         rows = [column for column in found if not isinstance(column.label, str)]
-        inline = sum(len(column.positions) for column in scores) <= encode.MAX_INLINE_SCORES
+        num_scores = sum(len(column.positions) for column in scores)
+        inline = num_scores <= encode.MAX_INLINE_SCORES and self._fits(num_scores * _SCORE_BYTES)
         body = encode.counts(result) | encode.columns(scores, True, inline)
         return body | await self._rows(result, rows, [], keep=not inline)
+
+    def _fits(self, size: int) -> bool:
+        """Takes room inside the answer, where it is left."""
+        if size > self._room:
+            return False
+        self._room -= size
+        return True
 
     async def _rows(
         self, result: ScopeResult, rows: list[Column], sent: list[Any], keep: bool = False
     ) -> dict[str, Any]:
         """`rows`, inline or described, and `result`, the file of what is not inline."""
         size = sum(column.nbytes for column in rows)
-        by_handle = size > self._inline_bytes or (self._options.tensors == "handle" and size > 0)
+        by_handle = size > 0 and (
+            size > self._inline_bytes or self._options.tensors == "handle" or not self._fits(size)
+        )
         body: dict[str, Any] = {
             "rows": sent + encode.columns(rows, not by_handle, False)["rows"], "result": None
         }  # fmt: skip
