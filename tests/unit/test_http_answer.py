@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.unit.roads import SITES
-from vllm_scope import Probe, Read, Spec, scope
+from vllm_scope import Probe, Read, Spec, SpecError, scope
 from vllm_scope.assemble import Part
 from vllm_scope.engine import http
 from vllm_scope.result import ScopeResult
@@ -187,6 +187,25 @@ async def test_files_of_an_answer_that_is_out_stay(store, tmp_path):
     await found.fill(made)
     found.close()
     assert store.open(made.choices[0].scope["result"]["id"], "owner") is not None
+
+
+@on_a_loop
+async def test_a_name_is_one_prompts_alone(store):
+    for name, allowed in (("q", False), (None, True)):
+        xargs = scope(Read("embed", to="filesystem", name=name))
+        found = Answer(Options.parse(xargs), store, 1 << 20, "owner", 2, False)
+        assert found.add_prompt() == 0
+        if allowed:
+            assert found.add_prompt() == 1
+            continue
+        with pytest.raises(SpecError, match="'name', and there is more than one prompt"):
+            found.add_prompt()
+
+
+def test_a_probes_name_is_not_that_of_anothers_positions():
+    probe = Probe(np.ones(SIZE), layer=1, name="a.positions")
+    with pytest.raises(SpecError, match=r"no name ends in '\.positions'"):
+        Options.parse(scope(probe))
 
 
 async def chunks_of(found, ended):

@@ -160,7 +160,11 @@ def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self, *args, **kwargs)
     if isinstance(place, str):
         raise refusal()(_no_place(place))
-    return _followed(place, place.add_prompt(), self, original(self, *args, **kwargs))
+    try:
+        prompt = place.add_prompt()
+    except SpecError as error:
+        raise refusal()(str(error)) from None
+    return _followed(place, prompt, self, original(self, *args, **kwargs))
 
 
 async def _followed(answer: Answer, prompt: int, engine: Any, stream: Any) -> Any:

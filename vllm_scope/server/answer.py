@@ -46,10 +46,12 @@ class Options:
     Attributes:
         tensors: "auto": small ones inline; "handle": all rows as a file.
         stream: what chunks carry: "scores", or "rows" as well.
+        named: a read gives its request a name, which one prompt alone can have.
     """
 
     tensors: Literal["auto", "handle"] = "auto"
     stream: Literal["scores", "rows"] = "scores"
+    named: bool = False
 
     @staticmethod
     def parse(xargs: Mapping[str, Any]) -> Options | None:
@@ -60,7 +62,7 @@ class Options:
         """
         if not any(name.startswith("scope") for name in xargs):
             return None
-        found = {}
+        found: dict[str, Any] = {}
         for name in (n for n in xargs if n.startswith("scope") and n != "scope"):
             value = xargs[name]
             if name not in _ALLOWED:
@@ -75,13 +77,21 @@ class Options:
             found[name.removeprefix("scope_")] = value
         if "scope" not in xargs:
             raise SpecError("vllm_xargs has options of a scope and no 'scope'.")
-        _check_codecs(Spec.from_json(xargs["scope"]))
-        return Options(**found)
+        spec = Spec.from_json(xargs["scope"])
+        _check_answerable(spec)
+        return Options(**found, named=any(read.name is not None for read in spec.reads))
 
 
-def _check_codecs(spec: Spec) -> None:
-    """Raises SpecError for rows that are not worth decoding: to do so takes an inverse of
-    the whole projection, seconds of this process."""
+def _check_answerable(spec: Spec) -> None:
+    """Raises SpecError for rows that are not worth decoding (to do so takes an inverse of
+    the whole projection, seconds of this process), and for names of scores that a file
+    has for positions."""
+    for i, probe in enumerate(spec.probes):
+        if probe.name.endswith(encode.POSITIONS):
+            raise SpecError(
+                f"probes[{i}].name is {shown(probe.name)}; over HTTP no name ends in "
+                f"{encode.POSITIONS!r}, where a file has the positions of scores. Take another."
+            )
     for i, read in enumerate(spec.reads):
         if read.to == MEMORY and read.codec is not None and read.codec.name == "rp8":
             raise SpecError(
@@ -134,7 +144,16 @@ class Answer:
         self.holds = False
 
     def add_prompt(self) -> int:
-        """A generation is about to start; its number."""
+        """A generation is about to start; its number.
+
+        Raises:
+            SpecError: its files would take the place of another prompt's.
+        """
+        if self._num_prompts and self._options.named:
+            raise SpecError(
+                "a read has 'name', and there is more than one prompt: the last one's files would "
+                "replace the others'. Send the prompts one by one, or leave the name out."
+            )
         self._num_prompts += 1
         return self._num_prompts - 1
 
