@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import threading
+import time
 from functools import wraps
 from types import SimpleNamespace
 
@@ -239,6 +240,27 @@ async def test_who_leaves_later_leaves_nothing(store):
     assert (await anext(made)).startswith("data: ")
     await made.aclose()
     assert sorted(ended) == ["chunks", "rows"]
+
+
+@on_a_loop
+async def test_a_lost_row_makes_a_stream_wait_once(store):
+    found, waited = answer(store, streams=True), []
+    connection = SimpleNamespace(limits=SimpleNamespace(optimistic=False), deliver_timeout_s=0.2)
+    engine = SimpleNamespace(output_processor=SimpleNamespace(scope=connection))
+
+    async def outputs():
+        for num_tokens in (7, 8, 9):
+            completion = SimpleNamespace(
+                index=0, finish_reason=None, scope=result(num_tokens, 2, "streaming")
+            )
+            yield SimpleNamespace(outputs=[completion])
+
+    started = time.monotonic()
+    async for _ in http._followed(found, found.add_prompt(), engine, outputs()):
+        waited.append(time.monotonic() - started)
+        started = time.monotonic()
+    assert waited[0] >= 0.2
+    assert max(waited[1:]) < 0.1
 
 
 @on_a_loop

@@ -142,6 +142,8 @@ class Answer:
         self._left_out: set[int] = set()
         #: Data waits for the end: an engine that guesses tokens may still take it back.
         self.holds = False
+        #: Chunks wait for data that is late; no more once some was lost.
+        self.waits = True
 
     def add_prompt(self) -> int:
         """A generation is about to start; its number.
