@@ -182,6 +182,20 @@ async def test_an_answer_that_fails_in_the_middle_leaves_no_file(store, tmp_path
 
 
 @on_a_loop
+async def test_why_a_file_could_not_be_written_is_told_without_its_path(store):
+    def put(*args):
+        raise PermissionError(13, "Permission denied", "/secret/place")
+
+    store.put = put
+    found, made = answer(store, tensors="handle"), response(0)
+    take(found)
+    await found.fill(made)
+    told = made.choices[0].scope
+    assert told["status"] == "failed"
+    assert told["error"] == "The rows could not be kept: Permission denied."
+
+
+@on_a_loop
 async def test_files_of_an_answer_that_is_out_stay(store, tmp_path):
     found, made = answer(store, tensors="handle"), response(0)
     take(found)

@@ -262,8 +262,9 @@ class Answer:
         """
         try:
             kept = self._store.put(tensors, metadata, self._owner)
-        except OSError:
-            raise CapacityError("the disk is full.") from None
+        except OSError as error:
+            # Without the path, which is nobody's business.
+            raise CapacityError(f"{error.strerror or type(error).__name__}.") from None
         self._kept.append(kept.id)
         if self._abandoned:  # while it was written
             self._store.delete(kept.id, self._owner)
