@@ -23,15 +23,15 @@ def test_a_root_path_that_opens_what_needs_a_key_stops_the_start(root):
 
 @pytest.mark.parametrize("root", [None, "", "/api", "/v2", "/v1"])
 def test_other_root_paths_go_on(root):
-    class Attached(Exception):
+    class AttachedError(Exception):
         pass
 
     def original(app):
-        raise Attached
+        raise AttachedError
 
     app = FastAPI()
     app.root_path = root
-    with pytest.raises(Attached):
+    with pytest.raises(AttachedError):
         _attach(original, app)
 
 
