@@ -251,11 +251,15 @@ class ScopeResult:
             late += len(due) - _num_in(due, arrived)
         return late
 
-    def columns(self) -> list[Column]:
-        """Every stream and then every probe, in the order in which they were asked for."""
+    def columns(self, rows: bool = True) -> list[Column]:
+        """Every stream and then every probe, in the order in which they were asked for.
+
+        Args:
+            rows: without, the probes alone: putting rows together takes time.
+        """
         streams = [
             Column(s, *self._rows_of(s), self._wanted_of(s), self._sites.row_shape(s[0]))
-            for s in self._read_streams()
+            for s in (self._read_streams() if rows else ())
         ]
         probes = [
             Column(probe.name, *self._score(number), self._wanted([probe.tokens]))

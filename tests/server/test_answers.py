@@ -323,6 +323,13 @@ def test_answers_without_a_place_for_a_scope_say_so(path, body, stream, server):
             xargs(Read("embed", codec="rp8")), "rp8 keeps the projections", id="projections"
         ),
         pytest.param(
+            xargs(Probe(WEIGHT, layer=3, name="a.positions")), "no name ends in", id="positions"
+        ),
+        pytest.param(
+            xargs(Read("embed", to="filesystem", name="q")) | {"prompt": [TEXT, TEXT]},
+            "more than one prompt", id="a-name-of-two",
+        ),
+        pytest.param(
             xargs(Read("resid_post", layers=[1], tokens=[9000])), "last position", id="position"
         ),
     ],

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from rich.console import Console
+from safetensors.numpy import load_file
 
+from vllm_scope.cli import read as command
 from vllm_scope.cli.remote import Server, asking
 from vllm_scope.cli.steer import _additions
 from vllm_scope.vectors import SteeringModule, load_vectors, save_vectors
@@ -27,6 +32,35 @@ def test_a_files_vectors_go_to_the_tokens_of_their_tiers(name, tmp_path):
     assert embed.to_json()["site"] == "embed"
     (named,) = _additions("formal", 1.0)
     assert named.vector.name == "formal"
+
+
+def test_what_a_model_says_is_no_markup_and_rows_are_saved_first(tmp_path, monkeypatch, capsys):
+    rows = np.ones((2, 4), np.float32)
+
+    class Scope(dict):
+        status, delivered, expected = "complete", 2, 2
+
+        def positions(self, site, layer):
+            return np.arange(2)
+
+    class Client:
+        def complete(self, *args, **options):
+            return SimpleNamespace(text="see [/i] and [red]\\", scope=Scope({("embed", 0): rows}))
+
+    monkeypatch.setattr(command, "asking", lambda *args: nullcontext(Client()))
+    path = tmp_path / "[bold].safetensors"
+    command.read(Server("x", None, 1, 0.0), "a [/b] ", "embed", "all", "all", path)
+    assert capsys.readouterr().out.startswith("a [/b] see [/i] and [red]\\\n")
+    assert np.array_equal(load_file(path)["embed.0"], rows)
+
+    def broken(scope):
+        raise RuntimeError("no table")
+
+    monkeypatch.setattr(command, "_table", broken)
+    other = tmp_path / "other.safetensors"
+    with pytest.raises(RuntimeError, match="no table"):
+        command.read(Server("x", None, 1, 0.0), "a", "embed", "all", "all", other)
+    assert other.exists()
 
 
 def test_a_server_that_is_not_there_is_named(capsys):

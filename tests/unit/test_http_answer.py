@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import threading
+import time
 from functools import wraps
 from types import SimpleNamespace
 
@@ -14,10 +15,11 @@ import pytest
 import torch
 
 from tests.unit.roads import SITES
-from vllm_scope import Probe, Read, Spec, scope
+from vllm_scope import Probe, Read, Spec, SpecError, scope
 from vllm_scope.assemble import Part
 from vllm_scope.engine import http
 from vllm_scope.result import ScopeResult
+from vllm_scope.server import answer as module
 from vllm_scope.server.answer import Answer, Options
 from vllm_scope.server.store import Store
 
@@ -97,6 +99,23 @@ async def test_chunks_carry_each_value_once_whatever_arrives_when(store):
 
 
 @on_a_loop
+async def test_chunks_of_scores_put_no_rows_together(store, monkeypatch):
+    """That takes milliseconds of the event loop, of every chunk."""
+    rows_of, asked = ScopeResult._rows_of, []
+    monkeypatch.setattr(ScopeResult, "_rows_of", lambda *a: asked.append(a) or rows_of(*a))
+    found, sent = answer(store, streams=True), []
+    found.add_prompt()
+    found.open_one(lambda: None, True)
+    for tokens, end in ((5, None), (9, "length")):
+        assert not asked
+        take(found, 0, tokens, None, "complete" if end else "streaming")
+        chunk = await found.chunk(text_of(end=end))
+        sent.append(json.loads(chunk.removeprefix("data: "))["choices"][0]["scope"])
+    assert [body["scores"]["p"]["spans"] for body in sent] == [[[0, 4]], [[4, 8]]]
+    assert [[row["spans"] for row in body["rows"]] for body in sent] == [[], [[[0, 8]]]]
+
+
+@on_a_loop
 async def test_what_is_not_a_chunk_passes(store):
     found = answer(store)
     for text in ("data: [DONE]\n\n", ": ping\n\n"):
@@ -110,6 +129,21 @@ async def test_choices_get_their_own_results_in_whatever_order(store):
     take(found, 0, 9)
     await found.fill(made)
     assert [choice.scope["expected"] for choice in made.choices] == [8, 16]
+
+
+@on_a_loop
+async def test_choices_share_the_room_inside_an_answer(store, monkeypatch):
+    """Of three choices with 8 rows and 8 scores each, two are small enough together."""
+    monkeypatch.setattr(module, "MAX_INLINE_BYTES", 2 * (8 * SIZE * 4 + 8 * 20) + 100)
+    found, made = answer(store, n=3), response(0, 1, 2)
+    for index in range(3):
+        take(found, index)
+    await found.fill(made)
+    scopes = [choice.scope for choice in made.choices]
+    assert ["data" in scope["rows"][0] for scope in scopes] == [True, True, False]
+    assert ["values" in scope["scores"]["p"] for scope in scopes] == [True, True, False]
+    assert [scope["result"] is None for scope in scopes] == [True, True, False]
+    found.close()
 
 
 @on_a_loop
@@ -148,12 +182,45 @@ async def test_an_answer_that_fails_in_the_middle_leaves_no_file(store, tmp_path
 
 
 @on_a_loop
+async def test_why_a_file_could_not_be_written_is_told_without_its_path(store):
+    def put(*args):
+        raise PermissionError(13, "Permission denied", "/secret/place")
+
+    store.put = put
+    found, made = answer(store, tensors="handle"), response(0)
+    take(found)
+    await found.fill(made)
+    told = made.choices[0].scope
+    assert told["status"] == "failed"
+    assert told["error"] == "The rows could not be kept: Permission denied."
+
+
+@on_a_loop
 async def test_files_of_an_answer_that_is_out_stay(store, tmp_path):
     found, made = answer(store, tensors="handle"), response(0)
     take(found)
     await found.fill(made)
     found.close()
     assert store.open(made.choices[0].scope["result"]["id"], "owner") is not None
+
+
+@on_a_loop
+async def test_a_name_is_one_prompts_alone(store):
+    for name, allowed in (("q", False), (None, True)):
+        xargs = scope(Read("embed", to="filesystem", name=name))
+        found = Answer(Options.parse(xargs), store, 1 << 20, "owner", 2, False)
+        assert found.add_prompt() == 0
+        if allowed:
+            assert found.add_prompt() == 1
+            continue
+        with pytest.raises(SpecError, match="'name', and there is more than one prompt"):
+            found.add_prompt()
+
+
+def test_a_probes_name_is_not_that_of_anothers_positions():
+    probe = Probe(np.ones(SIZE), layer=1, name="a.positions")
+    with pytest.raises(SpecError, match=r"no name ends in '\.positions'"):
+        Options.parse(scope(probe))
 
 
 async def chunks_of(found, ended):
@@ -187,6 +254,27 @@ async def test_who_leaves_later_leaves_nothing(store):
     assert (await anext(made)).startswith("data: ")
     await made.aclose()
     assert sorted(ended) == ["chunks", "rows"]
+
+
+@on_a_loop
+async def test_a_lost_row_makes_a_stream_wait_once(store):
+    found, waited = answer(store, streams=True), []
+    connection = SimpleNamespace(limits=SimpleNamespace(optimistic=False), deliver_timeout_s=0.2)
+    engine = SimpleNamespace(output_processor=SimpleNamespace(scope=connection))
+
+    async def outputs():
+        for num_tokens in (7, 8, 9):
+            completion = SimpleNamespace(
+                index=0, finish_reason=None, scope=result(num_tokens, 2, "streaming")
+            )
+            yield SimpleNamespace(outputs=[completion])
+
+    started = time.monotonic()
+    async for _ in http._followed(found, found.add_prompt(), engine, outputs()):
+        waited.append(time.monotonic() - started)
+        started = time.monotonic()
+    assert waited[0] >= 0.2
+    assert max(waited[1:]) < 0.1
 
 
 @on_a_loop

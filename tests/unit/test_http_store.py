@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import multiprocessing
 import os
+import shutil
 import stat
 import time
 
@@ -203,9 +203,45 @@ def test_folders_of_killed_servers_are_removed_and_those_of_living_ones_not(tmp_
         os.utime(folder, (time.time() - 3600,) * 2)
     Store(tmp_path, "new", 10_000, 600.0).close()
     assert not killed.exists()
-    with open(next(tmp_path.glob("*living/lock"))) as lock, pytest.raises(BlockingIOError):
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    kept = living.put(ROWS, {}, MINE)
+    living.open(kept.id, MINE).close()
     living.close()
+
+
+def _old(folder):
+    os.utime(folder, (time.time() - 3600,) * 2)
+
+
+def test_a_cleaner_of_old_files_frees_no_folder_for_other_servers(tmp_path):
+    living = Store(tmp_path, "living", 10_000, 600.0)
+    (folder,) = tmp_path.iterdir()
+    for path in folder.iterdir():
+        path.unlink()
+    _old(folder)
+    Store(tmp_path, "new", 10_000, 600.0).close()
+    living.open(living.put(ROWS, {}, MINE).id, MINE).close()
+    living.close()
+
+
+def test_a_folder_that_is_gone_is_made_and_held_again(store, tmp_path):
+    store.put(ROWS, {}, MINE)
+    (folder,) = tmp_path.iterdir()
+    shutil.rmtree(folder)
+    store.forget_deleted()
+    assert len(store) == 0
+    kept = store.put(ROWS, {}, MINE)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    _old(folder)
+    Store(tmp_path, "new", 10_000, 600.0).close()
+    store.open(kept.id, MINE).close()
+
+
+def test_who_held_a_folder_that_is_gone_leaves_its_successor_alone(store, tmp_path):
+    sibling = Store(tmp_path, "run", 10_000, 600.0)
+    shutil.rmtree(next(tmp_path.iterdir()))
+    kept = store.put(ROWS, {}, MINE)
+    sibling.close()
+    store.open(kept.id, MINE).close()
 
 
 @pytest.mark.parametrize(

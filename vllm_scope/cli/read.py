@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from vllm_scope.actions import Read
 from vllm_scope.cli.remote import Server, asking, layers_of
@@ -17,16 +18,17 @@ from vllm_scope.cli.remote import Server, asking, layers_of
 def read(
     server: Server, prompt: str, site: str, layers: str, tokens: str, save: Path | None
 ) -> None:
-    """Print the text and what each stream's rows look like; write them if asked."""
+    """Write the rows if asked; print the text and what each stream's rows look like."""
     console = Console()
     with asking(server, console) as client:
         found = None if site == "embed" else layers_of(layers)
         out = client.complete(prompt, Read(site, layers=found, tokens=tokens), **server.options)
-        console.print(f"{prompt}[bold]{out.text}[/bold]", highlight=False)
+        if save is not None:  # first: the rows are computed once
+            _write(save, out.scope)
+        console.print(Text(prompt).append(out.text, "bold"))
         console.print(_table(out.scope))
         if save is not None:
-            _write(save, out.scope)
-            console.print(f"{save}: {save.stat().st_size:,} bytes")
+            console.print(Text(f"{save}: {save.stat().st_size:,} bytes"))
 
 
 def _table(scope: Any) -> Table:

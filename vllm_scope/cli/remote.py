@@ -44,8 +44,8 @@ def asking(server: Server, console: Console) -> Iterator[Any]:
         with ScopeClient(server.url, server.api_key) as client:
             yield client
     except httpx.TransportError as error:
-        reason = escape(str(error) or type(error).__name__)
-        console.print(f"[red]no answer from {server.url}: {reason}. --url names a server.[/red]")
+        url, reason = escape(server.url), escape(str(error) or type(error).__name__)
+        console.print(f"[red]no answer from {url}: {reason}. --url names a server.[/red]")
         sys.exit(1)
     except (ScopeError, OSError, httpx.HTTPError) as error:
         console.print(f"[red]{escape(str(error) or type(error).__name__)}[/red]")

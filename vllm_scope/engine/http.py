@@ -28,7 +28,7 @@ from vllm_scope.engine.core import handle_of
 from vllm_scope.engine.frontend import asks, outdated, params_of, settle
 from vllm_scope.engine.refusals import busy, refusal
 from vllm_scope.engine.seams import config_of, wrap_function, wrap_method
-from vllm_scope.errors import CapacityError, SpecError
+from vllm_scope.errors import CapacityError, ConfigError, SpecError, shown
 from vllm_scope.inbox import inbox, num_pending
 from vllm_scope.server import faces
 from vllm_scope.server.answer import Answer, Options, current
@@ -160,7 +160,11 @@ def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self, *args, **kwargs)
     if isinstance(place, str):
         raise refusal()(_no_place(place))
-    return _followed(place, place.add_prompt(), self, original(self, *args, **kwargs))
+    try:
+        prompt = place.add_prompt()
+    except SpecError as error:
+        raise refusal()(str(error)) from None
+    return _followed(place, prompt, self, original(self, *args, **kwargs))
 
 
 async def _followed(answer: Answer, prompt: int, engine: Any, stream: Any) -> Any:
@@ -169,8 +173,9 @@ async def _followed(answer: Answer, prompt: int, engine: Any, stream: Any) -> An
             async for output in stream:
                 connection = engine.output_processor.scope
                 answer.holds = connection.limits.optimistic
-                if answer.streams and not answer.holds:
-                    await _catch_up(output, connection.deliver_timeout_s)
+                if answer.streams and not answer.holds and answer.waits:
+                    came = await _catch_up(output, connection.deliver_timeout_s)
+                    answer.waits = answer.waits and came
                 for completion in output.outputs:
                     if completion.scope is not None:
                         answer.take(prompt, completion)
@@ -187,20 +192,23 @@ def _forget_modules(engine: Any) -> None:
         connection.learn_modules({})
 
 
-async def _catch_up(output: Any, timeout: float) -> None:
-    """Wait for data that is further behind the text than promised."""
+async def _catch_up(output: Any, timeout: float) -> bool:
+    """Wait for data that is further behind the text than promised; whether it came."""
     limit, wait = time.monotonic() + timeout, _LATE_POLL_S
-    while time.monotonic() < limit and any(
+    while any(
         completion.finish_reason is None
         and completion.scope is not None
         and completion.scope.num_late(MOST_BEHIND)
         for completion in output.outputs
     ):
+        if time.monotonic() >= limit:
+            return False
         # A look that finds nothing new is cheap: many may wait for a busy worker.
         while time.monotonic() < limit and not outdated(output):
             await asyncio.sleep(wait)
             wait = min(1.5 * wait, _LATE_POLL_MOST_S)
         settle(output)
+    return True
 
 
 def _admitted(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -292,10 +300,25 @@ def _attach(original: Any, app: Any) -> None:
     from vllm_scope.faces import register_http
     from vllm_scope.server.routes import attach
 
+    _check_root_path(app.root_path)
     original(app)
     _wrap_serving()
     register_http()
     attach(app, lambda: _engine_of(app))
+
+
+def _check_root_path(root: str | None) -> None:
+    """vLLM's authentication takes the text away from a path's beginning, and then looks for
+    /v1; the router takes whole segments alone.
+
+    Raises:
+        ConfigError: paths below /v1 would be open to who has no API key.
+    """
+    if root and (root.endswith("/") or root.startswith("/v1/") or root == "/v"):
+        raise ConfigError(
+            f"--root-path is {shown(root)}, with which vLLM asks for no API key at paths below "
+            "/v1. It is a path that does not end in '/' and is not below /v1, such as '/api'."
+        )
 
 
 def _engine_of(app: Any) -> EngineCalls | None:

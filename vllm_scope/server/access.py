@@ -24,6 +24,7 @@ from vllm_scope.server.schemas import Refusal
 from vllm_scope.server.settings import Settings
 from vllm_scope.server.store import Store, owner_of
 
+_KEY = "X-Scope-Admin-Key"
 _STATUS = {
     400: "SpecError", 401: "Unauthorized", 403: "Forbidden", 404: "NotFound",
     413: "PayloadTooLarge",
@@ -72,12 +73,16 @@ async def refused(request: Request, error: Exception) -> Response:
 
 class Route(APIRoute):
     """What the framework refuses itself (a body that is no JSON, or too long) has the shape
-    of our errors too."""
+    of our errors too, and a body is not read before the operator's key, where one is needed:
+    the framework's dependencies come after it."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
 
         async def handled(request: Request) -> Response:
+            for guard in (admin, admin_or_bearer):
+                if any(known.dependency is guard for known in self.dependencies):
+                    guard(request, request.headers.get(_KEY))
             try:
                 return await handler(request)
             except HTTPException as error:
@@ -113,7 +118,7 @@ def admin(
     request: Request,
     key: Annotated[
         str | None,
-        Header(alias="X-Scope-Admin-Key", description="The server's VLLM_SCOPE_ADMIN_KEY."),
+        Header(alias=_KEY, description="The server's VLLM_SCOPE_ADMIN_KEY."),
     ] = None,
 ) -> None:
     """A dependency of routes that change anything: they need the operator's key."""
@@ -128,7 +133,7 @@ def admin_or_bearer(
     key: Annotated[
         str | None,
         Header(
-            alias="X-Scope-Admin-Key",
+            alias=_KEY,
             description="The server's VLLM_SCOPE_ADMIN_KEY; it may be the bearer instead.",
         ),
     ] = None,

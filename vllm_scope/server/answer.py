@@ -31,6 +31,11 @@ from vllm_scope.spec import Spec
 
 #: Rows of one chunk; what is larger comes as a file in the end.
 MAX_CHUNK_BYTES = 8 << 20
+#: Rows and scores inside one answer, of all its choices: base64 and JSON hold a multiple
+#: of it in memory, and are made on the event loop.
+MAX_INLINE_BYTES = 32 << 20
+#: What a score takes as JSON.
+_SCORE_BYTES = 20
 _ALLOWED = {"scope_tensors": ("auto", "handle"), "scope_stream": ("scores", "rows")}
 
 
@@ -41,10 +46,12 @@ class Options:
     Attributes:
         tensors: "auto": small ones inline; "handle": all rows as a file.
         stream: what chunks carry: "scores", or "rows" as well.
+        named: a read gives its request a name, which one prompt alone can have.
     """
 
     tensors: Literal["auto", "handle"] = "auto"
     stream: Literal["scores", "rows"] = "scores"
+    named: bool = False
 
     @staticmethod
     def parse(xargs: Mapping[str, Any]) -> Options | None:
@@ -55,7 +62,7 @@ class Options:
         """
         if not any(name.startswith("scope") for name in xargs):
             return None
-        found = {}
+        found: dict[str, Any] = {}
         for name in (n for n in xargs if n.startswith("scope") and n != "scope"):
             value = xargs[name]
             if name not in _ALLOWED:
@@ -70,13 +77,21 @@ class Options:
             found[name.removeprefix("scope_")] = value
         if "scope" not in xargs:
             raise SpecError("vllm_xargs has options of a scope and no 'scope'.")
-        _check_codecs(Spec.from_json(xargs["scope"]))
-        return Options(**found)
+        spec = Spec.from_json(xargs["scope"])
+        _check_answerable(spec)
+        return Options(**found, named=any(read.name is not None for read in spec.reads))
 
 
-def _check_codecs(spec: Spec) -> None:
-    """Raises SpecError for rows that are not worth decoding: to do so takes an inverse of
-    the whole projection, seconds of this process."""
+def _check_answerable(spec: Spec) -> None:
+    """Raises SpecError for rows that are not worth decoding (to do so takes an inverse of
+    the whole projection, seconds of this process), and for names of scores that a file
+    has for positions."""
+    for i, probe in enumerate(spec.probes):
+        if probe.name.endswith(encode.POSITIONS):
+            raise SpecError(
+                f"probes[{i}].name is {shown(probe.name)}; over HTTP no name ends in "
+                f"{encode.POSITIONS!r}, where a file has the positions of scores. Take another."
+            )
     for i, read in enumerate(spec.reads):
         if read.to == MEMORY and read.codec is not None and read.codec.name == "rp8":
             raise SpecError(
@@ -111,6 +126,7 @@ class Answer:
         self.error: BaseException | None = None
         self.opened = asyncio.Event()
         self._store, self._inline_bytes, self._owner = store, inline_bytes, owner
+        self._room = MAX_INLINE_BYTES
         self._loop = asyncio.get_running_loop()
         self._per_prompt = choices_per_prompt
         self._num_prompts = self._num_opened = 0
@@ -126,9 +142,20 @@ class Answer:
         self._left_out: set[int] = set()
         #: Data waits for the end: an engine that guesses tokens may still take it back.
         self.holds = False
+        #: Chunks wait for data that is late; no more once some was lost.
+        self.waits = True
 
     def add_prompt(self) -> int:
-        """A generation is about to start; its number."""
+        """A generation is about to start; its number.
+
+        Raises:
+            SpecError: its files would take the place of another prompt's.
+        """
+        if self._num_prompts and self._options.named:
+            raise SpecError(
+                "a read has 'name', and there is more than one prompt: the last one's files would "
+                "replace the others'. Send the prompts one by one, or leave the name out."
+            )
         self._num_prompts += 1
         return self._num_prompts - 1
 
@@ -235,8 +262,9 @@ class Answer:
         """
         try:
             kept = self._store.put(tensors, metadata, self._owner)
-        except OSError:
-            raise CapacityError("the disk is full.") from None
+        except OSError as error:
+            # Without the path, which is nobody's business.
+            raise CapacityError(f"{error.strerror or type(error).__name__}.") from None
         self._kept.append(kept.id)
         if self._abandoned:  # while it was written
             self._store.delete(kept.id, self._owner)
@@ -245,10 +273,9 @@ class Answer:
         return kept
 
     async def _part(self, number: int, result: ScopeResult, ended: bool) -> dict[str, Any]:
-        new = []
-        for column in result.columns() if ended or not self.holds else ():
-            if isinstance(column.label, str) or self._options.stream == "rows":
-                new.append(self._unsent(number, column, ended))
+        rows_too = self._options.stream == "rows"
+        found = result.columns(rows_too) if ended or not self.holds else ()
+        new = [self._unsent(number, column, ended) for column in found]
         size = sum(c.nbytes for c in new if not isinstance(c.label, str))
         if size > MAX_CHUNK_BYTES:
             self._left_out.add(number)
@@ -256,7 +283,7 @@ class Answer:
         body = encode.columns([c for c in new if len(c.positions)], True, True)
         if not ended:
             return body
-        whole = self._options.stream == "rows" and number not in self._left_out
+        whole = rows_too and number not in self._left_out
         rows = [] if whole else [c for c in result.columns() if not isinstance(c.label, str)]
         return encode.counts(result) | body | await self._rows(result, rows, body["rows"])
 
@@ -272,16 +299,26 @@ class Answer:
         found = result.columns()
         scores = [column for column in found if isinstance(column.label, str)]
         rows = [column for column in found if not isinstance(column.label, str)]
-        inline = sum(len(column.positions) for column in scores) <= encode.MAX_INLINE_SCORES
+        num_scores = sum(len(column.positions) for column in scores)
+        inline = num_scores <= encode.MAX_INLINE_SCORES and self._fits(num_scores * _SCORE_BYTES)
         body = encode.counts(result) | encode.columns(scores, True, inline)
         return body | await self._rows(result, rows, [], keep=not inline)
+
+    def _fits(self, size: int) -> bool:
+        """Takes room inside the answer, where it is left."""
+        if size > self._room:
+            return False
+        self._room -= size
+        return True
 
     async def _rows(
         self, result: ScopeResult, rows: list[Column], sent: list[Any], keep: bool = False
     ) -> dict[str, Any]:
         """`rows`, inline or described, and `result`, the file of what is not inline."""
         size = sum(column.nbytes for column in rows)
-        by_handle = size > self._inline_bytes or (self._options.tensors == "handle" and size > 0)
+        by_handle = size > 0 and (
+            size > self._inline_bytes or self._options.tensors == "handle" or not self._fits(size)
+        )
         body: dict[str, Any] = {
             "rows": sent + encode.columns(rows, not by_handle, False)["rows"], "result": None
         }  # fmt: skip

@@ -23,6 +23,8 @@ from vllm_scope.result import Column, ScopeResult
 
 #: Scores of a choice are part of the answer up to this many.
 MAX_INLINE_SCORES = 16_384
+#: After the name of a tensor in a file: that of its positions.
+POSITIONS = ".positions"
 
 
 def spans(positions: np.ndarray) -> list[list[int]]:
@@ -74,7 +76,7 @@ def tensors(result: ScopeResult) -> tuple[dict[str, Tensor], dict[str, str]]:
     for column in result.columns():
         name = tensor_name(column.label)
         found[name] = column.values.contiguous()
-        found[f"{name}.positions"] = torch.from_numpy(np.ascontiguousarray(column.positions))
+        found[f"{name}{POSITIONS}"] = torch.from_numpy(np.ascontiguousarray(column.positions))
     return found, {"scope": json.dumps(counts(result))}
 
 

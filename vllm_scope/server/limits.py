@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
+from starlette._utils import get_route_path
 
 from vllm_scope.server.answer import current
 
@@ -31,7 +32,7 @@ class Door:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = get_route_path(scope)
         token = current.set(path)
         most = next((most for start, most in self._limits if path.startswith(start)), None)
         try:

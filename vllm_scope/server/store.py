@@ -88,14 +88,24 @@ class Store:
         self._files: dict[str, _File] = {}
         _remove_abandoned(parent)
         self._folder = parent / f"{_prefix()}{run}"
+        self._holder = -1
+        self._hold()
+        # Children of multiprocessing, as API servers are, never come to atexit.
+        Finalize(None, self.close, exitpriority=0)
+
+    def _hold(self) -> None:
+        """Make the folder and keep others from removing it. Again where it is gone: what
+        cleans /tmp minds no lock."""
+        if self._holder >= 0 and _is_open(self._folder, self._holder):
+            return
         self._folder.mkdir(mode=0o700, exist_ok=True)
         found = self._folder.lstat()
         if found.st_uid != os.getuid() or found.st_mode & 0o077 or self._folder.is_symlink():
             raise PermissionError(f"{self._folder} is another's; set VLLM_SCOPE_RESULTS_DIR.")
-        self._holder = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        gone, self._holder = self._holder, _opened(self._folder)
         fcntl.flock(self._holder, fcntl.LOCK_SH)
-        # Children of multiprocessing, as API servers are, never come to atexit.
-        Finalize(None, self.close, exitpriority=0)
+        if gone >= 0:
+            os.close(gone)
 
     @property
     def num_bytes(self) -> int:
@@ -120,6 +130,7 @@ class Store:
 
         Raises:
             CapacityError: it does not fit.
+            OSError: it cannot be written.
         """
         size = sum(tensor.nbytes for tensor in tensors.values())
         name = secrets.token_urlsafe(24)
@@ -132,6 +143,7 @@ class Store:
                     f"the result has {size:,} bytes and there is no room to keep it; read fewer "
                     "tokens or layers, or fetch other results first."
                 )
+            self._hold()
             file = self._files[name] = _File(path, size)
         hidden = path.with_suffix(".part")
         try:
@@ -181,7 +193,10 @@ class Store:
         """Give room back for files that another process has deleted for who read them."""
         # Before the folder is read: what is written meanwhile is no candidate.
         written = [(n, f) for n, f in list(self._files.items()) if f.ends_at < math.inf]
-        there = set(os.listdir(self._folder))
+        try:
+            there = set(os.listdir(self._folder))
+        except FileNotFoundError:
+            there = set()
         for name, file in written:
             if file.path.name not in there:
                 self._files.pop(name, None)
@@ -213,15 +228,29 @@ def _remove_abandoned(parent: Path) -> None:
         try:
             if time.time() - folder.lstat().st_mtime < _NEW_S or folder.is_symlink():
                 continue
-            _remove_if_free(folder, os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600))
+            _remove_if_free(folder, _opened(folder))
         except OSError:
             continue  # another's, or gone
 
 
+def _opened(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+
+
+def _is_open(folder: Path, holder: int) -> bool:
+    """Whether the folder of this name is the one that `holder` has open."""
+    try:
+        return os.path.samestat(folder.lstat(), os.fstat(holder))
+    except FileNotFoundError:
+        return False
+
+
 def _remove_if_free(folder: Path, lock: int) -> None:
+    """Remove the folder that is open as `lock`, which is closed, unless others hold it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
+        if _is_open(folder, lock):
+            shutil.rmtree(folder, ignore_errors=True)
     except BlockingIOError:
         pass  # held by a living process
     finally:

@@ -29,7 +29,7 @@ from vllm_scope.server.access import RefusalError, Route, errors, state_of
 from vllm_scope.server.faces import HttpFace, Keep, Reply
 from vllm_scope.server.store import pieces
 
-#: Of a choice: base64 and JSON hold a multiple of it in memory.
+#: Of all choices of an answer: base64 and JSON hold a multiple of it in memory.
 MAX_INLINE_BYTES = 256 << 20
 #: In the metadata of a kept file: what JSON said of its tensor.
 _DESCRIBED = "activations"
@@ -39,7 +39,7 @@ class LensReply(Reply):
     """`activations`, encoded as the request wants."""
 
     def __init__(self, keep: Keep | None) -> None:
-        self._keep = keep
+        self._keep, self._num_bytes = keep, 0
         self._first: dict[str, Any] = {}
 
     def choice(self, number: int, of: int, completion: Any) -> dict[str, Any]:
@@ -59,9 +59,10 @@ class LensReply(Reply):
             tensor = activations[name]
             if not isinstance(tensor, Tensor):
                 return {PLAIN: tensor}
-            if self._keep is None and tensor.nbytes > MAX_INLINE_BYTES:
-                return {"error": _too_large(tensor.nbytes)}
             if self._keep is None:
+                if self._num_bytes + tensor.nbytes > MAX_INLINE_BYTES:
+                    return {"error": _too_large(self._num_bytes + tensor.nbytes)}
+                self._num_bytes += tensor.nbytes
                 return serialize_tensor(tensor)
             body = described(tensor)
             kept = self._keep({name: tensor}, {_DESCRIBED: json.dumps(body)})
