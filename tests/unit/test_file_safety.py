@@ -440,6 +440,11 @@ def _codec(**fields):
             lambda r: r["streams"].update(evil=r["streams"]["embed.0"]), "names no", id="s"
         ),
         pytest.param(lambda r: r.update(status="fine"), "cannot be read", id="status"),
+        pytest.param(lambda r: r.update(num_stages=5_000_000), "at most 1024", id="stages"),
+        pytest.param(lambda r: r.update(num_stages=10**400), "at most 1024", id="huge-stages"),
+        pytest.param(lambda r: r.update(num_stages=0), "at most 1024", id="no-stages"),
+        pytest.param(lambda r: r.update(stage=1), "says stage 1 of 1", id="past-its-stages"),
+        pytest.param(lambda r: r.update(stage=-1, num_stages=2), "stage -1 of 2", id="stage"),
     ],
 )
 def test_an_index_that_lies_is_refused(change, says, tmp_path):
