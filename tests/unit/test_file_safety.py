@@ -376,6 +376,16 @@ def _entry(**fields) -> dict:
         pytest.param(
             _safetensors(_entry(shape=[1 << 62, 1 << 62]), b"12345678"), "takes", id="huge-shape"
         ),
+        pytest.param(
+            _safetensors(_entry(shape=[1 << 62] * 40_000), b"12345678"),
+            "40000 dimensions",
+            id="many-dimensions",
+        ),
+        pytest.param(
+            _safetensors(_entry(shape=[0, 1 << 62, 1 << 62], data_offsets=[0, 0])),
+            "takes",
+            id="empty-and-huge",
+        ),
         pytest.param(_safetensors(_entry(shape=[-2]), b"12345678"), "lie within", id="negative"),
         pytest.param(
             _safetensors(_entry(data_offsets=[8, 0]), b"12345678"), "lie within", id="backwards"
