@@ -170,6 +170,7 @@ def stream_name(stream: SiteLayer) -> str:
 def parse_stream(name: str) -> SiteLayer:
     """Raises FileError for what is not `site.layer`."""
     site, _, layer = name.rpartition(".")
-    if not site or not layer.isascii() or not layer.isdigit():
-        raise FileError(f"{name!r} names no stream; streams are `site.layer`.")
+    # Python refuses to make an integer of thousands of digits.
+    if not site or not layer.isascii() or not layer.isdigit() or len(layer) > 9:
+        raise FileError(f"{shown(name)} names no stream; streams are `site.layer`.")
     return site, int(layer)
