@@ -226,6 +226,23 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(fails_with, tmp
     assert (tmp_path / "a").read_bytes() == b"old"
 
 
+def test_a_rename_that_fails_leaves_whole_files_only(tmp_path, monkeypatch):
+    publisher = LocalPublisher(tmp_path)
+    real = os.replace
+
+    def fail(source, target):
+        if Path(target).name == "b":
+            raise OSError(5, "Input/output error")
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(FileError, match="cannot be written"):
+        publisher.publish({"a": lambda f: f.write(b"whole"), "b": lambda f: f.write(b"b")})
+    publisher.close()
+    assert os.listdir(tmp_path) == ["a"]
+    assert (tmp_path / "a").read_bytes() == b"whole"
+
+
 @contextmanager
 def full_disk():
     """No file may be written, as on a disk that is full."""
@@ -584,7 +601,7 @@ def test_positions_and_tokens_of_another_shape_are_a_file_error(tmp_path):
     tensors["token_ids"] = torch.tensor(3, dtype=torch.int32)
     save_file(tensors, path, {"layout": "sharded"})
     (request,) = vllm_scope.open(tmp_path)
-    with pytest.raises(FileError, match="positions of embed.0 are"):
+    with pytest.raises(FileError, match=r"positions of embed\.0 are"):
         request.at("embed", 0, [0])
     with pytest.raises(FileError, match="token ids"):
         assert request.token_ids is None
@@ -597,7 +614,7 @@ def test_a_link_to_a_file_is_not_followed_unless_the_caller_names_it(tmp_path):
     root.mkdir()
     link = root / "a.safetensors"
     link.symlink_to(tmp_path / "other" / "a.safetensors")
-    with pytest.raises(FileError, match="a.safetensors is a symbolic link"):
+    with pytest.raises(FileError, match=r"a\.safetensors is a symbolic link"):
         vllm_scope.open(root)
     assert len(vllm_scope.open(link)) == 1
 
@@ -612,7 +629,7 @@ def test_many_pieces_of_one_request_are_opened_quickly(tmp_path):
     body["requests"] = [{**one, "num_stages": 2, "stage": i % 2} for i in range(20_000)]
     path.write_bytes(_safetensors({"__metadata__": {"vllm_scope": json.dumps(body)}}))
     started = time.monotonic()
-    with pytest.raises(FileError, match="is in a.safetensors and in"):
+    with pytest.raises(FileError, match=r"is in a\.safetensors and in"):
         vllm_scope.open(tmp_path)
     body["requests"] = [{**one, "streams": {}} for i in range(20_000)]
     path.write_bytes(_safetensors({"__metadata__": {"vllm_scope": json.dumps(body)}}))

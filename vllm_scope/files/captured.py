@@ -207,7 +207,8 @@ class CapturedRequest:
         counts = manifest.first_token, manifest.num_prompt_tokens, manifest.num_output_tokens
         if min(counts) < 0 or tokens.dim() != 1 or len(tokens) < last:
             raise FileError(
-                f"{piece.name} has {list(tokens.shape)} token ids; its index says {last}, of {counts}"
+                f"{piece.name} has {list(tokens.shape)} token ids; its index says {last} "
+                f"(first, prompt, output: {counts})"
             )
         return tokens[manifest.first_token : last]
 
