@@ -279,8 +279,11 @@ def test_a_codec_is_frozen_and_refuses_absurd_sizes():
     body = codec.metadata()
     with pytest.raises(ConfigError, match="hidden_size"):
         codec_from(body | {"hidden_size": 1 << 40})
+    with pytest.raises(ConfigError, match=r"hidden_size is 131073.*131072"):
+        codec_from(body | {"codec": "topk8", "hidden_size": (1 << 17) + 1})
     with pytest.raises(ConfigError, match="smaller k"):
-        codec_from(body | {"hidden_size": 1 << 20, "k": 1 << 20})
+        codec_from(body | {"hidden_size": 1 << 13, "k": (1 << 10) + 1})
+    assert make_codec("rp8", 1 << 17, torch.float32).metadata()["k"] == 64
     with pytest.raises(ConfigError, match="dtype"):
         codec_from(body | {"dtype": "float64"})
 
@@ -308,6 +311,16 @@ def test_wrong_rows_and_wrong_parts_are_refused(name):
         codec.decode({}, 2)
     with pytest.raises(ValueError, match="expected"):
         codec.decode(parts, 3)
+
+
+@pytest.mark.parametrize("name", [n for n in CODECS if CODECS[n].rowwise])
+def test_parts_that_only_broadcast_are_refused(name):
+    codec = make_codec(name, 8, torch.float32)
+    parts = codec.encode(torch.ones(3, 8))
+    for part, found in parts.items():
+        for other in (found[:, None], found.repeat(1, 2), found[:, 0], found.double()):
+            with pytest.raises(ValueError, match=rf"part '{part}' .* is expected"):
+                codec.decode(parts | {part: other}, 3)
 
 
 def test_topk8_refuses_indices_outside_the_row():

@@ -22,11 +22,14 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import vllm_scope
 from tests.unit.test_files import LAYOUTS, put, record_of, store, writer_of
 from vllm_scope.errors import FileError
+from vllm_scope.files.datafile import NpzFile
+from vllm_scope.files.folder import LocalFolder
 from vllm_scope.files.names import clean, place
 from vllm_scope.files.publish import LocalPublisher
 from vllm_scope.files.tensors import MAX_HEADER_BYTES, read_header
@@ -223,6 +226,23 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(fails_with, tmp
     assert (tmp_path / "a").read_bytes() == b"old"
 
 
+def test_a_rename_that_fails_leaves_whole_files_only(tmp_path, monkeypatch):
+    publisher = LocalPublisher(tmp_path)
+    real = os.replace
+
+    def fail(source, target):
+        if Path(target).name == "b":
+            raise OSError(5, "Input/output error")
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(FileError, match="cannot be written"):
+        publisher.publish({"a": lambda f: f.write(b"whole"), "b": lambda f: f.write(b"b")})
+    publisher.close()
+    assert os.listdir(tmp_path) == ["a"]
+    assert (tmp_path / "a").read_bytes() == b"whole"
+
+
 @contextmanager
 def full_disk():
     """No file may be written, as on a disk that is full."""
@@ -376,6 +396,16 @@ def _entry(**fields) -> dict:
         pytest.param(
             _safetensors(_entry(shape=[1 << 62, 1 << 62]), b"12345678"), "takes", id="huge-shape"
         ),
+        pytest.param(
+            _safetensors(_entry(shape=[1 << 62] * 40_000), b"12345678"),
+            "40000 dimensions",
+            id="many-dimensions",
+        ),
+        pytest.param(
+            _safetensors(_entry(shape=[0, 1 << 62, 1 << 62], data_offsets=[0, 0])),
+            "takes",
+            id="empty-and-huge",
+        ),
         pytest.param(_safetensors(_entry(shape=[-2]), b"12345678"), "lie within", id="negative"),
         pytest.param(
             _safetensors(_entry(data_offsets=[8, 0]), b"12345678"), "lie within", id="backwards"
@@ -440,6 +470,16 @@ def _codec(**fields):
             lambda r: r["streams"].update(evil=r["streams"]["embed.0"]), "names no", id="s"
         ),
         pytest.param(lambda r: r.update(status="fine"), "cannot be read", id="status"),
+        pytest.param(
+            lambda r: r["streams"].update({"s." + "9" * 5000: r["streams"]["embed.0"]}),
+            "names no",
+            id="layer-of-5000-digits",
+        ),
+        pytest.param(lambda r: r.update(num_stages=5_000_000), "at most 1024", id="stages"),
+        pytest.param(lambda r: r.update(num_stages=10**400), "at most 1024", id="huge-stages"),
+        pytest.param(lambda r: r.update(num_stages=0), "at most 1024", id="no-stages"),
+        pytest.param(lambda r: r.update(stage=1), "says stage 1 of 1", id="past-its-stages"),
+        pytest.param(lambda r: r.update(stage=-1, num_stages=2), "stage -1 of 2", id="stage"),
     ],
 )
 def test_an_index_that_lies_is_refused(change, says, tmp_path):
@@ -514,6 +554,87 @@ def test_a_damaged_npz_is_refused(body, compression, says, tmp_path):
     _npz_with(tmp_path, "evil.npy", body, compression)
     with pytest.raises(FileError, match=says):
         vllm_scope.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(_npy("(1,)", ">f4"), id="other-endian"),
+        pytest.param(_npy("(1,)", "|S4"), id="text"),
+        pytest.param(_npy("(0, 4611686018427387904, 4)", data=b""), id="empty-and-huge"),
+        pytest.param(_npy("(1,)", "|V0", b""), id="no-bytes"),
+    ],
+)
+def test_an_array_that_torch_does_not_know_is_a_file_error(body, tmp_path):
+    _npz_with(tmp_path, "evil.npy", body)
+    (path,) = tmp_path.glob("*.npz")
+    file = NpzFile(LocalFolder(tmp_path), path.name, {})
+    with pytest.raises(FileError, match="'evil' cannot be read"):
+        file.tensor("evil")
+
+
+@pytest.mark.parametrize("positions", [list(range(8))[::-1], [0] * 7 + [9], [0] * 8])
+def test_positions_out_of_order_are_found_or_a_file_error(positions, tmp_path):
+    with writer_of(tmp_path, layout="sharded") as writer:
+        rows = put(writer, 1)[1]["embed", 0]
+    (path,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(path)
+    tensors["embed.0.positions"] = torch.tensor(positions)
+    save_file(tensors, path, {"layout": "sharded"})
+    (request,) = vllm_scope.open(tmp_path)
+    for one in (*range(10), -1):
+        try:
+            found = request.at("embed", 0, [one])
+        except (FileError, KeyError):
+            continue
+        assert torch.equal(found[0], rows[positions.index(one)])
+    with pytest.raises((FileError, KeyError)):
+        request.at("embed", 0, range(8))
+
+
+def test_positions_and_tokens_of_another_shape_are_a_file_error(tmp_path):
+    with writer_of(tmp_path, layout="sharded") as writer:
+        put(writer, 1)
+    (path,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(path)
+    tensors["embed.0.positions"] = torch.zeros(8, 2, dtype=torch.int64)
+    tensors["token_ids"] = torch.tensor(3, dtype=torch.int32)
+    save_file(tensors, path, {"layout": "sharded"})
+    (request,) = vllm_scope.open(tmp_path)
+    with pytest.raises(FileError, match=r"positions of embed\.0 are"):
+        request.at("embed", 0, [0])
+    with pytest.raises(FileError, match="token ids"):
+        assert request.token_ids is None
+
+
+def test_a_link_to_a_file_is_not_followed_unless_the_caller_names_it(tmp_path):
+    with writer_of(tmp_path / "other", layout="per_request") as writer:
+        put(writer, 1, name="a")
+    root = tmp_path / "root"
+    root.mkdir()
+    link = root / "a.safetensors"
+    link.symlink_to(tmp_path / "other" / "a.safetensors")
+    with pytest.raises(FileError, match=r"a\.safetensors is a symbolic link"):
+        vllm_scope.open(root)
+    assert len(vllm_scope.open(link)) == 1
+
+
+def test_many_pieces_of_one_request_are_opened_quickly(tmp_path):
+    with writer_of(tmp_path, layout="per_request") as writer:
+        put(writer, 1, name="a")
+    path = tmp_path / "a.safetensors"
+    with safe_open(path, "pt") as file:
+        body = json.loads(file.metadata()["vllm_scope"])
+    (one,) = body["requests"]
+    body["requests"] = [{**one, "num_stages": 2, "stage": i % 2} for i in range(20_000)]
+    path.write_bytes(_safetensors({"__metadata__": {"vllm_scope": json.dumps(body)}}))
+    started = time.monotonic()
+    with pytest.raises(FileError, match=r"is in a\.safetensors and in"):
+        vllm_scope.open(tmp_path)
+    body["requests"] = [{**one, "streams": {}} for i in range(20_000)]
+    path.write_bytes(_safetensors({"__metadata__": {"vllm_scope": json.dumps(body)}}))
+    assert len(vllm_scope.open(tmp_path)) == 20_000
+    assert time.monotonic() - started < 5
 
 
 @given(st.data())

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt
 from torch import Tensor
 
 #: No model is wider; a file that says so is refused before anything is allocated.
-MAX_HIDDEN_SIZE = 1 << 20
+MAX_HIDDEN_SIZE = 1 << 17
 
 #: The smallest normal float32: scales below it would lose bits, or be flushed to zero.
 TINY = torch.finfo(torch.float32).tiny
@@ -76,9 +76,13 @@ class CodecModel(BaseModel):
                 raise ValueError(
                     f"part {name!r} is missing; {self.codec} has {', '.join(self.part_names)}"
                 )
-            if self.rowwise and parts[name].shape[0] != num_rows:
+        # Whole shapes: parts that broadcast would be far more numbers than they hold.
+        for part in self.row_parts if self.rowwise else ():
+            found = parts[part.name]
+            if (tuple(found.shape), found.dtype) != ((num_rows, part.size), part.dtype):
                 raise ValueError(
-                    f"part {name!r} has {parts[name].shape[0]} rows; {num_rows} are expected"
+                    f"part {part.name!r} is {list(found.shape)} {found.dtype}; "
+                    f"[{num_rows}, {part.size}] {part.dtype} is expected"
                 )
         rows = self._decode(parts, num_rows)
         if tuple(rows.shape) != (num_rows, self.hidden_size):

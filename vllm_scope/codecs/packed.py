@@ -20,10 +20,6 @@ from vllm_scope.encoding import CodecChoice, Encoding
 from vllm_scope.errors import ConfigError, SpecError
 from vllm_scope.layout import SLOT_BYTES, slots_of_row
 
-#: Numbers of the projection of one read's rp8: a worker makes it when the request
-#: comes, which takes it 0.2 s and 32 MiB at most.
-MAX_PROJECTION = 1 << 23
-
 
 class Packing:
     """The bytes of an encoded row.
@@ -76,11 +72,6 @@ def encoding_of(choice: CodecChoice, hidden_size: int, dtype: str, where: str) -
     except ConfigError as error:
         raise SpecError(f"{where}: {error}") from None
     metadata = codec.metadata()
-    if choice.name == "rp8" and hidden_size * metadata["k"] > MAX_PROJECTION:
-        raise SpecError(
-            f"{where}.k is {metadata['k']}; for rows of {hidden_size} values a read takes "
-            f"at most {MAX_PROJECTION // hidden_size}."
-        )
     return Encoding(json.dumps(metadata, sort_keys=True), Packing(codec).num_bytes)
 
 

@@ -18,8 +18,9 @@ from vllm_scope.codecs.base import CodecModel, RowPart
 from vllm_scope.codecs.full8 import dequantise, quantise, quantised_parts
 
 DEFAULT_K = 512
-#: A projection has at most this many numbers: 1 GiB of float32.
-MAX_NUMBERS = 1 << 28
+#: A projection has at most this many numbers, whoever asks for it, a file too: making it
+#: takes 0.2 s and 32 MiB at most.
+MAX_PROJECTION = 1 << 23
 #: Projections that a process keeps: of its requests (packer), and one that it writes with.
 MOST_KEPT = 16
 
@@ -53,8 +54,9 @@ class RandomProjection8(CodecModel):
     The first encode on a device makes R there; later ones touch the host no more.
 
     Attributes:
-        k: numbers per row; 512, or half of hidden_size where that is less. Near
-            hidden_size the inverse magnifies the rounding: there, `full8` is better.
+        k: numbers per row; 512, or half of hidden_size or what MAX_PROJECTION allows, where
+            that is less. Near hidden_size the inverse magnifies the rounding: there,
+            `full8` is better.
         seed: of R.
     """
 
@@ -68,15 +70,21 @@ class RandomProjection8(CodecModel):
     @classmethod
     def _default_k(cls, body: Any) -> Any:
         if isinstance(body, dict) and "k" not in body and type(body.get("hidden_size")) is int:
-            return {**body, "k": max(1, min(DEFAULT_K, body["hidden_size"] // 2))}
+            width = body["hidden_size"]
+            most = min(DEFAULT_K, width // 2, MAX_PROJECTION // max(width, 1))
+            return {**body, "k": max(1, most)}
         return body
 
     @model_validator(mode="after")
     def _sane_k(self) -> RandomProjection8:
         if self.k > self.hidden_size:
             raise ValueError(f"k is {self.k}; a row has {self.hidden_size} values")
-        if self.k * self.hidden_size > MAX_NUMBERS:
-            raise ValueError(f"k * hidden_size is over {MAX_NUMBERS}; take a smaller k")
+        most = MAX_PROJECTION // self.hidden_size
+        if self.k > most:
+            raise ValueError(
+                f"k is {self.k}; for rows of {self.hidden_size} values it is at most {most}, "
+                "take a smaller k"
+            )
         return self
 
     @property

@@ -76,7 +76,10 @@ class StoredStream:
     @property
     def positions(self) -> Tensor:
         """int64 [num_rows]."""
-        return self._slice(f"{self.key}.positions", torch.int64)
+        found = self._slice(f"{self.key}.positions", torch.int64)
+        if found.dim() != 1:
+            raise FileError(f"{self.name}: positions of {self.key} are {list(found.shape)}")
+        return found
 
     def rows(self, start: int, stop: int) -> Tensor:
         """[stop - start, hidden_size], decoded; a view of the file where nothing is to
@@ -183,13 +186,15 @@ class CapturedRequest:
         stored = self.stored((site, layer))
         captured = stored.positions
         wanted = torch.tensor(list(positions), dtype=torch.int64)
-        index = torch.searchsorted(captured, wanted)
         missing = ~torch.isin(wanted, captured)
         if bool(missing.any()):
             raise KeyError(
                 f"position {int(wanted[missing][0])} of {site}.{layer} was not captured; "
                 f"{len(captured)} positions were"
             )
+        index = torch.searchsorted(captured, wanted).clamp(max=len(captured) - 1)
+        if not torch.equal(captured[index], wanted):
+            raise FileError(f"{stored.name}: positions of {stored.key} are not in order")
         return stored.take(index)
 
     @property
@@ -199,8 +204,12 @@ class CapturedRequest:
         manifest = piece.manifest
         tokens = self._files.get(piece.name).tensor(f"{piece.prefix}token_ids")
         last = manifest.first_token + manifest.num_tokens
-        if manifest.first_token < 0 or tokens.dim() != 1 or len(tokens) < last:
-            raise FileError(f"{piece.name} has {len(tokens)} token ids; its index says {last}")
+        counts = manifest.first_token, manifest.num_prompt_tokens, manifest.num_output_tokens
+        if min(counts) < 0 or tokens.dim() != 1 or len(tokens) < last:
+            raise FileError(
+                f"{piece.name} has {list(tokens.shape)} token ids; its index says {last} "
+                f"(first, prompt, output: {counts})"
+            )
         return tokens[manifest.first_token : last]
 
     @property

@@ -77,7 +77,10 @@ class MappedFile:
     def tensor(self, name: str) -> Tensor:
         if name not in self._names:
             raise FileError(f"{self._name} has no tensor {shown(name)}, which its index names.")
-        found: Tensor = self._file.get_tensor(name)
+        try:
+            found: Tensor = self._file.get_tensor(name)
+        except (SafetensorError, ValueError, TypeError, RuntimeError, OSError) as error:
+            raise FileError(f"{self._name}: {shown(name)} cannot be read: {error}") from None
         return found
 
 
@@ -97,8 +100,11 @@ class NpzFile:
         if name not in self._members:
             raise FileError(f"{self._name} has no array {shown(name)}, which its index names.")
         start, shape, dtype = self._members[name]
-        array = np.frombuffer(self._map, dtype, int(np.prod(shape, dtype=object)), start)
-        tensor = torch.from_numpy(array.reshape(shape))
+        try:
+            array = np.frombuffer(self._map, dtype, int(np.prod(shape, dtype=object)), start)
+            tensor = torch.from_numpy(array.reshape(shape))
+        except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+            raise FileError(f"{self._name}: {shown(name)} cannot be read: {error}") from None
         if name not in self._dtypes:
             return tensor
         wanted = {str(real).removeprefix("torch."): real for real in BITS}
@@ -154,7 +160,9 @@ def _members(file: BinaryIO, size: int, name: str) -> dict[str, _Member]:
                 ):
                     raise FileError(f"{name}: array {shown(entry.filename)} is damaged.")
                 found[entry.filename.removesuffix(".npy")] = (start, shape, dtype)
-    except (zipfile.BadZipFile, ValueError, EOFError, OSError) as error:
+    except FileError:
+        raise
+    except Exception as error:  # zipfile and numpy's parser raise a dozen kinds
         raise FileError(f"{name} cannot be read: {error}") from None
     return found
 

@@ -5,6 +5,7 @@ Owns:  the Folder protocol, LocalFolder.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -56,10 +57,18 @@ class LocalFolder:
 
     def open(self, name: str) -> tuple[BinaryIO, int]:
         path = self._root / name
+        # A named pipe would otherwise wait for its writer for good.
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        if self._only is None:  # else the caller named the file himself
+            flags |= os.O_NOFOLLOW
         try:
-            # A named pipe would otherwise wait for its writer for good.
-            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = os.open(path, flags)
         except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise FileError(
+                    f"{path} is a symbolic link; links inside a folder are not followed. Remove "
+                    "it, or open this file by its own name."
+                ) from None
             raise FileError(f"{path} cannot be read: {error}") from None
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from vllm_scope.errors import FileError
+from vllm_scope.errors import FileError, shown
 from vllm_scope.sites import SiteLayer
 
 Status = Literal["ok", "partial", "error"]
@@ -21,6 +21,8 @@ Status = Literal["ok", "partial", "error"]
 FORMAT = 1
 #: More than any index that a writer makes; checked before one is read.
 MAX_INDEX_BYTES = 1 << 30
+#: More pipeline stages than any engine has; the stages of an index are counted up to it.
+MAX_STAGES = 1024
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,13 @@ class Index(msgspec.Struct, frozen=True):
             raise FileError(
                 f"{where} is of format {index.format}; this version reads format {FORMAT}."
             )
+        for manifest in index.requests:
+            if not 0 <= manifest.stage < manifest.num_stages <= MAX_STAGES:
+                raise FileError(
+                    f"{where}: its index says stage {shown(manifest.stage)} of "
+                    f"{shown(manifest.num_stages)}; stages count from 0, and there are at most "
+                    f"{MAX_STAGES}. It is damaged."
+                )
         return index
 
 
@@ -161,6 +170,7 @@ def stream_name(stream: SiteLayer) -> str:
 def parse_stream(name: str) -> SiteLayer:
     """Raises FileError for what is not `site.layer`."""
     site, _, layer = name.rpartition(".")
-    if not site or not layer.isascii() or not layer.isdigit():
-        raise FileError(f"{name!r} names no stream; streams are `site.layer`.")
+    # Python refuses to make an integer of thousands of digits.
+    if not site or not layer.isascii() or not layer.isdigit() or len(layer) > 9:
+        raise FileError(f"{shown(name)} names no stream; streams are `site.layer`.")
     return site, int(layer)

@@ -42,7 +42,9 @@ class Publisher(Protocol):
                 between folders, from `names.place`.
 
         Raises:
-            FileError: one of them cannot be written; nothing is visible then.
+            FileError: one of them cannot be written; nothing is visible then. Where it is
+                a rename that failed, or the folder's fsync, the files before it are visible,
+                whole: what they replaced is gone, so they are not taken away again.
         """
         ...
 

@@ -120,8 +120,8 @@ def open(path: str | os.PathLike[str]) -> Capture:
     """
     folder = find_folder(path)
     files = OpenFiles(folder)
-    #: What one request's pieces share -> the requests that do, mostly one.
-    groups: dict[tuple, list[list[Piece]]] = {}
+    #: What one request's pieces share -> stage -> the pieces of it, mostly one.
+    groups: dict[tuple, dict[int, list[Piece]]] = {}
     for name in folder.names():
         index = read_index(folder, name)
         if index is None:
@@ -130,17 +130,19 @@ def open(path: str | os.PathLike[str]) -> Capture:
         for manifest in index.requests:
             prefix = f"{manifest.number}/" if index.layout == "packed" else ""
             key = (manifest.uid, manifest.child, manifest.num_stages)
-            _add_piece(groups.setdefault(key, []), Piece(name, prefix, manifest))
+            stages = groups.setdefault(key, {})
+            stages.setdefault(manifest.stage, []).append(Piece(name, prefix, manifest))
     return Capture(
-        [CapturedRequest(files, pieces) for group in groups.values() for pieces in group]
+        [CapturedRequest(files, pieces) for group in groups.values() for pieces in _requests(group)]
     )
 
 
-def _add_piece(requests: list[list[Piece]], piece: Piece) -> None:
-    """To the request that lacks this stage; a request that was stored twice is two."""
-    for pieces in requests:
-        if all(piece.manifest.stage != other.manifest.stage for other in pieces):
-            pieces.append(piece)
-            pieces.sort(key=lambda piece: piece.manifest.stage)
-            return
-    requests.append([piece])
+def _requests(stages: dict[int, list[Piece]]) -> list[list[Piece]]:
+    """The pieces of each request, by stage; a request that was stored twice is two."""
+    requests: list[list[Piece]] = []
+    for stage in sorted(stages):
+        for number, piece in enumerate(stages[stage]):
+            if number == len(requests):
+                requests.append([])
+            requests[number].append(piece)
+    return requests

@@ -23,6 +23,10 @@ from vllm_scope.errors import FileError, shown
 
 #: Headers beyond this are refused before they are read; the format allows 100 MB.
 MAX_HEADER_BYTES = 64 << 20
+#: Rows and their parts have two.
+MAX_DIMS = 8
+#: No tensor of a file has more numbers, nor has torch.
+_MAX_NUMBERS = (1 << 63) - 1
 #: POSIX lets one call write this many pieces.
 _MAX_PIECES = 1024
 #: Pieces below this are joined: one call per row would cost more than a copy.
@@ -168,13 +172,24 @@ def _check(name: str, entry: TensorEntry, data_bytes: int, where: str) -> None:
     if dtype is None:
         raise FileError(f"{where}: {shown(name)} is of dtype {shown(entry.dtype)}, not one of ours")
     start, stop = entry.data_offsets
-    num_bytes = dtype.itemsize
-    for length in entry.shape:
-        num_bytes *= length
-    if min(entry.shape, default=0) < 0 or not 0 <= start <= stop <= data_bytes:
-        raise FileError(f"{where}: {shown(name)} does not lie within the file")
-    if num_bytes != stop - start:
+    shape = entry.shape
+    if len(shape) > MAX_DIMS:
         raise FileError(
-            f"{where}: {shown(name)} has {stop - start} bytes; its shape {entry.shape} "
-            f"takes {num_bytes}"
+            f"{where}: {shown(name)} has {len(shape)} dimensions; tensors written here have at "
+            f"most {MAX_DIMS}"
+        )
+    if min(shape, default=0) < 0 or not 0 <= start <= stop <= data_bytes:
+        raise FileError(f"{where}: {shown(name)} does not lie within the file")
+    # Few and small numbers only are multiplied: each length is compared first, and an empty
+    # tensor's others too, because torch multiplies them for its strides.
+    numbers = 1
+    for length in shape:
+        numbers = numbers * max(length, 1) if length <= _MAX_NUMBERS else _MAX_NUMBERS + 1
+        if numbers > _MAX_NUMBERS:
+            break
+    num_bytes = 0 if 0 in shape else numbers * dtype.itemsize
+    if num_bytes != stop - start or numbers > _MAX_NUMBERS:
+        raise FileError(
+            f"{where}: {shown(name)} has {stop - start} bytes; its shape {shown(shape)} "
+            "takes another number of them"
         )
