@@ -12,7 +12,6 @@ import pytest
 from safetensors.numpy import save
 
 from tests.server.conftest import ADMIN_KEY, API_KEY, OTHER_KEY
-from vllm_scope import Read
 
 MODULE = save({"direction.2": np.ones(256, np.float32)})
 ADMIN = {"X-Scope-Admin-Key": ADMIN_KEY}
@@ -42,12 +41,17 @@ def test_changing_needs_both_keys(server):
         assert http.get("/v1/scope/modules").json() == {"modules": []}
 
 
-def test_a_result_is_its_askers_alone(server):
-    body = {"model": "toyworld", "prompt": "x", "max_tokens": 2}
+def kept_by(http):
+    """The URL of a result that waits to be fetched."""
     xargs = {"scope": '{"reads": [{"site": "embed"}]}', "scope_tensors": "handle"}
+    body = {"model": "toyworld", "prompt": "x", "max_tokens": 2, "vllm_xargs": xargs}
+    answer = http.post("/v1/completions", json=body).json()
+    return answer["choices"][0]["scope"]["result"]["url"]
+
+
+def test_a_result_is_its_askers_alone(server):
     with server.http() as mine, server.http(OTHER_KEY) as other:
-        answer = mine.post("/v1/completions", json=body | {"vllm_xargs": xargs}).json()
-        url = answer["choices"][0]["scope"]["result"]["url"]
+        url = kept_by(mine)
         assert other.get(f"{url}?delete=true").status_code == 404
         assert mine.get(url).status_code == 200
         assert mine.get(f"{url}?delete=true").status_code == 200
@@ -100,9 +104,11 @@ def test_a_body_without_end_is_cut_off_and_memory_stays(server):
     assert server.memory() - before < 150 << 20
 
 
-def test_results_are_files_of_their_folder_alone(server, client):
-    client.complete("x", Read("embed"), max_tokens=2, scope_tensors="handle")
-    found = [path for path in server.results.rglob("*") if path.is_file()]
+def test_results_are_files_of_their_folder_alone(server):
+    with server.http() as http:
+        url = kept_by(http)
+        found = [path for path in server.results.rglob("*") if path.is_file()]
+        assert http.get(f"{url}?delete=true").status_code == 200
     names = re.compile(r"[A-Za-z0-9_-]{32}\.[0-9a-f]{32}\.safetensors")
     assert all(names.fullmatch(path.name) for path in found)
     (folder,) = {path.parent for path in found}
