@@ -19,6 +19,7 @@ from vllm_scope import Add, CapacityError, Probe, Read, Replace, Spec, SpecError
 from vllm_scope.compile import BlockKeys
 from vllm_scope.engine import core
 from vllm_scope.engine.core import HANDLE, CoreScope, Ledger, handle_of
+from vllm_scope.engine.model import foreign_connector
 from vllm_scope.plan import OVERSHOOT
 from vllm_scope.program import Cost
 from vllm_scope.registry import Registry
@@ -40,7 +41,7 @@ def _core(most: Cost | None = None) -> CoreScope:
     made = CoreScope.__new__(CoreScope)
     made.sites, made.registry = SITES, Registry(SITES)
     made.most = most or Cost(100, 100, 100)
-    made.everywhere = Resolved()
+    made.everywhere, made.connector = Resolved(), None
     return made
 
 
@@ -308,7 +309,7 @@ def _transfer(name: str | None, path: str | None = None) -> SimpleNamespace:
     ],
 )
 def test_connectors_that_do_not_key_by_block_hashes_are_known(config, name):
-    assert core.foreign_connector(config) == name
+    assert foreign_connector(config) == name
 
 
 def test_edited_kv_is_never_shared_under_plain_tokens():

@@ -23,7 +23,12 @@ import numpy as np
 
 from vllm_scope.compile import BlockKeys, RequestProgram
 from vllm_scope.engine.delivery import global_reads
-from vllm_scope.engine.model import hidden_size_of, sites_of
+from vllm_scope.engine.model import (
+    CONNECTORS_BY_HASH,
+    foreign_connector,
+    hidden_size_of,
+    sites_of,
+)  # fmt: skip
 from vllm_scope.engine.seams import config_of, wrap_function, wrap_method
 from vllm_scope.errors import CapacityError, SpecError, shown
 from vllm_scope.plan import OVERSHOOT
@@ -84,25 +89,8 @@ class Ledger:
         return cost is not None
 
 
-#: KV connectors of vLLM's own that find KV by its block hashes, which edits are part of.
-#: vllm 0.32, kv_connector/v1/offloading/scheduler.py; v1/simple_kv_offload/manager.py
-CONNECTORS_BY_HASH = ("OffloadingConnector", "SimpleCPUOffloadConnector")
-
-
-def foreign_connector(vllm_config: Any) -> str | None:
-    """The KV connector that may take edited KV for plain KV of the same tokens, or None."""
-    transfer: Any = vllm_config.kv_transfer_config
-    name = None if transfer is None else transfer.kv_connector
-    if name is None or (name in CONNECTORS_BY_HASH and transfer.kv_connector_module_path is None):
-        return None
-    return str(name)
-
-
 class CoreScope:
     """The registry, and what it makes of requests that enter."""
-
-    #: `foreign_connector` of this engine.
-    connector: str | None = None
 
     def __init__(self, vllm_config: Any) -> None:
         config = config_of(vllm_config)

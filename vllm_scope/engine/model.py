@@ -1,7 +1,7 @@
-"""May this model, in this engine, be tapped; and its decoder layers.
+"""May this model, in this engine, be tapped, and its KV be edited; and its decoder layers.
 
 Owns:  what vLLM's configuration and module classes say about taps.
-Runs:  in every worker, after load.
+Runs:  in every worker, after load; in EngineCore, what its configuration says.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from vllm_scope.config import ScopeConfig
 from vllm_scope.engine.attention import heads_of
 from vllm_scope.errors import CompatError
 from vllm_scope.sites import Sites
+
+#: KV connectors of vLLM's own that find KV by its block hashes, which edits are part of.
+#: vllm 0.32, kv_connector/v1/offloading/scheduler.py; v1/simple_kv_offload/manager.py
+CONNECTORS_BY_HASH = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 
 
 def num_layers_of(vllm_config: Any) -> int:
@@ -68,6 +72,15 @@ def check_engine(vllm_config: Any) -> None:
             raise CompatError(f"this engine runs with {reason}")
     if vllm_config.model_config.runner_type != "generate":
         raise CompatError("this is a pooling model; taps read generating models")
+
+
+def foreign_connector(vllm_config: Any) -> str | None:
+    """The KV connector that may take edited KV for plain KV of the same tokens, or None."""
+    transfer: Any = vllm_config.kv_transfer_config
+    name = None if transfer is None else transfer.kv_connector
+    if name is None or (name in CONNECTORS_BY_HASH and transfer.kv_connector_module_path is None):
+        return None
+    return str(name)
 
 
 def anatomy_of(model: nn.Module, vllm_config: Any) -> Anatomy:

@@ -153,9 +153,8 @@ class Delivery:
             return None
         own_layout = Layout(tuple(taken), layout.scores if has_scores else (), tuple(encoded))
         listed = np.concatenate(slots)
-        first, last = int(listed[0]), int(listed[-1])
-        together = last - first == len(listed) - 1 and (np.diff(listed) == 1).all()
-        return own_layout, slice(first, last + 1) if together else listed
+        together = bool((np.diff(listed) == 1).all())
+        return own_layout, slice(int(listed[0]), int(listed[-1]) + 1) if together else listed
 
     def lose(self, reason: str) -> None:
         """Some rows will not come. The first reason is kept."""

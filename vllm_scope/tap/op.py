@@ -120,31 +120,8 @@ def _tap_read(
     _tap(hidden, None, arena, tokens, programs, ops, vectors, tap, host)
 
 
-def _tap_read_fake(
-    hidden: Tensor,
-    arena: Tensor,
-    tokens: Tensor,
-    programs: Tensor,
-    ops: Tensor,
-    vectors: Tensor,
-    tap: Tensor,
-    host: Tensor,
-) -> None:
-    return None
-
-
-def _tap_fake(
-    hidden: Tensor,
-    residual: Tensor | None,
-    arena: Tensor,
-    tokens: Tensor,
-    programs: Tensor,
-    ops: Tensor,
-    vectors: Tensor,
-    tap: Tensor,
-    host: Tensor,
-) -> None:
-    return None
+def _fake(*_: object) -> None:
+    """While a graph is traced: the ops return nothing."""
 
 
 _library = torch.library.Library("vllm_scope", "FRAGMENT")
@@ -154,14 +131,12 @@ def register() -> None:
     """Define the ops, once per process."""
     if hasattr(torch.ops.vllm_scope, "tap"):
         return
-    _define("tap", _tap, ["hidden", "residual", "arena"], _tap_fake)
-    _define("tap_read", _tap_read, ["arena"], _tap_read_fake)
+    _define("tap", _tap, ["hidden", "residual", "arena"])
+    _define("tap_read", _tap_read, ["arena"])
 
 
-def _define(
-    name: str, function: Callable[..., None], mutates: list[str], fake: Callable[..., None]
-) -> None:
+def _define(name: str, function: Callable[..., None], mutates: list[str]) -> None:
     _library.define(name + torch.library.infer_schema(function, mutates_args=mutates))
     for key in ("CPU", "CUDA"):
         _library.impl(name, function, dispatch_key=key)
-    _library._register_fake(name, fake)
+    _library._register_fake(name, _fake)
