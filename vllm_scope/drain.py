@@ -39,8 +39,8 @@ from vllm_scope.sinks import BatchSink, RowBatch
 
 logger = logging.getLogger(__name__)
 
-#: How long rows may wait for those of the next step.
-LINGER_S = 0.008
+#: How long rows may wait for those of the next step, where somebody looks at them as they come.
+LINGER_S = 0.004
 #: How long while nobody follows a request that runs, and no more than this waits.
 LINGER_UNSEEN_S, MOST_UNSEEN_BYTES = 0.04, 1 << 20
 #: How long the last rows of a request may wait.
