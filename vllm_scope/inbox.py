@@ -19,7 +19,9 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 
-from vllm_scope.pending import Delivered, Pending
+import numpy as np
+
+from vllm_scope.pending import Pending, Piece, pieces_of
 from vllm_scope.receiver import Receiver
 from vllm_scope.resolve import Resolved
 from vllm_scope.road import Address, CountersHeader, FinishHeader, RowsMessage
@@ -27,6 +29,9 @@ from vllm_scope.sites import Sites
 from vllm_scope.split import by_key, by_layout
 
 logger = logging.getLogger(__name__)
+
+#: What one request gets of a message: the arguments of its `add`.
+_Job = tuple[Pending, list[Piece], np.ndarray, slice | np.ndarray]
 
 #: Messages from this size on are copied by several threads.
 PARALLEL_BYTES = 4 << 20
@@ -92,27 +97,24 @@ class Inbox:
         self._receiver.close()
 
     def _on_rows(self, message: RowsMessage) -> None:
-        jobs: list[tuple[Pending, Delivered]] = []
+        jobs: list[_Job] = []
         for layout, tokens, data in by_layout(
             message.layouts, message.layout_of, message.boundary, message.widths, message.slots
         ):
             local = layout if message.boundary is None else layout.at(message.boundary)
-            keys, positions = message.keys[tokens], message.positions[tokens]
-            arrivals = self._num_arrived + tokens
-            for some in by_key(keys):
-                pending = self._pending.get(int(keys[some][0]))
+            pieces = pieces_of(layout, local, data, message.widths)
+            labels = np.stack([message.positions[tokens], self._num_arrived + tokens])
+            for key, some in by_key(message.keys[tokens]):
+                pending = self._pending.get(key)
                 if pending is not None:
-                    jobs.append((pending, Delivered(
-                        layout, local, positions[some], arrivals[some], data[some],
-                        message.widths,
-                    )))  # fmt: skip
+                    jobs.append((pending, pieces, labels, some))
         self._num_arrived += len(message.keys)
         if self._copiers is None or message.slots.numel() < PARALLEL_BYTES or len(jobs) == 1:
             _copy(jobs)
             return
         # The first touch of fresh memory is what takes long: a thread gets 3 GB/s where warm
         # memory gives 15. A request's rows are one thread's: unlike layouts share its tables.
-        shares: list[list[tuple[Pending, Delivered]]] = [[] for _ in range(self._num_copiers)]
+        shares: list[list[_Job]] = [[] for _ in range(self._num_copiers)]
         for job in jobs:
             shares[job[0].key % self._num_copiers].append(job)
         # All of them, before the worker may write there again.
@@ -124,10 +126,10 @@ class Inbox:
             pending.finish(header.stage, header.error, header.manifests)
 
 
-def _copy(jobs: list[tuple[Pending, Delivered]]) -> None:
-    for pending, some in jobs:
+def _copy(jobs: list[_Job]) -> None:
+    for pending, pieces, labels, some in jobs:
         try:
-            pending.add(some)
+            pending.add(pieces, labels, some)
         except Exception:
             # This request reports them as dropped; its neighbours get theirs.
             logger.exception("vllm-scope: rows of a request could not be kept")

@@ -87,6 +87,11 @@ class Layout:
             return ((STREAM, self.points),) if self.points else ()
         return tuple((kind, tuple(some)) for kind, some in groupby(self.points, kind_of_point))
 
+    @cached_property
+    def probes(self) -> tuple[int, ...]:
+        """The numbers of the probes whose scores it has."""
+        return tuple(number for _, number in self.scores)
+
     def points_of(self, kind: int) -> tuple[int, ...]:
         """Those of its points whose rows are of this kind."""
         return next((points for one, points in self._kinds if one == kind), ())

@@ -1,6 +1,6 @@
 """One request's rows while they arrive.
 
-Owns:  Pending, Delivered (what one message has for it).
+Owns:  Pending, Piece (what one message has, before it is shared out).
 Runs:  in the front-end; written by the road's thread and its copiers, read anywhere.
 From:  inbox.   To: result (snapshots).
 
@@ -9,9 +9,9 @@ Promise: what a snapshot has seen never changes, whatever arrives after it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -30,23 +30,54 @@ FIRST_ROOM = 64
 MOST_ROOM = 4096
 
 
-class Delivered(NamedTuple):
-    """A request's part of a message, of one layout.
+#: What a piece's values are: rows of an encoding, rows as they are (None), or scores.
+What = Encoding | Literal["scores"] | None
+#: A table of one request: what it holds, and the points or probe numbers of its columns.
+_TableKey = tuple[What, tuple[int, ...]]
+
+
+class Piece(NamedTuple):
+    """Values of one kind that tokens of one layout delivered, one of each column.
 
     Attributes:
-        layout: of its tokens.
-        local: the part of the layout that is here.
-        positions, arrivals: int64 [num_tokens]; arrivals grow with the computation.
-        data: uint8 [num_tokens, bytes of a token], not kept.
+        key: what they are, and the columns of the whole layout.
+        columns: those that are here; the same unless a step is drained tap by tap.
+        values: uint8 [num_tokens, num_columns, bytes of a value], not kept.
+    """
+
+    key: _TableKey
+    columns: tuple[int, ...]
+    values: np.ndarray
+
+
+def pieces_of(layout: Layout, local: Layout, data: np.ndarray, widths: Widths) -> list[Piece]:
+    """What is in the data of some tokens.
+
+    Args:
+        layout: of the tokens.
+        local: the part of it that is here.
+        data: uint8 [num_tokens, bytes of a token].
         widths: of rows as they are.
     """
 
-    layout: Layout
-    local: Layout
-    positions: np.ndarray
-    arrivals: np.ndarray
-    data: np.ndarray
-    widths: Widths
+    def piece(key: _TableKey, columns: tuple[int, ...], first: int, size: int, used: int) -> Piece:
+        values = data[:, first : first + len(columns) * size]
+        return Piece(key, columns, values.reshape(len(data), len(columns), size)[:, :, :used])
+
+    found = []
+    for kind, points, first, num_slots in local.rows_at(widths):
+        key = None, points if local is layout else layout.points_of(kind)
+        size, start = num_slots * SLOT_BYTES, first * SLOT_BYTES
+        found.append(piece(key, points, start, size, widths.row_bytes[kind]))
+    if local.scores:
+        start = local.score_slot(widths) * SLOT_BYTES
+        found.append(piece(("scores", layout.probes), local.probes, start, 4, 4))
+    if local.encoded:
+        points_of = dict(layout.encoded)
+        for encoding, points, first, num_slots in local.encoded_at(widths):
+            size, start = num_slots * SLOT_BYTES, first * SLOT_BYTES
+            found.append(piece((encoding, points_of[encoding]), points, start, size, size))
+    return found
 
 
 class _Table:
@@ -57,78 +88,77 @@ class _Table:
 
     Attributes:
         columns: the points, or the numbers of the probes.
-        counts: how many values of each column are there.
     """
 
     def __init__(self, columns: tuple[int, ...], value_bytes: int, dtype: torch.dtype) -> None:
         self.columns = columns
-        self.counts = [0] * len(columns)
         self._dtype = dtype
         # As bytes: numpy knows no bf16, and lets go of Python's lock while it copies.
         self._values = np.empty((0, len(columns), value_bytes), np.uint8)
-        self._positions = np.empty((len(columns), 0), np.int64)
-        #: When each value came, among all of the request's.
-        self._arrivals = np.empty((len(columns), 0), np.int64)
+        #: Positions, and when each value came among all of the request's: int64
+        #: [2, num_sets, room]. Columns share one set until one of them gets values alone.
+        self._labels = np.empty((2, 1, 0), np.int64)
+        #: How many values of each column are there, by set.
+        self._counts = [0]
 
-    def append(
-        self, positions: np.ndarray, values: np.ndarray, arrivals: np.ndarray, room: int
-    ) -> None:
-        """Add tokens with a value of every column, uint8 [num_tokens, num_columns, bytes]."""
-        first = self.counts[0]
-        if self.counts.count(first) != len(self.counts):
+    def append(self, labels: np.ndarray, values: np.ndarray, room: int) -> None:
+        """Add tokens with a value of every column.
+
+        Args:
+            labels: int64 [2, num_tokens], positions and arrivals.
+            values: uint8 [num_tokens, num_columns, bytes].
+            room: for how many tokens room is made, where it has to be.
+        """
+        first = self._counts[0]
+        if len(self._counts) > 1 and self._counts.count(first) != len(self._counts):
             # Some column lost a message; keep the others' values at their own places.
             for at, column in enumerate(self.columns):
-                self.append_one(column, positions, values[:, at], arrivals, room)
+                self.append_one(column, labels, values[:, at], room)
             return
-        last = self._make_room(first + len(positions), room)
+        last = first + len(values)
+        if last > len(self._values):
+            self._make_room(last, room)
         self._values[first:last] = values
-        self._positions[:, first:last] = positions
-        self._arrivals[:, first:last] = arrivals
-        self.counts = [last] * len(self.columns)
+        self._labels[:, :, first:last] = labels[:, None]
+        self._counts = [last] * len(self._counts)
 
-    def append_one(
-        self,
-        column: int,
-        positions: np.ndarray,
-        values: np.ndarray,
-        arrivals: np.ndarray,
-        room: int,
-    ) -> None:
+    def append_one(self, column: int, labels: np.ndarray, values: np.ndarray, room: int) -> None:
         """Add tokens with a value of one column, uint8 [num_tokens, bytes]."""
+        if len(self._counts) < len(self.columns):
+            # The counts last: a snapshot that takes place now finds a set for each of them.
+            self._labels = self._labels.repeat(len(self.columns), axis=1)
+            self._counts = self._counts * len(self.columns)
         at = self.columns.index(column)
-        first = self.counts[at]
-        last = self._make_room(first + len(positions), room)
+        first = self._counts[at]
+        last = first + len(values)
+        if last > len(self._values):
+            self._make_room(last, room)
         self._values[first:last, at] = values
-        self._positions[at, first:last] = positions
-        self._arrivals[at, first:last] = arrivals
-        self.counts[at] = last
+        self._labels[:, at, first:last] = labels
+        self._counts[at] = last
 
-    def _make_room(self, last: int, room: int) -> int:
-        size = self._values.shape[0]
-        if last > size:
-            size = max(last, room, 2 * size)
-            values = np.empty((size, *self._values.shape[1:]), np.uint8)
-            positions = np.empty((len(self.columns), size), np.int64)
-            arrivals = np.empty((len(self.columns), size), np.int64)
-            used = max(self.counts)
-            arrivals[:, :used] = self._arrivals[:, :used]
-            values[:used] = self._values[:used]
-            positions[:, :used] = self._positions[:, :used]
-            self._values, self._positions, self._arrivals = values, positions, arrivals
-        return last
+    def _make_room(self, last: int, room: int) -> None:
+        size = max(last, room, 2 * len(self._values))
+        values = np.empty((size, *self._values.shape[1:]), np.uint8)
+        labels = np.empty((*self._labels.shape[:2], size), np.int64)
+        used = max(self._counts)
+        labels[:, :, :used] = self._labels[:, :, :used]
+        values[:used] = self._values[:used]
+        self._values, self._labels = values, labels
 
     def snapshot(self) -> dict[int, Part]:
         """column -> its values so far, views."""
         # First: another thread may append meanwhile, and what it makes is never smaller.
-        counts = list(self.counts)
+        counts = list(self._counts)
         if not len(self._values):
             return {}
-        values = torch.from_numpy(self._values).view(self._dtype)
+        (positions, arrivals), values = self._labels, torch.from_numpy(self._values)
+        values = values.view(self._dtype)
+        # One view of each for all columns that share a set: who counts them counts once.
+        sets = [(positions[i, :n], arrivals[i, :n], n) for i, n in enumerate(counts)]
         return {
-            column: Part(
-                self._positions[at, :count], self._arrivals[at, :count], values[:count, at]
-            )
-            for at, (column, count) in enumerate(zip(self.columns, counts, strict=True))
+            column: Part(*sets[at % len(sets)][:2], values[: sets[at % len(sets)][2], at])
+            for at, column in enumerate(self.columns)
         }
 
 
@@ -160,63 +190,38 @@ class Pending:
         self.asked, self.sites = asked, sites
         self.prompt_ids = prompt_ids
         self._stages_left = set(range(num_stages))
-        #: By what their tokens deliver: tables of rows and of scores.
-        self._rows: dict[tuple[Encoding | None, tuple[int, ...]], _Table] = {}
-        self._encodings = {read.encoding for read in asked.reads}
-        self._scores: dict[tuple[int, ...], _Table] = {}
+        #: By what its tokens deliver.
+        self._tables: dict[_TableKey, _Table] = {}
+        self._dtypes: dict[What, torch.dtype] = {"scores": torch.float32, None: dtype_of(sites)}
+        self._dtypes |= {read.encoding: torch.uint8 for read in asked.reads if read.encoding}
         everything = all(selector.uniform for selector in asked.selectors)
         expected = len(prompt_ids) + max_tokens - 1
         self._room = min(expected, MOST_ROOM if everything else FIRST_ROOM)
 
-    def add(self, some: Delivered) -> None:
-        """Copy in what some tokens of one layout delivered."""
+    def add(self, pieces: Sequence[Piece], labels: np.ndarray, some: slice | np.ndarray) -> None:
+        """Copy in what some tokens of one layout delivered.
+
+        Args:
+            labels: int64 [2, num_tokens]: positions, and arrivals, which grow with the
+                computation.
+            some: which of the tokens are this request's.
+        """
         if not self._reading:
             return  # its rows go to other sinks, and came along with a neighbour's
-        for kind, points, first, num_slots in some.local.rows_at(some.widths):
-            whole = points if some.local is some.layout else some.layout.points_of(kind)
-            size, start = num_slots * SLOT_BYTES, first * SLOT_BYTES
-            rows = some.data[:, start : start + len(points) * size]
-            rows = rows.reshape(len(rows), len(points), size)
-            row_bytes = some.widths.row_bytes[kind]
-            table = self._rows.get((None, whole))
+        own = labels[:, some]
+        for key, columns, values in pieces:
+            table = self._tables.get(key)
             if table is None:
-                table = _Table(whole, row_bytes, dtype_of(self.sites))
-                self._rows[None, whole] = table
-            self._append(table, points, some, rows[:, :, :row_bytes])
-        if some.local.encoded:
-            self._add_encoded(some)
-        if some.local.scores:
-            first = some.local.score_slot(some.widths) * SLOT_BYTES
-            probes = tuple(number for _, number in some.layout.scores)
-            values = some.data[:, first : first + 4 * len(some.local.scores)]
-            table = self._scores.get(probes)
-            if table is None:
-                table = self._scores[probes] = _Table(probes, 4, torch.float32)
-            local = tuple(number for _, number in some.local.scores)
-            self._append(table, local, some, values.reshape(len(values), len(local), 4))
+                if key[0] not in self._dtypes:
+                    continue  # they go to other sinks, and came along
+                table = _Table(key[1], values.shape[2], self._dtypes[key[0]])
+                self._tables[key] = table
+            if columns == table.columns:
+                table.append(own, values[some], self._room)
+                continue
+            for at, column in enumerate(columns):
+                table.append_one(column, own, values[some, at], self._room)
         self.num_came += 1  # behind the values: who sees it finds them
-
-    def _add_encoded(self, some: Delivered) -> None:
-        points_of = dict(some.layout.encoded)
-        for encoding, points, first, num_slots in some.local.encoded_at(some.widths):
-            if encoding not in self._encodings:
-                continue  # they go to other sinks, and came along
-            key = encoding, points_of[encoding]
-            size = num_slots * SLOT_BYTES
-            table = self._rows.get(key)
-            if table is None:
-                table = self._rows[key] = _Table(key[1], size, torch.uint8)
-            rows = some.data[:, first * SLOT_BYTES :][:, : len(points) * size]
-            self._append(table, points, some, rows.reshape(len(rows), len(points), size))
-
-    def _append(
-        self, table: _Table, columns: tuple[int, ...], some: Delivered, values: np.ndarray
-    ) -> None:
-        if columns == table.columns:
-            table.append(some.positions, values, some.arrivals, self._room)
-            return
-        for at, column in enumerate(columns):
-            table.append_one(column, some.positions, values[:, at], some.arrivals, self._room)
 
     def finish(
         self, stage: int, error: str | None, manifests: Mapping[str, Manifest] | None = None
@@ -232,7 +237,7 @@ class Pending:
 
     def clear(self) -> None:
         """Drop what arrived; snapshots that were taken keep theirs."""
-        self._rows, self._scores = {}, {}
+        self._tables = {}
 
     def snapshot(self, output_ids: list[int], finish_reason: str | None) -> ScopeResult:
         """What has arrived so far.
@@ -246,12 +251,23 @@ class Pending:
             self.sites,
             [*self.prompt_ids, *output_ids],
             len(self.prompt_ids),
-            _row_parts(self._rows),
-            _parts(self._scores),
+            *self._parts(),
             self._status(finish_reason),
             self._why(),
             dict(self.manifests),
         )
+
+    def _parts(self) -> tuple[dict[RowKey, list[Part]], dict[int, list[Part]]]:
+        """Of each point under its encoding, and of each probe, what came."""
+        rows: dict[RowKey, list[Part]] = {}
+        scores: dict[int, list[Part]] = {}
+        for (what, _), table in list(self._tables.items()):
+            for column, part in table.snapshot().items():
+                if what == "scores":
+                    scores.setdefault(column, []).append(part)
+                else:
+                    rows.setdefault((what, column), []).append(part)
+        return rows, scores
 
     def _why(self) -> str | None:
         worst = max(self.manifests.values(), key=lambda m: m.status == "error", default=None)
@@ -267,21 +283,3 @@ class Pending:
             return "aborted"
         whole = all(manifest.status == "ok" for manifest in self.manifests.values())
         return "complete" if whole and self.done.done() else "incomplete"
-
-
-def _row_parts(
-    tables: dict[tuple[Encoding | None, tuple[int, ...]], _Table],
-) -> dict[RowKey, list[Part]]:
-    parts: dict[RowKey, list[Part]] = {}
-    for (encoding, _), table in list(tables.items()):
-        for point, part in table.snapshot().items():
-            parts.setdefault((encoding, point), []).append(part)
-    return parts
-
-
-def _parts(tables: dict[tuple[int, ...], _Table]) -> dict[int, list[Part]]:
-    parts: dict[int, list[Part]] = {}
-    for table in list(tables.values()):
-        for column, part in table.snapshot().items():
-            parts.setdefault(column, []).append(part)
-    return parts

@@ -226,10 +226,10 @@ class ScopeResult:
     @cached_property
     def _totals(self) -> tuple[int, int]:
         """Expected and delivered: of a snapshot, neither changes."""
-        accounts = list(self._accounts())
+        accounts = self._accounts()
         return (
-            sum(len(wanted) for wanted, _ in accounts),
-            sum(_num_in(wanted, arrived) for wanted, arrived in accounts),
+            sum(len(wanted) * times for wanted, _, times in accounts),
+            sum(_num_in(wanted, arrived) * times for wanted, arrived, times in accounts),
         )
 
     @property
@@ -246,9 +246,9 @@ class ScopeResult:
         """Values still missing, of tokens that come `behind` or more before the last one."""
         last = len(self._token_ids) - 1 - behind
         late = 0
-        for wanted, arrived in self._accounts():
+        for wanted, arrived, times in self._accounts():
             due = wanted[: np.searchsorted(wanted, last, side="right")]
-            late += len(due) - _num_in(due, arrived)
+            late += (len(due) - _num_in(due, arrived)) * times
         return late
 
     def columns(self, rows: bool = True) -> list[Column]:
@@ -299,15 +299,23 @@ class ScopeResult:
         found = ((*s, read.when) for read in self._asked.reads for s in read.streams)
         return list(dict.fromkeys(found))
 
-    def _accounts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Of each stream and probe: the positions that are wanted, and that have arrived."""
+    def _accounts(self) -> list[tuple[np.ndarray, np.ndarray, int]]:
+        """Positions that are wanted, those that have arrived, and of how many streams or
+        probes: columns of one table share them, and are told apart by nobody here."""
+        found: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, int]] = {}
+
+        def add(wanted: np.ndarray, arrived: np.ndarray) -> None:
+            key = id(wanted), id(arrived)  # both are kept, so that no other gets its id
+            found[key] = (wanted, arrived, found[key][2] + 1 if key in found else 1)
+
         for stream in self._read_streams():
             known = self._streams.get(stream)
-            yield self._wanted_of(stream), _arrived(known, self._parts_of(stream))
+            add(self._wanted_of(stream), _arrived(known, self._parts_of(stream)))
         for number, probe in enumerate(self._asked.probes):
             known = self._scores.get(number)
             parts = self._score_parts.get(number, [])
-            yield self._wanted([probe.tokens]), _arrived(known, parts)
+            add(self._wanted([probe.tokens]), _arrived(known, parts))
+        return list(found.values())
 
     def _wanted(self, selectors: list[Selector]) -> np.ndarray:
         """The positions processed so far that any of these selects."""

@@ -60,23 +60,36 @@ def by_layout(
         yield layout, tokens, by_slot.take(at).view(np.uint8)
 
 
-def by_key(keys: np.ndarray) -> Iterator[slice | np.ndarray]:
-    """Groups of equal keys, in order; a slice where the places are evenly spaced.
+def by_key(keys: np.ndarray) -> Iterator[tuple[int, slice | np.ndarray]]:
+    """Each key, ascending, and where it is; a slice where the places are evenly spaced.
 
     Several steps of the same requests come as one message, so a request's tokens
     are usually every n-th: a slice copies them without a gather.
+
+    Args:
+        keys: int64 [n], n >= 1.
     """
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
-    edges = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
-    if len(edges) == len(keys) - 1:
+    starts = np.concatenate([[0], np.flatnonzero(ordered[1:] != ordered[:-1]) + 1])
+    stops = np.append(starts[1:], len(keys))
+    found = ordered[starts].tolist()
+    if len(starts) == len(keys):
         # A step of decoding has one token of each: no need to look at groups.
-        for at in order.tolist():
-            yield slice(at, at + 1)
+        for key, at in zip(found, order.tolist(), strict=True):
+            yield key, slice(at, at + 1)
         return
-    for some in np.split(order, edges):
-        step = int(some[1] - some[0]) if len(some) > 1 else 1
-        if step * (len(some) - 1) == some[-1] - some[0] and (np.diff(some) == step).all():
-            yield slice(int(some[0]), int(some[-1]) + 1, step)
-        else:
-            yield some
+    # The distance between a key's places, the least and the largest.
+    distances = np.diff(order, append=order[-1])
+    within = np.ones(len(keys), bool)
+    within[stops - 1] = False
+    least = np.minimum.reduceat(np.where(within, distances, len(keys)), starts)
+    largest = np.maximum.reduceat(np.where(within, distances, 0), starts)
+    firsts, lasts = order[starts], order[stops - 1] + 1
+    even = (least == largest) | (stops - starts == 1)
+    steps = np.maximum(largest, 1)
+    for key, first, last, step, is_even, start, stop in zip(
+        found, firsts.tolist(), lasts.tolist(), steps.tolist(), even.tolist(),
+        starts.tolist(), stops.tolist(), strict=True,
+    ):  # fmt: skip
+        yield key, slice(first, last, step) if is_even else order[start:stop]

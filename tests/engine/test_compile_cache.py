@@ -24,7 +24,7 @@ from vllm import LLM, SamplingParams
 def main():
     {before}
     llm = LLM({model!r}, dtype="float32", max_model_len=256, distributed_executor_backend="uni",
-              gpu_memory_utilization=0.3)
+              gpu_memory_utilization=0.3, kv_cache_memory_bytes=1 << 29)
     body = {{}}
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=3)
     texts = ["The capital of Kimar is", "Happily, it was", 'Irma says: "']

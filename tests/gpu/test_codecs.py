@@ -157,7 +157,7 @@ def _compare(found, expected, labels, boundary, contents) -> None:
             layout = layouts[which]
             plain = layout.plain_slots(WIDTHS)
             assert torch.equal(found[step, at : at + plain], expected[step, at : at + plain])
-            for encoding, points, first, size in layout.encoded_at(125):
+            for encoding, points, first, size in layout.encoded_at(WIDTHS):
                 here = slice(at + first, at + first + len(points) * size)
                 one, two = (x[step, here].reshape(len(points), -1) for x in (found, expected))
                 decoded = [_decode(encoding, data).float() for data in (one, two)]

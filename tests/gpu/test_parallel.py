@@ -18,7 +18,8 @@ pytestmark = pytest.mark.gpu
 READ_ALL = scope(Read("resid_post"), Read("embed"))
 IDS = [range(3, 40), [7] * 5, range(400, 380, -1), range(100, 300), range(50, 54)]
 OPTIONS = {
-    "dtype": "bfloat16", "gpu_memory_utilization": 0.08, "skip_tokenizer_init": True,
+    "dtype": "bfloat16", "gpu_memory_utilization": 0.08, "kv_cache_memory_bytes": 1 << 30,
+    "skip_tokenizer_init": True,
     "max_num_batched_tokens": 128, "max_num_seqs": 32,
 }  # fmt: skip
 

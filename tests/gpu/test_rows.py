@@ -24,7 +24,9 @@ GRAPHS = {
     "eager": {"enforce_eager": True},
 }
 OPTIONS = {
+    # Of a size that is told, so that tests can share a GPU: none measures what is free.
     "dtype": "bfloat16", "enforce_eager": False, "gpu_memory_utilization": 0.08,
+    "kv_cache_memory_bytes": 1 << 30,
     "max_num_batched_tokens": 512, "max_num_seqs": 32, "distributed_executor_backend": None,
 }  # fmt: skip
 

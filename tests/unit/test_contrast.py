@@ -13,7 +13,7 @@ from vllm_scope.analysis.contrast import mean_difference, pairs_digest, principa
 from vllm_scope.analysis.rows import pooled_rows
 from vllm_scope.errors import SpecError
 from vllm_scope.layout import SLOT_BYTES, Layout, Widths
-from vllm_scope.pending import Delivered, Pending
+from vllm_scope.pending import Pending, pieces_of
 from vllm_scope.sites import Sites, point_of
 from vllm_scope.vectors import Provenance
 
@@ -168,7 +168,8 @@ def test_what_an_engine_returns_is_pooled_and_cached():
     layout, order = Layout((point_of(2, 0), point_of(4, 0))), np.arange(3)
     slots = torch.zeros(3, 2, SLOT_BYTES, dtype=torch.uint8)
     slots[..., :4] = rows.view(torch.uint8)
-    pending.add(Delivered(layout, layout, order, order, slots.view(3, -1).numpy(), Widths((4,))))
+    pieces = pieces_of(layout, layout, slots.view(3, -1).numpy(), Widths((4,)))
+    pending.add(pieces, np.stack([order, order]), slice(None))
     running = pending.snapshot([5], None)
     pending.finish(0, None)
     result = pending.snapshot([5, 6], "length")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from vllm_scope import Probe, Read
 from vllm_scope.compile import canonical_point, edited_places
@@ -14,7 +16,7 @@ from vllm_scope.pending import _Table
 from vllm_scope.road import RowsMessage
 from vllm_scope.sites import ATTENTION_SITES, Heads, Sites, boundary_of
 from vllm_scope.spec import Spec
-from vllm_scope.split import by_layout
+from vllm_scope.split import by_key, by_layout
 
 LAYERS = range(4)
 HEADS = Heads(8, 8, 64, 64)
@@ -119,13 +121,52 @@ def test_a_request_whose_rows_cannot_be_kept_costs_its_neighbours_nothing(monkey
         inbox.close()
 
 
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=40))
+@example([7, 3, 5, 9])
+@example([1, 2, 3] * 4)
+@example([1, 1, 2, 1])
+def test_every_place_of_a_key_is_found_in_order(keys):
+    keys = np.asarray(keys)
+    found = list(by_key(keys))
+    assert [key for key, _ in found] == sorted(set(keys.tolist()))
+    for key, some in found:
+        at = np.flatnonzero(keys == key)
+        assert np.array_equal(np.arange(len(keys))[some], at)
+        assert isinstance(some, slice) == (len(set(np.diff(at).tolist())) < 2)
+
+
+def test_a_column_that_lost_a_message_leaves_the_others_at_their_places():
+    table = _Table((3, 8), 4, torch.float32)
+
+    def labels(*positions):
+        return np.array([positions, [100 + p for p in positions]])
+
+    def values(*numbers):
+        return np.array(numbers, np.float32)[..., None].view(np.uint8)
+
+    table.append(labels(0, 1), values([0, 10], [1, 11]), 0)
+    before = table.snapshot()
+    assert before[3].positions is before[8].positions
+    table.append_one(8, labels(2), values(12), 0)
+    table.append(labels(3), values([3, 13]), 0)
+    for snapshot, positions in (
+        (before, [[0, 1]] * 2),
+        (table.snapshot(), [[0, 1, 3], [0, 1, 2, 3]]),
+    ):
+        for column, at, first in zip((3, 8), positions, (0, 10), strict=True):
+            part = snapshot[column]
+            assert part.positions.tolist() == at
+            assert part.arrivals.tolist() == [100 + p for p in at]
+            assert part.rows[:, 0].tolist() == [first + p for p in at]
+
+
 def test_a_snapshot_while_rows_come_has_a_row_for_each_position(monkeypatch):
     """Another thread appends, and the table grows, in the middle of it."""
     table, view = _Table((1,), 4, torch.float32), torch.from_numpy
 
     def append(first, count):
-        values = np.zeros((count, 1, 4), np.uint8)
-        table.append(np.arange(first, first + count), values, np.arange(first, first + count), 0)
+        positions = np.arange(first, first + count)
+        table.append(np.stack([positions, positions]), np.zeros((count, 1, 4), np.uint8), 0)
 
     def appended_behind(values):
         append(64, 1)

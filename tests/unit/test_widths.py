@@ -19,7 +19,7 @@ from vllm_scope.encoding import Encoding
 from vllm_scope.engine.canary import silent_taps
 from vllm_scope.layout import SLOT_BYTES, Layout, Widths, boundaries_of
 from vllm_scope.packer import Packer
-from vllm_scope.pending import Delivered, Pending
+from vllm_scope.pending import Pending, pieces_of
 from vllm_scope.plan import Planner, StepBatch
 from vllm_scope.sinks import RequestInfo
 from vllm_scope.sinks.request import Delivery
@@ -220,12 +220,11 @@ class Step:
             labels.layouts, labels.layout_of, boundary, self.widths, slots
         ):
             local = layout if boundary is None else layout.at(boundary)
-            for some in by_key(labels.keys[tokens]):
-                of = tokens[some]
-                key, positions = int(labels.keys[of[0]]), labels.positions[of]
-                self.pending[key].add(
-                    Delivered(layout, local, positions, of, data[some], self.widths)
-                )
+            pieces = pieces_of(layout, local, data, self.widths)
+            numbered = np.stack([labels.positions[tokens], tokens])
+            for key, some in by_key(labels.keys[tokens]):
+                self.pending[key].add(pieces, numbered, some)
+                positions = numbered[0, some]
                 arrival = self.at_sinks[key].arrival(local, positions, data[some], self.widths)
                 if arrival is not None:
                     for block in self.at_sinks[key].live_blocks(arrival):

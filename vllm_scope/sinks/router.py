@@ -151,12 +151,9 @@ class Router:
             labels.layouts, labels.layout_of, batch.boundary, batch.widths, batch.slots
         ):
             local = layout if batch.boundary is None else layout.at(batch.boundary)
-            for some in by_key(labels.keys[tokens]):
-                of = tokens[some]
-                self._route(
-                    int(labels.keys[of[0]]), local, labels.positions[of], data[some],
-                    batch.widths,
-                )  # fmt: skip
+            positions = labels.positions[tokens]
+            for key, some in by_key(labels.keys[tokens]):
+                self._route(key, local, positions[some], data[some], batch.widths)
 
     def _route(
         self, key: int, layout: Layout, positions: Ints, data: np.ndarray, widths: Widths
