@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,25 @@ class Engine:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
             text=True, env=environment, cwd=ROOT,
         )  # fmt: skip
-        self.start_seconds = self.ask(json.dumps(options))["start_seconds"]
+        self._tell(json.dumps(options))
+
+    @cached_property
+    def start_seconds(self) -> float:
+        """Waits until the engine has started."""
+        return float(self._answer()["start_seconds"])
 
     def ask(self, line: str) -> dict[str, Any]:
+        assert self.start_seconds
+        self._tell(line)
+        return self._answer()
+
+    def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
         for answer in self._process.stdout:
             if answer.startswith("RESULT"):
                 return json.loads(answer[len("RESULT") :])
@@ -189,12 +202,18 @@ def main() -> None:
         work = [w for w in work if not args.only or w.name in args.only]
         rows: list[dict[str, Any]] = []
         plain = Engine(options, logs / "plain.log")
+        # Engines that start at once would mistake each other's memory for their own.
+        together = "kv_cache_memory_bytes" in options
+        if not together:
+            assert plain.start_seconds
         # The others come after one another, as far as they would crowd the device.
         for names in (["scope", "eager"], ["lens", "huggingface"]):
-            others = {
-                name: start(name, options, logs)
-                for name in names if name == "scope" or name in args.beside
-            }  # fmt: skip
+            others = {}
+            for name in names:
+                if name == "scope" or name in args.beside:
+                    others[name] = start(name, options, logs)
+                    if not together:
+                        assert others[name].start_seconds
             if not others:
                 continue
             engines = {"plain": plain, **others}

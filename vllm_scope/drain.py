@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 #: How long rows may wait for those of the next step, where somebody looks at them as they come.
 LINGER_S = 0.004
 #: How long while nobody follows a request that runs, and no more than this waits.
-LINGER_UNSEEN_S, MOST_UNSEEN_BYTES = 0.04, 1 << 20
+LINGER_UNSEEN_S, MOST_UNSEEN_BYTES = 0.04, 4 << 20
 #: How long the last rows of a request may wait.
 LINGER_AT_END_S = 0.002
 #: The thread rests so many times as long as it worked, between the shortest and the longest
