@@ -148,7 +148,8 @@ def measure(clients: Clients, work: list[Load], kinds: list[str], turns: int) ->
             row["ratio"] = statistics.median(ratios)
             row["spread"] = (max(ratios) - min(ratios)) / 2
             cpu = [name for name in row if name.endswith("_cpu_s")]
-            row |= {f"{n}_ratio": row[n] / statistics.median(t[n] for t in twins) for n in cpu}
+            for name in cpu:  # a worker on one GPU is a part of the core
+                row[f"{name}_ratio"] = row[name] / (statistics.median(t[name] for t in twins) or 1)
             rows.append(row)
             told = " ".join(f"{row[n]:6.2f} {row[f'{n}_ratio']:5.2f}" for n in cpu)
             print(

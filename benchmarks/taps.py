@@ -3,8 +3,8 @@
     python -m benchmarks.taps
 
 One graph holds one tap for each of 33 boundaries. Times are of one replay, by CUDA
-events, divided by the taps; the stream between the taps is not computed, so this is
-the tap's own time.
+events, in all and divided by the taps; the stream between the taps is not computed, so this
+is the taps' own time. What is read or scored goes to the arena, or straight to the host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from vllm_scope.arrays import Array
-from vllm_scope.layout import Widths
+from vllm_scope.layout import SLOT_BYTES, Widths
 from vllm_scope.program import OP_ADD, OP_DOT, Op, Program, assemble
 from vllm_scope.sites import point_of
 from vllm_scope.tap import kernel
@@ -85,26 +85,34 @@ def main() -> None:
     hidden_size, device, dtype = args.hidden_size, torch.device("cuda"), torch.bfloat16
     widths = Widths((hidden_size * 2,))
     boundaries = tuple(2 * i for i in range(NUM_TAPS))
-    print(f"{'rows':>6} {'what':10} {'us a tap':>9}   hidden_size {hidden_size}")
+    print(f"{'rows':>6} {'what':10} {'to':6} {'us a tap':>9} {'us in all':>9}")
     for rows in (1, 64, 256):
         tables = Tables(boundaries, rows, hidden_size, widths, device, 8.0)
         arena = torch.empty((rows * NUM_TAPS * widths.row_slots[0], 8), dtype=dtype, device=device)
         hidden = torch.randn((rows, hidden_size), dtype=dtype, device=device)
         residual = torch.randn_like(hidden)
+        host = torch.empty((len(arena), SLOT_BYTES), dtype=torch.uint8, pin_memory=True)
+        tables.host.fill_(host.data_ptr())
 
         run = partial(launch_all, hidden, residual, arena, tables)
         graph = capture(run)
         for name, program in programs(hidden_size).items():
-            if program is None:
-                tables.clear_step()
-            else:
+            for to_host in (False, True) if program is not None else (False,):
                 tables.begin_step()
-                number = tables.program_id(program, hold=True)
-                slots = program.layout.slots(widths)
-                tables.load_step(
-                    np.arange(rows), np.full(rows, number, np.int32), np.arange(rows) * slots
+                if program is None:
+                    tables.clear_step()
+                else:
+                    number = tables.program_id(program, hold=True)
+                    slots = program.layout.slots(widths)
+                    tables.load_step(
+                        np.arange(rows), np.full(rows, number, np.int32), np.arange(rows) * slots,
+                        to_host,
+                    )  # fmt: skip
+                where = "host" if to_host else "arena"
+                spent = time_replays(graph)
+                print(
+                    f"{rows:6} {name:10} {where:6} {spent / NUM_TAPS:9.2f} {spent:9.1f}", flush=True
                 )
-            print(f"{rows:6} {name:10} {time_replays(graph) / NUM_TAPS:9.2f}", flush=True)
 
 
 if __name__ == "__main__":

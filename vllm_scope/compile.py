@@ -54,6 +54,10 @@ class _Compiled:
     scores: tuple[tuple[int, int, int, Op], ...]
     edits: tuple[tuple[int, tuple[int, int], tuple[Op, ...]], ...]
     programs: dict[bytes, Program | None] = field(default_factory=dict)
+    #: Where all tokens of a phase get the same: all programs of requests that generate
+    #: tokens that are processed, and of those that do not; and their cost, drafts included.
+    of_phases: dict[bool, list[Program]] = field(default_factory=dict)
+    costs: dict[bool, Cost] = field(default_factory=dict)
 
     def program(self, column: NDArray[np.int32]) -> Program | None:
         key = column.tobytes()
@@ -202,9 +206,16 @@ class RequestProgram:
 
     def all_programs(self, num_positions: int) -> list[Program]:
         """Every program that some position of the request may get."""
-        positions = np.arange(num_positions, dtype=np.int64)
-        if self.generated_is_uniform:  # one token of each phase tells of all
-            positions = positions[[0, min(self.num_prompt, num_positions - 1)]]
+        if not self.generated_is_uniform:
+            return self._programs_of(np.arange(num_positions, dtype=np.int64))
+        # One token of each phase tells of all, and of all requests.
+        known, generates = self._compiled.of_phases, num_positions > self.num_prompt
+        if generates not in known:
+            last = self.num_prompt if generates else num_positions - 1
+            known[generates] = self._programs_of(np.array([0, last], np.int64))
+        return known[generates]
+
+    def _programs_of(self, positions: NDArray[np.int64]) -> list[Program]:
         columns = self._columns(positions)
         keys = {column.tobytes(): column for column in np.ascontiguousarray(columns.T)}
         found = (self._compiled.program(column) for column in keys.values())
@@ -215,11 +226,19 @@ class RequestProgram:
         programs = self.all_programs(num_positions)
         superset = self.generated_superset()
         if superset is not None and superset not in programs:
-            programs.append(superset)
+            return [*programs, superset]
         return programs
 
     def cost(self, num_positions: int) -> Cost:
         """What the request takes of the device tables, what drafts may need included."""
+        if not self.generated_is_uniform:
+            return self._cost(num_positions)
+        known, generates = self._compiled.costs, num_positions > self.num_prompt
+        if generates not in known:
+            known[generates] = self._cost(num_positions)
+        return known[generates]
+
+    def _cost(self, num_positions: int) -> Cost:
         programs = self.with_drafts(num_positions)
         vectors: set[Array] = set().union(*(program.vectors for program in programs))
         return Cost(len(vectors), len(programs), sum(program.num_ops for program in programs))

@@ -152,13 +152,17 @@ class _Table:
         counts = list(self._counts)
         if not len(self._values):
             return {}
-        (positions, arrivals), values = self._labels, torch.from_numpy(self._values)
-        values = values.view(self._dtype)
-        # One view of each for all columns that share a set: who counts them counts once.
-        sets = [(positions[i, :n], arrivals[i, :n], n) for i, n in enumerate(counts)]
+        labels, values = self._labels, torch.from_numpy(self._values).view(self._dtype)
+        if len(counts) == 1:
+            # One view of the labels for all columns: who counts them counts once.
+            positions, arrivals = labels[:, 0, : counts[0]]
+            return {
+                column: Part(positions, arrivals, rows)
+                for column, rows in zip(self.columns, values[: counts[0]].unbind(1), strict=True)
+            }
         return {
-            column: Part(*sets[at % len(sets)][:2], values[: sets[at % len(sets)][2], at])
-            for at, column in enumerate(self.columns)
+            column: Part(labels[0, at, :count], labels[1, at, :count], values[:count, at])
+            for at, (column, count) in enumerate(zip(self.columns, counts, strict=True))
         }
 
 
@@ -194,7 +198,7 @@ class Pending:
         self._tables: dict[_TableKey, _Table] = {}
         self._dtypes: dict[What, torch.dtype] = {"scores": torch.float32, None: dtype_of(sites)}
         self._dtypes |= {read.encoding: torch.uint8 for read in asked.reads if read.encoding}
-        everything = all(selector.uniform for selector in asked.selectors)
+        everything = all(selector.uniform for selector in asked.read_selectors)
         expected = len(prompt_ids) + max_tokens - 1
         self._room = min(expected, MOST_ROOM if everything else FIRST_ROOM)
 

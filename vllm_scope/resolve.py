@@ -92,7 +92,7 @@ class Resolved:
     edits: tuple[ResolvedEdit, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without what compile.py and `joined` remember on it.
+        # Without what is remembered on it.
         return {"reads": self.reads, "probes": self.probes, "edits": self.edits}
 
     def joined(
@@ -116,19 +116,35 @@ class Resolved:
         return (*self.reads, *self.probes, *self.edits)
 
     @property
-    def selectors(self) -> tuple[Selector, ...]:
-        return tuple(x.tokens for x in self.actions)
+    def delivering(self) -> tuple[ResolvedRead | ResolvedProbe, ...]:
+        return (*self.reads, *self.probes)
 
-    @property
+    @cached_property
+    def read_selectors(self) -> tuple[Selector, ...]:
+        """What picks tokens that deliver something, each once."""
+        return tuple(dict.fromkeys(x.tokens for x in self.delivering))
+
+    @cached_property
+    def probes_by_selector(self) -> dict[Selector, tuple[int, ...]]:
+        """The numbers of the probes that score the tokens that this picks."""
+        found: dict[Selector, tuple[int, ...]] = {}
+        for number, probe in enumerate(self.probes):
+            found[probe.tokens] = (*found.get(probe.tokens, ()), number)
+        return found
+
+    @cached_property
     def destinations(self) -> tuple[str, ...]:
         """Where rows and scores go, each once."""
-        delivering: tuple[ResolvedRead | ResolvedProbe, ...] = (*self.reads, *self.probes)
-        return tuple(dict.fromkeys(x.to for x in delivering))
+        return tuple(dict.fromkeys(x.to for x in self.delivering))
 
     def going_to(self, to: str) -> Resolved:
-        """The reads and probes of one destination, without the edits."""
-        reads = tuple(read for read in self.reads if read.to == to)
-        return Resolved(reads, tuple(probe for probe in self.probes if probe.to == to))
+        """The reads and probes of one destination, without the edits; the same each time."""
+        known: dict[str, Resolved] = self.__dict__.setdefault("_going_to", {})
+        if to not in known:
+            reads = tuple(read for read in self.reads if read.to == to)
+            probes = tuple(probe for probe in self.probes if probe.to == to)
+            known[to] = Resolved(reads, probes)
+        return known[to]
 
 
 #: Of a request that asks for nothing itself.

@@ -311,10 +311,11 @@ class ScopeResult:
         for stream in self._read_streams():
             known = self._streams.get(stream)
             add(self._wanted_of(stream), _arrived(known, self._parts_of(stream)))
-        for number, probe in enumerate(self._asked.probes):
-            known = self._scores.get(number)
-            parts = self._score_parts.get(number, [])
-            add(self._wanted([probe.tokens]), _arrived(known, parts))
+        for selector, numbers in self._asked.probes_by_selector.items():
+            wanted = self._wanted([selector])
+            for number in numbers:
+                parts = self._score_parts.get(number, [])
+                add(wanted, _arrived(self._scores.get(number), parts))
         return list(found.values())
 
     def _wanted(self, selectors: list[Selector]) -> np.ndarray:

@@ -13,6 +13,8 @@ from vllm_scope.codecs.base import TINY, CodecModel, RowPart, finite_scale
 #: A step finer than this share of the largest value is finer than float32 itself. A
 #: power of two, so that a constant row comes back exactly.
 _FINEST = 2.0**-23
+#: As in fp8: multiplied with, for the same scale on a GPU as on a CPU.
+_STEP = 1 / 255
 
 
 def quantise(values: Tensor) -> dict[str, Tensor]:
@@ -24,7 +26,7 @@ def quantise(values: Tensor) -> dict[str, Tensor]:
     low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
     largest = torch.maximum(low.abs(), high.abs())
     # Each divided by itself, because float32's range does not hold its own width.
-    scale = torch.maximum(high / 255 - low / 255, largest * _FINEST).clamp(min=TINY)
+    scale = torch.maximum(high * _STEP - low * _STEP, largest * _FINEST).clamp(min=TINY)
     zero = -low / scale
     q = (values / scale + zero).round().clamp(0, 255).nan_to_num(0.0)
     return {"q": q.to(torch.uint8), "scale": finite_scale(scale), "zero": zero.nan_to_num(0.0)}

@@ -11,6 +11,8 @@ from torch import Tensor
 from vllm_scope.codecs.base import TINY, CodecModel, RowPart, finite_scale
 
 _LIMIT = 127
+#: As in fp8: multiplied with, for the same scale on a GPU as on a CPU.
+_STEP = 1 / _LIMIT
 
 
 class Int8(CodecModel):
@@ -26,7 +28,7 @@ class Int8(CodecModel):
 
     def _encode(self, rows: Tensor) -> dict[str, Tensor]:
         values = rows.float()
-        scale = (values.abs().amax(-1, keepdim=True) / _LIMIT).clamp(min=TINY)
+        scale = (values.abs().amax(-1, keepdim=True) * _STEP).clamp(min=TINY)
         # NaN has no integer; such a row is marked by its scale.
         scaled = (values / scale).round().clamp(-_LIMIT, _LIMIT).nan_to_num(0.0)
         return {"q": scaled.to(torch.int8), "scale": finite_scale(scale)}

@@ -78,12 +78,11 @@ def _open(connection: Connection | None, request: Any, parent: Any, child: int) 
     connection.check(asked, ids, max_tokens)
     own = asked.going_to(MEMORY)
     pending = inbox().open(own, connection.sites, prompt_ids, max_tokens, connection.num_stages)
-    delivers: tuple[Any, ...] = (*asked.reads, *asked.probes)
     handle = {
         "key": pending.key,
         "frontend": inbox().address.frontend,
         "first_position": min(
-            (x.tokens.first_position(len(ids), ids) for x in delivers), default=None
+            (x.first_position(len(ids), ids) for x in asked.read_selectors), default=None
         ),
         "vectors": bool(asked.probes or asked.edits),
         "sinks": any(to != MEMORY for to in asked.destinations),

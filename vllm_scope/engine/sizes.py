@@ -7,6 +7,7 @@ Runs:  in every worker, at load; `Limits` travels to front-ends.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import msgspec
 
@@ -57,20 +58,7 @@ class Limits(msgspec.Struct, frozen=True):
 
     def excess(self, *layouts: Layout) -> str | None:
         """Why a token may not deliver as much as one of these, or None."""
-        widths = self.widths
-        return next(filter(None, (self._excess(one, widths) for one in layouts)), None)
-
-    def _excess(self, layout: Layout, widths: Widths) -> str | None:
-        # As it comes out of the arena it may be larger: a row under several codecs.
-        slots = max(layout.arena.slots(widths), layout.slots(widths))
-        if self.token_slots and slots > self.token_slots:
-            return f"{slots} slots a token, of {self.token_slots}"
-        for boundary in boundaries_of(layout):
-            here = layout.at(boundary)
-            slots = max(here.arena.slots(widths), here.slots(widths))
-            if slots > self.tap_slots:
-                return f"{slots} slots a token at one tap, of {self.tap_slots}"
-        return None
+        return next(filter(None, (_excess(self, one) for one in layouts)), None)
 
     def check(self, program: RequestProgram, num_positions: int) -> None:
         """Raises CapacityError where a step could deliver more than the host's ring holds.
@@ -85,6 +73,21 @@ class Limits(msgspec.Struct, frozen=True):
                 "with the server's edits and what global sinks read, the request delivers too "
                 f"much at once ({excess}); read less of it, or under fewer codecs."
             )
+
+
+@lru_cache(maxsize=4096)  # many requests ask for the same
+def _excess(limits: Limits, layout: Layout) -> str | None:
+    widths = limits.widths
+    # As it comes out of the arena it may be larger: a row under several codecs.
+    slots = max(layout.arena.slots(widths), layout.slots(widths))
+    if limits.token_slots and slots > limits.token_slots:
+        return f"{slots} slots a token, of {limits.token_slots}"
+    for boundary in boundaries_of(layout):
+        here = layout.at(boundary)
+        slots = max(here.arena.slots(widths), here.slots(widths))
+        if slots > limits.tap_slots:
+            return f"{slots} slots a token at one tap, of {limits.tap_slots}"
+    return None
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,9 @@ logger = logging.getLogger("vllm.vllm_scope")
 #: Steps that deliver up to this much write host memory themselves. The taps then wait
 #: for PCIe (20 us for 1 MiB), which is less than what a copy costs the host.
 MOST_DIRECT_BYTES = 1 << 20
+#: And not where there are more scores than this: each is a write of its own across PCIe, of four
+#: bytes.
+MOST_DIRECT_SCORES = 1024
 
 
 class ScopeWorker:
@@ -371,8 +374,10 @@ class ScopeWorker:
     def _take_room(self, plan: StepPlan) -> int | None:
         """Where the step's slots begin: in the host's ring, in the arena, or in neither."""
         assert self._delivery is not None
-        direct = plan.num_slots * SLOT_BYTES <= MOST_DIRECT_BYTES
-        if direct and self._arena.slots.is_cuda and not plan.labels.encodes:
+        labels = plan.labels
+        scores = max(len(layout.scores) for layout in labels.layouts) * len(labels.rows)
+        direct = plan.num_slots * SLOT_BYTES <= MOST_DIRECT_BYTES and scores <= MOST_DIRECT_SCORES
+        if direct and self._arena.slots.is_cuda and not labels.encodes:
             self._lease = self._delivery.ring.acquire(plan.num_slots)
             return self._lease.start
         # The ring is as large as the arena, at least.
