@@ -11,8 +11,8 @@ from torch import Tensor
 from vllm_scope.codecs.base import TINY, CodecModel, RowPart, finite_scale
 
 _LIMIT = torch.finfo(torch.float8_e4m3fn).max
-#: Of the largest value, a scale. Multiplied with: a GPU divides by a number by multiplying with its inverse, and of a
-#: scale that differs in its last bit, ties round to other sides than on a CPU.
+#: Of the largest value, a scale. Multiplied with: a GPU divides by a number by multiplying with
+#: its inverse, and where a scale differs in its last bit, ties round to other sides than on a CPU.
 _STEP = 1 / _LIMIT
 
 
