@@ -24,11 +24,11 @@ from benchmarks.shapes import SHAPES, make_shape
 ROOT = Path(__file__).parent.parent
 #: What is timed: (class, method, how the table calls it). Indented ones are within.
 PARTS = [
-    ("vllm_scope.engine.worker.ScopeWorker", "begin_step", "before the forward"),
+    ("vllm_scope.engine.steps.Steps", "begin", "before the forward"),
     ("vllm_scope.plan.Planner", "begin_step", "  plan"),
     ("vllm_scope.host_ring.HostRing", "acquire", "  room in the ring"),
     ("vllm_scope.tap.tables.Tables", "load_step", "  upload"),
-    ("vllm_scope.engine.worker.ScopeWorker", "end_step", "after the forward"),
+    ("vllm_scope.engine.steps.Steps", "end", "after the forward"),
     ("vllm_scope.drain.Drain", "submit_written", "  event"),
     ("vllm_scope.drain.Drain", "submit", "  copy"),
     ("vllm_scope.drain.Drain", "_deliver", "drain thread"),

@@ -9,8 +9,9 @@ Promise: what a snapshot has seen never changes, whatever arrives after it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from vllm_scope.encoding import Encoding
 from vllm_scope.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.resolve import Resolved
 from vllm_scope.result import RowKey, ScopeResult, Status, dtype_of
+from vllm_scope.selectors import Tokens
 from vllm_scope.sinks import Manifest
 from vllm_scope.sites import Sites
 
@@ -28,7 +30,14 @@ from vllm_scope.sites import Sites
 FIRST_ROOM = 64
 #: A request's rows get room for all of its positions at once up to this many.
 MOST_ROOM = 4096
+#: So many bytes of a request may come before those of all are counted again.
+UNCOUNTED_BYTES = 1 << 20
 
+
+FULL = (
+    "the rows of all running requests reached what this server holds of them, and this request's "
+    "were let go; read less of it, or send it again when there is less to do"
+)
 
 #: What a piece's values are: rows of an encoding, rows as they are (None), or scores.
 What = Encoding | Literal["scores"] | None
@@ -137,6 +146,11 @@ class _Table:
         self._labels[:, at, first:last] = labels
         self._counts[at] = last
 
+    @property
+    def nbytes(self) -> int:
+        """Of the values that came. Room that nobody has written to takes no memory."""
+        return max(self._counts) * self._values.shape[1] * self._values.shape[2]
+
     def _make_room(self, last: int, room: int) -> None:
         size = max(last, room, 2 * len(self._values))
         values = np.empty((size, *self._values.shape[1:]), np.uint8)
@@ -169,6 +183,10 @@ class _Table:
 class Pending:
     """What one request asked for, while it arrives.
 
+    Args:
+        may_take: whether so many bytes more may be held, of all requests; None where
+            nobody counts.
+
     Attributes:
         key: the request's key, unique among all front-ends.
         manifests: what became of the request at other sinks.
@@ -184,8 +202,12 @@ class Pending:
         prompt_ids: list[int],
         max_tokens: int,
         num_stages: int,
+        may_take: Callable[[int], bool] | None = None,
     ) -> None:
         self.key = key
+        self._may_take = may_take
+        #: Bytes that came since somebody counted.
+        self._uncounted = 0
         self.done: Future[None] = Future()
         self.num_came = 0
         self.error: str | None = None
@@ -202,6 +224,29 @@ class Pending:
         expected = len(prompt_ids) + max_tokens - 1
         self._room = min(expected, MOST_ROOM if everything else FIRST_ROOM)
 
+    @cached_property
+    def prompt_bytes(self) -> int:
+        """What its prompt delivers, at most: rows and scores."""
+        ids = np.asarray(self.prompt_ids, np.int64)
+        tokens = Tokens(np.arange(len(ids)), len(ids), ids, None)
+        itemsize = dtype_of(self.sites).itemsize
+        total = 0
+        for read in self.asked.reads:
+            sizes = (
+                read.encoding.row_bytes if read.encoding else self.sites.row_size(site) * itemsize
+                for site, _ in read.streams
+            )
+            total += int(read.tokens.select(tokens).possible.sum()) * sum(sizes)
+        for selector, numbers in self.asked.probes_by_selector.items():
+            total += 4 * int(selector.select(tokens).possible.sum()) * len(numbers)
+        return total
+
+    @property
+    def nbytes(self) -> int:
+        """What it holds, or will hold once its prompt is processed."""
+        held = sum(table.nbytes for table in list(self._tables.values()))
+        return max(held, self.prompt_bytes)
+
     def add(self, pieces: Sequence[Piece], labels: np.ndarray, some: slice | np.ndarray) -> None:
         """Copy in what some tokens of one layout delivered.
 
@@ -213,6 +258,9 @@ class Pending:
         if not self._reading:
             return  # its rows go to other sinks, and came along with a neighbour's
         own = labels[:, some]
+        if self._may_take is not None and not self._has_room(pieces, own.shape[1]):
+            self._give_up()
+            return
         for key, columns, values in pieces:
             table = self._tables.get(key)
             if table is None:
@@ -238,6 +286,23 @@ class Pending:
         self.error = self.error or error
         if not self._stages_left and not self.done.done():
             self.done.set_result(None)
+
+    def _has_room(self, pieces: Sequence[Piece], num_tokens: int) -> bool:
+        """Whether what comes may be kept; to count takes time, so it is done now and then."""
+        assert self._may_take is not None
+        bytes_of = (values.shape[1] * values.shape[2] for _, _, values in pieces)
+        self._uncounted += num_tokens * sum(bytes_of)
+        if self._uncounted < UNCOUNTED_BYTES:
+            return True
+        coming, self._uncounted = self._uncounted, 0
+        return self._may_take(coming)
+
+    def _give_up(self) -> None:
+        self.error = self.error or FULL
+        self.prompt_bytes = 0
+        self._reading = False
+        self.clear()
+        self.num_came += 1
 
     def clear(self) -> None:
         """Drop what arrived; snapshots that were taken keep theirs."""

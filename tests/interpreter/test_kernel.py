@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from tests.unit.taps import CODES, COPIES, POISON, check, outcome, random_tap
 from vllm_scope import program
+from vllm_scope.layout import Widths
 from vllm_scope.tap import definition, kernel
+from vllm_scope.tap.tables import Tables
 
 #: Of a case in which rows are read, scored and edited.
 SEED = 22
@@ -74,6 +76,14 @@ def test_slots_in_host_memory_are_written_there_and_not_in_the_arena():
     twin = before.to("cpu").run(definition.tap_rows)
     there = replace(ran, arena=host, tokens=before.tokens, host=before.host)
     check(there, before, expected, twin)
+
+
+def test_variants_are_launched_on_rows_that_do_nothing():
+    """One of every kind of row, aligned and not: nothing is written."""
+    tables = Tables((0, 2), 4, 24, Widths((48, 16)), torch.device("cpu"))
+    arena = torch.full((8, 8), 3.0, dtype=torch.bfloat16)
+    kernel.load_variants(arena, tables, (24, 8))
+    assert (arena == 3.0).all()
 
 
 def test_the_kernels_operations_have_the_programs_numbers():

@@ -72,6 +72,7 @@ def serving(folder: Path, *options: str, **environment: str) -> Iterator[Server]
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "VLLM_SCOPE_ADMIN_KEY": ADMIN_KEY,
         "VLLM_SCOPE_RESULTS_DIR": str(results),
+        "VLLM_SCOPE_ROWS_MIB": "64",
         "VLLM_CPU_KVCACHE_SPACE": "1",
     } | environment  # fmt: skip
     with running(command, env, log, START_S, 20) as (url, process):

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import save
 
 from tests.server.conftest import ADMIN_KEY, API_KEY, OTHER_KEY
+from vllm_scope import Read, scope
 
 MODULE = save({"direction.2": np.ones(256, np.float32)})
 ADMIN = {"X-Scope-Admin-Key": ADMIN_KEY}
@@ -113,3 +114,18 @@ def test_results_are_files_of_their_folder_alone(server):
     assert all(names.fullmatch(path.name) for path in found)
     (folder,) = {path.parent for path in found}
     assert folder.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_more_rows_than_the_server_holds_are_refused_and_what_was_let_in_is_let_go(stream, server):
+    body = {
+        "model": "toyworld", "prompt": [[5] * 480] * 64, "max_tokens": 8, "stream": stream,
+        "vllm_xargs": scope(Read("resid_post"), Read("embed")),
+    }  # fmt: skip
+    with server.http() as http:
+        answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == 429, answer.text
+        assert "VLLM_SCOPE_ROWS_MIB" in answer.text
+        assert server.at_rest() == {"requests": 0, "pending": 0}
+        one = http.post("/v1/completions", json=body | {"prompt": [5] * 480, "stream": False})
+        assert one.json()["choices"][0]["scope"]["status"] == "complete"

@@ -1,6 +1,6 @@
 """Every asked row and score of every request, once, whatever the batches look like.
 
-The worker's own steps run here (engine.worker.ScopeWorker with plan, tables, arena
+The worker's own steps run here (engine.worker.ScopeWorker and its steps with plan, tables, arena
 and drain), with a stream whose values say whose they are in place of a model.
 """
 
@@ -106,16 +106,16 @@ def test_every_asked_row_comes_once_for_each_time_it_is_computed(schedule, num_s
                     most = len(request.ids)
                     twin.add_request(request.req_id, request.key, request.program(here), most)
             positions = torch.tensor([p for _, p in step.rows()])
-            planned = worker.num_steps_planned
+            planned = worker.steps.num_planned
             if worker.has_requests():
-                worker.begin_step(step.batch(), positions)
+                worker.steps.begin(step.batch(), positions)
             else:
-                worker.clear()
-            _assert_same_plan(worker._step, twin.begin_step(step.batch()))
+                worker.steps.clear()
+            _assert_same_plan(worker.steps._step, twin.begin_step(step.batch()))
             asking = [r for r, *_ in step.parts if r.key is not None]
-            assert worker.num_steps_planned <= planned + bool(asking)
+            assert worker.steps.num_planned <= planned + bool(asking)
             run_taps(worker, step, number, rng)
-            worker.end_step()
+            worker.steps.end()
             for request, first, count in step.parts:
                 request.num_computed = first + count
                 if request.num_computed >= request.num_prompt:
@@ -204,9 +204,9 @@ def test_a_request_that_cannot_be_planned_is_answered_and_the_others_are_served(
         ]
         worker.add_requests([r.as_vllm_sends_it() for r in requests])
         step = Step([(r, 0, 2) for r in requests], [0, 0])
-        worker.begin_step(step.batch(), torch.tensor([0, 1, 0, 1]))
+        worker.steps.begin(step.batch(), torch.tensor([0, 1, 0, 1]))
         run_taps(worker, step, 5, random.Random(0))
-        worker.end_step()
+        worker.steps.end()
         worker.finish_requests(["r0", "r1"])
     assert sink.found == {(10, "row", 2 * LEVELS, 0): [[10, 0, 2, 5]]}
     assert [key for key, _ in sink.finished] == [11, 10]
@@ -233,9 +233,9 @@ def test_server_edits_reach_plain_requests_and_deliver_nothing():
         sent.sampling_params.extra_args = {HANDLE: {"server": server}}
         worker.add_requests([sent])
         step = Step([(request, 0, 2)], [0])
-        worker.begin_step(step.batch(), torch.tensor([0, 1]))
+        worker.steps.begin(step.batch(), torch.tensor([0, 1]))
         run_taps(worker, step, 5, random.Random(0))
-        worker.end_step()
+        worker.steps.end()
         worker.finish_requests(["a"])
     assert sink.found == {}
     assert sink.finished == []
@@ -248,13 +248,13 @@ def test_edits_alone_upload_once_while_the_batch_stays_the_same():
         uploads = []
         for position in range(2, 8):
             step = Step([(request, position, 1)], [0])
-            worker.begin_step(step.batch(), torch.tensor([position]))
+            worker.steps.begin(step.batch(), torch.tensor([position]))
             run_taps(worker, step, position, random.Random(0))
-            worker.end_step()
+            worker.steps.end()
             uploads.append(worker._tables.num_uploads)
         assert len(set(uploads[1:])) == 1
-        worker.clear()  # a dummy forward comes between
-        worker.begin_step(Step([(request, 8, 1)], [0]).batch(), torch.tensor([8]))
+        worker.steps.clear()  # a dummy forward comes between
+        worker.steps.begin(Step([(request, 8, 1)], [0]).batch(), torch.tensor([8]))
         assert worker._tables.num_uploads == uploads[-1] + 1
 
 
@@ -273,11 +273,11 @@ def test_a_request_whose_front_end_is_gone_keeps_its_edits(monkeypatch):
         monkeypatch.setattr(worker._delivery, "expect", expect)
         worker.add_requests([_edited()])
         assert "r" in worker._planner
-        worker.begin_step(StepBatch(["r"], np.array([0, 2]), np.array([0])), torch.zeros(2))
+        worker.steps.begin(StepBatch(["r"], np.array([0, 2]), np.array([0])), torch.zeros(2))
         # As on a rank that delivers nothing: edited, and not read.
-        assert worker._step.num_slots == 0
-        assert worker._step.rows.tolist() == [0, 1]
-        worker.end_step()
+        assert worker.steps._step.num_slots == 0
+        assert worker.steps._step.rows.tolist() == [0, 1]
+        worker.steps.end()
         worker.finish_requests(["r"])
     assert sink.finished == []
 

@@ -24,7 +24,7 @@ from vllm_scope.engine.sizes import Limits
 from vllm_scope.engine.worker import ScopeWorker
 from vllm_scope.host_ring import HostRing
 from vllm_scope.layout import Widths
-from vllm_scope.plan import Labels, Planner, StepBatch
+from vllm_scope.plan import Labels, StepBatch
 from vllm_scope.registry import Registry
 from vllm_scope.resolve import Resolved
 from vllm_scope.sinks import RequestInfo, RowBatch
@@ -179,13 +179,12 @@ def running_worker(
     worker.limits = Limits(WIDTHS.row_bytes, 0, num_slots, 1 << 16, num_programs, 1 << 16)
     worker._tables = worker_tables(num_programs)
     worker._arena = Arena(num_slots, torch.float32, CPU)
-    worker._planner = Planner(worker._tables)
     sink: Any = RecordingSink()
     ring = HostRing(num_slots, cuda=False)
     drain = Drain(worker._arena, ring, sink, WIDTHS)
     worker._delivery = Delivery(ring, sink, sink, drain, RequestInfo(NOBODY, "", "", ()))
     op.register()
-    op.connect(worker._tables.numbers, worker)
+    worker._begin_steps()
     try:
         yield worker, sink
     finally:
@@ -260,7 +259,7 @@ def run_taps(worker: ScopeWorker, step: Step, number: int, rng: random.Random) -
         hidden = stream.clone() if residual is None else stream - residual
         told = (tables.tokens, tables.programs, tables.ops, tables.vectors, tables.numbers[tap])
         torch.ops.vllm_scope.tap(hidden, residual, arena, *told, tables.host)
-        if worker._step is None:
+        if worker.steps._step is None:
             # A replayed graph runs its taps whatever the host thinks of the step.
             tap_rows(hidden, residual, arena, *told, tables.host, 0, 0)
         after = hidden if residual is None else hidden + residual
@@ -271,10 +270,10 @@ def run_taps(worker: ScopeWorker, step: Step, number: int, rng: random.Random) -
             if not edits:
                 assert torch.equal(after[row], stream[row])
         assert torch.equal(after[len(rows) :], stream[len(rows) :])
-    if worker._step is None or worker._step.num_slots == 0:
+    if worker.steps._step is None or worker.steps._step.num_slots == 0:
         assert torch.equal(arena, before), "a step that delivers nothing wrote to the arena"
-    elif worker._region is not None:
-        region = worker._region
+    elif worker.steps._region is not None:
+        region = worker.steps._region
         outside = torch.ones(len(arena), dtype=torch.bool)
         outside[region.start : region.stop] = False
         assert torch.equal(arena[outside], before[outside]), "a slot outside the plan was written"

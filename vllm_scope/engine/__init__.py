@@ -10,7 +10,8 @@ http.py         `vllm serve`: a scope in each answer, our routes beside vLLM's
 core.py         EngineCore: what names mean, room for vectors, keys of KV blocks
 refusals.py     what EngineCore refuses, back to the caller with its sentence
 attach.py       a worker of vLLM gets ours beside it, and remote calls
-worker.py       a worker's life: load, step, finish
+worker.py       a worker's life: load, requests, close
+steps.py        what its taps do in each forward: planned before, sent on their way behind
 runners.py      what a forward computes, for Model Runner V1 and V2
 delivery.py     a worker's drain, sinks and roads
 functions.py    Python of requests between layers, in this process, without graphs

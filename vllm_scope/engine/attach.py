@@ -72,12 +72,14 @@ def _attach_steps(runner: Any, scope: ScopeWorker) -> None:
             scope.finish_requests(scheduler_output.finished_req_ids, ended_in(scheduler_output))
         if scheduler_output.scheduled_new_reqs:
             scope.add_requests(scheduler_output.scheduled_new_reqs)
+        if scope.steps is None:
+            return execute_model(scheduler_output, *args, **kwargs)
         if not scope.has_requests():
-            scope.clear()
+            scope.steps.clear()
         try:
             return execute_model(scheduler_output, *args, **kwargs)
         finally:
-            scope.end_step()
+            scope.steps.end()
 
     runner.execute_model = execute
 

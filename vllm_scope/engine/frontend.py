@@ -25,9 +25,9 @@ from vllm_scope.actions import MEMORY
 from vllm_scope.engine import functions, translators
 from vllm_scope.engine.connection import Connection, connect_async, connect_sync, needs_connection
 from vllm_scope.engine.core import HANDLE
-from vllm_scope.engine.refusals import refusal, told
+from vllm_scope.engine.refusals import busy, refusal, told
 from vllm_scope.engine.seams import wrap_method
-from vllm_scope.errors import ScopeError, SpecError
+from vllm_scope.errors import CapacityError, ScopeError, SpecError
 from vllm_scope.inbox import inbox
 from vllm_scope.pending import Pending
 from vllm_scope.spec import Spec
@@ -139,6 +139,8 @@ def _add_to_processor(
         pending = _open(getattr(self, "scope", None), request, parent_req, request_index)
     except SpecError as error:
         raise refusal()(str(error)) from None
+    except CapacityError as error:
+        raise busy(str(error)) from None
     functions.salt(request, request_index)
     original(self, request, *rest, **kwargs)
     self.request_states[request.request_id].scope = (pending, decorators)

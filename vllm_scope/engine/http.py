@@ -29,7 +29,7 @@ from vllm_scope.engine.frontend import asks, outdated, params_of, settle
 from vllm_scope.engine.refusals import busy, refusal
 from vllm_scope.engine.seams import config_of, wrap_function, wrap_method
 from vllm_scope.errors import CapacityError, ConfigError, SpecError, shown
-from vllm_scope.inbox import inbox, num_pending
+from vllm_scope.inbox import inbox, limit, num_pending
 from vllm_scope.server import faces
 from vllm_scope.server.answer import Answer, Options, current
 from vllm_scope.server.settings import RUN
@@ -305,6 +305,7 @@ def _attach(original: Any, app: Any) -> None:
     _wrap_serving()
     register_http()
     attach(app, lambda: _engine_of(app))
+    limit(app.state.scope.settings.rows_bytes)
 
 
 def _check_root_path(root: str | None) -> None:

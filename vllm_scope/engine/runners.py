@@ -3,7 +3,7 @@
 Owns:  one seam per runner, wrapped on the instance.
 Runs:  in the worker, right before the forward, for real steps only (V1), or for
        dummies too, whose requests nobody knows (V2).
-To:    worker (`begin_step` with a StepBatch).
+To:    steps (`begin` with a StepBatch).
 
 Rows are never derived from the scheduler's order: both runners reorder batches.
 """

@@ -1,4 +1,4 @@
-"""A worker's life with taps: load, requests, steps, close.
+"""A worker's life with taps: load, requests, close, and what it answers remote calls.
 
 Owns:  ScopeWorker, one per vLLM worker.
 Runs:  in every worker process, on its main thread.
@@ -14,18 +14,15 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from itertools import product
 from typing import Any
 
 import msgspec
 import numpy as np
-import torch
-from torch import Tensor
 
 from vllm_scope.anatomy.attention import install_attention_taps
 from vllm_scope.anatomy.layers import Anatomy
 from vllm_scope.anatomy.tapped import install_taps
-from vllm_scope.arena import Arena, Region
+from vllm_scope.arena import Arena
 from vllm_scope.compile import RequestProgram
 from vllm_scope.config import ScopeConfig
 from vllm_scope.engine import runners
@@ -36,15 +33,15 @@ from vllm_scope.engine.delivery import IDLE_COUNTERS, NOBODY, Delivery
 from vllm_scope.engine.functions import StepFunctions
 from vllm_scope.engine.model import anatomy_of, sites_of
 from vllm_scope.engine.sizes import Limits, Sizes
+from vllm_scope.engine.steps import Steps
 from vllm_scope.errors import CapacityError, CompatError, ScopeError, SpecError
-from vllm_scope.host_ring import Lease
-from vllm_scope.layout import SLOT_BYTES, Widths
-from vllm_scope.plan import Planner, StepBatch, StepPlan
+from vllm_scope.layout import Widths
+from vllm_scope.plan import Planner
 from vllm_scope.registry import Registry
 from vllm_scope.resolve import Resolved
 from vllm_scope.road import Address
 from vllm_scope.sinks.request import Ended
-from vllm_scope.sites import STREAM, kind_of
+from vllm_scope.sites import kind_of
 from vllm_scope.spec import Spec
 from vllm_scope.tap import op
 from vllm_scope.tap.tables import Tables, capacity
@@ -52,19 +49,12 @@ from vllm_scope.vectors import load_vectors
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Steps that deliver up to this much write host memory themselves. The taps then wait
-#: for PCIe (20 us for 1 MiB), which is less than what a copy costs the host.
-MOST_DIRECT_BYTES = 1 << 20
-#: And not where there are more scores than this: each is a write of its own across PCIe, of four
-#: bytes.
-MOST_DIRECT_SCORES = 1024
-
 
 class ScopeWorker:
     """The taps of one worker: what they are attached to and what they do next.
 
-    Verbs: `load`, `check_canary`, `begin_step`, `end_step`, `close`; the scheduler's
-    news come in through `add_requests` and `finish_requests`.
+    Verbs: `load`, `check_canary`, `close`; the scheduler's news come in through
+    `add_requests` and `finish_requests`, what forwards do is `steps`.
     """
 
     def __init__(self, worker: Any, config: ScopeConfig) -> None:
@@ -75,16 +65,10 @@ class ScopeWorker:
         self.runner_version = "unknown"
         self._planner: Planner | None = None
         self._delivery: Delivery | None = None
-        self._step: StepPlan | None = None
-        self._region: Region | None = None
-        self._lease: Lease | None = None
-        self._positions: Tensor | None = None
         #: Requests' Python, where this engine runs any.
         self._functions: StepFunctions | None = None
-        #: A forward with programs is running (tap.op.StepRoute).
-        self.active = False
-        self.num_steps = 0
-        self.num_steps_planned = 0
+        #: None where the model cannot be tapped.
+        self.steps: Steps | None = None
 
     # Load
 
@@ -101,7 +85,7 @@ class ScopeWorker:
         try:
             anatomy = anatomy_of(runner.get_model(), self._vllm_config)
             self.runner_version = runners.attach(
-                runner, self.has_requests, self.begin_step, before_dummy=self.clear
+                runner, self.has_requests, lambda *step: self._tapped.begin(*step), self._clear
             )
         except CompatError as error:
             self.reason = str(error)
@@ -112,8 +96,8 @@ class ScopeWorker:
             anatomy = replace(anatomy, attention=attention)
             kernels = {layer: kernel_of(module) for layer, module in attention.items()}
             self.sites = replace(self.sites, kernels=kernels)
-        self._install(anatomy)
         self._functions = StepFunctions(anatomy, runner.get_model())
+        self._install(anatomy)
         for name, path in self.config.modules.items():
             self.registry.register_module(name, load_vectors(path))
 
@@ -142,13 +126,14 @@ class ScopeWorker:
             runners.is_optimistic(self._worker.model_runner, self.runner_version),
         )
         op.register()
-        op.connect(self._tables.numbers, self)
         tap_of = {boundary: tap for tap, boundary in enumerate(self.sites.boundaries)}
         if device.type == "cuda":
-            self._compile_kernel(dtype, device)
+            from vllm_scope.tap.kernel import load_variants
+
+            # Now: inside a graph capture it could not be.
+            load_variants(self._arena.slots, self._tables, self.sites.row_sizes)
         where = (anatomy, tap_of, self._arena.slots, self._tables)
         self.here = (*install_taps(*where), *install_attention_taps(*where, self.sites))
-        self._planner = Planner(self._tables)
         if self.drains:
             self._delivery = Delivery.open(
                 self.config, self._arena, sizes, self.sites, self.here,
@@ -156,29 +141,20 @@ class ScopeWorker:
             )  # fmt: skip
             if device.type == "cuda":
                 self._tables.host.fill_(self._delivery.ring.slots.data_ptr())
+        self._begin_steps()
         logger.info(
             "vllm-scope: %d taps on %s (%s), runner %s, arena %.1f MiB, vectors %.1f MiB.",
             len(self.here), anatomy.path, anatomy.convention.value, self.runner_version,
             self._arena.num_bytes / 2**20, self._tables.vectors.numel() * 4 / 2**20,
         )  # fmt: skip
 
-    def _compile_kernel(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Load the kernel now: inside a graph capture it could not be."""
-        from vllm_scope.tap.kernel import tap_rows
-
-        tables, sizes = self._tables, self.sites.row_sizes
-        row = torch.zeros((1, max(sizes) + 1), dtype=dtype, device=device)
-        stream = row[:, : sizes[STREAM]]
-        launches = [(stream, None), (stream, stream)]
-        for size in sizes[STREAM + 1 :]:
-            # A part of a wider projection need not be aligned, which is another variant.
-            launches += [(row[:, :size], None), (row[:, 1 : size + 1], None)]
-        # Nor is every tap's number.
-        for (hidden, residual), number in product(launches, tables.numbers[:2]):
-            tap_rows(
-                hidden, residual, self._arena.slots, tables.tokens, tables.programs, tables.ops,
-                tables.vectors, number, tables.host, 0, 0,
-            )  # fmt: skip
+    def _begin_steps(self) -> None:
+        self._planner = Planner(self._tables)
+        self.steps = Steps(
+            self._planner, self._tables, self._arena, self.sites.boundaries, self.limits.widths,
+            self._delivery, self._functions, self._fail,
+        )  # fmt: skip
+        op.connect(self._tables.numbers, self.steps)
 
     def check_canary(self) -> None:
         """Read one row at every tap of a dummy forward.
@@ -188,11 +164,12 @@ class ScopeWorker:
         """
         from vllm.config import set_current_vllm_config
 
-        if self._planner is None or not self.here:
+        steps = self.steps
+        if steps is None or not self.here:
             return
 
         def forward(plan: Any) -> None:
-            self.active = True
+            steps.active = True
             with set_current_vllm_config(self._vllm_config):
                 runners.dummy_forward(self._worker.model_runner, self.runner_version, plan)
 
@@ -213,12 +190,22 @@ class ScopeWorker:
                 # The ranks of a layer compute together: as many forwards as on the first.
                 forward(lambda: None)
         finally:
-            self.active = False
+            steps.active = False
         if silent:
             raise CompatError(
                 f"{len(silent)} of {len(self.here)} taps wrote nothing: the compiled graph has "
                 "no taps. Remove vLLM's compile cache (VLLM_CACHE_ROOT) and start again."
             )
+
+    @property
+    def _tapped(self) -> Steps:
+        """Of a worker that has requests."""
+        assert self.steps is not None
+        return self.steps
+
+    def _clear(self) -> None:
+        if self.steps is not None:
+            self.steps.clear()
 
     # What requests may name
 
@@ -332,106 +319,16 @@ class ScopeWorker:
             if key is not None:
                 self._finish(key, error, (ended or {}).get(req_id))
 
+    def _fail(self, req_id: str, reason: str) -> None:
+        """A request that cannot be planned; its neighbours go on."""
+        assert self._planner is not None
+        key = self._planner.finish_request(req_id)
+        if key is not None:
+            self._finish(key, reason)
+
     def _finish(self, key: int, error: str | None = None, ended: Ended | None = None) -> None:
         if key != NOBODY and self._delivery is not None:
             self._delivery.finish_request(key, error, ended)
-
-    # Steps
-
-    def begin_step(self, batch: StepBatch, positions: Tensor) -> None:
-        """Plan the coming forward and load the tables.
-
-        Args:
-            batch: what it computes.
-            positions: [num_rows], device: the true positions.
-        """
-        assert self._planner is not None
-        if self._functions:
-            self._functions.begin_step(batch)
-        plan, failures = self._planner.begin_step(batch)
-        for req_id, error in failures:
-            key = self._planner.finish_request(req_id)
-            if key is not None:
-                self._finish(key, str(error))
-        if plan is None:
-            self._tables.clear_step()
-            return
-        self.num_steps_planned += 1
-        self._step = plan
-        self._positions = positions if plan.optimistic else None
-        self.active = True
-        if plan.num_slots == 0:
-            # Edits alone: the same rows get the same programs until the batch changes.
-            if not self._tables.has_loaded(plan.program_ids):
-                self._tables.load_step(plan.rows, plan.program_ids, plan.offsets)
-            return
-        first = self._take_room(plan)
-        # Drained tap by tap, a token's slot is its number among those that deliver.
-        numbers: Any = np.cumsum(plan.delivers) - plan.delivers
-        slots = numbers if first is None else first + plan.offsets
-        self._tables.load_step(plan.rows, plan.program_ids, slots, self._lease is not None)
-
-    def _take_room(self, plan: StepPlan) -> int | None:
-        """Where the step's slots begin: in the host's ring, in the arena, or in neither."""
-        assert self._delivery is not None
-        labels = plan.labels
-        scores = max(len(layout.scores) for layout in labels.layouts) * len(labels.rows)
-        direct = plan.num_slots * SLOT_BYTES <= MOST_DIRECT_BYTES and scores <= MOST_DIRECT_SCORES
-        if direct and self._arena.slots.is_cuda and not labels.encodes:
-            self._lease = self._delivery.ring.acquire(plan.num_slots)
-            return self._lease.start
-        # The ring is as large as the arena, at least.
-        if max(plan.num_slots, plan.num_delivered) <= self._arena.num_slots:
-            self._region = self._arena.acquire(plan.num_slots)
-            return self._region.start
-        return None
-
-    def begin_tap(self, tap: int) -> tuple[int, int] | None:
-        if not self._tables.acts_at(tap):
-            return None
-        plan = self._step
-        self._tap_region = None
-        if plan is None or not plan.num_slots or self._region is not None or self._lease:
-            return 0, 0
-        boundary = self.sites.boundaries[tap]
-        widths = self.limits.widths
-        most = max(layout.arena.at(boundary).slots(widths) for layout in plan.labels.layouts)
-        if most == 0:
-            return 0, 0
-        self._tap_region = self._arena.acquire(most * len(plan.labels.rows))
-        return self._tap_region.start, most
-
-    def end_tap(self, tap: int) -> None:
-        if self._tap_region is None:
-            return
-        assert self._step is not None
-        assert self._delivery is not None
-        self._delivery.drain.submit(
-            self._tap_region, self._step.labels, self.sites.boundaries[tap], self._positions
-        )
-
-    def clear(self) -> None:
-        """Before a forward that nobody plans: what the last one was told must go."""
-        if self._planner is not None:
-            self._tables.clear_step()
-
-    def end_step(self) -> None:
-        """The forward was enqueued: send what it delivers on its way."""
-        self.num_steps += 1
-        if self._functions:
-            self._functions.end_step()
-        if not self.active:
-            return
-        self.active = False
-        plan, self._step = self._step, None
-        region, self._region = self._region, None
-        lease, self._lease = self._lease, None
-        if plan is None or self._delivery is None:
-            return
-        if lease is not None:
-            self._delivery.drain.submit_written(lease, plan.labels, self._positions)
-        elif region is not None:
-            self._delivery.drain.submit(region, plan.labels, None, self._positions)
 
     def close(self) -> None:
         if self._planner is not None:
@@ -481,8 +378,8 @@ class ScopeWorker:
         planner = self._planner
         return {
             "pid": os.getpid(),
-            "steps": self.num_steps,
-            "steps_planned": self.num_steps_planned,
+            "steps": self.steps.num_steps if self.steps is not None else 0,
+            "steps_planned": self.steps.num_planned if self.steps is not None else 0,
             "requests_planned": planner.num_requests_planned if planner is not None else 0,
             "uploads": self._tables.num_uploads if planner is not None else 0,
             "requests": len(planner) if planner is not None else 0,

@@ -9,8 +9,11 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from vllm_scope.errors import ConfigError, shown
 from vllm_scope.vectors.containers import MAX_BYTES
@@ -29,6 +32,8 @@ class Settings:
         admin_key: VLLM_SCOPE_ADMIN_KEY; None: nothing can be changed over HTTP.
         inline_bytes: VLLM_SCOPE_INLINE_KIB: tensors of a choice up to this are part of
             the answer, larger ones a file.
+        rows_bytes: VLLM_SCOPE_ROWS_MIB: rows and scores of running requests, of an API
+            server process. Where they would be more, requests that read are refused.
         results_bytes: VLLM_SCOPE_RESULTS_MIB: files of an API server process. Where
             they are full, requests that read are refused.
         results_ttl_s: VLLM_SCOPE_RESULTS_TTL_S: how long a file is kept.
@@ -38,6 +43,7 @@ class Settings:
 
     admin_key: str | None
     inline_bytes: int
+    rows_bytes: int
     results_bytes: int
     results_ttl_s: float
     results_dir: Path
@@ -49,11 +55,20 @@ class Settings:
         return Settings(
             environ.get("VLLM_SCOPE_ADMIN_KEY") or None,
             int(_number(environ, "VLLM_SCOPE_INLINE_KIB", 256) * 1024),
+            int(_number(environ, "VLLM_SCOPE_ROWS_MIB", _quarter_of_memory() / 2**20) * 2**20),
             int(_number(environ, "VLLM_SCOPE_RESULTS_MIB", 8192) * 2**20),
             _number(environ, "VLLM_SCOPE_RESULTS_TTL_S", 600),
             Path(environ.get("VLLM_SCOPE_RESULTS_DIR") or tempfile.gettempdir()),
             int(_number(environ, "VLLM_SCOPE_MAX_BODY_MIB", 256) * 2**20),
         )
+
+
+def _quarter_of_memory() -> float:
+    """Bytes, of what this machine has, or of what this container may use."""
+    most = psutil.virtual_memory().total
+    with suppress(OSError, ValueError):  # no such group, or "max"
+        most = min(most, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return most / 4
 
 
 def _number(environ: Mapping[str, str], name: str, default: float) -> float:

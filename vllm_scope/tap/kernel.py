@@ -1,6 +1,6 @@
 """The tap in Triton: one program instance per token row, early exit.
 
-Owns:  the kernel and its launcher.
+Owns:  the kernel, its launcher, and `load_variants`.
 Runs:  on the GPU, inside captured CUDA graphs: no host sync, no allocation,
        shapes fixed per graph; only the contents of the tables change.
 Must equal: tap/definition.py, on random programs (a property test).
@@ -8,13 +8,18 @@ Must equal: tap/definition.py, on random programs (a property test).
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
+from vllm_scope.sites import STREAM
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from vllm_scope.tap.tables import Tables
 
 # program.py's opcodes; tests/interpreter holds them equal.
 OP_READ = tl.constexpr(1)
@@ -155,3 +160,23 @@ def tap_rows(
         BLOCK=block,
         num_warps=max(1, min(block // 512, 16)),
     )
+
+
+def load_variants(arena: Tensor, tables: Tables, row_sizes: tuple[int, ...]) -> None:
+    """Launch every variant of the kernel that taps will need, on rows that do nothing.
+
+    Args:
+        row_sizes: numbers of a row, by its kind (sites.KINDS).
+    """
+    row = arena.new_zeros((1, max(row_sizes) + 1))
+    stream = row[:, : row_sizes[STREAM]]
+    launches: list[tuple[Tensor, Tensor | None]] = [(stream, None), (stream, stream)]
+    for size in row_sizes[STREAM + 1 :]:
+        # A part of a wider projection need not be aligned, which is another variant.
+        launches += [(row[:, :size], None), (row[:, 1 : size + 1], None)]
+    # Nor is every tap's number.
+    for (hidden, residual), number in product(launches, tables.numbers[:2]):
+        tap_rows(
+            hidden, residual, arena, tables.tokens, tables.programs, tables.ops, tables.vectors,
+            number, tables.host, 0, 0,
+        )  # fmt: skip

@@ -1,0 +1,161 @@
+"""What the taps of a worker do in each forward: planned before it, sent on their way behind it.
+
+Owns:  Steps, the worker's state of the current step.
+Runs:  in every worker process, on its main thread.
+From:  runners (StepBatch), plan.   To: tap.tables, arena, host_ring, drain.
+
+Promise: a step that delivers has room before its forward starts: whole in the host's ring or in
+the arena, or, where it is larger, tap by tap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from vllm_scope.arena import Arena, Region
+from vllm_scope.engine.delivery import Delivery
+from vllm_scope.engine.functions import StepFunctions
+from vllm_scope.host_ring import Lease
+from vllm_scope.layout import SLOT_BYTES, Widths
+from vllm_scope.plan import Planner, StepBatch, StepPlan
+from vllm_scope.tap.tables import Tables
+
+#: Steps that deliver up to this much write host memory themselves. The taps then wait
+#: for PCIe (20 us for 1 MiB), which is less than what a copy costs the host.
+MOST_DIRECT_BYTES = 1 << 20
+#: And not where there are more scores than this: each is a write of four bytes across PCIe by
+#: itself, of 80 to 270 ns (H200: 64 probes on 64 and on 256 rows, above what the arena takes).
+MOST_DIRECT_SCORES = 512
+
+
+class Steps:
+    """The steps of one worker with taps, as the taps ask for them (tap.op.StepRoute).
+
+    Verbs: `begin`, `end`, and `clear` before a forward that nobody planned.
+
+    Args:
+        boundaries: of the whole model's taps, by their numbers.
+        delivery: None on a rank that delivers nothing.
+        functions: requests' Python; None where this engine runs none.
+        fail: told of a request that cannot be planned, and why.
+
+    Attributes:
+        active: a forward with programs is running.
+        num_steps, num_planned: forwards so far, and those with programs.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        tables: Tables,
+        arena: Arena,
+        boundaries: tuple[int, ...],
+        widths: Widths,
+        delivery: Delivery | None,
+        functions: StepFunctions | None,
+        fail: Callable[[str, str], None],
+    ) -> None:
+        self._planner, self._tables, self._arena = planner, tables, arena
+        self._boundaries, self._widths = boundaries, widths
+        self._delivery, self._functions, self._fail = delivery, functions, fail
+        self._step: StepPlan | None = None
+        self._region: Region | None = None
+        self._lease: Lease | None = None
+        self._tap_region: Region | None = None
+        self._positions: Tensor | None = None
+        self.active = False
+        self.num_steps = self.num_planned = 0
+
+    def begin(self, batch: StepBatch, positions: Tensor) -> None:
+        """Plan the coming forward and load the tables.
+
+        Args:
+            batch: what it computes.
+            positions: [num_rows], device: the true positions.
+        """
+        if self._functions:
+            self._functions.begin_step(batch)
+        plan, failures = self._planner.begin_step(batch)
+        for req_id, error in failures:
+            self._fail(req_id, str(error))
+        if plan is None:
+            self._tables.clear_step()
+            return
+        self.num_planned += 1
+        self._step = plan
+        self._positions = positions if plan.optimistic else None
+        self.active = True
+        if plan.num_slots == 0:
+            # Edits alone: the same rows get the same programs until the batch changes.
+            if not self._tables.has_loaded(plan.program_ids):
+                self._tables.load_step(plan.rows, plan.program_ids, plan.offsets)
+            return
+        first = self._take_room(plan)
+        # Drained tap by tap, a token's slot is its number among those that deliver.
+        numbers: Any = np.cumsum(plan.delivers) - plan.delivers
+        slots = numbers if first is None else first + plan.offsets
+        self._tables.load_step(plan.rows, plan.program_ids, slots, self._lease is not None)
+
+    def _take_room(self, plan: StepPlan) -> int | None:
+        """Where the step's slots begin: in the host's ring, in the arena, or in neither."""
+        assert self._delivery is not None
+        labels = plan.labels
+        scores = max(len(layout.scores) for layout in labels.layouts) * len(labels.rows)
+        direct = plan.num_slots * SLOT_BYTES <= MOST_DIRECT_BYTES and scores <= MOST_DIRECT_SCORES
+        if direct and self._arena.slots.is_cuda and not labels.encodes:
+            self._lease = self._delivery.ring.acquire(plan.num_slots)
+            return self._lease.start
+        # The ring is as large as the arena, at least.
+        if max(plan.num_slots, plan.num_delivered) <= self._arena.num_slots:
+            self._region = self._arena.acquire(plan.num_slots)
+            return self._region.start
+        return None
+
+    def begin_tap(self, tap: int) -> tuple[int, int] | None:
+        if not self._tables.acts_at(tap):
+            return None
+        plan = self._step
+        self._tap_region = None
+        if plan is None or not plan.num_slots or self._region is not None or self._lease:
+            return 0, 0
+        boundary = self._boundaries[tap]
+        most = max(layout.arena.at(boundary).slots(self._widths) for layout in plan.labels.layouts)
+        if most == 0:
+            return 0, 0
+        self._tap_region = self._arena.acquire(most * len(plan.labels.rows))
+        return self._tap_region.start, most
+
+    def end_tap(self, tap: int) -> None:
+        if self._tap_region is None:
+            return
+        assert self._step is not None
+        assert self._delivery is not None
+        self._delivery.drain.submit(
+            self._tap_region, self._step.labels, self._boundaries[tap], self._positions
+        )
+
+    def clear(self) -> None:
+        """Before a forward that nobody plans: what the last one was told must go."""
+        self._tables.clear_step()
+
+    def end(self) -> None:
+        """The forward was enqueued: send what it delivers on its way."""
+        self.num_steps += 1
+        if self._functions:
+            self._functions.end_step()
+        if not self.active:
+            return
+        self.active = False
+        plan, self._step = self._step, None
+        region, self._region = self._region, None
+        lease, self._lease = self._lease, None
+        if plan is None or self._delivery is None:
+            return
+        if lease is not None:
+            self._delivery.drain.submit_written(lease, plan.labels, self._positions)
+        elif region is not None:
+            self._delivery.drain.submit(region, plan.labels, None, self._positions)
