@@ -50,7 +50,8 @@ class ScopeConfig(BaseModel):
             requests. A request that finds it full waits for its turn.
         modules: steering modules to load at start, name -> file.
         deliver_timeout_s: how long a finished request waits for rows that are
-            still on their way, before it is returned as incomplete.
+            still on their way, before it is returned as incomplete; and a worker for a
+            front-end that lives and does not read, before it goes on without it.
         road: what rows travel on from a worker to the front-end: "shared" memory,
             encrypted "tcp", or "auto": shared memory where that was tried and works.
         road_host: where the front-end listens if rows come over TCP: the address, or

@@ -15,6 +15,8 @@ identity that the first page holds.
 Promise: a span is written again only when every lease on it is released. A reader
 tells how far it has read by a counter in the ring's first page, in message order.
 A counter is given to another reader only when the one before will not write again.
+A reader that lives and does not read holds the worker for `patience_s`; then it is revoked:
+what it finds in the ring behind that word, which is written first, is not for it.
 """
 
 from __future__ import annotations
@@ -35,9 +37,10 @@ from torch import Tensor
 from vllm_scope.errors import CapacityError
 from vllm_scope.layout import SLOT_BYTES
 
-#: Bytes before the rows: one int64 counter for each reader, and the ring's identity.
+#: Bytes before the rows: for each reader an int64 counter, which it writes, and one that the
+#: worker writes where it is revoked; and the ring's identity.
 HEADER_BYTES = 4096
-MAX_READERS = HEADER_BYTES // 8 - 1
+MAX_READERS = (HEADER_BYTES // 8 - 1) // 2
 #: A counter at this value: the reader has closed, and everything counts as read.
 CLOSED = 1 << 62
 #: How long `acquire` sleeps between looks at the readers' counters.
@@ -78,6 +81,9 @@ class Lease:
     def free(self) -> bool:
         return self._holders == 0
 
+    def overlaps(self, other: Lease) -> bool:
+        return self.start < other.stop and other.start < self.stop
+
 
 class JoinedLease(Lease):
     """Adjacent leases as one."""
@@ -108,6 +114,7 @@ class HostRing:
         slots: uint8 [num_slots, SLOT_BYTES].
         counters: int64 [MAX_READERS], written by readers.
         reclaim: called while `acquire` waits; releases what readers are done with.
+        patience_s, give_up: called with the lease that `acquire` has waited for so long.
         wait_ms: time that `acquire` has waited for readers, in all.
     """
 
@@ -117,6 +124,7 @@ class HostRing:
         os.ftruncate(self._fd, size)
         self._map = mmap.mmap(self._fd, size)
         self.counters = np.frombuffer(self._map, np.int64, MAX_READERS)
+        self._revoked = _revoked(self._map)
         self._free_readers = list(range(MAX_READERS - 1, -1, -1))
         raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
         self.slots = raw.view(num_slots, SLOT_BYTES)
@@ -130,6 +138,8 @@ class HostRing:
         self.ref = RingRef(secrets.randbits(62), os.getpid(), self._fd, num_slots)
         _identity(self._map)[0] = self.ref.identity
         self.reclaim: Callable[[], None] = lambda: None
+        self.give_up: Callable[[Lease], None] = lambda _: None
+        self.patience_s = 60.0
         self.wait_ms = 0.0
         self._lock = threading.Lock()
         self._leases: deque[Lease] = deque()
@@ -151,8 +161,12 @@ class HostRing:
                 "Close one, or start another engine"
             )
         reader = self._free_readers.pop()
-        self.counters[reader] = 0
+        self.counters[reader] = self._revoked[reader] = 0
         return reader
+
+    def revoke(self, reader: int) -> None:
+        """Before the leases of what it did not read are released."""
+        self._revoked[reader] = 1
 
     def free_reader(self, reader: int) -> None:
         """Give a counter back, of a reader that is closed or whose process is gone."""
@@ -185,10 +199,14 @@ class HostRing:
         if lease.free:
             return
         started = time.monotonic()
+        limit = started + self.patience_s
         while True:
             self.reclaim()
             if lease.free:
                 break
+            if time.monotonic() > limit:
+                self.give_up(lease)
+                limit = time.monotonic() + self.patience_s
             time.sleep(POLL_S)
         self.wait_ms += 1e3 * (time.monotonic() - started)
 
@@ -203,7 +221,11 @@ class HostRing:
 
 
 def _identity(memory: mmap.mmap) -> np.ndarray:
-    return np.frombuffer(memory, np.int64, 1, offset=MAX_READERS * 8)
+    return np.frombuffer(memory, np.int64, 1, offset=2 * MAX_READERS * 8)
+
+
+def _revoked(memory: mmap.mmap) -> np.ndarray:
+    return np.frombuffer(memory, np.int64, MAX_READERS, offset=MAX_READERS * 8)
 
 
 class RingReader:
@@ -224,12 +246,17 @@ class RingReader:
         if int(_identity(self._map)[0]) != ref.identity:
             raise ValueError(f"the file {ref.fd} of process {ref.pid} is not the worker's ring")
         self._counters = np.frombuffer(self._map, np.int64, MAX_READERS)
+        self._revoked = _revoked(self._map)
         raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
         self._slots = raw.view(ref.num_slots, SLOT_BYTES)
 
     def slots(self, start: int, stop: int) -> Tensor:
         """uint8 [stop - start, SLOT_BYTES], valid until the message is acknowledged."""
         return self._slots[start:stop]
+
+    def revoked(self, reader: int) -> bool:
+        """Asked once rows are copied: whether they may have been others' by then."""
+        return bool(self._revoked[reader])
 
     def acknowledge(self, reader: int, message: int) -> None:
         """All messages up to this one are read; CLOSED: nothing will be any more."""

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import numpy as np
 
 from vllm_scope.errors import CapacityError, SpecError
-from vllm_scope.pending import Pending, Piece, pieces_of
+from vllm_scope.pending import LATE, Pending, Piece, pieces_of
 from vllm_scope.receiver import Receiver
 from vllm_scope.resolve import Resolved
 from vllm_scope.road import Address, CountersHeader, FinishHeader, RowsMessage
@@ -66,8 +66,10 @@ class Inbox:
         #: Told what workers' sinks have counted.
         self.on_counters: Callable[[CountersHeader], None] = lambda _: None
         self._receiver = Receiver(
-            self._on_rows, self._on_finish, lambda header: self.on_counters(header)
+            self._on_rows, self._on_finish, lambda header: self.on_counters(header), self._on_lost
         )
+        #: Changes where a worker may have given this process up: engines connect again.
+        self.generation = 0
 
     @property
     def address(self) -> Address:
@@ -130,6 +132,10 @@ class Inbox:
         self._pending.pop(pending.key, None)
         pending.clear()
 
+    def renew(self) -> None:
+        """Rows that are due do not come: their worker may believe this process gone."""
+        self.generation += 1
+
     def listen(self, host: str) -> None:
         """Let workers reach this process over TCP too; see Receiver.listen."""
         self._receiver.listen(host)
@@ -160,6 +166,13 @@ class Inbox:
             shares[job[0].key % self._num_copiers].append(job)
         # All of them, before the worker may write there again.
         wait([self._copiers.submit(_copy, share) for share in shares if share])
+
+    def _on_lost(self, keys: np.ndarray) -> None:
+        for key in keys.tolist():
+            pending = self._pending.get(key)
+            if pending is not None:
+                pending.lose(LATE, over=True)
+        self.renew()
 
     def _on_finish(self, header: FinishHeader) -> None:
         pending = self._pending.get(header.key)

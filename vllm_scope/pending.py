@@ -39,6 +39,11 @@ FULL = (
     "were let go; read less of it, or send it again when there is less to do"
 )
 
+LATE = (
+    "this process did not read its rows for deliver_timeout_s, and the worker went on without it; "
+    "send the request again, and see what held the process up"
+)
+
 #: What a piece's values are: rows of an encoding, rows as they are (None), or scores.
 What = Encoding | Literal["scores"] | None
 #: A table of one request: what it holds, and the points or probe numbers of its columns.
@@ -259,7 +264,7 @@ class Pending:
             return  # its rows go to other sinks, and came along with a neighbour's
         own = labels[:, some]
         if self._may_take is not None and not self._has_room(pieces, own.shape[1]):
-            self._give_up()
+            self.lose(FULL)
             return
         for key, columns, values in pieces:
             table = self._tables.get(key)
@@ -297,12 +302,19 @@ class Pending:
         coming, self._uncounted = self._uncounted, 0
         return self._may_take(coming)
 
-    def _give_up(self) -> None:
-        self.error = self.error or FULL
+    def lose(self, why: str, over: bool = False) -> None:
+        """Let go of what came and of what comes; the request goes on.
+
+        Args:
+            over: no stage will say that it has sent all.
+        """
+        self.error = self.error or why
         self.prompt_bytes = 0
         self._reading = False
         self.clear()
         self.num_came += 1
+        if over and not self.done.done():
+            self.done.set_result(None)
 
     def clear(self) -> None:
         """Drop what arrived; snapshots that were taken keep theirs."""

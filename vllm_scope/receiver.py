@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -78,13 +79,18 @@ class _Doorman:
 
 
 class Receiver:
-    """The front-end's end: binds, and hands messages to callbacks on its own thread."""
+    """The front-end's end: binds, and hands messages to callbacks on its own thread.
+
+    `on_lost` hears whose rows came so late that the worker did not wait: what `on_rows` was
+    given of them just then may be others'.
+    """
 
     def __init__(
         self,
         on_rows: Callable[[RowsMessage], None],
         on_finish: Callable[[FinishHeader], None],
         on_counters: Callable[[CountersHeader], None] = lambda _: None,
+        on_lost: Callable[[np.ndarray], None] = lambda _: None,
     ) -> None:
         folder = Path(tempfile.mkdtemp(prefix="vllm-scope-"))  # mode 0700
         pid = os.getpid()
@@ -93,7 +99,7 @@ class Receiver:
         self.address = Address(uuid.uuid4().hex, str(folder / "rows"), pid, started)
         (folder / self.address.frontend).touch()
         self._on_rows, self._on_finish = on_rows, on_finish
-        self._on_counters = on_counters
+        self._on_counters, self._on_lost = on_counters, on_lost
         self._rings: dict[RingRef, RingReader] = {}
         #: Whom to tell of the end: counters in rings, sessions by their connection.
         self._readers: dict[RingRef, int] = {}
@@ -219,6 +225,8 @@ class Receiver:
                 self._on_rows(header.received(ring.slots(header.start, header.stop)))
             finally:
                 ring.acknowledge(header.reader, header.message)
+                if ring.revoked(header.reader):
+                    self._on_lost(np.unique(np.frombuffer(header.keys, np.int64)))
         elif isinstance(header, FinishHeader):
             self._on_finish(header)
         elif isinstance(header, CountersHeader):

@@ -89,6 +89,12 @@ class Sender(Protocol):
     def reclaim(self) -> None:
         """Release the leases of what was read, and of what a dead reader never will."""
 
+    def holds(self, lease: Lease) -> bool:
+        """Something on this span was sent and not read."""
+
+    def give_up(self) -> None:
+        """Nothing that was not read will be; it is dead from now on."""
+
     def close(self) -> None: ...
 
 
@@ -170,6 +176,15 @@ class SharedSender:
         while unread and unread[0][0] <= read:
             unread.popleft()[1].release()
 
+    def holds(self, lease: Lease) -> bool:
+        return any(mine.overlaps(lease) for _, mine in self._unread)
+
+    def give_up(self) -> None:
+        self._ring.revoke(self._reader)
+        self._gone = True
+        while self._unread:
+            self._unread.popleft()[1].release()
+
     def _is_dead_by_now(self) -> bool:
         """Asked while the front-end lags behind, often; looks up the process sometimes."""
         if time.monotonic() < self._look_at:
@@ -178,11 +193,14 @@ class SharedSender:
         return not self._address.alive
 
     def close(self) -> None:
-        """Deliver what waits. A dead front-end's counter is free again."""
+        """Deliver what waits. A dead front-end's counter is free again; one that was given up
+        may still write there."""
         if self.dead:
             while self._unread:
                 self._unread.popleft()[1].release()
-            self._ring.free_reader(self._reader)
+            closed = self._ring.counters[self._reader] == CLOSED
+            if closed or not self._address.alive:
+                self._ring.free_reader(self._reader)
         self._socket.close(linger=1000)
 
 
@@ -277,6 +295,17 @@ class TcpSender:
 
     def reclaim(self) -> None:
         """Nothing to do: the thread releases leases as answers come."""
+
+    def holds(self, lease: Lease) -> bool:
+        with self._lock:
+            waiting = [*list(self._unread), *self._outgoing]
+        return any(sent.lease is not None and sent.lease.overlaps(lease) for sent in waiting)
+
+    def give_up(self) -> None:
+        self._num_dials = MOST_DIALS + 1
+        with self._lock:
+            if not self._dead:
+                os.eventfd_write(self._wake, 1)
 
     def close(self, patience_s: float = CLOSE_S) -> None:
         """Deliver what waits, to a front-end that reads."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.checkpoints import check_completion, reference
 from tests.conftest import TOYWORLD, async_engine, local_engine, process_engine
 from tests.requests import check, params, run
 from vllm_scope import Read, SpecError, scope
+from vllm_scope.inbox import inbox
 
 SPEC = scope(Read("resid_post"), Read("embed"))
 TCP = {"scope": {"road": "tcp", "road_host": "127.0.0.1"}}
@@ -44,6 +46,38 @@ def test_rows_of_a_worker_in_this_process_come_over_tcp(llama, ref):
         check(run(llm, [range(5, 90), [7]], params(SPEC)), ref)
 
 
+@pytest.mark.parametrize("road", ["auto", "tcp"])
+def test_a_front_end_that_does_not_read_holds_the_engine_for_a_while_and_comes_back(
+    road, llama, ref
+):
+    """Its rows are lost, and it says so; the tokens are right, and so is all that comes later."""
+    config = {"road": road, "road_host": "127.0.0.1", "arena_mib": 0.2, "deliver_timeout_s": 2.0}
+    with process_engine(
+        llama, dtype="float32", enforce_eager=True, skip_tokenizer_init=True,
+        max_num_batched_tokens=64, additional_config={"scope": config},
+    ) as llm:  # fmt: skip
+        ids = [range(i, i + 200) for i in range(8)]
+        whole = run(llm, ids, params(SPEC))
+        check(whole, ref)
+        receiver, gate = inbox()._receiver, threading.Event()
+        reads = receiver._on_rows
+
+        def late(message):
+            gate.wait(60)
+            reads(message)
+
+        receiver._on_rows = late
+        try:
+            outputs = run(llm, ids, params(SPEC))
+        finally:
+            receiver._on_rows = reads
+            gate.set()
+        for output, before in zip(outputs, whole, strict=True):
+            assert output.outputs[0].token_ids == before.outputs[0].token_ids
+            assert output.scope.status in ("incomplete", "failed")
+        check(run(llm, ids, params(SPEC)), ref)
+
+
 def test_memory_is_shared_where_it_can_be(llama, ref):
     with local_engine(llama, dtype="float32") as llm:
         check(run(llm, [range(5, 90)], params(SPEC)), ref)
@@ -63,8 +97,6 @@ def test_a_road_that_leads_nowhere_refuses_the_request_with_the_reason(llama, mo
 
 def test_streams_and_clients_that_leave_leave_nothing_behind():
     from vllm import SamplingParams
-
-    from vllm_scope.inbox import inbox
 
     ref = reference(TOYWORLD, torch.float32)
     text = "My father told me about the book Goldette. Happily, it was"

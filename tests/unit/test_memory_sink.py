@@ -31,6 +31,7 @@ class FrontEnd:
 
     Attributes:
         gate: rows are read once it is set.
+        lost: keys whose rows were read too late.
     """
 
     def __init__(self, sink: MemorySink) -> None:
@@ -38,7 +39,10 @@ class FrontEnd:
         self.finished: list[FinishHeader] = []
         self.gate = threading.Event()
         self.gate.set()
-        self.receiver = Receiver(self._on_rows, self.finished.append)
+        self.lost: set[int] = set()
+        self.receiver = Receiver(
+            self._on_rows, self.finished.append, on_lost=lambda keys: self.lost.update(keys)
+        )
         if sink.connect(self.receiver.address) is None:
             self.receiver.listen("127.0.0.1")
             assert sink.connect(self.receiver.address) == "tcp"
@@ -254,6 +258,39 @@ def test_a_front_end_that_left_before_its_first_row_does_not_hold_a_worker(sink,
     for _ in range(30):
         _write(sink, ring, [1], [0])
     assert _all_free(ring, sink)
+
+
+def test_a_front_end_that_lives_and_does_not_read_is_given_up_and_may_come_back(
+    sink, ring, two, monkeypatch
+):
+    monkeypatch.setattr(senders, "DIAL_S", 0.2)
+    ring.patience_s = 0.3
+    stuck, alive = two
+    stuck.gate.clear()
+    sink.add_request(1, stuck.name)
+    sink.add_request(2, alive.name)
+    started = time.monotonic()
+    for _ in range(60):
+        _write(sink, ring, [1, 2], [0, 1])
+    assert 0.3 <= time.monotonic() - started < PATIENCE_S
+    sink.finish(1, None)
+    sink.finish(2, None)
+    alive.wait_for(1)
+    assert alive.rows_of(2) == [(2, 51, 1, 2)] * 60
+    assert not alive.lost
+    stuck.gate.set()
+    shared = sink.roads[0] == "shared"
+    assert sink.connect(stuck.receiver.address) == sink.roads[0]
+    sink.add_request(3, stuck.name)
+    _write(sink, ring, [3], [1])
+    sink.finish(3, None)
+    stuck.wait_for(1)
+    assert stuck.rows_of(3) == [(3, 50, 1, 0)]
+    assert [header.key for header in stuck.finished] == [3]
+    # What was sent over TCP before is right, and what was not is not there.
+    assert stuck.lost == ({1, 2} if shared else set())
+    if not shared:
+        assert set(stuck.rows_of(1)) <= {(1, 50, 0, 0), (1, 50, 2, 1)}
 
 
 def test_a_front_end_that_never_connected_is_refused(sink, two):

@@ -40,6 +40,7 @@ class Connection:
         sinks: where reads may go beside memory, and whether probes may.
         modules: steering modules that the engine holds: name -> a stand-in for their
             vectors, for the checks; EngineCore and the workers have the content.
+        generation: the inbox's, when the workers were asked.
     """
 
     sites: Sites
@@ -49,6 +50,7 @@ class Connection:
     limits: Limits
     sinks: dict[str, bool]
     modules: dict[str, Vectors]
+    generation: int = 0
 
     @staticmethod
     def from_replies(replies: list[dict[str, Any]], deliver_timeout_s: float) -> Connection:
@@ -114,25 +116,29 @@ def _may_listen(engine: Any, replies: list[dict[str, Any]]) -> bool:
     return True
 
 
-def _connect(engine: Any, replies: list[dict[str, Any]]) -> None:
+def _connect(engine: Any, replies: list[dict[str, Any]], generation: int) -> None:
     config = config_of(engine.vllm_config)
     assert config is not None
     inbox().on_counters = count_sinks
-    engine.output_processor.scope = Connection.from_replies(replies, config.deliver_timeout_s)
+    found = Connection.from_replies(replies, config.deliver_timeout_s)
+    found.generation = generation
+    engine.output_processor.scope = found
 
 
 def connect_sync(engine: Any) -> None:
+    generation = inbox().generation
     replies = engine.collective_rpc("scope_connect", args=(_address(),))
     if _may_listen(engine, replies):
         replies = engine.collective_rpc("scope_connect", args=(_address(),))
-    _connect(engine, replies)
+    _connect(engine, replies, generation)
 
 
 async def connect_async(engine: Any) -> None:
+    generation = inbox().generation
     replies = await _ask_all(engine)
     if _may_listen(engine, replies):
         replies = await _ask_all(engine)
-    _connect(engine, replies)
+    _connect(engine, replies, generation)
 
 
 async def _ask_all(engine: Any) -> list[dict[str, Any]]:
@@ -149,10 +155,10 @@ async def _ask_all(engine: Any) -> list[dict[str, Any]]:
 
 
 def needs_connection(engine: Any) -> bool:
-    return (
-        getattr(engine.output_processor, "scope", None) is None
-        and config_of(engine.vllm_config) is not None
-    )
+    known = getattr(engine.output_processor, "scope", None)
+    if known is not None:
+        return bool(known.generation != inbox().generation)
+    return config_of(engine.vllm_config) is not None
 
 
 # What a request may ask

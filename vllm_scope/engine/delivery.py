@@ -88,6 +88,7 @@ class Delivery:
             ScopeError: a sink cannot be made; the engine does not start.
         """
         ring = HostRing(sizes.host_slots(arena.num_slots), sizes.cuda)
+        ring.patience_s = config.deliver_timeout_s
         memory = MemorySink(stage[0], ring, config.road)
         configs = config.sink_configs(), config.global_sink_configs()
         router = Router(memory, *configs, sites, here)

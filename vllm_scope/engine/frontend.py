@@ -266,6 +266,8 @@ async def _settled(engine: Any, stream: Any) -> Any:
             for pending in _waiting_for(output):
                 timeout = engine.output_processor.scope.deliver_timeout_s
                 await asyncio.wait([asyncio.wrap_future(pending.done)], timeout=timeout)
+                if not pending.done.done():
+                    inbox().renew()
             yield settle(output)
 
 
@@ -290,6 +292,8 @@ def _step(original: Any, self: Any) -> list[Any]:
     now = time.monotonic()
     limit = now + self.output_processor.scope.deliver_timeout_s
     queue = [*waiting, *((output, limit) for output in outputs)]
+    if any(now >= t and _waiting_for(o) for o, t in queue):
+        inbox().renew()
     ready = [(o, t) for o, t in queue if now >= t or not _waiting_for(o)]
     done = {id(o) for o, _ in ready}
     waiting[:] = [(o, t) for o, t in queue if id(o) not in done]

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from vllm_scope.errors import CapacityError, CompatError
-from vllm_scope.host_ring import HostRing
+from vllm_scope.host_ring import HostRing, Lease
 from vllm_scope.road import Address, CountersHeader
 from vllm_scope.senders import Road, Sender, SharedSender, TcpSender
 from vllm_scope.sinks import Manifest, RowBatch
@@ -37,7 +37,7 @@ class MemorySink:
         self._stage = stage
         self._ring = ring
         self._road = road
-        ring.reclaim = self.reclaim
+        ring.reclaim, ring.give_up = self.reclaim, self._give_up
         self._lock = threading.Lock()
         self._senders: dict[str, Sender] = {}
         self._frontend_of: dict[int, str] = {}
@@ -141,6 +141,18 @@ class MemorySink:
         with self._lock:
             for sender in self._senders.values():
                 sender.reclaim()
+
+    def _give_up(self, lease: Lease) -> None:
+        """Front-ends that live and do not read hold this worker, and all who use it."""
+        with self._lock:
+            for frontend, sender in self._senders.items():
+                if sender.holds(lease):
+                    logger.warning(
+                        "vllm-scope: front-end %s has not read its rows for %.0f s "
+                        "(deliver_timeout_s); its requests' rows are dropped.",
+                        frontend, self._ring.patience_s,
+                    )  # fmt: skip
+                    sender.give_up()
 
     def close(self) -> None:
         with self._lock:
