@@ -54,10 +54,10 @@ class _Compiled:
     scores: tuple[tuple[int, int, int, Op], ...]
     edits: tuple[tuple[int, tuple[int, int], tuple[Op, ...]], ...]
     programs: dict[bytes, Program | None] = field(default_factory=dict)
-    #: Where all tokens of a phase get the same: all programs of requests that generate
-    #: tokens that are processed, and of those that do not; and their cost, drafts included.
-    of_phases: dict[bool, list[Program]] = field(default_factory=dict)
-    costs: dict[bool, Cost] = field(default_factory=dict)
+    #: Where all tokens of a phase get the same: all programs of requests that have phases,
+    #: prompt and generated, and their cost, drafts included.
+    of_phases: dict[tuple[bool, bool], list[Program]] = field(default_factory=dict)
+    costs: dict[tuple[bool, bool], Cost] = field(default_factory=dict)
 
     def program(self, column: NDArray[np.int32]) -> Program | None:
         key = column.tobytes()
@@ -106,11 +106,11 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
         }
         if points:
             reads.append((way(read.tokens, "deliver"), tuple(sorted(points)), read.encoding))
-    for number, probe in enumerate(asked.probes if drains else ()):
+    for probe in asked.probes if drains else ():
         if sites.boundary_of(probe.stream) in here:
             op = Op(OP_DOT, 0, probe.weight, probe.bias)
             point = canonical_point(sites.point_of(probe.stream), edited)
-            scores.append((way(probe.tokens, "deliver"), point, number, op))
+            scores.append((way(probe.tokens, "deliver"), point, probe.number, op))
     for edit in asked.edits:
         place = (sites.boundary_of(edit.stream), sites.group_of(edit.stream))
         if place[0] in here:
@@ -209,11 +209,14 @@ class RequestProgram:
         if not self.generated_is_uniform:
             return self._programs_of(np.arange(num_positions, dtype=np.int64))
         # One token of each phase tells of all, and of all requests.
-        known, generates = self._compiled.of_phases, num_positions > self.num_prompt
-        if generates not in known:
-            last = self.num_prompt if generates else num_positions - 1
-            known[generates] = self._programs_of(np.array([0, last], np.int64))
-        return known[generates]
+        known, phases = self._compiled.of_phases, self._phases(num_positions)
+        if phases not in known:
+            last = min(self.num_prompt, num_positions - 1)
+            known[phases] = self._programs_of(np.array([0, last], np.int64))
+        return known[phases]
+
+    def _phases(self, num_positions: int) -> tuple[bool, bool]:
+        return self.num_prompt > 0, num_positions > self.num_prompt
 
     def _programs_of(self, positions: NDArray[np.int64]) -> list[Program]:
         columns = self._columns(positions)
@@ -233,10 +236,10 @@ class RequestProgram:
         """What the request takes of the device tables, what drafts may need included."""
         if not self.generated_is_uniform:
             return self._cost(num_positions)
-        known, generates = self._compiled.costs, num_positions > self.num_prompt
-        if generates not in known:
-            known[generates] = self._cost(num_positions)
-        return known[generates]
+        known, phases = self._compiled.costs, self._phases(num_positions)
+        if phases not in known:
+            known[phases] = self._cost(num_positions)
+        return known[phases]
 
     def _cost(self, num_positions: int) -> Cost:
         programs = self.with_drafts(num_positions)

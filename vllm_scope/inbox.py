@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 
-from vllm_scope.errors import CapacityError, SpecError
+from vllm_scope.budget import Budget, Share, bytes_of_prompt
 from vllm_scope.pending import LATE, Pending, Piece, pieces_of
 from vllm_scope.receiver import Receiver
 from vllm_scope.resolve import Resolved
@@ -60,9 +60,8 @@ class Inbox:
         self._copiers = None
         if self._num_copiers > 1:
             self._copiers = ThreadPoolExecutor(self._num_copiers, "vllm-scope-copy")
-        #: Of rows, and of what prompts that were let in will deliver; None where nobody counts,
-        #: as where the one who asks is the one whose memory it is.
-        self.most_bytes: int | None = None
+        #: Of what may be held; None where nobody counts.
+        self.budget: Budget | None = None
         #: Told what workers' sinks have counted.
         self.on_counters: Callable[[CountersHeader], None] = lambda _: None
         self._receiver = Receiver(
@@ -85,47 +84,27 @@ class Inbox:
         prompt_ids: list[int],
         max_tokens: int,
         num_stages: int,
+        whole: Resolved | None = None,
+        copies: int = 1,
     ) -> Pending:
-        """Let in what a request will deliver.
+        """Let in what a request will deliver here.
+
+        Args:
+            asked: what goes to memory.
+            whole: all of the request; None where that is all.
+            copies: how many such requests come together (`n`).
 
         Raises:
-            SpecError: its prompt alone delivers more than may be held.
+            SpecError: their prompts alone deliver more than may be held.
             CapacityError: with what others hold it is more.
         """
-        limited = self.most_bytes is not None
-        pending = Pending(
-            next(self._keys), asked, sites, prompt_ids, max_tokens, num_stages,
-            self._may_take if limited else None,
-        )  # fmt: skip
-        if limited:
-            self._check_room(pending)
+        share = None
+        if self.budget is not None:
+            promised = bytes_of_prompt(asked, whole or asked, sites, prompt_ids)
+            share = Share(self.budget, promised, copies)
+        pending = Pending(next(self._keys), asked, sites, prompt_ids, max_tokens, num_stages, share)
         self._pending[pending.key] = pending
         return pending
-
-    @property
-    def num_bytes(self) -> int:
-        """Held, or promised to prompts."""
-        found = (reference() for reference in self._pending.valuerefs())
-        return sum(pending.nbytes for pending in found if pending is not None)
-
-    def _may_take(self, num_bytes: int) -> bool:
-        return self.most_bytes is None or self.num_bytes + num_bytes <= self.most_bytes
-
-    def _check_room(self, pending: Pending) -> None:
-        assert self.most_bytes is not None
-        needed, most = pending.prompt_bytes, self.most_bytes
-        if needed > most:
-            raise SpecError(
-                f"the prompt alone delivers {needed / 2**20:.1f} MiB of rows and scores; this "
-                f"server holds {most / 2**20:.1f} MiB of all running requests' "
-                "(VLLM_SCOPE_ROWS_MIB). Read fewer layers or tokens, or send them to a sink."
-            )
-        if not self._may_take(needed):
-            raise CapacityError(
-                f"the prompt delivers {needed / 2**20:.1f} MiB of rows and scores, and the "
-                f"running requests' leave no room for them in {most / 2**20:.1f} MiB "
-                "(VLLM_SCOPE_ROWS_MIB); send it again later."
-            )
 
     def forget(self, pending: Pending) -> None:
         """Let go of a request's rows now; what still arrives for it is ignored."""
@@ -190,7 +169,7 @@ def _copy(jobs: list[_Job]) -> None:
 
 
 _inbox: Inbox | None = None
-_most_bytes: int | None = None
+_budget: Budget | None = None
 _inbox_lock = threading.Lock()
 
 
@@ -205,14 +184,16 @@ def inbox() -> Inbox:
     with _inbox_lock:
         if _inbox is None:
             _inbox = Inbox()
-            _inbox.most_bytes = _most_bytes
+            _inbox.budget = _budget
         return _inbox
 
 
 def limit(most_bytes: int) -> None:
     """Let this process's inbox hold no more than this: it serves others."""
-    global _most_bytes
-    _most_bytes = most_bytes
+    global _budget
     with _inbox_lock:
+        if _budget is None:
+            _budget = Budget(most_bytes)
+        _budget.most_bytes = most_bytes
         if _inbox is not None:
-            _inbox.most_bytes = most_bytes
+            _inbox.budget = _budget

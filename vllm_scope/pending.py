@@ -9,35 +9,26 @@ Promise: what a snapshot has seen never changes, whatever arrives after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_scope.assemble import Part
+from vllm_scope.budget import FULL, Share
 from vllm_scope.encoding import Encoding
 from vllm_scope.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.resolve import Resolved
 from vllm_scope.result import RowKey, ScopeResult, Status, dtype_of
-from vllm_scope.selectors import Tokens
 from vllm_scope.sinks import Manifest
-from vllm_scope.sites import Sites
+from vllm_scope.sites import LEVELS, Sites, boundary_of, point_of
 
 #: Positions that a request's rows get room for at first, where more are not certain.
 FIRST_ROOM = 64
 #: A request's rows get room for all of its positions at once up to this many.
 MOST_ROOM = 4096
-#: So many bytes of a request may come before those of all are counted again.
-UNCOUNTED_BYTES = 1 << 20
-
-
-FULL = (
-    "the rows of all running requests reached what this server holds of them, and this request's "
-    "were let go; read less of it, or send it again when there is less to do"
-)
 
 LATE = (
     "this process did not read its rows for deliver_timeout_s, and the worker went on without it; "
@@ -151,11 +142,6 @@ class _Table:
         self._labels[:, at, first:last] = labels
         self._counts[at] = last
 
-    @property
-    def nbytes(self) -> int:
-        """Of the values that came. Room that nobody has written to takes no memory."""
-        return max(self._counts) * self._values.shape[1] * self._values.shape[2]
-
     def _make_room(self, last: int, room: int) -> None:
         size = max(last, room, 2 * len(self._values))
         values = np.empty((size, *self._values.shape[1:]), np.uint8)
@@ -169,7 +155,7 @@ class _Table:
         """column -> its values so far, views."""
         # First: another thread may append meanwhile, and what it makes is never smaller.
         counts = list(self._counts)
-        if not len(self._values):
+        if not self._values.size:
             return {}
         labels, values = self._labels, torch.from_numpy(self._values).view(self._dtype)
         if len(counts) == 1:
@@ -189,8 +175,7 @@ class Pending:
     """What one request asked for, while it arrives.
 
     Args:
-        may_take: whether so many bytes more may be held, of all requests; None where
-            nobody counts.
+        share: of what may be held; None where nobody counts.
 
     Attributes:
         key: the request's key, unique among all front-ends.
@@ -207,12 +192,10 @@ class Pending:
         prompt_ids: list[int],
         max_tokens: int,
         num_stages: int,
-        may_take: Callable[[int], bool] | None = None,
+        share: Share | None = None,
     ) -> None:
         self.key = key
-        self._may_take = may_take
-        #: Bytes that came since somebody counted.
-        self._uncounted = 0
+        self._share = share
         self.done: Future[None] = Future()
         self.num_came = 0
         self.error: str | None = None
@@ -223,34 +206,9 @@ class Pending:
         self._stages_left = set(range(num_stages))
         #: By what its tokens deliver.
         self._tables: dict[_TableKey, _Table] = {}
-        self._dtypes: dict[What, torch.dtype] = {"scores": torch.float32, None: dtype_of(sites)}
-        self._dtypes |= {read.encoding: torch.uint8 for read in asked.reads if read.encoding}
         everything = all(selector.uniform for selector in asked.read_selectors)
         expected = len(prompt_ids) + max_tokens - 1
         self._room = min(expected, MOST_ROOM if everything else FIRST_ROOM)
-
-    @cached_property
-    def prompt_bytes(self) -> int:
-        """What its prompt delivers, at most: rows and scores."""
-        ids = np.asarray(self.prompt_ids, np.int64)
-        tokens = Tokens(np.arange(len(ids)), len(ids), ids, None)
-        itemsize = dtype_of(self.sites).itemsize
-        total = 0
-        for read in self.asked.reads:
-            sizes = (
-                read.encoding.row_bytes if read.encoding else self.sites.row_size(site) * itemsize
-                for site, _ in read.streams
-            )
-            total += int(read.tokens.select(tokens).possible.sum()) * sum(sizes)
-        for selector, numbers in self.asked.probes_by_selector.items():
-            total += 4 * int(selector.select(tokens).possible.sum()) * len(numbers)
-        return total
-
-    @property
-    def nbytes(self) -> int:
-        """What it holds, or will hold once its prompt is processed."""
-        held = sum(table.nbytes for table in list(self._tables.values()))
-        return max(held, self.prompt_bytes)
 
     def add(self, pieces: Sequence[Piece], labels: np.ndarray, some: slice | np.ndarray) -> None:
         """Copy in what some tokens of one layout delivered.
@@ -262,23 +220,41 @@ class Pending:
         """
         if not self._reading:
             return  # its rows go to other sinks, and came along with a neighbour's
-        own = labels[:, some]
-        if self._may_take is not None and not self._has_room(pieces, own.shape[1]):
+        own, coming = labels[:, some], 0
+        mine: list[tuple[_Table, tuple[int, ...], np.ndarray]] = []
+        for key, columns, values in pieces:
+            table = self._table(key, values.shape[2])
+            here = values[some]
+            if len(table.columns) < len(key[1]):
+                # The others go to other sinks, and came along.
+                at = [i for i, column in enumerate(columns) if column in table.columns]
+                if not at:
+                    continue
+                columns, here = tuple(columns[i] for i in at), here[:, at]
+            mine.append((table, columns, here))
+            coming += here.nbytes + own.nbytes
+        if self._share is not None and not self._share.add(coming):
             self.lose(FULL)
             return
-        for key, columns, values in pieces:
-            table = self._tables.get(key)
-            if table is None:
-                if key[0] not in self._dtypes:
-                    continue  # they go to other sinks, and came along
-                table = _Table(key[1], values.shape[2], self._dtypes[key[0]])
-                self._tables[key] = table
+        for table, columns, here in mine:
             if columns == table.columns:
-                table.append(own, values[some], self._room)
+                table.append(own, here, self._room)
                 continue
-            for at, column in enumerate(columns):
-                table.append_one(column, own, values[some, at], self._room)
+            for i, column in enumerate(columns):
+                table.append_one(column, own, here[:, i], self._room)
         self.num_came += 1  # behind the values: who sees it finds them
+
+    def _table(self, key: _TableKey, value_bytes: int) -> _Table:
+        """Of the columns that were asked for; there may be none."""
+        table = self._tables.get(key)
+        if table is None:
+            what, whole = key
+            wanted = _columns_of(self.asked, what)
+            columns = tuple(column for column in whole if column in wanted)
+            dtype = torch.float32 if what == "scores" else torch.uint8
+            dtype = dtype_of(self.sites) if what is None else dtype
+            table = self._tables[key] = _Table(columns, value_bytes, dtype)
+        return table
 
     def finish(
         self, stage: int, error: str | None, manifests: Mapping[str, Manifest] | None = None
@@ -292,16 +268,6 @@ class Pending:
         if not self._stages_left and not self.done.done():
             self.done.set_result(None)
 
-    def _has_room(self, pieces: Sequence[Piece], num_tokens: int) -> bool:
-        """Whether what comes may be kept; to count takes time, so it is done now and then."""
-        assert self._may_take is not None
-        bytes_of = (values.shape[1] * values.shape[2] for _, _, values in pieces)
-        self._uncounted += num_tokens * sum(bytes_of)
-        if self._uncounted < UNCOUNTED_BYTES:
-            return True
-        coming, self._uncounted = self._uncounted, 0
-        return self._may_take(coming)
-
     def lose(self, why: str, over: bool = False) -> None:
         """Let go of what came and of what comes; the request goes on.
 
@@ -309,7 +275,6 @@ class Pending:
             over: no stage will say that it has sent all.
         """
         self.error = self.error or why
-        self.prompt_bytes = 0
         self._reading = False
         self.clear()
         self.num_came += 1
@@ -319,6 +284,8 @@ class Pending:
     def clear(self) -> None:
         """Drop what arrived; snapshots that were taken keep theirs."""
         self._tables = {}
+        if self._share is not None:
+            self._share.give_back()
 
     def snapshot(self, output_ids: list[int], finish_reason: str | None) -> ScopeResult:
         """What has arrived so far.
@@ -364,3 +331,19 @@ class Pending:
             return "aborted"
         whole = all(manifest.status == "ok" for manifest in self.manifests.values())
         return "complete" if whole and self.done.done() else "incomplete"
+
+
+def _columns_of(asked: Resolved, what: What) -> set[int]:
+    """The probes' numbers, or the points at which a worker may have read what was asked for
+    so: each row at the first point that sees it."""
+    known: dict[What, set[int]] = asked.__dict__.setdefault("_columns", {})
+    if what not in known:
+        if what == "scores":
+            known[what] = {probe.number for probe in asked.probes}
+        else:
+            reads = [read for read in asked.reads if read.encoding == what]
+            known[what] = {
+                point_of(boundary_of(stream), level)
+                for read in reads for stream in read.streams for level in range(LEVELS)
+            }  # fmt: skip
+    return known[what]

@@ -46,8 +46,9 @@ class ResolvedRead:
 
 @dataclass(frozen=True)
 class ResolvedProbe:
-    """One probe: where, and what it is called."""
+    """One probe: where, what it is called, and which of its request's it is."""
 
+    number: int
     stream: SiteLayer
     tokens: Selector
     name: str
@@ -112,10 +113,6 @@ class Resolved:
         return found
 
     @property
-    def actions(self) -> tuple[ResolvedRead | ResolvedProbe | ResolvedEdit, ...]:
-        return (*self.reads, *self.probes, *self.edits)
-
-    @property
     def delivering(self) -> tuple[ResolvedRead | ResolvedProbe, ...]:
         return (*self.reads, *self.probes)
 
@@ -125,11 +122,11 @@ class Resolved:
         return tuple(dict.fromkeys(x.tokens for x in self.delivering))
 
     @cached_property
-    def probes_by_selector(self) -> dict[Selector, tuple[int, ...]]:
-        """The numbers of the probes that score the tokens that this picks."""
-        found: dict[Selector, tuple[int, ...]] = {}
-        for number, probe in enumerate(self.probes):
-            found[probe.tokens] = (*found.get(probe.tokens, ()), number)
+    def probes_by_selector(self) -> dict[Selector, list[ResolvedProbe]]:
+        """The probes that score the tokens that this picks."""
+        found: dict[Selector, list[ResolvedProbe]] = {}
+        for probe in self.probes:
+            found.setdefault(probe.tokens, []).append(probe)
         return found
 
     @cached_property
@@ -180,7 +177,7 @@ def resolve(
             ((_, weight, _),) = _module_rows(probe, weight, sites, modules, f"probes[{i}]")
         _check_size(weight, sites, f"probes[{i}].weight")
         scored.append(
-            ResolvedProbe(stream, tokens_of(probe), probe.name, weight, probe.bias, probe.to)
+            ResolvedProbe(i, stream, tokens_of(probe), probe.name, weight, probe.bias, probe.to)
         )
     edited = tuple(
         one

@@ -12,7 +12,7 @@ whether any is missing. Stages and steps may arrive in any interleaving.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,7 +25,7 @@ from vllm_scope.assemble import Part, assemble, num_processed, wanted_positions
 from vllm_scope.codecs.packed import EncodedRows, decoded, packing_of
 from vllm_scope.encoding import Encoding
 from vllm_scope.layout import SLOT_BYTES
-from vllm_scope.resolve import Resolved
+from vllm_scope.resolve import Resolved, ResolvedProbe
 from vllm_scope.selectors import Selector
 from vllm_scope.sinks import Manifest
 from vllm_scope.sites import ALIASES, LEVELS, SiteLayer, Sites
@@ -90,30 +90,31 @@ class Column:
 class Scores(Mapping[str, Tensor]):
     """Scores of the probes by name: float32 [num_positions], CPU, in position order."""
 
-    def __init__(self, result: ScopeResult, names: list[str]) -> None:
-        self._result, self._names = result, names
+    def __init__(self, result: ScopeResult, probes: Sequence[ResolvedProbe]) -> None:
+        self._result = result
+        self._probes = {probe.name: probe for probe in probes}
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._result._score(self._number(name))[0]
+        return self._result._score(self._probe(name))[0]
 
     def positions(self, name: str) -> Tensor:
         """int64 [num_positions], ascending: the absolute positions of the scores."""
-        return torch.from_numpy(self._result._score(self._number(name))[1])
+        return torch.from_numpy(self._result._score(self._probe(name))[1])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._probes)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._probes)
 
     def __repr__(self) -> str:
         return f"Scores({', '.join(f'{name}: {len(self[name])} values' for name in self)})"
 
-    def _number(self, name: str) -> int:
-        if name not in self._names:
-            asked = ", ".join(self._names) or "none"
+    def _probe(self, name: str) -> ResolvedProbe:
+        if name not in self._probes:
+            asked = ", ".join(self._probes) or "none"
             raise KeyError(f"no probe of this request is called {name!r}; its probes: {asked}.")
-        return self._names.index(name)
+        return self._probes[name]
 
 
 class ScopeResult:
@@ -181,7 +182,7 @@ class ScopeResult:
 
     @property
     def scores(self) -> Scores:
-        return Scores(self, [probe.name for probe in self._asked.probes])
+        return Scores(self, self._asked.probes)
 
     def keys(self) -> list[SiteLayer]:
         """The streams that were asked for."""
@@ -262,8 +263,8 @@ class ScopeResult:
             for s in (self._read_streams() if rows else ())
         ]
         probes = [
-            Column(probe.name, *self._score(number), self._wanted([probe.tokens]))
-            for number, probe in enumerate(self._asked.probes)
+            Column(probe.name, *self._score(probe), self._wanted([probe.tokens]))
+            for probe in self._asked.probes
         ]
         return [*streams, *probes]
 
@@ -290,9 +291,9 @@ class ScopeResult:
             rows, positions = self._stream(stream)
             own = rows.kept() if isinstance(rows, EncodedRows) else rows.contiguous().clone()
             self._streams[stream] = (own, positions)
-        for number in range(len(self._asked.probes)):
-            values, positions = self._score(number)
-            self._scores[number] = (values.clone(), positions)
+        for probe in self._asked.probes:
+            values, positions = self._score(probe)
+            self._scores[probe.number] = (values.clone(), positions)
         return {**self.__dict__, "_row_parts": {}, "_score_parts": {}, "_decoded": {}}
 
     def _read_streams(self) -> list[_Stream]:
@@ -311,11 +312,11 @@ class ScopeResult:
         for stream in self._read_streams():
             known = self._streams.get(stream)
             add(self._wanted_of(stream), _arrived(known, self._parts_of(stream)))
-        for selector, numbers in self._asked.probes_by_selector.items():
+        for selector, probes in self._asked.probes_by_selector.items():
             wanted = self._wanted([selector])
-            for number in numbers:
-                parts = self._score_parts.get(number, [])
-                add(wanted, _arrived(self._scores.get(number), parts))
+            for probe in probes:
+                parts = self._score_parts.get(probe.number, [])
+                add(wanted, _arrived(self._scores.get(probe.number), parts))
         return list(found.values())
 
     def _wanted(self, selectors: list[Selector]) -> np.ndarray:
@@ -387,17 +388,17 @@ class ScopeResult:
         names = ", ".join(f"{site!r} {layer}" for site, layer in self.keys()) or "nothing"
         raise KeyError(f"{key} was not asked for; this request read {names}.")
 
-    def _score(self, number: int) -> _Values:
-        if number not in self._scores:
-            self._scores[number] = assemble(
+    def _score(self, probe: ResolvedProbe) -> _Values:
+        if probe.number not in self._scores:
+            self._scores[probe.number] = assemble(
                 [
                     Part(part.positions, part.arrivals, part.rows[:, 0])
-                    for part in self._score_parts.get(number, [])
+                    for part in self._score_parts.get(probe.number, [])
                 ],
-                self._wanted([self._asked.probes[number].tokens]),
+                self._wanted([probe.tokens]),
                 torch.empty(0),
             )
-        return self._scores[number]
+        return self._scores[probe.number]
 
 
 def _shaped(rows: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from vllm_scope import Probe, Read
 from vllm_scope.compile import canonical_point, edited_places
-from vllm_scope.errors import CapacityError, SpecError
 from vllm_scope.inbox import PARALLEL_BYTES, Inbox
 from vllm_scope.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.pending import _Table
@@ -177,55 +176,3 @@ def test_a_snapshot_while_rows_come_has_a_row_for_each_position(monkeypatch):
     monkeypatch.setattr("torch.from_numpy", appended_behind)
     (part,) = table.snapshot().values()
     assert len(part.positions) == len(part.rows) == len(part.arrivals) == 64
-
-
-READ = Spec((Read("resid_post"), Read("q", [0])), (Probe([0.0] * 512, layer=1, name="p"),))
-#: Of one token: rows of the stream, and a score.
-TOKEN_BYTES = (len(LAYERS) + 1) * 512 * 4 + 4
-
-
-@pytest.fixture
-def limited():
-    """An inbox that holds what ten tokens of READ deliver."""
-    inbox = Inbox(num_copiers=0)
-    inbox.most_bytes = 10 * TOKEN_BYTES
-    yield inbox
-    inbox.close()
-
-
-def test_what_prompts_deliver_is_let_in_as_far_as_there_is_room(limited):
-    asked = READ.resolve(SITES)
-    with pytest.raises(SpecError, match=r"the prompt alone delivers 0\.1 MiB.*VLLM_SCOPE_ROWS_MIB"):
-        limited.open(asked, SITES, list(range(11)), 1, 1)
-    first = limited.open(asked, SITES, list(range(7)), 100, 1)
-    assert first.prompt_bytes == limited.num_bytes == 7 * TOKEN_BYTES
-    with pytest.raises(CapacityError, match="send it again later"):
-        limited.open(asked, SITES, list(range(4)), 1, 1)
-    limited.open(asked, SITES, list(range(3)), 1, 1)  # nobody holds it: it is gone
-    second = limited.open(asked, SITES, list(range(3)), 1, 1)
-    limited.forget(first)
-    assert limited.num_bytes == second.prompt_bytes == 3 * TOKEN_BYTES
-    last_alone = Spec((Read("resid_post", [0], tokens="last_prompt"),)).resolve(SITES)
-    assert limited.open(last_alone, SITES, list(range(1000)), 1, 1).prompt_bytes == 512 * 4
-
-
-def test_who_delivers_more_than_there_is_room_for_loses_its_own_rows_alone(limited, monkeypatch):
-    monkeypatch.setattr("vllm_scope.pending.UNCOUNTED_BYTES", 1)
-    asked = Spec((Read("resid_post", [0]),)).resolve(SITES)
-    layout = Layout((canonical_point(SITES.point_of(("resid_post", 0), "after"), set()),))
-    limited.most_bytes = 10 * 512 * 4
-    greedy, modest = (limited.open(asked, SITES, [1], 100, 1) for _ in range(2))
-    for step in range(12):
-        for pending in (greedy, modest)[: 1 + (step < 3)]:
-            slots = torch.full((layout.slots(WIDTHS), SLOT_BYTES), step, dtype=torch.uint8)
-            limited._on_rows(RowsMessage(
-                np.array([pending.key]), np.array([step]), np.zeros(1, np.int64), [layout],
-                None, WIDTHS, slots,
-            ))  # fmt: skip
-    for pending in (greedy, modest):
-        pending.finish(0, None)
-    lost, kept = greedy.snapshot([0] * 12, "length"), modest.snapshot([0] * 3, "length")
-    assert (lost.status, lost.delivered) == ("failed", 0)
-    assert "reached what this server holds" in lost.error
-    assert (kept.status, kept.delivered) == ("complete", 3)
-    assert limited.num_bytes == 3 * 512 * 4

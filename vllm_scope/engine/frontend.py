@@ -77,7 +77,10 @@ def _open(connection: Connection | None, request: Any, parent: Any, child: int) 
     max_tokens = params.max_tokens or 1
     connection.check(asked, ids, max_tokens)
     own = asked.going_to(MEMORY)
-    pending = inbox().open(own, connection.sites, prompt_ids, max_tokens, connection.num_stages)
+    pending = inbox().open(
+        own, connection.sites, prompt_ids, max_tokens, connection.num_stages, asked,
+        parent.sampling_params.n if parent is not None else 1,
+    )  # fmt: skip
     handle = {
         "key": pending.key,
         "frontend": inbox().address.frontend,

@@ -69,6 +69,8 @@ async def _create_with_scope(original: Any, self: Any, request: Any, raw_request
             "the body has 'scope', which stands in 'vllm_xargs': {'vllm_xargs': {'scope': ...}}."
         )
     state = raw_request.app.state.scope
+    engine = raw_request.app.state.engine_client
+    limit(state.settings.rows_of(engine.vllm_config.parallel_config._api_process_count))
     try:
         xargs = request.vllm_xargs or {}
         options = Options.parse(xargs)
@@ -198,6 +200,7 @@ async def _catch_up(output: Any, timeout: float) -> bool:
     while any(
         completion.finish_reason is None
         and completion.scope is not None
+        and completion.scope.error is None  # else nothing comes any more
         and completion.scope.num_late(MOST_BEHIND)
         for completion in output.outputs
     ):
@@ -305,7 +308,6 @@ def _attach(original: Any, app: Any) -> None:
     _wrap_serving()
     register_http()
     attach(app, lambda: _engine_of(app))
-    limit(app.state.scope.settings.rows_bytes)
 
 
 def _check_root_path(root: str | None) -> None:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -33,7 +34,8 @@ class Settings:
         inline_bytes: VLLM_SCOPE_INLINE_KIB: tensors of a choice up to this are part of
             the answer, larger ones a file.
         rows_bytes: VLLM_SCOPE_ROWS_MIB: rows and scores of running requests, of an API
-            server process. Where they would be more, requests that read are refused.
+            server process; None shares a quarter of the memory out among them. Whose prompt
+            has no room is refused; whose tokens have none later, loses its rows.
         results_bytes: VLLM_SCOPE_RESULTS_MIB: files of an API server process. Where
             they are full, requests that read are refused.
         results_ttl_s: VLLM_SCOPE_RESULTS_TTL_S: how long a file is kept.
@@ -43,7 +45,7 @@ class Settings:
 
     admin_key: str | None
     inline_bytes: int
-    rows_bytes: int
+    rows_bytes: int | None
     results_bytes: int
     results_ttl_s: float
     results_dir: Path
@@ -52,23 +54,30 @@ class Settings:
     @staticmethod
     def from_environment(environ: Mapping[str, str] = os.environ) -> Settings:
         """Raises ConfigError for what is no number above 0."""
+        rows = environ.get("VLLM_SCOPE_ROWS_MIB") and _number(environ, "VLLM_SCOPE_ROWS_MIB", 0)
         return Settings(
             environ.get("VLLM_SCOPE_ADMIN_KEY") or None,
             int(_number(environ, "VLLM_SCOPE_INLINE_KIB", 256) * 1024),
-            int(_number(environ, "VLLM_SCOPE_ROWS_MIB", _quarter_of_memory() / 2**20) * 2**20),
+            int(rows * 2**20) if rows else None,
             int(_number(environ, "VLLM_SCOPE_RESULTS_MIB", 8192) * 2**20),
             _number(environ, "VLLM_SCOPE_RESULTS_TTL_S", 600),
             Path(environ.get("VLLM_SCOPE_RESULTS_DIR") or tempfile.gettempdir()),
             int(_number(environ, "VLLM_SCOPE_MAX_BODY_MIB", 256) * 2**20),
         )
 
+    def rows_of(self, num_processes: int) -> int:
+        """`rows_bytes` of each of a server's API server processes."""
+        return self.rows_bytes or _memory() // (4 * max(1, num_processes))
 
-def _quarter_of_memory() -> float:
-    """Bytes, of what this machine has, or of what this container may use."""
-    most = psutil.virtual_memory().total
-    with suppress(OSError, ValueError):  # no such group, or "max"
-        most = min(most, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return most / 4
+
+@cache
+def _memory() -> int:
+    """Bytes that this machine has, or that this container may use."""
+    most: int = psutil.virtual_memory().total
+    for group in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # no such group, or "max"
+            most = min(most, int((Path("/sys/fs/cgroup") / group).read_text()))
+    return most
 
 
 def _number(environ: Mapping[str, str], name: str, default: float) -> float:

@@ -272,6 +272,6 @@ def _streams_of(asked: Resolved, to: str, sites: Sites, here: Sequence[int]) -> 
         point = canonical_point(sites.point_of((site, layer), when), edited)
         name = (site if when == "after" else f"{site}.before", layer)
         yield _Stream(name, tuple(some), point, encoding=encoding)
-    for number, probe in enumerate(asked.probes):
+    for probe in asked.probes:
         if probe.to == to and sites.boundary_of(probe.stream) in here:
-            yield _Stream(probe.stream, (probe.tokens,), None, number, probe.name)
+            yield _Stream(probe.stream, (probe.tokens,), None, probe.number, probe.name)

@@ -1,0 +1,150 @@
+"""What running requests may hold of a server's memory: who is let in, and who loses its rows."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_scope import Add, CapacityError, Probe, Read, Spec, SpecError
+from vllm_scope.budget import LABEL_BYTES, Budget
+from vllm_scope.compile import RequestProgram
+from vllm_scope.inbox import Inbox
+from vllm_scope.layout import SLOT_BYTES, Widths
+from vllm_scope.road import RowsMessage
+from vllm_scope.sites import Sites
+
+HIDDEN_SIZE = 512
+SITES = Sites(4, HIDDEN_SIZE, "float32", tuple(range(9)))
+WIDTHS = Widths((4 * HIDDEN_SIZE,))
+ROW = 4 * HIDDEN_SIZE
+PROBE = Probe([1.0] * HIDDEN_SIZE, layer=1, name="p")
+
+
+@pytest.fixture
+def inbox():
+    inbox = Inbox(num_copiers=0)
+    yield inbox
+    inbox.close()
+
+
+def opened(inbox, spec, num_prompt, copies=1):
+    """A request of the spec, let in as the front-end does it."""
+    whole = spec.resolve(SITES)
+    own = whole.going_to("memory")
+    return inbox.open(own, SITES, list(range(num_prompt)), 100, 1, whole, copies)
+
+
+def deliver(inbox, pending, spec, num_prompt, first, count):
+    """One message: what a worker sends of `count` tokens. A word is its place in the token."""
+    ids = np.arange(num_prompt)
+    everywhere = frozenset(SITES.boundaries)
+    program = RequestProgram.compile(spec.resolve(SITES), SITES, everywhere, num_prompt, ids)
+    for offset, length, one in program.runs(first, count):
+        positions = first + offset + np.arange(length)
+        words = torch.arange(4.0 * one.layout.slots(WIDTHS)).repeat(length)
+        slots = words.view(torch.uint8).view(-1, SLOT_BYTES)
+        inbox._on_rows(RowsMessage(
+            np.full(length, pending.key), positions, np.zeros(length, np.int64), [one.layout],
+            None, WIDTHS, slots,
+        ))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("spec", "num_bytes"),
+    [
+        (Spec((Read("resid_post"),)), 10 * (4 * ROW + LABEL_BYTES)),
+        (Spec((Read("resid_post", [0], tokens="last_prompt"),)), ROW + LABEL_BYTES),
+        (Spec((Read("resid_post", [0], tokens="generated"),)), 0),
+        (Spec((Read("resid_post", [0]), Read("resid_post", [0], tokens=[1, 2]))),
+         10 * (ROW + LABEL_BYTES)),
+        (Spec((Read("resid_post", [0]), Read("resid_pre", [1]))), 10 * (ROW + LABEL_BYTES)),
+        (Spec((Read("resid_post", [0]), Read("resid_post", [0], when="before"))),
+         10 * (ROW + LABEL_BYTES)),
+        (Spec((Read("resid_post", [0]), Read("resid_post", [0], when="before")), (),
+              (Add([1.0] * HIDDEN_SIZE, layer=0),)), 10 * (2 * ROW + LABEL_BYTES)),
+        (Spec((), (PROBE,)), 10 * (4 + LABEL_BYTES)),
+        (Spec((Read("resid_post", to="files"),), (PROBE,)), 10 * (4 + LABEL_BYTES)),
+        (Spec((), (), (Add([1.0] * HIDDEN_SIZE, layer=0),)), 0),
+    ],
+    ids=["all", "one token", "generated", "overlapping", "twins", "both sides", "both sides edited",
+         "probe", "rows elsewhere", "edit"],
+)  # fmt: skip
+def test_what_a_prompt_takes_is_what_it_delivers(spec, num_bytes, inbox):
+    inbox.budget = Budget(1 << 30)
+    pending = opened(inbox, spec, 10)
+    assert inbox.budget.num_bytes == num_bytes
+    deliver(inbox, pending, spec, 10, 0, 10)
+    assert inbox.budget.num_bytes == num_bytes, "what was promised is not counted again"
+    for table in pending._tables.values():
+        assert table._values.shape[1] <= len(spec.reads) * 4 + len(spec.probes)
+    pending.finish(0, None)
+    assert pending.snapshot([5], "length").status == "complete"
+    inbox.forget(pending)
+    assert inbox.budget.num_bytes == 0
+
+
+def test_prompts_are_let_in_as_far_as_there_is_room_and_keep_it(inbox):
+    spec = Spec((Read("resid_post", [0]),))
+    inbox.budget = Budget(12 * 100 * (ROW + LABEL_BYTES))
+    running = [opened(inbox, spec, 100) for _ in range(12)]
+    with pytest.raises(CapacityError, match="send it again later"):
+        opened(inbox, spec, 1)
+    edit = opened(inbox, Spec((), (), (Add([1.0] * HIDDEN_SIZE, layer=0),)), 100)
+    assert edit.error is None
+    for pending in running:
+        deliver(inbox, pending, spec, 100, 0, 100)
+        pending.finish(0, None)
+        assert pending.snapshot([5], "length").status == "complete"
+    held = inbox.budget.num_bytes
+    del running[0], pending
+    gc.collect()
+    assert inbox.budget.num_bytes == held * 11 // 12, "who is gone has given back"
+    opened(inbox, spec, 100)
+
+
+def test_what_can_never_fit_is_told_so(inbox):
+    inbox.budget = Budget(1 << 20)
+    spec = Spec((Read("resid_post", [0]),))
+    with pytest.raises(SpecError, match=r"delivers 2\.0 MiB.*holds 1\.0 MiB.*VLLM_SCOPE_ROWS_MIB"):
+        opened(inbox, spec, 1000)
+    with pytest.raises(SpecError, match=r"of all its completions"):
+        opened(inbox, spec, 100, copies=8)
+    assert inbox.budget.num_bytes == 0
+    opened(inbox, spec, 100, copies=4)
+
+
+def test_who_delivers_more_than_there_is_room_for_loses_its_own_rows_alone(inbox):
+    spec = Spec((Read("embed"),))
+    inbox.budget = Budget(10 * (ROW + LABEL_BYTES))
+    greedy, modest = (opened(inbox, spec, 1) for _ in range(2))
+    for position in range(12):
+        deliver(inbox, greedy, spec, 1, position, 1)
+        if position < 3:
+            deliver(inbox, modest, spec, 1, position, 1)
+    for pending in (greedy, modest):
+        pending.finish(0, None)
+    lost, kept = greedy.snapshot([0] * 12, "length"), modest.snapshot([0] * 3, "length")
+    assert (lost.status, lost.delivered) == ("failed", 0)
+    assert "reached what this server holds" in lost.error
+    assert (kept.status, kept.delivered) == ("complete", 3)
+    assert inbox.budget.num_bytes == 3 * (ROW + LABEL_BYTES)
+
+
+def test_rows_and_scores_of_other_destinations_are_not_kept(inbox):
+    """They come along: a worker reads a row once, for all."""
+    elsewhere = Probe([2.0] * HIDDEN_SIZE, layer=1, name="q", to="plugin")
+    spec = Spec((Read("resid_post", to="files"), Read("resid_post", [2])), (elsewhere, PROBE))
+    pending = opened(inbox, spec, 10)
+    deliver(inbox, pending, spec, 10, 0, 10)
+    widths = {key[0]: table._values.shape[1] for key, table in pending._tables.items()}
+    assert widths == {None: 1, "scores": 1}
+    pending.finish(0, None)
+    result = pending.snapshot([5], "length")
+    assert result.keys() == [("resid_post", 2)]
+    assert list(result.scores) == ["p"]
+    assert (result.status, result.delivered) == ("complete", 20)
+    assert (result["resid_post", 2][:, 0] == 2 * HIDDEN_SIZE).all(), "the third of four rows"
+    assert (result.scores["p"] == 4 * HIDDEN_SIZE + 1).all(), "the second of two scores"
