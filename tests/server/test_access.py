@@ -126,6 +126,6 @@ def test_more_rows_than_the_server_holds_are_refused_and_what_was_let_in_is_let_
         answer = http.post("/v1/completions", json=body)
         assert answer.status_code == 429, answer.text
         assert "VLLM_SCOPE_ROWS_MIB" in answer.text
-        assert server.at_rest() == {"requests": 0, "pending": 0}
+        assert {"requests": 0, "pending": 0}.items() <= server.at_rest().items()
         one = http.post("/v1/completions", json=body | {"prompt": [5] * 480, "stream": False})
         assert one.json()["choices"][0]["scope"]["status"] == "complete"
