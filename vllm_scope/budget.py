@@ -12,6 +12,7 @@ it comes. What a request holds is given back when it is forgotten, or gone.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -37,20 +38,32 @@ class Budget:
     """Bytes that may be held, and those that are; any thread."""
 
     def __init__(self, most_bytes: int) -> None:
-        self.most_bytes, self.num_bytes = most_bytes, 0
+        self.most_bytes = most_bytes
+        self._held = 0
         self._lock = threading.Lock()
+        #: Without the lock: the garbage collector may give in the middle of a `take`.
+        self._given: deque[int] = deque()
+
+    @property
+    def num_bytes(self) -> int:
+        with self._lock:
+            return self._settled()
 
     def take(self, num_bytes: int) -> bool:
         """Whether there was room for so many more."""
         with self._lock:
-            if self.num_bytes + num_bytes > self.most_bytes:
+            if self._settled() + num_bytes > self.most_bytes:
                 return False
-            self.num_bytes += num_bytes
+            self._held += num_bytes
             return True
 
     def give(self, num_bytes: int) -> None:
-        with self._lock:
-            self.num_bytes -= num_bytes
+        self._given.append(num_bytes)
+
+    def _settled(self) -> int:
+        while self._given:
+            self._held -= self._given.popleft()
+        return self._held
 
 
 class Share:

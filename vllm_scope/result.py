@@ -1,6 +1,6 @@
 """What the caller holds: rows put together by label.
 
-Owns:  ScopeResult (a snapshot that the caller reads), Scores, Column.
+Owns:  ScopeResult (a snapshot that the caller reads) and Scores.
 Runs:  in the front-end, on any thread; and wherever it is sent.
 From:  pending.
 
@@ -11,9 +11,7 @@ whether any is missing. Stages and steps may arrive in any interleaving.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +20,8 @@ import torch
 from torch import Tensor
 
 from vllm_scope.assemble import Part, assemble, num_processed, wanted_positions
-from vllm_scope.codecs.packed import EncodedRows, decoded, packing_of
+from vllm_scope.codecs.packed import EncodedRows, packing_of
+from vllm_scope.column import Column, shaped
 from vllm_scope.encoding import Encoding
 from vllm_scope.layout import SLOT_BYTES
 from vllm_scope.resolve import Resolved, ResolvedProbe
@@ -42,49 +41,6 @@ _Rows = tuple[Tensor | EncodedRows, np.ndarray]
 #: What a worker tells rows by: how they are encoded, and the point.
 RowKey = tuple[Encoding | None, int]
 Status = Literal["streaming", "complete", "incomplete", "aborted", "failed"]
-
-
-@dataclass(frozen=True)
-class Column:
-    """One stream or probe of a result, for those who pass it on.
-
-    Attributes:
-        label: site, layer and "before" or "after" of a stream; a probe's name.
-        source: the values, or rows as their read's codec left them.
-        positions: int64 [n], ascending.
-        wanted: int64, ascending: the positions that were asked for, of the tokens
-            processed so far; those that are not among `positions` are on their way,
-            or lost.
-        row_shape: of a row, `()` for scores.
-    """
-
-    label: tuple[str, int, str] | str
-    source: Tensor | EncodedRows
-    positions: np.ndarray
-    wanted: np.ndarray
-    row_shape: tuple[int, ...] = ()
-
-    @property
-    def values(self) -> Tensor:
-        """[n, *row_shape] rows, or float32 [n] scores, CPU. Decoded each time."""
-        return _shaped(decoded(self.source), self.row_shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Of `values`."""
-        return math.prod(self.source.shape) * self.source.dtype.itemsize
-
-    def part(self, first: int, last: int) -> Column:
-        """Its values `first` to `last - 1`."""
-        some = slice(first, last)
-        return replace(self, source=self.source[some], positions=self.positions[some])
-
-    @property
-    def num_settled(self) -> int:
-        """How many values come before the first that is still missing."""
-        n = min(len(self.positions), len(self.wanted))
-        differ = np.flatnonzero(self.positions[:n] != self.wanted[:n])
-        return int(differ[0]) if len(differ) else n
 
 
 class Scores(Mapping[str, Tensor]):
@@ -204,7 +160,7 @@ class ScopeResult:
             if key not in self._decoded:
                 self._decoded[key] = rows.decode()
             rows = self._decoded[key]
-        return _shaped(rows, self._sites.row_shape(key[0]))
+        return shaped(rows, self._sites.row_shape(key[0]))
 
     def encoded(self, site: str, layer: int = 0, when: str | None = None) -> EncodedRows | None:
         """The rows as they came, with their `codec` and its `parts`; None where the read
@@ -399,11 +355,6 @@ class ScopeResult:
                 torch.empty(0),
             )
         return self._scores[probe.number]
-
-
-def _shaped(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """[n, *shape]; a view."""
-    return rows if rows.shape[1:] == shape else rows.view(len(rows), *shape)
 
 
 def _key(site: str, layer: int, when: str | None) -> SiteLayer | _Stream:

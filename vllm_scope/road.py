@@ -1,7 +1,7 @@
 """The road from workers to the front-end: what heavy tensors travel on.
 
 Owns:  the addresses and the messages.
-Runs:  in workers (senders.py) and front-ends (receiver.py).
+Runs:  in workers (senders) and front-ends (receiver.py).
 
 Each front-end process binds one receiving socket and tells the workers about it
 through vLLM's own control channel; workers connect. So results come straight

@@ -13,8 +13,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from vllm_scope.column import Column
 from vllm_scope.errors import CapacityError, ConfigError
-from vllm_scope.result import Column
 from vllm_scope.server import encode
 from vllm_scope.server import store as module
 from vllm_scope.server.settings import Settings

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from tests.unit.delivered import ROW_BYTES, labels_of, reads_at, rows_in, slots_per_token
-from vllm_scope import CapacityError, CompatError, senders
+from vllm_scope import CapacityError, CompatError
 from vllm_scope.host_ring import MAX_READERS, HostRing
 from vllm_scope.layout import Widths
 from vllm_scope.receiver import Receiver
 from vllm_scope.road import Address, FinishHeader
+from vllm_scope.senders import tcp
 from vllm_scope.sinks import RowBatch
 from vllm_scope.sinks.memory import MemorySink
 
@@ -213,7 +214,7 @@ def _another_process(sink: MemorySink) -> Iterator[tuple[subprocess.Popen, Addre
 
 @pytest.mark.parametrize("sink", ["shared", "tcp"], indirect=True)
 def test_a_front_end_that_died_does_not_hold_a_worker(sink, ring, two, monkeypatch):
-    monkeypatch.setattr(senders, "DIAL_S", 0.2)
+    monkeypatch.setattr(tcp, "DIAL_S", 0.2)
     with _another_process(sink) as (child, address):
         sink.add_request(1, address.frontend)
         sink.add_request(2, two[0].name)
@@ -251,7 +252,7 @@ def test_the_counter_of_a_front_end_that_died_is_used_again(sink, ring):
 
 
 def test_a_front_end_that_left_before_its_first_row_does_not_hold_a_worker(sink, ring, monkeypatch):
-    monkeypatch.setattr(senders, "DIAL_S", 0.2)
+    monkeypatch.setattr(tcp, "DIAL_S", 0.2)
     front_end = FrontEnd(sink)
     sink.add_request(1, front_end.name)
     front_end.receiver.close()
@@ -263,7 +264,7 @@ def test_a_front_end_that_left_before_its_first_row_does_not_hold_a_worker(sink,
 def test_a_front_end_that_lives_and_does_not_read_is_given_up_and_may_come_back(
     sink, ring, two, monkeypatch
 ):
-    monkeypatch.setattr(senders, "DIAL_S", 0.2)
+    monkeypatch.setattr(tcp, "DIAL_S", 0.2)
     ring.patience_s = 0.3
     stuck, alive = two
     stuck.gate.clear()

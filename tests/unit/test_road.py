@@ -27,7 +27,8 @@ from vllm_scope.layout import Layout, Widths
 from vllm_scope.plan import Labels
 from vllm_scope.receiver import Receiver
 from vllm_scope.road import FinishHeader, RowsHeader, RowsMessage, start_of
-from vllm_scope.senders import PIECE_BYTES, Sender, SharedSender, TcpSender
+from vllm_scope.senders import Sender, SharedSender, TcpSender
+from vllm_scope.senders.tcp import PIECE_BYTES
 from vllm_scope.sinks import RowBatch
 
 #: Generous: what must arrive has arrived by then.

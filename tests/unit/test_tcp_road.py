@@ -21,12 +21,12 @@ import torch
 import zmq
 
 from tests.unit.delivered import ROW_BYTES, labels_of
-from vllm_scope import CompatError, ConfigError, road, senders
+from vllm_scope import CompatError, ConfigError, road
 from vllm_scope.host_ring import HostRing
 from vllm_scope.layout import SLOT_BYTES, Widths
 from vllm_scope.receiver import Receiver
 from vllm_scope.road import FinishHeader, RowsHeader, RowsMessage, TcpAddress, TcpHello
-from vllm_scope.senders import TcpSender
+from vllm_scope.senders import TcpSender, tcp
 from vllm_scope.sinks import RowBatch
 
 PATIENCE_S = 10
@@ -87,8 +87,8 @@ def sender(front_end: FrontEnd, ring: HostRing) -> Iterator[TcpSender]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(road, "HEARTBEAT_MS", 100)
     monkeypatch.setattr(road, "SILENCE_MS", 300)
-    monkeypatch.setattr(senders, "DIAL_S", 0.2)
-    monkeypatch.setattr(senders, "ANSWER_S", 1.0)
+    monkeypatch.setattr(tcp, "DIAL_S", 0.2)
+    monkeypatch.setattr(tcp, "ANSWER_S", 1.0)
 
 
 def _send(

@@ -22,8 +22,9 @@ import msgspec
 from torch import Tensor
 
 from vllm_scope.actions import MEMORY
+from vllm_scope.column import Column
 from vllm_scope.errors import CapacityError, SpecError, shown
-from vllm_scope.result import Column, ScopeResult
+from vllm_scope.result import ScopeResult
 from vllm_scope.server import encode
 from vllm_scope.server.faces import Reply
 from vllm_scope.server.store import Kept, Store

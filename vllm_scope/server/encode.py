@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from vllm_scope.codecs.packed import EncodedRows
-from vllm_scope.result import Column, ScopeResult
+from vllm_scope.column import Column
+from vllm_scope.result import ScopeResult
 
 #: Scores of a choice are part of the answer up to this many.
 MAX_INLINE_SCORES = 16_384

@@ -1,13 +1,6 @@
-"""A worker's end of the road: one sender for each front-end that connected.
+"""To a front-end that cannot map the ring: rows follow their header.
 
-Owns:  SharedSender and TcpSender: how rows leave, and when their span is free again.
-Runs:  SharedSender on whoever calls it; TcpSender has a thread for its socket.
-From:  sinks.memory.   To: receiver.
-
-Promise: a sender exists only where its road was tried: the front-end has mapped the
-ring, or has answered over TCP. A span of the ring stays leased until the front-end
-has read it, so a worker's memory is bounded by the ring and nothing is lost to a slow
-front-end. A dead one is noticed, and its leases released.
+Owns:  TcpSender, which has a thread for its socket.
 """
 
 from __future__ import annotations
@@ -20,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
 
 import numpy as np
 import zmq
@@ -31,11 +23,9 @@ from vllm_scope.layout import SLOT_BYTES
 from vllm_scope.plan import Labels
 from vllm_scope.road import (
     MOST_FRAME_BYTES,
-    Address,
     CountersHeader,
     FinishHeader,
     RowsHeader,
-    SharedHello,
     TcpAddress,
     TcpHello,
     check_curve,
@@ -43,18 +33,11 @@ from vllm_scope.road import (
     encode,
     keep_alive,
 )
+from vllm_scope.senders.base import ANSWER_S, NONE, Road
 from vllm_scope.sinks import Manifest, RowBatch
 
 logger = logging.getLogger(__name__)
 
-Road = Literal["shared", "tcp"]
-#: Manifests of a request that went to memory alone.
-NONE: dict[str, Manifest] = {}
-
-#: How long a worker waits for a front-end's first answer.
-ANSWER_S = 5.0
-#: How often the process of a front-end that lags behind is looked up.
-LOOK_S = 0.05
 #: A TCP connection that is lost is dialled again at once, then so often with a pause of
 #: DIAL_S, waiting DIAL_S each time; then the front-end is taken for dead.
 MOST_DIALS = 3
@@ -65,143 +48,6 @@ CLOSE_S = 5.0
 #: next is on its way, and neither end holds a large batch twice.
 PIECE_BYTES = 8 << 20
 PIECE_TOKENS = 1 << 16
-
-
-class Sender(Protocol):
-    """What the sink needs of a road. Calls are not concurrent."""
-
-    @property
-    def road(self) -> Road: ...
-
-    @property
-    def dead(self) -> bool:
-        """The front-end has closed, or is gone; what is sent is dropped."""
-
-    def send_rows(self, batch: RowBatch) -> None:
-        """Send rows; holds their lease until the front-end has read them."""
-
-    def send_finish(
-        self, key: int, stage: int, error: str | None, manifests: dict[str, Manifest] = NONE
-    ) -> None: ...
-
-    def send_counters(self, header: CountersHeader) -> None: ...
-
-    def reclaim(self) -> None:
-        """Release the leases of what was read, and of what a dead reader never will."""
-
-    def holds(self, lease: Lease) -> bool:
-        """Something on this span was sent and not read."""
-
-    def give_up(self) -> None:
-        """Nothing that was not read will be; it is dead from now on."""
-
-    def close(self) -> None: ...
-
-
-class SharedSender:
-    """To a front-end that maps this worker's ring; only headers are sent.
-
-    Raises:
-        CompatError: it cannot map it: the sentence says why.
-        CapacityError: the ring has no counter left.
-    """
-
-    road: Road = "shared"
-
-    def __init__(self, address: Address, ring: HostRing) -> None:
-        if not address.on_this_host:
-            raise CompatError("the front-end is on another host than this worker")
-        self._address, self._ring = address, ring
-        self._num_sent = 0
-        self._gone = False
-        self._look_at = 0.0
-        #: In message order: (message number, the lease that it reads).
-        self._unread: deque[tuple[int, Lease]] = deque()
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        # Headers are small, and what they name is bounded by the ring.
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        # A front-end that died must not hold a worker.
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._reader = ring.add_reader()
-        try:
-            self._socket.connect(f"ipc://{address.path}")
-            self._try_ring()
-        except CompatError:
-            self._socket.close()
-            raise
-
-    def _try_ring(self) -> None:
-        self._socket.send(encode(SharedHello(self._ring.ref, self._reader)))
-        if not self._socket.poll(int(ANSWER_S * 1e3)):
-            # Its counter is not used again: the front-end may still take it.
-            raise CompatError(f"the front-end did not answer within {ANSWER_S:g} s")
-        error = decode_answer(self._socket.recv()).error
-        if error is not None:
-            self._ring.free_reader(self._reader)
-            raise CompatError(f"the front-end cannot map this worker's memory: {error}")
-
-    @property
-    def dead(self) -> bool:
-        closed = bool(self._ring.counters[self._reader] == CLOSED)
-        return self._gone or closed or not self._address.alive
-
-    def send_rows(self, batch: RowBatch) -> None:
-        if self._gone:
-            return
-        self._num_sent += 1
-        span = (batch.lease.start, batch.lease.stop)
-        header = RowsHeader.of(
-            batch.labels, batch.boundary, batch.widths, self._ring.ref, span,
-            self._reader, self._num_sent,
-        )  # fmt: skip
-        self._socket.send(encode(header))
-        batch.lease.retain()
-        self._unread.append((self._num_sent, batch.lease))
-
-    def send_finish(
-        self, key: int, stage: int, error: str | None, manifests: dict[str, Manifest] = NONE
-    ) -> None:
-        if not self._gone:
-            self._socket.send(encode(FinishHeader(key, stage, error, manifests)))
-
-    def send_counters(self, header: CountersHeader) -> None:
-        if not self._gone:
-            self._socket.send(encode(header))
-
-    def reclaim(self) -> None:
-        unread = self._unread
-        read = int(self._ring.counters[self._reader])
-        if read == CLOSED or (unread and unread[0][0] > read and self._is_dead_by_now()):
-            read, self._gone = CLOSED, True
-        while unread and unread[0][0] <= read:
-            unread.popleft()[1].release()
-
-    def holds(self, lease: Lease) -> bool:
-        return any(mine.overlaps(lease) for _, mine in self._unread)
-
-    def give_up(self) -> None:
-        self._ring.revoke(self._reader)
-        self._gone = True
-        while self._unread:
-            self._unread.popleft()[1].release()
-
-    def _is_dead_by_now(self) -> bool:
-        """Asked while the front-end lags behind, often; looks up the process sometimes."""
-        if time.monotonic() < self._look_at:
-            return False
-        self._look_at = time.monotonic() + LOOK_S
-        return not self._address.alive
-
-    def close(self) -> None:
-        """Deliver what waits. A dead front-end's counter is free again; one that was given up
-        may still write there."""
-        if self.dead:
-            while self._unread:
-                self._unread.popleft()[1].release()
-            closed = self._ring.counters[self._reader] == CLOSED
-            if closed or not self._address.alive:
-                self._ring.free_reader(self._reader)
-        self._socket.close(linger=1000)
 
 
 @dataclass
