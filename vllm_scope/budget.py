@@ -21,9 +21,10 @@ import torch
 from vllm_scope.compile import canonical_point, edited_places
 from vllm_scope.encoding import Encoding
 from vllm_scope.errors import CapacityError, SpecError
+from vllm_scope.layout import SLOT_BYTES, slots_of_row
 from vllm_scope.resolve import Resolved
 from vllm_scope.selectors import Tokens
-from vllm_scope.sites import Sites
+from vllm_scope.sites import Sites, boundary_of_point
 
 #: A value's position, and when it came.
 LABEL_BYTES = 16
@@ -81,6 +82,8 @@ class Share:
     def __init__(self, budget: Budget, promised: int, copies: int = 1) -> None:
         self._budget = budget
         self._came = self._taken = 0
+        #: The request is gone; what is still copied for it is let go.
+        self._closed = False
         most = f"{budget.most_bytes / 2**20:.1f} MiB (VLLM_SCOPE_ROWS_MIB)"
         needed = promised * copies
         told = f"{needed / 2**20:.1f} MiB of rows and scores"
@@ -99,6 +102,8 @@ class Share:
 
     def add(self, num_bytes: int) -> bool:
         """Whether what comes may be kept."""
+        if self._closed:
+            return False
         self._came += num_bytes
         more = self._came - self._taken
         if more > 0:
@@ -108,6 +113,7 @@ class Share:
         return True
 
     def give_back(self) -> None:
+        self._closed = True
         taken, self._taken = self._taken, 0
         if taken:
             self._budget.give(taken)
@@ -136,11 +142,18 @@ def bytes_of_prompt(own: Resolved, whole: Resolved, sites: Sites, prompt_ids: Se
             key = read.encoding, point
             masks[key] = masks[key] | mask if key in masks else mask
             raw = sites.row_size(stream[0]) * itemsize
-            sizes[key] = raw if read.encoding is None else read.encoding.row_bytes
+            sizes[key] = raw
+            if read.encoding is not None:
+                sizes[key] = slots_of_row(read.encoding.row_bytes) * SLOT_BYTES
     total = sum(int(np.count_nonzero(mask)) * sizes[key] for key, mask in masks.items())
-    if masks:
-        total += LABEL_BYTES * int(np.count_nonzero(np.logical_or.reduce(list(masks.values()))))
+    # Drained tap by tap, each brings its labels; else they come once.
+    labelled: dict[int, np.ndarray] = {}
+    for (_, point), mask in masks.items():
+        boundary = boundary_of_point(point)
+        labelled[boundary] = labelled[boundary] | mask if boundary in labelled else mask
+    total += LABEL_BYTES * sum(int(np.count_nonzero(mask)) for mask in labelled.values())
     for selector, probes in own.probes_by_selector.items():
         count = int(np.count_nonzero(selector.select(tokens).possible))
-        total += count * (4 * len(probes) + LABEL_BYTES)
+        boundaries = {sites.boundary_of(probe.stream) for probe in probes}
+        total += count * (4 * len(probes) + LABEL_BYTES * len(boundaries))
     return total

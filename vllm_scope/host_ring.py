@@ -114,7 +114,8 @@ class HostRing:
         slots: uint8 [num_slots, SLOT_BYTES].
         counters: int64 [MAX_READERS], written by readers.
         reclaim: called while `acquire` waits; releases what readers are done with.
-        patience_s, give_up: called with the lease that `acquire` has waited for so long.
+        patience_s, give_up: called with the lease for which `acquire` waits, twice in this
+            time; who has read nothing between two of them is given up.
         wait_ms: time that `acquire` has waited for readers, in all.
     """
 
@@ -126,6 +127,7 @@ class HostRing:
         self.counters = np.frombuffer(self._map, np.int64, MAX_READERS)
         self._revoked = _revoked(self._map)
         self._free_readers = list(range(MAX_READERS - 1, -1, -1))
+        self._leaving: list[tuple[int, Callable[[], bool]]] = []
         raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
         self.slots = raw.view(num_slots, SLOT_BYTES)
         self._registered = 0
@@ -155,6 +157,9 @@ class HostRing:
         Raises:
             CapacityError: all are taken.
         """
+        gone = [reader for reader, is_gone in self._leaving if is_gone()]
+        self._leaving = [(r, is_gone) for r, is_gone in self._leaving if r not in gone]
+        self._free_readers += gone
         if not self._free_readers:
             raise CapacityError(
                 f"{MAX_READERS} front-ends read from this worker; at most as many can. "
@@ -171,6 +176,10 @@ class HostRing:
     def free_reader(self, reader: int) -> None:
         """Give a counter back, of a reader that is closed or whose process is gone."""
         self._free_readers.append(reader)
+
+    def free_reader_later(self, reader: int, is_gone: Callable[[], bool]) -> None:
+        """The same, of one that may still write its counter until it is gone."""
+        self._leaving.append((reader, is_gone))
 
     def acquire(self, num_slots: int) -> Lease:
         """The next span; waits while it is in use.
@@ -199,14 +208,14 @@ class HostRing:
         if lease.free:
             return
         started = time.monotonic()
-        limit = started + self.patience_s
+        limit = started + self.patience_s / 2
         while True:
             self.reclaim()
             if lease.free:
                 break
             if time.monotonic() > limit:
                 self.give_up(lease)
-                limit = time.monotonic() + self.patience_s
+                limit = time.monotonic() + self.patience_s / 2
             time.sleep(POLL_S)
         self.wait_ms += 1e3 * (time.monotonic() - started)
 

@@ -32,7 +32,7 @@ from vllm_scope.split import by_key, by_layout
 logger = logging.getLogger(__name__)
 
 #: What one request gets of a message: the arguments of its `add`.
-_Job = tuple[Pending, list[Piece], np.ndarray, slice | np.ndarray]
+_Job = tuple[Pending, list[Piece], np.ndarray, slice | np.ndarray, Callable[[], bool]]
 
 #: Messages from this size on are copied by several threads.
 PARALLEL_BYTES = 4 << 20
@@ -133,7 +133,7 @@ class Inbox:
             for key, some in by_key(message.keys[tokens]):
                 pending = self._pending.get(key)
                 if pending is not None:
-                    jobs.append((pending, pieces, labels, some))
+                    jobs.append((pending, pieces, labels, some, message.valid))
         self._num_arrived += len(message.keys)
         if self._copiers is None or message.slots.numel() < PARALLEL_BYTES or len(jobs) == 1:
             _copy(jobs)
@@ -160,9 +160,9 @@ class Inbox:
 
 
 def _copy(jobs: list[_Job]) -> None:
-    for pending, pieces, labels, some in jobs:
+    for pending, pieces, labels, some, valid in jobs:
         try:
-            pending.add(pieces, labels, some)
+            pending.add(pieces, labels, some, valid)
         except Exception:
             # This request reports them as dropped; its neighbours get theirs.
             logger.exception("vllm-scope: rows of a request could not be kept")

@@ -9,7 +9,7 @@ Promise: what a snapshot has seen never changes, whatever arrives after it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Literal, NamedTuple
 
@@ -106,47 +106,67 @@ class _Table:
         #: How many values of each column are there, by set.
         self._counts = [0]
 
-    def append(self, labels: np.ndarray, values: np.ndarray, room: int) -> None:
-        """Add tokens with a value of every column.
+    def write(self, labels: np.ndarray, values: np.ndarray, room: int) -> list[int]:
+        """Add tokens with a value of every column, which nobody sees before `commit`.
 
         Args:
             labels: int64 [2, num_tokens], positions and arrivals.
             values: uint8 [num_tokens, num_columns, bytes].
             room: for how many tokens room is made, where it has to be.
+
+        Returns:
+            What `commit` is to be told.
         """
         first = self._counts[0]
         if len(self._counts) > 1 and self._counts.count(first) != len(self._counts):
             # Some column lost a message; keep the others' values at their own places.
+            counts = self._counts
             for at, column in enumerate(self.columns):
-                self.append_one(column, labels, values[:, at], room)
-            return
+                counts = self.write_one(column, labels, values[:, at], room, counts)
+            return counts
         last = first + len(values)
         if last > len(self._values):
-            self._make_room(last, room)
+            self._make_room(last, room, first)
         self._values[first:last] = values
         self._labels[:, :, first:last] = labels[:, None]
-        self._counts = [last] * len(self._counts)
+        return [last] * len(self._counts)
 
-    def append_one(self, column: int, labels: np.ndarray, values: np.ndarray, room: int) -> None:
-        """Add tokens with a value of one column, uint8 [num_tokens, bytes]."""
+    def write_one(
+        self,
+        column: int,
+        labels: np.ndarray,
+        values: np.ndarray,
+        room: int,
+        counts: list[int] | None = None,
+    ) -> list[int]:
+        """Add tokens with a value of one column, uint8 [num_tokens, bytes].
+
+        Args:
+            counts: what was returned for columns that are written and not committed.
+        """
         if len(self._counts) < len(self.columns):
             # The counts last: a snapshot that takes place now finds a set for each of them.
             self._labels = self._labels.repeat(len(self.columns), axis=1)
             self._counts = self._counts * len(self.columns)
         at = self.columns.index(column)
-        first = self._counts[at]
+        counts = list(self._counts if counts is None else counts)
+        first = counts[at]
         last = first + len(values)
         if last > len(self._values):
-            self._make_room(last, room)
+            self._make_room(last, room, max(counts))
         self._values[first:last, at] = values
         self._labels[:, at, first:last] = labels
-        self._counts[at] = last
+        counts[at] = last
+        return counts
 
-    def _make_room(self, last: int, room: int) -> None:
+    def commit(self, counts: list[int]) -> None:
+        """From now on snapshots see what was written."""
+        self._counts = counts
+
+    def _make_room(self, last: int, room: int, used: int) -> None:
         size = max(last, room, 2 * len(self._values))
         values = np.empty((size, *self._values.shape[1:]), np.uint8)
         labels = np.empty((*self._labels.shape[:2], size), np.int64)
-        used = max(self._counts)
         labels[:, :, :used] = self._labels[:, :, :used]
         values[:used] = self._values[:used]
         self._values, self._labels = values, labels
@@ -210,13 +230,20 @@ class Pending:
         expected = len(prompt_ids) + max_tokens - 1
         self._room = min(expected, MOST_ROOM if everything else FIRST_ROOM)
 
-    def add(self, pieces: Sequence[Piece], labels: np.ndarray, some: slice | np.ndarray) -> None:
+    def add(
+        self,
+        pieces: Sequence[Piece],
+        labels: np.ndarray,
+        some: slice | np.ndarray,
+        valid: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Copy in what some tokens of one layout delivered.
 
         Args:
             labels: int64 [2, num_tokens]: positions, and arrivals, which grow with the
                 computation.
             some: which of the tokens are this request's.
+            valid: asked once all is copied: False where others may have written there.
         """
         if not self._reading:
             return  # its rows go to other sinks, and came along with a neighbour's
@@ -236,12 +263,20 @@ class Pending:
         if self._share is not None and not self._share.add(coming):
             self.lose(FULL)
             return
+        written: list[tuple[_Table, list[int]]] = []
         for table, columns, here in mine:
+            counts: list[int] | None = None
             if columns == table.columns:
-                table.append(own, here, self._room)
-                continue
-            for i, column in enumerate(columns):
-                table.append_one(column, own, here[:, i], self._room)
+                counts = table.write(own, here, self._room)
+            else:
+                for i, column in enumerate(columns):
+                    counts = table.write_one(column, own, here[:, i], self._room, counts)
+            assert counts is not None
+            written.append((table, counts))
+        if not valid():
+            return
+        for table, counts in written:
+            table.commit(counts)
         self.num_came += 1  # behind the values: who sees it finds them
 
     def _table(self, key: _TableKey, value_bytes: int) -> _Table:
@@ -275,15 +310,14 @@ class Pending:
             over: no stage will say that it has sent all.
         """
         self.error = self.error or why
-        self._reading = False
         self.clear()
         self.num_came += 1
         if over and not self.done.done():
             self.done.set_result(None)
 
     def clear(self) -> None:
-        """Drop what arrived; snapshots that were taken keep theirs."""
-        self._tables = {}
+        """Drop what arrived and what comes; snapshots that were taken keep theirs."""
+        self._reading, self._tables = False, {}
         if self._share is not None:
             self._share.give_back()
 

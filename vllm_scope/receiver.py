@@ -81,8 +81,8 @@ class _Doorman:
 class Receiver:
     """The front-end's end: binds, and hands messages to callbacks on its own thread.
 
-    `on_lost` hears whose rows came so late that the worker did not wait: what `on_rows` was
-    given of them just then may be others'.
+    `on_lost` hears whose rows were read so late that the worker did not wait. Where that is
+    found out while `on_rows` copies, the message's `valid` says no.
     """
 
     def __init__(
@@ -220,12 +220,15 @@ class Receiver:
         peer, frame = self._local.recv_multipart(zmq.NOBLOCK)
         header = decode(frame)
         if isinstance(header, RowsHeader):
-            ring = self._ring(header.ring)
+            ring, reader = self._ring(header.ring), header.reader
             try:
-                self._on_rows(header.received(ring.slots(header.start, header.stop)))
+                if not ring.revoked(reader):
+                    message = header.received(ring.slots(header.start, header.stop))
+                    message.valid = lambda: not ring.revoked(reader)
+                    self._on_rows(message)
             finally:
-                ring.acknowledge(header.reader, header.message)
-                if ring.revoked(header.reader):
+                ring.acknowledge(reader, header.message)
+                if ring.revoked(reader):
                     self._on_lost(np.unique(np.frombuffer(header.keys, np.int64)))
         elif isinstance(header, FinishHeader):
             self._on_finish(header)

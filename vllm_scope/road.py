@@ -21,6 +21,7 @@ a small typed header, and sizes are compared before rows are looked at.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -258,6 +259,10 @@ class CountersHeader(msgspec.Struct, array_like=True, tag="counters"):
     sinks: dict[str, dict[str, float]]
 
 
+def _always() -> bool:
+    return True
+
+
 class RowsMessage(msgspec.Struct):
     """A received batch. `slots` is valid during the callback.
 
@@ -266,6 +271,7 @@ class RowsMessage(msgspec.Struct):
         layout_of: int32 [num_tokens], index into `layouts`.
         widths: of rows as they are.
         slots: uint8 [num_slots, SLOT_BYTES].
+        valid: asked once the slots are copied: False where others may have written there.
     """
 
     keys: np.ndarray
@@ -275,6 +281,7 @@ class RowsMessage(msgspec.Struct):
     boundary: int | None
     widths: Widths
     slots: torch.Tensor
+    valid: Callable[[], bool] = _always
 
 
 encode = msgspec.msgpack.Encoder().encode

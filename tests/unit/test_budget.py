@@ -55,7 +55,7 @@ def deliver(inbox, pending, spec, num_prompt, first, count):
 @pytest.mark.parametrize(
     ("spec", "num_bytes"),
     [
-        (Spec((Read("resid_post"),)), 10 * (4 * ROW + LABEL_BYTES)),
+        (Spec((Read("resid_post"),)), 10 * 4 * (ROW + LABEL_BYTES)),
         (Spec((Read("resid_post", [0], tokens="last_prompt"),)), ROW + LABEL_BYTES),
         (Spec((Read("resid_post", [0], tokens="generated"),)), 0),
         (Spec((Read("resid_post", [0]), Read("resid_post", [0], tokens=[1, 2]))),
@@ -78,8 +78,6 @@ def test_what_a_prompt_takes_is_what_it_delivers(spec, num_bytes, inbox):
     assert inbox.budget.num_bytes == num_bytes
     deliver(inbox, pending, spec, 10, 0, 10)
     assert inbox.budget.num_bytes == num_bytes, "what was promised is not counted again"
-    for table in pending._tables.values():
-        assert table._values.shape[1] <= len(spec.reads) * 4 + len(spec.probes)
     pending.finish(0, None)
     assert pending.snapshot([5], "length").status == "complete"
     inbox.forget(pending)
@@ -141,6 +139,10 @@ def test_rows_and_scores_of_other_destinations_are_not_kept(inbox):
     deliver(inbox, pending, spec, 10, 0, 10)
     widths = {key[0]: table._values.shape[1] for key, table in pending._tables.items()}
     assert widths == {None: 1, "scores": 1}
+    alone = Spec((Read("resid_post", to="files"),), (PROBE,))
+    other = opened(inbox, alone, 10)
+    deliver(inbox, other, alone, 10, 0, 10)
+    assert other._tables[None, tuple(range(6, 27, 6))].columns == ()
     pending.finish(0, None)
     result = pending.snapshot([5], "length")
     assert result.keys() == [("resid_post", 2)]
@@ -148,3 +150,14 @@ def test_rows_and_scores_of_other_destinations_are_not_kept(inbox):
     assert (result.status, result.delivered) == ("complete", 20)
     assert (result["resid_post", 2][:, 0] == 2 * HIDDEN_SIZE).all(), "the third of four rows"
     assert (result.scores["p"] == 4 * HIDDEN_SIZE + 1).all(), "the second of two scores"
+
+
+def test_what_is_copied_for_a_request_that_is_gone_takes_nothing(inbox):
+    spec = Spec((Read("embed"),))
+    inbox.budget = Budget(1 << 20)
+    pending = opened(inbox, spec, 5)
+    inbox.forget(pending)
+    inbox._pending[pending.key] = pending  # as it was when the message came
+    deliver(inbox, pending, spec, 5, 0, 5)
+    assert inbox.budget.num_bytes == 0
+    assert not pending._tables

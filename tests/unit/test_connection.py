@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from dataclasses import asdict
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 
 from tests.unit.strategies import sentence
 from vllm_scope import CompatError, Replace, Spec
-from vllm_scope.engine.connection import Connection
+from vllm_scope.engine.connection import RETRY_S, Connection, connect_async, needs_connection
 from vllm_scope.engine.model import check_engine
 from vllm_scope.engine.sizes import Limits
+from vllm_scope.inbox import inbox
 from vllm_scope.sites import Sites
 
 SITES = Sites(2, 4, "float32", (0, 2, 4))
@@ -59,3 +64,71 @@ def test_engines_whose_rows_are_not_in_the_order_of_the_plan_have_no_taps():
     config.speculative_config = SimpleNamespace(enable_adaptive_verification=True)
     with pytest.raises(CompatError, match="adaptive verification"):
         check_engine(config)
+
+
+class Engine:
+    """An AsyncLLM as far as connecting knows it: one worker, whose road is there or not."""
+
+    def __init__(self) -> None:
+        self.vllm_config = SimpleNamespace(additional_config={"scope": {}})
+        self.output_processor = SimpleNamespace(scope=None)
+        self.engine_core = self
+        self.num_asked = 0
+        self.reason: str | None = None
+
+    async def call_utility_all_async(self, *_):
+        self.num_asked += 1
+        await asyncio.sleep(0.01)
+        reply = {
+            "reason": self.reason, "drains": True, "num_stages": 1, "sinks": {}, "modules": {},
+            "needs_tcp": False, "taps_here": [0, 2, 4],
+            "sites": {**asdict(SITES), "boundaries": list(SITES.boundaries)},
+            "limits": msgspec.to_builtins(_connection(False).limits),
+        }  # fmt: skip
+        return [[reply]]
+
+
+def test_requests_that_come_at_once_connect_once_and_again_where_rows_did_not_come():
+    async def ask(engine):
+        if needs_connection(engine):
+            await connect_async(engine)
+        return engine.output_processor.scope
+
+    async def run():
+        engine = Engine()
+        found = await asyncio.gather(*(ask(engine) for _ in range(50)))
+        assert engine.num_asked == 1
+        assert all(one is found[0] for one in found)
+        assert await ask(engine) is found[0]
+        inbox().renew()
+        leaving = asyncio.ensure_future(ask(engine))
+        await asyncio.sleep(0)
+        leaving.cancel()  # the others' connection does not go with it
+        again = await asyncio.gather(*(ask(engine) for _ in range(50)))
+        assert engine.num_asked == 2
+        assert again[0] is not found[0]
+        return engine
+
+    asyncio.run(run())
+
+
+def test_a_road_that_is_gone_for_a_while_does_not_end_an_engine():
+    async def run():
+        engine = Engine()
+        await connect_async(engine)
+        first = engine.output_processor.scope
+        inbox().renew()
+        engine.reason = "this worker cannot reach the front-end"
+        await connect_async(engine)
+        assert engine.output_processor.scope is first
+        assert first.reason is None
+        assert not needs_connection(engine), "it is not asked again at once"
+        assert 0 < first.retry_at - time.monotonic() <= RETRY_S
+        first.retry_at = time.monotonic()
+        assert needs_connection(engine)
+        engine.reason = None
+        await connect_async(engine)
+        assert engine.output_processor.scope is not first
+        assert not needs_connection(engine)
+
+    asyncio.run(run())

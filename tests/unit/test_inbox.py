@@ -144,11 +144,12 @@ def test_a_column_that_lost_a_message_leaves_the_others_at_their_places():
     def values(*numbers):
         return np.array(numbers, np.float32)[..., None].view(np.uint8)
 
-    table.append(labels(0, 1), values([0, 10], [1, 11]), 0)
+    table.commit(table.write(labels(0, 1), values([0, 10], [1, 11]), 0))
     before = table.snapshot()
     assert before[3].positions is before[8].positions
-    table.append_one(8, labels(2), values(12), 0)
-    table.append(labels(3), values([3, 13]), 0)
+    table.commit(table.write_one(8, labels(2), values(12), 0))
+    table.commit(table.write(labels(3), values([3, 13]), 0))
+    table.write(labels(4), values([4, 14]), 0)  # not committed: nobody sees it
     for snapshot, positions in (
         (before, [[0, 1]] * 2),
         (table.snapshot(), [[0, 1, 3], [0, 1, 2, 3]]),
@@ -166,7 +167,8 @@ def test_a_snapshot_while_rows_come_has_a_row_for_each_position(monkeypatch):
 
     def append(first, count):
         positions = np.arange(first, first + count)
-        table.append(np.stack([positions, positions]), np.zeros((count, 1, 4), np.uint8), 0)
+        labels, values = np.stack([positions, positions]), np.zeros((count, 1, 4), np.uint8)
+        table.commit(table.write(labels, values, 0))
 
     def appended_behind(values):
         append(64, 1)

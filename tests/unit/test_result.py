@@ -18,11 +18,14 @@ from tests.unit.oracle import first_point
 from tests.unit.roads import SITES, Road, score_of
 from tests.unit.strategies import VOCAB, is_selected, specs
 from vllm_scope import Read, Spec, Union
+from vllm_scope.host_ring import HostRing
+from vllm_scope.inbox import Inbox
 from vllm_scope.layout import Layout
 from vllm_scope.pending import Pending
 from vllm_scope.resolve import Resolved
 from vllm_scope.result import ScopeResult
 from vllm_scope.selectors import Selector
+from vllm_scope.senders import SharedSender
 from vllm_scope.sites import point_of
 
 PATIENCE_S = 10
@@ -441,3 +444,42 @@ def test_a_request_that_nobody_holds_is_forgotten_with_its_rows(road):
 def test_two_requests_never_share_a_key(road):
     pendings = [road.open("embed") for _ in range(100)]
     assert len({pending.key for pending in pendings}) == 100
+
+
+@pytest.mark.parametrize("during", [False, True], ids=["before", "while-it-is-copied"])
+def test_rows_that_are_read_after_the_worker_went_on_are_not_believed(during, monkeypatch):
+    """The span may hold others' rows by then; nobody sees it, and the request says why."""
+    inbox, ring = Inbox(), HostRing(64, cuda=False)
+    sender = SharedSender(inbox.address, ring)
+    road = Road(inbox, sender, ring)
+    try:
+        pending = road.open("embed")
+        generation, seen = inbox.generation, []
+        lose = pending.lose
+
+        def seen_before(*arguments, **named):
+            seen.append(pending.snapshot([], None))
+            lose(*arguments, **named)
+
+        monkeypatch.setattr(pending, "lose", seen_before)
+        if during:
+            on_rows = inbox._receiver._on_rows
+
+            def revoked_meanwhile(message):
+                ring.revoke(sender._reader)
+                on_rows(message)
+
+            monkeypatch.setattr(inbox._receiver, "_on_rows", revoked_meanwhile)
+        else:
+            ring.revoke(sender._reader)
+        road.send([(pending.key, 0, (0,), 1)])
+        pending.done.result(PATIENCE_S)
+        (before,), after = seen, pending.snapshot([], None)
+        assert (before.status, before.delivered) == ("streaming", 0)
+        assert (after.status, after.delivered) == ("failed", 0)
+        assert "did not read its rows" in after.error
+        assert inbox.generation == generation + 1
+    finally:
+        sender.close()
+        inbox.close()
+        ring.close()

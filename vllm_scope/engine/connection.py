@@ -11,6 +11,9 @@ does not is refused before it enters, with the path that the caller typed.
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +34,11 @@ from vllm_scope.resolve import Resolved, Vectors
 from vllm_scope.selectors import Tokens
 from vllm_scope.sites import Sites
 
+logger = logging.getLogger("vllm.vllm_scope")
+
+#: How long a front-end that could not connect again waits before it tries once more.
+RETRY_S = 10.0
+
 
 @dataclass
 class Connection:
@@ -41,6 +49,7 @@ class Connection:
         modules: steering modules that the engine holds: name -> a stand-in for their
             vectors, for the checks; EngineCore and the workers have the content.
         generation: the inbox's, when the workers were asked.
+        retry_at: monotonic seconds; not asked again before, where that failed.
     """
 
     sites: Sites
@@ -51,6 +60,7 @@ class Connection:
     sinks: dict[str, bool]
     modules: dict[str, Vectors]
     generation: int = 0
+    retry_at: float = 0.0
 
     @staticmethod
     def from_replies(replies: list[dict[str, Any]], deliver_timeout_s: float) -> Connection:
@@ -121,6 +131,12 @@ def _connect(engine: Any, replies: list[dict[str, Any]], generation: int) -> Non
     assert config is not None
     inbox().on_counters = count_sinks
     found = Connection.from_replies(replies, config.deliver_timeout_s)
+    known = getattr(engine.output_processor, "scope", None)
+    if known is not None and known.reason is None and found.reason is not None:
+        # What was a road before may be one again.
+        logger.warning("vllm-scope: %s. It is tried again in %g s.", found.reason, RETRY_S)
+        known.retry_at = time.monotonic() + RETRY_S
+        return
     found.generation = generation
     engine.output_processor.scope = found
 
@@ -134,6 +150,14 @@ def connect_sync(engine: Any) -> None:
 
 
 async def connect_async(engine: Any) -> None:
+    """Once for all requests that wait for it; it goes on where one of them is cancelled."""
+    task = engine.__dict__.get("scope_connecting")
+    if task is None or task.done():
+        task = engine.scope_connecting = asyncio.ensure_future(_connect_async(engine))
+    await asyncio.shield(task)
+
+
+async def _connect_async(engine: Any) -> None:
     generation = inbox().generation
     replies = await _ask_all(engine)
     if _may_listen(engine, replies):
@@ -157,7 +181,8 @@ async def _ask_all(engine: Any) -> list[dict[str, Any]]:
 def needs_connection(engine: Any) -> bool:
     known = getattr(engine.output_processor, "scope", None)
     if known is not None:
-        return bool(known.generation != inbox().generation)
+        late = known.generation != inbox().generation
+        return bool(late and time.monotonic() >= known.retry_at)
     return config_of(engine.vllm_config) is not None
 
 

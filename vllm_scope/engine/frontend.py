@@ -34,6 +34,8 @@ from vllm_scope.spec import Spec
 
 #: How long a synchronous step waits for rows before it looks again.
 POLL_S = 0.05
+#: Rows that are due and do not come for so long may have nobody who sends them.
+LONG_S = 5.0
 NO_TAPS = "this engine was started without vllm-scope; it has no taps."
 
 
@@ -268,10 +270,18 @@ async def _settled(engine: Any, stream: Any) -> Any:
                     raise completion.scope_refusal
             for pending in _waiting_for(output):
                 timeout = engine.output_processor.scope.deliver_timeout_s
-                await asyncio.wait([asyncio.wrap_future(pending.done)], timeout=timeout)
-                if not pending.done.done():
-                    inbox().renew()
+                await _arrival(pending, timeout)
             yield settle(output)
+
+
+async def _arrival(pending: Pending, timeout: float) -> None:
+    """Wait for a request's last row; what takes long may be a worker that has given up."""
+    limit = time.monotonic() + min(timeout, LONG_S)
+    try:
+        await asyncio.wait([asyncio.wrap_future(pending.done)], timeout=timeout)
+    finally:
+        if not pending.done.done() and time.monotonic() >= limit:
+            inbox().renew()
 
 
 def _step(original: Any, self: Any) -> list[Any]:

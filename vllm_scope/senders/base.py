@@ -40,6 +40,10 @@ class Sender(Protocol):
     def reclaim(self) -> None:
         """Release the leases of what was read, and of what a dead reader never will."""
 
+    @property
+    def num_read(self) -> int:
+        """Messages that the front-end has read."""
+
     def holds(self, lease: Lease) -> bool:
         """Something on this span was sent and not read."""
 

@@ -64,7 +64,8 @@ class SharedSender:
     def _try_ring(self) -> None:
         self._socket.send(encode(SharedHello(self._ring.ref, self._reader)))
         if not self._socket.poll(int(ANSWER_S * 1e3)):
-            # Its counter is not used again: the front-end may still take it.
+            # The front-end may still take it.
+            self._ring.free_reader_later(self._reader, self._has_left)
             raise CompatError(f"the front-end did not answer within {ANSWER_S:g} s")
         error = decode_answer(self._socket.recv()).error
         if error is not None:
@@ -73,8 +74,7 @@ class SharedSender:
 
     @property
     def dead(self) -> bool:
-        closed = bool(self._ring.counters[self._reader] == CLOSED)
-        return self._gone or closed or not self._address.alive
+        return self._gone or self._has_left()
 
     def send_rows(self, batch: RowBatch) -> None:
         if self._gone:
@@ -107,6 +107,14 @@ class SharedSender:
         while unread and unread[0][0] <= read:
             unread.popleft()[1].release()
 
+    def _has_left(self) -> bool:
+        closed = bool(self._ring.counters[self._reader] == CLOSED)
+        return closed or not self._address.alive
+
+    @property
+    def num_read(self) -> int:
+        return int(self._ring.counters[self._reader])
+
     def holds(self, lease: Lease) -> bool:
         return any(mine.overlaps(lease) for _, mine in self._unread)
 
@@ -129,7 +137,5 @@ class SharedSender:
         if self.dead:
             while self._unread:
                 self._unread.popleft()[1].release()
-            closed = self._ring.counters[self._reader] == CLOSED
-            if closed or not self._address.alive:
-                self._ring.free_reader(self._reader)
+            self._ring.free_reader_later(self._reader, self._has_left)
         self._socket.close(linger=1000)

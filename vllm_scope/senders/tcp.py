@@ -86,7 +86,7 @@ class TcpSender:
         check_curve()
         self._address, self._ring = address, ring
         self._session = secrets.randbits(62)
-        self._num_sent = 0
+        self._num_sent = self._num_confirmed = 0
         #: Appended by the caller, taken by the thread.
         self._outgoing: deque[_Sent] = deque()
         #: The thread's own: what was sent and not read.
@@ -141,6 +141,10 @@ class TcpSender:
 
     def reclaim(self) -> None:
         """Nothing to do: the thread releases leases as answers come."""
+
+    @property
+    def num_read(self) -> int:
+        return self._num_confirmed
 
     def holds(self, lease: Lease) -> bool:
         with self._lock:
@@ -234,6 +238,7 @@ class TcpSender:
         if num_read == CLOSED:
             self._num_dials = MOST_DIALS + 1  # over
             return
+        self._num_confirmed = num_read
         progress = not self._unread
         while self._unread and self._unread[0].number <= num_read:
             self._unread.popleft().release()

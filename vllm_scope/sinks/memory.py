@@ -44,6 +44,8 @@ class MemorySink:
         #: Of these, the requests whose rows go there.
         self._reads: dict[int, str] = {}
         self._num_bytes = 0
+        #: How much front-ends had read when the ring last waited for long.
+        self._read_before: dict[str, int] = {}
 
     @property
     def roads(self) -> list[Road]:
@@ -145,8 +147,11 @@ class MemorySink:
     def _give_up(self, lease: Lease) -> None:
         """Front-ends that live and do not read hold this worker, and all who use it."""
         with self._lock:
+            before = self._read_before
+            self._read_before = {f: sender.num_read for f, sender in self._senders.items()}
             for frontend, sender in self._senders.items():
-                if sender.holds(lease):
+                stands_still = self._read_before[frontend] == before.get(frontend)
+                if stands_still and sender.holds(lease):
                     logger.warning(
                         "vllm-scope: front-end %s has not read its rows for %.0f s "
                         "(deliver_timeout_s); its requests' rows are dropped.",
