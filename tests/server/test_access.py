@@ -128,4 +128,7 @@ def test_more_rows_than_the_server_holds_are_refused_and_what_was_let_in_is_let_
         assert "VLLM_SCOPE_ROWS_MIB" in answer.text
         assert {"requests": 0, "pending": 0}.items() <= server.at_rest().items()
         one = http.post("/v1/completions", json=body | {"prompt": [5] * 480, "stream": False})
-        assert one.json()["choices"][0]["scope"]["status"] == "complete"
+        found = one.json()["choices"][0]["scope"]
+        assert found["status"] == "complete"
+        file = http.get(found["result"]["url"], params={"delete": "true"})
+        assert len(file.content) == found["result"]["num_bytes"]
