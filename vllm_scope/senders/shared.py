@@ -137,5 +137,8 @@ class SharedSender:
         if self.dead:
             while self._unread:
                 self._unread.popleft()[1].release()
-            self._ring.free_reader_later(self._reader, self._has_left)
+            if self._has_left():
+                self._ring.free_reader(self._reader)
+            else:
+                self._ring.free_reader_later(self._reader, self._has_left)
         self._socket.close(linger=1000)
