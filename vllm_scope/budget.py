@@ -141,9 +141,9 @@ def bytes_of_prompt(own: Resolved, whole: Resolved, sites: Sites, prompt_ids: Se
             point = canonical_point(sites.point_of(stream, read.when), edited)
             key = read.encoding, point
             masks[key] = masks[key] | mask if key in masks else mask
-            raw = sites.row_size(stream[0]) * itemsize
-            sizes[key] = raw
-            if read.encoding is not None:
+            if read.encoding is None:
+                sizes[key] = sites.row_size(stream[0]) * itemsize
+            else:
                 sizes[key] = slots_of_row(read.encoding.row_bytes) * SLOT_BYTES
     total = sum(int(np.count_nonzero(mask)) * sizes[key] for key, mask in masks.items())
     # Drained tap by tap, each brings its labels; else they come once.

@@ -179,7 +179,10 @@ class HostRing:
 
     def free_reader_later(self, reader: int, is_gone: Callable[[], bool]) -> None:
         """The same, of one that may still write its counter until it is gone."""
-        self._leaving.append((reader, is_gone))
+        if is_gone():
+            self.free_reader(reader)
+        else:
+            self._leaving.append((reader, is_gone))
 
     def acquire(self, num_slots: int) -> Lease:
         """The next span; waits while it is in use.

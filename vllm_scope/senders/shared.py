@@ -100,16 +100,18 @@ class SharedSender:
             self._socket.send(encode(header))
 
     def reclaim(self) -> None:
-        unread = self._unread
-        read = int(self._ring.counters[self._reader])
+        unread, read = self._unread, self.num_read
         if read == CLOSED or (unread and unread[0][0] > read and self._is_dead_by_now()):
             read, self._gone = CLOSED, True
-        while unread and unread[0][0] <= read:
-            unread.popleft()[1].release()
+        self._release(read)
+
+    def _release(self, read: int) -> None:
+        """The leases of messages up to this one; CLOSED: of all."""
+        while self._unread and self._unread[0][0] <= read:
+            self._unread.popleft()[1].release()
 
     def _has_left(self) -> bool:
-        closed = bool(self._ring.counters[self._reader] == CLOSED)
-        return closed or not self._address.alive
+        return self.num_read == CLOSED or not self._address.alive
 
     @property
     def num_read(self) -> int:
@@ -121,8 +123,7 @@ class SharedSender:
     def give_up(self) -> None:
         self._ring.revoke(self._reader)
         self._gone = True
-        while self._unread:
-            self._unread.popleft()[1].release()
+        self._release(CLOSED)
 
     def _is_dead_by_now(self) -> bool:
         """Asked while the front-end lags behind, often; looks up the process sometimes."""
@@ -135,10 +136,6 @@ class SharedSender:
         """Deliver what waits. A dead front-end's counter is free again; one that was given up
         may still write there."""
         if self.dead:
-            while self._unread:
-                self._unread.popleft()[1].release()
-            if self._has_left():
-                self._ring.free_reader(self._reader)
-            else:
-                self._ring.free_reader_later(self._reader, self._has_left)
+            self._release(CLOSED)
+            self._ring.free_reader_later(self._reader, self._has_left)
         self._socket.close(linger=1000)
