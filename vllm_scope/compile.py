@@ -55,9 +55,9 @@ class _Compiled:
     edits: tuple[tuple[int, tuple[int, int], tuple[Op, ...]], ...]
     programs: dict[bytes, Program | None] = field(default_factory=dict)
     #: Where all tokens of a phase get the same: all programs of requests that have phases,
-    #: prompt and generated, and their cost, drafts included.
+    #: prompt and generated, and those with drafts.
     of_phases: dict[tuple[bool, bool], list[Program]] = field(default_factory=dict)
-    costs: dict[tuple[bool, bool], Cost] = field(default_factory=dict)
+    of_drafts: dict[tuple[bool, bool], list[Program]] = field(default_factory=dict)
 
     def program(self, column: NDArray[np.int32]) -> Program | None:
         key = column.tobytes()
@@ -225,7 +225,15 @@ class RequestProgram:
         return list(dict.fromkeys(program for program in found if program is not None))
 
     def with_drafts(self, num_positions: int) -> list[Program]:
-        """`all_programs`, and the one that drafts may need."""
+        """`all_programs`, and the one that drafts may need: what a request with vectors holds."""
+        if not self.generated_is_uniform:
+            return self._with_drafts(num_positions)
+        known, phases = self._compiled.of_drafts, self._phases(num_positions)
+        if phases not in known:
+            known[phases] = self._with_drafts(num_positions)
+        return known[phases]
+
+    def _with_drafts(self, num_positions: int) -> list[Program]:
         programs = self.all_programs(num_positions)
         superset = self.generated_superset()
         if superset is not None and superset not in programs:
@@ -234,17 +242,7 @@ class RequestProgram:
 
     def cost(self, num_positions: int) -> Cost:
         """What the request takes of the device tables, what drafts may need included."""
-        if not self.generated_is_uniform:
-            return self._cost(num_positions)
-        known, phases = self._compiled.costs, self._phases(num_positions)
-        if phases not in known:
-            known[phases] = self._cost(num_positions)
-        return known[phases]
-
-    def _cost(self, num_positions: int) -> Cost:
-        programs = self.with_drafts(num_positions)
-        vectors: set[Array] = set().union(*(program.vectors for program in programs))
-        return Cost(len(vectors), len(programs), sum(program.num_ops for program in programs))
+        return Cost.of(self.with_drafts(num_positions))
 
 
 @dataclass(frozen=True)

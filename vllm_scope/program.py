@@ -8,6 +8,7 @@ From:  compile, layout.   To: plan (per token), tap.tables (on the device).
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -83,6 +84,12 @@ class Cost:
     vectors: int = 0
     programs: int = 0
     ops: int = 0
+
+    @staticmethod
+    def of(programs: Collection[Program]) -> Cost:
+        """Of distinct programs; a vector that several use is one."""
+        vectors: set[Array] = set().union(*(program.vectors for program in programs))
+        return Cost(len(vectors), len(programs), sum(program.num_ops for program in programs))
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(

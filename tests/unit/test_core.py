@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_scope import Add, CapacityError, Probe, Read, Replace, Spec, SpecError, scope
+from vllm_scope.arrays import Array
 from vllm_scope.compile import BlockKeys
 from vllm_scope.engine import core
-from vllm_scope.engine.core import HANDLE, CoreScope, Ledger, handle_of
+from vllm_scope.engine.core import HANDLE, CoreScope, handle_of
 from vllm_scope.engine.model import foreign_connector
+from vllm_scope.ledger import Ledger
 from vllm_scope.plan import OVERSHOOT
-from vllm_scope.program import Cost
+from vllm_scope.program import OP_ADD, Cost, Op, Program, assemble
 from vllm_scope.registry import Registry
 from vllm_scope.resolve import Resolved
 from vllm_scope.sites import Sites
@@ -67,11 +69,11 @@ def test_a_request_takes_with_it_what_names_and_the_servers_edits_mean():
     server = engine.registry.set_edits(scope(Add(W, layer=1))["scope"])
     request = _request(Add("m"), Read("embed"))
     before = request.sampling_params
-    engine.stamp(request)
+    entry = engine.stamp(request)
     handle = handle_of(request.sampling_params)
     assert handle["modules"] == {"m": digest}
     assert handle["server"] == server
-    assert Cost(*handle["cost"]) == Cost(2, 1, 3)
+    assert Cost.of(entry.programs) == Cost(2, 1, 3)
     assert (handle["key"], handle["frontend"]) == (5, "f")
     # The caller's own parameters are as they were.
     assert "modules" not in before.extra_args[HANDLE]
@@ -93,10 +95,11 @@ def test_the_servers_edits_are_stamped_on_plain_requests_too():
     engine = _core()
     server = engine.registry.set_edits(scope(Add(W, layer=1))["scope"])
     request = _request()
-    keys = engine.stamp(request)
+    entry = engine.stamp(request)
     handle = handle_of(request.sampling_params)
-    assert handle == {"server": server, "modules": {}, "cost": [1, 1, 1]}
-    assert keys.key(0, 4) is not None
+    assert handle == {"server": server, "modules": {}}
+    assert Cost.of(entry.programs) == Cost(1, 1, 1)
+    assert entry.keys.key(0, 4) is not None
     engine.registry.set_edits(None)
     assert engine.stamp(_request()) is None
 
@@ -119,10 +122,9 @@ def test_prompt_embeddings_enter_as_they_are_and_are_never_edited():
 def test_the_cost_counts_the_positions_that_a_step_may_overshoot():
     engine = _core()
     last = 8 + 10 + OVERSHOOT - 1
-    for position, cost in ((last, [1, 1, 1]), (last + 1, [0, 0, 0])):
-        request = _request(Add(V, layer=0, tokens=[position]))
-        engine.stamp(request)
-        assert handle_of(request.sampling_params)["cost"] == cost
+    for position, cost in ((last, Cost(1, 1, 1)), (last + 1, Cost())):
+        entry = engine.stamp(_request(Add(V, layer=0, tokens=[position])))
+        assert Cost.of(entry.programs) == cost
 
 
 @pytest.mark.parametrize(
@@ -195,6 +197,14 @@ def test_edited_blocks_are_keyed_from_their_first_hash_on():
     assert hashed == [None if key is None else (("scope", key),) for key in expected]
     # And so are the blocks that are hashed while it runs.
     assert _extra_keys(made, 8, 12) == (("scope", expected[2]),)
+    assert Cost.of(made.scope_programs) == Cost(1, 1, 1)
+
+
+def test_a_request_that_only_probes_holds_places_and_keys_no_block():
+    engine = _EngineCore(scope=_core())
+    made, hashed = _preprocess(engine, _request(Probe(V, layer=0, name="p")))
+    assert hashed == [None] * 4
+    assert Cost.of(made.scope_programs) == Cost(1, 1, 1)
 
 
 def _resolved(action):
@@ -323,7 +333,7 @@ def test_edited_kv_is_never_shared_under_plain_tokens():
         with pytest.raises(SpecError, match=r"through 'LMCacheConnectorV1'.* edits need"):
             refused()
     engine.check_edits(None)
-    assert engine.stamp(_request(Probe(V, layer=0, name="p"))) is None
+    assert engine.stamp(_request(Probe(V, layer=0, name="p"))).keys is None
     assert engine.stamp(_request(Read("embed"), vectors=False)) is None
 
 
@@ -396,10 +406,18 @@ class Scheduler:
         return self.scope_ledger  # type: ignore[attr-defined, no-any-return]
 
 
-def add(scheduler: Scheduler, name: str, num_vectors: int | None) -> None:
+def _adding(name: str, num_vectors: int) -> Program:
+    """A program whose vectors no request of another name has."""
+    rows = [f"{name}-{i}".encode().ljust(16, b" ") for i in range(num_vectors)]
+    return assemble((), {}, {(0, 0): [Op(OP_ADD, 0, Array((4,), row), 1.0) for row in rows]})
+
+
+def add(
+    scheduler: Scheduler, name: str, num_vectors: int | None, content: str | None = None
+) -> None:
     request = _request(name=name)
-    if num_vectors is not None:
-        request.sampling_params.extra_args[HANDLE] = {"cost": list(astuple(Cost(num_vectors)))}
+    if num_vectors:
+        request.scope_programs = (_adding(content or name, num_vectors),)
     core._add_to_scheduler(Scheduler.enqueue, scheduler, request)
 
 
@@ -427,6 +445,18 @@ def test_requests_that_do_not_fit_wait_first_come_first_served(scheduler):
     add(scheduler, "d", 1)
     assert scheduler.added[-1] == "d"
     assert scheduler.ledger.most == capacity(4, 4 * 16 / 2**20)
+
+
+def test_equal_vectors_have_one_place_and_nobody_waits_for_them(scheduler):
+    for i in range(9):
+        add(scheduler, f"same-{i}", 3, content="same")
+    add(scheduler, "other", 2)
+    assert scheduler.added == [f"same-{i}" for i in range(9)]
+    for i in range(8):
+        end(scheduler, f"same-{i}")
+        assert scheduler.added[-1] != "other"
+    end(scheduler, "same-8")
+    assert scheduler.added[-1] == "other"
 
 
 def test_one_that_fills_everything_runs_alone(scheduler):
@@ -499,7 +529,7 @@ def test_what_runs_always_fits_and_all_run_in_the_end(data):
     scheduler, before = Scheduler(most), core._enqueue
     core._enqueue = Scheduler.enqueue
     try:
-        sizes = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=12))
+        sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=12))
         names = [f"{i}-{size}" for i, size in enumerate(sizes)]
         for name, size in zip(names, sizes, strict=True):
             add(scheduler, name, size)
@@ -513,13 +543,3 @@ def test_what_runs_always_fits_and_all_run_in_the_end(data):
         assert not scheduler.ledger.waiting
     finally:
         core._enqueue = before
-
-
-def test_a_ledger_gives_back_what_a_request_held_and_no_more():
-    ledger = Ledger(Cost(2, 2, 2))
-    assert ledger.admit("a", Cost(1, 2, 0))
-    assert not ledger.admit("b", Cost(1, 1, 0))
-    assert not ledger.release("b")
-    assert ledger.release("a")
-    assert not ledger.release("a")
-    assert ledger.admit("b", Cost(2, 2, 2))

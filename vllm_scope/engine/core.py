@@ -2,7 +2,7 @@
 
 Owns:  the cap on a reading request's prefix-cache hit, the keys of edited KV blocks,
        what a steering module's name and the server-wide edits mean for a request that
-       enters, and the count of device-table places that running requests hold.
+       enters, and who waits until the workers' tables have room for it (ledger).
 Runs:  in EngineCore: when a request enters (input thread), is hashed, is scheduled.
 
 A token whose KV comes from the cache is not computed, so its rows do not exist: a
@@ -14,9 +14,8 @@ keyed by the edit's content and the tokens it falls on, from the first edited bl
 from __future__ import annotations
 
 import threading
-from collections import deque
 from copy import copy
-from dataclasses import astuple
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,8 +30,9 @@ from vllm_scope.engine.model import (
 )  # fmt: skip
 from vllm_scope.engine.seams import config_of, wrap_function, wrap_method
 from vllm_scope.errors import CapacityError, SpecError, shown
+from vllm_scope.ledger import Ledger
 from vllm_scope.plan import OVERSHOOT
-from vllm_scope.program import Cost
+from vllm_scope.program import Cost, Program
 from vllm_scope.registry import Registry
 from vllm_scope.resolve import Resolved
 from vllm_scope.sinks.request import Ended
@@ -43,9 +43,8 @@ from vllm_scope.vectors import load_vectors
 #: Where the handle of a request with taps is, beside `scope` in `extra_args`. Made by
 #: the front-end: `key`, `frontend`, `first_position` (None reads nothing), `vectors`
 #: (it edits or probes), `follows` (its caller sees outputs before the last). EngineCore
-#: adds `modules` (name -> digest), `server` (digest of the server-wide edits) and `cost`;
-#: for a plain request too, where the server edits all, and `sinks` where rows go elsewhere
-#: than to memory.
+#: adds `modules` (name -> digest) and `server` (digest of the server-wide edits); for a plain
+#: request too, where the server edits all, and `sinks` where rows go elsewhere than to memory.
 HANDLE = "scope_handle"
 
 
@@ -56,37 +55,17 @@ def handle_of(sampling_params: Any) -> dict[str, Any] | None:
     return handle if isinstance(handle, dict) else None
 
 
-class Ledger:
-    """Places in the workers' tables that requests hold, from their entry to their end.
+@dataclass(frozen=True)
+class Entry:
+    """What a request with vectors is given as it enters, beside its handle.
 
-    A request that does not fit now waits outside the scheduler, first come, first
-    served. One that could never fit is refused by the front-end.
+    Attributes:
+        keys: how its edits key its KV blocks; None where nothing is edited.
+        programs: those whose places it holds in the workers' tables.
     """
 
-    def __init__(self, most: Cost) -> None:
-        self.most = most
-        self.waiting: deque[Any] = deque()
-        #: How many requests have had to wait.
-        self.num_waited = 0
-        self._held: dict[str, Cost] = {}
-        self._sum = Cost()
-
-    def admit(self, request_id: str, cost: Cost) -> bool:
-        """Whether there is room. A request that holds its places already keeps them."""
-        if request_id in self._held:
-            return True
-        if self._held and not (self._sum + cost).fits(self.most):
-            return False
-        self._held[request_id] = cost
-        self._sum += cost
-        return True
-
-    def release(self, request_id: str) -> bool:
-        """Whether the request held anything."""
-        cost = self._held.pop(request_id, None)
-        if cost is not None:
-            self._sum -= cost
-        return cost is not None
+    keys: BlockKeys | None
+    programs: tuple[Program, ...]
 
 
 class CoreScope:
@@ -104,11 +83,11 @@ class CoreScope:
         self.everywhere = global_reads(config, self.sites)
         self.most = capacity(self.sites.hidden_size, config.vectors_mib)
 
-    def stamp(self, request: Any) -> BlockKeys | None:
+    def stamp(self, request: Any) -> Entry | None:
         """Give a request that enters what names and the server's edits mean now.
 
         Returns:
-            How its edits key its KV blocks; None where nothing is edited.
+            None where it has no vectors.
 
         Raises:
             ScopeError: the front-end had let it in, and a name has changed its meaning
@@ -140,19 +119,21 @@ class CoreScope:
         program = RequestProgram.compile(
             asked, self.sites, frozenset(self.sites.boundaries), len(prompt_ids), prompt_ids
         )
+        programs: tuple[Program, ...] = ()
         if program.has_vectors:
-            cost = program.cost(len(prompt_ids) + (params.max_tokens or 1) + OVERSHOOT)
+            most = len(prompt_ids) + (params.max_tokens or 1) + OVERSHOOT
+            programs = tuple(program.with_drafts(most))
+            cost = Cost.of(programs)
             if not cost.fits(self.most):
                 raise CapacityError(
                     f"with the server's edits the request takes {cost}; this engine has "
                     f"{self.most}. Edit fewer places, or send it again when they are gone."
                 )
-            handle["cost"] = list(astuple(cost))
         keys = BlockKeys(asked.edits, len(prompt_ids), prompt_ids) if asked.edits else None
         params = copy(params)
         params.extra_args = {**(params.extra_args or {}), HANDLE: handle}
         request.sampling_params = params
-        return keys
+        return Entry(keys, programs)
 
     def check_edits(self, text: str | None) -> None:
         """Raises SpecError for server-wide edits that no request could hold."""
@@ -197,7 +178,7 @@ class CoreScope:
 # Requests in
 
 #: Of requests whose construction, in which vLLM hashes their blocks, is under way.
-_entering: dict[str, BlockKeys] = {}
+_entering: dict[str, BlockKeys | None] = {}
 _making = threading.Lock()
 
 
@@ -205,13 +186,13 @@ def _preprocess(original: Any, self: Any, request: Any) -> Any:
     nothing_asked = "scope" not in self.__dict__ and handle_of(request.sampling_params) is None
     if nothing_asked and not _has_global_sinks(self):
         return original(self, request)
-    keys = _scope_of(self).stamp(request)
-    if keys is None:
+    entry = _scope_of(self).stamp(request)
+    if entry is None:
         return original(self, request)
-    _entering[request.request_id] = keys
+    _entering[request.request_id] = entry.keys
     try:
         made = original(self, request)
-        made[0].scope_keys = keys
+        made[0].scope_keys, made[0].scope_programs = entry.keys, entry.programs
         return made
     finally:
         del _entering[request.request_id]
@@ -280,19 +261,20 @@ def _new_ledger(scheduler: Any) -> Ledger:
     return ledger
 
 
-def _cost_of(request: Any) -> Cost | None:
-    handle = handle_of(request.sampling_params)
-    return Cost(*handle["cost"]) if handle is not None and "cost" in handle else None
+def _programs_of(request: Any) -> tuple[Program, ...]:
+    """Whose places it holds; none of a plain one."""
+    programs: tuple[Program, ...] = getattr(request, "scope_programs", ())
+    return programs
 
 
 def _add_to_scheduler(original: Any, self: Any, request: Any) -> None:
-    cost = _cost_of(request)
+    programs = _programs_of(request)
     # vLLM sends each piece of streamed input as a request of the same id.
-    if cost is None or request.request_id in self.requests:
+    if not programs or request.request_id in self.requests:
         original(self, request)
         return
     ledger = _ledger_of(self) or _new_ledger(self)
-    if not ledger.waiting and ledger.admit(request.request_id, cost):
+    if not ledger.waiting and ledger.admit(request.request_id, programs):
         original(self, request)
     else:
         ledger.waiting.append(request)
@@ -309,7 +291,7 @@ def _free(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> 
     if ledger is not None and ledger.release(request.request_id):
         while ledger.waiting:
             first = ledger.waiting[0]
-            if not ledger.admit(first.request_id, _cost_of(first) or Cost()):
+            if not ledger.admit(first.request_id, _programs_of(first)):
                 break
             _enqueue(self, ledger.waiting.popleft())
     return out
