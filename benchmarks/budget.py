@@ -2,14 +2,17 @@
 
     python -m benchmarks.budget --shape 0.5b --gpu
 
-The engine runs in this process, and the parts of vllm-scope that the worker's main
-thread runs are timed as they are called. Microseconds a step, mean of a decode run.
+The engine and its front-end run in this process, and the parts of vllm-scope that the worker's
+main thread runs are timed as they are called. Microseconds of one step, median of a decode run:
+on the clock, and of CPU. The clock counts waits for Python's lock, which the front-end and the
+drain's thread hold too; with a front-end in a process of its own there are fewer.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import tempfile
 import time
 from collections import defaultdict
@@ -35,23 +38,27 @@ PARTS = [
 ]
 
 
-def timed(totals: dict[str, list[float]], name: str, function: Callable[..., Any]) -> Any:
+#: name -> (seconds on the clock, seconds of CPU) of each call.
+Times = dict[str, list[tuple[float, float]]]
+
+
+def timed(totals: Times, name: str, function: Callable[..., Any]) -> Any:
     @wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
+        clock, cpu = time.perf_counter(), time.thread_time()
         try:
             return function(*args, **kwargs)
         finally:
-            totals[name].append(time.perf_counter() - started)
+            totals[name].append((time.perf_counter() - clock, time.thread_time() - cpu))
 
     return wrapped
 
 
-def watch() -> dict[str, list[float]]:
-    """Time PARTS from now on; name -> seconds of each call."""
+def watch() -> Times:
+    """Time PARTS from now on."""
     from importlib import import_module
 
-    totals: dict[str, list[float]] = defaultdict(list)
+    totals: Times = defaultdict(list)
     for path, method, name in PARTS:
         module, _, owner = path.rpartition(".")
         found = getattr(import_module(module), owner)
@@ -84,9 +91,13 @@ def main() -> None:
             totals.clear()
             seconds = measure(llm, work)["seconds"]
             print(f"batch {batch}: {1e6 * seconds / 128:.0f} us a step in all")
+            print(f"  {'':20} {'clock':>8} {'CPU':>8} {'calls':>6}")
             for _, _, name in PARTS:
                 if totals[name]:
-                    print(f"  {name:20} {1e6 * sum(totals[name]) / 128:8.1f} us", flush=True)
+                    clock, cpu = (
+                        1e6 * statistics.median(x) for x in zip(*totals[name], strict=True)
+                    )
+                    print(f"  {name:20} {clock:8.1f} {cpu:8.1f} {len(totals[name]):6}", flush=True)
 
 
 if __name__ == "__main__":

@@ -198,6 +198,7 @@ def main() -> None:
             options.setdefault("gpu_memory_utilization", 0.28)
         logs = Path(os.environ.get("OUT", folder))
         config = json.loads((model / "config.json").read_text())
+        config |= options.get("hf_overrides", {})
         work = GPU_WORK if args.gpu else CPU_WORK
         work = [w for w in work if not args.only or w.name in args.only]
         rows: list[dict[str, Any]] = []
