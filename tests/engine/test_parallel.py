@@ -1,0 +1,80 @@
+"""Tensor-parallel ranks and pipeline stages give the same rows as one worker, each exactly once,
+in files too; and they edit and score alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import vllm_scope
+from tests.checkpoints import check_completion, reference
+from tests.conftest import process_engine
+from tests.engine.test_edits import EDITS, check, direction, params
+from tests.engine.test_sinks import check_equal
+from vllm_scope import Probe, Read
+
+WEIGHT = direction(7)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "layout"),
+    [
+        pytest.param(2, 1, "per_request", id="tp2"),
+        pytest.param(1, 2, "sharded", id="pp2"),
+        pytest.param(2, 2, "per_request", id="tp2-pp2"),
+    ],
+)
+def test_ranks_and_stages_are_put_together(
+    tensor, pipeline, layout, checkpoints, tmp_path, monkeypatch: pytest.MonkeyPatch
+):
+    path = checkpoints("llama")
+    # Without it ranks ask for a NUMA node each.
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    reads = [
+        Read(site, to=to) for site in ("resid_post", "embed") for to in ("memory", "filesystem")
+    ]
+    add = EDITS["add"][0]
+    # In the first stage, whose edit the second one gets, and in the last.
+    places = [("resid_post", 0), ("resid_post", 2)]
+    asked = [
+        *(params(*reads, max_tokens=12) for _ in range(6)),
+        *(
+            params(*(add(site=s, layer=i) for s, i in some), reads[0])
+            for some in (places, places[:1])
+        ),
+        params(*(Probe(WEIGHT, layer=i, name=f"layer-{i}") for i in range(3)), reads[0]),
+    ]
+    with process_engine(
+        path, dtype="float32", tensor_parallel_size=tensor, pipeline_parallel_size=pipeline,
+        skip_tokenizer_init=True, enforce_eager=True, max_num_batched_tokens=64,
+        additional_config={
+            "scope": {"sinks": {"filesystem": {"root": str(tmp_path), "layout": layout}}}
+        },
+    ) as llm:  # fmt: skip
+        ranks = llm.collective_rpc("scope_describe")
+        prompts = [{"prompt_token_ids": list(range(i, i + 90))} for i in range(len(asked))]
+        outputs = llm.generate(prompts, asked, use_tqdm=False)
+    # One rank of each stage drains, and so writes; a boundary belongs to one stage.
+    assert [rank["drains"] for rank in ranks] == [True, False][:tensor] * pipeline
+    assert sorted(b for r in ranks if r["drains"] for b in r["taps_here"]) == [0, 2, 4, 6]
+    ref = reference(path, torch.float32)
+    stored = vllm_scope.open(tmp_path)
+    assert len(stored) == 6
+    for output in outputs[:6]:
+        ids = list(output.outputs[0].token_ids)
+        check_completion(output.scope, output.prompt_token_ids, ids, ref)
+        request = stored[output.request_id]
+        assert len(request.manifest.files) == pipeline
+        check_equal(output.scope, request)
+    mean = EDITS["add"][1]
+    check(outputs[6], ref, [(*place, mean) for place in places])
+    check(outputs[7], ref, [(*place, mean) for place in places[:1]])
+    check_scores(outputs[8].scope)
+
+
+def check_scores(result) -> None:
+    for layer in range(3):
+        exact = result["resid_post", layer].double() @ WEIGHT.double()
+        found = torch.as_tensor(result.scores[f"layer-{layer}"]).double()
+        assert found.shape == exact.shape
+        assert float((found - exact).abs().max() / exact.abs().max()) <= 1e-3
