@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 
 import numpy as np
 import pytest
@@ -60,9 +61,18 @@ async def leaving(client, i):
 KINDS = [plain, reading, plain, streaming, plain, reading, plain, leaving]
 
 
+def num_finished(server) -> int:
+    """Requests that the engine has brought to their last token."""
+    with server.http() as http:
+        page = http.get("/metrics").text
+    name = r'vllm:request_success_total\{[^}]*finished_reason="length"[^}]*\}'
+    return int(sum(float(count) for count in re.findall(rf"{name} (\S+)", page)))
+
+
 @pytest.fixture(scope="module")
-def outcome(server):
-    """What 64 clients got, each with a connection of its own."""
+def run(server):
+    """What 64 clients got, each with a connection of its own; and how many of their requests
+    came to their last token."""
 
     async def one(i):
         async with AsyncScopeClient(server.url, API_KEY, model="toyworld") as client:
@@ -71,7 +81,16 @@ def outcome(server):
     async def everyone():
         return await asyncio.gather(*(one(i) for i in range(64)))
 
-    return asyncio.run(everyone())
+    server.at_rest()
+    before = num_finished(server)
+    found = asyncio.run(everyone())
+    server.at_rest()
+    return found, num_finished(server) - before
+
+
+@pytest.fixture(scope="module")
+def outcome(run):
+    return run[0]
 
 
 def of_kind(outcome, kind):
@@ -103,10 +122,17 @@ def test_the_streaming_ones_got_every_row_once(outcome):
         assert (end.status, end.dropped, end.expected) == ("complete", 0, 3 * len(positions))
 
 
-def test_nothing_is_left_behind(outcome, server):
+def test_nothing_is_left_behind(run, server):
+    outcome, finished = run
     load = server.at_rest()
-    assert load == {"requests": 0, "pending": 0, "results": 0, "results_bytes": 0}
-    assert not list(server.results.rglob("*.safetensors"))
+    assert (load["requests"], load["pending"]) == (0, 0)
+    # A client on a busy machine may leave an answer that was sent to its end before: that one's
+    # file is kept as any other's.
+    stayed = sum(len(of_kind(outcome, kind)) for kind in (plain, reading, streaming))
+    most = finished - stayed
+    assert 0 <= most < len(of_kind(outcome, leaving))
+    assert load["results"] <= most
+    assert len(list(server.results.rglob("*.safetensors"))) == load["results"]
 
 
 def test_who_comes_after_them_is_served(outcome, client, ref):
