@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -169,6 +170,37 @@ def test_server_wide_edits_that_no_request_could_hold_are_refused(client):
 def test_a_request_that_could_never_fit_is_400(client):
     with pytest.raises(SpecError, match="Edit fewer places, or raise"):
         client.complete(TEXT, *vectors(ROOM + 1, 1), max_tokens=4)
+
+
+def test_changes_that_come_at_once_mean_the_same_in_every_replica(several, client):
+    """No tier is lost, and a name means one thing, whichever came last."""
+    tiers = [
+        (tier, layer) for tier in ("vectors", "prefill_vectors", "decode_vectors")
+        for layer in range(6)
+    ]  # fmt: skip
+
+    def steer(i):
+        tier, layer = tiers[i]
+        body = {tier: {"post_block": {str(layer): (RAMP * (i + 1) / 10).tolist()}}}
+        headers = {"X-Scope-Admin-Key": ADMIN_KEY}
+        with several.client() as one, several.http() as http:
+            http.post("/v1/steering/set", json=body, headers=headers).raise_for_status()
+            one.put_module("at-once", SteeringModule({("resid_post", 1): RAMP * (i + 1)}))
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(steer, range(len(tiers))))
+    try:
+        held = client.edits()
+        assert sum(len(edit["layers"]) for edit in held) == len(tiers), held
+        options = OPTIONS | {"max_tokens": 3}
+        for spec in ((Read("resid_post"),), (Read("resid_post"), Add("at-once", tokens="prompt"))):
+            found = [one.complete(TEXT, *spec, **options) for one in clients(several, 8)]
+            rows = [out.scope.tensor("resid_post", 5) for out in found]
+            for other in rows[1:]:
+                torch.testing.assert_close(other, rows[0], rtol=1e-4, atol=1e-4)
+    finally:
+        client.clear_edits()
+        client.delete_module("at-once")
 
 
 def test_both_replicas_were_asked(several, client, ref):

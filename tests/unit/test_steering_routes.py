@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 
+import httpx
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
@@ -14,7 +16,8 @@ from vllm_scope import Ablate, Add, Clamp, scope
 from vllm_scope.actions import MAX_FLOAT32
 from vllm_scope.faces.steering_http.http import HTTP
 from vllm_scope.server import faces
-from vllm_scope.server.settings import MAX_OPERATOR_BYTES
+from vllm_scope.server.changes import Changes
+from vllm_scope.server.settings import MAX_OPERATOR_BYTES, RUN
 from vllm_scope.vectors import from_bytes
 
 V, W, D = [1.0, 2.0, 0.0, -1.0], [0.0, 3.0, 0.0, 4.0], [0.0, 1.0, 0.0, 0.0]
@@ -211,3 +214,64 @@ def test_bodies_are_bounded(http):
     headers = {"Content-Length": str(MAX_OPERATOR_BYTES + 1)}
     response = http.post("/v1/steering/set", content=b"{}", headers=headers)
     assert response.status_code == 413
+
+
+class Slow(Remembering):
+    """Between what it says and what it takes, others have their turn."""
+
+    async def edits(self):
+        text = self.text
+        await asyncio.sleep(0.01)
+        return text
+
+    async def set_edits(self, text):
+        await asyncio.sleep(0.01)
+        return await super().set_edits(text)
+
+
+def test_no_tier_is_lost_where_two_processes_set_them_at_once(tmp_path, monkeypatch):
+    """Two apps of one server, as in its API server processes, before one engine."""
+    monkeypatch.setenv(RUN, "of-both")
+    engine = Slow()
+    apps = [app_with(tmp_path, monkeypatch, engine=engine) for _ in range(2)]
+    tiers = [(tier, layer) for tier in ("vectors", "prefill_vectors", "decode_vectors")
+             for layer in range(2)]  # fmt: skip
+
+    async def everything():
+        transports = [httpx.ASGITransport(app) for app in apps]
+        clients = [
+            httpx.AsyncClient(transport=one, base_url="http://here", headers=ADMIN)
+            for one in transports
+        ]
+        return await asyncio.gather(*(
+            clients[i % 2].post("/v1/steering/set", json={tier: hook(V, layer)})
+            for i, (tier, layer) in enumerate(tiers)
+        ))  # fmt: skip
+
+    answers = asyncio.run(everything())
+    assert [answer.status_code for answer in answers] == [200] * len(tiers)
+    found = {(one.get("tokens", "all"), i) for one in edits(engine) for i in one["layers"]}
+    assert found == {(word, i) for word in ("all", "prompt", "generated") for i in range(2)}
+    for app in apps:
+        app.state.scope.store.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_change_that_is_given_up_gives_its_turn_back(tmp_path):
+    async def changed(changes):
+        async with changes.one():
+            pass
+
+    async def run():
+        changes, others = Changes(lambda: tmp_path), Changes(lambda: tmp_path)
+        async with changes.one():
+            waiting = [asyncio.ensure_future(changed(one)) for one in (changes, others)]
+            await asyncio.sleep(0.05)
+            assert not any(one.done() for one in waiting)
+            for one in waiting:
+                one.cancel()
+            await asyncio.wait(waiting)
+        await asyncio.wait_for(changed(others), 5)
+        await asyncio.wait_for(changed(changes), 5)
+
+    asyncio.run(run())

@@ -1,6 +1,6 @@
 """Who may use a route, and what a route can ask: shared by our routes and the faces'.
 
-Owns:  Engine, ScopeState (`app.state.scope`), RefusalError, Route, `admin`.
+Owns:  Engine, ScopeState (`app.state.scope`), RefusalError, Route, `admin`, `in_turn`.
 Runs:  in each API server process, inside of vLLM's authentication.
 
 Promise: the operator's key is compared in constant time; every refusal has OpenAI's shape.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
@@ -20,6 +21,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from vllm_scope.errors import ScopeError
+from vllm_scope.server.changes import Changes
 from vllm_scope.server.schemas import Refusal
 from vllm_scope.server.settings import Settings
 from vllm_scope.server.store import Store, owner_of
@@ -50,6 +52,7 @@ class ScopeState:
     settings: Settings
     store: Store
     engine: Callable[[], Engine | None]
+    changes: Changes
 
     def owner_of(self, request: Request) -> str:
         return owner_of(request.headers.get("authorization"))
@@ -112,6 +115,11 @@ async def asked(call: Awaitable[Any]) -> Any:
         return await call
     except ScopeError as error:
         raise RefusalError(400, str(error)) from None
+
+
+def in_turn(request: Request) -> AbstractAsyncContextManager[None]:
+    """One change of names or of server-wide edits at a time, in all of the server's processes."""
+    return state_of(request).changes.one()
 
 
 def admin(

@@ -35,9 +35,11 @@ from vllm_scope.server.access import (
     asked,
     engine_of,
     errors,
+    in_turn,
     refused,
     state_of,
 )
+from vllm_scope.server.changes import Changes
 from vllm_scope.server.limits import Door
 from vllm_scope.server.schemas import (
     Edits,
@@ -67,7 +69,7 @@ def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
     settings = Settings.from_environment()
     run = os.environ.get(RUN) or secrets.token_hex(16)
     store = Store(settings.results_dir, run, settings.results_bytes, settings.results_ttl_s)
-    app.state.scope = ScopeState(settings, store, engine)
+    app.state.scope = ScopeState(settings, store, engine, Changes(store.folder))
     limits = {
         "/v1/completions": settings.body_bytes,
         "/v1/chat/completions": settings.body_bytes,
@@ -223,7 +225,9 @@ async def put_module(request: Request, name: Name) -> ModuleInfo:
         module = await run_in_threadpool(from_bytes, data)
     except SpecError as error:
         raise RefusalError(400, str(error)) from None
-    digest = await asked(engine_of(request).register(name, data))
+    engine = engine_of(request)
+    async with in_turn(request):
+        digest = await asked(engine.register(name, data))
     return ModuleInfo(name=name, digest=digest, streams=[place for place, _ in module.placed()])
 
 
@@ -236,7 +240,9 @@ async def put_module(request: Request, name: Name) -> ModuleInfo:
 async def delete_module(request: Request, name: Name) -> Response:
     """Requests that run keep it."""
     engine = engine_of(request)
-    if not await asked(engine.unregister(name)):
+    async with in_turn(request):
+        known = await asked(engine.unregister(name))
+    if not known:
         raise RefusalError(404, f"no steering module is called {name!r}.")
     return Response(status_code=204)
 
@@ -245,12 +251,16 @@ async def delete_module(request: Request, name: Name) -> Response:
 async def put_edits(request: Request, edits: Edits) -> EditsInfo:
     """Replaces the edits that held until now. Requests that run keep theirs."""
     text = json.dumps({"edits": edits.edits})
-    digest = await asked(engine_of(request).set_edits(text))
+    engine = engine_of(request)
+    async with in_turn(request):
+        digest = await asked(engine.set_edits(text))
     return EditsInfo(edits=edits.edits, digest=digest)
 
 
 @_changing.delete("/edits", status_code=204, summary="Edit requests no longer")
 async def delete_edits(request: Request) -> Response:
     """Requests that run keep the edits that they entered with."""
-    await asked(engine_of(request).set_edits(None))
+    engine = engine_of(request)
+    async with in_turn(request):
+        await asked(engine.set_edits(None))
     return Response(status_code=204)

@@ -107,6 +107,12 @@ class Store:
         if gone >= 0:
             os.close(gone)
 
+    def folder(self) -> Path:
+        """Of this server's processes, for nobody else; made again where it is gone."""
+        with self._lock:
+            self._hold()
+        return self._folder
+
     @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in list(self._files.values()))

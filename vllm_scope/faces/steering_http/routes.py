@@ -10,7 +10,6 @@ other way round. A body that is wrong anywhere changes nothing.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -20,7 +19,7 @@ from starlette.concurrency import run_in_threadpool
 from vllm_scope.actions import MAX_NAME
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.faces.steering_http.tiers import Wanted, merged, status
-from vllm_scope.server.access import RefusalError, Route, asked, engine_of, errors
+from vllm_scope.server.access import RefusalError, Route, asked, engine_of, errors, in_turn
 from vllm_scope.sites import ALIASES, Sites
 from vllm_scope.vectors import to_bytes
 from vllm_scope.vectors.hooks import parse_module
@@ -158,15 +157,6 @@ async def _sites(request: Request) -> Sites:
     return Sites.from_body(told, told["boundaries"])
 
 
-def _lock(request: Request) -> asyncio.Lock:
-    """Edits are read, changed and written back: one at a time, of this process."""
-    state = request.app.state
-    if not hasattr(state, "steering_lock"):
-        state.steering_lock = asyncio.Lock()
-    lock: asyncio.Lock = state.steering_lock
-    return lock
-
-
 @reading.get(
     "", response_model=SteeringStatus, summary="The steering of every request",
     responses=errors(400),
@@ -211,7 +201,7 @@ async def set_steering(request: Request, body: SetSteering) -> SteeringSet:
         wanted = await run_in_threadpool(Wanted.parse, body.tiers(), sites)
     except SpecError as error:
         raise RefusalError(400, str(error)) from None
-    async with _lock(request):
+    async with in_turn(request):
         text = await asked(engine.edits())
         try:
             text = await run_in_threadpool(merged, text, wanted, body.replace)
@@ -225,8 +215,9 @@ async def set_steering(request: Request, body: SetSteering) -> SteeringSet:
 async def clear_steering(request: Request, body: ClearSteering | None = None) -> Cleared:
     """Ends all server-wide edits, wherever they were set. Requests that run keep theirs."""
     _check_target(body.target if body is not None else None)
-    async with _lock(request):
-        await asked(engine_of(request).set_edits(None))
+    engine = engine_of(request)
+    async with in_turn(request):
+        await asked(engine.set_edits(None))
     return Cleared()
 
 
@@ -245,7 +236,8 @@ async def register_module(request: Request, body: RegisterModule) -> ModuleChang
     except SpecError as error:
         raise RefusalError(400, str(error)) from None
     engine = engine_of(request)
-    await asked(engine.register(body.name, data))
+    async with in_turn(request):
+        await asked(engine.register(body.name, data))
     return ModuleChanged(name=body.name, modules=sorted(await asked(engine.modules())))
 
 
@@ -258,7 +250,8 @@ async def register_module(request: Request, body: RegisterModule) -> ModuleChang
 async def unregister_module(request: Request, body: UnregisterModule) -> ModuleChanged:
     """Requests that run keep it."""
     engine = engine_of(request)
-    known = await asked(engine.unregister(body.name))
+    async with in_turn(request):
+        known = await asked(engine.unregister(body.name))
     names = sorted(await asked(engine.modules()))
     if not known:
         raise RefusalError(
