@@ -63,11 +63,16 @@ class RingRef(msgspec.Struct, array_like=True, frozen=True):
 class Lease:
     """A span of the ring in use. Free once released as often as it was taken."""
 
-    def __init__(self, start: int, stop: int, slots: Tensor, lock: threading.Lock) -> None:
+    def __init__(self, start: int, stop: int, ring: Tensor, lock: threading.Lock) -> None:
         self.start, self.stop = start, stop
-        self.slots = slots
+        self._ring = ring
         self._lock = lock
         self._holders = 1
+
+    @property
+    def slots(self) -> Tensor:
+        """uint8 [stop - start, SLOT_BYTES]. Taps write most spans without asking for it."""
+        return self._ring[self.start : self.stop]
 
     def retain(self) -> None:
         with self._lock:
@@ -91,7 +96,7 @@ class JoinedLease(Lease):
     def __init__(self, parts: list[Lease], ring: HostRing) -> None:
         self._parts = parts
         self.start, self.stop = parts[0].start, parts[-1].stop
-        self.slots = ring.slots[self.start : self.stop]
+        self._ring = ring.slots
 
     def retain(self) -> None:
         for part in self._parts:
@@ -193,7 +198,7 @@ class HostRing:
         if num_slots > self.num_slots:
             raise ValueError(f"{num_slots} slots asked of a ring of {self.num_slots}")
         if num_slots == 0:
-            return Lease(self._head, self._head, self.slots[:0], self._lock)
+            return Lease(self._head, self._head, self.slots, self._lock)
         start = self._head
         if start + num_slots > self.num_slots:
             while self._leases and self._leases[0].start >= start:
@@ -202,7 +207,7 @@ class HostRing:
         stop = start + num_slots
         while self._leases and self._leases[0].start < stop and start < self._leases[0].stop:
             self._wait_for(self._leases.popleft())
-        lease = Lease(start, stop, self.slots[start:stop], self._lock)
+        lease = Lease(start, stop, self.slots, self._lock)
         self._leases.append(lease)
         self._head = stop
         return lease

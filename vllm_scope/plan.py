@@ -123,35 +123,36 @@ class _Requests:
         return self.free.pop()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Steady:
     """The last step, kept because the next one is mostly it plus one position."""
 
     version: int
     req_ids: list[str]
-    query_start: Ints
+    query_start: bytes
     next_computed: Ints
     plan: StepPlan
 
     def matches(self, batch: StepBatch, version: int) -> bool:
+        # Of the same dtype: their bytes compare faster than they do.
         return (
             self.version == version
             and self.req_ids == batch.req_ids
-            and np.array_equal(self.query_start, batch.query_start)
-            and np.array_equal(self.next_computed, batch.num_computed)
+            and self.query_start == batch.query_start.tobytes()
+            and self.next_computed.tobytes() == batch.num_computed.tobytes()
         )
 
-    def advance(self) -> _Steady:
+    def advance(self) -> StepPlan:
+        """The plan of the step that matches, which is the last one then."""
         # Made by hand: `replace` takes longer than all the arithmetic.
         old, plan = self.plan.labels, self.plan
         labels = Labels(old.keys, old.positions + 1, old.layout_of, old.layouts, old.rows)
-        return _Steady(
-            self.version, self.req_ids, self.query_start, self.next_computed + 1,
-            StepPlan(
-                plan.rows, plan.program_ids, plan.offsets, plan.num_slots,
-                plan.num_delivered, plan.delivers, labels, plan.optimistic,
-            ),
+        self.next_computed = self.next_computed + 1
+        self.plan = StepPlan(
+            plan.rows, plan.program_ids, plan.offsets, plan.num_slots,
+            plan.num_delivered, plan.delivers, labels, plan.optimistic,
         )  # fmt: skip
+        return self.plan
 
 
 class Planner:
@@ -239,8 +240,7 @@ class Planner:
         if not self._requests.index_of:
             return None, []
         if self._steady is not None and self._steady.matches(batch, self._version):
-            self._steady = self._steady.advance()
-            plan = self._steady.plan
+            plan = self._steady.advance()
             self.num_requests_planned += len(plan.rows)
             self._tables.begin_step()
             return plan, []
@@ -280,7 +280,7 @@ class Planner:
         found = parts.build(requests.key, self._tables, batch.optimistic)
         if found is not None and in_columns.all() and not batch.optimistic and count.max() == 1:
             self._steady = _Steady(
-                self._version, list(batch.req_ids), batch.query_start,
+                self._version, list(batch.req_ids), batch.query_start.tobytes(),
                 batch.num_computed + np.diff(batch.query_start), found,
             )  # fmt: skip
         return found, failures

@@ -19,7 +19,7 @@ from torch import Tensor
 from vllm_scope.errors import CompatError
 from vllm_scope.plan import StepBatch
 
-#: (batch, device positions by row); called only while some request has taps.
+#: (batch, device positions by row and maybe more); called only while some request has taps.
 BeginStep = Callable[[StepBatch, Tensor], None]
 
 
@@ -95,7 +95,7 @@ def _attach_v1(runner: Any, has_requests: Callable[[], bool], begin_step: BeginS
                     batch.num_computed_tokens_cpu[:num_reqs].astype(np.int64),
                     is_optimistic(runner, "V1"),
                 ),
-                runner.positions[: int(start[-1])],
+                runner.positions,
             )
         return forward(*args, **kwargs)
 
@@ -118,7 +118,7 @@ def _attach_v2(
                     input_batch.num_computed_tokens_np[:num_reqs].astype(np.int64),
                     is_optimistic(runner, "V2"),
                 ),
-                input_batch.positions[: int(start[-1])],
+                input_batch.positions,
             )
         return prepare(input_batch, req_states)
 

@@ -75,7 +75,7 @@ class Steps:
 
         Args:
             batch: what it computes.
-            positions: [num_rows], device: the true positions.
+            positions: [num_rows or more], device: the true positions.
         """
         if self._functions:
             self._functions.begin_step(batch)
@@ -87,7 +87,7 @@ class Steps:
             return
         self.num_planned += 1
         self._step = plan
-        self._positions = positions if plan.optimistic else None
+        self._positions = positions[: int(batch.query_start[-1])] if plan.optimistic else None
         self.active = True
         if plan.num_slots == 0:
             # Edits alone: the same rows get the same programs until the batch changes.
@@ -95,9 +95,11 @@ class Steps:
                 self._tables.load_step(plan.rows, plan.program_ids, plan.offsets)
             return
         first = self._take_room(plan)
-        # Drained tap by tap, a token's slot is its number among those that deliver.
-        numbers: Any = np.cumsum(plan.delivers) - plan.delivers
-        slots = numbers if first is None else first + plan.offsets
+        if first is None:
+            # Drained tap by tap, a token's slot is its number among those that deliver.
+            slots: Any = np.cumsum(plan.delivers) - plan.delivers
+        else:
+            slots = first + plan.offsets
         self._tables.load_step(plan.rows, plan.program_ids, slots, self._lease is not None)
 
     def _take_room(self, plan: StepPlan) -> int | None:
