@@ -17,9 +17,11 @@ import torch
 from tests.unit.roads import SITES
 from vllm_scope import Probe, Read, Spec, SpecError, scope
 from vllm_scope.assemble import Part
+from vllm_scope.client.answers import parse_scope
 from vllm_scope.engine import http
 from vllm_scope.result import ScopeResult
 from vllm_scope.server import answer as module
+from vllm_scope.server import encode
 from vllm_scope.server.answer import Answer, Options
 from vllm_scope.server.store import Store
 
@@ -113,6 +115,28 @@ async def test_chunks_of_scores_put_no_rows_together(store, monkeypatch):
         sent.append(json.loads(chunk.removeprefix("data: "))["choices"][0]["scope"])
     assert [body["scores"]["p"]["spans"] for body in sent] == [[[0, 4]], [[4, 8]]]
     assert [[row["spans"] for row in body["rows"]] for body in sent] == [[], [[[0, 8]]]]
+
+
+@pytest.mark.parametrize("streams_rows", [True, False])
+@on_a_loop
+async def test_too_many_scores_for_a_chunk_are_in_the_file(streams_rows, store, monkeypatch):
+    monkeypatch.setattr(encode, "MAX_INLINE_SCORES", 3)
+    found, sent = answer(store, streams=True, stream="rows" if streams_rows else "scores"), []
+    found.add_prompt()
+    found.open_one(lambda: None, True)
+    for tokens, end in ((3, None), (8, None), (9, "length")):
+        take(found, 0, tokens, None, "complete" if end else "streaming")
+        chunk = await found.chunk(text_of(end=end))
+        sent.append(json.loads(chunk.removeprefix("data: "))["choices"][0]["scope"])
+    values, *later = [body["scores"]["p"] for body in sent]
+    assert values == {"spans": [[0, 2]], "values": ROWS[:2, 0].tolist()}
+    assert later == [{"spans": [[2, 7]]}, {"spans": [[0, 8]]}]
+    rows = [row["spans"] for body in sent for row in body["rows"]]
+    assert rows == ([[[0, 2]], [[2, 7]], [[7, 8]]] if streams_rows else [[[0, 8]]])
+    with store.open(sent[-1]["result"]["id"], "owner") as file:
+        whole = parse_scope(sent[-1], file.read())
+    assert whole.scores["p"].tolist() == ROWS[:8, 0].tolist()
+    assert whole["resid_post", 1].shape == (8, SIZE)
 
 
 @on_a_loop

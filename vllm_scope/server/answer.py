@@ -140,7 +140,8 @@ class Answer:
         #: Of each choice and column: how many values were sent.
         self._sent: dict[tuple[int, Any], int] = {}
         #: Choices whose chunks left rows out.
-        self._left_out: set[int] = set()
+        self._rows_left_out: set[int] = set()
+        self._scores_left_out: set[int] = set()
         #: Data waits for the end: an engine that guesses tokens may still take it back.
         self.holds = False
         #: Chunks wait for data that is late; no more once some was lost.
@@ -277,16 +278,25 @@ class Answer:
         rows_too = self._options.stream == "rows"
         found = result.columns(rows_too) if ended or not self.holds else ()
         new = [self._unsent(number, column, ended) for column in found]
-        size = sum(c.nbytes for c in new if not isinstance(c.label, str))
-        if size > MAX_CHUNK_BYTES:
-            self._left_out.add(number)
-            new = [c for c in new if isinstance(c.label, str)]
-        body = encode.columns([c for c in new if len(c.positions)], True, True)
+        scores = [column for column in new if isinstance(column.label, str)]
+        rows = [column for column in new if not isinstance(column.label, str)]
+        if sum(column.nbytes for column in rows) > MAX_CHUNK_BYTES:
+            self._rows_left_out.add(number)
+            rows = []
+        if sum(len(column.positions) for column in scores) > encode.MAX_INLINE_SCORES:
+            self._scores_left_out.add(number)
+        inline = number not in self._scores_left_out
+        body = encode.columns([c for c in scores + rows if len(c.positions)], True, inline)
         if not ended:
             return body
-        whole = rows_too and number not in self._left_out
-        rows = [] if whole else [c for c in result.columns() if not isinstance(c.label, str)]
-        return encode.counts(result) | body | await self._rows(result, rows, body["rows"])
+        everything = result.columns()
+        if not inline:  # all of them are in the file
+            scores = [column for column in everything if isinstance(column.label, str)]
+            body["scores"] = encode.columns(scores, True, False)["scores"]
+        whole = rows_too and number not in self._rows_left_out
+        rest = [] if whole else [c for c in everything if not isinstance(c.label, str)]
+        rows_of = await self._rows(result, rest, body["rows"], keep=not inline)
+        return encode.counts(result) | body | rows_of
 
     def _unsent(self, number: int, column: Column, ended: bool) -> Column:
         """What of a column was not sent yet, and can be now."""
