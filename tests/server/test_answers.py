@@ -351,7 +351,9 @@ def test_a_wrong_request_is_refused_with_400_and_a_sentence(more, sentence, stre
     body = {"model": "toyworld", "prompt": TEXT, "max_tokens": 4, "stream": stream}
     if stream and "use_beam_search" in more:
         pytest.skip("vLLM refuses streams of beams itself")
+    written = server.log.stat().st_size
     with server.http() as http:
         response = http.post("/v1/completions", json=body | more)
     assert response.status_code == 400, response.text
     assert sentence in response.json()["error"]["message"]
+    assert b"Traceback" not in server.log.read_bytes()[written:]

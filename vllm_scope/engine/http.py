@@ -28,7 +28,7 @@ from vllm_scope.engine.core import handle_of
 from vllm_scope.engine.frontend import asks, outdated, params_of, settle
 from vllm_scope.engine.refusals import busy, refusal
 from vllm_scope.engine.seams import config_of, wrap_function, wrap_method
-from vllm_scope.errors import CapacityError, ConfigError, SpecError, shown
+from vllm_scope.errors import CapacityError, ConfigError, ScopeError, SpecError, shown
 from vllm_scope.inbox import inbox, limit, num_pending
 from vllm_scope.server import faces
 from vllm_scope.server.answer import Answer, Options, current
@@ -183,8 +183,12 @@ async def _followed(answer: Answer, prompt: int, engine: Any, stream: Any) -> An
                         answer.take(prompt, completion)
                 yield output
     except Exception as error:
+        refused = answer.streams and not answer.opened.is_set() and isinstance(error, ScopeError)
         answer.fail(error)
-        raise
+        if not refused:
+            raise
+        # `_stream` raises it: no chunk is out. vLLM's generator of chunks, which it is about to
+        # cancel, would write a traceback to the log for each stream that is refused.
 
 
 def _forget_modules(engine: Any) -> None:
