@@ -12,12 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
+from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,8 @@ from benchmarks.shapes import SHAPES, make_shape
 ROOT = Path(__file__).parent.parent
 CPU_WORK = [Workload("batch 1", 1, 16, 64), Workload("batch 16", 16, 16, 64)]
 CPU_WORK += [Workload("prefill 16x200", 16, 200, 1)]
+#: An engine that has not answered by then is ended.
+MOST_SECONDS = 150.0
 #: Engines that get one turn.
 SLOW = ("lens", "huggingface")
 GPU_WORK = [Workload("batch 1", 1, 128, 256), Workload("batch 64", 64, 128, 256)]
@@ -44,12 +49,13 @@ class Engine:
         module: str = "benchmarks.engine",
         **environment: str,
     ) -> None:
+        self._again = partial(Engine, options, log, plugin, module, **environment)
         environment = {**os.environ, "VLLM_SCOPE": "1" if plugin else "0", **environment}
         self._log = log.open("w")
         self._process = subprocess.Popen(
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
-            text=True, env=environment, cwd=ROOT,
+            text=True, env=environment, cwd=ROOT, start_new_session=True,
         )  # fmt: skip
         self._tell(json.dumps(options))
 
@@ -59,9 +65,28 @@ class Engine:
         return float(self._answer()["start_seconds"])
 
     def ask(self, line: str) -> dict[str, Any]:
+        """Raises RuntimeError where the engine has ended, or is ended as it does not answer."""
         assert self.start_seconds
-        self._tell(line)
-        return self._answer()
+        end = threading.Timer(MOST_SECONDS, self._kill)
+        end.start()
+        try:
+            self._tell(line)
+            return self._answer()
+        except BrokenPipeError:
+            raise RuntimeError("the engine has ended.") from None
+        finally:
+            end.cancel()
+
+    def again(self) -> Engine:
+        """A new one, in place of one that has ended."""
+        self._kill()
+        self._process.wait()
+        return self._again()
+
+    def _kill(self) -> None:
+        """With the processes that it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
@@ -127,9 +152,9 @@ def run(
                     answer = engines[engine].ask(encode(replace(base, salt=salt, **change)))
                 except RuntimeError as error:
                     print(f"{base.name:16} {mode:22} failed: {str(error)[-300:]}", flush=True)
-                    answer = {"tokens": 0, "seconds": 1.0}
-                    if turn == 0:
-                        dead.add(mode)
+                    dead.add(mode)
+                    engines[engine] = engines[engine].again()
+                    continue
                 if turn:  # the first turn warms up
                     found[mode].append(answer)
         plain = None
@@ -225,7 +250,8 @@ def main() -> None:
             if args.modes:
                 modes = {m: how for m, how in modes.items() if m in ("plain vLLM", *args.modes)}
             rows += run(engines, work, modes, args.turns)
-            for engine in others.values():
+            plain = engines.pop("plain")
+            for engine in engines.values():
                 engine.close()
         plain.close()
     if args.out:
