@@ -9,7 +9,7 @@ From:  program (Program, Cost).   Mirrors: tap.tables, where equal programs have
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from vllm_scope.arrays import Array
@@ -38,6 +38,24 @@ class Ledger:
         self._vectors: Counter[Array] = Counter()
         self._num_ops = 0
 
+    def enter(self, request: Any, programs: Collection[Program]) -> bool:
+        """Whether a request that comes may go on. Else it waits, behind those before it."""
+        if not programs:
+            # Unless it is a piece of streamed input, one of whose pieces waits.
+            if all(one.request_id != request.request_id for one in self.waiting):
+                return True
+        elif not self.waiting and self.admit(request.request_id, programs):
+            return True
+        self.waiting.append(request)
+        self.num_waited += 1
+        return False
+
+    def take_out(self, request_ids: Collection[str] | None) -> list[Any]:
+        """Those of these ids that wait, in their order; None takes all. They wait no longer."""
+        taken = [r for r in self.waiting if request_ids is None or r.request_id in request_ids]
+        self.waiting = deque(r for r in self.waiting if r not in taken)
+        return taken
+
     @property
     def held(self) -> Cost:
         return Cost(len(self._vectors), len(self._programs), self._num_ops)
@@ -53,7 +71,9 @@ class Ledger:
         programs = tuple(dict.fromkeys(programs))
         new = [program for program in programs if program not in self._programs]
         vectors: set[Array] = set().union(*(program.vectors for program in new))
-        more = Cost(len(vectors - self._vectors.keys()), len(new), sum(one.num_ops for one in new))
+        # One by one: set minus keys() walks all that are held.
+        num_vectors = sum(vector not in self._vectors for vector in vectors)
+        more = Cost(num_vectors, len(new), sum(one.num_ops for one in new))
         if self._held and not (self.held + more).fits(self.most):
             return False
         self._held[request_id] = programs

@@ -3,6 +3,7 @@ room. What is vLLM's own here is replaced by as little as the seams need."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -388,7 +389,7 @@ class Scheduler:
 
     def enqueue(self, request: Any) -> None:
         self.added.append(request.request_id)
-        self.requests[request.request_id] = request
+        self.requests.setdefault(request.request_id, request)  # a piece joins its session
 
     def free(self, request: Any) -> str:
         self.finished.append(request.request_id)
@@ -486,6 +487,66 @@ def test_pieces_of_streamed_input_that_wait_stay_in_their_order(scheduler):
     assert scheduler.added == ["first", "stream", "stream"]
     end(scheduler, "stream")
     assert scheduler.added[-1] == "last"
+
+
+def test_a_piece_without_vectors_waits_behind_its_session(scheduler):
+    """As the last piece, which closes the session, and those that come when the server's edits
+    are gone: vLLM knows no session of their id yet."""
+    add(scheduler, "first", 4)
+    add(scheduler, "stream", 3)
+    add(scheduler, "stream", None)
+    add(scheduler, "plain", None)
+    assert scheduler.added == ["first", "plain"]
+    end(scheduler, "first")
+    assert scheduler.added == ["first", "plain", "stream", "stream"]
+    add(scheduler, "large", 2)
+    end(scheduler, "stream")
+    assert scheduler.added[-1] == "large"
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize(("began", "came"), [(None, {"server": "b"}), ({"server": "a"}, None),
+                                            ({"server": "a"}, {"server": "b"})])  # fmt: skip
+def test_a_session_keeps_what_it_entered_with(began, came, waits, scheduler):
+    def piece(handle):
+        request = _request(name="session")
+        if handle is not None:
+            request.sampling_params.extra_args[HANDLE] = handle
+        if waits:
+            request.scope_programs = (_adding("session", 2),)
+        return request
+
+    if waits:
+        add(scheduler, "fills", 4)
+    core._add_to_scheduler(Scheduler.enqueue, scheduler, piece(began))
+    second = piece(came)
+    before = second.sampling_params
+    core._add_to_scheduler(Scheduler.enqueue, scheduler, second)
+    if waits:
+        end(scheduler, "fills")
+    assert scheduler.added[-2:] == ["session", "session"]
+    assert handle_of(second.sampling_params) == began
+    assert second.sampling_params.extra_args["mine"] == 1
+    assert handle_of(before) == came, "the caller's own parameters are as they were"
+
+
+def test_where_the_first_in_line_is_ended_those_behind_it_are_let_in(scheduler):
+    for name, size in (("a", 3), ("b", 3), ("c", 1)):
+        add(scheduler, name, size)
+    core._finish(Scheduler.finish, scheduler, "b", "aborted")
+    assert scheduler.finished == ["b"]
+    assert scheduler.added == ["a", "b", "c"]
+
+
+def test_to_let_one_in_takes_as_long_whatever_is_held():
+    ledger, took = Ledger(Cost(1 << 20, 1 << 20, 1 << 20)), []
+    for i in range(512):
+        program = _adding(f"r{i}", 64)
+        started = time.perf_counter()
+        assert ledger.admit(str(i), (program,))
+        took.append(time.perf_counter() - started)
+    assert ledger.held.vectors == 64 * 512
+    assert statistics.median(took[-64:]) < 5 * statistics.median(took[:64])
 
 
 def test_without_edits_no_ledger_is_kept(scheduler):

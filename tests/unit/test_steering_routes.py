@@ -15,7 +15,7 @@ from tests.unit.test_http_routes import ADMIN, Remembering, app_with
 from vllm_scope import Ablate, Add, Clamp, scope
 from vllm_scope.actions import MAX_FLOAT32
 from vllm_scope.faces.steering_http.http import HTTP
-from vllm_scope.server import faces
+from vllm_scope.server import changes, faces
 from vllm_scope.server.changes import Changes
 from vllm_scope.server.settings import MAX_OPERATOR_BYTES, RUN
 from vllm_scope.vectors import from_bytes
@@ -258,20 +258,45 @@ def test_no_tier_is_lost_where_two_processes_set_them_at_once(tmp_path, monkeypa
 
 
 def test_a_change_that_is_given_up_gives_its_turn_back(tmp_path):
-    async def changed(changes):
-        async with changes.one():
+    async def changed(some):
+        async with some.one():
             pass
 
     async def run():
-        changes, others = Changes(lambda: tmp_path), Changes(lambda: tmp_path)
-        async with changes.one():
-            waiting = [asyncio.ensure_future(changed(one)) for one in (changes, others)]
+        mine, others = Changes(lambda: tmp_path), Changes(lambda: tmp_path)
+        async with mine.one():
+            waiting = [asyncio.ensure_future(changed(one)) for one in (mine, others)]
             await asyncio.sleep(0.05)
             assert not any(one.done() for one in waiting)
             for one in waiting:
                 one.cancel()
             await asyncio.wait(waiting)
         await asyncio.wait_for(changed(others), 5)
-        await asyncio.wait_for(changed(changes), 5)
+        await asyncio.wait_for(changed(mine), 5)
 
     asyncio.run(run())
+
+
+def test_a_change_whose_turn_does_not_come_is_told_so(http, tmp_path, monkeypatch):
+    monkeypatch.setattr(changes, "MOST_WAIT_S", 0.1)
+    other = Changes(http.app.state.scope.store.folder)
+
+    async def hold():
+        async with other.one():
+            return await asyncio.to_thread(http.delete, "/v1/scope/edits")
+
+    answer = asyncio.run(hold())
+    assert answer.status_code == 503
+    assert "has not ended within" in answer.json()["error"]["message"]
+    assert http.delete("/v1/scope/edits").status_code == 204
+
+
+def test_edits_can_be_cleared_where_the_disk_is_full(http, engine, monkeypatch):
+    put(http, "set", vectors=hook(V))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(changes.os, "open", full)
+    assert http.delete("/v1/scope/edits").status_code == 204
+    assert engine.text is None

@@ -268,17 +268,41 @@ def _programs_of(request: Any) -> tuple[Program, ...]:
 
 
 def _add_to_scheduler(original: Any, self: Any, request: Any) -> None:
-    programs = _programs_of(request)
     # vLLM sends each piece of streamed input as a request of the same id.
-    if not programs or request.request_id in self.requests:
-        original(self, request)
+    if request.request_id in self.requests:
+        original(self, _as_it_entered(request, self.requests[request.request_id]))
         return
-    ledger = _ledger_of(self) or _new_ledger(self)
-    if not ledger.waiting and ledger.admit(request.request_id, programs):
+    programs, ledger = _programs_of(request), _ledger_of(self)
+    if programs and ledger is None:
+        ledger = _new_ledger(self)
+    if ledger is None or ledger.enter(request, programs):
         original(self, request)
-    else:
-        ledger.waiting.append(request)
-        ledger.num_waited += 1
+
+
+def _as_it_entered(piece: Any, session: Any) -> Any:
+    """Streamed input: its session keeps what it entered with, as others do that run. The workers
+    and the ledger know it by that; the server's edits may be others by now."""
+    params, handle = piece.sampling_params, handle_of(session.sampling_params)
+    if params is not None and handle_of(params) != handle:
+        params = piece.sampling_params = copy(params)
+        extra = {**(params.extra_args or {}), HANDLE: handle}
+        params.extra_args = {k: v for k, v in extra.items() if k != HANDLE or v is not None}
+    return piece
+
+
+def _let_in(self: Any, ledger: Ledger) -> None:
+    """Those for whom there is room now, in their order."""
+    while ledger.waiting:
+        first = ledger.waiting[0]
+        programs = _programs_of(first)
+        if programs and not ledger.admit(first.request_id, programs):
+            return
+        _enter(self, ledger.waiting.popleft())
+
+
+def _enter(self: Any, request: Any) -> None:
+    session = self.requests.get(request.request_id)
+    _enqueue(self, request if session is None else _as_it_entered(request, session))
 
 
 def _free(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -289,25 +313,23 @@ def _free(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> 
         self.__dict__.setdefault("scope_ended", {})[request.request_id] = ended
     ledger = _ledger_of(self)
     if ledger is not None and ledger.release(request.request_id):
-        while ledger.waiting:
-            first = ledger.waiting[0]
-            if not ledger.admit(first.request_id, _programs_of(first)):
-                break
-            _enqueue(self, ledger.waiting.popleft())
+        _let_in(self, ledger)
     return out
 
 
 def _finish(original: Any, self: Any, request_ids: Any, status: Any) -> Any:
     """Requests that still wait for room end as others do: from the scheduler's queue."""
     ledger = _ledger_of(self)
-    if ledger is not None and ledger.waiting:
-        some = {request_ids} if isinstance(request_ids, str) else request_ids
-        some = None if some is None else set(some)
-        for request in [r for r in ledger.waiting if some is None or r.request_id in some]:
-            ledger.waiting.remove(request)
-            _enqueue(self, request)
-        request_ids = some
-    return original(self, request_ids, status)
+    if ledger is None or not ledger.waiting:
+        return original(self, request_ids, status)
+    some = {request_ids} if isinstance(request_ids, str) else request_ids
+    some = None if some is None else set(some)
+    for request in ledger.take_out(some):
+        _enter(self, request)
+    found = original(self, some, status)
+    # Where the first in line has gone, there may be room for those behind it.
+    _let_in(self, ledger)
+    return found
 
 
 _enqueue: Any = None

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
@@ -21,7 +21,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from vllm_scope.errors import ScopeError
-from vllm_scope.server.changes import Changes
+from vllm_scope.server.changes import Changes, NoTurnError
 from vllm_scope.server.schemas import Refusal
 from vllm_scope.server.settings import Settings
 from vllm_scope.server.store import Store, owner_of
@@ -29,7 +29,7 @@ from vllm_scope.server.store import Store, owner_of
 _KEY = "X-Scope-Admin-Key"
 _STATUS = {
     400: "SpecError", 401: "Unauthorized", 403: "Forbidden", 404: "NotFound",
-    413: "PayloadTooLarge",
+    413: "PayloadTooLarge", 503: "Unavailable",
 }  # fmt: skip
 
 
@@ -117,9 +117,14 @@ async def asked(call: Awaitable[Any]) -> Any:
         raise RefusalError(400, str(error)) from None
 
 
-def in_turn(request: Request) -> AbstractAsyncContextManager[None]:
+@asynccontextmanager
+async def in_turn(request: Request) -> AsyncIterator[None]:
     """One change of names or of server-wide edits at a time, in all of the server's processes."""
-    return state_of(request).changes.one()
+    try:
+        async with state_of(request).changes.one():
+            yield
+    except NoTurnError as error:
+        raise RefusalError(503, str(error)) from None
 
 
 def admin(

@@ -88,7 +88,7 @@ def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
         return
     for router, guard in changing:
         app.include_router(
-            router, dependencies=[Depends(guard)], responses=errors(400, 401, 403, 413)
+            router, dependencies=[Depends(guard)], responses=errors(400, 401, 403, 413, 503)
         )
 
 
