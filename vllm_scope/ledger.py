@@ -1,7 +1,7 @@
 """Whether the workers' tables have room for one more request.
 
 Owns:  Ledger.
-Runs:  in EngineCore, on the scheduler's thread; engine.core asks it.
+Runs:  in EngineCore, on the scheduler's thread; engine.scheduler asks it.
 From:  program (Program, Cost).   Mirrors: tap.tables, where equal programs have one place, and
        equal vectors.
 """

@@ -1,34 +1,26 @@
-"""The scheduler's side: what is stamped on requests, how their KV is keyed, when there is
-room. What is vLLM's own here is replaced by as little as the seams need."""
+"""EngineCore's side: what is stamped on requests that enter, and how their KV is keyed.
+What is vLLM's own here is replaced by as little as the seams need."""
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from vllm_scope import Add, CapacityError, Probe, Read, Replace, Spec, SpecError, scope
-from vllm_scope.arrays import Array
 from vllm_scope.compile import BlockKeys
 from vllm_scope.engine import core
 from vllm_scope.engine.core import HANDLE, CoreScope, handle_of
 from vllm_scope.engine.model import foreign_connector
-from vllm_scope.ledger import Ledger
 from vllm_scope.plan import OVERSHOOT
-from vllm_scope.program import OP_ADD, Cost, Op, Program, assemble
+from vllm_scope.program import Cost
 from vllm_scope.registry import Registry
 from vllm_scope.resolve import Resolved
 from vllm_scope.sites import Sites
-from vllm_scope.tap.tables import capacity
 from vllm_scope.vectors import SteeringModule, to_bytes
 
 SITES = Sites(2, 4, "float32", (0, 2, 4))
@@ -336,271 +328,3 @@ def test_edited_kv_is_never_shared_under_plain_tokens():
     engine.check_edits(None)
     assert engine.stamp(_request(Probe(V, layer=0, name="p"))).keys is None
     assert engine.stamp(_request(Read("embed"), vectors=False)) is None
-
-
-@pytest.mark.parametrize(
-    ("first_position", "cap"),
-    [(None, 100), (0, 0), (7, 7), (200, 100)],
-    ids=["reads-nothing", "all", "from-7", "past-the-prompt"],
-)
-def test_a_reading_request_hits_the_cache_below_its_first_position_only(first_position, cap):
-    asked = []
-
-    class Coordinator:
-        num_groups = 3
-
-        def find_longest_cache_hit(self, hashes, most):
-            asked.append((hashes, most))
-            return "hit"
-
-    coordinator = Coordinator()
-    manager = SimpleNamespace(coordinator=coordinator)
-
-    def original(self, request):
-        assert self.coordinator.num_groups == 3
-        return self.coordinator.find_longest_cache_hit("hashes", 100)
-
-    request = _request(Read("embed"))
-    request.sampling_params.extra_args[HANDLE]["first_position"] = first_position
-    assert core._get_computed_blocks(original, manager, request) == "hit"
-    assert asked == [("hashes", cap)]
-    assert manager.coordinator is coordinator
-
-
-# Room
-
-
-@dataclass
-class Scheduler:
-    """vLLM's scheduler, as far as the seams know it."""
-
-    most: Cost
-    added: list[str] = field(default_factory=list)
-    finished: list[str] = field(default_factory=list)
-    requests: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        hidden_size = 4
-        additional = {"scope": {"vectors_mib": self.most.vectors * 4 * hidden_size / 2**20}}
-        self.vllm_config = SimpleNamespace(
-            additional_config=additional,
-            model_config=SimpleNamespace(get_hidden_size=lambda: hidden_size),
-        )
-
-    def enqueue(self, request: Any) -> None:
-        self.added.append(request.request_id)
-        self.requests.setdefault(request.request_id, request)  # a piece joins its session
-
-    def free(self, request: Any) -> str:
-        self.finished.append(request.request_id)
-        return f"freed {request.request_id}"
-
-    def finish(self, request_ids: Any, status: Any) -> None:
-        if isinstance(request_ids, str):
-            request_ids = [request_ids]
-        for name in list(self.requests) if request_ids is None else request_ids:
-            if name in self.requests:
-                end(self, name)
-
-    @property
-    def ledger(self) -> Ledger:
-        return self.scope_ledger  # type: ignore[attr-defined, no-any-return]
-
-
-def _adding(name: str, num_vectors: int) -> Program:
-    """A program whose vectors no request of another name has."""
-    rows = [f"{name}-{i}".encode().ljust(16, b" ") for i in range(num_vectors)]
-    return assemble((), {}, {(0, 0): [Op(OP_ADD, 0, Array((4,), row), 1.0) for row in rows]})
-
-
-def add(
-    scheduler: Scheduler, name: str, num_vectors: int | None, content: str | None = None
-) -> None:
-    request = _request(name=name)
-    if num_vectors:
-        request.scope_programs = (_adding(content or name, num_vectors),)
-    core._add_to_scheduler(Scheduler.enqueue, scheduler, request)
-
-
-def end(scheduler: Scheduler, name: str) -> None:
-    request = scheduler.requests.pop(name)
-    assert core._free(Scheduler.free, scheduler, request) == f"freed {name}"
-
-
-@pytest.fixture
-def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scheduler]:
-    monkeypatch.setattr(core, "_enqueue", Scheduler.enqueue)
-    return Scheduler(Cost(4))
-
-
-def test_requests_that_do_not_fit_wait_first_come_first_served(scheduler):
-    for name, size in (("a", 3), ("b", 2), ("c", 1), ("plain", None)):
-        add(scheduler, name, size)
-    # "c" would fit, but does not overtake.
-    assert scheduler.added == ["a", "plain"]
-    assert scheduler.ledger.num_waited == 2
-    end(scheduler, "plain")
-    assert scheduler.added == ["a", "plain"]
-    end(scheduler, "a")
-    assert scheduler.added == ["a", "plain", "b", "c"]
-    add(scheduler, "d", 1)
-    assert scheduler.added[-1] == "d"
-    assert scheduler.ledger.most == capacity(4, 4 * 16 / 2**20)
-
-
-def test_equal_vectors_have_one_place_and_nobody_waits_for_them(scheduler):
-    for i in range(9):
-        add(scheduler, f"same-{i}", 3, content="same")
-    add(scheduler, "other", 2)
-    assert scheduler.added == [f"same-{i}" for i in range(9)]
-    for i in range(8):
-        end(scheduler, f"same-{i}")
-        assert scheduler.added[-1] != "other"
-    end(scheduler, "same-8")
-    assert scheduler.added[-1] == "other"
-
-
-def test_one_that_fills_everything_runs_alone(scheduler):
-    add(scheduler, "huge", 9)  # its like is refused by front-ends
-    add(scheduler, "small", 1)
-    assert scheduler.added == ["huge"]
-    end(scheduler, "huge")
-    assert scheduler.added == ["huge", "small"]
-
-
-def test_pieces_of_streamed_input_hold_the_places_of_one_request(scheduler):
-    for _ in range(4):
-        add(scheduler, "stream", 1)
-    add(scheduler, "other", 3)
-    assert scheduler.added == [*["stream"] * 4, "other"]
-    end(scheduler, "stream")
-    end(scheduler, "other")
-    add(scheduler, "fills", 4)
-    assert scheduler.added[-1] == "fills"
-
-
-def test_pieces_of_streamed_input_that_wait_stay_in_their_order(scheduler):
-    add(scheduler, "first", 4)
-    for name in ("stream", "stream", "last"):
-        add(scheduler, name, 3)
-    end(scheduler, "first")
-    assert scheduler.added == ["first", "stream", "stream"]
-    end(scheduler, "stream")
-    assert scheduler.added[-1] == "last"
-
-
-def test_a_piece_without_vectors_waits_behind_its_session(scheduler):
-    """As the last piece, which closes the session, and those that come when the server's edits
-    are gone: vLLM knows no session of their id yet."""
-    add(scheduler, "first", 4)
-    add(scheduler, "stream", 3)
-    add(scheduler, "stream", None)
-    add(scheduler, "plain", None)
-    assert scheduler.added == ["first", "plain"]
-    end(scheduler, "first")
-    assert scheduler.added == ["first", "plain", "stream", "stream"]
-    add(scheduler, "large", 2)
-    end(scheduler, "stream")
-    assert scheduler.added[-1] == "large"
-
-
-@pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize(("began", "came"), [(None, {"server": "b"}), ({"server": "a"}, None),
-                                            ({"server": "a"}, {"server": "b"})])  # fmt: skip
-def test_a_session_keeps_what_it_entered_with(began, came, waits, scheduler):
-    def piece(handle):
-        request = _request(name="session")
-        if handle is not None:
-            request.sampling_params.extra_args[HANDLE] = handle
-        if waits:
-            request.scope_programs = (_adding("session", 2),)
-        return request
-
-    if waits:
-        add(scheduler, "fills", 4)
-    core._add_to_scheduler(Scheduler.enqueue, scheduler, piece(began))
-    second = piece(came)
-    before = second.sampling_params
-    core._add_to_scheduler(Scheduler.enqueue, scheduler, second)
-    if waits:
-        end(scheduler, "fills")
-    assert scheduler.added[-2:] == ["session", "session"]
-    assert handle_of(second.sampling_params) == began
-    assert second.sampling_params.extra_args["mine"] == 1
-    assert handle_of(before) == came, "the caller's own parameters are as they were"
-
-
-def test_where_the_first_in_line_is_ended_those_behind_it_are_let_in(scheduler):
-    for name, size in (("a", 3), ("b", 3), ("c", 1)):
-        add(scheduler, name, size)
-    core._finish(Scheduler.finish, scheduler, "b", "aborted")
-    assert scheduler.finished == ["b"]
-    assert scheduler.added == ["a", "b", "c"]
-
-
-def test_to_let_one_in_takes_as_long_whatever_is_held():
-    ledger, took = Ledger(Cost(1 << 20, 1 << 20, 1 << 20)), []
-    for i in range(512):
-        program = _adding(f"r{i}", 64)
-        started = time.perf_counter()
-        assert ledger.admit(str(i), (program,))
-        took.append(time.perf_counter() - started)
-    assert ledger.held.vectors == 64 * 512
-    assert statistics.median(took[-64:]) < 5 * statistics.median(took[:64])
-
-
-def test_without_edits_no_ledger_is_kept(scheduler):
-    add(scheduler, "plain", None)
-    end(scheduler, "plain")
-    core._finish(Scheduler.finish, scheduler, "plain", "aborted")
-    assert not hasattr(scheduler, "scope_ledger")
-
-
-@pytest.mark.parametrize(
-    ("ended", "finished", "added"),
-    [
-        pytest.param("b", ["b"], ["a", "b"], id="one-that-waits"),
-        pytest.param(["b", "a"], ["b", "a"], ["a", "b", "c"], id="one-of-each"),
-        pytest.param({"c"}, ["c"], ["a", "c"], id="the-last-in-line"),
-        pytest.param(None, ["a", "b", "c"], ["a", "b", "c"], id="all"),
-        pytest.param("nobody", [], ["a"], id="nobody"),
-    ],
-)
-def test_requests_that_wait_end_as_others_do(ended, finished, added, scheduler):
-    for name in "abc":
-        add(scheduler, name, 3)
-    core._finish(Scheduler.finish, scheduler, ended, "aborted")
-    assert sorted(scheduler.finished) == sorted(finished)
-    assert sorted(scheduler.added) == sorted(added)
-    waiting = [request.request_id for request in scheduler.ledger.waiting]
-    assert waiting == [name for name in "abc" if name not in added]
-
-
-def test_a_generator_of_requests_is_ended_whole(scheduler):
-    for name in "abc":
-        add(scheduler, name, 3)
-    core._finish(Scheduler.finish, scheduler, (name for name in "ab"), "aborted")
-    assert sorted(scheduler.finished) == ["a", "b"]
-    assert scheduler.added[-1] == "c"
-
-
-@given(st.data())
-def test_what_runs_always_fits_and_all_run_in_the_end(data):
-    most = Cost(4)
-    scheduler, before = Scheduler(most), core._enqueue
-    core._enqueue = Scheduler.enqueue
-    try:
-        sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=12))
-        names = [f"{i}-{size}" for i, size in enumerate(sizes)]
-        for name, size in zip(names, sizes, strict=True):
-            add(scheduler, name, size)
-            if scheduler.requests and data.draw(st.booleans()):
-                end(scheduler, data.draw(st.sampled_from(sorted(scheduler.requests))))
-            running = sum(int(name.split("-")[1]) for name in scheduler.requests)
-            assert running <= most.vectors
-        while scheduler.requests:
-            end(scheduler, next(iter(scheduler.requests)))
-        assert scheduler.added == names
-        assert not scheduler.ledger.waiting
-    finally:
-        core._enqueue = before

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -94,3 +97,14 @@ def test_who_holds_places_keeps_them_and_one_is_always_let_in():
     assert not ledger.release("small")
     assert ledger.release("large")
     assert ledger.admit("small", [small])
+
+
+def test_to_let_one_in_takes_as_long_whatever_is_held():
+    ledger, took = Ledger(Cost(1 << 20, 1 << 20, 1 << 20)), []
+    for i in range(512):
+        program = _program([(0, 64 * i + j + 1, False) for j in range(64)])
+        started = time.perf_counter()
+        assert ledger.admit(str(i), (program,))
+        took.append(time.perf_counter() - started)
+    assert ledger.held.vectors == 64 * 512
+    assert statistics.median(took[-64:]) < 5 * statistics.median(took[:64])

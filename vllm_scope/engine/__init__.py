@@ -7,7 +7,8 @@ connection.py   what an engine can do, and what a request may ask of it
 frontend.py     LLMEngine and AsyncLLM: requests in, results out
 translators.py  requests in other words: keys of extra_args that stand for actions
 http.py         `vllm serve`: a scope in each answer, our routes beside vLLM's
-core.py         EngineCore: what names mean, room for vectors, keys of KV blocks
+core.py         EngineCore: what names mean for a request, keys of KV blocks
+scheduler.py    who waits for room, what a request may hit of the KV cache, how it ends
 refusals.py     what EngineCore refuses, back to the caller with its sentence
 attach.py       a worker of vLLM gets ours beside it, and remote calls
 worker.py       a worker's life: load, requests, close

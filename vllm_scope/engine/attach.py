@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_scope.config import ScopeConfig
-from vllm_scope.engine.core import ended_in
+from vllm_scope.engine.scheduler import ended_in
 from vllm_scope.engine.seams import config_of, wrap_method
 from vllm_scope.engine.worker import ScopeWorker
 from vllm_scope.errors import CompatError

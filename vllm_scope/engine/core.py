@@ -1,14 +1,12 @@
-"""The scheduler's side: which KV a request may share, and when there is room for it.
+"""EngineCore: what a request that enters means, and under which keys its KV is found.
 
-Owns:  the cap on a reading request's prefix-cache hit, the keys of edited KV blocks,
-       what a steering module's name and the server-wide edits mean for a request that
-       enters, and who waits until the workers' tables have room for it (ledger).
-Runs:  in EngineCore: when a request enters (input thread), is hashed, is scheduled.
+Owns:  what a steering module's name and the server-wide edits mean for a request that
+       enters, what it will hold of the workers' tables, and the keys of edited KV blocks.
+Runs:  in EngineCore: when a request enters (input thread), and when it is hashed.
+To:    scheduler.
 
-A token whose KV comes from the cache is not computed, so its rows do not exist: a
-request that reads from position p on may hit the cache below p only. What it computes
-enters the cache as ever, and plain requests hit it. KV that an edit has touched is
-keyed by the edit's content and the tokens it falls on, from the first edited block on.
+KV that an edit has touched is keyed by the edit's content and the tokens it falls on,
+from the first edited block on.
 """
 
 from __future__ import annotations
@@ -22,20 +20,13 @@ import numpy as np
 
 from vllm_scope.compile import BlockKeys, RequestProgram
 from vllm_scope.engine.delivery import global_reads
-from vllm_scope.engine.model import (
-    CONNECTORS_BY_HASH,
-    foreign_connector,
-    hidden_size_of,
-    sites_of,
-)  # fmt: skip
+from vllm_scope.engine.model import CONNECTORS_BY_HASH, foreign_connector, sites_of
 from vllm_scope.engine.seams import config_of, wrap_function, wrap_method
 from vllm_scope.errors import CapacityError, SpecError, shown
-from vllm_scope.ledger import Ledger
 from vllm_scope.plan import OVERSHOOT
 from vllm_scope.program import Cost, Program
 from vllm_scope.registry import Registry
 from vllm_scope.resolve import Resolved
-from vllm_scope.sinks.request import Ended
 from vllm_scope.spec import Spec
 from vllm_scope.tap.tables import capacity
 from vllm_scope.vectors import load_vectors
@@ -243,162 +234,12 @@ def _collective_rpc(
         raise
 
 
-# Room for requests
-
-
-def _ledger_of(scheduler: Any) -> Ledger | None:
-    """None while no request has held anything."""
-    ledger: Ledger | None = scheduler.__dict__.get("scope_ledger")
-    return ledger
-
-
-def _new_ledger(scheduler: Any) -> Ledger:
-    vllm_config = scheduler.vllm_config
-    config = config_of(vllm_config)
-    assert config is not None
-    ledger = Ledger(capacity(hidden_size_of(vllm_config), config.vectors_mib))
-    scheduler.scope_ledger = ledger
-    return ledger
-
-
-def _programs_of(request: Any) -> tuple[Program, ...]:
-    """Whose places it holds; none of a plain one."""
-    programs: tuple[Program, ...] = getattr(request, "scope_programs", ())
-    return programs
-
-
-def _add_to_scheduler(original: Any, self: Any, request: Any) -> None:
-    # vLLM sends each piece of streamed input as a request of the same id.
-    if request.request_id in self.requests:
-        original(self, _as_it_entered(request, self.requests[request.request_id]))
-        return
-    programs, ledger = _programs_of(request), _ledger_of(self)
-    if programs and ledger is None:
-        ledger = _new_ledger(self)
-    if ledger is None or ledger.enter(request, programs):
-        original(self, request)
-
-
-def _as_it_entered(piece: Any, session: Any) -> Any:
-    """Streamed input: its session keeps what it entered with, as others do that run. The workers
-    and the ledger know it by that; the server's edits may be others by now."""
-    params, handle = piece.sampling_params, handle_of(session.sampling_params)
-    if params is not None and handle_of(params) != handle:
-        params = piece.sampling_params = copy(params)
-        extra = {**(params.extra_args or {}), HANDLE: handle}
-        params.extra_args = {k: v for k, v in extra.items() if k != HANDLE or v is not None}
-    return piece
-
-
-def _let_in(self: Any, ledger: Ledger) -> None:
-    """Those for whom there is room now, in their order."""
-    while ledger.waiting:
-        first = ledger.waiting[0]
-        programs = _programs_of(first)
-        if programs and not ledger.admit(first.request_id, programs):
-            return
-        _enter(self, ledger.waiting.popleft())
-
-
-def _enter(self: Any, request: Any) -> None:
-    session = self.requests.get(request.request_id)
-    _enqueue(self, request if session is None else _as_it_entered(request, session))
-
-
-def _free(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    out = original(self, request, *args, **kwargs)
-    handle = handle_of(request.sampling_params)
-    if handle is not None and handle.get("sinks"):
-        ended = Ended(tuple(request.output_token_ids), str(request.get_finished_reason()))
-        self.__dict__.setdefault("scope_ended", {})[request.request_id] = ended
-    ledger = _ledger_of(self)
-    if ledger is not None and ledger.release(request.request_id):
-        _let_in(self, ledger)
-    return out
-
-
-def _finish(original: Any, self: Any, request_ids: Any, status: Any) -> Any:
-    """Requests that still wait for room end as others do: from the scheduler's queue."""
-    ledger = _ledger_of(self)
-    if ledger is None or not ledger.waiting:
-        return original(self, request_ids, status)
-    some = {request_ids} if isinstance(request_ids, str) else request_ids
-    some = None if some is None else set(some)
-    for request in ledger.take_out(some):
-        _enter(self, request)
-    found = original(self, some, status)
-    # Where the first in line has gone, there may be room for those behind it.
-    _let_in(self, ledger)
-    return found
-
-
-_enqueue: Any = None
-
-
-# The end of requests with sinks
-
-
-def _schedule(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """What the scheduler accepted goes to the workers with the news that it is over."""
-    output = original(self, *args, **kwargs)
-    ended = self.__dict__.get("scope_ended")
-    if ended:
-        output.scope_ended = {r: ended.pop(r) for r in output.finished_req_ids if r in ended}
-    return output
-
-
-def ended_in(scheduler_output: Any) -> dict[str, Ended]:
-    """Of requests that end with this step and have sinks: what was accepted."""
-    found = getattr(scheduler_output, "scope_ended", None)
-    return found if isinstance(found, dict) else {}
-
-
-# KV of other requests
-
-
-class _CappedLookup:
-    """A KV-cache coordinator whose hits end before a position."""
-
-    def __init__(self, coordinator: Any, cap: int) -> None:
-        self._coordinator = coordinator
-        self._cap = cap
-
-    def find_longest_cache_hit(self, block_hashes: Any, max_cache_hit_length: int) -> Any:
-        return self._coordinator.find_longest_cache_hit(
-            block_hashes, min(max_cache_hit_length, self._cap)
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._coordinator, name)
-
-
-def _get_computed_blocks(original: Any, self: Any, request: Any) -> Any:
-    handle = handle_of(request.sampling_params)
-    if handle is None or handle.get("first_position") is None:
-        return original(self, request)
-    coordinator = self.coordinator
-    self.coordinator = _CappedLookup(coordinator, int(handle["first_position"]))
-    try:
-        return original(self, request)
-    finally:
-        self.coordinator = coordinator
-
-
 def wrap() -> None:
     from vllm.v1.core import block_pool, kv_cache_utils
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
-    global _enqueue
     wrap_method(EngineCore, "preprocess_add_request", ["request"], _preprocess)
     wrap_method(EngineCore, "collective_rpc", ["method", "args"], _collective_rpc)
-    _enqueue = Scheduler.add_request
-    wrap_method(Scheduler, "add_request", ["request"], _add_to_scheduler)
-    wrap_method(Scheduler, "schedule", [], _schedule)
-    wrap_method(Scheduler, "_free_request", ["request"], _free)
-    wrap_method(Scheduler, "finish_requests", ["request_ids", "finished_status"], _finish)
-    wrap_method(KVCacheManager, "get_computed_blocks", ["request"], _get_computed_blocks)
     wrap_function(
         [kv_cache_utils, block_pool], "generate_block_hash_extra_keys",
         ["request", "start_token_idx", "end_token_idx"], _extra_keys,

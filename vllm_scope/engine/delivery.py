@@ -7,7 +7,7 @@ From:  worker.   To: drain, sinks.router.
 
 How the end of a request is known: the scheduler, in EngineCore, is what accepts tokens.
 It sends the accepted tokens of a request that has sinks along with the news that it is
-over (core.ended_in): the same for both runners, for every pipeline stage, for aborts,
+over (scheduler.ended_in): the same for both runners, for every pipeline stage, for aborts,
 and after preemptions. Rows of tokens that were never accepted are then left out.
 """
 

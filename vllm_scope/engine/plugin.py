@@ -33,12 +33,13 @@ def register() -> None:
         return
     _registered = True
     from vllm_scope import faces
-    from vllm_scope.engine import attach, core, environment, frontend, http, refusals
+    from vllm_scope.engine import attach, core, environment, frontend, http, refusals, scheduler
 
     environment.wrap()
     wrap_engine_args()
     frontend.wrap()
     core.wrap()
+    scheduler.wrap()
     refusals.wrap()
     attach.wrap()
     http.wrap()
