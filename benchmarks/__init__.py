@@ -1,8 +1,18 @@
 """Speed, always as a ratio to plain vLLM in the same run.
 
-throughput.py   starts the engines, takes turns between them, prints the table
-engine.py       one engine in a process of its own, told by lines of JSON what to run
-shapes.py       models by their shape, with random weights
+throughput.py    starts the engines, takes turns between them, prints the table
+engine.py        one engine in a process of its own, told by lines of JSON what to run
+huggingface.py   Hugging Face's model, told the same way
+shapes.py        models by their shape, with random weights
+budget.py        where a step's time on the host goes
+taps.py          what a tap costs on a GPU
+codecs.py        what codecs lose
+disk.py          how fast files are written
+http.py          a server's clients: throughput
+soak.py          a server's clients: half an hour of mixed load
+server.py        a server in a process of its own
+
+The environment's OUT is a folder for the logs of engines and servers.
 """
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
-"""Programs that show vllm-scope at work, each run as `python -m examples.<name>`."""
+"""Programs that show vllm-scope at work: `python -m examples.demo`, `python -m
+examples.faces.NAME`, `python examples/sinks/run.py FOLDER`."""

@@ -2,7 +2,7 @@
 
 Owns:  the sockets that workers connect to, and who gets in.
 Runs:  on a thread of the front-end.
-From:  senders.   To: result.
+From:  senders.   To: inbox.
 
 Promise: messages of one worker are handed on in their order, each once; a message is
 acknowledged when its callback has returned, also one that could not be read.

@@ -1,6 +1,6 @@
 """A batch of rows, taken apart by whose they are.
 
-Runs:  in the front-end (result) and on the drain thread (sinks.router).
+Runs:  in the front-end (inbox) and on the drain thread (sinks.router).
 """
 
 from __future__ import annotations
