@@ -128,15 +128,37 @@ async def test_too_many_scores_for_a_chunk_are_in_the_file(streams_rows, store, 
         take(found, 0, tokens, None, "complete" if end else "streaming")
         chunk = await found.chunk(text_of(end=end))
         sent.append(json.loads(chunk.removeprefix("data: "))["choices"][0]["scope"])
-    values, *later = [body["scores"]["p"] for body in sent]
-    assert values == {"spans": [[0, 2]], "values": ROWS[:2, 0].tolist()}
-    assert later == [{"spans": [[2, 7]]}, {"spans": [[0, 8]]}]
+    first, then, last = [body["scores"] for body in sent]
+    assert first["p"] == {"spans": [[0, 2]], "values": ROWS[:2, 0].tolist()}
+    assert (then, last["p"]) == ({}, {"spans": [[2, 8]]})
     rows = [row["spans"] for body in sent for row in body["rows"]]
     assert rows == ([[[0, 2]], [[2, 7]], [[7, 8]]] if streams_rows else [[[0, 8]]])
     with store.open(sent[-1]["result"]["id"], "owner") as file:
-        whole = parse_scope(sent[-1], file.read())
-    assert whole.scores["p"].tolist() == ROWS[:8, 0].tolist()
-    assert whole["resid_post", 1].shape == (8, SIZE)
+        end = parse_scope(sent[-1], file.read())
+    # Each value once, as in all chunks.
+    assert end.scores["p"].tolist() == ROWS[2:8, 0].tolist()
+    assert end.positions("resid_post", 1).tolist() == ([7] if streams_rows else list(range(8)))
+    assert end["resid_post", 1].tolist() == ROWS[end.positions("resid_post", 1)].tolist()
+
+
+@on_a_loop
+async def test_too_many_rows_for_a_chunk_are_in_the_file(store, monkeypatch):
+    monkeypatch.setattr(module, "MAX_CHUNK_BYTES", 3 * ROWS[0].nbytes)
+    found, sent = answer(store, streams=True, stream="rows"), []
+    found.add_prompt()
+    found.open_one(lambda: None, True)
+    for tokens, end in ((6, None), (8, None), (9, "length")):
+        take(found, 0, tokens, None, "complete" if end else "streaming")
+        chunk = await found.chunk(text_of(end=end))
+        sent.append(json.loads(chunk.removeprefix("data: "))["choices"][0]["scope"])
+    told = [[(row["spans"], "data" in row) for row in body["rows"]] for body in sent]
+    assert told == [[], [([[5, 7]], True)], [([[0, 5], [7, 8]], False)]]
+    assert [body["scores"]["p"]["spans"] for body in sent] == [[[0, 5]], [[5, 7]], [[7, 8]]]
+    with store.open(sent[-1]["result"]["id"], "owner") as file:
+        end = parse_scope(sent[-1], file.read())
+    assert end.positions("resid_post", 1).tolist() == [0, 1, 2, 3, 4, 7]
+    assert end["resid_post", 1].tolist() == ROWS[[0, 1, 2, 3, 4, 7]].tolist()
+    assert end.scores["p"].tolist() == ROWS[7:8, 0].tolist()
 
 
 @on_a_loop

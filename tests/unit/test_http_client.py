@@ -95,7 +95,10 @@ def test_a_handle_is_fetched_and_its_file_deleted():
         "resid_post.5": ROWS.bfloat16(), "resid_post.5.positions": torch.tensor([0, 1, 7]),
         "scores.p.q": torch.ones(2), "scores.p.q.positions": torch.tensor([3, 4]),
     })  # fmt: skip
-    scope = COUNTS | {"result": {"id": "abc"}, "rows": [], "scores": {}}
+    told = {name: value for name, value in entry(ROWS).items() if name != "data"}
+    scope = COUNTS | {
+        "result": {"id": "abc"}, "rows": [told], "scores": {"p.q": {"spans": [[3, 5]]}}
+    }  # fmt: skip
     server = Server(completions={"choices": [choice(scope)]}, abc=httpx.Response(200, content=file))
     out = server.client(api_key="k").complete("x", Read("resid_post", layers=[5]))
     assert torch.equal(out.scope.tensor("resid_post", 5), ROWS.bfloat16())
@@ -193,10 +196,113 @@ def test_streams_of_both_clients_are_the_same():
         assert (one.scope is None) == (other.scope is None)
 
 
-def test_an_error_within_a_stream_is_raised():
-    event = {"error": {"message": "the engine died.", "code": 500}}
-    with pytest.raises(ServerError, match="the engine died"):
-        list(Server(completions=sse(STREAM[0], event)).client().stream("x"))
+def test_of_a_last_chunks_file_only_what_it_tells_is_new():
+    """The file has all scores, those of earlier chunks too."""
+    file = safetensors.torch.save({
+        "resid_post.5": ROWS, "resid_post.5.positions": torch.tensor([0, 1, 7]),
+        "scores.p": torch.arange(4.0), "scores.p.positions": torch.arange(4),
+        "scores.late": torch.arange(4.0), "scores.late.positions": torch.arange(4),
+    })  # fmt: skip
+    told = {name: value for name, value in entry(ROWS).items() if name != "data"}
+    end = COUNTS | {
+        "result": {"id": "abc"}, "rows": [told | {"spans": [[1, 2], [7, 8]]}],
+        "scores": {"p": {"spans": [[3, 4]], "values": [3.0]}, "late": {"spans": [[1, 4]]}},
+    }  # fmt: skip
+    found = parse_scope(end, file)
+    assert found.scores.positions("p").tolist() == [3]
+    assert found.scores["late"].tolist() == [1.0, 2.0, 3.0]
+    assert found.positions("resid_post", 5).tolist() == [1, 7]
+    assert np.array_equal(found["resid_post", 5], ROWS.numpy()[1:])
+
+
+def both(act):
+    """What each client does: `act(client)` gives an iterator, or what is awaited."""
+
+    async def collect(server):
+        async with AsyncScopeClient(transport=httpx.MockTransport(server)) as client:
+            found = act(client)
+            return [c async for c in found] if hasattr(found, "__aiter__") else await found
+
+    def run(server):
+        found = act(server.client())
+        return list(found) if hasattr(found, "__iter__") else found
+
+    return [run, lambda server: asyncio.run(collect(server))]
+
+
+@pytest.mark.parametrize("run", both(lambda client: client.stream("x")), ids=["sync", "async"])
+class TestStreams:
+    @pytest.mark.parametrize("end", ["\u2028", "\u2029", "\u0085", "\r", "\x0b", "\x1c"])
+    def test_text_may_hold_any_end_of_line(self, end, run):
+        event = {"choices": [choice(None, text=f"a{end}b")]}
+        text = f"data: {json.dumps(event, ensure_ascii=False)}\r\n\r\ndata:[DONE]\n\n"
+        if end < " ":
+            text = text.replace(end + "b", json.dumps(end)[1:-1] + "b")
+        (chunk,) = run(Server(completions=httpx.Response(200, content=text.encode())))
+        assert chunk.text == f"a{end}b"
+
+    def test_events_may_come_in_any_pieces(self, run):
+        data = sse(*STREAM).content
+        parts = [bytes([byte]) for byte in data]
+
+        class Pieces(httpx.SyncByteStream, httpx.AsyncByteStream):
+            def __iter__(self):
+                return iter(parts)
+
+            async def __aiter__(self):
+                for part in parts:
+                    yield part
+
+        chunks = run(Server(completions=httpx.Response(200, stream=Pieces())))
+        assert [chunk.text for chunk in chunks] == ["", "t", "t"]
+
+    def test_one_that_ends_in_the_middle_is_no_answer(self, run):
+        whole = sse(*STREAM).content
+        for size in (whole.index(b"data: [DONE]"), whole.index(b"data: [DONE]") - 40, 0):
+            with pytest.raises(ServerError, match="ended before the answer did"):
+                run(Server(completions=httpx.Response(200, content=whole[:size])))
+
+    @pytest.mark.parametrize(
+        ("error", "words"),
+        [
+            ({"message": "the engine died.", "code": 500}, "the engine died"),
+            ({"message": "it died.", "code": None}, "it died"),
+            ({"message": "it died.", "code": "oops"}, "it died"),
+            ("boom", "boom"),
+        ],
+    )
+    def test_an_error_within_is_raised(self, error, words, run):
+        with pytest.raises(ServerError, match=words):
+            run(Server(completions=sse(STREAM[0], {"error": error})))
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda client: client.complete("x"),
+        lambda client: client.stream("x"),
+        lambda client: client.delete_module("completions"),
+        lambda client: client.clear_edits(),
+    ],
+    ids=["complete", "stream", "delete", "clear"],
+)
+def test_a_redirect_is_no_success(act):
+    for run in both(act):
+        elsewhere = httpx.Response(308, headers={"location": "https://other/"})
+        with pytest.raises(ServerError, match="HTTP 308: it is at 'https://other/'; give"):
+            run(Server(completions=elsewhere, edits=elsewhere))
+
+
+def test_a_page_instead_of_an_answer_is_told():
+    server = Server(completions=httpx.Response(200, content=b"<html>login"))
+    with pytest.raises(ServerError, match="the answer is no JSON but"):
+        server.client().complete("x")
+
+
+@pytest.mark.parametrize("name", [".", "..", ""])
+def test_no_name_of_a_module_is_another_path(name):
+    with pytest.raises(SpecError, match="module"):
+        Server().client().delete_module(name)
 
 
 def test_modules_and_edits_carry_the_operators_key():

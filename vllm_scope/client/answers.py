@@ -181,16 +181,24 @@ def parse_scope(body: Mapping[str, Any], file: bytes | None) -> ScopeData:
     """
     rows: dict[_Stream, Rows] = {}
     scores: dict[str, Any] = {}
+    # The file has all; an entry without values tells which of them are new.
+    filed_rows, filed_scores = ({}, {}) if file is None else _parse_file(file)
     for entry in body.get("rows", ()):
+        stream = (entry["site"], entry["layer"], entry.get("when", "after"))
         if "data" in entry:
-            rows[entry["site"], entry["layer"], entry.get("when", "after")] = _rows(entry)
+            rows[stream] = _rows(entry)
+        elif stream in filed_rows:
+            whole = filed_rows[stream]
+            some = np.isin(whole.positions, _positions(entry["spans"]))
+            rows[stream] = Rows(whole.positions[some], whole.bits[some], whole.dtype)
     for name, entry in body.get("scores", {}).items():
         if "values" in entry:
             values = [math.nan if v is None else v for v in entry["values"]]
             scores[name] = (_positions(entry["spans"]), np.array(values, np.float32))
-    if file is not None:
-        rows, found = _parse_file(file)
-        scores |= found
+        elif name in filed_scores:
+            positions, numbers = filed_scores[name]
+            some = np.isin(positions, _positions(entry["spans"]))
+            scores[name] = (positions[some], numbers[some])
     return ScopeData(
         body.get("status", "streaming"), body.get("error"), body.get("expected", 0),
         body.get("delivered", 0), body.get("dropped", 0), rows, Scores(scores),

@@ -53,19 +53,25 @@ class Call:
 
 @dataclass(frozen=True)
 class Response:
-    """What a transport hands back."""
+    """What a transport hands back. `location`: where a redirect leads."""
 
     status: int
     content: bytes
+    location: str | None = None
 
     def checked(self) -> Response:
         """Itself, or the error that it is.
 
         Raises:
-            SpecError: 400. CapacityError: 429. ServerError: anything else from 400 on.
+            SpecError: 400. CapacityError: 429. ServerError: anything else that is no answer.
         """
-        if self.status < 400:
+        if 200 <= self.status < 300:
             return self
+        if self.location is not None:
+            raise ServerError(
+                f"HTTP {self.status}: it is at {shown(self.location)}; give the server's own URL, "
+                "as keys are not sent on.", self.status,
+            )  # fmt: skip
         message = error_message(self.content)
         if self.status == 400:
             raise SpecError(message)
@@ -74,7 +80,8 @@ class Response:
         raise ServerError(f"HTTP {self.status}: {message}", self.status)
 
     def json(self) -> Any:
-        return json.loads(self.content)
+        """Raises ServerError where it is none, as a proxy's page."""
+        return _decoded(self.content, self.status)
 
 
 def error_message(content: bytes) -> str:
@@ -85,6 +92,41 @@ def error_message(content: bytes) -> str:
         return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, AttributeError, KeyError):
         return content[:200].decode("utf-8", "replace") or "no reason was given"
+
+
+def _decoded(content: bytes | str, status: int = 200) -> Any:
+    try:
+        return json.loads(content)
+    except ValueError:
+        raise ServerError(f"the answer is no JSON but {shown(content[:200])}.", status) from None
+
+
+class Events:
+    """Server-sent events out of the bytes of a stream. Not by `str.splitlines`: JSON may hold
+    other ends of lines than LF as they are.
+
+    Attributes:
+        done: the server has told that nothing comes any more.
+    """
+
+    def __init__(self) -> None:
+        self.done = False
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[str]:
+        """The data of the lines that are whole now."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        found = []
+        for line in lines:
+            if line.startswith(b"data:"):
+                found.append(line.removeprefix(b"data:").strip().decode("utf-8", "replace"))
+                self.done |= found[-1] == "[DONE]"
+        return found
+
+    def check_done(self) -> None:
+        """Raises ServerError for a stream that ended in the middle."""
+        if not self.done:
+            raise ServerError("the stream ended before the answer did; send it again.", 200)
 
 
 Flow = Generator[Call, Response, Any]
@@ -215,15 +257,16 @@ class Calls:
             file = (yield _result_call(body["result"]["id"], True)).checked().content
         return parse_scope(body, file)
 
-    def _chunks(self, line: str) -> Flow:
-        """The chunks of one line of a stream."""
-        if not line.startswith("data: {"):
+    def _chunks(self, event: str) -> Flow:
+        """The chunks of one event of a stream."""
+        if not event.startswith("{"):
             return []
-        body = json.loads(line.removeprefix("data: "))
+        body = _decoded(event)
         if "error" in body:
             error = body["error"]
-            Response(int(error.get("code", 500)), line.removeprefix("data: ").encode()).checked()
-            raise ServerError(str(error.get("message")), 500)
+            code = error.get("code") if isinstance(error, dict) else None
+            status = code if isinstance(code, int) and code >= 400 else 500
+            Response(status, event.encode()).checked()
         chunks = []
         for choice in body.get("choices", ()):
             found = yield from self._scope_of(choice)
@@ -250,6 +293,8 @@ def _result_call(result_id: str, delete: bool) -> Call:
 def _module_path(name: str) -> str:
     if not name:
         raise SpecError(f"a module's name is 1 character or more, not {shown(name)}.")
+    if name in (".", ".."):  # another path, however it is quoted
+        raise SpecError(f"no module over HTTP is called {shown(name)}; take another name.")
     return f"/v1/scope/modules/{quote(name, safe='')}"
 
 

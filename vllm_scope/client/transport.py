@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from vllm_scope.client.answers import Chunk
-from vllm_scope.client.calls import Call, Calls, Flow, Response
+from vllm_scope.client.calls import Call, Calls, Events, Flow, Response
 
 try:
     import httpx
@@ -63,6 +63,10 @@ class _Client(Calls):
         )
 
 
+def _came(response: Any, content: bytes) -> Response:
+    return Response(response.status_code, content, response.headers.get("location"))
+
+
 class ScopeClient(_Client):
     """A client that blocks. A context manager; see `Calls` for what it can do."""
 
@@ -74,17 +78,20 @@ class ScopeClient(_Client):
             call = next(flow)
             while True:
                 response = self._http.send(self._request(call))
-                call = flow.send(Response(response.status_code, response.content))
+                call = flow.send(_came(response, response.content))
         except StopIteration as done:
             return done.value
 
     def _iterate(self, opening: Flow) -> Iterator[Chunk]:
         response = self._http.send(self._request(self._run(opening)), stream=True)
+        events = Events()
         try:
-            if response.status_code >= 400:
-                Response(response.status_code, response.read()).checked()
-            for line in response.iter_lines():
-                yield from self._run(self._chunks(line))
+            if not response.is_success:
+                _came(response, response.read()).checked()
+            for data in response.iter_bytes():
+                for event in events.feed(data):
+                    yield from self._run(self._chunks(event))
+            events.check_done()
         finally:
             response.close()
 
@@ -109,19 +116,22 @@ class AsyncScopeClient(_Client):
             call = next(flow)
             while True:
                 response = await self._http.send(self._request(call))
-                call = flow.send(Response(response.status_code, response.content))
+                call = flow.send(_came(response, response.content))
         except StopIteration as done:
             return done.value
 
     async def _iterate(self, opening: Flow) -> AsyncIterator[Chunk]:
         call = await self._run(opening)
         response = await self._http.send(self._request(call), stream=True)
+        events = Events()
         try:
-            if response.status_code >= 400:
-                Response(response.status_code, await response.aread()).checked()
-            async for line in response.aiter_lines():
-                for chunk in await self._run(self._chunks(line)):
-                    yield chunk
+            if not response.is_success:
+                _came(response, await response.aread()).checked()
+            async for data in response.aiter_bytes():
+                for event in events.feed(data):
+                    for chunk in await self._run(self._chunks(event)):
+                        yield chunk
+            events.check_done()
         finally:
             await response.aclose()
 

@@ -15,10 +15,11 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 from torch import Tensor
 
 from vllm_scope.actions import MEMORY
@@ -139,9 +140,8 @@ class Answer:
         self._abandoned = False
         #: Of each choice and column: how many values were sent.
         self._sent: dict[tuple[int, Any], int] = {}
-        #: Choices whose chunks left rows out.
-        self._rows_left_out: set[int] = set()
-        self._scores_left_out: set[int] = set()
+        #: The same: positions of what was too much for its chunk.
+        self._held_back: dict[tuple[int, Any], list[np.ndarray]] = {}
         #: Data waits for the end: an engine that guesses tokens may still take it back.
         self.holds = False
         #: Chunks wait for data that is late; no more once some was lost.
@@ -277,34 +277,49 @@ class Answer:
     async def _part(self, number: int, result: ScopeResult, ended: bool) -> dict[str, Any]:
         rows_too = self._options.stream == "rows"
         found = result.columns(rows_too) if ended or not self.holds else ()
-        new = [self._unsent(number, column, ended) for column in found]
-        scores = [column for column in new if isinstance(column.label, str)]
-        rows = [column for column in new if not isinstance(column.label, str)]
-        if sum(column.nbytes for column in rows) > MAX_CHUNK_BYTES:
-            self._rows_left_out.add(number)
-            rows = []
-        if sum(len(column.positions) for column in scores) > encode.MAX_INLINE_SCORES:
-            self._scores_left_out.add(number)
-        inline = number not in self._scores_left_out
-        body = encode.columns([c for c in scores + rows if len(c.positions)], True, inline)
+        new = [(column, *self._advance(number, column, ended)) for column in found]
+        scores = [one for one in new if isinstance(one[0].label, str)]
+        rows = [one for one in new if not isinstance(one[0].label, str)]
+        num_scores = sum(last - first for _, first, last in scores)
+        num_bytes = sum(column.part(first, last).nbytes for column, first, last in rows)
+        here: list[Column] = []
+        for some, fit in (
+            (scores, num_scores <= encode.MAX_INLINE_SCORES),
+            (rows, num_bytes <= MAX_CHUNK_BYTES),
+        ):
+            for column, first, last in some:
+                if first == last:
+                    continue
+                if fit:
+                    here.append(column.part(first, last))
+                else:
+                    spans = self._held_back.setdefault((number, column.label), [])
+                    spans.append(column.positions[first:last])
         if not ended:
-            return body
+            return encode.columns(here, True, True)
         everything = result.columns()
-        if not inline:  # all of them are in the file
-            scores = [column for column in everything if isinstance(column.label, str)]
-            body["scores"] = encode.columns(scores, True, False)["scores"]
-        whole = rows_too and number not in self._rows_left_out
-        rest = [] if whole else [c for c in everything if not isinstance(c.label, str)]
-        rows_of = await self._rows(result, rest, body["rows"], keep=not inline)
-        return encode.counts(result) | body | rows_of
+        filed = [c for c in everything if (number, c.label) in self._held_back]
+        late = [self._with_late(number, column, here) for column in filed]
+        here = [c for c in here if (number, c.label) not in self._held_back]
+        body, told = encode.columns(here, True, True), encode.columns(late, False, False)
+        body["scores"] |= told["scores"]
+        rest = [] if rows_too else [c for c in everything if not isinstance(c.label, str)]
+        sent = body["rows"] + told["rows"]
+        return encode.counts(result) | body | await self._rows(result, rest, sent, keep=bool(late))
 
-    def _unsent(self, number: int, column: Column, ended: bool) -> Column:
-        """What of a column was not sent yet, and can be now."""
+    def _advance(self, number: int, column: Column, ended: bool) -> tuple[int, int]:
+        """Of which value to which a column was not sent yet, and can be now."""
         key = (number, column.label)
         first = self._sent.get(key, 0)
         last = max(first, len(column.positions) if ended else column.num_settled)
         self._sent[key] = last
-        return column.part(first, last)
+        return first, last
+
+    def _with_late(self, number: int, column: Column, here: list[Column]) -> Column:
+        """What was held back of a column, and what is new of it, for the file to have."""
+        new = [c.positions for c in here if c.label == column.label]
+        spans = self._held_back[number, column.label] + new
+        return replace(column, positions=np.concatenate(spans))
 
     async def _whole(self, result: ScopeResult) -> dict[str, Any]:
         found = result.columns()
