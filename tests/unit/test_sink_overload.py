@@ -299,6 +299,53 @@ def test_spill_waits_when_the_disk_is_full_too(monkeypatch):
     assert counters["drops"] == 0
 
 
+def test_what_a_dropped_row_was_to_replace_is_no_row(monkeypatch):
+    """As a rejected draft's, whose position is computed anew."""
+    sinks = {"mine": {"held_mib": 100 / 2**20}}
+    with side(monkeypatch, sinks, mine=Whole) as here:
+        here.add(0, READ)
+        here.write(0, [0, 1, 2])
+        here.write(0, [2], base=1000.0)
+        here.end(0)
+        manifest = here.manifest(0)
+        rows = Whole.made[0].rows
+    assert (manifest.status, manifest.delivered, manifest.expected) == ("partial", 4, 6)
+    assert "held_mib" in manifest.reason
+    assert [at for at, _ in rows[0, "resid_post", 1]] == [0, 1]
+
+
+def test_a_row_that_comes_after_a_dropped_one_is_one(monkeypatch):
+    sinks = {"mine": {"on_overload": "drop", "queue_mib": 40 / 2**20}}
+    with side(monkeypatch, sinks, mine=Live) as here:
+        sink = Live.made[0]
+
+        def wait():
+            until(lambda: here.router.counters()["mine"]["queue_bytes"] == 0)
+
+        for key in range(2):
+            here.add(key, READ)
+            sink.go_on.clear()
+            here.write(key, [0, 1])
+            wait()
+            here.write(key, [2])
+            here.write(key, [2], base=1000.0)  # dropped
+            sink.go_on.set()
+            wait()
+        here.write(1, [2], base=2000.0)
+        here.end(0)
+        here.end(1)
+        manifests = [here.manifest(key) for key in range(2)]
+        assert here.router.counters()["mine"]["drops"] == 4
+    assert [(m.status, m.delivered) for m in manifests] == [("partial", 4), ("ok", 6)]
+
+
+def until(true, seconds: float = 5.0) -> None:
+    limit = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
 def test_another_sink_does_not_notice_one_that_drops_or_spills(monkeypatch):
     for policy in ("drop", "spill"):
         sinks = {"mine": {"on_overload": policy, "queue_mib": 0.0001, "delay_s": 0.02}, "other": {}}

@@ -208,7 +208,7 @@ class Lane:
         self._changed.notify_all()
 
     def _drop(self, rows: _Rows, reason: str) -> None:
-        rows.delivery.lose(reason)
+        rows.delivery.lose(rows.arrival, reason)
         with self._changed:
             self.counters.drops += rows.num_values
 

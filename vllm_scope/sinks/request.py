@@ -13,7 +13,7 @@ position that was asked for and accepted, once; and the counts say what is missi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -40,12 +40,14 @@ class Arrival:
         positions: int64 [n].
         data: uint8 [n, bytes of a token], its own memory.
         widths: of rows as they are.
+        number: of the request's arrivals at this sink, in their order.
     """
 
     layout: Layout
     positions: Ints
     data: NDArray[np.uint8]
     widths: Widths
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,12 @@ class Delivery:
         self._streams = list(_streams_of(asked, to, sites, here))
         self._kept: list[Arrival] = []
         self._parts: dict[Layout, tuple[Layout, Ints | slice] | None] = {}
-        self._arrived: dict[_Stream, list[Ints]] = {}
+        #: Positions that were delivered, and the numbers of their arrivals.
+        self._arrived: dict[_Stream, list[tuple[Ints, Ints]]] = {}
+        self._num_arrivals = 0
+        #: Arrivals that were dropped: what came before them at their positions is no longer
+        #: true, as a draft's row before that of the token which was accepted.
+        self._dropped: list[Arrival] = []
 
     @property
     def empty(self) -> bool:
@@ -128,7 +135,8 @@ class Delivery:
             taken = by_slot[:, slots].copy()
         else:
             taken = by_slot.take(slots, axis=1)
-        return Arrival(own, positions.copy(), taken.view(np.uint8), widths)
+        self._num_arrivals += 1
+        return Arrival(own, positions.copy(), taken.view(np.uint8), widths, self._num_arrivals)
 
     def _part_of(self, layout: Layout, widths: Widths) -> tuple[Layout, Ints | slice] | None:
         """What is taken of a layout, and its slots; a slice where they are side by side."""
@@ -156,9 +164,18 @@ class Delivery:
         together = bool((np.diff(listed) == 1).all())
         return own_layout, slice(int(listed[0]), int(listed[-1]) + 1) if together else listed
 
-    def lose(self, reason: str) -> None:
-        """Some rows will not come. The first reason is kept."""
+    def lose(self, arrival: Arrival, reason: str) -> None:
+        """These rows will not come. The first reason is kept. On any thread."""
         self.loss = self.loss or reason
+        self._dropped.append(replace(arrival, data=np.empty((0, 0), np.uint8)))
+
+    def _outdated(self, stream: _Stream, positions: Ints, numbers: Ints) -> NDArray[np.bool_]:
+        """Which of these were to be replaced by rows that were dropped."""
+        found = np.zeros(len(positions), bool)
+        for one in self._dropped:
+            if _carries(one.layout, stream):
+                found |= (numbers < one.number) & np.isin(positions, one.positions)
+        return found
 
     def keep(self, arrival: Arrival) -> None:
         self._kept.append(arrival)
@@ -176,7 +193,8 @@ class Delivery:
             rows = self._column(stream, arrival.layout, arrival.data, arrival.widths)
             if rows is not None:
                 yield self._block(stream, arrival.positions, rows)
-                self._arrived.setdefault(stream, []).append(arrival.positions)
+                numbers = np.full(len(arrival.positions), arrival.number)
+                self._arrived.setdefault(stream, []).append((arrival.positions, numbers))
 
     def whole_blocks(self, ended: Ended) -> Iterator[Block]:
         """What was kept, by stream: exactly what was asked for."""
@@ -188,28 +206,37 @@ class Delivery:
         for layout, members in by_layout.items():
             kept = [self._kept[i] for i in members]
             arrivals = [firsts[i] + np.arange(len(self._kept[i].positions)) for i in members]
+            numbers = [np.full(len(x.positions), x.number) for x in kept]
             joined.append((
                 layout, np.concatenate([x.positions for x in kept]), np.concatenate(arrivals),
-                np.concatenate([x.data for x in kept]), kept[0].widths,
+                np.concatenate(numbers), np.concatenate([x.data for x in kept]), kept[0].widths,
             ))  # fmt: skip
         for stream in self._streams:
             parts = []
-            for layout, positions, arrivals, data, widths in joined:
+            for layout, positions, arrivals, number, data, widths in joined:
                 rows = self._column(stream, layout, data, widths)
-                if rows is not None:
-                    parts.append(Part(positions, arrivals, rows))
+                if rows is None:
+                    continue
+                if self._dropped:
+                    true = ~self._outdated(stream, positions, number)
+                    positions, arrivals, rows = positions[true], arrivals[true], rows[true]
+                parts.append(Part(positions, arrivals, rows))
             if parts:
                 rows, positions = assemble(parts, self._wanted(stream, ended), parts[0].rows[:0])
                 if len(positions):
                     yield self._block(stream, positions, rows)
-                    self._arrived.setdefault(stream, []).append(positions)
+                    last = np.full(len(positions), self._num_arrivals)
+                    self._arrived.setdefault(stream, []).append((positions, last))
 
     def ending(self, ended: Ended) -> Ending:
         """How it ended, by what was delivered so far."""
         expected = delivered = 0
         for stream in self._streams:
             wanted = self._wanted(stream, ended)
-            arrived = np.concatenate([np.zeros(0, np.int64), *self._arrived.get(stream, [])])
+            pairs = self._arrived.get(stream, [])
+            arrived = np.concatenate([np.zeros(0, np.int64), *(x for x, _ in pairs)])
+            numbers = np.concatenate([np.zeros(0, np.int64), *(x for _, x in pairs)])
+            arrived = arrived[~self._outdated(stream, arrived, numbers)]
             expected += len(wanted)
             delivered += int(np.isin(wanted, arrived).sum())
         status: Status = "ok"
@@ -258,6 +285,16 @@ class Delivery:
         if stream.encoding is not None:
             source = EncodedRows(packing_of(stream.encoding).codec, rows)
         return Block(self.info, *stream.name, positions, source, stream.probe)
+
+
+def _carries(layout: Layout, stream: _Stream) -> bool:
+    """Whether tokens of this layout have rows, or scores, of this stream."""
+    if stream.encoding is not None:
+        some = [points for encoding, points in layout.encoded if encoding == stream.encoding]
+        return any(stream.point in points for points in some)
+    if stream.point is not None:
+        return stream.point in layout.points
+    return any(number == stream.number for _, number in layout.scores)
 
 
 def _streams_of(asked: Resolved, to: str, sites: Sites, here: Sequence[int]) -> Iterator[_Stream]:
