@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import uuid
 
@@ -11,7 +12,7 @@ import torch
 import vllm_scope
 from tests.unit.test_files import LAYOUTS, STREAMS, put, record_of, rows_of, writer_of
 from vllm_scope.errors import ConfigError, FileError
-from vllm_scope.files import export_dataset, export_saelens
+from vllm_scope.files import export_dataset, export_saelens, publish
 
 
 @pytest.fixture
@@ -130,3 +131,50 @@ def test_a_remote_root_that_is_not_there_is_said_to_be(tmp_path):
         vllm_scope.open(f"memory:///{uuid.uuid4().hex}")
     with pytest.raises(ConfigError, match="cannot be opened"):
         vllm_scope.open("nosuchscheme://x")
+
+
+def test_exports_of_two_models_are_refused(tmp_path):
+    pytest.importorskip("pyarrow")
+    for first, second in ((4, 8), (8, 4)):
+        root = tmp_path / f"{first}"
+        with writer_of(root) as writer:
+            for seed, size in ((1, first), (2, second)):
+                put(writer, seed, [("embed", 0)], size, torch.float32)
+        capture = vllm_scope.open(root)
+        for export in (
+            lambda folder: export_dataset(capture, folder, [("embed", 0)]),  # noqa: B023
+            lambda folder: export_saelens(capture, folder, "embed", 0, "x", 2),  # noqa: B023
+        ):
+            with pytest.raises(FileError, match="export what one model wrote"):
+                export(tmp_path / f"out-{uuid.uuid4().hex}")
+
+
+def test_float16_keeps_what_is_finite(tmp_path):
+    pytest.importorskip("pyarrow")
+    with writer_of(tmp_path / "in") as writer:
+        request = writer.begin()
+        rows = torch.tensor([[1e5, -1e5, 1.5, torch.inf]], dtype=torch.bfloat16)
+        request.write("embed", 0, torch.zeros(1, dtype=torch.int64).numpy(), rows)
+        request.finish(record_of(1, 1, 1))
+    export_dataset(vllm_scope.open(tmp_path / "in"), tmp_path / "out", [("embed", 0)], "float16")
+    assert _table(tmp_path / "out")["embed.0"][0].as_py() == [65504.0, -65504.0, 1.5, float("inf")]
+
+
+class Short(io.FileIO):
+    """A disk that is nearly full, while others free room on it."""
+
+    def write(self, data):
+        return super().write(memoryview(data).cast("B")[:1000])
+
+
+def test_a_write_that_takes_a_part_loses_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr(publish, "open", lambda fd, mode, buffering: Short(fd, "w"), raising=False)
+    for layout in LAYOUTS:
+        with writer_of(tmp_path / layout, layout=layout) as writer:
+            _, rows = put(writer, 3, hidden_size=512)
+        (request,) = vllm_scope.open(tmp_path / layout)
+        for stream, expected in rows.items():
+            assert torch.equal(request[stream], expected)
+    pytest.importorskip("pyarrow")
+    export_dataset(vllm_scope.open(tmp_path / "sharded"), tmp_path / "out", [("embed", 0)])
+    assert _table(tmp_path / "out").num_rows == 8

@@ -31,6 +31,7 @@ from vllm_scope.errors import FileError
 from vllm_scope.files.datafile import NpzFile
 from vllm_scope.files.folder import LocalFolder
 from vllm_scope.files.names import clean, place
+from vllm_scope.files.per_request import KEY
 from vllm_scope.files.publish import LocalPublisher
 from vllm_scope.files.tensors import MAX_HEADER_BYTES, read_header
 
@@ -378,7 +379,9 @@ def _safetensors(header: object, data: bytes = b"") -> bytes:
 
 
 def _entry(**fields) -> dict:
-    return {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **fields}}
+    """Of a file that says it is one of ours."""
+    ours = {"__metadata__": {KEY: "{}"}}
+    return ours | {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **fields}}
 
 
 @pytest.mark.parametrize(
@@ -518,7 +521,12 @@ def test_a_file_is_read_without_the_index_beside_it(layout, tmp_path):
 
 def test_files_of_others_are_passed_over_and_pipes_are_not_waited_for(tmp_path):
     save_file({"x": torch.zeros(3)}, tmp_path / "weights.safetensors")
+    save_file({"x": torch.zeros(3, dtype=torch.float64)}, tmp_path / "wide.safetensors")
+    save_file({"x": torch.ones(3, dtype=torch.bool)}, tmp_path / "mask.safetensors")
     np.savez(tmp_path / "arrays.npz", a=np.zeros(3))
+    np.savez_compressed(tmp_path / "small.npz", a=np.zeros(3))
+    np.savez(tmp_path / "columns.npz", a=np.zeros((3, 2), order="F"))
+    np.savez(tmp_path / "objects.npz", a=np.array([{}], object))
     (tmp_path / "notes.txt").write_text("x")
     assert len(vllm_scope.open(tmp_path)) == 0
     os.mkfifo(tmp_path / "pipe.safetensors")

@@ -547,3 +547,32 @@ def test_a_manifest_is_plain_json(tmp_path):
         manifest, _ = put(writer, 1, tag="ü", name="n")
     assert isinstance(manifest, Manifest)
     assert json.loads(json.dumps(manifest.to_json()))["tag"] == "ü"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"codec": "topk8", "codec_options": {"k": "64"}}, "k"),
+        ({"codec": "topk8", "codec_options": {"k": -5}}, "k"),
+        ({"codec": "rp8", "codec_options": {"seed": -1}}, "seed"),
+        ({"codec": "zstd", "codec_options": {"level": 99}, "layout": "per_request"}, "level"),
+    ],
+)
+def test_a_codecs_values_are_refused_before_any_row_comes(options, words, tmp_path):
+    with pytest.raises(ConfigError, match=words):
+        FileOptions.parse({"root": str(tmp_path), **options})
+
+
+def test_a_package_that_is_missing_is_told_before_any_row_comes(monkeypatch, tmp_path):
+    def missing():
+        raise ConfigError("codec 'zstd' needs the package backports.zstd")
+
+    monkeypatch.setattr("vllm_scope.files.writer.zstd_library", missing)
+    with pytest.raises(ConfigError, match="needs the package"):
+        writer_of(tmp_path, codec="zstd", layout="per_request")
+
+
+def test_urls_know_no_fsync():
+    pytest.importorskip("fsspec")
+    with pytest.raises(ConfigError, match="URLs know no fsync"):
+        writer_of("memory://capture", fsync=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import zipfile
+from contextlib import suppress
 from typing import Any, BinaryIO, Protocol
 
 import numpy as np
@@ -38,7 +39,7 @@ def read_index(folder: Folder, name: str) -> Index | None:
     with file:
         if name.endswith(".npz"):
             return _npz_index(file, size, name)
-        header = read_header(file, size, name)
+        header = read_header(file, size, name, KEY)
         if KEY in header.metadata:
             return Index.decode(header.metadata[KEY], name)
         entry = header.tensors.get(KEY)
@@ -67,7 +68,7 @@ class MappedFile:
         # Checked here as well: the file may have been replaced since it was listed.
         file, size = folder.open(name)
         with file:
-            read_header(file, size, name)
+            read_header(file, size, name, KEY)
         try:
             self._file: Any = safe_open(folder.local(name), framework="pt")
         except (SafetensorError, OSError) as error:
@@ -119,6 +120,10 @@ _Member = tuple[int, tuple[int, ...], np.dtype]
 
 
 def _npz_index(file: BinaryIO, size: int, name: str) -> Index | None:
+    with suppress(zipfile.BadZipFile, NotImplementedError, ValueError):  # told below
+        if f"{KEY}.npy" not in zipfile.ZipFile(file).namelist():
+            return None
+    file.seek(0)
     members = _members(file, size, name)
     if KEY not in members:
         return None

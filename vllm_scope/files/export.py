@@ -22,10 +22,11 @@ from torch import Tensor
 
 from vllm_scope.errors import ConfigError, FileError
 from vllm_scope.files.manifest import stream_name
-from vllm_scope.files.publish import LocalPublisher, write_bytes
+from vllm_scope.files.publish import LocalPublisher, whole_writes, write_bytes
 from vllm_scope.sites import SiteLayer
 
 if TYPE_CHECKING:
+    from vllm_scope.files.captured import CapturedRequest
     from vllm_scope.files.reader import Capture
 
 Dtype = Literal["float32", "float16"]
@@ -89,6 +90,8 @@ def export_dataset(
                         f"{stream_name(streams[0])}; export them one by one."
                     )
             tokens = request.token_ids[positions]
+            for stream, size in width.items():
+                _check_width(request, stream, size)
             stored = {stream: request.stored(stream) for stream in streams}
             step = max(1, _BATCH_BYTES // (4 * sum(width.values())))
             for start in range(0, len(positions), step):
@@ -158,6 +161,7 @@ def export_saelens(
         for request in capture:
             if stream not in request:
                 continue
+            _check_width(request, stream, width)
             stored = request.stored(stream)
             positions = stored.positions
             tokens = request.token_ids
@@ -195,6 +199,15 @@ def _hidden_size(capture: Capture, stream: SiteLayer) -> int:
     raise KeyError(f"{stream!r} was not captured; captured are {capture.keys()}")
 
 
+def _check_width(request: CapturedRequest, stream: SiteLayer, width: int) -> None:
+    found = request.manifest.streams[stream_name(stream)].shape[1]
+    if found != width:
+        raise FileError(
+            f"{request!r}: rows of {stream_name(stream)} have {found} numbers, those of requests "
+            f"before it {width}; export what one model wrote."
+        )
+
+
 def _arrow_type(dtype: Dtype) -> Any:
     if dtype not in ("float32", "float16"):
         raise ConfigError(f"dtype is {dtype!r}; exports are float32 or float16.")
@@ -202,6 +215,10 @@ def _arrow_type(dtype: Dtype) -> Any:
 
 
 def _numbers(rows: Tensor, dtype: Dtype) -> Any:
+    if dtype == "float16":  # as codec fp16: finite numbers stay finite
+        values = rows.float()
+        most = torch.finfo(torch.float16).max
+        rows = torch.where(values.isinf(), values, values.clamp(-most, most))
     return _arrow().array(rows.to(getattr(torch, dtype)).reshape(-1).numpy())
 
 
@@ -217,7 +234,10 @@ def _save(
 
     def write(file: BinaryIO) -> None:
         nonlocal num_rows
-        with pa.ipc.new_stream(pa.PythonFile(file, "w"), schema) as out:
+        with (
+            whole_writes(file) as whole,
+            pa.ipc.new_stream(pa.PythonFile(whole, "w"), schema) as out,
+        ):
             for batch in batches():
                 out.write_batch(batch)
                 num_rows += batch.num_rows

@@ -18,7 +18,7 @@ from vllm_scope.files.manifest import Index
 from vllm_scope.files.names import place
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.per_request import KEY, tensors_of
-from vllm_scope.files.publish import Publisher, write_bytes
+from vllm_scope.files.publish import Publisher, whole_writes, write_bytes
 from vllm_scope.files.stored import FinishedRequest, Stored, published
 
 #: dtype -> the one that has its bits.
@@ -59,4 +59,5 @@ def _array(tensor: Tensor) -> np.ndarray:
 
 
 def _save(file: BinaryIO, arrays: dict[str, np.ndarray]) -> None:
-    np.savez(file, allow_pickle=False, **arrays)
+    with whole_writes(file) as whole:
+        np.savez(whole, allow_pickle=False, **arrays)

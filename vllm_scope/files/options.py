@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
 
-from vllm_scope.codecs import CODECS
+from vllm_scope.codecs import CODECS, make_codec
+from vllm_scope.codecs.base import MAX_HIDDEN_SIZE
 from vllm_scope.errors import ConfigError, shown
 
 LayoutName = Literal["per_request", "packed", "sharded", "npz"]
@@ -69,6 +71,8 @@ class FileOptions(BaseModel):
                     f"codec_options has {shown(name)}; codec {options.codec!r} takes "
                     f"{', '.join(own) or 'no options'}."
                 )
+        # Their values too, before any row comes; a row's width is checked with the row.
+        make_codec(options.codec, MAX_HIDDEN_SIZE, torch.float32, **options.codec_options)
         if options.layout == "sharded" and not codec.rowwise:
             raise ConfigError(
                 f"layout 'sharded' reads single rows, which codec {options.codec!r} cannot "

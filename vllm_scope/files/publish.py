@@ -13,11 +13,12 @@ and the next writer that starts on the root removes them.
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -49,6 +50,16 @@ class Publisher(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@contextmanager
+def whole_writes(file: BinaryIO) -> Iterator[BinaryIO]:
+    """For writers that do not look how much of what they give a `write` took: all, or OSError."""
+    buffer = io.BufferedWriter(file, 1 << 20)
+    try:
+        yield buffer
+    finally:
+        buffer.detach()  # flushes
 
 
 def write_bytes(file: BinaryIO, body: bytes) -> None:

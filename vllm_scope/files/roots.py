@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from vllm_scope.errors import FileError
+from vllm_scope.errors import ConfigError, FileError, shown
 from vllm_scope.files.folder import Folder, LocalFolder
 from vllm_scope.files.publish import LocalPublisher, Publisher
 from vllm_scope.files.remote import RemoteFolder, RemotePublisher
@@ -19,9 +19,11 @@ def make_publisher(root: str, fsync: bool) -> Publisher:
 
     Raises:
         FileError: the root cannot be written to.
-        ConfigError: a URL, and fsspec is not installed.
+        ConfigError: a URL, and fsspec is not installed, or `fsync`, which it does not have.
     """
     if "://" in root:
+        if fsync:
+            raise ConfigError(f"fsync is true and root is {shown(root)}; URLs know no fsync.")
         return RemotePublisher(root)
     return LocalPublisher(Path(root), fsync)
 

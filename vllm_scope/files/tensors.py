@@ -134,13 +134,15 @@ class Header(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
-def read_header(file: BinaryIO, size: int, where: str) -> Header:
+def read_header(file: BinaryIO, size: int, where: str, mark: str | None = None) -> Header:
     """Read a safetensors header, allocating no more than the file can fill.
 
     Args:
         file: at its beginning.
         size: of the file, in bytes.
         where: the file, for messages.
+        mark: a file with this neither in its metadata nor as a tensor is others', and its
+            tensors are not looked at. None looks at all.
 
     Raises:
         FileError: not safetensors, or sizes that do not fit.
@@ -157,6 +159,8 @@ def read_header(file: BinaryIO, size: int, where: str) -> Header:
     try:
         body = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(body.pop("__metadata__", b"{}"), type=dict[str, str])
+        if mark is not None and mark not in metadata and mark not in body:
+            return Header(metadata, {}, 8 + length)
         tensors = {
             name: msgspec.json.decode(entry, type=TensorEntry) for name, entry in body.items()
         }

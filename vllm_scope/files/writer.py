@@ -27,6 +27,7 @@ from torch import Tensor
 
 from vllm_scope.codecs import Codec, make_codec
 from vllm_scope.codecs.packed import EncodedRows, Packing
+from vllm_scope.codecs.zstd import zstd_library
 from vllm_scope.files.buffers import Buffers
 from vllm_scope.files.manifest import RequestRecord, stream_name
 from vllm_scope.files.options import FileOptions
@@ -163,6 +164,8 @@ def open_writer(options: FileOptions) -> Writer:
         FileError: the root cannot be written to.
         ConfigError: a package for this root or codec is missing.
     """
+    if options.codec == "zstd":
+        zstd_library()
     from vllm_scope.files.npz import NpzLayout
     from vllm_scope.files.packed import PackedLayout
     from vllm_scope.files.per_request import PerRequestLayout
