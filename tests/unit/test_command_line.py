@@ -6,14 +6,20 @@ import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import httpx
 import numpy as np
 import pytest
 from rich.console import Console
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
+from vllm_scope import SpecError
+from vllm_scope.analysis.probes import load_probe
 from vllm_scope.cli import read as command
+from vllm_scope.cli import steer as steering
+from vllm_scope.cli import watch
 from vllm_scope.cli.remote import Server, asking
 from vllm_scope.cli.steer import _additions
+from vllm_scope.client import ScopeClient
 from vllm_scope.vectors import SteeringModule, load_vectors, save_vectors
 
 TIERS = {"vectors": {"post_block": {"1": [1, 2]}}, "decode_vectors": {"pre_attn": {"0": [3, 4]}}}
@@ -70,3 +76,53 @@ def test_a_server_that_is_not_there_is_named(capsys):
     ):
         client.complete("text")
     assert "no answer from http://127.0.0.1:9: " in capsys.readouterr().out
+
+
+def test_a_probe_is_watched_where_its_files_say(tmp_path):
+    """As `load_probe` has it: folded, at its own site and layer."""
+    save_file(
+        {"weight": np.float32([2, 4]), "bias": np.float32([1]), "mean": np.float32([10, 20]),
+         "scale": np.float32([2, 8])}, tmp_path / "mood.safetensors",
+    )  # fmt: skip
+    path = tmp_path / "mood.safetensors"
+    with pytest.raises(SpecError, match="give --layer"):
+        watch.load(path, None)
+    alone = watch.load(path, 3)
+    assert (alone.site, alone.layers) == ("resid_post", (3,))
+    (tmp_path / "mood.json").write_text('{"site": "resid_mid", "layer": 1}')
+    for layer in (None, 1):
+        probe, same = watch.load(path, layer), load_probe(path)
+        assert (probe.site, probe.layers) == (same.site, (same.layer,)) == ("resid_mid", (1,))
+        assert probe.weight.numpy.tolist() == same.weight.tolist() == [1.0, 0.5]
+        assert probe.bias == same.bias == -19.0
+    with pytest.raises(SpecError, match="has layer 1, --layer 3; leave that out"):
+        watch.load(path, 3)
+
+
+@pytest.mark.parametrize("run", ["read", "steer"])
+def test_a_scope_that_failed_is_no_success(run, tmp_path, monkeypatch, capsys):
+    scope = {"status": "failed", "error": "no room for it", "expected": 5, "rows": [], "scores": {}}
+    body = {"choices": [{"index": 0, "text": ":x: [b]", "finish_reason": "stop", "scope": scope}]}
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=body))
+    monkeypatch.setattr(
+        "vllm_scope.client.ScopeClient", lambda *_: ScopeClient(model="m", transport=transport)
+    )
+    server = Server("http://x", None, 4, 0.0)
+    runs = {
+        "read": lambda: command.read(server, "a", "embed", "all", "all", None),
+        "steer": lambda: steering.steer(server, "a", "happy", [1.0]),
+    }
+    with pytest.raises(SystemExit) as ended:
+        runs[run]()
+    assert ended.value.code == 1
+    assert "the request is failed: no room for it" in capsys.readouterr().out
+
+
+def test_a_models_text_is_printed_as_it_is(monkeypatch, capsys):
+    body = {"choices": [{"index": 0, "text": ":x: [b]", "finish_reason": "stop"}]}
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=body))
+    monkeypatch.setattr(
+        "vllm_scope.client.ScopeClient", lambda *_: ScopeClient(model="m", transport=transport)
+    )
+    steering.steer(Server("http://x", None, 4, 0.0), "a", "happy", [0.0])
+    assert capsys.readouterr().out == "+0 :x: [b]\n"

@@ -160,3 +160,11 @@ def test_without_scikit_learn_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.linear_model", None)
     with pytest.raises(ImportError, match=r"pip install 'vllm-scope\[probes\]'"):
         train_probe(torch.ones(2, 3), [True, False], STREAM)
+
+
+def test_auroc_is_of_all_rows_at_once():
+    rows = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(3))
+    labels = torch.tensor([[1, 0, 0, 1], [1, 1, 0, 1], [1, 0, 1, 1]], dtype=torch.bool)
+    probe = LinearProbe(np.arange(8.0) - 4, 0.0, *STREAM)
+    flat = probe.auroc(rows.flatten(0, 1), labels.flatten())
+    assert probe.auroc(rows.requires_grad_(), labels) == flat

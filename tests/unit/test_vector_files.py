@@ -457,3 +457,10 @@ def test_without_the_gguf_library_the_error_names_the_extra(monkeypatch, tmp_pat
     (tmp_path / "v.gguf").write_bytes(gguf_head(0, 0))
     with pytest.raises(ImportError, match=r"pip install 'vllm-scope\[gguf\]'"):
         load_vectors(tmp_path / "v.gguf")
+
+
+def test_numpys_numbers_in_a_provenance_are_read_back():
+    module = SteeringModule(
+        {("resid_post", 1): [1.0, 2.0]}, Provenance(scale=np.float64(0.5), normalised=np.True_)
+    )
+    assert from_bytes(to_bytes(module)).provenance == Provenance(scale=0.5, normalised=True)

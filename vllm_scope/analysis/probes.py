@@ -3,9 +3,7 @@
 Owns:  LinearProbe, how it is fitted, and its files.
 From:  rows [n, hidden_size] and labels.   To: scores, here or while serving.
 
-A probe's files are NAME.safetensors (`weight` [hidden_size] and `bias` [1]) and
-beside it NAME.json (where it belongs). Files that also hold the `mean` and `scale`
-of a scaler before it are read as well, and folded.
+A probe's files are NAME.safetensors and beside it NAME.json (vectors.probe_files).
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +20,8 @@ from torch import Tensor
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.sites import SiteLayer
-from vllm_scope.vectors.containers import check_size, read_bytes, read_safetensors
 from vllm_scope.vectors.module import as_stream, as_vector
+from vllm_scope.vectors.probe_files import fold, probe_path, read_place, read_weights
 
 Labels = Sequence[bool] | NDArray[np.bool_] | Tensor
 
@@ -86,7 +83,9 @@ class LinearProbe:
         from sklearn.metrics import roc_auc_score
 
         truth = _checked_labels(rows, labels)
-        return float(roc_auc_score(truth, self.scores(rows).cpu().numpy()))
+        scores = self.scores(rows).detach().cpu().numpy()
+        # All rows at once: scikit-learn would take each column for a label of its own.
+        return float(roc_auc_score(truth.reshape(-1), scores.reshape(-1)))
 
 
 def train_probe(
@@ -128,7 +127,7 @@ def train_probe(
         raise SpecError("rows have NaN or Inf; leave those rows out.")
     scaler, classifier = StandardScaler(), LogisticRegression(C=c, solver="newton-cholesky")
     make_pipeline(scaler, classifier).fit(rows.detach().cpu().float().numpy(), truth)
-    weight, bias = _folded(
+    weight, bias = fold(
         classifier.coef_[0], float(classifier.intercept_[0]), scaler.mean_, scaler.scale_
     )
     return LinearProbe(weight.astype(np.float32), bias, *stream, pooling=pooling, model=model)
@@ -142,7 +141,7 @@ def save_probe(path: str | Path, probe: LinearProbe) -> None:
     """
     from safetensors.numpy import save_file
 
-    path = _probe_path(path)
+    path = probe_path(path)
     body = {k: v for k, v in asdict(probe).items() if k not in ("weight", "bias")}
     # float64, as the sum of a probe's whole width is kept exactly.
     save_file({"weight": probe.weight, "bias": np.array([probe.bias])}, path)
@@ -156,56 +155,9 @@ def load_probe(path: str | Path) -> LinearProbe:
         SpecError: too large, malformed, or fields that are missing or unknown.
         OSError: one of the files cannot be read.
     """
-    path = _probe_path(path)
-    arrays, _ = read_safetensors(read_bytes(path))
-    needed, known = {"weight", "bias"}, {"weight", "bias", "mean", "scale"}
-    if not needed <= set(arrays) <= known or ("mean" in arrays) != ("scale" in arrays):
-        raise SpecError(
-            f"{path} has {shown(sorted(arrays))}; a probe's tensors are weight and bias, and "
-            "mean and scale where a scaler comes first."
-        )
-    weight = as_vector(arrays["weight"], "weight")
-    if arrays["bias"].size != 1:
-        raise SpecError(f"{path}: bias has shape {list(arrays['bias'].shape)}; it is one number.")
-    bias = float(arrays["bias"].reshape(()))
-    if "mean" in arrays:
-        mean, scale = (as_vector(arrays[name], name) for name in ("mean", "scale"))
-        if not len(mean) == len(scale) == len(weight) or not (scale > 0).all():
-            raise SpecError(f"{path}: mean and scale are of {len(weight)} values, scale above 0.")
-        folded, bias = _folded(weight, bias, mean, scale)
-        weight = folded.astype(np.float32)
-    return LinearProbe(weight, bias, **_read_body(path.with_suffix(".json")))
-
-
-def _read_body(path: Path) -> dict[str, Any]:
-    check_size(path.stat().st_size, str(path))
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise SpecError(f"{path} is not JSON: {error}.") from None
-    kinds = {"pooling": str | None, "model": str | None, "threshold": int | float}
-    needed, known = {"site", "layer"}, {"site", "layer", *kinds}
-    if not isinstance(body, dict) or not needed <= set(body) <= known:
-        raise SpecError(f"{path} has {shown(body)}; its fields are {', '.join(sorted(known))}.")
-    for name, kind in kinds.items():
-        if name in body and not isinstance(body[name], kind):
-            raise SpecError(f"{path}: {name} is {shown(body[name])}, of the wrong type.")
-    return body
-
-
-def _probe_path(path: str | Path) -> Path:
-    path = Path(path)
-    if path.suffix != ".safetensors":
-        raise SpecError(f"{path} ends in {path.suffix!r}; a probe's file ends in .safetensors.")
-    return path
-
-
-def _folded(
-    weight: NDArray[Any], bias: float, mean: NDArray[Any], scale: NDArray[Any]
-) -> tuple[NDArray[np.float64], float]:
-    """((x - mean) / scale) . weight + bias, as x . folded + bias."""
-    folded = np.asarray(weight, np.float64) / scale
-    return folded, bias - float(folded @ np.asarray(mean, np.float64))
+    path = probe_path(path)
+    weight, bias = read_weights(path)
+    return LinearProbe(weight, bias, **read_place(path.with_suffix(".json")))
 
 
 def _checked_labels(rows: Tensor, labels: Labels) -> NDArray[np.bool_]:

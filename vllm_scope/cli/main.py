@@ -92,7 +92,10 @@ def steer(
 def watch(
     prompt: str,
     probe: Annotated[list[Path], typer.Option(help="A probe's .safetensors; may be several.")],
-    layer: Annotated[int, typer.Option(min=0, help="Whose rows the probes score.")],
+    layer: Annotated[
+        int | None,
+        typer.Option(min=0, help="Whose rows the probes score, where no .json beside them says."),
+    ] = None,
     chat: Annotated[bool, typer.Option(help="PROMPT is a user's message.")] = False,
     url: Url = _LOCAL,
     api_key: ApiKey = None,

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_scope.actions import Read
-from vllm_scope.cli.remote import Server, asking, layers_of
+from vllm_scope.cli.remote import Server, asking, check_whole, layers_of
 
 
 def read(
@@ -27,6 +27,7 @@ def read(
             _write(save, out.scope)
         console.print(Text(prompt).append(out.text, "bold"))
         console.print(_table(out.scope))
+        check_whole(out.scope)
         if save is not None:
             console.print(Text(f"{save}: {save.stat().st_size:,} bytes"))
 

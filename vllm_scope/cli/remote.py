@@ -52,6 +52,12 @@ def asking(server: Server, console: Console) -> Iterator[Any]:
         sys.exit(1)
 
 
+def check_whole(scope: Any) -> None:
+    """Raises ScopeError for a request that did not do, or give, all that was asked."""
+    if scope is not None and scope.status != "complete":
+        raise ScopeError(f"the request is {scope.status}: {scope.error or 'rows were lost'}")
+
+
 def layers_of(text: str) -> str | list[int]:
     """ "all", or numbers and ranges: 2,5 or 0-3."""
     if text == "all":

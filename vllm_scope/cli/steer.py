@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from vllm_scope.actions import Action, Add
-from vllm_scope.cli.remote import Server, asking
+from vllm_scope.cli.remote import Server, asking, check_whole
 from vllm_scope.vectors import load_vectors
 
 
@@ -19,7 +19,8 @@ def steer(server: Server, prompt: str, module: str, scales: list[float]) -> None
         for scale in scales:
             actions = _additions(module, scale) if scale else []
             out = client.complete(prompt, *actions, **server.options)
-            console.print(f"[cyan]{scale:+g}[/cyan] {escape(out.text)}", highlight=False)
+            check_whole(out.scope)  # else it may be plain text
+            console.print(Text(f"{scale:+g} ", "cyan").append(out.text, "default"))
 
 
 def _additions(module: str, scale: float) -> list[Action]:

@@ -13,18 +13,18 @@ from rich.text import Text
 from vllm_scope.actions import Probe
 from vllm_scope.cli.remote import Server, asking, bars
 from vllm_scope.errors import SpecError
-from vllm_scope.vectors.containers import read_bytes, read_safetensors
+from vllm_scope.vectors.probe_files import probe_path, read_place, read_weights
 
 #: Scores shown of each probe, the last ones.
 WIDTH = 48
 
 
-def watch(server: Server, prompt: str, files: list[Path], layer: int, chat: bool) -> None:
+def watch(server: Server, prompt: str, files: list[Path], layer: int | None, chat: bool) -> None:
     """Follow one answer.
 
     Args:
-        files: each a probe's safetensors (`weight`, `bias`).
-        layer: whose rows they score.
+        files: each a probe's safetensors (vectors.probe_files).
+        layer: whose rows they score, where no .json beside a file says it.
     """
     console = Console()
     with asking(server, console) as client:
@@ -37,13 +37,20 @@ def watch(server: Server, prompt: str, files: list[Path], layer: int, chat: bool
                 live.update(view.shown())
 
 
-def load(path: Path, layer: int) -> Probe:
-    """A probe of the file's name."""
-    arrays, _ = read_safetensors(read_bytes(path))
-    if "weight" not in arrays:
-        raise SpecError(f"{path} has no tensor 'weight'; a probe's file has weight and bias.")
-    bias = float(arrays["bias"].ravel()[0]) if "bias" in arrays else 0.0
-    return Probe(arrays["weight"].ravel(), bias, layer=layer, name=path.stem)
+def load(path: Path, layer: int | None) -> Probe:
+    """A probe of the file's name, at the place that its .json tells."""
+    weight, bias = read_weights(probe_path(path))
+    beside = path.with_suffix(".json")
+    if not beside.exists():
+        if layer is None:
+            raise SpecError(f"there is no {beside} that says whose rows it scores; give --layer.")
+        return Probe(weight, bias, layer=layer, name=path.stem)
+    place = read_place(beside)
+    if layer not in (None, place["layer"]):
+        raise SpecError(f"{beside} has layer {place['layer']}, --layer {layer}; leave that out.")
+    if place["site"] == "embed":
+        return Probe(weight, bias, "embed", name=path.stem)
+    return Probe(weight, bias, place["site"], place["layer"], name=path.stem)
 
 
 class View:

@@ -55,6 +55,12 @@ class Provenance:
     normalised: bool | None = None
     created_by: str | None = None
 
+    def __post_init__(self) -> None:
+        # numpy's numbers are written as other text than Python's.
+        object.__setattr__(self, "scale", float(self.scale))
+        if self.normalised is not None:
+            object.__setattr__(self, "normalised", bool(self.normalised))
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SteeringModule(Mapping[SiteLayer, Vector]):
