@@ -140,6 +140,11 @@ class ScopeResult:
     def scores(self) -> Scores:
         return Scores(self, self._asked.probes)
 
+    @property
+    def edited(self) -> frozenset[SiteLayer]:
+        """The streams that the request itself edited."""
+        return frozenset(edit.stream for edit in self._asked.edits)
+
     def keys(self) -> list[SiteLayer]:
         """The streams that were asked for."""
         return list(dict.fromkeys((site, layer) for site, layer, _ in self._read_streams()))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from tests.toy_model import TensorResult
+from tests.unit.roads import SITES
+from vllm_scope import Add, Read, Spec
 from vllm_scope.analysis.cache import ActivationCache
 from vllm_scope.analysis.lens import Lens, top_tokens
+from vllm_scope.assemble import Part
+from vllm_scope.compile import canonical_point, edited_places
 from vllm_scope.errors import SpecError
+from vllm_scope.result import ScopeResult
 
 EMBED = ("embed", 0)
 
@@ -57,6 +63,38 @@ def test_an_exit_is_derived_from_the_entry_after():
         "blocks.0.hook_resid_pre", "hook_embed", "blocks.3.hook_resid_pre",
         "blocks.2.hook_resid_post",
     }  # fmt: skip
+
+
+POST, PRE = ("resid_post", 0), ("resid_pre", 1)
+
+
+@pytest.mark.parametrize(
+    ("read", "when", "edited", "same"),
+    [
+        (POST, "after", POST, True), (POST, "before", POST, False), (POST, "after", PRE, False),
+        (PRE, "after", PRE, False), (PRE, "before", PRE, True), (PRE, "after", POST, True),
+        (EMBED, "after", ("resid_pre", 0), False), (EMBED, "after", EMBED, True),
+    ],
+)  # fmt: skip
+def test_no_name_stands_for_rows_on_the_other_side_of_an_edit(read, when, edited, same):
+    spec = Spec((Read(*read, when=when),), (), (Add([1.0] * 4, *edited),))
+    at = np.arange(3)
+    result = ScopeResult(
+        (asked := spec.resolve(SITES)), SITES, [1, 2, 3, 4], 3,
+        {(None, canonical_point(SITES.point_of(read, when), edited_places(asked, SITES))):
+            [Part(at, at, torch.ones(3, 4))]}, {}, "complete", None,
+    )  # fmt: skip
+    other = {POST: PRE, PRE: POST, EMBED: ("resid_pre", 0)}[read]
+    cache = ActivationCache(result)
+    assert len(cache) == 1 + same
+    assert ((other[0], other[1]) in [_stream_of(name) for name in cache]) == same
+
+
+def _stream_of(name: str) -> tuple[str, int]:
+    if name == "hook_embed":
+        return EMBED
+    _, layer, hook = name.split(".")
+    return hook.removeprefix("hook_"), int(layer)
 
 
 def test_what_was_read_under_both_names_is_each_its_own():

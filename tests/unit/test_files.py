@@ -576,3 +576,37 @@ def test_urls_know_no_fsync():
     pytest.importorskip("fsspec")
     with pytest.raises(ConfigError, match="URLs know no fsync"):
         writer_of("memory://capture", fsync=True)
+
+
+@pytest.mark.parametrize("layout", ["per_request", "npz"])
+def test_a_file_that_was_replaced_is_not_read_as_what_it_was(layout, tmp_path):
+    """Its manifest and tokens are those of before."""
+    for seed in (1, 2):
+        with writer_of(tmp_path, layout=layout) as writer:
+            _, rows = put(writer, seed, name="same", num_output=4 + seed)
+        if seed == 1:
+            (request,) = vllm_scope.open(tmp_path)
+    with pytest.raises(FileError, match="was replaced after it was listed; open the folder again"):
+        request[STREAMS[0]]
+    (request,) = vllm_scope.open(tmp_path)
+    assert torch.equal(request[STREAMS[0]], rows[STREAMS[0]])
+
+
+def test_a_shuffled_pool_is_bounded_where_runs_cannot_be_cut(monkeypatch, tmp_path):
+    pytest.importorskip("backports.zstd")
+    monkeypatch.setattr("vllm_scope.files.iterate.RUN_ROWS", 4)
+    monkeypatch.setattr("vllm_scope.files.iterate.POOL_RUNS", 5)
+    with writer_of(tmp_path, codec="zstd", layout="per_request") as writer:
+        for seed in range(12):
+            put(writer, seed, [("embed", 0)], name=f"r{seed}")
+    sizes, cat = [], torch.cat
+
+    def counted(rows, *args, **kwargs):
+        sizes.append(sum(map(len, rows)))
+        return cat(rows, *args, **kwargs)
+
+    monkeypatch.setattr("vllm_scope.files.iterate.torch.cat", counted)
+    capture = vllm_scope.open(tmp_path)
+    total = sum(len(batch) for batch in capture.iter_rows("embed", 0, 8, shuffle=True))
+    assert total == 12 * 8
+    assert max(sizes) <= 20

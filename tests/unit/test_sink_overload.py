@@ -299,6 +299,22 @@ def test_spill_waits_when_the_disk_is_full_too(monkeypatch):
     assert counters["drops"] == 0
 
 
+def test_sinks_that_hang_are_left_behind_all_at_once(monkeypatch):
+    plugins = {f"s{i}": type(f"S{i}", (Live,), {"made": []}) for i in range(4)}
+    sinks = {name: {"patience_s": 0.5} for name in plugins}
+    with side(monkeypatch, sinks, **plugins) as here:
+        here.add(0, *(Read("resid_post", to=name) for name in plugins))
+        for plugin in plugins.values():
+            plugin.made[0].go_on.clear()
+        here.write(0, [0, 1])
+        time.sleep(0.1)
+        started = time.monotonic()
+        here.router.close()
+        assert time.monotonic() - started < 1.5
+        for plugin in plugins.values():
+            plugin.made[0].go_on.set()
+
+
 def test_what_a_dropped_row_was_to_replace_is_no_row(monkeypatch):
     """As a rejected draft's, whose position is computed anew."""
     sinks = {"mine": {"held_mib": 100 / 2**20}}

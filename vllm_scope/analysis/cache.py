@@ -40,7 +40,8 @@ class ActivationCache(Mapping[str, Tensor]):
     attention [batch, pos, head, d_head].
 
     The end of one layer is the beginning of the next, so either name finds what was
-    read under the other. Keys list both. Shorthands as in TransformerLens:
+    read under the other, unless the request edited the stream between. Keys list both.
+    Shorthands as in TransformerLens:
     `cache["resid_post", 3]`, `cache["embed"]`, `cache["resid_post", -1]`.
 
     Args:
@@ -73,26 +74,30 @@ class ActivationCache(Mapping[str, Tensor]):
             lengths.append(_length(result, where))
         self._results, self._num_layers = batch, num_layers
         self._read = {_hook(stream): stream for stream in streams}
-        self._names = dict.fromkeys(self._read)
+        #: Names of what was not read by itself -> the stream whose rows are the same.
+        self._same: dict[str, SiteLayer] = {}
         for stream in streams:
-            self._names.update(dict.fromkeys(map(_hook, _twins(stream))))
+            for twin in _twins(stream):
+                if all(_same_rows(result, stream, twin) for result in batch):
+                    self._same.setdefault(_hook(twin), stream)
         if num_layers is not None:
             # What the last layer leaves begins no other.
-            self._names.pop(_hook(("resid_pre", num_layers)), None)
+            self._same.pop(_hook(("resid_pre", num_layers)), None)
+        self._names = dict.fromkeys([*self._read, *self._same])
         self._values: dict[str, Tensor] = {}
         self.lengths = torch.tensor(lengths)
         self.mask = torch.arange(max(lengths)) < self.lengths[:, None]
 
     def __getitem__(self, key: str | tuple[str] | tuple[str, int]) -> Tensor:
-        stream = self._stream_of(key)
-        for same in (stream, *_twins(stream)):
-            name = _hook(same)
-            if name in self._read:
-                if name not in self._values:
-                    rows = [result[self._read[name]] for result in self._results]
-                    self._values[name] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-                return self._values[name]
-        raise KeyError(f"{_hook(stream)} was not read; this cache has {', '.join(self._names)}.")
+        name = _hook(self._stream_of(key))
+        stream = self._read.get(name) or self._same.get(name)
+        if stream is None:
+            raise KeyError(f"{name} was not read; this cache has {', '.join(self._names)}.")
+        name = _hook(stream)
+        if name not in self._values:
+            rows = [result[stream] for result in self._results]
+            self._values[name] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return self._values[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -185,6 +190,16 @@ class ActivationCache(Mapping[str, Tensor]):
 def _hook(stream: SiteLayer) -> str:
     site, layer = stream
     return "hook_embed" if site == "embed" else f"blocks.{layer}.{_HOOKS[site]}"
+
+
+def _same_rows(result: Result, read: SiteLayer, twin: SiteLayer) -> bool:
+    """Whether no edit lies between what was read and its twin, one layer's end and the next
+    one's beginning."""
+    edited = getattr(result, "edited", frozenset[SiteLayer]())
+    behind = read not in edited or (*read, "after") in result  # type: ignore[operator]
+    if read[0] == "resid_pre":
+        return read not in edited or not behind
+    return behind and twin not in edited
 
 
 def _twins(stream: SiteLayer) -> list[SiteLayer]:

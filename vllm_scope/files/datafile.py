@@ -91,6 +91,7 @@ class NpzFile:
     def __init__(self, folder: Folder, name: str, dtypes: dict[str, str]) -> None:
         self._name = name
         self._dtypes = dtypes
+        folder.open(name)[0].close()  # it is the file that was listed
         with open(folder.local(name), "rb") as file:
             size = file.seek(0, 2)
             self._members = _members(file, size, name)

@@ -39,6 +39,8 @@ class LocalFolder:
     def __init__(self, root: Path, only: str | None = None) -> None:
         self._root = root
         self._only = only
+        #: Inode, size and time of each file as it was opened first.
+        self._seen: dict[str, tuple[int, int, int]] = {}
 
     def names(self) -> list[str]:
         if self._only is not None:
@@ -74,6 +76,10 @@ class LocalFolder:
         if not stat.S_ISREG(found.st_mode):
             os.close(fd)
             raise FileError(f"{path} is not a regular file.")
+        identity = (found.st_ino, found.st_size, found.st_mtime_ns)
+        if self._seen.setdefault(name, identity) != identity:
+            os.close(fd)
+            raise FileError(f"{path} was replaced after it was listed; open the folder again.")
         return os.fdopen(fd, "rb"), found.st_size
 
     def local(self, name: str) -> Path:

@@ -76,9 +76,9 @@ def _shuffled(spans: Sequence[StoredStream], batch_size: int, seed: int) -> Iter
     runs = _runs(spans, RUN_ROWS)
     order = torch.randperm(len(runs), generator=generator).tolist()
     memory: Tensor | None = None
-    for at in range(0, len(order), POOL_RUNS):
+    for pool_of in _pools(order, runs):
         # In file order within the pool, for the disk; mixed right after.
-        chosen = [runs[i] for i in sorted(order[at : at + POOL_RUNS])]
+        chosen = [runs[i] for i in sorted(pool_of)]
         rows = [span.rows(start, stop) for span, start, stop in chosen]
         num_rows = sum(map(len, rows))
         if memory is None or len(memory) < num_rows:
@@ -87,6 +87,22 @@ def _shuffled(spans: Sequence[StoredStream], batch_size: int, seed: int) -> Iter
         pool = torch.cat(rows, out=memory[:num_rows])
         for index in torch.randperm(num_rows, generator=generator).split(batch_size):
             yield pool.index_select(0, index)
+
+
+def _pools(order: list[int], runs: Sequence[_Run]) -> Iterator[list[int]]:
+    """The order cut into pools of POOL_RUNS runs. A run that cannot be cut may be a whole
+    request: fewer of them, of as many rows."""
+    pool: list[int] = []
+    num_rows = 0
+    for i in order:
+        size = runs[i][2] - runs[i][1]
+        if pool and (len(pool) == POOL_RUNS or num_rows + size > POOL_RUNS * RUN_ROWS):
+            yield pool
+            pool, num_rows = [], 0
+        pool.append(i)
+        num_rows += size
+    if pool:
+        yield pool
 
 
 def _batches(pieces: Iterator[Tensor], batch_size: int) -> Iterator[Tensor]:

@@ -92,6 +92,7 @@ class RemoteFolder:
         if self._only is not None:
             return [self._only]
         found: list[str] = []
+        self._system.invalidate_cache()  # others write there
         for path in self._system.find(self._root):
             name = path[len(self._root) :].lstrip("/")
             hidden = any(part.startswith(".") for part in name.split("/"))

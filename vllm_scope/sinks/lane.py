@@ -168,11 +168,15 @@ class Lane:
                 return self.stall_reason
         return request.error
 
-    def close(self) -> None:
-        """Deliver what waits; a sink that hangs is left behind."""
+    def stop(self) -> None:
+        """Nothing more comes: deliver what waits, and end."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+
+    def close(self) -> None:
+        """Deliver what waits; a sink that hangs is left behind."""
+        self.stop()
         while self._thread.is_alive() and not self.stalled:
             self._thread.join(WAIT_S)
         if self._thread.is_alive():

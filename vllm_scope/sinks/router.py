@@ -191,9 +191,11 @@ class Router:
         self._memory.close()
 
     def _close_lanes(self) -> None:
-        for lanes in self._lanes.values():
-            for lane in lanes:
-                lane.close()
+        lanes = [lane for some in self._lanes.values() for lane in some]
+        for lane in lanes:  # all at once: one that hangs is waited for as long as its patience
+            lane.stop()
+        for lane in lanes:
+            lane.close()
 
     # Any thread
 
