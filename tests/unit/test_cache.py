@@ -237,3 +237,16 @@ def test_a_lens_that_does_not_fit_is_refused():
         Lens(torch.ones(2), 0.0, torch.eye(2)).logits(torch.ones(1, 3))
     with pytest.raises(SpecError, match="has no 'resid_post'"):
         top_tokens(Lens(torch.ones(2), 0.0, torch.eye(2)), result_of(EMBED))
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda cache: cache.accumulated_resid(-2),
+        lambda cache: cache.stack_activation("resid_post", 0),
+        lambda cache: cache.stack_activation("resid_post", -3),
+    ],
+)
+def test_a_number_of_layers_that_is_none_is_refused(act):
+    with pytest.raises(SpecError, match="layer"):
+        act(ActivationCache(FULL, num_layers=2))

@@ -126,3 +126,18 @@ def test_a_models_text_is_printed_as_it_is(monkeypatch, capsys):
     )
     steering.steer(Server("http://x", None, 4, 0.0), "a", "happy", [0.0])
     assert capsys.readouterr().out == "+0 :x: [b]\n"
+
+
+def test_a_folder_to_save_in_is_looked_for_before_anything_is_asked(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        command.read(Server("x", None, 1, 0.0), "a", "embed", "all", "all", tmp_path / "no" / "x")
+    assert "there is no folder" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_an_address_that_is_none_is_told(capsys):
+    with (
+        pytest.raises(SystemExit),
+        asking(Server("http://a b:1x", None, 1, 0.0), Console(width=200)) as client,
+    ):
+        client.complete("text")
+    assert capsys.readouterr().out.strip()

@@ -29,6 +29,7 @@ from vllm_scope.vectors import (
     save_vectors,
     to_bytes,
 )
+from vllm_scope.vectors.hooks import parse_module
 
 VECTOR = np.array([0.5, -2.0, 3.0], np.float32)
 PROVENANCE = Provenance(
@@ -464,3 +465,18 @@ def test_numpys_numbers_in_a_provenance_are_read_back():
         {("resid_post", 1): [1.0, 2.0]}, Provenance(scale=np.float64(0.5), normalised=np.True_)
     )
     assert from_bytes(to_bytes(module)).provenance == Provenance(scale=0.5, normalised=True)
+
+
+def test_a_damaged_deflated_npz_is_told():
+    stream = BytesIO()
+    np.savez_compressed(stream, **{"direction.1": np.arange(4096, dtype=np.float32)})
+    data = bytearray(stream.getvalue())
+    data[200:400] = bytes(200)
+    with pytest.raises(SpecError, match="is not an .npz"):
+        containers.read_npz(bytes(data))
+
+
+def test_one_tier_under_two_names_is_refused():
+    hooks = {"post_block": {"1": [1.0, 2.0]}}
+    with pytest.raises(SpecError, match="vectors and steering_vectors, which mean the same"):
+        parse_module({"vectors": hooks, "steering_vectors": hooks}, "the file")

@@ -116,8 +116,12 @@ class ActivationCache(Mapping[str, Tensor]):
 
         Raises:
             KeyError: one of them was not read.
+            SpecError: no layer is before `layer`.
         """
-        return torch.stack([self[site, each] for each in range(self._up_to(layer))])
+        layers = range(self._up_to(layer))
+        if not layers:
+            raise SpecError("there is no layer before layer 0; layer is 1 or more.")
+        return torch.stack([self[site, each] for each in layers])
 
     @overload
     def accumulated_resid(self, layer: int | None = None, incl_mid: bool = False) -> Tensor: ...
@@ -161,6 +165,8 @@ class ActivationCache(Mapping[str, Tensor]):
     def _up_to(self, layer: int | None) -> int:
         if layer is None or layer == -1:
             return self._layers("all layers")
+        if layer < 0:
+            raise SpecError(f"layer is {layer}; it is a number of layers, None or -1 for all.")
         return layer
 
     def _layers(self, what: str) -> int:

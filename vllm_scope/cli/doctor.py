@@ -18,6 +18,10 @@ from vllm_scope.errors import ScopeError
 from vllm_scope.sites import KNOWN_SITES, SITES, boundary_of
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def examine(model: str, options: dict[str, Any]) -> int:
     """Print the findings; the exit status, 0 where the model can be read."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -26,7 +30,7 @@ def examine(model: str, options: dict[str, Any]) -> int:
         ranks, vllm_version = describe_model(model, options)
     except (ScopeError, OSError, ValueError) as error:
         # vLLM and Transformers answer a wrong model with one of these.
-        console.print(f"[red]{escape(model)}: {escape(str(error).splitlines()[0])}[/red]")
+        console.print(f"[red]{escape(model)}: {escape(_first_line(error))}[/red]")
         return 1
     first = ranks[0]
     console.print(f"vllm-scope {__version__}, vLLM {vllm_version}, model runner {first['runner']}")

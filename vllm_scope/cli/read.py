@@ -13,6 +13,7 @@ from rich.text import Text
 
 from vllm_scope.actions import Read
 from vllm_scope.cli.remote import Server, asking, check_whole, layers_of
+from vllm_scope.errors import ScopeError
 
 
 def read(
@@ -21,6 +22,8 @@ def read(
     """Write the rows if asked; print the text and what each stream's rows look like."""
     console = Console()
     with asking(server, console) as client:
+        if save is not None and not save.absolute().parent.is_dir():
+            raise ScopeError(f"there is no folder {save.absolute().parent} to save {save.name} in.")
         found = None if site == "embed" else layers_of(layers)
         out = client.complete(prompt, Read(site, layers=found, tokens=tokens), **server.options)
         if save is not None:  # first: the rows are computed once

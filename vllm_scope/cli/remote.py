@@ -47,7 +47,7 @@ def asking(server: Server, console: Console) -> Iterator[Any]:
         url, reason = escape(server.url), escape(str(error) or type(error).__name__)
         console.print(f"[red]no answer from {url}: {reason}. --url names a server.[/red]")
         sys.exit(1)
-    except (ScopeError, OSError, httpx.HTTPError) as error:
+    except (ScopeError, OSError, httpx.HTTPError, httpx.InvalidURL) as error:
         console.print(f"[red]{escape(str(error) or type(error).__name__)}[/red]")
         sys.exit(1)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from io import BytesIO
 from pathlib import Path
 from tokenize import TokenError
@@ -95,7 +96,7 @@ def read_npz(data: bytes) -> Arrays:
             for info in archive.infolist():
                 name = info.filename.removesuffix(".npy")
                 arrays[name] = _read_npy(archive.read(info), name)
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
         # The latter two: a compression or an encryption that zipfile does not know.
         raise SpecError(f"the content is not an .npz: {error}.") from None
     return arrays

@@ -92,6 +92,9 @@ def parse_module(body: Any, where: str) -> SteeringModule:
     if set(fields) <= set(ALIASES):
         fields = {"vectors": fields}
     # A request's names are taken, too: files were written from requests.
+    for old, new in _MODULE_NAMES.items():
+        if old in fields and new in fields:
+            raise SpecError(f"{where} has {new} and {old}, which mean the same; keep one.")
     fields = {_MODULE_NAMES.get(name, name): value for name, value in fields.items()}
     for name in _CLAMPS:
         if fields.pop(name, None):
