@@ -472,7 +472,7 @@ def test_a_damaged_deflated_npz_is_told():
     np.savez_compressed(stream, **{"direction.1": np.arange(4096, dtype=np.float32)})
     data = bytearray(stream.getvalue())
     data[200:400] = bytes(200)
-    with pytest.raises(SpecError, match="is not an .npz"):
+    with pytest.raises(SpecError, match=r"is not an \.npz"):
         containers.read_npz(bytes(data))
 
 
