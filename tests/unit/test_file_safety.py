@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 import vllm_scope
 from tests.unit.test_files import LAYOUTS, put, record_of, store, writer_of
 from vllm_scope.errors import FileError
+from vllm_scope.files import publish
 from vllm_scope.files.datafile import NpzFile
 from vllm_scope.files.folder import LocalFolder
 from vllm_scope.files.names import clean, place
@@ -677,3 +678,24 @@ def test_a_thousand_requests_of_one_row_are_written_quickly(tmp_path):
     assert len(vllm_scope.open(tmp_path)) == 1000
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
     assert time.monotonic() - started < 10
+
+
+def test_a_lock_is_never_taken_from_a_writer_that_is_just_starting(monkeypatch, tmp_path):
+    """Whatever a cleaner does between the making of a lock and its locking."""
+    make, calls = publish.fcntl.flock, []
+
+    def flock(fd, how):
+        if not calls:  # of the new writer: a cleaner is faster
+            calls.append(fd)
+            (path,) = tmp_path.glob(".scope-*.lock")
+            assert publish._removed(str(path))
+        make(fd, how)
+
+    monkeypatch.setattr(publish.fcntl, "flock", flock)
+    first = publish.LocalPublisher(tmp_path)
+    monkeypatch.undo()
+    (lock,) = tmp_path.glob(".scope-*.lock")
+    assert first.identity in lock.name
+    assert not publish._removed(str(lock))
+    first.close()
+    assert not list(tmp_path.glob(".scope-*.lock"))

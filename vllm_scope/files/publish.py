@@ -176,12 +176,8 @@ def _remove_leftovers(root: Path, own: str) -> None:
     alive = {own}
     for entry in list(os.scandir(root)):
         found = _LOCK.fullmatch(entry.name)
-        if found and found[1] != own:
-            if _is_held(entry.path):
-                alive.add(found[1])
-            else:
-                with suppress(FileNotFoundError):
-                    os.unlink(entry.path)
+        if found and found[1] != own and not _removed(entry.path):
+            alive.add(found[1])
     for folder, _, names in os.walk(root):
         for name in names:
             found = _TEMPORARY.fullmatch(name)
@@ -191,20 +187,24 @@ def _remove_leftovers(root: Path, own: str) -> None:
                     os.unlink(os.path.join(folder, name))
 
 
-def _is_held(path: str) -> bool:
+def _removed(path: str) -> bool:
+    """Whether this lock is gone: nobody held it. Unlinked while we do, so that a writer which
+    has just made it and not locked it yet sees that it lost it."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
-        return False
-    except OSError:
         return True
+    except OSError:
+        return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(FileNotFoundError):
+            os.unlink(path)
     except OSError:
-        return True
+        return False
     finally:
         os.close(fd)
-    return False
+    return True
 
 
 def _fsync_folder(folder: Path) -> None:
