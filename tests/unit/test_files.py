@@ -563,6 +563,13 @@ def test_a_codecs_values_are_refused_before_any_row_comes(options, words, tmp_pa
         FileOptions.parse({"root": str(tmp_path), **options})
 
 
+@pytest.mark.parametrize("codec", ["rp8", "topk8"])
+@pytest.mark.parametrize("k", [1, 64, 512, 2048])
+def test_a_codecs_values_that_some_width_takes_are_let_in(codec, k, tmp_path):
+    options = {"root": str(tmp_path), "codec": codec, "codec_options": {"k": k}}
+    assert FileOptions.parse(options).codec_options == {"k": k}
+
+
 def test_a_package_that_is_missing_is_told_before_any_row_comes(monkeypatch, tmp_path):
     def missing():
         raise ConfigError("codec 'zstd' needs the package backports.zstd")

@@ -7,6 +7,7 @@ import base64
 import json
 import subprocess
 import sys
+import time
 
 import httpx
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from vllm_scope import Add, CapacityError, Probe, Read, ScopeError, SpecError
 from vllm_scope.client import AsyncScopeClient, ScopeClient, ServerError
 from vllm_scope.client.answers import parse_scope
+from vllm_scope.client.calls import Events
 from vllm_scope.vectors import SteeringModule, from_bytes
 
 ROWS = torch.randn(3, 4)
@@ -333,3 +335,16 @@ def test_the_client_loads_neither_torch_nor_vllm():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]", done.stdout
+
+
+def test_a_long_event_takes_as_long_whatever_its_pieces():
+    event = b"data: " + b"x" * (8 << 20) + b"\n"
+    took = []
+    for size in (1 << 20, 1 << 12):
+        events, started = Events(), time.perf_counter()
+        found = [
+            one for at in range(0, len(event), size) for one in events.feed(event[at : at + size])
+        ]
+        took.append(time.perf_counter() - started)
+        assert [len(one) for one in found] == [8 << 20]
+    assert took[1] < 10 * took[0] + 0.1

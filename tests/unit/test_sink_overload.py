@@ -13,12 +13,13 @@ import pytest
 
 from tests.unit.sinks import PATIENCE_S, POINTS, SITES, TOKEN_BYTES, Live, Other, Whole, side
 from vllm_scope import Read
-from vllm_scope.layout import Layout
+from vllm_scope.layout import Layout, Widths
 from vllm_scope.sinks import Manifest, Report, RequestInfo
 from vllm_scope.sinks.lane import Lane
 from vllm_scope.sinks.options import SinkOptions
 from vllm_scope.sinks.request import Arrival, Delivery, Ended
 from vllm_scope.sinks.spill import SpillFile
+from vllm_scope.sites import Sites, point_of
 from vllm_scope.spec import Spec
 
 READ = Read("resid_post", to="mine")
@@ -328,6 +329,24 @@ def test_what_a_dropped_row_was_to_replace_is_no_row(monkeypatch):
     assert (manifest.status, manifest.delivered, manifest.expected) == ("partial", 4, 6)
     assert "held_mib" in manifest.reason
     assert [at for at, _ in rows[0, "resid_post", 1]] == [0, 1]
+
+
+def test_the_end_of_a_request_of_many_drops_is_quick():
+    """It is told on the drain's thread, where a sink has seen nothing of it."""
+    layout = Layout(tuple(point_of(2 * i, 0) for i in range(65)))
+    sites = Sites(64, 4, "float32", tuple(2 * i for i in range(65)))
+    asked = Spec((Read("resid_post", to="mine"),)).resolve(sites)
+    delivery = Delivery(RequestInfo(0, "r", "u", (5, 6)), asked, "mine", sites, sites.boundaries)
+    widths, nothing = Widths((16,)), np.zeros((1, 0), np.uint8)
+    for i in range(1000):
+        delivery.lose(Arrival(layout, np.array([i]), nothing, widths, i + 1), "full")
+    for stream in delivery._streams:
+        for i in range(1000):
+            delivery._arrived.setdefault(stream, []).append((np.array([i]), np.array([i])))
+    started = time.perf_counter()
+    ending = delivery.ending(Ended(tuple(range(1000)), "length"))
+    assert time.perf_counter() - started < 0.3
+    assert (ending.delivered, ending.status) == (0, "partial")
 
 
 def test_a_row_that_comes_after_a_dropped_one_is_one(monkeypatch):

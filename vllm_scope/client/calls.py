@@ -111,11 +111,15 @@ class Events:
 
     def __init__(self) -> None:
         self.done = False
-        self._rest = b""
+        self._rest: list[bytes] = []
 
     def feed(self, data: bytes) -> list[str]:
         """The data of the lines that are whole now."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        if b"\n" not in data:  # of a long line; put together once
+            self._rest.append(data)
+            return []
+        *lines, rest = b"".join([*self._rest, data]).split(b"\n")
+        self._rest = [rest]
         found = []
         for line in lines:
             if line.startswith(b"data:"):

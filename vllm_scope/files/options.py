@@ -71,8 +71,11 @@ class FileOptions(BaseModel):
                     f"codec_options has {shown(name)}; codec {options.codec!r} takes "
                     f"{', '.join(own) or 'no options'}."
                 )
-        # Their values too, before any row comes; a row's width is checked with the row.
-        make_codec(options.codec, MAX_HIDDEN_SIZE, torch.float32, **options.codec_options)
+        # Their values too, before any row comes. Whether `k` fits a row is asked with the row;
+        # here of the width that allows most.
+        k = options.codec_options.get("k")
+        width = min(k, MAX_HIDDEN_SIZE) if isinstance(k, int) and k > 0 else 1024
+        make_codec(options.codec, width, torch.float32, **options.codec_options)
         if options.layout == "sharded" and not codec.rowwise:
             raise ConfigError(
                 f"layout 'sharded' reads single rows, which codec {options.codec!r} cannot "

@@ -109,6 +109,8 @@ class Delivery:
         #: Arrivals that were dropped: what came before them at their positions is no longer
         #: true, as a draft's row before that of the token which was accepted.
         self._dropped: list[Arrival] = []
+        #: How many of them are in the table, and the table.
+        self._last: tuple[int, dict[Layout, Ints]] = (0, {})
 
     @property
     def empty(self) -> bool:
@@ -172,10 +174,29 @@ class Delivery:
     def _outdated(self, stream: _Stream, positions: Ints, numbers: Ints) -> NDArray[np.bool_]:
         """Which of these were to be replaced by rows that were dropped."""
         found = np.zeros(len(positions), bool)
-        for one in self._dropped:
-            if _carries(one.layout, stream):
-                found |= (numbers < one.number) & np.isin(positions, one.positions)
+        if not self._dropped or not len(positions):
+            return found
+        for layout, last in self._last_dropped().items():
+            if _carries(layout, stream):
+                known = positions < len(last)
+                found[known] |= numbers[known] < last[positions[known]]
         return found
+
+    def _last_dropped(self) -> dict[Layout, Ints]:
+        """Of each layout, by position: the number of the last arrival that was dropped, or 0."""
+        dropped = list(self._dropped)
+        if self._last[0] != len(dropped):
+            by_layout: dict[Layout, list[Arrival]] = {}
+            for one in dropped:
+                by_layout.setdefault(one.layout, []).append(one)
+            found = {}
+            for layout, some in by_layout.items():
+                positions = np.concatenate([one.positions for one in some])
+                numbers = np.repeat([one.number for one in some], [len(x.positions) for x in some])
+                found[layout] = np.zeros(int(positions.max(initial=0)) + 1, np.int64)
+                np.maximum.at(found[layout], positions, numbers)
+            self._last = (len(dropped), found)
+        return self._last[1]
 
     def keep(self, arrival: Arrival) -> None:
         self._kept.append(arrival)
@@ -233,7 +254,7 @@ class Delivery:
         expected = delivered = 0
         for stream in self._streams:
             wanted = self._wanted(stream, ended)
-            pairs = self._arrived.get(stream, [])
+            pairs = list(self._arrived.get(stream, []))  # another thread may add
             arrived = np.concatenate([np.zeros(0, np.int64), *(x for x, _ in pairs)])
             numbers = np.concatenate([np.zeros(0, np.int64), *(x for _, x in pairs)])
             arrived = arrived[~self._outdated(stream, arrived, numbers)]
