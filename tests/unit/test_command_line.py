@@ -99,14 +99,19 @@ def test_a_probe_is_watched_where_its_files_say(tmp_path):
         watch.load(path, 3)
 
 
-@pytest.mark.parametrize("run", ["read", "steer"])
-def test_a_scope_that_failed_is_no_success(run, tmp_path, monkeypatch, capsys):
-    scope = {"status": "failed", "error": "no room for it", "expected": 5, "rows": [], "scores": {}}
-    body = {"choices": [{"index": 0, "text": ":x: [b]", "finish_reason": "stop", "scope": scope}]}
+def answering(monkeypatch, **more):
+    """Every request gets this one choice."""
+    body = {"choices": [{"index": 0, "text": ":x: [b]", "finish_reason": "stop", **more}]}
     transport = httpx.MockTransport(lambda request: httpx.Response(200, json=body))
     monkeypatch.setattr(
         "vllm_scope.client.ScopeClient", lambda *_: ScopeClient(model="m", transport=transport)
     )
+
+
+@pytest.mark.parametrize("run", ["read", "steer"])
+def test_a_scope_that_failed_is_no_success(run, tmp_path, monkeypatch, capsys):
+    scope = {"status": "failed", "error": "no room for it", "expected": 5, "rows": [], "scores": {}}
+    answering(monkeypatch, scope=scope)
     server = Server("http://x", None, 4, 0.0)
     runs = {
         "read": lambda: command.read(server, "a", "embed", "all", "all", None),
@@ -119,11 +124,7 @@ def test_a_scope_that_failed_is_no_success(run, tmp_path, monkeypatch, capsys):
 
 
 def test_a_models_text_is_printed_as_it_is(monkeypatch, capsys):
-    body = {"choices": [{"index": 0, "text": ":x: [b]", "finish_reason": "stop"}]}
-    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=body))
-    monkeypatch.setattr(
-        "vllm_scope.client.ScopeClient", lambda *_: ScopeClient(model="m", transport=transport)
-    )
+    answering(monkeypatch)
     steering.steer(Server("http://x", None, 4, 0.0), "a", "happy", [0.0])
     assert capsys.readouterr().out == "+0 :x: [b]\n"
 

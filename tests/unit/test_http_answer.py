@@ -117,17 +117,25 @@ async def test_chunks_of_scores_put_no_rows_together(store, monkeypatch):
     assert [[row["spans"] for row in body["rows"]] for body in sent] == [[], [[[0, 8]]]]
 
 
+async def sent_in_chunks(store, stream, *num_tokens):
+    """The scope of each chunk, at so many tokens; the last one ends."""
+    found, sent = answer(store, streams=True, stream=stream), []
+    found.add_prompt()
+    found.open_one(lambda: None, True)
+    for tokens in num_tokens:
+        end = "length" if tokens == num_tokens[-1] else None
+        take(found, 0, tokens, None, "complete" if end else "streaming")
+        chunk = await found.chunk(text_of(end=end))
+        sent.append(json.loads(chunk.removeprefix("data: "))["choices"][0]["scope"])
+    return sent
+
+
 @pytest.mark.parametrize("streams_rows", [True, False])
 @on_a_loop
 async def test_too_many_scores_for_a_chunk_are_in_the_file(streams_rows, store, monkeypatch):
     monkeypatch.setattr(encode, "MAX_INLINE_SCORES", 3)
-    found, sent = answer(store, streams=True, stream="rows" if streams_rows else "scores"), []
-    found.add_prompt()
-    found.open_one(lambda: None, True)
-    for tokens, end in ((3, None), (8, None), (9, "length")):
-        take(found, 0, tokens, None, "complete" if end else "streaming")
-        chunk = await found.chunk(text_of(end=end))
-        sent.append(json.loads(chunk.removeprefix("data: "))["choices"][0]["scope"])
+    stream = "rows" if streams_rows else "scores"
+    sent = await sent_in_chunks(store, stream, 3, 8, 9)
     first, then, last = [body["scores"] for body in sent]
     assert first["p"] == {"spans": [[0, 2]], "values": ROWS[:2, 0].tolist()}
     assert (then, last["p"]) == ({}, {"spans": [[2, 8]]})
@@ -144,13 +152,7 @@ async def test_too_many_scores_for_a_chunk_are_in_the_file(streams_rows, store, 
 @on_a_loop
 async def test_too_many_rows_for_a_chunk_are_in_the_file(store, monkeypatch):
     monkeypatch.setattr(module, "MAX_CHUNK_BYTES", 3 * ROWS[0].nbytes)
-    found, sent = answer(store, streams=True, stream="rows"), []
-    found.add_prompt()
-    found.open_one(lambda: None, True)
-    for tokens, end in ((6, None), (8, None), (9, "length")):
-        take(found, 0, tokens, None, "complete" if end else "streaming")
-        chunk = await found.chunk(text_of(end=end))
-        sent.append(json.loads(chunk.removeprefix("data: "))["choices"][0]["scope"])
+    sent = await sent_in_chunks(store, "rows", 6, 8, 9)
     told = [[(row["spans"], "data" in row) for row in body["rows"]] for body in sent]
     assert told == [[], [([[5, 7]], True)], [([[0, 5], [7, 8]], False)]]
     assert [body["scores"]["p"]["spans"] for body in sent] == [[[0, 5]], [[5, 7]], [[7, 8]]]

@@ -18,10 +18,6 @@ from vllm_scope.errors import ScopeError
 from vllm_scope.sites import KNOWN_SITES, SITES, boundary_of
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def examine(model: str, options: dict[str, Any]) -> int:
     """Print the findings; the exit status, 0 where the model can be read."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -48,6 +44,10 @@ def examine(model: str, options: dict[str, Any]) -> int:
                 f"arena {rank['arena_mib']:.1f} MiB."
             )
     return 0
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _table(first: dict[str, Any], ranks: list[dict[str, Any]]) -> Table:

@@ -48,9 +48,8 @@ def load(path: Path, layer: int | None) -> Probe:
     place = read_place(beside)
     if layer not in (None, place["layer"]):
         raise SpecError(f"{beside} has layer {place['layer']}, --layer {layer}; leave that out.")
-    if place["site"] == "embed":
-        return Probe(weight, bias, "embed", name=path.stem)
-    return Probe(weight, bias, place["site"], place["layer"], name=path.stem)
+    at = None if place["site"] == "embed" else place["layer"]
+    return Probe(weight, bias, place["site"], at, name=path.stem)
 
 
 class View:

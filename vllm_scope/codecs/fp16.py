@@ -13,6 +13,13 @@ from vllm_scope.codecs.base import CodecModel, RowPart
 _LIMIT = torch.finfo(torch.float16).max
 
 
+def halved(rows: Tensor) -> Tensor:
+    """float16; finite values stay finite."""
+    # In float32: 65504 is not a bf16 number.
+    values = rows.float()
+    return torch.where(values.isinf(), values, values.clamp(-_LIMIT, _LIMIT)).half()
+
+
 class Fp16(CodecModel):
     """Finite values beyond 65504 become 65504 of their sign; infinity and NaN stay."""
 
@@ -25,9 +32,7 @@ class Fp16(CodecModel):
         return (RowPart("rows", torch.float16, self.hidden_size),)
 
     def _encode(self, rows: Tensor) -> dict[str, Tensor]:
-        # In float32: 65504 is not a bf16 number.
-        values = rows.float()
-        return {"rows": torch.where(values.isinf(), values, values.clamp(-_LIMIT, _LIMIT)).half()}
+        return {"rows": halved(rows)}
 
     def _decode(self, parts: Mapping[str, Tensor], num_rows: int) -> Tensor:
         return parts["rows"].to(self.torch_dtype)

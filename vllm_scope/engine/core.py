@@ -46,6 +46,17 @@ def handle_of(sampling_params: Any) -> dict[str, Any] | None:
     return handle if isinstance(handle, dict) else None
 
 
+def with_handle(sampling_params: Any, handle: dict[str, Any] | None) -> Any:
+    """The same parameters with another handle, or none; the caller's own stay as they are."""
+    params = copy(sampling_params)
+    params.extra_args = dict(params.extra_args or {})
+    if handle is None:
+        params.extra_args.pop(HANDLE, None)
+    else:
+        params.extra_args[HANDLE] = handle
+    return params
+
+
 @dataclass(frozen=True)
 class Entry:
     """What a request with vectors is given as it enters, beside its handle.
@@ -121,9 +132,7 @@ class CoreScope:
                     f"{self.most}. Edit fewer places, or send it again when they are gone."
                 )
         keys = BlockKeys(asked.edits, len(prompt_ids), prompt_ids) if asked.edits else None
-        params = copy(params)
-        params.extra_args = {**(params.extra_args or {}), HANDLE: handle}
-        request.sampling_params = params
+        request.sampling_params = with_handle(params, handle)
         return Entry(keys, programs)
 
     def check_edits(self, text: str | None) -> None:
@@ -161,9 +170,7 @@ class CoreScope:
         if handle.get("first_position") is not None:
             firsts.append(handle["first_position"])
         handle |= {"first_position": min(firsts), "sinks": True, "vectors": handle.get("vectors")}
-        params = copy(request.sampling_params)
-        params.extra_args = {**(params.extra_args or {}), HANDLE: handle}
-        return params
+        return with_handle(request.sampling_params, handle)
 
 
 # Requests in

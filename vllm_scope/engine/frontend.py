@@ -16,7 +16,6 @@ import asyncio
 import time
 import uuid
 from contextlib import aclosing, suppress
-from copy import copy
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ import numpy as np
 from vllm_scope.actions import MEMORY
 from vllm_scope.engine import functions, translators
 from vllm_scope.engine.connection import Connection, connect_async, connect_sync, needs_connection
-from vllm_scope.engine.core import HANDLE
+from vllm_scope.engine.core import HANDLE, with_handle
 from vllm_scope.engine.refusals import busy, refusal, told
 from vllm_scope.engine.seams import wrap_method
 from vllm_scope.errors import CapacityError, ScopeError, SpecError
@@ -96,8 +95,7 @@ def _open(connection: Connection | None, request: Any, parent: Any, child: int) 
         "uid": _uid_of(parent),
         "child": child,
     }
-    params = copy(params)
-    params.extra_args = {**params.extra_args, HANDLE: handle}
+    params = with_handle(params, handle)
     params.extra_args.pop(translators.DECORATORS, None)
     request.sampling_params = params
     return pending

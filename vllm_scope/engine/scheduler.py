@@ -12,10 +12,9 @@ enters the cache as ever, and plain requests hit it.
 
 from __future__ import annotations
 
-from copy import copy
 from typing import Any
 
-from vllm_scope.engine.core import HANDLE, handle_of
+from vllm_scope.engine.core import handle_of, with_handle
 from vllm_scope.engine.model import hidden_size_of
 from vllm_scope.engine.seams import config_of, wrap_method
 from vllm_scope.ledger import Ledger
@@ -48,26 +47,25 @@ def _programs_of(request: Any) -> tuple[Program, ...]:
 
 
 def _add_to_scheduler(original: Any, self: Any, request: Any) -> None:
-    # vLLM sends each piece of streamed input as a request of the same id.
-    if request.request_id in self.requests:
-        original(self, _as_it_entered(request, self.requests[request.request_id]))
-        return
     programs, ledger = _programs_of(request), _ledger_of(self)
-    if programs and ledger is None:
-        ledger = _new_ledger(self)
-    if ledger is None or ledger.enter(request, programs):
-        original(self, request)
+    if request.request_id not in self.requests:
+        if programs and ledger is None:
+            ledger = _new_ledger(self)
+        if ledger is not None and not ledger.enter(request, programs):
+            return
+    original(self, _as_it_entered(self, request))
 
 
-def _as_it_entered(piece: Any, session: Any) -> Any:
-    """Streamed input: its session keeps what it entered with, as others do that run. The workers
-    and the ledger know it by that; the server's edits may be others by now."""
-    params, handle = piece.sampling_params, handle_of(session.sampling_params)
-    if params is not None and handle_of(params) != handle:
-        params = piece.sampling_params = copy(params)
-        extra = {**(params.extra_args or {}), HANDLE: handle}
-        params.extra_args = {k: v for k, v in extra.items() if k != HANDLE or v is not None}
-    return piece
+def _as_it_entered(self: Any, request: Any) -> Any:
+    """vLLM sends each piece of streamed input as a request of the same id. Its session keeps what
+    it entered with, as others do that run. The workers and the ledger know it by that; the
+    server's edits may be others by now."""
+    session, params = self.requests.get(request.request_id), request.sampling_params
+    if session is not None and params is not None:
+        handle = handle_of(session.sampling_params)
+        if handle_of(params) != handle:
+            request.sampling_params = with_handle(params, handle)
+    return request
 
 
 def _let_in(self: Any, ledger: Ledger) -> None:
@@ -77,12 +75,7 @@ def _let_in(self: Any, ledger: Ledger) -> None:
         programs = _programs_of(first)
         if programs and not ledger.admit(first.request_id, programs):
             return
-        _enter(self, ledger.waiting.popleft())
-
-
-def _enter(self: Any, request: Any) -> None:
-    session = self.requests.get(request.request_id)
-    _enqueue(self, request if session is None else _as_it_entered(request, session))
+        _enqueue(self, _as_it_entered(self, ledger.waiting.popleft()))
 
 
 def _free(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +98,7 @@ def _finish(original: Any, self: Any, request_ids: Any, status: Any) -> Any:
     some = {request_ids} if isinstance(request_ids, str) else request_ids
     some = None if some is None else set(some)
     for request in ledger.take_out(some):
-        _enter(self, request)
+        _enqueue(self, _as_it_entered(self, request))
     found = original(self, some, status)
     # Where the first in line has gone, there may be room for those behind it.
     _let_in(self, ledger)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import mmap
 import zipfile
-from contextlib import suppress
 from typing import Any, BinaryIO, Protocol
 
 import numpy as np
@@ -121,10 +120,6 @@ _Member = tuple[int, tuple[int, ...], np.dtype]
 
 
 def _npz_index(file: BinaryIO, size: int, name: str) -> Index | None:
-    with suppress(zipfile.BadZipFile, NotImplementedError, ValueError):  # told below
-        if f"{KEY}.npy" not in zipfile.ZipFile(file).namelist():
-            return None
-    file.seek(0)
     members = _members(file, size, name)
     if KEY not in members:
         return None
@@ -136,10 +131,13 @@ def _npz_index(file: BinaryIO, size: int, name: str) -> Index | None:
 
 
 def _members(file: BinaryIO, size: int, name: str) -> dict[str, _Member]:
-    """Array name -> where it is; every size is checked against the file's own."""
+    """Array name -> where it is; every size is checked against the file's own. None of them
+    where the archive is others', which is not looked into."""
     found: dict[str, _Member] = {}
     try:
         with zipfile.ZipFile(file) as archive:
+            if f"{KEY}.npy" not in archive.namelist():
+                return found
             for entry in archive.infolist():
                 if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
                     raise FileError(

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_scope.codecs.fp16 import halved
 from vllm_scope.errors import ConfigError, FileError
 from vllm_scope.files.manifest import stream_name
 from vllm_scope.files.publish import LocalPublisher, whole_writes, write_bytes
@@ -195,12 +196,16 @@ def _context_starts(positions: np.ndarray, context_size: int) -> list[int]:
 def _hidden_size(capture: Capture, stream: SiteLayer) -> int:
     for request in capture:
         if stream in request:
-            return request.manifest.streams[stream_name(stream)].shape[1]
+            return _width_of(request, stream)
     raise KeyError(f"{stream!r} was not captured; captured are {capture.keys()}")
 
 
+def _width_of(request: CapturedRequest, stream: SiteLayer) -> int:
+    return request.manifest.streams[stream_name(stream)].shape[1]
+
+
 def _check_width(request: CapturedRequest, stream: SiteLayer, width: int) -> None:
-    found = request.manifest.streams[stream_name(stream)].shape[1]
+    found = _width_of(request, stream)
     if found != width:
         raise FileError(
             f"{request!r}: rows of {stream_name(stream)} have {found} numbers, those of requests "
@@ -215,11 +220,8 @@ def _arrow_type(dtype: Dtype) -> Any:
 
 
 def _numbers(rows: Tensor, dtype: Dtype) -> Any:
-    if dtype == "float16":  # as codec fp16: finite numbers stay finite
-        values = rows.float()
-        most = torch.finfo(torch.float16).max
-        rows = torch.where(values.isinf(), values, values.clamp(-most, most))
-    return _arrow().array(rows.to(getattr(torch, dtype)).reshape(-1).numpy())
+    numbers = halved(rows) if dtype == "float16" else rows.float()
+    return _arrow().array(numbers.reshape(-1).numpy())
 
 
 def _save(

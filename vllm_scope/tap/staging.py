@@ -47,17 +47,17 @@ class Staging:
     half of the ring has one event, recorded when the half is used up.
     """
 
-    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+    def __init__(self, to: Tensor) -> None:
+        self._cuda = to.is_cuda
         self._half = UPLOADS_IN_FLIGHT if self._cuda else 1
         self._buffers = []
         for _ in range(2 * self._half):
-            tensor = torch.full(shape, NO_PROGRAM, dtype=torch.int32, pin_memory=self._cuda)
+            tensor = torch.full(to.shape, NO_PROGRAM, dtype=torch.int32, pin_memory=self._cuda)
             self._buffers.append(Buffer(tensor, tensor.numpy()))
         self._events = [torch.cuda.Event() for _ in range(2)] if self._cuda else []
         self._at = -1
-        self._to: Tensor | None = None
-        self._to_first: Tensor | None = None
+        #: The target, and its first rows, as many as the last upload took.
+        self._to, self._to_first = to, to
 
     def next(self) -> Buffer:
         self._at = (self._at + 1) % len(self._buffers)
@@ -67,11 +67,11 @@ class Staging:
             self._events[half].synchronize()
         return self._buffers[self._at]
 
-    def upload(self, buffer: Buffer, to: Tensor, num_rows: int) -> None:
+    def upload(self, buffer: Buffer, num_rows: int) -> None:
         """Copy the first rows. Steps that decode are of one size, and to slice a tensor takes as
         long as a third of the copy's enqueuing: slices are kept."""
         if buffer.first is None or len(buffer.first) != num_rows:
             buffer.first = buffer.tensor[:num_rows]
-        if self._to is not to or self._to_first is None or len(self._to_first) != num_rows:
-            self._to, self._to_first = to, to[:num_rows]
+        if len(self._to_first) != num_rows:
+            self._to_first = self._to[:num_rows]
         self._to_first.copy_(buffer.first, non_blocking=True)

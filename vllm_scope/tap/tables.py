@@ -94,7 +94,7 @@ class Tables:
         self._pending_programs: dict[int, NDArray[np.int32]] = {}
         self._pending_ops: dict[int, tuple[int, ...]] = {}
         self._pending_vectors: dict[int, Array] = {}
-        self._staging = Staging((max_rows, 4), device)
+        self._staging = Staging(self.tokens)
         self._rows_written = 0
         self._loaded: NDArray[np.int32] | None = None
         #: The taps at which these ids do anything, once some tap has asked.
@@ -278,7 +278,7 @@ class Tables:
             buffer.num_rows = int(rows[-1]) + 1
         buffer.array[buffer.rows, SLOT] = slots
         buffer.array[buffer.rows, TO_HOST] = to_host
-        self._staging.upload(buffer, self.tokens, last)
+        self._staging.upload(buffer, last)
         self._rows_written = int(rows[-1]) + 1
         self._loaded = program_ids
         self.num_uploads += 1
