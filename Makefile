@@ -33,8 +33,10 @@ soak: .venv/.ready
 test-gpu:
 	$(PYTHON) -m pytest tests/gpu tests/engine/test_compile_cache.py
 
+# vllm-lens is compared with where VLLM_LENS_PATH says where it is.
 bench-gpu:
-	$(PYTHON) -m benchmarks.throughput --gpu --shape 8b --beside eager
+	$(PYTHON) -m benchmarks.throughput --gpu --shape 8b \
+		--beside eager huggingface $(if $(VLLM_LENS_PATH),lens)
 	$(PYTHON) -m benchmarks.throughput --gpu --shape 0.5b --beside eager huggingface
 	$(PYTHON) -m benchmarks.http --gpu --shape 8b
 	$(PYTHON) -m benchmarks.budget --gpu --shape 0.5b

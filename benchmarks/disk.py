@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.turns import ratio_of
 from vllm_scope.files import FileOptions, RequestRecord, Writer, open_writer
 from vllm_scope.files import open as open_capture
 
@@ -111,10 +112,10 @@ def writers_alone(folder: Path, num_bytes: int, turns: int) -> float:
     print(f"{turns} turns of {num_bytes >> 20} MiB, medians; dd {dd / 1e6:.0f} MB/s", flush=True)
     for layout in LAYOUTS:
         speeds = counted[layout]
-        ratios = [rows / dd for rows, dd in zip(speeds, counted["dd"], strict=True)]
+        ratio = ratio_of(speeds, counted["dd"])
         print(
             f"{layout}: {statistics.median(speeds) / 1e6:.0f} MB/s, ratio of a turn "
-            f"{statistics.median(ratios):.2f}, {num_files[layout]} files",
+            f"{ratio}, {num_files[layout]} files",
             flush=True,
         )
     write_rows(writers["sharded"], num_bytes)
@@ -154,7 +155,7 @@ def through_an_engine(folder: Path, dd: float) -> None:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - started
         for output in outputs if to else ():
-            result: Any = output.scope  # type: ignore[attr-defined]
+            result: Any = output.scope
             assert result.status == "complete", result.error
         return seconds
 

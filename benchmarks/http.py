@@ -27,6 +27,7 @@ import numpy as np
 
 from benchmarks.server import API_KEY, ROOT, Server, serving
 from benchmarks.shapes import SHAPES, make_shape, make_tokenizer
+from benchmarks.turns import order, ratio_of
 from vllm_scope import Probe, Read, scope
 
 
@@ -67,7 +68,8 @@ class Clients:
 
     def spec(self, kind: str) -> dict[str, Any]:
         _, _, reads, probes, more = KINDS[kind]
-        middle, actions = self._config["num_hidden_layers"] // 2, []
+        middle = self._config["num_hidden_layers"] // 2
+        actions: list[Any] = []
         if reads:
             actions.append(Read("resid_post", layers=[middle]))
         if probes:
@@ -134,27 +136,24 @@ def measure(clients: Clients, work: list[Load], kinds: list[str], turns: int) ->
     for load in work:
         found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
         for turn in range(turns + 1):
-            for kind in kinds:
+            for kind in order(kinds, turn):
                 answer = asyncio.run(clients.run(kind, load, check=turn == 0))
                 if turn:  # the first turn warms up
                     found[kind].append(answer)
         for kind, answers in found.items():
             twins = found[KINDS[kind][0]]
-            ratios = [
-                a["tokens_per_s"] / t["tokens_per_s"] for a, t in zip(answers, twins, strict=True)
-            ]
+            ratio = ratio_of(*([a["tokens_per_s"] for a in some] for some in (answers, twins)))
             row: dict[str, Any] = {"work": load.name, "kind": kind}
             row |= {name: statistics.median(a[name] for a in answers) for name in answers[0]}
-            row["ratio"] = statistics.median(ratios)
-            row["spread"] = (max(ratios) - min(ratios)) / 2
+            row |= {"ratio": ratio.median, "low": ratio.low, "high": ratio.high}
             cpu = [name for name in row if name.endswith("_cpu_s")]
             for name in cpu:  # a worker on one GPU is a part of the core
                 row[f"{name}_ratio"] = row[name] / (statistics.median(t[name] for t in twins) or 1)
             rows.append(row)
             told = " ".join(f"{row[n]:6.2f} {row[f'{n}_ratio']:5.2f}" for n in cpu)
             print(
-                f"{load.name:20} {kind:18} {row['tokens_per_s']:10,.0f} {row['ratio']:7.3f} "
-                f"±{row['spread']:5.3f} {row['mb_per_s']:8.1f} {told}", flush=True,
+                f"{load.name:20} {kind:18} {row['tokens_per_s']:10,.0f} {ratio} "
+                f"{row['mb_per_s']:8.1f} {told}", flush=True,
             )  # fmt: skip
     return rows
 
@@ -186,7 +185,7 @@ def main() -> None:
         log = Path(os.environ.get("OUT", folder)) / "server.log"
         with serving(model, [*options, *args.options], log) as server:
             print(
-                f"{'':20} {'':18} {'tokens/s':>10} {'ratio':>7} {'':6} {'MB/s':>8} "
+                f"{'':20} {'':18} {'tokens/s':>10} {'ratio':>6} {'':16} {'MB/s':>8} "
                 + " ".join(f"{f'{n} CPU s':>12}" for n in ("api", "core", "worker", "all"))
             )
             rows = measure(Clients(server, config), work, kinds, args.turns)

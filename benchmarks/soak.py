@@ -98,7 +98,12 @@ class Requests:
             self._side.lost.append(f"{kind}: {type(error).__name__} {str(error)[:300]}")
 
     def _body(self, kind: str, prompt: list[int], generate: int) -> dict[str, Any]:
-        body = {"model": "model", "prompt": prompt, "max_tokens": generate, "temperature": 0}
+        body: dict[str, Any] = {
+            "model": "model",
+            "prompt": prompt,
+            "max_tokens": generate,
+            "temperature": 0,
+        }
         body |= {"ignore_eos": True, "stream": "stream" in kind}
         if self._side.plugin and kind in self._actions:
             body["vllm_xargs"] = scope(*self._actions[kind])

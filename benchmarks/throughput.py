@@ -1,7 +1,8 @@
 """Tokens per second: plain vLLM, the plugin idle, and reading, in one run.
 
 Both engines are alive at once and take turns, so that a machine whose speed drifts
-slows both. A figure is the median of the turns; the ratio is to plain vLLM.
+slows both. A speed is the median of the turns; the ratio is to plain vLLM's turn beside it, the
+median of these with the interval in which it lies with 95 % certainty.
 
     python -m benchmarks.throughput                    # toy world on a CPU
     python -m benchmarks.throughput --shape 8b --gpu   # random weights on a GPU
@@ -26,6 +27,7 @@ from typing import Any
 
 from benchmarks.engine import Workload, encode
 from benchmarks.shapes import SHAPES, make_shape
+from benchmarks.turns import Ratio, order, ratio_of
 
 ROOT = Path(__file__).parent.parent
 CPU_WORK = [Workload("batch 1", 1, 16, 64), Workload("batch 16", 16, 16, 64)]
@@ -144,7 +146,8 @@ def run(
     for base in work:
         found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
         for turn in range(turns + 1):
-            for mode, (engine, change) in modes.items():
+            for mode in order(modes, turn):
+                engine, change = modes[mode]
                 if (turn > 1 and engine in SLOW) or mode in dead:
                     continue  # far from the others: one turn tells enough
                 salt += 1
@@ -157,20 +160,23 @@ def run(
                     continue
                 if turn:  # the first turn warms up
                     found[mode].append(answer)
-        plain = None
         for mode, answers in found.items():
-            if not answers:
-                continue
-            speeds = [a["tokens"] / a["seconds"] for a in answers]
-            speed = statistics.median(speeds)
-            plain = plain or speed
-            row = {"work": base.name, "mode": mode, "tokens_per_s": speed, "ratio": speed / plain}
-            row["spread"] = (max(speeds) - min(speeds)) / plain
-            if "gigabytes" in answers[0]:
-                row["gb_per_s"] = statistics.median(a["gigabytes"] / a["seconds"] for a in answers)
-            rows.append(row)
-            print(format_row(row), flush=True)
+            if answers:
+                row = {"work": base.name, "mode": mode} | figures(answers, found["plain vLLM"])
+                rows.append(row)
+                print(format_row(row), flush=True)
     return rows
+
+
+def figures(answers: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of a mode's turns, and plain vLLM's; of a mode that got fewer, the first ones."""
+    speeds = [a["tokens"] / a["seconds"] for a in answers]
+    ratio = ratio_of(speeds, [a["tokens"] / a["seconds"] for a in plain[: len(answers)]])
+    found = {"tokens_per_s": statistics.median(speeds), "turns": len(answers)}
+    found |= {"ratio": ratio.median, "low": ratio.low, "high": ratio.high}
+    if "gigabytes" in answers[0]:
+        found["gb_per_s"] = statistics.median(a["gigabytes"] / a["seconds"] for a in answers)
+    return found
 
 
 def start(name: str, options: dict[str, Any], logs: Path) -> Engine:
@@ -189,10 +195,8 @@ def start(name: str, options: dict[str, Any], logs: Path) -> Engine:
 
 def format_row(row: dict[str, Any]) -> str:
     delivered = f"{row['gb_per_s']:8.3f}" if "gb_per_s" in row else " " * 8
-    return (
-        f"{row['work']:16} {row['mode']:22} {row['tokens_per_s']:12,.0f} "
-        f"{row['ratio']:7.3f} ±{row['spread'] / 2:5.3f} {delivered}"
-    )
+    ratio = Ratio(row["ratio"], row["low"], row["high"])
+    return f"{row['work']:16} {row['mode']:22} {row['tokens_per_s']:12,.0f} {ratio} {delivered}"
 
 
 def main() -> None:
@@ -245,7 +249,7 @@ def main() -> None:
             engines = {"plain": plain, **others}
             starts = ", ".join(f"{name} {e.start_seconds:.1f} s" for name, e in engines.items())
             print(f"start: {starts}")
-            print(f"{'':16} {'':22} {'tokens/s':>12} {'ratio':>7} {'':6} {'GB/s':>8}")
+            print(f"{'':16} {'':22} {'tokens/s':>12} {'ratio':>6} {'':16} {'GB/s':>8}")
             modes = modes_of(engines, config["num_hidden_layers"])
             if args.modes:
                 modes = {m: how for m, how in modes.items() if m in ("plain vLLM", *args.modes)}

@@ -65,19 +65,17 @@ class Arena:
     Attributes:
         slots: [num_slots, elements of a slot], model dtype. Its address never changes:
             CUDA graphs hold it.
+        num_slots: its length.
     """
 
     def __init__(self, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = (num_slots, SLOT_BYTES // dtype.itemsize)
         # Filled, not just zeroed: host pages that are touched later look like a leak.
         self.slots = torch.empty(shape, dtype=dtype, device=device).fill_(0)
+        self.num_slots = num_slots
         self._new_fence = StreamFence if device.type == "cuda" else HostFence
         self._head = 0
         self._outstanding: deque[Region] = deque()
-
-    @property
-    def num_slots(self) -> int:
-        return int(self.slots.shape[0])
 
     @property
     def num_bytes(self) -> int:

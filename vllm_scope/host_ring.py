@@ -117,6 +117,7 @@ class HostRing:
     Attributes:
         ref: what a RingReader needs.
         slots: uint8 [num_slots, SLOT_BYTES].
+        num_slots: its length.
         counters: int64 [MAX_READERS], written by readers.
         reclaim: called while `acquire` waits; releases what readers are done with.
         patience_s, give_up: called with the lease for which `acquire` waits, twice in this
@@ -135,6 +136,7 @@ class HostRing:
         self._leaving: list[tuple[int, Callable[[], bool]]] = []
         raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
         self.slots = raw.view(num_slots, SLOT_BYTES)
+        self.num_slots = num_slots
         self._registered = 0
         if cuda:
             address = raw.data_ptr() - HEADER_BYTES
@@ -151,10 +153,6 @@ class HostRing:
         self._lock = threading.Lock()
         self._leases: deque[Lease] = deque()
         self._head = 0
-
-    @property
-    def num_slots(self) -> int:
-        return int(self.slots.shape[0])
 
     def add_reader(self) -> int:
         """A counter for one more reader, at zero.

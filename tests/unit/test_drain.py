@@ -6,11 +6,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.unit.delivered import ROW_BYTES, labels_of, reads_at, rows_in
 from vllm_scope.arena import Arena

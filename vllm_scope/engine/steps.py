@@ -105,10 +105,11 @@ class Steps:
     def _take_room(self, plan: StepPlan) -> int | None:
         """Where the step's slots begin: in the host's ring, in the arena, or in neither."""
         assert self._delivery is not None
-        labels = plan.labels
-        scores = max(len(layout.scores) for layout in labels.layouts) * len(labels.rows)
-        direct = plan.num_slots * SLOT_BYTES <= MOST_DIRECT_BYTES and scores <= MOST_DIRECT_SCORES
-        if direct and self._arena.slots.is_cuda and not labels.encodes:
+        direct = (
+            plan.num_slots * SLOT_BYTES <= MOST_DIRECT_BYTES
+            and plan.most_scores <= MOST_DIRECT_SCORES
+        )
+        if direct and self._arena.slots.is_cuda and not plan.labels.encodes:
             self._lease = self._delivery.ring.acquire(plan.num_slots)
             return self._lease.start
         # The ring is as large as the arena, at least.

@@ -26,6 +26,7 @@ class Buffer:
     Attributes:
         tensor, array: the same memory, int32 [max_rows, 4].
         holds: the program ids that its rows have; the very array, compared by identity.
+        to_host: what its rows say of their slots.
         rows: which rows those are.
         num_rows: no row from here on has a program.
         first: the first rows of `tensor`, as many as the last upload took.
@@ -34,6 +35,7 @@ class Buffer:
     tensor: Tensor
     array: NDArray[np.int32]
     holds: NDArray[np.int32] | None = None
+    to_host: bool = False
     rows: slice | NDArray[np.int64] | None = None
     num_rows: int = 0
     first: Tensor | None = None

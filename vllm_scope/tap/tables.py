@@ -269,17 +269,16 @@ class Tables:
         """
         if self._pending_programs:
             self._flush()
-        last = max(int(rows[-1]) + 1, self._rows_written)
         buffer = self._staging.next()
-        if buffer.holds is not program_ids:
+        if buffer.holds is not program_ids or buffer.to_host != to_host:
             buffer.array[: buffer.num_rows, PROGRAM] = NO_PROGRAM
             buffer.array[rows, PROGRAM] = program_ids
-            buffer.holds, buffer.rows = program_ids, _as_slice(rows)
+            buffer.array[rows, TO_HOST] = to_host
+            buffer.holds, buffer.to_host, buffer.rows = program_ids, to_host, _as_slice(rows)
             buffer.num_rows = int(rows[-1]) + 1
         buffer.array[buffer.rows, SLOT] = slots
-        buffer.array[buffer.rows, TO_HOST] = to_host
-        self._staging.upload(buffer, last)
-        self._rows_written = int(rows[-1]) + 1
+        self._staging.upload(buffer, max(buffer.num_rows, self._rows_written))
+        self._rows_written = buffer.num_rows
         self._loaded = program_ids
         self.num_uploads += 1
 
