@@ -12,10 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import zmq
+from msgspec.structs import replace
 
 from vllm_scope.errors import CompatError
 from vllm_scope.host_ring import CLOSED, HostRing, Lease
