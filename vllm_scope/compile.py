@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,10 +55,8 @@ class _Compiled:
     scores: tuple[tuple[int, int, int, Op], ...]
     edits: tuple[tuple[int, tuple[int, int], tuple[Op, ...]], ...]
     programs: dict[bytes, Program | None] = field(default_factory=dict)
-    #: Where all tokens of a phase get the same: all programs of requests that have phases,
-    #: prompt and generated, and those with drafts.
-    of_phases: dict[tuple[bool, bool], list[Program]] = field(default_factory=dict)
-    of_drafts: dict[tuple[bool, bool], list[Program]] = field(default_factory=dict)
+    #: Where all tokens of a phase get the same: what generated ones get, and a prompt's.
+    of_phase: dict[bool, Program | None] = field(default_factory=dict)
 
     def program(self, column: NDArray[np.int32]) -> Program | None:
         key = column.tobytes()
@@ -182,6 +181,11 @@ class RequestProgram:
         Returns:
             (offset from `first`, length, program); tokens without one are left out.
         """
+        if self.generated_is_uniform:
+            prompt, generated = self._of_phase(False), self._of_phase(True)
+            split = 0 if prompt is generated else min(max(self.num_prompt - first, 0), count)
+            phases = (0, split, prompt), (split, count - split, generated)
+            return [(at, length, one) for at, length, one in phases if length and one is not None]
         columns = self._columns(np.arange(first, first + count, dtype=np.int64))
         edges = np.flatnonzero((columns[:, 1:] != columns[:, :-1]).any(axis=0)) + 1
         found = []
@@ -198,6 +202,8 @@ class RequestProgram:
         planned (draft tokens under async scheduling): read more, sort by label.
         Edits must not depend on the position there, which the front-end checked.
         """
+        if self.generated_is_uniform:
+            return self._of_phase(True)
         column = self._columns(np.array([self.num_prompt], np.int64))[:, 0]
         for i, way in enumerate(self._compiled.ways):
             if way.use == "deliver" and not way.uniform:
@@ -206,39 +212,30 @@ class RequestProgram:
 
     def all_programs(self, num_positions: int) -> list[Program]:
         """Every program that some position of the request may get."""
-        if not self.generated_is_uniform:
-            return self._programs_of(np.arange(num_positions, dtype=np.int64))
-        # One token of each phase tells of all, and of all requests.
-        known, phases = self._compiled.of_phases, self._phases(num_positions)
-        if phases not in known:
-            last = min(self.num_prompt, num_positions - 1)
-            known[phases] = self._programs_of(np.array([0, last], np.int64))
-        return known[phases]
-
-    def _phases(self, num_positions: int) -> tuple[bool, bool]:
-        return self.num_prompt > 0, num_positions > self.num_prompt
-
-    def _programs_of(self, positions: NDArray[np.int64]) -> list[Program]:
-        columns = self._columns(positions)
+        if self.generated_is_uniform:
+            return self._distinct(
+                self._of_phase(generated) for generated, some in
+                ((False, self.num_prompt > 0), (True, num_positions > self.num_prompt)) if some
+            )  # fmt: skip
+        columns = self._columns(np.arange(num_positions, dtype=np.int64))
         keys = {column.tobytes(): column for column in np.ascontiguousarray(columns.T)}
-        found = (self._compiled.program(column) for column in keys.values())
-        return list(dict.fromkeys(program for program in found if program is not None))
+        return self._distinct(self._compiled.program(column) for column in keys.values())
 
     def with_drafts(self, num_positions: int) -> list[Program]:
         """`all_programs`, and the one that drafts may need: what a request with vectors holds."""
-        if not self.generated_is_uniform:
-            return self._with_drafts(num_positions)
-        known, phases = self._compiled.of_drafts, self._phases(num_positions)
-        if phases not in known:
-            known[phases] = self._with_drafts(num_positions)
-        return known[phases]
+        return self._distinct([*self.all_programs(num_positions), self.generated_superset()])
 
-    def _with_drafts(self, num_positions: int) -> list[Program]:
-        programs = self.all_programs(num_positions)
-        superset = self.generated_superset()
-        if superset is not None and superset not in programs:
-            return [*programs, superset]
-        return programs
+    @staticmethod
+    def _distinct(programs: Iterable[Program | None]) -> list[Program]:
+        return list(dict.fromkeys(program for program in programs if program is not None))
+
+    def _of_phase(self, generated: bool) -> Program | None:
+        """Of all tokens of a phase, where these get the same."""
+        known = self._compiled.of_phase
+        if generated not in known:
+            columns = [way.of_phase(generated) for way in self._compiled.ways]
+            known[generated] = self._compiled.program(np.array(columns, np.int32))
+        return known[generated]
 
     def cost(self, num_positions: int) -> Cost:
         """What the request takes of the device tables, what drafts may need included."""
@@ -256,6 +253,11 @@ class _Way:
     @property
     def uniform(self) -> bool:
         return self.selector.uniform
+
+    def of_phase(self, generated: bool) -> int:
+        """What `pick` says of every token of a phase, where it is uniform."""
+        one = np.zeros(1, np.int64)
+        return int(self.pick(Tokens(one, 0 if generated else 1, one, None))[0])
 
     def pick(self, tokens: Tokens) -> NDArray[np.int32]:
         """int32 by token: 0 for no, else 1, or the row of the replacement from 1."""

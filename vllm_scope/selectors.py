@@ -104,8 +104,9 @@ class Selector:
 
     def first_position(self, num_prompt: int, prompt_ids: NDArray[np.int64]) -> int:
         """A position at or below the first that may be selected."""
-        positions = np.arange(num_prompt, dtype=np.int64)
-        possible = self.select(Tokens(positions, num_prompt, prompt_ids, None)).possible
+        count = min(num_prompt, 1) if self.uniform else num_prompt
+        positions = np.arange(count, dtype=np.int64)
+        possible = self.select(Tokens(positions, num_prompt, prompt_ids[:count], None)).possible
         hits = np.flatnonzero(possible)
         # Past the prompt a prefix-cache hit of this very request cannot reach, so
         # the first generated position is as good a bound as any later one.
