@@ -1,5 +1,6 @@
 """Speed, always as a ratio to plain vLLM in the same run.
 
+turns.py         modes that take turns, and what their turns say of a ratio
 throughput.py    starts the engines, takes turns between them, prints the table
 engine.py        one engine in a process of its own, told by lines of JSON what to run
 huggingface.py   Hugging Face's model, told the same way

@@ -96,11 +96,6 @@ class Cost:
             self.vectors + other.vectors, self.programs + other.programs, self.ops + other.ops
         )
 
-    def __sub__(self, other: Cost) -> Cost:
-        return Cost(
-            self.vectors - other.vectors, self.programs - other.programs, self.ops - other.ops
-        )
-
     def __str__(self) -> str:
         return f"{self.vectors} vectors, {self.programs} programs and {self.ops} operations"
 
