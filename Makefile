@@ -14,6 +14,7 @@ test: .venv/.ready
 	$(BIN)/python -m pytest tests --ignore=tests/interpreter
 	PYTHONPATH=.venv/inspect $(BIN)/python -m pytest tests/faces/test_inspect.py
 	PYTHONPATH=.venv/openapi $(BIN)/python -m pytest tests/server/test_openapi.py
+	PYTHONPATH=$(CURDIR)/.venv/ray $(BIN)/python -m pytest tests/engine/test_ray.py
 	tests/interpreter/run.sh
 
 lint: .venv/.ready
@@ -46,7 +47,7 @@ bench-gpu:
 # would bring torchvision, torchaudio, torchcodec and triton built for CUDA, and
 # with a CPU torch `import transformers` then fails.
 .venv/.ready: requirements/cpu.txt requirements/interpreter.txt requirements/inspect.txt \
-		requirements/openapi.txt pyproject.toml
+		requirements/openapi.txt requirements/ray.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check --no-deps -r requirements/cpu.txt
 	$(BIN)/pip install --disable-pip-version-check --no-deps --upgrade \
@@ -55,6 +56,8 @@ bench-gpu:
 		--target .venv/inspect -r requirements/inspect.txt
 	$(BIN)/pip install --disable-pip-version-check --no-deps --upgrade \
 		--target .venv/openapi -r requirements/openapi.txt
+	$(BIN)/pip install --disable-pip-version-check --no-deps --upgrade \
+		--target .venv/ray -r requirements/ray.txt
 	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 

@@ -13,14 +13,14 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("executor_v2", "road", "expected"),
+    ("executor_v2", "num_stages", "road", "expected"),
     [
-        pytest.param("1", "auto", "shared", id="message-queues-on-one-host"),
-        pytest.param("1", "tcp", "tcp", id="message-queues-over-tcp"),
-        pytest.param("0", "tcp", "tcp", id="compiled-graph-over-tcp"),
+        pytest.param("1", 1, "auto", "shared", id="message-queues-on-one-host"),
+        pytest.param("1", 2, "tcp", "tcp", id="message-queues-of-two-stages-over-tcp"),
+        pytest.param("0", 1, "tcp", "tcp", id="compiled-graph-over-tcp"),
     ],
 )
-def test_rows_of_a_ray_actor_arrive(executor_v2, road, expected, tmp_path):
+def test_rows_of_ray_actors_arrive(executor_v2, num_stages, road, expected, tmp_path):
     pytest.importorskip("ray")
     env = os.environ | {
         "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": executor_v2,
@@ -31,7 +31,7 @@ def test_rows_of_a_ray_actor_arrive(executor_v2, road, expected, tmp_path):
         "HOME": str(tmp_path),  # where Ray keeps the cluster's token
     }
     run = subprocess.run(
-        [sys.executable, "-m", "tests.engine.ray_on_cpu", road],
+        [sys.executable, "-m", "tests.engine.ray_on_cpu", road, str(num_stages)],
         cwd=ROOT, env=env, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    assert f"right rows over {expected}\n" in run.stdout, run.stderr[-4000:]
+    assert f"right rows of {num_stages} over {expected}\n" in run.stdout, run.stderr[-4000:]
