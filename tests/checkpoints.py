@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -220,6 +220,35 @@ class Reference:
             assert torch.equal(ours, theirs[0])
         return [stream.cpu() for stream in streams]
 
+    def branches(self, token_ids: list[int]) -> list[dict[str, Tensor]]:
+        """Of each layer: `attn_out` and `mlp_out`, [num_tokens, hidden_size], as they come out
+        of its modules, or of the norms behind these where it has such."""
+        found: list[dict[str, Tensor]] = [{} for _ in self._layers]
+        handles = []
+        for layer, one in zip(self._layers, found, strict=True):
+            after = hasattr(layer, "pre_feedforward_layernorm")  # of Gemma's
+            names = {
+                "attn_out": "post_attention_layernorm" if after else "self_attn",
+                "mlp_out": "post_feedforward_layernorm" if after else "mlp",
+            }
+            for site, name in names.items():
+
+                def see(module, args, out, one=one, site=site):
+                    rows = out[0] if isinstance(out, tuple) else out
+                    one[site] = rows.reshape(len(token_ids), -1).cpu()
+
+                handles.append(getattr(layer, name).register_forward_hook(see))
+        try:
+            streams = self.streams(token_ids)
+        finally:
+            for handle in handles:
+                handle.remove()
+        # What they add is what the stream grows by.
+        for k, one in enumerate(found):
+            total = streams[k].double() + one["attn_out"].double() + one["mlp_out"].double()
+            assert row_error(total, streams[k + 1]) < TOLERANCE[self.dtype]
+        return found
+
     def attention(self, token_ids: list[int]) -> list[dict[str, Tensor]]:
         """Of each layer: q, k, v and z, [num_tokens, heads, head_dim], as its attention
         function gets and gives them, and the weights, [heads, num_tokens, num_tokens]."""
@@ -255,6 +284,29 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
 @cache
 def reference(path: Path, dtype: torch.dtype) -> Reference:
     return Reference(path, dtype)
+
+
+def check_inside(
+    result,
+    token_ids: list[int],
+    expected: list[dict[str, Tensor]],
+    sites: Sequence[str],
+    layers: Iterable[int],
+    dtype: torch.dtype,
+) -> None:
+    """Every position's rows of sites that are not of the stream.
+
+    Args:
+        expected: of each layer, site -> [num_tokens, ...], what is asked for and more.
+    """
+    assert (result.status, result.dropped) == ("complete", 0), result
+    for layer in layers:
+        for site in sites:
+            rows, right = result[site, layer], expected[layer][site]
+            assert (rows.shape, rows.dtype) == (right.shape, dtype)
+            assert result.positions(site, layer).tolist() == list(range(len(token_ids)))
+            error = row_error(rows.flatten(1), right.flatten(1))
+            assert error <= TOLERANCE[dtype], (site, layer, error)
 
 
 def check_completion(result, prompt_ids: list[int], output_ids: list[int], ref: Reference) -> None:

@@ -30,7 +30,7 @@ from pydantic import (
 from vllm_scope.errors import ConfigError, SpecError
 from vllm_scope.numbers import Number
 from vllm_scope.sinks.options import SinkConfig, parse_sinks
-from vllm_scope.sites import ATTENTION_SITES, boundary_of, canonical_site
+from vllm_scope.sites import ATTENTION_SITES, INNER_SITES, boundary_of, canonical_site
 
 #: Where the dict lives inside vLLM's `additional_config`.
 KEY = "scope"
@@ -41,8 +41,8 @@ class ScopeConfig(BaseModel):
 
     Attributes:
         sites: the sites that may be read and edited. Each costs a tap per layer,
-            whether or not anything is asked of it; those inside the attention (q, k, v,
-            z) can be read alone.
+            whether or not anything is asked of it; those that are not of the stream
+            (q, k, v, z, attn_out, mlp_out) can be read alone.
         layers: the layers whose taps exist, or "all".
         arena_mib: device memory for rows that wait for their copy; None takes the
             largest step that a CUDA graph can hold, three times.
@@ -172,7 +172,7 @@ class ScopeConfig(BaseModel):
                 found.add(2 * layer + 1)
             if "resid_pre" in self.sites:
                 found.add(2 * layer)
-            found |= {boundary_of((site, layer)) for site in self.attention_sites}
+            found |= {boundary_of((site, layer)) for site in INNER_SITES if site in self.sites}
         if "embed" in self.sites:
             found.add(0)
         return tuple(sorted(found))

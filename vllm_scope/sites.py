@@ -26,13 +26,14 @@ from vllm_scope.errors import SpecError, shown
 
 #: Sites in TransformerLens words: of the residual stream, which can be edited and probed ...
 STREAM_SITES = ("embed", "resid_pre", "resid_mid", "resid_post")
-#: ... and inside the attention, which can be read alone.
+#: ... inside the attention, which can be read alone ...
 ATTENTION_SITES = ("q", "k", "v", "z")
-SITES = (*STREAM_SITES, *ATTENTION_SITES)
+#: ... and what a layer's attention and its MLP add to the stream, which can be read alone, too.
+BRANCH_SITES = ("attn_out", "mlp_out")
+INNER_SITES = (*ATTENTION_SITES, *BRANCH_SITES)
+SITES = (*STREAM_SITES, *INNER_SITES)
 #: Words of the field that name a site which no tap reads yet.
-KNOWN_SITES = (
-    *SITES, "attn_out", "mlp_out", "mlp_post", "router_logits", "ln_final", "logits",
-)  # fmt: skip
+KNOWN_SITES = (*SITES, "mlp_post", "router_logits", "ln_final", "logits")
 #: Aliases that other tools use for them.
 ALIASES = {"pre_attn": "resid_pre", "post_attn": "resid_mid", "post_block": "resid_post"}
 
@@ -42,7 +43,7 @@ SiteLayer = tuple[str, int]
 #: Points of one boundary: before, between and after the edits of its two sites.
 LEVELS = 3
 #: What a boundary is of, by number; a new kind comes last.
-KINDS = ("stream", *ATTENTION_SITES)
+KINDS = ("stream", *INNER_SITES)
 STREAM = 0
 #: Boundaries of one kind.
 _SPAN = 1 << 16
@@ -58,7 +59,7 @@ def boundary_of_point(point: int) -> int:
 
 def boundary_of(stream: SiteLayer) -> int:
     site, layer = stream
-    if site in ATTENTION_SITES:
+    if site in INNER_SITES:
         return KINDS.index(site) * _SPAN + layer
     return 2 * layer + {"embed": 0, "resid_pre": 0, "resid_mid": 1, "resid_post": 2}[site]
 
@@ -190,10 +191,12 @@ class Sites:
 
     @property
     def row_sizes(self) -> tuple[int, ...]:
-        """Numbers of one row by its kind; of the stream alone where nothing else is tapped."""
-        if self.heads is None:
-            return (self.hidden_size,)
-        return (self.hidden_size, *map(self.row_size, ATTENTION_SITES))
+        """Numbers of one row by its kind, up to the last kind that is tapped; 0 of heads that the
+        engine does not know, as it taps none."""
+        last = kind_of(max(self.boundaries, default=STREAM))
+        unknown = ATTENTION_SITES if self.heads is None else ()
+        sizes = (0 if site in unknown else self.row_size(site) for site in KINDS[1 : last + 1])
+        return (self.hidden_size, *sizes)
 
     @staticmethod
     def boundary_of(stream: SiteLayer) -> int:
@@ -206,7 +209,7 @@ class Sites:
 
     def point_of(self, stream: SiteLayer, when: str = "after") -> int:
         """The point at which a read of this stream looks."""
-        if stream[0] in ATTENTION_SITES:
+        if stream[0] in INNER_SITES:
             return point_of(self.boundary_of(stream), 0)
         level = self.group_of(stream) + (1 if when == "after" else 0)
         return point_of(self.boundary_of(stream), level)

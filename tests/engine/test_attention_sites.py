@@ -12,7 +12,13 @@ from torch import nn
 
 import vllm_scope
 from tests import requests
-from tests.checkpoints import NUM_LAYERS, check_completion, reference, row_error
+from tests.checkpoints import (
+    NUM_LAYERS,
+    check_completion,
+    check_inside,
+    reference,
+    row_error,
+)
 from tests.conftest import local_engine, preempted_in
 from tests.requests import run
 from vllm_scope import Add, CompatError, Probe, Read, SpecError, scope
@@ -34,19 +40,10 @@ def params(*actions, **options):
     return requests.params(scope(*actions) if actions else None, **(defaults | options))
 
 
-def check(result, prompt, output_ids, ref, sites=SITES, layers=range(NUM_LAYERS), tolerance=1e-4):
-    """Every position's rows, of every layer, in the shape of heads."""
+def check(result, prompt, output_ids, ref, sites=SITES, layers=range(NUM_LAYERS)):
+    """In the shape of heads."""
     token_ids = [*prompt, *output_ids][:-1]
-    expected = ref.attention(token_ids)
-    assert (result.status, result.dropped) == ("complete", 0), result
-    for site in sites:
-        for layer in layers:
-            rows = result[site, layer]
-            assert rows.shape == expected[layer][site].shape
-            assert rows.dtype == ref.dtype
-            assert result.positions(site, layer).tolist() == list(range(len(token_ids)))
-            error = row_error(rows.flatten(1), expected[layer][site].flatten(1))
-            assert error <= tolerance, (site, layer, error)
+    check_inside(result, token_ids, ref.attention(token_ids), sites, layers, ref.dtype)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2"])

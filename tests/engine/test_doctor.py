@@ -31,7 +31,7 @@ def test_it_says_what_can_be_read():
     table = {cells[1].strip(): cells[2].strip() for cells in (line.split("│") for line in lines)}
     assert table["embed"] == "yes"
     assert table["resid_post"] == "0-5"
-    assert table["mlp_out"] == "-"
+    assert table["mlp_post"] == "-"
     assert "model runner V1" in done.stdout
     assert "7 taps, arena" in done.stdout
 

@@ -9,9 +9,11 @@ import torch
 import vllm_scope
 from tests.checkpoints import check_completion, reference
 from tests.conftest import process_engine
+from tests.engine import test_branch_sites as branches
 from tests.engine.test_edits import EDITS, check, direction, params
 from tests.engine.test_sinks import check_equal
 from vllm_scope import Probe, Read
+from vllm_scope.sites import boundary_of
 
 WEIGHT = direction(7)
 
@@ -43,12 +45,16 @@ def test_ranks_and_stages_are_put_together(
             for some in (places, places[:1])
         ),
         params(*(Probe(WEIGHT, layer=i, name=f"layer-{i}") for i in range(3)), reads[0]),
+        params(*map(Read, branches.SITES)),
     ]
     with process_engine(
         path, dtype="float32", tensor_parallel_size=tensor, pipeline_parallel_size=pipeline,
         skip_tokenizer_init=True, enforce_eager=True, max_num_batched_tokens=64,
         additional_config={
-            "scope": {"sinks": {"filesystem": {"root": str(tmp_path), "layout": layout}}}
+            "scope": {
+                "sites": ["embed", "resid_post", *branches.SITES],
+                "sinks": {"filesystem": {"root": str(tmp_path), "layout": layout}},
+            }
         },
     ) as llm:  # fmt: skip
         ranks = llm.collective_rpc("scope_describe")
@@ -56,7 +62,9 @@ def test_ranks_and_stages_are_put_together(
         outputs = llm.generate(prompts, asked, use_tqdm=False)
     # One rank of each stage drains, and so writes; a boundary belongs to one stage.
     assert [rank["drains"] for rank in ranks] == [True, False][:tensor] * pipeline
-    assert sorted(b for r in ranks if r["drains"] for b in r["taps_here"]) == [0, 2, 4, 6]
+    beside = [boundary_of((site, k)) for site in branches.SITES for k in range(3)]
+    taps = sorted(b for r in ranks if r["drains"] for b in r["taps_here"])
+    assert taps == [0, 2, 4, 6, *beside]
     ref = reference(path, torch.float32)
     stored = vllm_scope.open(tmp_path)
     assert len(stored) == 6
@@ -70,6 +78,8 @@ def test_ranks_and_stages_are_put_together(
     check(outputs[6], ref, [(*place, mean) for place in places])
     check(outputs[7], ref, [(*place, mean) for place in places[:1]])
     check_scores(outputs[8].scope)
+    last = outputs[9]
+    branches.check(last.scope, last.prompt_token_ids, last.outputs[0].token_ids, ref)
 
 
 def check_scores(result) -> None:

@@ -36,7 +36,7 @@ def _spec(**read: object) -> str:
     ("arguments", "came", "allowed"),
     [
         pytest.param({"site": "attention"}, "'attention'", "resid_post", id="unknown-site"),
-        pytest.param({"site": "mlp_out"}, "'mlp_out'", "reads embed", id="site-without-a-tap"),
+        pytest.param({"site": "mlp_post"}, "'mlp_post'", "reads embed", id="site-without-a-tap"),
         pytest.param({"site": "ln_final"}, "'ln_final'", "reads embed", id="another-without-a-tap"),
         pytest.param({"site": 7}, "7", "a site is a string", id="site-is-a-number"),
         pytest.param({"site": None}, "None", "a site is a string", id="site-is-none"),

@@ -16,7 +16,7 @@ from vllm_scope.arena import Arena
 from vllm_scope.arrays import Array
 from vllm_scope.layout import Widths
 from vllm_scope.program import OP_ADD, Op, Program, assemble
-from vllm_scope.sites import point_of
+from vllm_scope.sites import BRANCH_SITES, Sites, boundary_of, point_of
 from vllm_scope.tap import op
 from vllm_scope.tap.tables import Tables
 
@@ -162,7 +162,9 @@ def tapped():
         layers = {i: layer_class(i) for i in range(NUM_LAYERS)}
         arena = Arena(40, torch.float32, CPU)
         arena.slots.fill_(torch.nan)
-        tables = Tables(boundaries, 8, HIDDEN_SIZE, Widths((HIDDEN_SIZE * 4,)), CPU)
+        sizes = Sites(NUM_LAYERS, HIDDEN_SIZE, "float32", boundaries).row_sizes
+        widths = Widths(tuple(4 * size for size in sizes))
+        tables = Tables(boundaries, 8, HIDDEN_SIZE, widths, CPU)
         tap_of = {boundary: tap for tap, boundary in enumerate(boundaries)}
         here = install_taps(
             Anatomy(layers, NUM_LAYERS, convention, "layers"), tap_of, arena.slots, tables
@@ -270,3 +272,40 @@ def test_a_layer_without_a_middle_is_refused_where_one_is_asked_for(tapped):
     layer_class, convention = CONVENTIONS["another-name"]
     with pytest.raises(CompatError, match="calls nothing that is attention"):
         tapped(layer_class, convention, (2, 3))
+
+
+@pytest.mark.parametrize("edited", [(), (0,), EVERYWHERE], ids=["plain", "embedding", "everywhere"])
+@pytest.mark.parametrize("sites", [BRANCH_SITES, ("attn_out",), ("mlp_out",)], ids=str)
+def test_what_attention_and_mlp_add_is_there_whatever_is_added_to_the_stream(sites, edited, tapped):
+    embedding, row = torch.randn(5, HIDDEN_SIZE), 3
+    added = {b: torch.zeros(5, HIDDEN_SIZE) for b in edited}
+    edits = {}
+    for boundary in edited:
+        vector = added[boundary][row] = torch.randn(HIDDEN_SIZE)
+        edits[boundary, 0] = [Op(OP_ADD, 0, Array.parse(vector, ""), 1.0)]
+    plain, expected = [SumLayer(i) for i in range(NUM_LAYERS)], {}
+    for number, layer in enumerate(plain):
+        for site, part in (("attn_out", layer.attn), ("mlp_out", layer.mlp)):
+
+            def see(module, args, out, stream=(site, number)):
+                expected[boundary_of(stream)] = out.clone()
+
+            part.register_forward_hook(see)
+    streams = _run(plain, embedding, added=added)
+
+    reads = tuple(sorted(boundary_of((site, i)) for site in sites for i in range(NUM_LAYERS)))
+    layers, arena, tables, here = tapped(SumLayer, Convention.SUM, (*edited, *reads))
+    assert here == (*edited, *reads)
+    _plan(tables, assemble(tuple(point_of(b, 0) for b in reads), {}, edits), [row], [4])
+    torch.testing.assert_close(_run(layers, embedding)[-1], streams[-1])
+    for j, boundary in enumerate(reads):
+        torch.testing.assert_close(arena.slots[4 + j], expected[boundary][row])
+    assert arena.slots[4 + len(reads) :].isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["tensor", "dead-residual"])
+def test_a_layer_that_adds_to_the_stream_itself_shows_no_branches(kind, tapped):
+    layer_class, convention = CONVENTIONS[kind]
+    for site in BRANCH_SITES:
+        with pytest.raises(CompatError, match=rf"{layer_class.__name__} adds .* {site} cannot be"):
+            tapped(layer_class, convention, (2, boundary_of((site, 1))))

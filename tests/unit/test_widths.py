@@ -3,6 +3,7 @@ read beside it, raw and encoded, whole programs and tap by tap, in memory and at
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from vllm_scope.plan import Planner, StepBatch
 from vllm_scope.sinks import RequestInfo
 from vllm_scope.sinks.request import Delivery
 from vllm_scope.sites import (
-    ATTENTION_SITES,
+    INNER_SITES,
     KINDS,
     SITES,
     STREAM_SITES,
@@ -54,6 +55,7 @@ points_of_any_kind = st.sets(
 
 
 sizes = st.integers(1, 70)
+kinds = st.integers(0, len(KINDS) - 1)
 
 
 @st.composite
@@ -61,14 +63,14 @@ def layouts(draw: Any) -> Layout:
     scores = draw(st.sets(st.tuples(st.sampled_from([0, 2, 3]), st.integers(0, 9)), max_size=6))
     encoded = tuple(
         (Encoding(f"{kind} {size}", size), points)
-        for kind, size in draw(st.sets(st.tuples(st.integers(0, 4), sizes), max_size=3))
+        for kind, size in draw(st.sets(st.tuples(kinds, sizes), max_size=3))
         if (points := tuple(p for p in draw(points_of_any_kind) if kind_of_point(p) == kind))
     )  # fmt: skip
     return Layout(draw(points_of_any_kind), tuple(sorted(scores)), encoded)
 
 
 @settings(max_examples=100, deadline=None)
-@given(layouts(), st.lists(sizes, min_size=5, max_size=5))
+@given(layouts(), st.lists(sizes, min_size=len(KINDS), max_size=len(KINDS)))
 def test_no_two_parts_of_a_token_share_a_slot_and_none_is_spare(layout, row_bytes):
     widths = Widths(tuple(row_bytes))
     for one in (layout, layout.arena, *(layout.at(b) for b in boundaries_of(layout))):
@@ -90,17 +92,23 @@ def sites_of(dtype: str) -> Sites:
     return Sites(NUM_LAYERS, HIDDEN_SIZE, dtype, EVERYWHERE, HEADS)
 
 
-def test_a_layer_has_four_places_beside_the_stream_and_all_are_distinct():
-    streams = [(site, layer) for site in ATTENTION_SITES for layer in range(300)]
+def test_a_layer_has_six_places_beside_the_stream_and_all_are_distinct():
+    streams = [(site, layer) for site in INNER_SITES for layer in range(300)]
     places = [boundary_of(stream) for stream in streams]
     assert len({*places, *range(601)}) == len(places) + 601
     assert [KINDS[kind_of(place)] for place in places] == [site for site, _ in streams]
     assert {kind_of(boundary_of((site, 299))) for site in STREAM_SITES} == {0}
     sites = sites_of("float32")
-    assert {s: sites.row_shape(s) for s in ("embed", *ATTENTION_SITES)} == {
+    assert {s: sites.row_shape(s) for s in ("embed", *INNER_SITES)} == {
         "embed": (6,), "q": (4, 3), "k": (2, 3), "v": (2, 5), "z": (4, 5),
+        "attn_out": (6,), "mlp_out": (6,),
     }  # fmt: skip
-    assert sites.row_sizes == (6, 12, 6, 10, 20)
+    assert sites.row_sizes == (6, 12, 6, 10, 20, 6, 6)
+    attention = tuple(b for b in EVERYWHERE if kind_of(b) <= KINDS.index("z"))
+    assert replace(sites, boundaries=attention).row_sizes == (6, 12, 6, 10, 20)
+    # Where no heads are known, none are tapped.
+    branches = (2, boundary_of(("attn_out", 0)))
+    assert Sites(NUM_LAYERS, HIDDEN_SIZE, "float32", branches).row_sizes == (6, 0, 0, 0, 0, 6)
     assert sites.point_of(("q", 1), "after") == sites.point_of(("q", 1), "before")
 
 
@@ -288,7 +296,7 @@ def test_the_canary_names_a_tap_that_wrote_nothing_whatever_its_width(deaf):
     assert found == [silent]
 
 
-@pytest.mark.parametrize("site", ATTENTION_SITES)
+@pytest.mark.parametrize("site", INNER_SITES)
 @pytest.mark.parametrize(
     "make",
     [
@@ -318,4 +326,4 @@ def test_what_is_not_tapped_is_refused_with_what_to_start():
 
 def test_a_name_that_is_not_read_yet_is_told_what_is():
     with pytest.raises(SpecError, match=r"does not tap; it reads embed.*q, k, v, z"):
-        Read("mlp_out")
+        Read("mlp_post")

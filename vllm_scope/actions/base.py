@@ -92,8 +92,8 @@ class Action:
         object.__setattr__(self, "site", canonical_site(self.site, f"{name}.site"))
         if self.site not in self.sites:
             raise SpecError(
-                f"{name}.site is {shown(self.site)}, which can be read alone: its rows are of "
-                f"another width than the stream's. Edits and probes take {', '.join(self.sites)}."
+                f"{name}.site is {shown(self.site)}, which can be read alone; edits and "
+                f"probes take {', '.join(self.sites)}."
             )
         if layer is not None and self.layers is not None:
             raise SpecError(f"{name} has layer and layers; give one of them.")

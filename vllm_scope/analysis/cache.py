@@ -27,8 +27,11 @@ from vllm_scope.sites import ALIASES, SiteLayer
 #: Sites of a layer, and their hooks' names after "blocks.{layer}.".
 _HOOKS = {
     "resid_pre": "hook_resid_pre", "resid_mid": "hook_resid_mid", "resid_post": "hook_resid_post",
+    "attn_out": "hook_attn_out", "mlp_out": "hook_mlp_out",
     "q": "attn.hook_rot_q", "k": "attn.hook_rot_k", "v": "attn.hook_v", "z": "attn.hook_z",
 }  # fmt: skip
+#: Which components of the stream `decompose_resid` is to give.
+_Mode = Literal["all", "attn", "mlp"]
 #: TransformerLens's shorthands of what was rotated.
 _ROTATED = {"rot_q": "q", "rot_k": "k"}
 _SITE_OF = {hook: site for site, hook in _HOOKS.items()}
@@ -159,6 +162,59 @@ class ActivationCache(Mapping[str, Tensor]):
             labels["final_post"] = ("resid_post", last - 1)
         else:
             labels[f"{last}_pre"] = ("resid_pre", last)
+        return self._stacked(labels, return_labels)
+
+    @overload
+    def decompose_resid(
+        self, layer: int | None = None, mode: _Mode = "all", incl_embeds: bool = True
+    ) -> Tensor: ...
+    @overload
+    def decompose_resid(
+        self,
+        layer: int | None = None,
+        mode: _Mode = "all",
+        incl_embeds: bool = True,
+        *,
+        return_labels: Literal[True],
+    ) -> tuple[Tensor, list[str]]: ...
+    def decompose_resid(
+        self,
+        layer: int | None = None,
+        mode: _Mode = "all",
+        incl_embeds: bool = True,
+        *,
+        return_labels: bool = False,
+    ) -> Tensor | tuple[Tensor, list[str]]:
+        """What the embedding and each layer before `layer` add to the residual stream; with all
+        of it, their sum is the stream at the entry of `layer`.
+
+        Args:
+            layer: None, -1 or the number of layers for all.
+            mode: "all", or what attentions add alone ("attn"), or MLPs ("mlp").
+            incl_embeds: the embedding too.
+            return_labels: also return what each component is: "embed", "0_attn_out", ...
+
+        Returns:
+            [components, batch, pos, d_model], and with `return_labels` the labels.
+
+        Raises:
+            KeyError: one of them was not read.
+            SpecError: the number of layers is needed, and was not given; or there are no
+                components.
+        """
+        sites = {"all": ("attn_out", "mlp_out"), "attn": ("attn_out",), "mlp": ("mlp_out",)}
+        if mode not in sites:
+            raise SpecError(f"mode is {shown(mode)}; it is one of {', '.join(sites)}.")
+        labels: dict[str, tuple[str, int]] = {"embed": ("embed", 0)} if incl_embeds else {}
+        for each in range(self._up_to(layer)):
+            labels |= {f"{each}_{site}": (site, each) for site in sites[mode]}
+        if not labels:
+            raise SpecError("nothing is added before layer 0 but the embedding; incl_embeds it.")
+        return self._stacked(labels, return_labels)
+
+    def _stacked(
+        self, labels: Mapping[str, tuple[str, int]], return_labels: bool
+    ) -> Tensor | tuple[Tensor, list[str]]:
         stacked = torch.stack([self[key] for key in labels.values()])
         return (stacked, list(labels)) if return_labels else stacked
 

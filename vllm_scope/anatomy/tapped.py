@@ -1,4 +1,4 @@
-"""Gives decoder layers, and norms inside them, a subclass whose forward has a tap.
+"""Gives decoder layers, and norms inside them, a subclass whose forward has taps.
 
 Owns:  the traced code around the op.
 Runs:  `install_taps` once, after load and before the first compiled call; the
@@ -9,6 +9,7 @@ Runs:  `install_taps` once, after load and before the first compiled call; the
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from vllm_scope.anatomy.convention import Convention
 from vllm_scope.anatomy.layers import Anatomy
 from vllm_scope.anatomy.middle import norm_before_mlp
 from vllm_scope.errors import CompatError
+from vllm_scope.sites import BRANCH_SITES, boundary_of
 from vllm_scope.tap.tables import Tables
 
 
@@ -38,26 +40,37 @@ def install_taps(
 
     Raises:
         CompatError: a layer's forward does not take `hidden_states`, or has no place
-            that is `resid_mid` where one is asked for.
+            that is `resid_mid`, `attn_out` or `mlp_out` where one is asked for.
     """
     tapped: list[int] = []
     for number, layer in sorted(anatomy.layers.items()):
         # The entry of layer 0 only: any other is the exit of the layer before.
         places = {"entry": 0 if number == 0 else -1, "middle": 2 * number + 1}
         places["exit"] = 2 * number + 2
+        places |= {site: boundary_of((site, number)) for site in BRANCH_SITES}
         here = {name: b for name, b in places.items() if b in tap_of}
-        if "middle" in here:
+        _check_branches(type(layer), anatomy.convention, [s for s in BRANCH_SITES if s in here])
+        inner = {name: b for name, b in here.items() if name in ("attn_out", "middle")}
+        if inner:
             norm = layer.get_submodule(norm_before_mlp(type(layer), anatomy.convention))
-            give_buffers(norm, {"middle": here["middle"]}, tap_of, arena, tables)
-            norm.__class__ = _tapped_norm(type(norm))
-        outer = {name: b for name, b in here.items() if name != "middle"}
+            give_buffers(norm, inner, tap_of, arena, tables)
+            norm.__class__ = _tapped_norm(type(norm), frozenset(inner))
+        outer = {name: b for name, b in here.items() if name not in inner}
         if outer:
             give_buffers(layer, outer, tap_of, arena, tables)
-            layer.__class__ = _tapped_layer(
-                type(layer), anatomy.convention, "entry" in outer, "exit" in outer
-            )
+            layer.__class__ = _tapped_layer(type(layer), anatomy.convention, frozenset(outer))
         tapped += here.values()
     return tuple(sorted(tapped))
+
+
+def _check_branches(layer_class: type, convention: Convention, sites: list[str]) -> None:
+    """What was added is seen where it is not yet: two tensors whose sum is the stream."""
+    if sites and convention is not Convention.SUM:
+        raise CompatError(
+            f"{layer_class.__name__} adds to the stream inside ({convention.value}), where "
+            f"{' and '.join(sites)} cannot be seen. Leave {'it' if len(sites) == 1 else 'them'} "
+            "out of additional_config['scope'].sites"
+        )
 
 
 def give_buffers(
@@ -84,8 +97,32 @@ def _tap(module: Any, hidden: Tensor, residual: Tensor | None, number: Tensor) -
     )  # fmt: skip
 
 
-def _tapped_layer(base: type, convention: Convention, entry: bool, exit_: bool) -> type[nn.Module]:
-    """A subclass of `base` with taps at its entry and exit."""
+def read_rows(module: Any, rows: Tensor | None, number: Tensor, size: int) -> None:
+    """A tap that reads alone: what it is given is not written, and the compiler knows.
+
+    Args:
+        rows: [num_tokens, size], or [num_tokens, heads, size of each].
+        number: the tap's.
+
+    Raises:
+        CompatError: while the graph is traced: rows of another width or dtype, which would
+            run into their neighbours'.
+    """
+    dtype = module.scope_arena.dtype
+    if rows is None or math.prod(rows.shape[1:]) != size or rows.dtype != dtype:
+        came = "nothing" if rows is None else f"rows of {tuple(rows.shape[1:])} {rows.dtype}"
+        raise CompatError(f"a tap is given {came}, not rows of {size} {dtype}")
+    if rows.stride(-1) != 1:
+        raise CompatError("a tap is given rows whose numbers do not lie side by side")
+    torch.ops.vllm_scope.tap_read(
+        rows.flatten(1), module.scope_arena, module.scope_tokens, module.scope_programs,
+        module.scope_ops, module.scope_vectors, number, module.scope_host,
+    )  # fmt: skip
+
+
+def _tapped_layer(base: type, convention: Convention, places: frozenset[str]) -> type[nn.Module]:
+    """A subclass of `base` with taps at its entry and exit, and on what its MLP adds."""
+    entry, exit_, branch = (name in places for name in ("entry", "exit", "mlp_out"))
     names = list(inspect.signature(base.forward).parameters)[1:]  # type: ignore[attr-defined]
     if entry and "hidden_states" not in names:
         raise CompatError(f"{base.__name__}.forward has no hidden_states to read as the embedding")
@@ -100,27 +137,34 @@ def _tapped_layer(base: type, convention: Convention, entry: bool, exit_: bool) 
                 hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[at]
                 _tap(self, hidden, None, self.scope_entry)
             out = super().forward(*args, **kwargs)
+            if branch:  # before edits of the stream are written to it
+                read_rows(self, out[0], self.scope_mlp_out, self.scope_vectors.shape[1])
             if exit_:
                 hidden, residual = (out[0], out[1]) if pair else (out, None)
                 _tap(self, hidden, residual if sums else None, self.scope_exit)
             return out
 
-    Tapped.scope_base, Tapped.scope_places = base, (entry, exit_)
+    Tapped.scope_base, Tapped.scope_places = base, places
     return named(Tapped, base)
 
 
 def rebuilt(tapped: type, base: type, convention: Convention) -> type[nn.Module]:
     """`base` with the taps that a layer's class has; itself where it has none."""
     places = getattr(tapped, "scope_places", None)
-    return base if places is None else _tapped_layer(base, convention, *places)
+    return base if places is None else _tapped_layer(base, convention, places)
 
 
-def _tapped_norm(base: type) -> type[nn.Module]:
-    """A subclass of `base` with a tap on what it norms: hidden, or hidden + residual."""
+def _tapped_norm(base: type, places: frozenset[str]) -> type[nn.Module]:
+    """A subclass of `base` with taps on what it norms, hidden or hidden + residual, and on
+    hidden alone, which is what the attention adds."""
+    middle, branch = (name in places for name in ("middle", "attn_out"))
 
     class Tapped(base):
         def forward(self, hidden: Tensor, residual: Tensor | None = None) -> Any:
-            _tap(self, hidden, residual, self.scope_middle)
+            if branch:  # before edits of the stream are written to it
+                read_rows(self, hidden, self.scope_attn_out, self.scope_vectors.shape[1])
+            if middle:
+                _tap(self, hidden, residual, self.scope_middle)
             if residual is None:
                 return super().forward(hidden)
             return super().forward(hidden, residual)

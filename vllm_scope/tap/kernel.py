@@ -171,7 +171,7 @@ def load_variants(arena: Tensor, tables: Tables, row_sizes: tuple[int, ...]) -> 
     row = arena.new_zeros((1, max(row_sizes) + 1))
     stream = row[:, : row_sizes[STREAM]]
     launches: list[tuple[Tensor, Tensor | None]] = [(stream, None), (stream, stream)]
-    for size in row_sizes[STREAM + 1 :]:
+    for size in {size for size in row_sizes[STREAM + 1 :] if size}:
         # A part of a wider projection need not be aligned, which is another variant.
         launches += [(row[:, :size], None), (row[:, 1 : size + 1], None)]
     # Nor is every tap's number.
