@@ -14,8 +14,8 @@ import torch
 import vllm_scope
 from tests import requests
 from tests.conftest import local_engine, preempted_in
-from tests.engine.test_attention_sites import EVERYTHING, SITES
-from tests.engine.test_attention_sites import check as check_attention
+from tests.engine import test_attention_sites as attention
+from tests.engine import test_branch_sites as branches
 from tests.requests import check, run
 from vllm_scope import Read, scope
 from vllm_scope.faces.vllm_lens import Hook
@@ -161,13 +161,15 @@ def test_rows_in_files_are_those_in_memory(llama, tmp_path, layout):
                 assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
-def test_rows_inside_the_attention(llama, ref):
-    config = {"scope": {"sites": ["embed", "resid_post", *SITES]}}
+def test_rows_inside_the_attention_and_of_what_is_added(llama, ref):
+    sites = ["embed", "resid_post", *attention.SITES, *branches.SITES]
     with local_engine(
         llama, dtype="float32", max_num_batched_tokens=32, max_num_seqs=8, block_size=32,
-        additional_config=config,
+        additional_config={"scope": {"sites": sites}},
     ) as llm:  # fmt: skip
         ids = [range(5, 55), range(20), [7] * 9]
-        outputs = run(llm, ids, [params(scope(*EVERYTHING)), params(READ_ALL), params()])
+        everything = scope(*map(Read, sites))
+        outputs = run(llm, ids, [params(everything), params(READ_ALL), params()])
     check(outputs[1:2], ref)
-    check_attention(outputs[0].scope, list(ids[0]), list(outputs[0].outputs[0].token_ids), ref)
+    for of in (attention, branches):
+        of.check(outputs[0].scope, list(ids[0]), list(outputs[0].outputs[0].token_ids), ref)
