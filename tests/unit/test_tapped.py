@@ -309,3 +309,24 @@ def test_a_layer_that_adds_to_the_stream_itself_shows_no_branches(kind, tapped):
     for site in BRANCH_SITES:
         with pytest.raises(CompatError, match=rf"{layer_class.__name__} adds .* {site} cannot be"):
             tapped(layer_class, convention, (2, boundary_of((site, 1))))
+
+
+class ParallelLayer(SumLayer):
+    """Attention and MLP side by side: what is left to add is both."""
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None):
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.input_norm(hidden_states)
+        else:
+            hidden_states, residual = self.input_norm(hidden_states, residual)
+        attn_output = self.attn(hidden_states)
+        hidden_states = attn_output + self.mlp(hidden_states)
+        return hidden_states, residual
+
+
+@pytest.mark.parametrize("site", BRANCH_SITES)
+def test_what_attention_and_mlp_add_together_passes_for_neither(site, tapped):
+    with pytest.raises(CompatError, match=r"ParallelLayer\.forward has none where one norm"):
+        tapped(ParallelLayer, Convention.SUM, (2, boundary_of((site, 1))))
+    assert tapped(ParallelLayer, Convention.SUM, (2, 4))[3] == (2, 4)

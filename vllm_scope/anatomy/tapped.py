@@ -49,7 +49,9 @@ def install_taps(
         places["exit"] = 2 * number + 2
         places |= {site: boundary_of((site, number)) for site in BRANCH_SITES}
         here = {name: b for name, b in places.items() if b in tap_of}
-        _check_branches(type(layer), anatomy.convention, [s for s in BRANCH_SITES if s in here])
+        branches = [site for site in BRANCH_SITES if site in here]
+        if branches:
+            _check_branches(type(layer), anatomy.convention, branches)
         inner = {name: b for name, b in here.items() if name in ("attn_out", "middle")}
         if inner:
             norm = layer.get_submodule(norm_before_mlp(type(layer), anatomy.convention))
@@ -64,8 +66,10 @@ def install_taps(
 
 
 def _check_branches(layer_class: type, convention: Convention, sites: list[str]) -> None:
-    """What was added is seen where it is not yet: two tensors whose sum is the stream."""
-    if sites and convention is not Convention.SUM:
+    """What is added is seen while it is apart: of two tensors whose sum is the stream, which
+    a norm between attention and MLP joins, or one of the two would pass for both."""
+    norm_before_mlp(layer_class, convention)
+    if convention is not Convention.SUM:
         raise CompatError(
             f"{layer_class.__name__} adds to the stream inside ({convention.value}), where "
             f"{' and '.join(sites)} cannot be seen. Leave {'it' if len(sites) == 1 else 'them'} "
