@@ -193,7 +193,7 @@ class Sites:
     def row_sizes(self) -> tuple[int, ...]:
         """Numbers of one row by its kind, up to the last kind that is tapped; 0 of heads that the
         engine does not know, as it taps none."""
-        last = kind_of(max(self.boundaries, default=STREAM))
+        last = kind_of(max(self.boundaries, default=0))
         unknown = ATTENTION_SITES if self.heads is None else ()
         sizes = (0 if site in unknown else self.row_size(site) for site in KINDS[1 : last + 1])
         return (self.hidden_size, *sizes)

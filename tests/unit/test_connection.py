@@ -66,6 +66,36 @@ def test_engines_whose_rows_are_not_in_the_order_of_the_plan_have_no_taps():
         check_engine(config)
 
 
+def test_deepseek_in_float16_scales_its_stream_and_has_no_taps():
+    """vLLM divides it by routed_scaling_factor there; Hugging Face does not."""
+    import torch
+    from torch import nn
+    from vllm.model_executor.models.deepseek_v2 import DeepseekV2DecoderLayer, DeepseekV2Model
+
+    from vllm_scope.engine.model import anatomy_of
+
+    def bare(made_of: type) -> nn.Module:
+        made = made_of.__new__(made_of)
+        nn.Module.__init__(made)
+        return made
+
+    model = nn.Module()
+    model.model = bare(DeepseekV2Model)
+    model.model.layers = nn.ModuleList([bare(DeepseekV2DecoderLayer) for _ in range(2)])
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(),
+        cache_config=SimpleNamespace(),
+        speculative_config=None,
+        model_config=SimpleNamespace(
+            runner_type="generate", dtype=torch.bfloat16, get_total_num_hidden_layers=lambda: 2
+        ),
+    )
+    assert sorted(anatomy_of(model, config).layers) == [0, 1]
+    config.model_config.dtype = torch.float16
+    with pytest.raises(CompatError, match="DeepseekV2DecoderLayer scales the stream in float16"):
+        anatomy_of(model, config)
+
+
 class Engine:
     """An AsyncLLM as far as connecting knows it: one worker, whose road is there or not."""
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 from torch import nn
 
 from vllm_scope import CompatError
-from vllm_scope.anatomy.convention import Convention, convention_of
+from vllm_scope.anatomy.convention import Convention, convention_of, treats_half_apart
 from vllm_scope.anatomy.layers import find_anatomy
 
 # Layers
@@ -254,6 +255,19 @@ def test_signs_that_disagree_or_are_not_understood_are_refused(layer, model, rea
     with pytest.raises(CompatError) as caught:
         convention_of(layer, model)
     assert reason in str(caught.value)
+
+
+class ScalesInHalf(nn.Module):
+    def forward(self, positions, hidden_states, residual):
+        hidden_states, residual = self.norm(hidden_states, residual)
+        if hidden_states.dtype == torch.float16:
+            hidden_states *= 1.0 / self.scale
+        return hidden_states, residual
+
+
+def test_a_layer_that_scales_in_half_precision_is_known():
+    assert treats_half_apart(ScalesInHalf)
+    assert not treats_half_apart(Sums)
 
 
 # The search

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from vllm_scope import CompatError
 from vllm_scope.anatomy.convention import Convention
+from vllm_scope.anatomy.hooked import install_calls
 from vllm_scope.anatomy.layers import Anatomy
 from vllm_scope.anatomy.tapped import install_taps
 from vllm_scope.arena import Arena
@@ -307,7 +308,8 @@ def test_what_attention_and_mlp_add_is_there_whatever_is_added_to_the_stream(sit
 def test_a_layer_that_adds_to_the_stream_itself_shows_no_branches(kind, tapped):
     layer_class, convention = CONVENTIONS[kind]
     for site in BRANCH_SITES:
-        with pytest.raises(CompatError, match=rf"{layer_class.__name__} adds .* {site} cannot be"):
+        words = rf"{site} cannot be seen: {layer_class.__name__} adds .* Leave it out"
+        with pytest.raises(CompatError, match=words):
             tapped(layer_class, convention, (2, boundary_of((site, 1))))
 
 
@@ -330,3 +332,77 @@ def test_what_attention_and_mlp_add_together_passes_for_neither(site, tapped):
     with pytest.raises(CompatError, match=r"ParallelLayer\.forward has none where one norm"):
         tapped(ParallelLayer, Convention.SUM, (2, boundary_of((site, 1))))
     assert tapped(ParallelLayer, Convention.SUM, (2, 4))[3] == (2, 4)
+
+
+class SkippingLayer(SumLayer):
+    """Some of these have no attention, or no MLP."""
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None):
+        if self.attn is not None:
+            hidden_states, residual = self.input_norm(hidden_states, residual)
+            hidden_states = self.attn(hidden_states)
+        hidden_states, residual = self.post_norm(hidden_states, residual)
+        hidden_states = self.mlp(hidden_states)
+        return hidden_states, residual
+
+
+class ChoosingLayer(SumLayer):
+    """One of two attentions, or none at all, which it does not stand."""
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None):
+        hidden_states, residual = self.input_norm(hidden_states, residual)
+        if len(positions) > 1:
+            hidden_states = self.linear_attn(hidden_states)
+        elif len(positions) == 1:
+            hidden_states = self.self_attn(hidden_states)
+        else:
+            raise ValueError(positions)
+        hidden_states, residual = self.post_norm(hidden_states, residual)
+        hidden_states = self.mlp(hidden_states)
+        return hidden_states, residual
+
+
+@pytest.mark.parametrize("site", BRANCH_SITES)
+def test_a_layer_that_may_skip_its_attention_shows_no_branches(site, tapped):
+    place = boundary_of((site, 1))
+    with pytest.raises(CompatError, match=r"SkippingLayer\.forward may leave out its attention"):
+        tapped(SkippingLayer, Convention.SUM, (2, place))
+    assert tapped(ChoosingLayer, Convention.SUM, (2, place))[3] == (2, place)
+
+
+def test_a_layer_without_the_norm_is_refused_by_its_number(tapped):
+    class Bare(SumLayer):
+        def __init__(self, number: int) -> None:
+            super().__init__(number)
+            if number == 1:
+                del self.post_norm
+
+        forward = SumLayer.forward
+
+    with pytest.raises(CompatError, match=r"layer 1 \(Bare\) has no post_norm"):
+        tapped(Bare, Convention.SUM, (3,))
+
+
+def test_what_is_added_is_read_before_functions_change_the_stream(tapped):
+    embedding, expected = torch.randn(5, HIDDEN_SIZE), {}
+    for number, layer in enumerate(plain := [SumLayer(i) for i in range(NUM_LAYERS)]):
+        layer.mlp.register_forward_hook(
+            lambda module, args, out, number=number: expected.update({number: out.clone()})
+        )
+    _run(plain, embedding)
+    reads = tuple(boundary_of(("mlp_out", i)) for i in range(NUM_LAYERS))
+    layers, arena, tables, _ = tapped(SumLayer, Convention.SUM, (0, 2, *reads))
+    calls = []
+
+    def call(number: int, before: bool, hidden: Tensor, residual: Tensor | None) -> None:
+        calls.append((number, before))
+        if residual is not None and not before:  # as a function that returns what it got
+            residual += hidden
+            hidden.zero_()
+
+    install_calls(Anatomy(dict(enumerate(layers)), NUM_LAYERS, Convention.SUM, "layers"), call)
+    _plan(tables, Program.reading(tuple(point_of(b, 0) for b in reads)), [3], [4])
+    _run(layers, embedding)
+    assert calls == [(i, before) for i in range(NUM_LAYERS) for before in (True, False)]
+    for i in range(NUM_LAYERS):
+        torch.testing.assert_close(arena.slots[4 + i], expected[i][3])

@@ -33,7 +33,8 @@ class Read(Action):
             `post_block`) or `embed`. `resid_post` at layer k is Hugging Face's
             `hidden_states[k + 1]`; the last layer's is the stream before the final norm.
             Where the engine taps them, `q`, `k` (after norms and rotary embedding), `v`
-            and `z` (what comes out, before its projection), per head.
+            and `z` (what comes out, before its projection), per head; `attn_out` and
+            `mlp_out`, what the attention and the MLP add to the stream.
         layers: layer numbers from 0, or "all" for every tapped layer.
             `embed` takes none.
         tokens: which tokens, see `vllm_scope.selectors`. "all" by default.

@@ -185,8 +185,8 @@ class ActivationCache(Mapping[str, Tensor]):
         *,
         return_labels: bool = False,
     ) -> Tensor | tuple[Tensor, list[str]]:
-        """What the embedding and each layer before `layer` add to the residual stream; with all
-        of it, their sum is the stream at the entry of `layer`.
+        """What the embedding and each layer before `layer` add to the residual stream. Where
+        nothing was edited, the sum of all of it is the stream at the entry of `layer`.
 
         Args:
             layer: None, -1 or the number of layers for all.

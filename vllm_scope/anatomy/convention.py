@@ -65,6 +65,14 @@ def convention_of(layer_class: type, model_class: type) -> Convention:
     )
 
 
+def treats_half_apart(layer_class: type) -> bool:
+    """Whether a layer's forward asks for float16: those that do scale the stream there."""
+    layer = function_of(getattr(layer_class, "forward"), layer_class)  # noqa: B009
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == "float16" for node in ast.walk(layer)
+    )
+
+
 def function_of(function: Callable[..., Any], owner: type) -> ast.FunctionDef:
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))

@@ -12,6 +12,7 @@ norm of the attention's output alone is neither.
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_scope.anatomy.convention import Convention, function_of
@@ -61,6 +62,35 @@ def norm_before_mlp(layer_class: type, convention: Convention) -> str:
             "MLP was expected"
         )
     return next(iter(found))
+
+
+def check_always_both(layer_class: type, norm: str) -> None:
+    """Raises CompatError where a forward may go past the attention, or past the norm that
+    `norm_before_mlp` found: what is seen at the norm, or at the end, is then another's."""
+    forward = function_of(layer_class.forward, layer_class)  # type: ignore[attr-defined]
+    for what, is_it in (("its attention", _is_attention), ("its MLP", norm.__eq__)):
+        if not _always(forward.body, is_it):
+            raise CompatError(f"{layer_class.__name__}.forward may leave out {what}")
+
+
+def _always(body: list[ast.stmt], is_it: Callable[[str], bool]) -> bool:
+    """Whether every way through these statements calls such a module, or raises."""
+    for node in body:
+        if isinstance(node, ast.Raise):
+            return True
+        if isinstance(node, ast.If):
+            if _always(node.body, is_it) and _always(node.orelse, is_it):
+                return True
+            if any(isinstance(inner, ast.Return) for inner in ast.walk(node)):
+                return False
+        elif isinstance(node, ast.With):
+            if _always(node.body, is_it):
+                return True
+        elif not isinstance(node, ast.For | ast.While):
+            calls = (inner.func for inner in ast.walk(node) if isinstance(inner, ast.Call))
+            if any(is_it(call.attr) for call in calls if isinstance(call, ast.Attribute)):
+                return True
+    return False
 
 
 def _is_norm(name: str) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vllm_scope.anatomy.convention import Convention
 from vllm_scope.anatomy.layers import Anatomy
-from vllm_scope.anatomy.middle import norm_before_mlp
+from vllm_scope.anatomy.middle import check_always_both, norm_before_mlp
 from vllm_scope.errors import CompatError
 from vllm_scope.sites import BRANCH_SITES, boundary_of
 from vllm_scope.tap.tables import Tables
@@ -54,10 +54,13 @@ def install_taps(
             _check_branches(type(layer), anatomy.convention, branches)
         inner = {name: b for name, b in here.items() if name in ("attn_out", "middle")}
         if inner:
-            norm = layer.get_submodule(norm_before_mlp(type(layer), anatomy.convention))
+            norm = _norm_of(layer, number, anatomy.convention)
             give_buffers(norm, inner, tap_of, arena, tables)
             norm.__class__ = _tapped_norm(type(norm), frozenset(inner))
-        outer = {name: b for name, b in here.items() if name not in inner}
+        if "mlp_out" in here:  # inside of the others: requests' functions come between
+            give_buffers(layer, {"mlp_out": here["mlp_out"]}, tap_of, arena, tables)
+            layer.__class__ = _branching_layer(type(layer))
+        outer = {name: b for name, b in here.items() if name in ("entry", "exit")}
         if outer:
             give_buffers(layer, outer, tap_of, arena, tables)
             layer.__class__ = _tapped_layer(type(layer), anatomy.convention, frozenset(outer))
@@ -68,13 +71,25 @@ def install_taps(
 def _check_branches(layer_class: type, convention: Convention, sites: list[str]) -> None:
     """What is added is seen while it is apart: of two tensors whose sum is the stream, which
     a norm between attention and MLP joins, or one of the two would pass for both."""
-    norm_before_mlp(layer_class, convention)
-    if convention is not Convention.SUM:
+    try:
+        if convention is not Convention.SUM:
+            raise CompatError(
+                f"{layer_class.__name__} adds to the stream inside ({convention.value})"
+            )
+        check_always_both(layer_class, norm_before_mlp(layer_class, convention))
+    except CompatError as error:
         raise CompatError(
-            f"{layer_class.__name__} adds to the stream inside ({convention.value}), where "
-            f"{' and '.join(sites)} cannot be seen. Leave {'it' if len(sites) == 1 else 'them'} "
-            "out of additional_config['scope'].sites"
-        )
+            f"{' and '.join(sites)} cannot be seen: {error}. Leave "
+            f"{'it' if len(sites) == 1 else 'them'} out of additional_config['scope'].sites"
+        ) from None
+
+
+def _norm_of(layer: nn.Module, number: int, convention: Convention) -> nn.Module:
+    name = norm_before_mlp(type(layer), convention)
+    norm = getattr(layer, name, None)
+    if not isinstance(norm, nn.Module):
+        raise CompatError(f"layer {number} ({type(layer).__name__}) has no {name}")
+    return norm
 
 
 def give_buffers(
@@ -125,8 +140,8 @@ def read_rows(module: Any, rows: Tensor | None, number: Tensor, size: int) -> No
 
 
 def _tapped_layer(base: type, convention: Convention, places: frozenset[str]) -> type[nn.Module]:
-    """A subclass of `base` with taps at its entry and exit, and on what its MLP adds."""
-    entry, exit_, branch = (name in places for name in ("entry", "exit", "mlp_out"))
+    """A subclass of `base` with taps at its entry and exit."""
+    entry, exit_ = "entry" in places, "exit" in places
     names = list(inspect.signature(base.forward).parameters)[1:]  # type: ignore[attr-defined]
     if entry and "hidden_states" not in names:
         raise CompatError(f"{base.__name__}.forward has no hidden_states to read as the embedding")
@@ -141,14 +156,29 @@ def _tapped_layer(base: type, convention: Convention, places: frozenset[str]) ->
                 hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[at]
                 _tap(self, hidden, None, self.scope_entry)
             out = super().forward(*args, **kwargs)
-            if branch:  # before edits of the stream are written to it
-                read_rows(self, out[0], self.scope_mlp_out, self.scope_vectors.shape[1])
             if exit_:
                 hidden, residual = (out[0], out[1]) if pair else (out, None)
                 _tap(self, hidden, residual if sums else None, self.scope_exit)
             return out
 
     Tapped.scope_base, Tapped.scope_places = base, places
+    return named(Tapped, base)
+
+
+def _branching_layer(base: type) -> type[nn.Module]:
+    """A subclass of `base`, which returns (hidden, residual), with a tap on what its MLP adds.
+
+    The innermost: edits and functions write what they make of the stream to the same tensor.
+    """
+
+    class Tapped(base):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            read_rows(self, out[0], self.scope_mlp_out, self.scope_vectors.shape[1])
+            return out
+
+    # The others look for `hidden_states` there.
+    Tapped.forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
     return named(Tapped, base)
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
+from vllm_scope.anatomy.convention import treats_half_apart
 from vllm_scope.anatomy.layers import Anatomy, find_anatomy
 from vllm_scope.config import ScopeConfig
 from vllm_scope.engine.attention import heads_of
@@ -100,5 +102,11 @@ def anatomy_of(model: nn.Module, vllm_config: Any) -> Anatomy:
         if isinstance(layer, TorchCompileWithNoGuardsWrapper):
             raise CompatError(
                 f"{type(layer).__name__} is compiled by itself, a tap there would not be traced"
+            )
+    half = vllm_config.model_config.dtype == torch.float16
+    for layer_class in {type(layer) for layer in anatomy.layers.values()} if half else ():
+        if treats_half_apart(layer_class):
+            raise CompatError(
+                f"{layer_class.__name__} scales the stream in float16; start with dtype bfloat16"
             )
     return anatomy

@@ -23,7 +23,7 @@ class Refusal(BaseModel):
 
 
 class SiteInfo(BaseModel):
-    """Where rows can be read and edited."""
+    """Where rows can be read; those of the stream can be edited and probed, too."""
 
     site: str
     layers: list[int] = Field(description="Layers with a tap, from 0; [0] for `embed`.")
