@@ -1,0 +1,42 @@
+"""What the drain hands on from a GPU is there by then, whatever stream it was written on."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from tests.unit.delivered import ROW_BYTES, labels_of
+from tests.unit.test_drain import PATIENCE_S, RecordingSink
+from vllm_scope.arena import Arena
+from vllm_scope.drain import Drain
+from vllm_scope.host_ring import HostRing
+from vllm_scope.layout import Widths
+
+pytestmark = pytest.mark.gpu
+#: Cycles that a row comes behind: tens of milliseconds.
+LATE = 50_000_000
+
+
+def test_rows_that_taps_wrote_are_awaited_on_the_stream_of_their_step():
+    device = torch.device("cuda")
+    ring, sink = HostRing(64, cuda=True), RecordingSink()
+    drain = Drain(Arena(64, torch.float32, device), ring, sink, Widths((ROW_BYTES,)))
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    until = time.monotonic() + PATIENCE_S
+    try:
+        for step in range(9):
+            # Two steps on each stream, so that one is found again and one is not.
+            with torch.cuda.stream(streams[step // 2 % 3]):
+                lease = ring.acquire(1)
+                torch.cuda._sleep(LATE)
+                row = torch.full((1, 4), 100.0 + step, device=device)
+                lease.slots.copy_(row.view(torch.uint8), non_blocking=True)
+                drain.submit_written(lease, labels_of([1], [step]), None)
+            while len(sink.events) <= step:
+                assert time.monotonic() < until
+                time.sleep(0.001)
+    finally:
+        drain.close()
+    assert sink.events == [(1, step, 0, 100.0 + step) for step in range(9)]
