@@ -14,19 +14,14 @@ from tests.checkpoints import (
     row_error,
 )
 from tests.conftest import local_engine, preempted_in
+from tests.engine.test_attention_sites import PROMPTS, STREAM, params
 from tests.requests import run
 from vllm_scope import Add, CompatError, Probe, Read, SpecError, scope
 from vllm_scope.faces.vllm_lens import Hook
 
 SITES = ("attn_out", "mlp_out")
 CONFIG = {"sites": ["embed", "resid_mid", "resid_post", *SITES]}
-PROMPTS = [list(range(3, 60)), [7] * 5, list(range(400, 380, -1))]
-STREAM = (Read("resid_post"), Read("embed"))
 EVERYTHING = (*map(Read, SITES), *STREAM)
-
-
-def params(*actions, **options):
-    return requests.params(scope(*actions) if actions else None, **({"max_tokens": 8} | options))
 
 
 def check(result, prompt, output_ids, ref, layers=range(NUM_LAYERS)):

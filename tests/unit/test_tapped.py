@@ -317,11 +317,7 @@ class ParallelLayer(SumLayer):
     """Attention and MLP side by side: what is left to add is both."""
 
     def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None):
-        if residual is None:
-            residual = hidden_states
-            hidden_states = self.input_norm(hidden_states)
-        else:
-            hidden_states, residual = self.input_norm(hidden_states, residual)
+        hidden_states, residual = self.input_norm(hidden_states, residual)
         attn_output = self.attn(hidden_states)
         hidden_states = attn_output + self.mlp(hidden_states)
         return hidden_states, residual

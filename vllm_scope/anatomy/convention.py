@@ -21,6 +21,7 @@ import enum
 import inspect
 import textwrap
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from vllm_scope.errors import CompatError
@@ -73,6 +74,7 @@ def treats_half_apart(layer_class: type) -> bool:
     )
 
 
+@cache  # the layers of a model are of few classes, and each is looked at for several reasons
 def function_of(function: Callable[..., Any], owner: type) -> ast.FunctionDef:
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
