@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,7 @@ class RequestProgram:
     """Which program each token of one request gets."""
 
     num_prompt: int
-    prompt_ids: NDArray[np.int64]
+    prompt_ids: Sequence[int]
     _compiled: _Compiled
 
     @staticmethod
@@ -132,7 +133,7 @@ class RequestProgram:
         sites: Sites,
         here: frozenset[int],
         num_prompt: int,
-        prompt_ids: NDArray[np.int64],
+        prompt_ids: Sequence[int],
         drains: bool = True,
     ) -> RequestProgram:
         """Keep what concerns the boundaries that this worker's stage holds.
@@ -164,11 +165,16 @@ class RequestProgram:
         """Every generated token gets the same program, as every prompt token does."""
         return all(way.uniform for way in self._compiled.ways)
 
+    @cached_property
+    def _ids(self) -> NDArray[np.int64]:
+        """Of the prompt, for selectors that look: to convert a list takes 40 ns a token."""
+        return np.asarray(self.prompt_ids, np.int64)
+
     def _columns(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
         """int32 [num_ways, num_positions]."""
         ids = np.full(positions.shape, -1, np.int64)
         in_prompt = positions < self.num_prompt
-        ids[in_prompt] = self.prompt_ids[positions[in_prompt]]
+        ids[in_prompt] = self._ids[positions[in_prompt]]
         tokens = Tokens(positions, self.num_prompt, ids, None)
         columns = np.zeros((len(self._compiled.ways), len(positions)), np.int32)
         for i, way in enumerate(self._compiled.ways):
@@ -319,21 +325,18 @@ class BlockKeys:
     """
 
     def __init__(
-        self,
-        edits: tuple[ResolvedEdit, ...],
-        num_prompt: int,
-        prompt_ids: NDArray[np.int64],
+        self, edits: tuple[ResolvedEdit, ...], num_prompt: int, prompt_ids: Sequence[int]
     ) -> None:
         self._ways = [_Way(edit.tokens, "edit", edit.positions) for edit in edits]
         self._digests = [edit.digest for edit in edits]
-        self._num_prompt, self._prompt_ids = num_prompt, prompt_ids
+        self._num_prompt, self._ids = num_prompt, np.asarray(prompt_ids, np.int64)
 
     def key(self, start: int, stop: int) -> bytes | None:
         """Of the tokens at positions start .. stop-1; None where none is edited."""
         positions = np.arange(start, stop, dtype=np.int64)
         ids = np.full(positions.shape, -1, np.int64)
         in_prompt = positions < self._num_prompt
-        ids[in_prompt] = self._prompt_ids[positions[in_prompt]]
+        ids[in_prompt] = self._ids[positions[in_prompt]]
         tokens = Tokens(positions, self._num_prompt, ids, None)
         digest = hashlib.blake2b(digest_size=16)
         edited = False

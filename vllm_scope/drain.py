@@ -44,12 +44,12 @@ logger = logging.getLogger(__name__)
 #: How long rows may wait for those of the next step, where somebody looks at them as they come.
 LINGER_S = 0.004
 #: How long while nobody follows a request that runs, and no more than this waits.
-LINGER_UNSEEN_S, MOST_UNSEEN_BYTES = 0.04, 4 << 20
+LINGER_UNSEEN_S, MOST_UNSEEN_BYTES = 0.08, 8 << 20
 #: How long the last rows of a request may wait.
 LINGER_AT_END_S = 0.002
-#: The thread rests so many times as long as it worked, between the shortest and the longest
-#: of these: who waits for room in a ring waits for the thread.
-REST = 4
+#: The thread rests so many times as long as it worked, from LINGER_AT_END_S up to this: who
+#: waits for room in a ring waits for the thread.
+REST, MOST_REST_S = 4, 0.04
 #: Rows of steps are joined up to this many bytes.
 MOST_BYTES = 64 << 20
 
@@ -181,8 +181,9 @@ class Drain:
         self._packer.release(key)
         self._followed.discard(key)
         self._put(_Finish(key, error))
-        self._ended.set()
-        self._soon.set()
+        for news in (self._ended, self._soon):
+            if not news.is_set():  # many end in one step, and to ask takes less
+                news.set()
 
     def _put(self, item: _Rows | _Finish) -> None:
         self._items.append(item)
@@ -258,7 +259,7 @@ class Drain:
                 self._deliver([self._items.popleft() for _ in range(len(self._items))])
                 if not self._closing:
                     worked = time.thread_time() - started
-                    self._rest(min(max(LINGER_AT_END_S, REST * worked), LINGER_UNSEEN_S))
+                    self._rest(min(max(LINGER_AT_END_S, REST * worked), MOST_REST_S))
                 continue
             if self._closing:
                 return

@@ -24,7 +24,7 @@ masks are equal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -81,7 +81,7 @@ class Selector:
         raise NotImplementedError
 
     def check_decided(
-        self, num_prompt: int, prompt_ids: NDArray[np.int64], max_position: int, where: str
+        self, num_prompt: int, prompt_ids: Sequence[int], max_position: int, where: str
     ) -> None:
         """Raise SpecError where the answer is not known when a token is processed.
 
@@ -102,11 +102,10 @@ class Selector:
     def to_json(self) -> Any:
         raise NotImplementedError
 
-    def first_position(self, num_prompt: int, prompt_ids: NDArray[np.int64]) -> int:
+    def first_position(self, num_prompt: int, prompt_ids: Sequence[int]) -> int:
         """A position at or below the first that may be selected."""
-        count = min(num_prompt, 1) if self.uniform else num_prompt
-        positions = np.arange(count, dtype=np.int64)
-        possible = self.select(Tokens(positions, num_prompt, prompt_ids[:count], None)).possible
+        positions, ids = np.arange(num_prompt, dtype=np.int64), np.asarray(prompt_ids, np.int64)
+        possible = self.select(Tokens(positions, num_prompt, ids, None)).possible
         hits = np.flatnonzero(possible)
         # Past the prompt a prefix-cache hit of this very request cannot reach, so
         # the first generated position is as good a bound as any later one.
@@ -143,6 +142,11 @@ class Word(Selector):
             # Any token from the last of the prompt on may turn out to be the last.
             return Masks(np.zeros(p.shape, bool), p >= n - 1)
         return _sure(p == tokens.num_processed - 1)
+
+    def first_position(self, num_prompt: int, prompt_ids: Sequence[int]) -> int:
+        if self.word in ("all", "prompt"):
+            return 0
+        return num_prompt if self.word == "generated" else max(num_prompt - 1, 0)
 
     def to_json(self) -> str:
         return self.word

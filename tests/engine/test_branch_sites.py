@@ -26,7 +26,18 @@ EVERYTHING = (*map(Read, SITES), *STREAM)
 
 def check(result, prompt, output_ids, ref, layers=range(NUM_LAYERS)):
     token_ids = [*prompt, *output_ids][:-1]
-    check_inside(result, token_ids, ref.branches(token_ids), SITES, layers, ref.dtype)
+    expected, tolerance = ref.branches(token_ids), None
+    if ref.dtype is torch.bfloat16:
+        # A branch is further from what the same weights give in float32 than the stream is, to
+        # which it adds little: Hugging Face's by 0.010, where the stream is by 0.005. Ours may
+        # be as far, and half as far again.
+        exact = ref.exact.branches(token_ids)
+        tolerance = 1.5 * max(
+            row_error(one[site], other[site])
+            for one, other in zip(expected, exact, strict=True) for site in SITES
+        )  # fmt: skip
+        expected = exact
+    check_inside(result, token_ids, expected, SITES, layers, ref.dtype, tolerance)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "qwen3_moe"])

@@ -14,12 +14,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm_scope.actions import MEMORY
 from vllm_scope.arrays import Array
@@ -85,11 +85,11 @@ class Connection:
             for name, module in modules.items()
         }
 
-    def check(self, asked: Resolved, ids: NDArray[np.int64], max_tokens: int) -> None:
+    def check(self, asked: Resolved, ids: Sequence[int], max_tokens: int) -> None:
         """What is to be known of a request before it enters.
 
         Args:
-            ids: int64 [num_prompt_tokens].
+            ids: of the prompt.
 
         Raises:
             SpecError: a token that it cannot have, more than this engine could ever hold,
@@ -191,13 +191,13 @@ def needs_connection(engine: Any) -> bool:
 
 def _check_sinks(asked: Resolved, connection: Connection) -> None:
     """Raises SpecError for a destination that the operator did not set up."""
-    there = ", ".join([MEMORY, *connection.sinks])
     for name in ("reads", "probes"):
         actions: tuple[Any, ...] = getattr(asked, name)
         for i, action in enumerate(actions):
             if action.to == MEMORY:
                 continue
             if action.to not in connection.sinks:
+                there = ", ".join([MEMORY, *connection.sinks])
                 raise SpecError(
                     f"{name}[{i}].to is {shown(action.to)}; this engine has {there}. Its "
                     "operator sets up others in additional_config['scope'].sinks."
@@ -209,7 +209,7 @@ def _check_sinks(asked: Resolved, connection: Connection) -> None:
                 )
 
 
-def _check_tokens(asked: Resolved, ids: NDArray[np.int64], last: int, limits: Limits) -> None:
+def _check_tokens(asked: Resolved, ids: Sequence[int], last: int, limits: Limits) -> None:
     """Raises SpecError where some selector cannot mean a token of this request."""
     for name in ("reads", "probes", "edits"):
         actions: tuple[Any, ...] = getattr(asked, name)
@@ -241,7 +241,7 @@ def _check_tokens(asked: Resolved, ids: NDArray[np.int64], last: int, limits: Li
 
 
 def _check_room(
-    asked: Resolved, ids: NDArray[np.int64], max_tokens: int, connection: Connection
+    asked: Resolved, ids: Sequence[int], max_tokens: int, connection: Connection
 ) -> None:
     """Raises SpecError for a request that this engine could never hold."""
     sites, limits = connection.sites, connection.limits

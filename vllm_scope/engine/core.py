@@ -16,8 +16,6 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from vllm_scope.compile import BlockKeys, RequestProgram
 from vllm_scope.engine.delivery import global_reads
 from vllm_scope.engine.model import CONNECTORS_BY_HASH, foreign_connector, sites_of
@@ -117,7 +115,7 @@ class CoreScope:
         asked = asked.joined(reads=self.everywhere.reads)
         if asked.edits:
             self._check_connector()
-        prompt_ids = np.asarray(request.prompt_token_ids, np.int64)
+        prompt_ids = request.prompt_token_ids
         program = RequestProgram.compile(
             asked, self.sites, frozenset(self.sites.boundaries), len(prompt_ids), prompt_ids
         )
@@ -142,9 +140,8 @@ class CoreScope:
         self._check_connector()
         asked = Resolved(edits=self.registry.parse_edits(text))
         # One token of the prompt, and then generated ones: edits of the server pick phases.
-        ids = np.zeros(1, np.int64)
         program = RequestProgram.compile(
-            asked, self.sites, frozenset(self.sites.boundaries), 1, ids
+            asked, self.sites, frozenset(self.sites.boundaries), 1, [0]
         )
         if not program.cost(2 + OVERSHOOT).fits(self.most):
             raise SpecError(
@@ -164,7 +161,7 @@ class CoreScope:
 
     def _stamp_reads(self, request: Any) -> Any:
         """Its sampling parameters, with a handle that says what global sinks read."""
-        ids = np.asarray(request.prompt_token_ids, np.int64)
+        ids = request.prompt_token_ids
         firsts = [read.tokens.first_position(len(ids), ids) for read in self.everywhere.reads]
         handle = dict(handle_of(request.sampling_params) or {})
         if handle.get("first_position") is not None:

@@ -13,12 +13,10 @@ others are not held up by it.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-import uuid
 from contextlib import aclosing, suppress
 from typing import Any
-
-import numpy as np
 
 from vllm_scope.actions import MEMORY
 from vllm_scope.engine import functions, translators
@@ -74,19 +72,20 @@ def _open(connection: Connection | None, request: Any, parent: Any, child: int) 
     params = request.sampling_params
     asked = Spec.from_json(params.extra_args["scope"]).resolve(connection.sites, connection.modules)
     prompt_ids = list(request.prompt_token_ids)
-    ids = np.asarray(prompt_ids, np.int64)
     max_tokens = params.max_tokens or 1
-    connection.check(asked, ids, max_tokens)
+    connection.check(asked, prompt_ids, max_tokens)
     own = asked.going_to(MEMORY)
-    pending = inbox().open(
+    rows = inbox()
+    pending = rows.open(
         own, connection.sites, prompt_ids, max_tokens, connection.num_stages, asked,
         parent.sampling_params.n if parent is not None else 1,
     )  # fmt: skip
     handle = {
         "key": pending.key,
-        "frontend": inbox().address.frontend,
+        "frontend": rows.address.frontend,
         "first_position": min(
-            (x.first_position(len(ids), ids) for x in asked.read_selectors), default=None
+            (x.first_position(len(prompt_ids), prompt_ids) for x in asked.read_selectors),
+            default=None,
         ),
         "vectors": bool(asked.probes or asked.edits),
         "sinks": any(to != MEMORY for to in asked.destinations),
@@ -103,8 +102,8 @@ def _open(connection: Connection | None, request: Any, parent: Any, child: int) 
 
 def _uid_of(parent: Any) -> str:
     if parent is None:
-        return uuid.uuid4().hex
-    return str(parent.__dict__.setdefault("scope_uid", uuid.uuid4().hex))
+        return secrets.token_hex(16)
+    return str(parent.__dict__.setdefault("scope_uid", secrets.token_hex(16)))
 
 
 def _unknown_modules(engine: Any, params: Any) -> bool:

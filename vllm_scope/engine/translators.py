@@ -65,6 +65,7 @@ class _Entry:
 
 _entries: dict[str, _Entry] = {}
 _keys: frozenset[str] = frozenset()
+_everywhere: tuple[Everywhere, ...] = ()
 
 
 def register(
@@ -77,9 +78,11 @@ def register(
         translate: called for each request with one of the keys.
         everywhere: where an engine has values for every request, for each of them.
     """
-    global _keys
+    global _keys, _everywhere
     _entries[name] = _Entry(frozenset(keys), translate, everywhere)
     _keys = frozenset().union(*(entry.keys for entry in _entries.values()))
+    found = (entry.everywhere for entry in _entries.values())
+    _everywhere = tuple(everywhere for everywhere in found if everywhere is not None)
 
 
 def concerned(params: Any, vllm_config: Any) -> bool:
@@ -88,11 +91,7 @@ def concerned(params: Any, vllm_config: Any) -> bool:
         return False
     if has_keys(params.extra_args):
         return True
-    return any(_everywhere(entry, vllm_config) is not None for entry in _entries.values())
-
-
-def _everywhere(entry: _Entry, vllm_config: Any) -> Mapping[str, Any] | None:
-    return None if entry.everywhere is None else entry.everywhere(vllm_config)
+    return any(everywhere(vllm_config) is not None for everywhere in _everywhere)
 
 
 def has_keys(extra: Mapping[str, Any] | None) -> bool:
@@ -115,7 +114,7 @@ def translated(params: Any, vllm_config: Any, sites: Sites) -> Any:
     decorators: list[Decorator] = []
     for entry in _entries.values():
         values = {key: extra.pop(key) for key in entry.keys if key in extra}
-        of_all = _everywhere(entry, vllm_config)
+        of_all = entry.everywhere(vllm_config) if entry.everywhere is not None else None
         if not values and of_all is None:
             continue
         values |= of_all or {}

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from vllm_scope.anatomy.attention import install_attention_taps
 from vllm_scope.anatomy.layers import Anatomy
@@ -246,14 +245,12 @@ class ScopeWorker:
             delivery = self._expect(request, handle)
             spec = Spec.from_json(params.extra_args["scope"]) if key >= 0 else None
             asked = self.registry.resolve(spec, handle.get("modules", {}), handle.get("server"))
-            prompt_ids = np.asarray(request.prompt_token_ids, np.int64)
+            prompt_ids = request.prompt_token_ids
             most = len(prompt_ids) + (params.max_tokens or 1)
             program = None
             if delivery is not None:
                 try:
-                    whole, key = delivery.add_request(
-                        request.req_id, request.prompt_token_ids, handle, asked
-                    )
+                    whole, key = delivery.add_request(request.req_id, prompt_ids, handle, asked)
                     program = self._compile(whole, prompt_ids, True)
                     if self._unchecked(handle, asked, whole):
                         self.limits.check(program, most)
@@ -301,7 +298,7 @@ class ScopeWorker:
                 return None
         return self._delivery
 
-    def _compile(self, asked: Resolved, prompt_ids: np.ndarray, drains: bool) -> RequestProgram:
+    def _compile(self, asked: Resolved, prompt_ids: Sequence[int], drains: bool) -> RequestProgram:
         here = frozenset(self.here)
         return RequestProgram.compile(asked, self.sites, here, len(prompt_ids), prompt_ids, drains)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from vllm_scope.codecs.packed import EncodedRows, decoded
 from vllm_scope.host_ring import Lease
-from vllm_scope.layout import Widths
+from vllm_scope.layout import SLOT_BYTES, Widths
 from vllm_scope.plan import Labels
 
 #: `ok`: everything that was asked for; `partial`: some of it; `error`: see the reason.
@@ -231,6 +231,11 @@ class RowBatch:
         """uint8 [num_slots, SLOT_BYTES], host. A token's slots are consecutive: its rows
         in the order of its layout's points, then its scores, then its encoded rows."""
         return self.lease.slots
+
+    @property
+    def nbytes(self) -> int:
+        """Of `slots`, which it takes 80 us to make where caches are cold."""
+        return (self.lease.stop - self.lease.start) * SLOT_BYTES
 
 
 class BatchSink(Protocol):

@@ -114,7 +114,7 @@ class MemorySink:
             frontends = one or {of[k] for k in np.unique(batch.labels.keys).tolist() if k in of}
             for frontend in frontends:
                 self._senders[frontend].send_rows(batch)
-                self._num_bytes += batch.slots.nbytes
+                self._num_bytes += batch.nbytes
 
     def finish(
         self, key: int, error: str | None, manifests: dict[str, Manifest] | None = None
