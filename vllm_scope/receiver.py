@@ -106,6 +106,9 @@ class Receiver:
         self._sessions: dict[int, _Session] = {}
         self._peers: dict[bytes, _Session] = {}
         self._context = zmq.Context()
+        # Of every socket that says no other: else one answer of the authenticator's to a worker
+        # that has gone holds `term` for ever.
+        self._context.linger = 0
         self._local = self._context.socket(zmq.ROUTER)
         self._local.setsockopt(zmq.RCVHWM, 0)
         self._local.bind(f"ipc://{self.address.path}")

@@ -67,6 +67,7 @@ def front_end() -> Iterator[FrontEnd]:
     yield front_end
     front_end.gate.set()
     front_end.receiver.close()
+    assert not front_end.receiver._thread.is_alive(), "it hangs"
 
 
 @pytest.fixture
