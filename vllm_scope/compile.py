@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -36,7 +36,7 @@ from vllm_scope.program import (
     assemble,
 )  # fmt: skip
 from vllm_scope.resolve import Resolved, ResolvedEdit
-from vllm_scope.selectors import Selector, Tokens
+from vllm_scope.selectors import Ids, Selector, Tokens
 from vllm_scope.sites import LEVELS, Sites, point_of
 
 #: Programs of one spec that are remembered.
@@ -58,6 +58,11 @@ class _Compiled:
     programs: dict[bytes, Program | None] = field(default_factory=dict)
     #: Where all tokens of a phase get the same: what generated ones get, and a prompt's.
     of_phase: dict[bool, Program | None] = field(default_factory=dict)
+
+    @cached_property
+    def uniform(self) -> bool:
+        """Tokens of a phase (prompt or generated) get the same."""
+        return all(way.uniform for way in self.ways)
 
     def program(self, column: NDArray[np.int32]) -> Program | None:
         key = column.tobytes()
@@ -124,7 +129,8 @@ class RequestProgram:
     """Which program each token of one request gets."""
 
     num_prompt: int
-    prompt_ids: Sequence[int]
+    #: Empty where nobody looks at them.
+    prompt_ids: NDArray[np.int64]
     _compiled: _Compiled
 
     @staticmethod
@@ -133,7 +139,7 @@ class RequestProgram:
         sites: Sites,
         here: frozenset[int],
         num_prompt: int,
-        prompt_ids: Sequence[int],
+        prompt_ids: Ids,
         drains: bool = True,
     ) -> RequestProgram:
         """Keep what concerns the boundaries that this worker's stage holds.
@@ -149,7 +155,9 @@ class RequestProgram:
         key = (sites, here, drains)
         if key not in known:
             known[key] = _compile(asked, sites, here, drains)
-        return RequestProgram(num_prompt, prompt_ids, known[key])
+        compiled = known[key]
+        ids = () if compiled.uniform else prompt_ids
+        return RequestProgram(num_prompt, np.asarray(ids, np.int64), compiled)
 
     @property
     def has_vectors(self) -> bool:
@@ -163,18 +171,13 @@ class RequestProgram:
     @property
     def generated_is_uniform(self) -> bool:
         """Every generated token gets the same program, as every prompt token does."""
-        return all(way.uniform for way in self._compiled.ways)
-
-    @cached_property
-    def _ids(self) -> NDArray[np.int64]:
-        """Of the prompt, for selectors that look: to convert a list takes 40 ns a token."""
-        return np.asarray(self.prompt_ids, np.int64)
+        return self._compiled.uniform
 
     def _columns(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
         """int32 [num_ways, num_positions]."""
         ids = np.full(positions.shape, -1, np.int64)
         in_prompt = positions < self.num_prompt
-        ids[in_prompt] = self._ids[positions[in_prompt]]
+        ids[in_prompt] = self.prompt_ids[positions[in_prompt]]
         tokens = Tokens(positions, self.num_prompt, ids, None)
         columns = np.zeros((len(self._compiled.ways), len(positions)), np.int32)
         for i, way in enumerate(self._compiled.ways):
@@ -324,9 +327,7 @@ class BlockKeys:
     of it and of all blocks before it (vLLM chains the keys).
     """
 
-    def __init__(
-        self, edits: tuple[ResolvedEdit, ...], num_prompt: int, prompt_ids: Sequence[int]
-    ) -> None:
+    def __init__(self, edits: tuple[ResolvedEdit, ...], num_prompt: int, prompt_ids: Ids) -> None:
         self._ways = [_Way(edit.tokens, "edit", edit.positions) for edit in edits]
         self._digests = [edit.digest for edit in edits]
         self._num_prompt, self._ids = num_prompt, np.asarray(prompt_ids, np.int64)

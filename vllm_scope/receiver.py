@@ -106,9 +106,6 @@ class Receiver:
         self._sessions: dict[int, _Session] = {}
         self._peers: dict[bytes, _Session] = {}
         self._context = zmq.Context()
-        # Of every socket that says no other: else one answer of the authenticator's to a worker
-        # that has gone holds `term` for ever.
-        self._context.linger = 0
         self._local = self._context.socket(zmq.ROUTER)
         self._local.setsockopt(zmq.RCVHWM, 0)
         self._local.bind(f"ipc://{self.address.path}")
@@ -151,6 +148,9 @@ class Receiver:
             socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
             socket.setsockopt(zmq.MAXMSGSIZE, MOST_FRAME_BYTES + 1024)  # CURVE adds some
             keep_alive(socket)
+            # A connection keeps what the socket had at `bind`: with zmq's own -1 an answer to a
+            # worker that has gone holds `term` for ever, whatever `close` says later.
+            socket.linger = 0
             socket.ipv6 = ":" in host
             try:
                 socket.bind(f"tcp://{f'[{host}]' if socket.ipv6 else host}:*")

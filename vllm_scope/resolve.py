@@ -12,16 +12,18 @@ checked here, with a sentence that names the action.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from vllm_scope.actions import MEMORY, Add, Edit, Module, Probe, Read, Replace, tokens_of
 from vllm_scope.arrays import Array
 from vllm_scope.encoding import Encoding
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.selectors import Except, Selector, Word
+from vllm_scope.selectors import Except, Ids, Selector, Word
 from vllm_scope.sites import SiteLayer, Sites
 from vllm_scope.vectors.module import TIERS, Place
 
@@ -111,6 +113,15 @@ class Resolved:
             last = self.__dict__["_joined"] = (edits, reads, whole)
         found: Resolved = last[2]
         return found
+
+    def ids_of(self, prompt_ids: Sequence[int]) -> Ids:
+        """A prompt's ids for the selectors: an array where one of them may look."""
+        return prompt_ids if self.uniform else np.asarray(prompt_ids, np.int64)
+
+    @cached_property
+    def uniform(self) -> bool:
+        """What it does to a token depends on the phase (prompt or generated) alone."""
+        return all(one.tokens.uniform for one in (*self.delivering, *self.edits))
 
     @property
     def delivering(self) -> tuple[ResolvedRead | ResolvedProbe, ...]:

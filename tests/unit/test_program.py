@@ -43,6 +43,37 @@ def _spec(*actions: Action) -> Spec:
     return Spec(*(tuple(a for a in actions if isinstance(a, kind)) for kind in kinds))
 
 
+class Unread:
+    """A prompt that has a length, and ids that nobody may look at."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def _look(self, *args: object, **kwargs: object) -> None:
+        raise AssertionError("looked at")
+
+    __array__ = __iter__ = __getitem__ = _look
+
+
+def test_the_ids_of_a_prompt_are_looked_at_where_a_selector_may_pick_by_them():
+    uniform = [
+        Read("embed", tokens="generated"),
+        Probe(V, layer=0, name="p"),
+        Add(V, layer=0, tokens="prompt"),
+    ]
+    asked = _spec(*uniform).resolve(SITES)
+    assert isinstance(asked.ids_of(Unread()), Unread)
+    program = RequestProgram.compile(asked, SITES, frozenset(EVERYWHERE), 3, Unread())
+    assert [length for _, length, _ in program.runs(0, 5)] == [3, 2]
+    for selector in (asked.edits[0].tokens, asked.reads[0].tokens):
+        selector.check_decided(3, Unread(), 10, "tokens")
+        assert selector.first_position(3, Unread()) in (0, 3)
+    other = _spec(*uniform, Read("embed", tokens=TokenIds(7))).resolve(SITES)
+    assert other.ids_of([7, 8, 7]).tolist() == [7, 8, 7]
+    with pytest.raises(AssertionError, match="looked at"):
+        other.ids_of(Unread())
+
+
 def _same_edits(ops: list[Op], expected: list[Edited]) -> bool:
     return len(ops) == len(expected) and all(
         (op.code, op.a, op.b) == (code, a, b)

@@ -140,6 +140,7 @@ def test_the_first_position_is_never_above_one_that_is_selected(selector, sequen
         pytest.param("last_prompt", 4, id="last_prompt"),
         pytest.param("last", 4, id="last-may-be-the-prompt's"),
         pytest.param("generated", 5, id="generated-lets-the-whole-prompt-hit"),
+        pytest.param("prompt", 0, id="prompt"),
         pytest.param(TokenIds(12), 2, id="a-token-of-the-prompt"),
         pytest.param(TokenIds(99), 5, id="a-token-that-the-prompt-lacks"),
         pytest.param(Except("all", slice(0, 3)), 3, id="all-but-the-first-three"),

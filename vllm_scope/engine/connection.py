@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +30,7 @@ from vllm_scope.inbox import inbox
 from vllm_scope.metrics import count_sinks
 from vllm_scope.plan import OVERSHOOT
 from vllm_scope.resolve import Resolved, Vectors
-from vllm_scope.selectors import Tokens
+from vllm_scope.selectors import Ids, Tokens
 from vllm_scope.sites import Sites
 
 logger = logging.getLogger("vllm.vllm_scope")
@@ -85,7 +84,7 @@ class Connection:
             for name, module in modules.items()
         }
 
-    def check(self, asked: Resolved, ids: Sequence[int], max_tokens: int) -> None:
+    def check(self, asked: Resolved, ids: Ids, max_tokens: int) -> None:
         """What is to be known of a request before it enters.
 
         Args:
@@ -209,7 +208,7 @@ def _check_sinks(asked: Resolved, connection: Connection) -> None:
                 )
 
 
-def _check_tokens(asked: Resolved, ids: Sequence[int], last: int, limits: Limits) -> None:
+def _check_tokens(asked: Resolved, ids: Ids, last: int, limits: Limits) -> None:
     """Raises SpecError where some selector cannot mean a token of this request."""
     for name in ("reads", "probes", "edits"):
         actions: tuple[Any, ...] = getattr(asked, name)
@@ -240,9 +239,7 @@ def _check_tokens(asked: Resolved, ids: Sequence[int], last: int, limits: Limits
                     )
 
 
-def _check_room(
-    asked: Resolved, ids: Sequence[int], max_tokens: int, connection: Connection
-) -> None:
+def _check_room(asked: Resolved, ids: Ids, max_tokens: int, connection: Connection) -> None:
     """Raises SpecError for a request that this engine could never hold."""
     sites, limits = connection.sites, connection.limits
     encodes = any(read.encoding for read in asked.reads)

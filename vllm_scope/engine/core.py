@@ -115,7 +115,7 @@ class CoreScope:
         asked = asked.joined(reads=self.everywhere.reads)
         if asked.edits:
             self._check_connector()
-        prompt_ids = request.prompt_token_ids
+        prompt_ids = asked.ids_of(request.prompt_token_ids)
         program = RequestProgram.compile(
             asked, self.sites, frozenset(self.sites.boundaries), len(prompt_ids), prompt_ids
         )
@@ -161,7 +161,7 @@ class CoreScope:
 
     def _stamp_reads(self, request: Any) -> Any:
         """Its sampling parameters, with a handle that says what global sinks read."""
-        ids = request.prompt_token_ids
+        ids = self.everywhere.ids_of(request.prompt_token_ids)
         firsts = [read.tokens.first_position(len(ids), ids) for read in self.everywhere.reads]
         handle = dict(handle_of(request.sampling_params) or {})
         if handle.get("first_position") is not None:

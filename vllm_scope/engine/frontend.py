@@ -73,18 +73,19 @@ def _open(connection: Connection | None, request: Any, parent: Any, child: int) 
     asked = Spec.from_json(params.extra_args["scope"]).resolve(connection.sites, connection.modules)
     prompt_ids = list(request.prompt_token_ids)
     max_tokens = params.max_tokens or 1
-    connection.check(asked, prompt_ids, max_tokens)
+    ids = asked.ids_of(prompt_ids)
+    connection.check(asked, ids, max_tokens)
     own = asked.going_to(MEMORY)
-    rows = inbox()
-    pending = rows.open(
+    box = inbox()
+    pending = box.open(
         own, connection.sites, prompt_ids, max_tokens, connection.num_stages, asked,
         parent.sampling_params.n if parent is not None else 1,
     )  # fmt: skip
     handle = {
         "key": pending.key,
-        "frontend": rows.address.frontend,
+        "frontend": box.address.frontend,
         "first_position": min(
-            (x.first_position(len(prompt_ids), prompt_ids) for x in asked.read_selectors),
+            (x.first_position(len(ids), ids) for x in asked.read_selectors),
             default=None,
         ),
         "vectors": bool(asked.probes or asked.edits),

@@ -81,8 +81,7 @@ def register(
     global _keys, _everywhere
     _entries[name] = _Entry(frozenset(keys), translate, everywhere)
     _keys = frozenset().union(*(entry.keys for entry in _entries.values()))
-    found = (entry.everywhere for entry in _entries.values())
-    _everywhere = tuple(everywhere for everywhere in found if everywhere is not None)
+    _everywhere = tuple(e.everywhere for e in _entries.values() if e.everywhere is not None)
 
 
 def concerned(params: Any, vllm_config: Any) -> bool:

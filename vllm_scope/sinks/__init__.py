@@ -234,7 +234,7 @@ class RowBatch:
 
     @property
     def nbytes(self) -> int:
-        """Of `slots`, which it takes 80 us to make where caches are cold."""
+        """What `slots.nbytes` is; to slice the ring takes 80 us where caches are cold."""
         return (self.lease.stop - self.lease.start) * SLOT_BYTES
 
 
