@@ -175,10 +175,7 @@ class RequestProgram:
 
     def _columns(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
         """int32 [num_ways, num_positions]."""
-        ids = np.full(positions.shape, -1, np.int64)
-        in_prompt = positions < self.num_prompt
-        ids[in_prompt] = self.prompt_ids[positions[in_prompt]]
-        tokens = Tokens(positions, self.num_prompt, ids, None)
+        tokens = Tokens.running(positions, self.num_prompt, self.prompt_ids)
         columns = np.zeros((len(self._compiled.ways), len(positions)), np.int32)
         for i, way in enumerate(self._compiled.ways):
             columns[i] = way.pick(tokens)
@@ -335,10 +332,7 @@ class BlockKeys:
     def key(self, start: int, stop: int) -> bytes | None:
         """Of the tokens at positions start .. stop-1; None where none is edited."""
         positions = np.arange(start, stop, dtype=np.int64)
-        ids = np.full(positions.shape, -1, np.int64)
-        in_prompt = positions < self._num_prompt
-        ids[in_prompt] = self._ids[positions[in_prompt]]
-        tokens = Tokens(positions, self._num_prompt, ids, None)
+        tokens = Tokens.running(positions, self._num_prompt, self._ids)
         digest = hashlib.blake2b(digest_size=16)
         edited = False
         for way, content in zip(self._ways, self._digests, strict=True):

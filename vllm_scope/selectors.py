@@ -62,6 +62,14 @@ class Tokens:
     ids: NDArray[np.int64]
     num_processed: int | None
 
+    @staticmethod
+    def running(positions: NDArray[np.int64], num_prompt: int, prompt_ids: Ids) -> Tokens:
+        """Of a request that runs: what it generates is not known."""
+        ids = np.full(positions.shape, -1, np.int64)
+        in_prompt = positions < num_prompt
+        ids[in_prompt] = np.asarray(prompt_ids, np.int64)[positions[in_prompt]]
+        return Tokens(positions, num_prompt, ids, None)
+
 
 @dataclass(frozen=True)
 class Masks:
@@ -92,9 +100,7 @@ class Selector:
         if self.uniform:
             return
         positions = np.arange(max_position + 1, dtype=np.int64)
-        ids = np.full(positions.shape, -1, np.int64)
-        ids[:num_prompt] = prompt_ids
-        masks = self.select(Tokens(positions, num_prompt, ids, None))
+        masks = self.select(Tokens.running(positions, num_prompt, prompt_ids))
         if (masks.certain != masks.possible).any():
             raise SpecError(
                 f"{where} depends on tokens that are not known yet when it must apply ('last', or "
@@ -108,8 +114,8 @@ class Selector:
 
     def first_position(self, num_prompt: int, prompt_ids: Ids) -> int:
         """A position at or below the first that may be selected."""
-        positions, ids = np.arange(num_prompt, dtype=np.int64), np.asarray(prompt_ids, np.int64)
-        possible = self.select(Tokens(positions, num_prompt, ids, None)).possible
+        positions = np.arange(num_prompt, dtype=np.int64)
+        possible = self.select(Tokens.running(positions, num_prompt, prompt_ids)).possible
         hits = np.flatnonzero(possible)
         # Past the prompt a prefix-cache hit of this very request cannot reach, so
         # the first generated position is as good a bound as any later one.

@@ -228,8 +228,7 @@ def _check_tokens(asked: Resolved, ids: Ids, last: int, limits: Limits) -> None:
                     "Replace tokens of the prompt, or start without speculation."
                 )
             if limits.optimistic and not action.tokens.uniform:
-                generated = np.arange(len(ids), last + 1)
-                tokens = Tokens(generated, len(ids), np.full(generated.shape, -1), None)
+                tokens = Tokens.running(np.arange(len(ids), last + 1), len(ids), ids)
                 chosen = action.tokens.select(tokens).certain
                 if chosen.any() and not chosen.all():
                     raise SpecError(

@@ -85,8 +85,7 @@ def _open(connection: Connection | None, request: Any, parent: Any, child: int) 
         "key": pending.key,
         "frontend": box.address.frontend,
         "first_position": min(
-            (x.first_position(len(ids), ids) for x in asked.read_selectors),
-            default=None,
+            (x.first_position(len(ids), ids) for x in asked.read_selectors), default=None
         ),
         "vectors": bool(asked.probes or asked.edits),
         "sinks": any(to != MEMORY for to in asked.destinations),
