@@ -3,24 +3,34 @@
 From:  results, or rows [..., hidden_size].   To: logits, and the likeliest tokens.
 
 Promise: at the last layer's `resid_post` the logits are the model's own, up to
-rounding, for models that end in one norm and a linear unembedding.
+rounding, for models that end in one norm, a linear unembedding, and maybe a soft cap or
+a factor.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from vllm_scope.analysis.rows import Result, check_complete
-from vllm_scope.errors import SpecError
+from vllm_scope.errors import SpecError, shown
+
+#: Fields of a configuration that hold the final norm's eps -> the kind of norm.
+_EPS = {"rms_norm_eps": "rms", "layer_norm_eps": "layer", "layer_norm_epsilon": "layer"}
+#: Soft caps of logits.
+_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 
 
 @dataclass(frozen=True, eq=False)
 class Lens:
-    """A model's final norm and unembedding.
+    """A model's final norm and unembedding, and what it does to its logits afterwards.
+
+    `from_config` finds all but the tensors in a Hugging Face configuration.
 
     Attributes:
         norm_weight: [hidden_size]. Of Gemma, one plus what the checkpoint holds.
@@ -29,9 +39,13 @@ class Lens:
         norm: "rms" divides by the root mean square; "layer" by the standard
             deviation, around the mean.
         norm_bias: [hidden_size], for a layer norm that has one.
+        unembedding_bias: [vocab_size], where the unembedding has one (Phi, GPT-J).
+        soft_cap: logits become soft_cap * tanh(logits / soft_cap) (Gemma 2). None: no cap.
+        logit_scale: what the logits are multiplied by, after the cap (Cohere; of Granite
+            1 / logits_scaling).
 
     Raises:
-        SpecError: shapes disagree.
+        SpecError: shapes disagree, or a cap or a scale is not a number above 0.
     """
 
     norm_weight: Tensor
@@ -39,38 +53,113 @@ class Lens:
     unembedding: Tensor
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: Tensor | None = None
+    unembedding_bias: Tensor | None = None
+    soft_cap: float | None = None
+    logit_scale: float = 1.0
+
+    @staticmethod
+    def from_config(
+        config: Any,
+        norm_weight: Tensor,
+        unembedding: Tensor,
+        *,
+        norm_bias: Tensor | None = None,
+        unembedding_bias: Tensor | None = None,
+    ) -> Lens:
+        """A lens with the norm, the soft cap and the scale of a model's configuration.
+
+        Args:
+            config: the content of config.json as a mapping, or Hugging Face's configuration
+                object. Of a model with several parts, its `text_config` is read.
+            norm_weight, unembedding, norm_bias, unembedding_bias: as for `Lens`.
+
+        Raises:
+            SpecError: the configuration has no eps, or a field is no number; shapes disagree.
+        """
+        body = config.to_dict() if hasattr(config, "to_dict") else config
+        if not isinstance(body, Mapping):
+            raise SpecError(f"{shown(config)} is no configuration; pass config.json's content.")
+        body = body.get("text_config") or body
+        name = next((name for name in _EPS if body.get(name) is not None), None)
+        if name is None:
+            raise SpecError(
+                "the configuration names no rms_norm_eps, layer_norm_eps or layer_norm_epsilon; "
+                "make the Lens from its parts."
+            )
+        eps = body[name]
+        if isinstance(eps, bool) or not isinstance(eps, int | float):
+            raise SpecError(f"{name} is {shown(eps)}; it is a number.")
+        return Lens(
+            norm_weight, eps, unembedding, _EPS[name],  # type: ignore[arg-type]
+            norm_bias, unembedding_bias, _soft_cap(body), _logit_scale(body),
+        )  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.norm not in ("rms", "layer"):
             raise SpecError(f"norm is {self.norm!r}; it is 'rms' or 'layer'.")
-        size = self.unembedding.shape[-1]
-        for name in ("norm_weight", "norm_bias"):
+        vocab_size, size = self.unembedding.shape
+        expected = {"norm_weight": size, "norm_bias": size, "unembedding_bias": vocab_size}
+        for name, length in expected.items():
             weight = getattr(self, name)
-            if weight is not None and weight.shape != (size,):
+            if weight is not None and weight.shape != (length,):
                 raise SpecError(
                     f"{name} has shape {list(weight.shape)} and unembedding "
-                    f"{list(self.unembedding.shape)}; they are [hidden_size] and "
-                    "[vocab_size, hidden_size]."
+                    f"{list(self.unembedding.shape)}; {name} has {length:,} values."
                 )
+        if self.soft_cap is not None:
+            _above_zero(self.soft_cap, "soft_cap")
+        _above_zero(self.logit_scale, "logit_scale")
 
     def logits(self, rows: Tensor) -> Tensor:
-        """float32 [..., vocab_size] of rows [..., hidden_size], computed in float32.
-
-        A model that caps its logits (Gemma 2) or scales them does so afterwards;
-        neither changes which tokens are likeliest.
-        """
+        """float32 [..., vocab_size] of rows [..., hidden_size], computed in float32."""
         rows, size = rows.float(), (self.unembedding.shape[-1],)
         if rows.shape[-1:] != size:
             raise SpecError(f"rows have shape {list(rows.shape)}; this lens is for size {size[0]}.")
-        weight = self.norm_weight.float()
+        weight, bias = self.norm_weight.float(), _float(self.norm_bias)
         if self.norm == "rms":
             normed = torch.nn.functional.rms_norm(rows, size, weight, self.eps)
-            if self.norm_bias is not None:
-                normed = normed + self.norm_bias.float()
+            if bias is not None:
+                normed = normed + bias
         else:
-            bias = None if self.norm_bias is None else self.norm_bias.float()
             normed = torch.nn.functional.layer_norm(rows, size, weight, bias, self.eps)
-        return normed @ self.unembedding.float().T
+        head_bias = _float(self.unembedding_bias)
+        logits = torch.nn.functional.linear(normed, self.unembedding.float(), head_bias)
+        if self.soft_cap is not None:
+            logits = self.soft_cap * (logits / self.soft_cap).tanh()
+        return logits * self.logit_scale
+
+
+def _float(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float()
+
+
+def _soft_cap(config: Mapping[str, Any]) -> float | None:
+    caps = [name for name in _CAPS if config.get(name) is not None]
+    return _above_zero(config[caps[0]], caps[0]) if caps else None
+
+
+def _logit_scale(config: Mapping[str, Any]) -> float:
+    """The product of all factors and divisors that a configuration names."""
+    found = {
+        name: _above_zero(config[name], name)
+        for name in ("logit_scale", "lm_head_multiplier", "logits_scaling", "dim_model_base")
+        if config.get(name) is not None
+    }
+    scale = found.get("logit_scale", 1.0) * found.get("lm_head_multiplier", 1.0)
+    if "dim_model_base" in found:  # MiniCPM divides the row, before the unembedding
+        scale *= found["dim_model_base"] / _above_zero(config.get("hidden_size"), "hidden_size")
+    if "logits_scaling" in found:
+        # Granite divides by it. HyperCLOVA X multiplies, under the same name.
+        multiplies = str(config.get("model_type", "")).startswith("hyperclovax")
+        scale *= found["logits_scaling"] if multiplies else 1 / found["logits_scaling"]
+    return scale
+
+
+def _above_zero(value: Any, name: str) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:
+        raise SpecError(f"{name} is {shown(value)}; it is a number above 0.")
+    return float(value)
 
 
 @dataclass(frozen=True, eq=False)
