@@ -1,6 +1,6 @@
 """Linear probes: a concept as one direction and a threshold, fitted to labelled rows.
 
-Owns:  LinearProbe, how it is fitted, and its files.
+Owns:  LinearProbe, how it is fitted and calibrated, and its files.
 From:  rows [n, hidden_size] and labels.   To: scores, here or while serving.
 
 A probe's files are NAME.safetensors and beside it NAME.json (vectors.probe_files).
@@ -8,22 +8,59 @@ A probe's files are NAME.safetensors and beside it NAME.json (vectors.probe_file
 
 from __future__ import annotations
 
+import hashlib
 import json
+import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vllm_scope.actions import Probe
 from vllm_scope.errors import SpecError, shown
+from vllm_scope.selectors import WORDS
 from vllm_scope.sites import SiteLayer
 from vllm_scope.vectors.module import as_stream, as_vector
-from vllm_scope.vectors.probe_files import fold, probe_path, read_place, read_weights
+from vllm_scope.vectors.probe_files import (
+    RAW,
+    ProbeWarning,
+    checked_template,
+    doubts,
+    fold,
+    probe_path,
+    read_place,
+    read_weights,
+)
 
 Labels = Sequence[bool] | NDArray[np.bool_] | Tensor
+
+
+def template_digest(template: str | None) -> str:
+    """How a probe knows a chat template: "sha256:..." of its text, "none" for prompts without.
+
+    Args:
+        template: as `tokenizer.chat_template` has it.
+    """
+    if template is None:
+        return RAW
+    return f"sha256:{hashlib.sha256(template.encode()).hexdigest()}"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """From a score to a probability: sigmoid(slope * score + offset)."""
+
+    slope: float
+    offset: float
+
+    def __post_init__(self) -> None:
+        for name in ("slope", "offset"):
+            object.__setattr__(self, name, _finite(getattr(self, name), name))
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,9 +71,17 @@ class LinearProbe:
         weight: float32 [hidden_size], read-only.
         bias: of the raw stream; no scaler comes before.
         site, layer: the stream whose rows it is for.
-        pooling: what a row of its training was, as "last_prompt" or "prompt".
+        pooling: the tokens whose rows it was fitted to, in the words of `tokens`:
+            "last_prompt", "prompt", "generated", "all", ...; any other word says that a row
+            was no single token's, as "mean". None: not known.
         model: whose stream.
         threshold: the score from which on the concept counts as present.
+        template: of the prompts that it was fitted to: a `template_digest`, "none" for
+            prompts without a chat template, "chat" for some template. None: not known.
+        calibration: what `probabilities` does with scores; None takes them as they are.
+
+    Raises:
+        SpecError: a value of a wrong type or shape, or one that is not finite.
     """
 
     weight: NDArray[np.float32]
@@ -46,6 +91,8 @@ class LinearProbe:
     pooling: str | None = None
     model: str | None = None
     threshold: float = 0.0
+    template: str | None = None
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
         site, layer = as_stream((self.site, self.layer))
@@ -53,12 +100,37 @@ class LinearProbe:
         object.__setattr__(self, "layer", layer)
         object.__setattr__(self, "weight", as_vector(self.weight, "weight"))
         for name in ("bias", "threshold"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-                raise SpecError(f"{name} is {shown(value)}; it is a number.")
-            if not np.isfinite(value):
-                raise SpecError(f"{name} is {value}; it must be finite.")
-            object.__setattr__(self, name, float(value))
+            object.__setattr__(self, name, _finite(getattr(self, name), name))
+        checked_template(self.template)
+        # The doubts that were told. No field: a probe's value does not depend on it.
+        object.__setattr__(self, "_told", set())
+
+    def action(self, name: str, tokens: Any = None, template: str | None = None) -> Probe:
+        """The action that scores tokens with this probe while a model is served.
+
+        Args:
+            name: of the scores in the result.
+            tokens: which ones; None for those that it was fitted to ("all" where these are
+                not known, or no single tokens).
+            template: of the request's prompt, as `LinearProbe.template`; None: not checked.
+
+        Warns:
+            ProbeWarning: the probe was fitted to other tokens, or in another template.
+                Each sentence once for each probe.
+
+        Raises:
+            SpecError: as `vllm_scope.Probe`.
+        """
+        if tokens is None:
+            tokens = self.pooling if self.pooling in WORDS else "all"
+        at = None if self.site == "embed" else self.layer
+        action = Probe(self.weight, self.bias, self.site, at, name, tokens)
+        served = checked_template(template)
+        for doubt in doubts(name, self.pooling, action.tokens, self.template, served):
+            if doubt not in self._told:  # type: ignore[attr-defined]
+                self._told.add(doubt)  # type: ignore[attr-defined]
+                warnings.warn(doubt, ProbeWarning, stacklevel=2)
+        return action
 
     def scores(self, rows: Tensor) -> Tensor:
         """float32 [...] of rows [..., hidden_size] of any float dtype."""
@@ -69,8 +141,40 @@ class LinearProbe:
         return rows.float() @ torch.tensor(self.weight, device=rows.device) + self.bias
 
     def probabilities(self, rows: Tensor) -> Tensor:
-        """float32 [...]: of the concept, as the logistic regression that it was fitted by."""
-        return self.scores(rows).sigmoid()
+        """float32 [...]: of the concept, calibrated, or else as the logistic regression has it
+        by which the probe was fitted."""
+        scores = self.scores(rows)
+        if self.calibration is not None:
+            scores = self.calibration.slope * scores + self.calibration.offset
+        return scores.sigmoid()
+
+    def calibrated(self, rows: Tensor, labels: Labels) -> LinearProbe:
+        """The same probe, with a calibration by Platt's method.
+
+        Needs scikit-learn.
+
+        Args:
+            rows: [n, hidden_size] that the probe was not fitted to.
+            labels: [n], whether the concept is present; both kinds must occur.
+
+        Raises:
+            SpecError: the labels are all the same, or not one for each row.
+        """
+        from sklearn.linear_model import LogisticRegression
+
+        truth = _checked_labels(rows, labels).reshape(-1)
+        scores = self.scores(rows).detach().cpu().double().numpy().reshape(-1, 1)
+        # Platt's targets, a little inside 0 and 1: rows that are told apart without a mistake
+        # would make the slope infinite. Each row counts as both labels, by its target.
+        hits, misses = truth.sum(), (~truth).sum()
+        target = np.where(truth, (hits + 1) / (hits + 2), 1 / (misses + 2))
+        fitted = LogisticRegression(C=np.inf).fit(
+            np.concatenate([scores, scores]),
+            np.repeat([True, False], len(scores)),
+            sample_weight=np.concatenate([target, 1 - target]),
+        )
+        calibration = Calibration(fitted.coef_[0, 0], fitted.intercept_[0])
+        return replace(self, calibration=calibration)
 
     def auroc(self, rows: Tensor, labels: Labels) -> float:
         """How often a row with the concept scores above one without; 0.5 is chance.
@@ -96,6 +200,7 @@ def train_probe(
     c: float = 0.1,
     pooling: str | None = None,
     model: str | None = None,
+    template: str | None = None,
 ) -> LinearProbe:
     """Logistic regression on standardised rows, folded into one weight and a bias.
 
@@ -106,7 +211,7 @@ def train_probe(
         labels: [n], whether the concept is present; both kinds must occur.
         stream: (site, layer) of the rows.
         c: inverse strength of the L2 penalty, on the standardised rows.
-        pooling, model: kept on the probe.
+        pooling, model, template: kept on the probe.
 
     Raises:
         SpecError: shapes disagree, rows are not finite, or there is one label only.
@@ -130,7 +235,9 @@ def train_probe(
     weight, bias = fold(
         classifier.coef_[0], float(classifier.intercept_[0]), scaler.mean_, scaler.scale_
     )
-    return LinearProbe(weight.astype(np.float32), bias, *stream, pooling=pooling, model=model)
+    return LinearProbe(
+        weight.astype(np.float32), bias, *stream, pooling=pooling, model=model, template=template
+    )
 
 
 def save_probe(path: str | Path, probe: LinearProbe) -> None:
@@ -157,7 +264,23 @@ def load_probe(path: str | Path) -> LinearProbe:
     """
     path = probe_path(path)
     weight, bias = read_weights(path)
-    return LinearProbe(weight, bias, **read_place(path.with_suffix(".json")))
+    place = read_place(path.with_suffix(".json"))
+    return LinearProbe(weight, bias, **place | {"calibration": _calibration_of(place)})
+
+
+def _calibration_of(place: dict[str, Any]) -> Calibration | None:
+    body = place.get("calibration")
+    if body is not None and set(body) != {"slope", "offset"}:
+        raise SpecError(f"calibration is {shown(body)}; it has slope and offset.")
+    return None if body is None else Calibration(**body)
+
+
+def _finite(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise SpecError(f"{name} is {shown(value)}; it is a number.")
+    if not np.isfinite(value):
+        raise SpecError(f"{name} is {value}; it must be finite.")
+    return float(value)
 
 
 def _checked_labels(rows: Tensor, labels: Labels) -> NDArray[np.bool_]:

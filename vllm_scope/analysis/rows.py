@@ -1,4 +1,4 @@
-"""One row per result: what a probe or a direction is fitted to.
+"""One row per result, or one per token: what a probe or a direction is fitted to.
 
 From:  results, as `out.scope`.   To: contrast, probes.
 
@@ -68,12 +68,9 @@ def pooled_rows(
     Raises:
         SpecError: no results, one that is not complete, or one without rows at a stream.
     """
-    if not results:
-        raise SpecError("there are no results to pool; give at least one.")
     if pooling not in ("last", "mean"):
         raise SpecError(f"pooling is {pooling!r}; it is 'last' or 'mean'.")
-    for i, result in enumerate(results):
-        check_complete(result, f"results[{i}]")
+    _check_all(results)
     wanted = list(results[0].keys() if streams is None else streams)
     pooled = {}
     for stream in wanted:
@@ -85,3 +82,35 @@ def pooled_rows(
             rows.append(of_result[-1] if pooling == "last" else of_result.mean(0))
         pooled[stream] = torch.stack(rows)
     return pooled
+
+
+def token_rows(
+    results: Sequence[Result], labels: Sequence[bool], stream: SiteLayer
+) -> tuple[Tensor, Tensor]:
+    """All rows of a stream, each with its result's label: what a probe of single tokens is
+    fitted to. Keep whole results apart for the check: tokens of one text are much alike.
+
+    Args:
+        results: each with rows at the stream.
+        labels: one for each result.
+
+    Returns:
+        float32 [num_rows, hidden_size], in the order of results and positions, and bool
+        [num_rows].
+
+    Raises:
+        SpecError: no results, one that is not complete, or not a label for each.
+    """
+    _check_all(results)
+    if len(labels) != len(results):
+        raise SpecError(f"there are {len(results)} results and {len(labels)} labels; give as many.")
+    rows = [result[stream].float() for result in results]
+    lengths = torch.tensor([len(of_result) for of_result in rows])
+    return torch.cat(rows), torch.as_tensor(labels, dtype=torch.bool).repeat_interleave(lengths)
+
+
+def _check_all(results: Sequence[Result]) -> None:
+    if not results:
+        raise SpecError("there are no results to take rows of; give at least one.")
+    for i, result in enumerate(results):
+        check_complete(result, f"results[{i}]")

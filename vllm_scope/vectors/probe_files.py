@@ -1,15 +1,19 @@
 """A linear probe's two files: NAME.safetensors and NAME.json beside it.
 
-Owns:  what stands in them. Without torch: clients read them too.
+Owns:  what stands in them, and `doubts`: does a request fit what the probe was fitted to?
+       Without torch: clients read the files too.
 To:    analysis.probes, cli.watch.
 
 NAME.safetensors has `weight` [hidden_size] and `bias` [1], and where a scaler came before,
-its `mean` and `scale`, which are folded. NAME.json says where the probe belongs.
+its `mean` and `scale`, which are folded. NAME.json says where the probe belongs: `site` and
+`layer`; and, where known, `pooling` (the tokens whose rows it was fitted to), `template` (the
+chat template of their prompts), `calibration`, `model` and `threshold`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +21,83 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.errors import SpecError, shown
+from vllm_scope.selectors import WORDS, Tokens, parse_selector
 from vllm_scope.vectors.containers import check_size, read_bytes, read_safetensors
 from vllm_scope.vectors.module import as_vector
+
+#: Prompts without a chat template, and prompts with a template that is not known.
+RAW, CHAT = "none", "chat"
+_DIGEST = re.compile("sha256:[0-9a-f]{64}")
+#: Positions of the request on which two selectors are compared, half of them its prompt's.
+_POSITIONS = 4096
+
+
+class ProbeWarning(UserWarning):
+    """A probe is served on tokens, or in a chat template, that it was not fitted to."""
+
+
+def doubts(
+    name: str, pooling: str | None, tokens: Any, fitted: str | None, template: str | None
+) -> list[str]:
+    """Why a probe's scores may mean nothing in a request: a sentence for each reason.
+
+    What is not known (None) raises no doubt.
+
+    Args:
+        name: of the probe, for the sentences.
+        pooling, fitted: the tokens and the template that the probe was fitted to.
+        tokens, template: those of the request.
+    """
+    found = []
+    if pooling is not None and not _covers(pooling, tokens):
+        shown_tokens = parse_selector(tokens, "tokens").to_json()
+        found.append(
+            f"the probe {name!r} was fitted to rows of {pooling!r} and is served on "
+            f"tokens={shown(shown_tokens)}; on other tokens its scores may mean nothing: fit it to "
+            "rows of the tokens that it scores, and check it on held-out ones."
+        )
+    if fitted is not None and template is not None and not _same_template(fitted, template):
+        found.append(
+            f"the probe {name!r} was fitted to {_said(fitted)} and is served on {_said(template)}; "
+            "there its scores may mean nothing: fit it to prompts of the form that it scores."
+        )
+    return found
+
+
+def _covers(pooling: str, tokens: Any) -> bool:
+    """Whether the tokens are among those of a pooling. A mean of rows is no token's row."""
+    if pooling not in WORDS:
+        return False
+    sample = Tokens(
+        np.arange(_POSITIONS), _POSITIONS // 2, np.full(_POSITIONS, -1, np.int64), _POSITIONS
+    )
+    fitted = parse_selector(pooling, "pooling").select(sample).certain
+    served = parse_selector(tokens, "tokens").select(sample).possible
+    return not (served & ~fitted).any()
+
+
+def _same_template(one: str, other: str) -> bool:
+    if CHAT in (one, other):
+        return RAW not in (one, other)
+    return one == other
+
+
+def _said(template: str) -> str:
+    if template == RAW:
+        return "prompts without a chat template"
+    return "a chat" if template == CHAT else f"prompts of the chat template {template[:19]}"
+
+
+def checked_template(template: Any) -> str | None:
+    """Raises SpecError for what is neither None, "none", "chat" nor a digest."""
+    if template in (None, RAW, CHAT):
+        return template
+    if not isinstance(template, str) or not _DIGEST.fullmatch(template):
+        raise SpecError(
+            f"template is {shown(template)}; it is 'none', 'chat' or the 'sha256:...' that "
+            "analysis.probes.template_digest makes of a chat template."
+        )
+    return template
 
 
 def probe_path(path: str | Path) -> Path:
@@ -57,7 +136,7 @@ def read_weights(path: Path) -> tuple[NDArray[np.float32], float]:
 
 
 def read_place(path: Path) -> dict[str, Any]:
-    """The fields of NAME.json: site, layer, and maybe pooling, model and threshold.
+    """The fields of NAME.json: site and layer, and those of the others that are there.
 
     Raises:
         SpecError: too large, malformed, or fields that are missing or unknown.
@@ -68,13 +147,17 @@ def read_place(path: Path) -> dict[str, Any]:
         body = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise SpecError(f"{path} is not JSON: {error}.") from None
-    kinds = {"pooling": str | None, "model": str | None, "threshold": int | float}
+    kinds = {
+        "pooling": str | None, "template": str | None, "calibration": dict | None,
+        "model": str | None, "threshold": int | float,
+    }  # fmt: skip
     needed, known = {"site", "layer"}, {"site", "layer", *kinds}
     if not isinstance(body, dict) or not needed <= set(body) <= known:
         raise SpecError(f"{path} has {shown(body)}; its fields are {', '.join(sorted(known))}.")
     for name, kind in kinds.items():
         if name in body and not isinstance(body[name], kind):
             raise SpecError(f"{path}: {name} is {shown(body[name])}, of the wrong type.")
+    checked_template(body.get("template"))
     return body
 
 
