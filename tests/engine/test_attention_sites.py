@@ -249,15 +249,15 @@ def test_layers_whose_attention_is_not_of_the_shape_stop_the_engine(llm):
                   Heads(4, 2, 32, 32))  # fmt: skip
     of = partial(Anatomy, num_layers=3, convention=Convention.SUM, path="layers")
     attention = attention_of(of({1: layer}), sites)[1]
-    with pytest.raises(CompatError, match=r"layer 1 \(Linear\) has 0 attention modules"):
+    with pytest.raises(ConfigError, match=r"layer 1 \(Linear\) has 0 attention modules"):
         attention_of(of({1: nn.Linear(1, 1)}), sites)
     other = worker.model_runner.get_model().model.layers[2]
-    with pytest.raises(CompatError, match=r"layer 1 \(ModuleList\) has 2 attention modules"):
+    with pytest.raises(ConfigError, match=r"layer 1 \(ModuleList\) has 2 attention modules"):
         attention_of(of({1: nn.ModuleList([layer, other])}), sites)
-    with pytest.raises(CompatError, match="rows of a site are of one width"):
+    with pytest.raises(ConfigError, match="rows of a site are of one width"):
         attention_of(of({1: layer}), replace(sites, heads=Heads(4, 4, 32, 32)))
     with as_if(attention, "kv_sharing_target_layer_name", "model.layers.0"):
-        with pytest.raises(CompatError, match="and has none of its own"):
+        with pytest.raises(ConfigError, match="and has none of its own"):
             attention_of(of({1: layer}), sites)
         alone = tuple(vllm_scope.sites.boundary_of((s, 1)) for s in ("q", "z"))
         assert attention_of(of({1: layer}), replace(sites, boundaries=alone))

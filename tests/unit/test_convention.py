@@ -6,6 +6,7 @@ The layers and models here are never run: their source is what is looked at.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -87,6 +88,48 @@ class NamedPair(Sums):
     def forward(self, positions, hidden_states, residual):
         outputs = (self.mlp(hidden_states), residual)
         return outputs  # noqa: RET504 (the name is the case)
+
+
+class Stream(NamedTuple):
+    hidden_states: torch.Tensor
+    branch: torch.Tensor
+
+
+class ReturnsAnObject(nn.Module):
+    """As vLLM's Muse Spark: one value, which is no tensor."""
+
+    def forward(self, positions, hidden_states):
+        return Stream(hidden_states, self.mlp(hidden_states))
+
+
+class Overwrites(nn.Module):
+    """As vLLM's Cohere 2 MoE: a flag of the layer decides whether the residual is dead."""
+
+    def __init__(self, rms: bool = True) -> None:
+        super().__init__()
+        self.uses_rms_norm = rms
+
+    def forward(self, positions, hidden_states, residual):
+        if not self.uses_rms_norm:
+            residual = hidden_states
+            hidden_states, residual = self.norm(hidden_states, residual)
+        elif residual is None:
+            residual = hidden_states
+            hidden_states = self.norm(hidden_states)
+        else:
+            hidden_states, residual = self.norm(hidden_states, residual)
+        branch = self.attn(positions, hidden_states)
+        if self.uses_rms_norm:
+            return branch, residual
+        return residual + branch, residual
+
+
+class OverwritesAtTimes(nn.Module):
+    def forward(self, positions, hidden_states, residual):
+        if len(positions) > 1:
+            residual = hidden_states
+        hidden_states, residual = self.norm(hidden_states, residual)
+        return self.mlp(hidden_states), residual
 
 
 class Nothing(nn.Module):
@@ -205,6 +248,20 @@ class LoopsTwice(nn.Module):
         return self.norm(hidden_states)
 
 
+class JoinsByFlag(nn.Module):
+    def __init__(self, rms: bool = True) -> None:
+        super().__init__()
+        self.uses_rms_norm = rms
+
+    def forward(self, input_ids, positions):
+        hidden_states, residual = self.embed(input_ids), None
+        for layer in self.layers:
+            hidden_states, residual = layer(positions, hidden_states, residual)
+        if self.uses_rms_norm:
+            return self.norm(hidden_states, residual)[0]
+        return self.norm(hidden_states)
+
+
 class NoLoop(nn.Module):
     def forward(self, input_ids, positions):
         hidden_states, residual = self.run_layers(input_ids, positions)
@@ -227,7 +284,7 @@ class NoLoop(nn.Module):
     ],
 )
 def test_the_convention_is_read_off_layer_and_model(layer, model, convention):
-    assert convention_of(layer, model) is convention
+    assert convention_of(layer(), model()) is convention
 
 
 @pytest.mark.parametrize(
@@ -245,6 +302,10 @@ def test_the_convention_is_read_off_layer_and_model(layer, model, convention):
         pytest.param(Dead, NormJoins, "adds the second", id="a-dead-residual-that-is-joined"),
         pytest.param(NoResidualComesIn, NormJoins, "adds", id="a-pair-without-residual"),
         pytest.param(Returns, NormJoins, "does not use", id="one-value-for-a-model-of-pairs"),
+        pytest.param(ReturnsAnObject, TakesOne, "returns a Stream, not", id="an-object"),
+        pytest.param(
+            OverwritesAtTimes, NormJoins, "where `len(positions) > 1`", id="dead-at-times"
+        ),
         pytest.param(NamedPair, TakesTheFirst, "NamedPair", id="a-pair-under-one-name"),
         pytest.param(Returns, LoopsTwice, "LoopsTwice", id="layers-that-run-twice"),
         pytest.param(Sums, NoLoop, "has no loop over layers", id="a-model-without-a-loop"),
@@ -253,8 +314,29 @@ def test_the_convention_is_read_off_layer_and_model(layer, model, convention):
 )
 def test_signs_that_disagree_or_are_not_understood_are_refused(layer, model, reason):
     with pytest.raises(CompatError) as caught:
-        convention_of(layer, model)
+        convention_of(layer(), model())
     assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rms", "convention"), [(True, Convention.SUM), (False, Convention.DEAD_RESIDUAL)]
+)
+def test_a_flag_of_the_layer_tells_which_way_it_goes(rms, convention):
+    assert convention_of(Overwrites(rms), JoinsByFlag(rms)) is convention
+
+
+def test_a_flag_that_layer_and_model_do_not_share_is_refused():
+    with pytest.raises(CompatError, match="does not add the second"):
+        convention_of(Overwrites(True), JoinsByFlag(False))
+
+
+def test_a_flag_that_nobody_knows_leaves_both_ways():
+    layer = Overwrites()
+    del layer.uses_rms_norm
+    with pytest.raises(
+        CompatError, match=r"overwrites the residual where `not self\.uses_rms_norm`"
+    ):
+        convention_of(layer, JoinsByFlag())
 
 
 class ScalesInHalf(nn.Module):
@@ -266,8 +348,8 @@ class ScalesInHalf(nn.Module):
 
 
 def test_a_layer_that_scales_in_half_precision_is_known():
-    assert treats_half_apart(ScalesInHalf)
-    assert not treats_half_apart(Sums)
+    assert treats_half_apart(ScalesInHalf())
+    assert not treats_half_apart(Sums())
 
 
 # The search

@@ -74,7 +74,83 @@ class Gpt(nn.Module):
     ],
 )
 def test_the_norm_whose_input_is_the_whole_stream_is_found(layer, convention, norm):
-    assert norm_before_mlp(layer, convention) == norm
+    assert norm_before_mlp(layer(), convention) == norm
+
+
+class Opt(nn.Module):
+    """As vLLM's OPT: the checkpoint of 350m norms behind its attention and its MLP."""
+
+    def __init__(self, before: bool = True) -> None:
+        super().__init__()
+        self.do_layer_norm_before = before
+
+    def forward(self, hidden_states):
+        residual = hidden_states
+        if self.do_layer_norm_before:
+            hidden_states = self.self_attn_layer_norm(hidden_states)
+        hidden_states = self.self_attn(hidden_states=hidden_states)
+        hidden_states = residual + hidden_states
+        if not self.do_layer_norm_before:
+            hidden_states = self.self_attn_layer_norm(hidden_states)
+        residual = hidden_states
+        if self.do_layer_norm_before:
+            hidden_states = self.final_layer_norm(hidden_states)
+        hidden_states, _ = self.fc1(hidden_states)
+        hidden_states, _ = self.fc2(hidden_states)
+        hidden_states = residual + hidden_states
+        if not self.do_layer_norm_before:
+            hidden_states = self.final_layer_norm(hidden_states)
+        return hidden_states
+
+
+def test_a_norm_under_a_condition_counts_where_the_layer_takes_it():
+    assert norm_before_mlp(Opt(before=True), Convention.TENSOR) == "final_layer_norm"
+    with pytest.raises(CompatError, match=r"Opt\.forward has none where one norm"):
+        norm_before_mlp(Opt(before=False), Convention.TENSOR)
+    unknown = Opt()
+    del unknown.do_layer_norm_before
+    with pytest.raises(CompatError, match="may leave out the norm final_layer_norm"):
+        norm_before_mlp(unknown, Convention.TENSOR)
+
+
+class Either(nn.Module):
+    """Each flag that a layer may ask itself."""
+
+    def __init__(self, **flags: object) -> None:
+        super().__init__()
+        self.kind, self.index, self.other = "a", 0, None
+        for name, value in flags.items():
+            setattr(self, name, value)
+
+    def forward(self, positions, hidden_states, residual):
+        hidden_states = self.self_attn(positions, hidden_states)
+        if self.kind == "a" and self.index != 3 and (self.other is None or self.unknown):
+            hidden_states, residual = self.norm_a(hidden_states, residual)
+        else:
+            hidden_states, residual = self.norm_b(hidden_states, residual)
+        hidden_states = self.mlp(hidden_states)
+        return hidden_states, residual
+
+
+@pytest.mark.parametrize(
+    ("flags", "norm"),
+    [
+        ({}, "norm_a"),
+        ({"kind": "b"}, "norm_b"),
+        ({"index": 3}, "norm_b"),
+        ({"other": 1, "unknown": True}, "norm_a"),
+        ({"other": 1, "unknown": False}, "norm_b"),
+        ({"other": 1}, None),
+    ],
+    ids=str,
+)
+def test_flags_that_a_layer_asks_itself_are_answered(flags, norm):
+    layer = Either(**flags)
+    if norm is not None:
+        assert norm_before_mlp(layer, Convention.SUM) == norm
+        return
+    with pytest.raises(CompatError, match="has norm_a, norm_b where one"):
+        norm_before_mlp(layer, Convention.SUM)
 
 
 class NoAttention(nn.Module):
@@ -128,5 +204,5 @@ class Twice(nn.Module):
 )
 def test_a_layer_without_one_clear_middle_is_refused(layer, convention, reason):
     with pytest.raises(CompatError, match=reason) as caught:
-        norm_before_mlp(layer, convention)
+        norm_before_mlp(layer(), convention)
     assert layer.__name__ in str(caught.value)

@@ -26,33 +26,70 @@ def _request(name: str) -> SimpleNamespace:
     return SimpleNamespace(request_id=name, sampling_params=params, prompt_token_ids=[1] * 8)
 
 
+class Coordinator:
+    """vLLM's KV-cache coordinator: notes how long the hits may be that it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def find_longest_cache_hit(self, hashes: Any, most: int) -> str:
+        self.asked.append(most)
+        return "hit"
+
+    def find_longest_cache_hit_per_group(self, hashes: Any, most: int) -> str:
+        self.asked.append(most)
+        return "hit of each group"
+
+
+def _old_lookup(self: Any, request: Any) -> str:
+    assert type(self.coordinator) is Coordinator  # vLLM asks which class it is
+    return self.coordinator.find_longest_cache_hit("hashes", request.num_tokens - 1)
+
+
+def _old_lookup_of_groups(self: Any, request: Any) -> str:
+    return self.coordinator.find_longest_cache_hit_per_group("hashes", request.num_tokens - 1)
+
+
+def _new_lookup(self: Any, request: Any, max_cache_hit_length: int | None = None) -> str:
+    most = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
+    return self.coordinator.find_longest_cache_hit("hashes", most)
+
+
+@pytest.mark.parametrize(
+    "original",
+    [
+        pytest.param(_old_lookup, id="0.32"),
+        pytest.param(_old_lookup_of_groups, id="0.32-for-connectors"),
+        pytest.param(_new_lookup, id="0.33"),
+    ],
+)
 @pytest.mark.parametrize(
     ("first_position", "cap"),
     [(None, 100), (0, 0), (7, 7), (200, 100)],
     ids=["reads-nothing", "all", "from-7", "past-the-prompt"],
 )
-def test_a_reading_request_hits_the_cache_below_its_first_position_only(first_position, cap):
-    asked = []
-
-    class Coordinator:
-        num_groups = 3
-
-        def find_longest_cache_hit(self, hashes, most):
-            asked.append((hashes, most))
-            return "hit"
-
-    coordinator = Coordinator()
-    manager = SimpleNamespace(coordinator=coordinator)
-
-    def original(self, request):
-        assert self.coordinator.num_groups == 3
-        return self.coordinator.find_longest_cache_hit("hashes", 100)
-
+def test_a_reading_request_hits_the_cache_below_its_first_position_only(
+    original, first_position, cap
+):
+    manager = SimpleNamespace(coordinator=Coordinator())
     request = _request("r")
+    request.num_tokens = 101
     request.sampling_params.extra_args[HANDLE] = {"first_position": first_position}
-    assert scheduling._get_computed_blocks(original, manager, request) == "hit"
-    assert asked == [("hashes", cap)]
-    assert manager.coordinator is coordinator
+    assert scheduling._capped(original, manager, request).startswith("hit")
+    assert manager.coordinator.asked == [cap]
+    # Nothing is left behind for the next request.
+    assert manager.coordinator.__dict__ == {"asked": [cap]}
+
+
+@pytest.mark.parametrize(("given", "cap"), [(3, 3), (None, 7), (50, 7)])
+def test_a_cap_of_vllms_own_holds_too(given, cap):
+    manager = SimpleNamespace(coordinator=Coordinator())
+    request = _request("r")
+    request.num_tokens = 101
+    request.sampling_params.extra_args[HANDLE] = {"first_position": 7}
+    scheduling._capped(_new_lookup, manager, request, given)
+    scheduling._capped(_new_lookup, manager, request, max_cache_hit_length=given)
+    assert manager.coordinator.asked == [cap, cap]
 
 
 # Room

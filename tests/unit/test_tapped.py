@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vllm_scope import CompatError
+from vllm_scope import CompatError, ConfigError
 from vllm_scope.anatomy.convention import Convention
 from vllm_scope.anatomy.hooked import install_calls
 from vllm_scope.anatomy.layers import Anatomy
@@ -271,7 +271,10 @@ def test_without_hidden_states_the_embedding_cannot_be_tapped(tapped):
 
 def test_a_layer_without_a_middle_is_refused_where_one_is_asked_for(tapped):
     layer_class, convention = CONVENTIONS["another-name"]
-    with pytest.raises(CompatError, match="calls nothing that is attention"):
+    words = (
+        r"sites has 'resid_mid', .*calls nothing that is attention\. Leave it out of the sites\."
+    )
+    with pytest.raises(ConfigError, match=words):
         tapped(layer_class, convention, (2, 3))
 
 
@@ -308,8 +311,8 @@ def test_what_attention_and_mlp_add_is_there_whatever_is_added_to_the_stream(sit
 def test_a_layer_that_adds_to_the_stream_itself_shows_no_branches(kind, tapped):
     layer_class, convention = CONVENTIONS[kind]
     for site in BRANCH_SITES:
-        words = rf"{site} cannot be seen: {layer_class.__name__} adds .* Leave it out"
-        with pytest.raises(CompatError, match=words):
+        words = rf"sites has '{site}', .*: {layer_class.__name__} adds .* Leave it out"
+        with pytest.raises(ConfigError, match=words):
             tapped(layer_class, convention, (2, boundary_of((site, 1))))
 
 
@@ -325,16 +328,16 @@ class ParallelLayer(SumLayer):
 
 @pytest.mark.parametrize("site", BRANCH_SITES)
 def test_what_attention_and_mlp_add_together_passes_for_neither(site, tapped):
-    with pytest.raises(CompatError, match=r"ParallelLayer\.forward has none where one norm"):
+    with pytest.raises(ConfigError, match=r"ParallelLayer\.forward has none where one norm"):
         tapped(ParallelLayer, Convention.SUM, (2, boundary_of((site, 1))))
     assert tapped(ParallelLayer, Convention.SUM, (2, 4))[3] == (2, 4)
 
 
 class SkippingLayer(SumLayer):
-    """Some of these have no attention, or no MLP."""
+    """Leaves out its attention at times."""
 
     def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None):
-        if self.attn is not None:
+        if len(positions) > 1:
             hidden_states, residual = self.input_norm(hidden_states, residual)
             hidden_states = self.attn(hidden_states)
         hidden_states, residual = self.post_norm(hidden_states, residual)
@@ -361,9 +364,36 @@ class ChoosingLayer(SumLayer):
 @pytest.mark.parametrize("site", BRANCH_SITES)
 def test_a_layer_that_may_skip_its_attention_shows_no_branches(site, tapped):
     place = boundary_of((site, 1))
-    with pytest.raises(CompatError, match=r"SkippingLayer\.forward may leave out its attention"):
+    with pytest.raises(ConfigError, match=r"SkippingLayer\.forward may leave out its attention"):
         tapped(SkippingLayer, Convention.SUM, (2, place))
     assert tapped(ChoosingLayer, Convention.SUM, (2, place))[3] == (2, place)
+
+
+class SparseLayer(SumLayer):
+    """As vLLM's DeciLM: some layers have no attention."""
+
+    missing = False
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.no_attention = self.missing and number == 1
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None):
+        if not self.no_attention:
+            hidden_states, residual = self.input_norm(hidden_states, residual)
+            hidden_states = self.attn(hidden_states)
+        hidden_states, residual = self.post_norm(hidden_states, residual)
+        hidden_states = self.mlp(hidden_states)
+        return hidden_states, residual
+
+
+def test_layers_that_have_their_attention_show_it_though_others_have_none(tapped, monkeypatch):
+    places = (2, boundary_of(("attn_out", 0)), boundary_of(("attn_out", 1)))
+    assert tapped(SparseLayer, Convention.SUM, places)[3] == places
+    monkeypatch.setattr(SparseLayer, "missing", True)
+    assert tapped(SparseLayer, Convention.SUM, places[:2])[3] == places[:2]
+    with pytest.raises(ConfigError, match=r"SparseLayer\.forward calls nothing that is attention"):
+        tapped(SparseLayer, Convention.SUM, places)
 
 
 def test_a_layer_without_the_norm_is_refused_by_its_number(tapped):
@@ -375,7 +405,7 @@ def test_a_layer_without_the_norm_is_refused_by_its_number(tapped):
 
         forward = SumLayer.forward
 
-    with pytest.raises(CompatError, match=r"layer 1 \(Bare\) has no post_norm"):
+    with pytest.raises(ConfigError, match=r"layer 1 \(Bare\) has no post_norm"):
         tapped(Bare, Convention.SUM, (3,))
 
 

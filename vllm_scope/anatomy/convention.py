@@ -1,7 +1,8 @@
 """What a decoder layer returns, and so what the residual stream is at its exit.
 
 Owns:  Convention, and the reading of it from the layer's and the model's source.
-Runs:  once, after the model is loaded. Knows source code, no instances.
+Runs:  once, after the model is loaded.
+From:  source.   To: layers.
 
 Promise: fail closed. Two independent signs must agree: what the layer returns,
 and what the model makes of it at the end (the final norm's arguments). Where they
@@ -11,19 +12,18 @@ Of vLLM 0.32's decoder layers most return (hidden, residual) whose sum is the
 stream; some return one tensor; some return a residual that is dead, because the
 hidden states contain it already. The last kind has the signature of the first,
 and summing it would be silently wrong: their forward starts from an unconditional
-`residual = hidden_states`.
+`residual = hidden_states`. A layer that overwrites the residual under a condition, other
+than that there is none yet, is refused.
 """
 
 from __future__ import annotations
 
 import ast
 import enum
-import inspect
-import textwrap
-from collections.abc import Callable
-from functools import cache
-from typing import Any
 
+from torch import nn
+
+from vllm_scope.anatomy.source import forward_of
 from vllm_scope.errors import CompatError
 
 
@@ -33,57 +33,49 @@ class Convention(enum.Enum):
     DEAD_RESIDUAL = "the layer returns (stream, a residual that it contains already)"
 
 
-def convention_of(layer_class: type, model_class: type) -> Convention:
+def convention_of(layer: nn.Module, model: nn.Module) -> Convention:
     """The convention of a decoder layer inside its model.
 
     Raises:
         CompatError: the source is not there, or its signs are unknown or disagree.
     """
-    layer = function_of(getattr(layer_class, "forward"), layer_class)  # noqa: B009
-    _check_single_pass(model_class)
-    shapes = {_shape(node.value) for node in _returns(layer)}
+    name, outer = type(layer).__name__, type(model).__name__
+    forward = forward_of(layer)
+    loop = _model_forward(model)
+    _check_single_pass(loop, outer)
+    shapes = {_shape(node.value) for node in _returns(forward)}
     if len(shapes) != 1:
-        raise CompatError(f"{layer_class.__name__}.forward returns in {len(shapes)} ways")
+        raise CompatError(f"{name}.forward returns in {len(shapes)} ways")
     (shape,) = shapes
     if shape == 1:
-        if _returns_named_pair(layer):
-            raise CompatError(f"{layer_class.__name__}.forward returns a pair under one name")
-        if not _loop_reads_one_tensor(model_class):
-            raise CompatError(f"{model_class.__name__} does not use the layer's output as is")
+        if _returns_named_pair(forward):
+            raise CompatError(f"{name}.forward returns a pair under one name")
+        made = _returned_object(forward)
+        if made is not None:
+            raise CompatError(f"{name}.forward returns a {made}, not a tensor")
+        if not _loop_reads_one_tensor(loop):
+            raise CompatError(f"{outer} does not use the layer's output as is")
         return Convention.TENSOR
     if shape != 2:
-        raise CompatError(f"{layer_class.__name__}.forward returns {shape} values, not 1 or 2")
-    joined = _joins_residual(model_class)
-    dead = _overwrites_residual(layer)
-    if joined and not dead and "residual" in _parameters(layer):
+        raise CompatError(f"{name}.forward returns {shape} values, not 1 or 2")
+    joined = _joins_residual(loop)
+    dead = _overwrites_residual(forward, name)
+    if joined and not dead and "residual" in _parameters(forward):
         return Convention.SUM
     if dead and not joined:
         return Convention.DEAD_RESIDUAL
     raise CompatError(
-        f"{layer_class.__name__} returns a pair, and {model_class.__name__} "
-        f"{'adds' if joined else 'does not add'} the second to the first, which the "
-        "layer's own source does not bear out"
+        f"{name} returns a pair, and {outer} {'adds' if joined else 'does not add'} the second "
+        "to the first, which the layer's own source does not bear out"
     )
 
 
-def treats_half_apart(layer_class: type) -> bool:
+def treats_half_apart(layer: nn.Module) -> bool:
     """Whether a layer's forward asks for float16: those that do scale the stream there."""
-    layer = function_of(getattr(layer_class, "forward"), layer_class)  # noqa: B009
     return any(
-        isinstance(node, ast.Attribute) and node.attr == "float16" for node in ast.walk(layer)
+        isinstance(node, ast.Attribute) and node.attr == "float16"
+        for node in ast.walk(forward_of(layer))
     )
-
-
-@cache  # the layers of a model are of few classes, and each is looked at for several reasons
-def function_of(function: Callable[..., Any], owner: type) -> ast.FunctionDef:
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
-    except (OSError, TypeError):
-        raise CompatError(f"the source of {owner.__name__}.forward cannot be read") from None
-    (node,) = ast.parse(source).body
-    if not isinstance(node, ast.FunctionDef):
-        raise CompatError(f"{owner.__name__}.forward is not a plain function")
-    return node
 
 
 def _parameters(function: ast.FunctionDef) -> set[str]:
@@ -109,15 +101,25 @@ def _returns_named_pair(layer: ast.FunctionDef) -> bool:
     )
 
 
-def _check_single_pass(model_class: type) -> None:
+def _returned_object(layer: ast.FunctionDef) -> str | None:
+    """The class of what is returned, in `return SomeClass(...)`; None for other returns."""
+    for node in _returns(layer):
+        if isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
+            name = node.value.func.id
+            if name[:1].isupper():
+                return name
+    return None
+
+
+def _check_single_pass(forward: ast.FunctionDef, name: str) -> None:
     """Each layer runs once a forward; else a position has several rows of one layer."""
     loops = [
         node
-        for node in ast.walk(_model_forward(model_class))
+        for node in ast.walk(forward)
         if isinstance(node, ast.For | ast.While) and _calls_layer(node)
     ]
     if len(loops) > 1:
-        raise CompatError(f"{model_class.__name__} runs its layers in more than one loop")
+        raise CompatError(f"{name} runs its layers in more than one loop")
 
 
 def _calls_layer(loop: ast.AST) -> bool:
@@ -128,32 +130,53 @@ def _calls_layer(loop: ast.AST) -> bool:
     )  # fmt: skip
 
 
-def _overwrites_residual(layer: ast.FunctionDef) -> bool:
-    """An unconditional `residual = hidden_states` at the top level of the forward."""
-    for node in layer.body:
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(node.value, ast.Name)
-            and node.value.id.startswith("hidden")
-            and any(isinstance(t, ast.Name) and t.id == "residual" for t in node.targets)
-        ):
-            return True
+def _overwrites_residual(layer: ast.FunctionDef, name: str) -> bool:
+    """An unconditional `residual = hidden_states` in the forward.
+
+    Raises:
+        CompatError: there is one under a condition. What the layer returns then depends on it.
+    """
+    if any(_is_overwrite(node) for node in layer.body):
+        return True
+    for node in ast.walk(layer):
+        if isinstance(node, ast.If) and not _asks_for_no_residual(node.test):
+            here = [*node.body, *node.orelse]
+            if any(_is_overwrite(inner) for inner in here):
+                raise CompatError(
+                    f"{name}.forward overwrites the residual where "
+                    f"`{ast.unparse(node.test)}`, which is not known before it runs"
+                )
     return False
 
 
-def _model_forward(model_class: type) -> ast.FunctionDef:
+def _is_overwrite(node: ast.stmt) -> bool:
+    """`residual = hidden_states`"""
+    return (
+        isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Name)
+        and node.value.id.startswith("hidden")
+        and any(isinstance(t, ast.Name) and t.id == "residual" for t in node.targets)
+    )
+
+
+def _asks_for_no_residual(test: ast.expr) -> bool:
+    """`residual is None`: the first layer, which is given none."""
+    return ast.unparse(test) in ("residual is None", "residual is not None", "not residual")
+
+
+def _model_forward(model: nn.Module) -> ast.FunctionDef:
     """The forward that loops over the layers; a subclass may just pass on to it."""
-    for owner in model_class.__mro__:
+    for owner in type(model).__mro__:
         if "forward" in vars(owner):
-            function = function_of(vars(owner)["forward"], owner)
+            function = forward_of(model, owner)
             if any(isinstance(node, ast.For) for node in ast.walk(function)):
                 return function
-    raise CompatError(f"{model_class.__name__}.forward has no loop over layers")
+    raise CompatError(f"{type(model).__name__}.forward has no loop over layers")
 
 
-def _joins_residual(model_class: type) -> bool:
+def _joins_residual(forward: ast.FunctionDef) -> bool:
     """The model ends with norm(hidden, residual) or hidden + residual."""
-    for node in ast.walk(_model_forward(model_class)):
+    for node in ast.walk(forward):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             names = [a.id for a in node.args if isinstance(a, ast.Name)]
             if "norm" in node.func.attr and len(names) == 2 and "residual" in names[1]:
@@ -165,9 +188,9 @@ def _joins_residual(model_class: type) -> bool:
     return False
 
 
-def _loop_reads_one_tensor(model_class: type) -> bool:
+def _loop_reads_one_tensor(forward: ast.FunctionDef) -> bool:
     """The loop over the layers is `hidden = layer(...)`, a single name."""
-    for node in ast.walk(_model_forward(model_class)):
+    for node in ast.walk(forward):
         if isinstance(node, ast.For):
             for inner in ast.walk(node):
                 if isinstance(inner, ast.Assign) and isinstance(inner.value, ast.Call):

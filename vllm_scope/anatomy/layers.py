@@ -63,10 +63,7 @@ def find_anatomy(
             f"{type(model).__name__}, found {names}"
         )
     path, parent, layers = found[0]
-    conventions = {
-        convention_of(layer_class, type(parent))
-        for layer_class in {type(layer) for layer in layers.values()}
-    }
+    conventions = {convention_of(layer, parent) for layer in layers.values()}
     if len(conventions) != 1:
         raise CompatError(f"the layers of {type(model).__name__} return the stream in two ways")
     return Anatomy(layers, num_layers, conventions.pop(), path)

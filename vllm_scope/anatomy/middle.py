@@ -1,12 +1,14 @@
 """Where a decoder layer's stream is between its attention and its MLP.
 
 Owns:  `norm_before_mlp`, the name of the norm whose input is `resid_mid`.
-Runs:  once, after the model is loaded. Knows source code, no instances.
+Runs:  once, after the model is loaded.
+From:  source.   To: tapped.
 
 Promise: fail closed. The norm is the only one between the attention's and the MLP's
 call that either joins the residual (`hidden, residual = norm(hidden, residual)`) or
 follows `residual = hidden` at once, so that its input is the whole stream. Gemma's
-norm of the attention's output alone is neither.
+norm of the attention's output alone is neither. Every way through the forward calls the
+attention and the norm.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ import ast
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_scope.anatomy.convention import Convention, function_of
+from torch import nn
+
+from vllm_scope.anatomy.convention import Convention
+from vllm_scope.anatomy.source import forward_of
 from vllm_scope.errors import CompatError
 
 _MLP_WORDS = ("mlp", "feed_forward", "ffn", "moe")
@@ -30,13 +35,14 @@ class _Call:
     targets: int
 
 
-def norm_before_mlp(layer_class: type, convention: Convention) -> str:
+def norm_before_mlp(layer: nn.Module, convention: Convention) -> str:
     """The attribute of the layer that holds the norm.
 
     Raises:
-        CompatError: the layer's source has no such norm, or more than one.
+        CompatError: the layer's source has no such norm, or more than one, or may go past it.
     """
-    forward = function_of(layer_class.forward, layer_class)  # type: ignore[attr-defined]
+    name = type(layer).__name__
+    forward = forward_of(layer)
     calls = [found for node in ast.walk(forward) for found in _parse(node)]
     calls.sort(key=lambda pair: pair[0])
     listed = [call for _, call in calls]
@@ -44,7 +50,7 @@ def norm_before_mlp(layer_class: type, convention: Convention) -> str:
         (i for i, call in enumerate(listed) if _is_attention(call.name)), default=-1
     )
     if last_attention < 0:
-        raise CompatError(f"{layer_class.__name__}.forward calls nothing that is attention")
+        raise CompatError(f"{name}.forward calls nothing that is attention")
     found: dict[str, None] = {}
     for i in range(last_attention + 1, len(listed)):
         call = listed[i]
@@ -58,19 +64,14 @@ def norm_before_mlp(layer_class: type, convention: Convention) -> str:
     if len(found) != 1:
         names = ", ".join(found) or "none"
         raise CompatError(
-            f"{layer_class.__name__}.forward has {names} where one norm between attention and "
-            "MLP was expected"
+            f"{name}.forward has {names} where one norm between attention and MLP was expected"
         )
-    return next(iter(found))
-
-
-def check_always_both(layer_class: type, norm: str) -> None:
-    """Raises CompatError where a forward may go past the attention, or past the norm that
-    `norm_before_mlp` found: what is seen at the norm, or at the end, is then another's."""
-    forward = function_of(layer_class.forward, layer_class)  # type: ignore[attr-defined]
-    for what, is_it in (("its attention", _is_attention), ("its MLP", norm.__eq__)):
+    (norm,) = found
+    # What is seen at a norm that is left out, or at one after an attention that is, is another's.
+    for what, is_it in (("its attention", _is_attention), (f"the norm {norm}", norm.__eq__)):
         if not _always(forward.body, is_it):
-            raise CompatError(f"{layer_class.__name__}.forward may leave out {what}")
+            raise CompatError(f"{name}.forward may leave out {what}")
+    return norm
 
 
 def _always(body: list[ast.stmt], is_it: Callable[[str], bool]) -> bool:

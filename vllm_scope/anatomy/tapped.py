@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from vllm_scope.anatomy.convention import Convention
 from vllm_scope.anatomy.layers import Anatomy
-from vllm_scope.anatomy.middle import check_always_both, norm_before_mlp
-from vllm_scope.errors import CompatError
+from vllm_scope.anatomy.middle import norm_before_mlp
+from vllm_scope.errors import CompatError, ConfigError
 from vllm_scope.sites import BRANCH_SITES, boundary_of
 from vllm_scope.tap.tables import Tables
 
@@ -39,19 +39,16 @@ def install_taps(
         The boundaries that carry a tap here.
 
     Raises:
-        CompatError: a layer's forward does not take `hidden_states`, or has no place
-            that is `resid_mid`, `attn_out` or `mlp_out` where one is asked for.
+        CompatError: a layer's forward does not take `hidden_states`.
+        ConfigError: a site is configured that the model does not have, or that is not seen.
     """
-    tapped: list[int] = []
-    for number, layer in sorted(anatomy.layers.items()):
-        # The entry of layer 0 only: any other is the exit of the layer before.
-        places = {"entry": 0 if number == 0 else -1, "middle": 2 * number + 1}
-        places["exit"] = 2 * number + 2
-        places |= {site: boundary_of((site, number)) for site in BRANCH_SITES}
-        here = {name: b for name, b in places.items() if b in tap_of}
-        branches = [site for site in BRANCH_SITES if site in here]
-        if branches:
-            _check_branches(type(layer), anatomy.convention, branches)
+    layers = sorted(anatomy.layers.items())
+    places = {number: _places_of(number, tap_of) for number, _ in layers}
+    # Before the first layer is changed: a model that is refused is served as it was.
+    for number, layer in layers:
+        _check(layer, number, places[number], anatomy.convention)
+    for number, layer in layers:
+        here = places[number]
         inner = {name: b for name, b in here.items() if name in ("attn_out", "middle")}
         if inner:
             norm = _norm_of(layer, number, anatomy.convention)
@@ -64,28 +61,47 @@ def install_taps(
         if outer:
             give_buffers(layer, outer, tap_of, arena, tables)
             layer.__class__ = _tapped_layer(type(layer), anatomy.convention, frozenset(outer))
-        tapped += here.values()
-    return tuple(sorted(tapped))
+    return tuple(sorted(b for here in places.values() for b in here.values()))
 
 
-def _check_branches(layer_class: type, convention: Convention, sites: list[str]) -> None:
-    """What is added is seen while it is apart: of two tensors whose sum is the stream, which
-    a norm between attention and MLP joins, or one of the two would pass for both."""
-    try:
-        if convention is not Convention.SUM:
-            raise CompatError(
-                f"{layer_class.__name__} adds to the stream inside ({convention.value})"
-            )
-        check_always_both(layer_class, norm_before_mlp(layer_class, convention))
-    except CompatError as error:
+def _places_of(number: int, tap_of: Mapping[int, int]) -> dict[str, int]:
+    """The places of a layer that carry a tap -> their boundaries."""
+    # The entry of layer 0 only: any other is the exit of the layer before.
+    places = {"entry": 0 if number == 0 else -1, "middle": 2 * number + 1}
+    places["exit"] = 2 * number + 2
+    places |= {site: boundary_of((site, number)) for site in BRANCH_SITES}
+    return {name: boundary for name, boundary in places.items() if boundary in tap_of}
+
+
+def _check(layer: nn.Module, number: int, here: Mapping[str, int], convention: Convention) -> None:
+    if "entry" in here and "hidden_states" not in _parameters(type(layer)):
         raise CompatError(
-            f"{' and '.join(sites)} cannot be seen: {error}. Leave "
-            f"{'it' if len(sites) == 1 else 'them'} out of additional_config['scope'].sites"
-        ) from None
+            f"{type(layer).__name__}.forward has no hidden_states to read as the embedding"
+        )
+    words = {"middle": "resid_mid"} | {site: site for site in BRANCH_SITES}
+    for place in (place for place in words if place in here):
+        try:
+            # What a branch adds is seen while it is apart: of two tensors whose sum is the
+            # stream, which a norm between attention and MLP joins.
+            if place in BRANCH_SITES and convention is not Convention.SUM:
+                raise CompatError(
+                    f"{type(layer).__name__} adds to the stream inside ({convention.value})"
+                )
+            _norm_of(layer, number, convention)
+        except CompatError as error:
+            raise ConfigError(
+                f"additional_config['scope'].sites has {words[place]!r}, which cannot be tapped "
+                f"on this model: {error}. Leave it out of the sites."
+            ) from None
+
+
+def _parameters(layer_class: type) -> list[str]:
+    """Of its forward, without `self`."""
+    return list(inspect.signature(layer_class.forward).parameters)[1:]  # type: ignore[attr-defined]
 
 
 def _norm_of(layer: nn.Module, number: int, convention: Convention) -> nn.Module:
-    name = norm_before_mlp(type(layer), convention)
+    name = norm_before_mlp(layer, convention)
     norm = getattr(layer, name, None)
     if not isinstance(norm, nn.Module):
         raise CompatError(f"layer {number} ({type(layer).__name__}) has no {name}")
@@ -142,9 +158,7 @@ def read_rows(module: Any, rows: Tensor | None, number: Tensor, size: int) -> No
 def _tapped_layer(base: type, convention: Convention, places: frozenset[str]) -> type[nn.Module]:
     """A subclass of `base` with taps at its entry and exit."""
     entry, exit_ = "entry" in places, "exit" in places
-    names = list(inspect.signature(base.forward).parameters)[1:]  # type: ignore[attr-defined]
-    if entry and "hidden_states" not in names:
-        raise CompatError(f"{base.__name__}.forward has no hidden_states to read as the embedding")
+    names = _parameters(base)
     at = names.index("hidden_states") if "hidden_states" in names else -1
     sums = convention is Convention.SUM
     pair = convention is not Convention.TENSOR

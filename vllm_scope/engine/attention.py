@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from vllm_scope.anatomy.layers import Anatomy
-from vllm_scope.errors import CompatError, ConfigError
+from vllm_scope.errors import ConfigError
 from vllm_scope.sites import ATTENTION_SITES, Heads, Sites, boundary_of
 
 
@@ -56,8 +56,8 @@ def attention_of(anatomy: Anatomy, sites: Sites) -> dict[int, nn.Module]:
         sites: says which layers carry a tap there.
 
     Raises:
-        CompatError: a layer has none or several, its heads are not the model's, or its
-            keys and values are another layer's.
+        ConfigError: a layer has none or several, its heads are not the model's, or its
+            keys and values are another layer's: the sites were configured.
     """
     found: dict[int, nn.Module] = {}
     for number, layer in anatomy.layers.items():
@@ -77,10 +77,10 @@ def _attention_in(layer: nn.Module, number: int) -> nn.Module:
         if isinstance(module, Attention) and module.attn_type == "decoder"
     ]  # fmt: skip
     if len(here) != 1:
-        raise CompatError(
+        raise ConfigError(
             f"layer {number} ({type(layer).__name__}) has {len(here)} attention modules of the "
             "kind whose q, k, v and z can be read, not 1. Leave these sites out of "
-            "additional_config['scope'].sites, or the layer out of its layers"
+            "additional_config['scope'].sites, or the layer out of its layers."
         )
     return here[0]
 
@@ -90,16 +90,16 @@ def _check(module: Any, number: int, tapped: list[str], sites: Sites) -> None:
     size_v = getattr(module, "head_size_v", module.head_size)
     heads = Heads(module.num_heads, module.num_kv_heads, module.head_size, size_v)
     if heads != sites.heads:
-        raise CompatError(
+        raise ConfigError(
             f"layer {number} has {heads}, and the model's configuration says {sites.heads}: rows "
             "of a site are of one width here. Leave q, k, v and z out of "
-            "additional_config['scope'].sites, or the layer out of its layers"
+            "additional_config['scope'].sites, or the layer out of its layers."
         )
     shared = getattr(module, "kv_sharing_target_layer_name", None)
     if shared is not None and {"k", "v"} & set(tapped):
-        raise CompatError(
+        raise ConfigError(
             f"layer {number} attends to the keys and values of {shared}, and has none of its own. "
-            "Leave k and v out of additional_config['scope'].sites, or the layer out of its layers"
+            "Leave k and v out of additional_config['scope'].sites, or the layer out of its layers."
         )
 
 

@@ -165,16 +165,21 @@ async def _connect_async(engine: Any) -> None:
 
 
 async def _ask_all(engine: Any) -> list[dict[str, Any]]:
-    """The replies of every worker of every data-parallel replica.
-
-    AsyncLLM.collective_rpc returns those of the first replica only, and another one
-    may be on another host. vllm 0.32, v1/engine/core_client.py,
-    DPLBAsyncMPClient.call_utility_async
-    """
-    replicas = await engine.engine_core.call_utility_all_async(
-        "collective_rpc", "scope_connect", None, (_address(),), None
-    )
+    replicas = await ask_replicas(engine, "scope_connect", _address())
     return [reply for replies in replicas for reply in replies]
+
+
+async def ask_replicas(engine: Any, name: str, *args: Any) -> list[list[dict[str, Any]]]:
+    """Of every data-parallel replica, what each of its workers answers to a remote call.
+
+    AsyncLLM.collective_rpc returns the answers of the first replica alone, and another one may
+    be on another host. vllm 0.32, v1/engine/core_client.py, DPLBAsyncMPClient.call_utility_async
+    """
+    core, call = engine.engine_core, ("collective_rpc", name, None, args, None)
+    if hasattr(core, "call_utility_all_async"):  # since vLLM 0.32
+        return list(await core.call_utility_all_async(*call))
+    calls = (core._call_utility_async(*call, engine=one) for one in core.core_engines)
+    return list(await asyncio.gather(*calls))
 
 
 def needs_connection(engine: Any) -> bool:

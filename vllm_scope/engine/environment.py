@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_scope.engine.seams import wrap_method
+from vllm_scope.engine.seams import wrap_function, wrap_method
 
 VARIABLES = (
     "VLLM_SCOPE", "VLLM_SCOPE_ADMIN_KEY", "VLLM_SCOPE_INLINE_KIB", "VLLM_SCOPE_MAX_BODY_MIB",
@@ -19,7 +19,7 @@ VARIABLES = (
 )  # fmt: skip
 
 
-def _validate(original: Any, _platform: Any, hard_fail: bool) -> None:
+def _validate(original: Any, hard_fail: bool) -> None:
     from vllm.envs import environment_variables as known
 
     ours = [name for name in VARIABLES if name not in known]
@@ -33,6 +33,13 @@ def _validate(original: Any, _platform: Any, hard_fail: bool) -> None:
 
 
 def wrap() -> None:
+    from vllm import envs
     from vllm.platforms.interface import Platform
 
-    wrap_method(Platform, "validate_environ", ["hard_fail"], _validate)
+    if hasattr(envs, "validate_environ"):  # vLLM 0.30; a platform's method since then
+        wrap_function([envs], "validate_environ", ["hard_fail"], _validate)
+        return
+    wrap_method(
+        Platform, "validate_environ", ["hard_fail"],
+        lambda original, _platform, hard_fail: _validate(original, hard_fail),
+    )  # fmt: skip

@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 
 from vllm_scope.engine import translators
+from vllm_scope.engine.connection import ask_replicas
 from vllm_scope.engine.core import handle_of
 from vllm_scope.engine.frontend import asks, outdated, params_of, settle
 from vllm_scope.engine.refusals import busy, refusal
@@ -259,9 +260,7 @@ class EngineCalls:
 
     async def load(self) -> tuple[int, int]:
         # The workers of a replica hold the same requests, other replicas others.
-        replicas = await self._engine.engine_core.call_utility_all_async(
-            "collective_rpc", "scope_counters", None, (), None
-        )
+        replicas = await ask_replicas(self._engine, "scope_counters")
         running = (max(each["requests"] for each in replies) for replies in replicas)
         return sum(running), num_pending()
 

@@ -68,6 +68,9 @@ def check_engine(vllm_config: Any) -> None:
         "adaptive verification of drafts (rows are not in the order of the plan)": getattr(
             vllm_config.speculative_config, "enable_adaptive_verification", False
         ),
+        "one kernel for a whole decode step (--monokernel: the layers are passed by)": getattr(
+            getattr(vllm_config, "kernel_config", None), "monokernel", False
+        ),
     }
     for reason, present in reasons.items():
         if present:
@@ -104,9 +107,9 @@ def anatomy_of(model: nn.Module, vllm_config: Any) -> Anatomy:
                 f"{type(layer).__name__} is compiled by itself, a tap there would not be traced"
             )
     half = vllm_config.model_config.dtype == torch.float16
-    for layer_class in {type(layer) for layer in anatomy.layers.values()} if half else ():
-        if treats_half_apart(layer_class):
+    for layer in anatomy.layers.values() if half else ():
+        if treats_half_apart(layer):
             raise CompatError(
-                f"{layer_class.__name__} scales the stream in float16; start with dtype bfloat16"
+                f"{type(layer).__name__} scales the stream in float16; start with dtype bfloat16"
             )
     return anatomy

@@ -3,8 +3,8 @@
 Runs:  `register` in the front-end, in EngineCore and in every worker process, maybe
        more than once. Light and idempotent.
 
-Promise: with VLLM_SCOPE=0, nothing at all. Otherwise a vLLM whose seams moved is
-refused with a sentence that names the seam.
+Promise: with VLLM_SCOPE=0, nothing at all. Otherwise a vLLM of another version, or one whose
+seams moved, is refused with a sentence that names the version or the seam.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 from typing import Any
 
 from vllm_scope.config import KEY, ScopeConfig
-from vllm_scope.engine.seams import wrap_method
+from vllm_scope.engine.seams import check_version, wrap_method
 
 logger = logging.getLogger("vllm.vllm_scope")
 
@@ -32,6 +32,9 @@ def register() -> None:
     if _registered or not enabled():
         return
     _registered = True
+    import vllm
+
+    check_version(vllm.__version__)
     from vllm_scope import faces
     from vllm_scope.engine import attach, core, environment, frontend, http, refusals, scheduler
 

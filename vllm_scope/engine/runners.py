@@ -23,25 +23,35 @@ from vllm_scope.plan import StepBatch
 BeginStep = Callable[[StepBatch, Tensor], None]
 
 
-def attach(
-    runner: Any,
-    has_requests: Callable[[], bool],
-    begin_step: BeginStep,
-    before_dummy: Callable[[], None],
-) -> str:
-    """Call `begin_step` before each forward of `runner` while `has_requests()`.
-
-    `before_dummy` comes before a forward of dummies: what the last step's plan left
-    in the tables must not run again.
-
-    Returns:
-        "V1" or "V2".
+def version_of(runner: Any) -> str:
+    """ "V1" or "V2".
 
     Raises:
         CompatError: the runner has neither seam.
     """
     if not hasattr(runner, "_dummy_run"):
         raise CompatError(f"{type(runner).__name__} has no `_dummy_run`")
+    if hasattr(getattr(runner, "model_state", None), "prepare_inputs"):
+        return "V2"
+    if hasattr(runner, "_model_forward"):
+        return "V1"
+    raise CompatError(
+        f"{type(runner).__name__} has neither `_model_forward` (V1) nor "
+        "`model_state.prepare_inputs` (V2)"
+    )
+
+
+def attach(
+    runner: Any,
+    has_requests: Callable[[], bool],
+    begin_step: BeginStep,
+    before_dummy: Callable[[], None],
+) -> None:
+    """Call `begin_step` before each forward of `runner` while `has_requests()`.
+
+    `before_dummy` comes before a forward of dummies: what the last step's plan left
+    in the tables must not run again.
+    """
     dummy_run = runner._dummy_run
 
     def guarded_dummy_run(*args: Any, **kwargs: Any) -> Any:
@@ -50,17 +60,10 @@ def attach(
 
     runner._dummy_run = guarded_dummy_run
     runner.scope_dummy_run = dummy_run
-    model_state = getattr(runner, "model_state", None)
-    if model_state is not None and hasattr(model_state, "prepare_inputs"):
-        _attach_v2(runner, model_state, has_requests, begin_step)
-        return "V2"
-    if hasattr(runner, "_model_forward"):
+    if version_of(runner) == "V2":
+        _attach_v2(runner, runner.model_state, has_requests, begin_step)
+    else:
         _attach_v1(runner, has_requests, begin_step)
-        return "V1"
-    raise CompatError(
-        f"{type(runner).__name__} has neither `_model_forward` (V1) nor "
-        "`model_state.prepare_inputs` (V2)"
-    )
 
 
 def dummy_forward(runner: Any, version: str, plan: Callable[[], None]) -> None:

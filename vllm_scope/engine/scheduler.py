@@ -12,6 +12,10 @@ enters the cache as ever, and plain requests hit it.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 from vllm_scope.engine.core import handle_of, with_handle
@@ -129,32 +133,47 @@ def ended_in(scheduler_output: Any) -> dict[str, Ended]:
 # KV of other requests
 
 
-class _CappedLookup:
-    """A KV-cache coordinator whose hits end before a position."""
+def _capped(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """KVCacheManager.get_computed_blocks and its twin for KV connectors: hits end below the
+    request's first position.
 
-    def __init__(self, coordinator: Any, cap: int) -> None:
-        self._coordinator = coordinator
-        self._cap = cap
-
-    def find_longest_cache_hit(self, block_hashes: Any, max_cache_hit_length: int) -> Any:
-        return self._coordinator.find_longest_cache_hit(
-            block_hashes, min(max_cache_hit_length, self._cap)
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._coordinator, name)
-
-
-def _get_computed_blocks(original: Any, self: Any, request: Any) -> Any:
+    Args:
+        args, kwargs: `max_cache_hit_length` since vLLM 0.33, which is this very cap; else none.
+    """
     handle = handle_of(request.sampling_params)
     if handle is None or handle.get("first_position") is None:
+        return original(self, request, *args, **kwargs)
+    first = int(handle["first_position"])
+    if _takes_cap(original):
+        given = (*args, *kwargs.values(), None)[0]
+        most = request.num_tokens - 1 if given is None else given
+        return original(self, request, min(most, first))
+    with _lookups_end(self.coordinator, first):
         return original(self, request)
-    coordinator = self.coordinator
-    self.coordinator = _CappedLookup(coordinator, int(handle["first_position"]))
+
+
+@cache
+def _takes_cap(original: Any) -> bool:
+    return "max_cache_hit_length" in inspect.signature(original).parameters
+
+
+@contextmanager
+def _lookups_end(coordinator: Any, first: int) -> Iterator[None]:
+    """A KV-cache coordinator's hits end below a position. On the instance: vLLM asks which
+    class it is. vllm 0.32, v1/core/kv_cache_manager.py, get_computed_blocks_for_connector"""
+    names = ("find_longest_cache_hit", "find_longest_cache_hit_per_group")
+    lookups = {name: getattr(coordinator, name) for name in names if hasattr(coordinator, name)}
+    for name, lookup in lookups.items():
+        setattr(coordinator, name, partial(_lookup_below, lookup, first))
     try:
-        return original(self, request)
+        yield
     finally:
-        self.coordinator = coordinator
+        for name in lookups:
+            delattr(coordinator, name)
+
+
+def _lookup_below(lookup: Any, first: int, block_hashes: Any, max_cache_hit_length: int) -> Any:
+    return lookup(block_hashes, min(max_cache_hit_length, first))
 
 
 def wrap() -> None:
@@ -167,4 +186,5 @@ def wrap() -> None:
     wrap_method(Scheduler, "schedule", [], _schedule)
     wrap_method(Scheduler, "_free_request", ["request"], _free)
     wrap_method(Scheduler, "finish_requests", ["request_ids", "finished_status"], _finish)
-    wrap_method(KVCacheManager, "get_computed_blocks", ["request"], _get_computed_blocks)
+    for name in ("get_computed_blocks", "get_computed_blocks_for_connector"):
+        wrap_method(KVCacheManager, name, ["request"], _capped)

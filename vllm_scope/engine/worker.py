@@ -80,25 +80,29 @@ class ScopeWorker:
         self.drains = get_tp_group().rank_in_group == 0
         self.sites = sites_of(self._vllm_config, self.config)
         self.registry = Registry(self.sites)
-        runner = self._worker.model_runner
         try:
-            anatomy = anatomy_of(runner.get_model(), self._vllm_config)
-            self.runner_version = runners.attach(
-                runner, self.has_requests, lambda *step: self._tapped.begin(*step), self._clear
-            )
+            self._tap_model(self._worker.model_runner)
         except CompatError as error:
             self.reason = str(error)
             logger.warning("vllm-scope: no taps on this model: %s.", error)
             return
+        for name, path in self.config.modules.items():
+            self.registry.register_module(name, load_vectors(path))
+
+    def _tap_model(self, runner: Any) -> None:
+        """Raises CompatError for a model that is served without taps."""
+        anatomy = anatomy_of(runner.get_model(), self._vllm_config)
         if self.sites.heads is not None:
             attention = attention_of(anatomy, self.sites)
             anatomy = replace(anatomy, attention=attention)
             kernels = {layer: kernel_of(module) for layer, module in attention.items()}
             self.sites = replace(self.sites, kernels=kernels)
+        self.runner_version = runners.version_of(runner)
         self._functions = StepFunctions(anatomy, runner.get_model())
         self._install(anatomy)
-        for name, path in self.config.modules.items():
-            self.registry.register_module(name, load_vectors(path))
+        runners.attach(
+            runner, self.has_requests, lambda *step: self._tapped.begin(*step), self._clear
+        )
 
     def _install(self, anatomy: Anatomy) -> None:
         device, dtype = self._worker.device, self._vllm_config.model_config.dtype

@@ -1,0 +1,138 @@
+"""The source of a module's forward, as that module runs it.
+
+Owns:  `forward_of`, `function_of`.
+Runs:  once, after the model is loaded.
+To:    convention, middle.
+
+A forward may ask the module's own flags which way to go (`if self.do_layer_norm_before:`).
+Where such a test has one answer for as long as the module lives, only the branch that runs is
+kept. A test of anything else keeps both branches.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from vllm_scope.errors import CompatError
+
+#: Where a test stands in the source: line and column.
+_Place = tuple[int, int]
+
+
+@cache
+def function_of(function: Callable[..., Any], owner: type) -> ast.FunctionDef:
+    """The syntax tree of a method.
+
+    Raises:
+        CompatError: its source cannot be read, or is no plain function.
+    """
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
+    except (OSError, TypeError):
+        raise CompatError(f"the source of {owner.__name__}.forward cannot be read") from None
+    (node,) = ast.parse(source).body
+    if not isinstance(node, ast.FunctionDef):
+        raise CompatError(f"{owner.__name__}.forward is not a plain function")
+    return node
+
+
+def forward_of(module: nn.Module, owner: type | None = None) -> ast.FunctionDef:
+    """The module's forward without the branches that this module never takes.
+
+    Args:
+        owner: the class whose forward it is; None for the module's own.
+
+    Raises:
+        CompatError: as `function_of`.
+    """
+    owner = owner or type(module)
+    function = getattr(owner, "forward")  # noqa: B009
+    whole = function_of(function, owner)
+    answers = {
+        (node.lineno, node.col_offset): answer
+        for node in ast.walk(whole)
+        if isinstance(node, ast.If | ast.IfExp)
+        and (answer := _answer(node.test, module)) is not None
+    }
+    return _settled(function, owner, frozenset(answers.items())) if answers else whole
+
+
+@cache  # layers of a model are many, and their flags differ in few ways
+def _settled(
+    function: Callable[..., Any], owner: type, answers: frozenset[tuple[_Place, bool]]
+) -> ast.FunctionDef:
+    settled = _Settled(dict(answers)).visit(deepcopy(function_of(function, owner)))
+    assert isinstance(settled, ast.FunctionDef)
+    return settled
+
+
+class _Settled(ast.NodeTransformer):
+    """Replaces tests whose answer is known by what they lead to."""
+
+    def __init__(self, answers: Mapping[_Place, bool]) -> None:
+        self._answers = answers
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        answer = self._answers.get((node.lineno, node.col_offset))
+        self.generic_visit(node)
+        if answer is None:
+            return node
+        return (node.body if answer else node.orelse) or ast.copy_location(ast.Pass(), node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        answer = self._answers.get((node.lineno, node.col_offset))
+        self.generic_visit(node)
+        if answer is None:
+            return node
+        return node.body if answer else node.orelse
+
+
+def _answer(test: ast.expr, module: nn.Module) -> bool | None:
+    """What a test says of this module whenever it is asked; None where that is not known."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inner = _answer(test.operand, module)
+        return None if inner is None else not inner
+    if isinstance(test, ast.BoolOp):
+        answers = [_answer(value, module) for value in test.values]
+        decides = isinstance(test.op, ast.Or)
+        if decides in answers:
+            return decides
+        return None if None in answers else not decides
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        return _compared(test.left, test.ops[0], test.comparators[0], module)
+    value = _attribute(test, module)
+    return value if isinstance(value, bool) else None
+
+
+def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr, module: nn.Module) -> bool | None:
+    """`self.name is None`, `self.name == 3`, and their opposites."""
+    value = _attribute(left, module)
+    if value is _UNKNOWN or not isinstance(right, ast.Constant):
+        return None
+    if isinstance(op, ast.Is | ast.IsNot) and right.value is None:
+        return (value is None) is isinstance(op, ast.Is)
+    if isinstance(op, ast.Eq | ast.NotEq) and isinstance(value, bool | int | str):
+        return (value == right.value) is isinstance(op, ast.Eq)
+    return None
+
+
+_UNKNOWN = object()
+
+
+def _attribute(node: ast.expr, module: nn.Module) -> Any:
+    """The value of `self.name`; _UNKNOWN for anything else."""
+    if (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    ):
+        return getattr(module, node.attr, _UNKNOWN)
+    return _UNKNOWN
