@@ -411,7 +411,8 @@ BAD = {
     "layer-out-of-range": ({"steering_vectors": {"post_block": {9: V}}}, "layers 0 to 2"),
     "wrong-size": ({"steering_vectors": {"post_block": {1: [1.0] * 64}}}, "rows have 128"),
     "mixed-sizes": (
-        {"steering_vectors": {"post_block": {0: V, 1: [1.0]}}}, r"vectors of \[1, 128\]",
+        {"steering_vectors": {"post_block": {0: V, 1: [1.0]}}},
+        r"\['post_block'\]\[1\] has 1 numbers; this model's rows have 128",
     ),
     "not-json": ({"steering_vectors": "{"}, "is not JSON"),
     "unknown-module": ({"steering_module_ref": ("nobody", 1.0)}, "does not hold"),

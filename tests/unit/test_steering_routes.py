@@ -152,8 +152,17 @@ BAD = {
     "nothing": ("set", {}, "nothing is to be set; give vectors or clamps"),
     "unknown-hook": ("set", {"vectors": {"mlp": {}}}, "vectors has 'mlp'; hooks are pre_attn"),
     "untapped-hook": ("set", {"vectors": {"post_attn": {"0": V}}}, "not tap 'resid_mid' there"),
-    "no-such-layer": ("set", {"vectors": hook(V, 9)}, "vectors['post_block'].layers has 9"),
-    "wrong-size": ("set", {"decode_vectors": hook([1.0])}, "has 1 numbers for layer 1"),
+    "no-such-layer": ("set", {"vectors": hook(V, 9)}, "vectors['post_block'] has layer 9"),
+    "wrong-size": (
+        "set", {"decode_vectors": hook([1.0])}, "decode_vectors['post_block']['1'] has 1 numbers;",
+    ),
+    "wrong-size-packed": (
+        "set", {"vectors": {"post_block": {"dtype": "float32", "shape": [1, 1], "data": "AAAAAA==",
+                                           "layer_indices": [1]}}}, "this model's rows have 4",
+    ),
+    "module-of-another-model": (
+        "modules/register", {"name": "a", "vectors": hook(V, 9)}, "this model has layers 0 to 1",
+    ),
     "draft": ("set", {"vectors": hook(V), "target": "draft"}, "target is 'draft'"),
     "clear-draft": ("clear", {"target": "draft"}, "target is 'draft'"),
     "features": (

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from vllm_scope import SpecError, scope
 from vllm_scope.faces import KEYS
+from vllm_scope.faces.bounds import Room
 from vllm_scope.faces.steering_http.capture import CaptureResult, reads_of
 from vllm_scope.faces.steering_http.keys import translate
 from vllm_scope.faces.steering_http.tiers import Wanted, merged, status
@@ -117,7 +118,7 @@ def test_bodies_of_a_module_are_modules_or_refused(said):
 
 def test_memory_is_no_consumer():
     with pytest.raises(SpecError, match="is no consumer"):
-        reads_of({"memory": {"hooks": {"post_block": [1]}}})
+        reads_of({"memory": {"hooks": {"post_block": [1]}}}, SITES, Room())
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,13 @@ import torch
 from vllm_scope.actions import MEMORY, Read
 from vllm_scope.engine.translators import give
 from vllm_scope.errors import SpecError, shown
+from vllm_scope.faces.bounds import MOST, Room, few, parsed
 from vllm_scope.files import open as open_files
 from vllm_scope.result import ScopeResult
 from vllm_scope.sinks import Manifest
 from vllm_scope.sinks.options import FILESYSTEM
-from vllm_scope.sites import ALIASES
-from vllm_scope.vectors.hooks import mapping, parsed, site_of
+from vllm_scope.sites import ALIASES, Sites
+from vllm_scope.vectors.hooks import mapping, site_of
 from vllm_scope.vectors.module import MAX_LAYER
 
 WHERE = "extra_args['capture']"
@@ -89,23 +90,29 @@ class CaptureResult:
         return {"status": self.status, "error": self.error, "payload": payload or {}}
 
 
-def reads_of(capture: Any) -> list[Read]:
+def reads_of(capture: Any, sites: Sites, room: Room) -> list[Read]:
     """One Read for each hook of each consumer.
 
+    Args:
+        room: what the request may still say.
+
     Raises:
-        SpecError: a value of a wrong form. That a consumer is not there is said where
-            the request enters, with those that are.
+        SpecError: a value of a wrong form, or more of it than a request may have. That a
+            consumer is not there is said where the request enters, with those that are.
     """
+    consumers = parsed(capture, WHERE)
+    few(consumers, MOST["reads"], "consumers", WHERE)
     return [
         read
-        for consumer, wanted in mapping(parsed(capture, WHERE), WHERE).items()
-        for read in _reads_to(consumer, wanted, f"{WHERE}[{consumer!r}]")
+        for consumer, wanted in mapping(consumers, WHERE).items()
+        for read in _reads_to(consumer, wanted, f"{WHERE}[{shown(consumer)}]", sites, room)
     ]
 
 
-def _reads_to(consumer: Any, wanted: Any, where: str) -> list[Read]:
+def _reads_to(consumer: Any, wanted: Any, where: str, sites: Sites, room: Room) -> list[Read]:
     if is_dataclass(wanted) and not isinstance(wanted, type):
         wanted = asdict(wanted)
+    few(wanted, len(_FIELDS) + 1, "fields", where)
     fields = {k: v for k, v in mapping(wanted, where).items() if v is not None}
     if consumer == MEMORY:
         raise SpecError(
@@ -123,14 +130,22 @@ def _reads_to(consumer: Any, wanted: Any, where: str) -> list[Read]:
             f"{where} has {shown(sorted(fields, key=str))}; its fields are {', '.join(_FIELDS)}, "
             "and hooks says what is read."
         )
-    positions = positions_of(fields.get("positions", "last_prompt"), f"{where}['positions']")
-    return [
-        Read(
-            site_of(hook, f"{where}['hooks']"), layers_of(layers, f"{where}['hooks'][{hook!r}]"),
-            positions, to=consumer, tag=fields.get("tag"), name=fields.get("request_id"),
-        )
-        for hook, layers in mapping(fields["hooks"], f"{where}['hooks']").items()
-    ]  # fmt: skip
+    hooks, place = fields["hooks"], f"{where}['hooks']"
+    few(hooks, len(ALIASES), "hooks", place)
+    given, found = fields.get("positions", "last_prompt"), []
+    for hook, layers in mapping(hooks, place).items():
+        room.take("reads", 1, where)
+        if isinstance(given, list | tuple):
+            room.take("positions", len(given), f"{where}['positions']")
+        site, path = site_of(hook, place), f"{place}[{hook!r}]"
+        found.append(
+            Read(
+                site, layers_of(layers, path, sites.num_layers),
+                positions_of(given, f"{where}['positions']"),
+                to=consumer, tag=fields.get("tag"), name=fields.get("request_id"),
+            )
+        )  # fmt: skip
+    return found
 
 
 def positions_of(positions: Any, where: str) -> Any:
@@ -146,22 +161,32 @@ def positions_of(positions: Any, where: str) -> Any:
     return list(positions)
 
 
-def layers_of(layers: Any, where: str) -> Any:
-    """What a Read takes; ranges become numbers."""
+def layers_of(layers: Any, where: str, num_layers: int = MAX_LAYER + 1) -> Any:
+    """What a Read takes; ranges become numbers.
+
+    Args:
+        num_layers: the model's, where that is known.
+    """
     if not isinstance(layers, Mapping):
+        few(layers, num_layers, "layers", where)
         return layers
+    few(layers, 2, "fields", where)
     if not layers or not set(layers) <= {"layers", "ranges"}:
         raise SpecError(f"{where} has {shown(sorted(layers, key=str))}; it has layers, ranges.")
     for name, value in layers.items():
+        few(value, num_layers, name, where)
         if value is not None and not isinstance(value, list | tuple):
             raise SpecError(f"{where}[{name!r}] is {shown(value)}; it is a list.")
     found = list(layers.get("layers") or [])
     for pair in layers.get("ranges") or []:
         sane = isinstance(pair, list | tuple) and len(pair) == 2
-        if not sane or any(type(end) is not int for end in pair) or pair[0] > pair[1]:
-            raise SpecError(f"{where} has the range {shown(pair)}; one is [first, last].")
-        if pair[1] > MAX_LAYER:
-            raise SpecError(f"{where} has the range {shown(pair)}; no model has so many layers.")
+        if not sane or any(type(end) is not int for end in pair) or not 0 <= pair[0] <= pair[1]:
+            raise SpecError(f"{where} has the range {shown(pair)}; one is [first, last], from 0.")
+        if pair[1] >= num_layers:
+            raise SpecError(
+                f"{where} has the range {shown(pair)}; the last layer there can be is "
+                f"{num_layers - 1}."
+            )
         found += range(pair[0], pair[1] + 1)
     return found
 

@@ -14,11 +14,12 @@ from typing import Any
 from vllm_scope.actions import Action, Add
 from vllm_scope.engine.translators import Translation
 from vllm_scope.errors import SpecError, shown
+from vllm_scope.faces.bounds import Room, parsed
 from vllm_scope.faces.steering_http.capture import decorate, reads_of
 from vllm_scope.faces.steering_http.vectors import adds_of, clamps_of
 from vllm_scope.sites import Sites
 from vllm_scope.vectors import load_vectors, to_bytes
-from vllm_scope.vectors.hooks import REQUEST_TIERS, number_of, parsed
+from vllm_scope.vectors.hooks import REQUEST_TIERS, number_of
 
 CLAMP_TIERS = {
     "steering_clamps": "all",
@@ -45,13 +46,14 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
     for key, instead in REFUSED.items():
         if values.get(key) is not None:
             raise SpecError(f"extra_args[{key!r}] cannot be met: {instead}.")
+    room = Room()
     actions: list[Action] = _module(values)
     for key, tokens in REQUEST_TIERS.items():
-        actions += adds_of(values.get(key), tokens, f"extra_args[{key!r}]")
+        actions += adds_of(values.get(key), tokens, f"extra_args[{key!r}]", sites, room)
     # The fork clamps what leaves a hook, whatever was added there.
     for key, tokens in CLAMP_TIERS.items():
-        actions += clamps_of(values.get(key), tokens, f"extra_args[{key!r}]")
-    reads = reads_of(values.get("capture"))
+        actions += clamps_of(values.get(key), tokens, f"extra_args[{key!r}]", sites, room)
+    reads = reads_of(values.get("capture"), sites, room)
     if not reads:
         return Translation(tuple(actions))
     consumers = tuple(dict.fromkeys(read.to for read in reads))

@@ -18,11 +18,13 @@ from starlette.concurrency import run_in_threadpool
 
 from vllm_scope.actions import MAX_NAME
 from vllm_scope.errors import SpecError, shown
+from vllm_scope.faces.bounds import Room
+from vllm_scope.faces.steering_http.bounded import bounded_vectors
 from vllm_scope.faces.steering_http.tiers import Wanted, merged, status
 from vllm_scope.server.access import RefusalError, Route, asked, engine_of, errors, in_turn
 from vllm_scope.sites import ALIASES, Sites
 from vllm_scope.vectors import to_bytes
-from vllm_scope.vectors.hooks import parse_module
+from vllm_scope.vectors.hooks import MODULE_TIERS, parse_module
 
 _VECTORS = (
     "hook -> layer -> a list of numbers, or {vector, scale}; or hook -> {dtype, shape, "
@@ -231,14 +233,26 @@ async def register_module(request: Request, body: RegisterModule) -> ModuleChang
             400, f"kind is {shown(body.kind)}; modules here are 'additive': features of sparse "
             "autoencoders are not tapped in this version.",
         )  # fmt: skip
+    sites = await _sites(request)
     try:
-        data = await run_in_threadpool(lambda: to_bytes(parse_module(body.tiers(), "the body")))
+        data = await run_in_threadpool(_module, body.tiers(), sites)
     except SpecError as error:
         raise RefusalError(400, str(error)) from None
     engine = engine_of(request)
     async with in_turn(request):
         await asked(engine.register(body.name, data))
     return ModuleChanged(name=body.name, modules=sorted(await asked(engine.modules())))
+
+
+def _module(tiers: dict[str, Any], sites: Sites) -> bytes:
+    """A module's content. Raises SpecError for more than this model can use."""
+    room = Room()
+    bounded = {
+        name: bounded_vectors(value, sites, room, f"the body[{name!r}]")
+        if name in MODULE_TIERS else value
+        for name, value in tiers.items()
+    }  # fmt: skip
+    return to_bytes(parse_module(bounded, "the body"))
 
 
 @changing.post(

@@ -20,6 +20,8 @@ import numpy as np
 from vllm_scope.actions import Add, Clamp, Edit
 from vllm_scope.arrays import Array
 from vllm_scope.errors import SpecError
+from vllm_scope.faces.bounds import Room
+from vllm_scope.faces.steering_http.bounded import bounded_vectors
 from vllm_scope.faces.steering_http.vectors import clamps_of, stacked
 from vllm_scope.sites import ALIASES, SiteLayer, Sites
 from vllm_scope.spec import Spec, scope
@@ -62,19 +64,21 @@ class Wanted:
         """
         edits: list[Edit] = []
         places: set[_Place] = set()
+        room = Room()
         for field, tokens in MODULE_TIERS.items():
-            vectors = parse_hooks(body.get(field), field)
+            vectors = parse_hooks(bounded_vectors(body.get(field), sites, room, field), field)
             for (site, layer), vector in vectors.items():
                 _check(site, layer, len(vector), field, sites)
             places |= {("add", tokens, *stream) for stream in vectors}
             # A vector of zeros takes the old one away.
             edits += stacked({s: v for s, v in vectors.items() if v.any()}, tokens)
         for field, tokens in CLAMP_TIERS.items():
+            clamps = clamps_of(body.get(field), tokens, field, sites, room)
             # An empty list takes a place's clamps away.
             for site, layer in _empty(body.get(field), field):
                 _check(site, layer, sites.hidden_size, field, sites)
                 places.add(("clamp", tokens, site, layer))
-            for clamp in clamps_of(body.get(field), tokens, field):
+            for clamp in clamps:
                 (place,) = _places(clamp)
                 _check(*place[2:], clamp.direction.shape[-1], field, sites)
                 places.add(place)

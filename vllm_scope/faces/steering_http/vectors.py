@@ -18,7 +18,9 @@ import numpy as np
 
 from vllm_scope.actions import MAX_FLOAT32, Add, Clamp
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.sites import SiteLayer
+from vllm_scope.faces.bounds import Room
+from vllm_scope.faces.steering_http.bounded import bounded_clamps, bounded_vectors
+from vllm_scope.sites import SiteLayer, Sites
 from vllm_scope.vectors.hooks import (
     HookVectors,
     is_packed,
@@ -28,7 +30,6 @@ from vllm_scope.vectors.hooks import (
     one_vector,
     packed_rows,
     parse_hooks,
-    parsed,
     per_row,
     site_of,
 )
@@ -36,13 +37,16 @@ from vllm_scope.vectors.hooks import (
 _BOUNDS = {"min", "max", "value"}
 
 
-def adds_of(body: Any, tokens: Any, where: str) -> list[Add]:
+def adds_of(body: Any, tokens: Any, where: str, sites: Sites, room: Room) -> list[Add]:
     """One Add for each hook of a tier.
+
+    Args:
+        room: what the request may still say.
 
     Raises:
         SpecError: at the path of what is wrong.
     """
-    return stacked(parse_hooks(body, where), tokens)
+    return stacked(parse_hooks(bounded_vectors(body, sites, room, where), where), tokens)
 
 
 def stacked(vectors: HookVectors, tokens: Any) -> list[Add]:
@@ -56,21 +60,20 @@ def stacked(vectors: HookVectors, tokens: Any) -> list[Add]:
     ]
 
 
-def clamps_of(body: Any, tokens: Any, where: str) -> list[Clamp]:
-    """One Clamp for each direction, those of a layer in their order.
-
-    Raises:
-        SpecError: at the path of what is wrong.
-    """
+def clamps_of(body: Any, tokens: Any, where: str, sites: Sites, room: Room) -> list[Clamp]:
+    """One Clamp for each direction, those of a layer in their order; else as `adds_of`."""
+    hooks = bounded_clamps(body, sites, room, where)
     return [
         _clamp(stream, fields, tokens, place)
-        for stream, fields, place in _clamp_entries(body, where)
+        for stream, fields, place in _clamp_entries(hooks, where)
     ]
 
 
-def _clamp_entries(body: Any, where: str) -> Iterator[tuple[SiteLayer, dict[str, Any], str]]:
+def _clamp_entries(
+    hooks: Mapping[Any, Any], where: str
+) -> Iterator[tuple[SiteLayer, dict[str, Any], str]]:
     """(site, layer), an entry's fields, and its path."""
-    for hook, by_layer in mapping(parsed(body, where), where).items():
+    for hook, by_layer in hooks.items():
         site, place = site_of(hook, where), f"{where}[{hook!r}]"
         if is_packed(by_layer):
             rows = packed_rows(by_layer, place, {"bounds", "strengths"})

@@ -6,9 +6,8 @@ Runs:  in the front-end, before a request is checked and where outputs are given
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -17,10 +16,11 @@ from vllm_scope.actions import Action, Add, Read
 from vllm_scope.engine.translators import Translation, give
 from vllm_scope.errors import ScopeError, SpecError, shown
 from vllm_scope.faces import PERSISTENT
+from vllm_scope.faces.bounds import MOST, Room, check_vector, few, parsed
 from vllm_scope.faces.vllm_lens.attention import qk_meta
 from vllm_scope.faces.vllm_lens.hooks import Hook, HookRun
 from vllm_scope.faces.vllm_lens.persistent import PersistentHooks
-from vllm_scope.faces.vllm_lens.steering import SITE, SteeringVector
+from vllm_scope.faces.vllm_lens.steering import FIELDS, SITE, SteeringVector, claimed_shape
 from vllm_scope.result import ScopeResult
 from vllm_scope.selectors import Except
 from vllm_scope.sites import KINDS, Sites, kind_of
@@ -88,8 +88,13 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
     own = _hooks(_parsed(values, "apply_hooks"))
     run = _run(of_all.hooks if of_all is not None else (), own, sites)
     actions: list[Action] = []
-    for i, vector in enumerate(_listed(_parsed(values, "apply_steering_vectors"))):
-        actions += _adds(vector, f"extra_args['apply_steering_vectors'][{i}]")
+    vectors = _listed(_parsed(values, "apply_steering_vectors"))
+    where = "extra_args['apply_steering_vectors'][{}]"
+    room = Room()
+    for i, vector in enumerate(vectors):
+        _check_size(vector, sites, room, where.format(i))
+    for i, vector in enumerate(vectors):
+        actions += _adds(vector, where.format(i))
     if run is not None:
         _check_order(run, actions)
     layers = _layers(values, "output_residual_stream", sites)
@@ -167,6 +172,7 @@ def _layers(values: Mapping[str, Any], key: str, sites: Sites) -> list[int] | No
     if asked is True or (isinstance(asked, int) and asked == 1):
         # All layers of the model: one that carries no tap is an error, not left out.
         return list(range(sites.num_layers))
+    few(asked, sites.num_layers, "layers", f"extra_args[{key!r}]")
     if not isinstance(asked, list | tuple) or not asked:
         raise SpecError(
             f"extra_args[{key!r}] is {shown(asked)}; it is True for all layers, "
@@ -179,6 +185,7 @@ def _layers(values: Mapping[str, Any], key: str, sites: Sites) -> list[int] | No
 def _listed(asked: Any) -> Sequence[Any]:
     if asked is None:
         return ()
+    few(asked, MOST["edits"], "vectors", "extra_args['apply_steering_vectors']")
     if not isinstance(asked, list | tuple):
         raise SpecError(
             f"extra_args['apply_steering_vectors'] is {shown(asked)}; it is a list of "
@@ -192,22 +199,49 @@ def _adds(vector: Any, where: str) -> list[Action]:
     try:
         if isinstance(vector, Mapping):
             vector = SteeringVector(**vector)
-        if isinstance(vector, SteeringVector):
-            return vector.to_actions()
+        found: list[Action] = vector.to_actions()
+        return found
     except SpecError as error:
         raise SpecError(f"{where}: {error}") from None
     except TypeError:
-        names = ", ".join(field.name for field in fields(SteeringVector))
-        raise SpecError(f"{where} is {shown(vector)}; its fields are {names}.") from None
-    raise SpecError(f"{where} is {shown(vector)}; it is a SteeringVector.")
+        raise SpecError(
+            f"{where} is {shown(vector)}; its fields are {', '.join(FIELDS)}."
+        ) from None
+
+
+def _check_size(vector: Any, sites: Sites, room: Room, where: str) -> None:
+    """Raise SpecError for a vector that this model cannot use, before it is built."""
+    if isinstance(vector, SteeringVector):
+        room.take("edits", vector.num_edits, where)
+        return
+    if not isinstance(vector, Mapping):
+        raise SpecError(f"{where} is {shown(vector)}; it is a SteeringVector.")
+    few(vector, len(FIELDS), "fields", where)
+    few(vector.get("layer_indices"), sites.num_layers, "layers", f"{where}.layer_indices")
+    positions = vector.get("position_indices")
+    if isinstance(positions, list | tuple):
+        room.take("positions", len(positions), f"{where}.position_indices")
+    values, path = vector.get("activations"), f"{where}.activations"
+    shape = claimed_shape(values)
+    if shape is None or len(shape) not in (2, 3):
+        return  # SteeringVector says what is wrong
+    if shape[-1] != sites.hidden_size:
+        raise SpecError(
+            f"{path} has {shape[-1]:,} numbers; this model's rows have {sites.hidden_size}."
+        )
+    if shape[0] > sites.num_layers:
+        raise SpecError(f"{path} has {shape[0]:,} rows; this model has {sites.num_layers} layers.")
+    num_positions = shape[1] if len(shape) == 3 else 1
+    room.take("edits", num_positions, path)
+    room.take("numbers", math.prod(shape), path)
+    if isinstance(values, list | tuple):
+        for i, row in enumerate(values):
+            rows = row if len(shape) == 3 and isinstance(row, list | tuple) else [row]
+            few(rows, num_positions, "positions", f"{path}[{i}]")
+            for each in rows:
+                check_vector(each, sites.hidden_size, room, f"{path}[{i}]")
 
 
 def _parsed(values: Mapping[str, Any], key: str) -> Any:
     """The key's value, or what its JSON says; None where it is not there."""
-    value = values.get(key)
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise SpecError(f"extra_args[{key!r}] is not JSON: {error}.") from None
+    return parsed(values.get(key), f"extra_args[{key!r}]")

@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vllm_scope.actions import Action, Add
 from vllm_scope.arrays import MAX_NUMBERS
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.faces.vllm_lens.wire import deserialize_tensor, serialize_tensor
+from vllm_scope.faces.bounds import MOST, few
+from vllm_scope.faces.vllm_lens.wire import deserialize_tensor, is_shape, serialize_tensor
+from vllm_scope.selectors import as_numbers
 
 SITE = "resid_post"
 
@@ -42,30 +45,37 @@ class SteeringVector:
     position_indices: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        values = _tensor(self.activations)
-        object.__setattr__(self, "activations", values)
-        object.__setattr__(self, "layer_indices", list(self.layer_indices))
-        if values.dim() not in (2, 3):
+        layers = _numbers(self.layer_indices, "SteeringVector.layer_indices")
+        object.__setattr__(self, "layer_indices", layers)
+        # Before bytes are decoded and lists become a tensor.
+        shape = claimed_shape(self.activations)
+        if shape is None or len(shape) not in (2, 3):
             raise SpecError(
-                f"SteeringVector.activations has shape {list(values.shape)}; it is [num_layers, "
+                f"SteeringVector.activations has shape {shown(shape)}; it is [num_layers, "
                 "hidden_size] or [num_layers, num_positions, hidden_size]."
             )
-        if len(values) != len(self.layer_indices):
+        if shape[0] != len(layers):
             raise SpecError(
-                f"SteeringVector.activations has {len(values)} rows for "
-                f"{len(self.layer_indices)} layer_indices."
+                f"SteeringVector.activations has {shape[0]} rows for {len(layers)} layer_indices."
             )
-        if self.position_indices is None:
-            return
-        positions = list(self.position_indices)
-        object.__setattr__(self, "position_indices", positions)
-        if len(set(positions)) < len(positions):
-            raise SpecError(f"SteeringVector.position_indices {shown(positions)} has one twice.")
-        if values.dim() == 3 and len(positions) != values.shape[1]:
-            raise SpecError(
-                f"SteeringVector.activations has {values.shape[1]} positions for "
-                f"{len(positions)} position_indices."
-            )
+        if self.position_indices is not None:
+            positions = _numbers(self.position_indices, "SteeringVector.position_indices")
+            object.__setattr__(self, "position_indices", positions)
+            if len(set(positions)) < len(positions):
+                raise SpecError(
+                    f"SteeringVector.position_indices {shown(positions)} has one twice."
+                )
+            if len(shape) == 3 and len(positions) != shape[1]:
+                raise SpecError(
+                    f"SteeringVector.activations has {shape[1]} positions for "
+                    f"{len(positions)} position_indices."
+                )
+        object.__setattr__(self, "activations", _tensor(self.activations))
+
+    @property
+    def num_edits(self) -> int:
+        """How many actions it is: one, or one for each position."""
+        return 1 if self.activations.dim() == 2 else int(self.activations.shape[1])
 
     def to_actions(self) -> list[Action]:
         """The same in this system's words."""
@@ -86,15 +96,54 @@ class SteeringVector:
 
     def model_dump(self, mode: str = "json") -> dict[str, Any]:
         """As it travels in JSON; `SteeringVector(**body)` reads it."""
-        body = {field.name: getattr(self, field.name) for field in fields(self)}
+        body = {name: getattr(self, name) for name in FIELDS}
         return body | {"activations": serialize_tensor(self.activations, compress=False)}
+
+
+FIELDS = tuple(field.name for field in fields(SteeringVector))
+
+
+def claimed_shape(values: Any) -> list[int] | None:
+    """The shape that a tensor, an array, lists or JSON of a tensor say that they have.
+
+    Lists are looked at as far as their first items go. None where there is no shape.
+    """
+    if isinstance(values, Mapping):
+        shape = values.get("shape")
+        return shape if is_shape(shape) else None
+    if isinstance(values, list | tuple):
+        found: list[int] = []
+        while isinstance(values, list | tuple) and len(found) < 4:
+            found.append(len(values))
+            values = values[0] if values else None
+        return [*found, *getattr(values, "shape", ())]
+    return list(values.shape) if hasattr(values, "shape") else None
+
+
+def _numbers(values: Any, where: str) -> list[int]:
+    few(values, MOST["positions"], "numbers", where)
+    found = as_numbers(values)
+    if not isinstance(found, list) or not set(map(type, found)) <= {int}:
+        raise SpecError(f"{where} is {shown(values)}; it is a list of whole numbers.")
+    return found
 
 
 def _tensor(values: Any) -> Tensor:
     where = "SteeringVector.activations"
+    if isinstance(values, Tensor):
+        return values
     if isinstance(values, Mapping):
         return deserialize_tensor(values, MAX_NUMBERS * 8, where)
     try:
-        return torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError) as error:
+        found = np.asarray(values)
+    except (TypeError, ValueError) as error:
         raise SpecError(f"{where} is {shown(values)}, which is no tensor: {error}.") from None
+    if found.dtype.kind not in "fiu":
+        raise SpecError(
+            f"{where} is {shown(values)}; it is a tensor, an array or lists of numbers."
+        )
+    tensor = torch.from_numpy(np.ascontiguousarray(found))
+    # Python's numbers are torch's float32, as in a list that torch reads itself.
+    return (
+        tensor.float() if isinstance(values, list | tuple) and found.dtype.kind == "f" else tensor
+    )

@@ -23,10 +23,16 @@ from torch import Tensor
 
 from vllm_scope.codecs.zstd import zstd_library
 from vllm_scope.errors import ConfigError, ScopeError, SpecError, shown
+from vllm_scope.faces.bounds import check_base64, few
 
 #: numpy's names. Those of 16 bits and int8 are what models compute in.
 DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
 MAX_DIMENSIONS = 8
+FIELDS = ("data", "dtype", "original_dtype", "shape", "compression")
+#: Those that a later version may have beside them are passed over.
+MOST_FIELDS = 16
+#: What zstd may make of the bytes that strangers send: a row of zeros takes next to none.
+MOST_TIMES, SMALL_BYTES = 64, 1 << 16
 #: The one field of a value that is no tensor.
 PLAIN = "__json__"
 #: Handle -> the bytes that it stands for.
@@ -93,13 +99,16 @@ def deserialize_tensor(
     Raises:
         SpecError: it is not of that form, or sizes do not fit.
     """
+    few(body, MOST_FIELDS, "fields", where)
+    if "data" not in body:
+        raise SpecError(f"{where} is {shown(body)}; over the wire it is {{{', '.join(FIELDS)}}}.")
+    dtype, shape = _described(body, most_bytes, where)
+    if body.get("compression") != "zstd":
+        check_base64(body["data"], dtype.itemsize * math.prod(shape), where)
     try:
         raw = base64.b64decode(body["data"], validate=True)
-    except (KeyError, TypeError, ValueError):
-        raise SpecError(
-            f"{where} is {shown(dict(body))}; over the wire it is {{data, dtype, original_dtype, "
-            "shape, compression}."
-        ) from None
+    except (TypeError, ValueError):
+        raise SpecError(f"{where}.data is {shown(body['data'])}; it is a base64 string.") from None
     return tensor_of(raw, body, most_bytes, where)
 
 
@@ -107,19 +116,14 @@ def tensor_of(
     raw: bytes, body: Mapping[str, Any], most_bytes: int | None = None, where: str = "the tensor"
 ) -> Tensor:
     """The tensor of these bytes, which `body` describes; as `deserialize_tensor`."""
-    name, shape = body.get("dtype"), body.get("shape")
-    if name not in DTYPES or not _is_shape(shape):
-        raise SpecError(
-            f"{where} has dtype {shown(name)} and shape {shown(shape)}; dtype is one of "
-            f"{', '.join(DTYPES)}, shape a list of at most {MAX_DIMENSIONS} numbers."
-        )
-    dtype = np.dtype(name)
+    dtype, shape = _described(body, most_bytes, where)
     size = dtype.itemsize * math.prod(shape)
-    if most_bytes is not None and size > most_bytes:
-        raise SpecError(
-            f"{where} of shape {shape} takes {size:,} bytes, of {most_bytes:,} at most."
-        )
     if body.get("compression") == "zstd":
+        if most_bytes is not None and size > SMALL_BYTES + MOST_TIMES * len(raw):
+            raise SpecError(
+                f"{where} of shape {shape} takes {size:,} bytes, and {len(raw):,} came; zstd may "
+                f"make at most {MOST_TIMES} times as many. Send it without compression."
+            )
         raw = _unzipped(raw, size, where)
     if len(raw) != size:
         raise SpecError(
@@ -130,7 +134,26 @@ def tensor_of(
     return values.view(torch.bfloat16) if bfloat16 else values
 
 
-def _is_shape(shape: Any) -> TypeGuard[list[int]]:
+def _described(
+    body: Mapping[str, Any], most_bytes: int | None, where: str
+) -> tuple[np.dtype[Any], list[int]]:
+    """Dtype and shape, of as many bytes as there may be."""
+    name, shape = body.get("dtype"), body.get("shape")
+    if name not in DTYPES or not is_shape(shape):
+        raise SpecError(
+            f"{where} has dtype {shown(name)} and shape {shown(shape)}; dtype is one of "
+            f"{', '.join(DTYPES)}, shape a list of at most {MAX_DIMENSIONS} numbers."
+        )
+    dtype = np.dtype(name)
+    size = dtype.itemsize * math.prod(shape)
+    if most_bytes is not None and size > most_bytes:
+        raise SpecError(
+            f"{where} of shape {shape} takes {size:,} bytes, of {most_bytes:,} at most."
+        )
+    return dtype, shape
+
+
+def is_shape(shape: Any) -> TypeGuard[list[int]]:
     return (
         isinstance(shape, list)
         and len(shape) <= MAX_DIMENSIONS
