@@ -1,19 +1,23 @@
-"""How many bytes the running requests of one process may hold.
+"""How many bytes the running requests of one process may hold, and each key's of these.
 
-Owns:  Budget, Share (one request's part of it) and `bytes_of_prompt`.
+Owns:  Budget, Share (one request's part of it), `bytes_of_prompt`; Asker and `asking` (who
+       sends the requests of the code running now).
 Runs:  in an API server: shares are taken on its event loop and grow on the road's threads.
-       Where the one who asks is the one whose memory it is, nobody counts.
-To:    inbox (who is let in), pending (what may be kept).
+       Offline nobody counts: the caller owns the memory.
+To:    inbox (who is let in), pending (what may be kept), server.store (the same rule for files).
 
 Promise: what a prompt delivers is taken when its request is let in; what comes beside it, as
-it comes. What a request holds is given back when it is forgotten, or gone.
+it comes. What a request holds is given back when it is forgotten, or gone. What a key holds is
+at most PART times what is left free, so a key that comes finds room, whatever others do.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,43 +32,86 @@ from vllm_scope.sites import Sites, boundary_of_point
 
 #: A value's position, and when it came.
 LABEL_BYTES = 16
+#: One key alone may hold three quarters, two may hold three sevenths each.
+#: Source: dynamic thresholds of shared-memory switches (Choudhury and Hahne, 1998).
+PART = 3
 FULL = (
-    "the rows of all running requests reached what this server holds of them "
+    "the rows of this key's running requests reached what this server holds of them "
     "(VLLM_SCOPE_ROWS_MIB), and this request's were let go; read less of it, or send it again "
     "when there is less to do"
 )
 
 
+@dataclass(eq=False)
+class Asker:
+    """Who sends the requests of the code running now.
+
+    Attributes:
+        owner: a digest of the API key; "" for requests that come by no server.
+        operator: may be told what the operator knows: paths, and what sinks say.
+        expect: told how many bytes a prompt delivers to this process, before its request is
+            let in. Raises CapacityError where there will be no room for what follows.
+    """
+
+    owner: str = ""
+    operator: bool = True
+    expect: Callable[[int], None] = lambda num_bytes: None
+
+
+#: Set by a server for each request; else it is the caller whose process this is.
+asking: ContextVar[Asker] = ContextVar("vllm_scope_asking", default=Asker())  # noqa: B039
+
+
+def most_of_one(most_bytes: int) -> int:
+    """What one key may hold where no other holds anything."""
+    return most_bytes * PART // (PART + 1)
+
+
+def fits(own: int, held: int, more: int, most_bytes: int) -> bool:
+    """Whether a key that holds `own`, of the `held` of all keys, may hold `more` bytes more."""
+    return own + more <= PART * (most_bytes - held - more)
+
+
 class Budget:
-    """Bytes that may be held, and those that are; any thread."""
+    """Bytes that may be held, and those that are, by key; any thread."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
-        self._held = 0
+        #: Of keys that hold something.
+        self._held: dict[str, int] = {}
         self._lock = threading.Lock()
         #: Without the lock: the garbage collector may give in the middle of a `take`.
-        self._given: deque[int] = deque()
+        self._given: deque[tuple[str, int]] = deque()
 
     @property
     def num_bytes(self) -> int:
         with self._lock:
             return self._settled()
 
-    def take(self, num_bytes: int) -> bool:
-        """Whether there was room for so many more."""
+    def held_by(self, owner: str) -> int:
         with self._lock:
-            if self._settled() + num_bytes > self.most_bytes:
+            self._settled()
+            return self._held.get(owner, 0)
+
+    def take(self, owner: str, num_bytes: int) -> bool:
+        """Whether there was room for so many more of this key's."""
+        with self._lock:
+            held, own = self._settled(), self._held.get(owner, 0)
+            if not fits(own, held, num_bytes, self.most_bytes):
                 return False
-            self._held += num_bytes
+            self._held[owner] = own + num_bytes
             return True
 
-    def give(self, num_bytes: int) -> None:
-        self._given.append(num_bytes)
+    def give(self, owner: str, num_bytes: int) -> None:
+        self._given.append((owner, num_bytes))
 
     def _settled(self) -> int:
         while self._given:
-            self._held -= self._given.popleft()
-        return self._held
+            owner, num_bytes = self._given.popleft()
+            self._held[owner] -= num_bytes
+            if not self._held[owner]:
+                del self._held[owner]
+        return sum(self._held.values())
 
 
 class Share:
@@ -73,30 +120,32 @@ class Share:
     Args:
         promised: bytes that its prompt will deliver.
         copies: how many requests like this one come together (`n`).
+        owner: whose request it is.
 
     Raises:
-        SpecError: they are more than may be held.
-        CapacityError: with what others hold they are more.
+        SpecError: they are more than a key may ever hold.
+        CapacityError: with what is held they are more than this key may hold now.
     """
 
-    def __init__(self, budget: Budget, promised: int, copies: int = 1) -> None:
-        self._budget = budget
+    def __init__(self, budget: Budget, promised: int, copies: int = 1, owner: str = "") -> None:
+        self._budget, self._owner = budget, owner
         self._came = self._taken = 0
         #: The request is gone; what is still copied for it is let go.
         self._closed = False
-        most = f"{budget.most_bytes / 2**20:.1f} MiB (VLLM_SCOPE_ROWS_MIB)"
-        needed = promised * copies
+        needed, most = promised * copies, most_of_one(budget.most_bytes)
         told = f"{needed / 2**20:.1f} MiB of rows and scores"
-        if needed > budget.most_bytes:
+        if needed > most:
             raise SpecError(
-                f"the prompt alone delivers {told}, of all its completions; this server holds "
-                f"{most} of all running requests'. Read fewer layers or tokens, or send them to "
-                "a sink."
+                f"the prompt alone delivers {told}, of all its completions; this server holds at "
+                f"most {most / 2**20:.1f} MiB (3/4 of VLLM_SCOPE_ROWS_MIB) of one key's running "
+                "requests. Read fewer layers or tokens, or send them to a sink."
             )
-        if promised and not budget.take(promised):
+        if promised and not budget.take(owner, promised):
             raise CapacityError(
-                f"the prompt delivers {told}, and what is running leaves no room for it in {most}; "
-                "send it again later, or fewer prompts at once."
+                f"the prompt delivers {told}, and this key's running requests hold "
+                f"{budget.held_by(owner) / 2**20:.1f} MiB; a key may hold three times what is free "
+                f"of {budget.most_bytes / 2**20:.1f} MiB (VLLM_SCOPE_ROWS_MIB); send it again "
+                "later, or fewer prompts at once."
             )
         self._taken = promised
 
@@ -107,7 +156,7 @@ class Share:
         self._came += num_bytes
         more = self._came - self._taken
         if more > 0:
-            if not self._budget.take(more):
+            if not self._budget.take(self._owner, more):
                 return False
             self._taken += more
         return True
@@ -116,7 +165,7 @@ class Share:
         self._closed = True
         taken, self._taken = self._taken, 0
         if taken:
-            self._budget.give(taken)
+            self._budget.give(self._owner, taken)
 
     def __del__(self) -> None:
         self.give_back()

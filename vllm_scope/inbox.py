@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 
-from vllm_scope.budget import Budget, Share, bytes_of_prompt
+from vllm_scope.budget import Budget, Share, asking, bytes_of_prompt
 from vllm_scope.pending import LATE, Pending, Piece, pieces_of
 from vllm_scope.receiver import Receiver
 from vllm_scope.resolve import Resolved
@@ -95,13 +95,14 @@ class Inbox:
             copies: how many such requests come together (`n`).
 
         Raises:
-            SpecError: their prompts alone deliver more than may be held.
-            CapacityError: with what others hold it is more.
+            SpecError: their prompts alone deliver more than one key's may hold.
+            CapacityError: with what is held, here or in files, it is more.
         """
-        share = None
+        share, asker = None, asking.get()
         if self.budget is not None:
             promised = bytes_of_prompt(asked, whole or asked, sites, prompt_ids)
-            share = Share(self.budget, promised, copies)
+            share = Share(self.budget, promised, copies, asker.owner)
+            asker.expect(promised)  # where it refuses, what was taken goes with the share
         pending = Pending(next(self._keys), asked, sites, prompt_ids, max_tokens, num_stages, share)
         self._pending[pending.key] = pending
         return pending

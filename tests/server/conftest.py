@@ -23,6 +23,8 @@ from vllm_scope.client import ScopeClient
 API_KEY, OTHER_KEY, ADMIN_KEY = "key-of-one", "key-of-another", "key-of-the-operator"
 ROOT = Path(__file__).parents[2]
 START_S = 400.0
+#: How long a client may take nothing of an answer.
+WRITE_TIMEOUT_S = 5
 OPTIONS = [
     "--model", str(TOYWORLD), "--served-model-name", "toyworld", "--dtype", "float32",
     "--enforce-eager", "--max-model-len", "512", "--gpu-memory-utilization", "0.3",
@@ -73,6 +75,8 @@ def serving(folder: Path, *options: str, **environment: str) -> Iterator[Server]
         "VLLM_SCOPE_ADMIN_KEY": ADMIN_KEY,
         "VLLM_SCOPE_RESULTS_DIR": str(results),
         "VLLM_SCOPE_ROWS_MIB": "64",
+        "VLLM_SCOPE_RESULTS_MIB": "128",
+        "VLLM_SCOPE_WRITE_TIMEOUT_S": str(WRITE_TIMEOUT_S),
         "VLLM_CPU_KVCACHE_SPACE": "1",
     } | environment  # fmt: skip
     with running(command, env, log, START_S, 20) as (url, process):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_scope import Add, CapacityError, Probe, Read, Spec, SpecError
-from vllm_scope.budget import LABEL_BYTES, Budget
+from vllm_scope.budget import LABEL_BYTES, Asker, Budget, asking
 from vllm_scope.compile import RequestProgram
 from vllm_scope.inbox import Inbox
 from vllm_scope.layout import SLOT_BYTES, Widths
@@ -30,11 +30,20 @@ def inbox():
     inbox.close()
 
 
-def opened(inbox, spec, num_prompt, copies=1):
+def opened(inbox, spec, num_prompt, copies=1, owner="mine"):
     """A request of the spec, let in as the front-end does it."""
     whole = spec.resolve(SITES)
     own = whole.going_to("memory")
-    return inbox.open(own, SITES, list(range(num_prompt)), 100, 1, whole, copies)
+    token = asking.set(Asker(owner))
+    try:
+        return inbox.open(own, SITES, list(range(num_prompt)), 100, 1, whole, copies)
+    finally:
+        asking.reset(token)
+
+
+def room_for(num_bytes):
+    """A budget of which one key may have so much, while there is no other."""
+    return Budget(num_bytes * 4 // 3)
 
 
 def deliver(inbox, pending, spec, num_prompt, first, count):
@@ -86,9 +95,9 @@ def test_what_a_prompt_takes_is_what_it_delivers(spec, num_bytes, inbox):
 
 def test_prompts_are_let_in_as_far_as_there_is_room_and_keep_it(inbox):
     spec = Spec((Read("resid_post", [0]),))
-    inbox.budget = Budget(12 * 100 * (ROW + LABEL_BYTES))
+    inbox.budget = room_for(12 * 100 * (ROW + LABEL_BYTES))
     running = [opened(inbox, spec, 100) for _ in range(12)]
-    with pytest.raises(CapacityError, match="send it again later"):
+    with pytest.raises(CapacityError, match="three times what is free .*send it again later"):
         opened(inbox, spec, 1)
     edit = opened(inbox, Spec((), (), (Add([1.0] * HIDDEN_SIZE, layer=0),)), 100)
     assert edit.error is None
@@ -104,9 +113,9 @@ def test_prompts_are_let_in_as_far_as_there_is_room_and_keep_it(inbox):
 
 
 def test_what_can_never_fit_is_told_so(inbox):
-    inbox.budget = Budget(1 << 20)
+    inbox.budget = room_for(1 << 20)
     spec = Spec((Read("resid_post", [0]),))
-    with pytest.raises(SpecError, match=r"delivers 2\.0 MiB.*holds 1\.0 MiB.*VLLM_SCOPE_ROWS_MIB"):
+    with pytest.raises(SpecError, match=r"delivers 2\.0 MiB.*most 1\.0 MiB.*VLLM_SCOPE_ROWS_MIB"):
         opened(inbox, spec, 1000)
     with pytest.raises(SpecError, match=r"of all its completions"):
         opened(inbox, spec, 100, copies=8)
@@ -117,7 +126,7 @@ def test_what_can_never_fit_is_told_so(inbox):
 def test_who_delivers_more_than_there_is_room_for_loses_its_own_rows_alone(inbox):
     spec = Spec((Read("embed"),))
     inbox.budget = Budget(10 * (ROW + LABEL_BYTES))
-    greedy, modest = (opened(inbox, spec, 1) for _ in range(2))
+    greedy, modest = (opened(inbox, spec, 1, owner=owner) for owner in ("greedy", "modest"))
     for position in range(12):
         deliver(inbox, greedy, spec, 1, position, 1)
         if position < 3:
@@ -161,3 +170,60 @@ def test_what_is_copied_for_a_request_that_is_gone_takes_nothing(inbox):
     deliver(inbox, pending, spec, 5, 0, 5)
     assert inbox.budget.num_bytes == 0
     assert not pending._tables
+
+
+def test_a_key_that_takes_all_it_can_leaves_room_for_others(inbox):
+    """What a key holds is at most three times what is free."""
+    spec = Spec((Read("resid_post", [0]),))
+    inbox.budget = Budget(64 * (ROW + LABEL_BYTES))
+
+    def take_all(owner):
+        kept = []
+        try:
+            while True:
+                kept.append(opened(inbox, spec, 1, owner=owner))
+        except CapacityError:
+            return kept
+
+    held = [take_all(owner) for owner in ("first", "second", "third")]
+    assert [len(kept) for kept in held] == [48, 12, 3]
+    del held[0]
+    gc.collect()
+    assert len(take_all("third")) == 36, "of 39, with the 3 that it has"
+
+
+def test_what_comes_beside_prompts_leaves_room_for_others_too(inbox):
+    spec = Spec((Read("embed"),))
+    inbox.budget = Budget(64 * (ROW + LABEL_BYTES))
+    streams = [opened(inbox, spec, 1, owner="never reads") for _ in range(6)]
+    for position in range(60):
+        for pending in streams:
+            deliver(inbox, pending, spec, 1, position, 1)
+    assert inbox.budget.num_bytes <= 48 * (ROW + LABEL_BYTES)
+    other = opened(inbox, spec, 8, owner="other")
+    deliver(inbox, other, spec, 8, 0, 8)
+    other.finish(0, None)
+    assert other.snapshot([5], "length").status == "complete"
+
+
+def test_keys_that_hold_nothing_are_forgotten(inbox):
+    inbox.budget = Budget(1 << 20)
+    for i in range(50):
+        inbox.forget(opened(inbox, Spec((Read("embed"),)), 1, owner=f"key {i}"))
+    assert inbox.budget.num_bytes == 0
+    assert not inbox.budget._held
+
+
+def test_what_a_prompt_delivers_is_told_before_it_is_let_in(inbox):
+    def refuse(num_bytes):
+        assert num_bytes == 3 * (ROW + LABEL_BYTES)
+        raise CapacityError("no room for its file")
+
+    inbox.budget = Budget(1 << 20)
+    token = asking.set(Asker("mine", expect=refuse))
+    try:
+        with pytest.raises(CapacityError, match="no room for its file"):
+            inbox.open(Spec((Read("embed"),)).resolve(SITES), SITES, [1, 2, 3], 100, 1)
+    finally:
+        asking.reset(token)
+    assert (len(inbox), inbox.budget.num_bytes) == (0, 0)

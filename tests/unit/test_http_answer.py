@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import threading
 import time
+from contextlib import suppress
 from functools import wraps
 from types import SimpleNamespace
 
@@ -17,12 +17,15 @@ import torch
 from tests.unit.roads import SITES
 from vllm_scope import Probe, Read, Spec, SpecError, scope
 from vllm_scope.assemble import Part
+from vllm_scope.budget import asking
 from vllm_scope.client.answers import parse_scope
 from vllm_scope.engine import http
+from vllm_scope.errors import CapacityError
 from vllm_scope.result import ScopeResult
 from vllm_scope.server import answer as module
 from vllm_scope.server import encode
 from vllm_scope.server.answer import Answer, Options
+from vllm_scope.server.exchange import Exchange
 from vllm_scope.server.store import Store
 
 SIZE = SITES.hidden_size
@@ -287,9 +290,8 @@ async def chunks_of(found, ended):
 async def test_who_leaves_before_the_first_chunk_leaves_nothing(store):
     """The web framework then drops the generator, which has never run."""
     found, ended = answer(store, streams=True), []
-    made = await http._stream(found, chunks_of(found, ended))
-    del made
-    gc.collect()
+    await http._stream(found, chunks_of(found, ended))
+    await found.exchange.close()
     for _ in range(5):
         await asyncio.sleep(0)
     assert sorted(ended) == ["chunks", "rows"]
@@ -338,3 +340,78 @@ async def test_a_stream_waits_for_the_first_token_where_the_engine_may_still_ref
 
     with pytest.raises(ValueError, match="no room"):
         await http._stream(found, chunks())
+
+
+@pytest.fixture
+def exchange():
+    found = Exchange("owner")
+    token = asking.set(found)
+    yield found
+    asking.reset(token)
+
+
+@on_a_loop
+async def test_a_file_that_nobody_was_told_of_is_deleted(store, exchange):
+    found, made = answer(store, tensors="handle"), response(0)
+    take(found)
+    await found.fill(made)
+    assert (len(store), len(exchange.untold)) == (1, 1)
+    await exchange.close()  # and no part of the answer was sent
+    assert len(store) == 0
+
+
+@on_a_loop
+async def test_a_requests_rows_are_let_go_when_it_is_over_however_it_ends(store, exchange):
+    found, ended = answer(store, streams=True), []
+    assert exchange.timed
+    made = await http._stream(found, chunks_of(found, ended))
+    assert (await anext(made)).startswith("data: ")
+    # Its client leaves while the chunk goes out: nobody closes the generator.
+    await exchange.close()
+    assert sorted(ended) == ["chunks", "rows"]
+
+
+@pytest.mark.parametrize(
+    ("streams", "options", "promised", "needs"),
+    [
+        pytest.param(False, {}, (1 << 20,), 0, id="inline"),
+        pytest.param(False, {}, (1 << 21, 100, 1 << 21), 1 << 22, id="two-of-three-are-large"),
+        pytest.param(False, {"tensors": "handle"}, (100, 0), 100, id="handles"),
+        pytest.param(True, {"stream": "rows"}, (1 << 21,), 0, id="in-chunks"),
+        pytest.param(True, {"stream": "rows"}, (1 << 24,), 1 << 24, id="more-than-a-chunk"),
+        pytest.param(True, {}, (1 << 21,), 1 << 21, id="at-the-end-of-a-stream"),
+    ],
+)
+@on_a_loop
+async def test_room_is_asked_for_where_a_file_will_be_needed(
+    streams, options, promised, needs, store, exchange, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr(store, "check_room", lambda size, owner: asked.append((size, owner)))
+    answer(store, streams, **options)
+    for size in promised:
+        exchange.expect(size)
+    assert asked[-1:] == ([(needs, "owner")] if needs else [])
+
+
+@on_a_loop
+async def test_a_full_store_refuses_what_needs_a_file_and_nothing_else(store, exchange):
+    with suppress(CapacityError):
+        while True:
+            store.put({"x": torch.zeros(100_000)}, {}, "owner")
+    Answer(Options(), store, 1000, "owner", 1, False)
+    exchange.expect(1000)
+    with pytest.raises(CapacityError, match="of this key wait to be fetched"):
+        exchange.expect(700_000)
+    taken, made = answer(store), response(0)
+    take(taken)
+    await taken.fill(made)
+    assert made.choices[0].scope["status"] == "complete"
+
+
+@on_a_loop
+async def test_words_of_faces_alone_ask_for_no_room(store, exchange):
+    """They say in their own field what could not be kept."""
+    Answer(None, store, 1 << 20, "owner", 1, False)
+    exchange.expect(1 << 30)
+    assert exchange.timed

@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -76,6 +77,12 @@ def test_another_owner_neither_finds_nor_deletes_it(store):
     assert owner_of(None) != MINE
 
 
+def test_a_key_is_one_owner_however_its_scheme_is_written():
+    """vLLM compares the scheme without case, the key as it is."""
+    assert {owner_of(f"{scheme} mine") for scheme in ("bearer", "BEARER", "bEARer")} == {MINE}
+    assert len({owner_of(text) for text in ("Bearer Mine", "Bearer mine ", "Basic mine")}) == 3
+
+
 def test_processes_of_one_server_find_each_others_results(store, tmp_path):
     sibling = Store(tmp_path, "run", 10_000, 600.0)
     kept = store.put(ROWS, {}, MINE)
@@ -107,38 +114,54 @@ def test_a_siblings_result_is_not_served_past_its_time(tmp_path):
     writer.close()
 
 
-def test_the_bound_refuses_new_requests_and_twice_as_much_is_never_held(store):
-    store.check_room()
-    store.put({"x": torch.zeros(12_000, dtype=torch.uint8)}, {}, MINE)
-    with pytest.raises(CapacityError, match="of at most 10,000"):
-        store.check_room()
-    with pytest.raises(CapacityError, match="no room to keep it"):
-        store.put({"x": torch.zeros(9_000, dtype=torch.uint8)}, {}, MINE)
+def zeros(num_bytes):
+    return {"x": torch.zeros(num_bytes, dtype=torch.uint8)}
+
+
+def test_the_bound_is_never_passed_and_who_reaches_its_part_is_told(store):
+    store.check_room(7_000, MINE)
+    store.put(zeros(5_000), {}, MINE)
+    with pytest.raises(CapacityError, match=r"results of 5,\d+ bytes of this key.* of 10,000"):
+        store.check_room(3_000, MINE)
+    with pytest.raises(CapacityError, match=r"results of 5,\d+ bytes of this key.* of 10,000"):
+        store.put(zeros(3_000), {}, MINE)
+    with pytest.raises(CapacityError, match=r"8,\d+ bytes; this server keeps at most 7,500 of one"):
+        store.put(zeros(8_000), {}, MINE)
     assert len(store) == 1
 
 
+def test_keys_that_keep_all_they_can_leave_room_for_another(store):
+    for i in range(4):
+        with suppress(CapacityError):
+            while True:
+                store.put(zeros(100), {"scope": '"ü' * 50}, owner_of(f"Bearer {i}"))
+                assert store.num_bytes <= store.most_bytes
+    assert store.open(store.put(zeros(10), {}, OTHER).id, OTHER) is not None
+    store.check_room(10, OTHER)
+
+
 def test_deleting_makes_room(store):
-    kept = store.put({"x": torch.zeros(12_000, dtype=torch.uint8)}, {}, MINE)
+    kept = store.put(zeros(6_000), {}, MINE)
     store.delete(kept.id, MINE)
-    store.check_room()
+    store.check_room(6_000, MINE)
     assert store.num_bytes == 0
 
 
 def test_what_another_process_deleted_makes_room_too(store, tmp_path):
     sibling = Store(tmp_path, "run", 10_000, 600.0)
-    kept = store.put({"x": torch.zeros(12_000, dtype=torch.uint8)}, {}, MINE)
+    kept = store.put(zeros(6_000), {}, MINE)
     with pytest.raises(CapacityError):
-        store.check_room()
+        store.check_room(6_000, MINE)
     sibling.delete(kept.id, MINE)
-    store.check_room()
+    store.check_room(6_000, MINE)
     assert (len(store), store.num_bytes) == (0, 0)
     sibling.close()
 
 
 def test_another_owner_cannot_make_the_store_forget_a_file(store):
-    kept = store.put({"x": torch.zeros(12_000, dtype=torch.uint8)}, {}, MINE)
+    kept = store.put(zeros(6_000), {}, MINE)
     store.delete(kept.id, OTHER)
-    assert store.num_bytes > 12_000
+    assert store.num_bytes > 6_000
 
 
 def test_a_file_that_takes_longer_to_write_than_it_is_kept_ends_too(tmp_path, monkeypatch):

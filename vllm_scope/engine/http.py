@@ -17,7 +17,6 @@ import os
 import re
 import secrets
 import time
-import weakref
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
@@ -81,7 +80,6 @@ async def _create_with_scope(original: Any, self: Any, request: Any, raw_request
             request.n or 1, bool(request.stream),
         )  # fmt: skip
         answer.replies = words.begin(answer.keep)
-        state.store.check_room()
     except SpecError as error:
         raise refusal()(str(error)) from None
     except CapacityError as error:
@@ -134,9 +132,14 @@ async def _stream(answer: Answer, chunks: AsyncGenerator[str, None]) -> Any:
         first.cancel()
         raise answer.error
     made = _chunks(answer, chunks, first)
-    # Where the client leaves before the first chunk is out, the generator never runs.
-    for end in (answer.close, first.cancel):
-        weakref.finalize(made, end).atexit = False
+
+    async def end() -> None:
+        # A client that leaves while a chunk goes out leaves the generator to the garbage
+        # collector; of one that leaves before the first chunk, the generator never runs.
+        await made.aclose()
+        first.cancel()
+
+    answer.exchange.closing.append(end)
     return made
 
 

@@ -27,6 +27,7 @@ from vllm_scope.column import Column
 from vllm_scope.errors import CapacityError, SpecError, shown
 from vllm_scope.result import ScopeResult
 from vllm_scope.server import encode
+from vllm_scope.server.exchange import running
 from vllm_scope.server.faces import Reply
 from vllm_scope.server.store import Kept, Store
 from vllm_scope.spec import Spec
@@ -115,6 +116,7 @@ class Answer:
         replies: of the faces that the request speaks to; set before it is filled.
         error: why a generation failed, once one has.
         opened: set when every generation was let in for sure, or one was not.
+        exchange: the request's; with its end the answer lets go of all rows.
     """
 
     def __init__(
@@ -128,6 +130,13 @@ class Answer:
         self.error: BaseException | None = None
         self.opened = asyncio.Event()
         self._store, self._inline_bytes, self._owner = store, inline_bytes, owner
+        self.exchange = running(owner)
+        self.exchange.timed = True
+        self.exchange.closing.append(self._end)
+        if self._native:
+            self.exchange.expect = self._expect
+        #: What is expected to become a file.
+        self._to_file = 0
         self._room = MAX_INLINE_BYTES
         self._loop = asyncio.get_running_loop()
         self._per_prompt = choices_per_prompt
@@ -161,6 +170,19 @@ class Answer:
         self._num_prompts += 1
         return self._num_prompts - 1
 
+    def _expect(self, num_bytes: int) -> None:
+        """A generation will deliver so much of its prompt.
+
+        Raises:
+            CapacityError: it will become a file, for which there is no room.
+        """
+        inline, in_file = self._inline_bytes, self._options.tensors == "handle"
+        if self.streams and self._options.stream == "rows":
+            inline, in_file = MAX_CHUNK_BYTES, False
+        if num_bytes > inline or (in_file and num_bytes):
+            self._to_file += num_bytes
+            self._store.check_room(self._to_file, self._owner)
+
     def open_one(self, forget: Callable[[], None] | None, sure: bool) -> None:
         """The engine has let in one completion.
 
@@ -184,6 +206,9 @@ class Answer:
         self._choices.clear()
         while self._forget:
             self._forget.pop()()
+
+    async def _end(self) -> None:
+        self.close()
 
     def take(self, prompt: int, completion: Any) -> None:
         """A completion with its `scope` as of now; it replaces the one before."""
@@ -268,6 +293,7 @@ class Answer:
             # Without the path, which is nobody's business.
             raise CapacityError(f"{error.strerror or type(error).__name__}.") from None
         self._kept.append(kept.id)
+        self.exchange.untold.append(lambda: self._store.delete(kept.id, self._owner))
         if self._abandoned:  # while it was written
             self._store.delete(kept.id, self._owner)
         later, sweep = self._loop.call_later, self._store.sweep

@@ -1,18 +1,24 @@
-"""Bodies that are refused before they are read, and which path a request came by.
+"""What every request passes first: bodies are bounded, and it is known who asks, by which path.
 
 Owns:  Door, an ASGI middleware. Inside of vLLM's authentication.
+To:    exchange, answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 from starlette._utils import get_route_path
+from starlette.datastructures import Headers
 
+from vllm_scope.budget import asking
 from vllm_scope.server.answer import current
+from vllm_scope.server.exchange import Exchange
+from vllm_scope.server.settings import ADMIN_KEY, Settings
+from vllm_scope.server.store import owner_of
 
 _Asgi = Callable[..., Awaitable[None]]
 
@@ -22,29 +28,44 @@ class Door:
 
     Args:
         limits: path's beginning -> bytes; the longest that fits holds.
+        timed: beginnings of the paths whose answers a client has to take in time, whatever
+            they are.
     """
 
-    def __init__(self, app: _Asgi, limits: Mapping[str, int]) -> None:
-        self._app = app
+    def __init__(
+        self, app: _Asgi, limits: Mapping[str, int], settings: Settings, timed: Sequence[str] = ()
+    ) -> None:
+        self._app, self._settings, self._timed = app, settings, tuple(timed)
         self._limits = sorted(limits.items(), key=lambda item: -len(item[0]))
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path = get_route_path(scope)
-        token = current.set(path)
-        most = next((most for start, most in self._limits if path.startswith(start)), None)
+        path, headers = get_route_path(scope), Headers(scope=scope)
+        exchange = Exchange(
+            owner_of(headers.get("authorization")),
+            operator=self._settings.is_operators(headers.get(ADMIN_KEY, "")),
+            timed=path.startswith(self._timed),
+        )
+        tokens = current.set(path), asking.set(exchange)
         try:
-            if most is None:
-                await self._app(scope, receive, send)
-            elif _announced(scope) > most:
-                body = {"error": _error(f"the body has {_announced(scope):,} bytes", most)}
-                await JSONResponse(body, 413, {"Connection": "close"})(scope, receive, send)
-            else:
-                await self._app(scope, _bounded(receive, most), send)
+            sending = exchange.sender(scope, receive, send, self._settings.write_timeout_s)
+            await self._enter(path, scope, receive, sending)
         finally:
-            current.reset(token)
+            await exchange.close()
+            current.reset(tokens[0])
+            asking.reset(tokens[1])
+
+    async def _enter(self, path: str, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        most = next((most for start, most in self._limits if path.startswith(start)), None)
+        if most is None:
+            await self._app(scope, receive, send)
+        elif _announced(scope) > most:
+            body = {"error": _error(f"the body has {_announced(scope):,} bytes", most)}
+            await JSONResponse(body, 413, {"Connection": "close"})(scope, receive, send)
+        else:
+            await self._app(scope, _bounded(receive, most), send)
 
 
 def _announced(scope: dict[str, Any]) -> int:

@@ -79,8 +79,9 @@ def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
         reading += face.reading
         changing += [(r, admin_or_bearer if face.bearer else admin) for r in face.changing]
     routers = [*reading, *(router for router, _ in changing)]
-    limits |= {router.prefix: MAX_OPERATOR_BYTES for router in routers}
-    app.add_middleware(Door, limits=limits)
+    prefixes = [router.prefix for router in routers]
+    limits |= dict.fromkeys(prefixes, MAX_OPERATOR_BYTES)
+    app.add_middleware(Door, limits=limits, settings=settings, timed=prefixes)
     app.add_exception_handler(RefusalError, refused)
     for router in reading:
         app.include_router(router, responses=errors(400, 404))

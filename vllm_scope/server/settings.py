@@ -6,7 +6,9 @@ part of the compile key, and the operator's key is to be in no configuration tha
 
 from __future__ import annotations
 
+import hashlib
 import os
+import secrets
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,6 +23,8 @@ from vllm_scope.vectors.containers import MAX_BYTES
 
 #: Set by the first process of a server; its other API servers inherit it.
 RUN = "VLLM_SCOPE_RUN"
+#: The header that has the operator's key.
+ADMIN_KEY = "X-Scope-Admin-Key"
 #: Bodies of /v1/scope: a module, and what safetensors adds to it.
 MAX_OPERATOR_BYTES = MAX_BYTES + (1 << 20)
 
@@ -34,13 +38,17 @@ class Settings:
         inline_bytes: VLLM_SCOPE_INLINE_KIB: tensors of a choice up to this are part of
             the answer, larger ones a file.
         rows_bytes: VLLM_SCOPE_ROWS_MIB: rows and scores of running requests, of an API
-            server process; None shares a quarter of the memory out among them. Whose prompt
-            has no room is refused; whose tokens have none later, loses its rows.
-        results_bytes: VLLM_SCOPE_RESULTS_MIB: files of an API server process. Where
-            they are full, requests that read are refused.
+            server process; None shares a quarter of the memory out among them. One key's are
+            at most three times what is free. Whose prompt has no room is refused; whose tokens
+            have none later, loses its rows.
+        results_bytes: VLLM_SCOPE_RESULTS_MIB: files of an API server process. One key's are
+            at most three times what is free. A request that needs a file for which there is
+            no room is refused.
         results_ttl_s: VLLM_SCOPE_RESULTS_TTL_S: how long a file is kept.
         results_dir: VLLM_SCOPE_RESULTS_DIR: where the folder of files is made.
         body_bytes: VLLM_SCOPE_MAX_BODY_MIB: of a request to complete or to chat.
+        write_timeout_s: VLLM_SCOPE_WRITE_TIMEOUT_S: for how long the client of an answer with
+            a scope may take nothing of it, before it is hung up on.
     """
 
     admin_key: str | None
@@ -50,6 +58,7 @@ class Settings:
     results_ttl_s: float
     results_dir: Path
     body_bytes: int
+    write_timeout_s: float
 
     @staticmethod
     def from_environment(environ: Mapping[str, str] = os.environ) -> Settings:
@@ -63,7 +72,15 @@ class Settings:
             _number(environ, "VLLM_SCOPE_RESULTS_TTL_S", 600),
             Path(environ.get("VLLM_SCOPE_RESULTS_DIR") or tempfile.gettempdir()),
             int(_number(environ, "VLLM_SCOPE_MAX_BODY_MIB", 256) * 2**20),
+            _number(environ, "VLLM_SCOPE_WRITE_TIMEOUT_S", 60),
         )
+
+    def is_operators(self, key: str) -> bool:
+        """Whether this is the operator's key; False for any where there is none."""
+        # Of digests, so that the time tells nothing of the key's length either.
+        expected = hashlib.sha256((self.admin_key or "").encode()).digest()
+        given = hashlib.sha256(key.encode("latin-1", "replace")).digest()
+        return secrets.compare_digest(given, expected) and self.admin_key is not None
 
     def rows_of(self, num_processes: int) -> int:
         """`rows_bytes` of each of a server's API server processes."""

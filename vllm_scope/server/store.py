@@ -5,14 +5,16 @@ Runs:  in each API server process. Those of one server share a folder, so any of
        can serve what another has written; each one ends its own files.
 
 Promise: a file is found by its id together with its owner, and by nothing else: an id
-is 192 random bits, and the owner is part of the name that is looked up. What is larger
-than the bound is not kept; what is older than its time is gone.
+is 192 random bits, and the owner is part of the name that is looked up. The files of a
+process never have more bytes than the bound, and those of one key leave room for others';
+what is older than its time is gone.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import math
 import os
 import re
@@ -28,6 +30,7 @@ from typing import BinaryIO
 
 from torch import Tensor
 
+from vllm_scope.budget import fits, most_of_one
 from vllm_scope.errors import CapacityError
 from vllm_scope.files.tensors import write_tensors
 
@@ -35,6 +38,8 @@ _ID = re.compile(r"[A-Za-z0-9_-]{32}")
 #: A folder without a holder that is younger may be one that is just being made.
 _NEW_S = 60.0
 _PIECE_BYTES = 1 << 20
+#: What a tensor's entry takes in a file's header beside its name: dtype, shape, offsets.
+_ENTRY_BYTES = 200
 
 
 @dataclass(frozen=True)
@@ -63,13 +68,16 @@ class _File:
     """
 
     path: Path
+    owner: str
     num_bytes: int
     ends_at: float = math.inf
 
 
 def owner_of(authorization: str | None) -> str:
-    """Who may fetch what a request left: all who send the same Authorization header."""
-    return hashlib.sha256((authorization or "").encode()).hexdigest()[:32]
+    """Who may fetch what a request left: all who send the same key. The scheme's case does not
+    matter, as it does not to vLLM: one key is one owner."""
+    scheme, space, key = (authorization or "").partition(" ")
+    return hashlib.sha256(f"{scheme.lower()}{space}{key}".encode()).hexdigest()[:32]
 
 
 class Store:
@@ -78,7 +86,7 @@ class Store:
     Args:
         parent: where the folder is made, of mode 700.
         run: shared by the processes of one server.
-        most_bytes: from here on `check_room` refuses; twice as much is never held.
+        most_bytes: of all files; of one key's, what `budget.fits` allows of it.
         ttl_s: seconds for which a file is kept.
     """
 
@@ -120,14 +128,30 @@ class Store:
     def __len__(self) -> int:
         return len(self._files)
 
-    def check_room(self) -> None:
-        """Raises CapacityError where the files have reached their bound."""
+    def check_room(self, num_bytes: int, owner: str) -> None:
+        """Raises CapacityError where a file of so many bytes could not be kept now."""
         self.sweep()
-        if self.num_bytes >= self.most_bytes:
+        if not self._fits(num_bytes, owner):
             self.forget_deleted()
-        if self.num_bytes >= self.most_bytes:
+        self._check(num_bytes, owner)
+
+    def _fits(self, num_bytes: int, owner: str) -> bool:
+        return fits(self._held_by(owner), self.num_bytes, num_bytes, self.most_bytes)
+
+    def _held_by(self, owner: str) -> int:
+        return sum(file.num_bytes for file in list(self._files.values()) if file.owner == owner)
+
+    def _check(self, num_bytes: int, owner: str) -> None:
+        most = most_of_one(self.most_bytes)
+        if num_bytes > most:
             raise CapacityError(
-                f"results of {self.num_bytes:,} bytes wait to be fetched, of at most "
+                f"the result takes {num_bytes:,} bytes; this server keeps at most {most:,} of one "
+                "key (3/4 of VLLM_SCOPE_RESULTS_MIB). Read fewer tokens or layers."
+            )
+        if not self._fits(num_bytes, owner):
+            raise CapacityError(
+                f"results of {self._held_by(owner):,} bytes of this key wait to be fetched, and "
+                f"one more takes {num_bytes:,}; a key's may be three times what is free of "
                 f"{self.most_bytes:,}. Fetch them with ?delete=true, or send this again later."
             )
 
@@ -138,19 +162,16 @@ class Store:
             CapacityError: it does not fit.
             OSError: it cannot be written.
         """
-        size = sum(tensor.nbytes for tensor in tensors.values())
+        size = len(json.dumps([*tensors, dict(metadata)])) + _ENTRY_BYTES
+        size += sum(tensor.nbytes + _ENTRY_BYTES for tensor in tensors.values())
         name = secrets.token_urlsafe(24)
         path = self._path(name, owner)
         with self._lock:
-            if self.num_bytes + size > 2 * self.most_bytes:
+            if not self._fits(size, owner):
                 self.forget_deleted()
-            if self.num_bytes + size > 2 * self.most_bytes:
-                raise CapacityError(
-                    f"the result has {size:,} bytes and there is no room to keep it; read fewer "
-                    "tokens or layers, or fetch other results first."
-                )
+            self._check(size, owner)
             self._hold()
-            file = self._files[name] = _File(path, size)
+            file = self._files[name] = _File(path, owner, size)
         hidden = path.with_suffix(".part")
         try:
             with open(hidden, "xb", buffering=0) as raw:
