@@ -5,26 +5,30 @@ Runs:  in the front-end, before a request is checked and where outputs are given
 From:  faces (which register).   To: frontend.
 
 Promise: behind this seam a request is a spec like any other. What a translator adds to
-outputs is added to outputs of its requests only, and an error in it never leaves them.
+outputs is added to outputs of its requests only, and an error in it never leaves them. An
+error of the spec names what the caller wrote, wherever it is found: `in_words`.
 """
 
 from __future__ import annotations
 
 import logging
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_scope.actions import Action
+from vllm_scope.actions import Action, Probe, Read
 from vllm_scope.engine.functions import FUNCTIONS, Functions, keep
-from vllm_scope.errors import ScopeError
+from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.sites import Sites
 from vllm_scope.spec import Spec, scope
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Where decorators are in `extra_args` until the front-end takes them out again.
+#: Where a request's Decorators are in `extra_args` until the front-end takes them out again.
 DECORATORS = "scope_decorators"
 
 #: (output, completion): called whenever the completion got a snapshot of its rows, as
@@ -41,11 +45,29 @@ class Translation:
         decorate: gives outputs the attributes that the keys' users expect.
         functions: Python to run between layers. Only beside actions, and `decorate` is to
             hold on to it.
+        paths: what errors call the actions, of which `named` makes them: "edits[3]" or
+            "edits[3].vector", counted by kind among these actions -> the caller's words.
     """
 
     actions: tuple[Action, ...] = ()
     decorate: Decorator | None = None
     functions: Functions | None = None
+    paths: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Decorators:
+    """What a request's translators said beside its actions.
+
+    Attributes:
+        paths: as a Translation's, counted among all actions of the request.
+    """
+
+    each: tuple[Decorator, ...] = ()
+    paths: Mapping[str, str] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Decorator]:
+        return iter(self.each)
 
 
 #: The values of a translator's keys, those that a request has; the engine's sites.
@@ -109,8 +131,7 @@ def translated(params: Any, vllm_config: Any, sites: Sites) -> Any:
         SpecError: they ask for what cannot be.
     """
     extra = dict(params.extra_args or {})
-    actions: list[Action] = []
-    decorators: list[Decorator] = []
+    translations: list[Translation] = []
     for entry in _entries.values():
         values = {key: extra.pop(key) for key in entry.keys if key in extra}
         of_all = entry.everywhere(vllm_config) if entry.everywhere is not None else None
@@ -118,19 +139,84 @@ def translated(params: Any, vllm_config: Any, sites: Sites) -> Any:
             continue
         values |= of_all or {}
         translation = entry.translate(values, sites)
-        actions += translation.actions
-        if translation.actions and translation.decorate is not None:
-            decorators.append(translation.decorate)
+        if translation.actions:
+            translations.append(translation)
         if translation.functions is not None:
             extra[FUNCTIONS] = keep(translation.functions)
-    if actions:
+    if translations:
         own = Spec.from_json(extra["scope"]) if "scope" in extra else None
-        mine = (*own.reads, *own.probes, *own.edits) if own is not None else ()
-        extra |= scope(*mine, *actions)
-        extra[DECORATORS] = decorators
+        actions = [*own.reads, *own.probes, *own.edits] if own is not None else []
+        paths: dict[str, str] = {}
+        for each in translations:
+            paths |= _moved(each.paths, actions)
+            actions += each.actions
+        extra |= scope(*actions)
+        decorators = (each.decorate for each in translations)
+        extra[DECORATORS] = Decorators(tuple(d for d in decorators if d is not None), paths)
     params = copy(params)
     params.extra_args = extra or None
     return params
+
+
+# What errors call the actions
+
+
+def named(said: Iterable[tuple[Action, Mapping[str, str]]]) -> dict[str, str]:
+    """The paths of a translation.
+
+    Args:
+        said: its actions in their order, each with the caller's words: "" for the action,
+            ".tokens" for one of its fields. A field without words follows the action's.
+    """
+    counts: Counter[str] = Counter()
+    paths: dict[str, str] = {}
+    for action, words in said:
+        name = _field_of(action)
+        paths |= {f"{name}[{counts[name]}]{end}": path for end, path in words.items()}
+        counts[name] += 1
+    return paths
+
+
+def in_words(text: str, paths: Mapping[str, str]) -> str:
+    """A sentence that begins with a path, with the caller's words in its place.
+
+    Args:
+        paths: path -> the caller's words; that of a field, or of all that have the field.
+    """
+    if found := _PATH.match(text):
+        whole, action, end = found[0], found[1], found[2] or ""
+        if whole in paths:
+            return paths[whole] + text[found.end() :]
+        if action in paths:
+            return paths[action] + end + text[found.end() :]
+    return text
+
+
+@contextmanager
+def called(paths: Mapping[str, str]) -> Iterator[None]:
+    """Have a SpecError inside begin with the caller's words, as `in_words` does."""
+    try:
+        yield
+    except SpecError as error:
+        raise SpecError(in_words(str(error), paths)) from None
+
+
+_PATH = re.compile(r"(\w+(?:\[\d+\])?)(\.\w+)?")
+
+
+def _field_of(action: Action) -> str:
+    """Where a spec has it."""
+    return {Read: "reads", Probe: "probes"}.get(type(action), "edits")
+
+
+def _moved(paths: Mapping[str, str], before: Iterable[Action]) -> dict[str, str]:
+    """Paths of a translation, where these actions come before its own."""
+    counts = Counter(map(_field_of, before))
+    moved = {}
+    for path, words in paths.items():
+        name, number, end = re.split(r"\[(\d+)\]", path, maxsplit=1)
+        moved[f"{name}[{int(number) + counts[name]}]{end}"] = words
+    return moved
 
 
 class OfEach(Mapping[Any, Any]):

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from vllm_scope.actions import Read
 from vllm_scope.codecs import Codec, codec_from, make_codec
-from vllm_scope.engine.translators import Translation, give
+from vllm_scope.engine.translators import Translation, give, named
 from vllm_scope.errors import ConfigError, FileError, ScopeError, SpecError, shown
 from vllm_scope.files.names import clean, digest
 from vllm_scope.files.publish import LocalPublisher, write_bytes
@@ -122,7 +122,9 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
         if output.metrics is not None:
             output.metrics.extras = {"activation_manifest": output.activation_manifest}
 
-    return Translation((Read(SITE, "all"),), decorate)
+    read = Read(SITE, "all")
+    words = dict.fromkeys(("", ".site"), "the stream that VLLM_ACT_CAPTURE reads")
+    return Translation((read,), decorate, paths=named([(read, words)]))
 
 
 def _write(settings: Settings, codec: Codec, request_id: str, completion: Any) -> dict[str, Any]:

@@ -92,11 +92,16 @@ def parsed(value: Any, where: str) -> Any:
 
 
 def check_vector(value: Any, size: int, room: Room, where: str) -> None:
-    """Raise SpecError where a list is not one vector of `size` numbers; others are let pass."""
-    if not isinstance(value, list | tuple):
+    """Raise SpecError where a list or an array is not one vector of `size` numbers.
+
+    What is neither is let pass.
+    """
+    of_lists = isinstance(value, list | tuple)
+    shape: tuple[int, ...] = (len(value),) if of_lists else getattr(value, "shape", ())
+    if len(shape) == 1 and shape[0] != size:
+        raise SpecError(f"{where} has {shape[0]:,} numbers; this model's rows have {size}.")
+    if not of_lists:
         return
-    if len(value) != size:
-        raise SpecError(f"{where} has {len(value):,} numbers; this model's rows have {size}.")
     room.take("numbers in lists", size, where)
     if any(issubclass(kind, _NO_NUMBERS) for kind in set(map(type, value))):
         raise SpecError(f"{where} has more than numbers; it is a list of {size} numbers.")

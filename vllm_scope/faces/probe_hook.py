@@ -30,7 +30,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM as Engine
 
 from vllm_scope.actions import Read
-from vllm_scope.engine.translators import Translation, give
+from vllm_scope.engine.translators import Translation, called, give, named
 from vllm_scope.errors import ScopeError, SpecError, shown
 from vllm_scope.result import ScopeResult
 from vllm_scope.selectors import Except
@@ -41,6 +41,8 @@ __all__ = ["LLM", "AsyncLLM", "HiddenStates", "SamplingParams"]
 
 SITE = "resid_post"
 KEY = "probe_hook"
+#: What errors call the parts of a read: arguments of LLM and AsyncLLM.
+WORDS = {"Read.layers": "layers", "Read.site": "layers"}
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class Options:
         for name, value in vars(self).items():
             if name != "layers" and not isinstance(value, bool):
                 raise SpecError(f"{name} is {shown(value)}; it is True or False.")
-        Read(SITE, self.layers)
+        with called(WORDS):
+            Read(SITE, self.layers)
         if not self.prefill and not self.decode:
             raise SpecError(
                 "nothing is captured: include_prefill and include_decode are both False."
@@ -159,9 +162,10 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
     """What the classes below put into a request."""
     options = values[KEY]
     if not isinstance(options, Options):
-        raise SpecError(f"extra_args[{KEY!r}] is set by LLM and AsyncLLM of this module.")
+        raise SpecError(f"{KEY} is set by LLM and AsyncLLM of this module.")
     numbers = Read(SITE, options.layers).layer_numbers
-    layers = [layer for _, layer in sites.find(SITE, numbers, KEY)]
+    with called(WORDS):
+        layers = [layer for _, layer in sites.find(SITE, numbers, "Read")]
 
     def decorate(output: Any, completion: Any) -> None:
         result = completion.scope
@@ -170,7 +174,9 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
         give(output, completion, "hidden_states", decode)
         give(output, completion, "prefill_hidden", prefill)
 
-    return Translation(tuple(options.reads()), decorate)
+    reads = options.reads()
+    paths = named((read, {".layers": "layers", ".site": "layers"}) for read in reads)
+    return Translation(tuple(reads), decorate, paths=paths)
 
 
 def _last_token_request(completion: Any) -> tuple[dict[str, Any], SamplingParams]:

@@ -25,9 +25,10 @@ import numpy as np
 import torch
 
 from vllm_scope.actions import MEMORY, Read
-from vllm_scope.engine.translators import give
+from vllm_scope.engine.translators import called, give
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.faces.bounds import MOST, Room, few, parsed
+from vllm_scope.faces.steering_http.vectors import HOOKS
 from vllm_scope.files import open as open_files
 from vllm_scope.result import ScopeResult
 from vllm_scope.sinks import Manifest
@@ -36,7 +37,7 @@ from vllm_scope.sites import ALIASES, Sites
 from vllm_scope.vectors.hooks import mapping, site_of
 from vllm_scope.vectors.module import MAX_LAYER
 
-WHERE = "extra_args['capture']"
+WHERE = "capture"
 #: The words for positions of a capture.
 _POSITIONS = {
     "last_prompt": "last_prompt",
@@ -46,7 +47,6 @@ _POSITIONS = {
 }
 _FIELDS = ("request_id", "tag", "hooks", "positions")
 _STATUS = {"ok": "ok", "partial": "partial_error", "error": "error"}
-_HOOKS = {site: hook for hook, site in ALIASES.items()}
 
 
 @dataclass
@@ -90,8 +90,8 @@ class CaptureResult:
         return {"status": self.status, "error": self.error, "payload": payload or {}}
 
 
-def reads_of(capture: Any, sites: Sites, room: Room) -> list[Read]:
-    """One Read for each hook of each consumer.
+def reads_of(capture: Any, sites: Sites, room: Room) -> list[tuple[Read, dict[str, str]]]:
+    """One Read for each hook of each consumer, and what errors call it.
 
     Args:
         room: what the request may still say.
@@ -103,13 +103,15 @@ def reads_of(capture: Any, sites: Sites, room: Room) -> list[Read]:
     consumers = parsed(capture, WHERE)
     few(consumers, MOST["reads"], "consumers", WHERE)
     return [
-        read
+        one
         for consumer, wanted in mapping(consumers, WHERE).items()
-        for read in _reads_to(consumer, wanted, f"{WHERE}[{shown(consumer)}]", sites, room)
+        for one in _reads_to(consumer, wanted, f"{WHERE}[{shown(consumer)}]", sites, room)
     ]
 
 
-def _reads_to(consumer: Any, wanted: Any, where: str, sites: Sites, room: Room) -> list[Read]:
+def _reads_to(
+    consumer: Any, wanted: Any, where: str, sites: Sites, room: Room
+) -> list[tuple[Read, dict[str, str]]]:
     if is_dataclass(wanted) and not isinstance(wanted, type):
         wanted = asdict(wanted)
     few(wanted, len(_FIELDS) + 1, "fields", where)
@@ -138,13 +140,18 @@ def _reads_to(consumer: Any, wanted: Any, where: str, sites: Sites, room: Room) 
         if isinstance(given, list | tuple):
             room.take("positions", len(given), f"{where}['positions']")
         site, path = site_of(hook, place), f"{place}[{hook!r}]"
-        found.append(
-            Read(
+        words = {
+            "": path, ".layers": path, ".site": path, ".tokens": f"{where}['positions']",
+            ".to": f"{WHERE}'s consumer", ".tag": f"{where}['tag']",
+            ".name": f"{where}['request_id']",
+        }  # fmt: skip
+        with called({f"Read{end}": word for end, word in words.items()}):
+            read = Read(
                 site, layers_of(layers, path, sites.num_layers),
                 positions_of(given, f"{where}['positions']"),
                 to=consumer, tag=fields.get("tag"), name=fields.get("request_id"),
-            )
-        )  # fmt: skip
+            )  # fmt: skip
+        found.append((read, words))
     return found
 
 
@@ -253,7 +260,7 @@ def read_request(path: str | Path) -> dict[tuple[int, str], CaptureEntry]:
     for site, layer in request.keys():
         rows = request[site, layer]
         bits = rows.view(torch.uint16) if rows.dtype == torch.bfloat16 else rows
-        hook = _HOOKS.get(site, site)
+        hook = HOOKS.get(site, site)
         entries[layer, hook] = CaptureEntry(
             layer, hook, bits.numpy(), str(rows.dtype).removeprefix("torch."),
             request.positions(site, layer).tolist(),

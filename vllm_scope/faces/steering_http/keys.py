@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from vllm_scope.actions import Action, Add
-from vllm_scope.engine.translators import Translation
+from vllm_scope.actions import Add, Edit
+from vllm_scope.engine.translators import Translation, called, named
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.faces.bounds import Room, parsed
 from vllm_scope.faces.steering_http.capture import decorate, reads_of
-from vllm_scope.faces.steering_http.vectors import adds_of, clamps_of
+from vllm_scope.faces.steering_http.vectors import adds_of, clamps_of, words_of
 from vllm_scope.sites import Sites
 from vllm_scope.vectors import load_vectors, to_bytes
 from vllm_scope.vectors.hooks import REQUEST_TIERS, number_of
@@ -45,35 +45,38 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
     """
     for key, instead in REFUSED.items():
         if values.get(key) is not None:
-            raise SpecError(f"extra_args[{key!r}] cannot be met: {instead}.")
+            raise SpecError(f"{key} cannot be met: {instead}.")
     room = Room()
-    actions: list[Action] = _module(values)
+    edits: list[tuple[Edit, dict[str, str]]] = _module(values)
     for key, tokens in REQUEST_TIERS.items():
-        actions += adds_of(values.get(key), tokens, f"extra_args[{key!r}]", sites, room)
+        adds = adds_of(values.get(key), tokens, key, sites, room)
+        edits += [(add, words_of(add, key)) for add in adds]
     # The fork clamps what leaves a hook, whatever was added there.
     for key, tokens in CLAMP_TIERS.items():
-        actions += clamps_of(values.get(key), tokens, f"extra_args[{key!r}]", sites, room)
+        clamps = clamps_of(values.get(key), tokens, key, sites, room)
+        edits += [(clamp, words_of(clamp, key)) for clamp in clamps]
     reads = reads_of(values.get("capture"), sites, room)
-    if not reads:
-        return Translation(tuple(actions))
-    consumers = tuple(dict.fromkeys(read.to for read in reads))
-    return Translation((*actions, *reads), partial(decorate, consumers=consumers))
+    actions = (*(edit for edit, _ in edits), *(read for read, _ in reads))
+    consumers = tuple(dict.fromkeys(read.to for read, _ in reads))
+    decorator = partial(decorate, consumers=consumers) if reads else None
+    return Translation(actions, decorator, paths=named([*edits, *reads]))
 
 
-def _module(values: Mapping[str, Any]) -> list[Action]:
+def _module(values: Mapping[str, Any]) -> list[tuple[Edit, dict[str, str]]]:
     """(name, scale), or a name alone, under either key."""
     given = [k for k in ("steering_module_ref", "steering_name") if values.get(k) is not None]
     if not given:
         return []
     if len(given) > 1:
-        raise SpecError("extra_args has steering_module_ref and steering_name; give one of them.")
-    where, ref = f"extra_args[{given[0]!r}]", values[given[0]]
+        raise SpecError("steering_module_ref and steering_name mean the same; give one of them.")
+    where, ref = given[0], values[given[0]]
     if isinstance(ref, str) and ref.startswith("["):
         ref = parsed(ref, where)
     pair = (ref, 1.0) if isinstance(ref, str) else ref
     if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], str):
         raise SpecError(f"{where} is {shown(ref)}; it is (name, scale).")
-    return [Add(pair[0], scale=number_of(pair[1], f"{where}[1]"))]
+    with called({"Add.vector": where, "Add.scale": f"{where}[1]"}):
+        return [(Add(pair[0], scale=number_of(pair[1], f"{where}[1]")), {"": where})]
 
 
 def load_modules(llm: Any, modules: Iterable[str]) -> dict[str, str]:

@@ -22,8 +22,8 @@ from vllm_scope.arrays import Array
 from vllm_scope.errors import SpecError
 from vllm_scope.faces.bounds import Room
 from vllm_scope.faces.steering_http.bounded import bounded_vectors
-from vllm_scope.faces.steering_http.vectors import clamps_of, stacked
-from vllm_scope.sites import ALIASES, SiteLayer, Sites
+from vllm_scope.faces.steering_http.vectors import HOOKS, clamps_of, stacked
+from vllm_scope.sites import SiteLayer, Sites
 from vllm_scope.spec import Spec, scope
 from vllm_scope.vectors.hooks import (
     MODULE_TIERS,
@@ -35,7 +35,6 @@ from vllm_scope.vectors.hooks import (
 )
 
 CLAMP_TIERS = {"clamps": "all", "prefill_clamps": "prompt", "decode_clamps": "generated"}
-_HOOKS = {site: hook for hook, site in ALIASES.items()}
 #: A tier's tokens -> what its norm is called.
 _NORMS = {"all": "norm", "prompt": "prefill_norm", "generated": "decode_norm"}
 
@@ -90,7 +89,7 @@ class Wanted:
 
     @property
     def hooks(self) -> list[str]:
-        return sorted({_HOOKS[site] for _, _, site, _ in self.places})
+        return sorted({HOOKS[site] for _, _, site, _ in self.places})
 
     @property
     def layers(self) -> list[int]:
@@ -107,7 +106,7 @@ def _empty(clamps: Any, where: str) -> Iterator[SiteLayer]:
 
 
 def _check(site: str, layer: int, size: int, field: str, sites: Sites) -> None:
-    where = f"{field}[{_HOOKS[site]!r}]"
+    where = f"{field}[{HOOKS[site]!r}]"
     sites.find(site, (layer,), where)
     if size != sites.hidden_size:
         raise SpecError(
@@ -138,7 +137,7 @@ def _places(edit: Edit) -> list[_Place]:
     values = getattr(edit, edit.fields[0])
     tokens, layers = edit.tokens.to_json(), edit.layer_numbers
     plain = isinstance(edit, Clamp) or (isinstance(edit, Add) and not edit.norm_match)
-    if not plain or not isinstance(values, Array) or layers is None or edit.site not in _HOOKS:
+    if not plain or not isinstance(values, Array) or layers is None or edit.site not in HOOKS:
         return []
     if not isinstance(tokens, str) or tokens not in _NORMS:
         return []
@@ -183,10 +182,10 @@ def status(text: str | None) -> dict[str, Any]:
                 clamps[place] = clamps.get(place, 0) + 1
     active: dict[int, dict[str, dict[str, Any]]] = {}
     for (_, tokens, site, layer), vector in sums.items():
-        entry = active.setdefault(layer, {}).setdefault(_HOOKS[site], {})
+        entry = active.setdefault(layer, {}).setdefault(HOOKS[site], {})
         entry[_NORMS[tokens]] = float(np.linalg.norm(vector))
     for (_, tokens, site, layer), count in clamps.items():
-        entry = active.setdefault(layer, {}).setdefault(_HOOKS[site], {})
+        entry = active.setdefault(layer, {}).setdefault(HOOKS[site], {})
         entry[_NORMS[tokens].replace("norm", "clamps")] = count
     layers = {str(layer): hooks for layer, hooks in sorted(active.items())}
     return {"active_layers": layers, "other_edits": others}

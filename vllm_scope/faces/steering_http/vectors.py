@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from vllm_scope.actions import MAX_FLOAT32, Add, Clamp
+from vllm_scope.actions import MAX_FLOAT32, Add, Clamp, Edit
+from vllm_scope.engine.translators import called
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.faces.bounds import Room
 from vllm_scope.faces.steering_http.bounded import bounded_clamps, bounded_vectors
-from vllm_scope.sites import SiteLayer, Sites
+from vllm_scope.sites import ALIASES, SiteLayer, Sites
 from vllm_scope.vectors.hooks import (
     HookVectors,
     is_packed,
@@ -34,6 +35,7 @@ from vllm_scope.vectors.hooks import (
     site_of,
 )
 
+HOOKS = {site: hook for hook, site in ALIASES.items()}
 _BOUNDS = {"min", "max", "value"}
 
 
@@ -67,6 +69,12 @@ def clamps_of(body: Any, tokens: Any, where: str, sites: Sites, room: Room) -> l
         _clamp(stream, fields, tokens, place)
         for stream, fields, place in _clamp_entries(hooks, where)
     ]
+
+
+def words_of(edit: Edit, key: str) -> dict[str, str]:
+    """What errors call an edit of a tier."""
+    place = f"{key}[{HOOKS[edit.site]!r}]"
+    return dict.fromkeys(("", ".layers", ".site", ".tokens", f".{edit.fields[0]}"), place)
 
 
 def _clamp_entries(
@@ -127,14 +135,8 @@ def _clamp(stream: SiteLayer, fields: Mapping[str, Any], tokens: Any, where: str
         bounds[name] = none if value is None else number_of(value, f"{where}.{name}")
     strength = number_of(fields.get("strength", 1.0), f"{where}.strength")
     direction = one_vector(fields["vector"], f"{where}.vector")
-    try:
+    words = {".direction": ".vector", ".lo": ".min", ".hi": ".max", ".strength": ".strength"}
+    with called({f"Clamp{ours}": f"{where}{theirs}" for ours, theirs in words.items()}):
         return Clamp(
             direction, bounds["min"], bounds["max"], site, layer, tokens=tokens, strength=strength
         )
-    except SpecError as error:
-        words = {"Clamp.direction": f"{where}.vector", "Clamp.lo": f"{where}.min",
-                 "Clamp.hi": f"{where}.max", "Clamp.strength": f"{where}.strength"}  # fmt: skip
-        text = str(error)
-        for ours, theirs in words.items():
-            text = text.replace(ours, theirs, 1)
-        raise SpecError(text) from None

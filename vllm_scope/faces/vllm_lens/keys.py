@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vllm_scope.actions import Action, Add, Read
-from vllm_scope.engine.translators import Translation, give
+from vllm_scope.engine.translators import Translation, called, give, named
 from vllm_scope.errors import ScopeError, SpecError, shown
 from vllm_scope.faces import PERSISTENT
 from vllm_scope.faces.bounds import MOST, Room, check_vector, few, parsed
@@ -87,25 +87,26 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
     of_all: PersistentHooks | None = values.get(PERSISTENT)
     own = _hooks(_parsed(values, "apply_hooks"))
     run = _run(of_all.hooks if of_all is not None else (), own, sites)
-    actions: list[Action] = []
     vectors = _listed(_parsed(values, "apply_steering_vectors"))
-    where = "extra_args['apply_steering_vectors'][{}]"
     room = Room()
     for i, vector in enumerate(vectors):
-        _check_size(vector, sites, room, where.format(i))
-    for i, vector in enumerate(vectors):
-        actions += _adds(vector, where.format(i))
+        _check_size(vector, sites, room, f"apply_steering_vectors[{i}]")
+    said = [
+        one for i, vector in enumerate(vectors)
+        for one in _adds(vector, f"apply_steering_vectors[{i}]")
+    ]  # fmt: skip
     if run is not None:
-        _check_order(run, actions)
+        _check_order(run, [action for action, _ in said])
     layers = _layers(values, "output_residual_stream", sites)
     if layers is not None:
-        actions.append(Read(SITE, layers))
+        said.append((Read(SITE, layers), _of_key("output_residual_stream")))
     qk_layers = _layers(values, "output_qk", sites)
     if qk_layers is not None:
         _check_tapped(sites)
-        actions += [Read("q", qk_layers), Read("k", qk_layers)]
-    if run is not None and not actions:
-        actions.append(Read(SITE, tokens=Except("prompt", "prompt")))  # of no token
+        said += [(Read(site, qk_layers), _of_key("output_qk")) for site in ("q", "k")]
+    if run is not None and not said:
+        none = Read(SITE, tokens=Except("prompt", "prompt"))  # of no token
+        said.append((none, _of_key("apply_hooks")))
 
     def decorate(output: Any, completion: Any) -> None:
         if layers is not None or qk_layers is not None:
@@ -118,7 +119,12 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
             name = output.request_id if alone else f"{completion.index}_{output.request_id}"
             of_all.results[name] = run.results(completion.index, of_all=True)
 
-    return Translation(tuple(actions), decorate, run)
+    return Translation(tuple(action for action, _ in said), decorate, run, named(said))
+
+
+def _of_key(key: str) -> dict[str, str]:
+    """What a read is called of which a key says the layers alone."""
+    return {"": key, ".layers": key, ".site": key}
 
 
 def _hooks(asked: Any) -> list[Hook]:
@@ -126,7 +132,7 @@ def _hooks(asked: Any) -> list[Hook]:
         return []
     if not isinstance(asked, list | tuple) or not all(isinstance(hook, Hook) for hook in asked):
         raise SpecError(
-            f"extra_args['apply_hooks'] is {shown(asked)}; it is a list of Hook. Their functions "
+            f"apply_hooks is {shown(asked)}; it is a list of Hook. Their functions "
             "are arbitrary code of this process, and do not travel: a server runs none. Use Read, "
             "Probe, Add, Ablate, Clamp and Replace of vllm_scope there; docs/faces.md has one for "
             "each use."
@@ -159,7 +165,7 @@ def _check_tapped(sites: Sites) -> None:
     kinds = {kind_of(boundary) for boundary in sites.boundaries}
     if not kinds >= {KINDS.index("q"), KINDS.index("k")}:
         raise SpecError(
-            "extra_args['output_qk']: this engine does not tap queries and keys; start it with "
+            "output_qk is asked for, and this engine does not tap queries and keys; start it with "
             "additional_config={'scope': {'sites': ['embed', 'resid_post', 'q', 'k']}}."
         )
 
@@ -172,41 +178,41 @@ def _layers(values: Mapping[str, Any], key: str, sites: Sites) -> list[int] | No
     if asked is True or (isinstance(asked, int) and asked == 1):
         # All layers of the model: one that carries no tap is an error, not left out.
         return list(range(sites.num_layers))
-    few(asked, sites.num_layers, "layers", f"extra_args[{key!r}]")
+    few(asked, sites.num_layers, "layers", key)
     if not isinstance(asked, list | tuple) or not asked:
         raise SpecError(
-            f"extra_args[{key!r}] is {shown(asked)}; it is True for all layers, "
+            f"{key} is {shown(asked)}; it is True for all layers, "
             "a list of layers, or False for none."
         )
-    Read(SITE, list(asked))
+    with called({"Read.layers": key}):
+        Read(SITE, list(asked))
     return sorted(set(asked))
 
 
 def _listed(asked: Any) -> Sequence[Any]:
     if asked is None:
         return ()
-    few(asked, MOST["edits"], "vectors", "extra_args['apply_steering_vectors']")
+    few(asked, MOST["edits"], "vectors", "apply_steering_vectors")
     if not isinstance(asked, list | tuple):
         raise SpecError(
-            f"extra_args['apply_steering_vectors'] is {shown(asked)}; it is a list of "
+            f"apply_steering_vectors is {shown(asked)}; it is a list of "
             "SteeringVector, or its JSON."
         )
     return asked
 
 
-def _adds(vector: Any, where: str) -> list[Action]:
-    """What a SteeringVector, or its JSON, adds."""
-    try:
+def _adds(vector: Any, where: str) -> list[tuple[Action, dict[str, str]]]:
+    """What a SteeringVector, or its JSON, adds, and what errors call it."""
+    words = {"": where, ".vector": f"{where}.activations", ".layers": f"{where}.layer_indices"}
+    words |= {".site": f"{where}.layer_indices", ".tokens": f"{where}.position_indices"}
+    with called({"SteeringVector": where} | {f"Add{end}": path for end, path in words.items()}):
         if isinstance(vector, Mapping):
             vector = SteeringVector(**vector)
-        found: list[Action] = vector.to_actions()
-        return found
-    except SpecError as error:
-        raise SpecError(f"{where}: {error}") from None
-    except TypeError:
-        raise SpecError(
-            f"{where} is {shown(vector)}; its fields are {', '.join(FIELDS)}."
-        ) from None
+        actions: list[Action] = vector.to_actions()
+    if vector.position_indices is None:
+        most = vector.num_edits - 1
+        words[".tokens"] += f", which is 0 to {most} as it was left out,"
+    return [(action, words) for action in actions]
 
 
 def _check_size(vector: Any, sites: Sites, room: Room, where: str) -> None:
@@ -217,6 +223,12 @@ def _check_size(vector: Any, sites: Sites, room: Room, where: str) -> None:
     if not isinstance(vector, Mapping):
         raise SpecError(f"{where} is {shown(vector)}; it is a SteeringVector.")
     few(vector, len(FIELDS), "fields", where)
+    if unknown := set(vector) - set(FIELDS):
+        fields = ", ".join(FIELDS)
+        raise SpecError(f"{where} has {shown(min(unknown, key=str))}; its fields are {fields}.")
+    for name in FIELDS[:2]:
+        if name not in vector:
+            raise SpecError(f"{where} has no {name!r}; a vector has {' and '.join(FIELDS[:2])}.")
     few(vector.get("layer_indices"), sites.num_layers, "layers", f"{where}.layer_indices")
     positions = vector.get("position_indices")
     if isinstance(positions, list | tuple):
@@ -244,4 +256,4 @@ def _check_size(vector: Any, sites: Sites, room: Room, where: str) -> None:
 
 def _parsed(values: Mapping[str, Any], key: str) -> Any:
     """The key's value, or what its JSON says; None where it is not there."""
-    return parsed(values.get(key), f"extra_args[{key!r}]")
+    return parsed(values.get(key), key)
