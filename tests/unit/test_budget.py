@@ -97,7 +97,7 @@ def test_prompts_are_let_in_as_far_as_there_is_room_and_keep_it(inbox):
     spec = Spec((Read("resid_post", [0]),))
     inbox.budget = room_for(12 * 100 * (ROW + LABEL_BYTES))
     running = [opened(inbox, spec, 100) for _ in range(12)]
-    with pytest.raises(CapacityError, match="three times what is free .*send it again later"):
+    with pytest.raises(CapacityError, match=r"three times what is free .*send it again later"):
         opened(inbox, spec, 1)
     edit = opened(inbox, Spec((), (), (Add([1.0] * HIDDEN_SIZE, layer=0),)), 100)
     assert edit.error is None

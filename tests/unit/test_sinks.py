@@ -14,6 +14,7 @@ import vllm_scope
 from tests.unit.sinks import (
     POINTS,
     SITES,
+    TOKEN_BYTES,
     Live,
     Other,
     Whole,
@@ -28,7 +29,8 @@ from vllm_scope.config import ScopeConfig
 from vllm_scope.layout import Layout, Widths
 from vllm_scope.packer import Packer
 from vllm_scope.plan import Labels
-from vllm_scope.sinks import Manifest
+from vllm_scope.sinks import Manifest, quota
+from vllm_scope.sinks.quota import REQUEST_BYTES
 from vllm_scope.spec import Spec
 
 READ = Read("resid_post", to="mine")
@@ -246,6 +248,81 @@ def test_a_manifest_tells_where_the_rows_are(monkeypatch, tmp_path):
     (found,) = (tmp_path / "root").rglob("*.safetensors")
     assert [found.name] == manifest.files
     assert manifest.details == [{"root": str(tmp_path / "root"), "paths": [str(found)]}]
+
+
+@pytest.mark.parametrize("layout", ["per_request", "npz"])
+def test_no_key_replaces_the_file_of_another(monkeypatch, tmp_path, layout):
+    """Both say the same tag and name. Offline nothing has an owner, and paths are as ever."""
+    with side(monkeypatch, _files(tmp_path, layout=layout)) as here:
+        for key, owner in enumerate(("one", "two", "")):
+            here.info = {"owner": owner}
+            here.add(key, Read("resid_post", 1, to="filesystem", tag="run", name="q"))
+            here.write(key, [0, 1, 2], base=100 * key)
+            here.end(key)
+            assert here.manifest(key, "filesystem").status == "ok"
+    root = tmp_path / "root"
+    places = {
+        p.parent.relative_to(root).as_posix(): p for p in root.rglob("q.*") if ".j" not in p.name
+    }
+    assert sorted(places) == ["key-one/run", "key-two/run", "run"]
+    for number, place in enumerate(("key-one/run", "key-two/run", "run")):
+        (request,) = vllm_scope.open(places[place])
+        assert request["resid_post", 1][:, 0].tolist() == [100 * number + i for i in (2, 12, 22)]
+    assert len(vllm_scope.open(root).find(name="q", tag="run")) == 3
+
+
+def test_an_operator_may_let_keys_share_their_folders(monkeypatch, tmp_path):
+    with side(monkeypatch, _files(tmp_path, key_folders=False)) as here:
+        for key, owner in enumerate(("one", "two")):
+            here.info = {"owner": owner}
+            here.add(key, Read("resid_post", 1, to="filesystem", tag="run", name="q"))
+            here.write(key, [0, 1, 2], base=key)
+            here.end(key)
+            here.manifest(key, "filesystem")
+    (request,) = vllm_scope.open(tmp_path / "root")
+    assert request["resid_post", 1][:, 0].tolist() == [3, 13, 23]
+
+
+def test_a_sink_knows_whose_rows_they_are_and_a_global_one_need_not(monkeypatch):
+    config = {"other": {"reads": [{"site": "embed"}]}}
+    with side(monkeypatch, {"mine": {}}, config, mine=Live, other=Other) as here:
+        here.info = {"owner": "one"}
+        here.add(1, READ, Read("embed", to="global:other"))
+        here.write(1, [0])
+        here.end(1, output=(7,))
+        here.manifest(1)
+    owners = [sink.endings[0].request.owner for sink in (Live.made[0], Other.made[0])]
+    assert owners == ["one", ""]
+
+
+def test_a_key_that_has_used_its_part_of_a_day_is_told_and_others_go_on(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(quota, "hours", lambda: now[0])
+    most = (2 * REQUEST_BYTES + 3 * 2 * TOKEN_BYTES) / 2**20
+
+    def ask(key, owner):
+        here.info = {"owner": owner}
+        here.add(key, READ)
+        here.write(key, [0, 1, 2])
+        here.end(key)
+        return here.manifest(key)
+
+    with side(monkeypatch, {"mine": {"key_mib": most, "threads": 2}}, mine=Live) as here:
+        assert [ask(key, "one").status for key in (1, 2)] == ["ok", "ok"]
+        told = ask(3, "one")
+        assert (told.status, told.expected, told.delivered) == ("partial", 6, 0)
+        assert (
+            "has given sink 'mine' the 0.0158 MiB that it may in 24 hours (key_mib)" in told.reason
+        )
+        assert ask(4, "two").status == "ok"
+        assert [ask(key, "").status for key in (5, 6, 7)] == ["ok"] * 3, (
+            "offline it is the operator"
+        )
+        now[0] = 23.5
+        assert ask(8, "one").status == "partial"
+        now[0] = 24.5
+        assert ask(9, "one").status == "ok"
+        assert set().union(*here.router._quotas["mine"]._given.values()) == {"one"}
 
 
 @pytest.mark.parametrize("layout", ["sharded", "packed"])

@@ -39,10 +39,11 @@ class RequestRecord:
         reason: why not `ok`.
         tag: a folder for requests that belong together.
         name: the caller's, unique within its tag; a later request replaces an earlier
-            one of the same tag and name.
+            one of the same tag and name, and owner.
         uid: unique among all requests; the same for all stages and completions of one.
         child: which completion of a request with n > 1.
         stage, num_stages: which pipeline stage these rows are from.
+        owner: whose request it was, where several share a root: letters and digits.
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class RequestRecord:
     child: int = 0
     stage: int = 0
     num_stages: int = 1
+    owner: str = ""
 
     @property
     def num_positions(self) -> int:
@@ -117,6 +119,7 @@ class Manifest(msgspec.Struct, frozen=True):
     num_stages: int = 1
     number: int = 0
     first_token: int = 0
+    owner: str = ""
 
     @property
     def num_tokens(self) -> int:

@@ -36,9 +36,10 @@ def digest(text: str) -> str:
 def place(record: RequestRecord) -> str:
     """Where a request's file goes, below the root and without its suffix.
 
-    A request with a name always gets the same place, so that a repeated one replaces
-    its file. One without is told apart by its uid: engines count their requests from
-    zero, and a second run is not to overwrite the first.
+    A request with a name always gets the same place in its owner's folder, so that a
+    repeated one replaces its file, and no other owner's. One without is told apart by its
+    uid: engines count their requests from zero, and a second run is not to overwrite the
+    first.
     """
     stem = clean(record.name) if record.name is not None else clean(record.request_id)
     if record.name is None:
@@ -47,4 +48,7 @@ def place(record: RequestRecord) -> str:
         stem += f"~c{record.child}"
     if record.num_stages > 1:
         stem += f"~s{record.stage}of{record.num_stages}"
-    return stem if record.tag is None else f"{clean(record.tag)}/{stem}"
+    folders = [] if record.tag is None else [clean(record.tag)]
+    if record.owner:
+        folders.insert(0, f"key-{clean(record.owner)}")
+    return "/".join([*folders, stem])

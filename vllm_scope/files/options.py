@@ -33,6 +33,8 @@ class FileOptions(BaseModel):
         fsync: wait for the disk before a file becomes visible, and for its folder after.
         file_mib: `packed` and `sharded` begin a new file once one has as much.
         packed_requests: `packed` begins a new file after as many requests.
+        key_folders: files of requests over HTTP (`per_request`, `npz`) lie in a folder of
+            their API key's, `key-` and a digest. False lets keys replace each other's files.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -44,6 +46,7 @@ class FileOptions(BaseModel):
     fsync: StrictBool = False
     file_mib: StrictInt = Field(default=256, ge=1, le=1 << 20)
     packed_requests: StrictInt = Field(default=64, ge=1)
+    key_folders: StrictBool = True
 
     @property
     def file_bytes(self) -> int:

@@ -46,6 +46,7 @@ class RequestInfo:
         child: which completion of a request with n > 1.
         stage, num_stages: the pipeline stage of this worker, which has its layers only.
         model: the engine's.
+        owner: over HTTP a digest of the API key that sent it; "" offline, and at global sinks.
     """
 
     key: int
@@ -58,6 +59,7 @@ class RequestInfo:
     stage: int = 0
     num_stages: int = 1
     model: str = ""
+    owner: str = ""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 Owns:  FilesystemSink, the seam to `vllm_scope.files`.
 Runs:  on its lane's thread. Several instances may write into one root.
 
-A request that failed leaves no file; one of which rows are missing does, and says so.
+A request that failed leaves no file; one of which rows are missing does, and says so. Those of
+one API key lie in a folder of its own, so that no key replaces another's.
 Its end is told when its file is visible: at once, or with the other requests of its
 shard.
 """
@@ -42,7 +43,7 @@ class FilesystemSink:
             request.request_id, request.prompt_ids, ending.output_ids, request.model,
             ending.expected, ending.delivered, ending.dropped, ending.status, ending.reason,
             request.tag, request.name, request.uid, request.child, request.stage,
-            request.num_stages,
+            request.num_stages, request.owner if self._options.key_folders else "",
         )  # fmt: skip
         stored = (writer or self._writer.begin()).finish(record)
         manifest, root = stored.manifest, self._options.root

@@ -27,6 +27,7 @@ from vllm_scope.errors import ConfigError
 from vllm_scope.sinks import Block, Ending, Manifest, Report, Sink
 from vllm_scope.sinks.counters import Counters
 from vllm_scope.sinks.options import SinkOptions
+from vllm_scope.sinks.quota import REQUEST_BYTES, Quota
 from vllm_scope.sinks.reports import checked, manifest_of
 from vllm_scope.sinks.request import Arrival, Delivery, Ended
 from vllm_scope.sinks.spill import SpillFile
@@ -73,11 +74,17 @@ class _Flush:
 class Lane:
     """Hands blocks to a sink.
 
+    Args:
+        quota: of the sink; all of its lanes share it. None makes one.
+
     Verbs: `add_request`, `put`, `end`, `give_up`, `flush`, `close`.
     """
 
-    def __init__(self, name: str, sink: Sink, options: SinkOptions, on_end: OnEnd) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, sink: Sink, options: SinkOptions, on_end: OnEnd,
+        quota: Quota | None = None,
+    ) -> None:  # fmt: skip
+        self.name, self._quota = name, quota or Quota(name, options)
         self.counters = Counters()
         self._sink, self._options, self._on_end = sink, options, on_end
         self._live = bool(getattr(sink, "live", False))
@@ -124,6 +131,10 @@ class Lane:
         with self._changed:
             if delivery.error is not None:
                 self._drop(rows, delivery.error)
+                return
+            size = arrival.data.nbytes + (0 if delivery.entered else REQUEST_BYTES)
+            if not self._quota.take(delivery.info.owner, size):
+                self._drop(rows, self._quota.reason)
                 return
             started: float | None = None
             while not self._accept(rows):

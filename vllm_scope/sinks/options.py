@@ -49,6 +49,9 @@ class SinkOptions(BaseModel):
         flush_s: how long a request that has ended may wait until the sink makes it
             visible, together with others. Where its caller waits for that, it is sooner
             once no other request is running.
+        key_mib: rows that one API key may give the sink within 24 hours, in each worker; a
+            request counts 8 KiB beside its rows. What is more is dropped and counted, and its
+            request is `partial`. None does not count. Offline requests have no key.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -61,6 +64,7 @@ class SinkOptions(BaseModel):
     threads: StrictInt = Field(default=1, ge=1, le=64)
     patience_s: Number = Field(default=20.0, gt=0)
     flush_s: Number = Field(default=2.0, gt=0)
+    key_mib: Number | None = Field(default=None, gt=0)
 
     def share(self, mib: float) -> int:
         """Bytes of one thread."""

@@ -26,6 +26,7 @@ from vllm_scope.sinks.counters import Counters
 from vllm_scope.sinks.lane import Lane
 from vllm_scope.sinks.memory import MemorySink
 from vllm_scope.sinks.options import SinkConfig
+from vllm_scope.sinks.quota import Quota
 from vllm_scope.sinks.request import Delivery, Ended
 from vllm_scope.sites import Sites
 from vllm_scope.split import by_key, by_layout
@@ -85,6 +86,7 @@ class Router:
         self._stop = threading.Event()
         self._reported: dict[str, dict[str, float]] = {}
         self._lanes: dict[str, list[Lane]] = {}
+        self._quotas: dict[str, Quota] = {}
         named = {GLOBAL + name: config for name, config in global_sinks.items()}
         try:
             for name, config in {**sinks, **named}.items():
@@ -102,8 +104,9 @@ class Router:
     def _open(self, name: str, config: SinkConfig) -> None:
         make = config.factory()
         lanes = self._lanes[name] = []
+        quota = self._quotas[name] = Quota(name, config.options)
         for _ in range(config.options.threads):
-            lanes.append(Lane(name, make(), config.options, self._on_end))
+            lanes.append(Lane(name, make(), config.options, self._on_end, quota))
 
     def add_request(self, info: RequestInfo, asked: Resolved) -> None:
         """Take a request in, before its rows come.
@@ -117,7 +120,9 @@ class Router:
             if to not in self._lanes:
                 continue  # memory
             called = next((read.called for read in asked.reads if read.to == to), (None, None))
-            own = replace(info, tag=called[0], name=called[1])
+            # What a global sink is given is the operator's.
+            owner = "" if to.startswith(GLOBAL) else info.owner
+            own = replace(info, tag=called[0], name=called[1], owner=owner)
             delivery = Delivery(own, asked, to, self._sites, self._here)
             if not delivery.empty:
                 lanes = self._lanes[to]
