@@ -105,8 +105,8 @@ def main() -> None:
                     number = tables.program_id(program, hold=True)
                     slots = program.layout.slots(widths)
                     tables.load_step(
-                        np.arange(rows), np.full(rows, number, np.int32), np.arange(rows) * slots,
-                        to_host,
+                        np.arange(rows), np.full(rows, number, np.int32),
+                        np.zeros(rows, np.int32), np.arange(rows) * slots, to_host,
                     )  # fmt: skip
                 where = "host" if to_host else "arena"
                 spent = time_replays(graph)

@@ -55,6 +55,8 @@ class _Compiled:
     reads: tuple[tuple[int, tuple[int, ...], Encoding | None], ...]
     scores: tuple[tuple[int, int, int, Op], ...]
     edits: tuple[tuple[int, tuple[int, int], tuple[Op, ...]], ...]
+    #: Where every token is checked, of a request with edits; None where it is elsewhere.
+    check: int | None
     programs: dict[bytes, Program | None] = field(default_factory=dict)
     #: Where all tokens of a phase get the same: what generated ones get, and a prompt's.
     of_phase: dict[bool, Program | None] = field(default_factory=dict)
@@ -88,11 +90,12 @@ class _Compiled:
         for way, place, ops in self.edits:
             if column[way]:
                 edits.setdefault(place, []).append(ops[column[way] - 1])
-        if not (points or scores or edits):
+        if not (points or scores or edits) and self.check is None:
             return None
         plain = tuple(sorted(points.pop(None, ())))
         encoded = [(e, tuple(sorted(some))) for e, some in points.items() if e is not None]
-        return assemble(plain, scores, edits, tuple(sorted(encoded, key=lambda x: x[0].text)))
+        listed = tuple(sorted(encoded, key=lambda x: x[0].text))
+        return assemble(plain, scores, edits, listed, self.check)
 
 
 def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) -> _Compiled:
@@ -121,7 +124,10 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
         if place[0] in here:
             column = way(edit.tokens, "edit", edit.positions)
             edits.append((column, place, _ops_of(edit)))
-    return _Compiled(tuple(ways), tuple(reads), tuple(scores), tuple(edits))
+    check = sites.last_of_stream if asked.edits else None
+    return _Compiled(
+        tuple(ways), tuple(reads), tuple(scores), tuple(edits), check if check in here else None
+    )
 
 
 @dataclass(frozen=True)
@@ -165,8 +171,13 @@ class RequestProgram:
         return bool(self._compiled.scores or self._compiled.edits)
 
     @property
+    def checks(self) -> bool:
+        """Its tokens may be reported: something edits them."""
+        return bool(self._compiled.edits) or self._compiled.check is not None
+
+    @property
     def empty(self) -> bool:
-        return not self._compiled.ways
+        return not self._compiled.ways and self._compiled.check is None
 
     @property
     def generated_is_uniform(self) -> bool:

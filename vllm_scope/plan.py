@@ -27,7 +27,7 @@ from vllm_scope.compile import RequestProgram
 from vllm_scope.errors import ScopeError
 from vllm_scope.layout import Layout
 from vllm_scope.program import NO_PROGRAM
-from vllm_scope.tap.tables import Tables
+from vllm_scope.tap.tables import MOST_OWNERS, Tables
 
 Ints = NDArray[np.int64]
 
@@ -82,6 +82,7 @@ class StepPlan(msgspec.Struct, frozen=True, eq=False):
     Attributes:
         rows: int64 [num_rows], batch rows with a program, ascending.
         program_ids: int32 [num_rows].
+        owners: int32 [num_rows], whom a fault in the row is reported of; 0 for nobody.
         offsets: int64 [num_rows], first slot of each row's token, from 0.
         num_slots: of all rows.
         num_delivered: the same behind the arena, where some are encoded.
@@ -91,6 +92,7 @@ class StepPlan(msgspec.Struct, frozen=True, eq=False):
 
     rows: Ints
     program_ids: NDArray[np.int32]
+    owners: NDArray[np.int32]
     offsets: Ints
     num_slots: int
     num_delivered: int
@@ -109,6 +111,7 @@ class _Requests:
     programs: dict[int, RequestProgram] = field(default_factory=dict)
     key: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     num_prompt: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    owner: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     #: Program id of generated tokens, where one serves them all.
     generated: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     generated_fixed: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
@@ -121,6 +124,7 @@ class _Requests:
             new = max(64, 2 * old)
             self.key = np.resize(self.key, new)
             self.num_prompt = np.resize(self.num_prompt, new)
+            self.owner = np.resize(self.owner, new)
             self.generated = np.resize(self.generated, new)
             self.generated_fixed = np.resize(self.generated_fixed, new)
             self.free = list(range(new - 1, old - 1, -1))
@@ -166,6 +170,10 @@ class Planner:
         #: Changes when a request comes or goes.
         self._version = 0
         self._steady: _Steady | None = None
+        #: Requests with edits, by the number that their tokens carry; 0 is nobody's. Read on
+        #: any thread.
+        self.owners: dict[int, str] = {}
+        self._last_owner = 0
         #: Requests looked at while planning, ever: the idle test reads it.
         self.num_requests_planned = 0
 
@@ -213,6 +221,7 @@ class Planner:
         requests.held[index] = held
         requests.key[index] = key
         requests.num_prompt[index] = program.num_prompt
+        requests.owner[index] = self._new_owner(req_id) if program.checks else 0
         requests.generated[index] = generated
         requests.generated_fixed[index] = fixed
 
@@ -227,7 +236,18 @@ class Planner:
         for program_id in requests.held.pop(index):
             self._tables.release(program_id)
         requests.free.append(index)
+        self.owners.pop(int(requests.owner[index]), None)
         return int(requests.key[index])
+
+    def _new_owner(self, req_id: str) -> int:
+        """A number that no step in flight still uses: the next one, not the one freed last."""
+        owner = self._last_owner
+        while True:
+            owner = owner % (MOST_OWNERS - 1) + 1
+            if owner not in self.owners:
+                self.owners[owner] = req_id
+                self._last_owner = owner
+                return owner
 
     def begin_step(self, batch: StepBatch) -> tuple[StepPlan | None, list[tuple[str, ScopeError]]]:
         """Plan one forward.
@@ -276,7 +296,7 @@ class Planner:
                 ), int(first_row[i]), int(first_position[i]))  # fmt: skip
             except ScopeError as error:
                 failures.append((batch.req_ids[int(reading[i])], error))
-        found = parts.build(requests.key, self._tables, batch.optimistic)
+        found = parts.build(requests, self._tables, batch.optimistic)
         if found is not None and in_columns.all() and not batch.optimistic and count.max() == 1:
             self._steady = _Steady(
                 self._version, list(batch.req_ids), batch.query_start.tobytes(),
@@ -331,7 +351,7 @@ class _Parts:
         self._rows.append(row)
         self._positions.append(position)
 
-    def build(self, key_of: Ints, tables: Tables, optimistic: bool) -> StepPlan | None:
+    def build(self, requests: _Requests, tables: Tables, optimistic: bool) -> StepPlan | None:
         if not self._rows:
             return None
         rows = np.concatenate(self._rows)
@@ -340,7 +360,7 @@ class _Parts:
         if len(self._rows) > 1:
             order = np.argsort(rows, kind="stable")
             rows, positions, index, ids = rows[order], positions[order], index[order], ids[order]
-        slots = tables.num_slots[ids]
+        owners, slots = requests.owner[index], tables.num_slots[ids]
         ends = np.cumsum(slots)
         delivers = slots > 0
         everything = bool(delivers.all())
@@ -348,12 +368,12 @@ class _Parts:
         if not everything:
             positions, index = positions[delivers], index[delivers]
         layout_of, layouts = _layouts(ids_of, tables)
-        labels = Labels(key_of[index], positions, layout_of, layouts, rows_of)
+        labels = Labels(requests.key[index], positions, layout_of, layouts, rows_of)
         size = int(ends[-1])
         delivered = int(tables.num_delivered[ids].sum()) if labels.encodes else size
         scores = max((len(layout.scores) for layout in layouts), default=0) * len(rows_of)
         return StepPlan(
-            rows, ids, ends - slots, size, delivered, delivers, labels, optimistic, scores
+            rows, ids, owners, ends - slots, size, delivered, delivers, labels, optimistic, scores
         )
 
 

@@ -21,6 +21,8 @@ from vllm_scope.sites import LEVELS, boundary_of_point, point_of
 OP_READ, OP_DOT = 1, 2
 #: x + a * v; x + a * ||x|| * v; x - (x.v) * v; x + (clip(x.v, a, b) - x.v) * v; v.
 OP_ADD, OP_ADD_NORM, OP_ABLATE, OP_CLAMP, OP_SET = 3, 4, 5, 6, 7
+#: Report the token's owner if a number of the row is not finite.
+OP_CHECK = 8
 
 #: No program: the tap leaves the row alone.
 NO_PROGRAM = -1
@@ -112,6 +114,7 @@ def assemble(
     scores: dict[int, list[tuple[int, Op]]],
     edits: dict[tuple[int, int], list[Op]],
     encoded: tuple[tuple[Encoding, tuple[int, ...]], ...] = (),
+    check: int | None = None,
 ) -> Program:
     """A program from what happens where.
 
@@ -120,6 +123,7 @@ def assemble(
         scores: point -> (probe number, its operation).
         edits: (boundary, group) -> the edits of that site, in order.
         encoded: as in Layout.
+        check: the boundary at whose end the row is checked, or None.
     """
     listed = sorted(
         (boundary_of_point(point), number) for point, ops in scores.items() for number, _ in ops
@@ -128,6 +132,7 @@ def assemble(
     read_at = {point: i for i, point in enumerate(layout.arena.points)}
     score_at = {score: i for i, score in enumerate(listed)}
     boundaries = {boundary_of_point(p) for p in (*read_at, *scores)} | {b for b, _ in edits}
+    boundaries |= set() if check is None else {check}
     taps = []
     for boundary in sorted(boundaries):
         ops: list[Op] = []
@@ -139,5 +144,7 @@ def assemble(
                 ops.append(Op(OP_READ, read_at[point]))
             for number, op in scores.get(point, []):
                 ops.append(replace(op, at=score_at[boundary, number]))
+        if boundary == check:
+            ops.append(Op(OP_CHECK))
         taps.append((boundary, tuple(ops)))
     return Program(layout, tuple(taps))

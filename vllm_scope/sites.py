@@ -64,6 +64,14 @@ def boundary_of(stream: SiteLayer) -> int:
     return 2 * layer + {"embed": 0, "resid_pre": 0, "resid_mid": 1, "resid_post": 2}[site]
 
 
+def stream_at(boundary: int) -> SiteLayer:
+    """The first site of a boundary on the stream."""
+    if boundary == 0:
+        return "embed", 0
+    layer, middle = divmod(boundary, 2)
+    return ("resid_mid", layer) if middle else ("resid_post", layer - 1)
+
+
 def kind_of(boundary: int) -> int:
     """Index into KINDS."""
     return boundary // _SPAN
@@ -197,6 +205,11 @@ class Sites:
         unknown = ATTENTION_SITES if self.heads is None else ()
         sizes = (0 if site in unknown else self.row_size(site) for site in KINDS[1 : last + 1])
         return (self.hidden_size, *sizes)
+
+    @property
+    def last_of_stream(self) -> int | None:
+        """The last boundary on the stream that carries a tap; None where none does."""
+        return max((b for b in self.boundaries if kind_of(b) == STREAM), default=None)
 
     @staticmethod
     def boundary_of(stream: SiteLayer) -> int:

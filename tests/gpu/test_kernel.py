@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.unit.taps import CODES, COPIES, POISON, check, outcome, random_tap
+from tests.unit.taps import CODES, COPIES, OVERFLOWING, POISON, check, outcome, random_tap
 from vllm_scope.program import OP_DOT, OP_READ
 
 pytestmark = pytest.mark.gpu
 #: Of a case in which rows are read, scored and edited.
-SEED = 22
+SEED = 7
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SIZES = [64, 127, 896, 4096, 5000, 8191, 16_384]
 #: Programs of copies and scores, of copies, and of everything.
@@ -36,8 +36,26 @@ def test_the_kernel_equals_the_definition(hidden_size, dtype):
         for codes in MIXES:
             before = _case(number, hidden_size, dtype, codes)
             twin = before.to("cpu").run(definition.tap_rows)
-            ran = before.to("cuda").run(kernel.tap_rows).to("cpu")
+            ran = before.to("cuda").run(kernel.tap_rows)
+            torch.cuda.synchronize()
+            ran = ran.to("cpu")
             check(ran, before, outcome(before), twin)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hidden_size", [64, 4096, 5000])
+def test_rows_that_overflow_are_reported_and_left_as_they_were(hidden_size, dtype):
+    from vllm_scope.tap import definition, kernel
+
+    for seed in range(12):
+        before = random_tap(
+            seed, hidden_size, dtype, num_rows=8, codes=OVERFLOWING, huge=True,
+            with_residual=seed % 2 > 0,
+        )  # fmt: skip
+        twin = before.to("cpu").run(definition.tap_rows)
+        ran = before.to("cuda").run(kernel.tap_rows)
+        torch.cuda.synchronize()
+        check(ran.to("cpu"), before, outcome(before), twin)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -50,7 +68,7 @@ def test_slots_in_host_memory_are_written_there_and_not_in_the_arena(dtype):
     host = before.arena.clone().pin_memory()
     tokens = before.tokens.clone()
     tokens[:, definition.TO_HOST] = 1
-    address = torch.tensor([host.data_ptr()])
+    address = torch.tensor([host.data_ptr(), 0])
     ran = replace(before, tokens=tokens, host=address).to("cuda").run(kernel.tap_rows)
     torch.cuda.synchronize()
     assert (ran.arena.view(torch.int32) == POISON).all()

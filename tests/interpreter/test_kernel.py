@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.taps import CODES, COPIES, POISON, check, outcome, random_tap
+from tests.unit.taps import CODES, COPIES, OVERFLOWING, POISON, check, outcome, random_tap
 from vllm_scope import program
 from vllm_scope.layout import Widths
 from vllm_scope.tap import definition, kernel
 from vllm_scope.tap.tables import Tables
 
 #: Of a case in which rows are read, scored and edited.
-SEED = 22
+SEED = 7
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = {
     "seed": st.integers(0, 1 << 31),
@@ -52,6 +52,16 @@ def test_what_is_read_and_what_is_set_is_equal_bit_by_bit(arguments):
     check(random_tap(**arguments, codes=COPIES).run(kernel.tap_rows), before, expected, twin)
 
 
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.builds(dict, **SHAPES, codes=st.just(OVERFLOWING), huge=st.just(True)))
+def test_rows_that_overflow_are_reported_and_left_as_they_were(arguments):
+    before = random_tap(**arguments)
+    twin = random_tap(**arguments).run(definition.tap_rows)
+    ran = random_tap(**arguments).run(kernel.tap_rows)
+    assert torch.equal(ran.faults, twin.faults)
+    check(ran, before, outcome(before), twin)
+
+
 @pytest.mark.parametrize("hidden_size", [4096, 5000, 16_384])
 def test_wide_rows_are_done_whole(hidden_size):
     for codes in (COPIES, CODES):
@@ -70,8 +80,9 @@ def test_slots_in_host_memory_are_written_there_and_not_in_the_arena():
     host = before.arena.clone()
     tokens = before.tokens.clone()
     tokens[:, definition.TO_HOST] = 1
-    address = torch.tensor([host.data_ptr()])
-    ran = replace(before.to("cpu"), tokens=tokens, host=address).run(kernel.tap_rows)
+    there = before.to("cpu")
+    address = torch.tensor([host.data_ptr(), there.faults.data_ptr()])
+    ran = replace(there, tokens=tokens, host=address).run(kernel.tap_rows)
     assert (ran.arena.view(torch.int32) == POISON).all()
     twin = before.to("cpu").run(definition.tap_rows)
     there = replace(ran, arena=host, tokens=before.tokens, host=before.host)
@@ -100,5 +111,6 @@ def test_every_variant_is_launched_once_and_writes_nothing(monkeypatch):
 def test_the_kernels_operations_have_the_programs_numbers():
     names = [name for name in vars(program) if name.startswith("OP_")]
     assert len(names) == len(CODES)
+    assert kernel.CHECKED.value == definition.CHECKED
     for name in names:
         assert getattr(kernel, name).value == getattr(program, name), name

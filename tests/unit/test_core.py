@@ -66,7 +66,7 @@ def test_a_request_takes_with_it_what_names_and_the_servers_edits_mean():
     handle = handle_of(request.sampling_params)
     assert handle["modules"] == {"m": digest}
     assert handle["server"] == server
-    assert Cost.of(entry.programs) == Cost(2, 1, 3)
+    assert Cost.of(entry.programs) == Cost(2, 1, 3 + 1)  # each token is checked, too
     assert (handle["key"], handle["frontend"]) == (5, "f")
     # The caller's own parameters are as they were.
     assert "modules" not in before.extra_args[HANDLE]
@@ -91,7 +91,7 @@ def test_the_servers_edits_are_stamped_on_plain_requests_too():
     entry = engine.stamp(request)
     handle = handle_of(request.sampling_params)
     assert handle == {"server": server, "modules": {}}
-    assert Cost.of(entry.programs) == Cost(1, 1, 1)
+    assert Cost.of(entry.programs) == Cost(1, 1, 1 + 1)
     assert entry.keys.key(0, 4) is not None
     engine.registry.set_edits(None)
     assert engine.stamp(_request()) is None
@@ -115,7 +115,8 @@ def test_prompt_embeddings_enter_as_they_are_and_are_never_edited():
 def test_the_cost_counts_the_positions_that_a_step_may_overshoot():
     engine = _core()
     last = 8 + 10 + OVERSHOOT - 1
-    for position, cost in ((last, Cost(1, 1, 1)), (last + 1, Cost())):
+    # Tokens that are not edited are checked.
+    for position, cost in ((last, Cost(1, 2, 1 + 2)), (last + 1, Cost(0, 1, 1))):
         entry = engine.stamp(_request(Add(V, layer=0, tokens=[position])))
         assert Cost.of(entry.programs) == cost
 
@@ -190,7 +191,9 @@ def test_edited_blocks_are_keyed_from_their_first_hash_on():
     assert hashed == [None if key is None else (("scope", key),) for key in expected]
     # And so are the blocks that are hashed while it runs.
     assert _extra_keys(made, 8, 12) == (("scope", expected[2]),)
-    assert Cost.of(made.scope_programs) == Cost(1, 1, 1)
+    assert made.scope_first == 5
+    # A program for the edited tokens, which are checked too, and one that checks the others.
+    assert Cost.of(made.scope_programs) == Cost(1, 2, 3)
 
 
 def test_a_request_that_only_probes_holds_places_and_keys_no_block():

@@ -10,9 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.unit.taps import CODES, COPIES, POISON, check, outcome, random_tap
-from vllm_scope.program import OP_ABLATE, OP_ADD, OP_ADD_NORM, OP_CLAMP, OP_DOT, OP_READ, OP_SET
-from vllm_scope.tap.definition import tap_rows
+from tests.unit.taps import CODES, COPIES, OVERFLOWING, POISON, check, outcome, random_tap
+from vllm_scope.program import (
+    OP_ABLATE,
+    OP_ADD,
+    OP_ADD_NORM,
+    OP_CHECK,
+    OP_CLAMP,
+    OP_DOT,
+    OP_READ,
+    OP_SET,
+)
+from vllm_scope.tap.definition import fault_at, tap_rows
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SIZES = st.sampled_from([1, 2, 3, 7, 8, 9, 64, 65, 127])
@@ -37,6 +46,32 @@ def test_a_tap_does_to_its_rows_what_a_loop_would(arguments):
     check(random_tap(**arguments).run(tap_rows), before, outcome(before))
 
 
+@given(
+    st.builds(
+        dict,
+        seed=st.integers(0, 1 << 31),
+        hidden_size=SIZES,
+        dtype=st.sampled_from(list(DTYPES.values())),
+        num_rows=st.integers(1, 8),
+        codes=st.just(OVERFLOWING),
+        with_residual=st.booleans(),
+        huge=st.just(True),
+    )
+)
+def test_rows_that_overflow_are_reported_and_left_as_they_were(arguments):
+    before = random_tap(**arguments)
+    check(random_tap(**arguments).run(tap_rows), before, outcome(before))
+
+
+def test_random_taps_overflow_and_do_not():
+    reported = [
+        outcome(random_tap(seed, 8, torch.float32, codes=OVERFLOWING, huge=True)).faults
+        for seed in range(400)
+    ]
+    assert {fault_at(f)[1] for faults in reported for f in faults.values()} == {True, False}
+    assert any(not faults for faults in reported)
+
+
 # One row at a time
 
 #: A direction of length 1, and a row whose length is 5 and whose part along it is 3.
@@ -52,11 +87,16 @@ def _run(
     tokens: list[list[int]] | None = None,
     slots: tuple[int, int] = (0, 0),
     num_slots: int = 8,
+    faults: Tensor | None = None,
 ) -> Tensor:
     """The arena after a tap whose one program is a chain of (code, word, vector, a, b).
 
     Unless `tokens` says otherwise each row runs it, from slot 4 * row on.
+
+    Args:
+        faults: int32 by owner, written in place.
     """
+    faults = torch.zeros(8, dtype=torch.int32) if faults is None else faults
     table = torch.zeros((max(len(ops), 1), 8), dtype=torch.int32)
     for i, (code, word, vector, a, b) in enumerate(ops):
         numbers = torch.tensor([a, b], dtype=torch.float32).view(torch.int32).tolist()
@@ -69,7 +109,7 @@ def _run(
         hidden, residual, arena, torch.tensor(tokens, dtype=torch.int32),
         torch.tensor([[0 if ops else -1]], dtype=torch.int32), table,
         torch.tensor(vectors or [[0.0] * hidden.shape[1]], dtype=torch.float32),
-        torch.tensor(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), *slots,
+        torch.tensor(0, dtype=torch.int32), torch.tensor([0, faults.data_ptr()]), *slots,
     )  # fmt: skip
     return arena
 
@@ -79,14 +119,13 @@ def _run(
     ("op", "vector", "row"),
     [
         pytest.param((OP_ADD, 2.0), [0, 1, 0, -1], [3, 6, 0, -2], id="add"),
-        pytest.param((OP_ADD, 0.0), [9, 9, 9, 9], ROW, id="add-nothing"),
         pytest.param((OP_ADD_NORM, 2.0), DIRECTION, [13, 4, 0, 0], id="add-norm"),
         pytest.param((OP_ADD_NORM, -1.0), DIRECTION, [-2, 4, 0, 0], id="take-norm"),
         pytest.param((OP_ABLATE,), DIRECTION, [0, 4, 0, 0], id="ablate"),
         pytest.param((OP_CLAMP, -1.0, 2.0), DIRECTION, [2, 4, 0, 0], id="clamp-from-above"),
         pytest.param((OP_CLAMP, 7.0, 9.0), DIRECTION, [7, 4, 0, 0], id="clamp-from-below"),
-        pytest.param((OP_CLAMP, -9.0, 9.0), DIRECTION, ROW, id="clamp-inside"),
-        pytest.param((OP_CLAMP, -math.inf, math.inf), DIRECTION, ROW, id="clamp-without-bounds"),
+        pytest.param((OP_CLAMP, -math.inf, 2.0), DIRECTION, [2, 4, 0, 0], id="clamp-above"),
+        pytest.param((OP_CLAMP, 7.0, math.inf), DIRECTION, [7, 4, 0, 0], id="clamp-below"),
         pytest.param((OP_SET,), [5, 6, 7, 8], [5, 6, 7, 8], id="set"),
     ],
 )
@@ -100,6 +139,68 @@ def test_an_edit_writes_the_stream_back_in_one_tensor(op, vector, row, with_resi
     if residual is not None:
         assert not hidden.any()
     assert (hidden if residual is None else residual).tolist() == [row]
+
+
+@pytest.mark.parametrize("with_residual", [False, True], ids=["one-tensor", "with-residual"])
+@pytest.mark.parametrize(
+    ("op", "vector"),
+    [
+        pytest.param((OP_ADD, 0.0), [9, 9, 9, 9], id="scale-0"),
+        pytest.param((OP_ADD, 9.0), [0, 0, 0, 0], id="zeros"),
+        pytest.param((OP_ABLATE,), [0, 0, 1, 0], id="nothing-along"),
+        pytest.param((OP_CLAMP, -9.0, 9.0), DIRECTION, id="clamp-inside"),
+        pytest.param((OP_CLAMP, -math.inf, math.inf), DIRECTION, id="clamp-without-bounds"),
+        pytest.param((OP_SET,), ROW, id="set-to-what-it-is"),
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+def test_an_edit_that_changes_nothing_leaves_both_parts_of_the_row(
+    op, vector, dtype, with_residual
+):
+    """The next norm adds the parts in float32; their sum, rounded once more, is another row."""
+    code, a, b = (*op, 0.0, 0.0)[:3]
+    row = torch.tensor([ROW])
+    residual = torch.tensor([[1.0, 2.0, 3.0, 4.0]]).to(dtype) if with_residual else None
+    hidden = (row if residual is None else row - residual).to(dtype)
+    before = hidden.clone(), None if residual is None else residual.clone()
+    _run(hidden, residual, (code, 0, 0, a, b), vectors=[vector], num_slots=64)
+    assert torch.equal(hidden, before[0])
+    assert residual is None or torch.equal(residual, before[1])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "vector"),
+    [
+        pytest.param(torch.float32, (OP_ADD, 3e38), [3e38] * 4, id="infinite-in-float32"),
+        pytest.param(torch.float32, (OP_ADD, 3e38), [3e38, 0, 0, 0], id="one-number"),
+        pytest.param(torch.bfloat16, (OP_ADD, 1.0), [3.4e38] * 4, id="rounds-to-infinity"),
+        pytest.param(torch.float16, (OP_ADD, 1e5), DIRECTION, id="past-float16"),
+        pytest.param(torch.float16, (OP_SET,), [7e4, 0, 0, 0], id="set-past-float16"),
+        pytest.param(torch.float32, (OP_ADD_NORM, 3e38), DIRECTION, id="norm"),
+    ],
+)
+def test_an_edit_that_overflows_is_reported_and_leaves_the_row(dtype, op, vector):
+    hidden, residual = torch.tensor([ROW, ROW]).to(dtype), torch.ones(2, 4).to(dtype)
+    kept, faults = hidden.clone(), torch.zeros(8, dtype=torch.int32)
+    tokens = [[0, 0, 0, 5], [-1, 0, 0, 6]]
+    _run(
+        hidden, residual, (op[0], 0, 0, (*op, 0.0)[1], 0), (OP_CHECK, 0, 0, 0, 0),
+        vectors=[vector], tokens=tokens, num_slots=64, faults=faults,
+    )  # fmt: skip
+    assert torch.equal(hidden, kept)
+    assert (residual == 1).all()
+    assert faults.nonzero().flatten().tolist() == [5]
+    assert fault_at(int(faults[5])) == (0, True)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_row_that_is_not_finite_is_reported_where_it_is_checked(bad):
+    hidden = torch.tensor([ROW, [0, bad, 0, 0]])
+    faults = torch.zeros(8, dtype=torch.int32)
+    tokens = [[0, 0, 0, 5], [0, 0, 0, 6]]
+    _run(hidden, None, (OP_CHECK, 0, 0, 0, 0), tokens=tokens, faults=faults)
+    assert faults.nonzero().flatten().tolist() == [6]
+    assert fault_at(int(faults[6])) == (0, False)
 
 
 def test_what_is_stored_is_the_row_as_it_is_at_that_place_of_the_chain():

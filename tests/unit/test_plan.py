@@ -202,7 +202,7 @@ def test_more_programs_than_ids_work_one_after_another():
         assert failures == []
         boundaries = tuple(2 * layer for layer in _nth(n).layers)
         assert asked_rows(plan) == {0: (*boundaries, 24), 1: boundaries}
-        engine.tables.load_step(plan.rows, plan.program_ids, plan.offsets)
+        engine.tables.load_step(plan.rows, plan.program_ids, plan.owners, plan.offsets)
         for found, asked in zip(plan.program_ids, asked_rows(plan).values(), strict=True):
             on_device = (engine.tables.programs[int(found)] >= 0).nonzero().flatten()
             assert tuple(2 * on_device) == asked

@@ -7,6 +7,7 @@ import pytest
 
 from tests.unit.planned import HIDDEN_SIZE, Engine
 from vllm_scope import Ablate, Add, CapacityError, Probe, Read, Replace
+from vllm_scope import plan as planning
 from vllm_scope.layout import Layout
 from vllm_scope.plan import OVERSHOOT
 from vllm_scope.program import NO_PROGRAM
@@ -41,8 +42,12 @@ def test_rows_that_are_only_edited_take_no_slots_and_have_no_label():
 def test_a_step_of_edits_alone_delivers_nothing():
     engine = Engine()
     engine.add("a", Add(V, layer=0, tokens="generated"))
-    assert engine.step(a=(0, 4)) == (None, [])
-    plan, _ = engine.step(a=(4, 2))
+    (plan, failures), (later, _) = engine.step(a=(0, 4)), engine.step(a=(4, 2))
+    assert failures == []
+    # The prompt is checked, what is generated is edited and checked.
+    assert plan.rows.tolist() == [0, 1, 2, 3]
+    assert set(plan.program_ids) != set(later.program_ids)
+    plan = later
     assert plan.num_slots == 0
     assert not plan.delivers.any()
     assert plan.labels.keys.size == plan.labels.layout_of.size == 0
@@ -80,7 +85,7 @@ def test_a_step_like_the_one_before_gives_the_very_array_of_its_ids(actions):
 
 
 def test_a_request_with_vectors_holds_every_program_from_the_start():
-    engine = Engine(num_programs=3)
+    engine = Engine(num_programs=4)
     engine.add("a", Replace([V, [1, 1, 1, 1]], [0, 3], layer=0), Read("embed", tokens=[1]))
     with pytest.raises(CapacityError):
         engine.add("b", Add(V, layer=0))
@@ -88,7 +93,7 @@ def test_a_request_with_vectors_holds_every_program_from_the_start():
         engine.tables.begin_step()
         plan, failures = engine.step(a=(position, 1))
         assert failures == []
-        assert (plan is None) == (position == 2)
+        assert plan.rows.tolist() == [0]
     engine.planner.finish_request("a")
     engine.add("b", Add(V, layer=0))
 
@@ -108,7 +113,7 @@ def test_programs_past_the_end_are_held_for_steps_that_overshoot():
 @pytest.mark.parametrize("limit", ["programs", "vectors"])
 def test_a_request_that_finds_no_room_leaves_nothing_held(limit):
     mib = 2 * HIDDEN_SIZE * 4 / 2**20
-    engine = Engine(num_programs=2) if limit == "programs" else Engine(vectors_mib=mib)
+    engine = Engine(num_programs=3) if limit == "programs" else Engine(vectors_mib=mib)
     three = Replace([V, [1, 1, 1, 1], [2, 2, 2, 2]], [0, 1, 2], layer=0)
     for _ in range(3):
         with pytest.raises(CapacityError, match="in use; send the request again"):
@@ -117,7 +122,8 @@ def test_a_request_that_finds_no_room_leaves_nothing_held(limit):
         two = Replace([[3, 3, 3, 3], [4, 4, 4, 4]], [0, 1], layer=0)
         engine.add("small", two)
         plan, failures = engine.step(small=(0, 4))
-        assert (plan.rows.tolist(), failures) == ([0, 1], [])
+        assert (plan.rows.tolist(), failures) == ([0, 1, 2, 3], [])
+        assert len(set(plan.program_ids[:3].tolist())) == 3
         engine.planner.finish_request("small")
 
 
@@ -170,3 +176,41 @@ def test_a_request_that_enters_has_room_where_the_last_step_read_much():
     plan, failures = engine.step(reads=(8, 1), edits=(0, 4))
     assert failures == []
     assert plan.rows.tolist() == [1, 2, 3, 4]
+
+
+# Owners of faults
+
+
+def test_each_row_of_an_edited_request_carries_its_number_and_others_none():
+    engine = Engine()
+    engine.add("reads", Read("embed"))
+    engine.add("a", Add(V, layer=0, tokens="generated"))
+    engine.add("b", Add(V, layer=0))
+    plan, _ = engine.step(a=(2, 3), reads=(0, 1), b=(5, 1))
+    owners = plan.owners.tolist()
+    assert [engine.planner.owners.get(n) for n in owners] == ["a", "a", "a", None, "b"]
+    assert owners[3] == 0
+
+
+def test_a_number_is_not_given_again_while_a_step_may_still_report_it():
+    engine = Engine()
+    numbers = []
+    for _ in range(50):
+        engine.add("a", Add(V, layer=0))
+        numbers.append(int(engine.step(a=(0, 1))[0].owners[0]))
+        engine.planner.finish_request("a")
+        assert engine.planner.owners.get(numbers[-1]) is None
+    assert len(set(numbers)) == 50
+
+
+def test_numbers_that_run_are_passed_over_when_all_have_been_used(monkeypatch):
+    monkeypatch.setattr(planning, "MOST_OWNERS", 5)
+    engine = Engine()
+    engine.add("stays", Add(V, layer=0))
+    for _ in range(9):
+        engine.add("a", Add(V, layer=0))
+        plan, _ = engine.step(stays=(0, 1), a=(0, 1))
+        first, second = plan.owners.tolist()
+        assert (engine.planner.owners.get(first), engine.planner.owners.get(second)) == ("stays", "a")
+        assert 0 < second < 5
+        engine.planner.finish_request("a")

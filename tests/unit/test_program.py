@@ -17,7 +17,7 @@ from vllm_scope import compile as compiling
 from vllm_scope.actions import Action
 from vllm_scope.compile import RequestProgram
 from vllm_scope.layout import Layout, Widths
-from vllm_scope.program import OP_ABLATE, OP_ADD, OP_DOT, OP_READ, Cost, Op, Program
+from vllm_scope.program import OP_ABLATE, OP_ADD, OP_CHECK, OP_DOT, OP_READ, Cost, Op, Program
 from vllm_scope.resolve import Resolved
 from vllm_scope.sites import SiteLayer, Sites, boundary_of_point, point_of
 
@@ -85,11 +85,16 @@ def _same_edits(ops: list[Op], expected: list[Edited]) -> bool:
 
 @dataclass
 class Walked:
-    """A program, walked: what each row and score sees, and all edits of a boundary."""
+    """A program, walked: what each row and score sees, and all edits of a boundary.
+
+    Attributes:
+        check: the boundary at whose end the row is checked.
+    """
 
     points: dict[int, list[Op]]
     scores: dict[int, tuple[Op, int, list[Op]]]
     edits: dict[int, list[Op]]
+    check: int | None = None
 
 
 def _walk(program: Program | None) -> Walked:
@@ -106,6 +111,10 @@ def _walk(program: Program | None) -> Walked:
                 at, number = program.layout.scores[op.at]
                 assert (at, number not in found.scores) == (boundary, True)
                 found.scores[number] = (op, boundary, list(applied))
+            elif op.code == OP_CHECK:
+                assert found.check is None
+                assert op is ops[-1]
+                found.check = boundary
             else:
                 applied.append(op)
         found.edits[boundary] = applied
@@ -150,6 +159,8 @@ def _check_token(
             expected = edits_at(asked, SITES, boundary, level, position, prompt)
             assert _same_edits(applied, expected)
             assert (at, op.vector, op.a) == (boundary, probe.weight, probe.bias)
+    checked = bool(asked.edits) and EVERYWHERE[-1] in here
+    assert walked.check == (EVERYWHERE[-1] if checked else None)
     assert set(walked.points) == due_points
     assert set(walked.scores) == due_scores
     for boundary in EVERYWHERE:
@@ -202,8 +213,11 @@ def test_a_rank_that_delivers_nothing_edits_like_the_others(spec, prompt):
         walked = _walk(one)
         assert not walked.points
         assert not walked.scores
-        edits = {b: ops for b, ops in _walk(other).edits.items() if ops}
-        assert walked.edits == edits
+        whole = _walk(other)
+        assert {b: ops for b, ops in walked.edits.items() if ops} == {
+            b: ops for b, ops in whole.edits.items() if ops
+        }
+        assert walked.check == whole.check
 
 
 @given(specs(NUM_LAYERS, only_reads=True), st.lists(selectors(), max_size=2), _PROMPTS, st.data())
@@ -293,8 +307,9 @@ def test_where_a_read_looks_does_not_depend_on_which_tokens_an_edit_takes():
 def test_edits_of_a_site_apply_in_the_order_given():
     spec = _spec(Ablate(V, layer=0), Add(W, layer=0), Ablate(V, layer=0))
     ((_, _, program),) = _compile(spec, [1]).runs(0, 1)
-    ((_, ops),) = program.taps
+    (_, ops), (last, checks) = program.taps
     assert [op.code for op in ops] == [OP_ABLATE, OP_ADD, OP_ABLATE]
+    assert (last, [op.code for op in checks]) == (EVERYWHERE[-1], [OP_CHECK])
 
 
 def test_a_layout_is_rows_and_then_scores():
@@ -317,8 +332,9 @@ def test_a_layout_is_rows_and_then_scores():
 def test_the_rows_of_a_replacement_go_to_their_positions():
     rows = [[float(i), 0, 0, 1] for i in range(3)]
     program = _compile(_spec(Replace(rows, [4, -1, 0], layer=0)), [1, 1, 1])
-    found = [(o, n, p.taps[0][1][0].vector.numpy[0]) for o, n, p in program.runs(0, 6)]
-    assert found == [(0, 1, 2), (2, 1, 1), (4, 1, 0)]
+    found = [(o, n, p.taps[0][1][0].vector) for o, n, p in program.runs(0, 6)]
+    rows_of = [(o, n, None if v is None else v.numpy[0]) for o, n, v in found]
+    assert rows_of == [(0, 1, 2), (1, 1, None), (2, 1, 1), (3, 1, None), (4, 1, 0), (5, 1, None)]
 
 
 # What it costs
@@ -329,21 +345,22 @@ def test_the_rows_of_a_replacement_go_to_their_positions():
     [
         pytest.param([Read("embed")], Cost(0, 1, 1), id="a-read"),
         pytest.param([Read("resid_post", [0, 1], "prompt")], Cost(0, 1, 2), id="two-layers"),
-        pytest.param([Add(V, layer=0)], Cost(1, 1, 1), id="an-edit"),
-        pytest.param([Add(V, layer=[0, 1])], Cost(1, 1, 2), id="one-vector-at-two-layers"),
-        pytest.param([Add([V, W], layer=[0, 1])], Cost(2, 1, 2), id="two-vectors"),
+        # With an edit, each token is checked once, at the last tap.
+        pytest.param([Add(V, layer=0)], Cost(1, 1, 1 + 1), id="an-edit"),
+        pytest.param([Add(V, layer=[0, 1])], Cost(1, 1, 2 + 1), id="one-vector-at-two-layers"),
+        pytest.param([Add([V, W], layer=[0, 1])], Cost(2, 1, 2 + 1), id="two-vectors"),
         pytest.param(
-            [Add(V, layer=0), Add(V, layer=0, tokens="prompt")], Cost(1, 2, 3), id="two-phases"
+            [Add(V, layer=0), Add(V, layer=0, tokens="prompt")], Cost(1, 2, 3 + 2), id="two-phases"
         ),
         pytest.param(
-            [Ablate(V, layer=0), Ablate(np.array(V) * 2, layer=1)], Cost(1, 1, 2),
+            [Ablate(V, layer=0), Ablate(np.array(V) * 2, layer=1)], Cost(1, 1, 2 + 1),
             id="one-direction-of-two-lengths",
         ),
-        pytest.param([Replace([V, W], [0, 1], layer=0)], Cost(2, 2, 2), id="two-rows"),
-        pytest.param([Replace(V, [50], layer=0)], Cost(0, 0, 0), id="past-the-end"),
+        pytest.param([Replace([V, W], [0, 1], layer=0)], Cost(2, 3, 2 + 3), id="two-rows"),
+        pytest.param([Replace(V, [50], layer=0)], Cost(0, 1, 0 + 1), id="past-the-end"),
         pytest.param(
             [Probe(V, layer=0, name="a"), Probe(V, layer=0, name="b"), Clamp(V, 0, 1, layer=0)],
-            Cost(2, 1, 3), id="probes-and-a-clamp",
+            Cost(2, 1, 3 + 1), id="probes-and-a-clamp",
         ),
     ],
 )  # fmt: skip
@@ -354,7 +371,7 @@ def test_a_request_costs_distinct_vectors_programs_and_their_operations(actions,
 @pytest.mark.parametrize(
     ("actions", "cost"),
     [
-        pytest.param([Replace([V, W, V], [0, 1, 2], layer=0)], Cost(2, 2, 2), id="equal-rows"),
+        pytest.param([Replace([V, W, V], [0, 1, 2], layer=0)], Cost(2, 3, 2 + 3), id="equal-rows"),
         pytest.param([Read("embed"), Read("embed", tokens=[0])], Cost(0, 1, 1), id="read-twice"),
     ],
 )
@@ -389,7 +406,7 @@ def test_a_request_knows_what_it_needs(actions, has, uniform):
 
 NOTHING_HERE = [
     pytest.param((Read("resid_post", 1),), (0, 1), True, id="a-read-of-another-stage"),
-    pytest.param((Add(V, layer=1), Read("embed")), (2,), True, id="edits-of-another-stage"),
+    pytest.param((Add(V, layer=0), Read("embed")), (1,), True, id="edits-of-another-stage"),
     pytest.param((Read("embed"),), EVERYWHERE, False, id="reads-on-a-rank-that-delivers-nothing"),
 ]
 

@@ -25,6 +25,7 @@ from vllm_scope.program import (
 )
 from vllm_scope.sites import point_of
 from vllm_scope.tap.definition import (
+    OWNER,
     CODE,
     NEXT,
     NUMBER_A,
@@ -101,9 +102,11 @@ def _as_told(program: Program) -> dict[int, list[tuple]]:
 
 
 def _load(tables: Tables, rows: list[int], ids: list[int], slots: list[int], **kwargs) -> None:
+    owners = np.array([100 + row for row in rows], np.int32)
     tables.load_step(
-        np.array(rows, np.int64), np.array(ids, np.int32), np.array(slots, np.int64), **kwargs
-    )
+        np.array(rows, np.int64), np.array(ids, np.int32), owners, np.array(slots, np.int64),
+        **kwargs,
+    )  # fmt: skip
 
 
 def _flush(tables: Tables) -> None:
@@ -429,7 +432,7 @@ def test_a_step_is_known_by_the_very_array_of_its_ids():
     tables, rows = _tables(), np.array([1])
     ids = np.array([2], np.int32)
     assert not tables.has_loaded(ids)
-    tables.load_step(rows, ids, rows)
+    tables.load_step(rows, ids, ids, rows)
     assert tables.has_loaded(ids)
     assert not tables.has_loaded(ids.copy())
     tables.clear_step()
@@ -453,12 +456,12 @@ def test_a_steps_rows_are_its_own_when_its_ids_come_again_after_larger_steps():
     tables, rows, many = _tables(), np.array([3]), np.arange(16)
     again = np.array([1], np.int32)
     for _ in range(4):  # more than there are buffers
-        tables.load_step(many, np.full(16, 2, np.int32), many)
+        tables.load_step(many, np.full(16, 2, np.int32), many, many)
     tables.clear_step()
     for _ in range(4):
-        tables.load_step(rows, again, rows)
+        tables.load_step(rows, again, rows, rows)
         assert tables.tokens[:, PROGRAM].tolist() == [-1, -1, -1, 1] + [-1] * 12
-        tables.load_step(many, np.full(16, 3, np.int32), many)
+        tables.load_step(many, np.full(16, 3, np.int32), many, many)
         assert (tables.tokens[:, PROGRAM] == 3).all()
 
 
@@ -469,7 +472,8 @@ def test_the_slots_of_a_step_with_the_very_ids_of_the_one_before_are_its_own():
         again = ids.copy()
         for first in range(10, 50, 10):
             to_host = first % 20 == 0
-            tables.load_step(rows, again, first + np.arange(3), to_host)
+            tables.load_step(rows, again, 7 * rows, first + np.arange(3), to_host)
+            assert tables.tokens[rows, OWNER].tolist() == (7 * rows).tolist()
             assert tables.tokens[rows, PROGRAM].tolist() == [1, 0, 2]
             assert tables.tokens[rows, SLOT].tolist() == [first, first + 1, first + 2]
             assert tables.tokens[rows, TO_HOST].tolist() == [to_host] * 3

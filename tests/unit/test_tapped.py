@@ -178,7 +178,7 @@ def tapped():
 def _plan(tables: Tables, program: Program, rows: list[int], slots: list[int]) -> None:
     found = tables.program_id(program, hold=True)
     ids = np.full(len(rows), found, np.int32)
-    tables.load_step(np.array(rows), ids, np.array(slots))
+    tables.load_step(np.array(rows), ids, np.zeros_like(ids), np.array(slots))
 
 
 PLACES = [

@@ -56,8 +56,9 @@ class Tapped:
         self.here = install_attention_taps(anatomy, tap_of, self.arena, self.tables, self.sites)
         # Rows 1 and 4 are read.
         self.tables.load_step(
-            np.array([1, 4]), np.full(2, number, np.int32), np.array([0, self.num_slots])
-        )
+            np.array([1, 4]), np.full(2, number, np.int32), np.zeros(2, np.int32),
+            np.array([0, self.num_slots]),
+        )  # fmt: skip
 
     def read(self, site: str) -> Tensor:
         """[2, numbers of a row]."""

@@ -198,7 +198,7 @@ class Step:
         )
         if not tap_by_tap:
             arena = self.arena(plan.num_slots + 5)
-            self.tables.load_step(plan.rows, plan.program_ids, plan.offsets + 2)
+            self.tables.load_step(plan.rows, plan.program_ids, plan.owners, plan.offsets + 2)
             for boundary in EVERYWHERE:
                 self.tap(boundary, arena, 0, 0)
             assert arena[:2].isnan().all()
@@ -206,7 +206,7 @@ class Step:
             self.deliver(arena[2:-3], None)
             return
         numbers = np.cumsum(plan.delivers) - plan.delivers
-        self.tables.load_step(plan.rows, plan.program_ids, numbers)
+        self.tables.load_step(plan.rows, plan.program_ids, plan.owners, numbers)
         for boundary in EVERYWHERE:
             here = [layout.arena.at(boundary) for layout in plan.labels.layouts]
             most = max(layout.slots(self.widths) for layout in here)

@@ -325,3 +325,92 @@ def test_what_the_servers_edits_make_of_a_request_is_measured_again():
         worker.close()
     assert [error is None for _, error in sink.finished] == [True, False]
     assert "with the server's edits" in sink.finished[1][1]
+
+
+def test_a_fault_in_planning_fails_who_is_in_the_step_and_nobody_else(monkeypatch):
+    with running_worker(EVERYWHERE, 64) as (worker, sink):
+        waiting = Request("later", 8, Spec((Read("embed"),)), 2, [1, 2, 3])
+        worker.add_requests([_edited(), waiting.as_vllm_sends_it()])
+
+        def broken(batch):
+            raise ZeroDivisionError("planning")
+
+        batch = StepBatch(["plain", "r"], np.array([0, 1, 3]), np.array([4, 0]))
+        with monkeypatch.context() as patch:
+            patch.setattr(worker._planner, "begin_step", broken)
+            worker.steps.begin(batch, torch.zeros(3))
+        assert not worker.steps.active
+        assert (worker._tables.tokens[:, 0] == -1).all()
+        worker.steps.end()
+        assert "r" not in worker._planner
+        # Its edits are not done, so EngineCore ends it: its KV would pass for edited KV.
+        told = worker.told(SimpleNamespace(sampled_token_ids=[[1]]))
+        assert list(told.scope_faults) == ["r"]
+        assert "failed in a step (ZeroDivisionError: planning)" in told.scope_faults["r"]
+        step = Step([(waiting, 0, 2)], [0])
+        worker.steps.begin(step.batch(), torch.tensor([0, 1]))
+        run_taps(worker, step, 5, random.Random(0))
+        worker.steps.end()
+        worker.finish_requests(["later"])
+        worker.close()
+    assert [(key, error is None) for key, error in sink.finished] == [(7, False), (8, True)]
+    assert len(sink.found) == 2
+
+
+def test_a_request_whose_edits_cannot_be_done_is_ended(monkeypatch):
+    with running_worker(EVERYWHERE, 64) as (worker, _):
+        request = _edited()
+        request.sampling_params.extra_args[HANDLE]["vectors"] = True
+        monkeypatch.setattr(worker._planner, "add_request", lambda *_: 1 / 0)
+        worker.add_requests([request])
+        told = worker.told(SimpleNamespace(sampled_token_ids=[[1]]))
+        assert "failed on this request (ZeroDivisionError" in told.scope_faults["r"]
+        # Once; and a step without such requests is handed on as it is.
+        output = SimpleNamespace(sampled_token_ids=[[1]])
+        assert worker.told(output) is output
+        assert not hasattr(output, "scope_faults")
+
+
+def test_an_output_that_is_made_later_says_then_whose_rows_were_not_finite():
+    with running_worker(EVERYWHERE, 64) as (worker, _):
+        worker.add_requests([_edited()])
+        (owner,) = worker._planner.owners
+        made = SimpleNamespace(sampled_token_ids=[[1]])
+        later = worker.told(SimpleNamespace(get_output=lambda: made))
+        worker._tables.faults[owner] = 1 + 2
+        told = later.get_output()
+        assert told.scope_faults == {
+            "r": "an edit at 'resid_post' of layer 0 makes a row that is not finite in float32, "
+            "so the request was ended. Use a smaller scale or vector."
+        }
+        assert not hasattr(made, "scope_faults")  # vLLM may have one for many steps
+        assert worker.told(made) is made
+
+
+def test_a_forward_that_raises_delivers_nothing():
+    from vllm_scope.engine.attach import _attach_steps
+
+    with running_worker(EVERYWHERE, 64) as (worker, sink):
+        request = Request("r", 7, Spec((Read("embed"),)), 2, [1, 2, 3])
+        step = Step([(request, 0, 2)], [0])
+
+        class Runner:
+            def execute_model(self, scheduler_output):
+                worker.steps.begin(step.batch(), torch.tensor([0, 1]))
+                raise MemoryError("in the middle of the forward")
+
+            def sample_tokens(self, output):
+                return output
+
+        runner = Runner()
+        _attach_steps(runner, worker)
+        output = SimpleNamespace(
+            finished_req_ids=set(), scheduled_new_reqs=[request.as_vllm_sends_it()]
+        )
+        with pytest.raises(MemoryError, match="in the middle"):
+            runner.execute_model(output)
+        assert not worker.steps.active
+        worker.finish_requests(["r"])
+        worker.close()
+    assert sink.found == {}
+    assert sink.finished == [(7, None)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_scope.config import ScopeConfig
+from vllm_scope.engine.clearing import sent_in, zero
 from vllm_scope.engine.scheduler import ended_in
 from vllm_scope.engine.seams import config_of, wrap_method
 from vllm_scope.engine.worker import ScopeWorker
@@ -68,6 +69,8 @@ def _attach_steps(runner: Any, scope: ScopeWorker) -> None:
         if kwargs.get("dummy_run"):  # Model Runner V2 calls itself for these
             return execute_model(scheduler_output, *args, **kwargs)
         # First those that ended: the scheduler has given their places to the new ones.
+        if zeroed := sent_in(scheduler_output):
+            zero(runner, zeroed)
         if scheduler_output.finished_req_ids:
             scope.finish_requests(scheduler_output.finished_req_ids, ended_in(scheduler_output))
         if scheduler_output.scheduled_new_reqs:
@@ -77,11 +80,19 @@ def _attach_steps(runner: Any, scope: ScopeWorker) -> None:
         if not scope.has_requests():
             scope.steps.clear()
         try:
-            return execute_model(scheduler_output, *args, **kwargs)
-        finally:
-            scope.steps.end()
+            output = execute_model(scheduler_output, *args, **kwargs)
+        except BaseException:
+            scope.steps.fail()
+            raise
+        scope.steps.end()
+        return scope.told(output)
 
-    runner.execute_model = execute
+    sample_tokens = runner.sample_tokens
+
+    def sample(*args: Any, **kwargs: Any) -> Any:
+        return scope.told(sample_tokens(*args, **kwargs))
+
+    runner.execute_model, runner.sample_tokens = execute, sample
 
 
 def wrap() -> None:

@@ -52,6 +52,7 @@ def silent_taps(
         tables.load_step(
             np.zeros(1, np.int64),
             np.array([tables.program_id(program)], np.int32),
+            np.zeros(1, np.int32),
             np.array([first_slot], np.int64),
             to_host,
         )

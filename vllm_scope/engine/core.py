@@ -61,10 +61,12 @@ class Entry:
 
     Attributes:
         keys: how its edits key its KV blocks; None where nothing is edited.
+        first: the first edited position; None where nothing is edited.
         programs: those whose places it holds in the workers' tables.
     """
 
     keys: BlockKeys | None
+    first: int | None
     programs: tuple[Program, ...]
 
 
@@ -130,8 +132,9 @@ class CoreScope:
                     f"{self.most}. Edit fewer places, or send it again when they are gone."
                 )
         keys = BlockKeys(asked.edits, len(prompt_ids), prompt_ids) if asked.edits else None
+        firsts = (edit.tokens.first_position(len(prompt_ids), prompt_ids) for edit in asked.edits)
         request.sampling_params = with_handle(params, handle)
-        return Entry(keys, programs)
+        return Entry(keys, min(firsts, default=None), programs)
 
     def check_edits(self, text: str | None) -> None:
         """Raises SpecError for server-wide edits that no request could hold."""
@@ -187,7 +190,8 @@ def _preprocess(original: Any, self: Any, request: Any) -> Any:
     _entering[request.request_id] = entry.keys
     try:
         made = original(self, request)
-        made[0].scope_keys, made[0].scope_programs = entry.keys, entry.programs
+        made[0].scope_keys, made[0].scope_first = entry.keys, entry.first
+        made[0].scope_programs = entry.programs
         return made
     finally:
         del _entering[request.request_id]

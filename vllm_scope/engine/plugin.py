@@ -36,13 +36,25 @@ def register() -> None:
 
     check_version(vllm.__version__)
     from vllm_scope import faces
-    from vllm_scope.engine import attach, core, environment, frontend, http, refusals, scheduler
+    from vllm_scope.engine import (
+        attach,
+        clearing,
+        core,
+        environment,
+        faults,
+        frontend,
+        http,
+        refusals,
+        scheduler,
+    )
 
     environment.wrap()
     wrap_engine_args()
     frontend.wrap()
     core.wrap()
     scheduler.wrap()
+    faults.wrap()
+    clearing.wrap()
     refusals.wrap()
     attach.wrap()
     http.wrap()

@@ -51,18 +51,23 @@ def told(completion: Any) -> ScopeError | None:
     return busy(sentence) if kind == CapacityError.__name__ else refusal()(sentence)
 
 
+def refused(request_id: str, error: ScopeError) -> Any:
+    """EngineCore's last output of a request, with why it ends; `told` reads it."""
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+    text = f"{_MARK}{type(error).__name__}: {error}"
+    return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=text)
+
+
 def _refuse(original: Any, self: Any, request: Any) -> None:
     """EngineCoreProc._handle_request_preproc_error: ours come with their sentence."""
     error = sys.exception()
     if not isinstance(error, ScopeError):
         original(self, request)
         return
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+    from vllm.v1.engine import EngineCoreOutputs
 
-    text = f"{_MARK}{type(error).__name__}: {error}"
-    output = EngineCoreOutput(
-        request.request_id, [], finish_reason=FinishReason.ERROR, stop_reason=text
-    )
+    output = refused(request.request_id, error)
     outputs = EngineCoreOutputs(outputs=[output], finished_requests={request.request_id})
     self.output_queue.put_nowait((request.client_index, outputs))
 

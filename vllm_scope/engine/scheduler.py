@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
+from vllm_scope.engine import clearing
 from vllm_scope.engine.core import handle_of, with_handle
 from vllm_scope.engine.model import hidden_size_of
 from vllm_scope.engine.seams import config_of, wrap_method
@@ -116,11 +117,13 @@ _enqueue: Any = None
 
 
 def _schedule(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """What the scheduler accepted goes to the workers with the news that it is over."""
+    """What the scheduler accepted goes to the workers with the news that it is over, and which
+    blocks they zero before the step."""
     output = original(self, *args, **kwargs)
     ended = self.__dict__.get("scope_ended")
     if ended:
         output.scope_ended = {r: ended.pop(r) for r in output.finished_req_ids if r in ended}
+    clearing.send(self, output)
     return output
 
 

@@ -10,6 +10,7 @@ the arena, or, where it is larger, tap by tap.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,8 @@ from vllm_scope.host_ring import Lease
 from vllm_scope.layout import SLOT_BYTES, Widths
 from vllm_scope.plan import Planner, StepBatch, StepPlan
 from vllm_scope.tap.tables import Tables
+
+logger = logging.getLogger("vllm.vllm_scope")
 
 #: Steps that deliver up to this much write host memory themselves. The taps then wait
 #: for PCIe (20 us for 1 MiB), which is less than what a copy costs the host.
@@ -77,6 +80,19 @@ class Steps:
             batch: what it computes.
             positions: [num_rows or more], device: the true positions.
         """
+        try:
+            self._begin(batch, positions)
+        except Exception as error:
+            # A fault of ours: who is in this step fails, the engine and plain neighbours go on.
+            logger.exception("vllm-scope: a step could not be planned")
+            self.fail()
+            self._tables.clear_step()
+            reason = f"vllm-scope failed in a step ({type(error).__name__}: {error})."
+            for req_id in batch.req_ids:
+                if req_id in self._planner:
+                    self._fail(req_id, reason)
+
+    def _begin(self, batch: StepBatch, positions: Tensor) -> None:
         if self._functions:
             self._functions.begin_step(batch)
         plan, failures = self._planner.begin_step(batch)
@@ -92,7 +108,7 @@ class Steps:
         if plan.num_slots == 0:
             # Edits alone: the same rows get the same programs until the batch changes.
             if not self._tables.has_loaded(plan.program_ids):
-                self._tables.load_step(plan.rows, plan.program_ids, plan.offsets)
+                self._tables.load_step(plan.rows, plan.program_ids, plan.owners, plan.offsets)
             return
         first = self._take_room(plan)
         if first is None:
@@ -100,7 +116,8 @@ class Steps:
             slots: Any = np.cumsum(plan.delivers) - plan.delivers
         else:
             slots = first + plan.offsets
-        self._tables.load_step(plan.rows, plan.program_ids, slots, self._lease is not None)
+        in_ring = self._lease is not None
+        self._tables.load_step(plan.rows, plan.program_ids, plan.owners, slots, in_ring)
 
     def _take_room(self, plan: StepPlan) -> int | None:
         """Where the step's slots begin: in the host's ring, in the arena, or in neither."""
@@ -144,6 +161,18 @@ class Steps:
     def clear(self) -> None:
         """Before a forward that nobody plans: what the last one was told must go."""
         self._tables.clear_step()
+
+    def fail(self) -> None:
+        """The forward raised, or cannot be planned: nothing of it is delivered."""
+        self._step = self._positions = None
+        if self._lease is not None:
+            self._lease.release()
+        if self._region is not None:
+            self._arena.give_back(self._region)
+        self._lease = self._region = self._tap_region = None
+        self.active = False
+        if self._functions:
+            self._functions.end_step()
 
     def end(self) -> None:
         """The forward was enqueued: send what it delivers on its way."""

@@ -29,6 +29,7 @@ from vllm_scope.engine.attention import attention_of, kernel_of
 from vllm_scope.engine.canary import silent_taps
 from vllm_scope.engine.core import handle_of
 from vllm_scope.engine.delivery import IDLE_COUNTERS, NOBODY, Delivery
+from vllm_scope.engine.faults import Faults
 from vllm_scope.engine.functions import StepFunctions
 from vllm_scope.engine.model import anatomy_of, sites_of
 from vllm_scope.engine.sizes import Limits, Sizes
@@ -68,6 +69,7 @@ class ScopeWorker:
         self._functions: StepFunctions | None = None
         #: None where the model cannot be tapped.
         self.steps: Steps | None = None
+        self._faults: Faults | None = None
 
     # Load
 
@@ -143,7 +145,7 @@ class ScopeWorker:
                 (self.stage, self.num_stages), str(self._vllm_config.model_config.model),
             )  # fmt: skip
             if device.type == "cuda":
-                self._tables.host.fill_(self._delivery.ring.slots.data_ptr())
+                self._tables.host[0] = self._delivery.ring.slots.data_ptr()
         self._begin_steps()
         logger.info(
             "vllm-scope: %d taps on %s (%s), runner %s, arena %.1f MiB, vectors %.1f MiB.",
@@ -153,6 +155,7 @@ class ScopeWorker:
 
     def _begin_steps(self) -> None:
         self._planner = Planner(self._tables)
+        self._faults = Faults(self._tables, self._planner, self.sites)
         self.steps = Steps(
             self._planner, self._tables, self._arena, self.sites.boundaries, self.limits.widths,
             self._delivery, self._functions, self._fail,
@@ -281,6 +284,8 @@ class ScopeWorker:
                 reason = f"vllm-scope failed on this request ({type(error).__name__}: {error})."
             if self._functions:
                 self._functions.finish_request(request.req_id)
+            if self._faults is not None and (handle.get("vectors") or handle.get("server")):
+                self._faults.fail(request.req_id, reason)
             self._finish(key, reason)
 
     @staticmethod
@@ -320,9 +325,16 @@ class ScopeWorker:
             if key is not None:
                 self._finish(key, error, (ended or {}).get(req_id))
 
+    def told(self, output: Any) -> Any:
+        """A step's output, which says whose edits made rows that are not finite."""
+        return output if self._faults is None else self._faults.told(output)
+
     def _fail(self, req_id: str, reason: str) -> None:
         """A request that cannot be planned; its neighbours go on."""
         assert self._planner is not None
+        assert self._faults is not None
+        if req_id in self._planner.owners.values():
+            self._faults.fail(req_id, reason)
         key = self._planner.finish_request(req_id)
         if key is not None:
             self._finish(key, reason)

@@ -6,18 +6,41 @@ Runs:  on the CPU, and in tests as the kernel's twin.
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_scope.layout import SLOT_BYTES
-from vllm_scope.program import OP_ABLATE, OP_ADD, OP_ADD_NORM, OP_CLAMP, OP_DOT, OP_READ, OP_SET
+from vllm_scope.program import (
+    OP_ABLATE,
+    OP_ADD,
+    OP_ADD_NORM,
+    OP_CHECK,
+    OP_CLAMP,
+    OP_DOT,
+    OP_READ,
+    OP_SET,
+)
 
 #: Columns of the op table. Offsets are in 4-byte words from the token's first slot.
 CODE, WORD, WORD_IN_TAP, VECTOR, NUMBER_A, NUMBER_B, NEXT = range(7)
 #: Columns of the token table.
-PROGRAM, SLOT, TO_HOST = 0, 1, 2
+PROGRAM, SLOT, TO_HOST, OWNER = range(4)
 WORDS_PER_SLOT = SLOT_BYTES // 4
+#: A fault is the tap's number and one more, and this where OP_CHECK found it, not an edit.
+CHECKED = 1 << 30
+
+
+def fault_at(fault: int) -> tuple[int, bool]:
+    """The tap that reported a fault, and whether an edit's result was at fault there.
+
+    Args:
+        fault: not 0.
+    """
+    return (fault & ~CHECKED) - 1, not fault & CHECKED
 
 
 def tap_rows(
@@ -36,21 +59,24 @@ def tap_rows(
     """Run each row's program at one tap.
 
     The row is the residual stream x = hidden + residual, added in float32. READ and
-    DOT see x rounded to the model's dtype; edits compute in float32. An edited row is
-    written back, rounded once: residual = x and hidden = 0, or hidden = x where there
-    is no residual.
+    DOT see x rounded to the model's dtype; edits compute in float32. A row that an edit
+    changed is written back, rounded once: residual = x and hidden = 0, or hidden = x where
+    there is no residual. A row that its edits left as it was is not written: rounding the
+    sum would change what the next norm sees. Nor is one that is not finite in the model's
+    dtype: its owner has a fault, and the model goes on with the row that it had.
 
     Args:
         hidden: [num_rows, hidden_size], model dtype. Edited rows are written.
         residual: like `hidden`; None where the model has added it already.
         arena: [num_slots, elements of a slot], model dtype. Written in place.
         tokens: [max_rows, 4] int32: program (-1 none), slot, 1 where the token's slots
-            are in host memory, reserved. Rows at and after num_rows are not looked at.
+            are in host memory, owner. Rows at and after num_rows are not looked at.
         programs: [num_programs, num_taps] int32: first op, -1 for none.
         ops: [num_ops, 8] int32: see the columns above; numbers are float32 bits.
         vectors: [num_vectors, hidden_size] float32.
         tap: scalar int32 tensor: this tap's column in `programs`.
-        host: [1] int64: address of the host's slots. The kernel alone writes there.
+        host: [2] int64: addresses of the host's slots, where the kernel alone writes, and of
+            its faults: int32, by owner. A fault is written where a row is not finite.
         slot_base: added to every slot; 0 unless the step is drained tap by tap.
         slots_per_token: 0, and a token's slot is in `tokens`; or, drained tap by tap,
             what each token takes at this tap, and `tokens` has its number.
@@ -63,9 +89,10 @@ def tap_rows(
     if not len(rows):
         return
     index = torch.from_numpy(rows)
-    x = hidden.index_select(0, index).float()
+    came = hidden.index_select(0, index).float()
     if residual is not None:
-        x = x + residual.index_select(0, index).float()
+        came = came + residual.index_select(0, index).float()
+    x = came
     edited = np.zeros(len(rows), bool)
     words, numbers = arena.view(torch.int32).view(-1).numpy(), ops.numpy()
     while len(live := np.flatnonzero(at >= 0)):
@@ -75,7 +102,10 @@ def tap_rows(
             here, op = live[mine], told[mine]
             # Most often all rows do the same, and none is copied to single it out.
             some = slice(None) if len(here) == len(rows) else torch.from_numpy(here)
-            if code in (OP_READ, OP_DOT):
+            if code == OP_CHECK:
+                bad = ~x[some].isfinite().all(1).numpy()
+                _report(host, table[rows[here[bad]], OWNER], CHECKED | int(tap) + 1)
+            elif code in (OP_READ, OP_DOT):
                 slot = table[rows[here], SLOT].astype(np.int64)
                 if slots_per_token:
                     slot = slot_base + slot * slots_per_token
@@ -83,17 +113,35 @@ def tap_rows(
                 start = slot * WORDS_PER_SLOT + op[:, column]
                 _store(code, x[some].to(hidden.dtype), op, vectors, words, start)
             else:
+                x = x.clone() if x is came else x
                 x[some] = _edited(code, x[some], op, vectors)
                 edited[here] = True
         at[live] = told[:, NEXT]
-    if not edited.any():
-        return
-    changed, index = x[torch.from_numpy(edited)].to(hidden.dtype), index[torch.from_numpy(edited)]
+    if edited.any():
+        bad = _write_back(hidden, residual, came, x, index, torch.from_numpy(edited))
+        _report(host, table[rows[bad], OWNER], int(tap) + 1)
+
+
+def _write_back(
+    hidden: Tensor, residual: Tensor | None, came: Tensor, x: Tensor, index: Tensor, edited: Tensor
+) -> NDArray[np.bool_]:
+    """bool by row: it was edited and is not finite; those that changed otherwise are written."""
+    rounded = x.to(hidden.dtype)
+    finite = rounded.isfinite().all(1)
+    changed = edited & finite & (x != came).any(1)
+    index, rounded = index[changed], rounded[changed]
     if residual is not None:
-        residual[index] = changed
+        residual[index] = rounded
         hidden[index] = 0
     else:
-        hidden[index] = changed
+        hidden[index] = rounded
+    bad: NDArray[np.bool_] = (edited & ~finite).numpy()
+    return bad
+
+
+def _report(host: Tensor, owners: NDArray[np.int32], fault: int) -> None:
+    for owner in owners.tolist():
+        ctypes.c_int32.from_address(int(host[1]) + 4 * owner).value = fault
 
 
 def _store(

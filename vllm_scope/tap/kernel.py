@@ -29,6 +29,8 @@ OP_ADD_NORM = tl.constexpr(4)
 OP_ABLATE = tl.constexpr(5)
 OP_CLAMP = tl.constexpr(6)
 OP_SET = tl.constexpr(7)
+OP_CHECK = tl.constexpr(8)
+CHECKED = tl.constexpr(1 << 30)
 
 
 # One variant serves all taps: a second one would be compiled in a graph capture.
@@ -60,7 +62,8 @@ def _tap_kernel(
     program = tl.load(tokens_ptr + row * 4)
     if program < 0:
         return
-    at = tl.load(programs_ptr + program.to(tl.int64) * num_taps + tl.load(tap_ptr))
+    tap = tl.load(tap_ptr)
+    at = tl.load(programs_ptr + program.to(tl.int64) * num_taps + tap)
     if at < 0:
         return
     dtype = arena_ptr.dtype.element_ty
@@ -81,6 +84,7 @@ def _tap_kernel(
         base = tl.load(host_ptr).to(tl.pointer_type(dtype))
     words = base.to(tl.pointer_type(tl.float32), bitcast=True) + slot * 4
     edited = 0
+    fault = 0
     while at >= 0:
         op = ops_ptr + at.to(tl.int64) * 8
         code = tl.load(op)
@@ -88,6 +92,9 @@ def _tap_kernel(
         if code == OP_READ:
             out_row = out.to(tl.pointer_type(dtype), bitcast=True)
             tl.store(out_row + column, x.to(dtype), keep)
+        elif code == OP_CHECK:
+            if tl.sum((keep & ~(tl.abs(x) < float("inf"))).to(tl.int32), 0) > 0:
+                fault = CHECKED | (tap + 1)
         else:
             vector = vectors_ptr + tl.load(op + 3).to(tl.int64) * hidden_size + column
             v = tl.load(vector, keep, 0.0)
@@ -111,11 +118,23 @@ def _tap_kernel(
                     x += phi * v
         at = tl.load(op + 6)
     if edited == 1:
+        came = tl.load(hidden, keep, 0.0).to(tl.float32)
         if HAS_RESIDUAL:
-            tl.store(residual, x.to(dtype), keep)
-            tl.store(hidden, tl.zeros_like(x).to(dtype), keep)
-        else:
-            tl.store(hidden, x.to(dtype), keep)
+            came += tl.load(residual, keep, 0.0).to(tl.float32)
+        rounded = x.to(dtype)
+        finite = tl.abs(rounded.to(tl.float32)) < float("inf")
+        if tl.sum((keep & ~finite).to(tl.int32), 0) > 0:
+            fault = tap + 1
+        elif tl.sum((keep & (x != came)).to(tl.int32), 0) > 0:
+            if HAS_RESIDUAL:
+                tl.store(residual, rounded, keep)
+                tl.store(hidden, tl.zeros_like(x).to(dtype), keep)
+            else:
+                tl.store(hidden, rounded, keep)
+    if fault != 0:
+        # Host memory: on a GPU a fault costs a write across PCIe, and no fault nothing.
+        faults = tl.load(host_ptr + 1).to(tl.pointer_type(tl.int32))
+        tl.store(faults + tl.load(tokens_ptr + row * 4 + 3), fault)
 
 
 def tap_rows(

@@ -23,12 +23,14 @@ from vllm_scope.arrays import Array
 from vllm_scope.errors import CapacityError, ScopeError
 from vllm_scope.layout import Layout, Widths
 from vllm_scope.program import NO_PROGRAM, OP_DOT, OP_READ, Cost, Op, Program
-from vllm_scope.tap.definition import PROGRAM, SLOT, TO_HOST, WORDS_PER_SLOT
+from vllm_scope.tap.definition import OWNER, PROGRAM, SLOT, TO_HOST, WORDS_PER_SLOT
 from vllm_scope.tap.places import Places
 from vllm_scope.tap.staging import Staging
 
 #: Programs that a request's edits may hold, and those kept for reads alone.
 HELD_PROGRAMS, FREE_PROGRAMS = 8192, 4096
+#: Numbers of requests whose faults are told apart.
+MOST_OWNERS = 1 << 16
 #: Ops of held programs; reads alone take one per tap and program besides.
 HELD_OPS = 1 << 17
 
@@ -42,12 +44,14 @@ class Tables:
     """Persistent device tables.
 
     Attributes:
-        tokens: [max_rows, 4] int32: program, slot, 1 for host memory, reserved.
+        tokens: [max_rows, 4] int32: program, slot, 1 for host memory, owner.
         programs: [num_programs, num_taps] int32: first op or -1.
         ops: [num_ops, 8] int32: tap.definition's columns.
         vectors: [num_vectors, hidden_size] float32.
         numbers: [num_taps] int32: 0, 1, ...; a tap is told its number by a view of it.
-        host: [1] int64: address of host memory that taps may write, or 0.
+        host: [2] int64: addresses of host memory that taps write: of slots, or 0; of `faults`.
+        faults: int32 [MOST_OWNERS], host: by owner, 0 or what `definition.fault_at` takes. Taps
+            write, any thread may read and clear.
         num_uploads: copies to the device so far, for the idle test.
     """
 
@@ -79,7 +83,10 @@ class Tables:
         num_vectors = capacity(hidden_size, vectors_mib).vectors
         self.vectors = torch.zeros((num_vectors, hidden_size), device=device)
         self.numbers = torch.arange(num_taps, dtype=torch.int32, device=device)
-        self.host = torch.zeros(1, dtype=torch.int64, device=device)
+        pinned = device.type == "cuda"
+        self._faults = torch.zeros(MOST_OWNERS, dtype=torch.int32, pin_memory=pinned)
+        self.faults: NDArray[np.int32] = self._faults.numpy()
+        self.host = torch.tensor([0, self._faults.data_ptr()], dtype=torch.int64, device=device)
 
         self._programs = Places[Program](num_programs)
         self._vector_places = Places[Array](num_vectors)
@@ -254,6 +261,7 @@ class Tables:
         self,
         rows: NDArray[np.int64],
         program_ids: NDArray[np.int32],
+        owners: NDArray[np.int32],
         slots: NDArray[np.int64],
         to_host: bool = False,
     ) -> None:
@@ -263,7 +271,7 @@ class Tables:
 
         Args:
             rows: ascending.
-            program_ids: by row.
+            program_ids, owners: by row; 0 for no owner.
             slots: first slot of each row's token.
             to_host: the slots are of host memory, not of the arena.
         """
@@ -274,6 +282,7 @@ class Tables:
             buffer.array[: buffer.num_rows, PROGRAM] = NO_PROGRAM
             buffer.array[rows, PROGRAM] = program_ids
             buffer.array[rows, TO_HOST] = to_host
+            buffer.array[rows, OWNER] = owners
             buffer.holds, buffer.to_host, buffer.rows = program_ids, to_host, _as_slice(rows)
             buffer.num_rows = int(rows[-1]) + 1
         buffer.array[buffer.rows, SLOT] = slots

@@ -1,0 +1,122 @@
+"""KV blocks that an edited request may leave unfit for others: zeroed before they are used again.
+
+Owns:  which blocks are unfit, in EngineCore, and their zeroing, in the worker.
+From:  faults (a request that failed), the scheduler (blocks that are freed).
+
+An attention kernel may read the whole block that a token is in, and a NaN there spoils the
+token's own result (vLLM's CPU kernel does; 0 * NaN is NaN). So the blocks that hold rows of a
+faulty request are zeroed when they are next given out: in the step that first uses them, before
+its forward. Whether a step in flight is faulty is known only when it ends, so the blocks that it
+writes count as unfit where its request ends or is preempted meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_scope.engine.seams import wrap_method
+
+
+def first_edited(request: Any) -> int | None:
+    """The first position whose KV depends on the request's edits; None where there are none."""
+    first: int | None = getattr(request, "scope_first", None)
+    return first
+
+
+def _blocks_from(scheduler: Any, request: Any, first: int) -> set[int]:
+    """The ids of a request's blocks that hold a position or later ones."""
+    manager = scheduler.kv_cache_manager
+    found: set[int] = set()
+    groups = manager.get_blocks(request.request_id).blocks
+    for blocks, one in zip(groups, manager.coordinator.single_type_managers, strict=True):
+        found |= {
+            block.block_id for block in blocks[first // one.block_size :] if not block.is_null
+        }
+    return found
+
+
+def _mark(scheduler: Any, block_ids: set[int]) -> None:
+    pool = scheduler.kv_cache_manager.block_pool
+    pool.__dict__.setdefault("scope_unfit", set()).update(block_ids)
+
+
+def withdraw(scheduler: Any, request: Any) -> None:
+    """Nobody finds the KV of a faulty request any more, and nothing of it stays."""
+    first = first_edited(request)
+    if first is not None:
+        block_ids = _blocks_from(scheduler, request, first)
+        scheduler.kv_cache_manager.evict_blocks(block_ids)
+        _mark(scheduler, block_ids)
+
+
+def _free_blocks(original: Any, self: Any, request: Any) -> Any:
+    """Scheduler._free_request_blocks: a request ends or is preempted."""
+    first = first_edited(request)
+    if first is not None and request.num_in_flight_tokens:
+        written = max(request.num_computed_tokens - request.num_in_flight_tokens, 0)
+        _mark(self, _blocks_from(self, request, max(first, written)))
+    return original(self, request)
+
+
+def _new_blocks(original: Any, self: Any, num_blocks: int) -> Any:
+    """BlockPool.get_new_blocks: some of them may be unfit."""
+    blocks = original(self, num_blocks)
+    unfit: set[int] | None = self.__dict__.get("scope_unfit")
+    if unfit:
+        found = unfit.intersection(block.block_id for block in blocks)
+        unfit -= found
+        self.__dict__.setdefault("scope_to_zero", set()).update(found)
+    return blocks
+
+
+def send(scheduler: Any, output: Any) -> None:
+    """Tell workers, with a step, which blocks to zero before it."""
+    pool = scheduler.kv_cache_manager.block_pool
+    found = pool.__dict__.get("scope_to_zero")
+    if found:
+        output.scope_zero = sorted(found)
+        pool.scope_to_zero = set()
+
+
+def sent_in(scheduler_output: Any) -> list[int]:
+    """The blocks to zero before a step."""
+    found = getattr(scheduler_output, "scope_zero", None)
+    return found if isinstance(found, list) else []
+
+
+def zero(runner: Any, block_ids: list[int]) -> None:
+    """Zero blocks of a worker's KV cache, on the current stream."""
+    if runner.device.type == "cpu":
+        for cache in _caches_of(runner):
+            cache[block_ids] = 0
+        return
+    # Made at start where vLLM itself zeroes blocks; the names are those of V2 and of V1.
+    zeroer = getattr(runner, "kv_block_zeroer", None) or getattr(runner, "_kv_block_zeroer", None)
+    if zeroer is None:
+        runner._init_kv_zero_meta()
+        zeroer = getattr(runner, "kv_block_zeroer", None) or runner._kv_block_zeroer
+    zeroer.zero_block_ids(block_ids)
+    if runner.vllm_config.kv_transfer_config is not None:
+        import torch
+
+        # A connector may fill a block from another stream.
+        torch.cuda.current_stream().synchronize()
+
+
+def _caches_of(runner: Any) -> list[Any]:
+    """[num_blocks, ...] of each attention layer; layers may share one."""
+    import torch
+
+    layers = runner.vllm_config.compilation_config.static_forward_context.values()
+    caches = (getattr(layer, "kv_cache", None) for layer in layers)
+    return list(
+        {c.data_ptr(): c for c in caches if isinstance(c, torch.Tensor) and c.dim()}.values()
+    )
+
+
+def wrap() -> None:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    wrap_method(BlockPool, "get_new_blocks", ["num_blocks"], _new_blocks)
+    wrap_method(Scheduler, "_free_request_blocks", ["request"], _free_blocks)
