@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.conftest import TOYWORLD
+import pytest
 
+from tests.conftest import TOYWORLD
+from vllm_scope.sites import KNOWN_SITES
+
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "bfloat16",
+    "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512, "vocab_size": 512,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 COHERE = {
     "architectures": ["CohereForCausalLM"], "model_type": "cohere", "torch_dtype": "bfloat16",
     "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -19,34 +28,97 @@ COHERE = {
 }  # fmt: skip
 
 
-def doctor(model: Path) -> subprocess.CompletedProcess[str]:
-    command = [str(Path(sys.executable).parent / "vllm-scope"), "doctor", str(model)]
+def doctor(model: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).parent / "vllm-scope"), "doctor", str(model), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
-def test_it_says_what_can_be_read():
+def table_of(done: subprocess.CompletedProcess[str]) -> dict[str, list[str]]:
+    """Site -> its cells, of lines that were wrapped joined."""
+    table: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("│"):
+            site, *cells = (cell.strip() for cell in line.strip("│").split("│"))
+            name = site or list(table)[-1]
+            before = table.get(name, [""] * len(cells))
+            table[name] = [" ".join(pair).strip() for pair in zip(before, cells, strict=True)]
+    return table
+
+
+def model_of(config: dict, folder: Path) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_it_says_what_can_be_read_and_nothing_else_in_less_than_15_seconds(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # as on a machine that is new
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = doctor(TOYWORLD)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [line for line in done.stdout.splitlines() if "│" in line]
-    table = {cells[1].strip(): cells[2].strip() for cells in (line.split("│") for line in lines)}
-    assert table["embed"] == "yes"
-    assert table["resid_post"] == "0-5"
-    assert table["mlp_post"] == "-"
-    assert "model runner V1" in done.stdout
-    assert "7 taps, arena" in done.stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stdout
+    assert done.stderr == ""
+    first, *middle, last = done.stdout.splitlines()
+    assert first.endswith("model runner V1")
+    assert last == "7 taps, arena 7.0 MiB."
+    assert middle[0].strip() == "6 layers of 256, bfloat16"
+    assert {line[0] for line in middle[1:]} == set("┏┃┡│└")
+    table = table_of(done)
+    assert list(table) == list(KNOWN_SITES)
+    assert table["embed"] == ["yes", "yes", ""]
+    assert table["resid_pre"] == table["resid_post"] == ["0-5", "yes", ""]
+    for site in ("resid_mid", "q", "k", "v", "z", "attn_out", "mlp_out"):
+        assert table[site] == ["0-5", "no", ""]
+    assert table["mlp_post"] == ["-", "", "this version has no tap there"]
+    # Of a processor, which is all of it on a machine that has nothing else to do.
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert used < 15, used
+
+
+def test_a_site_that_the_model_cannot_have_is_told_from_one_that_is_not_configured(tmp_path):
+    done = doctor(model_of(GPT2, tmp_path), "--sites", "resid_mid,attn_out")
+    assert done.returncode == 1, done.stdout
+    table = table_of(done)
+    assert table["resid_mid"] == ["0-1", "yes", ""]
+    assert table["resid_post"] == table["q"] == ["0-1", "no", ""]
+    assert table["attn_out"][:2] == ["-", "yes"]
+    assert table["mlp_out"][:2] == ["-", "no"]
+    for site in ("attn_out", "mlp_out"):
+        assert table[site][2].startswith("GPT2Block adds to the stream inside")
+    assert "cannot be read: " in done.stdout.splitlines()[-1]
+
+
+def test_a_site_inside_the_attention_needs_one_rank(tmp_path):
+    done = doctor(TOYWORLD, "--tensor-parallel-size", "2", "--sites", "q")
+    assert done.returncode == 1, done.stdout
+    table = table_of(done)
+    assert table["q"][2].startswith("with tensor_parallel_size 2 each rank has some of the heads")
+    assert table["resid_post"] == ["0-5", "no", ""]
 
 
 def test_it_says_why_not(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(COHERE))
-    done = doctor(tmp_path)
-    assert done.returncode == 1, done.stderr[-2000:]
+    done = doctor(model_of(COHERE, tmp_path))
+    assert done.returncode == 1, done.stdout
     said = " ".join(done.stdout.split())
     assert "cannot be read: CohereDecoderLayer returns a pair" in said
     assert "served plainly" in said
 
 
-def test_a_model_that_is_not_there_is_one_sentence(tmp_path):
-    done = doctor(tmp_path / "nothing")
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert "nothing" in done.stdout
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        pytest.param("nothing", (), "nothing: ", id="a-model-that-is-not-there"),
+        pytest.param("", ("--sites", "resid"), "--sites is 'resid'; sites are embed", id="a-site"),
+        pytest.param("", ("--sites", "logits"), "does not tap; it reads", id="a-site-without-taps"),
+        pytest.param("", ("--dtype", "float9"), "dtype: Input should be", id="a-dtype"),
+        # No machine has all of its memory free. Beside a server the same is said earlier.
+        pytest.param("", ("--gpu-memory-utilization", "1"), "; leave --gpu-mem", id="memory"),
+    ],
+)
+def test_a_question_without_an_answer_is_one_sentence(model, options, words, monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)  # with it vLLM asks for nothing
+    done = doctor(TOYWORLD / model, *options)
+    assert (done.returncode, done.stderr) == (2, ""), done.stdout
+    assert len(done.stdout.splitlines()) == 1, done.stdout
+    assert words in done.stdout
+    assert done.stdout.rstrip().endswith(".")
+    assert ".." not in done.stdout

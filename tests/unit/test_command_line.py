@@ -17,6 +17,7 @@ from vllm_scope.analysis.probes import load_probe
 from vllm_scope.cli import read as command
 from vllm_scope.cli import steer as steering
 from vllm_scope.cli import watch
+from vllm_scope.cli.doctor import sentence_of
 from vllm_scope.cli.remote import Server, asking
 from vllm_scope.cli.steer import _additions
 from vllm_scope.client import ScopeClient
@@ -142,3 +143,22 @@ def test_an_address_that_is_none_is_told(capsys):
     ):
         client.complete("text")
     assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        pytest.param(ValueError("Too large. Use less.\nMore."), "Too large", id="the-first-one"),
+        pytest.param(OSError("see vllm.ai. or not"), "see vllm.ai. or not", id="no-end-of-one"),
+        pytest.param(ValueError(), "ValueError", id="nothing-is-said"),
+        pytest.param(
+            KeyError("rope"), "vLLM cannot build it (KeyError: 'rope')", id="a-fault-of-vllm"
+        ),
+        pytest.param(
+            RuntimeError("CUDA error: out of memory\nSet CUDA_LAUNCH_BLOCKING"),
+            "vLLM cannot build it (RuntimeError: CUDA error: out of memory)", id="beside-a-server",
+        ),
+    ],
+)  # fmt: skip
+def test_what_an_engine_says_becomes_a_sentence(error, sentence):
+    assert sentence_of(error) == sentence

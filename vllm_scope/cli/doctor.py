@@ -1,76 +1,151 @@
 """`vllm-scope doctor`: what can be read of a model, on this machine, with this vLLM.
 
-Builds the very worker that would serve the model, with random weights, and asks it.
+Builds the model with the very worker that would serve it, without weights, and taps each site.
+
+Exit statuses: READABLE, UNREADABLE and UNKNOWN.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from typing import Any
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from vllm_scope import __version__
-from vllm_scope.engine.describe import describe_model
-from vllm_scope.errors import ScopeError
-from vllm_scope.sites import KNOWN_SITES, SITES, boundary_of
+from vllm_scope.errors import CompatError, ScopeError
+from vllm_scope.sites import KNOWN_SITES, SITES, canonical_site
+
+if TYPE_CHECKING:
+    from vllm_scope.engine.describe import ModelReport, SiteReport
+
+#: The configured sites can be read; they cannot; there is no answer: an unknown model, wrong
+#: options, no memory.
+READABLE, UNREADABLE, UNKNOWN = 0, 1, 2
 
 
-def examine(model: str, options: dict[str, Any]) -> int:
-    """Print the findings; the exit status, 0 where the model can be read."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    console = Console()
+def examine(model: str, options: dict[str, Any], sites: Sequence[str] | None) -> int:
+    """Print the findings.
+
+    Args:
+        options: of vLLM's EngineArgs.
+        sites: to configure; None for the default ones.
+
+    Returns:
+        The exit status.
+    """
+    console = Console(highlight=False)
     try:
-        ranks, vllm_version = describe_model(model, options)
-    except (ScopeError, OSError, ValueError) as error:
-        # vLLM and Transformers answer a wrong model with one of these.
-        console.print(f"[red]{escape(model)}: {escape(_first_line(error))}[/red]")
-        return 1
-    first = ranks[0]
-    console.print(f"vllm-scope {__version__}, vLLM {vllm_version}, model runner {first['runner']}")
-    if first["reason"] is not None:
-        console.print(
-            f"[red]{escape(model)} cannot be read:[/red] {escape(first['reason'])}.\n"
-            "It is served plainly; a request with reads is refused with this reason."
-        )
-        return 1
-    console.print(_table(first, ranks))
-    for rank in ranks:
-        if rank["drains"]:
-            console.print(
-                f"Stage {rank['stage']}: {len(rank['taps_here'])} taps, "
-                f"arena {rank['arena_mib']:.1f} MiB."
-            )
-    return 0
+        for site in sites or ():
+            canonical_site(site, "--sites")
+        with _quiet():
+            from vllm_scope.engine.describe import describe_model
+
+            report = describe_model(model, options, sites)
+    except CompatError as error:
+        _say(console, f"{model} cannot be read", str(error))
+        return UNREADABLE
+    except Exception as error:  # whatever vLLM raises for a model that it cannot build
+        _say(console, model, sentence_of(error))
+        return UNKNOWN
+    console.print(
+        f"vllm-scope {__version__}, vLLM {report.vllm_version}, model runner {report.runner}"
+    )
+    if report.sites:
+        console.print(_table(report))
+    if report.reason is not None:
+        _say(console, f"{model} cannot be read", report.reason)
+        if not report.sites:
+            console.print("It is served plainly; a request with reads is refused with this reason.")
+        return UNREADABLE
+    console.print(f"{report.num_taps} taps, arena {report.arena_mib:.1f} MiB.")
+    return READABLE
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _say(console: Console, what: str, why: str) -> None:
+    text = Text(f"{what}: ", "red").append(why.rstrip(".") + ".", "default")
+    console.print(text, soft_wrap=True)
 
 
-def _table(first: dict[str, Any], ranks: list[dict[str, Any]]) -> Table:
-    sites = first["sites"]
-    boundaries = {b for rank in ranks for b in rank["taps_here"]}
-    table = Table(title=f"{sites['num_layers']} layers of {sites['hidden_size']}, {sites['dtype']}")
-    table.add_column("site")
-    table.add_column("layers")
-    table.add_column("why not")
+def sentence_of(error: Exception) -> str:
+    """The first sentence of what vLLM, Transformers or torch say."""
+    details = getattr(error, "errors", None)
+    text = str(error)
+    if callable(details) and details():  # pydantic's, whose first line only counts
+        first = details()[0]
+        where = f"{first['loc'][0]}: " if first["loc"] else ""
+        text = where + str(first["msg"]).removeprefix("Value error, ")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    first = re.split(r"(?<=[a-z)'\"])\. (?=[A-Z])", lines[0])[0]
+    if "memory utilization" in first:
+        first += "; leave --gpu-memory-utilization out: the model is built without weights"
+    known = isinstance(error, ScopeError | OSError | ValueError | ImportError)
+    return first if known else f"vLLM cannot build it ({type(error).__name__}: {first})"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Nothing is printed meanwhile, by Python or by what it is linked with."""
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # read when vLLM is imported
+    kept, level = [os.dup(number) for number in (1, 2)], logging.root.manager.disable
+    with tempfile.TemporaryFile() as nowhere, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        for number in (1, 2):
+            os.dup2(nowhere.fileno(), number)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for number, old in zip((1, 2), kept, strict=True):
+                os.dup2(old, number)
+                os.close(old)
+            logging.disable(level)
+
+
+def _table(report: ModelReport) -> Table:
+    table = Table(title=f"{report.num_layers} layers of {report.hidden_size}, {report.dtype}")
+    for heading in ("site", "layers", "configured", "why not"):
+        table.add_column(heading)
+    # The exit of a layer is the entry of the next one.
+    free = {"resid_pre"} if {"embed", "resid_post"} <= {*report.configured} else set()
     for site in KNOWN_SITES:
         if site not in SITES:
-            table.add_row(site, "-", "this version has no tap there")
+            table.add_row(site, "-", "", "this version has no tap there")
             continue
-        if site == "embed":
-            found = "yes" if 0 in boundaries else "-"
-        else:
-            layers = range(sites["num_layers"])
-            found = _ranges([k for k in layers if boundary_of((site, k)) in boundaries])
-        table.add_row(site, found, "" if found != "-" else "not among the configured sites")
+        found = report.sites[site]
+        configured = "yes" if site in {*report.configured, *free} else "no"
+        why = "" if found.reason is None else _bare(site, found.reason)
+        table.add_row(site, _layers(site, found), configured, Text(why))
     return table
 
 
-def _ranges(numbers: list[int]) -> str:
+def _layers(site: str, found: SiteReport) -> str:
+    if site == "embed" and found.layers:
+        return "yes"
+    return _ranges(found.layers)
+
+
+def _bare(site: str, reason: str) -> str:
+    """A reason without what an engine's start says around it."""
+    prefix = rf"additional_config\['scope'\]\.sites has '{site}', "
+    prefix += "(which cannot be tapped on this model: |and )?"
+    return re.sub(r"\. (Leave|Start|Set) .*$", "", re.sub(prefix, "", reason)).rstrip(".")
+
+
+def _ranges(numbers: Sequence[int]) -> str:
     """0-3, 7 for [0, 1, 2, 3, 7]."""
     parts: list[list[int]] = []
     for number in numbers:

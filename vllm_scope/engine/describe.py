@@ -1,32 +1,253 @@
-"""Builds a model's workers, without an engine around them, and asks what they can read.
+"""What can be read of a model: vLLM's own worker builds it, and each site is tapped in turn.
 
-Runs:  in `vllm-scope doctor`. No KV cache, no compilation, random weights.
+Owns:  `describe_model`, ModelReport, SiteReport.
+Runs:  in `vllm-scope doctor`, in one process. The model's modules have no weights (torch's meta
+       device): no memory for them, no KV cache, no compilation, no forward.
+
+Promise: a layer is called readable only if the site's taps were installed on it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch import nn
 
-def describe_model(model: str, options: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """Each worker's `scope_describe`, and vLLM's version.
+from vllm_scope.anatomy.attention import install_attention_taps
+from vllm_scope.anatomy.layers import Anatomy
+from vllm_scope.anatomy.tapped import install_taps
+from vllm_scope.config import KEY, ScopeConfig
+from vllm_scope.engine import plugin, runners
+from vllm_scope.engine.attention import attention_of
+from vllm_scope.engine.model import anatomy_of, sites_of
+from vllm_scope.engine.sizes import Sizes
+from vllm_scope.errors import CompatError, ConfigError
+from vllm_scope.layout import SLOT_BYTES, Widths
+from vllm_scope.sites import SITES
+from vllm_scope.tap.tables import Tables
+
+#: vLLM's name for the loader below.
+LOAD_FORMAT = "scope_no_weights"
+#: The share of the device's memory that must be free where the caller names none: what the
+#: worker takes without weights and KV cache is less.
+LEAST_MEMORY = 0.01
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """One site: the layers at which it can be tapped (`embed`: layer 0), and why not at others."""
+
+    layers: tuple[int, ...]
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What `describe_model` found.
+
+    Attributes:
+        vllm_version, runner: vLLM's version, and its model runner, "V1" or "V2".
+        num_layers, hidden_size, dtype: of the model.
+        reason: why an engine with the configured sites reads nothing of this model, or None.
+        sites: of every site that vllm-scope taps; empty where the model has no layers that
+            it knows.
+        configured: the sites that were asked for.
+        num_taps, arena_mib: of an engine with the configured sites; 0 where it has none.
+    """
+
+    vllm_version: str
+    runner: str
+    num_layers: int
+    hidden_size: int
+    dtype: str
+    reason: str | None
+    sites: dict[str, SiteReport]
+    configured: tuple[str, ...]
+    num_taps: int = 0
+    arena_mib: float = 0.0
+
+
+def describe_model(
+    model: str, options: dict[str, Any], sites: Sequence[str] | None = None
+) -> ModelReport:
+    """Build a model without weights and tap each site of it.
 
     Args:
         model: name or folder, as vLLM takes it.
         options: further arguments of vLLM's EngineArgs.
+        sites: those to configure; None for the engine's default ones.
 
     Raises:
-        ScopeError: vLLM's seams moved, or the options are wrong.
+        ConfigError: the sites are wrong.
+        CompatError: vLLM's seams moved.
+        Exception: whatever vLLM raises for a model that it cannot build, or a device without
+            the memory that `gpu_memory_utilization` asks for.
     """
-    import vllm
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.executor import Executor
+    scope = {} if sites is None else {"sites": list(sites)}
+    ScopeConfig.parse(scope)  # before vLLM is imported, which takes seconds
+    plugin.register()
+    _register_loader()
+    vllm_config, config = _configs(model, {"additional_config": {KEY: scope}} | options)
+    alone = vllm_config
+    if vllm_config.parallel_config.world_size > 1:
+        # Each rank has the whole stream; one is built, on whatever device is here.
+        alone, _ = _configs(model, options | {"tensor_parallel_size": 1})
+    with _worker(alone) as worker:
+        return _report(worker, vllm_config, config)
 
-    config = EngineArgs(
-        model, load_format="dummy", skip_tokenizer_init=True, **options
-    ).create_engine_config()
-    executor = Executor.get_class(config)(config)
+
+def _configs(model: str, options: dict[str, Any]) -> tuple[Any, ScopeConfig]:
+    """vLLM's configuration without ours, so that its worker gets no taps, and ours."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments: dict[str, Any] = {
+        "load_format": LOAD_FORMAT,
+        "skip_tokenizer_init": True,
+        "gpu_memory_utilization": LEAST_MEMORY,
+    }
+    found = EngineArgs(model, **(arguments | options)).create_engine_config()
+    return found, ScopeConfig.parse(found.additional_config.pop(KEY, {}))
+
+
+@contextmanager
+def _worker(vllm_config: Any) -> Iterator[Any]:
+    """vLLM's worker with the model, in this process."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    executor = UniProcExecutor(vllm_config)
     try:
-        return executor.collective_rpc("scope_describe"), vllm.__version__
+        yield executor.driver_worker.worker
     finally:
         executor.shutdown()
+
+
+def _register_loader() -> None:
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.models import registry
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    if hasattr(registry, "_run_in_subprocess"):
+        # vLLM asks a class what it can do in another process, to keep CUDA out of this one.
+        # That takes as long as all the rest, and here nothing is forked later.
+        registry._run_in_subprocess = lambda ask: ask()
+
+    class NoWeights(BaseModelLoader):
+        """The model's modules, with parameters that have shapes and no values."""
+
+        def download_model(self, model_config: Any) -> None:
+            pass
+
+        def load_weights(self, model: nn.Module, model_config: Any) -> None:
+            pass
+
+        def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
+            named = {"vllm_config": vllm_config, "model_config": model_config, "prefix": prefix}
+            with set_default_torch_dtype(model_config.dtype):
+                try:
+                    with torch.device("meta"):
+                        return initialize_model(**named).eval()
+                except (NotImplementedError, RuntimeError):
+                    # Some modules compute with numbers as they are made. Parameters that are
+                    # never written take no memory of the host.
+                    vllm_config.compilation_config.static_forward_context.clear()
+                    with torch.device("cpu"):
+                        return initialize_model(**named).eval()
+
+    register_model_loader(LOAD_FORMAT)(NoWeights)
+
+
+def _report(worker: Any, vllm_config: Any, config: ScopeConfig) -> ModelReport:
+    import vllm
+
+    runner = worker.model_runner
+    sites = sites_of(vllm_config, ScopeConfig(sites=("resid_post",)))
+    known = (sites.num_layers, sites.hidden_size, sites.dtype)
+    try:
+        version = runners.version_of(runner)
+        anatomy = anatomy_of(runner.get_model(), vllm_config)
+    except CompatError as error:
+        return ModelReport(vllm.__version__, "-", *known, str(error), {}, config.sites)
+    found = {site: _site_report(anatomy, vllm_config, site) for site in SITES}
+    head = (vllm.__version__, version, *known)
+    try:
+        num_taps = _tap(anatomy, vllm_config, config)
+    except (CompatError, ConfigError) as error:
+        return ModelReport(*head, str(error), found, config.sites)
+    arena_mib = _arena_mib(vllm_config, config)
+    return ModelReport(*head, None, found, config.sites, num_taps, arena_mib)
+
+
+def _site_report(anatomy: Anatomy, vllm_config: Any, site: str) -> SiteReport:
+    """All layers at once, or where these are refused each by itself."""
+    layers = (0,) if site == "embed" else tuple(range(anatomy.num_layers))
+    refused = _refusal(anatomy, vllm_config, site, layers)
+    if refused is None:
+        return SiteReport(layers, None)
+    each = {k: _refusal(anatomy, vllm_config, site, (k,)) for k in layers}
+    reasons = [reason for reason in each.values() if reason is not None]
+    good = tuple(k for k, reason in each.items() if reason is None)
+    return SiteReport(good, reasons[0] if reasons else refused)
+
+
+def _refusal(anatomy: Anatomy, vllm_config: Any, site: str, layers: tuple[int, ...]) -> str | None:
+    try:
+        _tap(anatomy, vllm_config, ScopeConfig(sites=(site,), layers=layers))
+    except (CompatError, ConfigError) as error:
+        return str(error)
+    return None
+
+
+def _tap(anatomy: Anatomy, vllm_config: Any, config: ScopeConfig) -> int:
+    """Install the taps of a configuration, and take them off; how many there were.
+
+    Raises:
+        CompatError, ConfigError: as an engine with this configuration would.
+    """
+    sites = sites_of(vllm_config, config)
+    if sites.heads is not None:
+        anatomy = replace(anatomy, attention=attention_of(anatomy, sites))
+    widths = _widths(sites, vllm_config)
+    tables = Tables(
+        sites.boundaries, 1, sites.hidden_size, widths, torch.device("cpu"), num_programs=1,
+        num_ops=1,
+    )  # fmt: skip
+    arena = torch.zeros((1, SLOT_BYTES), dtype=torch.uint8)
+    tap_of = {boundary: tap for tap, boundary in enumerate(sites.boundaries)}
+    with _classes_kept(anatomy):
+        installed = install_taps(anatomy, tap_of, arena, tables)
+        return len((*installed, *install_attention_taps(anatomy, tap_of, arena, tables, sites)))
+
+
+@contextmanager
+def _classes_kept(anatomy: Anatomy) -> Iterator[None]:
+    """A tap is a subclass; give each module its own class back."""
+    modules = [module for layer in anatomy.layers.values() for module in layer.modules()]
+    classes = [type(module) for module in modules]
+    try:
+        yield
+    finally:
+        for module, own in zip(modules, classes, strict=True):
+            module.__class__ = own
+
+
+def _widths(sites: Any, vllm_config: Any) -> Widths:
+    itemsize = vllm_config.model_config.dtype.itemsize
+    return Widths(tuple(size * itemsize for size in sites.row_sizes))
+
+
+def _arena_mib(vllm_config: Any, config: ScopeConfig) -> float:
+    """As `ScopeWorker` makes it."""
+    sites = sites_of(vllm_config, config)
+    captured = vllm_config.compilation_config.cudagraph_capture_sizes or [0]
+    sizes = Sizes(
+        _widths(sites, vllm_config), sites.boundaries,
+        int(vllm_config.scheduler_config.max_num_batched_tokens), max(captured),
+        vllm_config.device_config.device_type == "cuda",
+    )  # fmt: skip
+    return sizes.arena_slots(config) * SLOT_BYTES / 2**20
