@@ -21,6 +21,7 @@ Keys, in `extra_args`; over HTTP in `vllm_xargs`, as JSON strings:
 keys.py     what the keys mean, and Activations
 attention.py attention patterns, from queries and keys
 steering.py SteeringVector
+model.py    what it and Hook have from pydantic
 hooks.py    Hook and HookContext; persistent.py: those of every request
 wire.py     tensors in JSON
 http.py     `activations` in answers, GET /v1/activations/{handle}

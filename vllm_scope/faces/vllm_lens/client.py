@@ -19,6 +19,7 @@ from urllib.parse import quote
 
 from vllm_scope.client.calls import Response
 from vllm_scope.errors import SpecError
+from vllm_scope.faces.vllm_lens.model import NO_HOOKS
 
 try:
     import httpx
@@ -27,11 +28,6 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from vllm_scope.faces.vllm_lens.steering import SteeringVector
-
-NO_HOOKS = (
-    "hooks are Python functions, which are arbitrary code: a server runs none. Use Read, Probe, "
-    "Add, Ablate, Clamp and Replace of vllm_scope; docs/faces.md has one for each use."
-)
 
 
 @dataclass

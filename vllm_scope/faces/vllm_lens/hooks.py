@@ -20,12 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from vllm_scope.errors import ScopeError, SpecError, shown
+from vllm_scope.faces.vllm_lens.model import NO_HOOKS, Model
 
 
 class HookContext:
@@ -53,7 +54,7 @@ class HookContext:
 
 
 @dataclass(frozen=True, eq=False)
-class Hook:
+class Hook(Model):
     """A function to call after some layers, or before them.
 
     Attributes:
@@ -77,6 +78,10 @@ class Hook:
         object.__setattr__(self, "layer_indices", layers)
         if not layers or any(isinstance(n, bool) or not isinstance(n, int) for n in layers):
             raise SpecError(f"Hook.layer_indices is {shown(layers)}; it is a list of layers.")
+
+    def model_dump(self, mode: str = "json") -> NoReturn:
+        """Raises SpecError: a function is not JSON, and none is made from JSON."""
+        raise SpecError(NO_HOOKS)
 
 
 class HookRun:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vllm_scope.errors import FileError, ScopeError, SpecError, shown
 from vllm_scope.faces import KEYS
-from vllm_scope.faces.vllm_lens.client import NO_HOOKS
+from vllm_scope.faces.vllm_lens.model import NO_HOOKS
 from vllm_scope.faces.vllm_lens.wire import PLAIN, described, serialize_tensor
 from vllm_scope.files.tensors import Header, read_header
 from vllm_scope.server.access import RefusalError, Route, errors, state_of

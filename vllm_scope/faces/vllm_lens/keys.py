@@ -206,9 +206,8 @@ def _adds(vector: Any, where: str) -> list[tuple[Action, dict[str, str]]]:
     words = {"": where, ".vector": f"{where}.activations", ".layers": f"{where}.layer_indices"}
     words |= {".site": f"{where}.layer_indices", ".tokens": f"{where}.position_indices"}
     with called({"SteeringVector": where} | {f"Add{end}": path for end, path in words.items()}):
-        if isinstance(vector, Mapping):
-            vector = SteeringVector(**vector)
-        actions: list[Action] = vector.to_actions()
+        vector = SteeringVector.model_validate(vector)
+        actions = vector.to_actions()
     if vector.position_indices is None:
         most = vector.num_edits - 1
         words[".tokens"] += f", which is 0 to {most} as it was left out,"
@@ -223,12 +222,6 @@ def _check_size(vector: Any, sites: Sites, room: Room, where: str) -> None:
     if not isinstance(vector, Mapping):
         raise SpecError(f"{where} is {shown(vector)}; it is a SteeringVector.")
     few(vector, len(FIELDS), "fields", where)
-    if unknown := set(vector) - set(FIELDS):
-        fields = ", ".join(FIELDS)
-        raise SpecError(f"{where} has {shown(min(unknown, key=str))}; its fields are {fields}.")
-    for name in FIELDS[:2]:
-        if name not in vector:
-            raise SpecError(f"{where} has no {name!r}; a vector has {' and '.join(FIELDS[:2])}.")
     few(vector.get("layer_indices"), sites.num_layers, "layers", f"{where}.layer_indices")
     positions = vector.get("position_indices")
     if isinstance(positions, list | tuple):

@@ -14,6 +14,7 @@ from vllm_scope.actions import Action, Add
 from vllm_scope.arrays import MAX_NUMBERS
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.faces.bounds import MOST, few
+from vllm_scope.faces.vllm_lens.model import Model
 from vllm_scope.faces.vllm_lens.wire import deserialize_tensor, is_shape, serialize_tensor
 from vllm_scope.selectors import as_numbers
 
@@ -21,7 +22,7 @@ SITE = "resid_post"
 
 
 @dataclass(frozen=True, eq=False)
-class SteeringVector:
+class SteeringVector(Model):
     """Vectors to add to the residual stream, at the exit of some layers.
 
     Attributes:
@@ -35,7 +36,8 @@ class SteeringVector:
             None means every token, or positions 0 to num_positions - 1.
 
     Raises:
-        SpecError: shapes and indices do not fit each other, or a position comes twice.
+        SpecError: shapes and indices do not fit each other, or a position is negative or
+            comes twice.
     """
 
     activations: Any
@@ -61,6 +63,11 @@ class SteeringVector:
         if self.position_indices is not None:
             positions = _numbers(self.position_indices, "SteeringVector.position_indices")
             object.__setattr__(self, "position_indices", positions)
+            if (first := min(positions, default=0)) < 0:
+                raise SpecError(
+                    f"SteeringVector.position_indices has {first}; positions are absolute, from 0. "
+                    "The last token of a prompt of n tokens is n - 1."
+                )
             if len(set(positions)) < len(positions):
                 raise SpecError(
                     f"SteeringVector.position_indices {shown(positions)} has one twice."
@@ -95,7 +102,7 @@ class SteeringVector:
         return [add(self.activations[:, i], [position]) for i, position in enumerate(positions)]
 
     def model_dump(self, mode: str = "json") -> dict[str, Any]:
-        """As it travels in JSON; `SteeringVector(**body)` reads it."""
+        """As it travels in JSON, in every mode; `SteeringVector.model_validate` reads it."""
         body = {name: getattr(self, name) for name in FIELDS}
         return body | {"activations": serialize_tensor(self.activations, compress=False)}
 

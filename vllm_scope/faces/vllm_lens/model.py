@@ -1,0 +1,57 @@
+"""What Hook and SteeringVector have from pydantic, and why hooks do not travel; without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import MISSING, fields
+from typing import Any, Self
+
+from vllm_scope.errors import SpecError, shown
+
+NO_HOOKS = (
+    "hooks are Python functions, which are arbitrary code: a server runs none. Use Read, Probe, "
+    "Add, Ablate, Clamp and Replace of vllm_scope; docs/faces.md has one for each use."
+)
+
+
+class Model:
+    """Base of frozen dataclasses that check themselves when they are made."""
+
+    @classmethod
+    def model_validate(cls, obj: Any) -> Self:
+        """One of the class: itself, or from an object with its fields.
+
+        Raises:
+            SpecError: another type, another field, or a value that cannot be.
+        """
+        if isinstance(obj, cls):
+            return obj
+        known = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
+        name = cls.__name__
+        if not isinstance(obj, Mapping):
+            raise SpecError(
+                f"{name} is {shown(obj)}; it is an object with the fields {', '.join(known)}."
+            )
+        if unknown := set(obj) - set(known):
+            raise SpecError(
+                f"{name} has {shown(min(unknown, key=str))}; its fields are {', '.join(known)}."
+            )
+        for field in known.values():
+            if field.default is MISSING and field.name not in obj:
+                raise SpecError(f"{name} has no {field.name!r}; give one.")
+        return cls(**obj)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """The same with other values for some fields; unlike pydantic's, they are checked.
+
+        Args:
+            deep: copy the values that stay, too.
+        """
+        given = update or {}
+        stay = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)  # type: ignore[arg-type]
+            if field.name not in given
+        }
+        return self.model_validate({**(deepcopy(stay) if deep else stay), **given})
