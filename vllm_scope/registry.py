@@ -74,8 +74,11 @@ class Registry:
         return self.register_module(name, from_bytes(data))
 
     def register_module(self, name: str, module: SteeringModule) -> str:
-        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
-            raise SpecError(f"a module's name is 1 to {MAX_NAME} characters, not {shown(name)}.")
+        sane = isinstance(name, str) and 0 < len(name) <= MAX_NAME
+        if not sane or name.encode("utf-8", "ignore").decode() != name:
+            raise SpecError(
+                f"a module's name is 1 to {MAX_NAME} characters that UTF-8 has, not {shown(name)}."
+            )
         if name not in self.names and len(self.names) >= MAX_MODULES:
             raise SpecError(f"{MAX_MODULES} modules are registered; remove some first.")
         if module.hidden_size != self._sites.hidden_size:

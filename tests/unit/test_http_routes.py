@@ -208,6 +208,18 @@ def test_what_the_engine_refuses_is_400_with_its_sentence(http):
     assert response.json()["error"]["message"] == "edits[0] is bad; make it good."
 
 
+@pytest.mark.parametrize("text", ["half \ud800 of a pair", "x" * 1_000_000])
+def test_a_refusal_is_answered_whatever_its_text_is(text, http, engine, monkeypatch):
+    async def refuse(edits):
+        raise SpecError(text)
+
+    monkeypatch.setattr(engine, "set_edits", refuse)
+    response = http.put("/v1/scope/edits", json={"edits": []}, headers=ADMIN)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"][:5] == text[:5]
+    assert len(response.content) < 3000
+
+
 def test_a_body_that_announces_too_much_is_refused_before_it_is_read(app):
     async def never():
         raise AssertionError("the body was read")

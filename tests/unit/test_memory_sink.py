@@ -148,6 +148,16 @@ def test_a_request_finishes_once_and_has_no_rows_after(sink, ring, two):
     assert [header.key for header in two[0].finished] == [1, 2]
 
 
+def test_why_a_request_failed_reaches_its_front_end_whatever_text_it_is(sink, two):
+    """A message that could not be made would leave its caller waiting."""
+    for key, error in ((1, "half \ud800 of a pair"), (2, "x" * 1_000_000)):
+        sink.add_request(key, two[0].name)
+        sink.finish(key, error)
+    two[0].wait_for(2)
+    assert two[0].finished[0].error == "half ? of a pair"
+    assert two[0].finished[1].error == "x" * 497 + "..."
+
+
 def test_rows_wait_in_the_ring_for_the_slowest_front_end(sink, ring, two):
     sink.add_request(1, two[0].name)
     sink.add_request(2, two[1].name)

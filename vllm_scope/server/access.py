@@ -23,7 +23,10 @@ from vllm_scope.server.changes import Changes, NoTurnError
 from vllm_scope.server.schemas import Refusal
 from vllm_scope.server.settings import ADMIN_KEY, Settings
 from vllm_scope.server.store import Store, owner_of
+from vllm_scope.sinks.reports import plain
 
+#: Characters of a refusal's sentence.
+MOST_MESSAGE = 2000
 _STATUS = {
     400: "SpecError", 401: "Unauthorized", 403: "Forbidden", 404: "NotFound",
     413: "PayloadTooLarge", 503: "Unavailable",
@@ -67,7 +70,8 @@ async def refused(request: Request, error: Exception) -> Response:
     """The handler of RefusalErrors."""
     assert isinstance(error, RefusalError)
     name = _STATUS.get(error.status, "Error")
-    body = {"message": str(error), "type": name, "param": None, "code": error.status}
+    message = plain(str(error), MOST_MESSAGE)
+    body = {"message": message, "type": name, "param": None, "code": error.status}
     return JSONResponse({"error": body}, error.status)
 
 

@@ -28,7 +28,7 @@ from vllm_scope.sinks import Block, Ending, Manifest, Report, Sink
 from vllm_scope.sinks.counters import Counters
 from vllm_scope.sinks.options import SinkOptions
 from vllm_scope.sinks.quota import REQUEST_BYTES, Quota
-from vllm_scope.sinks.reports import checked, manifest_of
+from vllm_scope.sinks.reports import checked, failure, logged, manifest_of, plain
 from vllm_scope.sinks.request import Arrival, Delivery, Ended
 from vllm_scope.sinks.spill import SpillFile
 
@@ -39,6 +39,8 @@ WAIT_S = 0.05
 #: A caller waits for its rows to be published, and no request is running whose rows
 #: could go along: how long one may still come, before they are published alone.
 ALONE_S = 0.1
+#: Of failures that follow each other, one in so long is logged.
+LOG_S = 1.0
 
 #: Told when a request is done with this sink.
 OnEnd = Callable[[Delivery, Manifest], None]
@@ -93,7 +95,11 @@ class Lane:
         self._most_held = options.share(options.held_mib)
         self._spill: SpillFile | None = None
         if options.on_overload == "spill":
-            self._spill = _open_spill(name, sink, options)
+            try:
+                self._spill = SpillFile.open(name, options)
+            except ConfigError:
+                sink.close()
+                raise
         self._items: deque[_Rows | _End | _Flush] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -103,6 +109,7 @@ class Lane:
         self._dirty_since: float | None = None
         self._num_running = 0
         self._worked_at = 0.0
+        self._logged_at = -LOG_S
         #: Deliveries that have ended, and whose rows could still be lost.
         self._unpublished: dict[Delivery, Ending] = {}
         self._thread = threading.Thread(target=self._run, name=f"vllm-scope-{name}", daemon=True)
@@ -280,7 +287,8 @@ class Lane:
         try:
             data = self._spill.take()
         except (OSError, MemoryError) as error:
-            rows.delivery.error = f"spilled rows of sink {self.name!r} were lost: {error}"
+            rows.delivery.error = f"spilled rows of sink {self.name!r} were lost: {failure(error)}"
+            self._log(error)
             return
         rows.arrival = replace(rows.arrival, data=data.reshape(len(rows.arrival.positions), -1))
 
@@ -387,25 +395,19 @@ class Lane:
         return None
 
     def _failure(self, error: BaseException, counts: bool = False) -> str:
-        """The reason that requests are given."""
+        """The reason that requests are given; the log has more of it."""
         if counts:
-            self._count_error(error)
-        return f"sink {self.name!r} failed: {type(error).__name__}: {error}"
+            self._count_error()
+        self._log(error)
+        return plain(f"sink {self.name!r} failed: {failure(error)}")
 
-    def _count_error(self, error: BaseException | None = None) -> None:
+    def _log(self, error: BaseException) -> None:
+        """Some failure of each second."""
+        now = time.monotonic()
+        if now - self._logged_at >= LOG_S:
+            self._logged_at = now
+            logger.error("vllm-scope: sink %r failed: %s", self.name, logged(error))
+
+    def _count_error(self) -> None:
         with self._changed:
             self.counters.errors += 1
-            first = self.counters.errors == 1
-        if first:
-            logger.error("vllm-scope: sink %r failed", self.name, exc_info=error)
-
-
-def _open_spill(name: str, sink: Sink, options: SinkOptions) -> SpillFile:
-    try:
-        return SpillFile(options.spill_folder, options.share(options.spill_mib))
-    except OSError as error:
-        sink.close()
-        raise ConfigError(
-            f"sink {name!r} cannot spill: {error}. spill_folder is a folder of the worker's "
-            "host that it may write to."
-        ) from None

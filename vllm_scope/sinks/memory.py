@@ -18,6 +18,7 @@ from vllm_scope.host_ring import HostRing, Lease
 from vllm_scope.road import Address, CountersHeader
 from vllm_scope.senders import Road, Sender, SharedSender, TcpSender
 from vllm_scope.sinks import Manifest, RowBatch
+from vllm_scope.sinks.reports import plain
 
 logger = logging.getLogger("vllm.vllm_scope")
 
@@ -119,7 +120,9 @@ class MemorySink:
     def finish(
         self, key: int, error: str | None, manifests: dict[str, Manifest] | None = None
     ) -> None:
-        """The last of a request; on the thread of whichever sink was last."""
+        """The last of a request; on the thread of whichever sink was last. Whatever text came
+        up, the message can be made: else its caller would wait."""
+        error = None if error is None else plain(error)
         with self._lock:
             frontend = self._frontend_of.pop(key, None)
             self._reads.pop(key, None)

@@ -21,6 +21,7 @@ from vllm_scope.actions import MAX_NAME, MEMORY
 from vllm_scope.errors import ConfigError, shown
 from vllm_scope.numbers import Number
 from vllm_scope.sinks import Sink
+from vllm_scope.sinks.reports import plain
 from vllm_scope.spec import Spec
 
 FILESYSTEM = "filesystem"
@@ -132,8 +133,13 @@ def parse_sinks(body: object, where: str, reads: bool) -> dict[str, SinkConfig]:
 
 
 def _parse_one(name: object, body: object, where: str, reads: bool) -> SinkConfig:
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or name == MEMORY:
-        raise ConfigError(f"{shown(name)} is no name of a sink; memory is always there.")
+    sane = isinstance(name, str) and 0 < len(name) <= MAX_NAME and plain(name, MAX_NAME) == name
+    if not sane or name == MEMORY:
+        raise ConfigError(
+            f"{shown(name)} is no name of a sink, which is a string of 1 to {MAX_NAME} characters; "
+            "memory is always there."
+        )
+    assert isinstance(name, str)
     if not isinstance(body, Mapping):
         raise ConfigError(f"{where} is {shown(body)}; it is an object of options.")
     own = dict(body)

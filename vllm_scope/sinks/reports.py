@@ -1,11 +1,13 @@
 """What a sink says of a request, checked, and made into the manifest that callers get.
 
-Runs:  on a lane's thread. What a plugin returns is not believed: it goes to another
-process, and must not be what breaks the message that says that a request has ended.
+Owns:  `plain` and `failure` (text, bounded and such as can be sent), `checked`, `manifest_of`.
+Runs:  on a lane's thread. What a plugin returns, or raises, is not believed: it goes to another
+       process, and must not be what breaks the message that says that a request has ended.
 """
 
 from __future__ import annotations
 
+import traceback
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, get_args
@@ -14,6 +16,37 @@ import msgspec
 
 from vllm_scope.errors import shown
 from vllm_scope.sinks import Ending, Manifest, Report, Status
+
+#: Characters of a reason, and of what the log has of one failure.
+MOST_REASON, MOST_LOGGED = 500, 8000
+#: Bytes of a report as it is sent.
+MOST_REPORT_BYTES = 1 << 20
+#: Frames of a traceback in the log.
+_MOST_FRAMES = 20
+
+
+def plain(text: str, most: int = MOST_REASON) -> str:
+    """A text, cut where it is longer, halves of surrogate pairs as `?`: no encoding can say
+    those."""
+    if len(text) > most:
+        text = text[: most - 3] + "..."
+    return text.encode("utf-8", "replace").decode()
+
+
+def failure(error: BaseException, most: int = MOST_REASON) -> str:
+    """An exception's kind and text."""
+    try:
+        text = str(error)[:most]
+    except Exception:
+        text = "its text cannot be made"
+    return plain(f"{type(error).__name__}: {text}", most)
+
+
+def logged(error: BaseException) -> str:
+    """An exception with where it came from, for the log."""
+    frames = "".join(traceback.format_tb(error.__traceback__, -_MOST_FRAMES))
+    where = plain(frames, MOST_LOGGED // 2)
+    return f"Traceback (most recent call last):\n{where}{failure(error, MOST_LOGGED // 2)}"
 
 
 def checked(report: object) -> Report:
@@ -30,11 +63,37 @@ def checked(report: object) -> Report:
         "ok", report.reason, 0, 0, 0, report.files, report.streams, [dict(report.details)]
     )
     try:
-        msgspec.convert(msgspec.to_builtins(manifest), Manifest)
-        msgspec.msgpack.encode(manifest)
+        body = msgspec.to_builtins(manifest)
+        msgspec.convert(body, Manifest)
+        num_bytes = _size(body)
+        if num_bytes is None:
+            body = _cleaned(body)
+            num_bytes = len(msgspec.msgpack.encode(body))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise TypeError(f"its report cannot be sent: {error}") from None
-    return report
+        raise TypeError(f"its report cannot be sent: {failure(error)}") from None
+    if num_bytes > MOST_REPORT_BYTES:
+        raise TypeError(f"its report takes {num_bytes:,} bytes, of at most {MOST_REPORT_BYTES:,}")
+    return replace(
+        report, files=body["files"], streams=body["streams"], reason=body["reason"],
+        details=body["details"][0],
+    )  # fmt: skip
+
+
+def _size(body: object) -> int | None:
+    """Bytes as sent; None where some text cannot be."""
+    try:
+        return len(msgspec.msgpack.encode(body))
+    except UnicodeEncodeError:
+        return None
+
+
+def _cleaned(value: Any) -> Any:
+    """The same, with text that can be sent."""
+    if isinstance(value, str):
+        return plain(value, len(value))
+    if isinstance(value, dict):
+        return {_cleaned(key): _cleaned(one) for key, one in value.items()}
+    return [_cleaned(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def manifest_of(ending: Ending, streams: dict[str, Any], report: Report) -> Manifest:
@@ -44,9 +103,10 @@ def manifest_of(ending: Ending, streams: dict[str, Any], report: Report) -> Mani
     if ending.status == "ok" and report.status is not None:
         ending = replace(ending, status=report.status, reason=report.reason)
     failed = ending.status == "error"
+    reason = None if ending.reason is None else plain(ending.reason)
     delivered = 0 if failed else ending.delivered
     return Manifest(
-        ending.status, ending.reason, ending.expected, delivered, ending.expected - delivered,
+        ending.status, reason, ending.expected, delivered, ending.expected - delivered,
         [] if failed else report.files, {} if failed else {**streams, **report.streams},
         [dict(report.details)] if report.details else [],
     )  # fmt: skip

@@ -21,12 +21,13 @@ import numpy as np
 from vllm_scope.layout import Layout, Widths
 from vllm_scope.plan import Ints
 from vllm_scope.resolve import Resolved
-from vllm_scope.sinks import Manifest, RequestInfo, RowBatch
+from vllm_scope.sinks import Manifest, Report, RequestInfo, RowBatch
 from vllm_scope.sinks.counters import Counters
 from vllm_scope.sinks.lane import Lane
 from vllm_scope.sinks.memory import MemorySink
 from vllm_scope.sinks.options import SinkConfig
 from vllm_scope.sinks.quota import Quota
+from vllm_scope.sinks.reports import manifest_of
 from vllm_scope.sinks.request import Delivery, Ended
 from vllm_scope.sites import Sites
 from vllm_scope.split import by_key, by_layout
@@ -279,11 +280,8 @@ class Router:
             ]
         for (lane, delivery), ended in late:
             lane.give_up(delivery)
-            ending = delivery.ending(ended or _UNKNOWN_END)
-            self._on_end(
-                delivery,
-                Manifest("error", ending.reason, ending.expected, 0, ending.expected),
-            )
+            ending = replace(delivery.ending(ended or _UNKNOWN_END), status="error")
+            self._on_end(delivery, manifest_of(ending, {}, Report()))
 
     def _report(self) -> None:
         counters = self.counters()

@@ -15,6 +15,9 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_scope.errors import ConfigError
+from vllm_scope.sinks.options import SinkOptions
+
 Bytes = NDArray[np.uint8]
 
 
@@ -34,6 +37,17 @@ class SpillFile:
         self._file = tempfile.TemporaryFile(prefix="vllm-scope-spill-", dir=folder)  # noqa: SIM115
         self._spans: deque[tuple[int, int]] = deque()
         self.num_bytes = 0
+
+    @staticmethod
+    def open(name: str, options: SinkOptions) -> SpillFile:
+        """Of one thread of a sink. Raises ConfigError where there can be none."""
+        try:
+            return SpillFile(options.spill_folder, options.share(options.spill_mib))
+        except OSError as error:
+            raise ConfigError(
+                f"sink {name!r} cannot spill: {error}. spill_folder is a folder of the worker's "
+                "host that it may write to."
+            ) from None
 
     def __len__(self) -> int:
         return len(self._spans)
