@@ -87,22 +87,22 @@ def test_a_probe_is_watched_where_its_files_say(tmp_path):
     )  # fmt: skip
     path = tmp_path / "mood.safetensors"
     with pytest.raises(SpecError, match="give --layer"):
-        watch.load(path, None)
-    alone = watch.load(path, 3)
+        watch.load(path, None, None, "none")
+    alone = watch.load(path, 3, None, "none").action
     assert (alone.site, alone.layers) == ("resid_post", (3,))
     (tmp_path / "mood.json").write_text('{"site": "resid_mid", "layer": 1}')
     for layer in (None, 1):
-        probe, same = watch.load(path, layer), load_probe(path)
+        probe, same = watch.load(path, layer, None, "none").action, load_probe(path)
         assert (probe.site, probe.layers) == (same.site, (same.layer,)) == ("resid_mid", (1,))
         assert probe.weight.numpy.tolist() == same.weight.tolist() == [1.0, 0.5]
         assert probe.bias == same.bias == -19.0
     with pytest.raises(SpecError, match="has layer 1, --layer 3; leave that out"):
-        watch.load(path, 3)
+        watch.load(path, 3, None, "none")
 
 
 def answering(monkeypatch, **more):
     """Every request gets this one choice."""
-    body = {"choices": [{"index": 0, "text": ":x: [b]", "finish_reason": "stop", **more}]}
+    body = {"choices": [{"index": 0, "text": ":x: [b]\x1b[2J", "finish_reason": "stop", **more}]}
     transport = httpx.MockTransport(lambda request: httpx.Response(200, json=body))
     monkeypatch.setattr(
         "vllm_scope.client.ScopeClient", lambda *_: ScopeClient(model="m", transport=transport)
@@ -127,7 +127,7 @@ def test_a_scope_that_failed_is_no_success(run, tmp_path, monkeypatch, capsys):
 def test_a_models_text_is_printed_as_it_is(monkeypatch, capsys):
     answering(monkeypatch)
     steering.steer(Server("http://x", None, 4, 0.0), "a", "happy", [0.0])
-    assert capsys.readouterr().out == "+0 :x: [b]\n"
+    assert capsys.readouterr().out == "+0 :x: [b]\\x1b[2J\n"
 
 
 def test_a_folder_to_save_in_is_looked_for_before_anything_is_asked(tmp_path, capsys):

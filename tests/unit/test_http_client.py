@@ -232,8 +232,33 @@ def both(act):
     return [run, lambda server: asyncio.run(collect(server))]
 
 
+TOKENS = [
+    {"id": 5, "text": " a", "position": 12, "scores": {"p": 2.0, "q": None}},
+    {"id": 6, "text": "b", "position": 13, "scores": {}},
+]
+
+
 @pytest.mark.parametrize("run", both(lambda client: client.stream("x")), ids=["sync", "async"])
 class TestStreams:
+    def test_chunks_have_their_tokens_with_the_scores_of_each(self, run):
+        aligned = choice({"scores": {}, "tokens": TOKENS}, text=" ab", finish_reason=None)
+        first, second, last = run(
+            Server(completions=sse({"choices": [aligned]}, STREAM[1], {"choices": [choice(None)]}))
+        )
+        assert [(t.id, t.text, t.position) for t in first.tokens] == [(5, " a", 12), (6, "b", 13)]
+        assert first.tokens[0].scores["p"] == 2.0
+        assert np.isnan(first.tokens[0].scores["q"])
+        assert first.tokens[1].scores == {}
+        assert second.tokens == last.tokens == ()
+
+    @pytest.mark.parametrize(
+        "tokens", [3, [3], [{"id": 5}], [TOKENS[0] | {"scores": {"p": "much"}}]]
+    )
+    def test_tokens_of_another_form_are_refused(self, tokens, run):
+        event = {"choices": [choice({"tokens": tokens})]}
+        with pytest.raises(ScopeError, match="the server's tokens are not"):
+            run(Server(completions=sse(event)))
+
     @pytest.mark.parametrize("end", ["\u2028", "\u2029", "\u0085", "\r", "\x0b", "\x1c"])
     def test_text_may_hold_any_end_of_line(self, end, run):
         event = {"choices": [choice(None, text=f"a{end}b")]}

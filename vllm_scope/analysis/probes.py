@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_scope.actions import Probe
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import SpecError
 from vllm_scope.selectors import WORDS
 from vllm_scope.sites import SiteLayer
 from vllm_scope.vectors.module import as_stream, as_vector
@@ -31,6 +31,7 @@ from vllm_scope.vectors.probe_files import (
     ProbeWarning,
     checked_template,
     doubts,
+    finite,
     fold,
     probe_path,
     read_place,
@@ -60,7 +61,7 @@ class Calibration:
 
     def __post_init__(self) -> None:
         for name in ("slope", "offset"):
-            object.__setattr__(self, name, _finite(getattr(self, name), name))
+            object.__setattr__(self, name, finite(getattr(self, name), name))
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +101,7 @@ class LinearProbe:
         object.__setattr__(self, "layer", layer)
         object.__setattr__(self, "weight", as_vector(self.weight, "weight"))
         for name in ("bias", "threshold"):
-            object.__setattr__(self, name, _finite(getattr(self, name), name))
+            object.__setattr__(self, name, finite(getattr(self, name), name))
         checked_template(self.template)
         # The doubts that were told. No field: a probe's value does not depend on it.
         object.__setattr__(self, "_told", set())
@@ -265,22 +266,9 @@ def load_probe(path: str | Path) -> LinearProbe:
     path = probe_path(path)
     weight, bias = read_weights(path)
     place = read_place(path.with_suffix(".json"))
-    return LinearProbe(weight, bias, **place | {"calibration": _calibration_of(place)})
-
-
-def _calibration_of(place: dict[str, Any]) -> Calibration | None:
-    body = place.get("calibration")
-    if body is not None and set(body) != {"slope", "offset"}:
-        raise SpecError(f"calibration is {shown(body)}; it has slope and offset.")
-    return None if body is None else Calibration(**body)
-
-
-def _finite(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise SpecError(f"{name} is {shown(value)}; it is a number.")
-    if not np.isfinite(value):
-        raise SpecError(f"{name} is {value}; it must be finite.")
-    return float(value)
+    if place.get("calibration") is not None:
+        place["calibration"] = Calibration(**place["calibration"])
+    return LinearProbe(weight, bias, **place)
 
 
 def _checked_labels(rows: Tensor, labels: Labels) -> NDArray[np.bool_]:

@@ -119,14 +119,27 @@ def watch(
         int | None,
         typer.Option(min=0, help="Whose rows the probes score, where no .json beside them says."),
     ] = None,
-    chat: Annotated[bool, typer.Option(help="PROMPT is a user's message.")] = False,
+    chat: Annotated[
+        bool, typer.Option(help="PROMPT is a user's message, or a JSON list of messages.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="A system message, before a chat.")] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(help="all, prompt, generated, ...; those of the probe's file if left out."),
+    ] = None,
     url: Url = _LOCAL,
     api_key: ApiKey = None,
     max_tokens: MaxTokens = 64,
     temperature: Temperature = 0.0,
 ) -> None:
-    """Complete PROMPT, and show the scores of probes while the tokens stream."""
+    """Complete PROMPT, and show the scores of probes while the tokens stream.
+
+    On a terminal each token has the colour of the first probe's score. In a
+    pipe, and with NO_COLOR, there is a line for each token: its position, the
+    scores of its row, and its text as JSON, with tabs between them.
+    """
     from vllm_scope.cli.remote import Server
     from vllm_scope.cli.watch import watch as run
 
-    run(Server(url, api_key, max_tokens, temperature), prompt, probe, layer, chat)
+    server = Server(url, api_key, max_tokens, temperature)
+    run(server, prompt, probe, layer, chat, system, tokens)

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_scope.actions import Read
-from vllm_scope.cli.remote import Server, asking, check_whole, layers_of
+from vllm_scope.cli.remote import Server, asking, check_whole, layers_of, printable
 from vllm_scope.errors import ScopeError
 
 
@@ -28,7 +28,7 @@ def read(
         out = client.complete(prompt, Read(site, layers=found, tokens=tokens), **server.options)
         if save is not None:  # first: the rows are computed once
             _write(save, out.scope)
-        console.print(Text(prompt).append(out.text, "bold"))
+        console.print(Text(printable(prompt)).append(printable(out.text), "bold"))
         console.print(_table(out.scope))
         check_whole(out.scope)
         if save is not None:

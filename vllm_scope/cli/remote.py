@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,15 +35,18 @@ class Server:
 def asking(server: Server, console: Console) -> Iterator[Any]:
     """A client; what goes wrong is said in a sentence, with status 1."""
     try:
-        import httpx
+        from vllm_scope.client import ScopeClient  # first: it says what is missing
 
-        from vllm_scope.client import ScopeClient
+        import httpx  # isort: skip
     except ImportError as error:
         console.print(f"[red]{escape(str(error))}[/red]")
         sys.exit(1)
     try:
         with ScopeClient(server.url, server.api_key) as client:
             yield client
+    except BrokenPipeError:  # `| head` has what it wants
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1)
     except httpx.TransportError as error:
         url, reason = escape(server.url), escape(str(error) or type(error).__name__)
         console.print(f"[red]no answer from {url}: {reason}. --url names a server.[/red]")
@@ -69,6 +73,13 @@ def layers_of(text: str) -> str | list[int]:
             raise ScopeError(f"layers are 'all', or numbers such as 2,5 or 0-3, not {text!r}.")
         found += range(int(first), int(last or first) + 1)
     return found
+
+
+def printable(text: str) -> str:
+    """A model's text, as it is but for characters that a terminal would act on."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def bars(values: Sequence[float], low: float, high: float) -> str:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from vllm_scope.actions import Action, Add
-from vllm_scope.cli.remote import Server, asking, check_whole
+from vllm_scope.cli.remote import Server, asking, check_whole, printable
 from vllm_scope.vectors import load_vectors
 
 
@@ -20,7 +20,7 @@ def steer(server: Server, prompt: str, module: str, scales: list[float]) -> None
             actions = _additions(module, scale) if scale else []
             out = client.complete(prompt, *actions, **server.options)
             check_whole(out.scope)  # else it may be plain text
-            console.print(Text(f"{scale:+g} ", "cyan").append(out.text, "default"))
+            console.print(Text(f"{scale:+g} ", "cyan").append(printable(out.text), "default"))
 
 
 def _additions(module: str, scale: float) -> list[Action]:

@@ -1,79 +1,133 @@
-"""`vllm-scope watch`: scores of probes, in the terminal, while the tokens stream."""
+"""`vllm-scope watch`: an answer as it streams, each token with the scores of probes."""
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from rich.console import Console, Group
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
 
 from vllm_scope.actions import Probe
-from vllm_scope.cli.remote import Server, asking, bars
+from vllm_scope.cli.display import Bars, Coloured, Lines, Scale
+from vllm_scope.cli.remote import Server, asking, check_whole
 from vllm_scope.errors import SpecError
-from vllm_scope.vectors.probe_files import probe_path, read_place, read_weights
+from vllm_scope.vectors.probe_files import (
+    CHAT,
+    RAW,
+    doubts,
+    probe_path,
+    read_place,
+    read_weights,
+)
 
-#: Scores shown of each probe, the last ones.
-WIDTH = 48
+if TYPE_CHECKING:
+    from vllm_scope.client import Chunk
 
 
-def watch(server: Server, prompt: str, files: list[Path], layer: int | None, chat: bool) -> None:
+def watch(
+    server: Server,
+    prompt: str,
+    files: Sequence[Path],
+    layer: int | None,
+    chat: bool,
+    system: str | None,
+    tokens: str | None,
+) -> None:
     """Follow one answer.
 
     Args:
-        files: each a probe's safetensors (vectors.probe_files).
+        prompt: a text; in a chat a user's message, or a JSON list of messages.
+        files: each a probe's safetensors (vectors.probe_files). The first colours the text.
         layer: whose rows they score, where no .json beside a file says it.
+        system: a system message, which makes it a chat.
+        tokens: to score; None for all, or the generated ones of a probe fitted to these.
     """
     console = Console()
+    messages = messages_of(prompt, chat, system)
     with asking(server, console) as client:
-        probes = [load(path, layer) for path in files]
-        asked = [{"role": "user", "content": prompt}] if chat else prompt
-        view = View([probe.name for probe in probes], "" if chat else prompt)
-        with Live(view.shown(), console=console, refresh_per_second=12) as live:
-            for chunk in client.stream(asked, *probes, **server.options):
-                view.add(chunk.text, dict(chunk.scope.scores) if chunk.scope else {})
-                live.update(view.shown())
+        template = RAW if messages is None else CHAT
+        probes = [load(path, layer, tokens, template) for path in files]
+        for doubt in dict.fromkeys(doubt for probe in probes for doubt in probe.doubts):
+            print(f"warning: {doubt}", file=sys.stderr)
+        actions, scales = [p.action for p in probes], [p.scale for p in probes]
+        asked, shown = (prompt, prompt) if messages is None else (messages, "")
+        view, last = None, None
+        early: list[Chunk] = []
+        for chunk in client.stream(asked, *actions, **server.options):
+            last = chunk.scope or last
+            early.append(chunk)
+            if view is None and (chunk.text or chunk.tokens):
+                view = view_of(console, scales, shown, chunk)
+            if view is not None:
+                for each in early:
+                    view.add(each)
+                early.clear()
+        if view is not None:
+            view.end()
+        check_whole(last)
 
 
-def load(path: Path, layer: int | None) -> Probe:
+def messages_of(prompt: str, chat: bool, system: str | None) -> list[dict[str, Any]] | None:
+    """The messages of a chat, or None of a plain prompt."""
+    if not chat and system is None:
+        return None
+    first = [] if system is None else [{"role": "system", "content": system}]
+    try:
+        given = json.loads(prompt)
+    except ValueError:
+        given = None
+    if isinstance(given, list) and given and all(isinstance(each, dict) for each in given):
+        return [*first, *given]
+    return [*first, {"role": "user", "content": prompt}]
+
+
+def view_of(
+    console: Console, scales: Sequence[Scale], prompt: str, first: Chunk
+) -> Coloured | Bars | Lines:
+    """What this output can show of what this server tells."""
+    names = [scale.name for scale in scales]
+    if not console.is_terminal or console.no_color or console.is_dumb_terminal:
+        return Lines(console, names, bool(first.tokens))
+    return Coloured(console, scales, prompt) if first.tokens else Bars(console, names, prompt)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A probe of a file: what is asked, how it is coloured, and why that may mean nothing."""
+
+    action: Probe
+    scale: Scale
+    doubts: list[str]
+
+
+def load(path: Path, layer: int | None, tokens: str | None, template: str) -> Watched:
     """A probe of the file's name, at the place that its .json tells."""
     weight, bias = read_weights(probe_path(path))
     beside = path.with_suffix(".json")
-    if not beside.exists():
-        if layer is None:
-            raise SpecError(f"there is no {beside} that says whose rows it scores; give --layer.")
-        return Probe(weight, bias, layer=layer, name=path.stem)
-    place = read_place(beside)
-    if layer not in (None, place["layer"]):
-        raise SpecError(f"{beside} has layer {place['layer']}, --layer {layer}; leave that out.")
+    if beside.exists():
+        place = read_place(beside)
+        if layer not in (None, place["layer"]):
+            raise SpecError(
+                f"{beside} has layer {place['layer']}, --layer {layer}; leave that out."
+            )
+    elif layer is None:
+        raise SpecError(f"there is no {beside} that says whose rows it scores; give --layer.")
+    else:
+        place = {"site": "resid_post", "layer": layer}
+    pooling = place.get("pooling")
+    tokens = tokens or ("generated" if pooling == "generated" else "all")
     at = None if place["site"] == "embed" else place["layer"]
-    return Probe(weight, bias, place["site"], at, name=path.stem)
+    action = Probe(weight, bias, place["site"], at, path.stem, tokens)
+    found = doubts(path.stem, pooling, tokens, place.get("template"), template)
+    return Watched(action, _scale(path.stem, place), found)
 
 
-class View:
-    """What is on the screen: the text so far, and a line for each probe."""
-
-    def __init__(self, names: list[str], prompt: str) -> None:
-        self._text = Text(prompt, style="dim")
-        self._scores: dict[str, list[float]] = {name: [] for name in names}
-
-    def add(self, text: str, scores: dict[str, np.ndarray]) -> None:
-        self._text.append(text, style="bold not dim")
-        for name, values in scores.items():
-            self._scores[name] += values.tolist()
-
-    def shown(self) -> Group:
-        table = Table(box=None, pad_edge=False)
-        for heading in ("probe", "now", "mean", f"last {WIDTH}"):
-            table.add_column(heading)
-        for name, values in self._scores.items():
-            known = [value for value in values if np.isfinite(value)]
-            if not known:
-                table.add_row(name, "-", "-", "")
-                continue
-            last = known[-WIDTH:]
-            line = bars(last, min(known), max(known))
-            table.add_row(name, f"{known[-1]:+.2f}", f"{np.mean(known):+.2f}", line)
-        return Group(self._text, Text(""), table)
+def _scale(name: str, place: dict[str, Any]) -> Scale:
+    calibration = place.get("calibration")
+    if calibration is not None and calibration["slope"] != 0:
+        return Scale(name, calibration["slope"], calibration["offset"], True)
+    return Scale(name, 1.0, -place.get("threshold", 0.0), False)

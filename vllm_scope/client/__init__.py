@@ -7,12 +7,19 @@
         out = client.complete("The capital of ", Read("resid_post", layers=[5]), max_tokens=8)
         out.scope["resid_post", 5]  # float32 [positions, hidden_size]
 
-answers.py    what comes back: Completion, Choice, Chunk, ScopeData
+answers.py    what comes back: Completion, Choice, Chunk, ScoredToken, ScopeData
 calls.py      every call, written once: what is sent, what is made of the response
 transport.py  ScopeClient and AsyncScopeClient, which carry the calls
 """
 
-from vllm_scope.client.answers import Choice, Chunk, Completion, ScopeData, Scores
+from vllm_scope.client.answers import (
+    Choice,
+    Chunk,
+    Completion,
+    ScopeData,
+    ScoredToken,
+    Scores,
+)
 from vllm_scope.client.calls import ServerError
 from vllm_scope.client.transport import AsyncScopeClient, ScopeClient
 
@@ -23,6 +30,7 @@ __all__ = [
     "Completion",
     "ScopeClient",
     "ScopeData",
+    "ScoredToken",
     "Scores",
     "ServerError",
 ]

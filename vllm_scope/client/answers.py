@@ -1,6 +1,6 @@
 """What comes back from a server: choices with their rows and scores, as numpy.
 
-Owns:  Completion, Choice, Chunk, ScopeData, and the parsing of a choice's `scope`.
+Owns:  Completion, Choice, Chunk, ScoredToken, ScopeData, and the parsing of a choice's `scope`.
 From:  server.encode (the JSON), server.store (the files).
 
 Sizes come from the server that was asked; each is checked against the bytes that came.
@@ -161,13 +161,35 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class ScoredToken:
+    """One token and the scores of its own row.
+
+    Attributes:
+        position: absolute, in prompt and answer; that of the scores too.
+        scores: by the probe's name; NaN where there is no finite score of this row, as of the
+            token that was sampled last, which has none.
+    """
+
+    id: int
+    text: str
+    position: int
+    scores: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Chunk:
-    """What is new of one choice. `scope` holds the new scores, and rows if asked."""
+    """What is new of one choice.
+
+    Attributes:
+        scope: the new scores, and rows if asked.
+        tokens: those of `text`, each with its scores; empty where the server does not tell.
+    """
 
     index: int
     text: str
     finish_reason: str | None
     scope: ScopeData | None
+    tokens: tuple[ScoredToken, ...] = ()
 
 
 def parse_scope(body: Mapping[str, Any], file: bytes | None) -> ScopeData:
@@ -203,6 +225,27 @@ def parse_scope(body: Mapping[str, Any], file: bytes | None) -> ScopeData:
         body.get("status", "streaming"), body.get("error"), body.get("expected", 0),
         body.get("delivered", 0), body.get("dropped", 0), rows, Scores(scores),
     )  # fmt: skip
+
+
+def parse_tokens(body: Mapping[str, Any]) -> tuple[ScoredToken, ...]:
+    """The tokens of a chunk's `scope`.
+
+    Raises:
+        ScopeError: they are not what a server of this version sends.
+    """
+    try:
+        return tuple(
+            ScoredToken(
+                int(each["id"]), str(each["text"]), int(each["position"]),
+                {name: math.nan if v is None else float(v) for name, v in each["scores"].items()},
+            )
+            for each in body.get("tokens", ())
+        )  # fmt: skip
+    except (TypeError, KeyError, ValueError, AttributeError):
+        raise ScopeError(
+            f"the server's tokens are not of id, text, position and scores: "
+            f"{shown(body.get('tokens'))}."
+        ) from None
 
 
 def parse_file(file: bytes) -> ScopeData:

@@ -24,6 +24,7 @@ from vllm_scope.client.answers import (
     ScopeData,
     parse_file,
     parse_scope,
+    parse_tokens,
 )
 from vllm_scope.errors import CapacityError, ScopeError, SpecError, shown
 from vllm_scope.spec import scope
@@ -275,7 +276,8 @@ class Calls:
         for choice in body.get("choices", ()):
             found = yield from self._scope_of(choice)
             end = choice.get("finish_reason")
-            chunks.append(Chunk(choice["index"], _text(choice), end, found))
+            tokens = parse_tokens(choice.get("scope") or {})
+            chunks.append(Chunk(choice["index"], _text(choice), end, found, tokens))
         return chunks
 
     def _fetched(self, result_id: str, delete: bool) -> Generator[Call, Response, ScopeData]:

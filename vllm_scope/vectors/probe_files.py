@@ -158,7 +158,24 @@ def read_place(path: Path) -> dict[str, Any]:
         if name in body and not isinstance(body[name], kind):
             raise SpecError(f"{path}: {name} is {shown(body[name])}, of the wrong type.")
     checked_template(body.get("template"))
+    if "threshold" in body:
+        finite(body["threshold"], "threshold")
+    calibration = body.get("calibration")
+    if calibration is not None:
+        if set(calibration) != {"slope", "offset"}:
+            raise SpecError(f"calibration is {shown(calibration)}; it has slope and offset.")
+        for name, value in calibration.items():
+            finite(value, name)
     return body
+
+
+def finite(value: Any, name: str) -> float:
+    """Raises SpecError for what is no finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise SpecError(f"{name} is {shown(value)}; it is a number.")
+    if not np.isfinite(value):
+        raise SpecError(f"{name} is {value}; it must be finite.")
+    return float(value)
 
 
 def fold(

@@ -1,0 +1,200 @@
+"""How `watch` shows an answer that streams: coloured tokens, bars, or plain lines.
+
+Coloured  a terminal, and a server that says which score is whose token's
+Bars      a terminal, and a server that does not
+Lines     anything else: a pipe, a file, a terminal without colours; no control characters
+
+Each has `add(chunk)` and `end()`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from vllm_scope.cli.remote import bars, printable
+
+if TYPE_CHECKING:
+    from vllm_scope.client import Chunk
+
+#: Where one colour ends and the next begins, as probabilities; from blue to red.
+_EDGES = (0.05, 0.2, 0.4, 0.6, 0.8, 0.95)
+_STYLES = (
+    "white on color(25)", "black on color(74)", "black on color(153)", "",
+    "black on color(223)", "black on color(216)", "white on color(124)",
+)  # fmt: skip
+#: Scores shown of each probe as bars, the last ones.
+_WIDTH = 48
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From a probe's score to a colour: sigmoid(slope * score + offset) is its place.
+
+    Attributes:
+        calibrated: that is the concept's probability, and the legend says it; else the legend
+            is in scores.
+    """
+
+    name: str
+    slope: float
+    offset: float
+    calibrated: bool
+
+    def level(self, score: float) -> int | None:
+        """0 to 6; None of NaN."""
+        if math.isnan(score):
+            return None
+        logits = [_logit(edge) for edge in _EDGES]
+        return bisect(logits, self.slope * score + self.offset)
+
+    def style(self, score: float) -> str:
+        level = self.level(score)
+        return "" if level is None else _STYLES[level]
+
+    def labels(self) -> list[str]:
+        """What each level stands for."""
+        edges = [f"{edge:.0%}".removesuffix("%") for edge in _EDGES]
+        unit = " %"
+        if not self.calibrated:
+            edges = [f"{(_logit(edge) - self.offset) / self.slope:+.1f}" for edge in _EDGES]
+            unit = ""
+        inner = [f"{low} to {high}{unit}" for low, high in pairwise(edges)]
+        return [f"< {edges[0]}{unit}", *inner, f"> {edges[-1]}{unit}"]
+
+    def legend(self) -> Text:
+        what = "probability" if self.calibrated else "score"
+        legend = Text(f"{what} of {self.name}: ")
+        for label, style in zip(self.labels(), _STYLES, strict=True):
+            legend.append(f" {label} ", style)
+        return legend
+
+
+def _logit(probability: float) -> float:
+    return math.log(probability / (1 - probability))
+
+
+class Coloured:
+    """Tokens as they come, in the colour of the first probe's score of each."""
+
+    def __init__(self, console: Console, scales: Sequence[Scale], prompt: str) -> None:
+        self._console, self._scales = console, scales
+        self._scores: dict[str, list[float]] = {scale.name: [] for scale in scales}
+        self._print(scales[0].legend().append("\n\n"))
+        self._print(Text(printable(prompt), "dim"))
+
+    def _print(self, text: Text) -> None:
+        # Not wrapped: the terminal does, and then its text can be copied as it is.
+        self._console.print(text, end="", soft_wrap=True)
+
+    def add(self, chunk: Chunk) -> None:
+        first = self._scales[0]
+        for token in chunk.tokens:
+            score = token.scores.get(first.name, math.nan)
+            self._print(Text(printable(token.text), first.style(score)))
+            for name, scores in self._scores.items():
+                scores.append(token.scores.get(name, math.nan))
+
+    def end(self) -> None:
+        self._print(Text("\n\n"))
+        table = Table(box=None, pad_edge=False)
+        for heading in ("probe", "mean", "highest"):
+            table.add_column(heading)
+        for name, scores in self._scores.items():
+            known = [score for score in scores if not math.isnan(score)]
+            shown = [f"{np.mean(known):+.2f}", f"{max(known):+.2f}"] if known else ["-", "-"]
+            table.add_row(name, *shown)
+        self._console.print(table)
+
+
+class Bars:
+    """The text, and a line of bars for each probe."""
+
+    def __init__(self, console: Console, names: Sequence[str], prompt: str) -> None:
+        self._text = Text(printable(prompt), style="dim")
+        self._scores: dict[str, list[float]] = {name: [] for name in names}
+        self._live = Live(console=console, refresh_per_second=12)
+        self._live.start()
+
+    def add(self, chunk: Chunk) -> None:
+        self._text.append(printable(chunk.text), style="bold not dim")
+        for name, values in chunk.scope.scores.items() if chunk.scope else ():
+            self._scores[name] += values.tolist()
+        self._live.update(self._shown())
+
+    def end(self) -> None:
+        self._live.stop()
+
+    def _shown(self) -> Group:
+        table = Table(box=None, pad_edge=False)
+        for heading in ("probe", "now", "mean", f"last {_WIDTH}"):
+            table.add_column(heading)
+        for name, values in self._scores.items():
+            known = [value for value in values if np.isfinite(value)]
+            if not known:
+                table.add_row(name, "-", "-", "")
+                continue
+            last = known[-_WIDTH:]
+            line = bars(last, min(known), max(known))
+            table.add_row(name, f"{known[-1]:+.2f}", f"{np.mean(known):+.2f}", line)
+        return Group(self._text, Text(""), table)
+
+
+class Lines:
+    """A line for each token: its position, the scores of its row, and its text as JSON.
+
+    Args:
+        aligned: the server tells which score is whose token's. Else there is a line for each
+            position that was scored, without its text, and the whole text comes last.
+    """
+
+    def __init__(self, console: Console, names: Sequence[str], aligned: bool) -> None:
+        self._file, self._names, self._aligned = console.file, names, aligned
+        self._text = ""
+        self._write("position", names, "token")
+
+    def _write(self, position: str, cells: Sequence[str], token: str) -> None:
+        self._file.write("\t".join((position, *cells, token)) + "\n")
+        self._file.flush()
+
+    def add(self, chunk: Chunk) -> None:
+        for token in chunk.tokens:
+            cells = [_cell(token.scores.get(name, math.nan)) for name in self._names]
+            self._write(str(token.position), cells, _quoted(token.text))
+        if self._aligned:
+            return
+        self._text += chunk.text
+        found: dict[int, dict[str, float]] = {}
+        if chunk.scope is not None:
+            for name, values in chunk.scope.scores.items():
+                positions = chunk.scope.scores.positions(name).tolist()
+                for position, value in zip(positions, values.tolist(), strict=True):
+                    found.setdefault(position, {})[name] = value
+        for position, scores in sorted(found.items()):
+            cells = [_cell(scores.get(name, math.nan)) for name in self._names]
+            self._write(str(position), cells, "")
+
+    def end(self) -> None:
+        if not self._aligned:
+            self._write("", [""] * len(self._names), _quoted(self._text))
+
+
+def _cell(score: float) -> str:
+    return "" if math.isnan(score) else f"{score:+.3f}"
+
+
+def _quoted(text: str) -> str:
+    """JSON without a character that a terminal would act on."""
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in quoted)
