@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.checkpoints import reference, row_error
-from tests.conftest import local_engine
-from tests.engine.test_edits import V, direction
+from tests.conftest import local_engine, process_engine
+from tests.engine.test_edit_scheduling import on
+from tests.engine.test_edits import V, check, direction
 from vllm_scope import Add, Read, ScopeError, SpecError, scope
 from vllm_scope.faces.vllm_lens import Hook, SteeringVector
 
@@ -209,6 +210,27 @@ def test_what_is_missing_says_why():
         from vllm_scope.faces.vllm_lens import serialize_hook_results  # noqa: F401
     with pytest.raises(ImportError, match="cannot import name 'Hok'"):
         from vllm_scope.faces.vllm_lens import Hok  # noqa: F401
+
+
+def test_positions_are_exact_under_ngram_speculation(llama, ref):
+    """Drafts are judged before the next step is planned: there is no async scheduling with them."""
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    options = {"speculative_config": config, "enforce_eager": True, "skip_tokenizer_init": True}
+    prompts = [[1, 2, 3, 4] * 8, [11, 12] * 10]
+    with process_engine(llama, dtype="float32", **options) as llm:
+        asked = []
+        for prompt in prompts:
+            some = [3, len(prompt), len(prompt) + 7, len(prompt) + 30]
+            vector = SteeringVector(V[None], [0], scale=0.1, position_indices=some)
+            asked.append({"apply_steering_vectors": [vector], **scope(Read("resid_post"))})
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(inputs, [params(e, max_tokens=60) for e in asked], use_tqdm=False)
+        steps = llm.collective_rpc("scope_counters")[0]["steps"]
+    assert steps < 60, "no draft was accepted; the test shows nothing"
+    for output, extra in zip(outputs, asked, strict=True):
+        some = torch.tensor(extra["apply_steering_vectors"][0].position_indices)
+        mean = on(lambda p, some=some: torch.isin(p, some), lambda x: x + 0.1 * V)
+        check(output, ref, [("resid_post", 0, mean)])
 
 
 def test_async_engines_understand_the_keys_too(checkpoints):
