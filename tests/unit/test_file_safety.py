@@ -9,6 +9,7 @@ import os
 import random
 import resource
 import signal
+import stat
 import struct
 import subprocess
 import sys
@@ -27,7 +28,8 @@ from safetensors.torch import load_file, save_file
 
 import vllm_scope
 from tests.unit.test_files import LAYOUTS, put, record_of, store, writer_of
-from vllm_scope.errors import FileError
+from vllm_scope.errors import ConfigError, FileError
+from vllm_scope.files import FileOptions
 from vllm_scope.files import publish
 from vllm_scope.files.datafile import NpzFile
 from vllm_scope.files.folder import LocalFolder
@@ -352,6 +354,40 @@ def test_a_root_that_was_made_outlives_the_machine_too(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), real(fd))[1])
     LocalPublisher(tmp_path / "a" / "b", fsync=True).close()
     assert {path.stat().st_ino for path in (tmp_path, tmp_path / "a")} <= set(synced)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("options", "of_file", "of_folder"),
+    [
+        pytest.param({}, 0o600, 0o700, id="by-default"),
+        pytest.param({"mode": "640"}, 0o640, 0o750, id="for-a-group"),
+        pytest.param({"mode": "664"}, 0o664, 0o775, id="for-all"),
+    ],
+)
+def test_files_are_their_writers_alone_unless_the_operator_says_so(
+    options, of_file, of_folder, layout, tmp_path
+):
+    """Whatever the process's umask is; a folder that was there keeps its mode."""
+    tmp_path.chmod(0o755)
+    before = os.umask(0o027)
+    try:
+        with writer_of(tmp_path / "a" / "root", layout=layout, **options) as writer:
+            put(writer, 1, tag="t", name="n")
+    finally:
+        os.umask(before)
+    found = sorted(path for path in tmp_path.rglob("*"))
+    assert len(found) > 3
+    for path in found:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert mode == (of_folder if path.is_dir() else of_file), path
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+
+
+@pytest.mark.parametrize("mode", ["rw", "0o600", "99", "7777", 600, "066", "700"])
+def test_a_mode_that_is_none_is_refused(mode, tmp_path):
+    with pytest.raises(ConfigError, match="file option mode is"):
+        FileOptions.parse({"root": str(tmp_path), "mode": mode})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

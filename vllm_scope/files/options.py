@@ -33,6 +33,8 @@ class FileOptions(BaseModel):
         fsync: wait for the disk before a file becomes visible, and for its folder after.
         file_mib: `packed` and `sharded` begin a new file once one has as much.
         packed_requests: `packed` begins a new file after as many requests.
+        mode: of local files, in octal; folders that are made can also be entered by those who
+            may read. A root that is there keeps its own.
         key_folders: files of requests over HTTP (`per_request`, `npz`) lie in a folder of
             their API key's, `key-` and a digest. False lets keys replace each other's files.
     """
@@ -46,11 +48,16 @@ class FileOptions(BaseModel):
     fsync: StrictBool = False
     file_mib: StrictInt = Field(default=256, ge=1, le=1 << 20)
     packed_requests: StrictInt = Field(default=64, ge=1)
+    mode: StrictStr = Field(default="600", pattern=r"^0?6[0246][0246]$")
     key_folders: StrictBool = True
 
     @property
     def file_bytes(self) -> int:
         return self.file_mib << 20
+
+    @property
+    def file_mode(self) -> int:
+        return int(self.mode, 8)
 
     @staticmethod
     def parse(body: object) -> FileOptions:

@@ -72,16 +72,21 @@ def write_bytes(file: BinaryIO, body: bytes) -> None:
 class LocalPublisher:
     """Publishes below a local folder, which is made where it is missing.
 
+    Args:
+        mode: of files; folders that are made can be entered by those who may read. Files may
+            hold what people said, so that by default they are the writer's alone.
+
     Attributes:
         identity: in the names of this writer's temporary files, and of its lock.
     """
 
-    def __init__(self, root: Path, fsync: bool = False) -> None:
+    def __init__(self, root: Path, fsync: bool = False, mode: int = 0o600) -> None:
         self._root = root
         self._fsync = fsync
+        self._mode, self._folder_mode = mode, 0o700 | mode | (mode & 0o444) >> 2
         try:
-            _make_root(root, fsync)
-            self.identity, self._lock = _lock(root)
+            self._make_root()
+            self.identity, self._lock = _lock(root, mode)
             _remove_leftovers(root, self.identity)
         except OSError as error:
             raise FileError(f"{root} cannot be written to: {error}") from None
@@ -111,10 +116,26 @@ class LocalPublisher:
             temporary.unlink()
         # Never through a link that somebody put there.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(temporary, flags, 0o666), "wb", buffering=0) as file:
+        with open(os.open(temporary, flags, 0o600), "wb", buffering=0) as file:
+            os.fchmod(file.fileno(), self._mode)  # whatever the umask is
             write(file)
             if self._fsync:
                 os.fdatasync(file.fileno())
+
+    def _make_root(self) -> None:
+        missing = [folder for folder in (self._root, *self._root.parents) if not folder.exists()]
+        for folder in reversed(missing):
+            with suppress(FileExistsError):
+                self._make(folder)
+        if not self._root.is_dir():
+            raise NotADirectoryError(f"{self._root} is not a folder")
+
+    def _make(self, folder: Path) -> None:
+        """Raises FileExistsError."""
+        folder.mkdir(0o700)
+        folder.chmod(self._folder_mode)  # whatever the umask is
+        if self._fsync:
+            _fsync_folder(folder.parent)
 
     def _make_folder(self, folder: Path) -> None:
         for part in reversed(folder.relative_to(self._root).parents):
@@ -129,12 +150,8 @@ class LocalPublisher:
                 f"{folder} is a symbolic link; files go into folders of the root only. "
                 "Remove it, or choose another tag."
             )
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            return
-        if self._fsync:
-            _fsync_folder(folder.parent)
+        with suppress(FileExistsError):
+            self._make(folder)
 
     def close(self) -> None:
         if self._lock >= 0:
@@ -144,20 +161,13 @@ class LocalPublisher:
             self._lock = -1
 
 
-def _make_root(root: Path, fsync: bool) -> None:
-    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
-    root.mkdir(parents=True, exist_ok=True)
-    for folder in missing if fsync else ():
-        _fsync_folder(folder.parent)
-
-
-def _lock(root: Path) -> tuple[str, int]:
+def _lock(root: Path, mode: int) -> tuple[str, int]:
     """A new identity, and the descriptor that holds its lock: the kernel lets go of it
     when this process ends, however it ends."""
     while True:
         identity = secrets.token_hex(8)
         path = root / f".scope-{identity}.lock"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Another writer may have taken it for a leftover before it was locked.

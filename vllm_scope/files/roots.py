@@ -14,8 +14,11 @@ from vllm_scope.files.publish import LocalPublisher, Publisher
 from vllm_scope.files.remote import RemoteFolder, RemotePublisher
 
 
-def make_publisher(root: str, fsync: bool) -> Publisher:
+def make_publisher(root: str, fsync: bool, mode: int = 0o600) -> Publisher:
     """A publisher for a folder, or for a URL that fsspec knows.
+
+    Args:
+        mode: of local files.
 
     Raises:
         FileError: the root cannot be written to.
@@ -25,7 +28,7 @@ def make_publisher(root: str, fsync: bool) -> Publisher:
         if fsync:
             raise ConfigError(f"fsync is true and root is {shown(root)}; URLs know no fsync.")
         return RemotePublisher(root)
-    return LocalPublisher(Path(root), fsync)
+    return LocalPublisher(Path(root), fsync, mode)
 
 
 def find_folder(path: str | os.PathLike[str]) -> Folder:

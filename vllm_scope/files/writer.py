@@ -177,5 +177,5 @@ def open_writer(options: FileOptions) -> Writer:
         "sharded": ShardedLayout,
         "npz": NpzLayout,
     }
-    publisher = make_publisher(options.root, options.fsync)
+    publisher = make_publisher(options.root, options.fsync, options.file_mode)
     return Writer(options, publisher, layouts[options.layout](options, publisher))
