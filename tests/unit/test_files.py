@@ -89,6 +89,7 @@ def test_rows_tokens_and_labels_come_back_exactly(layout, dtype, tmp_path):
         assert request.prompt_ids.tolist() == list(range(100, 103 + seed))
         assert request.output_ids.tolist() == [200, 201, 202, 203]
         assert request.status == manifest.status == "ok"
+        assert request.name == manifest.name
         assert request.manifest == manifest
 
 

@@ -16,10 +16,10 @@ import safetensors.torch
 import torch
 
 from vllm_scope import Add, CapacityError, Probe, Read, ScopeError, SpecError
-from vllm_scope.client import AsyncScopeClient, ScopeClient, ServerError
+from vllm_scope.client import AsyncScopeClient, ScopeClient, ServerError, UnreachableError
 from vllm_scope.client.answers import parse_scope
 from vllm_scope.client.calls import Events
-from vllm_scope.vectors import SteeringModule, from_bytes
+from vllm_scope.vectors import SteeringModule, from_bytes, to_bytes
 
 ROWS = torch.randn(3, 4)
 COUNTS = {"status": "complete", "error": None, "expected": 6, "delivered": 6, "dropped": 0}
@@ -344,6 +344,88 @@ def test_modules_and_edits_carry_the_operators_key():
     assert all(r.headers["x-scope-admin-key"] == "op" for r in server.requests)
     client.edits()
     assert "x-scope-admin-key" not in server.requests[-1].headers
+
+
+def test_a_module_may_be_the_content_of_its_file():
+    server = Server(happy={})
+    module = SteeringModule({("resid_post", 1): np.ones(4)})
+    data = to_bytes(module)
+    for content in (data, bytearray(data), memoryview(data)):
+        server.client().put_module("happy", content)
+        assert server.requests[-1].content == data
+    with pytest.raises(SpecError, match="is not safetensors"):
+        server.client().put_module("happy", b"nonsense")
+    assert len(server.requests) == 3
+
+
+class Broken(httpx.SyncByteStream, httpx.AsyncByteStream):
+    """An answer that stops in the middle, with the connection."""
+
+    def __iter__(self):
+        yield sse(*STREAM).content[:60]
+        raise httpx.ReadError("")
+
+    async def __aiter__(self):
+        yield sse(*STREAM).content[:60]
+        raise httpx.ReadError("")
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda client: client.complete("x"),
+        lambda client: client.stream("x"),
+        lambda client: client.info(),
+        lambda client: client.put_module("a", SteeringModule({("embed", 0): [1.0]})),
+    ],
+    ids=["complete", "stream", "info", "put"],
+)
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (httpx.ConnectError("refused"), "no answer from http://here:8000: refused"),
+        (httpx.ReadTimeout(""), "no answer from http://here:8000: ReadTimeout"),
+        (httpx.RemoteProtocolError("gone"), "no answer from http://here:8000: gone"),
+    ],
+)
+def test_a_server_that_cannot_be_reached_is_an_error_of_ours(act, error, words):
+    def fail(request):
+        raise error
+
+    async def collect():
+        async with AsyncScopeClient(
+            "http://here:8000/v1", model="m", transport=httpx.MockTransport(fail)
+        ) as client:
+            found = act(client)
+            return [c async for c in found] if hasattr(found, "__aiter__") else await found
+
+    def listed():
+        found = act(ScopeClient(
+            "http://here:8000/v1", model="m", transport=httpx.MockTransport(fail)
+        ))  # fmt: skip
+        return list(found) if hasattr(found, "__iter__") else found
+
+    for run in (listed, lambda: asyncio.run(collect())):
+        with pytest.raises(UnreachableError, match=f"^{words}[.]$") as raised:
+            run()
+        assert isinstance(raised.value, ScopeError)
+        assert raised.value.__cause__ is error
+
+
+@pytest.mark.parametrize("run", both(lambda client: client.stream("x")), ids=["sync", "async"])
+def test_a_server_that_goes_away_while_it_answers_is_the_same_error(run):
+    broken = httpx.Response(200, stream=Broken())
+    with pytest.raises(UnreachableError, match="no answer from http://localhost:8000: ReadError"):
+        run(Server(completions=broken))
+    refused = httpx.Response(503, stream=Broken())
+    with pytest.raises(UnreachableError, match="no answer from http://localhost:8000: ReadError"):
+        run(Server(completions=refused))
+
+
+@pytest.mark.parametrize("kind", [ScopeClient, AsyncScopeClient])
+def test_an_address_that_is_none_is_refused(kind):
+    with pytest.raises(SpecError, match=r"base_url is 'http://a b:1x'; .*such as http:"):
+        kind("http://a b:1x")
 
 
 def test_rows_that_do_not_fit_their_shape_are_refused():

@@ -162,8 +162,8 @@ def test_vectors_of_several_sites_are_named_by_site():
     assert set(header_of(to_bytes(module))) == {"__metadata__", "resid_pre.3", "resid_mid.3"}
 
 
-def test_modules_are_saved_as_safetensors_only(tmp_path):
-    with pytest.raises(SpecError, match=r"ends in '\.npz'"):
+def test_modules_are_saved_as_safetensors_or_gguf_only(tmp_path):
+    with pytest.raises(SpecError, match=r"ends in '\.npz'; .* as \.safetensors or \.gguf"):
         save_vectors(tmp_path / "v.npz", SteeringModule({("embed", 0): VECTOR}))
 
 
@@ -378,6 +378,40 @@ def test_a_control_vector_of_repeng_acts_at_the_exit_of_its_layers(tmp_path):
     assert (module.provenance.model, module.provenance.method) == ("llama", "pca_center")
 
 
+@pytest.mark.parametrize("provenance", [PROVENANCE, Provenance()], ids=["known", "unknown"])
+def test_a_module_survives_a_gguf_file_that_is_as_repeng_writes_it(provenance, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    module = SteeringModule(
+        {("resid_post", 3): VECTOR, ("resid_post", 11): -2 * VECTOR}, provenance
+    )
+    save_vectors(tmp_path / "v.gguf", module)
+    again = load_vectors(tmp_path / "v.gguf")
+    assert (again, again.provenance) == (module, provenance)
+    # What repeng and llama.cpp look at.
+    reader = gguf.GGUFReader(tmp_path / "v.gguf")
+    text = {name: reader.get_field(name).contents() for name in (
+        "general.architecture", "controlvector.model_hint", "controlvector.layer_count"
+    )}  # fmt: skip
+    assert list(text.values()) == ["controlvector", provenance.model or "unknown", 2]
+    assert {t.name: (t.tensor_type.name, t.data.tolist()) for t in reader.tensors} == {
+        "direction.3": ("F32", VECTOR.tolist()), "direction.11": ("F32", (-2 * VECTOR).tolist())
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (SteeringModule({("resid_post", 3): VECTOR, ("resid_pre", 3): VECTOR}), "resid_pre.3"),
+        (SteeringModule({("embed", 0): VECTOR}), "embed.0"),
+        (SteeringModule({}, tiers={"prompt": {("resid_post", 3): VECTOR}}), "prompt:resid_post.3"),
+    ],
+)
+def test_a_gguf_file_holds_only_what_a_control_vector_can_say(module, name, tmp_path):
+    with pytest.raises(SpecError, match=f"has {name}; .* save it as .safetensors"):
+        save_vectors(tmp_path / "v.gguf", module)
+    assert not (tmp_path / "v.gguf").exists()
+
+
 def test_a_bfloat16_control_vector_is_read(tmp_path):
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(tmp_path / "v.gguf", "controlvector")
@@ -456,8 +490,12 @@ def test_a_malformed_gguf_is_refused_at_once(tmp_path, data):
 def test_without_the_gguf_library_the_error_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "gguf", None)
     (tmp_path / "v.gguf").write_bytes(gguf_head(0, 0))
-    with pytest.raises(ImportError, match=r"pip install 'vllm-scope\[gguf\]'"):
-        load_vectors(tmp_path / "v.gguf")
+    for act in (
+        lambda: load_vectors(tmp_path / "v.gguf"),
+        lambda: save_vectors(tmp_path / "v.gguf", SteeringModule({("resid_post", 1): VECTOR})),
+    ):
+        with pytest.raises(ImportError, match=r"pip install 'vllm-scope\[gguf\]'"):
+            act()
 
 
 def test_numpys_numbers_in_a_provenance_are_read_back():

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from vllm_scope.errors import ScopeError
 
@@ -35,25 +35,24 @@ class Server:
 def asking(server: Server, console: Console) -> Iterator[Any]:
     """A client; what goes wrong is said in a sentence, with status 1."""
     try:
-        from vllm_scope.client import ScopeClient  # first: it says what is missing
-
-        import httpx  # isort: skip
+        from vllm_scope.client import ScopeClient, UnreachableError
     except ImportError as error:
-        console.print(f"[red]{escape(str(error))}[/red]")
-        sys.exit(1)
+        _fail(console, str(error))
     try:
         with ScopeClient(server.url, server.api_key) as client:
             yield client
     except BrokenPipeError:  # `| head` has what it wants
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
-    except httpx.TransportError as error:
-        url, reason = escape(server.url), escape(str(error) or type(error).__name__)
-        console.print(f"[red]no answer from {url}: {reason}. --url names a server.[/red]")
-        sys.exit(1)
-    except (ScopeError, OSError, httpx.HTTPError, httpx.InvalidURL) as error:
-        console.print(f"[red]{escape(str(error) or type(error).__name__)}[/red]")
-        sys.exit(1)
+    except UnreachableError as error:
+        _fail(console, f"{error} --url names a server.")
+    except (ScopeError, OSError) as error:
+        _fail(console, str(error) or type(error).__name__)
+
+
+def _fail(console: Console, sentence: str) -> NoReturn:
+    console.print(Text(sentence, "red"), soft_wrap=True)
+    sys.exit(1)
 
 
 def check_whole(scope: Any) -> None:

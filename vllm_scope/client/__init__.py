@@ -20,7 +20,7 @@ from vllm_scope.client.answers import (
     ScoredToken,
     Scores,
 )
-from vllm_scope.client.calls import ServerError
+from vllm_scope.client.calls import ServerError, UnreachableError
 from vllm_scope.client.transport import AsyncScopeClient, ScopeClient
 
 __all__ = [
@@ -33,4 +33,5 @@ __all__ = [
     "ScoredToken",
     "Scores",
     "ServerError",
+    "UnreachableError",
 ]

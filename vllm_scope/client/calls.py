@@ -1,6 +1,7 @@
 """Every call of a client, written once, for both transports.
 
-Owns:  Calls (what is sent, and what is made of the responses), Call, ServerError.
+Owns:  Calls (what is sent, and what is made of the responses), Call, ServerError,
+       UnreachableError.
 To:    transport, which carries a Call and hands back the Response.
 
 A call is a generator: it yields Calls, is sent Responses, and returns the answer. So a
@@ -28,9 +29,10 @@ from vllm_scope.client.answers import (
 )
 from vllm_scope.errors import CapacityError, ScopeError, SpecError, shown
 from vllm_scope.spec import scope
-from vllm_scope.vectors import SteeringModule, load_vectors, to_bytes
+from vllm_scope.vectors import SteeringModule, from_bytes, load_vectors, to_bytes
 
 Prompt = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+Content = bytes | bytearray | memoryview
 
 
 class ServerError(ScopeError):
@@ -39,6 +41,11 @@ class ServerError(ScopeError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+class UnreachableError(ScopeError):
+    """The server did not answer, or broke off: no connection, a timeout, no HTTP. The cause is
+    httpx's error."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +177,7 @@ class Calls:
         Raises:
             SpecError: the request is wrong. CapacityError: send it again later.
             ServerError: the server refused for another reason.
+            UnreachableError: there is no server, or it broke off. Every call may raise this.
         """
         return self._run(self._answered("/v1/completions", {"prompt": prompt} | options, actions))
 
@@ -207,11 +215,20 @@ class Calls:
         """The steering modules that the engine holds: a list of dicts."""
         return self._run(self._json(Call("GET", "/v1/scope/modules"), "modules"))
 
-    def put_module(self, name: str, module: SteeringModule | str | Path) -> Any:
-        """Register a steering module, or the file of one. Needs the operator's key."""
-        if not isinstance(module, SteeringModule):
-            module = load_vectors(module)
-        call = Call("PUT", _module_path(name), content=to_bytes(module), admin=True)
+    def put_module(self, name: str, module: SteeringModule | str | Path | Content) -> Any:
+        """Register a steering module, the file of one, or the content of a safetensors file.
+        Needs the operator's key.
+
+        Raises:
+            SpecError: it is no module. OSError: the file cannot be read.
+        """
+        if isinstance(module, bytes | bytearray | memoryview):
+            content = bytes(module)
+            from_bytes(content)  # refused here, and not by the server
+        else:
+            found = module if isinstance(module, SteeringModule) else load_vectors(module)
+            content = to_bytes(found)
+        call = Call("PUT", _module_path(name), content=content, admin=True)
         return self._run(self._json(call))
 
     def delete_module(self, name: str) -> Any:

@@ -6,10 +6,12 @@ Owns:  ScopeClient, AsyncScopeClient.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm_scope.client.answers import Chunk
-from vllm_scope.client.calls import Call, Calls, Events, Flow, Response
+from vllm_scope.client.calls import Call, Calls, Events, Flow, Response, UnreachableError
+from vllm_scope.errors import SpecError, shown
 
 try:
     import httpx
@@ -30,6 +32,9 @@ class _Client(Calls):
         model: as the server knows it; None takes its first one.
         timeout: seconds for an answer.
         transport: an httpx transport, for tests and proxies.
+
+    Raises:
+        SpecError: base_url is no URL.
     """
 
     def __init__(
@@ -43,16 +48,29 @@ class _Client(Calls):
     ) -> None:
         super().__init__(model)
         self._admin_key = admin_key
+        self._url = base_url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = self._open(
-            base_url=base_url.rstrip("/").removesuffix("/v1"),
-            headers=headers,
-            timeout=timeout,
-            transport=transport,
-        )
+        try:
+            self._http = self._open(
+                base_url=self._url, headers=headers, timeout=timeout, transport=transport
+            )
+        except httpx.InvalidURL as error:
+            raise SpecError(
+                f"base_url is {shown(base_url)}; it is a URL such as http://localhost:8000 "
+                f"({error})."
+            ) from None
 
     def _open(self, **options: Any) -> Any:
         raise NotImplementedError
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """httpx's errors of the way to the server, as ours."""
+        try:
+            yield
+        except httpx.RequestError as error:
+            reason = str(error).rstrip(".") or type(error).__name__
+            raise UnreachableError(f"no answer from {self._url}: {reason}.") from error
 
     def _request(self, call: Call) -> Any:
         headers = {}
@@ -77,20 +95,24 @@ class ScopeClient(_Client):
         try:
             call = next(flow)
             while True:
-                response = self._http.send(self._request(call))
+                with self._reaching():
+                    response = self._http.send(self._request(call))
                 call = flow.send(_came(response, response.content))
         except StopIteration as done:
             return done.value
 
     def _iterate(self, opening: Flow) -> Iterator[Chunk]:
-        response = self._http.send(self._request(self._run(opening)), stream=True)
+        call = self._run(opening)
+        with self._reaching():
+            response = self._http.send(self._request(call), stream=True)
         events = Events()
         try:
-            if not response.is_success:
-                _came(response, response.read()).checked()
-            for data in response.iter_bytes():
-                for event in events.feed(data):
-                    yield from self._run(self._chunks(event))
+            with self._reaching():
+                if not response.is_success:
+                    _came(response, response.read()).checked()
+                for data in response.iter_bytes():
+                    for event in events.feed(data):
+                        yield from self._run(self._chunks(event))
             events.check_done()
         finally:
             response.close()
@@ -115,22 +137,25 @@ class AsyncScopeClient(_Client):
         try:
             call = next(flow)
             while True:
-                response = await self._http.send(self._request(call))
+                with self._reaching():
+                    response = await self._http.send(self._request(call))
                 call = flow.send(_came(response, response.content))
         except StopIteration as done:
             return done.value
 
     async def _iterate(self, opening: Flow) -> AsyncIterator[Chunk]:
         call = await self._run(opening)
-        response = await self._http.send(self._request(call), stream=True)
+        with self._reaching():
+            response = await self._http.send(self._request(call), stream=True)
         events = Events()
         try:
-            if not response.is_success:
-                _came(response, await response.aread()).checked()
-            async for data in response.aiter_bytes():
-                for event in events.feed(data):
-                    for chunk in await self._run(self._chunks(event)):
-                        yield chunk
+            with self._reaching():
+                if not response.is_success:
+                    _came(response, await response.aread()).checked()
+                async for data in response.aiter_bytes():
+                    for event in events.feed(data):
+                        for chunk in await self._run(self._chunks(event)):
+                            yield chunk
             events.check_done()
         finally:
             await response.aclose()

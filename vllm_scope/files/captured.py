@@ -151,6 +151,11 @@ class CapturedRequest:
         self.manifest = _merge(pieces)
 
     @property
+    def name(self) -> str | None:
+        """What the caller called the request: `Read(..., name=...)`; None without a name."""
+        return self.manifest.name
+
+    @property
     def status(self) -> str:
         """`ok`, `partial` or `error`; `manifest.reason` says why."""
         return self.manifest.status

@@ -1,7 +1,7 @@
-"""Arrays out of files that others wrote: safetensors, npz, GGUF.
+"""Arrays out of files that others wrote: safetensors, npz, GGUF; and GGUF files for others.
 
-Owns:  how each container is read, and the bounds.
-From:  files.py, analysis.probes.   To: them, as {name: array}.
+Owns:  how each container is read, and the bounds; how a GGUF file is written.
+From:  files.py, probe_files.py.   To: them, as {name: array}.
 
 Promise: nothing is allocated or looped over before its size was checked against
 `MAX_BYTES` and what the container truly holds; nothing is ever unpickled. What is
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import zipfile
 import zlib
+from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from tokenize import TokenError
@@ -128,15 +129,10 @@ def read_gguf(path: Path) -> tuple[Arrays, dict[str, str]]:
         SpecError: too large, malformed, or with quantised tensors.
         ImportError: the `gguf` library is not installed.
     """
-    try:
-        import gguf
-    except ImportError:
-        raise ImportError(
-            f"{path} is a GGUF file, and the library that reads it is not installed: "
-            "pip install 'vllm-scope[gguf]'."
-        ) from None
+    gguf = _gguf(path)
+    base: Any = gguf.GGUFReader
 
-    class BoundedReader(gguf.GGUFReader):
+    class BoundedReader(base):
         # The library takes what lies past the end of the file for nothing at all, and
         # a length of 2**64 for that many entries of it.
         num_reads = 0
@@ -168,6 +164,36 @@ def read_gguf(path: Path) -> tuple[Arrays, dict[str, str]]:
         array = np.array(tensor.data)
         arrays[tensor.name] = _bfloat16(array.view("<u2")) if kind == "BF16" else array
     return arrays, texts
+
+
+def write_gguf(
+    path: Path, architecture: str, fields: Mapping[str, str | int], arrays: Arrays
+) -> None:
+    """Write float32 arrays and some fields.
+
+    Raises:
+        ImportError: the `gguf` library is not installed.
+    """
+    writer = _gguf(path).GGUFWriter(path, architecture)
+    for name, value in fields.items():
+        (writer.add_string if isinstance(value, str) else writer.add_uint32)(name, value)
+    for name, array in arrays.items():
+        writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _gguf(path: Path) -> Any:
+    try:
+        import gguf
+    except ImportError:
+        raise ImportError(
+            f"{path} is a GGUF file, and the library for these is not installed: "
+            "pip install 'vllm-scope[gguf]'."
+        ) from None
+    return gguf
 
 
 def _bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:

@@ -26,11 +26,20 @@ from typing import Any
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.sites import SiteLayer
-from vllm_scope.vectors.containers import Arrays, read_bytes, read_gguf, read_npz, read_safetensors
+from vllm_scope.vectors.containers import (
+    Arrays,
+    read_bytes,
+    read_gguf,
+    read_npz,
+    read_safetensors,
+    write_gguf,
+)
 from vllm_scope.vectors.hooks import module_from_json
 from vllm_scope.vectors.module import Provenance, SteeringModule, as_stream, name_of
 
 DEFAULT_SITE = "resid_post"
+#: In GGUF files: the architecture of a control vector, and what is before our own fields.
+_CONTROL, _OURS = "controlvector", "vllm_scope."
 
 # Five digits are more than any layer has, and as_stream says so.
 _NAME = re.compile(r"(?:(?P<tier>[a-z]+):)?(?:(?P<site>[a-z_]+)\.)?(?P<number>[0-9]{1,5})")
@@ -62,15 +71,23 @@ def load_vectors(path: str | Path) -> SteeringModule:
 
 
 def save_vectors(path: str | Path, module: SteeringModule) -> None:
-    """Write `to_bytes(module)`; the path must end in .safetensors.
+    """Write a .safetensors file, which is `to_bytes(module)`, or a .gguf control vector as repeng
+    writes it, for llama.cpp too (which takes no vector of layer 0). `load_vectors` reads both.
 
     Raises:
-        SpecError: another ending.
+        SpecError: another ending; or a .gguf file of other vectors than those of `resid_post`
+            for every token, which are what such a file can hold.
+        ImportError: a .gguf file without the `gguf` library (`vllm-scope[gguf]`).
     """
     path = Path(path)
-    if path.suffix != ".safetensors":
-        raise SpecError(f"{path} ends in {path.suffix!r}; modules are saved as .safetensors.")
-    path.write_bytes(to_bytes(module))
+    if path.suffix == ".gguf":
+        _save_gguf(path, module)
+    elif path.suffix == ".safetensors":
+        path.write_bytes(to_bytes(module))
+    else:
+        raise SpecError(
+            f"{path} ends in {path.suffix!r}; modules are saved as .safetensors or .gguf."
+        )
 
 
 def to_bytes(module: SteeringModule) -> bytes:
@@ -120,14 +137,38 @@ def _load_json(path: Path) -> SteeringModule:
 def _load_gguf(path: Path) -> SteeringModule:
     arrays, texts = read_gguf(path)
     architecture = texts.get("general.architecture")
-    if architecture != "controlvector":
+    if architecture != _CONTROL:
         raise SpecError(
-            f"general.architecture is {shown(architecture)}; a control vector's is 'controlvector'."
+            f"general.architecture is {shown(architecture)}; a control vector's is {_CONTROL!r}."
         )
-    provenance = Provenance(
-        model=texts.get("controlvector.model_hint"), method=texts.get("controlvector.method")
-    )
+    ours = {
+        name.removeprefix(_OURS): text for name, text in texts.items() if name.startswith(_OURS)
+    }
+    provenance = _provenance_of_metadata(ours) if ours else Provenance(
+        model=texts.get(f"{_CONTROL}.model_hint"), method=texts.get(f"{_CONTROL}.method")
+    )  # fmt: skip
     return _module(arrays, DEFAULT_SITE, 0, provenance)
+
+
+def _save_gguf(path: Path, module: SteeringModule) -> None:
+    for place, _ in module.placed():
+        if place[0] != DEFAULT_SITE or len(place) > 2:
+            raise SpecError(
+                f"the module has {name_of(place)}; a .gguf control vector holds vectors of "
+                f"{DEFAULT_SITE} for every token alone: save it as .safetensors."
+            )
+    provenance = module.provenance
+    fields: dict[str, str | int] = {
+        # repeng reads no file without it.
+        f"{_CONTROL}.model_hint": provenance.model or "unknown",
+        f"{_CONTROL}.layer_count": len(module),
+    }
+    if provenance.method:
+        fields[f"{_CONTROL}.method"] = provenance.method
+    metadata = _provenance_to_metadata(provenance)
+    fields |= {f"{_OURS}{name}": text for name, text in metadata.items()}
+    vectors = {f"direction.{layer}": vector for (_, layer), vector in module.items()}
+    write_gguf(path, _CONTROL, fields, vectors)
 
 
 def _module(arrays: Arrays, site: str, base: int, provenance: Provenance) -> SteeringModule:
