@@ -57,7 +57,9 @@ def test_saelens_contexts_follow_each_other_and_leave_gaps_out(tmp_path):
         request.finish(record_of(9, 0, expected=8, delivered=8))
     capture = vllm_scope.open(tmp_path / "in")
     name = "blocks.5.hook_resid_post"
-    assert export_saelens(capture, tmp_path / "out", "resid_post", 5, name, 2) == 3
+    count = export_saelens(capture, tmp_path / "out", "resid_post", 5, name, 2)
+    assert (count, count.left_out, count + 1) == (3, 2, 4)  # positions 4 and 8
+    assert (f"{count}", json.dumps(count)) == ("3", "3")
     table = _table(tmp_path / "out")
     contexts = torch.tensor([[list(r) for r in c] for c in table[name].to_pylist()])
     expected = torch.stack([rows[0:2], rows[2:4], rows[5:7]])
@@ -70,6 +72,18 @@ def test_saelens_contexts_follow_each_other_and_leave_gaps_out(tmp_path):
             "feature": {"dtype": "int32", "_type": "Value"}, "length": 2, "_type": "List"
         },
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("context_size", "count", "left_out"), [(1, 30, 0), (7, 3, 9), (8, 2, 14), (99, 0, 30)]
+)
+def test_what_fills_no_context_is_left_out_and_counted(
+    context_size, count, left_out, capture, tmp_path
+):
+    pytest.importorskip("pyarrow")
+    assert [len(request["embed", 0]) for request in capture] == [6, 7, 8, 9]
+    found = export_saelens(capture, tmp_path / "out", "embed", 0, "x", context_size)
+    assert (found, found.left_out) == (count, left_out)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

@@ -35,6 +35,21 @@ Dtype = Literal["float32", "float16"]
 _BATCH_BYTES = 64 << 20
 
 
+class Exported(int):
+    """How many contexts were written.
+
+    Attributes:
+        left_out: rows that fill no context: at the end of a request, or before a gap.
+    """
+
+    left_out: int
+
+    def __new__(cls, contexts: int, left_out: int) -> Exported:
+        found = super().__new__(cls, contexts)
+        found.left_out = left_out
+        return found
+
+
 def _arrow() -> Any:
     try:
         import pyarrow
@@ -118,12 +133,12 @@ def export_saelens(
     hook_name: str,
     context_size: int,
     dtype: Dtype = "float32",
-) -> int:
+) -> Exported:
     """Write the folder that SAELens takes as `cached_activations_path`. Returns the
-    number of contexts.
+    number of contexts; its `left_out` is the number of rows that are not in any.
 
     Each request is cut into contexts of `context_size` positions that follow each
-    other; what is left at its end, and after a gap, is left out.
+    other. The rows that are left at its end, and before a gap, are left out.
 
     Args:
         hook_name: the column, as in SAELens's configuration, e.g.
@@ -157,8 +172,10 @@ def export_saelens(
     }
     inner = np.arange(context_size + 1, dtype=np.int32) * width
     outer = np.array([0, context_size], np.int32)
+    left_out = 0
 
     def batches() -> Iterator[Any]:
+        nonlocal left_out
         for request in capture:
             if stream not in request:
                 continue
@@ -166,7 +183,9 @@ def export_saelens(
             stored = request.stored(stream)
             positions = stored.positions
             tokens = request.token_ids
-            for start in _context_starts(positions.numpy(), context_size):
+            starts = _context_starts(positions.numpy(), context_size)
+            left_out += len(positions) - len(starts) * context_size
+            for start in starts:
                 stop = start + context_size
                 flat = _numbers(stored.rows(start, stop), dtype)
                 rows = pa.ListArray.from_arrays(inner, flat)
@@ -179,7 +198,7 @@ def export_saelens(
                     schema=schema,
                 )
 
-    return _save(Path(folder), schema, features, batches)
+    return Exported(_save(Path(folder), schema, features, batches), left_out)
 
 
 def _context_starts(positions: np.ndarray, context_size: int) -> list[int]:
