@@ -107,11 +107,16 @@ def _from_json(body: dict[Any, Any], where: str) -> Array:
         raise SpecError(f"{where} has {math.prod(shape):,} numbers; at most {MAX_NUMBERS:,}.")
     if not isinstance(text, str):
         raise SpecError(f"{where}.data is {shown(text)}; it is a base64 string.")
+    size = np.dtype(_DTYPES[dtype]).itemsize * math.prod(shape)
+    if len(text) > 4 * -(-size // 3):  # before it is decoded
+        raise SpecError(
+            f"{where}.data has {len(text):,} characters; the {size:,} bytes of {dtype} of shape "
+            f"{shape} take {4 * -(-size // 3):,}."
+        )
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise SpecError(f"{where}.data is not base64.") from None
-    size = np.dtype(_DTYPES[dtype]).itemsize * math.prod(shape)
     if len(data) != size:
         raise SpecError(
             f"{where}.data has {len(data)} bytes; {dtype} of shape {shape} takes {size}."

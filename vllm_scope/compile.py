@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+import secrets
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 from vllm_scope.arrays import Array
 from vllm_scope.encoding import Encoding
+from vllm_scope.errors import SpecError
 from vllm_scope.program import (
     OP_ABLATE,
     OP_ADD,
@@ -35,15 +37,50 @@ from vllm_scope.program import (
     Program,
     assemble,
 )  # fmt: skip
+from vllm_scope.remembered import Remembered
 from vllm_scope.resolve import Resolved, ResolvedEdit
 from vllm_scope.selectors import Ids, Selector, Tokens
 from vllm_scope.sites import LEVELS, Sites, point_of
 
-#: Programs of one spec that are remembered.
-MOST_PROGRAMS = 4096
+#: What one request may have: distinct programs, and operations of all of them together. Each
+#: program takes every process 20 us, and each operation one more.
+MOST_PROGRAMS, MOST_OPS = 1024, 1 << 14
+#: What the programs of all specs that are remembered may take in this process.
+REMEMBERED_BYTES = 64 << 20
+_PROGRAM_BYTES, _OP_BYTES = 2048, 256
+#: Positions whose programs are told apart at once.
+_POSITIONS_AT_ONCE = 4096
 
 
-@dataclass(frozen=True)
+class _Programs:
+    """The programs that were built last, of all specs; bounded in bytes.
+
+    A request that runs keeps its own: those that go from here are built again when they are
+    next needed.
+    """
+
+    def __init__(self) -> None:
+        self._known: Remembered[tuple[int, bytes], tuple[_Compiled, Program | None]]
+        self._known = Remembered(REMEMBERED_BYTES)
+
+    def get(self, of: _Compiled, column: bytes) -> tuple[_Compiled, Program | None] | None:
+        return self._known.get((id(of), column))
+
+    def put(self, of: _Compiled, column: bytes, program: Program | None) -> None:
+        # With its spec, so that no other gets its id.
+        num_ops = 0 if program is None else program.num_ops
+        size = _PROGRAM_BYTES + len(column) + _OP_BYTES * num_ops
+        self._known.put((id(of), column), (of, program), size)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._known.num_bytes
+
+
+programs = _Programs()
+
+
+@dataclass(frozen=True, eq=False)
 class _Compiled:
     """What a spec does at some boundaries, whatever the prompt; requests share it.
 
@@ -57,7 +94,6 @@ class _Compiled:
     edits: tuple[tuple[int, tuple[int, int], tuple[Op, ...]], ...]
     #: Where every token is checked, of a request with edits; None where it is elsewhere.
     check: int | None
-    programs: dict[bytes, Program | None] = field(default_factory=dict)
     #: Where all tokens of a phase get the same: what generated ones get, and a prompt's.
     of_phase: dict[bool, Program | None] = field(default_factory=dict)
 
@@ -68,14 +104,49 @@ class _Compiled:
 
     def program(self, column: NDArray[np.int32]) -> Program | None:
         key = column.tobytes()
-        try:
-            return self.programs[key]
-        except KeyError:
-            found = self._build(column)
-            if len(self.programs) >= MOST_PROGRAMS:
-                self.programs.clear()
-            self.programs[key] = found
-            return found
+        known = programs.get(self, key)
+        if known is not None:
+            return known[1]
+        found = self._build(column)
+        programs.put(self, key, found)
+        return found
+
+    @cached_property
+    def _ops_of_ways(self) -> NDArray[np.int64]:
+        """How many operations a token has for being picked in each way."""
+        found = np.zeros(len(self.ways), np.int64)
+        for way, points, _ in self.reads:
+            found[way] += len(points)
+        for way in [score[0] for score in self.scores] + [edit[0] for edit in self.edits]:
+            found[way] += 1
+        return found
+
+    @cached_property
+    def _marks(self) -> NDArray[np.int64]:
+        """A random number for each way: sums of them tell columns apart."""
+        return np.frombuffer(secrets.token_bytes(8 * len(self.ways)), np.int64)
+
+    def distinct(self, columns: NDArray[np.int32]) -> dict[bytes, NDArray[np.int32]]:
+        """The distinct ones of some columns, int32 [num_ways, n]."""
+        with np.errstate(over="ignore"):
+            sums = self._marks @ columns.astype(np.int64)
+        _, firsts = np.unique(sums, return_index=True)
+        return {columns[:, i].tobytes(): columns[:, i] for i in firsts.tolist()}
+
+    def check_size(self, columns: Collection[NDArray[np.int32]]) -> None:
+        """Raises SpecError for more than one request may have; nothing is built for it."""
+        if len(columns) > MOST_PROGRAMS:
+            raise SpecError(
+                f"the request's tokens are treated in more than {MOST_PROGRAMS:,} different ways; "
+                "let fewer of its selectors pick single tokens, or send several requests."
+            )
+        num_ops = sum(int((column > 0) @ self._ops_of_ways) for column in columns)
+        if num_ops > MOST_OPS:
+            raise SpecError(
+                f"the request's tokens are treated in {len(columns):,} different ways, of "
+                f"{num_ops:,} reads, scores and edits together; at most {MOST_OPS:,}. Send several "
+                "requests."
+            )
 
     def _build(self, column: NDArray[np.int32]) -> Program | None:
         points: dict[Encoding | None, set[int]] = {}
@@ -228,15 +299,23 @@ class RequestProgram:
         return self._compiled.program(column)
 
     def all_programs(self, num_positions: int) -> list[Program]:
-        """Every program that some position of the request may get."""
+        """Every program that some position of the request may get.
+
+        Raises:
+            SpecError: more of them than one request may have.
+        """
         if self.generated_is_uniform:
             return self._distinct(
                 self._of_phase(generated) for generated, some in
                 ((False, self.num_prompt > 0), (True, num_positions > self.num_prompt)) if some
             )  # fmt: skip
-        columns = self._columns(np.arange(num_positions, dtype=np.int64))
-        keys = {column.tobytes(): column for column in np.ascontiguousarray(columns.T)}
-        return self._distinct(self._compiled.program(column) for column in keys.values())
+        found: dict[bytes, NDArray[np.int32]] = {}
+        for first in range(0, num_positions, _POSITIONS_AT_ONCE):
+            last = min(first + _POSITIONS_AT_ONCE, num_positions)
+            columns = self._columns(np.arange(first, last, dtype=np.int64))
+            found |= self._compiled.distinct(columns)
+            self._compiled.check_size(found.values())
+        return self._distinct(self._compiled.program(column) for column in found.values())
 
     def with_drafts(self, num_positions: int) -> list[Program]:
         """`all_programs`, and the one that drafts may need: what a request with vectors holds."""
@@ -323,6 +402,8 @@ def _ops_of(edit: ResolvedEdit) -> tuple[Op, ...]:
     # With k d for d the operation does (clip(k p, k lo, k hi) - k p) k d, which is k * k
     # times what it does with d.
     k = math.sqrt(strength)
+    if k == 0:
+        lo, hi, k = -math.inf, math.inf, 1  # and not 0 times infinity
     if k != 1:
         direction = Array(direction.shape, (direction.numpy * np.float32(k)).tobytes())
     return (Op(OP_CLAMP, 0, direction, k * lo, k * hi),)

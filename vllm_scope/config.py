@@ -30,14 +30,7 @@ from pydantic import (
 from vllm_scope.errors import ConfigError, SpecError
 from vllm_scope.numbers import Number
 from vllm_scope.sinks.options import SinkConfig, parse_sinks
-from vllm_scope.sites import (
-    ATTENTION_SITES,
-    INNER_SITES,
-    STREAM,
-    boundary_of,
-    canonical_site,
-    kind_of,
-)
+from vllm_scope.sites import ATTENTION_SITES, INNER_SITES, boundary_of, canonical_site
 
 #: Where the dict lives inside vLLM's `additional_config`.
 KEY = "scope"
@@ -50,8 +43,7 @@ class ScopeConfig(BaseModel):
         sites: the sites that may be read and edited. Each costs a tap per layer,
             whether or not anything is asked of it; those that are not of the stream
             (q, k, v, z, attn_out, mlp_out) can be read alone.
-        layers: the layers whose taps exist, or "all". Where the stream is tapped, the exit of
-            the last layer always is: edited requests are checked there.
+        layers: the layers whose taps exist, or "all".
         arena_mib: device memory for rows that wait for their copy; None takes the
             largest step that a CUDA graph can hold, three times.
         vectors_mib: device memory for the vectors of edits and probes of running
@@ -183,8 +175,6 @@ class ScopeConfig(BaseModel):
             found |= {boundary_of((site, layer)) for site in INNER_SITES if site in self.sites}
         if "embed" in self.sites:
             found.add(0)
-        if any(kind_of(boundary) == STREAM for boundary in found):
-            found.add(2 * num_layers)
         return tuple(sorted(found))
 
 

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 
-from vllm_scope.budget import Budget, Share, asking, bytes_of_prompt
+from vllm_scope.budget import Budget, Share, asking
 from vllm_scope.pending import LATE, Pending, Piece, pieces_of
 from vllm_scope.receiver import Receiver
 from vllm_scope.resolve import Resolved
@@ -84,14 +84,14 @@ class Inbox:
         prompt_ids: list[int],
         max_tokens: int,
         num_stages: int,
-        whole: Resolved | None = None,
+        promised: int = 0,
         copies: int = 1,
     ) -> Pending:
         """Let in what a request will deliver here.
 
         Args:
             asked: what goes to memory.
-            whole: all of the request; None where that is all.
+            promised: bytes that the prompt delivers here (budget.bytes_of_prompt).
             copies: how many such requests come together (`n`).
 
         Raises:
@@ -100,7 +100,6 @@ class Inbox:
         """
         share, asker = None, asking.get()
         if self.budget is not None:
-            promised = bytes_of_prompt(asked, whole or asked, sites, prompt_ids)
             share = Share(self.budget, promised, copies, asker.owner)
             asker.expect(promised)  # where it refuses, what was taken goes with the share
         pending = Pending(next(self._keys), asked, sites, prompt_ids, max_tokens, num_stages, share)

@@ -23,7 +23,7 @@ from vllm_scope.arrays import Array
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.resolve import NOTHING, Resolved, ResolvedEdit, Vectors
 from vllm_scope.sites import Sites
-from vllm_scope.spec import Spec
+from vllm_scope.spec import Meanings, Spec
 from vllm_scope.vectors import SteeringModule, from_bytes
 from vllm_scope.vectors.module import Place
 
@@ -49,6 +49,7 @@ class Registry:
 
     def __init__(self, sites: Sites) -> None:
         self._sites = sites
+        self._meanings = Meanings(sites)
         self.names: dict[str, str] = {}
         self.server: str | None = None
         self.server_text: str | None = None
@@ -180,7 +181,9 @@ class Registry:
         Raises:
             SpecError: it cannot be, or the content is not held any more.
         """
-        own = NOTHING if spec is None else spec.resolve(self._sites, self._named(names))
+        own = NOTHING
+        if spec is not None:
+            own = self._meanings.of(spec, self._named(names), tuple(names.items()))
         if server is None:
             return own
         if server not in self._edits:
@@ -199,6 +202,7 @@ class Registry:
 
     def _trim(self) -> None:
         self._held.clear()
+        self._meanings.forget()
         named = set(self.names.values())
         size = sum(len(a.data) for vectors in self._modules.values() for a in vectors.values())
         for digest in [d for d in self._modules if d not in named]:

@@ -12,6 +12,7 @@ checked here, with a sentence that names the action.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_scope.actions import MEMORY, Add, Edit, Module, Probe, Read, Replace, tokens_of
+from vllm_scope.actions import MEMORY, Add, Clamp, Edit, Module, Probe, Read, Replace, tokens_of
 from vllm_scope.arrays import Array
 from vllm_scope.encoding import Encoding
 from vllm_scope.errors import SpecError, shown
@@ -66,7 +67,7 @@ class ResolvedEdit:
     Attributes:
         kind: add, ablate, clamp or replace.
         values: [hidden_size], or [num_positions, hidden_size] for replace.
-        numbers: scale of an add; lo, hi and strength of a clamp.
+        numbers: scale of an add; lo, hi (infinite for no bound) and strength of a clamp.
         positions: of the rows of a replace, as given.
         norm_match: of an add.
     """
@@ -308,5 +309,8 @@ def _one_edit(edit: Edit, stream: SiteLayer, values: Array, tokens: Selector) ->
         )
     if isinstance(edit, Replace):
         return ResolvedEdit("replace", stream, tokens, values, positions=edit.positions)
-    numbers = tuple(float(getattr(edit, name)) for name in edit.fields[1:])
-    return ResolvedEdit(edit.kind, stream, tokens, values, numbers)
+    if not isinstance(edit, Clamp):
+        return ResolvedEdit(edit.kind, stream, tokens, values)
+    lo = -math.inf if edit.lo is None else edit.lo
+    hi = math.inf if edit.hi is None else edit.hi
+    return ResolvedEdit(edit.kind, stream, tokens, values, (lo, hi, edit.strength))

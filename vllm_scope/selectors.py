@@ -50,7 +50,7 @@ class Tokens:
     """What is known about some tokens of one request.
 
     Attributes:
-        positions: int64 [n], absolute: index into prompt + generated.
+        positions: int64 [n], absolute: index into prompt + generated; ascending, distinct.
         num_prompt: length of the prompt.
         ids: int64 [n], the token at each position, -1 where it is not known yet.
         num_processed: how many positions are processed in the end, or None while
@@ -61,6 +61,12 @@ class Tokens:
     num_prompt: int
     ids: NDArray[np.int64]
     num_processed: int | None
+
+    @property
+    def consecutive(self) -> bool:
+        """The positions follow one another, as in a step or a whole request."""
+        p = self.positions
+        return bool(len(p)) and int(p[-1]) - int(p[0]) == len(p) - 1
 
     @staticmethod
     def running(positions: NDArray[np.int64], num_prompt: int, prompt_ids: Ids) -> Tokens:
@@ -173,7 +179,13 @@ class Positions(Selector):
     def select(self, tokens: Tokens) -> Masks:
         wanted = self._array
         wanted = np.where(wanted < 0, wanted + tokens.num_prompt, wanted)
-        return _sure(np.isin(tokens.positions, wanted))
+        mask = np.zeros(tokens.positions.shape, bool)
+        if tokens.consecutive:
+            wanted = wanted - tokens.positions[0]
+            mask[wanted[(wanted >= 0) & (wanted < len(mask))]] = True
+        else:
+            mask = np.isin(tokens.positions, wanted)
+        return _sure(mask)
 
     def to_json(self) -> list[int]:
         return list(self.positions)
@@ -329,7 +341,9 @@ def _check_ints(items: tuple[Any, ...], where: str, least: int = -FAR) -> None:
         raise SpecError(f"{where} is empty; name at least one, or use 'all'.")
     if len(items) > MAX_ITEMS:
         raise SpecError(f"{where} has {len(items):,} items; at most {MAX_ITEMS:,}.")
-    for item in items:
+    if set(map(type, items)) == {int} and max(items) < FAR and max(least, 1 - FAR) <= min(items):
+        return
+    for item in items:  # else one of them is wrong
         if isinstance(item, bool) or not isinstance(item, int) or abs(item) >= FAR:
             raise SpecError(f"{where} has {shown(item)}; it holds whole numbers.")
         if item < least:

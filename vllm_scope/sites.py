@@ -40,6 +40,8 @@ ALIASES = {"pre_attn": "resid_pre", "post_attn": "resid_mid", "post_block": "res
 #: One stream of rows: a site at a layer. `embed` has one place and uses layer 0.
 SiteLayer = tuple[str, int]
 
+#: Layers that one action may name.
+MAX_LAYERS = 4096
 #: Points of one boundary: before, between and after the edits of its two sites.
 LEVELS = 3
 #: What a boundary is of, by number; a new kind comes last.
@@ -122,6 +124,8 @@ def parse_layers(layers: object, site: str, where: str) -> tuple[int, ...] | Non
     if isinstance(layers, str | bytes | Mapping) or not isinstance(layers, Iterable):
         raise SpecError(f"{where} is {shown(layers)}; it is a list of layer numbers, or 'all'.")
     found = list(layers)
+    if len(found) > MAX_LAYERS:
+        raise SpecError(f"{where} has {len(found):,} layers; at most {MAX_LAYERS:,}.")
     if not found:
         raise SpecError(f"{where} is empty; name at least one layer, or 'all'.")
     for layer in found:
@@ -163,6 +167,8 @@ class Sites:
 
     Attributes:
         boundaries: ascending.
+        guard: one of them, at which edited requests are checked and nothing can be asked for; None
+            where the last boundary on the stream was configured.
         heads: None where no site inside the attention is tapped.
         kernels: layer -> what the attention kernel is told beside q, k and v (`scale`,
             `sliding_window`, ...), of the layers whose attention is tapped.
@@ -174,6 +180,7 @@ class Sites:
     boundaries: tuple[int, ...]
     heads: Heads | None = None
     kernels: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, compare=False)
+    guard: int | None = None
 
     @staticmethod
     def from_body(body: Mapping[str, Any], boundaries: Iterable[int]) -> Sites:
@@ -207,6 +214,11 @@ class Sites:
         return (self.hidden_size, *sizes)
 
     @property
+    def readable(self) -> set[int]:
+        """The boundaries at which something can be asked for."""
+        return set(self.boundaries) - {self.guard}
+
+    @property
     def last_of_stream(self) -> int | None:
         """The last boundary on the stream that carries a tap; None where none does."""
         return max((b for b in self.boundaries if kind_of(b) == STREAM), default=None)
@@ -233,7 +245,7 @@ class Sites:
         Raises:
             SpecError: a layer that the model does not have, or that is not tapped.
         """
-        tapped = set(self.boundaries)
+        tapped = self.readable
         if site == "embed":
             if 0 not in tapped:
                 raise SpecError(

@@ -13,15 +13,15 @@ kind of sentence.
 from __future__ import annotations
 
 import json
-import threading
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from vllm_scope.actions import KINDS, Action, Edit, Module, Probe, Read, action_from_json
+from vllm_scope.bounded_json import decode, num_items
 from vllm_scope.errors import SpecError, shown
+from vllm_scope.remembered import Remembered
 from vllm_scope.resolve import Resolved, Vectors, resolve
 from vllm_scope.sites import Sites
 
@@ -29,6 +29,13 @@ MAX_SPEC_BYTES = 64 << 20
 MAX_READS = 32
 MAX_PROBES = 256
 MAX_EDITS = 256
+_MOST = {"reads": MAX_READS, "probes": MAX_PROBES, "edits": MAX_EDITS}
+#: What the specs that were parsed last may hold, and the longest that is among them. To look up a
+#: text takes a pass over it.
+REMEMBERED_BYTES, LONGEST_REMEMBERED = 64 << 20, 1 << 20
+#: What a parsed spec takes beside its text: at all, and for each item of its lists, which may be
+#: a position, as Python's number, as a selector's and in the arrays made of it.
+_SPEC_BYTES, _ITEM_BYTES = 4096, 96
 
 
 @dataclass(frozen=True)
@@ -42,9 +49,8 @@ class Spec:
     def __post_init__(self) -> None:
         if not (self.reads or self.probes or self.edits):
             raise SpecError("the spec asks for nothing; give at least one Read, Probe or edit.")
-        for name, most in (("reads", MAX_READS), ("probes", MAX_PROBES), ("edits", MAX_EDITS)):
-            if len(getattr(self, name)) > most:
-                raise SpecError(f"the spec has {len(getattr(self, name))} {name}; at most {most}.")
+        for name in _MOST:
+            _check_count(name, len(getattr(self, name)))
         names = [probe.name for probe in self.probes]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
@@ -94,18 +100,18 @@ class Spec:
                 f"extra_args['scope'] is {len(text):,} characters; at most {MAX_SPEC_BYTES:,}. "
                 "Register large vectors as a steering module and name it."
             )
+        if len(text) > LONGEST_REMEMBERED:
+            return Spec._parse(text)
         found = _parsed.get(text)
         if found is None:
             found = Spec._parse(text)
-            _parsed.put(text, found)
+            size = _SPEC_BYTES + 2 * len(text) + _ITEM_BYTES * num_items(text)
+            _parsed.put(text, found, size)
         return found
 
     @staticmethod
     def _parse(text: str) -> Spec:
-        try:
-            body = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise SpecError(f"extra_args['scope'] is not JSON: {error}.") from None
+        body = decode(text, "extra_args['scope']")
         if not isinstance(body, dict) or not set(body) <= {"reads", "probes", "edits"}:
             raise SpecError(
                 "extra_args['scope'] must be an object with the fields reads, probes and edits."
@@ -121,57 +127,73 @@ class Spec:
 
         Args:
             sites: what the engine taps.
-            modules: the steering modules that it holds, by name. What was made with a
-                mapping is remembered for it: give another where one has changed.
+            modules: the steering modules that it holds, by name. What they make of the spec is
+                not remembered here: that is for who holds them.
 
         Raises:
             SpecError: a layer that the model does not have, a site or layer that this
                 engine does not tap, a vector of another size, an unknown module.
         """
-        given = modules if self.modules else None
-        known: tuple[tuple[Sites, Any, Resolved], ...] = self.__dict__.get("_resolved", ())
-        for known_sites, known_modules, found in known:
-            if known_modules is given and known_sites == sites:
+        if self.modules:
+            return resolve(self.reads, self.probes, self.edits, sites, modules or {})
+        known: tuple[tuple[Sites, Resolved], ...] = self.__dict__.get("_resolved", ())
+        for known_sites, found in known:
+            if known_sites == sites:
                 return found
-        found = resolve(self.reads, self.probes, self.edits, sites, given or {})
-        # The front-end's, EngineCore's and the worker's, where all are one process.
-        self.__dict__["_resolved"] = (*known[-7:], (sites, given, found))
+        found = resolve(self.reads, self.probes, self.edits, sites, {})
+        # The front-end's and the worker's, where both are one process.
+        self.__dict__["_resolved"] = (*known[-1:], (sites, found))
         return found
 
 
-class _Parsed:
-    """The specs that were parsed last, by their text: so many, of so many characters."""
-
-    MOST_CHARACTERS = 64 << 20
-    #: With what is compiled of it a short text may hold far more than its characters.
-    MOST_SPECS = 512
-
-    def __init__(self) -> None:
-        self._specs: OrderedDict[str, Spec] = OrderedDict()
-        self._characters = 0
-        self._lock = threading.Lock()
-
-    def get(self, text: str) -> Spec | None:
-        return self._specs.get(text)
-
-    def put(self, text: str, spec: Spec) -> None:
-        with self._lock:
-            if text not in self._specs:
-                self._specs[text] = spec
-                self._characters += len(text)
-            while len(self._specs) > 1 and (
-                self._characters > self.MOST_CHARACTERS or len(self._specs) > self.MOST_SPECS
-            ):
-                self._characters -= len(self._specs.popitem(last=False)[0])
+_parsed: Remembered[str, Spec] = Remembered(REMEMBERED_BYTES)
 
 
-_parsed = _Parsed()
+class Meanings:
+    """What specs with module names mean on one engine. Bounded in bytes.
+
+    Whoever holds the modules forgets all of it where a name changes, so that no vectors of an
+    old version stay.
+    """
+
+    def __init__(self, sites: Sites) -> None:
+        self._sites = sites
+        #: With its spec, so that no other gets its id.
+        self._known: Remembered[Any, tuple[Spec, Resolved]] = Remembered(REMEMBERED_BYTES)
+        self.forget = self._known.clear
+
+    @property
+    def num_bytes(self) -> int:
+        return self._known.num_bytes
+
+    def of(self, spec: Spec, modules: Mapping[str, Vectors], version: Hashable = None) -> Resolved:
+        """`Spec.resolve`; the same object for the same spec and version.
+
+        Args:
+            version: tells apart what the modules' names stand for.
+        """
+        if not spec.modules:
+            return spec.resolve(self._sites)
+        known = self._known.get((id(spec), version))
+        if known is not None:
+            return known[1]
+        found = spec.resolve(self._sites, modules)
+        size = _SPEC_BYTES + sum(len(x.values.data) for x in found.edits)
+        size += sum(len(x.weight.data) for x in found.probes)
+        self._known.put((id(spec), version), (spec, found), size)
+        return found
+
+
+def _check_count(name: str, count: int) -> None:
+    if count > _MOST[name]:
+        raise SpecError(f"the spec has {count:,} {name}; at most {_MOST[name]}.")
 
 
 def _parse_list(cls: type[Any] | None, body: dict[str, Any], name: str) -> list[Any]:
     items = body.get(name, [])
     if not isinstance(items, list):
         raise SpecError(f"{name} is {shown(items)}; it is a list.")
+    _check_count(name, len(items))
     found = []
     for i, item in enumerate(items):
         where = f"{name}[{i}]"

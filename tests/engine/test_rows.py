@@ -174,11 +174,14 @@ def test_configured_layers_only(llama, ref):
 
     options = {"scope": {"sites": ["resid_post"], "layers": [1]}}
     with local_engine(llama, dtype="float32", additional_config=options) as llm:
-        assert llm.collective_rpc("scope_describe")[0]["taps_here"] == [4]
+        # One more, at which edited requests are checked.
+        assert llm.collective_rpc("scope_describe")[0]["taps_here"] == [4, 6]
         (output,) = run(llm, [range(10)], params(scope(Read("resid_post"))))
         assert output.scope.keys() == [("resid_post", 1)]
         check([output], ref)
         with pytest.raises(SpecError, match="does not tap 'resid_post' there"):
             run(llm, [range(10)], params(scope(Read("resid_post", [0]))))
+        with pytest.raises(SpecError, match="does not tap 'resid_post' there"):
+            run(llm, [range(10)], params(scope(Read("resid_post", [2]))))
         with pytest.raises(SpecError, match="'embed', which this engine does not tap"):
             run(llm, [range(10)], params(scope(Read("embed"))))

@@ -48,6 +48,8 @@ def _edit_of(edit: ResolvedEdit, position: int, num_prompt: int) -> Edited:
     if edit.kind == "clamp":
         # (clip(k p, k lo, k hi) - k p) k is k * k times (clip(p, lo, hi) - p)
         lo, hi, strength = edit.numbers
+        if strength == 0:
+            return (OP_CLAMP, -np.inf, np.inf, v)
         k = np.sqrt(strength)
         return (OP_CLAMP, k * lo, k * hi, k * v)
     code = {"add": OP_ADD_NORM, "ablate": OP_ABLATE}[edit.kind]

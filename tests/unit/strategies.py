@@ -169,6 +169,7 @@ def edits(draw: Any, num_layers: int, hidden_size: int) -> Edit:
             return Ablate(draw(arrays(*shape)), tokens=tokens, **where)
         case "clamp":
             lo, hi = sorted((draw(NUMBERS), draw(NUMBERS)))
+            lo, hi = draw(st.sampled_from([(lo, hi), (lo, hi), (None, hi), (lo, None)]))
             strength = draw(st.floats(0, 1))
             return Clamp(draw(arrays(*shape)), lo, hi, tokens=tokens, strength=strength, **where)
     # From the start or from the prompt's end, so that none is named twice.

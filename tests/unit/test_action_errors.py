@@ -81,7 +81,10 @@ NAN, INF = float("nan"), float("inf")
         pytest.param(lambda: Clamp(ZERO, 0, 1, layer=1), "direction is zero", "length", id="clamp"),
         pytest.param(lambda: Clamp(V, 2, 1, layer=1), "lo is 2 and hi 1", "not above", id="lo-hi"),
         pytest.param(lambda: Clamp(V, NAN, 1, layer=1), "lo is nan", "finite", id="lo-nan"),
-        pytest.param(lambda: Clamp(V, 0, INF, layer=1), "hi is inf", "finite", id="hi-infinite"),
+        pytest.param(lambda: Clamp(V, INF, 1, layer=1), "lo is inf", "finite", id="lo-infinite"),
+        pytest.param(lambda: Clamp(V, 0, -INF, layer=1), "hi is -inf", "finite", id="hi-infinite"),
+        pytest.param(lambda: Clamp(V, layer=1), "no bound", "lo, hi or both", id="no-bound-at-all"),
+        pytest.param(lambda: Clamp(V, -INF, INF, layer=1), "no bound", "lo, hi", id="all-is-inside"),
         pytest.param(
             lambda: Clamp(V, 0, 1, layer=1, strength=1.5), "strength is 1.5", "0 to 1",
             id="strength-above-1",
@@ -90,7 +93,7 @@ NAN, INF = float("nan"), float("inf")
             lambda: Clamp(V, 0, 1, layer=1, strength=True), "strength is True", "a number",
             id="strength-no-number",
         ),
-        pytest.param(lambda: Clamp(V, None, 1, layer=1), "lo is None", "a number", id="no-lo"),
+        pytest.param(lambda: Clamp(V, "0", 1, layer=1), "lo is '0'", "a number", id="lo-is-text"),
         pytest.param(
             lambda: Replace([V, V], [0], layer=1), "2 rows", "1 positions", id="more-rows"
         ),
@@ -154,7 +157,7 @@ def test_an_action_that_cannot_be_names_what_came_and_what_is_allowed(make, came
         pytest.param(as_json(data="é" * 8), "not base64", ".", id="not-ascii"),
         pytest.param(as_json(data=""), "0 bytes", "takes 16", id="no-bytes"),
         pytest.param(as_json(shape=(5,)), "16 bytes", "takes 20", id="fewer-bytes"),
-        pytest.param(as_json("float16"), "16 bytes", "takes 8", id="bytes-of-another-dtype"),
+        pytest.param(as_json("float16"), "24 characters", "take 12", id="bytes-of-another-dtype"),
         pytest.param(
             as_json(data=base64.b64encode(np.array([0, 0, NAN, 0], "<f4")).decode()),
             "at [2]", "finite", id="a-nan-in-bytes",
@@ -167,7 +170,7 @@ def test_an_action_that_cannot_be_names_what_came_and_what_is_allowed(make, came
             as_json("float64", (2,), base64.b64encode(np.array([1, 1e300])).decode()),
             "at [1]", "finite", id="beyond-float32",
         ),
-        pytest.param([1, NAN], "at [1]", "finite", id="nan-as-json"),
+        pytest.param([1, 1e39], "at [1]", "finite", id="beyond-float32-as-json"),
         pytest.param({"module": 3}, "module is 3", "1 to 200", id="module-is-a-number"),
         pytest.param(None, "None", "a list of numbers", id="null"),
         pytest.param([[1], 2], "ragged", "one length", id="ragged"),
@@ -214,8 +217,8 @@ def test_a_huge_array_is_refused_before_it_is_copied():
             {"edits": [{"kind": "add", "site": "embed"}]}, "edits[0] needs", "vector,", id="no-vec"
         ),
         pytest.param(
-            {"edits": [{"kind": "clamp", "site": "embed", "direction": V, "lo": 1}]},
-            "edits[0] needs", "direction, lo, hi", id="no-hi",
+            {"edits": [{"kind": "clamp", "site": "embed", "direction": V}]},
+            "edits[0].lo and hi are missing", "Give lo, hi or both", id="no-bound",
         ),
         pytest.param(
             {"probes": [{"site": "embed"}]}, "probes[0] needs", "weight, bias, name", id="no-weight"

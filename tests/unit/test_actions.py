@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import json
+import math
 from typing import Any
 
 import numpy as np
@@ -257,3 +259,28 @@ def test_numbers_of_numpy_and_torch_are_numbers():
     assert Replace(rows[0], np.int64(3), layer=0).positions == (3,)
     assert Read("resid_post", np.array([1, 0])).layers == (0, 1)
     assert Read("resid_post", torch.tensor(1)).layers == (1,)
+
+
+# One-sided clamps
+
+
+@pytest.mark.parametrize(
+    ("clamp", "bounds"),
+    [
+        pytest.param(Clamp(V, hi=1.5, layer=1), (-math.inf, 1.5), id="from-above"),
+        pytest.param(Clamp(V, -2, layer=1), (-2.0, math.inf), id="from-below"),
+        pytest.param(Clamp(V, -math.inf, 1.5, layer=1), (-math.inf, 1.5), id="minus-infinity"),
+        pytest.param(Clamp(V, -2, np.inf, layer=1), (-2.0, math.inf), id="infinity"),
+        pytest.param(Clamp(V, None, 1.5, layer=1), (-math.inf, 1.5), id="none"),
+    ],
+)
+def test_a_clamp_may_have_one_bound(clamp, bounds):
+    text = scope(clamp)["scope"]
+    assert "Infinity" not in text
+    assert "null" not in text
+    (edit,) = Spec.from_json(text).resolve(SITES).edits
+    assert edit.numbers == (*bounds, 1.0)
+    body = {"kind": "clamp", "site": "resid_post", "layers": [1], "direction": V}
+    body |= {"lo": None, "hi": 1.5} if bounds[0] == -math.inf else {"lo": -2, "hi": None}
+    (again,) = Spec.from_json(json.dumps({"edits": [body]})).resolve(SITES).edits
+    assert again.digest == edit.digest

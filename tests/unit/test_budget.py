@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_scope import Add, CapacityError, Probe, Read, Spec, SpecError
-from vllm_scope.budget import LABEL_BYTES, Asker, Budget, asking
+from vllm_scope.budget import LABEL_BYTES, Asker, Budget, asking, bytes_of_prompt
 from vllm_scope.compile import RequestProgram
 from vllm_scope.inbox import Inbox
 from vllm_scope.layout import SLOT_BYTES, Widths
@@ -30,13 +30,14 @@ def inbox():
     inbox.close()
 
 
-def opened(inbox, spec, num_prompt, copies=1, owner="mine"):
+def opened(inbox, spec, num_prompt, copies=1, owner="mine", **asker):
     """A request of the spec, let in as the front-end does it."""
     whole = spec.resolve(SITES)
     own = whole.going_to("memory")
-    token = asking.set(Asker(owner))
+    token = asking.set(Asker(owner, **asker))
     try:
-        return inbox.open(own, SITES, list(range(num_prompt)), 100, 1, whole, copies)
+        ids = list(range(num_prompt))
+        return inbox.open(own, SITES, ids, 100, 1, bytes_of_prompt(own, whole, SITES, ids), copies)
     finally:
         asking.reset(token)
 
@@ -220,10 +221,6 @@ def test_what_a_prompt_delivers_is_told_before_it_is_let_in(inbox):
         raise CapacityError("no room for its file")
 
     inbox.budget = Budget(1 << 20)
-    token = asking.set(Asker("mine", expect=refuse))
-    try:
-        with pytest.raises(CapacityError, match="no room for its file"):
-            inbox.open(Spec((Read("embed"),)).resolve(SITES), SITES, [1, 2, 3], 100, 1)
-    finally:
-        asking.reset(token)
+    with pytest.raises(CapacityError, match="no room for its file"):
+        opened(inbox, Spec((Read("embed"),)), 3, expect=refuse)
     assert (len(inbox), inbox.budget.num_bytes) == (0, 0)

@@ -34,15 +34,14 @@ def test_without_options_the_embedding_and_every_layers_exit_are_tapped():
     [
         pytest.param({"layers": [3, 1, 3]}, (0, 4, 8), id="two-layers"),
         pytest.param({"sites": ["resid_post"]}, (2, 4, 6, 8), id="exits"),
-        # Where the stream is tapped, the last exit is: edited requests are checked there.
-        pytest.param({"sites": ["resid_pre"]}, (0, 2, 4, 6, 8), id="entries"),
-        pytest.param({"sites": ["resid_mid"]}, (1, 3, 5, 7, 8), id="middles"),
+        pytest.param({"sites": ["resid_pre"]}, (0, 2, 4, 6), id="entries"),
+        pytest.param({"sites": ["resid_mid"]}, (1, 3, 5, 7), id="middles"),
         pytest.param({"sites": ["post_block", "resid_post"]}, (2, 4, 6, 8), id="an-alias"),
         pytest.param(
-            {"sites": ["resid_pre", "resid_post"], "layers": [1]}, (2, 4, 8), id="around-a-layer"
+            {"sites": ["resid_pre", "resid_post"], "layers": [1]}, (2, 4), id="around-a-layer"
         ),
-        pytest.param({"sites": ["embed"]}, (0, 8), id="the-embedding"),
-        pytest.param({"sites": ["embed"], "layers": [2]}, (0, 8), id="the-embedding-has-no-layer"),
+        pytest.param({"sites": ["embed"]}, (0,), id="the-embedding"),
+        pytest.param({"sites": ["embed"], "layers": [2]}, (0,), id="the-embedding-has-no-layer"),
     ],
 )
 def test_sites_and_layers_are_boundaries(options, boundaries):

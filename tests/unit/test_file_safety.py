@@ -29,8 +29,7 @@ from safetensors.torch import load_file, save_file
 import vllm_scope
 from tests.unit.test_files import LAYOUTS, put, record_of, store, writer_of
 from vllm_scope.errors import ConfigError, FileError
-from vllm_scope.files import FileOptions
-from vllm_scope.files import publish
+from vllm_scope.files import FileOptions, publish
 from vllm_scope.files.datafile import NpzFile
 from vllm_scope.files.folder import LocalFolder
 from vllm_scope.files.names import clean, place

@@ -211,6 +211,9 @@ def test_numbers_that_run_are_passed_over_when_all_have_been_used(monkeypatch):
         engine.add("a", Add(V, layer=0))
         plan, _ = engine.step(stays=(0, 1), a=(0, 1))
         first, second = plan.owners.tolist()
-        assert (engine.planner.owners.get(first), engine.planner.owners.get(second)) == ("stays", "a")
+        assert (engine.planner.owners.get(first), engine.planner.owners.get(second)) == (
+            "stays",
+            "a",
+        )
         assert 0 < second < 5
         engine.planner.finish_request("a")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.unit.oracle import Edited, edits_at, first_point, known, level_of
 from tests.unit.strategies import VOCAB, is_selected, selectors, specs
-from vllm_scope import Ablate, Add, Clamp, Probe, Read, Replace, Spec, TokenIds
+from vllm_scope import Ablate, Add, Clamp, Probe, Read, Replace, Spec, SpecError, TokenIds
 from vllm_scope import compile as compiling
 from vllm_scope.actions import Action
 from vllm_scope.compile import RequestProgram
@@ -441,16 +443,52 @@ def test_token_ids_are_looked_up_in_the_prompt_alone():
     assert [(o, n) for o, n, _ in program.runs(0, 6)] == [(0, 1), (2, 4)]
 
 
-def test_the_programs_of_one_spec_are_remembered_up_to_a_number(monkeypatch):
-    monkeypatch.setattr(compiling, "MOST_PROGRAMS", 3)
-    rows = np.arange(1.0, 33.0).reshape(8, 4)
-    asked = Spec(edits=(Replace(rows, range(8), layer=1),)).resolve(
-        Sites(2, 4, "float32", (0, 2, 4))
-    )
-    program = RequestProgram.compile(
-        asked, Sites(2, 4, "float32", (0, 2, 4)), frozenset((0, 2, 4)), 8, np.ones(8, np.int64)
-    )
-    first = program.all_programs(8)
-    assert len(first) == 8
-    assert len(program._compiled.programs) <= 3
-    assert program.all_programs(8) == first
+def test_programs_are_remembered_up_to_so_many_bytes_of_all_specs(monkeypatch):
+    monkeypatch.setattr(compiling, "REMEMBERED_BYTES", 1 << 20)
+    monkeypatch.setattr(compiling, "programs", compiling._Programs())
+    sites = Sites(2, 4, "float32", (0, 2, 4))
+    here, ids = frozenset((0, 2, 4)), np.ones(64, np.int64)
+    kept = []
+    for n in range(24):
+        rows = np.arange(n, n + 256.0).reshape(64, 4) + 1
+        asked = Spec(edits=(Replace(rows, range(64), layer=1),)).resolve(sites)
+        program = RequestProgram.compile(asked, sites, here, 64, ids)
+        if n == 2:
+            tracemalloc.start()
+        first = program.all_programs(64)
+        assert len(first) == 64
+        assert program.all_programs(64) == first
+        kept.append(asked)
+        assert compiling.programs.num_bytes <= 1 << 20
+    # Those that went are built again.
+    again = RequestProgram.compile(kept[0], sites, here, 64, ids)
+    assert len(again.all_programs(64)) == 64
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < 3 << 20
+
+
+@pytest.mark.parametrize(
+    ("bits", "layers", "words"),
+    [
+        pytest.param(12, [0], "in more than 1,024 different ways", id="programs"),
+        pytest.param(10, "all", "reads, scores and edits together; at most", id="operations"),
+    ],
+)
+def test_a_request_whose_tokens_are_treated_in_too_many_ways_builds_nothing(
+    bits, layers, words, monkeypatch
+):
+    sites = Sites(32, 4, "float32", tuple(range(65)))
+    reads = [
+        Read("resid_post", layers, tokens=[p for p in range(4096) if p >> bit & 1])
+        for bit in range(bits)
+    ]
+    probes = [Probe(V, layer=i % 32, name=str(i), tokens=r.tokens) for i, r in enumerate(reads)]
+    asked = _spec(*reads, *probes).resolve(sites)
+    monkeypatch.setattr(compiling, "assemble", lambda *_: pytest.fail("built"))
+    ids = np.ones(4096, np.int64)
+    program = RequestProgram.compile(asked, sites, frozenset(sites.boundaries), 4096, ids)
+    started = time.thread_time()
+    with pytest.raises(SpecError, match=words):
+        program.all_programs(4200)
+    assert time.thread_time() - started < 0.1

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tracemalloc
 
+import numpy as np
 import pytest
 from hypothesis import given
 
 from tests.unit.strategies import sentence, specs
-from vllm_scope import Except, Read, Spec, SpecError, TokenIds, Union, scope, spec
+from vllm_scope import Add, Except, Read, Spec, SpecError, TokenIds, Union, scope, spec
+from vllm_scope.arrays import Array
+from vllm_scope.remembered import Remembered
 from vllm_scope.resolve import ResolvedRead
 from vllm_scope.selectors import MAX_ITEMS, Positions, Span, Word
 from vllm_scope.sites import Sites
-from vllm_scope.spec import MAX_READS, MAX_SPEC_BYTES
+from vllm_scope.spec import MAX_READS, MAX_SPEC_BYTES, Meanings
 
 #: A tap at every boundary of four layers.
 EVERYWHERE = tuple(range(9))
@@ -106,8 +110,11 @@ def test_a_read_that_cannot_be_names_what_came_and_what_is_allowed(arguments, ca
             "a" * (MAX_SPEC_BYTES + 1), "67,108,865 characters", f"at most {MAX_SPEC_BYTES:,}",
             id="too-long",
         ),
-        pytest.param("resid_post", "not JSON", "Expecting value", id="not-json"),
-        pytest.param("[" * 100_000, "not JSON", "recursion", id="a-tower-of-brackets"),
+        pytest.param("resid_post", "not JSON", "invalid character", id="not-json"),
+        pytest.param("[" * 10_000, "not JSON", "recursion", id="a-tower-of-brackets"),
+        pytest.param("[" * 100_000, "100,000 lists", "at most 16,384", id="many-brackets"),
+        pytest.param("[" + "1," * 300_000 + "1]", "300,000 items", "at most 262,144", id="items"),
+        pytest.param('{"reads": "\ud800"}', "not JSON", "surrogates", id="half-a-character"),
         pytest.param("[]", "an object", "reads, probes and edits", id="a-list"),
         pytest.param("{}", "nothing", "at least one Read", id="no-fields"),
         pytest.param(
@@ -122,7 +129,8 @@ def test_a_read_that_cannot_be_names_what_came_and_what_is_allowed(arguments, ca
         pytest.param(
             _spec(layer=1), "'layer'", "site, tag, to, tokens, when", id="a-misspelt-field"
         ),
-        pytest.param(_spec(layers=[float("nan")]), "nan", "whole numbers", id="a-nan-layer"),
+        pytest.param(_spec(layers=[float("nan")]), "not JSON", "invalid", id="a-nan-layer"),
+        pytest.param(_spec(layers=list(range(5000))), "5,000 layers", "at most 4,096", id="layers"),
         pytest.param(_spec(tokens=_nested(9)), "nested", "8 deep", id="nested-nine-deep"),
         pytest.param(
             json.dumps({"reads": [{"site": "embed"}] * (MAX_READS + 1)}),
@@ -352,11 +360,41 @@ def test_importing_vllm_scope_imports_neither_torch_nor_vllm():
     assert out.stdout.strip() == "[]"
 
 
-def test_specs_that_were_parsed_are_remembered_up_to_a_number():
-    known = spec._Parsed()
-    one = Spec((Read("embed"),))
-    for i in range(known.MOST_SPECS + 1):
-        known.put(str(i), one)
-    assert known.get("0") is None
-    assert known.get("1") is one
-    assert known.get(str(known.MOST_SPECS)) is one
+def test_specs_that_were_parsed_are_remembered_up_to_so_many_bytes(monkeypatch):
+    """And never more than they take: of short texts with long lists, too."""
+    monkeypatch.setattr(spec, "_parsed", Remembered(4 << 20))
+    texts = [
+        scope(Read("embed", tokens=list(range(i, i + 5000))))["scope"] for i in range(60)
+    ] + [scope(Add(np.full(4096, i + 1.0), layer=0))["scope"] for i in range(100)]  # fmt: skip
+    Spec.from_json(texts[0])  # what the first one loads is no spec's
+    tracemalloc.start()
+    for text in texts:
+        Spec.from_json(text).resolve(Sites(2, 4096, "float32", (0, 2, 4)))
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 1 << 20 < spec._parsed.num_bytes <= 4 << 20
+    assert kept < 4 << 20
+    assert spec._parsed.get(texts[0]) is None
+    assert Spec.from_json(texts[-1]) is Spec.from_json(texts[-1])
+
+
+def test_a_text_that_is_too_long_to_look_up_is_not_remembered(monkeypatch):
+    monkeypatch.setattr(spec, "_parsed", Remembered(4 << 20))
+    text = scope(Add(np.ones((70, 4096)), layers=list(range(70))))["scope"]
+    assert len(text) > spec.LONGEST_REMEMBERED
+    assert Spec.from_json(text) == Spec.from_json(text)
+    assert len(spec._parsed) == 0
+
+
+def test_meanings_with_modules_are_remembered_until_a_name_changes_and_bounded(monkeypatch):
+    monkeypatch.setattr(spec, "REMEMBERED_BYTES", 1 << 20)
+    sites = Sites(2, 4096, "float32", (0, 2, 4))
+    meanings = Meanings(sites)
+    for i in range(200):
+        modules = {"m": {("resid_post", 0): Array.parse(np.full(4096, i + 1.0), "")}}
+        one = Spec(edits=(Add("m", layer=0, scale=i),))
+        found = meanings.of(one, modules, i)
+        assert meanings.of(one, modules, i) is found
+        assert meanings.num_bytes <= 1 << 20
+    meanings.forget()
+    assert meanings.num_bytes == 0

@@ -46,10 +46,21 @@ def number(value: object, where: str) -> float:
 
 
 def checked_name(value: object, where: str) -> str:
+    """A name that can be written as UTF-8.
+
+    Raises:
+        SpecError: another type, a wrong length, or half of a pair of surrogates.
+    """
     if not isinstance(value, str) or not value or len(value) > MAX_NAME:
         raise SpecError(
             f"{where} is {shown(value)}; a name is a string of 1 to {MAX_NAME} characters."
         )
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise SpecError(
+            f"{where} is {shown(value)}, which has half of a character; names are UTF-8."
+        ) from None
     return value
 
 

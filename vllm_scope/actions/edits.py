@@ -5,6 +5,7 @@ Owns:  Add, Ablate, Clamp, Replace.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -113,11 +114,12 @@ class Ablate(Edit):
 
 @dataclass(frozen=True)
 class Clamp(Edit):
-    """Hold the component along a direction between two bounds.
+    """Hold the component along a direction between two bounds, or on one side of one.
 
     Args:
         direction: as `Add.vector`; normalised here.
-        lo, hi: bounds of `x.d`, lo <= hi.
+        lo, hi: bounds of `x.d`, lo <= hi. None, or an infinite one, for no bound; one of the
+            two must be given.
         site, layer, tokens: as for `Add`.
         strength: from 0 to 1: which part of the way to the bound it goes.
     """
@@ -126,8 +128,8 @@ class Clamp(Edit):
     fields: ClassVar[tuple[str, ...]] = ("direction", "lo", "hi", "strength")
 
     direction: Any
-    lo: float
-    hi: float
+    lo: float | None = None
+    hi: float | None = None
     site: str = "resid_post"
     layer: Layers = field(default=None, repr=False)
     tokens: Any = "all"
@@ -135,9 +137,15 @@ class Clamp(Edit):
     layers: Layers = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("lo", "hi", "strength"):
-            object.__setattr__(self, name, number(getattr(self, name), f"Clamp.{name}"))
-        if self.lo > self.hi:
+        object.__setattr__(self, "strength", number(self.strength, "Clamp.strength"))
+        for name, nowhere in (("lo", -math.inf), ("hi", math.inf)):
+            value = getattr(self, name)
+            if value is not None:
+                bound = None if value == nowhere else number(value, f"Clamp.{name}")
+                object.__setattr__(self, name, bound)
+        if self.lo is None and self.hi is None:
+            raise SpecError("Clamp.lo and hi are missing: it has no bound. Give lo, hi or both.")
+        if self.lo is not None and self.hi is not None and self.lo > self.hi:
             raise SpecError(f"Clamp.lo is {self.lo:g} and hi {self.hi:g}; lo is not above hi.")
         if not 0 <= self.strength <= 1:
             raise SpecError(f"Clamp.strength is {self.strength:g}; it is from 0 to 1.")

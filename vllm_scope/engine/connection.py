@@ -32,6 +32,7 @@ from vllm_scope.plan import OVERSHOOT
 from vllm_scope.resolve import Resolved, Vectors
 from vllm_scope.selectors import Ids, Tokens
 from vllm_scope.sites import Sites
+from vllm_scope.spec import Meanings, Spec
 
 logger = logging.getLogger("vllm.vllm_scope")
 
@@ -61,6 +62,9 @@ class Connection:
     generation: int = 0
     retry_at: float = 0.0
 
+    def __post_init__(self) -> None:
+        self._meanings = Meanings(self.sites)
+
     @staticmethod
     def from_replies(replies: list[dict[str, Any]], deliver_timeout_s: float) -> Connection:
         first = replies[0]
@@ -78,11 +82,16 @@ class Connection:
         return found
 
     def learn_modules(self, modules: dict[str, Any]) -> None:
+        self._meanings.forget()
         ones = Array.parse(np.ones(self.sites.hidden_size, np.float32), "")
         self.modules = {
             name: {tuple(place): ones for place in module["streams"]}
             for name, module in modules.items()
         }
+
+    def resolve(self, spec: Spec) -> Resolved:
+        """What a spec means here; stand-ins take the place of modules' vectors."""
+        return self._meanings.of(spec, self.modules)
 
     def check(self, asked: Resolved, ids: Ids, max_tokens: int) -> None:
         """What is to be known of a request before it enters.

@@ -22,9 +22,10 @@ from vllm_scope.actions import MEMORY
 from vllm_scope.engine import functions, translators
 from vllm_scope.engine.connection import Connection, connect_async, connect_sync, needs_connection
 from vllm_scope.engine.core import HANDLE, with_handle
-from vllm_scope.engine.refusals import busy, refusal, told
+from vllm_scope.engine.prepared import NO_TAPS, Prepared, aside, is_small, prepare_aside, taken
+from vllm_scope.engine.refusals import refusing, told
 from vllm_scope.engine.seams import wrap_method
-from vllm_scope.errors import CapacityError, ScopeError, SpecError
+from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.inbox import inbox
 from vllm_scope.pending import Pending
 from vllm_scope.spec import Spec
@@ -33,7 +34,6 @@ from vllm_scope.spec import Spec
 POLL_S = 0.05
 #: Rows that are due and do not come for so long may have nobody who sends them.
 LONG_S = 5.0
-NO_TAPS = "this engine was started without vllm-scope; it has no taps."
 
 
 def asks(params: Any) -> bool:
@@ -55,38 +55,24 @@ def _concerns(params: Any, engine: Any) -> bool:
 # Requests in
 
 
-def _open(connection: Connection | None, request: Any, parent: Any, child: int) -> Pending:
-    """Check one request against the engine and give it a handle.
+def _open(
+    connection: Connection, prepared: Prepared, request: Any, parent: Any, child: int
+) -> Pending:
+    """Let a request in and give it a handle.
 
     Args:
         parent, child: of a completion of n > 1: what vLLM makes one for all, and which.
     """
-    if connection is None:
-        raise SpecError(NO_TAPS)
-    if connection.reason is not None:
-        raise SpecError(f"this model cannot be tapped: {connection.reason}.")
-    if request.resumable:
-        raise SpecError("streamed input cannot be tapped; send the prompt in one piece.")
-    if request.prompt_token_ids is None:
-        raise SpecError("prompt embeddings cannot be tapped; send text or token ids.")
-    params = request.sampling_params
-    asked = Spec.from_json(params.extra_args["scope"]).resolve(connection.sites, connection.modules)
-    prompt_ids = list(request.prompt_token_ids)
-    max_tokens = params.max_tokens or 1
-    ids = asked.ids_of(prompt_ids)
-    connection.check(asked, ids, max_tokens)
-    own = asked.going_to(MEMORY)
-    box = inbox()
+    box, asked, params = inbox(), prepared.asked, request.sampling_params
     pending = box.open(
-        own, connection.sites, prompt_ids, max_tokens, connection.num_stages, asked,
+        prepared.own, connection.sites, prepared.prompt_ids, prepared.max_tokens,
+        connection.num_stages, prepared.num_bytes,
         parent.sampling_params.n if parent is not None else 1,
     )  # fmt: skip
     handle = {
         "key": pending.key,
         "frontend": box.address.frontend,
-        "first_position": min(
-            (x.first_position(len(ids), ids) for x in asked.read_selectors), default=None
-        ),
+        "first_position": prepared.first_position,
         "vectors": bool(asked.probes or asked.edits),
         "sinks": any(to != MEMORY for to in asked.destinations),
         "follows": params.output_kind.name != "FINAL_ONLY",
@@ -132,17 +118,17 @@ def _add_to_processor(
     rest = (prompt, parent_req, request_index, *args)
     extra = getattr(request.sampling_params, "extra_args", None)
     if extra and HANDLE in extra:
-        raise refusal()(f"extra_args has {HANDLE!r}, which vllm-scope makes itself; leave it out.")
+        with refusing():
+            raise SpecError(
+                f"extra_args has {HANDLE!r}, which vllm-scope makes itself; leave it out."
+            )
     if not asks(request.sampling_params):
         original(self, request, *rest, **kwargs)
         return
-    decorators = request.sampling_params.extra_args.get(translators.DECORATORS, ())
-    try:
-        pending = _open(getattr(self, "scope", None), request, parent_req, request_index)
-    except SpecError as error:
-        raise refusal()(str(error)) from None
-    except CapacityError as error:
-        raise busy(str(error)) from None
+    decorators = translators.decorators_of(request.sampling_params)
+    with refusing(decorators.paths):
+        prepared = taken(self, request)
+        pending = _open(self.scope, prepared, request, parent_req, request_index)
     functions.salt(request, request_index)
     original(self, request, *rest, **kwargs)
     self.request_states[request.request_id].scope = (pending, decorators)
@@ -154,13 +140,11 @@ def _translated(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if not translators.concerned(params, engine.vllm_config):
         return params, args, kwargs
     connection = getattr(engine.output_processor, "scope", None)
-    if connection is None:
-        raise refusal()(NO_TAPS)
-    try:
+    with refusing():
+        if connection is None:
+            raise SpecError(NO_TAPS)
         params = translators.translated(params, engine.vllm_config, connection.sites)
         functions.check(params, engine)
-    except SpecError as error:
-        raise refusal()(str(error)) from None
     if "params" in kwargs:
         return params, args, kwargs | {"params": params}
     return params, (*args[:2], params, *args[3:]), kwargs
@@ -189,13 +173,29 @@ def _add_async(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     async def ask_first() -> Any:
         if needs_connection(self):
             await connect_async(self)
-        params, positional, named = _translated(self, args, kwargs)
+        params, positional, named = await aside(
+            _translated, self, args, kwargs, if_large=params_of(args, kwargs, 2).extra_args
+        )
         if _unknown_modules(self, params):
             modules = await self.collective_rpc("scope_modules")
             self.output_processor.scope.learn_modules(modules[0])
         return await original(self, *positional, **named)
 
     return ask_first()
+
+
+async def _add_one_async(
+    original: Any, self: Any, request: Any, prompt: Any, parent_req: Any, *args: Any, **kwargs: Any
+) -> None:
+    """AsyncLLM._add_request, whose output processor is called on the event loop."""
+    params = request.sampling_params
+    if not asks(params) or is_small((params.extra_args["scope"], request.prompt_token_ids)):
+        await original(self, request, prompt, parent_req, *args, **kwargs)
+        return
+    with refusing(translators.decorators_of(params).paths):
+        prepared = await prepare_aside(self.output_processor, request, parent_req)
+    with prepared:
+        await original(self, request, prompt, parent_req, *args, **kwargs)
 
 
 # Results out
@@ -342,6 +342,7 @@ def wrap() -> None:
     wrap_method(LLMEngine, "step", [], _step)
     wrap_method(LLMEngine, "has_unfinished_requests", [], _has_unfinished)
     wrap_method(AsyncLLM, "add_request", ["request_id", "prompt", "params"], _add_async)
+    wrap_method(AsyncLLM, "_add_request", ["request", "prompt", "parent_req"], _add_one_async)
     wrap_method(AsyncLLM, "generate", ["prompt", "sampling_params"], _generate)
     wrap_method(
         OutputProcessor, "add_request", ["request", "prompt", "parent_req", "request_index"],

@@ -26,9 +26,10 @@ from vllm_scope.engine import translators
 from vllm_scope.engine.connection import ask_replicas
 from vllm_scope.engine.core import handle_of
 from vllm_scope.engine.frontend import asks, outdated, params_of, settle
-from vllm_scope.engine.refusals import busy, refusal
+from vllm_scope.engine.prepared import aside
+from vllm_scope.engine.refusals import refusal, refusing
 from vllm_scope.engine.seams import config_of, wrap_function, wrap_method
-from vllm_scope.errors import CapacityError, ConfigError, ScopeError, SpecError, shown
+from vllm_scope.errors import ConfigError, ScopeError, SpecError, shown
 from vllm_scope.inbox import inbox, limit, num_pending
 from vllm_scope.server import faces
 from vllm_scope.server.answer import Answer, Options, current
@@ -71,19 +72,15 @@ async def _create_with_scope(original: Any, self: Any, request: Any, raw_request
     state = raw_request.app.state.scope
     engine = raw_request.app.state.engine_client
     limit(state.settings.rows_of(engine.vllm_config.parallel_config._api_process_count))
-    try:
+    with refusing():
         xargs = request.vllm_xargs or {}
-        options = Options.parse(xargs)
+        options = await aside(Options.parse, xargs, if_large=xargs)
         words = faces.Words.find(xargs, request.model_extra, translators.keys())
         answer = Answer(
             options, state.store, state.settings.inline_bytes, state.owner_of(raw_request),
             request.n or 1, bool(request.stream),
         )  # fmt: skip
-        answer.replies = words.begin(answer.keep)
-    except SpecError as error:
-        raise refusal()(str(error)) from None
-    except CapacityError as error:
-        raise busy(str(error)) from None
+        answer.replies = await aside(words.begin, answer.keep, if_large=words.values)
     if words.fields:
         request.vllm_xargs = {**xargs, **words.fields}
     token = current.set(answer)

@@ -16,7 +16,7 @@ from vllm_scope.anatomy.layers import Anatomy, find_anatomy
 from vllm_scope.config import ScopeConfig
 from vllm_scope.engine.attention import heads_of
 from vllm_scope.errors import CompatError
-from vllm_scope.sites import Sites
+from vllm_scope.sites import STREAM, Sites, boundary_of, kind_of
 
 #: KV connectors of vLLM's own that find KV by its block hashes, which edits are part of.
 #: vllm 0.32, kv_connector/v1/offloading/scheduler.py; v1/simple_kv_offload/manager.py
@@ -39,12 +39,18 @@ def sites_of(vllm_config: Any, config: ScopeConfig) -> Sites:
             cannot tap.
     """
     num_layers = num_layers_of(vllm_config)
+    boundaries = set(config.boundaries(num_layers))
+    # Edited requests are checked where all of their layers are behind them.
+    last = boundary_of(("resid_post", num_layers - 1))
+    edits = any(kind_of(boundary) == STREAM for boundary in boundaries)
+    guard = last if edits and last not in boundaries else None
     return Sites(
         num_layers,
         hidden_size_of(vllm_config),
         str(vllm_config.model_config.dtype).removeprefix("torch."),
-        config.boundaries(num_layers),
+        tuple(sorted(boundaries | ({last} if edits else set()))),
         heads_of(vllm_config, config.attention_sites) if config.attention_sites else None,
+        guard=guard,
     )
 
 

@@ -12,6 +12,8 @@ travels there.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from http import HTTPStatus
 from typing import Any
@@ -20,6 +22,7 @@ from vllm_scope.engine.seams import wrap_method
 from vllm_scope.errors import CapacityError, ScopeError, SpecError
 
 _MARK = "vllm-scope refuses "
+NO_PATHS: Mapping[str, str] = {}
 
 
 @cache
@@ -40,6 +43,23 @@ def _busy() -> type[CapacityError]:
 def busy(sentence: str) -> CapacityError:
     """CapacityError that vLLM's server, too, knows as something to try again (HTTP 429)."""
     return _busy()(sentence, HTTPStatus.TOO_MANY_REQUESTS)
+
+
+@contextmanager
+def refusing(paths: Mapping[str, str] = NO_PATHS) -> Iterator[None]:
+    """Errors of ours inside are vLLM's too.
+
+    Args:
+        paths: what the caller calls the parts of the spec (translators.in_words).
+    """
+    from vllm_scope.engine.translators import in_words
+
+    try:
+        yield
+    except SpecError as error:
+        raise refusal()(in_words(str(error), paths)) from None
+    except CapacityError as error:
+        raise busy(str(error)) from None
 
 
 def told(completion: Any) -> ScopeError | None:

@@ -158,6 +158,12 @@ def translated(params: Any, vllm_config: Any, sites: Sites) -> Any:
     return params
 
 
+def decorators_of(params: Any) -> Decorators:
+    """What a request's translators said beside its actions; nothing of one without."""
+    found = (getattr(params, "extra_args", None) or {}).get(DECORATORS)
+    return found if isinstance(found, Decorators) else Decorators()
+
+
 # What errors call the actions
 
 

@@ -128,7 +128,7 @@ async def get_info(request: Request) -> ServerInfo:
         num_layers=sites["num_layers"],
         hidden_size=sites["hidden_size"],
         dtype=sites["dtype"],
-        sites=_sites(sites["num_layers"], set(sites["boundaries"])),
+        sites=_sites(sites["num_layers"], set(sites["boundaries"]) - {sites.get("guard")}),
         limits=told["limits"],
         http=HttpLimits(
             inline_bytes=settings.inline_bytes,

@@ -179,7 +179,7 @@ async def get_layers(request: Request, target: Target = None) -> SteerableLayers
     sites = await _sites(request)
     found: dict[str, HookPoints] = {}
     for layer in range(sites.num_layers):
-        hooks = [h for h, s in ALIASES.items() if sites.boundary_of((s, layer)) in sites.boundaries]
+        hooks = [h for h, s in ALIASES.items() if sites.boundary_of((s, layer)) in sites.readable]
         if hooks:
             found[str(layer)] = HookPoints(hook_points=sorted(hooks))
     return SteerableLayers(layers=found)

@@ -162,7 +162,7 @@ def _check_order(run: HookRun, adds: list[Action]) -> None:
 
 
 def _check_tapped(sites: Sites) -> None:
-    kinds = {kind_of(boundary) for boundary in sites.boundaries}
+    kinds = {kind_of(boundary) for boundary in sites.readable}
     if not kinds >= {KINDS.index("q"), KINDS.index("k")}:
         raise SpecError(
             "output_qk is asked for, and this engine does not tap queries and keys; start it with "

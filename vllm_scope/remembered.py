@@ -1,0 +1,59 @@
+"""What was made last, kept up to so many bytes.
+
+Owns:  Remembered.
+Runs:  everywhere, on any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+class Remembered(Generic[Key, Value]):
+    """Values by key. Those that were asked for longest ago go first; the last one stays.
+
+    Args:
+        most_bytes: that all values together may have.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self._values: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the values that are kept, as they were put."""
+        return self._num_bytes
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: Key) -> Value | None:
+        with self._lock:
+            found = self._values.get(key)
+            if found is None:
+                return None
+            self._values.move_to_end(key)
+            return found[0]
+
+    def put(self, key: Key, value: Value, num_bytes: int) -> None:
+        """Keep a value; another of the same key is replaced."""
+        with self._lock:
+            before = self._values.pop(key, None)
+            self._values[key] = (value, num_bytes)
+            self._num_bytes += num_bytes - (before[1] if before is not None else 0)
+            while self._num_bytes > self.most_bytes and len(self._values) > 1:
+                self._num_bytes -= self._values.popitem(last=False)[1][1]
+
+    def clear(self) -> None:
+        with self._lock:
+            self._values.clear()
+            self._num_bytes = 0
