@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import tempfile
 import threading
 import uuid
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import msgspec
@@ -28,6 +27,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from vllm_scope.errors import ConfigError
+from vllm_scope.held import RUN, hold, prefix, release, remove_abandoned, short
 from vllm_scope.host_ring import CLOSED, RingReader, RingRef
 from vllm_scope.layout import SLOT_BYTES
 from vllm_scope.road import (
@@ -54,6 +54,8 @@ logger = logging.getLogger(__name__)
 MOST_WAITING = 8
 #: Messages that are read from one socket before the other has its turn.
 MOST_IN_TURN = 16
+#: Of folders that hold a socket.
+KIND = "rows"
 
 
 @dataclass
@@ -92,7 +94,7 @@ class Receiver:
         on_counters: Callable[[CountersHeader], None] = lambda _: None,
         on_lost: Callable[[np.ndarray], None] = lambda _: None,
     ) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="vllm-scope-"))  # mode 0700
+        folder, holder = _make_folder()
         pid = os.getpid()
         started = start_of(pid)
         assert started is not None
@@ -117,7 +119,8 @@ class Receiver:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="vllm-scope-inbox", daemon=True)
         self._thread.start()
-        self._cleanup = weakref.finalize(self, _remove_own, folder, os.getpid())
+        # Children of multiprocessing, as API servers are, never come to atexit.
+        self._cleanup = Finalize(self, release, (folder, holder), exitpriority=0)
 
     def listen(self, host: str) -> None:
         """Bind the TCP socket too, and put it into `address`. Once: the first host holds.
@@ -306,6 +309,10 @@ def _slots_of(header: RowsHeader, frame: zmq.Frame) -> torch.Tensor:
     return torch.frombuffer(frame.buffer, dtype=torch.uint8).view(num_slots, SLOT_BYTES)
 
 
-def _remove_own(folder: Path, owner: int) -> None:
-    if os.getpid() == owner:  # not in a forked child
-        shutil.rmtree(folder, ignore_errors=True)
+def _make_folder() -> tuple[Path, int]:
+    """Of mode 0700, and what holds it."""
+    parent = Path(tempfile.gettempdir())
+    remove_abandoned(parent, KIND)
+    run = short(os.environ.get(RUN, "alone"))
+    folder = Path(tempfile.mkdtemp(prefix=f"{prefix(KIND)}{run}-", dir=parent))
+    return folder, hold(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import queue
@@ -304,21 +303,6 @@ def test_closing_removes_the_folder_and_gives_back_every_lease(road, ring):
     assert _freed(sender, lease)
     assert sender.dead
     sender.close()
-
-
-def _end_with_a_receiver(tries: int) -> None:
-    for _ in range(tries):
-        Receiver(lambda message: None, lambda header: None)
-
-
-def test_a_child_process_that_ends_leaves_no_folder(tmp_path, monkeypatch):
-    """API servers are children of multiprocessing, which never come to atexit."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    child = multiprocessing.get_context("spawn").Process(target=_end_with_a_receiver, args=(2,))
-    child.start()
-    child.join()
-    assert child.exitcode == 0
-    assert list(tmp_path.glob("vllm-scope-*")) == []
 
 
 @pytest.mark.parametrize("case", ["another-front-end", "another-host"])

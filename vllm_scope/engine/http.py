@@ -13,6 +13,7 @@ place for it, always the latter.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import re
 import secrets
@@ -30,10 +31,10 @@ from vllm_scope.engine.prepared import aside
 from vllm_scope.engine.refusals import refusal, refusing
 from vllm_scope.engine.seams import config_of, wrap_function, wrap_method
 from vllm_scope.errors import ConfigError, ScopeError, SpecError, shown
+from vllm_scope.held import RUN, end_run
 from vllm_scope.inbox import inbox, limit, num_pending
 from vllm_scope.server import faces
 from vllm_scope.server.answer import Answer, Options, current
-from vllm_scope.server.settings import RUN
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 #: A token's data comes with the text of the second token after it, at the latest.
@@ -364,6 +365,8 @@ def _wrap_serving() -> None:
 def wrap() -> None:
     from vllm.entrypoints import serve
 
-    # Its API servers are children of the process that loads this first.
-    os.environ.setdefault(RUN, secrets.token_hex(16))
+    if RUN not in os.environ:
+        # Its API servers are children of the process that loads this first, which kills them.
+        run = os.environ[RUN] = secrets.token_hex(16)
+        atexit.register(end_run, run, os.getpid(), os.environ.get("VLLM_SCOPE_RESULTS_DIR"))
     wrap_function([serve], "register_vllm_serve_api_routers", ["app"], _attach)

@@ -21,8 +21,6 @@ import psutil
 from vllm_scope.errors import ConfigError, shown
 from vllm_scope.vectors.containers import MAX_BYTES
 
-#: Set by the first process of a server; its other API servers inherit it.
-RUN = "VLLM_SCOPE_RUN"
 #: The header that has the operator's key.
 ADMIN_KEY = "X-Scope-Admin-Key"
 #: Bodies of /v1/scope: a module, and what safetensors adds to it.

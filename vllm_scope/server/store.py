@@ -12,14 +12,12 @@ what is older than its time is gone.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
 import os
 import re
 import secrets
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -33,10 +31,10 @@ from torch import Tensor
 from vllm_scope.budget import fits, most_of_one
 from vllm_scope.errors import CapacityError
 from vllm_scope.files.tensors import write_tensors
+from vllm_scope.held import hold, is_held, prefix, release, remove_abandoned
 
 _ID = re.compile(r"[A-Za-z0-9_-]{32}")
-#: A folder without a holder that is younger may be one that is just being made.
-_NEW_S = 60.0
+KIND = "results"
 _PIECE_BYTES = 1 << 20
 #: What a tensor's entry takes in a file's header beside its name: dtype, shape, offsets.
 _ENTRY_BYTES = 200
@@ -94,8 +92,8 @@ class Store:
         self.most_bytes, self.ttl_s = most_bytes, ttl_s
         self._lock = threading.Lock()
         self._files: dict[str, _File] = {}
-        _remove_abandoned(parent)
-        self._folder = parent / f"{_prefix()}{run}"
+        remove_abandoned(parent, KIND)
+        self._folder = parent / f"{prefix(KIND)}{run}"
         self._holder = -1
         self._hold()
         # Children of multiprocessing, as API servers are, never come to atexit.
@@ -104,14 +102,13 @@ class Store:
     def _hold(self) -> None:
         """Make the folder and keep others from removing it. Again where it is gone: what
         cleans /tmp minds no lock."""
-        if self._holder >= 0 and _is_open(self._folder, self._holder):
+        if self._holder >= 0 and is_held(self._folder, self._holder):
             return
         self._folder.mkdir(mode=0o700, exist_ok=True)
         found = self._folder.lstat()
         if found.st_uid != os.getuid() or found.st_mode & 0o077 or self._folder.is_symlink():
             raise PermissionError(f"{self._folder} is another's; set VLLM_SCOPE_RESULTS_DIR.")
-        gone, self._holder = self._holder, _opened(self._folder)
-        fcntl.flock(self._holder, fcntl.LOCK_SH)
+        gone, self._holder = self._holder, hold(self._folder)
         if gone >= 0:
             os.close(gone)
 
@@ -233,7 +230,7 @@ class Store:
         for name in list(self._files):
             self._remove(name)
         if self._holder >= 0:
-            _remove_if_free(self._folder, self._holder)
+            release(self._folder, self._holder)
             self._holder = -1
 
     def _path(self, name: str, owner: str) -> Path:
@@ -243,42 +240,3 @@ class Store:
         file = self._files.pop(name, None)
         if file is not None:
             file.path.unlink(missing_ok=True)
-
-
-def _prefix() -> str:
-    return f"vllm-scope-results-{os.getuid()}-"
-
-
-def _remove_abandoned(parent: Path) -> None:
-    """Folders of servers that were killed."""
-    for folder in parent.glob(f"{_prefix()}*"):
-        try:
-            if time.time() - folder.lstat().st_mtime < _NEW_S or folder.is_symlink():
-                continue
-            _remove_if_free(folder, _opened(folder))
-        except OSError:
-            continue  # another's, or gone
-
-
-def _opened(folder: Path) -> int:
-    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-
-
-def _is_open(folder: Path, holder: int) -> bool:
-    """Whether the folder of this name is the one that `holder` has open."""
-    try:
-        return os.path.samestat(folder.lstat(), os.fstat(holder))
-    except FileNotFoundError:
-        return False
-
-
-def _remove_if_free(folder: Path, lock: int) -> None:
-    """Remove the folder that is open as `lock`, which is closed, unless others hold it."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_open(folder, lock):
-            shutil.rmtree(folder, ignore_errors=True)
-    except BlockingIOError:
-        pass  # held by a living process
-    finally:
-        os.close(lock)
