@@ -1,7 +1,7 @@
 """One stream or probe of a result, for those who pass it on.
 
 Owns:  Column.
-From:  result.   To: server.
+From:  result, cursor.   To: server.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from vllm_scope.codecs.packed import EncodedRows, decoded
@@ -23,16 +24,12 @@ class Column:
         label: site, layer and "before" or "after" of a stream; a probe's name.
         source: the values, or rows as their read's codec left them.
         positions: int64 [n], ascending.
-        wanted: int64, ascending: the positions that were asked for, of the tokens
-            processed so far; those that are not among `positions` are on their way,
-            or lost.
         row_shape: of a row, `()` for scores.
     """
 
     label: tuple[str, int, str] | str
     source: Tensor | EncodedRows
     positions: np.ndarray
-    wanted: np.ndarray
     row_shape: tuple[int, ...] = ()
 
     @property
@@ -45,17 +42,10 @@ class Column:
         """Of `values`."""
         return math.prod(self.source.shape) * self.source.dtype.itemsize
 
-    def part(self, first: int, last: int) -> Column:
-        """Its values `first` to `last - 1`."""
-        some = slice(first, last)
-        return replace(self, source=self.source[some], positions=self.positions[some])
-
-    @property
-    def num_settled(self) -> int:
-        """How many values come before the first that is still missing."""
-        n = min(len(self.positions), len(self.wanted))
-        differ = np.flatnonzero(self.positions[:n] != self.wanted[:n])
-        return int(differ[0]) if len(differ) else n
+    def at(self, places: np.ndarray) -> Column:
+        """Its values at these places, int64 [m]; a copy."""
+        source = self.source[torch.from_numpy(places)]
+        return replace(self, source=source, positions=self.positions[places])
 
 
 def shaped(rows: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -9,19 +9,19 @@ Promise: what a snapshot has seen never changes, whatever arrives after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from vllm_scope.assemble import Part
+from vllm_scope.assemble import Part, Transcript
 from vllm_scope.budget import FULL, Share
-from vllm_scope.encoding import Encoding
 from vllm_scope.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.resolve import Resolved
-from vllm_scope.result import RowKey, ScopeResult, Status, dtype_of
+from vllm_scope.result import ScopeResult, Status, What, dtype_of
 from vllm_scope.sinks import Manifest
 from vllm_scope.sites import LEVELS, Sites, boundary_of, point_of
 
@@ -35,8 +35,6 @@ LATE = (
     "send the request again, and see what held the process up"
 )
 
-#: What a piece's values are: rows of an encoding, rows as they are (None), or scores.
-What = Encoding | Literal["scores"] | None
 #: A table of one request: what it holds, and the points or probe numbers of its columns.
 _TableKey = tuple[What, tuple[int, ...]]
 
@@ -171,13 +169,30 @@ class _Table:
         values[:used] = self._values[:used]
         self._values, self._labels = values, labels
 
-    def snapshot(self) -> dict[int, Part]:
-        """column -> its values so far, views."""
-        # First: another thread may append meanwhile, and what it makes is never smaller.
-        counts = list(self._counts)
-        if not self._values.size:
+    def freeze(self) -> _Frozen:
+        """Its values so far."""
+        # The counts first: another thread may append meanwhile, and what it makes is never
+        # smaller.
+        counts = tuple(self._counts)
+        return _Frozen(self.columns, counts, self._labels, self._values, self._dtype)
+
+
+@dataclass(frozen=True)
+class _Frozen:
+    """What a table had at some time."""
+
+    columns: tuple[int, ...]
+    counts: tuple[int, ...]
+    labels: np.ndarray
+    values: np.ndarray
+    dtype: torch.dtype
+
+    def parts(self) -> dict[int, Part]:
+        """column -> its values, views."""
+        if not self.values.size:
             return {}
-        labels, values = self._labels, torch.from_numpy(self._values).view(self._dtype)
+        labels, counts = self.labels, self.counts
+        values = torch.from_numpy(self.values).view(self.dtype)
         if len(counts) == 1:
             # One view of the labels for all columns: who counts them counts once.
             positions, arrivals = labels[:, 0, : counts[0]]
@@ -189,6 +204,31 @@ class _Table:
             column: Part(labels[0, at, :count], labels[1, at, :count], values[:count, at])
             for at, (column, count) in enumerate(zip(self.columns, counts, strict=True))
         }
+
+
+class _Arrived(Mapping[What, Mapping[int, list[Part]]]):
+    """A result's parts, made when they are asked for: most snapshots of a request that
+    streams are asked for little."""
+
+    def __init__(self, tables: Mapping[_TableKey, _Table]) -> None:
+        self._tables = [(what, table.freeze()) for (what, _), table in list(tables.items())]
+        self._made: dict[What, dict[int, list[Part]]] = {}
+
+    def __getitem__(self, what: What) -> Mapping[int, list[Part]]:
+        if what not in self._made:
+            found: dict[int, list[Part]] = {}
+            for kind, table in self._tables:
+                if kind == what:
+                    for column, part in table.parts().items():
+                        found.setdefault(column, []).append(part)
+            self._made[what] = found
+        return self._made[what]
+
+    def __iter__(self) -> Iterator[What]:
+        return iter(dict.fromkeys(what for what, _ in self._tables))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
 
 
 class Pending:
@@ -325,31 +365,14 @@ class Pending:
         """What has arrived so far.
 
         Args:
-            output_ids: all generated tokens so far.
+            output_ids: all generated tokens so far; the list may be extended later.
             finish_reason: vLLM's word, or None while the request runs.
         """
+        ids = Transcript(self.prompt_ids, output_ids, len(output_ids))
         return ScopeResult(
-            self.asked,
-            self.sites,
-            [*self.prompt_ids, *output_ids],
-            len(self.prompt_ids),
-            *self._parts(),
-            self._status(finish_reason),
-            self._why(),
-            dict(self.manifests),
-        )
-
-    def _parts(self) -> tuple[dict[RowKey, list[Part]], dict[int, list[Part]]]:
-        """Of each point under its encoding, and of each probe, what came."""
-        rows: dict[RowKey, list[Part]] = {}
-        scores: dict[int, list[Part]] = {}
-        for (what, _), table in list(self._tables.items()):
-            for column, part in table.snapshot().items():
-                if what == "scores":
-                    scores.setdefault(column, []).append(part)
-                else:
-                    rows.setdefault((what, column), []).append(part)
-        return rows, scores
+            self.asked, self.sites, ids, len(self.prompt_ids), _Arrived(self._tables),
+            self._status(finish_reason), self._why(), dict(self.manifests),
+        )  # fmt: skip
 
     def _why(self) -> str | None:
         worst = max(self.manifests.values(), key=lambda m: m.status == "error", default=None)

@@ -11,7 +11,8 @@ whether any is missing. Stages and steps may arrive in any interleaving.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,9 +39,28 @@ _Stream = tuple[str, int, str]
 _Values = tuple[Tensor, np.ndarray]
 #: The same of a stream, whose rows may be as their codec left them.
 _Rows = tuple[Tensor | EncodedRows, np.ndarray]
-#: What a worker tells rows by: how they are encoded, and the point.
-RowKey = tuple[Encoding | None, int]
+#: What values are: rows of an encoding, rows as they are (None), or scores.
+What = Encoding | Literal["scores"] | None
+#: Of each kind of value, by point (rows) or number of a probe (scores), what came.
+Parts = Mapping[What, Mapping[int, list[Part]]]
 Status = Literal["streaming", "complete", "incomplete", "aborted", "failed"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the values of a stream or probe are.
+
+    Attributes:
+        label: as a Column's.
+        places: points, or the number of a probe; the first that has any parts has them all.
+        row_shape: as a Column's.
+    """
+
+    label: _Stream | str
+    selectors: tuple[Selector, ...]
+    what: What
+    places: Sequence[int]
+    row_shape: tuple[int, ...] = ()
 
 
 class Scores(Mapping[str, Tensor]):
@@ -104,10 +124,9 @@ class ScopeResult:
         self,
         asked: Resolved,
         sites: Sites,
-        token_ids: list[int],
+        token_ids: Sequence[int],
         num_prompt: int,
-        rows: dict[RowKey, list[Part]],
-        scores: dict[int, list[Part]],
+        parts: Parts,
         status: Status,
         error: str | None,
         manifests: Mapping[str, Manifest] | None = None,
@@ -115,7 +134,7 @@ class ScopeResult:
         self.manifests = dict(manifests or {})
         self._asked, self._sites = asked, sites
         self._token_ids, self._num_prompt = token_ids, num_prompt
-        self._row_parts, self._score_parts = rows, scores
+        self._parts = parts
         self._status, self.error = status, error
         self._wanted_by: dict[tuple[Selector, ...], np.ndarray] = {}
         self._streams: dict[_Stream, _Rows] = {}
@@ -131,6 +150,11 @@ class ScopeResult:
     def token_ids(self) -> list[int]:
         """Prompt and generated, so far; `token_ids[p]` is the token at position p."""
         return list(self._token_ids)
+
+    @property
+    def transcript(self) -> Sequence[int]:
+        """The same as `token_ids`, of which only what is asked for is copied."""
+        return self._token_ids
 
     @property
     def num_prompt(self) -> int:
@@ -204,30 +228,45 @@ class ScopeResult:
             return "incomplete"
         return self._status
 
-    def num_late(self, behind: int) -> int:
-        """Values still missing, of tokens that come `behind` or more before the last one."""
-        last = len(self._token_ids) - 1 - behind
-        late = 0
-        for wanted, arrived, times in self._accounts():
-            due = wanted[: np.searchsorted(wanted, last, side="right")]
-            late += (len(due) - _num_in(due, arrived)) * times
-        return late
+    def columns(self) -> list[Column]:
+        """Every stream and then every probe, in the order in which they were asked for."""
+        streams = [
+            Column(s, *self._rows_of(s), self._sites.row_shape(s[0])) for s in self._read_streams()
+        ]
+        return [*streams, *(Column(p.name, *self._score(p)) for p in self._asked.probes)]
 
-    def columns(self, rows: bool = True) -> list[Column]:
-        """Every stream and then every probe, in the order in which they were asked for.
+    def sources(self, rows: bool = True) -> list[Source]:
+        """What `columns` are made of, in the same order.
 
         Args:
-            rows: without, the probes alone: putting rows together takes time.
+            rows: without, the probes alone.
         """
         streams = [
-            Column(s, *self._rows_of(s), self._wanted_of(s), self._sites.row_shape(s[0]))
+            Source(
+                s, self._selectors_of(s), self._encoding_of(s), self._points_of(s),
+                self._sites.row_shape(s[0]),
+            )
             for s in (self._read_streams() if rows else ())
-        ]
+        ]  # fmt: skip
         probes = [
-            Column(probe.name, *self._score(probe), self._wanted([probe.tokens]))
+            Source(probe.name, (probe.tokens,), "scores", (probe.number,))
             for probe in self._asked.probes
         ]
         return [*streams, *probes]
+
+    def parts_of(self, source: Source) -> list[Part]:
+        """What came of it so far, in its order; a later snapshot has these and more."""
+        parts = self._found(source.what, source.places)
+        if source.what != "scores":
+            return parts
+        return [Part(part.positions, part.arrivals, part.rows[:, 0]) for part in parts]
+
+    def wanted(self, selectors: Sequence[Selector], first: int = 0) -> np.ndarray:
+        """int64, ascending: positions from `first` on that are processed and that any of
+        these selects."""
+        return wanted_positions(
+            selectors, self._token_ids, self._num_prompt, self._status != "streaming", first
+        )
 
     def as_cache(self) -> ActivationCache:
         """The rows under TransformerLens's names: [1, num_positions, hidden_size] each, of
@@ -255,7 +294,8 @@ class ScopeResult:
         for probe in self._asked.probes:
             values, positions = self._score(probe)
             self._scores[probe.number] = (values.clone(), positions)
-        return {**self.__dict__, "_row_parts": {}, "_score_parts": {}, "_decoded": {}}
+        ids = list(self._token_ids)
+        return {**self.__dict__, "_token_ids": ids, "_parts": {}, "_decoded": {}}
 
     def _read_streams(self) -> list[_Stream]:
         found = ((*s, read.when) for read in self._asked.reads for s in read.streams)
@@ -276,38 +316,39 @@ class ScopeResult:
         for selector, probes in self._asked.probes_by_selector.items():
             wanted = self._wanted([selector])
             for probe in probes:
-                parts = self._score_parts.get(probe.number, [])
+                parts = self._found("scores", (probe.number,))
                 add(wanted, _arrived(self._scores.get(probe.number), parts))
         return list(found.values())
 
-    def _wanted(self, selectors: list[Selector]) -> np.ndarray:
+    def _wanted(self, selectors: Sequence[Selector]) -> np.ndarray:
         """The positions processed so far that any of these selects."""
         key = tuple(selectors)
         if key not in self._wanted_by:
-            self._wanted_by[key] = self._select(selectors)
+            self._wanted_by[key] = self.wanted(selectors)
         return self._wanted_by[key]
 
-    def _select(self, selectors: list[Selector]) -> np.ndarray:
-        return wanted_positions(
-            selectors, self._token_ids, self._num_prompt, self._status != "streaming"
-        )
-
     def _wanted_of(self, stream: _Stream) -> np.ndarray:
+        return self._wanted(self._selectors_of(stream))
+
+    def _selectors_of(self, stream: _Stream) -> tuple[Selector, ...]:
         site_layer, when = stream[:2], stream[2]
-        return self._wanted([
+        return tuple(
             read.tokens for read in self._asked.reads
             if site_layer in read.streams and read.when == when
-        ])  # fmt: skip
+        )  # fmt: skip
+
+    def _points_of(self, stream: _Stream) -> range:
+        """A worker reads each row once: at the first of these points that sees it so, which is
+        the last that has any."""
+        point = self._sites.point_of(stream[:2], stream[2])
+        return range(point, point - point % LEVELS - 1, -1)
 
     def _parts_of(self, stream: _Stream) -> list[Part]:
-        """A worker reads each row once: at the first point that sees it so."""
-        point = self._sites.point_of(stream[:2], stream[2])
-        first = point - point % LEVELS
-        encoding = self._encoding_of(stream)
-        for known in range(point, first - 1, -1):
-            if (encoding, known) in self._row_parts:
-                return self._row_parts[encoding, known]
-        return []
+        return self._found(self._encoding_of(stream), self._points_of(stream))
+
+    def _found(self, what: What, places: Iterable[int]) -> list[Part]:
+        of_kind = self._parts.get(what, {})
+        return next((of_kind[place] for place in places if place in of_kind), [])
 
     def _encoding_of(self, stream: _Stream) -> Encoding | None:
         return next(
@@ -354,7 +395,7 @@ class ScopeResult:
             self._scores[probe.number] = assemble(
                 [
                     Part(part.positions, part.arrivals, part.rows[:, 0])
-                    for part in self._score_parts.get(probe.number, [])
+                    for part in self._found("scores", (probe.number,))
                 ],
                 self._wanted([probe.tokens]),
                 torch.empty(0),

@@ -21,7 +21,7 @@ from tests.checkpoints import (
 )
 from tests.conftest import local_engine, preempted_in
 from tests.requests import run
-from vllm_scope import Add, CompatError, Probe, Read, SpecError, scope
+from vllm_scope import Add, Probe, Read, SpecError, scope
 from vllm_scope.anatomy.convention import Convention
 from vllm_scope.anatomy.layers import Anatomy
 from vllm_scope.errors import ConfigError

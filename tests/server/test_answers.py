@@ -215,6 +215,32 @@ def test_a_stream_put_together_is_the_reference(client, server, ref):
     np.testing.assert_allclose(scores, whole.scope.scores["ramp"], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+def test_tokens_of_a_stream_are_aligned_with_their_scores(kind, client, server, ref):
+    """Each with its id, its text, its position and the score of the row at this position."""
+    generated = Probe(-WEIGHT, 0.5, layer=3, name="generated", tokens="generated")
+    ask = client.stream if kind == "completions" else client.stream_chat
+    asked = TEXT if kind == "completions" else MESSAGES
+    chunks = list(ask(asked, PROBE, generated, **OPTIONS))
+    text = "".join(chunk.text for chunk in chunks)
+    tokens = [token for chunk in chunks for token in chunk.tokens]
+    whole = (client.complete if kind == "completions" else client.chat)(asked, PROBE, **OPTIONS)
+    prompt_ids, ids = ids_of(whole.raw["choices"][0], whole.raw)
+    assert [token.id for token in tokens] == ids
+    assert [token.position for token in tokens] == [len(prompt_ids) + i for i in range(len(ids))]
+    assert "".join(token.text for token in tokens) == text == whole.text
+    rows = ref.streams([*prompt_ids, *ids])[4]
+    for token in tokens[:-1]:
+        ramp = float(rows[token.position] @ torch.from_numpy(WEIGHT))
+        assert token.scores["ramp"] == pytest.approx(0.5 + ramp, abs=1e-3)
+        assert token.scores["generated"] == pytest.approx(0.5 - ramp, abs=1e-3)
+    assert tokens[-1].scores == {}
+    told = [chunk for chunk in chunks if chunk.tokens]
+    assert len(told) > len(ids) // 2, "they come as they are made"
+    answered = whole.raw["choices"][0]["scope"]["tokens"]
+    assert [each["id"] for each in answered] == ids
+
+
 def test_without_rows_in_chunks_the_last_one_has_them_all(client, ref):
     *_, last = client.stream(TEXT, Read("resid_post", layers=[5]), **OPTIONS)
     whole = client.complete(TEXT, Read("resid_post", layers=[5]), **OPTIONS)

@@ -84,7 +84,7 @@ NAN, INF = float("nan"), float("inf")
         pytest.param(lambda: Clamp(V, INF, 1, layer=1), "lo is inf", "finite", id="lo-infinite"),
         pytest.param(lambda: Clamp(V, 0, -INF, layer=1), "hi is -inf", "finite", id="hi-infinite"),
         pytest.param(lambda: Clamp(V, layer=1), "no bound", "lo, hi or both", id="no-bound-at-all"),
-        pytest.param(lambda: Clamp(V, -INF, INF, layer=1), "no bound", "lo, hi", id="all-is-inside"),
+        pytest.param(lambda: Clamp(V, -INF, INF, layer=1), "no bound", "lo, hi", id="all-inside"),
         pytest.param(
             lambda: Clamp(V, 0, 1, layer=1, strength=1.5), "strength is 1.5", "0 to 1",
             id="strength-above-1",

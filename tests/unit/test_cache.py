@@ -81,8 +81,8 @@ def test_no_name_stands_for_rows_on_the_other_side_of_an_edit(read, when, edited
     at = np.arange(3)
     result = ScopeResult(
         (asked := spec.resolve(SITES)), SITES, [1, 2, 3, 4], 3,
-        {(None, canonical_point(SITES.point_of(read, when), edited_places(asked, SITES))):
-            [Part(at, at, torch.ones(3, 4))]}, {}, "complete", None,
+        {None: {canonical_point(SITES.point_of(read, when), edited_places(asked, SITES)):
+            [Part(at, at, torch.ones(3, 4))]}}, "complete", None,
     )  # fmt: skip
     other = {POST: PRE, PRE: POST, EMBED: ("resid_pre", 0)}[read]
     cache = ActivationCache(result)

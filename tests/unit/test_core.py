@@ -14,8 +14,9 @@ import pytest
 from vllm_scope import Add, CapacityError, Probe, Read, Replace, Spec, SpecError, scope
 from vllm_scope.compile import BlockKeys
 from vllm_scope.engine import core
-from vllm_scope.engine.core import HANDLE, CoreScope, handle_of
+from vllm_scope.engine.core import CoreScope
 from vllm_scope.engine.model import foreign_connector
+from vllm_scope.engine.params import HANDLE, handle_of
 from vllm_scope.plan import OVERSHOOT
 from vllm_scope.program import Cost
 from vllm_scope.registry import Registry

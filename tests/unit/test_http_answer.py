@@ -41,7 +41,8 @@ def result(num_tokens=NUM_TOKENS, num_arrived=None, status="complete"):
     point = SITES.point_of(("resid_post", 1))
     return ScopeResult(
         Spec.from_json(SPEC["scope"]).resolve(SITES), SITES, list(range(num_tokens)), NUM_PROMPT,
-        {(None, point): [Part(at, at, ROWS[:n])]}, {0: [Part(at, at, ROWS[:n, :1])]}, status, None,
+        {None: {point: [Part(at, at, ROWS[:n])]}, "scores": {0: [Part(at, at, ROWS[:n, :1])]}},
+        status, None,
     )  # fmt: skip
 
 
@@ -61,8 +62,17 @@ def answer(store, streams=False, n=1, **options):
     return found
 
 
+TEXTS = [f" {i}" for i in range(NUM_PROMPT, NUM_TOKENS)]
+
+
+def completion(index=0, *args):
+    scope = result(*args)
+    end = None if scope.status == "streaming" else "length"
+    return SimpleNamespace(index=index, finish_reason=end, scope=scope, scope_texts=TEXTS)
+
+
 def take(found, index=0, *args):
-    found.take(0, SimpleNamespace(index=index, scope=result(*args)))
+    found.take(0, completion(index, *args))
 
 
 def response(*indices):
@@ -101,6 +111,72 @@ async def test_chunks_carry_each_value_once_whatever_arrives_when(store):
     assert values == ROWS[:8, 0].tolist()
     assert sent[-1]["scope"]["status"] == "complete"
     assert (sent[-1]["scope"]["expected"], sent[-1]["scope"]["dropped"]) == (16, 0)
+
+
+def entries(first, last, scored):
+    """The generated tokens of these positions; those of `scored` with the score of their row."""
+    return [
+        {
+            "id": p, "text": f" {p}", "position": p,
+            "scores": {"p": ROWS[p, 0].item()} if p in scored else {},
+        }
+        for p in range(first, last)
+    ]  # fmt: skip
+
+
+@on_a_loop
+async def test_each_token_is_told_once_with_the_score_of_its_own_row(store):
+    found, told = answer(store, streams=True), []
+    found.add_prompt()
+    found.open_one(lambda: None, True)
+    for tokens, arrived in ((4, 2), (5, 3), (6, 5), (9, 7), (9, None)):
+        end = None if arrived is not None else "length"
+        take(found, 0, tokens, arrived, "complete" if end else "streaming")
+        chunk = await found.chunk(text_of(end=end))
+        told.append(json.loads(chunk.removeprefix("data: "))["choices"][0]["scope"]["tokens"])
+    # The token sampled last was not processed, and has no score.
+    scored = range(3, 8)
+    assert told == [[], [], entries(3, 5, scored), entries(5, 7, scored), entries(7, 9, scored)]
+
+
+@on_a_loop
+async def test_a_whole_answer_tells_its_tokens_too(store):
+    found, made = answer(store), response(0)
+    take(found)
+    await found.fill(made)
+    assert made.choices[0].scope["tokens"] == entries(3, 9, range(3, 8))
+
+
+@on_a_loop
+async def test_drafts_that_may_be_taken_back_are_told_at_the_end(store):
+    found, told = answer(store, streams=True), []
+    found.holds = True
+    found.add_prompt()
+    found.open_one(lambda: None, True)
+    for tokens, end in ((6, None), (9, "length")):
+        take(found, 0, tokens, None, "complete" if end else "streaming")
+        chunk = await found.chunk(text_of(end=end))
+        told.append(json.loads(chunk.removeprefix("data: "))["choices"][0]["scope"])
+    assert told[0] == {"rows": [], "scores": {}}
+    assert told[1]["tokens"] == entries(3, 9, range(3, 8))
+    assert told[1]["scores"]["p"]["spans"] == [[0, 8]]
+
+
+@on_a_loop
+async def test_too_many_tokens_with_scores_are_not_told(store, monkeypatch):
+    monkeypatch.setattr(encode, "MAX_INLINE_SCORES", 5)
+    (first, last) = await sent_in_chunks(store, "scores", 3, 9)
+    assert first["tokens"] == []
+    assert "tokens" not in last
+
+
+@on_a_loop
+async def test_without_probes_there_are_no_tokens(store):
+    found, made = answer(store), response(0)
+    found._choices[0] = one = completion()
+    one.scope._asked = Spec.from_json(scope(Read("resid_post", layers=[1]))["scope"]).resolve(SITES)
+    await found.fill(made)
+    assert "tokens" not in made.choices[0].scope
 
 
 @on_a_loop
@@ -314,10 +390,7 @@ async def test_a_lost_row_makes_a_stream_wait_once(store):
 
     async def outputs():
         for num_tokens in (7, 8, 9):
-            completion = SimpleNamespace(
-                index=0, finish_reason=None, scope=result(num_tokens, 2, "streaming")
-            )
-            yield SimpleNamespace(outputs=[completion])
+            yield SimpleNamespace(outputs=[completion(0, num_tokens, 2, "streaming")])
 
     started = time.monotonic()
     async for _ in http._followed(found, found.add_prompt(), engine, outputs()):

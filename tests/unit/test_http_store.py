@@ -282,22 +282,8 @@ def test_positions_become_half_open_spans(positions, spans):
 def test_scores_that_are_not_finite_are_null():
     values = torch.tensor([1.5, torch.nan, torch.inf])
     where = np.arange(3)
-    body = encode.columns([Column("p", values, where, where)], True, True)
+    body = encode.columns([Column("p", values, where)], True, True)
     assert body["scores"]["p"] == {"spans": [[0, 3]], "values": [1.5, None, None]}
-
-
-@pytest.mark.parametrize(
-    ("found", "wanted", "settled"),
-    [
-        pytest.param([0, 1, 2], [0, 1, 2], 3, id="all-here"),
-        pytest.param([0, 2], [0, 1, 2], 1, id="one-on-its-way"),
-        pytest.param([], [0, 1], 0, id="nothing-yet"),
-        pytest.param([3, 4], [3, 4, 5], 2, id="the-last-on-its-way"),
-    ],
-)
-def test_what_comes_before_a_missing_value_is_settled(found, wanted, settled):
-    column = Column("p", torch.zeros(len(found)), np.array(found), np.array(wanted))
-    assert column.num_settled == settled
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "many", "nan", "inf"])

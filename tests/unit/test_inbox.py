@@ -145,14 +145,14 @@ def test_a_column_that_lost_a_message_leaves_the_others_at_their_places():
         return np.array(numbers, np.float32)[..., None].view(np.uint8)
 
     table.commit(table.write(labels(0, 1), values([0, 10], [1, 11]), 0))
-    before = table.snapshot()
+    before = table.freeze().parts()
     assert before[3].positions is before[8].positions
     table.commit(table.write_one(8, labels(2), values(12), 0))
     table.commit(table.write(labels(3), values([3, 13]), 0))
     table.write(labels(4), values([4, 14]), 0)  # not committed: nobody sees it
     for snapshot, positions in (
         (before, [[0, 1]] * 2),
-        (table.snapshot(), [[0, 1, 3], [0, 1, 2, 3]]),
+        (table.freeze().parts(), [[0, 1, 3], [0, 1, 2, 3]]),
     ):
         for column, at, first in zip((3, 8), positions, (0, 10), strict=True):
             part = snapshot[column]
@@ -161,20 +161,33 @@ def test_a_column_that_lost_a_message_leaves_the_others_at_their_places():
             assert part.rows[:, 0].tolist() == [first + p for p in at]
 
 
-def test_a_snapshot_while_rows_come_has_a_row_for_each_position(monkeypatch):
-    """Another thread appends, and the table grows, in the middle of it."""
-    table, view = _Table((1,), 4, torch.float32), torch.from_numpy
+class _Growing(_Table):
+    """Another thread appends, and the table grows, between two looks at it."""
+
+    between = None
+
+    @property
+    def _labels(self):
+        if self.between:
+            append, self.between = self.between, None
+            append()
+        return self.__dict__["labels"]
+
+    @_labels.setter
+    def _labels(self, labels):
+        self.__dict__["labels"] = labels
+
+
+def test_a_snapshot_while_rows_come_has_a_row_for_each_position():
+    table = _Growing((1,), 4, torch.float32)
 
     def append(first, count):
         positions = np.arange(first, first + count)
         labels, values = np.stack([positions, positions]), np.zeros((count, 1, 4), np.uint8)
         table.commit(table.write(labels, values, 0))
 
-    def appended_behind(values):
-        append(64, 1)
-        return view(values)
-
     append(0, 64)
-    monkeypatch.setattr("torch.from_numpy", appended_behind)
-    (part,) = table.snapshot().values()
+    table.between = lambda: append(64, 1)
+    (part,) = table.freeze().parts().values()
+    assert table.between is None
     assert len(part.positions) == len(part.rows) == len(part.arrivals) == 64

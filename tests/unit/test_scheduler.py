@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from vllm_scope.arrays import Array
 from vllm_scope.engine import scheduler as scheduling
-from vllm_scope.engine.core import HANDLE, handle_of
+from vllm_scope.engine.params import HANDLE, handle_of
 from vllm_scope.ledger import Ledger
 from vllm_scope.program import OP_ADD, Cost, Op, Program, assemble
 from vllm_scope.tap.tables import capacity

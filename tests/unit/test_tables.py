@@ -25,10 +25,10 @@ from vllm_scope.program import (
 )
 from vllm_scope.sites import point_of
 from vllm_scope.tap.definition import (
-    OWNER,
     CODE,
     NEXT,
     NUMBER_A,
+    OWNER,
     PROGRAM,
     SLOT,
     TO_HOST,

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from vllm_scope.cli import app, watch
-from vllm_scope.cli.display import Bars, Coloured, Lines, Scale
+from vllm_scope.cli.display import Coloured, Lines, Scale
 from vllm_scope.client import Chunk, ScopeClient, ScoredToken
 
 WILD = "a\x1b[2J\u202eb\n"
@@ -39,10 +39,6 @@ ALIGNED = [
         {"id": 3, "text": " end", "position": 4, "scores": {"mood": None}}]},
         finish_reason="length"),
 ]  # fmt: skip
-PLAIN = [
-    event(" one", {"scores": {"mood": {"spans": [[0, 2]], "values": [1.0, -2.0]}}}),
-    event(WILD, {"status": "complete", "scores": {"mood": {"spans": [[2, 3]], "values": [None]}}}),
-]
 
 
 @pytest.fixture
@@ -92,15 +88,6 @@ def test_a_pipe_gets_a_line_for_each_token(asked, tmp_path):
                                                 ["4", "", ""]]  # fmt: skip
     assert [json.loads(line[3]) for line in lines[1:]] == [" one", WILD, " end"]
     assert all(c.isprintable() or c in "\t\n" for c in done.stdout)
-
-
-def test_a_pipe_gets_what_an_older_server_tells(asked, tmp_path):
-    asked(*PLAIN)
-    done = run("Once", "--probe", probe(tmp_path))
-    assert [line.split("\t") for line in done.stdout.splitlines()] == [
-        ["position", "mood", "token"], ["0", "+1.000", ""], ["1", "-2.000", ""], ["2", "", ""],
-        ["", "", '" onea\\u001b[2J\\u202eb\\n"'],
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -205,17 +192,12 @@ def test_a_scale_is_of_scores_or_of_calibrated_probabilities():
 
 
 @pytest.mark.parametrize(
-    ("options", "environment", "kinds"),
-    [
-        ({}, {}, (Coloured, Bars)),
-        ({"no_color": True}, {}, (Lines, Lines)),
-        ({"force_terminal": False}, {}, (Lines, Lines)),
-    ],
+    ("options", "kind"),
+    [({}, Coloured), ({"no_color": True}, Lines), ({"force_terminal": False}, Lines)],
 )
-def test_colours_are_for_terminals_that_want_them(options, environment, kinds):
+def test_colours_are_for_terminals_that_want_them(options, kind):
     console = Console(**({"file": io.StringIO(), "force_terminal": True} | options))
-    first = Chunk(0, "a", None, None, (token("a", 0),)), Chunk(0, "a", None, None)
-    assert tuple(type(watch.view_of(console, [SCALE], "", one)) for one in first) == kinds
+    assert type(watch.view_of(console, [SCALE], "")) is kind
 
 
 def test_no_color_is_respected(asked, tmp_path, monkeypatch):
@@ -223,15 +205,6 @@ def test_no_color_is_respected(asked, tmp_path, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     asked(*ALIGNED)
     assert "\x1b" not in run("Once", "--probe", probe(tmp_path)).stdout
-
-
-def test_an_older_servers_scores_are_shown_as_bars():
-    console = terminal()
-    view = Bars(console, ["mood"], "Once ")
-    view.add(Chunk(0, WILD, None, None))
-    view.end()
-    assert "\x1b[2J" not in console.file.getvalue()
-    assert "mood" in console.file.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from tests.unit.worker import (
 )
 from vllm_scope import Add, CapacityError, Read, Spec, SpecError, scope
 from vllm_scope.engine.attach import _remote_calls
-from vllm_scope.engine.core import HANDLE
+from vllm_scope.engine.params import HANDLE
 from vllm_scope.plan import Planner, StepBatch
 from vllm_scope.sites import LEVELS, boundary_of_point
 from vllm_scope.vectors import SteeringModule, to_bytes

@@ -18,8 +18,8 @@ from vllm_scope.arena import Arena
 from vllm_scope.compile import RequestProgram
 from vllm_scope.config import ScopeConfig
 from vllm_scope.drain import Drain
-from vllm_scope.engine.core import HANDLE
 from vllm_scope.engine.delivery import NOBODY, Delivery
+from vllm_scope.engine.params import HANDLE
 from vllm_scope.engine.sizes import Limits
 from vllm_scope.engine.worker import ScopeWorker
 from vllm_scope.host_ring import HostRing

@@ -1,7 +1,6 @@
-"""How `watch` shows an answer that streams: coloured tokens, bars, or plain lines.
+"""How `watch` shows an answer that streams: coloured tokens, or plain lines.
 
-Coloured  a terminal, and a server that says which score is whose token's
-Bars      a terminal, and a server that does not
+Coloured  a terminal
 Lines     anything else: a pipe, a file, a terminal without colours; no control characters
 
 Each has `add(chunk)` and `end()`.
@@ -18,12 +17,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_scope.cli.remote import bars, printable
+from vllm_scope.cli.remote import printable
 
 if TYPE_CHECKING:
     from vllm_scope.client import Chunk
@@ -34,8 +32,6 @@ _STYLES = (
     "white on color(25)", "black on color(74)", "black on color(153)", "",
     "black on color(223)", "black on color(216)", "white on color(124)",
 )  # fmt: skip
-#: Scores shown of each probe as bars, the last ones.
-_WIDTH = 48
 
 
 @dataclass(frozen=True)
@@ -118,50 +114,11 @@ class Coloured:
         self._console.print(table)
 
 
-class Bars:
-    """The text, and a line of bars for each probe."""
-
-    def __init__(self, console: Console, names: Sequence[str], prompt: str) -> None:
-        self._text = Text(printable(prompt), style="dim")
-        self._scores: dict[str, list[float]] = {name: [] for name in names}
-        self._live = Live(console=console, refresh_per_second=12)
-        self._live.start()
-
-    def add(self, chunk: Chunk) -> None:
-        self._text.append(printable(chunk.text), style="bold not dim")
-        for name, values in chunk.scope.scores.items() if chunk.scope else ():
-            self._scores[name] += values.tolist()
-        self._live.update(self._shown())
-
-    def end(self) -> None:
-        self._live.stop()
-
-    def _shown(self) -> Group:
-        table = Table(box=None, pad_edge=False)
-        for heading in ("probe", "now", "mean", f"last {_WIDTH}"):
-            table.add_column(heading)
-        for name, values in self._scores.items():
-            known = [value for value in values if np.isfinite(value)]
-            if not known:
-                table.add_row(name, "-", "-", "")
-                continue
-            last = known[-_WIDTH:]
-            line = bars(last, min(known), max(known))
-            table.add_row(name, f"{known[-1]:+.2f}", f"{np.mean(known):+.2f}", line)
-        return Group(self._text, Text(""), table)
-
-
 class Lines:
-    """A line for each token: its position, the scores of its row, and its text as JSON.
+    """A line for each token: its position, the scores of its row, and its text as JSON."""
 
-    Args:
-        aligned: the server tells which score is whose token's. Else there is a line for each
-            position that was scored, without its text, and the whole text comes last.
-    """
-
-    def __init__(self, console: Console, names: Sequence[str], aligned: bool) -> None:
-        self._file, self._names, self._aligned = console.file, names, aligned
-        self._text = ""
+    def __init__(self, console: Console, names: Sequence[str]) -> None:
+        self._file, self._names = console.file, names
         self._write("position", names, "token")
 
     def _write(self, position: str, cells: Sequence[str], token: str) -> None:
@@ -172,22 +129,9 @@ class Lines:
         for token in chunk.tokens:
             cells = [_cell(token.scores.get(name, math.nan)) for name in self._names]
             self._write(str(token.position), cells, _quoted(token.text))
-        if self._aligned:
-            return
-        self._text += chunk.text
-        found: dict[int, dict[str, float]] = {}
-        if chunk.scope is not None:
-            for name, values in chunk.scope.scores.items():
-                positions = chunk.scope.scores.positions(name).tolist()
-                for position, value in zip(positions, values.tolist(), strict=True):
-                    found.setdefault(position, {})[name] = value
-        for position, scores in sorted(found.items()):
-            cells = [_cell(scores.get(name, math.nan)) for name in self._names]
-            self._write(str(position), cells, "")
 
     def end(self) -> None:
-        if not self._aligned:
-            self._write("", [""] * len(self._names), _quoted(self._text))
+        """Nothing is held back."""
 
 
 def _cell(score: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -13,8 +13,6 @@ from rich.console import Console
 from rich.text import Text
 
 from vllm_scope.errors import ScopeError
-
-_BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
@@ -78,12 +76,4 @@ def printable(text: str) -> str:
     """A model's text, as it is but for characters that a terminal would act on."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
-    )
-
-
-def bars(values: Sequence[float], low: float, high: float) -> str:
-    """A line of blocks, one for each value between two bounds."""
-    span = (high - low) or 1.0
-    return "".join(
-        _BARS[min(int((value - low) / span * len(_BARS)), len(_BARS) - 1)] for value in values
     )

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
 from vllm_scope.actions import Probe
-from vllm_scope.cli.display import Bars, Coloured, Lines, Scale
+from vllm_scope.cli.display import Coloured, Lines, Scale
 from vllm_scope.cli.remote import Server, asking, check_whole
 from vllm_scope.errors import SpecError
 from vllm_scope.vectors.probe_files import (
@@ -23,9 +23,6 @@ from vllm_scope.vectors.probe_files import (
     read_place,
     read_weights,
 )
-
-if TYPE_CHECKING:
-    from vllm_scope.client import Chunk
 
 
 def watch(
@@ -56,16 +53,10 @@ def watch(
         actions, scales = [p.action for p in probes], [p.scale for p in probes]
         asked, shown = (prompt, prompt) if messages is None else (messages, "")
         view, last = None, None
-        early: list[Chunk] = []
         for chunk in client.stream(asked, *actions, **server.options):
             last = chunk.scope or last
-            early.append(chunk)
-            if view is None and (chunk.text or chunk.tokens):
-                view = view_of(console, scales, shown, chunk)
-            if view is not None:
-                for each in early:
-                    view.add(each)
-                early.clear()
+            view = view or view_of(console, scales, shown)
+            view.add(chunk)
         if view is not None:
             view.end()
         check_whole(last)
@@ -85,14 +76,11 @@ def messages_of(prompt: str, chat: bool, system: str | None) -> list[dict[str, A
     return [*first, {"role": "user", "content": prompt}]
 
 
-def view_of(
-    console: Console, scales: Sequence[Scale], prompt: str, first: Chunk
-) -> Coloured | Bars | Lines:
-    """What this output can show of what this server tells."""
-    names = [scale.name for scale in scales]
+def view_of(console: Console, scales: Sequence[Scale], prompt: str) -> Coloured | Lines:
+    """What this output can show."""
     if not console.is_terminal or console.no_color or console.is_dumb_terminal:
-        return Lines(console, names, bool(first.tokens))
-    return Coloured(console, scales, prompt) if first.tokens else Bars(console, names, prompt)
+        return Lines(console, [scale.name for scale in scales])
+    return Coloured(console, scales, prompt)
 
 
 @dataclass(frozen=True)

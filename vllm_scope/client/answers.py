@@ -182,7 +182,8 @@ class Chunk:
 
     Attributes:
         scope: the new scores, and rows if asked.
-        tokens: those of `text`, each with its scores; empty where the server does not tell.
+        tokens: those whose scores came, each once: mostly of the text of the chunk before.
+            Empty without probes.
     """
 
     index: int

@@ -96,7 +96,7 @@ class EncodedRows:
     def __len__(self) -> int:
         return len(self.data)
 
-    def __getitem__(self, some: slice) -> EncodedRows:
+    def __getitem__(self, some: slice | Tensor) -> EncodedRows:
         return EncodedRows(self.codec, self.data[some])
 
     @property

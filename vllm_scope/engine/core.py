@@ -12,13 +12,13 @@ from the first edited block on.
 from __future__ import annotations
 
 import threading
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_scope.compile import BlockKeys, RequestProgram
 from vllm_scope.engine.delivery import global_reads
 from vllm_scope.engine.model import CONNECTORS_BY_HASH, foreign_connector, sites_of
+from vllm_scope.engine.params import handle_of, with_handle
 from vllm_scope.engine.seams import config_of, wrap_function, wrap_method
 from vllm_scope.errors import CapacityError, SpecError, shown
 from vllm_scope.plan import OVERSHOOT
@@ -28,31 +28,6 @@ from vllm_scope.resolve import Resolved
 from vllm_scope.spec import Spec
 from vllm_scope.tap.tables import capacity
 from vllm_scope.vectors import load_vectors
-
-#: Where the handle of a request with taps is, beside `scope` in `extra_args`. Made by
-#: the front-end: `key`, `frontend`, `first_position` (None reads nothing), `vectors`
-#: (it edits or probes), `follows` (its caller sees outputs before the last). EngineCore
-#: adds `modules` (name -> digest) and `server` (digest of the server-wide edits); for a plain
-#: request too, where the server edits all, and `sinks` where rows go elsewhere than to memory.
-HANDLE = "scope_handle"
-
-
-def handle_of(sampling_params: Any) -> dict[str, Any] | None:
-    """The handle of a request with taps; None for a plain one."""
-    extra = getattr(sampling_params, "extra_args", None)
-    handle = extra.get(HANDLE) if extra else None
-    return handle if isinstance(handle, dict) else None
-
-
-def with_handle(sampling_params: Any, handle: dict[str, Any] | None) -> Any:
-    """The same parameters with another handle, or none; the caller's own stay as they are."""
-    params = copy(sampling_params)
-    params.extra_args = dict(params.extra_args or {})
-    if handle is None:
-        params.extra_args.pop(HANDLE, None)
-    else:
-        params.extra_args[HANDLE] = handle
-    return params
 
 
 @dataclass(frozen=True)

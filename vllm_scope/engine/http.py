@@ -25,8 +25,8 @@ from typing import Any
 
 from vllm_scope.engine import translators
 from vllm_scope.engine.connection import ask_replicas
-from vllm_scope.engine.core import handle_of
-from vllm_scope.engine.frontend import asks, outdated, params_of, settle
+from vllm_scope.engine.outputs import outdated, settle
+from vllm_scope.engine.params import asks, handle_of, params_of
 from vllm_scope.engine.prepared import aside
 from vllm_scope.engine.refusals import refusal, refusing
 from vllm_scope.engine.seams import config_of, wrap_function, wrap_method
@@ -177,12 +177,10 @@ async def _followed(answer: Answer, prompt: int, engine: Any, stream: Any) -> An
             async for output in stream:
                 connection = engine.output_processor.scope
                 answer.holds = connection.limits.optimistic
+                _take(answer, prompt, output)
                 if answer.streams and not answer.holds and answer.waits:
-                    came = await _catch_up(output, connection.deliver_timeout_s)
-                    answer.waits = answer.waits and came
-                for completion in output.outputs:
-                    if completion.scope is not None:
-                        answer.take(prompt, completion)
+                    timeout = connection.deliver_timeout_s
+                    answer.waits = await _catch_up(answer, prompt, output, timeout)
                 yield output
     except Exception as error:
         refused = answer.streams and not answer.opened.is_set() and isinstance(error, ScopeError)
@@ -200,14 +198,20 @@ def _forget_modules(engine: Any) -> None:
         connection.learn_modules({})
 
 
-async def _catch_up(output: Any, timeout: float) -> bool:
+def _take(answer: Answer, prompt: int, output: Any) -> None:
+    for completion in output.outputs:
+        if completion.scope is not None:
+            answer.take(prompt, completion)
+
+
+async def _catch_up(answer: Answer, prompt: int, output: Any, timeout: float) -> bool:
     """Wait for data that is further behind the text than promised; whether it came."""
     limit, wait = time.monotonic() + timeout, _LATE_POLL_S
     while any(
         completion.finish_reason is None
         and completion.scope is not None
         and completion.scope.error is None  # else nothing comes any more
-        and completion.scope.num_late(MOST_BEHIND)
+        and answer.late(prompt, completion, MOST_BEHIND)
         for completion in output.outputs
     ):
         if time.monotonic() >= limit:
@@ -216,7 +220,7 @@ async def _catch_up(output: Any, timeout: float) -> bool:
         while time.monotonic() < limit and not outdated(output):
             await asyncio.sleep(wait)
             wait = min(1.5 * wait, _LATE_POLL_MOST_S)
-        settle(output)
+        _take(answer, prompt, settle(output))
     return True
 
 
@@ -226,7 +230,7 @@ def _admitted(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any)
     answer = current.get()
     if isinstance(answer, Answer):
         known = getattr(self.request_states[request.request_id], "scope", None)
-        forget = None if known is None else partial(inbox().forget, known[0])
+        forget = None if known is None else partial(inbox().forget, known.pending)
         # EngineCore may refuse what has vectors; the first token tells that it has not.
         handle = handle_of(request.sampling_params)
         answer.open_one(forget, sure=handle is None or not handle["vectors"])

@@ -44,6 +44,7 @@ def register() -> None:
         faults,
         frontend,
         http,
+        outputs,
         refusals,
         scheduler,
     )
@@ -51,6 +52,7 @@ def register() -> None:
     environment.wrap()
     wrap_engine_args()
     frontend.wrap()
+    outputs.wrap()
     core.wrap()
     scheduler.wrap()
     faults.wrap()

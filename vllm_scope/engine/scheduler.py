@@ -19,8 +19,8 @@ from functools import cache, partial
 from typing import Any
 
 from vllm_scope.engine import clearing
-from vllm_scope.engine.core import handle_of, with_handle
 from vllm_scope.engine.model import hidden_size_of
+from vllm_scope.engine.params import handle_of, with_handle
 from vllm_scope.engine.seams import config_of, wrap_method
 from vllm_scope.ledger import Ledger
 from vllm_scope.program import Program

@@ -11,7 +11,6 @@ error of the spec names what the caller wrote, wherever it is found: `in_words`.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,8 +24,6 @@ from vllm_scope.engine.functions import FUNCTIONS, Functions, keep
 from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.sites import Sites
 from vllm_scope.spec import Spec, scope
-
-logger = logging.getLogger("vllm.vllm_scope")
 
 #: Where a request's Decorators are in `extra_args` until the front-end takes them out again.
 DECORATORS = "scope_decorators"
@@ -248,12 +245,3 @@ def give(output: Any, completion: Any, name: str, value: Any) -> None:
     setattr(completion, name, value)
     alone = len(output.outputs) == 1
     setattr(output, name, value if alone else OfEach(name, len(output.outputs)))
-
-
-def decorate(decorators: Iterable[Decorator], output: Any, completion: Any) -> None:
-    for one in decorators:
-        try:
-            one(output, completion)
-        except Exception:
-            # One request's attributes are not worth the step of all the others.
-            logger.exception("vllm-scope: output %s was not decorated", output.request_id)

@@ -27,11 +27,11 @@ from vllm_scope.config import ScopeConfig
 from vllm_scope.engine import runners
 from vllm_scope.engine.attention import attention_of, kernel_of
 from vllm_scope.engine.canary import silent_taps
-from vllm_scope.engine.core import handle_of
 from vllm_scope.engine.delivery import IDLE_COUNTERS, NOBODY, Delivery
 from vllm_scope.engine.faults import Faults
 from vllm_scope.engine.functions import StepFunctions
 from vllm_scope.engine.model import anatomy_of, sites_of
+from vllm_scope.engine.params import handle_of
 from vllm_scope.engine.sizes import Limits, Sizes
 from vllm_scope.engine.steps import Steps
 from vllm_scope.errors import CapacityError, CompatError, ScopeError, SpecError

@@ -5,7 +5,8 @@ Runs:  in an API server process, on its event loop.
 From:  engine.http, which hears of each output.   To: encode, store, faces.
 
 Promise: a chunk carries everything new of its choice that has arrived, each value once
-and in position order; the chunk that ends a choice carries the rest and the counts.
+and in position order, and each generated token once with the scores of its own row; the
+chunk that ends a choice carries the rest and the counts.
 What faces add comes with the ends, and `scope` only to requests that have one.
 """
 
@@ -24,12 +25,14 @@ from torch import Tensor
 
 from vllm_scope.actions import MEMORY
 from vllm_scope.column import Column
+from vllm_scope.cursor import Cursor
 from vllm_scope.errors import CapacityError, SpecError, shown
 from vllm_scope.result import ScopeResult
 from vllm_scope.server import encode
 from vllm_scope.server.exchange import running
 from vllm_scope.server.faces import Reply
 from vllm_scope.server.store import Kept, Store
+from vllm_scope.server.tokens import ScoredTokens
 from vllm_scope.spec import Spec
 
 #: Rows of one chunk; what is larger comes as a file in the end.
@@ -39,6 +42,8 @@ MAX_CHUNK_BYTES = 8 << 20
 MAX_INLINE_BYTES = 32 << 20
 #: What a score takes as JSON.
 _SCORE_BYTES = 20
+#: What a token takes as JSON, less its scores.
+_TOKEN_BYTES = 80
 _ALLOWED = {"scope_tensors": ("auto", "handle"), "scope_stream": ("scores", "rows")}
 
 
@@ -147,9 +152,10 @@ class Answer:
         #: Files that only what is not out yet names.
         self._kept: list[str] = []
         self._abandoned = False
-        #: Of each choice and column: how many values were sent.
-        self._sent: dict[tuple[int, Any], int] = {}
-        #: The same: positions of what was too much for its chunk.
+        #: Of each choice that streams.
+        self._cursors: dict[int, Cursor] = {}
+        self._tokens: dict[int, ScoredTokens] = {}
+        #: Of each choice and column: positions of what was too much for its chunk.
         self._held_back: dict[tuple[int, Any], list[np.ndarray]] = {}
         #: Data waits for the end: an engine that guesses tokens may still take it back.
         self.holds = False
@@ -212,7 +218,23 @@ class Answer:
 
     def take(self, prompt: int, completion: Any) -> None:
         """A completion with its `scope` as of now; it replaces the one before."""
-        self._choices[prompt * self._per_prompt + completion.index] = completion
+        number = self._number(prompt, completion)
+        self._choices[number] = completion
+        if self.streams and not self.holds and completion.finish_reason is None:
+            self._cursor(number).look(completion.scope)
+
+    def late(self, prompt: int, completion: Any, behind: int) -> bool:
+        """Data of a stream is missing, of tokens that come `behind` or more before the last."""
+        last = len(completion.scope.transcript) - 1 - behind
+        return self._cursor(self._number(prompt, completion)).late(last)
+
+    def _number(self, prompt: int, completion: Any) -> int:
+        return int(prompt * self._per_prompt + completion.index)
+
+    def _cursor(self, number: int) -> Cursor:
+        if number not in self._cursors:
+            self._cursors[number] = Cursor(rows=self._options.stream == "rows")
+        return self._cursors[number]
 
     async def fill(self, response: Any) -> None:
         """Put what was asked for on a whole answer and each of its choices."""
@@ -221,7 +243,7 @@ class Answer:
         with self._keeping():
             for choice in response.choices:
                 if self._native:
-                    choice.scope = await self._whole(self._choices[choice.index].scope)
+                    choice.scope = await self._whole(choice.index, self._choices[choice.index])
                 for name, value in (await self._ended(choice.index)).items():
                     setattr(choice, name, value)
             for name, value in (await self._all_ended()).items():
@@ -240,8 +262,7 @@ class Answer:
             if number not in self._choices:
                 continue
             if self._native:
-                result = self._choices[number].scope
-                choice["scope"] = await self._part(number, result, ended)
+                choice["scope"] = await self._part(number, self._choices[number], ended)
             if ended:
                 choice |= await self._ended(number)
                 body |= await self._all_ended()
@@ -300,29 +321,28 @@ class Answer:
         self._loop.call_soon_threadsafe(later, kept.ttl_s + 1, sweep)
         return kept
 
-    async def _part(self, number: int, result: ScopeResult, ended: bool) -> dict[str, Any]:
-        rows_too = self._options.stream == "rows"
-        found = result.columns(rows_too) if ended or not self.holds else ()
-        new = [(column, *self._advance(number, column, ended)) for column in found]
-        scores = [one for one in new if isinstance(one[0].label, str)]
-        rows = [one for one in new if not isinstance(one[0].label, str)]
-        num_scores = sum(last - first for _, first, last in scores)
-        num_bytes = sum(column.part(first, last).nbytes for column, first, last in rows)
+    async def _part(self, number: int, completion: Any, ended: bool) -> dict[str, Any]:
+        result: ScopeResult = completion.scope
+        rows_too, cursor = self._options.stream == "rows", self._cursor(number)
+        new = cursor.rest(result) if ended else cursor.take()
+        scores = [column for column in new if isinstance(column.label, str)]
+        rows = [column for column in new if not isinstance(column.label, str)]
         here: list[Column] = []
         for some, fit in (
-            (scores, num_scores <= encode.MAX_INLINE_SCORES),
-            (rows, num_bytes <= MAX_CHUNK_BYTES),
+            (scores, sum(len(c.positions) for c in scores) <= encode.MAX_INLINE_SCORES),
+            (rows, sum(column.nbytes for column in rows) <= MAX_CHUNK_BYTES),
         ):
-            for column, first, last in some:
-                if first == last:
+            for column in some:
+                if not len(column.positions):
                     continue
                 if fit:
-                    here.append(column.part(first, last))
+                    here.append(column)
                 else:
                     spans = self._held_back.setdefault((number, column.label), [])
-                    spans.append(column.positions[first:last])
+                    spans.append(column.positions)
+        tokens = self._told(number, completion, scores, None if ended else cursor.settled)
         if not ended:
-            return encode.columns(here, True, True)
+            return encode.columns(here, True, True) | tokens
         everything = result.columns()
         filed = [c for c in everything if (number, c.label) in self._held_back]
         late = [self._with_late(number, column, here) for column in filed]
@@ -331,15 +351,24 @@ class Answer:
         body["scores"] |= told["scores"]
         rest = [] if rows_too else [c for c in everything if not isinstance(c.label, str)]
         sent = body["rows"] + told["rows"]
-        return encode.counts(result) | body | await self._rows(result, rest, sent, keep=bool(late))
+        return (
+            encode.counts(result) | body | tokens
+            | await self._rows(result, rest, sent, keep=bool(late))
+        )  # fmt: skip
 
-    def _advance(self, number: int, column: Column, ended: bool) -> tuple[int, int]:
-        """Of which value to which a column was not sent yet, and can be now."""
-        key = (number, column.label)
-        first = self._sent.get(key, 0)
-        last = max(first, len(column.positions) if ended else column.num_settled)
-        self._sent[key] = last
-        return first, last
+    def _told(
+        self, number: int, completion: Any, scores: list[Column], settled: int | None
+    ) -> dict[str, Any]:
+        """`tokens`, where there are probes and room for them."""
+        result: ScopeResult = completion.scope
+        if not result.scores or (self.holds and settled is not None):
+            return {}
+        tokens = self._tokens.setdefault(number, ScoredTokens())
+        tokens.add(result, scores)
+        found = tokens.take(result, completion.scope_texts, settled)
+        if sum(max(1, len(each["scores"])) for each in found) > encode.MAX_INLINE_SCORES:
+            return {}
+        return {"tokens": found}
 
     def _with_late(self, number: int, column: Column, here: list[Column]) -> Column:
         """What was held back of a column, and what is new of it, for the file to have."""
@@ -347,13 +376,17 @@ class Answer:
         spans = self._held_back[number, column.label] + new
         return replace(column, positions=np.concatenate(spans))
 
-    async def _whole(self, result: ScopeResult) -> dict[str, Any]:
+    async def _whole(self, number: int, completion: Any) -> dict[str, Any]:
+        result: ScopeResult = completion.scope
         found = result.columns()
         scores = [column for column in found if isinstance(column.label, str)]
         rows = [column for column in found if not isinstance(column.label, str)]
         num_scores = sum(len(column.positions) for column in scores)
         inline = num_scores <= encode.MAX_INLINE_SCORES and self._fits(num_scores * _SCORE_BYTES)
         body = encode.counts(result) | encode.columns(scores, True, inline)
+        num_generated = len(result.transcript) - result.num_prompt
+        if inline and self._fits(num_generated * (_TOKEN_BYTES + len(scores) * _SCORE_BYTES)):
+            body |= self._told(number, completion, scores, None)
         return body | await self._rows(result, rows, [], keep=not inline)
 
     def _fits(self, size: int) -> bool:

@@ -1,0 +1,62 @@
+"""The tokens of a choice, each with the text that it added and the scores of its own row.
+
+Owns:  ScoredTokens; what `tokens` of a choice's `scope` looks like.
+From:  answer.   To: encode.
+
+A token's row is computed when the token is processed, a step after it was sampled and its text
+went out. So a chunk tells of a token as soon as its scores are there, which is mostly the chunk
+after the one with its text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from vllm_scope.column import Column
+from vllm_scope.result import ScopeResult
+
+
+class ScoredTokens:
+    """One choice's, in their order, each told once."""
+
+    def __init__(self) -> None:
+        self._num_told = 0
+        #: Of tokens that were not told: position -> name -> score.
+        self._scores: dict[int, dict[str, float | None]] = {}
+
+    def add(self, result: ScopeResult, columns: Iterable[Column]) -> None:
+        """Take in new scores; those of the prompt are not of tokens of the choice."""
+        first = result.num_prompt + self._num_told
+        for column in columns:
+            if not isinstance(column.label, str):
+                continue
+            start = int(column.positions.searchsorted(first))
+            positions, values = column.positions[start:], column.values[start:]
+            for position, value in zip(positions.tolist(), values.tolist(), strict=True):
+                score = value if math.isfinite(value) else None
+                self._scores.setdefault(position, {})[column.label] = score
+
+    def take(
+        self, result: ScopeResult, texts: Sequence[str], settled: int | None
+    ) -> list[dict[str, Any]]:
+        """Those that were not told yet.
+
+        Args:
+            texts: of each generated token.
+            settled: scores of positions below it have come; None where no more come.
+        """
+        start = result.num_prompt + self._num_told
+        stop = len(result.transcript) if settled is None else max(settled, start)
+        found = [
+            {
+                "id": id,
+                "text": texts[i] if i < len(texts) else "",
+                "position": start + i - self._num_told,
+                "scores": self._scores.pop(start + i - self._num_told, {}),
+            }
+            for i, id in enumerate(result.transcript[start:stop], self._num_told)
+        ]
+        self._num_told += len(found)
+        return found
