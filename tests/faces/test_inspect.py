@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 from urllib.parse import urlparse
 
 import pytest
@@ -160,3 +165,54 @@ def test_the_deception_eval_tells_liars_from_honest_speakers(model, tmp_path):
     sample = written.samples[0]
     assert sample.output.metadata["scores"]["deception"]["positions"]
     assert sample.scores["probe_scorer"].metadata["probe"] == "deception"
+
+
+#: Each is the end of a script that has evaluated something, and closes no model.
+ENDS = {
+    "it-raises": "raise SystemExit(3)",
+    "requests-are-given-up": """
+async def given_up():
+    asked = asyncio.ensure_future(model.generate(TEXT, config=GenerateConfig(max_tokens=200)))
+    await asyncio.sleep(0.2)
+    asked.cancel()
+
+asyncio.run(given_up())
+""",
+}
+SCRIPT = """
+import asyncio
+from inspect_ai import Task, eval
+from inspect_ai.dataset import Sample
+from inspect_ai.model import GenerateConfig, get_model
+import vllm_scope.faces.inspect
+
+TEXT = "My father told me"
+if __name__ == "__main__":
+    model = get_model(
+        "vllm-scope/toyworld", model_path={path!r}, chat=False, max_model_len=256,
+        enforce_eager=True, gpu_memory_utilization=0.3,
+    )
+    options = dict(log_dir={logs!r}, display="plain", max_tokens=4)
+    for _ in range(2):
+        (log,) = eval(Task(dataset=[Sample(input=TEXT)]), model=model, **options)
+        assert log.status == "success", log.error
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_end_of_an_evaluation_says_nothing_of_a_dead_engine(end, model, tmp_path):
+    model.api.close()  # one engine at a time
+    script = tmp_path / "script.py"
+    text = textwrap.indent(ENDS[end], "    ")
+    script.write_text(SCRIPT.format(path=str(TOYWORLD), logs=str(tmp_path / "logs"), end=text))
+    done = subprocess.run(
+        [sys.executable, script], cwd=Path(__file__).parents[2], timeout=300,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "VLLM_LOGGING_LEVEL": "INFO"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    assert done.returncode == (3 if end == "it-raises" else 0), said
+    for words in ("EngineDeadError", "Traceback", "exited unexpectedly", "ERROR"):
+        assert words not in said, said
+    assert "trigger received" in said or "send sigterm" in said, "the engine was not stopped"

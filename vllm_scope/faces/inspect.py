@@ -26,6 +26,7 @@ fired where the target says it should. The name `vllm-lens/...` is an alias.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import hashlib
 import os
 import threading
@@ -97,6 +98,10 @@ class _Engine:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.llm = self._submit(self._start(options)).result()
+        # Inspect keeps models for the next eval and closes none of them. At the process's end vLLM
+        # stops EngineCore itself, and what still waits here would log that it died. Functions
+        # that are registered last are called first.
+        atexit.register(self.close)
 
     async def _start(self, options: Mapping[str, Any]) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -121,6 +126,7 @@ class _Engine:
         self.llm = None
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self._submit(self._stop()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
