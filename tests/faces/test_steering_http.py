@@ -415,7 +415,10 @@ BAD = {
         r"\['post_block'\]\[1\] has 1 numbers; this model's rows have 128",
     ),
     "not-json": ({"steering_vectors": "{"}, "is not JSON"),
-    "unknown-module": ({"steering_module_ref": ("nobody", 1.0)}, "does not hold"),
+    "unknown-module": (
+        {"steering_module_ref": ("nobody", 1.0)},
+        "^steering_module_ref names the steering module 'nobody', which this engine does not hold",
+    ),
     "no-scale": ({"steering_module_ref": ("formal",)}, r"it is \(name, scale\)"),
 }  # fmt: skip
 

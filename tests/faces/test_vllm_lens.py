@@ -150,7 +150,7 @@ BAD = {
     ),
     "a-position-after-the-end": (
         {"apply_steering_vectors": [SteeringVector(V[None], [0], position_indices=[999])]},
-        "last position that can be processed",
+        r"^apply_steering_vectors\[0\].position_indices has 999; with this prompt and max_tokens",
     ),
 }
 
