@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import vllm.envs
 
 ROOT = Path(__file__).parents[2]
+#: vLLM had two executors for Ray; the older one went with 0.33.
+OF_TWO = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
 
 
 @pytest.mark.parametrize(
@@ -22,8 +25,11 @@ ROOT = Path(__file__).parents[2]
 )
 def test_rows_of_ray_actors_arrive(executor_v2, num_stages, road, expected, tmp_path):
     pytest.importorskip("ray")
+    if executor_v2 == "0" and OF_TWO not in vllm.envs.environment_variables:
+        pytest.skip("this vLLM has the executor with message queues alone")
     env = os.environ | {
-        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": executor_v2,
+        # One that vLLM does not know does nothing.
+        OF_TWO: executor_v2,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
