@@ -238,6 +238,14 @@ TOKENS = [
 ]
 
 
+def test_an_answers_tokens_have_their_scores():
+    server = Server(completions={"choices": [choice(COUNTS | {"tokens": TOKENS})]})
+    (found,) = server.client().complete("x", Probe(np.ones(4), layer=5, name="p")).choices
+    assert [(t.text, t.scores.get("p")) for t in found.tokens] == [(" a", 2.0), ("b", None)]
+    (plain,) = Server(completions={"choices": [choice(None)]}).client().complete("x").choices
+    assert plain.tokens == ()
+
+
 @pytest.mark.parametrize("run", both(lambda client: client.stream("x")), ids=["sync", "async"])
 class TestStreams:
     def test_chunks_have_their_tokens_with_the_scores_of_each(self, run):

@@ -129,13 +129,36 @@ class ScopeData:
 
 
 @dataclass(frozen=True)
+class ScoredToken:
+    """One token and the scores of its own row.
+
+    Attributes:
+        position: absolute, in prompt and answer; that of the scores too.
+        scores: by the probe's name; NaN where it is not finite. Empty for the token that was
+            sampled last: its row is never computed.
+    """
+
+    id: int
+    text: str
+    position: int
+    scores: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Choice:
-    """One completion. `scope` is None where nothing was asked for."""
+    """One completion.
+
+    Attributes:
+        scope: None where nothing was asked for.
+        tokens: with probes, the generated tokens, each with its text and scores; empty where
+            the server does not tell.
+    """
 
     index: int
     text: str
     finish_reason: str | None
     scope: ScopeData | None
+    tokens: tuple[ScoredToken, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -158,22 +181,6 @@ class Completion:
         if len(self.choices) != 1:
             raise ScopeError(f"there are {len(self.choices)} choices; use answer.choices[i].")
         return self.choices[0]
-
-
-@dataclass(frozen=True)
-class ScoredToken:
-    """One token and the scores of its own row.
-
-    Attributes:
-        position: absolute, in prompt and answer; that of the scores too.
-        scores: by the probe's name; NaN where there is no finite score of this row, as of the
-            token that was sampled last, which has none.
-    """
-
-    id: int
-    text: str
-    position: int
-    scores: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -229,7 +236,7 @@ def parse_scope(body: Mapping[str, Any], file: bytes | None) -> ScopeData:
 
 
 def parse_tokens(body: Mapping[str, Any]) -> tuple[ScoredToken, ...]:
-    """The tokens of a chunk's `scope`.
+    """The tokens of a choice's `scope`.
 
     Raises:
         ScopeError: they are not what a server of this version sends.

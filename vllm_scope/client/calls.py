@@ -267,7 +267,9 @@ class Calls:
         choices = []
         for choice in raw["choices"]:
             found = yield from self._scope_of(choice)
-            choices.append(Choice(choice["index"], _text(choice), choice["finish_reason"], found))
+            tokens = parse_tokens(choice.get("scope") or {})
+            end = choice["finish_reason"]
+            choices.append(Choice(choice["index"], _text(choice), end, found, tokens))
         return Completion(tuple(choices), raw)
 
     def _scope_of(self, choice: dict[str, Any]) -> Flow:
