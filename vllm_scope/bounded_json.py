@@ -28,22 +28,23 @@ def num_items(text: str) -> int:
     return text.count(",")
 
 
-def decode(text: str, where: str) -> Any:
+def decode(text: str, where: str, most_items: int = MOST_ITEMS) -> Any:
     """What a JSON text says.
 
     Args:
         where: the text's name for its sender.
+        most_items: in its lists, in all.
 
     Raises:
-        SpecError: it is no JSON, or says more than MOST_NODES and MOST_ITEMS.
+        SpecError: it is no JSON, or says more than MOST_NODES and `most_items`.
     """
     num_nodes = text.count("[") + text.count("{") + text.count(":")
     if num_nodes > MOST_NODES:
         raise SpecError(
             f"{where} has {num_nodes:,} lists, objects and fields; at most {MOST_NODES:,}."
         )
-    if num_items(text) > MOST_ITEMS + MOST_NODES:
-        raise SpecError(f"{where} has {num_items(text):,} items; at most {MOST_ITEMS:,}. {PACKED}")
+    if num_items(text) > most_items + MOST_NODES:
+        raise SpecError(f"{where} has {num_items(text):,} items; at most {most_items:,}. {PACKED}")
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:

@@ -15,9 +15,10 @@ from tests.unit.test_http_routes import ADMIN, Remembering, app_with
 from vllm_scope import Ablate, Add, Clamp, scope
 from vllm_scope.actions import MAX_FLOAT32
 from vllm_scope.faces.steering_http.http import HTTP
+from vllm_scope.held import RUN
 from vllm_scope.server import changes, faces
 from vllm_scope.server.changes import Changes
-from vllm_scope.server.settings import MAX_OPERATOR_BYTES, RUN
+from vllm_scope.server.settings import MAX_OPERATOR_BYTES
 from vllm_scope.vectors import from_bytes
 
 V, W, D = [1.0, 2.0, 0.0, -1.0], [0.0, 3.0, 0.0, 4.0], [0.0, 1.0, 0.0, 0.0]
