@@ -39,6 +39,7 @@ def several(adapter, tmp_path_factory):
         "--data-parallel-size", "2", "--enable-lora",
         "--max-lora-rank", "8", "--lora-modules", f"adapted={adapter}",
         "--additional-config", json.dumps(config), VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_SERVER_DEV_MODE="1",
     ) as found:  # fmt: skip
         yield found
 
@@ -201,6 +202,29 @@ def test_changes_that_come_at_once_mean_the_same_in_every_replica(several, clien
     finally:
         client.clear_edits()
         client.delete_module("at-once")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"method": "scope_set_edits", "args": [None]},
+        {"method": "execute_method", "args": ["scope_set_edits", None]},
+        {"method": "scope_register", "args": ["a", "b"]},
+    ],
+)
+def test_the_route_to_all_methods_needs_the_operators_key_for_ours(body, several, client):
+    """With VLLM_SERVER_DEV_MODE; vLLM asks for no key there at all."""
+    client.set_edits(Add(RAMP, layer=2, scale=1e-6))
+    try:
+        with several.http(None) as http:
+            for headers in ({}, {"X-Scope-Admin-Key": "wrong"}):
+                response = http.post("/collective_rpc", json=body, headers=headers)
+                assert response.status_code == 403, response.text
+            other = http.post("/collective_rpc", json={"method": "check_health"})
+            assert other.status_code == 200, other.text
+        assert len(client.edits()) == 1
+    finally:
+        client.clear_edits()
 
 
 def test_both_replicas_were_asked(several, client, ref):

@@ -1,11 +1,12 @@
 """What every request passes first: bodies are bounded, and it is known who asks, by which path.
 
 Owns:  Door, an ASGI middleware. Inside of vLLM's authentication.
-To:    exchange, answer.
+To:    exchange, answer; rpc (what vLLM's own route to all methods may call).
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from starlette._utils import get_route_path
 from starlette.datastructures import Headers
 
 from vllm_scope.budget import asking
+from vllm_scope.server import rpc
 from vllm_scope.server.answer import current
 from vllm_scope.server.exchange import Exchange
 from vllm_scope.server.settings import ADMIN_KEY, Settings
@@ -58,12 +60,21 @@ class Door:
             asking.reset(tokens[1])
 
     async def _enter(self, path: str, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if path.rstrip("/") == rpc.PATH and not asking.get().operator:
+            try:
+                body, receive = await rpc.whole_body(_bounded(receive, rpc.MAX_BYTES))
+            except HTTPException as error:
+                await _refuse(error.status_code, str(error.detail), scope, receive, send)
+                return
+            if await asyncio.to_thread(rpc.names_ours, body):
+                await _refuse(403, rpc.REFUSAL, scope, receive, send)
+                return
         most = next((most for start, most in self._limits if path.startswith(start)), None)
         if most is None:
             await self._app(scope, receive, send)
         elif _announced(scope) > most:
-            body = {"error": _error(f"the body has {_announced(scope):,} bytes", most)}
-            await JSONResponse(body, 413, {"Connection": "close"})(scope, receive, send)
+            await _refuse(413, _too_long(f"the body has {_announced(scope):,} bytes", most),
+                          scope, receive, send)  # fmt: skip
         else:
             await self._app(scope, _bounded(receive, most), send)
 
@@ -83,15 +94,22 @@ def _bounded(receive: Any, most: int) -> Any:
         message = await receive()
         size += len(message.get("body", b""))
         if size > most:
-            raise HTTPException(413, _error("the body goes on after the limit", most)["message"])
+            raise HTTPException(413, _too_long("the body goes on after the limit", most))
         return message
 
     return bounded
 
 
-def _error(what: str, most: int) -> dict[str, Any]:
-    message = (
+def _too_long(what: str, most: int) -> str:
+    return (
         f"{what}; this server takes at most {most:,}. Upload large vectors once as a steering "
         "module and name it."
     )
-    return {"message": message, "type": "PayloadTooLarge", "param": None, "code": 413}
+
+
+async def _refuse(
+    status: int, message: str, scope: dict[str, Any], receive: Any, send: Any
+) -> None:
+    kind = {403: "Forbidden", 413: "PayloadTooLarge"}[status]
+    body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    await JSONResponse(body, status, {"Connection": "close"})(scope, receive, send)
