@@ -1,12 +1,13 @@
 """Half an hour of mixed load over HTTP: memory stays flat, no result is lost, and plain
-requests are as quick as on a server without the plugin.
+requests are as quick as on a server without the plugin, though some mean it harm.
 
 Two servers are alive, one with the plugin and one without, and take turns of half a
 minute, so that a machine whose speed drifts slows both. In a turn requests come at random
 times (a Poisson process, whatever is still unanswered), the same times and prompts on
-both: half of them plain, the others read, score, edit by a module's name, stream, fetch
-files or leave in the middle. On the server without the plugin they do the same without
-their scopes. Latencies are of the plain half alone.
+both: 65 % of them plain; 30 % read, score, edit by a module's name, stream, fetch files or
+leave in the middle; 5 % are hostile (benchmarks/hostile.py), and are refused. On the server
+without the plugin they do the same without their scopes, and the hostile ones send the same
+bytes. Latencies are of plain requests alone.
 
     make soak                                      # 30 minutes
     python -m benchmarks.soak --minutes 2 --turn 15
@@ -25,6 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +34,20 @@ import aiohttp
 import numpy as np
 from safetensors.numpy import save
 
+from benchmarks.hostile import Hostile, hostile
 from benchmarks.server import ADMIN_KEY, API_KEY, ROOT, Server, serving
 from benchmarks.shapes import SHAPES, make_shape, make_tokenizer
 from vllm_scope import Add, Probe, Read, scope
 
 #: What comes, and how often.
 KINDS = {
-    "plain": 10, "read": 2, "file": 1, "probe": 1, "edit": 1,
-    "stream": 2, "stream of rows": 1, "leaves": 1, "leaves a stream": 1,
+    "plain": 26, "read": 2, "file": 1, "probe": 2, "edit": 1, "stream": 2,
+    "stream of rows": 2, "leaves": 1, "leaves a stream": 1, "hostile": 2,
 }  # fmt: skip
 #: Memory may grow by so much from the second quarter to the last.
 MOST_GROWTH = 0.02
 SAMPLE_S = 2.0
+MODEL_LENGTH = 512
 
 
 @dataclass
@@ -64,6 +68,11 @@ class Side:
     lost: list[str] = field(default_factory=list)
 
 
+@cache
+def hostile_bodies(hidden_size: int) -> list[Hostile]:
+    return [make() for make in hostile("model", hidden_size, MODEL_LENGTH).values()]
+
+
 class Requests:
     """What clients of one server send, each kind a method's worth of checks."""
 
@@ -80,6 +89,7 @@ class Requests:
             "stream of rows": [read, probe], "leaves": [read, probe],
             "leaves a stream": [read, probe],
         }  # fmt: skip
+        self._hostile = hostile_bodies(config["hidden_size"])
 
     async def one(self, kind: str, prompt: list[int], generate: int) -> None:
         try:
@@ -87,6 +97,9 @@ class Requests:
                 started = time.perf_counter()
                 await self._answer(self._body(kind, prompt, generate))
                 self._side.latencies[-1].append(time.perf_counter() - started)
+            elif kind == "hostile":
+                # One after the other, in turns too.
+                await self._harm(self._hostile[self._side.seen[kind] % len(self._hostile)])
             elif "leaves" in kind:
                 await self._leave(self._body(kind, prompt, 300), kind)
             elif "stream" in kind:
@@ -150,6 +163,17 @@ class Requests:
             assert end is not None
             assert end["status"] == "complete", end
             assert positions == list(range(len(body["prompt"]) + body["max_tokens"] - 1))
+
+    async def _harm(self, one: Hostile) -> None:
+        if not (self._side.plugin or one.alike):
+            return
+        asked = self._session.request(
+            one.method, one.path, data=one.content, headers=one.all_headers
+        )
+        async with asked as response:
+            text = await response.read()
+            # What the plugin refuses may be an answer without it.
+            assert not self._side.plugin or response.status in one.statuses, text[:300]
 
     async def _leave(self, body: dict[str, Any], kind: str) -> None:
         async def some() -> None:
@@ -328,7 +352,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model, options = Path(args.model), ["--max-model-len", "512"]
+        model, options = Path(args.model), ["--max-model-len", str(MODEL_LENGTH)]
         if args.shape:
             model = make_shape(args.shape, Path(folder))
             make_tokenizer(model)

@@ -1,0 +1,112 @@
+"""Requests that cost a server dearly that does not look at what it is sent.
+
+Owns:  Hostile, and `hostile`, which makes them for a model.
+To:    soak, tests/server/test_neighbours.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from benchmarks.server import ADMIN_KEY
+
+REFUSED = frozenset({400})
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """One request, and what may come of it.
+
+    Attributes:
+        statuses: those that are an answer to it.
+        alike: a server without the plugin can be sent the same.
+    """
+
+    content: bytes
+    statuses: frozenset[int] = REFUSED
+    alike: bool = True
+    method: str = "POST"
+    path: str = "/v1/completions"
+    headers: Mapping[str, str] | None = None
+
+    @property
+    def all_headers(self) -> dict[str, str]:
+        return {"Content-Type": "application/json", **(self.headers or {})}
+
+
+def hostile(model: str, hidden_size: int, max_tokens: int) -> dict[str, Callable[[], Hostile]]:
+    """Name -> what makes the request, which may take megabytes.
+
+    Args:
+        model: the name that it is served by.
+        max_tokens: that a prompt may have.
+    """
+
+    def body(more: dict[str, Any]) -> bytes:
+        return json.dumps({"model": model, "prompt": "x", "max_tokens": 2} | more).encode()
+
+    def scoped(text: str, **more: Any) -> bytes:
+        return body({"vllm_xargs": {"scope": text}} | more)
+
+    def add(vector: str) -> str:
+        common = '"kind":"add","site":"resid_post","layers":[1]'
+        return f'{{"edits":[{{{common},"vector":[{vector}]}}]}}'
+
+    def bit_masks(num_prompt: int) -> Hostile:
+        """Edits each of which is at the positions with a certain bit: no two tokens have the
+        same edits."""
+        edits = [
+            {"kind": "add", "site": "resid_post", "layers": [1],
+             "vector": [1e-3 * (bit + 1)] * hidden_size,
+             "tokens": [p for p in range(num_prompt) if p >> bit & 1 or p == num_prompt - 1]}
+            for bit in range(num_prompt.bit_length())
+        ]  # fmt: skip
+        return Hostile(scoped(json.dumps({"edits": edits}), prompt=[5] * num_prompt))
+
+    def overflow() -> Hostile:
+        """A request like any other, until its numbers overflow."""
+        edit = {"kind": "add", "site": "resid_post", "layers": [1], "scale": 3e38,
+                "vector": [3e38] * hidden_size}  # fmt: skip
+        return Hostile(scoped(json.dumps({"edits": [edit]}), max_tokens=30), alike=False)
+
+    def server_edits(count: int, statuses: frozenset[int], **headers: str) -> Hostile:
+        content = json.dumps({"edits": [[1] * count]}).encode()
+        return Hostile(content, statuses, False, "PUT", "/v1/scope/edits", headers)
+
+    def surrogate() -> Hostile:
+        weight = ",".join(["1"] * hidden_size)
+        probe = f'{{"name":"\\ud800","site":"resid_post","layer":1,"weight":[{weight}]}}'
+        return Hostile(scoped(f'{{"probes":[{probe}]}}'))
+
+    keys = {str(i): [1.0] for i in range(600_000)}
+    rows = [{"activations": [[1]] * 1_500_000, "layer_indices": [1]}]
+    with_key = {"X-Scope-Admin-Key": ADMIN_KEY}
+    found: dict[str, Callable[[], Hostile]] = {
+        "an edit that overflows": overflow,
+        "600,000 layers of a face": lambda: Hostile(
+            body({"steering_vectors": {"post_block": keys}})
+        ),
+        "1.5 million rows of a face": lambda: Hostile(
+            body({"vllm_xargs": {"apply_steering_vectors": json.dumps(rows)}})
+        ),
+        "a vector of lists": lambda: Hostile(scoped(add(",".join(["[1]"] * 1_800_000)))),
+        "a vector of 3.5 million": lambda: Hostile(scoped(add(",".join("1" * 3_500_000)))),
+        "nested as deep as it is long": lambda: Hostile(
+            scoped('{"edits":' * 400_000 + "1" + "}" * 400_000)
+        ),
+        "edits of the server without its key": lambda: server_edits(
+            10_000_000, frozenset({401, 403})
+        ),
+        "30 million edits of the server": lambda: server_edits(
+            30_000_000, frozenset({400, 413}), **with_key
+        ),
+        "a lone surrogate": surrogate,
+    }
+    for count in (4000, 16_000):
+        if count < max_tokens:
+            found[f"{count:,} tokens of their own edits"] = partial(bit_masks, count)
+    return found
