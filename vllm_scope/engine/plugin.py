@@ -14,7 +14,8 @@ import os
 from typing import Any
 
 from vllm_scope.config import KEY, ScopeConfig
-from vllm_scope.engine.seams import check_version, wrap_method
+from vllm_scope.engine.seams import check_version, wrap_function, wrap_method
+from vllm_scope.sinks.options import without_secrets
 
 logger = logging.getLogger("vllm.vllm_scope")
 
@@ -51,6 +52,7 @@ def register() -> None:
 
     environment.wrap()
     wrap_engine_args()
+    wrap_log()
     frontend.wrap()
     outputs.wrap()
     core.wrap()
@@ -74,3 +76,18 @@ def wrap_engine_args() -> None:
         return original(self, *args, **kwargs)
 
     wrap_method(EngineArgs, "create_engine_config", [], create_engine_config)
+
+
+def wrap_log() -> None:
+    """Keep what sinks are given, tokens among it, out of the log of the engine's arguments."""
+    from vllm.entrypoints.serve.utils import api_utils
+
+    def redact(original: Any, args: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = original(args)
+        additional = found.get("additional_config")
+        if not isinstance(additional, dict) or KEY not in additional:
+            return found
+        shown = {**additional, KEY: without_secrets(additional[KEY])}
+        return {**found, "additional_config": shown}
+
+    wrap_function([api_utils], "redact_sensitive_args", ["args"], redact)

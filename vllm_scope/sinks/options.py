@@ -26,6 +26,8 @@ from vllm_scope.spec import Spec
 
 FILESYSTEM = "filesystem"
 GROUP = "vllm_scope.sinks"
+#: What a log has in place of a value.
+HIDDEN = "***"
 
 
 class SinkOptions(BaseModel):
@@ -109,8 +111,10 @@ class SinkConfig:
             try:
                 sink: Sink = made(**self.own)
             except (TypeError, ValueError) as error:
+                # Their names alone: values may be secrets, and this is logged.
                 raise ConfigError(
-                    f"the options of sink {self.name!r} are {shown(dict(self.own))}: {error}."
+                    f"the options of sink {self.name!r}, {', '.join(sorted(map(str, self.own)))}, "
+                    f"are not taken: {error}."
                 ) from None
             return sink
 
@@ -130,6 +134,37 @@ def parse_sinks(body: object, where: str, reads: bool) -> dict[str, SinkConfig]:
     if not isinstance(body, Mapping):
         raise ConfigError(f"{where} is {shown(body)}; it is an object, one field per sink.")
     return {name: _parse_one(name, one, f"{where}.{name}", reads) for name, one in body.items()}
+
+
+def without_secrets(body: Any) -> Any:
+    """The engine's options (`additional_config["scope"]`) for a log: of sinks' own options the
+    names alone, as any value may be a token, or a URL that has one."""
+    if not isinstance(body, Mapping):
+        return body
+    shown = dict(body)
+    for kind in ("sinks", "global_sinks"):
+        if kind in body:
+            sinks = body[kind]
+            known = isinstance(sinks, Mapping)
+            shown[kind] = {n: _hidden(n, one) for n, one in sinks.items()} if known else HIDDEN
+    return shown
+
+
+def _hidden(name: str, body: object) -> Any:
+    if not isinstance(body, Mapping):
+        return HIDDEN
+    known = {*SinkOptions.model_fields, "reads"}
+    if name == FILESYSTEM:
+        from vllm_scope.files import FileOptions
+
+        known |= set(FileOptions.model_fields)
+    return {
+        key: value if key in known and not _is_url(value) else HIDDEN for key, value in body.items()
+    }
+
+
+def _is_url(value: object) -> bool:
+    return isinstance(value, str) and "://" in value
 
 
 def _parse_one(name: object, body: object, where: str, reads: bool) -> SinkConfig:
