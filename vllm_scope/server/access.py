@@ -119,10 +119,14 @@ async def asked(call: Awaitable[Any]) -> Any:
 
 
 @asynccontextmanager
-async def in_turn(request: Request) -> AsyncIterator[None]:
-    """One change of names or of server-wide edits at a time, in all of the server's processes."""
+async def in_turn(request: Request, clearing: bool = False) -> AsyncIterator[None]:
+    """One change of names or of server-wide edits at a time, in all of the server's processes.
+
+    Args:
+        clearing: it ends edits, which must be possible where the disk is full.
+    """
     try:
-        async with state_of(request).changes.one():
+        async with state_of(request).changes.one(clearing):
             yield
     except NoTurnError as error:
         raise RefusalError(503, str(error)) from None

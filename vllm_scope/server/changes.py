@@ -14,7 +14,7 @@ import fcntl
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ _POLL_S, MOST_WAIT_S = 0.02, 60.0
 
 
 class NoTurnError(Exception):
-    """Another change has not ended in time."""
+    """Another change has not ended in time, or there is nothing to take turns by."""
 
 
 class Changes:
@@ -37,17 +37,24 @@ class Changes:
     def __init__(self, folder: Callable[[], Path]) -> None:
         self._folder = folder
         self._here = asyncio.Lock()
+        with suppress(OSError):  # now: the disk may be full later
+            os.close(self._opened())
 
     @asynccontextmanager
-    async def one(self) -> AsyncIterator[None]:
+    async def one(self, clearing: bool = False) -> AsyncIterator[None]:
         """Waits for its turn.
 
+        Args:
+            clearing: the change ends edits. Where the disk is full or gone it takes turns in
+                this process alone: what harms can always be ended.
+
         Raises:
-            NoTurnError: it has not come within MOST_WAIT_S.
+            NoTurnError: it has not come within MOST_WAIT_S, or there is no room for what the
+                processes take turns by.
         """
         try:
             async with asyncio.timeout(MOST_WAIT_S):
-                file = await self._take()
+                file = await self._take(clearing)
         except TimeoutError:
             raise NoTurnError(
                 f"another change of this server has not ended within {MOST_WAIT_S:.0f} s; see "
@@ -60,11 +67,11 @@ class Changes:
                 os.close(file)
             self._here.release()
 
-    async def _take(self) -> int | None:
+    async def _take(self, clearing: bool) -> int | None:
         await self._here.acquire()
         file = None
         try:
-            file = self._opened()
+            file = self._file(clearing)
             while file is not None and not _locked(file):
                 await asyncio.sleep(_POLL_S)
         except BaseException:
@@ -74,15 +81,25 @@ class Changes:
             raise
         return file
 
-    def _opened(self) -> int | None:
-        """The file that is locked; None where the disk is full or gone: edits can still be
-        cleared, and take turns in this process alone."""
+    def _file(self, clearing: bool) -> int | None:
+        """What is locked; None where there is nothing, and it need not be."""
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-            return os.open(self._folder() / "changes", flags, 0o600)
+            return self._opened()
         except OSError as error:
-            logger.warning("vllm-scope: changes take no turns among API servers: %s", error)
-            return None
+            why = error.strerror or type(error).__name__
+        if not clearing:
+            raise NoTurnError(
+                f"the server's folder of results cannot be used ({why}), by which its processes "
+                "take turns; make room there (VLLM_SCOPE_RESULTS_DIR), and send this again. Edits "
+                "can be cleared all the same."
+            )
+        logger.warning("vllm-scope: edits are cleared out of turn: %s", why)
+        return None
+
+    def _opened(self) -> int:
+        """The file that is locked. Raises OSError."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        return os.open(self._folder() / "changes", flags, 0o600)
 
 
 def _locked(file: int) -> bool:

@@ -263,6 +263,6 @@ async def put_edits(request: Request, edits: Edits) -> EditsInfo:
 async def delete_edits(request: Request) -> Response:
     """Requests that run keep the edits that they entered with."""
     engine = engine_of(request)
-    async with in_turn(request):
+    async with in_turn(request, clearing=True):
         await asked(engine.set_edits(None))
     return Response(status_code=204)
