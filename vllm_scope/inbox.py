@@ -50,6 +50,8 @@ class Inbox:
         # Weak: a request that nobody holds any more (aborted, client gone) takes
         # its rows with it, and what still arrives for it is ignored.
         self._pending: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
+        #: Those of them whose askers are not told what only the operator knows.
+        self._outsiders: weakref.WeakSet[Pending] = weakref.WeakSet()
         # Unique over all front-ends of an engine: their keys meet in its workers.
         self._keys = itertools.count(secrets.randbits(30) << 32)
         #: Tokens that came so far, of all messages: tells which row is the last.
@@ -104,6 +106,8 @@ class Inbox:
             asker.expect(promised)  # where it refuses, what was taken goes with the share
         pending = Pending(next(self._keys), asked, sites, prompt_ids, max_tokens, num_stages, share)
         self._pending[pending.key] = pending
+        if not asker.operator:
+            self._outsiders.add(pending)
         return pending
 
     def forget(self, pending: Pending) -> None:
@@ -156,7 +160,10 @@ class Inbox:
     def _on_finish(self, header: FinishHeader) -> None:
         pending = self._pending.get(header.key)
         if pending is not None:
-            pending.finish(header.stage, header.error, header.manifests)
+            manifests = header.manifests
+            if pending in self._outsiders:
+                manifests = {sink: found.public(sink) for sink, found in manifests.items()}
+            pending.finish(header.stage, header.error, manifests)
 
 
 def _copy(jobs: list[_Job]) -> None:

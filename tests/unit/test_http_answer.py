@@ -27,6 +27,7 @@ from vllm_scope.server import encode
 from vllm_scope.server.answer import Answer, Options
 from vllm_scope.server.exchange import Exchange
 from vllm_scope.server.store import Store
+from vllm_scope.sinks import Manifest
 
 SIZE = SITES.hidden_size
 NUM_PROMPT, NUM_TOKENS = 3, 9
@@ -488,3 +489,39 @@ async def test_words_of_faces_alone_ask_for_no_room(store, exchange):
     Answer(None, store, 1 << 20, "owner", 1, False)
     exchange.expect(1 << 30)
     assert exchange.timed
+
+
+@on_a_loop
+async def test_what_became_of_reads_to_sinks_is_in_a_choice(store):
+    """Rows that go elsewhere are not among those that the answer counts."""
+    kept = Manifest("partial", "1 of 9 rows did not come", 9, 8, 1, ["a.json"], {"embed.0": {}})
+    told = Manifest("ok", None, 2, 2, 0, ["b"], {}, [{"paths": ["/srv/b"]}])
+    found, made, done = answer(store), response(0), completion()
+    done.scope.manifests = {"files": kept, "mine": told}
+    found.take(0, done)
+    await found.fill(made)
+    assert made.choices[0].scope["sinks"] == {
+        "files": {
+            "status": "partial", "reason": "1 of 9 rows did not come", "expected": 9,
+            "delivered": 8, "dropped": 1, "names": ["a.json"],
+        },
+        "mine": {
+            "status": "ok", "reason": None, "expected": 2, "delivered": 2, "dropped": 0,
+            "names": ["b"], "details": [{"paths": ["/srv/b"]}],
+        },
+    }  # fmt: skip
+    streamed = answer(store, streams=True)
+    streamed.add_prompt()
+    streamed.open_one(lambda: None, True)
+    streamed.take(0, done)
+    chunk = await streamed.chunk(text_of(end="length"))
+    (choice,) = json.loads(chunk.removeprefix("data: "))["choices"]
+    assert choice["scope"]["sinks"] == made.choices[0].scope["sinks"]
+
+
+@on_a_loop
+async def test_without_sinks_a_choice_has_none(store):
+    found, made = answer(store), response(0)
+    take(found)
+    await found.fill(made)
+    assert "sinks" not in made.choices[0].scope

@@ -9,11 +9,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_scope import Probe, Read
+from vllm_scope.budget import Asker, asking
 from vllm_scope.compile import canonical_point, edited_places
 from vllm_scope.inbox import PARALLEL_BYTES, Inbox
 from vllm_scope.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.pending import _Table
-from vllm_scope.road import RowsMessage
+from vllm_scope.road import FinishHeader, RowsMessage
+from vllm_scope.sinks import Manifest
 from vllm_scope.sites import ATTENTION_SITES, Heads, Sites, boundary_of
 from vllm_scope.spec import Spec
 from vllm_scope.split import by_key, by_layout
@@ -191,3 +193,46 @@ def test_a_snapshot_while_rows_come_has_a_row_for_each_position():
     (part,) = table.freeze().parts().values()
     assert table.between is None
     assert len(part.positions) == len(part.rows) == len(part.arrivals) == 64
+
+
+FAILED = Manifest(
+    "error", "sink 'files' failed: FileError: /srv/secret/x cannot be written", 4, 0, 4
+)
+KEPT = Manifest(
+    "partial", "1 of 4 rows did not come", 4, 3, 1, ["x.safetensors"], {"embed.0": {}},
+    [{"root": "/srv/secret", "paths": ["/srv/secret/x.safetensors"]}],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("asker", "whole"),
+    [
+        pytest.param(None, True, id="offline"),
+        pytest.param(Asker("key", operator=False), False, id="a-key"),
+        pytest.param(Asker("key", operator=True), True, id="the-operator"),
+    ],
+)
+def test_paths_and_texts_of_errors_are_told_to_the_operator_alone(asker, whole):
+    inbox = Inbox(num_copiers=0)
+    token = None if asker is None else asking.set(asker)
+    try:
+        pending = inbox.open(Spec((Read("q", to="files"),)).resolve(SITES), SITES, [1], 1, 1)
+    finally:
+        if token is not None:
+            asking.reset(token)
+    try:
+        manifests = {"files": FAILED, "more": KEPT}
+        inbox._on_finish(FinishHeader(pending.key, 0, None, manifests))
+        result = pending.snapshot([2], "length")
+        assert result.status == "failed"
+        if whole:
+            assert result.manifests == manifests
+            assert result.error == FAILED.reason
+            return
+        assert "secret" not in repr((result.manifests, result.error))
+        assert result.error == "sink 'files' failed; the server's log says why"
+        assert result.manifests["files"].dropped == 4
+        assert result.manifests["more"].reason == KEPT.reason
+        assert result.manifests["more"].files == ["x.safetensors"]
+    finally:
+        inbox.close()

@@ -21,6 +21,7 @@ from torch import Tensor
 from vllm_scope.codecs.packed import EncodedRows
 from vllm_scope.column import Column
 from vllm_scope.result import ScopeResult
+from vllm_scope.sinks import Manifest
 
 #: Scores of a choice are part of the answer up to this many.
 MAX_INLINE_SCORES = 16_384
@@ -42,14 +43,27 @@ def spans(positions: np.ndarray) -> list[list[int]]:
 
 
 def counts(result: ScopeResult) -> dict[str, Any]:
-    """What became of the request."""
-    return {
+    """What became of the request; and of what it sent to sinks, which is not among its counts."""
+    body: dict[str, Any] = {
         "status": result.status,
         "error": result.error,
         "expected": result.expected,
         "delivered": result.delivered,
         "dropped": result.dropped,
     }
+    if result.manifests:
+        body["sinks"] = {sink: _manifest(found) for sink, found in result.manifests.items()}
+    return body
+
+
+def _manifest(found: Manifest) -> dict[str, Any]:
+    """`details` are there for the operator alone, who has all of the manifest."""
+    body: dict[str, Any] = {
+        name: getattr(found, name)
+        for name in ("status", "reason", "expected", "delivered", "dropped")
+    }
+    body["names"] = found.files
+    return body | ({"details": found.details} if found.details else {})
 
 
 def columns(found: Iterable[Column], inline_rows: bool, inline_scores: bool) -> dict[str, Any]:

@@ -200,6 +200,14 @@ class Manifest(msgspec.Struct, frozen=True):
     streams: dict[str, dict[str, Any]] = {}
     details: list[dict[str, Any]] = []
 
+    def public(self, sink: str) -> Manifest:
+        """What those are told who are not the operator: no path, and nothing that an exception
+        said, which may name one."""
+        reason = self.reason
+        if self.status == "error":
+            reason = f"sink {sink!r} failed; the server's log says why"
+        return msgspec.structs.replace(self, reason=reason, details=[])
+
     def joined(self, other: Manifest) -> Manifest:
         """This stage's and another's as one."""
         worse = max(self, other, key=lambda m: ("ok", "partial", "error").index(m.status))
