@@ -79,7 +79,7 @@ def hostile(model: str, hidden_size: int, max_tokens: int) -> dict[str, Callable
 
     def surrogate() -> Hostile:
         weight = ",".join(["1"] * hidden_size)
-        probe = f'{{"name":"\\ud800","site":"resid_post","layer":1,"weight":[{weight}]}}'
+        probe = f'{{"name":"\\ud800","layers":[1],"weight":[{weight}]}}'
         return Hostile(scoped(f'{{"probes":[{probe}]}}'))
 
     keys = {str(i): [1.0] for i in range(600_000)}

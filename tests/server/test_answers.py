@@ -219,9 +219,8 @@ def test_a_stream_put_together_is_the_reference(client, server, ref):
 def test_tokens_of_a_stream_are_aligned_with_their_scores(kind, client, server, ref):
     """Each with its id, its text, its position and the score of the row at this position."""
     generated = Probe(-WEIGHT, 0.5, layer=3, name="generated", tokens="generated")
-    ask = client.stream if kind == "completions" else client.stream_chat
     asked = TEXT if kind == "completions" else MESSAGES
-    chunks = list(ask(asked, PROBE, generated, **OPTIONS))
+    chunks = list(client.stream(asked, PROBE, generated, **OPTIONS))
     text = "".join(chunk.text for chunk in chunks)
     tokens = [token for chunk in chunks for token in chunk.tokens]
     whole = (client.complete if kind == "completions" else client.chat)(asked, PROBE, **OPTIONS)

@@ -212,7 +212,7 @@ def test_a_huge_array_is_refused_before_it_is_copied():
         pytest.param({"edits": [{}]}, "kind is None", "add, ablate, clamp, replace", id="no-kind"),
         pytest.param({"edits": [{"kind": "read"}]}, "'read'", "add, ablate", id="a-read-as-edit"),
         pytest.param({"edits": [{"kind": ["add"]}]}, "['add']", "add, ablate", id="kind-a-list"),
-        pytest.param({"edits": [{"kind": "add"}]}, "has no 'site'", "resid_post", id="no-site"),
+        pytest.param({"edits": [{"kind": "add"}]}, "edits[0] needs", "vector,", id="no-field"),
         pytest.param(
             {"edits": [{"kind": "add", "site": "embed"}]}, "edits[0] needs", "vector,", id="no-vec"
         ),
