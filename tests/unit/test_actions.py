@@ -144,15 +144,6 @@ def test_actions_of_every_kind_survive_their_json(spec):
 
 
 @given(probes(3, 4), edits(3, 4))
-def test_edits_and_probes_are_at_resid_post_unless_json_names_another_site():
-    edit, probe = (
-        '{"kind":"add","layers":[1],"vector":[1,2]}',
-        '{"name":"p","layers":[1],"weight":[1]}',
-    )
-    spec = Spec.from_json(f'{{"edits":[{edit}],"probes":[{probe}]}}')
-    assert (spec.edits[0].site, spec.probes[0].site) == ("resid_post", "resid_post")
-
-
 def test_numbers_survive_their_json_bit_by_bit(probe, edit):
     again = Spec.from_json(Spec((), (probe,), (edit,)).to_json())
     assert again.probes[0].weight.data == probe.weight.data
@@ -293,3 +284,12 @@ def test_a_clamp_may_have_one_bound(clamp, bounds):
     body |= {"lo": None, "hi": 1.5} if bounds[0] == -math.inf else {"lo": -2, "hi": None}
     (again,) = Spec.from_json(json.dumps({"edits": [body]})).resolve(SITES).edits
     assert again.digest == edit.digest
+
+
+def test_edits_and_probes_are_at_resid_post_unless_json_names_another_site():
+    edit, probe = (
+        '{"kind":"add","layers":[1],"vector":[1,2]}',
+        '{"name":"p","layers":[1],"weight":[1]}',
+    )
+    spec = Spec.from_json(f'{{"edits":[{edit}],"probes":[{probe}]}}')
+    assert (spec.edits[0].site, spec.probes[0].site) == ("resid_post", "resid_post")
