@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import numpy as np
 
 from vllm_scope.budget import Budget, Share, asking
+from vllm_scope.metrics import forget_worker
 from vllm_scope.pending import LATE, Pending, Piece, pieces_of
 from vllm_scope.receiver import Receiver
 from vllm_scope.resolve import Resolved
@@ -67,8 +68,9 @@ class Inbox:
         #: Told what workers' sinks have counted.
         self.on_counters: Callable[[CountersHeader], None] = lambda _: None
         self._receiver = Receiver(
-            self._on_rows, self._on_finish, lambda header: self.on_counters(header), self._on_lost
-        )
+            self._on_rows, self._on_finish, lambda header: self.on_counters(header), self._on_lost,
+            forget_worker,
+        )  # fmt: skip
         #: Changes where a worker may have given this process up: engines connect again.
         self.generation = 0
 

@@ -29,7 +29,7 @@ _GAUGES = {
     "held_bytes": "Bytes of requests that have not ended",
     "spill_bytes": "Bytes that wait on disk",
 }
-#: (worker, sink) -> what it said last.
+#: (worker, sink) -> what it said last, of workers that live.
 _last: dict[tuple[int, str], dict[str, float]] = {}
 
 
@@ -61,3 +61,12 @@ def count_sinks(header: CountersHeader) -> None:
             # Gauges too: several workers add up to one sink.
             metric.inc(change) if change > 0 or name in _GAUGES else None
         _last[header.worker, sink] = totals
+
+
+def forget_worker(worker: int) -> None:
+    """A worker is gone: what waited there waits no more, and nothing is kept of it."""
+    metrics = _metrics()
+    for key in [key for key in _last if key[0] == worker]:
+        totals = _last.pop(key)
+        for name in metrics.keys() & _GAUGES.keys() & totals.keys():
+            metrics[name].labels(sink=key[1]).dec(totals[name])

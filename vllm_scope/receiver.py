@@ -14,6 +14,7 @@ import logging
 import os
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ logger = logging.getLogger(__name__)
 MOST_WAITING = 8
 #: Messages that are read from one socket before the other has its turn.
 MOST_IN_TURN = 16
+#: A worker whose connection was found to be gone so long ago dials no more (senders.tcp).
+FORGET_S = 60.0
 #: Of folders that hold a socket.
 KIND = "rows"
 
@@ -64,10 +67,16 @@ class _Session:
 
     A worker that dials again sends what was not read again. What is still on its way
     over the connection before is no longer listened to, so nothing is read twice.
+
+    Attributes:
+        worker: the identity of its ring, once it has told its counters.
+        lost_at: when its connection was found to be gone; monotonic seconds.
     """
 
     peer: bytes
     num_read: int = 0
+    worker: int | None = None
+    lost_at: float | None = None
 
 
 class _Doorman:
@@ -84,7 +93,8 @@ class Receiver:
     """The front-end's end: binds, and hands messages to callbacks on its own thread.
 
     `on_lost` hears whose rows were read so late that the worker did not wait. Where that is
-    found out while `on_rows` copies, the message's `valid` says no.
+    found out while `on_rows` copies, the message's `valid` says no. `on_gone` hears of workers
+    that are gone, by the identity of their ring, when a new one comes.
     """
 
     def __init__(
@@ -93,6 +103,7 @@ class Receiver:
         on_finish: Callable[[FinishHeader], None],
         on_counters: Callable[[CountersHeader], None] = lambda _: None,
         on_lost: Callable[[np.ndarray], None] = lambda _: None,
+        on_gone: Callable[[int], None] = lambda _: None,
     ) -> None:
         folder, holder = _make_folder()
         pid = os.getpid()
@@ -102,7 +113,10 @@ class Receiver:
         (folder / self.address.frontend).touch()
         self._on_rows, self._on_finish = on_rows, on_finish
         self._on_counters, self._on_lost = on_counters, on_lost
+        self._on_gone = on_gone
         self._rings: dict[RingRef, RingReader] = {}
+        #: Their files, by which one that was closed is told from one that took its number.
+        self._files: dict[RingRef, int] = {}
         #: Whom to tell of the end: counters in rings, sessions by their connection.
         self._readers: dict[RingRef, int] = {}
         self._sessions: dict[int, _Session] = {}
@@ -255,11 +269,12 @@ class Receiver:
         ring = self._rings.get(ref)
         if ring is None:
             # Workers come and go with their engines; keep the rings of those alive.
-            gone = [ref for ref in self._rings if not Path(f"/proc/{ref.pid}").exists()]
-            for other in gone:
-                del self._rings[other]
+            for other in [known for known in self._rings if _file_of(known) != self._files[known]]:
+                del self._rings[other], self._files[other]
                 self._readers.pop(other, None)
+                self._on_gone(other.identity)
             ring = self._rings[ref] = RingReader(ref)
+            self._files[ref] = _file_of(ref)
         return ring
 
     # TCP
@@ -273,14 +288,38 @@ class Receiver:
             header = decode(frames[0].buffer)
             if not isinstance(header, TcpHello):
                 return  # of a connection that was replaced
+            self._forget_sessions(header.session)
             session = self._sessions.setdefault(header.session, _Session(peer))
             self._peers.pop(session.peer, None)
             self._peers[peer] = session
-            session.peer = peer
+            session.peer, session.lost_at = peer, None
         else:
             session.num_read += 1
             self._read_tcp(session, frames)
         self._tcp.send_multipart([peer, encode(Answer(session.num_read))])
+
+    def _forget_sessions(self, coming: int) -> None:
+        """Of workers that are gone: those whose connection is, for longer than they dial again.
+
+        Args:
+            coming: the session that is dialling.
+        """
+        assert self._tcp is not None
+        self._tcp.router_mandatory = True  # tells where a connection is gone
+        try:
+            for number, session in list(self._sessions.items()):
+                try:
+                    self._tcp.send_multipart([session.peer, encode(Answer(session.num_read))])
+                except zmq.ZMQError:
+                    session.lost_at = session.lost_at or time.monotonic()
+                    late = time.monotonic() - session.lost_at >= FORGET_S
+                    if late and number != coming:
+                        del self._sessions[number]
+                        self._peers.pop(session.peer, None)
+                        if session.worker is not None:
+                            self._on_gone(session.worker)
+        finally:
+            self._tcp.router_mandatory = False
 
     def _read_tcp(self, session: _Session, frames: list[zmq.Frame]) -> None:
         try:
@@ -288,11 +327,20 @@ class Receiver:
             if isinstance(header, FinishHeader):
                 self._on_finish(header)
             elif isinstance(header, CountersHeader):
+                session.worker = header.worker
                 self._on_counters(header)
             elif isinstance(header, RowsHeader):
                 self._on_rows(header.received(_slots_of(header, frames[1])))
         except Exception:
             logger.exception("vllm-scope: a message could not be read")
+
+
+def _file_of(ref: RingRef) -> int:
+    """The number of a ring's file; -1 where the ring or its process is gone."""
+    try:
+        return os.stat(f"/proc/{ref.pid}/fd/{ref.fd}").st_ino
+    except OSError:
+        return -1
 
 
 def _slots_of(header: RowsHeader, frame: zmq.Frame) -> torch.Tensor:

@@ -265,6 +265,26 @@ def test_a_ring_in_the_place_of_a_closed_one_is_read_anew(road, inbox):
         ring.close()
 
 
+def test_rings_that_are_gone_are_forgotten(inbox):
+    """Engines come and go in one process; a ring that stays mapped keeps its memory."""
+    gone = []
+    inbox.receiver._on_gone = gone.append
+    identities = []
+    for _ in range(10):
+        ring = HostRing(100, cuda=False)
+        sender = inbox.open("shared", ring)
+        _send(sender, _write(ring, 3, 1.0))
+        assert _value(inbox.next()) == 1.0
+        identities.append(ring.ref.identity)
+        sender.close()
+        ring.close()
+    receiver = inbox.receiver
+    assert len(receiver._rings) <= 2
+    assert len(receiver._readers) <= 2
+    assert gone == identities[: len(gone)]
+    assert len(gone) >= 8
+
+
 def test_messages_of_one_sender_stay_in_order_and_errors_travel(inbox, sender, ring):
     ring.reclaim = sender.reclaim
     for position in range(50):

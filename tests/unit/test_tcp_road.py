@@ -22,10 +22,18 @@ import zmq
 
 from tests.unit.delivered import ROW_BYTES, labels_of
 from vllm_scope import CompatError, ConfigError, road
+from vllm_scope import receiver as receiver_module
 from vllm_scope.host_ring import HostRing
 from vllm_scope.layout import SLOT_BYTES, Widths
 from vllm_scope.receiver import Receiver
-from vllm_scope.road import FinishHeader, RowsHeader, RowsMessage, TcpAddress, TcpHello
+from vllm_scope.road import (
+    CountersHeader,
+    FinishHeader,
+    RowsHeader,
+    RowsMessage,
+    TcpAddress,
+    TcpHello,
+)
 from vllm_scope.senders import TcpSender, tcp
 from vllm_scope.sinks import RowBatch
 
@@ -386,6 +394,43 @@ def test_a_lost_connection_loses_no_message_and_repeats_none(front_end, impatien
 
 
 # What dies
+
+
+def test_workers_that_are_gone_are_forgotten_and_those_that_live_are_not(
+    front_end, sender, ring, impatient, monkeypatch
+):
+    monkeypatch.setattr(receiver_module, "FORGET_S", 0.0)
+    receiver, gone = front_end.receiver, []
+    receiver._on_gone = gone.append
+    for i in range(12):
+        other = TcpSender(front_end.tcp, ring)
+        other.send_counters(CountersHeader(i, {}))
+        assert front_end.hears(other)
+        other.close()
+        assert front_end.hears(sender), "it lives, though it says nothing for long"
+    last = TcpSender(front_end.tcp, ring)
+    assert front_end.hears(last)
+    assert len(receiver._sessions) <= 4
+    assert len(receiver._peers) <= 4
+    assert gone == sorted(gone)
+    assert len(gone) >= 10
+    last.close()
+
+
+def test_a_worker_that_dials_again_in_time_is_known(front_end, impatient, ring):
+    """Else it would be told that none of its messages was read."""
+    cable = Cable(front_end.tcp.endpoint)
+    sender = TcpSender(msgspec.structs.replace(front_end.tcp, endpoint=cable.endpoint), ring)
+    assert front_end.hears(sender)
+    cable.cut()
+    for _ in range(3):
+        other = TcpSender(front_end.tcp, ring)
+        other.close()
+    assert front_end.hears(sender)
+    assert _soon(lambda: sender.num_read == 2)
+    assert not sender.dead
+    cable.close()
+    sender.close(patience_s=0)
 
 
 FRONT_END = """
