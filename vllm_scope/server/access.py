@@ -8,9 +8,10 @@ Promise: the operator's key is compared in constant time; every refusal has Open
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
 
 from fastapi import Header, Request
@@ -47,12 +48,17 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class ScopeState:
-    """What the server keeps for its routes; `app.state.scope`."""
+    """What the server keeps for its routes; `app.state.scope`.
+
+    Attributes:
+        showing: held while edits are shown: a text of theirs may have 64 MiB.
+    """
 
     settings: Settings
     store: Store
     engine: Callable[[], Engine | None]
     changes: Changes
+    showing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def owner_of(self, request: Request) -> str:
         return owner_of(request.headers.get("authorization"))

@@ -10,7 +10,6 @@ it they need the header `X-Scope-Admin-Key`.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from vllm_scope import __version__
 from vllm_scope.actions import MAX_NAME
 from vllm_scope.errors import SpecError
 from vllm_scope.held import RUN
-from vllm_scope.server import faces
+from vllm_scope.server import edits, faces
 from vllm_scope.server.access import (
     Engine,
     RefusalError,
@@ -199,10 +198,16 @@ async def get_modules(request: Request) -> ModuleList:
 
 
 @_reading.get("/edits", response_model=EditsInfo, summary="The edits of every request")
-async def get_edits(request: Request) -> EditsInfo:
-    """What was set by PUT; vectors that came as numbers come back as numbers."""
-    text = await asked(engine_of(request).edits())
-    return EditsInfo(edits=json.loads(text)["edits"] if text is not None else [])
+async def get_edits(request: Request) -> Response:
+    """What was set by PUT; vectors that came as numbers come back as numbers, and where all of
+    them take more than 8 MiB, as dtype and shape alone."""
+    async with state_of(request).showing:
+        text = await asked(engine_of(request).edits())
+        return _json(await run_in_threadpool(edits.shown, text))
+
+
+def _json(content: bytes) -> Response:
+    return Response(content, media_type="application/json")
 
 
 @_changing.put(
@@ -249,14 +254,29 @@ async def delete_module(request: Request, name: Name) -> Response:
     return Response(status_code=204)
 
 
-@_changing.put("/edits", response_model=EditsInfo, summary="Edit every request")
-async def put_edits(request: Request, edits: Edits) -> EditsInfo:
-    """Replaces the edits that held until now. Requests that run keep theirs."""
-    text = json.dumps({"edits": edits.edits})
+@_changing.put(
+    "/edits",
+    response_model=EditsInfo,
+    summary="Edit every request",
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": Edits.model_json_schema()}},
+        }
+    },
+)
+async def put_edits(request: Request) -> Response:
+    """Replaces the edits that held until now. Requests that run keep theirs. The answer is what
+    GET shows."""
+    body = await request.body()
+    try:
+        text = await run_in_threadpool(edits.checked, body)
+    except SpecError as error:
+        raise RefusalError(400, str(error)) from None
     engine = engine_of(request)
     async with in_turn(request):
         digest = await asked(engine.set_edits(text))
-    return EditsInfo(edits=edits.edits, digest=digest)
+    return _json(await run_in_threadpool(edits.shown, text, digest))
 
 
 @_changing.delete("/edits", status_code=204, summary="Edit requests no longer")

@@ -84,7 +84,10 @@ class ModuleList(BaseModel):
 class EditsInfo(BaseModel):
     """The edits of every request."""
 
-    edits: list[dict[str, Any]] = Field(description="As in a spec; empty where none hold.")
+    edits: list[dict[str, Any]] = Field(
+        description="As in a spec; empty where none hold. Where they take more than 8 MiB, vectors "
+        "are dtype and shape alone."
+    )
     digest: str | None = Field(default=None, description="Of what was set just now.")
 
 
