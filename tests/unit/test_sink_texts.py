@@ -139,6 +139,20 @@ def test_what_a_worker_says_of_a_request_reaches_its_sinks_manifest_bounded(monk
     assert len(manifest.reason) <= MOST_REASON
 
 
+def test_a_burst_of_failures_is_logged_and_a_flood_is_not(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setattr(Loud, "where", "write")
+    monkeypatch.setattr(Loud, "error", OSError("no"), raising=False)
+    with side(monkeypatch, {"mine": {}}, mine=Loud) as here:
+        for key in range(200):
+            here.add(key, READ)
+            here.write(key, [0])
+            here.end(key)
+        assert here.manifest(199).status == "error"
+    logged = [r for r in caplog.records if "sink 'mine' failed" in r.getMessage()]
+    assert 30 <= len(logged) < 60
+
+
 @pytest.mark.parametrize(
     ("text", "most", "found"),
     [

@@ -28,7 +28,7 @@ from vllm_scope.sinks import Block, Ending, Manifest, Report, Sink
 from vllm_scope.sinks.counters import Counters
 from vllm_scope.sinks.options import SinkOptions
 from vllm_scope.sinks.quota import REQUEST_BYTES, Quota
-from vllm_scope.sinks.reports import checked, failure, logged, manifest_of, plain
+from vllm_scope.sinks.reports import Log, checked, failure, manifest_of, plain
 from vllm_scope.sinks.request import Arrival, Delivery, Ended
 from vllm_scope.sinks.spill import SpillFile
 
@@ -39,8 +39,6 @@ WAIT_S = 0.05
 #: A caller waits for its rows to be published, and no request is running whose rows
 #: could go along: how long one may still come, before they are published alone.
 ALONE_S = 0.1
-#: Of failures that follow each other, one in so long is logged.
-LOG_S = 1.0
 
 #: Told when a request is done with this sink.
 OnEnd = Callable[[Delivery, Manifest], None]
@@ -109,7 +107,7 @@ class Lane:
         self._dirty_since: float | None = None
         self._num_running = 0
         self._worked_at = 0.0
-        self._logged_at = -LOG_S
+        self._log = Log(name)
         #: Deliveries that have ended, and whose rows could still be lost.
         self._unpublished: dict[Delivery, Ending] = {}
         self._thread = threading.Thread(target=self._run, name=f"vllm-scope-{name}", daemon=True)
@@ -174,6 +172,7 @@ class Lane:
     def give_up(self, delivery: Delivery) -> None:
         """A stalled sink: its request is answered without it."""
         delivery.error = delivery.error or self.stall_reason
+        self._log.say(self.stall_reason)
         self._count_error()
 
     def flush(self) -> str | None:
@@ -288,7 +287,7 @@ class Lane:
             data = self._spill.take()
         except (OSError, MemoryError) as error:
             rows.delivery.error = f"spilled rows of sink {self.name!r} were lost: {failure(error)}"
-            self._log(error)
+            self._log.failure(error)
             return
         rows.arrival = replace(rows.arrival, data=data.reshape(len(rows.arrival.positions), -1))
 
@@ -398,15 +397,8 @@ class Lane:
         """The reason that requests are given; the log has more of it."""
         if counts:
             self._count_error()
-        self._log(error)
+        self._log.failure(error)
         return plain(f"sink {self.name!r} failed: {failure(error)}")
-
-    def _log(self, error: BaseException) -> None:
-        """Some failure of each second."""
-        now = time.monotonic()
-        if now - self._logged_at >= LOG_S:
-            self._logged_at = now
-            logger.error("vllm-scope: sink %r failed: %s", self.name, logged(error))
 
     def _count_error(self) -> None:
         with self._changed:

@@ -1,12 +1,14 @@
 """What a sink says of a request, checked, and made into the manifest that callers get.
 
-Owns:  `plain` and `failure` (text, bounded and such as can be sent), `checked`, `manifest_of`.
+Owns:  `plain` and `failure` (text, bounded and such as can be sent), Log, `checked`, `manifest_of`.
 Runs:  on a lane's thread. What a plugin returns, or raises, is not believed: it goes to another
        process, and must not be what breaks the message that says that a request has ended.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 import traceback
 from concurrent.futures import Future
 from dataclasses import replace
@@ -17,10 +19,14 @@ import msgspec
 from vllm_scope.errors import shown
 from vllm_scope.sinks import Ending, Manifest, Report, Status
 
+logger = logging.getLogger("vllm.vllm_scope")
+
 #: Characters of a reason, and of what the log has of one failure.
 MOST_REASON, MOST_LOGGED = 500, 8000
 #: Bytes of a report as it is sent.
 MOST_REPORT_BYTES = 1 << 20
+#: Failures of a sink that are logged at once.
+_BURST = 30
 #: Frames of a traceback in the log.
 _MOST_FRAMES = 20
 
@@ -42,11 +48,28 @@ def failure(error: BaseException, most: int = MOST_REASON) -> str:
     return plain(f"{type(error).__name__}: {text}", most)
 
 
-def logged(error: BaseException) -> str:
-    """An exception with where it came from, for the log."""
-    frames = "".join(traceback.format_tb(error.__traceback__, -_MOST_FRAMES))
-    where = plain(frames, MOST_LOGGED // 2)
-    return f"Traceback (most recent call last):\n{where}{failure(error, MOST_LOGGED // 2)}"
+class Log:
+    """What went wrong at a sink, for the operator: a burst of failures is logged whole, and of
+    what goes on and on one a second. Any thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        #: How many more may be logged now, and when that was so.
+        self._room, self._at = float(_BURST), time.monotonic()
+
+    def failure(self, error: BaseException) -> None:
+        """With where it came from."""
+        frames = "".join(traceback.format_tb(error.__traceback__, -_MOST_FRAMES))
+        where = plain(frames, MOST_LOGGED // 2)
+        said = failure(error, MOST_LOGGED // 2)
+        self.say(f"sink {self._name!r} failed: Traceback (most recent call last):\n{where}{said}")
+
+    def say(self, text: str) -> None:
+        now = time.monotonic()
+        self._room, self._at = min(_BURST, self._room + now - self._at), now
+        if self._room >= 1:
+            self._room -= 1
+            logger.error("vllm-scope: %s", text)
 
 
 def checked(report: object) -> Report:
