@@ -61,15 +61,25 @@ def _asks_us(request: Any) -> bool:
         any(name.startswith("scope") for name in xargs) or translators.has_keys(xargs)
     ):
         return True
-    return bool(body) and ("scope" in body or faces.has_fields(body))
+    return bool(body) and (_misplaced(body) is not None or faces.has_fields(body))
+
+
+def _misplaced(body: Any) -> str | None:
+    """Why what a body's own fields ask for is asked for in vain, or None."""
+    extra = body.get("extra_args")
+    if "scope" in body:
+        what = "'scope', which stands"
+    elif isinstance(extra, dict) and ("scope" in extra or translators.has_keys(extra)):
+        what = "'extra_args', as offline users have; over HTTP its fields stand"
+    else:
+        return None
+    return f"the body has {what} in 'vllm_xargs': {{'vllm_xargs': {{'scope': ...}}}}."
 
 
 async def _create_with_scope(original: Any, self: Any, request: Any, raw_request: Any) -> Any:
     _check_place(request, raw_request)
-    if "scope" in (request.model_extra or {}):
-        raise refusal()(
-            "the body has 'scope', which stands in 'vllm_xargs': {'vllm_xargs': {'scope': ...}}."
-        )
+    if (why := _misplaced(request.model_extra or {})) is not None:
+        raise refusal()(why)
     state = raw_request.app.state.scope
     engine = raw_request.app.state.engine_client
     limit(state.settings.rows_of(engine.vllm_config.parallel_config._api_process_count))
