@@ -19,13 +19,18 @@ from vllm_scope.faces.steering_http import read_request
 LAYER = 2
 
 
-def complete(http: httpx.Client, model: str, prompt: str, max_tokens: int, **fields) -> dict:
-    body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-    return http.post("/v1/completions", json=body | fields).raise_for_status().json()
+def complete(
+    http: httpx.Client, model: str, prompt: str, max_tokens: int, headers=None, **fields
+) -> dict:
+    body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0} | fields
+    return http.post("/v1/completions", json=body, headers=headers).raise_for_status().json()
 
 
-def direction(http: httpx.Client, model: str) -> np.ndarray:
-    """The difference of the mean rows of positive and negative reviews, from the server's files."""
+def direction(http: httpx.Client, model: str, operator: dict[str, str]) -> np.ndarray:
+    """The difference of the mean rows of positive and negative reviews, from the server's files.
+
+    Their paths are told to the operator, others get the names of files.
+    """
     prompts = sentiment_prompts(40)
     total = 0.0
     for i, prompt in enumerate(prompts):
@@ -35,7 +40,7 @@ def direction(http: httpx.Client, model: str) -> np.ndarray:
             "hooks": {"post_block": [LAYER]},
             "positions": "last_prompt",
         }
-        answer = complete(http, model, prompt.text, 1, capture={"filesystem": wanted})
+        answer = complete(http, model, prompt.text, 1, operator, capture={"filesystem": wanted})
         result = answer["capture_results"]["filesystem"]
         assert result["status"] == "ok", result["error"]
         entry = read_request(result["payload"]["items"][0])[LAYER, "post_block"]
@@ -46,7 +51,7 @@ def direction(http: httpx.Client, model: str) -> np.ndarray:
 
 def run(http: httpx.Client, model: str, operator: dict[str, str]) -> dict[str, float]:
     """By way of steering: the share of negative reviews that go on in a positive tone."""
-    rows = direction(http, model)[None].astype(np.float32)
+    rows = direction(http, model, operator)[None].astype(np.float32)
     hook = {
         "dtype": str(rows.dtype),
         "shape": list(rows.shape),

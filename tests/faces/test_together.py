@@ -129,7 +129,7 @@ def _first(entries):
     return name, entry.keys, entry.translate, entry.everywhere
 
 
-def test_an_error_in_a_decorator_stays_with_its_output(llm, translator, caplog, monkeypatch):
+def test_an_error_in_a_decorator_fails_its_own_request_alone(llm, translator, caplog, monkeypatch):
     def broken(output, completion):
         raise RuntimeError("on purpose")
 
@@ -140,7 +140,9 @@ def test_an_error_in_a_decorator_stays_with_its_output(llm, translator, caplog, 
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     outputs = run(llm, [{"broken_key": 1}, {"output_residual_stream": [0]}])
     assert "on purpose" in caplog.text
-    assert outputs[0].scope.status == "complete"
+    assert outputs[0].scope.status == "failed"
+    assert "RuntimeError" in outputs[0].scope.error
+    assert outputs[1].scope.status == "complete"
     assert outputs[1].activations["residual_stream"].shape == (1, 28, 128)
 
 

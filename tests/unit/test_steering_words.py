@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from contextlib import suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 from vllm_scope import SpecError, scope
 from vllm_scope.faces import KEYS
 from vllm_scope.faces.bounds import Room
-from vllm_scope.faces.steering_http.capture import CaptureResult, reads_of
+from vllm_scope.faces.steering_http.capture import CaptureResult, reads_of, results_of
 from vllm_scope.faces.steering_http.keys import translate
 from vllm_scope.faces.steering_http.tiers import Wanted, merged, status
+from vllm_scope.sinks import Manifest
 from vllm_scope.sites import ALIASES, Sites
 from vllm_scope.vectors.hooks import parse_module
 
@@ -132,3 +134,17 @@ def test_memory_is_no_consumer():
 def test_a_result_in_an_answer_has_an_object(payload, told):
     result = CaptureResult("ok", None, payload)
     assert result.to_json() == {"status": "ok", "error": None, "payload": told}
+
+
+@pytest.mark.parametrize(
+    ("details", "payload"),
+    [
+        pytest.param([{"root": "/srv", "paths": ["/srv/run/q.npz"]}], ["/srv/run/q.npz"], id="all"),
+        pytest.param([], ["q.npz"], id="over-http-without-the-operators-key"),
+    ],
+)
+def test_a_payload_has_what_the_caller_may_know_of_files(details, payload):
+    manifest = Manifest("ok", None, 2, 2, 0, ["q.npz"], {}, details)
+    told = SimpleNamespace(manifests={"filesystem": manifest}, error=None)
+    (result,) = results_of(told, ("filesystem",)).values()
+    assert (result.status, result.payload) == ("ok", payload)

@@ -75,7 +75,8 @@ class CaptureResult:
         status: "pending" while it runs (and after, where the sink has not answered in
             time), "ok", "partial_error" (rows are missing), or "error".
         error: why not ok.
-        payload: of files, their paths; what another sink said beside its counts.
+        payload: of files, their paths (over HTTP their names, and paths for who sends the
+            operator's key); what another sink said beside its counts.
     """
 
     status: str
@@ -215,7 +216,8 @@ def _result_of(consumer: str, manifest: Manifest | None, result: ScopeResult) ->
         return CaptureResult("error" if result.error else "pending", result.error)
     payload: Any = manifest.details
     if consumer == FILESYSTEM:
-        payload = [path for said in manifest.details for path in said.get("paths", ())]
+        paths = [path for said in manifest.details for path in said.get("paths", ())]
+        payload = paths or manifest.files  # where paths are the operator's alone
     return CaptureResult(_STATUS[manifest.status], manifest.reason, payload)
 
 
