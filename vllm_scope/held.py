@@ -22,6 +22,10 @@ from pathlib import Path
 RUN = "VLLM_SCOPE_RUN"
 #: A folder without a holder that is younger may be one that is just being made.
 _NEW_S = 60.0
+#: How long a process that was killed may take to let go.
+_LAST_S, _POLL_S = 5.0, 0.02
+#: What this process holds.
+_own: set[Path] = set()
 
 
 def prefix(kind: str) -> str:
@@ -38,6 +42,7 @@ def hold(folder: Path) -> int:
     """Keep others from removing it while the descriptor that is returned is open."""
     holder = _opened(folder)
     fcntl.flock(holder, fcntl.LOCK_SH)
+    _own.add(folder)
     return holder
 
 
@@ -51,6 +56,7 @@ def is_held(folder: Path, holder: int) -> bool:
 
 def release(folder: Path, holder: int) -> None:
     """Remove the folder that is open as `holder`, which is closed, unless others hold it."""
+    _own.discard(folder)
     try:
         fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if is_held(folder, holder):
@@ -75,8 +81,20 @@ def end_run(run: str, owner: int, *parents: str | None) -> None:
     """
     if os.getpid() != owner:
         return
-    for parent in {tempfile.gettempdir(), *filter(None, parents)}:
-        _remove_free(Path(parent).glob(f"vllm-scope-*-{os.getuid()}-{short(run)}*"), 0.0)
+    limit = time.monotonic() + _LAST_S
+    while left := _left(run, {tempfile.gettempdir(), *filter(None, parents)}):
+        _remove_free(left, 0.0)
+        if not any(folder.exists() for folder in left) or time.monotonic() > limit:
+            return
+        time.sleep(_POLL_S)
+
+
+def _left(run: str, parents: set[str]) -> list[Path]:
+    """Folders of other processes of the run; this one's go with what made them."""
+    name = f"vllm-scope-*-{os.getuid()}-{short(run)}*"
+    return [
+        folder for parent in parents for folder in Path(parent).glob(name) if folder not in _own
+    ]
 
 
 def _remove_free(folders: Iterable[Path], least_age_s: float) -> None:
