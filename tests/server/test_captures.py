@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -76,3 +79,43 @@ def test_a_sink_that_fails_is_told_without_its_words(stream, server):
     assert '"status":"error"' in text.replace(" ", "")
     assert not any(secret in text for secret in SECRETS)
     assert b"blocked" in server.log.read_bytes()[written:]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        pytest.param(
+            {"vllm_xargs": scope(Read("embed", to="elsewhere"))},
+            "reads[0].to is 'elsewhere'; this engine has memory, filesystem. Its operator sets up "
+            "others in additional_config['scope'].sinks.", id="a-sink-that-is-not-there",
+        ),
+        pytest.param(
+            {"extra_args": scope(Read("embed"))}, "the body has 'extra_args'", id="extra_args"
+        ),
+        pytest.param(
+            {"vllm_xargs": {"scope": '{"reads": [{"site": "embed", "to": "filesystem", '
+                                     '"tag": "\\ud800"}]}'}},
+            "is not JSON", id="half-a-surrogate-as-tag",
+        ),
+        pytest.param(
+            {"vllm_xargs": {"scope": '{"probes": [{"site": "resid_post", "layers": [1], '
+                                     '"weight": [1.0], "name": "\\ud800"}]}'}},
+            "is not JSON", id="half-a-surrogate-as-name",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_refused_is_refused_with_a_sentence(body, sentence, stream, server):
+    with server.http() as http:
+        answer = http.post("/v1/completions", json=BODY | {"prompt": "x", "stream": stream} | body)
+    assert answer.status_code == 400, answer.text
+    assert sentence in answer.json()["error"]["message"]
+    assert "codec can't" not in answer.text
+
+
+def test_the_limits_that_are_documented_are_those_that_are_told(client):
+    page = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+    limits = client.info()["limits"]
+    assert limits
+    for name in limits:
+        assert re.search(rf"^\| .*`{name}`.* \|", page, re.MULTILINE), name

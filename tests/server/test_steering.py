@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from pathlib import Path
 
 import httpx
 import numpy as np
@@ -136,12 +135,14 @@ def test_a_module_that_came_over_http_is_referred_to_until_it_is_forgotten(serve
 HOOKS = {"post_block": {"layers": [0], "ranges": [[2, 3]]}}
 
 
-def check_files(results, server, name, native):
+def check_files(results, server, name, native, operator=False):
+    """The operator is told the path, a key the name."""
     result = results["filesystem"]
     assert (result["status"], result["error"]) == ("ok", None)
-    (path,) = result["payload"]["items"]
-    assert Path(path).parent == server.results.parent / "captures" / "http"
-    found = read_request(path if name is None else Path(path).parent / name)
+    (told,) = result["payload"]["items"]
+    (path,) = (server.results.parent / "captures").rglob(f"http/{name}.safetensors")
+    assert told == (str(path) if operator else path.name)
+    found = read_request(path.parent / name)
     assert sorted(found) == [(k, "post_block") for k in (0, 2, 3)]
     for (layer, _), entry in found.items():
         assert np.array_equal(entry.array, native["resid_post", layer])
@@ -157,6 +158,8 @@ def test_a_capture_over_http_leaves_files_and_says_where(server, client):
     answer = answered(server, BODY | capture("q-1"))
     native = client.complete(TEXT, Read("resid_post", [0, 2, 3]), **OPTIONS)
     check_files(answer["capture_results"], server, "q-1", native.scope)
+    known = answered(server, BODY | capture("q-1"), operator=True)
+    check_files(known["capture_results"], server, "q-1", native.scope, operator=True)
     assert "scope" not in answer["choices"][0]
     assert "capture_results" not in answer["choices"][0]
     assert answer["choices"][0]["text"] == native.text

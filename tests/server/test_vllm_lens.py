@@ -222,7 +222,8 @@ def test_vectors_that_are_none_are_refused_with_400(case, http):
     body = BODY | {"prompt": TEXT, "vllm_xargs": {"apply_steering_vectors": text}}
     response = http.post("/v1/completions", json=body)
     assert response.status_code == 400, response.text
-    assert "extra_args['apply_steering_vectors'][0]" in response.json()["error"]["message"]
+    message = response.json()["error"]["message"]
+    assert message.startswith("apply_steering_vectors"), message
 
 
 def test_hooks_do_not_run_on_a_server(lens, http):

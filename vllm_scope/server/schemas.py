@@ -58,7 +58,10 @@ class ServerInfo(BaseModel):
     hidden_size: int
     dtype: str = Field(description="Of rows.")
     sites: list[SiteInfo]
-    limits: dict[str, Any] = Field(description="Of one request, in the engine.")
+    limits: dict[str, Any] = Field(
+        description="Of one request, in the engine: row_bytes, token_slots and tap_slots (of 16 "
+        "bytes), vectors, programs, ops, optimistic. docs/http.md says what they are."
+    )
     http: HttpLimits
     load: Load
     operator: bool = Field(description="Modules and server-wide edits can be changed over HTTP.")
