@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+from importlib import import_module
 from typing import Any
 
 from vllm_scope.config import KEY, ScopeConfig
@@ -80,7 +81,10 @@ def wrap_engine_args() -> None:
 
 def wrap_log() -> None:
     """Keep what sinks are given, tokens among it, out of the log of the engine's arguments."""
-    from vllm.entrypoints.serve.utils import api_utils
+    try:
+        module = import_module("vllm.entrypoints.common.startup")  # since vLLM 0.33
+    except ImportError:
+        module = import_module("vllm.entrypoints.serve.utils.api_utils")
 
     def redact(original: Any, args: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = original(args)
@@ -90,4 +94,4 @@ def wrap_log() -> None:
         shown = {**additional, KEY: without_secrets(additional[KEY])}
         return {**found, "additional_config": shown}
 
-    wrap_function([api_utils], "redact_sensitive_args", ["args"], redact)
+    wrap_function([module], "redact_sensitive_args", ["args"], redact)
