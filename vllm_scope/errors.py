@@ -16,8 +16,24 @@ Every message says what came, what is allowed, and what to do next.
 from __future__ import annotations
 
 import reprlib
+from itertools import islice
+from typing import Any
 
-_short = reprlib.Repr()
+
+class _Short(reprlib.Repr):
+    """Looks at no more keys than it shows: reprlib sorts all of them to show the first."""
+
+    def repr_dict(self, x: Any, level: int) -> str:
+        return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)
+
+    def repr_set(self, x: Any, level: int) -> str:
+        return super().repr_set(set(islice(x, self.maxset + 1)), level)
+
+    def repr_frozenset(self, x: Any, level: int) -> str:
+        return super().repr_frozenset(frozenset(islice(x, self.maxfrozenset + 1)), level)
+
+
+_short = _Short()
 _short.maxstring = _short.maxother = 80
 _short.maxlist = _short.maxtuple = _short.maxdict = 8
 

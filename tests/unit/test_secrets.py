@@ -51,17 +51,17 @@ def test_what_is_no_configuration_is_none_in_the_log_either(body):
 
 def test_vllms_log_of_its_arguments_has_no_token(caplog, monkeypatch):
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.entrypoints.serve.utils import api_utils
 
     from vllm_scope.engine import plugin
 
-    monkeypatch.setattr(api_utils, "redact_sensitive_args", api_utils.redact_sensitive_args)
+    startup = plugin.startup_module()
+    monkeypatch.setattr(startup, "redact_sensitive_args", startup.redact_sensitive_args)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    monkeypatch.setattr(api_utils.logger, "level", logging.INFO)
+    monkeypatch.setattr(startup.logger, "level", logging.INFO)
     plugin.wrap_log()
     args = EngineArgs(str(TOYWORLD), additional_config={KEY: SCOPE, "other": 5})
-    with caplog.at_level(logging.INFO, api_utils.logger.name):
-        api_utils.log_non_default_args(args)
+    with caplog.at_level(logging.INFO, startup.logger.name):
+        startup.log_non_default_args(args)
     (text,) = [r.getMessage() for r in caplog.records if "non-default args" in r.getMessage()]
     assert "T0KEN" not in text
     for shown in ("'url': '***'", "/data/captures", "'other': 5", str(TOYWORLD)):

@@ -84,6 +84,8 @@ class ScopeData:
             that is not its choice's last.
         error: the reason, where status is "failed".
         expected, delivered, dropped: how many rows and scores; 0 while streaming.
+        sinks: what became of reads to sinks, by the sink's name: status, reason, expected,
+            delivered, dropped, and the names of its files (the operator gets paths).
     """
 
     status: str = "streaming"
@@ -93,6 +95,7 @@ class ScopeData:
     dropped: int = 0
     rows: Mapping[_Stream, Rows] = field(default_factory=dict, repr=False)
     scores: Scores = field(default_factory=lambda: Scores({}), repr=False)
+    sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)
 
     def keys(self) -> list[tuple[str, int]]:
         """The streams that are here."""
@@ -232,6 +235,7 @@ def parse_scope(body: Mapping[str, Any], file: bytes | None) -> ScopeData:
     return ScopeData(
         body.get("status", "streaming"), body.get("error"), body.get("expected", 0),
         body.get("delivered", 0), body.get("dropped", 0), rows, Scores(scores),
+        body.get("sinks", {}),
     )  # fmt: skip
 
 

@@ -134,6 +134,7 @@ class Delivery:
                 replace(
                     self.info, key=key, request_id=name, uid=str(handle.get("uid", req_id)),
                     child=int(handle.get("child", 0)), prompt_ids=tuple(prompt_ids),
+                    owner=str(handle.get("owner", "")),
                 ),
                 asked,
             )  # fmt: skip

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from vllm_scope.actions import MEMORY
+from vllm_scope.budget import asking
 from vllm_scope.engine import functions, translators
 from vllm_scope.engine.connection import Connection, connect_async, connect_sync, needs_connection
 from vllm_scope.engine.outputs import Running
@@ -52,6 +53,7 @@ def _open(
         "request_id": getattr(request, "external_req_id", None) or request.request_id,
         "uid": _uid_of(parent),
         "child": child,
+        "owner": asking.get().owner,
     }
     params = with_handle(params, handle)
     params.extra_args.pop(translators.DECORATORS, None)

@@ -17,10 +17,10 @@ from contextlib import aclosing, suppress
 from typing import Any
 
 from vllm_scope.engine.params import concerns, params_of
-from vllm_scope.engine.refusals import told
+from vllm_scope.engine.refusals import refusal, told
 from vllm_scope.engine.seams import wrap_method
-from vllm_scope.engine.translators import Decorators
-from vllm_scope.errors import ScopeError
+from vllm_scope.engine.translators import Decorators, in_words
+from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.inbox import inbox
 from vllm_scope.pending import Pending
 
@@ -95,6 +95,8 @@ def _new_completion(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     completion = original(self, *args, **kwargs)
     known: Running | None = getattr(self, "scope", None)
     refused = told(completion)
+    if isinstance(refused, SpecError) and known is not None:
+        refused = refusal()(in_words(str(refused), known.decorators.paths))
     if refused is not None:
         completion.stop_reason, completion.scope_refusal = str(refused), refused
         if known is not None:

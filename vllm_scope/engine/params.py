@@ -18,6 +18,7 @@ from vllm_scope.engine import translators
 #: (it edits or probes), `follows` (its caller sees outputs before the last). EngineCore
 #: adds `modules` (name -> digest) and `server` (digest of the server-wide edits); for a plain
 #: request too, where the server edits all, and `sinks` where rows go elsewhere than to memory.
+#: `owner` is whose API key asked, as a digest.
 HANDLE = "scope_handle"
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-from importlib import import_module
 from typing import Any
 
 from vllm_scope.config import KEY, ScopeConfig
@@ -79,12 +78,17 @@ def wrap_engine_args() -> None:
     wrap_method(EngineArgs, "create_engine_config", [], create_engine_config)
 
 
+def startup_module() -> Any:
+    """Where vLLM logs an engine's arguments."""
+    try:
+        from vllm.entrypoints.common import startup  # since vLLM 0.33
+    except ImportError:
+        from vllm.entrypoints.serve.utils import api_utils as startup
+    return startup
+
+
 def wrap_log() -> None:
     """Keep what sinks are given, tokens among it, out of the log of the engine's arguments."""
-    try:
-        module = import_module("vllm.entrypoints.common.startup")  # since vLLM 0.33
-    except ImportError:
-        module = import_module("vllm.entrypoints.serve.utils.api_utils")
 
     def redact(original: Any, args: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = original(args)
@@ -94,4 +98,4 @@ def wrap_log() -> None:
         shown = {**additional, KEY: without_secrets(additional[KEY])}
         return {**found, "additional_config": shown}
 
-    wrap_function([module], "redact_sensitive_args", ["args"], redact)
+    wrap_function([startup_module()], "redact_sensitive_args", ["args"], redact)

@@ -65,9 +65,11 @@ class Capture:
         tag: str | None = None,
         request_id: str | None = None,
         status: str | None = None,
+        owner: str | None = None,
     ) -> list[CapturedRequest]:
         """The requests that are all of what is given."""
-        wanted = {"name": name, "tag": tag, "request_id": request_id, "status": status}
+        wanted = {"name": name, "tag": tag, "request_id": request_id, "status": status,
+                  "owner": owner}  # fmt: skip
         asked = {key: value for key, value in wanted.items() if value is not None}
         return [
             request

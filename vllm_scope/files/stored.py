@@ -110,6 +110,7 @@ class FinishedRequest:
         status, reason = _status(record, sum(s.shape[0] for s in self.streams.values()))
         return Manifest(
             request_id=_utf8(record.request_id),
+            owner=record.owner,
             uid=_utf8(record.uid),
             model=_utf8(record.model),
             status=status,

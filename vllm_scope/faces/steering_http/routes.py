@@ -218,7 +218,7 @@ async def clear_steering(request: Request, body: ClearSteering | None = None) ->
     """Ends all server-wide edits, wherever they were set. Requests that run keep theirs."""
     _check_target(body.target if body is not None else None)
     engine = engine_of(request)
-    async with in_turn(request):
+    async with in_turn(request, clearing=True):
         await asked(engine.set_edits(None))
     return Cleared()
 

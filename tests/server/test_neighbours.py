@@ -1,0 +1,217 @@
+"""Beside each request that does harm where nobody sees to it, a plain one of another key is what
+it is alone: its tokens, its logprobs, its status, and the time it takes.
+
+A server without the plugin is alive too. It gets the same bytes, and its worst answer to
+`/health` meanwhile is the measure, as is what its own plain request takes then: to read a large
+body takes time in any server.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from benchmarks.hostile import Hostile, hostile
+from tests.server.conftest import API_KEY, OTHER_KEY, Server, serving
+from vllm_scope import Read, scope
+
+LONGEST = 17_000
+OPTIONS = [
+    "--max-model-len", str(LONGEST), "--hf-overrides", '{"max_position_embeddings": 32768}',
+]  # fmt: skip
+PLAIN = {
+    "model": "toyworld", "prompt": "My father told me about the book Goldette.",
+    "max_tokens": 200, "temperature": 0, "ignore_eos": True, "logprobs": 1,
+}  # fmt: skip
+#: Of the API's process while a body is read, less what two runs differ by.
+HEALTH_S = 0.05
+
+
+def unread_streams(url: str) -> None:
+    """Six connections whose client asks for all rows, and reads none of them."""
+    where = urlsplit(url)
+    body = {"model": "toyworld", "prompt": [5] * 2000, "max_tokens": 100, "stream": True,
+            "ignore_eos": True, "vllm_xargs": scope(Read("resid_post"))}  # fmt: skip
+    body["vllm_xargs"]["scope_stream"] = "rows"
+    content = json.dumps(body).encode()
+    with ExitStack() as stack:
+        for _ in range(6):
+            connection = stack.enter_context(socket.socket())
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+            connection.connect((where.hostname, where.port))
+            connection.sendall(
+                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {API_KEY}\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+                + content
+            )
+        time.sleep(2)
+
+
+def unread_files(url: str) -> None:
+    """Results that nobody fetches, until there is no room."""
+    body = {"prompt": [5] * 4000, "vllm_xargs": scope(Read("resid_post"))}
+    body["vllm_xargs"]["scope_tensors"] = "handle"
+    for _ in range(4):
+        assert send(posted(body), url) in (200, 429)
+
+
+def posted(body: dict[str, Any], *statuses: int) -> Hostile:
+    content = json.dumps({"model": "toyworld", "prompt": "x", "max_tokens": 2} | body)
+    return Hostile(content.encode(), frozenset(statuses), alike=False)
+
+
+def send(one: Hostile, url: str) -> int:
+    headers = {"Authorization": f"Bearer {API_KEY}"} | one.all_headers
+    with httpx.Client(base_url=url, timeout=300, headers=headers) as client:
+        return client.request(one.method, one.path, content=one.content).status_code
+
+
+def refused(one: Hostile, url: str) -> None:
+    assert (status := send(one, url)) in one.statuses, status
+
+
+SHARED = {"site": "embed", "to": "filesystem", "name": "shared", "tag": "shared"}
+REQUESTS = hostile("toyworld", 256, LONGEST) | {
+    "a file of the same name": lambda: posted(
+        {"vllm_xargs": {"scope": json.dumps({"reads": [SHARED]})}}, 200
+    )
+}
+#: What is sent otherwise than as one request.
+OTHERS = {
+    "streams that are never read": unread_streams, "files that are never fetched": unread_files
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    text: str
+    logprobs: list[float]
+    seconds: float
+
+
+def plain(url: str) -> Answer:
+    """A plain request of another key."""
+    started = time.perf_counter()
+    headers = {"Authorization": f"Bearer {OTHER_KEY}"}
+    response = httpx.post(f"{url}/v1/completions", json=PLAIN, headers=headers, timeout=300)
+    seconds = time.perf_counter() - started
+    choice = response.json()["choices"][0] if response.status_code == 200 else {}
+    logprobs = choice.get("logprobs", {}).get("token_logprobs", [])
+    return Answer(response.status_code, choice.get("text", response.text), logprobs, seconds)
+
+
+@contextmanager
+def health(url: str) -> Iterator[list[float]]:
+    """Seconds that `/health` took, asked all the time."""
+    where, seconds, over = urlsplit(url), [0.0], threading.Event()
+
+    def ask() -> None:
+        connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=300)
+        while not over.is_set():
+            started = time.perf_counter()
+            connection.request("GET", "/health")
+            assert connection.getresponse().read() == b""
+            seconds.append(time.perf_counter() - started)
+            over.wait(0.005)
+        connection.close()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield seconds
+    finally:
+        over.set()
+        thread.join()
+
+
+def worst_health(url: str, one: Hostile) -> float:
+    """While it is answered; the least of three times, as a machine has its own hiccups."""
+    found = []
+    for _ in range(3):
+        with health(url) as seconds:
+            send(one, url)
+        found.append(max(seconds))
+    return min(found)
+
+
+def beside(url: str, one: Hostile) -> float:
+    """Seconds of the plain request while another is read; the least of three times."""
+    took = []
+    with ThreadPoolExecutor() as pool:
+        for _ in range(3):
+            sending = pool.submit(send, one, url)
+            time.sleep(0.02)
+            took.append(plain(url).seconds)
+            sending.result()
+    return min(took)
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("neighbours")
+    sinks = ["--additional-config.scope.sinks.filesystem.root", str(folder / "captures"),
+             "--additional-config.scope.sinks.filesystem.layout", "per_request"]  # fmt: skip
+    with serving(folder, *OPTIONS, *sinks) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Without the plugin."""
+    with serving(tmp_path_factory.mktemp("bare"), *OPTIONS, VLLM_SCOPE="0") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def alone(ours: Server) -> tuple[Answer, float]:
+    """The plain request alone, and its usual seconds."""
+    plain(ours.url)
+    answers = [plain(ours.url) for _ in range(7)]
+    assert {answer.status for answer in answers} == {200}
+    return answers[-1], statistics.median(answer.seconds for answer in answers)
+
+
+@pytest.mark.parametrize("name", [*REQUESTS, *OTHERS])
+def test_a_plain_request_is_what_it_is_alone(name, ours, alone):
+    expected, usual = alone
+    do = OTHERS[name] if name in OTHERS else partial(refused, REQUESTS[name]())
+    took = []
+    with ThreadPoolExecutor() as pool:
+        # Beside it and after it: what it left behind would be seen then.
+        for _ in range(3):
+            doing = pool.submit(do, ours.url)
+            time.sleep(0.02)
+            answers = [plain(ours.url)]
+            doing.result()
+            took.append(answers[0].seconds)
+            answers.append(plain(ours.url))
+            for answer in answers:
+                assert answer.status == 200, answer.text
+                assert answer.text == expected.text
+                assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+    assert min(took) <= 2 * usual
+    assert ours.at_rest()["requests"] == 0
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_server_answers_as_one_that_only_reads_the_body(name, ours, bare):
+    one = REQUESTS[name]()
+    if not one.alike:
+        pytest.skip("a server without the plugin does something else with it")
+    with_, without = worst_health(ours.url, one), worst_health(bare.url, one)
+    assert with_ <= 2 * without + HEALTH_S, (with_, without)
