@@ -77,6 +77,11 @@ def hostile(model: str, hidden_size: int, max_tokens: int) -> dict[str, Callable
         content = json.dumps({"edits": [[1] * count]}).encode()
         return Hostile(content, statuses, False, "PUT", "/v1/scope/edits", headers)
 
+    def completions() -> Hostile:
+        """A spec that is long to parse, of a request with many completions."""
+        text = json.dumps({"reads": [{"site": "resid_post", "layers": [1], "tokens": [0]}]})
+        return Hostile(scoped(text + " " * 1_100_000, n=128, max_tokens=1), frozenset({200}), False)
+
     def surrogate() -> Hostile:
         weight = ",".join(["1"] * hidden_size)
         probe = f'{{"name":"\\ud800","layers":[1],"weight":[{weight}]}}'
@@ -105,6 +110,7 @@ def hostile(model: str, hidden_size: int, max_tokens: int) -> dict[str, Callable
             30_000_000, frozenset({400, 413}), **with_key
         ),
         "a lone surrogate": surrogate,
+        "128 completions of a long spec": completions,
     }
     for count in (4000, 16_000):
         if count < max_tokens:

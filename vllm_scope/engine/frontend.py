@@ -10,8 +10,12 @@ original path.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+from collections.abc import Mapping
 from contextlib import suppress
+from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
 from vllm_scope.actions import MEMORY
@@ -20,13 +24,24 @@ from vllm_scope.engine import functions, translators
 from vllm_scope.engine.connection import Connection, connect_async, connect_sync, needs_connection
 from vllm_scope.engine.outputs import Running
 from vllm_scope.engine.params import HANDLE, asks, concerns, params_of, with_handle
-from vllm_scope.engine.prepared import NO_TAPS, Prepared, aside, is_small, prepare_aside, taken
+from vllm_scope.engine.prepared import (
+    NO_TAPS,
+    Prepared,
+    aside,
+    is_small,
+    prepare,
+    prepare_aside,
+    taken,
+)  # fmt: skip
 from vllm_scope.engine.refusals import refusing
 from vllm_scope.engine.seams import wrap_method
 from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.inbox import inbox
 from vllm_scope.pending import Pending
 from vllm_scope.spec import Spec
+
+#: What was prepared of the request that the running code adds to the engine.
+_ahead: ContextVar[Prepared | None] = ContextVar("vllm_scope_ahead", default=None)
 
 
 def _open(
@@ -67,6 +82,48 @@ def _uid_of(parent: Any) -> str:
     return str(parent.__dict__.setdefault("scope_uid", secrets.token_hex(16)))
 
 
+def _prepared_of(processor: Any, request: Any, parent: Any) -> Prepared:
+    """What is known of a request; the same object for all completions of an n > 1.
+
+    Raises:
+        SpecError: as `prepare`.
+    """
+    found: Prepared | None = None if parent is None else parent.__dict__.get("scope_prepared")
+    if found is None:
+        found = _ahead.get()
+        if found is None or not _is_of(found, request):
+            found = taken(processor, request)
+        if parent is not None:
+            parent.scope_prepared = found
+    return found
+
+
+def _is_of(found: Prepared, request: Any) -> bool:
+    """True if vLLM made the request of the prompt and the parameters that were prepared."""
+    same_length = found.max_tokens == (request.sampling_params.max_tokens or 1)
+    return same_length and found.prompt_ids == request.prompt_token_ids
+
+
+async def _prepare_ahead(engine: Any, params: Any, prompt: Any) -> Prepared | None:
+    """Prepare a large request of several completions in a thread; None for any other.
+
+    vLLM adds all completions without an await between them, so that this is the last place where
+    the event loop can wait. vllm 0.31 to 0.33, v1/engine/async_llm.py, AsyncLLM.add_request
+
+    Raises:
+        SpecError: as `prepare`.
+    """
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+    if ids is None or not asks(params) or getattr(params, "n", 1) == 1:
+        return None
+    if is_small((params.extra_args["scope"], ids)):
+        return None
+    connection = getattr(engine.output_processor, "scope", None)
+    request = SimpleNamespace(sampling_params=params, prompt_token_ids=ids, resumable=False)
+    with refusing(translators.decorators_of(params).paths):
+        return await asyncio.to_thread(prepare, connection, request)
+
+
 def _unknown_modules(engine: Any, params: Any) -> bool:
     """The spec names a steering module that this front-end has not heard of."""
     connection = getattr(engine.output_processor, "scope", None)
@@ -102,7 +159,7 @@ def _add_to_processor(
         return
     decorators = translators.decorators_of(request.sampling_params)
     with refusing(decorators.paths):
-        prepared = taken(self, request)
+        prepared = _prepared_of(self, request, parent_req)
         pending = _open(self.scope, prepared, request, parent_req, request_index)
     functions.salt(request, request_index)
     original(self, request, *rest, **kwargs)
@@ -152,10 +209,15 @@ def _add_async(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         params, positional, named = await aside(
             _translated, self, args, kwargs, if_large=params_of(args, kwargs, 2).extra_args
         )
-        if _unknown_modules(self, params):
+        if await aside(_unknown_modules, self, params, if_large=params.extra_args):
             modules = await self.collective_rpc("scope_modules")
             self.output_processor.scope.learn_modules(modules[0])
-        return await original(self, *positional, **named)
+        prompt = params_of(positional, named, 1, "prompt")
+        token = _ahead.set(await _prepare_ahead(self, params, prompt))
+        try:
+            return await original(self, *positional, **named)
+        finally:
+            _ahead.reset(token)
 
     return ask_first()
 
@@ -165,7 +227,12 @@ async def _add_one_async(
 ) -> None:
     """AsyncLLM._add_request, whose output processor is called on the event loop."""
     params = request.sampling_params
-    if not asks(params) or is_small((params.extra_args["scope"], request.prompt_token_ids)):
+    known = _ahead.get() is not None
+    if (
+        not asks(params)
+        or known
+        or is_small((params.extra_args["scope"], request.prompt_token_ids))
+    ):
         await original(self, request, prompt, parent_req, *args, **kwargs)
         return
     with refusing(translators.decorators_of(params).paths):
