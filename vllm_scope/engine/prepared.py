@@ -23,8 +23,10 @@ from vllm_scope.errors import SpecError
 from vllm_scope.resolve import Resolved
 from vllm_scope.spec import Spec
 
-#: A spec of so many characters and a prompt of so many tokens are prepared at once: about 1 ms.
+#: A spec and a prompt that have so many characters and tokens together are prepared at once, on
+#: the event loop: about 1 ms.
 SMALL = 4096
+_NUMBERS = {int, float, bool, type(None)}
 Result = TypeVar("Result")
 NO_TAPS = "this engine was started without vllm-scope; it has no taps."
 
@@ -79,17 +81,22 @@ def is_small(values: Any) -> bool:
     """Whether to hand these to a thread would cost more than to work on them.
 
     Args:
-        values: texts, lists, or a mapping or a list of them.
+        values: a text, or lists and mappings of texts and numbers. All characters and items
+            count together, up to SMALL.
     """
-    if isinstance(values, Mapping):
-        values = list(values.values())
-    if isinstance(values, str | bytes):
-        return len(values) <= SMALL
-    if not isinstance(values, list | tuple):
-        return True
-    return len(values) <= SMALL and (
-        not values or isinstance(values[0], int | float) or all(map(is_small, values))
-    )
+    left, open_ones = SMALL, [values]
+    while open_ones:
+        one = open_ones.pop()
+        if not isinstance(one, str | bytes | list | tuple | Mapping):
+            continue
+        left -= len(one)
+        if left < 0:
+            return False
+        if isinstance(one, Mapping):
+            open_ones += [*one.keys(), *one.values()]
+        elif not isinstance(one, str | bytes) and not set(map(type, one)) <= _NUMBERS:
+            open_ones += one
+    return True
 
 
 async def aside(call: Callable[..., Result], *args: Any, if_large: Any) -> Result:
