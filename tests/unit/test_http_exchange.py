@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import httpx
 import pytest
@@ -69,19 +69,27 @@ class Host:
         return Response(b"x" * size)
 
 
-@pytest.fixture
-def host():
+@contextmanager
+def running(**options):
+    """A Host behind uvicorn, at a port or at a unix socket (`uds`)."""
     found = Host()
     # As vLLM does; see vllm 0.32, entrypoints/launchers/launcher.py, serve_http.
-    config = uvicorn.Config(found.app, port=0, log_level="error")
+    config = uvicorn.Config(found.app, log_level="error", **options)
     server = found.app.state.server = found.server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     until(lambda: server.started)
-    found.port = server.servers[0].sockets[0].getsockname()[1]
+    found.address = server.servers[0].sockets[0].getsockname()
     yield found
     server.should_exit = True
     thread.join(PATIENCE_S)
+
+
+@pytest.fixture
+def host():
+    with running(port=0) as found:
+        found.port = found.address[1]
+        yield found
 
 
 def until(true):
@@ -92,12 +100,13 @@ def until(true):
 
 
 @contextmanager
-def asked(host, path, buffer=1 << 12):
+def asked(host, path, buffer=1 << 12, headers=""):
     """A connection whose client has asked, and does not read."""
-    with socket.socket() as connection:
+    family = socket.AF_UNIX if isinstance(host.address, str) else socket.AF_INET
+    with socket.socket(family) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-        connection.connect(("127.0.0.1", host.port))
-        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        connection.connect(host.address)
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n{headers}\r\n".encode())
         yield connection
 
 
@@ -118,6 +127,34 @@ def test_a_second_request_behind_a_stream_saves_it_not(host):
     with asked(host, "/stream?ours=true") as connection:
         connection.sendall(b"GET /stream?ours=false HTTP/1.1\r\nHost: x\r\n\r\n")
         until(lambda: host.ended and not connections(host))
+
+
+@pytest.mark.parametrize("http", ["h11", "httptools"])
+def test_on_a_unix_socket_only_the_client_that_does_not_read_is_hung_up_on(http, tmp_path):
+    with running(uds=str(tmp_path / "socket"), http=http) as host, ExitStack() as others:
+        for _ in range(10):
+            others.enter_context(asked(host, "/stream?ours=false"))
+        until(lambda: connections(host) == 10)
+        with asked(host, "/stream?ours=true"):
+            until(lambda: host.ended)
+            until(lambda: connections(host) < 11)
+            time.sleep(0.2)
+            assert host.ended == [True]
+            assert connections(host) == 10
+        others.close()
+        until(lambda: len(host.ended) == 11)
+
+
+def test_a_client_that_names_the_address_of_another_does_not_end_its_connection(host):
+    with asked(host, "/stream?ours=false") as other:
+        said = f"X-Forwarded-For: 127.0.0.1:{other.getsockname()[1]}\r\n"
+        with asked(host, "/stream?ours=true", headers=said) as connection:
+            # The connection's scope is that of the request behind, so that it is not found by it.
+            second = f"GET /stream?ours=false HTTP/1.1\r\nHost: x\r\n{said}\r\n"
+            connection.sendall(second.encode())
+            until(lambda: host.ended)
+            time.sleep(0.2)
+            assert host.ended == [True]
 
 
 def test_a_whole_answer_that_nobody_reads_ends_too(host):

@@ -118,10 +118,19 @@ def _hang_up(scope: Message) -> bool:
     entrypoints/launchers/launcher.py: `app.state.server`.
     """
     server = getattr(scope["app"].state, "server", None)
-    for connection in getattr(getattr(server, "server_state", None), "connections", ()):
-        # A connection has one scope at a time, which is the next one's where a client has
-        # sent two requests.
-        if connection.scope is scope or connection.client == scope["client"]:
-            connection.transport.abort()
-            return True
-    return False
+    connections = list(getattr(getattr(server, "server_state", None), "connections", ()))
+    found = [one for one in connections if getattr(one, "scope", None) is scope]
+    if not found and _is_peer(scope):
+        # A connection has one scope at a time. If a client has sent two requests, it is the
+        # second one's.
+        found = [one for one in connections if getattr(one, "client", None) == scope["client"]]
+    for connection in found:
+        connection.transport.abort()
+    return bool(found)
+
+
+def _is_peer(scope: Message) -> bool:
+    """True if the scope's client is the connection's address: unix sockets have none, and behind
+    a proxy the client says in a header which one it is."""
+    forwarded = any(name == b"x-forwarded-for" for name, _ in scope["headers"])
+    return scope["client"] is not None and not forwarded
