@@ -143,7 +143,6 @@ class Answer:
         #: What is expected to become a file.
         self._to_file = 0
         self._room = MAX_INLINE_BYTES
-        self._loop = asyncio.get_running_loop()
         self._per_prompt = choices_per_prompt
         self._num_prompts = self._num_opened = 0
         #: The choices as offline users have them, by their number.
@@ -317,8 +316,6 @@ class Answer:
         self.exchange.untold.append(lambda: self._store.delete(kept.id, self._owner))
         if self._abandoned:  # while it was written
             self._store.delete(kept.id, self._owner)
-        later, sweep = self._loop.call_later, self._store.sweep
-        self._loop.call_soon_threadsafe(later, kept.ttl_s + 1, sweep)
         return kept
 
     async def _part(self, number: int, completion: Any, ended: bool) -> dict[str, Any]:

@@ -7,19 +7,19 @@ Runs:  in each API server process. Those of one server share a folder, so any of
 Promise: a file is found by its id together with its owner, and by nothing else: an id
 is 192 random bits, and the owner is part of the name that is looked up. The files of a
 process never have more bytes than the bound, and those of one key leave room for others';
-what is older than its time is gone.
+what is older than its time is gone. To check for room takes the same time however many files wait.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import secrets
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
@@ -38,6 +38,12 @@ KIND = "results"
 _PIECE_BYTES = 1 << 20
 #: What a tensor's entry takes in a file's header beside its name: dtype, shape, offsets.
 _ENTRY_BYTES = 200
+#: Every file counts for at least so many bytes, which bounds the number of files.
+LEAST_BYTES = 64 << 10
+#: Files that end within this time of each other are removed together.
+SLACK_S = 0.2
+#: With more files than this, the store looks for deleted ones only for LOOK_PART of the time.
+FEW, LOOK_PART = 256, 0.05
 
 
 @dataclass(frozen=True)
@@ -59,16 +65,17 @@ def pieces(file: BinaryIO, done: Callable[[], None] = lambda: None) -> Iterator[
 
 @dataclass
 class _File:
-    """What is held of one: where it is, its size, and when it ends.
+    """A file of this process.
 
     Attributes:
-        ends_at: by the monotonic clock; never while it is written.
+        charged: bytes that it counts for.
+        ends_at: monotonic seconds.
     """
 
     path: Path
     owner: str
-    num_bytes: int
-    ends_at: float = math.inf
+    charged: int
+    ends_at: float
 
 
 def owner_of(authorization: str | None) -> str:
@@ -91,7 +98,13 @@ class Store:
     def __init__(self, parent: Path, run: str, most_bytes: int, ttl_s: float) -> None:
         self.most_bytes, self.ttl_s = most_bytes, ttl_s
         self._lock = threading.Lock()
-        self._files: dict[str, _File] = {}
+        #: What is written, the oldest first; all files have the same time to live.
+        self._files: OrderedDict[str, _File] = OrderedDict()
+        #: Bytes that files count for, those that are being written too: of each key, and of all.
+        self._held: dict[str, int] = {}
+        self._num_bytes = self._num_writing = 0
+        self._timer: threading.Timer | None = None
+        self._look_at = 0.0
         remove_abandoned(parent, KIND)
         self._folder = parent / f"{prefix(KIND)}{run}"
         self._holder = -1
@@ -120,23 +133,29 @@ class Store:
 
     @property
     def num_bytes(self) -> int:
-        return sum(file.num_bytes for file in list(self._files.values()))
+        """What the files count for."""
+        return self._num_bytes
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._files) + self._num_writing
 
     def check_room(self, num_bytes: int, owner: str) -> None:
         """Raises CapacityError where a file of so many bytes could not be kept now."""
-        self.sweep()
-        if not self._fits(num_bytes, owner):
+        charged = max(num_bytes, LEAST_BYTES)
+        if not self._fits(charged, owner) and len(self._files) <= FEW:
+            self.sweep()
             self.forget_deleted()
-        self._check(num_bytes, owner)
+        self._check(charged, owner)
 
-    def _fits(self, num_bytes: int, owner: str) -> bool:
-        return fits(self._held_by(owner), self.num_bytes, num_bytes, self.most_bytes)
+    def _fits(self, charged: int, owner: str) -> bool:
+        return fits(self._held.get(owner, 0), self._num_bytes, charged, self.most_bytes)
 
-    def _held_by(self, owner: str) -> int:
-        return sum(file.num_bytes for file in list(self._files.values()) if file.owner == owner)
+    def _charge(self, owner: str, more: int) -> None:
+        """With the lock."""
+        self._num_bytes += more
+        self._held[owner] = self._held.get(owner, 0) + more
+        if not self._held[owner]:
+            del self._held[owner]
 
     def _check(self, num_bytes: int, owner: str) -> None:
         most = most_of_one(self.most_bytes)
@@ -146,9 +165,10 @@ class Store:
                 "key (3/4 of VLLM_SCOPE_RESULTS_MIB). Read fewer tokens or layers."
             )
         if not self._fits(num_bytes, owner):
+            own = self._held.get(owner, 0)
             raise CapacityError(
-                f"results of {self._held_by(owner):,} bytes of this key wait to be fetched, and "
-                f"one more takes {num_bytes:,}; a key's may be three times what is free of "
+                f"results of {own:,} bytes of this key wait to be fetched, and one more takes "
+                f"{num_bytes:,}; a key's may be three times what is free of "
                 f"{self.most_bytes:,}. Fetch them with ?delete=true, or send this again later."
             )
 
@@ -161,38 +181,41 @@ class Store:
         """
         size = len(json.dumps([*tensors, dict(metadata)])) + _ENTRY_BYTES
         size += sum(tensor.nbytes + _ENTRY_BYTES for tensor in tensors.values())
+        charged = max(size, LEAST_BYTES)
+        if not self._fits(charged, owner):
+            self.sweep()
+            self.forget_deleted()
+        with self._lock:
+            self._check(charged, owner)
+            self._hold()
+            self._charge(owner, charged)
+            self._num_writing += 1
         name = secrets.token_urlsafe(24)
         path = self._path(name, owner)
-        with self._lock:
-            if not self._fits(size, owner):
-                self.forget_deleted()
-            self._check(size, owner)
-            self._hold()
-            file = self._files[name] = _File(path, owner, size)
-        hidden = path.with_suffix(".part")
         try:
-            with open(hidden, "xb", buffering=0) as raw:
-                write_tensors(raw, {key: [tensor] for key, tensor in tensors.items()}, metadata)
-            file.num_bytes = hidden.stat().st_size
-            os.utime(hidden)  # its time begins now, for other processes too
-            hidden.rename(path)
+            num_bytes = _write(path, tensors, metadata)
         except BaseException:
-            hidden.unlink(missing_ok=True)
-            self._files.pop(name, None)
+            with self._lock:
+                self._num_writing -= 1
+                self._charge(owner, -charged)
             raise
-        file.ends_at = time.monotonic() + self.ttl_s
-        return Kept(name, file.num_bytes, self.ttl_s)
+        file = _File(path, owner, max(num_bytes, LEAST_BYTES), time.monotonic() + self.ttl_s)
+        with self._lock:
+            self._num_writing -= 1
+            self._charge(owner, file.charged - charged)
+            self._files[name] = file
+            self._arm()
+        return Kept(name, num_bytes, self.ttl_s)
 
     def open(self, name: str, owner: str) -> BinaryIO | None:
         """The file, or None where there is none of this id and owner."""
-        self.sweep()
         if _ID.fullmatch(name) is None:
             return None
         try:
             file = self._path(name, owner).open("rb")
         except FileNotFoundError:
             return None
-        # Written by another process, which may be late in ending it.
+        # Who ends it may be late.
         if time.time() - os.fstat(file.fileno()).st_mtime > self.ttl_s:
             file.close()
             return None
@@ -202,33 +225,80 @@ class Store:
         if _ID.fullmatch(name):
             path = self._path(name, owner)
             path.unlink(missing_ok=True)
-            known = self._files.get(name)
-            if known is not None and known.path == path:
-                self._files.pop(name, None)
+            with self._lock:
+                known = self._files.get(name)
+                if known is not None and known.path == path:
+                    self._forget(name)
 
     def sweep(self) -> None:
-        """End the files whose time is over."""
+        """End the files whose time is over. Blocks; a timer's thread does it when it is due."""
+        while gone := self._ended():
+            for path in gone:
+                path.unlink(missing_ok=True)
+
+    def _ended(self) -> list[Path]:
+        """Some files whose time is over, which are not counted any more."""
+        found: list[Path] = []
         now = time.monotonic()
-        for name, file in list(self._files.items()):
-            if file.ends_at <= now:
-                self._remove(name)
+        with self._lock:
+            while self._files and len(found) < FEW:
+                name, file = next(iter(self._files.items()))
+                if file.ends_at > now:
+                    break
+                found.append(file.path)
+                self._forget(name)
+        return found
+
+    def _forget(self, name: str) -> None:
+        """With the lock."""
+        file = self._files.pop(name)
+        self._charge(file.owner, -file.charged)
+
+    def _arm(self) -> None:
+        """Have the oldest file ended in time. With the lock."""
+        if self._timer is None and self._files:
+            first = next(iter(self._files.values()))
+            wait = max(0.0, first.ends_at - time.monotonic()) + SLACK_S
+            self._timer = threading.Timer(wait, self._due)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _due(self) -> None:
+        self.sweep()
+        with self._lock:
+            self._timer = None
+            self._arm()
 
     def forget_deleted(self) -> None:
-        """Give room back for files that another process has deleted for who read them."""
-        # Before the folder is read: what is written meanwhile is no candidate.
-        written = [(n, f) for n, f in list(self._files.items()) if f.ends_at < math.inf]
-        try:
-            there = set(os.listdir(self._folder))
-        except FileNotFoundError:
-            there = set()
-        for name, file in written:
-            if file.path.name not in there:
-                self._files.pop(name, None)
+        """Give room back for files that another process has deleted for who read them.
+
+        Blocks for a time in proportion to the number of files; with many it does not look each
+        time.
+        """
+        with self._lock:
+            written = [(name, file.path) for name, file in self._files.items()]
+        started = time.monotonic()
+        if len(written) > FEW and started < self._look_at:
+            return
+        for name, path in written:
+            if not path.exists():
+                with self._lock:
+                    if name in self._files:
+                        self._forget(name)
+        ended = time.monotonic()
+        self._look_at = ended + (ended - started) / LOOK_PART
 
     def close(self) -> None:
         """Remove this process's files, and the folder if no other process holds it."""
-        for name in list(self._files):
-            self._remove(name)
+        with self._lock:
+            paths = [file.path for file in self._files.values()]
+            for name in list(self._files):
+                self._forget(name)
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+        for path in paths:
+            path.unlink(missing_ok=True)
         if self._holder >= 0:
             release(self._folder, self._holder)
             self._holder = -1
@@ -236,7 +306,17 @@ class Store:
     def _path(self, name: str, owner: str) -> Path:
         return self._folder / f"{name}.{owner}.safetensors"
 
-    def _remove(self, name: str) -> None:
-        file = self._files.pop(name, None)
-        if file is not None:
-            file.path.unlink(missing_ok=True)
+
+def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
+    """Write a file that is whole as soon as it is seen; its bytes."""
+    hidden = path.with_suffix(".part")
+    try:
+        with open(hidden, "xb", buffering=0) as raw:
+            write_tensors(raw, {key: [tensor] for key, tensor in tensors.items()}, metadata)
+        num_bytes = hidden.stat().st_size
+        os.utime(hidden)  # its time begins now, for other processes too
+        hidden.rename(path)
+    except BaseException:
+        hidden.unlink(missing_ok=True)
+        raise
+    return num_bytes
