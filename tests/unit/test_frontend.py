@@ -11,9 +11,11 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
-from vllm_scope import Read, SpecError, scope
-from vllm_scope.engine import frontend
+from vllm_scope import Add, Read, SpecError, scope
+from vllm_scope.actions import Module
+from vllm_scope.engine import frontend, outputs
 from vllm_scope.engine.connection import Connection
+from vllm_scope.engine.prepared import prepare
 from vllm_scope.engine.sizes import Limits
 from vllm_scope.inbox import inbox
 from vllm_scope.sites import Sites
@@ -117,3 +119,80 @@ def test_what_was_prepared_ahead_is_not_used_for_another_prompt():
     for state in engine.output_processor.request_states.values():
         assert len(state.scope.pending.snapshot([], None).transcript) == 2
         inbox().forget(state.scope.pending)
+
+
+def _named(name: str) -> SamplingParams:
+    edit = Add(Module(name), layer=0)
+    return SamplingParams(max_tokens=3, extra_args=scope(edit))
+
+
+class Asked(Engine):
+    """Its modules are asked for by a remote call, which is counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_asked = 0
+
+    async def collective_rpc(self, name):
+        assert name == "scope_modules"
+        self.num_asked += 1
+        await asyncio.sleep(0)
+        return [{"happy": {"streams": [("resid_post", 0)]}}]
+
+    async def add_request(self, request_id, prompt, params):
+        await asyncio.sleep(0)
+        ids, scope_of = prompt["prompt_token_ids"], self.output_processor.scope
+        request = SimpleNamespace(sampling_params=params, prompt_token_ids=ids, resumable=False)
+        prepare(scope_of, request)
+
+
+async def _enter(engine, params):
+    prompt = {"type": "token", "prompt_token_ids": [1, 2]}
+    await frontend._add_async(Asked.add_request, engine, "one", prompt, params)
+
+
+async def _refused(engine, text):
+    """A request's output that says that EngineCore refused it."""
+    source = SimpleNamespace(text=text)
+    completion = SimpleNamespace(scope_refusal=SpecError("no"), scope_source=source)
+
+    async def stream():
+        yield SimpleNamespace(outputs=[completion])
+
+    with pytest.raises(SpecError, match="no"):
+        await anext(outputs._settled(engine, stream()))
+
+
+@pytest.mark.parametrize(
+    ("params", "num_asked"),
+    [
+        pytest.param(SamplingParams(extra_args=scope(Read("resid_post"))), 1, id="no-module"),
+        pytest.param(_named("happy"), 2, id="a-module"),
+    ],
+)
+def test_a_refusal_harms_no_request_that_is_being_prepared(params, num_asked):
+    async def run():
+        engine = Asked()
+        await _enter(engine, _named("happy"))
+        neighbour = asyncio.ensure_future(_enter(engine, _named("happy")))
+        await asyncio.sleep(0)  # it knows its module, and waits for its turn
+        await _refused(engine, params.extra_args["scope"])
+        await neighbour
+        await _enter(engine, _named("happy"))
+        await _enter(engine, _named("happy"))
+        return engine.num_asked
+
+    assert asyncio.run(run()) == num_asked
+
+
+def test_a_name_that_is_doubted_while_modules_are_asked_for_is_asked_for_again():
+    async def run():
+        engine = Asked()
+        entering = asyncio.ensure_future(_enter(engine, _named("happy")))
+        await asyncio.sleep(0)
+        engine.output_processor.scope.doubt_modules()
+        await entering
+        await _enter(engine, _named("happy"))
+        return engine.num_asked
+
+    assert asyncio.run(run()) == 2

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,8 @@ class Connection:
             vectors, for the checks; EngineCore and the workers have the content.
         generation: the inbox's, when the workers were asked.
         retry_at: monotonic seconds; not asked again before, where that failed.
+        num_doubts: how many times the names of modules may have changed elsewhere.
+        num_asked: of these doubts, those that were there when `modules` were asked for.
     """
 
     sites: Sites
@@ -61,6 +64,8 @@ class Connection:
     modules: dict[str, Vectors]
     generation: int = 0
     retry_at: float = 0.0
+    num_doubts: int = 0
+    num_asked: int = 0
 
     def __post_init__(self) -> None:
         self._meanings = Meanings(self.sites)
@@ -81,7 +86,25 @@ class Connection:
         found.learn_modules(first["modules"])
         return found
 
-    def learn_modules(self, modules: dict[str, Any]) -> None:
+    def doubt_modules(self) -> None:
+        """Have the next request that names a module ask for all modules. Requests that are
+        being prepared keep what is known."""
+        self.num_doubts += 1
+
+    def lacks(self, names: Iterable[str]) -> bool:
+        """True if a spec names modules and this front-end has to ask what they are."""
+        wanted = set(names)
+        return bool(wanted) and (
+            self.num_doubts != self.num_asked or not wanted <= set(self.modules)
+        )
+
+    def learn_modules(self, modules: dict[str, Any], num_doubts: int = 0) -> None:
+        """Know these modules from now on.
+
+        Args:
+            num_doubts: `num_doubts` when the engine was asked.
+        """
+        self.num_asked = num_doubts
         self._meanings.forget()
         ones = Array.parse(np.ones(self.sites.hidden_size, np.float32), "")
         self.modules = {

@@ -23,7 +23,7 @@ from vllm_scope.budget import asking
 from vllm_scope.engine import functions, translators
 from vllm_scope.engine.connection import Connection, connect_async, connect_sync, needs_connection
 from vllm_scope.engine.outputs import Running
-from vllm_scope.engine.params import HANDLE, asks, concerns, params_of, with_handle
+from vllm_scope.engine.params import HANDLE, asks, concerns, names_module, params_of, with_handle
 from vllm_scope.engine.prepared import (
     NO_TAPS,
     Prepared,
@@ -125,14 +125,13 @@ async def _prepare_ahead(engine: Any, params: Any, prompt: Any) -> Prepared | No
 
 
 def _unknown_modules(engine: Any, params: Any) -> bool:
-    """The spec names a steering module that this front-end has not heard of."""
+    """The spec names a steering module of which this front-end does not know enough."""
     connection = getattr(engine.output_processor, "scope", None)
     text = params.extra_args["scope"] if asks(params) else None
-    # Names are rare: most specs are not parsed for them.
-    if connection is None or not isinstance(text, str) or '"module"' not in text:
+    if connection is None or not names_module(text):
         return False
     with suppress(SpecError):
-        return not set(Spec.from_json(text).modules) <= set(connection.modules)
+        return bool(connection.lacks(Spec.from_json(text).modules))
     return False  # it is refused with a reason later
 
 
@@ -164,7 +163,9 @@ def _add_to_processor(
     functions.salt(request, request_index)
     original(self, request, *rest, **kwargs)
     state = self.request_states[request.request_id]
-    state.scope = Running(pending, decorators, state.detokenizer)
+    state.scope = Running(
+        pending, decorators, state.detokenizer, request.sampling_params.extra_args["scope"]
+    )
 
 
 def _translated(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -190,7 +191,9 @@ def _add_sync(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
             connect_sync(self)
         params, args, kwargs = _translated(self, args, kwargs)
         if _unknown_modules(self, params):
-            self.output_processor.scope.learn_modules(self.collective_rpc("scope_modules")[0])
+            connection = self.output_processor.scope
+            doubts = connection.num_doubts
+            connection.learn_modules(self.collective_rpc("scope_modules")[0], doubts)
     try:
         return original(self, *args, **kwargs)
     except ScopeError:
@@ -210,8 +213,9 @@ def _add_async(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
             _translated, self, args, kwargs, if_large=params_of(args, kwargs, 2).extra_args
         )
         if await aside(_unknown_modules, self, params, if_large=params.extra_args):
-            modules = await self.collective_rpc("scope_modules")
-            self.output_processor.scope.learn_modules(modules[0])
+            connection = self.output_processor.scope
+            doubts = connection.num_doubts
+            connection.learn_modules((await self.collective_rpc("scope_modules"))[0], doubts)
         prompt = params_of(positional, named, 1, "prompt")
         token = _ahead.set(await _prepare_ahead(self, params, prompt))
         try:

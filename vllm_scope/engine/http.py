@@ -201,11 +201,11 @@ async def _followed(answer: Answer, prompt: int, engine: Any, stream: Any) -> An
         # cancel, would write a traceback to the log for each stream that is refused.
 
 
-def _forget_modules(engine: Any) -> None:
-    """What this front-end believes of module names; the next request that has one asks."""
+def _doubt_modules(engine: Any) -> None:
+    """A name has changed: the next request that has one asks the engine."""
     connection = getattr(engine.output_processor, "scope", None)
     if connection is not None:
-        connection.learn_modules({})
+        connection.doubt_modules()
 
 
 def _take(answer: Answer, prompt: int, output: Any) -> None:
@@ -286,12 +286,12 @@ class EngineCalls:
 
     async def register(self, name: str, data: bytes) -> str:
         digest = str((await self._call("scope_register", name, data))[0])
-        _forget_modules(self._engine)
+        _doubt_modules(self._engine)
         return digest
 
     async def unregister(self, name: str) -> bool:
         known = bool((await self._call("scope_unregister", name))[0])
-        _forget_modules(self._engine)
+        _doubt_modules(self._engine)
         return known
 
     async def set_edits(self, text: str | None) -> str | None:

@@ -16,7 +16,7 @@ import time
 from contextlib import aclosing, suppress
 from typing import Any
 
-from vllm_scope.engine.params import concerns, params_of
+from vllm_scope.engine.params import concerns, names_module, params_of
 from vllm_scope.engine.refusals import refusal, told
 from vllm_scope.engine.seams import wrap_method
 from vllm_scope.engine.translators import Decorators, in_words
@@ -36,12 +36,15 @@ class Running:
     """A request that was let in: what its outputs are given.
 
     Attributes:
+        text: the spec.
         texts: of each generated token, the text that it added to the answer; empty where
             nobody looks. One that ended the answer unseen has none.
     """
 
-    def __init__(self, pending: Pending, decorators: Decorators, detokenizer: Any) -> None:
-        self.pending, self.decorators = pending, decorators
+    def __init__(
+        self, pending: Pending, decorators: Decorators, detokenizer: Any, text: str
+    ) -> None:
+        self.pending, self.decorators, self.text = pending, decorators, text
         self._detokenizer = detokenizer
         self._output_ids: list[int] = []
         self.texts: list[str] = []
@@ -146,8 +149,9 @@ async def _settled(engine: Any, stream: Any) -> Any:
         async for output in stream:
             for completion in output.outputs:
                 if hasattr(completion, "scope_refusal"):
-                    # Another front-end may have changed a name that this one knew.
-                    engine.output_processor.scope.learn_modules({})
+                    if names_module(completion.scope_source.text):
+                        # Another front-end may have changed a name that this one knew.
+                        engine.output_processor.scope.doubt_modules()
                     raise completion.scope_refusal
             for pending in _waiting_for(output):
                 timeout = engine.output_processor.scope.deliver_timeout_s

@@ -45,6 +45,11 @@ def asks(params: Any) -> bool:
     return extra is not None and "scope" in extra
 
 
+def names_module(text: object) -> bool:
+    """False for a spec that surely names no steering module, without parsing it."""
+    return isinstance(text, str) and '"module"' in text
+
+
 def params_of(
     args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str = "params"
 ) -> Any:
