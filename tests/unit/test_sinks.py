@@ -325,6 +325,23 @@ def test_a_key_that_has_used_its_part_of_a_day_is_told_and_others_go_on(monkeypa
         assert set().union(*here.router._quotas["mine"]._given.values()) == {"one"}
 
 
+def test_a_key_that_has_used_its_part_of_a_day_makes_no_more_files(monkeypatch, tmp_path):
+    most = (REQUEST_BYTES + 3 * 2 * TOKEN_BYTES) / 2**20
+    options = _files(tmp_path, layout="per_request", key_mib=most)
+    with side(monkeypatch, options) as here:
+        here.info = {"owner": "one"}
+        for key, positions in ((1, [0, 1, 2]), (2, [0, 1, 2]), (3, [])):
+            here.add(key, TO_FILES)
+            if positions:
+                here.write(key, positions)
+            here.end(key)
+        manifests = [here.manifest(key, "filesystem") for key in (1, 2, 3)]
+    assert [one.status for one in manifests] == ["ok", "partial", "error"]
+    assert [len(one.files) > 0 for one in manifests] == [True, False, False]
+    assert all("(key_mib)" in one.reason for one in manifests[1:])
+    assert len(vllm_scope.open(tmp_path / "root")) == 1
+
+
 @pytest.mark.parametrize("layout", ["sharded", "packed"])
 @pytest.mark.parametrize("when", ["full", "flush_s", "alone", "flush", "close"])
 def test_a_request_is_told_its_end_when_its_shard_is_visible(monkeypatch, tmp_path, layout, when):

@@ -139,6 +139,7 @@ class Lane:
                 return
             size = arrival.data.nbytes + (0 if delivery.entered else REQUEST_BYTES)
             if not self._quota.take(delivery.info.owner, size):
+                delivery.refused = True
                 self._drop(rows, self._quota.reason)
                 return
             started: float | None = None
@@ -160,14 +161,28 @@ class Lane:
         """The last of a request. Never waits."""
         with self._changed:
             # However long a sink hangs, requests that it has seen nothing of leave nothing.
-            unseen = self.stalled and not delivery.entered
+            stalled = self.stalled and not delivery.entered
+            unseen = stalled or self._is_refused(delivery)
             if unseen:
                 self._num_running -= 1
             else:
                 self._append(_End(delivery, ended))
-        if unseen:
+        if stalled:
             self.give_up(delivery)
+        if unseen:
             self._tell(delivery, manifest_of(delivery.ending(ended), {}, Report()))
+
+    def _is_refused(self, delivery: Delivery) -> bool:
+        """True if the key may not give the sink the end of a request without rows either: a file
+        may be made of it."""
+        if delivery.entered or delivery.error is not None:
+            return False
+        if delivery.refused:
+            return True
+        if self._quota.take(delivery.info.owner, REQUEST_BYTES):
+            return False
+        delivery.error = self._quota.reason
+        return True
 
     def give_up(self, delivery: Delivery) -> None:
         """A stalled sink: its request is answered without it."""

@@ -54,7 +54,8 @@ class SinkOptions(BaseModel):
             once no other request is running.
         key_mib: rows that one API key may give the sink within 24 hours, in each worker; a
             request counts 8 KiB beside its rows. What is more is dropped and counted, and its
-            request is `partial`. None does not count. Offline requests have no key.
+            request is `partial`; a request of which the sink was given nothing leaves nothing
+            there. None does not count. Offline requests have no key.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

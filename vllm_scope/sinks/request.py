@@ -89,6 +89,7 @@ class Delivery:
         loss: why some rows were dropped.
         held_bytes: of rows that wait for the request's end.
         entered: the sink's queue had some of its rows.
+        refused: its key may not give the sink more rows for now.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Delivery:
         self.error: str | None = None
         self.loss: str | None = None
         self.held_bytes = 0
-        self.entered = False
+        self.entered = self.refused = False
         self._dtype: torch.dtype = getattr(torch, sites.dtype)
         self._streams = list(_streams_of(asked, to, sites, here))
         self._kept: list[Arrival] = []
