@@ -245,6 +245,8 @@ class Planner:
         while True:
             owner = owner % (MOST_OWNERS - 1) + 1
             if owner not in self.owners:
+                # What a request reported that had this number before it.
+                self._tables.faults[owner] = 0
                 self.owners[owner] = req_id
                 self._last_owner = owner
                 return owner

@@ -20,6 +20,7 @@ HUGE = [3e38] * 128
 #: It stays in float32, and what a LayerNorm makes of it does not.
 LATER = Add(HUGE, layer=0)
 NOW = Add(HUGE, layer=1, scale=3e38)
+MILD = Add([1.0] * 128, layer=0, tokens=[3])
 PROMPTS = [list(range(i, i + 40)) for i in (10, 60, 110)]
 MESSAGE = r"not finite in float32, so the request was ended\. Use a smaller scale"
 
@@ -112,6 +113,30 @@ def test_the_same_edit_fails_again_and_finds_nothing_in_the_cache(llm):
 def test_requests_with_the_same_edit_at_once_all_fail(llm):
     for output in _run(llm, [PROMPTS[0]] * 3, _params(NOW)):
         _failed(output, "an edit at 'resid_post' of layer 1")
+
+
+def test_requests_that_share_the_kv_of_a_faulty_one_fail_with_it(llm):
+    """They find its blocks in the prefix cache in the same step, and compute none of its rows."""
+    one = _params(Add(HUGE, "resid_post", 1, tokens=[3], scale=3e38))
+    prompt = list(range(20, 90))
+    for output in _run(llm, [prompt] * 3, one):
+        _failed(output, "an edit at 'resid_post' of layer 1")
+    for output in _run(llm, [prompt] * 2, [_params(MILD), _params()]):
+        _said(output)
+
+
+def test_kv_of_a_step_in_flight_leaves_the_prefix_cache_with_its_request(llm):
+    """An abort while a step computes: whether it overflows is not known yet."""
+    engine = llm.llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    assert llm.reset_prefix_cache()
+    prompt = TokensPrompt(prompt_token_ids=list(range(20, 90)))
+    engine.add_request("gone", prompt, _params(MILD))
+    scheduler.schedule()  # whose output nobody computes
+    cached = scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
+    assert len(cached)
+    engine.abort_request(["gone"], internal=False)
+    assert not len(cached)
 
 
 def test_an_edit_below_the_end_of_the_range_is_done(llm):

@@ -12,7 +12,7 @@ from tests.conftest import process_engine
 from tests.engine import test_branch_sites as branches
 from tests.engine.test_edits import EDITS, check, direction, params
 from tests.engine.test_sinks import check_equal
-from vllm_scope import Probe, Read
+from vllm_scope import Add, Probe, Read
 from vllm_scope.sites import boundary_of
 
 WEIGHT = direction(7)
@@ -80,6 +80,28 @@ def test_ranks_and_stages_are_put_together(
     check_scores(outputs[8].scope)
     last = outputs[9]
     branches.check(last.scope, last.prompt_token_ids, last.outputs[0].token_ids, ref)
+
+
+def test_an_edit_of_the_first_stage_that_overflows_ends_its_request(
+    checkpoints, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    huge = Add([3e38] * 128, layer=0, scale=3e38)
+    options = [params(huge, max_tokens=6), *[params(max_tokens=6)] * 2]
+    prompts = [{"prompt_token_ids": list(range(i, i + 40))} for i in (3, 3, 50)]
+    with process_engine(
+        checkpoints("gpt2"), dtype="float32", pipeline_parallel_size=2,
+        skip_tokenizer_init=True, enforce_eager=True, max_model_len=128,
+        num_gpu_blocks_override=12, additional_config={"scope": {"sites": ["resid_post"]}},
+    ) as llm:  # fmt: skip
+        before = [o.outputs[0].token_ids for o in llm.generate(prompts[1:], options[1:])]
+        bad, *beside = llm.generate(prompts, options, use_tqdm=False)
+        assert bad.outputs[0].finish_reason == "error"
+        assert "after the request's edits 'resid_post' of layer" in bad.outputs[0].scope.error
+        assert [o.outputs[0].token_ids for o in beside] == before
+        for _ in range(4):
+            after = llm.generate(prompts[1:], options[1:], use_tqdm=False)
+            assert [o.outputs[0].token_ids for o in after] == before
 
 
 def check_scores(result) -> None:

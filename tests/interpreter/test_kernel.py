@@ -62,6 +62,19 @@ def test_rows_that_overflow_are_reported_and_left_as_they_were(arguments):
     check(ran, before, outcome(before), twin)
 
 
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.builds(dict, **SHAPES, codes=st.just(OVERFLOWING), huge=st.just(True)))
+def test_where_nobody_reads_faults_rows_that_overflow_go_on(arguments):
+    nobody = torch.zeros(2, dtype=torch.int64)
+    ran, twin = (
+        replace(random_tap(**arguments), host=nobody).run(run)
+        for run in (kernel.tap_rows, definition.tap_rows)
+    )
+    for name in ("wide_hidden", "wide_residual"):
+        mine, other = getattr(ran, name), getattr(twin, name)
+        assert mine is other is None or torch.equal(mine.isfinite(), other.isfinite())
+
+
 @pytest.mark.parametrize("hidden_size", [4096, 5000, 16_384])
 def test_wide_rows_are_done_whole(hidden_size):
     for codes in (COPIES, CODES):

@@ -88,6 +88,7 @@ def _run(
     slots: tuple[int, int] = (0, 0),
     num_slots: int = 8,
     faults: Tensor | None = None,
+    told: bool = True,
 ) -> Tensor:
     """The arena after a tap whose one program is a chain of (code, word, vector, a, b).
 
@@ -95,6 +96,7 @@ def _run(
 
     Args:
         faults: int32 by owner, written in place.
+        told: somebody reads them.
     """
     faults = torch.zeros(8, dtype=torch.int32) if faults is None else faults
     table = torch.zeros((max(len(ops), 1), 8), dtype=torch.int32)
@@ -109,7 +111,8 @@ def _run(
         hidden, residual, arena, torch.tensor(tokens, dtype=torch.int32),
         torch.tensor([[0 if ops else -1]], dtype=torch.int32), table,
         torch.tensor(vectors or [[0.0] * hidden.shape[1]], dtype=torch.float32),
-        torch.tensor(0, dtype=torch.int32), torch.tensor([0, faults.data_ptr()]), *slots,
+        torch.tensor(0, dtype=torch.int32), torch.tensor([0, faults.data_ptr() if told else 0]),
+        *slots,
     )  # fmt: skip
     return arena
 
@@ -191,6 +194,15 @@ def test_an_edit_that_overflows_is_reported_and_leaves_the_row(dtype, op, vector
     assert (residual == 1).all()
     assert faults.nonzero().flatten().tolist() == [5]
     assert fault_at(int(faults[5])) == (0, True)
+
+
+@pytest.mark.parametrize("with_residual", [False, True], ids=["one-tensor", "with-residual"])
+def test_where_nobody_reads_faults_the_row_goes_on_and_tells(with_residual):
+    hidden, residual = torch.tensor([ROW]), torch.ones(1, 4) if with_residual else None
+    op = OP_ADD, 0, 0, 3e38, 0
+    _run(hidden, residual, op, (OP_CHECK, 0, 0, 0, 0), vectors=[[3e38] * 4], told=False)
+    assert (hidden if residual is None else residual).isinf().all()
+    assert residual is None or not hidden.any()
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])

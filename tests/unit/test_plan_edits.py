@@ -216,4 +216,7 @@ def test_numbers_that_run_are_passed_over_when_all_have_been_used(monkeypatch):
             "a",
         )
         assert 0 < second < 5
+        # What it reported too late is nothing of the next one's.
+        assert not engine.tables.faults[second]
+        engine.tables.faults[second] = 7
         engine.planner.finish_request("a")

@@ -50,6 +50,11 @@ def _old_lookup_of_groups(self: Any, request: Any) -> str:
     return self.coordinator.find_longest_cache_hit_per_group("hashes", request.num_tokens - 1)
 
 
+def _old_lookup_of_one_group(self: Any, request: Any) -> str:
+    """Where there is one group, the other lookup is as good."""
+    return scheduling._capped(_old_lookup, self, request)  # type: ignore[no-any-return]
+
+
 def _new_lookup(self: Any, request: Any, max_cache_hit_length: int | None = None) -> str:
     most = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
     return self.coordinator.find_longest_cache_hit("hashes", most)
@@ -60,6 +65,7 @@ def _new_lookup(self: Any, request: Any, max_cache_hit_length: int | None = None
     [
         pytest.param(_old_lookup, id="0.32"),
         pytest.param(_old_lookup_of_groups, id="0.32-for-connectors"),
+        pytest.param(_old_lookup_of_one_group, id="0.32-for-connectors-one-in-the-other"),
         pytest.param(_new_lookup, id="0.33"),
     ],
 )
@@ -92,6 +98,33 @@ def test_a_cap_of_vllms_own_holds_too(given, cap):
     assert manager.coordinator.asked == [cap, cap]
 
 
+class Connector:
+    """A KV connector that has all of a prompt; some look whether they should."""
+
+    def __init__(self, looks: bool) -> None:
+        self.looks, self.asked = looks, 0
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed: int) -> tuple[int, bool]:
+        self.asked += 1
+        found = not (self.looks and request.skip_reading_prefix_cache)
+        return (100 - num_computed if found else 0), found
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_requests_that_read_or_edit_take_nothing_from_a_connector(looks):
+    scheduler = Scheduler(Cost(100, 100, 100), connector=Connector(looks))
+    plain, ours = _request("plain"), _request("ours")
+    ours.sampling_params.extra_args[HANDLE] = {"first_position": None}
+    for request in (plain, ours, ours):
+        request.skip_reading_prefix_cache = False
+        scheduling._add_to_scheduler(Scheduler.enqueue, scheduler, request)
+    lookup = scheduler.connector.get_num_new_matched_tokens
+    assert lookup(plain, 20) == (80, True)
+    assert lookup(ours, 20) == (0, False)
+    assert not ours.skip_reading_prefix_cache
+    assert scheduler.connector.asked == 2
+
+
 # Room
 
 
@@ -103,6 +136,7 @@ class Scheduler:
     added: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     requests: dict[str, Any] = field(default_factory=dict)
+    connector: Any = None
 
     def __post_init__(self) -> None:
         hidden_size = 4

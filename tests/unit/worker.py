@@ -175,6 +175,7 @@ def running_worker(
     """A ScopeWorker as `load` leaves it, and its sink."""
     worker = ScopeWorker(SimpleNamespace(vllm_config=None), ScopeConfig())
     worker.sites, worker.here = SITES, here
+    worker.stage, worker.num_stages = 0, 1
     worker.registry = Registry(SITES)
     worker.limits = Limits(WIDTHS.row_bytes, 0, num_slots, 1 << 16, num_programs, 1 << 16)
     worker._tables = worker_tables(num_programs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_scope.config import ScopeConfig
-from vllm_scope.engine.clearing import sent_in, zero
+from vllm_scope.engine import clearing
 from vllm_scope.engine.scheduler import ended_in
 from vllm_scope.engine.seams import config_of, wrap_method
 from vllm_scope.engine.worker import ScopeWorker
@@ -46,6 +46,8 @@ def _attach(worker: Any, config: ScopeConfig) -> None:
     def warm(*args: Any, **kwargs: Any) -> Any:
         out = warm_up(*args, **kwargs)
         scope.check_canary()
+        if scope.steps is not None:
+            clearing.warm_up(worker.model_runner)
         return out
 
     def close(*args: Any, **kwargs: Any) -> Any:
@@ -69,8 +71,8 @@ def _attach_steps(runner: Any, scope: ScopeWorker) -> None:
         if kwargs.get("dummy_run"):  # Model Runner V2 calls itself for these
             return execute_model(scheduler_output, *args, **kwargs)
         # First those that ended: the scheduler has given their places to the new ones.
-        if zeroed := sent_in(scheduler_output):
-            zero(runner, zeroed)
+        if zeroed := clearing.sent_in(scheduler_output):
+            clearing.zero(runner, zeroed)
         if scheduler_output.finished_req_ids:
             scope.finish_requests(scheduler_output.finished_req_ids, ended_in(scheduler_output))
         if scheduler_output.scheduled_new_reqs:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_scope.engine.seams import wrap_method
+from vllm_scope.errors import CompatError
 
 
 def first_edited(request: Any) -> int | None:
@@ -35,18 +36,32 @@ def _blocks_from(scheduler: Any, request: Any, first: int) -> set[int]:
     return found
 
 
-def _mark(scheduler: Any, block_ids: set[int]) -> None:
+def _withdraw(scheduler: Any, block_ids: set[int]) -> None:
+    """Nobody finds these blocks any more, and nothing of them stays."""
+    scheduler.kv_cache_manager.evict_blocks(block_ids)
     pool = scheduler.kv_cache_manager.block_pool
     pool.__dict__.setdefault("scope_unfit", set()).update(block_ids)
 
 
-def withdraw(scheduler: Any, request: Any) -> None:
-    """Nobody finds the KV of a faulty request any more, and nothing of it stays."""
+def withdraw(scheduler: Any, request: Any) -> set[str]:
+    """The KV of a faulty request goes.
+
+    Returns:
+        The ids of the other requests that use some of it: the same edits found it in the
+        prefix cache.
+    """
     first = first_edited(request)
-    if first is not None:
-        block_ids = _blocks_from(scheduler, request, first)
-        scheduler.kv_cache_manager.evict_blocks(block_ids)
-        _mark(scheduler, block_ids)
+    if first is None:
+        return set()
+    block_ids = _blocks_from(scheduler, request, first)
+    _withdraw(scheduler, block_ids)
+    return {
+        other.request_id
+        for other in scheduler.requests.values()
+        if other is not request
+        and (edited := first_edited(other)) is not None
+        and block_ids & _blocks_from(scheduler, other, edited)
+    }
 
 
 def _free_blocks(original: Any, self: Any, request: Any) -> Any:
@@ -54,7 +69,7 @@ def _free_blocks(original: Any, self: Any, request: Any) -> Any:
     first = first_edited(request)
     if first is not None and request.num_in_flight_tokens:
         written = max(request.num_computed_tokens - request.num_in_flight_tokens, 0)
-        _mark(self, _blocks_from(self, request, max(first, written)))
+        _withdraw(self, _blocks_from(self, request, max(first, written)))
     return original(self, request)
 
 
@@ -84,13 +99,28 @@ def sent_in(scheduler_output: Any) -> list[int]:
     return found if isinstance(found, list) else []
 
 
+def warm_up(runner: Any) -> None:
+    """Make the zeroing ready, by the null block: inside a step it would compile a kernel.
+
+    Raises:
+        CompatError: the KV cache is not of a kind that is zeroed by blocks.
+    """
+    try:
+        zero(runner, [0])
+    except Exception as error:
+        raise CompatError(
+            "KV blocks cannot be zeroed here, which requests whose edits overflow need "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
 def zero(runner: Any, block_ids: list[int]) -> None:
     """Zero blocks of a worker's KV cache, on the current stream."""
     if runner.device.type == "cpu":
         for cache in _caches_of(runner):
             cache[block_ids] = 0
         return
-    # Made at start where vLLM itself zeroes blocks; the names are those of V2 and of V1.
+    # Made by vLLM where it zeroes blocks itself; the names are those of V2 and of V1.
     zeroer = getattr(runner, "kv_block_zeroer", None) or getattr(runner, "_kv_block_zeroer", None)
     if zeroer is None:
         runner._init_kv_zero_meta()

@@ -65,7 +65,9 @@ class Faults:
         """Request -> why it fails; each is said once. On the thread that makes outputs."""
         owners = list(self._planner.owners)
         at = np.array(owners, np.int64)
-        found, self._failed = self._failed, {}
+        found: dict[str, str] = {}
+        while self._failed:  # the main thread may add to it meanwhile
+            found |= [self._failed.popitem()]
         for i in np.flatnonzero(self._reported[at]):
             req_id = self._planner.owners.get(owners[i])
             fault, self._reported[owners[i]] = int(self._reported[owners[i]]), 0
@@ -89,6 +91,18 @@ def _faults_in(model_runner_output: Any) -> Mapping[str, str]:
     return found if isinstance(found, dict) else {}
 
 
+def _with_sharers(scheduler: Any, faults: Mapping[str, str]) -> dict[str, str]:
+    """The faults, and those of requests with the same edits that use the same KV."""
+    found, left = dict(faults), list(faults)
+    while left:
+        req_id = left.pop()
+        if req_id in scheduler.requests:
+            sharers = clearing.withdraw(scheduler, scheduler.requests[req_id]) - found.keys()
+            found |= dict.fromkeys(sharers, found[req_id])
+            left += sharers
+    return found
+
+
 def end_faulty(original: Any, self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
     """Scheduler.update_from_output: requests with a fault end before their tokens are taken."""
     faults = _faults_in(model_runner_output)
@@ -97,9 +111,7 @@ def end_faulty(original: Any, self: Any, scheduler_output: Any, model_runner_out
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.request import RequestStatus
 
-    for req_id in faults:
-        if req_id in self.requests:
-            clearing.withdraw(self, self.requests[req_id])
+    faults = _with_sharers(self, faults)
     ended = self.finish_requests(set(faults), RequestStatus.FINISHED_ERROR)
     outputs = original(self, scheduler_output, model_runner_output)
     for request in ended:

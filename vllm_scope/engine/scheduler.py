@@ -52,6 +52,8 @@ def _programs_of(request: Any) -> tuple[Program, ...]:
 
 
 def _add_to_scheduler(original: Any, self: Any, request: Any) -> None:
+    if self.connector is not None and handle_of(request.sampling_params) is not None:
+        _take_nothing_from(self.connector)
     programs, ledger = _programs_of(request), _ledger_of(self)
     if request.request_id not in self.requests:
         if programs and ledger is None:
@@ -165,7 +167,10 @@ def _lookups_end(coordinator: Any, first: int) -> Iterator[None]:
     """A KV-cache coordinator's hits end below a position. On the instance: vLLM asks which
     class it is. vllm 0.32, v1/core/kv_cache_manager.py, get_computed_blocks_for_connector"""
     names = ("find_longest_cache_hit", "find_longest_cache_hit_per_group")
-    lookups = {name: getattr(coordinator, name) for name in names if hasattr(coordinator, name)}
+    # A lookup for connectors may call the other one, of the same request: capped already.
+    nested = any(name in coordinator.__dict__ for name in names)
+    here = [name for name in names if hasattr(coordinator, name) and not nested]
+    lookups = {name: getattr(coordinator, name) for name in here}
     for name, lookup in lookups.items():
         setattr(coordinator, name, partial(_lookup_below, lookup, first))
     try:
@@ -173,6 +178,27 @@ def _lookups_end(coordinator: Any, first: int) -> Iterator[None]:
     finally:
         for name in lookups:
             delattr(coordinator, name)
+
+
+def _take_nothing_from(connector: Any) -> None:
+    """Requests that read or edit get no KV from a KV connector: it may hold what a request with
+    the same edits left before it failed, and its tokens would not be computed."""
+    if "get_num_new_matched_tokens" not in connector.__dict__:
+        lookup = connector.get_num_new_matched_tokens
+        connector.get_num_new_matched_tokens = partial(_lookup_outside, lookup)
+
+
+def _lookup_outside(lookup: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """(tokens, loaded while others run). The connector is asked all the same, as some note what
+    they are asked; None tokens is to ask again later."""
+    if handle_of(request.sampling_params) is None:
+        return lookup(request, *args, **kwargs)
+    kept, request.skip_reading_prefix_cache = request.skip_reading_prefix_cache, True
+    try:
+        tokens, _ = lookup(request, *args, **kwargs)
+    finally:
+        request.skip_reading_prefix_cache = kept
+    return (None if tokens is None else 0), False
 
 
 def _lookup_below(lookup: Any, first: int, block_hashes: Any, max_cache_hit_length: int) -> Any:

@@ -120,6 +120,7 @@ class ScopeWorker:
             # A captured graph may be padded past the scheduler's own limit.
             max(sizes.max_rows, sizes.graph_rows),
             self.sites.hidden_size, widths, device, self.config.vectors_mib,
+            reports=self.is_last,
         )  # fmt: skip
         num_slots = sizes.arena_slots(self.config)
         if not self.drains:
@@ -155,7 +156,7 @@ class ScopeWorker:
 
     def _begin_steps(self) -> None:
         self._planner = Planner(self._tables)
-        self._faults = Faults(self._tables, self._planner, self.sites)
+        self._faults = Faults(self._tables, self._planner, self.sites) if self.is_last else None
         self.steps = Steps(
             self._planner, self._tables, self._arena, self.sites.boundaries, self.limits.widths,
             self._delivery, self._functions, self._fail,
@@ -202,6 +203,11 @@ class ScopeWorker:
                 f"{len(silent)} of {len(self.here)} taps wrote nothing: the compiled graph has "
                 "no taps. Remove vLLM's compile cache (VLLM_CACHE_ROOT) and start again."
             )
+
+    @property
+    def is_last(self) -> bool:
+        """Of the last pipeline stage, whose outputs alone EngineCore reads."""
+        return self.stage == self.num_stages - 1
 
     @property
     def _tapped(self) -> Steps:
@@ -332,8 +338,7 @@ class ScopeWorker:
     def _fail(self, req_id: str, reason: str) -> None:
         """A request that cannot be planned; its neighbours go on."""
         assert self._planner is not None
-        assert self._faults is not None
-        if req_id in self._planner.owners.values():
+        if self._faults is not None and req_id in self._planner.owners.values():
             self._faults.fail(req_id, reason)
         key = self._planner.finish_request(req_id)
         if key is not None:

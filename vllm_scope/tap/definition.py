@@ -63,7 +63,9 @@ def tap_rows(
     changed is written back, rounded once: residual = x and hidden = 0, or hidden = x where
     there is no residual. A row that its edits left as it was is not written: rounding the
     sum would change what the next norm sees. Nor is one that is not finite in the model's
-    dtype: its owner has a fault, and the model goes on with the row that it had.
+    dtype: its owner has a fault, and the model goes on with the row that it had. Where nobody
+    reads faults here, in every pipeline stage but the last, it is written: OP_CHECK finds it
+    in the last stage.
 
     Args:
         hidden: [num_rows, hidden_size], model dtype. Edited rows are written.
@@ -76,7 +78,8 @@ def tap_rows(
         vectors: [num_vectors, hidden_size] float32.
         tap: scalar int32 tensor: this tap's column in `programs`.
         host: [2] int64: addresses of the host's slots, where the kernel alone writes, and of
-            its faults: int32, by owner. A fault is written where a row is not finite.
+            its faults: int32, by owner, or 0 where nobody reads them. A fault is written where
+            a row is not finite.
         slot_base: added to every slot; 0 unless the step is drained tap by tap.
         slots_per_token: 0, and a token's slot is in `tokens`; or, drained tap by tap,
             what each token takes at this tap, and `tokens` has its number.
@@ -118,16 +121,18 @@ def tap_rows(
                 edited[here] = True
         at[live] = told[:, NEXT]
     if edited.any():
-        bad = _write_back(hidden, residual, came, x, index, torch.from_numpy(edited))
+        told = bool(host[1])
+        bad = _write_back(hidden, residual, came, x, index, torch.from_numpy(edited), told)
         _report(host, table[rows[bad], OWNER], int(tap) + 1)
 
 
 def _write_back(
-    hidden: Tensor, residual: Tensor | None, came: Tensor, x: Tensor, index: Tensor, edited: Tensor
-) -> NDArray[np.bool_]:
-    """bool by row: it was edited and is not finite; those that changed otherwise are written."""
+    hidden: Tensor, residual: Tensor | None, came: Tensor, x: Tensor, index: Tensor,
+    edited: Tensor, told: bool,
+) -> NDArray[np.bool_]:  # fmt: skip
+    """bool by row: it is to be reported; those that changed otherwise are written."""
     rounded = x.to(hidden.dtype)
-    finite = rounded.isfinite().all(1)
+    finite = rounded.isfinite().all(1) | (not told)
     changed = edited & finite & (x != came).any(1)
     index, rounded = index[changed], rounded[changed]
     if residual is not None:
@@ -140,7 +145,7 @@ def _write_back(
 
 
 def _report(host: Tensor, owners: NDArray[np.int32], fault: int) -> None:
-    for owner in owners.tolist():
+    for owner in owners.tolist() if host[1] else ():
         ctypes.c_int32.from_address(int(host[1]) + 4 * owner).value = fault
 
 

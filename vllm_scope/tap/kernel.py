@@ -123,7 +123,8 @@ def _tap_kernel(
             came += tl.load(residual, keep, 0.0).to(tl.float32)
         rounded = x.to(dtype)
         finite = tl.abs(rounded.to(tl.float32)) < float("inf")
-        if tl.sum((keep & ~finite).to(tl.int32), 0) > 0:
+        bad = tl.sum((keep & ~finite).to(tl.int32), 0)
+        if (bad > 0) & (tl.load(host_ptr + 1) != 0):
             fault = tap + 1
         elif tl.sum((keep & (x != came)).to(tl.int32), 0) > 0:
             if HAS_RESIDUAL:
@@ -133,8 +134,10 @@ def _tap_kernel(
                 tl.store(hidden, rounded, keep)
     if fault != 0:
         # Host memory: on a GPU a fault costs a write across PCIe, and no fault nothing.
-        faults = tl.load(host_ptr + 1).to(tl.pointer_type(tl.int32))
-        tl.store(faults + tl.load(tokens_ptr + row * 4 + 3), fault)
+        faults = tl.load(host_ptr + 1)
+        if faults != 0:
+            owner = tl.load(tokens_ptr + row * 4 + 3)
+            tl.store(faults.to(tl.pointer_type(tl.int32)) + owner, fault)
 
 
 def tap_rows(

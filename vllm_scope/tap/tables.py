@@ -49,7 +49,8 @@ class Tables:
         ops: [num_ops, 8] int32: tap.definition's columns.
         vectors: [num_vectors, hidden_size] float32.
         numbers: [num_taps] int32: 0, 1, ...; a tap is told its number by a view of it.
-        host: [2] int64: addresses of host memory that taps write: of slots, or 0; of `faults`.
+        host: [2] int64: addresses of host memory that taps write: of slots, or 0; of `faults`,
+            or 0 where nobody reads them.
         faults: int32 [MOST_OWNERS], host: by owner, 0 or what `definition.fault_at` takes. Taps
             write, any thread may read and clear.
         num_uploads: copies to the device so far, for the idle test.
@@ -65,6 +66,7 @@ class Tables:
         vectors_mib: float = 1.0,
         num_programs: int = HELD_PROGRAMS + FREE_PROGRAMS,
         num_ops: int | None = None,
+        reports: bool = True,
     ) -> None:
         self.boundaries = boundaries
         self.num_uploads = 0
@@ -86,7 +88,8 @@ class Tables:
         pinned = device.type == "cuda"
         self._faults = torch.zeros(MOST_OWNERS, dtype=torch.int32, pin_memory=pinned)
         self.faults: NDArray[np.int32] = self._faults.numpy()
-        self.host = torch.tensor([0, self._faults.data_ptr()], dtype=torch.int64, device=device)
+        reported = self._faults.data_ptr() if reports else 0
+        self.host = torch.tensor([0, reported], dtype=torch.int64, device=device)
 
         self._programs = Places[Program](num_programs)
         self._vector_places = Places[Array](num_vectors)
