@@ -6,9 +6,11 @@ To:    soak, tests/server/test_neighbours.py.
 
 from __future__ import annotations
 
+import base64
 import json
+import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -67,6 +69,25 @@ def hostile(model: str, hidden_size: int, max_tokens: int) -> dict[str, Callable
         ]  # fmt: skip
         return Hostile(scoped(json.dumps({"edits": edits}), prompt=[5] * num_prompt))
 
+    def selectors(unions: list[dict[str, Any]], **more: Any) -> Hostile:
+        """An edit for each selector, all of them small."""
+        ones = base64.b64encode(struct.pack(f"<{hidden_size}f", *[1e-3] * hidden_size)).decode()
+        vector = {"dtype": "float32", "shape": [hidden_size], "data": ones}
+        edits = [{"kind": "add", "layers": [1], "vector": vector, "tokens": u} for u in unions]
+        return Hostile(scoped(json.dumps({"edits": edits}), **more), alike=False)
+
+    def position_lists() -> Hostile:
+        """200 edits with unions of 60 lists of positions, and a generation."""
+        unions = [{"union": [[500 + i], *([i % 8 + 8 * j] for j in range(59))]} for i in range(200)]
+        made = selectors(unions, prompt=[5] * 720, max_tokens=30)
+        return replace(made, statuses=frozenset({200}))
+
+    def slices() -> Hostile:
+        """150 edits with unions of 30 slices."""
+        return selectors(
+            [{"union": [{"slice": [i, i + j, None]} for j in range(1, 31)]} for i in range(150)]
+        )
+
     def overflow() -> Hostile:
         """A request like any other, until its numbers overflow."""
         edit = {"kind": "add", "site": "resid_post", "layers": [1], "scale": 3e38,
@@ -110,6 +131,8 @@ def hostile(model: str, hidden_size: int, max_tokens: int) -> dict[str, Callable
             30_000_000, frozenset({400, 413}), **with_key
         ),
         "a lone surrogate": surrogate,
+        "12,000 lists of positions": position_lists,
+        "4,500 slices": slices,
         "128 completions of a long spec": completions,
     }
     for count in (4000, 16_000):

@@ -350,6 +350,18 @@ class _Way:
     def uniform(self) -> bool:
         return self.selector.uniform
 
+    @cached_property
+    def _rows(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """The positions in ascending order, and the row of each, from 1."""
+        given = np.asarray(self.positions, np.int64)
+        order = np.argsort(given)
+        return given[order], (order + 1).astype(np.int32)
+
+    def _rows_at(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
+        ascending, rows = self._rows
+        at = np.minimum(np.searchsorted(ascending, positions), len(ascending) - 1)
+        return np.where(ascending[at] == positions, rows[at], np.int32(0))
+
     def of_phase(self, generated: bool) -> int:
         """What `pick` says of every token of a phase, where it is uniform."""
         one = np.zeros(1, np.int64)
@@ -358,10 +370,11 @@ class _Way:
     def pick(self, tokens: Tokens) -> NDArray[np.int32]:
         """int32 by token: 0 for no, else 1, or the row of the replacement from 1."""
         if self.positions:
-            wanted = np.asarray(self.positions, np.int64)
-            wanted = np.where(wanted < 0, wanted + tokens.num_prompt, wanted)
-            hit = tokens.positions[:, None] == wanted
-            return np.where(hit.any(axis=1), hit.argmax(axis=1) + 1, 0).astype(np.int32)
+            p, n = tokens.positions, tokens.num_prompt
+            rows = self._rows_at(p)
+            if self._rows[0][0] < 0:  # they count from the end of the prompt
+                rows = np.where((rows == 0) & (p < n), self._rows_at(p - n), rows)
+            return rows
         masks = self.selector.select(tokens)
         return (masks.certain if self.use == "edit" else masks.possible).astype(np.int32)
 
@@ -417,19 +430,31 @@ class BlockKeys:
     """
 
     def __init__(self, edits: tuple[ResolvedEdit, ...], num_prompt: int, prompt_ids: Ids) -> None:
-        self._ways = [_Way(edit.tokens, "edit", edit.positions) for edit in edits]
-        self._digests = [edit.digest for edit in edits]
+        ways: dict[_Way, int] = {}
+        given = [_Way(edit.tokens, "edit", edit.positions) for edit in edits]
+        self._way_of = np.array([ways.setdefault(way, len(ways)) for way in given], np.int64)
+        self._ways = tuple(ways)
+        digests = b"".join(edit.digest for edit in edits)
+        self._digests = np.frombuffer(digests, np.uint8).reshape(len(edits), -1)
         self._num_prompt, self._ids = num_prompt, np.asarray(prompt_ids, np.int64)
 
     def key(self, start: int, stop: int) -> bytes | None:
         """Of the tokens at positions start .. stop-1; None where none is edited."""
         positions = np.arange(start, stop, dtype=np.int64)
         tokens = Tokens.running(positions, self._num_prompt, self._ids)
-        digest = hashlib.blake2b(digest_size=16)
-        edited = False
-        for way, content in zip(self._ways, self._digests, strict=True):
+        #: By what a way picks here, its number among all that is picked, from 1.
+        numbers: dict[bytes, int] = {}
+        of_ways = np.zeros(len(self._ways), "<u4")
+        for i, way in enumerate(self._ways):
             column = way.pick(tokens)
             if column.any():
-                edited = True
-                digest.update(content + column.tobytes())
-        return digest.digest() if edited else None
+                of_ways[i] = numbers.setdefault(column.tobytes(), len(numbers) + 1)
+        if not numbers:
+            return None
+        of_edits = of_ways[self._way_of]
+        here = of_edits > 0
+        digest = hashlib.blake2b(repr((len(numbers), int(here.sum()))).encode(), digest_size=16)
+        digest.update(b"".join(numbers))
+        digest.update(of_edits[here].tobytes())
+        digest.update(self._digests[here].tobytes())
+        return digest.digest()

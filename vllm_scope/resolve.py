@@ -258,7 +258,8 @@ def _within(tokens: Selector, tier: str | None) -> Selector | None:
         return word
     if any(tokens == Word(other) for other in TIERS):
         return None
-    return Except(tokens, Except(tokens, word))
+    (other,) = set(TIERS) - {tier}  # every token is of one tier
+    return Except(tokens, Word(other))
 
 
 def _row(values: Array, index: int) -> Array:

@@ -24,7 +24,7 @@ masks are equal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -36,8 +36,10 @@ from vllm_scope.errors import SpecError, shown
 
 MAX_ITEMS = 65_536
 MAX_DEPTH = 8
-#: Selectors inside one selector.
-MAX_PARTS = 64
+#: Selectors inside one selector, and inside all distinct ones of a request. In EngineCore and in
+#: workers each takes 5 us at every step, and at every KV block of a request with edits. Each of
+#: 256 edits and 32 reads may have its own.
+MAX_PARTS, MAX_PARTS_IN_ALL = 64, 288
 WORDS = ("all", "prompt", "generated", "last_prompt", "last")
 #: Of a prompt. What looks at them makes int64 [n] of a list, at 40 ns a token.
 Ids = Sequence[int] | NDArray[np.int64]
@@ -243,14 +245,21 @@ class TokenIds(Selector):
 
 @dataclass(frozen=True)
 class Union(Selector):
+    """In any of some selectors.
+
+    Attributes:
+        parts: without unions among them; at most one Positions and one TokenIds, which hold the
+            positions and ids of all that were given.
+    """
+
     parts: tuple[Selector, ...]
 
     def __init__(self, *parts: Any) -> None:
         if not parts:
             raise SpecError("Union() is empty; give it at least one selector.")
         _check_parts(len(parts), "Union")
-        found = tuple(parse_selector(part, f"Union[{i}]") for i, part in enumerate(parts))
-        object.__setattr__(self, "parts", found)
+        found = [parse_selector(part, f"Union[{i}]") for i, part in enumerate(parts)]
+        object.__setattr__(self, "parts", _merged(found))
         _check_depth(self)
 
     @property
@@ -298,6 +307,19 @@ class Except(Selector):
         self.without.check(num_prompt, max_position, where)
 
 
+def _merged(parts: list[Selector]) -> tuple[Selector, ...]:
+    """As few parts as pick the same tokens: each of them costs time at every step."""
+    flat = [one for part in parts for one in (part.parts if isinstance(part, Union) else [part])]
+    positions = {p for one in flat if isinstance(one, Positions) for p in one.positions}
+    ids = {i for one in flat if isinstance(one, TokenIds) for i in one.ids}
+    found = [one for one in flat if not isinstance(one, Positions | TokenIds)]
+    if ids:
+        found.insert(0, TokenIds(*sorted(ids)))
+    if positions:
+        found.insert(0, Positions(tuple(sorted(positions))))
+    return tuple(dict.fromkeys(found))
+
+
 def _depth(selector: Selector) -> int:
     if isinstance(selector, Union):
         return 1 + max(_depth(part) for part in selector.parts)
@@ -326,6 +348,20 @@ def check_size(selector: Selector, where: str) -> None:
     items = sum(len(getattr(x, "positions", getattr(x, "ids", ()))) for x in leaves)
     if items > MAX_ITEMS:
         raise SpecError(f"{where} has {items:,} items in all; at most {MAX_ITEMS:,}.")
+
+
+def check_sizes(selectors: Iterable[Selector]) -> None:
+    """Raise SpecError where the selectors of one request cost too much at each token.
+
+    Equal selectors cost what one of them costs, and a single word nearly nothing.
+    """
+    distinct = [one for one in dict.fromkeys(selectors) if not isinstance(one, Word)]
+    count = sum(len(_leaves(one)) for one in distinct)
+    if count > MAX_PARTS_IN_ALL:
+        raise SpecError(
+            f"the request's selectors have {count:,} parts in all; at most {MAX_PARTS_IN_ALL}. Let "
+            "several actions have the same tokens, or send several requests."
+        )
 
 
 def _leaves(selector: Selector) -> list[Selector]:

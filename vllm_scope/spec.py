@@ -18,11 +18,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from vllm_scope.actions import KINDS, Action, Edit, Module, Probe, Read, action_from_json
+from vllm_scope.actions import (
+    KINDS,
+    Action,
+    Edit,
+    Module,
+    Probe,
+    Read,
+    action_from_json,
+    tokens_of,
+)
 from vllm_scope.bounded_json import decode, num_items
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.remembered import Remembered
 from vllm_scope.resolve import Resolved, Vectors, resolve
+from vllm_scope.selectors import check_sizes
 from vllm_scope.sites import Sites
 
 MAX_SPEC_BYTES = 64 << 20
@@ -51,6 +61,7 @@ class Spec:
             raise SpecError("the spec asks for nothing; give at least one Read, Probe or edit.")
         for name in _MOST:
             _check_count(name, len(getattr(self, name)))
+        check_sizes(tokens_of(one) for one in (*self.reads, *self.probes, *self.edits))
         names = [probe.name for probe in self.probes]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -144,3 +145,20 @@ def test_equal_keys_mean_that_the_same_happens_to_each_token(some, one_prompt, o
         elif len(some) == 1 and some[0].kind != "replace":
             # With one edit the key says no more than what happens.
             assert block != other_block
+
+
+def test_a_block_key_costs_the_distinct_selectors_and_not_the_edits():
+    """256 edits at all of 16 layers, and replacements of 1,000 positions each."""
+    sites = Sites(16, 4, "float32", tuple(range(33)))
+    rows = np.arange(1.0, 4001.0).reshape(1000, 4)
+    adds = [Add([1.0 + i, 0, 0, 0], layers="all", tokens=[i % 16, 700]) for i in range(128)]
+    replaced = [Replace(rows * i, range(1000), layer=i % 16) for i in range(1, 65)]
+    edits = Spec(edits=(*adds, *replaced)).resolve(sites).edits
+    keys = BlockKeys(edits, 1024, np.ones(1024, np.int64))
+    keys.key(0, 16)
+    took = []
+    for start in range(16, 960, 16):
+        started = time.thread_time()
+        assert keys.key(start, start + 16) is not None
+        took.append(time.thread_time() - started)
+    assert sorted(took)[len(took) // 2] < 1e-3

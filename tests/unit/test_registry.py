@@ -67,7 +67,7 @@ def test_vectors_of_a_tier_are_added_to_its_tokens_alone(held):
     assert found(Add("m")) == [(0, V, "all"), (0, W, "prompt"), (1, W, "generated")]
     assert found(Add("m", layer=0)) == [(0, V, "all"), (0, W, "prompt")]
     assert found(Add("m", tokens="generated")) == [(0, V, "generated"), (1, W, "generated")]
-    within = {"except": [[3], {"except": [[3], "generated"]}]}
+    within = {"except": [[3], "prompt"]}
     assert found(Add("m", layer=1, tokens=[3])) == [(1, W, within)]
     probe = Spec(probes=(Probe("m", layer=0, name="p"),))
     assert held.resolve(probe, names, None).probes[0].weight.numpy.tolist() == V

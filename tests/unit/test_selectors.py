@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 import numpy as np
@@ -259,11 +260,17 @@ def test_what_is_accepted_as_decided_never_changes_its_answer(selector, sequence
     assert masks.certain.tolist() == _oracle(selector, sequence)
 
 
+SLICES = [{"slice": [i, None, None]} for i in range(40)]
+
+
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [
         pytest.param({"union": [[0]] * 65}, "65 parts; at most 64", id="a-union"),
-        pytest.param({"union": [{"union": [[0]] * 40}] * 2}, "80 parts; at most 64", id="unions"),
+        pytest.param(
+            {"union": [{"except": [{"union": SLICES}, {"union": SLICES}]}]},
+            "80 parts; at most 64", id="unions",
+        ),
         pytest.param(
             {"union": [list(range(40_000)), {"except": [{"token_ids": [1] * 30_000}, "last"]}]},
             "70,000 items in all; at most 65,536", id="items",
@@ -275,7 +282,18 @@ def test_a_selector_is_small_as_a_whole(tokens, words):
         Read("embed", tokens=tokens)
 
 
+def test_a_union_has_one_list_of_positions_and_one_of_ids():
+    given = [[5, -1], "prompt", TokenIds(7), Union([9], TokenIds(3), slice(2)), "prompt", [5]]
+    made = Union(*given)
+    assert made == Union([-1, 5, 9], TokenIds(3, 7), "prompt", slice(2))
+    assert len(made.parts) == 4
+    assert parse_selector(json.loads(json.dumps(made.to_json())), "tokens") == made
+    tokens = Tokens.running(np.arange(12), 8, [3, 1, 1, 7, 1, 1, 1, 1])
+    apart = [parse_selector(part, "part").select(tokens).certain for part in given]
+    assert (made.select(tokens).certain == np.logical_or.reduce(apart)).all()
+
+
 def test_a_selector_of_the_most_parts_is_let_in_and_long_unions_are_not_built():
-    Read("embed", tokens=Union(*[[i] for i in range(64)]))
+    Read("embed", tokens=Union(*[slice(i, None) for i in range(64)]))
     with pytest.raises(SpecError, match="100,000 parts"):
         Union(*[[0]] * 100_000)

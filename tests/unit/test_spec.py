@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 
 from tests.unit.strategies import sentence, specs
-from vllm_scope import Add, Except, Read, Spec, SpecError, TokenIds, Union, scope, spec
+from vllm_scope import Add, Except, Probe, Read, Spec, SpecError, TokenIds, Union, scope, spec
 from vllm_scope.arrays import Array
 from vllm_scope.remembered import Remembered
 from vllm_scope.resolve import ResolvedRead
@@ -398,3 +398,28 @@ def test_meanings_with_modules_are_remembered_until_a_name_changes_and_bounded(m
         assert meanings.num_bytes <= 1 << 20
     meanings.forget()
     assert meanings.num_bytes == 0
+
+
+def _many_parts(count: int) -> list[Read]:
+    """Reads whose selectors have so many parts in all, each of its own slice."""
+    slices = [slice(i, None) for i in range(count)]
+    return [Read("embed", tokens=Union(*slices[i : i + 36])) for i in range(0, count, 36)]
+
+
+def test_the_selectors_of_a_request_are_small_together():
+    Spec(tuple(_many_parts(288)))
+    text = sentence(lambda: Spec(tuple(_many_parts(289))))
+    assert "selectors have 289 parts in all; at most 288" in text
+    assert "send several requests" in text
+
+
+def test_each_edit_and_each_read_may_have_positions_of_its_own():
+    edits = [Add([1.0], layer=0, tokens=[i]) for i in range(256)]
+    reads = [Read("embed", tokens=[i, i + 1]) for i in range(32)]
+    probes = [Probe([1.0], layer=0, name=str(i), tokens="prompt") for i in range(256)]
+    Spec(tuple(reads), tuple(probes), tuple(edits))
+
+
+def test_equal_selectors_count_once():
+    union = Union(*[slice(i, None) for i in range(64)])
+    Spec(edits=tuple(Add([1.0], layer=i, tokens=union) for i in range(256)))
