@@ -14,9 +14,10 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections.abc import Collection, Iterable
+import weakref
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -53,28 +54,38 @@ _POSITIONS_AT_ONCE = 4096
 
 
 class _Programs:
-    """The programs that were built last, of all specs; bounded in bytes.
+    """Which programs were built last, of all specs; bounded in bytes.
 
-    A request that runs keeps its own: those that go from here are built again when they are
-    next needed.
+    The programs themselves stand with what they were compiled from, and go with it. A request
+    that runs keeps its own: those that go from here are built again when they are next needed.
     """
 
     def __init__(self) -> None:
-        self._known: Remembered[tuple[int, bytes], tuple[_Compiled, Program | None]]
+        self._known: Remembered[tuple[weakref.ref[_Compiled], bytes], None]
         self._known = Remembered(REMEMBERED_BYTES)
 
-    def get(self, of: _Compiled, column: bytes) -> tuple[_Compiled, Program | None] | None:
-        return self._known.get((id(of), column))
+    def use(self, of: _Compiled, column: bytes) -> None:
+        """A program was asked for again."""
+        self._known.get((of.ref, column))
 
     def put(self, of: _Compiled, column: bytes, program: Program | None) -> None:
-        # With its spec, so that no other gets its id.
-        num_ops = 0 if program is None else program.num_ops
-        size = _PROGRAM_BYTES + len(column) + _OP_BYTES * num_ops
-        self._known.put((id(of), column), (of, program), size)
+        of.built[column] = program
+        size = _PROGRAM_BYTES + len(column) + (0 if program is None else _size_of(program))
+        for ref, gone in self._known.put((of.ref, column), None, size):
+            owner = ref()
+            if owner is not None:
+                owner.built.pop(gone, None)
 
     @property
     def num_bytes(self) -> int:
         return self._known.num_bytes
+
+
+def _size_of(program: Program) -> int:
+    """Of its operations, in bytes, with the rows of replacements, which are made for them."""
+    ops = [op for _, ops in program.taps for op in ops]
+    rows = (len(op.vector.data) for op in ops if op.code == OP_SET and op.vector is not None)
+    return _OP_BYTES * len(ops) + sum(rows)
 
 
 programs = _Programs()
@@ -91,11 +102,18 @@ class _Compiled:
     ways: tuple[_Way, ...]
     reads: tuple[tuple[int, tuple[int, ...], Encoding | None], ...]
     scores: tuple[tuple[int, int, int, Op], ...]
-    edits: tuple[tuple[int, tuple[int, int], tuple[Op, ...]], ...]
+    edits: tuple[tuple[int, tuple[int, int], Callable[[int], Op]], ...]
     #: Where every token is checked, of a request with edits; None where it is elsewhere.
     check: int | None
     #: Where all tokens of a phase get the same: what generated ones get, and a prompt's.
     of_phase: dict[bool, Program | None] = field(default_factory=dict)
+    #: By column; `programs` says how long they stay.
+    built: dict[bytes, Program | None] = field(default_factory=dict)
+
+    @cached_property
+    def ref(self) -> weakref.ref[_Compiled]:
+        """What stands for it in keys: another one that gets its id has another."""
+        return weakref.ref(self)
 
     @cached_property
     def uniform(self) -> bool:
@@ -104,9 +122,10 @@ class _Compiled:
 
     def program(self, column: NDArray[np.int32]) -> Program | None:
         key = column.tobytes()
-        known = programs.get(self, key)
-        if known is not None:
-            return known[1]
+        known = self.built.get(key, self)  # itself for none: another thread may drop it
+        if not isinstance(known, _Compiled):
+            programs.use(self, key)
+            return known
         found = self._build(column)
         programs.put(self, key, found)
         return found
@@ -158,9 +177,9 @@ class _Compiled:
             if column[way]:
                 scores.setdefault(point, []).append((number, op))
         edits: dict[tuple[int, int], list[Op]] = {}
-        for way, place, ops in self.edits:
+        for way, place, op_of in self.edits:
             if column[way]:
-                edits.setdefault(place, []).append(ops[column[way] - 1])
+                edits.setdefault(place, []).append(op_of(int(column[way])))
         if not (points or scores or edits) and self.check is None:
             return None
         plain = tuple(sorted(points.pop(None, ())))
@@ -177,6 +196,7 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
 
     edited = edited_places(asked, sites)
     reads, scores, edits = [], [], []
+    made: dict[Any, Callable[[int], Op]] = {}  # of edits that differ in their streams alone
     for read in asked.reads if drains else ():
         points = {
             canonical_point(sites.point_of(stream, read.when), edited)
@@ -194,7 +214,10 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
         place = (sites.boundary_of(edit.stream), sites.group_of(edit.stream))
         if place[0] in here:
             column = way(edit.tokens, "edit", edit.positions)
-            edits.append((column, place, _ops_of(edit)))
+            content = edit.kind, edit.values, edit.numbers, edit.norm_match
+            edits.append(
+                (column, place, made.get(content) or made.setdefault(content, _op_of(edit)))
+            )
     check = sites.last_of_stream if asked.edits else None
     return _Compiled(
         tuple(ways), tuple(reads), tuple(scores), tuple(edits), check if check in here else None
@@ -392,25 +415,33 @@ def canonical_point(point: int, edited: set[tuple[int, int]]) -> int:
     return point_of(boundary, level)
 
 
-def _unit(values: Array) -> tuple[Array, float]:
-    """A vector of length 1, and the length that it had."""
+def _unit(values: Array) -> Array:
+    """A vector of length 1."""
     numbers = values.numpy.astype(np.float64)
-    length = float(np.linalg.norm(numbers))
-    return Array(values.shape, (numbers / length).astype("<f4").tobytes()), length
+    return Array(values.shape, (numbers / np.linalg.norm(numbers)).astype("<f4").tobytes())
 
 
-def _ops_of(edit: ResolvedEdit) -> tuple[Op, ...]:
-    """One operation; for a replacement one for each of its rows."""
+def _op_of(edit: ResolvedEdit) -> Callable[[int], Op]:
+    """What an edit does to a token, by the row of a replacement, from 1."""
     if edit.kind == "replace":
-        rows = edit.values.numpy
-        return tuple(Op(OP_SET, 0, Array(row.shape, row.tobytes())) for row in rows)
+        return partial(_replacing, edit.values.numpy)
+    op = _op_for_all(edit)
+    return lambda row: op
+
+
+def _replacing(rows: NDArray[np.float32], row: int) -> Op:
+    values = rows[row - 1]
+    return Op(OP_SET, 0, Array(values.shape, values.tobytes()))
+
+
+def _op_for_all(edit: ResolvedEdit) -> Op:
     if edit.kind == "add" and not edit.norm_match:
-        return (Op(OP_ADD, 0, edit.values, edit.numbers[0]),)
-    direction, _ = _unit(edit.values)
+        return Op(OP_ADD, 0, edit.values, edit.numbers[0])
+    direction = _unit(edit.values)
     if edit.kind == "add":
-        return (Op(OP_ADD_NORM, 0, direction, edit.numbers[0]),)
+        return Op(OP_ADD_NORM, 0, direction, edit.numbers[0])
     if edit.kind == "ablate":
-        return (Op(OP_ABLATE, 0, direction),)
+        return Op(OP_ABLATE, 0, direction)
     lo, hi, strength = edit.numbers
     # With k d for d the operation does (clip(k p, k lo, k hi) - k p) k d, which is k * k
     # times what it does with d.
@@ -419,7 +450,7 @@ def _ops_of(edit: ResolvedEdit) -> tuple[Op, ...]:
         lo, hi, k = -math.inf, math.inf, 1  # and not 0 times infinity
     if k != 1:
         direction = Array(direction.shape, (direction.numpy * np.float32(k)).tobytes())
-    return (Op(OP_CLAMP, 0, direction, k * lo, k * hi),)
+    return Op(OP_CLAMP, 0, direction, k * lo, k * hi)
 
 
 class BlockKeys:

@@ -44,14 +44,34 @@ class Remembered(Generic[Key, Value]):
             self._values.move_to_end(key)
             return found[0]
 
-    def put(self, key: Key, value: Value, num_bytes: int) -> None:
-        """Keep a value; another of the same key is replaced."""
+    def put(self, key: Key, value: Value, num_bytes: int) -> list[Key]:
+        """Keep a value; another of the same key is replaced.
+
+        Returns:
+            The keys of those that went for it.
+        """
         with self._lock:
             before = self._values.pop(key, None)
             self._values[key] = (value, num_bytes)
             self._num_bytes += num_bytes - (before[1] if before is not None else 0)
-            while self._num_bytes > self.most_bytes and len(self._values) > 1:
-                self._num_bytes -= self._values.popitem(last=False)[1][1]
+            return self._trim()
+
+    def grow(self, key: Key, value: Value, num_bytes: int) -> None:
+        """Count more bytes for a value, if it is still kept."""
+        with self._lock:
+            found = self._values.get(key)
+            if found is not None and found[0] is value:
+                self._values[key] = (value, found[1] + num_bytes)
+                self._num_bytes += num_bytes
+                self._trim()
+
+    def _trim(self) -> list[Key]:
+        gone = []
+        while self._num_bytes > self.most_bytes and len(self._values) > 1:
+            key, (_, num_bytes) = self._values.popitem(last=False)
+            self._num_bytes -= num_bytes
+            gone.append(key)
+        return gone
 
     def clear(self) -> None:
         with self._lock:

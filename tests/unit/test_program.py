@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import tracemalloc
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -492,3 +493,38 @@ def test_a_request_whose_tokens_are_treated_in_too_many_ways_builds_nothing(
     with pytest.raises(SpecError, match=words):
         program.all_programs(4200)
     assert time.thread_time() - started < 0.1
+
+
+def test_programs_go_with_the_spec_that_they_are_of():
+    """And then nothing holds its vectors: one of 64 MB is counted as its programs alone."""
+    sites = Sites(2, 1 << 20, "float32", (0, 2, 4))
+    here, ids = frozenset((0, 2, 4)), np.ones(4, np.int64)
+    edit = Add(np.ones((2, 1 << 20), np.float32), layers=[0, 1], tokens=[0])
+    asked = Spec(edits=(edit,)).resolve(sites)
+    program = RequestProgram.compile(asked, sites, here, 4, ids)
+    assert len(program.all_programs(4)) == 2
+    held = weakref.ref(asked.edits[0].values), weakref.ref(program._compiled)
+    del edit, asked, program
+    assert [one() for one in held] == [None, None]
+
+
+def test_a_long_replacement_is_not_built_before_its_rows_are_counted(monkeypatch):
+    sites = Sites(2, 4, "float32", (0, 2, 4))
+    rows = np.arange(1.0, 1.0 + 4 * 60_000).reshape(-1, 4)
+    asked = Spec(edits=(Replace(rows, range(60_000), layer=1),)).resolve(sites)
+    monkeypatch.setattr(compiling, "Op", lambda *_: pytest.fail("built"))
+    ids = np.ones(60_000, np.int64)
+    program = RequestProgram.compile(asked, sites, frozenset((0, 2, 4)), 60_000, ids)
+    with pytest.raises(SpecError, match="in more than"):
+        program.all_programs(60_001)
+
+
+def test_a_direction_for_all_layers_is_normalised_once():
+    sites = Sites(32, 4, "float32", tuple(range(65)))
+    asked = Spec(edits=(Ablate(V, layers="all"), Clamp(V, 0, 1, layers="all"))).resolve(sites)
+    ids = np.ones(4, np.int64)
+    program = RequestProgram.compile(asked, sites, frozenset(sites.boundaries), 4, ids)
+    (one,) = program.all_programs(4)
+    ops = [op for _, ops in one.taps for op in ops if op.vector is not None]
+    assert len(ops) == 64
+    assert len({id(op.vector) for op in ops}) == 2
