@@ -58,6 +58,19 @@ def test_vectors_of_their_own_leave_plain_neighbours_alone(llm):
             assert mixed[i].outputs[0].token_ids == plain[i].outputs[0].token_ids
 
 
+def test_an_edit_that_overflows_ends_its_request_alone(llm):
+    huge = params(Add([3e38] * len(V), layer=1, scale=3e38), logprobs=None)
+    plain = params(logprobs=None)
+    before = run(llm, [PROMPT] * 3, plain)
+    bad, *beside = run(llm, [PROMPT] * 4, [huge, *[plain] * 3])
+    assert bad.outputs[0].finish_reason == "error"
+    assert "not finite in bfloat16" in bad.outputs[0].scope.error
+    for output, alone in zip(beside, before, strict=True):
+        assert output.outputs[0].token_ids == alone.outputs[0].token_ids
+    (again,) = run(llm, [PROMPT], huge)
+    assert again.outputs[0].finish_reason == "error"
+
+
 def test_scores_equal_a_dot_product_with_the_rows(llm):
     probes = [Probe(direction(i), layer=i % 3, name=f"p{i}") for i in range(64)]
     spec = params(Add(V, layer=0), *probes, Read("resid_post"), logprobs=None)

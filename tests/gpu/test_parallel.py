@@ -11,7 +11,7 @@ import vllm_scope
 from tests.checkpoints import check_completion, reference
 from tests.conftest import process_engine
 from tests.engine.test_sinks import check_equal
-from vllm_scope import Read, scope
+from vllm_scope import Add, Read, scope
 
 pytestmark = pytest.mark.gpu
 
@@ -65,6 +65,25 @@ def test_rows_of_all_ranks_are_put_together(tensor, pipeline, runner, llama, ref
             for output in llm.generate(prompts(), params(), use_tqdm=False):
                 ids = list(output.outputs[0].token_ids)
                 check_completion(output.scope, output.prompt_token_ids, ids, ref)
+
+
+@pytest.mark.parametrize("runner", ["V2", "V1"])
+@needs(2)
+def test_an_edit_of_the_first_stage_that_overflows_ends_its_request(runner, llama, monkeypatch):
+    from vllm import SamplingParams
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "V2" else "0")
+    huge = SamplingParams(
+        temperature=0, max_tokens=8, extra_args=scope(Add([3e38] * 128, layer=0, scale=3e38))
+    )
+    plain = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    with process_engine(llama, **OPTIONS, pipeline_parallel_size=2) as llm:
+        before = llm.generate(prompts(), plain, use_tqdm=False)
+        bad, *beside = llm.generate([prompts()[0], *prompts()], [huge, *[plain] * len(IDS)])
+    assert bad.outputs[0].finish_reason == "error"
+    assert "not finite in bfloat16" in bad.outputs[0].scope.error
+    for output, alone in zip(beside, before, strict=True):
+        assert output.outputs[0].token_ids == alone.outputs[0].token_ids
 
 
 @pytest.mark.parametrize("layout", ["per_request", "sharded"])
