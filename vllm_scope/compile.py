@@ -196,7 +196,7 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
 
     edited = edited_places(asked, sites)
     reads, scores, edits = [], [], []
-    made: dict[Any, Callable[[int], Op]] = {}  # of edits that differ in their streams alone
+    made: dict[Any, Op] = {}
     for read in asked.reads if drains else ():
         points = {
             canonical_point(sites.point_of(stream, read.when), edited)
@@ -214,10 +214,7 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
         place = (sites.boundary_of(edit.stream), sites.group_of(edit.stream))
         if place[0] in here:
             column = way(edit.tokens, "edit", edit.positions)
-            content = edit.kind, edit.values, edit.numbers, edit.norm_match
-            edits.append(
-                (column, place, made.get(content) or made.setdefault(content, _op_of(edit)))
-            )
+            edits.append((column, place, _op_of(edit, made)))
     check = sites.last_of_stream if asked.edits else None
     return _Compiled(
         tuple(ways), tuple(reads), tuple(scores), tuple(edits), check if check in here else None
@@ -421,11 +418,20 @@ def _unit(values: Array) -> Array:
     return Array(values.shape, (numbers / np.linalg.norm(numbers)).astype("<f4").tobytes())
 
 
-def _op_of(edit: ResolvedEdit) -> Callable[[int], Op]:
-    """What an edit does to a token, by the row of a replacement, from 1."""
+def _op_of(edit: ResolvedEdit, made: dict[Any, Op]) -> Callable[[int], Op]:
+    """What an edit does to a token, by the row of a replacement, from 1.
+
+    Args:
+        made: what was made of edits; those that differ in their streams alone share it.
+    """
     if edit.kind == "replace":
         return partial(_replacing, edit.values.numpy)
-    op = _op_for_all(edit)
+    op: Op | None = edit.__dict__.get("_op")
+    if op is None:
+        content = edit.kind, edit.values, edit.numbers, edit.norm_match
+        op = made.get(content) or made.setdefault(content, _op_for_all(edit))
+        # Server-wide edits are compiled with those of every request.
+        edit.__dict__["_op"] = op
     return lambda row: op
 
 

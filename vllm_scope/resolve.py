@@ -28,6 +28,9 @@ from vllm_scope.selectors import Except, Ids, Selector, Word
 from vllm_scope.sites import SiteLayer, Sites
 from vllm_scope.vectors.module import TIERS, Place
 
+#: What one action takes at one stream, and one more stream of a read, with what is compiled and
+#: remembered of them; measured.
+_ACTION_BYTES, _STREAM_BYTES = 1024, 128
 #: Vectors of a steering module: by stream for every token, by (site, layer, tier) for the
 #: tier's tokens alone.
 Vectors = Mapping[Place, Array]
@@ -98,6 +101,16 @@ class Resolved:
     def __getstate__(self) -> dict[str, Any]:
         # Without what is remembered on it.
         return {"reads": self.reads, "probes": self.probes, "edits": self.edits}
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes of memory, with what is compiled and remembered on it."""
+        vectors = {id(edit.values): len(edit.values.data) for edit in self.edits}
+        vectors |= {id(probe.weight): len(probe.weight.data) for probe in self.probes}
+        num_streams = sum(len(read.streams) for read in self.reads)
+        num_actions = len(self.reads) + len(self.probes) + len(self.edits)
+        # A direction is there once as it came, and once of length 1.
+        return 2 * sum(vectors.values()) + _STREAM_BYTES * num_streams + _ACTION_BYTES * num_actions
 
     def joined(
         self, edits: tuple[ResolvedEdit, ...] = (), reads: tuple[ResolvedRead, ...] = ()

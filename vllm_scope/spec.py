@@ -117,7 +117,15 @@ class Spec:
         if found is None:
             found = Spec._parse(text)
             size = _SPEC_BYTES + 2 * len(text) + _ITEM_BYTES * num_items(text)
+            found.__dict__["_remembered"] = text, size
             _parsed.put(text, found, size)
+        return found
+
+    @property
+    def remembered(self) -> tuple[str, int] | None:
+        """The text that it is found by, and what it takes in bytes; None if it is parsed anew
+        each time."""
+        found: tuple[str, int] | None = self.__dict__.get("_remembered")
         return found
 
     @staticmethod
@@ -154,6 +162,8 @@ class Spec:
         found = resolve(self.reads, self.probes, self.edits, sites, {})
         # The front-end's and the worker's, where both are one process.
         self.__dict__["_resolved"] = (*known[-1:], (sites, found))
+        if self.remembered is not None:
+            _parsed.grow(self.remembered[0], self, found.num_bytes)
         return found
 
 
@@ -178,7 +188,7 @@ class Meanings:
         return self._known.num_bytes
 
     def of(self, spec: Spec, modules: Mapping[str, Vectors], version: Hashable = None) -> Resolved:
-        """`Spec.resolve`; the same object for the same spec and version.
+        """`Spec.resolve`; the same object for the same version, if the spec is remembered.
 
         Args:
             version: tells apart what the modules' names stand for.
@@ -189,9 +199,9 @@ class Meanings:
         if known is not None:
             return known[1]
         found = spec.resolve(self._sites, modules)
-        size = _SPEC_BYTES + sum(len(x.values.data) for x in found.edits)
-        size += sum(len(x.weight.data) for x in found.probes)
-        self._known.put((id(spec), version), (spec, found), size)
+        if spec.remembered is not None:
+            size = spec.remembered[1] + found.num_bytes
+            self._known.put((id(spec), version), (spec, found), size)
         return found
 
 

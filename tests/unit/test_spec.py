@@ -6,14 +6,28 @@ import json
 import subprocess
 import sys
 import tracemalloc
+import weakref
 
 import numpy as np
 import pytest
 from hypothesis import given
 
 from tests.unit.strategies import sentence, specs
-from vllm_scope import Add, Except, Probe, Read, Spec, SpecError, TokenIds, Union, scope, spec
+from vllm_scope import (
+    Ablate,
+    Add,
+    Except,
+    Probe,
+    Read,
+    Spec,
+    SpecError,
+    TokenIds,
+    Union,
+    scope,
+    spec,
+)
 from vllm_scope.arrays import Array
+from vllm_scope.compile import RequestProgram
 from vllm_scope.remembered import Remembered
 from vllm_scope.resolve import ResolvedRead
 from vllm_scope.selectors import MAX_ITEMS, Positions, Span, Word
@@ -386,18 +400,73 @@ def test_a_text_that_is_too_long_to_look_up_is_not_remembered(monkeypatch):
     assert len(spec._parsed) == 0
 
 
+def test_what_specs_mean_and_compile_to_counts_with_them(monkeypatch):
+    """Of short texts with edits at all layers."""
+    monkeypatch.setattr(spec, "_parsed", Remembered(4 << 20))
+    sites = Sites(32, 1, "float32", tuple(range(65)))
+    here, ids = frozenset(sites.boundaries), np.ones(4, np.int64)
+    texts = [
+        scope(*(Ablate([i + 1.0], layers="all", tokens=[j, i]) for j in range(32)))["scope"]
+        for i in range(41)
+    ]
+    assert max(map(len, texts)) < 8192
+    for i, text in enumerate(texts):
+        RequestProgram.compile(Spec.from_json(text).resolve(sites), sites, here, 4, ids)
+        if i == 0:  # what the first one loads is no spec's
+            spec._parsed.clear()
+            tracemalloc.start()
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert spec._parsed.num_bytes <= 4 << 20
+    assert kept < 4 << 20
+    assert Spec.from_json(texts[-1]) is Spec.from_json(texts[-1])
+
+
+def test_server_wide_edits_that_are_compiled_with_many_requests_are_normalised_once():
+    sites = Sites(2, 4096, "float32", (0, 2, 4))
+    edits = Spec(edits=(Ablate(np.ones((2, 4096)), layers=[0, 1]),)).resolve(sites).edits
+    here, ids = frozenset(sites.boundaries), np.ones(4, np.int64)
+    made = []
+    for i in range(2):
+        asked = Spec((Read("embed", tokens=[i]),)).resolve(sites).joined(edits=edits)
+        program = RequestProgram.compile(asked, sites, here, 4, ids).all_programs(4)[0]
+        made.append([op.vector for _, ops in program.taps for op in ops if op.vector is not None])
+    assert len(made[0]) == 2
+    assert all(one is other for one, other in zip(*made, strict=True))
+
+
 def test_meanings_with_modules_are_remembered_until_a_name_changes_and_bounded(monkeypatch):
     monkeypatch.setattr(spec, "REMEMBERED_BYTES", 1 << 20)
     sites = Sites(2, 4096, "float32", (0, 2, 4))
     meanings = Meanings(sites)
+    inline = Add(np.ones((2, 4096), np.float32), layers=[0, 1])
+    specs = []
     for i in range(200):
         modules = {"m": {("resid_post", 0): Array.parse(np.full(4096, i + 1.0), "")}}
-        one = Spec(edits=(Add("m", layer=0, scale=i),))
+        one = Spec.from_json(scope(Add("m", layer=0, scale=i), inline)["scope"])
         found = meanings.of(one, modules, i)
         assert meanings.of(one, modules, i) is found
         assert meanings.num_bytes <= 1 << 20
+        specs.append(weakref.ref(one))
+        spec._parsed.clear()
+    del one, found
+    # Each has a text of 44 kB, 32 kB of its own and as much of copies, and 16 kB of the module's.
+    assert 3 <= sum(one() is not None for one in specs) <= 8
     meanings.forget()
     assert meanings.num_bytes == 0
+    assert not any(one() for one in specs)
+
+
+def test_a_spec_that_is_too_long_to_look_up_has_no_meaning_that_stays():
+    meanings = Meanings(Sites(64, 4096, "float32", tuple(range(129))))
+    modules = {"m": {("resid_post", 0): Array.parse(np.ones(4096), "")}}
+    inline = Add(np.ones((64, 4096), np.float32), layers=list(range(64)))
+    one = Spec.from_json(scope(Add("m", layer=0), inline)["scope"])
+    assert len(meanings.of(one, modules).edits) == 65
+    assert meanings.num_bytes == 0
+    gone = weakref.ref(one)
+    del one
+    assert gone() is None
 
 
 def _many_parts(count: int) -> list[Read]:
