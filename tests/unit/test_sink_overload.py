@@ -331,6 +331,36 @@ def test_what_a_dropped_row_was_to_replace_is_no_row(monkeypatch):
     assert [at for at, _ in rows[0, "resid_post", 1]] == [0, 1]
 
 
+@pytest.mark.parametrize("waits", ["held", "queued"])
+def test_a_key_that_takes_all_it_can_leaves_another_its_room(monkeypatch, waits):
+    most = 16 * 2 * TOKEN_BYTES / 2**20
+    options = {"held_mib": most} if waits == "held" else {"queue_mib": most, "on_overload": "drop"}
+    with side(monkeypatch, {"mine": options}, mine=Whole if waits == "held" else Live) as here:
+        if waits == "queued":
+            here.add(0, READ)
+            Live.made[0].go_on.clear()
+            here.write(0, [0])  # the sink is at it, and what follows waits
+            until(lambda: here.router.counters()["mine"]["queue_bytes"] == 0)
+        counter = f"{'queue' if waits == 'queued' else waits}_bytes"
+        here.info = {"owner": "one"}
+        for key in range(1, 30):
+            here.add(key, READ)
+            here.write(key, [0])
+        until(lambda: here.router.counters()["mine"]["drops"])
+        held = here.router.counters()["mine"][counter]
+        assert 0.7 * most * 2**20 <= held <= 0.75 * most * 2**20
+        here.info = {"owner": "two"}
+        here.add(30, READ)
+        here.write(30, [0, 1, 2])
+        if waits == "queued":
+            Live.made[0].go_on.set()
+        for key in range(1, 31):
+            here.end(key)
+        assert here.manifest(30).status == "ok"
+        assert {here.manifest(key).delivered for key in range(1, 30)} == {0, 2}
+        until(lambda: here.router.counters()["mine"][counter] == 0)
+
+
 def test_the_end_of_a_request_of_many_drops_is_quick():
     """It is told on the drain's thread, where a sink has seen nothing of it."""
     layout = Layout(tuple(point_of(2 * i, 0) for i in range(65)))

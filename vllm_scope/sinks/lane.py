@@ -27,7 +27,7 @@ from vllm_scope.errors import ConfigError
 from vllm_scope.sinks import Block, Ending, Manifest, Report, Sink
 from vllm_scope.sinks.counters import Counters
 from vllm_scope.sinks.options import SinkOptions
-from vllm_scope.sinks.quota import REQUEST_BYTES, Quota
+from vllm_scope.sinks.quota import REQUEST_BYTES, Quota, Room
 from vllm_scope.sinks.reports import Log, checked, failure, manifest_of, plain
 from vllm_scope.sinks.request import Arrival, Delivery, Ended
 from vllm_scope.sinks.spill import SpillFile
@@ -89,8 +89,8 @@ class Lane:
         self._sink, self._options, self._on_end = sink, options, on_end
         self._live = bool(getattr(sink, "live", False))
         self.takes_scores = bool(getattr(sink, "takes_scores", True))
-        self._most_queued = options.share(options.queue_mib)
-        self._most_held = options.share(options.held_mib)
+        self._queued = Room(options.share(options.queue_mib))
+        self._held = Room(options.share(options.held_mib))
         self._spill: SpillFile | None = None
         if options.on_overload == "spill":
             try:
@@ -223,12 +223,15 @@ class Lane:
 
     def _accept(self, rows: _Rows) -> bool:
         """Append where there is room, in memory or on disk."""
-        size, queued = rows.arrival.data.nbytes, self.counters.queue_bytes
+        size = rows.arrival.data.nbytes
         # What was spilled is older: nothing may overtake it. And rows that are larger
         # than the whole queue go alone.
         first = self._spill is None or not len(self._spill)
-        if first and (queued == 0 or queued + size <= self._most_queued):
-            self.counters.queue_bytes += size
+        # A key that waits for its part would make the engine wait, and every other key with it.
+        owner = rows.delivery.info.owner if self._options.on_overload == "drop" else ""
+        if first and (not self._queued.num_bytes or self._queued.fits(owner, size)):
+            self._queued.take(rows.delivery.info.owner, size)
+            self.counters.queue_bytes = self._queued.num_bytes
         elif self._spill is not None and self._spill.put(rows.arrival.data):
             rows.spilled = True
             rows.arrival = replace(rows.arrival, data=np.empty((0, 0), np.uint8))
@@ -295,7 +298,8 @@ class Lane:
     def _fetch(self, rows: _Rows) -> None:
         """Its bytes, out of the queue or off the disk."""
         if not rows.spilled:
-            self.counters.queue_bytes -= rows.arrival.data.nbytes
+            self._queued.give(rows.delivery.info.owner, rows.arrival.data.nbytes)
+            self.counters.queue_bytes = self._queued.num_bytes
             return
         assert self._spill is not None
         try:
@@ -312,10 +316,12 @@ class Lane:
             self._drop(rows, delivery.error)
         elif self._live:
             self._write_all(delivery, delivery.live_blocks(rows.arrival))
-        elif self.counters.held_bytes + rows.arrival.data.nbytes > self._most_held:
-            self._drop(rows, f"held_mib of sink {self.name!r} is full of requests that run")
+        elif not self._held.fits(delivery.info.owner, rows.arrival.data.nbytes):
+            whose = "of this key's requests" if delivery.info.owner else "of requests"
+            self._drop(rows, f"held_mib of sink {self.name!r} is full {whose} that run")
         else:
-            self.counters.held_bytes += rows.arrival.data.nbytes
+            self._held.take(delivery.info.owner, rows.arrival.data.nbytes)
+            self.counters.held_bytes = self._held.num_bytes
             delivery.keep(rows.arrival)
 
     def _write_all(self, delivery: Delivery, blocks: Iterator[Block]) -> dict[str, Any]:
@@ -353,7 +359,8 @@ class Lane:
         streams: dict[str, Any] = {}
         if not self._live and delivery.error is None:
             streams = self._write_all(delivery, delivery.whole_blocks(ended))
-        self.counters.held_bytes -= delivery.forget()
+        self._held.give(delivery.info.owner, delivery.forget())
+        self.counters.held_bytes = self._held.num_bytes
         ending = delivery.ending(ended)
         reports: list[Report] = []
         error = self._call(lambda: reports.append(checked(self._sink.finish(ending))))

@@ -41,7 +41,8 @@ class SinkOptions(BaseModel):
         queue_mib: rows that wait for the sink in memory.
         held_mib: rows of requests that have not ended, of a sink that takes whole
             requests. What would not fit is dropped and counted, whatever the policy:
-            to wait would be to wait for an end that cannot come.
+            to wait would be to wait for an end that cannot come. One API key may hold three
+            times what is left free; of queue_mib too, where the policy is `drop`.
         spill_mib, spill_folder: how much may wait on disk, and where; None is the
             folder for temporary files.
         threads: instances of the sink, each with a thread of its own. Queue, held and

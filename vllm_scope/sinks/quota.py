@@ -1,7 +1,7 @@
 """How much of one API key's rows a sink takes.
 
-Owns:  Quota.
-Runs:  on the drain thread, for all lanes of a sink.
+Owns:  Quota (of a day, for all lanes of a sink), Room (of a lane's memory).
+Runs:  on the drain thread; a lane's Room of held rows on its own.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 
+from vllm_scope.budget import fits
 from vllm_scope.sinks.options import SinkOptions
 
 #: What is counted for a request beside its rows: two small files, say.
@@ -54,3 +55,29 @@ class Quota:
                 return False
             self._given.setdefault(hour, Counter())[owner] += num_bytes
             return True
+
+
+class Room:
+    """Bytes of a lane's memory, and each key's of these. One thread at a time.
+
+    A key may hold three times what is left free, so that another one finds room. The operator,
+    who has no key, may fill it.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.num_bytes = most_bytes, 0
+        self._held: Counter[str] = Counter()
+
+    def fits(self, owner: str, num_bytes: int) -> bool:
+        if not owner:
+            return self.num_bytes + num_bytes <= self.most_bytes
+        return fits(self._held[owner], self.num_bytes, num_bytes, self.most_bytes)
+
+    def take(self, owner: str, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._held[owner] += num_bytes
+        if not self._held[owner]:
+            del self._held[owner]
+
+    def give(self, owner: str, num_bytes: int) -> None:
+        self.take(owner, -num_bytes)
