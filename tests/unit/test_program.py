@@ -470,21 +470,26 @@ def test_programs_are_remembered_up_to_so_many_bytes_of_all_specs(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("bits", "layers", "words"),
+    ("bits", "layers", "probes", "words"),
     [
-        pytest.param(12, [0], "in more than 1,024 different ways", id="programs"),
-        pytest.param(10, "all", "reads, scores and edits together; at most", id="operations"),
+        pytest.param(12, [0], False, "in more than 1,024 different ways", id="programs"),
+        pytest.param(10, "all", False, "and edits together; at most 16,384", id="operations"),
+        pytest.param(10, [0], True, "in more than 512 different ways", id="with-vectors"),
+        pytest.param(9, "all", True, "and edits together; at most 8,192", id="ops-with-vectors"),
     ],
 )
 def test_a_request_whose_tokens_are_treated_in_too_many_ways_builds_nothing(
-    bits, layers, words, monkeypatch
+    bits, layers, probes, words, monkeypatch
 ):
     sites = Sites(32, 4, "float32", tuple(range(65)))
     reads = [
         Read("resid_post", layers, tokens=[p for p in range(4096) if p >> bit & 1])
         for bit in range(bits)
     ]
-    probes = [Probe(V, layer=i % 32, name=str(i), tokens=r.tokens) for i, r in enumerate(reads)]
+    probes = [
+        Probe(V, layer=i % 32, name=str(i), tokens=r.tokens)
+        for i, r in enumerate(reads[: bits * probes])
+    ]
     asked = _spec(*reads, *probes).resolve(sites)
     monkeypatch.setattr(compiling, "assemble", lambda *_: pytest.fail("built"))
     ids = np.ones(4096, np.int64)
