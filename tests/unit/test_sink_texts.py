@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from tests.unit.sinks import Live, side
+from tests.unit.sinks import Live, Whole, side
 from vllm_scope import ConfigError, Read, SpecError
 from vllm_scope.config import ScopeConfig
 from vllm_scope.registry import Registry
@@ -178,3 +178,40 @@ def test_a_module_of_such_a_name_is_refused_with_a_sentence(name):
     with pytest.raises(SpecError, match="characters that UTF-8 has, not '"):
         registry.register(name, save({"resid_post.1": np.ones(4, np.float32)}))
     assert registry.names == {}
+
+
+class Talkative(Whole):
+    """A plugin whose report names what its operator knows."""
+
+    def finish(self, ending):
+        files = ["day/1.x", "/data/1.x", "s3://bucket/1.x", "~/1.x", "C:\\1.x", "a/../../1.x"]
+        entry = {"shape": [1], "file": "/data/1.x"}
+        return Report(files, {"embed.0": entry}, "partial", "/data is full", {"root": "/data"})
+
+
+def test_a_key_is_told_no_path_that_a_plugin_names(monkeypatch):
+    with side(monkeypatch, {"mine": {}}, mine=Talkative) as here:
+        here.add(0, READ)
+        here.write(0, [0, 1, 2])
+        here.end(0)
+        manifest = here.manifest(0)
+    assert manifest.reason == "/data is full"
+    told = manifest.public("mine")
+    assert told.files == ["day/1.x"]
+    assert told.streams["embed.0"] == {"shape": [1]}
+    assert (told.status, told.details) == ("partial", [])
+    assert "operator" in told.reason
+    assert "data" not in str(told)
+
+
+def test_a_key_is_told_why_files_of_ours_are_not_whole(monkeypatch, tmp_path):
+    options = {"root": str(tmp_path / "root"), "layout": "per_request"}
+    with side(monkeypatch, {"filesystem": options}) as here:
+        here.add(0, Read("resid_post", to="filesystem"))
+        here.write(0, [0])
+        here.end(0, reason="abort")
+        manifest = here.manifest(0, "filesystem")
+    told = manifest.public("filesystem")
+    assert told.reason == manifest.reason == "the request ended by abort after 2 tokens"
+    assert (told.files, told.streams) == (manifest.files, manifest.streams)
+    assert str(tmp_path) not in str(told)

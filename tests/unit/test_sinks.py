@@ -336,7 +336,7 @@ def test_a_key_that_has_used_its_part_of_a_day_makes_no_more_files(monkeypatch, 
                 here.write(key, positions)
             here.end(key)
         manifests = [here.manifest(key, "filesystem") for key in (1, 2, 3)]
-    assert [one.status for one in manifests] == ["ok", "partial", "error"]
+    assert [one.status for one in manifests] == ["ok", "partial", "partial"]
     assert [len(one.files) > 0 for one in manifests] == [True, False, False]
     assert all("(key_mib)" in one.reason for one in manifests[1:])
     assert len(vllm_scope.open(tmp_path / "root")) == 1

@@ -13,6 +13,7 @@ A plugin is a class, or a function that makes a sink, under the entry-point grou
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -133,6 +134,8 @@ class Report:
         published: for a sink whose rows could still be lost: done when they no longer
             can. The caller is told then, and not before; where it fails, the request
             ends with status `error` and its exception as the reason.
+        public: reason and streams name nothing that only the operator may know: every key is
+            told them.
     """
 
     files: list[str] = field(default_factory=list)
@@ -141,6 +144,7 @@ class Report:
     reason: str | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
     published: Future[None] | None = None
+    public: bool = False
 
 
 class Sink(Protocol):
@@ -181,6 +185,10 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+#: Names of files below a folder; neither a URL nor a path of another system.
+_RELATIVE = re.compile(r"(?![/~])(?!(?:.*/)?\.\.(?:/|$))[^\\:]+", re.DOTALL)
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """What became of one request at one sink: `result.manifests[sink]`.
 
@@ -189,6 +197,7 @@ class Manifest(msgspec.Struct, frozen=True):
         files: where they are.
         streams: `site.layer` (or a probe's name) -> shape, dtype, codec, file.
         details: what the sink said beside it, one entry for each stage.
+        said: reason and streams have a plugin's own words.
     """
 
     status: Status
@@ -199,14 +208,26 @@ class Manifest(msgspec.Struct, frozen=True):
     files: list[str] = []
     streams: dict[str, dict[str, Any]] = {}
     details: list[dict[str, Any]] = []
+    said: bool = False
 
     def public(self, sink: str) -> Manifest:
-        """What those are told who are not the operator: no path, and nothing that an exception
-        said, which may name one."""
-        reason = self.reason
+        """What a key is told that is not the operator's: no path, and no text of an exception or
+        of a plugin, which may have one. Files are those with a relative name."""
+        reason, streams = self.reason, self.streams
         if self.status == "error":
             reason = f"sink {sink!r} failed; the server's log says why"
-        return msgspec.structs.replace(self, reason=reason, details=[])
+        elif self.said and reason is not None:
+            reason = f"sink {sink!r} gives a reason, which the server's operator is told"
+        if self.said:
+            known = ("shape", "dtype", "codec")
+            streams = {
+                name: {key: entry[key] for key in known if key in entry}
+                for name, entry in streams.items()
+            }
+        return msgspec.structs.replace(
+            self, reason=reason, streams=streams, details=[],
+            files=[file for file in self.files if _RELATIVE.fullmatch(file)],
+        )  # fmt: skip
 
     def joined(self, other: Manifest) -> Manifest:
         """This stage's and another's as one."""
@@ -216,6 +237,7 @@ class Manifest(msgspec.Struct, frozen=True):
             self.expected + other.expected, self.delivered + other.delivered,
             self.dropped + other.dropped, [*self.files, *other.files],
             self.streams | other.streams, [*self.details, *other.details],
+            self.said or other.said,
         )  # fmt: skip
 
 

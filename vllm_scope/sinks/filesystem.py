@@ -53,7 +53,7 @@ class FilesystemSink:
         paths = [f"{root}/{stored.path(file)}" for file in manifest.files]
         return Report(
             manifest.files, streams, manifest.status, manifest.reason,
-            {"root": root, "paths": paths}, stored.published,
+            {"root": root, "paths": paths}, stored.published, public=True,
         )  # fmt: skip
 
     def flush(self) -> None:

@@ -170,19 +170,19 @@ class Lane:
         if stalled:
             self.give_up(delivery)
         if unseen:
-            self._tell(delivery, manifest_of(delivery.ending(ended), {}, Report()))
+            ending = delivery.ending(ended)
+            if delivery.refused:
+                ending = replace(ending, status="partial", reason=self._quota.reason)
+            self._tell(delivery, manifest_of(ending, {}, Report()))
 
     def _is_refused(self, delivery: Delivery) -> bool:
         """True if the key may not give the sink the end of a request without rows either: a file
         may be made of it."""
         if delivery.entered or delivery.error is not None:
             return False
-        if delivery.refused:
-            return True
-        if self._quota.take(delivery.info.owner, REQUEST_BYTES):
-            return False
-        delivery.error = self._quota.reason
-        return True
+        if not delivery.refused:
+            delivery.refused = not self._quota.take(delivery.info.owner, REQUEST_BYTES)
+        return delivery.refused
 
     def give_up(self, delivery: Delivery) -> None:
         """A stalled sink: its request is answered without it."""

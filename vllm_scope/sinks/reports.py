@@ -132,4 +132,5 @@ def manifest_of(ending: Ending, streams: dict[str, Any], report: Report) -> Mani
         ending.status, reason, ending.expected, delivered, ending.expected - delivered,
         [] if failed else report.files, {} if failed else {**streams, **report.streams},
         [dict(report.details)] if report.details else [],
+        not report.public and bool(report.reason or report.streams),
     )  # fmt: skip
