@@ -19,6 +19,7 @@ from vllm_scope import (
     Except,
     Probe,
     Read,
+    Replace,
     Spec,
     SpecError,
     TokenIds,
@@ -121,7 +122,7 @@ def test_a_read_that_cannot_be_names_what_came_and_what_is_allowed(arguments, ca
         pytest.param({"reads": []}, "dict", "JSON string", id="not-yet-json"),
         pytest.param(b"{}", "bytes", "JSON string", id="bytes"),
         pytest.param(
-            "a" * (MAX_SPEC_BYTES + 1), "67,108,865 characters", f"at most {MAX_SPEC_BYTES:,}",
+            "a" * (MAX_SPEC_BYTES + 1), "8,388,609 characters", "at most 8,388,608",
             id="too-long",
         ),
         pytest.param("resid_post", "not JSON", "invalid character", id="not-json"),
@@ -492,3 +493,10 @@ def test_each_edit_and_each_read_may_have_positions_of_its_own():
 def test_equal_selectors_count_once():
     union = Union(*[slice(i, None) for i in range(64)])
     Spec(edits=tuple(Add([1.0], layer=i, tokens=union) for i in range(256)))
+
+
+def test_a_vector_for_each_layer_of_a_large_model_and_a_long_replacement_are_let_in():
+    layered = Add(np.ones((80, 8192), np.float32), layers=list(range(80)))
+    replaced = Replace(np.ones((380, 4096), np.float32), range(380), layer=0)
+    for edit in (layered, replaced):
+        assert Spec.from_json(scope(edit)["scope"]).edits == (edit,)
