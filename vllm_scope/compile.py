@@ -365,7 +365,11 @@ class RequestProgram:
 
     def cost(self, num_positions: int) -> Cost:
         """What the request takes of the device tables, what drafts may need included."""
-        return Cost.of(self.with_drafts(num_positions))
+        return self.cost_of(self.all_programs(num_positions))
+
+    def cost_of(self, programs: list[Program]) -> Cost:
+        """`cost`, from what `all_programs` has returned."""
+        return Cost.of(self._distinct([*programs, self.generated_superset()]))
 
 
 @dataclass(frozen=True)
