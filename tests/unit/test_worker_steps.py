@@ -292,7 +292,7 @@ def test_a_fault_in_one_request_fails_that_one_alone():
         worker.close()
     ((key, error),) = sink.finished
     assert key == 7
-    assert "vllm-scope failed on this request (TypeError" in error
+    assert error == "vllm-scope failed on this request (TypeError); the log says why."
 
 
 def test_a_worker_without_taps_takes_no_modules_and_no_edits_of_the_server():
@@ -327,7 +327,7 @@ def test_what_the_servers_edits_make_of_a_request_is_measured_again():
     assert "with the server's edits" in sink.finished[1][1]
 
 
-def test_a_fault_in_planning_fails_who_is_in_the_step_and_nobody_else(monkeypatch):
+def test_a_fault_in_planning_fails_who_is_in_the_step_and_nobody_else(monkeypatch, caplog):
     with running_worker(EVERYWHERE, 64) as (worker, sink):
         waiting = Request("later", 8, Spec((Read("embed"),)), 2, [1, 2, 3])
         worker.add_requests([_edited(), waiting.as_vllm_sends_it()])
@@ -346,7 +346,9 @@ def test_a_fault_in_planning_fails_who_is_in_the_step_and_nobody_else(monkeypatc
         # Its edits are not done, so EngineCore ends it: its KV would pass for edited KV.
         told = worker.told(SimpleNamespace(sampled_token_ids=[[1]]))
         assert list(told.scope_faults) == ["r"]
-        assert "failed in a step (ZeroDivisionError: planning)" in told.scope_faults["r"]
+        told_why = "vllm-scope failed in a step (ZeroDivisionError); the log says why."
+        assert told.scope_faults["r"] == told_why
+        assert "planning" in caplog.text
         step = Step([(waiting, 0, 2)], [0])
         worker.steps.begin(step.batch(), torch.tensor([0, 1]))
         run_taps(worker, step, 5, random.Random(0))

@@ -87,7 +87,7 @@ class Steps:
             logger.exception("vllm-scope: a step could not be planned")
             self.fail()
             self._tables.clear_step()
-            reason = f"vllm-scope failed in a step ({type(error).__name__}: {error})."
+            reason = f"vllm-scope failed in a step ({type(error).__name__}); the log says why."
             for req_id in batch.req_ids:
                 if req_id in self._planner:
                     self._fail(req_id, reason)

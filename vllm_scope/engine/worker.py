@@ -287,7 +287,9 @@ class ScopeWorker:
             else:
                 # A fault of ours: this request fails, its neighbours and the engine go on.
                 logger.exception("vllm-scope: request %s is left alone.", request.req_id)
-                reason = f"vllm-scope failed on this request ({type(error).__name__}: {error})."
+                reason = (
+                    f"vllm-scope failed on this request ({type(error).__name__}); the log says why."
+                )
             if self._functions:
                 self._functions.finish_request(request.req_id)
             if self._faults is not None and (handle.get("vectors") or handle.get("server")):
