@@ -29,6 +29,11 @@ def server(request, tmp_path, monkeypatch):
         called.append(await raw_request.json())
         return {"results": []}
 
+    @app.get("/server_info")
+    async def server_info():
+        called.append("info")
+        return {"vllm_config": "token=secret"}
+
     attach(app, lambda: None)
     yield TestClient(app, raise_server_exceptions=False), called, request.param
     app.state.scope.store.close()
@@ -89,3 +94,21 @@ def test_a_body_of_any_size_is_not_kept(server):
     pieces = (b" " * (1 << 20) for _ in range(80))
     assert http.post("/collective_rpc", content=pieces).status_code == 413
     assert called == []
+
+
+@pytest.mark.parametrize(
+    "path", ["/server_info", "/server_info/", "/server_info?config_format=json"]
+)
+@pytest.mark.parametrize("headers", [{}, {"X-Scope-Admin-Key": "wrong"}], ids=["no-key", "wrong"])
+def test_the_options_of_sinks_are_not_shown_without_the_operators_key(path, headers, server):
+    http, called, _ = server
+    response = http.get(path, headers=headers)
+    assert response.status_code == 403
+    assert "X-Scope-Admin-Key" in response.json()["error"]["message"]
+    assert called == []
+
+
+def test_the_operator_sees_the_options_of_sinks(server):
+    http, called, key = server
+    assert http.get("/server_info", headers=ADMIN).status_code == (200 if key else 403)
+    assert called == (["info"] if key else [])

@@ -60,6 +60,9 @@ class Door:
             asking.reset(tokens[1])
 
     async def _enter(self, path: str, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if path.rstrip("/") == rpc.INFO and not asking.get().operator:
+            await _refuse(403, rpc.INFO_REFUSAL, scope, receive, send)
+            return
         if path.rstrip("/") == rpc.PATH and not asking.get().operator:
             try:
                 body, receive = await rpc.whole_body(_bounded(receive, rpc.MAX_BYTES))

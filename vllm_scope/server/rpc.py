@@ -1,10 +1,11 @@
-"""vLLM's route `/collective_rpc`, which calls any method of its workers: ours need the key.
+"""vLLM's development routes, at which what is ours needs the operator's key.
 
-Owns:  `names_ours` and `whole_body`.
+Owns:  `names_ours` and `whole_body`, for `/collective_rpc`, which calls any method of workers.
 From:  limits.Door.
 
-vLLM has the route where VLLM_SERVER_DEV_MODE is set, and asks for no API key there.
-Source: vllm 0.32, entrypoints/serve/dev/rpc/api_router.py.
+vLLM has the routes where VLLM_SERVER_DEV_MODE is set, and asks for no API key there.
+`/server_info` shows `additional_config`, which has the options of sinks, tokens among them.
+Source: vllm 0.32, entrypoints/serve/dev/rpc/api_router.py and dev/server_info/api_router.py.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 PATH = "/collective_rpc"
+INFO = "/server_info"
 #: Of its bodies, which are kept whole until it is known what they call.
 MAX_BYTES = 64 << 20
 REFUSAL = (
     "the body names a method of vllm-scope, which needs the operator's key "
+    "(VLLM_SCOPE_ADMIN_KEY) in the header X-Scope-Admin-Key; /v1/scope has what others may ask."
+)
+INFO_REFUSAL = (
+    "/server_info shows the options of vllm-scope's sinks, which needs the operator's key "
     "(VLLM_SCOPE_ADMIN_KEY) in the header X-Scope-Admin-Key; /v1/scope has what others may ask."
 )
 #: What our remote methods' names begin with.
