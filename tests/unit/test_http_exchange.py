@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from fastapi.responses import Response, StreamingResponse
 
 from vllm_scope.budget import asking
+from vllm_scope.server.exchange import Exchange
 from vllm_scope.server.limits import Door
 from vllm_scope.server.settings import Settings
 from vllm_scope.server.store import owner_of
@@ -214,3 +215,22 @@ def test_who_asks_is_known(headers, operator, host):
     (exchange,) = host.exchanges
     assert (exchange.owner, exchange.operator) == (owner_of("Bearer mine"), operator)
     assert exchange.timed
+
+
+def test_everything_is_closed_where_something_fails():
+    done = []
+
+    async def closed():
+        done.append("closed")
+
+    async def fails():
+        raise OSError("gone")
+
+    async def run():
+        exchange = Exchange("mine")
+        exchange.closing += [closed, fails]
+        exchange.untold += [lambda: done.append("undone"), lambda: 1 / 0]
+        await exchange.close()
+
+    asyncio.run(run())
+    assert done == ["closed", "undone"]

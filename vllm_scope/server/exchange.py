@@ -11,11 +11,15 @@ has left. What an answer tells of (a file) is undone where the answer did not go
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_scope.budget import Asker, asking
+
+logger = logging.getLogger("vllm.vllm_scope")
 
 #: What is sent at once: a client has the timeout for each such piece, not for a whole answer.
 _PIECE_BYTES = 1 << 18
@@ -80,9 +84,20 @@ class Exchange(Asker):
     async def close(self) -> None:
         """The request is over, and its client has what it will get."""
         while self.closing:
-            await self.closing.pop()()
+            with _logged():
+                await self.closing.pop()()
         while self.untold:
-            self.untold.pop()()
+            with _logged():
+                self.untold.pop()()
+
+
+@contextmanager
+def _logged() -> Iterator[None]:
+    """Keep an error from those that are to be closed after this one."""
+    try:
+        yield
+    except Exception:
+        logger.exception("vllm-scope: something of a request that is over could not be let go")
 
 
 def running(owner: str) -> Exchange:
