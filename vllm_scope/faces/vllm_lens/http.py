@@ -26,11 +26,10 @@ from vllm_scope.faces.vllm_lens.model import NO_HOOKS
 from vllm_scope.faces.vllm_lens.wire import PLAIN, described, serialize_tensor
 from vllm_scope.files.tensors import Header, read_header
 from vllm_scope.server.access import RefusalError, Route, errors, state_of
+from vllm_scope.server.answer import MAX_INLINE_BYTES
 from vllm_scope.server.faces import HttpFace, Keep, Reply
 from vllm_scope.server.store import pieces
 
-#: Of all choices of an answer: base64 and JSON hold a multiple of it in memory.
-MAX_INLINE_BYTES = 256 << 20
 #: In the metadata of a kept file: what JSON said of its tensor.
 _DESCRIBED = "activations"
 
