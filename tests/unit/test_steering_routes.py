@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import threading
 
 import httpx
 import numpy as np
@@ -16,7 +17,7 @@ from vllm_scope import Ablate, Add, Clamp, scope
 from vllm_scope.actions import MAX_FLOAT32
 from vllm_scope.faces.steering_http.http import HTTP
 from vllm_scope.held import RUN
-from vllm_scope.server import changes, faces
+from vllm_scope.server import access, changes, faces
 from vllm_scope.server.changes import Changes
 from vllm_scope.server.settings import MAX_OPERATOR_BYTES
 from vllm_scope.vectors import from_bytes
@@ -224,6 +225,37 @@ def test_bodies_are_bounded(http):
     headers = {"Content-Length": str(MAX_OPERATOR_BYTES + 1)}
     response = http.post("/v1/steering/set", content=b"{}", headers=headers)
     assert response.status_code == 413
+
+
+LONG = {
+    "numbers": (
+        '{"vectors": {"post_block": {"0": [' + "1," * (1 << 21) + "1]}}}",
+        "items; at most",
+    ),
+    "objects": ('{"vectors": {"post_block": [' + "{}," * (1 << 15) + "{}]}}", "lists, objects and"),
+    "nested": ('{"vectors": ' * 50_000 + "1" + "}" * 50_000, "lists, objects and"),
+    "no-json": ("{", "the body is not JSON"),
+}
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_a_body_is_counted_before_it_is_parsed_and_off_the_loop(case, http, engine, monkeypatch):
+    threads, parse = [], access.decode
+
+    def told(*args):
+        threads.append(threading.current_thread().name)
+        return parse(*args)
+
+    monkeypatch.setattr(access, "decode", told)
+    body, sentence = LONG[case]
+    for path in ("set", "modules/register"):
+        headers = {"Content-Type": "application/json"}
+        response = http.post(f"/v1/steering/{path}", content=body, headers=headers)
+        assert response.status_code == 400
+        assert sentence in response.json()["error"]["message"]
+    assert engine.text is None
+    assert len(threads) == 2
+    assert all(name.startswith("asyncio_") for name in threads), "the pool's, not the loop's"
 
 
 class Slow(Remembering):

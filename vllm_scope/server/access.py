@@ -19,13 +19,16 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from vllm_scope.errors import ScopeError
+from vllm_scope.bounded_json import decode
+from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.server.changes import Changes, NoTurnError
 from vllm_scope.server.schemas import Refusal
 from vllm_scope.server.settings import ADMIN_KEY, Settings
 from vllm_scope.server.store import Store, owner_of
 from vllm_scope.sinks.reports import plain
 
+#: In the lists of a body: all layers of 80 with 8,192 numbers each, and more.
+MOST_NUMBERS = 1 << 20
 #: Characters of a refusal's sentence.
 MOST_MESSAGE = 2000
 _STATUS = {
@@ -81,6 +84,26 @@ async def refused(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": body}, error.status)
 
 
+class _Bounded(Request):
+    """Its JSON is counted before it is parsed, in a thread."""
+
+    async def json(self) -> Any:
+        body = await self.body()
+        try:
+            return await asyncio.to_thread(_parsed, body)
+        except SpecError as error:
+            raise HTTPException(400, str(error)) from None
+
+
+def _parsed(body: bytes) -> Any:
+    """Raises SpecError for what is no JSON, or says more than may be parsed."""
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        raise SpecError(f"the body is not UTF-8: {error.reason} at {error.start}.") from None
+    return decode(text, "the body", MOST_NUMBERS)
+
+
 class Route(APIRoute):
     """What the framework refuses itself (a body that is no JSON, or too long) has the shape
     of our errors too, and a body is not read before the operator's key, where one is needed:
@@ -94,7 +117,7 @@ class Route(APIRoute):
                 if any(known.dependency is guard for known in self.dependencies):
                     guard(request, request.headers.get(ADMIN_KEY))
             try:
-                return await handler(request)
+                return await handler(_Bounded(request.scope, request.receive))
             except HTTPException as error:
                 raise RefusalError(error.status_code, str(error.detail)) from None
 
