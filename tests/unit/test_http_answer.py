@@ -450,7 +450,7 @@ async def test_a_requests_rows_are_let_go_when_it_is_over_however_it_ends(store,
     [
         pytest.param(False, {}, (1 << 20,), 0, id="inline"),
         pytest.param(False, {}, (1 << 21, 100, 1 << 21), 1 << 22, id="two-of-three-are-large"),
-        pytest.param(False, {"tensors": "handle"}, (100, 0), 100, id="handles"),
+        pytest.param(False, {"tensors": "handle", "reads": True}, (100, 0), 100, id="handles"),
         pytest.param(True, {"stream": "rows"}, (1 << 21,), 0, id="in-chunks"),
         pytest.param(True, {"stream": "rows"}, (1 << 24,), 1 << 24, id="more-than-a-chunk"),
         pytest.param(True, {}, (1 << 21,), 1 << 21, id="at-the-end-of-a-stream"),
@@ -481,6 +481,24 @@ async def test_a_full_store_refuses_what_needs_a_file_and_nothing_else(store, ex
     take(taken)
     await taken.fill(made)
     assert made.choices[0].scope["status"] == "complete"
+
+
+@on_a_loop
+async def test_rows_of_generated_tokens_alone_are_refused_a_file_before_they_are_made(
+    store, exchange
+):
+    generated = scope(Read("resid_post", tokens="generated"))
+    with suppress(CapacityError):
+        while True:
+            store.put({"x": torch.zeros(10)}, {}, "owner")
+    Answer(Options.parse(generated), store, 1000, "owner", 1, False)
+    exchange.expect(0)
+    probe = scope(Probe(np.ones(SITES.hidden_size), layer=0, name="p"))
+    Answer(Options.parse(probe | {"scope_tensors": "handle"}), store, 1000, "owner", 1, False)
+    exchange.expect(100)  # scores are part of the answer
+    Answer(Options.parse(generated | {"scope_tensors": "handle"}), store, 1000, "owner", 1, False)
+    with pytest.raises(CapacityError, match="of this key wait to be fetched"):
+        exchange.expect(0)
 
 
 @on_a_loop

@@ -55,11 +55,13 @@ class Options:
         tensors: "auto": small ones inline; "handle": all rows as a file.
         stream: what chunks carry: "scores", or "rows" as well.
         named: a read gives its request a name, which one prompt alone can have.
+        reads: some rows come back to the caller.
     """
 
     tensors: Literal["auto", "handle"] = "auto"
     stream: Literal["scores", "rows"] = "scores"
     named: bool = False
+    reads: bool = False
 
     @staticmethod
     def parse(xargs: Mapping[str, Any]) -> Options | None:
@@ -87,7 +89,10 @@ class Options:
             raise SpecError("vllm_xargs has options of a scope and no 'scope'.")
         spec = Spec.from_json(xargs["scope"])
         _check_answerable(spec)
-        return Options(**found, named=any(read.name is not None for read in spec.reads))
+        return Options(
+            **found, named=any(read.name is not None for read in spec.reads),
+            reads=any(read.to == MEMORY for read in spec.reads),
+        )  # fmt: skip
 
 
 def _check_answerable(spec: Spec) -> None:
@@ -176,15 +181,17 @@ class Answer:
         return self._num_prompts - 1
 
     def _expect(self, num_bytes: int) -> None:
-        """A generation will deliver so much of its prompt.
+        """A generation will deliver so much of its prompt. What it delivers of generated tokens
+        is not known yet: it counts where it becomes a file whatever its size.
 
         Raises:
             CapacityError: it will become a file, for which there is no room.
         """
-        inline, in_file = self._inline_bytes, self._options.tensors == "handle"
+        inline = self._inline_bytes
+        in_file = self._options.tensors == "handle" and self._options.reads
         if self.streams and self._options.stream == "rows":
             inline, in_file = MAX_CHUNK_BYTES, False
-        if num_bytes > inline or (in_file and num_bytes):
+        if num_bytes > inline or in_file:
             self._to_file += num_bytes
             self._store.check_room(self._to_file, self._owner)
 
