@@ -110,7 +110,8 @@ def random_tap(
         strided: rows lie further apart than they are wide.
         on_grid: values whose copies and sums are exact in every dtype (the interpreter
             truncates where a GPU rounds).
-        huge: some vectors are near float32's end, and some rows near the dtype's.
+        huge: some vectors are near float32's end, some near the dtype's, and some rows are
+            not finite.
     """
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -123,7 +124,10 @@ def random_tap(
         return torch.randn(rows, columns, generator=generator) * 3
 
     def stream() -> Tensor:
-        return values(num_rows, hidden_size + (7 if strided else 0)).to(dtype)
+        found = values(num_rows, hidden_size + (7 if strided else 0)).to(dtype)
+        if huge:
+            found[rng.choices((True, False, False), k=num_rows), 0] = float("inf")
+        return found
 
     vectors = values(NUM_VECTORS, hidden_size).float()
     # Directions: the second half. A zero one keeps its length.
@@ -253,8 +257,9 @@ def outcome(tap: Tap) -> Outcome:
                 score = (x.to(dtype).double() * v).sum() + a
                 found.stored.append(Stored(word, score.float()[None], score_slack))
             elif code == OP_CHECK:
-                if not x.isfinite().all():
-                    found.faults[owner] = CHECKED | int(tap.tap) + 1
+                if not x.to(dtype).isfinite().all():
+                    found.faults[owner] = (0 if edited else CHECKED) | int(tap.tap) + 1
+                    x, is_copy, edited = torch.zeros_like(x), True, True
             else:
                 x = _edit(code, x, v, a, b).float().double()
                 is_copy, edited = code == OP_SET, True

@@ -182,16 +182,19 @@ def test_an_edit_that_changes_nothing_leaves_both_parts_of_the_row(
         pytest.param(torch.float32, (OP_ADD_NORM, 3e38), DIRECTION, id="norm"),
     ],
 )
-def test_an_edit_that_overflows_is_reported_and_leaves_the_row(dtype, op, vector):
+@pytest.mark.parametrize("checked", [False, True], ids=["edited", "edited-and-checked"])
+def test_an_edit_that_overflows_is_reported_and_does_not_change_the_row(dtype, op, vector, checked):
     hidden, residual = torch.tensor([ROW, ROW]).to(dtype), torch.ones(2, 4).to(dtype)
     kept, faults = hidden.clone(), torch.zeros(8, dtype=torch.int32)
     tokens = [[0, 0, 0, 5], [-1, 0, 0, 6]]
+    check = [(OP_CHECK, 0, 0, 0, 0)] if checked else []
     _run(
-        hidden, residual, (op[0], 0, 0, (*op, 0.0)[1], 0), (OP_CHECK, 0, 0, 0, 0),
+        hidden, residual, (op[0], 0, 0, (*op, 0.0)[1], 0), *check,
         vectors=[vector], tokens=tokens, num_slots=64, faults=faults,
     )  # fmt: skip
+    kept[0] = 0 if checked else kept[0]
     assert torch.equal(hidden, kept)
-    assert (residual == 1).all()
+    assert residual.tolist() == [[0 if checked else 1] * 4, [1] * 4]
     assert faults.nonzero().flatten().tolist() == [5]
     assert fault_at(int(faults[5])) == (0, True)
 
@@ -199,8 +202,7 @@ def test_an_edit_that_overflows_is_reported_and_leaves_the_row(dtype, op, vector
 @pytest.mark.parametrize("with_residual", [False, True], ids=["one-tensor", "with-residual"])
 def test_where_nobody_reads_faults_the_row_goes_on_and_tells(with_residual):
     hidden, residual = torch.tensor([ROW]), torch.ones(1, 4) if with_residual else None
-    op = OP_ADD, 0, 0, 3e38, 0
-    _run(hidden, residual, op, (OP_CHECK, 0, 0, 0, 0), vectors=[[3e38] * 4], told=False)
+    _run(hidden, residual, (OP_ADD, 0, 0, 3e38, 0), vectors=[[3e38] * 4], told=False)
     assert (hidden if residual is None else residual).isinf().all()
     assert residual is None or not hidden.any()
 
@@ -213,6 +215,8 @@ def test_a_row_that_is_not_finite_is_reported_where_it_is_checked(bad):
     _run(hidden, None, (OP_CHECK, 0, 0, 0, 0), tokens=tokens, faults=faults)
     assert faults.nonzero().flatten().tolist() == [6]
     assert fault_at(int(faults[6])) == (0, False)
+    # Of logits that are no numbers a sampler may make a token that does not exist.
+    assert hidden.tolist() == [ROW, [0, 0, 0, 0]]
 
 
 def test_what_is_stored_is_the_row_as_it_is_at_that_place_of_the_chain():

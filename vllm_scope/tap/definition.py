@@ -65,7 +65,8 @@ def tap_rows(
     sum would change what the next norm sees. Nor is one that is not finite in the model's
     dtype: its owner has a fault, and the model goes on with the row that it had. Where nobody
     reads faults here, in every pipeline stage but the last, it is written: OP_CHECK finds it
-    in the last stage.
+    in the last stage. That operation makes zeros of a row that is not finite, which nobody gets:
+    of such logits a sampler may make a token that does not exist, and the next step looks it up.
 
     Args:
         hidden: [num_rows, hidden_size], model dtype. Edited rows are written.
@@ -106,8 +107,13 @@ def tap_rows(
             # Most often all rows do the same, and none is copied to single it out.
             some = slice(None) if len(here) == len(rows) else torch.from_numpy(here)
             if code == OP_CHECK:
-                bad = ~x[some].isfinite().all(1).numpy()
-                _report(host, table[rows[here[bad]], OWNER], CHECKED | int(tap) + 1)
+                bad = here[~x[some].to(hidden.dtype).isfinite().all(1).numpy()]
+                if len(bad):
+                    x = x.clone() if x is came else x
+                    x[torch.from_numpy(bad)] = 0
+                    for which, how in (edited[bad], 0), (~edited[bad], CHECKED):
+                        _report(host, table[rows[bad[which]], OWNER], how | int(tap) + 1)
+                    edited[bad] = True
             elif code in (OP_READ, OP_DOT):
                 slot = table[rows[here], SLOT].astype(np.int64)
                 if slots_per_token:

@@ -93,8 +93,11 @@ def _tap_kernel(
             out_row = out.to(tl.pointer_type(dtype), bitcast=True)
             tl.store(out_row + column, x.to(dtype), keep)
         elif code == OP_CHECK:
-            if tl.sum((keep & ~(tl.abs(x) < float("inf"))).to(tl.int32), 0) > 0:
-                fault = CHECKED | (tap + 1)
+            finite = tl.abs(x.to(dtype).to(tl.float32)) < float("inf")
+            if tl.sum((keep & ~finite).to(tl.int32), 0) > 0:
+                fault = tl.where(edited == 1, tap + 1, CHECKED | (tap + 1))
+                x = tl.zeros_like(x)
+                edited = 1
         else:
             vector = vectors_ptr + tl.load(op + 3).to(tl.int64) * hidden_size + column
             v = tl.load(vector, keep, 0.0)
