@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -73,6 +73,7 @@ class ResolvedEdit:
         numbers: scale of an add; lo, hi (infinite for no bound) and strength of a clamp.
         positions: of the rows of a replace, as given.
         norm_match: of an add.
+        number: of the edit among those of its spec, for what errors say.
     """
 
     kind: str
@@ -82,6 +83,7 @@ class ResolvedEdit:
     numbers: tuple[float, ...] = ()
     positions: tuple[int, ...] = ()
     norm_match: bool = False
+    number: int = field(default=0, compare=False)
 
     @cached_property
     def digest(self) -> bytes:
@@ -205,7 +207,7 @@ def resolve(
             ResolvedProbe(i, stream, tokens_of(probe), probe.name, weight, probe.bias, probe.to)
         )
     edited = tuple(
-        one
+        replace(one, number=i)
         for i, edit in enumerate(edits)
         for one in _resolve_edit(edit, sites, modules, f"edits[{i}]")
     )
@@ -244,8 +246,8 @@ def _check_size(values: Array, sites: Sites, where: str) -> None:
 def _resolve_edit(
     edit: Edit, sites: Sites, modules: Mapping[str, Vectors], where: str
 ) -> list[ResolvedEdit]:
-    field = edit.fields[0]
-    values = getattr(edit, field)
+    key = edit.fields[0]
+    values = getattr(edit, key)
     rows: list[tuple[SiteLayer, Array, str | None]]
     if isinstance(values, Module):
         rows = _module_rows(edit, values, sites, modules, where)
@@ -255,7 +257,7 @@ def _resolve_edit(
         rows = [(s, _row(values, i) if own else values, None) for i, s in enumerate(streams)]
     found = []
     for stream, row, tier in rows:
-        _check_size(row, sites, f"{where}.{field}")
+        _check_size(row, sites, f"{where}.{key}")
         tokens = _within(tokens_of(edit), tier)
         if tokens is not None:
             found.append(_one_edit(edit, stream, row, tokens))

@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 
 from tests.unit.strategies import sentence
-from vllm_scope import CompatError, Replace, Spec
+from vllm_scope import Add, CompatError, Probe, Read, Replace, Spec, scope
+from vllm_scope.actions.base import Module
+from vllm_scope.compile import RequestProgram
 from vllm_scope.engine.connection import RETRY_S, Connection, connect_async, needs_connection
 from vllm_scope.engine.model import check_engine
+from vllm_scope.engine.params import names_module
 from vllm_scope.engine.sizes import Limits
 from vllm_scope.inbox import inbox
 from vllm_scope.sites import Sites
@@ -46,6 +49,32 @@ def test_drafts_and_a_replacement_of_several_generated_tokens_do_not_mix(positio
     assert "edits[0].positions has several generated tokens" in said
     assert "start without speculation" in said
     _connection(False).check(_replace(positions), IDS, max_tokens)
+
+
+def test_an_edit_of_several_layers_counts_once_in_what_is_said_of_the_next():
+    edits = (Add([1.0] * 4, layer=[0, 1]), Add([1.0] * 4, layer=1, tokens=[99]))
+    asked = Spec(edits=edits).resolve(SITES)
+    said = sentence(lambda: _connection(False).check(asked, IDS, 3))
+    assert said.startswith("edits[1].tokens")
+
+
+@pytest.mark.parametrize(
+    ("action", "named"),
+    [
+        (Add("mine", layer=0), True),
+        (Add(Module("mine"), layer=0), True),
+        (Probe("mine", layer=0, name="p"), True),
+        (Add([1.0] * 4, layer=0), False),
+        (Read("embed"), False),
+    ],
+)
+def test_a_spec_that_names_a_module_is_known_by_its_text(action, named):
+    assert names_module(scope(action)["scope"]) == named
+
+
+@pytest.mark.parametrize("text", ['{"edits":[{"vector" :  "mine"}]}', '{"a":[{"weight":"m"}]}'])
+def test_a_string_in_place_of_numbers_is_a_modules_name(text):
+    assert names_module(text)
 
 
 @pytest.mark.parametrize("positions", [[0, -1], [4], [5], [-2, 5]])
@@ -162,3 +191,17 @@ def test_a_road_that_is_gone_for_a_while_does_not_end_an_engine():
         assert not needs_connection(engine)
 
     asyncio.run(run())
+
+
+def test_the_programs_of_a_request_are_looked_for_once(monkeypatch):
+    looked: list[int] = []
+    original = RequestProgram._columns
+
+    def columns(self, positions):
+        looked.extend(positions.tolist())
+        return original(self, positions)
+
+    monkeypatch.setattr(RequestProgram, "_columns", columns)
+    _connection(False).check(_replace([0, 2]), IDS, 3)
+    in_prompt = [position for position in looked if position < len(IDS)]
+    assert sorted(in_prompt) == list(range(len(IDS)))

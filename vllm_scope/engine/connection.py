@@ -31,7 +31,7 @@ from vllm_scope.inbox import inbox
 from vllm_scope.metrics import count_sinks
 from vllm_scope.plan import OVERSHOOT
 from vllm_scope.resolve import Resolved, Vectors
-from vllm_scope.selectors import Ids, Tokens
+from vllm_scope.selectors import Ids, Selector, Tokens
 from vllm_scope.sites import Sites
 from vllm_scope.spec import Meanings, Spec
 
@@ -249,7 +249,13 @@ def _check_tokens(asked: Resolved, ids: Ids, last: int, limits: Limits) -> None:
     """Raises SpecError where some selector cannot mean a token of this request."""
     for name in ("reads", "probes", "edits"):
         actions: tuple[Any, ...] = getattr(asked, name)
+        checked: set[Selector] = set()
         for i, action in enumerate(actions):
+            if action.tokens in checked:
+                continue
+            checked.add(action.tokens)
+            # An edit of several layers is here once for each.
+            i = action.number if name == "edits" else i
             where = f"{name}[{i}].tokens"
             action.tokens.check(len(ids), last, where)
             if name != "edits":
@@ -281,14 +287,14 @@ def _check_room(asked: Resolved, ids: Ids, max_tokens: int, connection: Connecti
     encodes = any(read.encoding for read in asked.reads)
     if asked.edits or asked.probes or len(asked.reads) > 1 or encodes:
         program = RequestProgram.compile(asked, sites, frozenset(sites.boundaries), len(ids), ids)
-        programs = program.all_programs(len(ids) + max_tokens)
+        programs = program.all_programs(len(ids) + max_tokens + OVERSHOOT)
         excess = limits.excess(*(one.layout for one in programs))
         if excess is not None:
             raise SpecError(
                 f"the request delivers too much at once ({excess}); read fewer layers, or "
                 "start the engine with a larger additional_config['scope'].arena_mib."
             )
-        cost = program.cost(len(ids) + max_tokens + OVERSHOOT)
+        cost = program.cost_of(programs)
         if program.has_vectors and not cost.fits(limits.capacity):
             raise SpecError(
                 f"the request takes {cost}; this engine has {limits.capacity}. Edit fewer places, "

@@ -107,7 +107,8 @@ class CoreScope:
                     f"{self.most}. Edit fewer places, or send it again when they are gone."
                 )
         keys = BlockKeys(asked.edits, len(prompt_ids), prompt_ids) if asked.edits else None
-        firsts = (edit.tokens.first_position(len(prompt_ids), prompt_ids) for edit in asked.edits)
+        selectors = {edit.tokens for edit in asked.edits}
+        firsts = (one.first_position(len(prompt_ids), prompt_ids) for one in selectors)
         request.sampling_params = with_handle(params, handle)
         return Entry(keys, min(firsts, default=None), programs)
 

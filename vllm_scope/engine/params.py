@@ -8,6 +8,7 @@ Promise: a caller's SamplingParams are never changed; what needs others gets a c
 
 from __future__ import annotations
 
+import re
 from copy import copy
 from typing import Any
 
@@ -47,7 +48,11 @@ def asks(params: Any) -> bool:
 
 def names_module(text: object) -> bool:
     """False for a spec that surely names no steering module, without parsing it."""
-    return isinstance(text, str) and '"module"' in text
+    return isinstance(text, str) and _NAME.search(text) is not None
+
+
+#: A module, or a string in place of numbers, which is its name.
+_NAME = re.compile(r'"module"|"(?:vector|direction|values|weight)"\s*:\s*"')
 
 
 def params_of(

@@ -54,7 +54,7 @@ class ScopeState:
     """What the server keeps for its routes; `app.state.scope`.
 
     Attributes:
-        showing: held while edits are shown: a text of theirs may have 64 MiB.
+        showing: held while edits are shown: a text of theirs may have 8 MiB.
     """
 
     settings: Settings
