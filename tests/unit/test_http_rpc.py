@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
+from vllm_scope.server import rpc
 from vllm_scope.server.routes import attach
 
 ADMIN = {"X-Scope-Admin-Key": "operator"}
@@ -112,3 +114,21 @@ def test_the_operator_sees_the_options_of_sinks(server):
     http, called, key = server
     assert http.get("/server_info", headers=ADMIN).status_code == (200 if key else 403)
     assert called == (["info"] if key else [])
+
+
+@pytest.mark.parametrize(
+    ("start", "status"),
+    [
+        pytest.param(b'{"method": "scope_set_edits", "args": [', 403, id="ours"),
+        pytest.param(b'{"method": "scope\\u005fset_edits", "args": [', 403, id="escaped"),
+        pytest.param(b'{"method": "sleep", "args": [', 200, id="another"),
+    ],
+)
+def test_a_long_body_is_not_parsed_to_find_our_methods(start, status, server, monkeypatch):
+    http, _, _ = server
+    body = start + b"[1]," * 100_000 + b"1]}"
+    parsed = []
+    with monkeypatch.context() as patch:
+        patch.setattr(rpc, "json", SimpleNamespace(loads=parsed.append))
+        assert http.post("/collective_rpc", content=body).status_code == status
+    assert parsed == []

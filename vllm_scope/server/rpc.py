@@ -18,9 +18,12 @@ PATH = "/collective_rpc"
 INFO = "/server_info"
 #: Of its bodies, which are kept whole until it is known what they call.
 MAX_BYTES = 64 << 20
+#: Lists, objects and items in them of a body that is parsed.
+MOST_ITEMS = 1 << 16
 REFUSAL = (
-    "the body names a method of vllm-scope, which needs the operator's key "
-    "(VLLM_SCOPE_ADMIN_KEY) in the header X-Scope-Admin-Key; /v1/scope has what others may ask."
+    "the body names a method of vllm-scope, or may do so and is too long to tell, which needs the "
+    "operator's key (VLLM_SCOPE_ADMIN_KEY) in the header X-Scope-Admin-Key; /v1/scope has what "
+    "others may ask."
 )
 INFO_REFUSAL = (
     "/server_info shows the options of vllm-scope's sinks, which needs the operator's key "
@@ -52,10 +55,17 @@ async def whole_body(receive: Receive) -> tuple[bytes, Receive]:
 
 
 def names_ours(body: bytes) -> bool:
-    """Whether a body names one of our methods, itself or for a method that calls others.
+    """Whether a body names one of our methods, itself or for a method that calls others; also
+    True where a body that may do so is too long to look through.
 
     Read as vLLM reads it: of two fields of one name the last one holds, in any encoding.
     """
+    # A name is plain, has an escape, or each of its letters has a null byte beside it.
+    if not any(mark in body for mark in (_OURS.encode(), b"\\", b"\0")):
+        return False
+    # To parse is one call, which other threads wait for.
+    if sum(map(body.count, (b",", b"[", b"{"))) > MOST_ITEMS:
+        return True
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):
