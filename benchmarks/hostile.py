@@ -94,6 +94,17 @@ def hostile(model: str, hidden_size: int, max_tokens: int) -> dict[str, Callable
                 "vector": [3e38] * hidden_size}  # fmt: skip
         return Hostile(scoped(json.dumps({"edits": [edit]}), max_tokens=30), alike=False)
 
+    def large() -> Hostile:
+        """Numbers that float16 does not have, and float32 does."""
+        vector = [1.0] + [0.0] * (hidden_size - 1)
+        edit = {"kind": "add", "site": "resid_post", "layers": [1], "scale": 1e5, "vector": vector}
+        return Hostile(
+            scoped(json.dumps({"edits": [edit]}), max_tokens=30), frozenset({200, 400}), False
+        )
+
+    def remote_call(content: bytes) -> Hostile:
+        return Hostile(content, frozenset({403}), False, path="/collective_rpc")
+
     def server_edits(count: int, statuses: frozenset[int], **headers: str) -> Hostile:
         content = json.dumps({"edits": [[1] * count]}).encode()
         return Hostile(content, statuses, False, "PUT", "/v1/scope/edits", headers)
@@ -113,6 +124,13 @@ def hostile(model: str, hidden_size: int, max_tokens: int) -> dict[str, Callable
     with_key = {"X-Scope-Admin-Key": ADMIN_KEY}
     found: dict[str, Callable[[], Hostile]] = {
         "an edit that overflows": overflow,
+        "a unit vector at scale 1e5": large,
+        "a remote call without the key": lambda: remote_call(
+            b'{"method": "scope_set_edits", "args": [null]}'
+        ),
+        "a long remote call without the key": lambda: remote_call(
+            b'{"method": "scope_set_edits", "args": [' + b"[1]," * 15_000_000 + b"1]}"
+        ),
         "600,000 layers of a face": lambda: Hostile(
             body({"steering_vectors": {"post_block": keys}})
         ),
