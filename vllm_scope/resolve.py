@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -84,6 +84,10 @@ class ResolvedEdit:
     positions: tuple[int, ...] = ()
     norm_match: bool = False
     number: int = field(default=0, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without what is remembered on it.
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @cached_property
     def digest(self) -> bytes:

@@ -49,7 +49,10 @@ class Engine:
     """AsyncLLM, as far as adding a request with n > 1 goes: vllm 0.31 to 0.33."""
 
     def __init__(self) -> None:
-        self.vllm_config = SimpleNamespace(additional_config={"scope": {}})
+        parallel = SimpleNamespace(worker_cls="auto")
+        self.vllm_config = SimpleNamespace(
+            additional_config={"scope": {}}, parallel_config=parallel
+        )
         self.output_processor = Processor()
 
     async def add_request(self, request_id, prompt, params):

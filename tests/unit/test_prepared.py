@@ -64,7 +64,9 @@ def test_names_in_a_large_spec_are_looked_for_off_the_event_loop(padding, monkey
         return original(text)
 
     class Engine:
-        vllm_config = SimpleNamespace(additional_config={"scope": {}})
+        vllm_config = SimpleNamespace(
+            additional_config={"scope": {}}, parallel_config=SimpleNamespace(worker_cls="auto")
+        )
 
         def __init__(self) -> None:
             limits = Limits((16,), 0, 100, 100, 100, 100, False)
