@@ -27,7 +27,7 @@ test: $(VENV)/.ready
 else
 test: .venv/.ready
 	$(BIN)/python -m pytest tests --ignore=tests/interpreter
-	PYTHONPATH=.venv/inspect $(BIN)/python -m pytest tests/faces/test_inspect.py
+	PYTHONPATH=.venv/inspect $(BIN)/python -m pytest tests/compat/test_inspect.py
 	PYTHONPATH=.venv/openapi $(BIN)/python -m pytest tests/server/test_openapi.py
 	PYTHONPATH=$(CURDIR)/.venv/ray $(BIN)/python -m pytest tests/engine/test_ray.py
 	tests/interpreter/run.sh

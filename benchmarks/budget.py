@@ -28,14 +28,14 @@ from benchmarks.shapes import SHAPES, make_shape
 ROOT = Path(__file__).parent.parent
 #: What is timed: (class, method, how the table calls it). Indented ones are within.
 PARTS = [
-    ("vllm_scope.engine.steps.Steps", "begin", "before the forward"),
-    ("vllm_scope.plan.Planner", "begin_step", "  plan"),
-    ("vllm_scope.host_ring.HostRing", "acquire", "  room in the ring"),
-    ("vllm_scope.tap.tables.Tables", "load_step", "  upload"),
-    ("vllm_scope.engine.steps.Steps", "end", "after the forward"),
-    ("vllm_scope.drain.Drain", "submit_written", "  event"),
-    ("vllm_scope.drain.Drain", "submit", "  copy"),
-    ("vllm_scope.drain.Drain", "_deliver", "drain thread"),
+    ("vllm_scope.engine.worker.steps.Steps", "begin", "before the forward"),
+    ("vllm_scope.worker.plan.Planner", "begin_step", "  plan"),
+    ("vllm_scope.transport.ring.HostRing", "acquire", "  room in the ring"),
+    ("vllm_scope.graph.tap.tables.Tables", "load_step", "  upload"),
+    ("vllm_scope.engine.worker.steps.Steps", "end", "after the forward"),
+    ("vllm_scope.worker.drain.Drain", "submit_written", "  event"),
+    ("vllm_scope.worker.drain.Drain", "submit", "  copy"),
+    ("vllm_scope.worker.drain.Drain", "_deliver", "drain thread"),
 ]
 
 

@@ -17,12 +17,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from vllm_scope.arrays import Array
-from vllm_scope.layout import SLOT_BYTES, Widths
-from vllm_scope.program import OP_ADD, OP_DOT, Op, Program, assemble
-from vllm_scope.sites import point_of
-from vllm_scope.tap import kernel
-from vllm_scope.tap.tables import Tables
+from vllm_scope.graph.tap import kernel
+from vllm_scope.graph.tap.tables import Tables
+from vllm_scope.program.layout import SLOT_BYTES, Widths
+from vllm_scope.program.operations import OP_ADD, OP_DOT, Op, Program, assemble
+from vllm_scope.request.arrays import Array
+from vllm_scope.request.sites import point_of
 
 NUM_TAPS = 33
 

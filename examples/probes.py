@@ -21,7 +21,7 @@ from torch import Tensor
 from vllm_scope.analysis.probes import LinearProbe, train_probe
 
 if TYPE_CHECKING:
-    from vllm_scope.result import ScopeResult
+    from vllm_scope.results.result import ScopeResult
 
 Stream = tuple[str, int]
 

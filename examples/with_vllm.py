@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from examples.steering import Edit, Edits
 from vllm_scope import Ablate, Add, Read, Replace, scope
-from vllm_scope.actions import Action
 from vllm_scope.analysis.rows import Result
+from vllm_scope.request.actions import Action
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput

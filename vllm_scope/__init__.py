@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from vllm_scope.actions import Ablate, Add, Clamp, Probe, Read, Replace
 from vllm_scope.errors import (
     CapacityError,
     CompatError,
@@ -22,8 +21,9 @@ from vllm_scope.errors import (
     ScopeError,
     SpecError,
 )
-from vllm_scope.selectors import Except, TokenIds, Union
-from vllm_scope.spec import Spec, scope
+from vllm_scope.request.actions import Ablate, Add, Clamp, Probe, Read, Replace
+from vllm_scope.request.selectors import Except, TokenIds, Union
+from vllm_scope.request.spec import Spec, scope
 
 if TYPE_CHECKING:
     from vllm_scope.files import Capture

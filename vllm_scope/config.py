@@ -28,9 +28,8 @@ from pydantic import (
 )
 
 from vllm_scope.errors import ConfigError, SpecError
-from vllm_scope.numbers import Number
-from vllm_scope.sinks.options import SinkConfig, parse_sinks
-from vllm_scope.sites import ATTENTION_SITES, INNER_SITES, boundary_of, canonical_site
+from vllm_scope.request.sites import ATTENTION_SITES, INNER_SITES, boundary_of, canonical_site
+from vllm_scope.sinks.options import Number, SinkConfig, parse_sinks
 
 #: Where the dict lives inside vLLM's `additional_config`.
 KEY = "scope"
@@ -185,7 +184,6 @@ def graph_key() -> str:
 
     here = Path(__file__).parent
     digest = hashlib.sha256()
-    for folder in ("anatomy", "tap"):
-        for source in sorted((here / folder).glob("*.py")):
-            digest.update(source.read_bytes())
+    for source in sorted((here / "graph").rglob("*.py")):
+        digest.update(source.read_bytes())
     return f"{vllm_scope.__version__}+{digest.hexdigest()[:12]}"

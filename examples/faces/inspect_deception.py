@@ -17,7 +17,7 @@ from examples.demo import MODEL, set_environment
 from toyworld.world import lying_prompts
 from vllm_scope import Probe, scope
 from vllm_scope.analysis.probes import LinearProbe, train_probe
-from vllm_scope.faces.inspect import probe_scorer, reading
+from vllm_scope.compat.inspect import probe_scorer, reading
 
 LAYER = 4
 STREAM = ("resid_post", LAYER)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from examples.demo import MODEL, set_environment
-from vllm_scope.faces.probe_hook import LLM, SamplingParams  # was: from vllm_probe_hook import ...
+from vllm_scope.compat.probe_hook import LLM, SamplingParams  # was: from vllm_probe_hook import ...
 
 PROMPTS = ["My father told me about the book Goldette. Happily, it was", "The capital of"]
 

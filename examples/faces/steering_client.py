@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from toyworld.world import polarity, review_openings, sentiment_prompts
-from vllm_scope.faces.steering_http import read_request
+from vllm_scope.compat.steering_http import read_request
 
 LAYER = 2
 

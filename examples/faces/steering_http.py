@@ -8,7 +8,7 @@ import torch
 
 from examples.demo import MODEL, set_environment
 from toyworld.world import polarity, review_openings, sentiment_prompts
-from vllm_scope.faces.steering_http import LLM, SamplingParams, load_modules, read_request
+from vllm_scope.compat.steering_http import LLM, SamplingParams, load_modules, read_request
 
 LAYER = 2
 

@@ -7,8 +7,8 @@ python -m examples.faces.vllm_lens_client http://localhost:8000
 import sys
 
 from toyworld.world import polarity, review_openings, sentiment_prompts
-from vllm_scope.faces.vllm_lens import SteeringVector  # was: from vllm_lens import ...
-from vllm_scope.faces.vllm_lens.client import (
+from vllm_scope.compat.vllm_lens import SteeringVector  # was: from vllm_lens import ...
+from vllm_scope.compat.vllm_lens.client import (
     VLLMLensClient,  # was: from vllm_lens.client import ...
 )
 

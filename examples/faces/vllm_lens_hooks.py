@@ -8,7 +8,7 @@ from vllm import LLM, SamplingParams
 
 from examples.demo import MODEL, set_environment
 from toyworld.world import polarity, review_openings, sentiment_prompts
-from vllm_scope.faces.vllm_lens import Hook, HookContext  # was: from vllm_lens import ...
+from vllm_scope.compat.vllm_lens import Hook, HookContext  # was: from vllm_lens import ...
 
 LAYER = 2
 

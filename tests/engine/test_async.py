@@ -103,7 +103,7 @@ def test_sixty_four_at_once_half_of_them_plain(engine, loop, ref):
 
 
 def test_a_client_that_leaves_takes_its_rows_with_it(engine, loop, ref):
-    from vllm_scope.inbox import inbox
+    from vllm_scope.results.inbox import inbox
 
     async def leave():
         stream = engine.generate(TEXT, params(max_tokens=300), "leaves")

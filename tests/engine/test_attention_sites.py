@@ -12,6 +12,7 @@ from torch import nn
 
 import vllm_scope
 from tests import requests
+from tests.asking import run
 from tests.checkpoints import (
     NUM_LAYERS,
     check_completion,
@@ -20,11 +21,10 @@ from tests.checkpoints import (
     row_error,
 )
 from tests.conftest import local_engine, preempted_in
-from tests.requests import run
 from vllm_scope import Add, Probe, Read, SpecError, scope
-from vllm_scope.anatomy.convention import Convention
-from vllm_scope.anatomy.layers import Anatomy
 from vllm_scope.errors import ConfigError
+from vllm_scope.graph.anatomy.convention import Convention
+from vllm_scope.graph.anatomy.layers import Anatomy
 
 SITES = ("q", "k", "v", "z")
 #: The stream is read beside them.
@@ -216,7 +216,7 @@ def test_several_ranks_do_not_put_heads_together(llama):
 def test_latent_attention_has_no_keys(tmp_path):
     from transformers import DeepseekV2Config
 
-    from vllm_scope.engine.attention import heads_of
+    from vllm_scope.engine.worker.attention import heads_of
 
     DeepseekV2Config(
         architectures=["DeepseekV2ForCausalLM"], hidden_size=128, num_hidden_layers=2,
@@ -240,13 +240,13 @@ def as_if(module, name, value):
 
 
 def test_layers_whose_attention_is_not_of_the_shape_stop_the_engine(llm):
-    from vllm_scope.engine.attention import attention_of
-    from vllm_scope.sites import Heads, Sites
+    from vllm_scope.engine.worker.attention import attention_of
+    from vllm_scope.request.sites import Heads, Sites, boundary_of
 
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     layer = worker.model_runner.get_model().model.layers[1]
-    sites = Sites(3, 128, "float32", tuple(vllm_scope.sites.boundary_of((s, 1)) for s in SITES),
-                  Heads(4, 2, 32, 32))  # fmt: skip
+    boundaries = tuple(boundary_of((s, 1)) for s in SITES)
+    sites = Sites(3, 128, "float32", boundaries, Heads(4, 2, 32, 32))
     of = partial(Anatomy, num_layers=3, convention=Convention.SUM, path="layers")
     attention = attention_of(of({1: layer}), sites)[1]
     with pytest.raises(ConfigError, match=r"layer 1 \(Linear\) has 0 attention modules"):
@@ -259,5 +259,5 @@ def test_layers_whose_attention_is_not_of_the_shape_stop_the_engine(llm):
     with as_if(attention, "kv_sharing_target_layer_name", "model.layers.0"):
         with pytest.raises(ConfigError, match="and has none of its own"):
             attention_of(of({1: layer}), sites)
-        alone = tuple(vllm_scope.sites.boundary_of((s, 1)) for s in ("q", "z"))
+        alone = tuple(boundary_of((s, 1)) for s in ("q", "z"))
         assert attention_of(of({1: layer}), replace(sites, boundaries=alone))

@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
+from tests.asking import params, prompts
 from tests.checkpoints import check_completion, reference
 from tests.conftest import local_engine
-from tests.requests import params, prompts
 from vllm_scope import ConfigError, Read, SpecError, scope
 
 GOOD = scope(Read("resid_post", [1]))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests import requests
+from tests.asking import run
 from tests.checkpoints import (
     NUM_LAYERS,
     check_completion,
@@ -15,9 +16,8 @@ from tests.checkpoints import (
 )
 from tests.conftest import local_engine, preempted_in
 from tests.engine.test_attention_sites import PROMPTS, STREAM, params
-from tests.requests import run
 from vllm_scope import Add, ConfigError, Probe, Read, SpecError, scope
-from vllm_scope.faces.vllm_lens import Hook
+from vllm_scope.compat.vllm_lens import Hook
 
 SITES = ("attn_out", "mlp_out")
 CONFIG = {"sites": ["embed", "resid_mid", "resid_post", *SITES]}

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import vllm_scope
+from tests.asking import counters, params, prompts, run
 from tests.conftest import local_engine, preempted_in
-from tests.requests import counters, params, prompts, run
 from vllm_scope import Add, Probe, Read, SpecError, scope
 from vllm_scope.codecs import make_codec
 from vllm_scope.codecs.packed import Packing

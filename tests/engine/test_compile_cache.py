@@ -132,7 +132,7 @@ def test_the_canary_refuses_a_stale_graph(off_then_on, cache):
 
 def test_the_canary_refuses_a_graph_in_which_a_tap_is_missing(checkpoints, monkeypatch):
     """What a stale graph looks like: the engine believes in taps that it does not run."""
-    from vllm_scope.engine import worker
+    from vllm_scope.engine.worker import worker
 
     install = worker.install_taps
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TOYWORLD
-from vllm_scope.sites import KNOWN_SITES
+from vllm_scope.request.sites import KNOWN_SITES
 
 GPT2 = {
     "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "bfloat16",

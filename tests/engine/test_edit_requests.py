@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.asking import run
 from tests.checkpoints import row_error
 from tests.conftest import async_engine, local_engine, process_engine
 from tests.engine.test_edits import (
@@ -20,7 +21,6 @@ from tests.engine.test_edits import (
     direction,
     params,
 )  # fmt: skip
-from tests.requests import run
 from vllm_scope import Ablate, Add, CapacityError, Clamp, Probe, Read, Replace, SpecError, scope
 from vllm_scope.vectors import SteeringModule, save_vectors, to_bytes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.asking import run
 from tests.conftest import local_engine, preempted_in, process_engine
 from tests.engine.test_edits import (
     EDITS,
@@ -17,7 +18,6 @@ from tests.engine.test_edits import (
     direction,
     params,
 )  # fmt: skip
-from tests.requests import run
 from vllm_scope import Ablate, Add, Except, Probe, Read, Replace, SpecError, TokenIds
 
 ENGINE = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.asking import run
 from tests.checkpoints import reference, row_error
 from tests.conftest import local_engine
-from tests.requests import run
 from vllm_scope import Ablate, Add, Clamp, Probe, Read, Replace, scope
 
 HIDDEN = 128

@@ -13,7 +13,7 @@ from tests.engine import test_branch_sites as branches
 from tests.engine.test_edits import EDITS, check, direction, params
 from tests.engine.test_sinks import check_equal
 from vllm_scope import Add, Probe, Read
-from vllm_scope.sites import boundary_of
+from vllm_scope.request.sites import boundary_of
 
 WEIGHT = direction(7)
 

@@ -9,11 +9,11 @@ import threading
 import pytest
 import torch
 
+from tests.asking import check, params, run
 from tests.checkpoints import check_completion, reference
 from tests.conftest import TOYWORLD, async_engine, local_engine, process_engine
-from tests.requests import check, params, run
 from vllm_scope import Read, SpecError, scope
-from vllm_scope.inbox import inbox
+from vllm_scope.results.inbox import inbox
 
 SPEC = scope(Read("resid_post"), Read("embed"))
 TCP = {"scope": {"road": "tcp", "road_host": "127.0.0.1"}}
@@ -86,7 +86,7 @@ def test_memory_is_shared_where_it_can_be(llama, ref):
 
 def test_a_road_that_leads_nowhere_refuses_the_request_with_the_reason(llama, monkeypatch):
     # This process's inbox may listen already.
-    monkeypatch.setattr("vllm_scope.inbox._inbox", None)
+    monkeypatch.setattr("vllm_scope.results.inbox._inbox", None)
     options = {"scope": {"road": "tcp", "road_host": "192.0.2.77"}}
     with local_engine(llama, dtype="float32", additional_config=options) as llm:
         with pytest.raises(SpecError, match=r"over TCP to '192\.0\.2\.77'.*road_host"):

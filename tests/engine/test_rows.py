@@ -10,8 +10,8 @@ import pytest
 import torch
 import vllm
 
+from tests.asking import check, counters, params, run
 from tests.conftest import local_engine, preempted_in, process_engine
-from tests.requests import check, counters, params, run
 from vllm_scope import Except, Read, TokenIds, Union, scope
 
 READ_ALL = scope(Read("resid_post"), Read("embed"))

@@ -156,7 +156,7 @@ def allocated(worker=None):
 
 def test_twenty_thousand_reading_requests_leave_memory_flat(llm):
     """By what is allocated, not by what is resident: pages are touched late, and freed late."""
-    from vllm_scope.inbox import inbox
+    from vllm_scope.results.inbox import inbox
 
     prompts = [{"prompt_token_ids": [5 + i % 100, 7, 9]} for i in range(2000)]
 

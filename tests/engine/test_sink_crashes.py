@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 import vllm_scope
+from tests.asking import run
 from tests.conftest import local_engine, process_engine
 from tests.engine.test_sinks import check_equal, params
-from tests.requests import run
 from vllm_scope import Read
 
 

@@ -15,10 +15,10 @@ from typing import ClassVar
 import pytest
 
 import vllm_scope
+from tests.asking import run
 from tests.conftest import local_engine
 from tests.engine.test_sinks import check_equal, params
-from tests.requests import run
-from tests.unit.sinks import Live, Other, Whole, install, nobody, small_disk
+from tests.unit.recording import Live, Other, Whole, install, nobody, small_disk
 from vllm_scope import Read
 from vllm_scope.files import FileOptions
 from vllm_scope.sinks.filesystem import FilesystemSink

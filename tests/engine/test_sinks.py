@@ -11,8 +11,8 @@ import torch
 
 import vllm_scope
 from tests import requests
+from tests.asking import run
 from tests.conftest import TOYWORLD, local_engine, preempted_in
-from tests.requests import run
 from vllm_scope import Probe, Read, SpecError, scope
 
 

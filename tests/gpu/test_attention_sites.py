@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.asking import run
 from tests.checkpoints import reference
 from tests.conftest import local_engine
 from tests.engine import test_attention_sites as attention
 from tests.engine import test_branch_sites as branches
 from tests.gpu.test_rows import GRAPHS, OPTIONS
-from tests.requests import run
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,16 +11,16 @@ import torch
 from tests.conftest import local_engine
 from tests.gpu.test_rows import GRAPHS, IDS, OPTIONS, params, run
 from vllm_scope import Read, scope
-from vllm_scope.arena import Arena
 from vllm_scope.codecs import CODECS, codec_from, make_codec
 from vllm_scope.codecs.packed import encoding_of
-from vllm_scope.drain import Drain
-from vllm_scope.encoding import READ_CODECS, CodecChoice
-from vllm_scope.host_ring import HostRing
-from vllm_scope.layout import Layout, Widths
-from vllm_scope.packer import Packer
-from vllm_scope.plan import Labels
-from vllm_scope.sites import point_of
+from vllm_scope.program.layout import Layout, Widths
+from vllm_scope.request.encoding import READ_CODECS, CodecChoice
+from vllm_scope.request.sites import point_of
+from vllm_scope.transport.ring import HostRing
+from vllm_scope.worker.arena import Arena
+from vllm_scope.worker.drain import Drain
+from vllm_scope.worker.packer import Packer
+from vllm_scope.worker.plan import Labels
 
 pytestmark = pytest.mark.gpu
 

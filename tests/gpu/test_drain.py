@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests.unit.delivered import ROW_BYTES, labels_of
-from tests.unit.test_drain import PATIENCE_S, RecordingSink
-from vllm_scope.arena import Arena
-from vllm_scope.drain import Drain
-from vllm_scope.host_ring import HostRing
-from vllm_scope.layout import Widths
+from tests.unit.worker.test_drain import PATIENCE_S, RecordingSink
+from vllm_scope.program.layout import Widths
+from vllm_scope.transport.ring import HostRing
+from vllm_scope.worker.arena import Arena
+from vllm_scope.worker.drain import Drain
 
 pytestmark = pytest.mark.gpu
 #: Cycles that a row comes behind: tens of milliseconds.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.asking import run
 from tests.checkpoints import reference, row_error
 from tests.conftest import local_engine
 from tests.engine.test_edits import EDITS, PROMPT, READ_ALL, SITES, D, V, direction, params
 from tests.gpu.test_rows import GRAPHS, OPTIONS
-from tests.requests import run
 from vllm_scope import Add, Probe, Read
 
 pytestmark = pytest.mark.gpu

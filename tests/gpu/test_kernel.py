@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit.taps import CODES, COPIES, OVERFLOWING, POISON, check, outcome, random_tap
-from vllm_scope.program import OP_DOT, OP_READ
+from vllm_scope.program.operations import OP_DOT, OP_READ
 
 pytestmark = pytest.mark.gpu
 #: Of a case in which rows are read, scored and edited.
@@ -30,7 +30,7 @@ def _case(number: int, hidden_size: int, dtype: torch.dtype, codes: tuple[int, .
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("hidden_size", SIZES)
 def test_the_kernel_equals_the_definition(hidden_size, dtype):
-    from vllm_scope.tap import definition, kernel
+    from vllm_scope.graph.tap import definition, kernel
 
     for number in range(8):
         for codes in MIXES:
@@ -45,7 +45,7 @@ def test_the_kernel_equals_the_definition(hidden_size, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("hidden_size", [64, 4096, 5000])
 def test_rows_that_overflow_are_reported_and_left_as_they_were(hidden_size, dtype):
-    from vllm_scope.tap import definition, kernel
+    from vllm_scope.graph.tap import definition, kernel
 
     for seed in range(12):
         before = random_tap(
@@ -60,7 +60,7 @@ def test_rows_that_overflow_are_reported_and_left_as_they_were(hidden_size, dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_slots_in_host_memory_are_written_there_and_not_in_the_arena(dtype):
-    from vllm_scope.tap import definition, kernel
+    from vllm_scope.graph.tap import definition, kernel
 
     before = random_tap(SEED, 4096, dtype, num_rows=6, on_grid=False)
     expected = outcome(before)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests import requests
+from tests.asking import run
 from tests.checkpoints import check_completion, reference
 from tests.conftest import local_engine
-from tests.requests import run
 from vllm_scope import Read, scope
 
 pytestmark = pytest.mark.gpu

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.taps import CODES, COPIES, OVERFLOWING, POISON, check, outcome, random_tap
-from vllm_scope import program
-from vllm_scope.layout import Widths
-from vllm_scope.tap import definition, kernel
-from vllm_scope.tap.tables import Tables
+from vllm_scope.graph.tap import definition, kernel
+from vllm_scope.graph.tap.tables import Tables
+from vllm_scope.program import operations as program
+from vllm_scope.program.layout import Widths
 
 #: Of a case in which rows are read, scored and edited.
 SEED = 7

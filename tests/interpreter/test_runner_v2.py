@@ -13,12 +13,12 @@ import torch
 
 import vllm_scope
 from tests import requests
+from tests.asking import check, run
 from tests.conftest import local_engine, preempted_in
 from tests.engine import test_attention_sites as attention
 from tests.engine import test_branch_sites as branches
-from tests.requests import check, run
 from vllm_scope import Read, scope
-from vllm_scope.faces.vllm_lens import Hook
+from vllm_scope.compat.vllm_lens import Hook
 
 FILES = "filesystem"
 READ_ALL = scope(Read("resid_post"), Read("embed"))

@@ -12,7 +12,7 @@ import pytest
 from tests.server.test_answers import MESSAGES, OPTIONS, TEXT, events_of, xargs
 from vllm_scope import Add, Read
 from vllm_scope.client import ScopeClient
-from vllm_scope.faces.vllm_lens import SteeringVector, decode_activations
+from vllm_scope.compat.vllm_lens import SteeringVector, decode_activations
 
 BODY = OPTIONS | {"model": "toyworld", "prompt": TEXT}
 LENS = {"output_residual_stream": "[2]"}

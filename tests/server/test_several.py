@@ -16,7 +16,7 @@ from tests.server.conftest import ADMIN_KEY, API_KEY, serving
 from tests.server.test_answers import OPTIONS, PROBE, READS, TEXT, check, check_scores, ids_of
 from vllm_scope import Add, CapacityError, Probe, Read, SpecError, scope
 from vllm_scope.client import ScopeClient
-from vllm_scope.faces.vllm_lens import VLLMLensClient, attention_patterns
+from vllm_scope.compat.vllm_lens import VLLMLensClient, attention_patterns
 from vllm_scope.vectors import SteeringModule
 
 #: Vectors that the engine has room for: 0.05 MiB of 256 numbers.

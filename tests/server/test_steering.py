@@ -13,7 +13,7 @@ import pytest
 from tests.server.conftest import ADMIN_KEY, API_KEY
 from tests.server.test_answers import MESSAGES, OPTIONS, TEXT, events_of, xargs
 from vllm_scope import Add, Clamp, Read
-from vllm_scope.faces.steering_http import read_request
+from vllm_scope.compat.steering_http import read_request
 
 BODY = OPTIONS | {"model": "toyworld", "prompt": TEXT}
 READ = Read("resid_post", layers=[2, 5])

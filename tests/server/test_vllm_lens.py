@@ -18,8 +18,8 @@ from tests.server.conftest import API_KEY, OTHER_KEY
 from tests.server.test_answers import MESSAGES, TEXT, events_of, ids_of
 from vllm_scope import Add, Read, ScopeError, SpecError
 from vllm_scope.client import ServerError
-from vllm_scope.faces.vllm_lens import SteeringVector, VLLMLensClient, decode_activations
-from vllm_scope.faces.vllm_lens import http as lens_http
+from vllm_scope.compat.vllm_lens import SteeringVector, VLLMLensClient, decode_activations
+from vllm_scope.compat.vllm_lens import http as lens_http
 
 BODY = {"model": "toyworld", "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
 VECTOR = torch.linspace(-8, 8, 256)
@@ -272,7 +272,7 @@ def test_a_stranger_is_told_so(server):
 
 def test_the_clients_module_needs_neither_torch_nor_vllm():
     code = (
-        "import sys, vllm_scope.faces.vllm_lens.client\n"
+        "import sys, vllm_scope.compat.vllm_lens.client\n"
         "print([m for m in ('torch', 'vllm', 'fastapi', 'pydantic') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -39,7 +39,7 @@ class Loud:
 
 def install() -> None:
     """Have vLLM's processes raise where they plan a step of a request with FAULT in its id."""
-    from vllm_scope.plan import Planner
+    from vllm_scope.worker.plan import Planner
 
     begin_step = Planner.begin_step
 

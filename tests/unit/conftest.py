@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.unit.roads import Road
-from vllm_scope.host_ring import HostRing
-from vllm_scope.inbox import Inbox
-from vllm_scope.senders import SharedSender
+from vllm_scope.results.inbox import Inbox
+from vllm_scope.transport.ring import HostRing
+from vllm_scope.transport.senders import SharedSender
 
 _ALWAYS = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("unit", max_examples=60, derandomize=True, **_ALWAYS)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_scope.program import OP_ABLATE, OP_ADD, OP_ADD_NORM, OP_CLAMP, OP_SET
-from vllm_scope.resolve import Resolved, ResolvedEdit
-from vllm_scope.selectors import Selector, Tokens
-from vllm_scope.sites import SiteLayer, Sites, point_of
+from vllm_scope.program.operations import OP_ABLATE, OP_ADD, OP_ADD_NORM, OP_CLAMP, OP_SET
+from vllm_scope.request.resolve import Resolved, ResolvedEdit
+from vllm_scope.request.selectors import Selector, Tokens
+from vllm_scope.request.sites import SiteLayer, Sites, point_of
 
 #: An edit of one token: code, its two numbers, and its vector in float64.
 Edited = tuple[int, float, float, np.ndarray]

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from vllm_scope import Ablate, Add, Probe, Read, Replace, Spec
-from vllm_scope.actions import Action
-from vllm_scope.compile import RequestProgram
-from vllm_scope.layout import Widths
-from vllm_scope.plan import Planner, StepBatch
-from vllm_scope.sites import Sites, boundary_of_point
-from vllm_scope.tap.tables import Tables
+from vllm_scope.graph.tap.tables import Tables
+from vllm_scope.program.compiler import RequestProgram
+from vllm_scope.program.layout import Widths
+from vllm_scope.request.actions import Action
+from vllm_scope.request.sites import Sites, boundary_of_point
+from vllm_scope.worker.plan import Planner, StepBatch
 
 CPU = torch.device("cpu")
 HIDDEN_SIZE = 4

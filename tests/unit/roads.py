@@ -8,14 +8,14 @@ import torch
 
 from tests.unit.delivered import ROW_BYTES, labels_of, reads_at, slots_per_token, tokens_in
 from vllm_scope import Add, Probe, Read, Spec
-from vllm_scope.actions import Action
-from vllm_scope.host_ring import HostRing
-from vllm_scope.inbox import Inbox
-from vllm_scope.layout import Layout, Widths
-from vllm_scope.pending import Pending
-from vllm_scope.senders import SharedSender
+from vllm_scope.program.layout import Layout, Widths
+from vllm_scope.request.actions import Action
+from vllm_scope.request.sites import Sites
+from vllm_scope.results.buffer import Pending
+from vllm_scope.results.inbox import Inbox
 from vllm_scope.sinks import RowBatch
-from vllm_scope.sites import Sites
+from vllm_scope.transport.ring import HostRing
+from vllm_scope.transport.senders import SharedSender
 
 PATIENCE_S = 10
 SITES = Sites(3, 4, "float32", tuple(range(7)))

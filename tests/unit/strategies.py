@@ -24,8 +24,8 @@ from vllm_scope import (
     TokenIds,
     Union,
 )
-from vllm_scope.actions import Edit
-from vllm_scope.selectors import WORDS, Selector, parse_selector
+from vllm_scope.request.actions import Edit
+from vllm_scope.request.selectors import WORDS, Selector, parse_selector
 
 #: Few token ids, so that a random sequence repeats them.
 VOCAB = 5

@@ -13,8 +13,9 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from vllm_scope.layout import SLOT_BYTES, slots_of_row
-from vllm_scope.program import (
+from vllm_scope.graph.tap.definition import CHECKED
+from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
+from vllm_scope.program.operations import (
     OP_ABLATE,
     OP_ADD,
     OP_ADD_NORM,
@@ -24,7 +25,6 @@ from vllm_scope.program import (
     OP_READ,
     OP_SET,
 )
-from vllm_scope.tap.definition import CHECKED
 
 CODES = (OP_READ, OP_DOT, OP_ADD, OP_ADD_NORM, OP_ABLATE, OP_CLAMP, OP_SET, OP_CHECK)
 #: Codes whose overflow is the same however sums are ordered.

@@ -133,10 +133,10 @@ def key_of_copy(tmp_path_factory: pytest.TempPathFactory):
     ("edited", "changes"),
     [
         pytest.param(None, False, id="nothing"),
-        pytest.param("result.py", False, id="a-file-outside-the-graph"),
-        pytest.param("tap/definition.py", True, id="the-tap's-meaning"),
-        pytest.param("tap/kernel.py", True, id="the-tap's-kernel"),
-        pytest.param("anatomy/tapped.py", True, id="the-code-around-the-tap"),
+        pytest.param("results/result.py", False, id="a-file-outside-the-graph"),
+        pytest.param("graph/tap/definition.py", True, id="the-tap's-meaning"),
+        pytest.param("graph/tap/kernel.py", True, id="the-tap's-kernel"),
+        pytest.param("graph/anatomy/tapped.py", True, id="the-code-around-the-tap"),
     ],
 )
 def test_the_graph_key_follows_the_source_that_is_traced(edited, changes, key_of_copy):

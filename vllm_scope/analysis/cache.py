@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vllm_scope.analysis.rows import Result, check_complete
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.sites import ALIASES, SiteLayer
+from vllm_scope.request.sites import ALIASES, SiteLayer
 
 #: Sites of a layer, and their hooks' names after "blocks.{layer}.".
 _HOOKS = {

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vllm_scope import __version__
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.sites import SiteLayer
+from vllm_scope.request.sites import SiteLayer
 from vllm_scope.vectors import Provenance, SteeringModule
 from vllm_scope.vectors.module import name_of
 

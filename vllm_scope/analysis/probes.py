@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_scope.actions import Probe
 from vllm_scope.errors import SpecError
-from vllm_scope.selectors import WORDS
-from vllm_scope.sites import SiteLayer
+from vllm_scope.request.actions import Probe
+from vllm_scope.request.selectors import WORDS
+from vllm_scope.request.sites import SiteLayer
 from vllm_scope.vectors.module import as_stream, as_vector
 from vllm_scope.vectors.probe_files import (
     RAW,

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from vllm_scope.errors import SpecError
-from vllm_scope.sites import SiteLayer
+from vllm_scope.request.sites import SiteLayer
 
 Pooling = Literal["last", "mean"]
 
 
 class Result(Protocol):
-    """The rows of one completion; `vllm_scope.result.ScopeResult` is one.
+    """The rows of one completion; `vllm_scope.results.result.ScopeResult` is one.
 
     `result[site, layer]` is [num_positions, hidden_size] (of sites inside the attention
     [num_positions, heads, numbers of a head]) in any float dtype;

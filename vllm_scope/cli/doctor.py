@@ -23,7 +23,7 @@ from rich.text import Text
 
 from vllm_scope import __version__
 from vllm_scope.errors import CompatError, ScopeError
-from vllm_scope.sites import KNOWN_SITES, SITES, canonical_site
+from vllm_scope.request.sites import KNOWN_SITES, SITES, canonical_site
 
 if TYPE_CHECKING:
     from vllm_scope.engine.describe import ModelReport, SiteReport

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_scope.actions import Read
 from vllm_scope.cli.remote import Server, asking, check_whole, layers_of, printable
 from vllm_scope.errors import ScopeError
+from vllm_scope.request.actions import Read
 
 
 def read(

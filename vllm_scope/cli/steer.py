@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from vllm_scope.actions import Action, Add
 from vllm_scope.cli.remote import Server, asking, check_whole, printable
+from vllm_scope.request.actions import Action, Add
 from vllm_scope.vectors import load_vectors
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from rich.console import Console
 
-from vllm_scope.actions import Probe
 from vllm_scope.cli.display import Coloured, Lines, Scale
 from vllm_scope.cli.remote import Server, asking, check_whole
 from vllm_scope.errors import SpecError
+from vllm_scope.request.actions import Probe
 from vllm_scope.vectors.probe_files import (
     CHAT,
     RAW,

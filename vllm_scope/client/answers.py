@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.errors import ScopeError, shown
-from vllm_scope.sites import ALIASES
+from vllm_scope.request.sites import ALIASES
 
 #: (site, layer, "after" or "before")
 _Stream = tuple[str, int, str]

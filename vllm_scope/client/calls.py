@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from vllm_scope.actions import Action
 from vllm_scope.client.answers import (
     Choice,
     Chunk,
@@ -28,7 +27,8 @@ from vllm_scope.client.answers import (
     parse_tokens,
 )
 from vllm_scope.errors import CapacityError, ScopeError, SpecError, shown
-from vllm_scope.spec import scope
+from vllm_scope.request.actions import Action
+from vllm_scope.request.spec import scope
 from vllm_scope.vectors import SteeringModule, from_bytes, load_vectors, to_bytes
 
 Prompt = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]

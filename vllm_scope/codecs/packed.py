@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from vllm_scope.codecs import Codec, codec_from, make_codec
-from vllm_scope.encoding import CodecChoice, Encoding
 from vllm_scope.errors import ConfigError, SpecError
-from vllm_scope.layout import SLOT_BYTES, slots_of_row
+from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
+from vllm_scope.request.encoding import CodecChoice, Encoding
 
 
 class Packing:

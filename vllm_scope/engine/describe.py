@@ -17,18 +17,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_scope.anatomy.attention import install_attention_taps
-from vllm_scope.anatomy.layers import Anatomy
-from vllm_scope.anatomy.tapped import install_taps
 from vllm_scope.config import KEY, ScopeConfig
-from vllm_scope.engine import plugin, runners
-from vllm_scope.engine.attention import attention_of
+from vllm_scope.engine import plugin
 from vllm_scope.engine.model import anatomy_of, sites_of
-from vllm_scope.engine.sizes import Sizes
+from vllm_scope.engine.worker import runners
+from vllm_scope.engine.worker.attention import attention_of
+from vllm_scope.engine.worker.sizes import Sizes
 from vllm_scope.errors import CompatError, ConfigError
-from vllm_scope.layout import SLOT_BYTES, Widths
-from vllm_scope.sites import SITES
-from vllm_scope.tap.tables import Tables
+from vllm_scope.graph.anatomy.attention import install_attention_taps
+from vllm_scope.graph.anatomy.layers import Anatomy
+from vllm_scope.graph.anatomy.tapped import install_taps
+from vllm_scope.graph.tap.tables import Tables
+from vllm_scope.program.layout import SLOT_BYTES, Widths
+from vllm_scope.request.sites import SITES
 
 #: vLLM's name for the loader below.
 LOAD_FORMAT = "scope_no_weights"

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_scope.anatomy.convention import treats_half_apart
-from vllm_scope.anatomy.layers import Anatomy, find_anatomy
 from vllm_scope.config import ScopeConfig
-from vllm_scope.engine.attention import heads_of
+from vllm_scope.engine.worker.attention import heads_of
 from vllm_scope.errors import CompatError
-from vllm_scope.sites import STREAM, Sites, boundary_of, kind_of
+from vllm_scope.graph.anatomy.convention import treats_half_apart
+from vllm_scope.graph.anatomy.layers import Anatomy, find_anatomy
+from vllm_scope.request.sites import STREAM, Sites, boundary_of, kind_of
 
 #: KV connectors of vLLM's own that find KV by its block hashes, which edits are part of.
 #: vllm 0.32, kv_connector/v1/offloading/scheduler.py; v1/simple_kv_offload/manager.py

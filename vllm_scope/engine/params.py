@@ -12,7 +12,7 @@ import re
 from copy import copy
 from typing import Any
 
-from vllm_scope.engine import translators
+from vllm_scope.engine.frontend import translators
 
 #: Where the handle of a request with taps is, beside `scope` in `extra_args`. Made by
 #: the front-end: `key`, `frontend`, `first_position` (None reads nothing), `vectors`

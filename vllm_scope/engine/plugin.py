@@ -36,19 +36,14 @@ def register() -> None:
     import vllm
 
     check_version(vllm.__version__)
-    from vllm_scope import faces
-    from vllm_scope.engine import (
-        attach,
-        clearing,
-        core,
-        environment,
-        faults,
-        frontend,
-        http,
-        outputs,
-        refusals,
-        scheduler,
-    )
+    from vllm_scope import compat as faces
+    from vllm_scope.engine import environment, refusals
+    from vllm_scope.engine.core import clearing, scheduler
+    from vllm_scope.engine.core import entry as core
+    from vllm_scope.engine.frontend import outputs
+    from vllm_scope.engine.frontend import requests as frontend
+    from vllm_scope.engine.http import serving as http
+    from vllm_scope.engine.worker import attach, faults
 
     environment.wrap()
     wrap_engine_args()

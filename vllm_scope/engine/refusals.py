@@ -52,7 +52,7 @@ def refusing(paths: Mapping[str, str] = NO_PATHS) -> Iterator[None]:
     Args:
         paths: what the caller calls the parts of the spec (translators.in_words).
     """
-    from vllm_scope.engine.translators import in_words
+    from vllm_scope.engine.frontend.translators import in_words
 
     try:
         yield

@@ -23,7 +23,7 @@ from vllm_scope.files.datafile import DataFile, open_data
 from vllm_scope.files.folder import Folder
 from vllm_scope.files.manifest import Manifest, StreamEntry, parse_stream, stream_name
 from vllm_scope.files.per_request import part_key
-from vllm_scope.sites import SiteLayer
+from vllm_scope.request.sites import SiteLayer
 
 #: Files that are open at once; a tensor that was taken from one stays valid.
 MAX_OPEN = 64

@@ -24,7 +24,7 @@ from vllm_scope.codecs.fp16 import halved
 from vllm_scope.errors import ConfigError, FileError
 from vllm_scope.files.manifest import stream_name
 from vllm_scope.files.publish import LocalPublisher, whole_writes, write_bytes
-from vllm_scope.sites import SiteLayer
+from vllm_scope.request.sites import SiteLayer
 
 if TYPE_CHECKING:
     from vllm_scope.files.captured import CapturedRequest

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from vllm_scope.errors import FileError, shown
-from vllm_scope.sites import SiteLayer
+from vllm_scope.request.sites import SiteLayer
 
 Status = Literal["ok", "partial", "error"]
 

@@ -22,7 +22,7 @@ from vllm_scope.files.captured import CapturedRequest, OpenFiles, Piece
 from vllm_scope.files.datafile import read_index
 from vllm_scope.files.iterate import iter_rows
 from vllm_scope.files.roots import find_folder
-from vllm_scope.sites import SiteLayer
+from vllm_scope.request.sites import SiteLayer
 
 
 class Capture:

@@ -19,7 +19,7 @@ from vllm_scope.codecs import Codec
 from vllm_scope.codecs.packed import EncodedRows
 from vllm_scope.files.buffers import Buffers, copy_rows
 from vllm_scope.files.tensors import joined
-from vllm_scope.sites import SiteLayer
+from vllm_scope.request.sites import SiteLayer
 
 
 @dataclass(frozen=True)

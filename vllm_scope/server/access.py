@@ -19,8 +19,8 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from vllm_scope.bounded_json import decode
 from vllm_scope.errors import ScopeError, SpecError
+from vllm_scope.request.bounded_json import decode
 from vllm_scope.server.changes import Changes, NoTurnError
 from vllm_scope.server.schemas import Refusal
 from vllm_scope.server.settings import ADMIN_KEY, Settings

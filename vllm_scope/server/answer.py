@@ -23,17 +23,17 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
-from vllm_scope.actions import MEMORY
-from vllm_scope.column import Column
-from vllm_scope.cursor import Cursor
 from vllm_scope.errors import CapacityError, SpecError, shown
-from vllm_scope.result import ScopeResult
+from vllm_scope.request.actions import MEMORY
+from vllm_scope.request.spec import Spec
+from vllm_scope.results.column import Column
+from vllm_scope.results.cursor import Cursor
+from vllm_scope.results.result import ScopeResult
 from vllm_scope.server import encode
 from vllm_scope.server.exchange import running
 from vllm_scope.server.faces import Reply
 from vllm_scope.server.store import Kept, Store
 from vllm_scope.server.tokens import ScoredTokens
-from vllm_scope.spec import Spec
 
 #: Rows of one chunk; what is larger comes as a file in the end.
 MAX_CHUNK_BYTES = 8 << 20

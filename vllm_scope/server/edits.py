@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from vllm_scope import errors
-from vllm_scope.bounded_json import decode
 from vllm_scope.errors import SpecError
+from vllm_scope.request.bounded_json import decode
 
 #: Beyond this, vectors are shown by dtype and shape alone.
 MOST_SHOWN_BYTES = 8 << 20

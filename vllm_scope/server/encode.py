@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from vllm_scope.codecs.packed import EncodedRows
-from vllm_scope.column import Column
-from vllm_scope.result import ScopeResult
+from vllm_scope.results.column import Column
+from vllm_scope.results.result import ScopeResult
 from vllm_scope.sinks import Manifest
 
 #: Scores of a choice are part of the answer up to this many.

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_scope.budget import Asker, asking
+from vllm_scope.results.budget import Asker, asking
 
 logger = logging.getLogger("vllm.vllm_scope")
 

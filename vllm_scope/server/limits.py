@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 from starlette._utils import get_route_path
 from starlette.datastructures import Headers
 
-from vllm_scope.budget import asking
+from vllm_scope.results.budget import asking
 from vllm_scope.server import rpc
 from vllm_scope.server.answer import current
 from vllm_scope.server.exchange import Exchange

@@ -21,9 +21,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.convertors import Convertor, register_url_convertor
 
 from vllm_scope import __version__
-from vllm_scope.actions import MAX_NAME
 from vllm_scope.errors import SpecError
-from vllm_scope.held import RUN
+from vllm_scope.request.actions import MAX_NAME
+from vllm_scope.request.sites import SITES, boundary_of
 from vllm_scope.server import edits, faces
 from vllm_scope.server.access import (
     Engine,
@@ -53,7 +53,7 @@ from vllm_scope.server.schemas import (
 )
 from vllm_scope.server.settings import MAX_OPERATOR_BYTES, Settings
 from vllm_scope.server.store import Store, pieces
-from vllm_scope.sites import SITES, boundary_of
+from vllm_scope.transport.folders import RUN
 from vllm_scope.vectors import from_bytes
 
 

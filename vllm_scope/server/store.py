@@ -28,10 +28,10 @@ from typing import BinaryIO
 
 from torch import Tensor
 
-from vllm_scope.budget import fits, most_of_one
 from vllm_scope.errors import CapacityError
 from vllm_scope.files.tensors import write_tensors
-from vllm_scope.held import hold, is_held, prefix, release, remove_abandoned
+from vllm_scope.results.budget import fits, most_of_one
+from vllm_scope.transport.folders import hold, is_held, prefix, release, remove_abandoned
 
 _ID = re.compile(r"[A-Za-z0-9_-]{32}")
 KIND = "results"

@@ -14,8 +14,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vllm_scope.column import Column
-from vllm_scope.result import ScopeResult
+from vllm_scope.results.column import Column
+from vllm_scope.results.result import ScopeResult
 
 
 class ScoredTokens:

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_scope.codecs.packed import EncodedRows, decoded
-from vllm_scope.host_ring import Lease
-from vllm_scope.layout import SLOT_BYTES, Widths
-from vllm_scope.plan import Labels
+from vllm_scope.program.layout import SLOT_BYTES, Widths
+from vllm_scope.transport.ring import Lease
+from vllm_scope.worker.plan import Labels
 
 #: `ok`: everything that was asked for; `partial`: some of it; `error`: see the reason.
 Status = Literal["ok", "partial", "error"]

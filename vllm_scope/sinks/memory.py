@@ -14,11 +14,11 @@ from typing import Literal
 import numpy as np
 
 from vllm_scope.errors import CapacityError, CompatError
-from vllm_scope.host_ring import HostRing, Lease
-from vllm_scope.road import Address, CountersHeader
-from vllm_scope.senders import Road, Sender, SharedSender, TcpSender
 from vllm_scope.sinks import Manifest, RowBatch
 from vllm_scope.sinks.reports import plain
+from vllm_scope.transport.messages import Address, CountersHeader
+from vllm_scope.transport.ring import HostRing, Lease
+from vllm_scope.transport.senders import Road, Sender, SharedSender, TcpSender
 
 logger = logging.getLogger("vllm.vllm_scope")
 

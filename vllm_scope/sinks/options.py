@@ -13,16 +13,34 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+)
+from pydantic.functional_validators import BeforeValidator
 
-from vllm_scope.actions import MAX_NAME, MEMORY
 from vllm_scope.errors import ConfigError, shown
-from vllm_scope.numbers import Number
+from vllm_scope.request.actions import MAX_NAME, MEMORY
+from vllm_scope.request.spec import Spec
 from vllm_scope.sinks import Sink
 from vllm_scope.sinks.reports import plain
-from vllm_scope.spec import Spec
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("Input should be a valid number")
+    return value
+
+
+#: A number in options: finite, and no boolean.
+Number = Annotated[FiniteFloat, BeforeValidator(_no_bool)]
 
 FILESYSTEM = "filesystem"
 GROUP = "vllm_scope.sinks"

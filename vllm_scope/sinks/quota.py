@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 
-from vllm_scope.budget import fits
+from vllm_scope.results.budget import fits
 from vllm_scope.sinks.options import SinkOptions
 
 #: What is counted for a request beside its rows: two small files, say.

@@ -20,15 +20,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_scope.assemble import Ints, Part, assemble, wanted_positions
+from vllm_scope.batch.by_position import Ints, Part, assemble, wanted_positions
 from vllm_scope.codecs.packed import EncodedRows, packing_of
-from vllm_scope.compile import canonical_point, edited_places
-from vllm_scope.encoding import Encoding
-from vllm_scope.layout import SLOT, SLOT_BYTES, Layout, Widths
-from vllm_scope.resolve import Resolved
-from vllm_scope.selectors import Selector
+from vllm_scope.program.compiler import canonical_point, edited_places
+from vllm_scope.program.layout import SLOT, SLOT_BYTES, Layout, Widths
+from vllm_scope.request.encoding import Encoding
+from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.selectors import Selector
+from vllm_scope.request.sites import SiteLayer, Sites, kind_of_point
 from vllm_scope.sinks import Block, Ending, RequestInfo, Status
-from vllm_scope.sites import SiteLayer, Sites, kind_of_point
 
 
 @dataclass(frozen=True)

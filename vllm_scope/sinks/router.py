@@ -18,9 +18,10 @@ from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
-from vllm_scope.layout import Layout, Widths
-from vllm_scope.plan import Ints
-from vllm_scope.resolve import Resolved
+from vllm_scope.batch.by_request import by_key, by_layout
+from vllm_scope.program.layout import Layout, Widths
+from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.sites import Sites
 from vllm_scope.sinks import Manifest, Report, RequestInfo, RowBatch
 from vllm_scope.sinks.counters import Counters
 from vllm_scope.sinks.lane import Lane
@@ -29,8 +30,7 @@ from vllm_scope.sinks.options import SinkConfig
 from vllm_scope.sinks.quota import Quota
 from vllm_scope.sinks.reports import manifest_of
 from vllm_scope.sinks.request import Delivery, Ended
-from vllm_scope.sites import Sites
-from vllm_scope.split import by_key, by_layout
+from vllm_scope.worker.plan import Ints
 
 logger = logging.getLogger("vllm.vllm_scope")
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.sites import SiteLayer
+from vllm_scope.request.sites import SiteLayer
 from vllm_scope.vectors.containers import (
     Arrays,
     read_bytes,

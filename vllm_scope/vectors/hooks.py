@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from vllm_scope.arrays import Array
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.sites import ALIASES, SiteLayer
+from vllm_scope.request.arrays import Array
+from vllm_scope.request.sites import ALIASES, SiteLayer
 from vllm_scope.vectors.module import SteeringModule, Vector
 
 #: A module's fields -> the tokens that they are for.

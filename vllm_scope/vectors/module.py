@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.sites import ALIASES, STREAM_SITES, SiteLayer
+from vllm_scope.request.sites import ALIASES, STREAM_SITES, SiteLayer
 
 #: No model has more layers; a longer number in a file is a mistake.
 MAX_LAYER = 9999

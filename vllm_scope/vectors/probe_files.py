@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.selectors import WORDS, Tokens, parse_selector
+from vllm_scope.request.selectors import WORDS, Tokens, parse_selector
 from vllm_scope.vectors.containers import check_size, read_bytes, read_safetensors
 from vllm_scope.vectors.module import as_vector
 

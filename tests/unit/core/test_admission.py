@@ -1,0 +1,110 @@
+"""The ledger says there is room exactly where the workers' tables have it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_scope.core.admission import Ledger
+from vllm_scope.errors import CapacityError
+from vllm_scope.graph.tap.tables import Tables
+from vllm_scope.program.layout import Widths
+from vllm_scope.program.operations import OP_ADD, OP_DOT, Cost, Op, Program, assemble
+from vllm_scope.request.arrays import Array
+from vllm_scope.request.sites import point_of
+
+SIZE, MOST = 4, Cost(3, 4, 6)
+BOUNDARIES = (0, 2)
+
+
+def _vector(number: int) -> Array:
+    return Array((SIZE,), np.full(SIZE, number, "<f4").tobytes())
+
+
+def _program(ops: list[tuple[int, int, bool]]) -> Program:
+    """Of (boundary, vector, whether it scores)."""
+    edits, scores = {}, {}
+    for i, (boundary, vector, scoring) in enumerate(ops):
+        if scoring:
+            one = i, Op(OP_DOT, 0, _vector(vector))
+            scores.setdefault(point_of(boundary, 0), []).append(one)
+        else:
+            edits.setdefault((boundary, 0), []).append(Op(OP_ADD, 0, _vector(vector), 1.0))
+    return assemble((), scores, edits)
+
+
+OPS = st.tuples(st.sampled_from(BOUNDARIES), st.integers(1, 4), st.booleans())
+PROGRAMS = st.lists(st.lists(OPS, min_size=1, max_size=3).map(_program), min_size=1, max_size=2)
+
+
+def _tables() -> Tables:
+    return Tables(
+        BOUNDARIES, 4, SIZE, Widths((SIZE * 4,)), torch.device("cpu"),
+        MOST.vectors * SIZE * 4 / 2**20, MOST.programs, MOST.ops,
+    )  # fmt: skip
+
+
+def _hold(tables: Tables, programs: list[Program]) -> list[int]:
+    held: list[int] = []
+    tables.begin_step()
+    try:
+        for program in dict.fromkeys(programs):
+            held.append(tables.program_id(program, hold=True))
+    except CapacityError:
+        for number in held:
+            tables.release(number)
+        raise
+    return held
+
+
+@given(st.data())
+def test_there_is_room_exactly_where_the_tables_have_it(data):
+    ledger, tables = Ledger(MOST), _tables()
+    running: dict[str, list[int]] = {}
+    for i in range(data.draw(st.integers(1, 12))):
+        if running and data.draw(st.booleans()):
+            name = data.draw(st.sampled_from(sorted(running)))
+            for number in running.pop(name):
+                tables.release(number)
+            assert ledger.release(name)
+            assert not ledger.release(name)
+        programs = data.draw(PROGRAMS.filter(lambda some: Cost.of(set(some)).fits(MOST)))
+        if ledger.admit(str(i), programs):
+            running[str(i)] = _hold(tables, programs)
+        else:
+            with pytest.raises(CapacityError):
+                _hold(tables, programs)
+    for name in running:
+        assert ledger.release(name)
+    assert ledger.held == Cost()
+
+
+def test_who_holds_places_keeps_them_and_one_is_always_let_in():
+    large = _program([(0, 1, False), (0, 2, False), (2, 3, False), (2, 4, False)])
+    small = _program([(0, 1, False)])
+    ledger = Ledger(MOST)
+    assert ledger.admit("large", [large])  # its like is refused by front-ends
+    assert ledger.held == Cost(4, 1, 4)
+    assert ledger.admit("large", [small])
+    assert ledger.held == Cost(4, 1, 4)
+    assert not ledger.admit("small", [small])
+    assert not ledger.release("small")
+    assert ledger.release("large")
+    assert ledger.admit("small", [small])
+
+
+def test_to_let_one_in_takes_as_long_whatever_is_held():
+    ledger, took = Ledger(Cost(1 << 20, 1 << 20, 1 << 20)), []
+    for i in range(512):
+        program = _program([(0, 64 * i + j + 1, False) for j in range(64)])
+        started = time.perf_counter()
+        assert ledger.admit(str(i), (program,))
+        took.append(time.perf_counter() - started)
+    assert ledger.held.vectors == 64 * 512
+    assert statistics.median(took[-64:]) < 5 * statistics.median(took[:64])

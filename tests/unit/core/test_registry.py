@@ -1,0 +1,288 @@
+"""Steering modules by name and edits of a whole server: what a request keeps of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.unit.strategies import sentence
+from vllm_scope import Ablate, Add, Probe, Read, Replace, Spec, scope
+from vllm_scope.core import registry
+from vllm_scope.core.registry import Registry
+from vllm_scope.request.sites import Sites
+from vllm_scope.vectors import SteeringModule, to_bytes
+
+SITES = Sites(3, 4, "float32", (0, 2, 4))
+V, W = [1.0, 2.0, 0.0, -1.0], [0.0, 3.0, 0.0, 4.0]
+
+
+def _module(*vectors: list[float]) -> SteeringModule:
+    return SteeringModule({("resid_post", i): v for i, v in enumerate(vectors)})
+
+
+def _text(*edits) -> str:
+    return scope(*edits)["scope"]
+
+
+def _values(edits) -> list[list[float]]:
+    return [edit.values.numpy.tolist() for edit in edits]
+
+
+FAR = SteeringModule({("resid_post", 3): V})
+
+
+@pytest.fixture
+def held() -> Registry:
+    return Registry(SITES)
+
+
+# Modules
+
+
+def test_a_name_means_what_was_registered_last(held):
+    first = held.register("m", to_bytes(_module(V)))
+    assert held.names == {"m": first}
+    assert first == _module(V).digest
+    second = held.register("m", to_bytes(_module(W)))
+    assert held.names == {"m": second} != {"m": first}
+    assert held.register("twin", to_bytes(_module(W))) == second
+    assert held.modules() == {
+        name: {"digest": second, "streams": [["resid_post", 0]]} for name in ("m", "twin")
+    }
+
+
+def test_vectors_of_a_tier_are_added_to_its_tokens_alone(held):
+    module = SteeringModule(
+        {("resid_post", 0): V},
+        tiers={"prompt": {("resid_post", 0): W}, "generated": {("resid_post", 1): W}},
+    )
+    names = {"m": held.register("m", to_bytes(module))}
+    assert held.modules()["m"]["streams"] == [
+        ["resid_post", 0], ["resid_post", 0, "prompt"], ["resid_post", 1, "generated"]
+    ]  # fmt: skip
+
+    def found(edit):
+        edits = held.resolve(Spec(edits=(edit,)), names, None).edits
+        return [(e.stream[1], e.values.numpy.tolist(), e.tokens.to_json()) for e in edits]
+
+    assert found(Add("m")) == [(0, V, "all"), (0, W, "prompt"), (1, W, "generated")]
+    assert found(Add("m", layer=0)) == [(0, V, "all"), (0, W, "prompt")]
+    assert found(Add("m", tokens="generated")) == [(0, V, "generated"), (1, W, "generated")]
+    within = {"except": [[3], "prompt"]}
+    assert found(Add("m", layer=1, tokens=[3])) == [(1, W, within)]
+    probe = Spec(probes=(Probe("m", layer=0, name="p"),))
+    assert held.resolve(probe, names, None).probes[0].weight.numpy.tolist() == V
+    with pytest.raises(ValueError, match="has no vector; it has resid_post 0, resid_post 0 prompt"):
+        held.resolve(Spec(probes=(Probe("m", layer=1, name="p"),)), names, None)
+
+
+def test_a_request_keeps_what_a_name_meant_when_it_entered(held):
+    spec = Spec(edits=(Add("m", layer=0),))
+    names = {"m": held.register("m", to_bytes(_module(V)))}
+    held.register("m", to_bytes(_module(W)))
+    assert _values(held.resolve(spec, names, None).edits) == [V]
+    assert _values(held.resolve(spec, held.names, None).edits) == [W]
+    held.unregister("m")
+    assert _values(held.resolve(spec, names, None).edits) == [V]
+
+
+def test_requests_that_ask_for_the_same_share_what_was_made_of_it(held):
+    text = _text(Add("m", layer=0))
+    names = {"m": held.register("m", to_bytes(_module(V)))}
+    server = held.set_edits(_text(Add(W, layer=1)))
+    for around in (None, server):
+        found = [held.resolve(Spec.from_json(text), dict(names), around) for _ in range(2)]
+        assert found[0] is found[1]
+    alone = [held.resolve(None, {}, server) for _ in range(2)]
+    assert alone[0] is alone[1]
+    held.register("m", to_bytes(_module(W)))
+    assert _values(held.resolve(Spec.from_json(text), names, None).edits) == [V]
+    assert _values(held.resolve(Spec.from_json(text), held.names, server).edits) == [W, W]
+
+
+def test_a_name_that_means_nothing_is_refused_with_those_that_do(held):
+    held.register("known", to_bytes(_module(V)))
+    spec = Spec(edits=(Add("m", layer=0),))
+    text = sentence(lambda: held.resolve(spec, held.names, None))
+    assert "'m', which this engine does not hold. It holds: known." in text
+    held.unregister("known")
+    assert "It holds: none." in sentence(lambda: held.resolve(spec, held.names, None))
+    assert not held.unregister("known")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        pytest.param("", to_bytes(_module(V)), ["1 to 200", "''"], id="no-name"),
+        pytest.param("n" * 201, to_bytes(_module(V)), ["1 to 200"], id="a-long-name"),
+        pytest.param(7, to_bytes(_module(V)), ["1 to 200", "not 7"], id="a-number-as-name"),
+        pytest.param("m", "text", ["'m' came as str, not bytes"], id="not-bytes"),
+        pytest.param("m", b"noise", ["not safetensors"], id="noise"),
+        pytest.param(
+            "m", to_bytes(_module([1.0] * 5)), ["'m' have 5", "rows have 4"], id="another-size"
+        ),
+        pytest.param("m", to_bytes(_module(V, [0.0] * 4)), ["is zero", "1"], id="a-zero-vector"),
+        pytest.param("m", to_bytes(FAR), ["has 3", "0 to 2"], id="a-layer-too-far"),
+        pytest.param("m", to_bytes(_module(V, V, V)), ["does not tap"], id="an-untapped-layer"),
+        pytest.param(
+            "m", to_bytes(SteeringModule({("resid_mid", 0): V})), ["does not tap 'resid_mid'"],
+            id="an-untapped-site",
+        ),
+    ],
+)  # fmt: skip
+def test_a_module_that_cannot_be_is_refused_and_the_name_keeps_its_meaning(name, data, words, held):
+    before = held.register("m", to_bytes(_module(W)))
+    text = sentence(lambda: held.register(name, data))
+    assert all(word in text for word in words), text
+    assert held.names == {"m": before}
+    assert held.modules()["m"]["digest"] == before
+
+
+def test_as_many_names_as_are_allowed(held, monkeypatch):
+    monkeypatch.setattr(registry, "MAX_MODULES", 2)
+    for name in "ab":
+        held.register(name, to_bytes(_module(V)))
+    assert "2 modules are registered" in sentence(lambda: held.register("c", to_bytes(_module(V))))
+    held.register("a", to_bytes(_module(W)))
+    held.unregister("b")
+    held.register("c", to_bytes(_module(V)))
+
+
+def test_content_that_no_name_means_is_kept_up_to_a_bound_the_oldest_going_first(held, monkeypatch):
+    monkeypatch.setattr(registry, "MAX_KEPT_BYTES", 3 * 16)  # three modules of one vector
+    spec = Spec(edits=(Add("m", layer=0),))
+    digests = [held.register("m", to_bytes(_module([float(i), 1, 1, 1]))) for i in range(5)]
+
+    def there() -> list[bool]:
+        found = []
+        for digest in digests:
+            try:
+                held.resolve(spec, {"m": digest}, None)
+                found.append(True)
+            except ValueError:
+                found.append(False)
+        return found
+
+    assert there() == [False, False, True, True, True]
+    held.register("m", to_bytes(_module([2.0, 1, 1, 1])))  # named again: now the youngest
+    held.register("other", to_bytes(_module([9.0, 1, 1, 1])))
+    assert there() == [False, False, True, False, True]
+
+
+def test_content_that_a_name_means_is_never_dropped(held, monkeypatch):
+    monkeypatch.setattr(registry, "MAX_KEPT_BYTES", 0)
+    for i in range(5):
+        held.register(f"m{i}", to_bytes(_module([float(i), 1, 1, 1])))
+    assert len(held.modules()) == 5
+    for i in range(5):
+        spec = Spec(edits=(Add(f"m{i}", layer=0),))
+        assert _values(held.resolve(spec, held.names, None).edits) == [[float(i), 1, 1, 1]]
+
+
+# Edits of the server
+
+
+def test_the_servers_edits_come_before_the_requests_own(held):
+    server = held.set_edits(_text(Ablate(W, layer=0), Add(V, layer=1, tokens="generated")))
+    assert (held.server, held.server_text) == (
+        server,
+        _text(*Spec.from_json(held.server_text).edits),
+    )
+    asked = held.resolve(Spec((Read("embed"),), (), (Add(W, layer=0),)), {}, server)
+    assert [(e.kind, e.stream[1]) for e in asked.edits] == [("ablate", 0), ("add", 1), ("add", 0)]
+    assert len(asked.reads) == 1
+    assert [e.kind for e in held.resolve(None, {}, server).edits] == ["ablate", "add"]
+    assert held.resolve(None, {}, None).edits == ()
+
+
+def test_a_request_keeps_the_servers_edits_of_when_it_entered(held):
+    first = held.set_edits(_text(Add(V, layer=0)))
+    second = held.set_edits(_text(Add(W, layer=0)))
+    assert held.set_edits(None) is None
+    assert (held.server, held.server_text) == (None, None)
+    assert _values(held.resolve(None, {}, first).edits) == [V]
+    assert _values(held.resolve(None, {}, second).edits) == [W]
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        pytest.param(Add(np.array(V), layers=[0]), True, id="another-spelling"),
+        pytest.param(Add("m", layer=0), True, id="by-name"),
+        pytest.param(Add(V, layer=0, tokens="prompt"), False, id="other-tokens"),
+        pytest.param(Add(V, layer=0, scale=2), False, id="another-scale"),
+        pytest.param(Add(W, layer=0), False, id="another-vector"),
+    ],
+)
+def test_the_digest_of_the_servers_edits_is_of_their_content(other, same, held):
+    held.register("m", to_bytes(_module(V)))
+    one = held.set_edits(_text(Add(V, layer=0)))
+    assert (held.set_edits(_text(other)) == one) is same
+
+
+def test_the_servers_edits_keep_what_a_name_meant_when_they_were_set(held):
+    held.register("m", to_bytes(_module(V)))
+    server = held.set_edits(_text(Add("m", layer=0)))
+    held.register("m", to_bytes(_module(W)))
+    assert _values(held.resolve(None, {}, server).edits) == [V]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        pytest.param("noise", ["not JSON"], id="noise"),
+        pytest.param(7, ["JSON string"], id="a-number"),
+        pytest.param(_text(Add(V, layer=0), Read("embed")), ["reads and probes"], id="a-read"),
+        pytest.param(
+            _text(Add(V, layer=0), Probe(V, layer=0, name="p")), ["reads and probes"], id="a-probe"
+        ),
+        pytest.param(
+            _text(Add(V, layer=0), Add(V, layer=0, tokens=[3])),
+            ["edits[1].tokens is [3]", "all, prompt, generated"], id="positions",
+        ),
+        pytest.param(
+            _text(Add(V, layer=0, tokens="last")), ["edits[0].tokens is 'last'"], id="the-last"
+        ),
+        pytest.param(_text(Replace(V, [0], layer=0)), ["edits[0].tokens is [0]"], id="replace"),
+        pytest.param(_text(Add("m", layer=0)), ["'m', which this engine"], id="an-unknown-module"),
+        pytest.param(_text(Add(V, layer=2)), ["does not tap"], id="an-untapped-layer"),
+        pytest.param(_text(Add([1.0], layer=0)), ["rows have 4"], id="another-size"),
+    ],
+)  # fmt: skip
+def test_edits_that_cannot_be_are_refused_and_those_before_stay(text, words, held):
+    before = held.set_edits(_text(Add(W, layer=0)))
+    said = sentence(lambda: held.set_edits(text))
+    assert all(word in said for word in words), said
+    assert held.server == before
+    assert _values(held.resolve(None, {}, before).edits) == [W]
+
+
+def test_edits_that_were_replaced_are_kept_up_to_a_bound(held, monkeypatch):
+    monkeypatch.setattr(registry, "MAX_KEPT_EDITS", 3)
+    servers = [held.set_edits(_text(Add(V, layer=0, scale=float(i)))) for i in range(5)]
+    for server in servers[:2]:
+        assert "are gone; send it again" in sentence(lambda s=server: held.resolve(None, {}, s))
+    for server in servers[2:]:
+        assert held.resolve(None, {}, server).edits
+    held.set_edits(_text(Add(V, layer=0, scale=2.0)))  # again: now the youngest
+    held.set_edits(_text(Add(V, layer=0, scale=9.0)))
+    assert held.resolve(None, {}, servers[2]).edits
+    assert "gone" in sentence(lambda: held.resolve(None, {}, servers[3]))
+
+
+def test_a_sweep_of_edits_keeps_those_of_requests_that_wait(held):
+    first = held.set_edits(_text(Add(V, layer=0)))
+    for i in range(100):
+        held.set_edits(_text(Add(V, layer=0, scale=2.0 + i)))
+    assert held.resolve(None, {}, first).edits
+
+
+def test_edits_that_were_replaced_are_kept_up_to_so_many_bytes(held, monkeypatch):
+    monkeypatch.setattr(registry, "MAX_KEPT_EDIT_BYTES", 3 * 16)
+    # One vector at both layers is counted once.
+    servers = [held.set_edits(_text(Add(V, layer=[0, 1], scale=float(i)))) for i in range(5)]
+    assert "gone" in sentence(lambda: held.resolve(None, {}, servers[1]))
+    for server in servers[2:]:
+        assert held.resolve(None, {}, server).edits
+    held.set_edits(_text(*(Add([float(i + 1)] * 4, layer=0) for i in range(9))))
+    assert held.resolve(None, {}, held.server).edits

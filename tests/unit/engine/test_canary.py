@@ -1,0 +1,78 @@
+"""A tap that writes nothing is found out before the engine serves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_scope.engine.worker.canary import silent_taps
+from vllm_scope.graph.tap.definition import tap_rows
+from vllm_scope.graph.tap.tables import Tables
+from vllm_scope.program.layout import Widths
+from vllm_scope.worker.arena import Arena
+
+CPU = torch.device("cpu")
+BOUNDARIES = (0, 2, 3)
+HIDDEN_SIZE = 5
+
+
+class Model:
+    """Taps that may be missing from its graph.
+
+    Attributes:
+        deaf: the boundaries without a tap.
+    """
+
+    def __init__(self, dtype: torch.dtype, deaf: set[int]) -> None:
+        self.dtype, self.deaf = dtype, deaf
+        self.arena = Arena(20, dtype, CPU)
+        self.widths = Widths((HIDDEN_SIZE * dtype.itemsize,))
+        self.tables = Tables(BOUNDARIES, 8, HIDDEN_SIZE, self.widths, CPU)
+
+    def silent(self, run=lambda plan: plan()) -> list[int]:
+        def forward(plan) -> None:
+            run(plan)
+            tables = self.tables
+            for tap, boundary in enumerate(BOUNDARIES):
+                if boundary not in self.deaf:
+                    # A dummy forward's rows are often zeros.
+                    tap_rows(
+                        torch.zeros(3, HIDDEN_SIZE, dtype=self.dtype), None, self.arena.slots,
+                        tables.tokens, tables.programs, tables.ops, tables.vectors,
+                        tables.numbers[tap], tables.host, 0, 0,
+                    )  # fmt: skip
+
+        region = self.arena.acquire(len(BOUNDARIES) * self.widths.row_slots[0])
+        slots = self.arena.view(region)
+        return silent_taps(
+            BOUNDARIES, self.widths, self.tables, slots, region.start, False, forward
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("deaf", [set(), {2}, {0, 3}, {0, 2, 3}], ids=str)
+def test_the_taps_that_wrote_nothing_are_named(deaf, dtype):
+    model = Model(dtype, deaf)
+    model.arena.acquire(4)  # the region does not begin at the arena's start
+    assert model.silent() == sorted(deaf)
+
+
+def test_a_forward_that_was_never_planned_has_only_silent_taps():
+    assert Model(torch.float32, set()).silent(run=lambda plan: None) == list(BOUNDARIES)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["it-ran", "it-failed"])
+def test_afterwards_no_token_has_a_program(fails):
+    model = Model(torch.float32, set())
+
+    def run(plan) -> None:
+        plan()
+        if fails:
+            raise RuntimeError("the forward failed")
+
+    if fails:
+        with pytest.raises(RuntimeError):
+            model.silent(run)
+    else:
+        model.silent(run)
+    assert (model.tables.tokens[:, 0] == -1).all()

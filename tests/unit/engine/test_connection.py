@@ -1,0 +1,212 @@
+"""What a request may ask of an engine, as its front-end checks it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.unit.strategies import sentence
+from vllm_scope import Add, CompatError, Probe, Read, Replace, Spec, scope
+from vllm_scope.engine.frontend.connection import (
+    RETRY_S,
+    Connection,
+    connect_async,
+    needs_connection,
+)
+from vllm_scope.engine.model import check_engine
+from vllm_scope.engine.params import names_module
+from vllm_scope.engine.worker.sizes import Limits
+from vllm_scope.program.compiler import RequestProgram
+from vllm_scope.request.actions.base import Module
+from vllm_scope.request.sites import Sites
+from vllm_scope.results.inbox import inbox
+
+SITES = Sites(2, 4, "float32", (0, 2, 4))
+IDS = np.arange(5)
+
+
+def _connection(optimistic: bool) -> Connection:
+    limits = Limits((16,), 0, 100, 100, 100, 100, optimistic)
+    return Connection(SITES, None, 1, 1.0, limits, {}, {})
+
+
+def _replace(positions: list[int]):
+    rows = np.arange(1.0, 1.0 + 4 * len(positions)).reshape(-1, 4)
+    return Spec(edits=(Replace(rows, positions, layer=1),)).resolve(SITES)
+
+
+@pytest.mark.parametrize(
+    ("positions", "max_tokens"),
+    [
+        pytest.param([5, 6], 3, id="every-generated-one"),
+        pytest.param([0, 5, 6], 3, id="and-one-of-the-prompt"),
+        pytest.param([5, 6], 9, id="some-of-them"),
+    ],
+)
+def test_drafts_and_a_replacement_of_several_generated_tokens_do_not_mix(positions, max_tokens):
+    said = sentence(lambda: _connection(True).check(_replace(positions), IDS, max_tokens))
+    assert "edits[0].positions has several generated tokens" in said
+    assert "start without speculation" in said
+    _connection(False).check(_replace(positions), IDS, max_tokens)
+
+
+def test_an_edit_of_several_layers_counts_once_in_what_is_said_of_the_next():
+    edits = (Add([1.0] * 4, layer=[0, 1]), Add([1.0] * 4, layer=1, tokens=[99]))
+    asked = Spec(edits=edits).resolve(SITES)
+    said = sentence(lambda: _connection(False).check(asked, IDS, 3))
+    assert said.startswith("edits[1].tokens")
+
+
+@pytest.mark.parametrize(
+    ("action", "named"),
+    [
+        (Add("mine", layer=0), True),
+        (Add(Module("mine"), layer=0), True),
+        (Probe("mine", layer=0, name="p"), True),
+        (Add([1.0] * 4, layer=0), False),
+        (Read("embed"), False),
+    ],
+)
+def test_a_spec_that_names_a_module_is_known_by_its_text(action, named):
+    assert names_module(scope(action)["scope"]) == named
+
+
+@pytest.mark.parametrize("text", ['{"edits":[{"vector" :  "mine"}]}', '{"a":[{"weight":"m"}]}'])
+def test_a_string_in_place_of_numbers_is_a_modules_name(text):
+    assert names_module(text)
+
+
+@pytest.mark.parametrize("positions", [[0, -1], [4], [5], [-2, 5]])
+def test_with_drafts_tokens_of_the_prompt_and_the_only_generated_one_are_replaced(positions):
+    _connection(True).check(_replace(positions), IDS, 2)
+
+
+def test_engines_whose_rows_are_not_in_the_order_of_the_plan_have_no_taps():
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(),
+        cache_config=SimpleNamespace(),
+        speculative_config=None,
+        model_config=SimpleNamespace(runner_type="generate"),
+    )
+    check_engine(config)
+    config.speculative_config = SimpleNamespace(enable_adaptive_verification=True)
+    with pytest.raises(CompatError, match="adaptive verification"):
+        check_engine(config)
+
+
+def test_deepseek_in_float16_scales_its_stream_and_has_no_taps():
+    """vLLM divides it by routed_scaling_factor there; Hugging Face does not."""
+    import torch
+    from torch import nn
+    from vllm.model_executor.models.deepseek_v2 import DeepseekV2DecoderLayer, DeepseekV2Model
+
+    from vllm_scope.engine.model import anatomy_of
+
+    def bare(made_of: type) -> nn.Module:
+        made = made_of.__new__(made_of)
+        nn.Module.__init__(made)
+        return made
+
+    model = nn.Module()
+    model.model = bare(DeepseekV2Model)
+    model.model.layers = nn.ModuleList([bare(DeepseekV2DecoderLayer) for _ in range(2)])
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(),
+        cache_config=SimpleNamespace(),
+        speculative_config=None,
+        model_config=SimpleNamespace(
+            runner_type="generate", dtype=torch.bfloat16, get_total_num_hidden_layers=lambda: 2
+        ),
+    )
+    assert sorted(anatomy_of(model, config).layers) == [0, 1]
+    config.model_config.dtype = torch.float16
+    with pytest.raises(CompatError, match="DeepseekV2DecoderLayer scales the stream in float16"):
+        anatomy_of(model, config)
+
+
+class Engine:
+    """An AsyncLLM as far as connecting knows it: one worker, whose road is there or not."""
+
+    def __init__(self) -> None:
+        self.vllm_config = SimpleNamespace(additional_config={"scope": {}})
+        self.output_processor = SimpleNamespace(scope=None)
+        self.engine_core = self
+        self.num_asked = 0
+        self.reason: str | None = None
+
+    async def call_utility_all_async(self, *_):
+        self.num_asked += 1
+        await asyncio.sleep(0.01)
+        reply = {
+            "reason": self.reason, "drains": True, "num_stages": 1, "sinks": {}, "modules": {},
+            "needs_tcp": False, "taps_here": [0, 2, 4],
+            "sites": {**asdict(SITES), "boundaries": list(SITES.boundaries)},
+            "limits": msgspec.to_builtins(_connection(False).limits),
+        }  # fmt: skip
+        return [[reply]]
+
+
+def test_requests_that_come_at_once_connect_once_and_again_where_rows_did_not_come():
+    async def ask(engine):
+        if needs_connection(engine):
+            await connect_async(engine)
+        return engine.output_processor.scope
+
+    async def run():
+        engine = Engine()
+        found = await asyncio.gather(*(ask(engine) for _ in range(50)))
+        assert engine.num_asked == 1
+        assert all(one is found[0] for one in found)
+        assert await ask(engine) is found[0]
+        inbox().renew()
+        leaving = asyncio.ensure_future(ask(engine))
+        await asyncio.sleep(0)
+        leaving.cancel()  # the others' connection does not go with it
+        again = await asyncio.gather(*(ask(engine) for _ in range(50)))
+        assert engine.num_asked == 2
+        assert again[0] is not found[0]
+        return engine
+
+    asyncio.run(run())
+
+
+def test_a_road_that_is_gone_for_a_while_does_not_end_an_engine():
+    async def run():
+        engine = Engine()
+        await connect_async(engine)
+        first = engine.output_processor.scope
+        inbox().renew()
+        engine.reason = "this worker cannot reach the front-end"
+        await connect_async(engine)
+        assert engine.output_processor.scope is first
+        assert first.reason is None
+        assert not needs_connection(engine), "it is not asked again at once"
+        assert 0 < first.retry_at - time.monotonic() <= RETRY_S
+        first.retry_at = time.monotonic()
+        assert needs_connection(engine)
+        engine.reason = None
+        await connect_async(engine)
+        assert engine.output_processor.scope is not first
+        assert not needs_connection(engine)
+
+    asyncio.run(run())
+
+
+def test_the_programs_of_a_request_are_looked_for_once(monkeypatch):
+    looked: list[int] = []
+    original = RequestProgram._columns
+
+    def columns(self, positions):
+        looked.extend(positions.tolist())
+        return original(self, positions)
+
+    monkeypatch.setattr(RequestProgram, "_columns", columns)
+    _connection(False).check(_replace([0, 2]), IDS, 3)
+    in_prompt = [position for position in looked if position < len(IDS)]
+    assert sorted(in_prompt) == list(range(len(IDS)))

@@ -1,0 +1,202 @@
+"""A request of several completions enters once, whatever way vLLM makes the completions."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from copy import copy
+from types import SimpleNamespace
+
+import pytest
+from vllm import SamplingParams
+from vllm.v1.engine.parallel_sampling import ParentRequest
+
+from vllm_scope import Add, Read, SpecError, scope
+from vllm_scope.engine.frontend import outputs
+from vllm_scope.engine.frontend import requests as frontend
+from vllm_scope.engine.frontend.connection import Connection
+from vllm_scope.engine.frontend.prepared import prepare
+from vllm_scope.engine.worker.sizes import Limits
+from vllm_scope.request.actions import Module
+from vllm_scope.request.sites import Sites
+from vllm_scope.results.inbox import inbox
+
+SITES = Sites(2, 4, "float32", (0, 2, 4))
+NUM_CHILDREN = 8
+LARGE = " " * 5000
+
+
+class Counted(Connection):
+    """Remembers on which thread each request was checked."""
+
+    def check(self, *args):
+        self.__dict__.setdefault("threads", []).append(threading.current_thread())
+        super().check(*args)
+
+
+class Processor:
+    def __init__(self) -> None:
+        limits = Limits((16,), 0, 100, 100, 100, 100, False)
+        self.scope = Counted(SITES, None, 1, 1.0, limits, {}, {})
+        self.scope.generation = inbox().generation
+        self.request_states: dict[str, SimpleNamespace] = {}
+
+    def add_request(self, request, prompt, parent_req=None, request_index=0, queue=None):
+        state = SimpleNamespace(detokenizer=None)
+        self.request_states[request.request_id] = state
+
+
+class Engine:
+    """AsyncLLM, as far as adding a request with n > 1 goes: vllm 0.31 to 0.33."""
+
+    def __init__(self) -> None:
+        parallel = SimpleNamespace(worker_cls="auto")
+        self.vllm_config = SimpleNamespace(
+            additional_config={"scope": {}}, parallel_config=parallel
+        )
+        self.output_processor = Processor()
+
+    async def add_request(self, request_id, prompt, params):
+        request = SimpleNamespace(
+            request_id=request_id, external_req_id=request_id, resumable=False,
+            prompt_token_ids=prompt["prompt_token_ids"], params=copy(params),
+            sampling_params=params,
+        )  # fmt: skip
+        parent = ParentRequest(request)
+        for index in range(params.n):
+            child = copy(request)
+            child.request_id, child.sampling_params = parent.get_child_info(index)
+            frontend._add_to_processor(
+                Processor.add_request, self.output_processor, child, None, parent, index, None
+            )
+
+
+def _add(text: str, ids: list[int]) -> tuple[Engine, threading.Thread]:
+    engine = Engine()
+    params = SamplingParams(n=NUM_CHILDREN, max_tokens=3, extra_args={"scope": text})
+    prompt = {"type": "token", "prompt_token_ids": ids}
+
+    async def run() -> threading.Thread:
+        await frontend._add_async(Engine.add_request, engine, "one", prompt, params)
+        return threading.current_thread()
+
+    return engine, asyncio.run(run())
+
+
+@pytest.mark.parametrize("padding", ["", LARGE], ids=["small", "large"])
+def test_completions_of_one_request_are_prepared_once_and_a_large_one_off_the_loop(padding):
+    engine, loop_thread = _add(scope(Read("resid_post"))["scope"] + padding, [1, 2, 3])
+    processor = engine.output_processor
+    assert len(processor.scope.threads) == 1
+    assert (processor.scope.threads[0] is loop_thread) == (not padding)
+    pending = [state.scope.pending for state in processor.request_states.values()]
+    assert len({one.key for one in pending}) == NUM_CHILDREN
+    for one in pending:
+        assert len(one.snapshot([7], None).transcript) == 4
+        inbox().forget(one)
+
+
+def test_a_long_prompt_is_prepared_off_the_loop():
+    engine, loop_thread = _add(scope(Read("resid_post"))["scope"], [1] * 5000)
+    assert len(engine.output_processor.scope.threads) == 1
+    assert engine.output_processor.scope.threads[0] is not loop_thread
+    for state in engine.output_processor.request_states.values():
+        inbox().forget(state.scope.pending)
+
+
+def test_a_large_request_that_cannot_be_is_refused_before_it_enters():
+    with pytest.raises(SpecError, match=r"reads\[0\].layers has 9"):
+        _add(scope(Read("resid_post", layers=[9]))["scope"] + LARGE, [1, 2, 3])
+
+
+def test_what_was_prepared_ahead_is_not_used_for_another_prompt():
+    """vLLM may cut a prompt when it makes the request."""
+
+    class Cuts(Engine):
+        async def add_request(self, request_id, prompt, params):
+            await super().add_request(request_id, {"prompt_token_ids": [1, 2]}, params)
+
+    engine = Cuts()
+    params = SamplingParams(n=2, max_tokens=3, extra_args=scope(Read("resid_post")))
+    prompt = {"type": "token", "prompt_token_ids": [1] * 5000}
+    asyncio.run(frontend._add_async(Cuts.add_request, engine, "one", prompt, params))
+    for state in engine.output_processor.request_states.values():
+        assert len(state.scope.pending.snapshot([], None).transcript) == 2
+        inbox().forget(state.scope.pending)
+
+
+def _named(name: str) -> SamplingParams:
+    edit = Add(Module(name), layer=0)
+    return SamplingParams(max_tokens=3, extra_args=scope(edit))
+
+
+class Asked(Engine):
+    """Its modules are asked for by a remote call, which is counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_asked = 0
+
+    async def collective_rpc(self, name):
+        assert name == "scope_modules"
+        self.num_asked += 1
+        await asyncio.sleep(0)
+        return [{"happy": {"streams": [("resid_post", 0)]}}]
+
+    async def add_request(self, request_id, prompt, params):
+        await asyncio.sleep(0)
+        ids, scope_of = prompt["prompt_token_ids"], self.output_processor.scope
+        request = SimpleNamespace(sampling_params=params, prompt_token_ids=ids, resumable=False)
+        prepare(scope_of, request)
+
+
+async def _enter(engine, params):
+    prompt = {"type": "token", "prompt_token_ids": [1, 2]}
+    await frontend._add_async(Asked.add_request, engine, "one", prompt, params)
+
+
+async def _refused(engine, text):
+    """A request's output that says that EngineCore refused it."""
+    source = SimpleNamespace(text=text)
+    completion = SimpleNamespace(scope_refusal=SpecError("no"), scope_source=source)
+
+    async def stream():
+        yield SimpleNamespace(outputs=[completion])
+
+    with pytest.raises(SpecError, match="no"):
+        await anext(outputs._settled(engine, stream()))
+
+
+@pytest.mark.parametrize(
+    ("params", "num_asked"),
+    [
+        pytest.param(SamplingParams(extra_args=scope(Read("resid_post"))), 1, id="no-module"),
+        pytest.param(_named("happy"), 2, id="a-module"),
+    ],
+)
+def test_a_refusal_harms_no_request_that_is_being_prepared(params, num_asked):
+    async def run():
+        engine = Asked()
+        await _enter(engine, _named("happy"))
+        neighbour = asyncio.ensure_future(_enter(engine, _named("happy")))
+        await asyncio.sleep(0)  # it knows its module, and waits for its turn
+        await _refused(engine, params.extra_args["scope"])
+        await neighbour
+        await _enter(engine, _named("happy"))
+        await _enter(engine, _named("happy"))
+        return engine.num_asked
+
+    assert asyncio.run(run()) == num_asked
+
+
+def test_a_name_that_is_doubted_while_modules_are_asked_for_is_asked_for_again():
+    async def run():
+        engine = Asked()
+        entering = asyncio.ensure_future(_enter(engine, _named("happy")))
+        await asyncio.sleep(0)
+        engine.output_processor.scope.doubt_modules()
+        await entering
+        await _enter(engine, _named("happy"))
+        return engine.num_asked
+
+    assert asyncio.run(run()) == 2

@@ -1,0 +1,354 @@
+"""The scheduler's side: who waits for room, what is found in the KV cache, how requests end.
+What is vLLM's own here is replaced by as little as the seams need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_scope.core.admission import Ledger
+from vllm_scope.engine.core import scheduler as scheduling
+from vllm_scope.engine.params import HANDLE, handle_of
+from vllm_scope.graph.tap.tables import capacity
+from vllm_scope.program.operations import OP_ADD, Cost, Op, Program, assemble
+from vllm_scope.request.arrays import Array
+
+
+def _request(name: str) -> SimpleNamespace:
+    """A plain one."""
+    params = SimpleNamespace(extra_args={"mine": 1}, max_tokens=10)
+    return SimpleNamespace(request_id=name, sampling_params=params, prompt_token_ids=[1] * 8)
+
+
+class Coordinator:
+    """vLLM's KV-cache coordinator: notes how long the hits may be that it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def find_longest_cache_hit(self, hashes: Any, most: int) -> str:
+        self.asked.append(most)
+        return "hit"
+
+    def find_longest_cache_hit_per_group(self, hashes: Any, most: int) -> str:
+        self.asked.append(most)
+        return "hit of each group"
+
+
+def _old_lookup(self: Any, request: Any) -> str:
+    assert type(self.coordinator) is Coordinator  # vLLM asks which class it is
+    return self.coordinator.find_longest_cache_hit("hashes", request.num_tokens - 1)
+
+
+def _old_lookup_of_groups(self: Any, request: Any) -> str:
+    return self.coordinator.find_longest_cache_hit_per_group("hashes", request.num_tokens - 1)
+
+
+def _old_lookup_of_one_group(self: Any, request: Any) -> str:
+    """Where there is one group, the other lookup is as good."""
+    return scheduling._capped(_old_lookup, self, request)  # type: ignore[no-any-return]
+
+
+def _new_lookup(self: Any, request: Any, max_cache_hit_length: int | None = None) -> str:
+    most = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
+    return self.coordinator.find_longest_cache_hit("hashes", most)
+
+
+@pytest.mark.parametrize(
+    "original",
+    [
+        pytest.param(_old_lookup, id="0.32"),
+        pytest.param(_old_lookup_of_groups, id="0.32-for-connectors"),
+        pytest.param(_old_lookup_of_one_group, id="0.32-for-connectors-one-in-the-other"),
+        pytest.param(_new_lookup, id="0.33"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("first_position", "cap"),
+    [(None, 100), (0, 0), (7, 7), (200, 100)],
+    ids=["reads-nothing", "all", "from-7", "past-the-prompt"],
+)
+def test_a_reading_request_hits_the_cache_below_its_first_position_only(
+    original, first_position, cap
+):
+    manager = SimpleNamespace(coordinator=Coordinator())
+    request = _request("r")
+    request.num_tokens = 101
+    request.sampling_params.extra_args[HANDLE] = {"first_position": first_position}
+    assert scheduling._capped(original, manager, request).startswith("hit")
+    assert manager.coordinator.asked == [cap]
+    # Nothing is left behind for the next request.
+    assert manager.coordinator.__dict__ == {"asked": [cap]}
+
+
+@pytest.mark.parametrize(("given", "cap"), [(3, 3), (None, 7), (50, 7)])
+def test_a_cap_of_vllms_own_holds_too(given, cap):
+    manager = SimpleNamespace(coordinator=Coordinator())
+    request = _request("r")
+    request.num_tokens = 101
+    request.sampling_params.extra_args[HANDLE] = {"first_position": 7}
+    scheduling._capped(_new_lookup, manager, request, given)
+    scheduling._capped(_new_lookup, manager, request, max_cache_hit_length=given)
+    assert manager.coordinator.asked == [cap, cap]
+
+
+class Connector:
+    """A KV connector that has all of a prompt; some look whether they should."""
+
+    def __init__(self, looks: bool) -> None:
+        self.looks, self.asked = looks, 0
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed: int) -> tuple[int, bool]:
+        self.asked += 1
+        found = not (self.looks and request.skip_reading_prefix_cache)
+        return (100 - num_computed if found else 0), found
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_requests_that_read_or_edit_take_nothing_from_a_connector(looks):
+    scheduler = Scheduler(Cost(100, 100, 100), connector=Connector(looks))
+    plain, ours = _request("plain"), _request("ours")
+    ours.sampling_params.extra_args[HANDLE] = {"first_position": None}
+    for request in (plain, ours, ours):
+        request.skip_reading_prefix_cache = False
+        scheduling._add_to_scheduler(Scheduler.enqueue, scheduler, request)
+    lookup = scheduler.connector.get_num_new_matched_tokens
+    assert lookup(plain, 20) == (80, True)
+    assert lookup(ours, 20) == (0, False)
+    assert not ours.skip_reading_prefix_cache
+    assert scheduler.connector.asked == 2
+
+
+# Room
+
+
+@dataclass
+class Scheduler:
+    """vLLM's scheduler, as far as the seams know it."""
+
+    most: Cost
+    added: list[str] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
+    requests: dict[str, Any] = field(default_factory=dict)
+    connector: Any = None
+
+    def __post_init__(self) -> None:
+        hidden_size = 4
+        additional = {"scope": {"vectors_mib": self.most.vectors * 4 * hidden_size / 2**20}}
+        self.vllm_config = SimpleNamespace(
+            additional_config=additional,
+            model_config=SimpleNamespace(get_hidden_size=lambda: hidden_size),
+        )
+
+    def enqueue(self, request: Any) -> None:
+        self.added.append(request.request_id)
+        self.requests.setdefault(request.request_id, request)  # a piece joins its session
+
+    def free(self, request: Any) -> str:
+        self.finished.append(request.request_id)
+        return f"freed {request.request_id}"
+
+    def finish(self, request_ids: Any, status: Any) -> None:
+        if isinstance(request_ids, str):
+            request_ids = [request_ids]
+        for name in list(self.requests) if request_ids is None else request_ids:
+            if name in self.requests:
+                end(self, name)
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.scope_ledger  # type: ignore[attr-defined, no-any-return]
+
+
+def _adding(name: str, num_vectors: int) -> Program:
+    """A program whose vectors no request of another name has."""
+    rows = [f"{name}-{i}".encode().ljust(16, b" ") for i in range(num_vectors)]
+    return assemble((), {}, {(0, 0): [Op(OP_ADD, 0, Array((4,), row), 1.0) for row in rows]})
+
+
+def add(
+    scheduler: Scheduler, name: str, num_vectors: int | None, content: str | None = None
+) -> None:
+    request = _request(name)
+    if num_vectors:
+        request.scope_programs = (_adding(content or name, num_vectors),)
+    scheduling._add_to_scheduler(Scheduler.enqueue, scheduler, request)
+
+
+def end(scheduler: Scheduler, name: str) -> None:
+    request = scheduler.requests.pop(name)
+    assert scheduling._free(Scheduler.free, scheduler, request) == f"freed {name}"
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scheduler]:
+    monkeypatch.setattr(scheduling, "_enqueue", Scheduler.enqueue)
+    return Scheduler(Cost(4))
+
+
+def test_requests_that_do_not_fit_wait_first_come_first_served(scheduler):
+    for name, size in (("a", 3), ("b", 2), ("c", 1), ("plain", None)):
+        add(scheduler, name, size)
+    # "c" would fit, but does not overtake.
+    assert scheduler.added == ["a", "plain"]
+    assert scheduler.ledger.num_waited == 2
+    end(scheduler, "plain")
+    assert scheduler.added == ["a", "plain"]
+    end(scheduler, "a")
+    assert scheduler.added == ["a", "plain", "b", "c"]
+    add(scheduler, "d", 1)
+    assert scheduler.added[-1] == "d"
+    assert scheduler.ledger.most == capacity(4, 4 * 16 / 2**20)
+
+
+def test_equal_vectors_have_one_place_and_nobody_waits_for_them(scheduler):
+    for i in range(9):
+        add(scheduler, f"same-{i}", 3, content="same")
+    add(scheduler, "other", 2)
+    assert scheduler.added == [f"same-{i}" for i in range(9)]
+    for i in range(8):
+        end(scheduler, f"same-{i}")
+        assert scheduler.added[-1] != "other"
+    end(scheduler, "same-8")
+    assert scheduler.added[-1] == "other"
+
+
+def test_one_that_fills_everything_runs_alone(scheduler):
+    add(scheduler, "huge", 9)  # its like is refused by front-ends
+    add(scheduler, "small", 1)
+    assert scheduler.added == ["huge"]
+    end(scheduler, "huge")
+    assert scheduler.added == ["huge", "small"]
+
+
+def test_pieces_of_streamed_input_hold_the_places_of_one_request(scheduler):
+    for _ in range(4):
+        add(scheduler, "stream", 1)
+    add(scheduler, "other", 3)
+    assert scheduler.added == [*["stream"] * 4, "other"]
+    end(scheduler, "stream")
+    end(scheduler, "other")
+    add(scheduler, "fills", 4)
+    assert scheduler.added[-1] == "fills"
+
+
+def test_pieces_of_streamed_input_that_wait_stay_in_their_order(scheduler):
+    add(scheduler, "first", 4)
+    for name in ("stream", "stream", "last"):
+        add(scheduler, name, 3)
+    end(scheduler, "first")
+    assert scheduler.added == ["first", "stream", "stream"]
+    end(scheduler, "stream")
+    assert scheduler.added[-1] == "last"
+
+
+def test_a_piece_without_vectors_waits_behind_its_session(scheduler):
+    """As the last piece, which closes the session, and those that come when the server's edits
+    are gone: vLLM knows no session of their id yet."""
+    add(scheduler, "first", 4)
+    add(scheduler, "stream", 3)
+    add(scheduler, "stream", None)
+    add(scheduler, "plain", None)
+    assert scheduler.added == ["first", "plain"]
+    end(scheduler, "first")
+    assert scheduler.added == ["first", "plain", "stream", "stream"]
+    add(scheduler, "large", 2)
+    end(scheduler, "stream")
+    assert scheduler.added[-1] == "large"
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize(("began", "came"), [(None, {"server": "b"}), ({"server": "a"}, None),
+                                            ({"server": "a"}, {"server": "b"})])  # fmt: skip
+def test_a_session_keeps_what_it_entered_with(began, came, waits, scheduler):
+    def piece(handle):
+        request = _request("session")
+        if handle is not None:
+            request.sampling_params.extra_args[HANDLE] = handle
+        if waits:
+            request.scope_programs = (_adding("session", 2),)
+        return request
+
+    if waits:
+        add(scheduler, "fills", 4)
+    scheduling._add_to_scheduler(Scheduler.enqueue, scheduler, piece(began))
+    second = piece(came)
+    before = second.sampling_params
+    scheduling._add_to_scheduler(Scheduler.enqueue, scheduler, second)
+    if waits:
+        end(scheduler, "fills")
+    assert scheduler.added[-2:] == ["session", "session"]
+    assert handle_of(second.sampling_params) == began
+    assert second.sampling_params.extra_args["mine"] == 1
+    assert handle_of(before) == came, "the caller's own parameters are as they were"
+
+
+def test_where_the_first_in_line_is_ended_those_behind_it_are_let_in(scheduler):
+    for name, size in (("a", 3), ("b", 3), ("c", 1)):
+        add(scheduler, name, size)
+    scheduling._finish(Scheduler.finish, scheduler, "b", "aborted")
+    assert scheduler.finished == ["b"]
+    assert scheduler.added == ["a", "b", "c"]
+
+
+def test_without_edits_no_ledger_is_kept(scheduler):
+    add(scheduler, "plain", None)
+    end(scheduler, "plain")
+    scheduling._finish(Scheduler.finish, scheduler, "plain", "aborted")
+    assert not hasattr(scheduler, "scope_ledger")
+
+
+@pytest.mark.parametrize(
+    ("ended", "finished", "added"),
+    [
+        pytest.param("b", ["b"], ["a", "b"], id="one-that-waits"),
+        pytest.param(["b", "a"], ["b", "a"], ["a", "b", "c"], id="one-of-each"),
+        pytest.param({"c"}, ["c"], ["a", "c"], id="the-last-in-line"),
+        pytest.param(None, ["a", "b", "c"], ["a", "b", "c"], id="all"),
+        pytest.param("nobody", [], ["a"], id="nobody"),
+    ],
+)
+def test_requests_that_wait_end_as_others_do(ended, finished, added, scheduler):
+    for name in "abc":
+        add(scheduler, name, 3)
+    scheduling._finish(Scheduler.finish, scheduler, ended, "aborted")
+    assert sorted(scheduler.finished) == sorted(finished)
+    assert sorted(scheduler.added) == sorted(added)
+    waiting = [request.request_id for request in scheduler.ledger.waiting]
+    assert waiting == [name for name in "abc" if name not in added]
+
+
+def test_a_generator_of_requests_is_ended_whole(scheduler):
+    for name in "abc":
+        add(scheduler, name, 3)
+    scheduling._finish(Scheduler.finish, scheduler, (name for name in "ab"), "aborted")
+    assert sorted(scheduler.finished) == ["a", "b"]
+    assert scheduler.added[-1] == "c"
+
+
+@given(st.data())
+def test_what_runs_always_fits_and_all_run_in_the_end(data):
+    most = Cost(4)
+    scheduler, before = Scheduler(most), scheduling._enqueue
+    scheduling._enqueue = Scheduler.enqueue
+    try:
+        sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=12))
+        names = [f"{i}-{size}" for i, size in enumerate(sizes)]
+        for name, size in zip(names, sizes, strict=True):
+            add(scheduler, name, size)
+            if scheduler.requests and data.draw(st.booleans()):
+                end(scheduler, data.draw(st.sampled_from(sorted(scheduler.requests))))
+            running = sum(int(name.split("-")[1]) for name in scheduler.requests)
+            assert running <= most.vectors
+        while scheduler.requests:
+            end(scheduler, next(iter(scheduler.requests)))
+        assert scheduler.added == names
+        assert not scheduler.ledger.waiting
+    finally:
+        scheduling._enqueue = before

@@ -1,0 +1,418 @@
+"""Every asked row and score of every request, once, whatever the batches look like.
+
+The worker's own steps run here (engine.worker.ScopeWorker and its steps with plan, tables, arena
+and drain), with a stream whose values say whose they are in place of a model.
+"""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from tests.unit.oracle import first_point
+from tests.unit.stepping import (
+    EVERYWHERE,
+    MAX_ROWS,
+    NUM_LAYERS,
+    SITES,
+    Label,
+    Request,
+    Step,
+    draw_step,
+    run_taps,
+    running_worker,
+    worker_tables,
+)
+from tests.unit.strategies import VOCAB, is_selected, specs
+from vllm_scope import Add, CapacityError, Read, Spec, SpecError, scope
+from vllm_scope.engine.params import HANDLE
+from vllm_scope.engine.worker.attach import _remote_calls
+from vllm_scope.request.sites import LEVELS, boundary_of_point
+from vllm_scope.vectors import SteeringModule, to_bytes
+from vllm_scope.worker.plan import Planner, StepBatch
+
+#: Selectors of phases alone, whose decode rows are planned as columns.
+_PHASES = st.sampled_from(["all", "generated", "prompt"])
+_LAYERS = st.lists(st.integers(0, NUM_LAYERS - 1), min_size=1)
+_UNIFORM = st.lists(
+    st.builds(Read, st.sampled_from(["resid_post", "resid_pre"]), _LAYERS, _PHASES),
+    min_size=1,
+    max_size=2,
+).map(lambda found: Spec(tuple(found)))
+#: Edits alone, which need no slots.
+_EDITING = st.builds(
+    lambda layers, tokens: Spec(edits=(Add([1.0, 2.0, 0.0, -1.0], layer=layers, tokens=tokens),)),
+    _LAYERS,
+    _PHASES,
+)
+
+
+@st.composite
+def schedules(draw):
+    """Requests, whether they are decoded speculatively, and a seed.
+
+    With speculation they only read; edits have a test of their own.
+    """
+    requests = []
+    speculates = draw(st.booleans())
+    some = _UNIFORM | specs(NUM_LAYERS, only_reads=True)
+    if not speculates:
+        some = st.one_of(some, _EDITING, specs(NUM_LAYERS))
+    for i in range(draw(st.integers(1, 5))):
+        num_prompt, num_generated = draw(st.integers(1, 14)), draw(st.integers(1, 9))
+        ids = st.lists(st.integers(0, VOCAB - 1), min_size=23, max_size=23)
+        requests.append(
+            Request(
+                f"request-{i}",
+                None if draw(st.integers(0, 3)) == 0 else 100 + i,
+                draw(some),
+                num_prompt,
+                draw(ids)[: num_prompt + num_generated],
+            )
+        )
+    return requests, speculates, draw(st.integers(0, 1 << 30))
+
+
+@given(
+    schedules(),
+    # Room for one tap of the largest step: three points and two scores; or for more.
+    st.sampled_from([4 * MAX_ROWS, 60, 600]),
+    st.sampled_from([EVERYWHERE, (0, 1, 2), (3, 4), (4,), ()]),
+)
+def test_every_asked_row_comes_once_for_each_time_it_is_computed(schedule, num_slots, here):
+    requests, speculates, seed = schedule
+    rng = random.Random(seed)
+    #: What must come: label -> what each step that computed it gives; and what may come.
+    due: dict[Label, list[list[float]]] = {}
+    may: set[tuple[int, int]] = set()
+    twin = Planner(worker_tables())
+    with running_worker(here, num_slots) as (worker, sink):
+        step = None
+        for number in range(1_000):
+            step = draw_step(rng, requests, speculates, step)
+            if step is None:
+                break
+            new = [r for r, *_ in step.parts if r.req_id not in worker._planner]
+            worker.add_requests([r.as_vllm_sends_it() for r in new])
+            for request in new:
+                if request.key is not None:
+                    most = len(request.ids)
+                    twin.add_request(request.req_id, request.key, request.program(here), most)
+            positions = torch.tensor([p for _, p in step.rows()])
+            planned = worker.steps.num_planned
+            if worker.has_requests():
+                worker.steps.begin(step.batch(), positions)
+            else:
+                worker.steps.clear()
+            _assert_same_plan(worker.steps._step, twin.begin_step(step.batch()))
+            asking = [r for r, *_ in step.parts if r.key is not None]
+            assert worker.steps.num_planned <= planned + bool(asking)
+            run_taps(worker, step, number, rng)
+            worker.steps.end()
+            for request, first, count in step.parts:
+                request.num_computed = first + count
+                if request.num_computed >= request.num_prompt:
+                    sampled = request.num_computed + 1 - request.num_prompt
+                    request.num_sampled = max(request.num_sampled, sampled)
+                if request.key is None:
+                    continue
+                for position in range(first, first + count):
+                    for label, values in request.due(position, number, here).items():
+                        due.setdefault(label, []).append(values)
+                    if speculates:
+                        may.add((request.key, position))
+            ended = [r.req_id for r, *_ in step.parts if not r.running]
+            worker.finish_requests(ended)
+            for req_id in ended:
+                twin.finish_request(req_id)
+        assert not any(r.running for r in requests)
+        assert len(worker._planner) == 0
+
+    for label, values in due.items():
+        np.testing.assert_allclose(sink.found[label], values, rtol=1e-4, atol=2e-3)
+    for label, rows in sink.found.items():
+        if label in due:
+            continue
+        key, _, point, position = label
+        assert (key, position) in may, f"nobody asked for {label}"
+        for row in rows:
+            assert row[:3] == [key, position, boundary_of_point(point)]
+        assert len({row[3] for row in rows}) == len(rows), "a row came twice for one step"
+    keys = [r.key for r in requests if r.key is not None]
+    assert sorted(sink.finished) == [(key, None) for key in keys]
+    for request in requests:
+        if request.key is not None:
+            _assert_covers(request, here, due)
+
+
+def _assert_covers(request: Request, here: tuple[int, ...], due: dict[Label, list]) -> None:
+    """What turns out to be asked for, once everything is known, is among what was due."""
+    asked, key = request.asked, request.key
+    for item in (*asked.reads, *asked.probes):
+        streams = item.streams if hasattr(item, "streams") else (item.stream,)
+        for stream in streams:
+            if SITES.boundary_of(stream) not in here:
+                continue
+            for position in range(request.num_processed):
+                if is_selected(
+                    item.tokens.to_json(), position, request.num_prompt,
+                    request.ids[position], request.num_processed,
+                ):  # fmt: skip
+                    if hasattr(item, "when"):
+                        point = first_point(asked, SITES, stream, item.when)
+                        assert point // LEVELS == SITES.boundary_of(stream)
+                        assert (key, "row", point, position) in due
+                    else:
+                        assert (key, "score", asked.probes.index(item), position) in due
+
+
+def _assert_same_plan(one, found) -> None:
+    """Tensor-parallel ranks plan alike without a message."""
+    other, failures = found
+    assert failures == []
+    assert (one is None) == (other is None)
+    if one is not None:
+        for a, b in (
+            (one.rows, other.rows),
+            (one.program_ids, other.program_ids),
+            (one.offsets, other.offsets),
+            (one.delivers, other.delivers),
+            (one.labels.rows, other.labels.rows),
+            (one.labels.positions, other.labels.positions),
+            (one.labels.layout_of, other.labels.layout_of),
+        ):
+            assert a.tolist() == b.tolist()
+        assert one.num_slots == other.num_slots
+        assert one.labels.layouts == other.labels.layouts
+
+
+# What goes wrong
+
+
+def test_a_request_that_cannot_be_planned_is_answered_and_the_others_are_served():
+    with running_worker(EVERYWHERE, 100, num_programs=1) as (worker, sink):
+        requests = [
+            Request(f"r{i}", 10 + i, Spec((Read("resid_post", [i], tokens=[0]),)), 2, [1] * 3)
+            for i in range(2)
+        ]
+        worker.add_requests([r.as_vllm_sends_it() for r in requests])
+        step = Step([(r, 0, 2) for r in requests], [0, 0])
+        worker.steps.begin(step.batch(), torch.tensor([0, 1, 0, 1]))
+        run_taps(worker, step, 5, random.Random(0))
+        worker.steps.end()
+        worker.finish_requests(["r0", "r1"])
+    assert sink.found == {(10, "row", 2 * LEVELS, 0): [[10, 0, 2, 5]]}
+    assert [key for key, _ in sink.finished] == [11, 10]
+    assert "tap programs are in use" in sink.finished[0][1]
+    assert sink.finished[1][1] is None
+
+
+def test_a_spec_that_is_wrong_is_answered():
+    with running_worker(EVERYWHERE, 100) as (worker, sink):
+        request = Request("a", 10, Spec((Read("resid_post", [99]),)), 2, [1] * 3)
+        worker.add_requests([request.as_vllm_sends_it()])
+        assert len(worker._planner) == 0
+    ((key, error),) = sink.finished
+    assert key == 10
+    assert "layers 0 to 1" in error
+
+
+def test_server_edits_reach_plain_requests_and_deliver_nothing():
+    with running_worker(EVERYWHERE, 100) as (worker, sink):
+        edits = Spec(edits=(Add([1.0, 0, 0, 0], layer=0),))
+        server = worker.registry.set_edits(edits.to_json())
+        request = Request("a", 0, edits, 2, [1] * 3)
+        sent = request.as_vllm_sends_it()
+        sent.sampling_params.extra_args = {HANDLE: {"server": server}}
+        worker.add_requests([sent])
+        step = Step([(request, 0, 2)], [0])
+        worker.steps.begin(step.batch(), torch.tensor([0, 1]))
+        run_taps(worker, step, 5, random.Random(0))
+        worker.steps.end()
+        worker.finish_requests(["a"])
+    assert sink.found == {}
+    assert sink.finished == []
+
+
+def test_edits_alone_upload_once_while_the_batch_stays_the_same():
+    with running_worker(EVERYWHERE, 100) as (worker, _):
+        request = Request("a", 10, Spec(edits=(Add([1.0, 0, 0, 0], layer=0),)), 2, [1] * 20)
+        worker.add_requests([request.as_vllm_sends_it()])
+        uploads = []
+        for position in range(2, 8):
+            step = Step([(request, position, 1)], [0])
+            worker.steps.begin(step.batch(), torch.tensor([position]))
+            run_taps(worker, step, position, random.Random(0))
+            worker.steps.end()
+            uploads.append(worker._tables.num_uploads)
+        assert len(set(uploads[1:])) == 1
+        worker.steps.clear()  # a dummy forward comes between
+        worker.steps.begin(Step([(request, 8, 1)], [0]).batch(), torch.tensor([8]))
+        assert worker._tables.num_uploads == uploads[-1] + 1
+
+
+def _edited() -> SimpleNamespace:
+    """A request that reads and edits, as vLLM sends it."""
+    spec = Spec((Read("embed"),), edits=(Add([1.0, 2.0, 0.0, -1.0], layer=0),))
+    return Request("r", 7, spec, 2, [1, 2, 3]).as_vllm_sends_it()
+
+
+def test_a_request_whose_front_end_is_gone_keeps_its_edits(monkeypatch):
+    with running_worker(EVERYWHERE, 64) as (worker, sink):
+
+        def expect(handle):
+            raise CapacityError("the front-end is not connected")
+
+        monkeypatch.setattr(worker._delivery, "expect", expect)
+        worker.add_requests([_edited()])
+        assert "r" in worker._planner
+        worker.steps.begin(StepBatch(["r"], np.array([0, 2]), np.array([0])), torch.zeros(2))
+        # As on a rank that delivers nothing: edited, and not read.
+        assert worker.steps._step.num_slots == 0
+        assert worker.steps._step.rows.tolist() == [0, 1]
+        worker.steps.end()
+        worker.finish_requests(["r"])
+    assert sink.finished == []
+
+
+def test_a_fault_in_one_request_fails_that_one_alone():
+    with running_worker(EVERYWHERE, 64) as (worker, sink):
+        bad, good = _edited(), _edited()
+        bad.prompt_token_ids, bad.req_id = None, "bad"
+        worker.add_requests([bad, good])
+        assert "bad" not in worker._planner
+        assert "r" in worker._planner
+        worker.close()
+    ((key, error),) = sink.finished
+    assert key == 7
+    assert error == "vllm-scope failed on this request (TypeError); the log says why."
+
+
+def test_a_worker_without_taps_takes_no_modules_and_no_edits_of_the_server():
+    with running_worker(EVERYWHERE, 64) as (worker, _):
+        calls = _remote_calls(worker)
+        text = scope(Add([1.0, 2.0, 0.0, -1.0], layer=0))["scope"]
+        assert calls["scope_set_edits"](text=text) == worker.registry.server
+        worker.reason = "it is of another shape"
+        module = to_bytes(SteeringModule({("resid_post", 0): [1.0, 0.0, 0.0, 0.0]}))
+        for refused in (
+            lambda: calls["scope_set_edits"](text),
+            lambda: calls["scope_register"]("m", module),
+        ):
+            with pytest.raises(SpecError, match="cannot be tapped: it is of another shape"):
+                refused()
+        assert calls["scope_set_edits"](None) is None
+
+
+def test_what_the_servers_edits_make_of_a_request_is_measured_again():
+    reads = Spec((Read("resid_post", 0), Read("resid_post", 0, when="before")))
+    request = Request("r", 7, reads, 2, [1, 2, 3]).as_vllm_sends_it()
+    with running_worker(EVERYWHERE, 64) as (worker, sink):
+        worker.limits = replace(worker.limits, tap_slots=1)
+        worker.add_requests([request])
+        worker.finish_requests(["r"])
+        text = scope(Add([1.0, 2.0, 0.0, -1.0], layer=0))["scope"]
+        request.sampling_params.extra_args[HANDLE]["server"] = worker.registry.set_edits(text)
+        worker.add_requests([request])
+        assert "r" in worker._planner
+        worker.close()
+    assert [error is None for _, error in sink.finished] == [True, False]
+    assert "with the server's edits" in sink.finished[1][1]
+
+
+def test_a_fault_in_planning_fails_who_is_in_the_step_and_nobody_else(monkeypatch, caplog):
+    with running_worker(EVERYWHERE, 64) as (worker, sink):
+        waiting = Request("later", 8, Spec((Read("embed"),)), 2, [1, 2, 3])
+        worker.add_requests([_edited(), waiting.as_vllm_sends_it()])
+
+        def broken(batch):
+            raise ZeroDivisionError("planning")
+
+        batch = StepBatch(["plain", "r"], np.array([0, 1, 3]), np.array([4, 0]))
+        with monkeypatch.context() as patch:
+            patch.setattr(worker._planner, "begin_step", broken)
+            worker.steps.begin(batch, torch.zeros(3))
+        assert not worker.steps.active
+        assert (worker._tables.tokens[:, 0] == -1).all()
+        worker.steps.end()
+        assert "r" not in worker._planner
+        # Its edits are not done, so EngineCore ends it: its KV would pass for edited KV.
+        told = worker.told(SimpleNamespace(sampled_token_ids=[[1]]))
+        assert list(told.scope_faults) == ["r"]
+        told_why = "vllm-scope failed in a step (ZeroDivisionError); the log says why."
+        assert told.scope_faults["r"] == told_why
+        assert "planning" in caplog.text
+        step = Step([(waiting, 0, 2)], [0])
+        worker.steps.begin(step.batch(), torch.tensor([0, 1]))
+        run_taps(worker, step, 5, random.Random(0))
+        worker.steps.end()
+        worker.finish_requests(["later"])
+        worker.close()
+    assert [(key, error is None) for key, error in sink.finished] == [(7, False), (8, True)]
+    assert len(sink.found) == 2
+
+
+def test_a_request_whose_edits_cannot_be_done_is_ended(monkeypatch):
+    with running_worker(EVERYWHERE, 64) as (worker, _):
+        request = _edited()
+        request.sampling_params.extra_args[HANDLE]["vectors"] = True
+        monkeypatch.setattr(worker._planner, "add_request", lambda *_: 1 / 0)
+        worker.add_requests([request])
+        told = worker.told(SimpleNamespace(sampled_token_ids=[[1]]))
+        assert "failed on this request (ZeroDivisionError" in told.scope_faults["r"]
+        # Once; and a step without such requests is handed on as it is.
+        output = SimpleNamespace(sampled_token_ids=[[1]])
+        assert worker.told(output) is output
+        assert not hasattr(output, "scope_faults")
+
+
+def test_an_output_that_is_made_later_says_then_whose_rows_were_not_finite():
+    with running_worker(EVERYWHERE, 64) as (worker, _):
+        worker.add_requests([_edited()])
+        (owner,) = worker._planner.owners
+        made = SimpleNamespace(sampled_token_ids=[[1]])
+        later = worker.told(SimpleNamespace(get_output=lambda: made))
+        worker._tables.faults[owner] = 1 + 2
+        told = later.get_output()
+        assert told.scope_faults == {
+            "r": "an edit at 'resid_post' of layer 0 makes a row that is not finite in float32, "
+            "so the request was ended. Use a smaller scale or vector."
+        }
+        assert not hasattr(made, "scope_faults")  # vLLM may have one for many steps
+        assert worker.told(made) is made
+
+
+def test_a_forward_that_raises_delivers_nothing():
+    from vllm_scope.engine.worker.attach import _attach_steps
+
+    with running_worker(EVERYWHERE, 64) as (worker, sink):
+        request = Request("r", 7, Spec((Read("embed"),)), 2, [1, 2, 3])
+        step = Step([(request, 0, 2)], [0])
+
+        class Runner:
+            def execute_model(self, scheduler_output):
+                worker.steps.begin(step.batch(), torch.tensor([0, 1]))
+                raise MemoryError("in the middle of the forward")
+
+            def sample_tokens(self, output):
+                return output
+
+        runner = Runner()
+        _attach_steps(runner, worker)
+        output = SimpleNamespace(
+            finished_req_ids=set(), scheduled_new_reqs=[request.as_vllm_sends_it()]
+        )
+        with pytest.raises(MemoryError, match="in the middle"):
+            runner.execute_model(output)
+        assert not worker.steps.active
+        worker.finish_requests(["r"])
+        worker.close()
+    assert sink.found == {}
+    assert sink.finished == [(7, None)]

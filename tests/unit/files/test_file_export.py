@@ -1,0 +1,194 @@
+"""Other tools read what is exported, and remote roots hold what local ones do."""
+
+from __future__ import annotations
+
+import io
+import json
+import uuid
+
+import pytest
+import torch
+
+import vllm_scope
+from tests.unit.files.test_files import LAYOUTS, STREAMS, put, record_of, rows_of, writer_of
+from vllm_scope.errors import ConfigError, FileError
+from vllm_scope.files import export_dataset, export_saelens, publish
+
+
+@pytest.fixture
+def capture(tmp_path):
+    with writer_of(tmp_path / "in", layout="sharded") as writer:
+        for seed in range(4):
+            put(writer, seed, uid=str(seed), num_prompt=3 + seed)
+    return vllm_scope.open(tmp_path / "in")
+
+
+def _table(folder):
+    pa = pytest.importorskip("pyarrow")
+    state = json.loads((folder / "state.json").read_text())
+    (data,) = state["_data_files"]
+    return pa.ipc.open_stream(str(folder / data["filename"])).read_all()
+
+
+def test_a_dataset_has_a_row_per_token(capture, tmp_path):
+    pytest.importorskip("pyarrow")
+    streams = STREAMS[:2]
+    count = export_dataset(capture, tmp_path / "out", streams)
+    table = _table(tmp_path / "out")
+    assert table.num_rows == count == sum(len(r["embed", 0]) for r in capture)
+    assert table.column_names == ["request", "position", "token_id", "embed.0", "resid_post.2"]
+    for site, layer in streams:
+        rows = torch.tensor(table[f"{site}.{layer}"].to_pylist())
+        assert torch.equal(rows, torch.cat([r[site, layer] for r in capture]).float())
+    positions = torch.cat([r.positions("embed", 0) for r in capture])
+    assert table["position"].to_pylist() == positions.tolist()
+    tokens = torch.cat([r.token_ids[r.positions("embed", 0)] for r in capture])
+    assert table["token_id"].to_pylist() == tokens.tolist()
+    assert set(table["request"].to_pylist()) == {"0", "1", "2", "3"}
+
+
+def test_saelens_contexts_follow_each_other_and_leave_gaps_out(tmp_path):
+    pytest.importorskip("pyarrow")
+    with writer_of(tmp_path / "in", layout="per_request") as writer:
+        request = writer.begin()
+        positions = torch.tensor([0, 1, 2, 3, 4, 6, 7, 8])
+        rows = rows_of(1, 8, dtype=torch.float32)
+        request.write("resid_post", 5, positions.numpy(), rows)
+        request.finish(record_of(9, 0, expected=8, delivered=8))
+    capture = vllm_scope.open(tmp_path / "in")
+    name = "blocks.5.hook_resid_post"
+    count = export_saelens(capture, tmp_path / "out", "resid_post", 5, name, 2)
+    assert (count, count.left_out, count + 1) == (3, 2, 4)  # positions 4 and 8
+    assert (f"{count}", json.dumps(count)) == ("3", "3")
+    table = _table(tmp_path / "out")
+    contexts = torch.tensor([[list(r) for r in c] for c in table[name].to_pylist()])
+    expected = torch.stack([rows[0:2], rows[2:4], rows[5:7]])
+    assert torch.equal(contexts, expected)
+    assert table["token_ids"].to_pylist() == [[100, 101], [102, 103], [106, 107]]
+    features = json.loads((tmp_path / "out" / "dataset_info.json").read_text())["features"]
+    assert features == {
+        name: {"shape": [2, 12], "dtype": "float32", "_type": "Array2D"},
+        "token_ids": {
+            "feature": {"dtype": "int32", "_type": "Value"}, "length": 2, "_type": "List"
+        },
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("context_size", "count", "left_out"), [(1, 30, 0), (7, 3, 9), (8, 2, 14), (99, 0, 30)]
+)
+def test_what_fills_no_context_is_left_out_and_counted(
+    context_size, count, left_out, capture, tmp_path
+):
+    pytest.importorskip("pyarrow")
+    assert [len(request["embed", 0]) for request in capture] == [6, 7, 8, 9]
+    found = export_saelens(capture, tmp_path / "out", "embed", 0, "x", context_size)
+    assert (found, found.left_out) == (count, left_out)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_datasets_itself_loads_both_exports(dtype, capture, tmp_path):
+    pytest.importorskip("pyarrow")
+    datasets = pytest.importorskip("datasets")
+    export_dataset(capture, tmp_path / "tokens", [("embed", 0)], dtype)
+    tokens = datasets.load_from_disk(str(tmp_path / "tokens")).with_format("torch")
+    real = getattr(torch, dtype)
+    assert torch.equal(tokens[5]["embed.0"].to(real), capture[0]["embed", 0][5].to(real))
+    name = "blocks.2.hook_resid_post"
+    export_saelens(capture, tmp_path / "sae", "resid_post", 2, name, 3, dtype)
+    contexts = datasets.load_from_disk(str(tmp_path / "sae"))
+    assert contexts.features[name] == datasets.Array2D((3, 12), dtype)
+    contexts = contexts.with_format("torch", columns=[name, "token_ids"])
+    first = capture[0]
+    assert torch.equal(contexts[:1][name][0].to(real), first["resid_post", 2][:3].to(real))
+    assert contexts[0]["token_ids"].tolist() == first.token_ids[:3].tolist()
+
+
+def test_exports_refuse_what_they_cannot_do(capture, tmp_path):
+    pytest.importorskip("pyarrow")
+    with pytest.raises(ConfigError, match="float32 or float16"):
+        export_dataset(capture, tmp_path / "a", [("embed", 0)], "bfloat16")
+    with pytest.raises(KeyError, match="was not captured"):
+        export_dataset(capture, tmp_path / "a", [("embed", 3)])
+    with pytest.raises(ConfigError, match="context_size is 0"):
+        export_saelens(capture, tmp_path / "a", "embed", 0, "x", 0)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("x")
+    with pytest.raises(FileError, match="is not empty"):
+        export_dataset(capture, tmp_path / "full", [("embed", 0)])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_a_remote_root_holds_what_a_local_one_does(kind, layout, tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+    where = f"/{uuid.uuid4().hex}" if kind == "memory" else str(tmp_path / "root")
+    url = f"{kind}://{where}"
+    with writer_of(url, layout=layout) as writer:
+        _, rows = put(writer, 1, name="a", tag="../../t")
+        put(writer, 2, name="b")
+    capture = vllm_scope.open(url)
+    assert len(capture) == 2
+    for stream in STREAMS:
+        assert torch.equal(capture["a"][stream], rows[stream])
+    assert capture["a"].manifest.tag == "../../t"
+    assert len(torch.cat(list(capture.iter_rows("embed", 0, 3, shuffle=True)))) == 16
+    found = fsspec.filesystem(kind).find(where)
+    assert not [name for name in found if name.endswith(".tmp")]
+    one = next(name for name in found if name.endswith((".safetensors", ".npz")))
+    assert len(vllm_scope.open(f"{kind}://{one}")) >= 1
+
+
+def test_a_remote_root_that_is_not_there_is_said_to_be(tmp_path):
+    pytest.importorskip("fsspec")
+    with pytest.raises(FileError, match="does not exist"):
+        vllm_scope.open(f"memory:///{uuid.uuid4().hex}")
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        vllm_scope.open("nosuchscheme://x")
+
+
+def test_exports_of_two_models_are_refused(tmp_path):
+    pytest.importorskip("pyarrow")
+    for first, second in ((4, 8), (8, 4)):
+        root = tmp_path / f"{first}"
+        with writer_of(root) as writer:
+            for seed, size in ((1, first), (2, second)):
+                put(writer, seed, [("embed", 0)], size, torch.float32)
+        capture = vllm_scope.open(root)
+        for export in (
+            lambda folder: export_dataset(capture, folder, [("embed", 0)]),  # noqa: B023
+            lambda folder: export_saelens(capture, folder, "embed", 0, "x", 2),  # noqa: B023
+        ):
+            with pytest.raises(FileError, match="export what one model wrote"):
+                export(tmp_path / f"out-{uuid.uuid4().hex}")
+
+
+def test_float16_keeps_what_is_finite(tmp_path):
+    pytest.importorskip("pyarrow")
+    with writer_of(tmp_path / "in") as writer:
+        request = writer.begin()
+        rows = torch.tensor([[1e5, -1e5, 1.5, torch.inf]], dtype=torch.bfloat16)
+        request.write("embed", 0, torch.zeros(1, dtype=torch.int64).numpy(), rows)
+        request.finish(record_of(1, 1, 1))
+    export_dataset(vllm_scope.open(tmp_path / "in"), tmp_path / "out", [("embed", 0)], "float16")
+    assert _table(tmp_path / "out")["embed.0"][0].as_py() == [65504.0, -65504.0, 1.5, float("inf")]
+
+
+class Short(io.FileIO):
+    """A disk that is nearly full, while others free room on it."""
+
+    def write(self, data):
+        return super().write(memoryview(data).cast("B")[:1000])
+
+
+def test_a_write_that_takes_a_part_loses_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr(publish, "open", lambda fd, mode, buffering: Short(fd, "w"), raising=False)
+    for layout in LAYOUTS:
+        with writer_of(tmp_path / layout, layout=layout) as writer:
+            _, rows = put(writer, 3, hidden_size=512)
+        (request,) = vllm_scope.open(tmp_path / layout)
+        for stream, expected in rows.items():
+            assert torch.equal(request[stream], expected)
+    pytest.importorskip("pyarrow")
+    export_dataset(vllm_scope.open(tmp_path / "sharded"), tmp_path / "out", [("embed", 0)])
+    assert _table(tmp_path / "out").num_rows == 8

@@ -1,0 +1,164 @@
+"""Which KV blocks of edited requests may be shared: equal edits on equal tokens, no others."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.strategies import VOCAB, edits
+from vllm_scope import Ablate, Add, Except, Replace, Spec, TokenIds
+from vllm_scope.program.compiler import BlockKeys, RequestProgram
+from vllm_scope.program.operations import OP_CHECK, Program
+from vllm_scope.request.arrays import Array
+from vllm_scope.request.sites import Sites
+
+BLOCK = 4
+SITES = Sites(2, 4, "float32", tuple(range(5)))
+V, W = [1.0, 2.0, 0.0, -1.0], [0.0, 3.0, 0.0, 4.0]
+
+
+def _keys(*some, num_prompt: int = 8, ids: list[int] | None = None, modules=None) -> BlockKeys:
+    prompt = np.array(ids if ids is not None else [1] * num_prompt, np.int64)
+    resolved = Spec(edits=some).resolve(SITES, modules)
+    return BlockKeys(resolved.edits, len(prompt), prompt)
+
+
+def _chain(keys: BlockKeys, num_positions: int) -> list[bytes | None]:
+    return [keys.key(start, start + BLOCK) for start in range(0, num_positions, BLOCK)]
+
+
+@pytest.mark.parametrize(
+    ("edit", "edited"),
+    [
+        pytest.param(Add(V, layer=0), [True, True, True, True], id="all"),
+        pytest.param(Add(V, layer=0, tokens="prompt"), [True, True, False, False], id="prompt"),
+        pytest.param(Add(V, layer=0, tokens="generated"), [False, False, True, True], id="rest"),
+        pytest.param(Add(V, layer=0, tokens=[5]), [False, True, False, False], id="one-position"),
+        pytest.param(Add(V, layer=0, tokens=[-1, 12]), [False, True, False, True], id="two"),
+        pytest.param(Replace([V, W], [2, 9], layer=0), [True, False, True, False], id="replace"),
+        pytest.param(Add(V, layer=0, tokens=[99]), [False] * 4, id="none-that-is-here"),
+    ],
+)
+def test_a_block_has_a_key_where_one_of_its_tokens_is_edited(edit, edited):
+    assert [key is not None for key in _chain(_keys(edit), 16)] == edited
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        pytest.param(Add(V, layer=0), Add(np.array(V), layers=[0]), True, id="same-content"),
+        pytest.param(Add(V, layer=0), Add(V, layer=0, tokens=slice(0, 4)), True, id="same-tokens"),
+        pytest.param(Add(V, layer=0), Add(V, layer=0, tokens="prompt"), True, id="prompt-or-all"),
+        pytest.param(
+            Add(V, layer=0, tokens=Except(TokenIds(1), "generated")), Add(V, layer=0), True,
+            id="picked-by-id",
+        ),
+        pytest.param(
+            Replace([V, W], [1, 9], layer=0), Replace([V, W], [1, 5], layer=0), True,
+            id="a-replacement-that-differs-further-on",
+        ),
+        pytest.param(Add(V, layer=0), Add(W, layer=0), False, id="another-vector"),
+        pytest.param(Add(V, layer=0), Add(V, layer=0, scale=1.5), False, id="another-scale"),
+        pytest.param(Add(V, layer=0), Add(V, layer=1), False, id="another-layer"),
+        pytest.param(Add(V, layer=0), Add(V, "resid_pre", 1), False, id="another-side"),
+        pytest.param(Add(V, layer=0), Ablate(V, layer=0), False, id="another-kind"),
+        pytest.param(Add(V, layer=0), Add(V, layer=0, tokens=[0, 1, 2]), False, id="fewer-tokens"),
+        pytest.param(
+            Add(V, layer=0, tokens=[1]), Add(V, layer=0, tokens=[2]), False, id="another-token"
+        ),
+        pytest.param(
+            Replace([V, W], [1, 2], layer=0), Replace([V, W], [2, 1], layer=0), False,
+            id="rows-the-other-way-round",
+        ),
+    ],
+)  # fmt: skip
+def test_blocks_are_shared_where_the_same_edits_fall_on_the_same_tokens(one, other, same):
+    assert (_keys(one).key(0, BLOCK) == _keys(other).key(0, BLOCK)) is same
+
+
+def test_the_order_of_edits_is_part_of_the_key():
+    add, ablate = Add(V, layer=0), Ablate(W, layer=0)
+    assert _keys(add, ablate).key(0, 4) != _keys(ablate, add).key(0, 4)
+    assert _keys(add, ablate).key(0, 4) != _keys(add).key(0, 4)
+    # But an edit that does not fall on the block is not.
+    late = Ablate(W, layer=0, tokens=[9])
+    assert _keys(add, late).key(0, 4) == _keys(add).key(0, 4)
+
+
+def test_a_block_that_the_prompt_ends_in_depends_on_where():
+    long, short = (_keys(Add(V, layer=0, tokens="prompt"), num_prompt=n) for n in (8, 6))
+    assert long.key(0, 4) == short.key(0, 4)
+    assert long.key(4, 8) != short.key(4, 8)
+
+
+def test_positions_from_the_prompts_end_are_other_tokens_of_another_prompt():
+    long, short = (_keys(Add(V, layer=0, tokens=[-1]), num_prompt=n) for n in (8, 7))
+    assert long.key(4, 8) != short.key(4, 8)
+    assert long.key(0, 4) is short.key(0, 4) is None
+
+
+def test_content_is_the_key_and_names_are_not():
+    array = Array.parse(V, "")
+    modules = {"a": {("resid_post", 0): array}, "b": {("resid_post", 0): Array.parse(W, "")}}
+    again = {"b": {("resid_post", 0): Array(array.shape, array.data)}}
+    by_name = _keys(Add("a"), modules=modules).key(0, 4)
+    assert by_name == _keys(Add("b"), modules=again).key(0, 4) == _keys(Add(V, layer=0)).key(0, 4)
+    assert by_name != _keys(Add("b"), modules=modules).key(0, 4)
+
+
+def _edits_in(program: Program) -> tuple[Any, ...]:
+    """What changes a token's row: a check does not."""
+    edits = ((b, tuple(op for op in ops if op.code != OP_CHECK)) for b, ops in program.taps)
+    return tuple((boundary, ops) for boundary, ops in edits if ops)
+
+
+@given(
+    st.lists(edits(2, 4), min_size=1, max_size=3),
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12),
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12),
+)
+def test_equal_keys_mean_that_the_same_happens_to_each_token(some, one_prompt, other_prompt):
+    resolved = Spec(edits=tuple(some)).resolve(SITES)
+    found = []
+    for prompt in (one_prompt, other_prompt):
+        ids = np.array(prompt, np.int64)
+        program = RequestProgram.compile(
+            resolved, SITES, frozenset(SITES.boundaries), len(ids), ids
+        )
+        taps = [()] * 16
+        for offset, length, one in program.runs(0, 16):
+            taps[offset : offset + length] = [_edits_in(one)] * length
+        blocks = [tuple(taps[start : start + BLOCK]) for start in range(0, 16, BLOCK)]
+        found.append((_chain(BlockKeys(resolved.edits, len(ids), ids), 16), blocks))
+    (keys, blocks), (other_keys, other_blocks) = found
+    for key, block, other_key, other_block in zip(
+        keys, blocks, other_keys, other_blocks, strict=True
+    ):
+        assert (key is None) == (not any(block))
+        if key == other_key:
+            assert block == other_block
+        elif len(some) == 1 and some[0].kind != "replace":
+            # With one edit the key says no more than what happens.
+            assert block != other_block
+
+
+def test_a_block_key_costs_the_distinct_selectors_and_not_the_edits():
+    """256 edits at all of 16 layers, and replacements of 1,000 positions each."""
+    sites = Sites(16, 4, "float32", tuple(range(33)))
+    rows = np.arange(1.0, 4001.0).reshape(1000, 4)
+    adds = [Add([1.0 + i, 0, 0, 0], layers="all", tokens=[i % 16, 700]) for i in range(128)]
+    replaced = [Replace(rows * i, range(1000), layer=i % 16) for i in range(1, 65)]
+    edits = Spec(edits=(*adds, *replaced)).resolve(sites).edits
+    keys = BlockKeys(edits, 1024, np.ones(1024, np.int64))
+    keys.key(0, 16)
+    took = []
+    for start in range(16, 960, 16):
+        started = time.thread_time()
+        assert keys.key(start, start + 16) is not None
+        took.append(time.thread_time() - started)
+    assert sorted(took)[len(took) // 2] < 1e-3

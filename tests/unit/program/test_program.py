@@ -1,0 +1,544 @@
+"""What happens to each token of a request, against its actions one at a time."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.oracle import Edited, edits_at, first_point, known, level_of
+from tests.unit.strategies import VOCAB, is_selected, selectors, specs
+from vllm_scope import Ablate, Add, Clamp, Probe, Read, Replace, Spec, SpecError, TokenIds
+from vllm_scope.program import compiler as compiling
+from vllm_scope.program.compiler import RequestProgram
+from vllm_scope.program.layout import Layout, Widths
+from vllm_scope.program.operations import (
+    OP_ABLATE,
+    OP_ADD,
+    OP_CHECK,
+    OP_DOT,
+    OP_READ,
+    Cost,
+    Op,
+    Program,
+)
+from vllm_scope.request.actions import Action
+from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.sites import SiteLayer, Sites, boundary_of_point, point_of
+
+NUM_LAYERS, HIDDEN_SIZE = 2, 4
+EVERYWHERE = tuple(range(2 * NUM_LAYERS + 1))
+SITES = Sites(NUM_LAYERS, HIDDEN_SIZE, "float32", EVERYWHERE)
+V, W = [1.0, 2.0, 0.0, -1.0], [0.0, 3.0, 0.0, 4.0]
+
+
+def _compile(
+    spec: Spec | Resolved,
+    prompt: Sequence[int],
+    here: tuple[int, ...] = EVERYWHERE,
+    drains: bool = True,
+) -> RequestProgram:
+    ids = np.array(prompt, np.int64)
+    asked = spec.resolve(SITES) if isinstance(spec, Spec) else spec
+    return RequestProgram.compile(asked, SITES, frozenset(here), len(ids), ids, drains)
+
+
+def _spec(*actions: Action) -> Spec:
+    kinds = (Read, Probe, (Add, Ablate, Clamp, Replace))
+    return Spec(*(tuple(a for a in actions if isinstance(a, kind)) for kind in kinds))
+
+
+class Unread:
+    """A prompt that has a length, and ids that nobody may look at."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def _look(self, *args: object, **kwargs: object) -> None:
+        raise AssertionError("looked at")
+
+    __array__ = __iter__ = __getitem__ = _look
+
+
+def test_the_ids_of_a_prompt_are_looked_at_where_a_selector_may_pick_by_them():
+    uniform = [
+        Read("embed", tokens="generated"),
+        Probe(V, layer=0, name="p"),
+        Add(V, layer=0, tokens="prompt"),
+    ]
+    asked = _spec(*uniform).resolve(SITES)
+    assert isinstance(asked.ids_of(Unread()), Unread)
+    program = RequestProgram.compile(asked, SITES, frozenset(EVERYWHERE), 3, Unread())
+    assert [length for _, length, _ in program.runs(0, 5)] == [3, 2]
+    for selector in (asked.edits[0].tokens, asked.reads[0].tokens):
+        selector.check_decided(3, Unread(), 10, "tokens")
+        assert selector.first_position(3, Unread()) in (0, 3)
+    other = _spec(*uniform, Read("embed", tokens=TokenIds(7))).resolve(SITES)
+    assert other.ids_of([7, 8, 7]).tolist() == [7, 8, 7]
+    with pytest.raises(AssertionError, match="looked at"):
+        other.ids_of(Unread())
+
+
+def _same_edits(ops: list[Op], expected: list[Edited]) -> bool:
+    return len(ops) == len(expected) and all(
+        (op.code, op.a, op.b) == (code, a, b)
+        and op.vector is not None
+        and np.allclose(op.vector.numpy, v, rtol=1e-6)
+        for op, (code, a, b, v) in zip(ops, expected, strict=True)
+    )
+
+
+@dataclass
+class Walked:
+    """A program, walked: what each row and score sees, and all edits of a boundary.
+
+    Attributes:
+        check: the boundary at whose end the row is checked.
+    """
+
+    points: dict[int, list[Op]]
+    scores: dict[int, tuple[Op, int, list[Op]]]
+    edits: dict[int, list[Op]]
+    check: int | None = None
+
+
+def _walk(program: Program | None) -> Walked:
+    found = Walked({}, {}, {})
+    for boundary, ops in program.taps if program is not None else ():
+        applied: list[Op] = []
+        for op in ops:
+            if op.code == OP_READ:
+                point = program.layout.points[op.at]
+                assert boundary_of_point(point) == boundary
+                assert point not in found.points
+                found.points[point] = list(applied)
+            elif op.code == OP_DOT:
+                at, number = program.layout.scores[op.at]
+                assert (at, number not in found.scores) == (boundary, True)
+                found.scores[number] = (op, boundary, list(applied))
+            elif op.code == OP_CHECK:
+                assert found.check is None
+                assert op is ops[-1]
+                found.check = boundary
+            else:
+                applied.append(op)
+        found.edits[boundary] = applied
+    if program is not None:
+        assert sorted(found.points) == list(program.layout.points)
+        assert sorted((b, n) for n, (_, b, _) in found.scores.items()) == list(
+            program.layout.scores
+        )
+    return found
+
+
+def _check_token(
+    program: Program | None,
+    asked: Resolved,
+    position: int,
+    prompt: Sequence[int],
+    here: tuple[int, ...],
+    all_points: set[int],
+) -> None:
+    """One token's program does what its actions say, and nothing else."""
+    walked = _walk(program)
+    due_points, due_scores = set(), set()
+    for read in asked.reads:
+        for stream in read.streams:
+            boundary = SITES.boundary_of(stream)
+            if boundary not in here or not known(read.tokens, position, prompt)[1]:
+                continue
+            # The front-end takes the highest point that is known, from the named one down.
+            point = SITES.point_of(stream, read.when)
+            point = max(p for p in all_points if point_of(boundary, 0) <= p <= point)
+            assert point == first_point(asked, SITES, stream, read.when)
+            due_points.add(point)
+            level = level_of(SITES, stream, read.when)
+            expected = edits_at(asked, SITES, boundary, level, position, prompt)
+            assert _same_edits(walked.points[point], expected)
+    for number, probe in enumerate(asked.probes):
+        boundary = SITES.boundary_of(probe.stream)
+        if boundary in here and known(probe.tokens, position, prompt)[1]:
+            due_scores.add(number)
+            op, at, applied = walked.scores[number]
+            level = level_of(SITES, probe.stream)
+            expected = edits_at(asked, SITES, boundary, level, position, prompt)
+            assert _same_edits(applied, expected)
+            assert (at, op.vector, op.a) == (boundary, probe.weight, probe.bias)
+    checked = bool(asked.edits) and EVERYWHERE[-1] in here
+    assert walked.check == (EVERYWHERE[-1] if checked else None)
+    assert set(walked.points) == due_points
+    assert set(walked.scores) == due_scores
+    for boundary in EVERYWHERE:
+        expected = edits_at(asked, SITES, boundary, 2, position, prompt) if boundary in here else []
+        assert _same_edits(walked.edits.get(boundary, []), expected)
+
+
+def _by_position(program: RequestProgram, first: int, count: int) -> list[Program | None]:
+    found: list[Program | None] = [None] * count
+    for offset, length, one in program.runs(first, count):
+        assert found[offset : offset + length] == [None] * length
+        found[offset : offset + length] = [one] * length
+    return found
+
+
+_PROMPTS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)
+_HERE = st.sampled_from([EVERYWHERE, (0, 1, 2), (2, 3), (4,)])
+
+
+@given(specs(NUM_LAYERS), _PROMPTS, _HERE, st.data())
+def test_each_token_gets_its_actions_whatever_the_chunks(spec, prompt, here, data):
+    asked = spec.resolve(SITES)
+    program = _compile(spec, prompt, here)
+    num_positions = len(prompt) + 6
+    whole = _by_position(program, 0, num_positions)
+    all_points = {p for one in whole if one is not None for p in one.layout.points}
+    for position, one in enumerate(whole):
+        _check_token(one, asked, position, prompt, here, all_points)
+    first = 0
+    while first < num_positions:
+        count = data.draw(st.integers(1, num_positions - first))
+        assert _by_position(program, first, count) == whole[first : first + count]
+        first += count
+    assert set(program.all_programs(num_positions)) == {one for one in whole if one is not None}
+    if program.generated_is_uniform:
+        assert set(whole[len(prompt) :]) == {program.generated_superset()}
+    # Of a request with vectors plan.py holds all of these.
+    distinct = {one for one in (*whole, program.generated_superset()) if one is not None}
+    vectors = {vector.digest for one in distinct for vector in one.vectors}
+    takes = Cost(len(vectors), len(distinct), sum(one.num_ops for one in distinct))
+    assert takes == program.cost(num_positions)
+
+
+@given(specs(NUM_LAYERS), _PROMPTS)
+def test_a_rank_that_delivers_nothing_edits_like_the_others(spec, prompt):
+    silent = _compile(spec, prompt, drains=False)
+    assert silent.empty == (not spec.edits)
+    loud = _by_position(_compile(spec, prompt), 0, len(prompt) + 4)
+    for one, other in zip(_by_position(silent, 0, len(prompt) + 4), loud, strict=True):
+        walked = _walk(one)
+        assert not walked.points
+        assert not walked.scores
+        whole = _walk(other)
+        assert {b: ops for b, ops in walked.edits.items() if ops} == {
+            b: ops for b, ops in whole.edits.items() if ops
+        }
+        assert walked.check == whole.check
+
+
+@given(specs(NUM_LAYERS, only_reads=True), st.lists(selectors(), max_size=2), _PROMPTS, st.data())
+def test_what_turns_out_to_be_asked_for_is_always_delivered(spec, probed, prompt, data):
+    probes = tuple(Probe(V, layer=0, name=f"{i}", tokens=s) for i, s in enumerate(probed))
+    asked = Spec(spec.reads, probes).resolve(SITES)
+    program = _compile(asked, prompt)
+    ids = [*prompt, *data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=6))]
+    superset = program.generated_superset()
+    for position, one in enumerate(_by_position(program, 0, len(ids))):
+        # Where positions are guessed, every generated token gets the superset.
+        for walked in (_walk(one), *([_walk(superset)] if position >= len(prompt) else [])):
+            for item in (*asked.reads, *asked.probes):
+                form = item.tokens.to_json()
+                if not is_selected(form, position, len(prompt), ids[position], len(ids)):
+                    continue
+                for stream in getattr(item, "streams", ()):
+                    assert point_of(SITES.boundary_of(stream), 0) in walked.points
+                if hasattr(item, "name"):
+                    assert int(item.name) in walked.scores
+
+
+# Points and layouts
+
+
+@pytest.mark.parametrize(
+    ("actions", "points"),
+    [
+        pytest.param([Read("resid_post", 0)], [(2, 0)], id="nothing-edits"),
+        pytest.param(
+            [Read("resid_post", 0), Read("resid_pre", 1), Read("resid_pre", 1, when="before")],
+            [(2, 0)], id="three-names-of-one-row",
+        ),
+        pytest.param(
+            [Read("resid_post", 0), Add(V, layer=0)], [(2, 1)], id="after-an-edit-of-its-own-site"
+        ),
+        pytest.param(
+            [Read("resid_post", 0, when="before"), Add(V, layer=0)], [(2, 0)], id="before-it"
+        ),
+        pytest.param(
+            [Read("resid_post", 0), Read("resid_post", 0, when="before"), Add(V, layer=0)],
+            [(2, 0), (2, 1)], id="on-both-sides",
+        ),
+        pytest.param(
+            [Read("resid_pre", 1), Add(V, layer=0)], [(2, 1)], id="the-next-entry-sees-the-edit"
+        ),
+        pytest.param(
+            [Read("resid_post", 0), Add(V, "resid_pre", 1)], [(2, 0)],
+            id="an-exit-does-not-see-the-next-entry's-edit",
+        ),
+        pytest.param(
+            [Read("resid_post", 0), Read("resid_pre", 1), Add(V, "resid_pre", 1)],
+            [(2, 0), (2, 2)], id="around-the-entry's-edit",
+        ),
+        pytest.param(
+            [Read("resid_post", 0, when="before"), Read("resid_post", 0), Read("resid_pre", 1),
+             Add(V, layer=0), Add(V, "resid_pre", 1)],
+            [(2, 0), (2, 1), (2, 2)], id="all-three",
+        ),
+        pytest.param(
+            [Read("resid_pre", 1, when="before"), Add(V, layer=0), Add(V, "resid_pre", 1)],
+            [(2, 1)], id="between-the-two",
+        ),
+        pytest.param([Read("embed"), Add(V, "embed")], [(0, 1)], id="the-embedding"),
+        pytest.param(
+            [Read("resid_pre", 0), Add(V, "embed")], [(0, 1)], id="the-first-entry-after-it"
+        ),
+        pytest.param([Read("resid_mid", 0), Add(V, "resid_mid", 0)], [(1, 1)], id="the-middle"),
+        pytest.param([Read("resid_post", 1), Add(V, layer=0)], [(4, 0)], id="an-edit-elsewhere"),
+    ],
+)  # fmt: skip
+def test_a_row_is_read_once_at_the_first_point_that_sees_it_so(actions, points):
+    program = _compile(_spec(*actions), [1, 1, 1])
+    ((_, count, one),) = program.runs(0, 5)
+    assert count == 5
+    assert one.layout.points == tuple(point_of(*place) for place in points)
+
+
+def test_where_a_read_looks_does_not_depend_on_which_tokens_an_edit_takes():
+    # Or a request's rows of one stream would lie under two points.
+    program = _compile(_spec(Read("resid_post", 0), Add(V, layer=0, tokens=[1])), [1, 1, 1])
+    layouts = {one.layout for _, _, one in program.runs(0, 5)}
+    assert layouts == {Layout((point_of(2, 1),))}
+    assert [(o, n) for o, n, _ in program.runs(0, 5)] == [(0, 1), (1, 1), (2, 3)]
+
+
+def test_edits_of_a_site_apply_in_the_order_given():
+    spec = _spec(Ablate(V, layer=0), Add(W, layer=0), Ablate(V, layer=0))
+    ((_, _, program),) = _compile(spec, [1]).runs(0, 1)
+    (_, ops), (last, checks) = program.taps
+    assert [op.code for op in ops] == [OP_ABLATE, OP_ADD, OP_ABLATE]
+    assert (last, [op.code for op in checks]) == (EVERYWHERE[-1], [OP_CHECK])
+
+
+def test_a_layout_is_rows_and_then_scores():
+    spec = _spec(
+        Read("resid_post", [0, 1]), Read("embed"),
+        *(Probe(V, layer=i % 2, name=f"{i}") for i in range(5)),
+    )  # fmt: skip
+    ((_, _, program),) = _compile(spec, [1]).runs(0, 1)
+    points = tuple(point_of(b, 0) for b in (0, 2, 4))
+    assert program.layout == Layout(points, ((2, 0), (2, 2), (2, 4), (4, 1), (4, 3)))
+    # Five scores of 4 bytes take two slots.
+    assert [program.layout.slots(Widths((16 * n,))) for n in (1, 7)] == [3 + 2, 21 + 2]
+    assert program.layout.at(2) == Layout((points[1],), ((2, 0), (2, 2), (2, 4)))
+    assert program.layout.at(3) == Layout()
+    assert Layout().slots(Widths((112,))) == 0
+    at = {op.at: op.vector for _, ops in program.taps for op in ops if op.code == OP_DOT}
+    assert sorted(at) == [0, 1, 2, 3, 4]
+
+
+def test_the_rows_of_a_replacement_go_to_their_positions():
+    rows = [[float(i), 0, 0, 1] for i in range(3)]
+    program = _compile(_spec(Replace(rows, [4, -1, 0], layer=0)), [1, 1, 1])
+    found = [(o, n, p.taps[0][1][0].vector) for o, n, p in program.runs(0, 6)]
+    rows_of = [(o, n, None if v is None else v.numpy[0]) for o, n, v in found]
+    assert rows_of == [(0, 1, 2), (1, 1, None), (2, 1, 1), (3, 1, None), (4, 1, 0), (5, 1, None)]
+
+
+# What it costs
+
+
+@pytest.mark.parametrize(
+    ("actions", "cost"),
+    [
+        pytest.param([Read("embed")], Cost(0, 1, 1), id="a-read"),
+        pytest.param([Read("resid_post", [0, 1], "prompt")], Cost(0, 1, 2), id="two-layers"),
+        # With an edit, each token is checked once, at the last tap.
+        pytest.param([Add(V, layer=0)], Cost(1, 1, 1 + 1), id="an-edit"),
+        pytest.param([Add(V, layer=[0, 1])], Cost(1, 1, 2 + 1), id="one-vector-at-two-layers"),
+        pytest.param([Add([V, W], layer=[0, 1])], Cost(2, 1, 2 + 1), id="two-vectors"),
+        pytest.param(
+            [Add(V, layer=0), Add(V, layer=0, tokens="prompt")], Cost(1, 2, 3 + 2), id="two-phases"
+        ),
+        pytest.param(
+            [Ablate(V, layer=0), Ablate(np.array(V) * 2, layer=1)], Cost(1, 1, 2 + 1),
+            id="one-direction-of-two-lengths",
+        ),
+        pytest.param([Replace([V, W], [0, 1], layer=0)], Cost(2, 3, 2 + 3), id="two-rows"),
+        pytest.param([Replace(V, [50], layer=0)], Cost(0, 1, 0 + 1), id="past-the-end"),
+        pytest.param(
+            [Probe(V, layer=0, name="a"), Probe(V, layer=0, name="b"), Clamp(V, 0, 1, layer=0)],
+            Cost(2, 1, 3 + 1), id="probes-and-a-clamp",
+        ),
+    ],
+)  # fmt: skip
+def test_a_request_costs_distinct_vectors_programs_and_their_operations(actions, cost):
+    assert _compile(_spec(*actions), [1, 1, 1]).cost(10) == cost
+
+
+@pytest.mark.parametrize(
+    ("actions", "cost"),
+    [
+        pytest.param([Replace([V, W, V], [0, 1, 2], layer=0)], Cost(2, 3, 2 + 3), id="equal-rows"),
+        pytest.param([Read("embed"), Read("embed", tokens=[0])], Cost(0, 1, 1), id="read-twice"),
+    ],
+)
+def test_a_program_that_tokens_get_for_two_reasons_is_paid_for_once(actions, cost):
+    assert _compile(_spec(*actions), [1, 1, 1]).cost(10) == cost
+
+
+def test_a_cost_fits_where_each_of_its_parts_does():
+    most = Cost(2, 3, 4)
+    assert Cost(2, 3, 4).fits(most)
+    assert not any(c.fits(most) for c in (Cost(3, 0, 0), Cost(0, 4, 0), Cost(0, 0, 5)))
+    assert Cost(1, 1, 1) + Cost(1, 2, 3) == most
+
+
+@pytest.mark.parametrize(
+    ("actions", "has", "uniform"),
+    [
+        ([Read("embed")], False, True),
+        ([Read("embed", tokens=[0])], False, False),
+        ([Read("embed", tokens="last")], False, False),
+        ([Probe(V, layer=0, name="p", tokens="generated")], True, True),
+        ([Add(V, layer=0)], True, True),
+        ([Read("embed"), Add(V, layer=0, tokens=[0])], True, False),
+        ([Replace(V, [0], layer=0)], True, False),
+    ],
+)
+def test_a_request_knows_what_it_needs(actions, has, uniform):
+    program = _compile(_spec(*actions), [1, 1])
+    assert (program.has_vectors, program.generated_is_uniform) == (has, uniform)
+    assert not program.empty
+
+
+NOTHING_HERE = [
+    pytest.param((Read("resid_post", 1),), (0, 1), True, id="a-read-of-another-stage"),
+    pytest.param((Add(V, layer=0), Read("embed")), (1,), True, id="edits-of-another-stage"),
+    pytest.param((Read("embed"),), EVERYWHERE, False, id="reads-on-a-rank-that-delivers-nothing"),
+]
+
+
+@pytest.mark.parametrize(("actions", "here", "drains"), NOTHING_HERE)
+def test_a_request_may_have_nothing_to_do_on_a_worker(actions, here, drains):
+    program = _compile(_spec(*actions), [1, 1], here, drains)
+    assert program.empty
+    assert not program.has_vectors
+    assert program.generated_is_uniform
+
+
+@pytest.mark.parametrize(("actions", "here", "drains"), NOTHING_HERE)
+def test_a_request_with_nothing_to_do_on_a_worker_has_no_programs_there(actions, here, drains):
+    program = _compile(_spec(*actions), [1, 1], here, drains)
+    assert program.runs(0, 5) == []
+    assert program.all_programs(9) == []
+    assert program.generated_superset() is None
+    assert program.cost(9) == Cost()
+
+
+def test_a_stream_is_at_its_boundary():
+    streams: dict[SiteLayer, int] = {
+        ("embed", 0): 0, ("resid_pre", 0): 0, ("resid_mid", 0): 1, ("resid_post", 0): 2,
+        ("resid_pre", 1): 2, ("resid_mid", 1): 3, ("resid_post", 1): 4,
+    }  # fmt: skip
+    assert {stream: SITES.boundary_of(stream) for stream in streams} == streams
+
+
+def test_token_ids_are_looked_up_in_the_prompt_alone():
+    program = _compile(_spec(Read("embed", tokens=TokenIds(7))), [7, 1, 7])
+    assert [(o, n) for o, n, _ in program.runs(0, 6)] == [(0, 1), (2, 4)]
+
+
+def test_programs_are_remembered_up_to_so_many_bytes_of_all_specs(monkeypatch):
+    monkeypatch.setattr(compiling, "REMEMBERED_BYTES", 1 << 20)
+    monkeypatch.setattr(compiling, "programs", compiling._Programs())
+    sites = Sites(2, 4, "float32", (0, 2, 4))
+    here, ids = frozenset((0, 2, 4)), np.ones(64, np.int64)
+    kept = []
+    for n in range(24):
+        rows = np.arange(n, n + 256.0).reshape(64, 4) + 1
+        asked = Spec(edits=(Replace(rows, range(64), layer=1),)).resolve(sites)
+        program = RequestProgram.compile(asked, sites, here, 64, ids)
+        if n == 2:
+            tracemalloc.start()
+        first = program.all_programs(64)
+        assert len(first) == 64
+        assert program.all_programs(64) == first
+        kept.append(asked)
+        assert compiling.programs.num_bytes <= 1 << 20
+    # Those that went are built again.
+    again = RequestProgram.compile(kept[0], sites, here, 64, ids)
+    assert len(again.all_programs(64)) == 64
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < 3 << 20
+
+
+@pytest.mark.parametrize(
+    ("bits", "layers", "probes", "words"),
+    [
+        pytest.param(12, [0], False, "in more than 1,024 different ways", id="programs"),
+        pytest.param(10, "all", False, "and edits together; at most 16,384", id="operations"),
+        pytest.param(10, [0], True, "in more than 512 different ways", id="with-vectors"),
+        pytest.param(9, "all", True, "and edits together; at most 8,192", id="ops-with-vectors"),
+    ],
+)
+def test_a_request_whose_tokens_are_treated_in_too_many_ways_builds_nothing(
+    bits, layers, probes, words, monkeypatch
+):
+    sites = Sites(32, 4, "float32", tuple(range(65)))
+    reads = [
+        Read("resid_post", layers, tokens=[p for p in range(4096) if p >> bit & 1])
+        for bit in range(bits)
+    ]
+    probes = [
+        Probe(V, layer=i % 32, name=str(i), tokens=r.tokens)
+        for i, r in enumerate(reads[: bits * probes])
+    ]
+    asked = _spec(*reads, *probes).resolve(sites)
+    monkeypatch.setattr(compiling, "assemble", lambda *_: pytest.fail("built"))
+    ids = np.ones(4096, np.int64)
+    program = RequestProgram.compile(asked, sites, frozenset(sites.boundaries), 4096, ids)
+    started = time.thread_time()
+    with pytest.raises(SpecError, match=words):
+        program.all_programs(4200)
+    assert time.thread_time() - started < 0.1
+
+
+def test_programs_go_with_the_spec_that_they_are_of():
+    """And then nothing holds its vectors: one of 64 MB is counted as its programs alone."""
+    sites = Sites(2, 1 << 20, "float32", (0, 2, 4))
+    here, ids = frozenset((0, 2, 4)), np.ones(4, np.int64)
+    edit = Add(np.ones((2, 1 << 20), np.float32), layers=[0, 1], tokens=[0])
+    asked = Spec(edits=(edit,)).resolve(sites)
+    program = RequestProgram.compile(asked, sites, here, 4, ids)
+    assert len(program.all_programs(4)) == 2
+    held = weakref.ref(asked.edits[0].values), weakref.ref(program._compiled)
+    del edit, asked, program
+    assert [one() for one in held] == [None, None]
+
+
+def test_a_long_replacement_is_not_built_before_its_rows_are_counted(monkeypatch):
+    sites = Sites(2, 4, "float32", (0, 2, 4))
+    rows = np.arange(1.0, 1.0 + 4 * 60_000).reshape(-1, 4)
+    asked = Spec(edits=(Replace(rows, range(60_000), layer=1),)).resolve(sites)
+    monkeypatch.setattr(compiling, "Op", lambda *_: pytest.fail("built"))
+    ids = np.ones(60_000, np.int64)
+    program = RequestProgram.compile(asked, sites, frozenset((0, 2, 4)), 60_000, ids)
+    with pytest.raises(SpecError, match="in more than"):
+        program.all_programs(60_001)
+
+
+def test_a_direction_for_all_layers_is_normalised_once():
+    sites = Sites(32, 4, "float32", tuple(range(65)))
+    asked = Spec(edits=(Ablate(V, layers="all"), Clamp(V, 0, 1, layers="all"))).resolve(sites)
+    ids = np.ones(4, np.int64)
+    program = RequestProgram.compile(asked, sites, frozenset(sites.boundaries), 4, ids)
+    (one,) = program.all_programs(4)
+    ops = [op for _, ops in one.taps for op in ops if op.vector is not None]
+    assert len(ops) == 64
+    assert len({id(op.vector) for op in ops}) == 2

@@ -1,0 +1,329 @@
+"""Rows of several widths in one token: each comes back as its tap saw it, whatever is
+read beside it, raw and encoded, whole programs and tap by tap, in memory and at sinks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.strategies import selectors
+from vllm_scope import Add, Probe, Read, Spec, SpecError
+from vllm_scope.batch.by_request import by_key, by_layout
+from vllm_scope.codecs.packed import packing_of
+from vllm_scope.engine.worker.canary import silent_taps
+from vllm_scope.graph.tap.definition import tap_rows
+from vllm_scope.graph.tap.tables import Tables
+from vllm_scope.program.compiler import RequestProgram
+from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, boundaries_of
+from vllm_scope.request.encoding import Encoding
+from vllm_scope.request.sites import (
+    INNER_SITES,
+    KINDS,
+    SITES,
+    STREAM_SITES,
+    Heads,
+    Sites,
+    boundary_of,
+    kind_of,
+    kind_of_point,
+    point_of,
+)
+from vllm_scope.results.buffer import Pending, pieces_of
+from vllm_scope.sinks import RequestInfo
+from vllm_scope.sinks.request import Delivery
+from vllm_scope.worker.packer import Packer
+from vllm_scope.worker.plan import Planner, StepBatch
+
+CPU = torch.device("cpu")
+NUM_LAYERS, HIDDEN_SIZE = 2, 6
+EVERYWHERE = tuple(sorted(
+    {boundary_of((site, k)) for site in SITES[1:] for k in range(NUM_LAYERS)}
+))  # fmt: skip
+HEADS = Heads(num_heads=4, num_kv_heads=2, head_size=3, head_size_v=5)
+#: Three rows of each request: a step of one prompt, or of three decodes.
+TOKENS = 3
+
+points_of_any_kind = st.sets(
+    st.sampled_from([point_of(b, 0) for b in EVERYWHERE] + [point_of(2, 1), point_of(2, 2)])
+).map(lambda some: tuple(sorted(some)))
+
+
+sizes = st.integers(1, 70)
+kinds = st.integers(0, len(KINDS) - 1)
+
+
+@st.composite
+def layouts(draw: Any) -> Layout:
+    scores = draw(st.sets(st.tuples(st.sampled_from([0, 2, 3]), st.integers(0, 9)), max_size=6))
+    encoded = tuple(
+        (Encoding(f"{kind} {size}", size), points)
+        for kind, size in draw(st.sets(st.tuples(kinds, sizes), max_size=3))
+        if (points := tuple(p for p in draw(points_of_any_kind) if kind_of_point(p) == kind))
+    )  # fmt: skip
+    return Layout(draw(points_of_any_kind), tuple(sorted(scores)), encoded)
+
+
+@settings(max_examples=100, deadline=None)
+@given(layouts(), st.lists(sizes, min_size=len(KINDS), max_size=len(KINDS)))
+def test_no_two_parts_of_a_token_share_a_slot_and_none_is_spare(layout, row_bytes):
+    widths = Widths(tuple(row_bytes))
+    for one in (layout, layout.arena, *(layout.at(b) for b in boundaries_of(layout))):
+        taken: list[int] = []
+        for point, first in one.row_slots(widths).items():
+            assert one.slot_of(point, widths) == first
+            taken += range(first, first + -(-row_bytes[kind_of_point(point)] // SLOT_BYTES))
+        taken += range(one.score_slot(widths), one.plain_slots(widths))
+        assert 4 * len(one.scores) <= SLOT_BYTES * (
+            one.plain_slots(widths) - one.score_slot(widths)
+        )
+        for encoding, points, first, num_slots in one.encoded_at(widths):
+            assert num_slots * SLOT_BYTES >= encoding.row_bytes
+            taken += range(first, first + len(points) * num_slots)
+        assert sorted(taken) == list(range(one.slots(widths)))
+
+
+def sites_of(dtype: str) -> Sites:
+    return Sites(NUM_LAYERS, HIDDEN_SIZE, dtype, EVERYWHERE, HEADS)
+
+
+def test_a_layer_has_six_places_beside_the_stream_and_all_are_distinct():
+    streams = [(site, layer) for site in INNER_SITES for layer in range(300)]
+    places = [boundary_of(stream) for stream in streams]
+    assert len({*places, *range(601)}) == len(places) + 601
+    assert [KINDS[kind_of(place)] for place in places] == [site for site, _ in streams]
+    assert {kind_of(boundary_of((site, 299))) for site in STREAM_SITES} == {0}
+    sites = sites_of("float32")
+    assert {s: sites.row_shape(s) for s in ("embed", *INNER_SITES)} == {
+        "embed": (6,), "q": (4, 3), "k": (2, 3), "v": (2, 5), "z": (4, 5),
+        "attn_out": (6,), "mlp_out": (6,),
+    }  # fmt: skip
+    assert sites.row_sizes == (6, 12, 6, 10, 20, 6, 6)
+    attention = tuple(b for b in EVERYWHERE if kind_of(b) <= KINDS.index("z"))
+    assert replace(sites, boundaries=attention).row_sizes == (6, 12, 6, 10, 20)
+    # Where no heads are known, none are tapped.
+    branches = (2, boundary_of(("attn_out", 0)))
+    assert Sites(NUM_LAYERS, HIDDEN_SIZE, "float32", branches).row_sizes == (6, 0, 0, 0, 0, 6)
+    assert sites.point_of(("q", 1), "after") == sites.point_of(("q", 1), "before")
+
+
+_READS = st.lists(
+    st.builds(
+        Read,
+        st.sampled_from([site for site in SITES if site != "embed"]),
+        st.sampled_from([[0], [1], [0, 1]]),
+        selectors(),
+        codec=st.sampled_from([None, None, "int8", "fp16", {"name": "topk8", "k": 2}]),
+    ),
+    min_size=1,
+    max_size=6,
+)
+_PROBES = st.lists(st.integers(0, NUM_LAYERS - 1), max_size=5)
+
+
+@st.composite
+def specs(draw: Any) -> Spec:
+    probes = tuple(
+        Probe(torch.full((HIDDEN_SIZE,), i + 1.0), layer=layer, name=f"p{i}")
+        for i, layer in enumerate(draw(_PROBES))
+    )
+    reads, known = [], {}
+    for read in draw(_READS):  # a stream has one codec
+        if all(known.setdefault((read.site, k), read.codec) == read.codec for k in read.layers):
+            reads.append(read)
+    return Spec(tuple(reads), probes)
+
+
+class Step:
+    """One prefill step of some requests: taps, packer, and what front-ends and sinks get."""
+
+    def __init__(self, asked: list[Spec], dtype: torch.dtype, seed: int) -> None:
+        self.sites = sites_of(str(dtype).removeprefix("torch."))
+        self.dtype, self.widths = dtype, Widths(
+            tuple(size * dtype.itemsize for size in self.sites.row_sizes)
+        )  # fmt: skip
+        self.tables = Tables(EVERYWHERE, 64, HIDDEN_SIZE, self.widths, CPU, 0.01, 64, 2048)
+        planner = Planner(self.tables)
+        self.asked = [spec.resolve(self.sites) for spec in asked]
+        ids = np.arange(5, 5 + TOKENS)
+        for key, resolved in enumerate(self.asked):
+            program = RequestProgram.compile(
+                resolved, self.sites, frozenset(EVERYWHERE), TOKENS, ids
+            )
+            planner.add_request(f"r{key}", key, program, TOKENS + 1)
+        starts = np.arange(len(asked) + 1) * TOKENS
+        names = [f"r{key}" for key in range(len(asked))]
+        self.plan, failures = planner.begin_step(StepBatch(names, starts, starts[:-1] * 0))
+        assert not failures
+        torch.manual_seed(seed)
+        num_rows = len(asked) * TOKENS
+        #: Rows are slices of wider ones, as v is of what the projection gives.
+        self.hidden = {
+            boundary: torch.randn(num_rows, size + 7).to(dtype)[:, 3 : 3 + size]
+            for boundary in EVERYWHERE
+            for size in [self.sites.row_sizes[kind_of(boundary)]]
+        }
+        self.pending = [
+            Pending(key, resolved, self.sites, ids.tolist(), 1, 1)
+            for key, resolved in enumerate(self.asked)
+        ]
+        info = RequestInfo(0, "", "", tuple(ids.tolist()))
+        self.at_sinks = [
+            Delivery(info, resolved, "memory", self.sites, EVERYWHERE) for resolved in self.asked
+        ]
+        self.blocks: list[dict[tuple[str, int], Any]] = [{} for _ in asked]
+        self.packer = Packer(dtype, CPU, self.widths)
+
+    def tap(self, boundary: int, arena: torch.Tensor, base: int, per_token: int) -> None:
+        tables, tap = self.tables, EVERYWHERE.index(boundary)
+        tap_rows(
+            self.hidden[boundary], None, arena, tables.tokens, tables.programs, tables.ops,
+            tables.vectors, tables.numbers[tap], tables.host, base, per_token,
+        )  # fmt: skip
+
+    def arena(self, num_slots: int) -> torch.Tensor:
+        return torch.full((num_slots, SLOT_BYTES // self.dtype.itemsize), torch.nan).to(self.dtype)
+
+    def run(self, tap_by_tap: bool) -> None:
+        plan = self.plan
+        if plan is None:
+            return
+        assert plan.num_slots == sum(
+            plan.labels.layouts[i].arena.slots(self.widths) for i in plan.labels.layout_of
+        )
+        if not tap_by_tap:
+            arena = self.arena(plan.num_slots + 5)
+            self.tables.load_step(plan.rows, plan.program_ids, plan.owners, plan.offsets + 2)
+            for boundary in EVERYWHERE:
+                self.tap(boundary, arena, 0, 0)
+            assert arena[:2].isnan().all()
+            assert arena[-3:].isnan().all()
+            self.deliver(arena[2:-3], None)
+            return
+        numbers = np.cumsum(plan.delivers) - plan.delivers
+        self.tables.load_step(plan.rows, plan.program_ids, plan.owners, numbers)
+        for boundary in EVERYWHERE:
+            here = [layout.arena.at(boundary) for layout in plan.labels.layouts]
+            most = max(layout.slots(self.widths) for layout in here)
+            if most:
+                arena = self.arena(1 + most * len(plan.labels.rows))
+                self.tap(boundary, arena, 1, most)
+                assert arena[:1].isnan().all()
+                self.deliver(arena[1:], boundary)
+
+    def deliver(self, region: torch.Tensor, boundary: int | None) -> None:
+        labels = self.plan.labels
+        slots = region.view(torch.uint8)
+        if labels.encodes:
+            slots = torch.full(
+                (self.packer.num_slots(labels, boundary), SLOT_BYTES), 7, dtype=torch.uint8
+            )
+            self.packer.pack(region, labels, boundary, slots)
+        for layout, tokens, data in by_layout(
+            labels.layouts, labels.layout_of, boundary, self.widths, slots
+        ):
+            local = layout if boundary is None else layout.at(boundary)
+            pieces = pieces_of(layout, local, data, self.widths)
+            numbered = np.stack([labels.positions[tokens], tokens])
+            for key, some in by_key(labels.keys[tokens]):
+                self.pending[key].add(pieces, numbered, some)
+                positions = numbered[0, some]
+                arrival = self.at_sinks[key].arrival(local, positions, data[some], self.widths)
+                if arrival is not None:
+                    for block in self.at_sinks[key].live_blocks(arrival):
+                        named = self.blocks[key].setdefault((block.site, block.layer), {})
+                        if block.probe is None:
+                            named |= dict(zip(positions.tolist(), block.rows, strict=True))
+
+    def expected(self, key: int, site: str, layer: int) -> torch.Tensor:
+        """[TOKENS, numbers of a row], as its tap saw them; then as its codec leaves them."""
+        rows = self.hidden[boundary_of((site, layer))][key * TOKENS :][:TOKENS]
+        encoding = next(
+            read.encoding for read in self.asked[key].reads if (site, layer) in read.streams
+        )
+        if encoding is None:
+            return rows
+        codec = packing_of(encoding).codec
+        return codec.decode(codec.encode(rows), TOKENS)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(specs(), min_size=1, max_size=3),
+    st.sampled_from([torch.float32, torch.bfloat16]), st.booleans(), st.integers(0, 1 << 20),
+)  # fmt: skip
+def test_every_row_comes_back_as_its_tap_saw_it(asked, dtype, tap_by_tap, seed):
+    step = Step(asked, dtype, seed)
+    step.run(tap_by_tap)
+    for key, pending in enumerate(step.pending):
+        pending.finish(0, None)
+        result = pending.snapshot([9], "length")
+        assert (result.status, result.dropped) == ("complete", 0)
+        for site, layer in result.keys():
+            positions = result.positions(site, layer)
+            expected = step.expected(key, site, layer)[positions]
+            rows = result[site, layer]
+            assert rows.shape == (len(positions), *step.sites.row_shape(site))
+            assert torch.equal(rows.flatten(1), expected)
+            at_sink = step.blocks[key].get((site, layer), {})
+            for position, row in zip(positions.tolist(), expected, strict=True):
+                assert torch.equal(at_sink[position], row)
+        for probe in step.asked[key].probes:
+            rows = step.hidden[boundary_of(probe.stream)][key * TOKENS :][:TOKENS]
+            expected = rows.float() @ torch.from_numpy(probe.weight.numpy.copy())
+            torch.testing.assert_close(result.scores[probe.name], expected)
+
+
+@pytest.mark.parametrize("deaf", ["q", "v", "z", "resid_post"])
+def test_the_canary_names_a_tap_that_wrote_nothing_whatever_its_width(deaf):
+    step = Step([Spec((Read("resid_post", 0),))], torch.float32, 0)
+    silent = boundary_of((deaf, 1))
+    num_slots = sum(step.widths.row_slots[kind_of(boundary)] for boundary in EVERYWHERE)
+    arena = step.arena(num_slots + 3)
+
+    def forward(plan: Any) -> None:
+        plan()
+        for boundary in EVERYWHERE:
+            if boundary != silent:
+                step.tap(boundary, arena, 0, 0)
+
+    found = silent_taps(EVERYWHERE, step.widths, step.tables, arena[3:], 3, False, forward)
+    assert found == [silent]
+
+
+@pytest.mark.parametrize("site", INNER_SITES)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda site: Add([1.0] * 6, site=site, layer=0), id="edit"),
+        pytest.param(lambda site: Probe([1.0] * 6, site=site, layer=0, name="p"), id="probe"),
+    ],
+)
+def test_what_is_inside_the_attention_can_be_read_alone(make, site):
+    words = f"site is '{site}', which can be read alone.*take embed, resid_pre"
+    with pytest.raises(SpecError, match=words):
+        make(site)
+
+
+def test_an_edit_in_json_is_refused_at_its_path():
+    body = '{"edits": [{"kind": "add", "site": "z", "layers": [0], "vector": [1, 2]}]}'
+    with pytest.raises(SpecError, match=r"edits\[0\]\.site is 'z', which can be read alone"):
+        Spec.from_json(body)
+
+
+def test_what_is_not_tapped_is_refused_with_what_to_start():
+    sites = Sites(2, 6, "float32", (0, 2, 4))
+    assert sites.row_sizes == (6,)
+    for read in (Read("q"), Read("z", 1), Read("k", codec="int8")):
+        with pytest.raises(SpecError, match=f"'{read.site}'.* additional_config"):
+            Spec((read,)).resolve(sites)
+
+
+def test_a_name_that_is_not_read_yet_is_told_what_is():
+    with pytest.raises(SpecError, match=r"does not tap; it reads embed.*q, k, v, z"):
+        Read("mlp_post")

@@ -1,0 +1,57 @@
+"""What an engine taps: the sites that were configured, and where edits are checked."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_scope.config import ScopeConfig
+from vllm_scope.engine.model import sites_of
+from vllm_scope.errors import SpecError
+from vllm_scope.request.sites import Sites, boundary_of, stream_at
+
+
+def _sites(**options: object) -> Sites:
+    model = SimpleNamespace(
+        get_total_num_hidden_layers=lambda: 4, get_hidden_size=lambda: 8, dtype="torch.float32"
+    )
+    config = SimpleNamespace(model_config=model)
+    return sites_of(config, ScopeConfig.parse(options))
+
+
+@pytest.mark.parametrize(
+    ("options", "boundaries", "guard"),
+    [
+        pytest.param({}, (0, 2, 4, 6, 8), None, id="by-default-the-last-exit-is-there"),
+        pytest.param({"layers": [1]}, (0, 4, 8), 8, id="a-layer"),
+        pytest.param({"sites": ["resid_pre"]}, (0, 2, 4, 6, 8), 8, id="entries"),
+        pytest.param({"sites": ["embed"]}, (0, 8), 8, id="the-embedding"),
+        pytest.param({"sites": ["resid_post"], "layers": [3]}, (8,), None, id="the-last-one"),
+        pytest.param(
+            {"sites": ["attn_out"], "layers": [3]}, (boundary_of(("attn_out", 3)),), None,
+            id="nothing-that-can-be-edited",
+        ),
+    ],
+)  # fmt: skip
+def test_where_the_stream_is_tapped_edits_are_checked_at_its_end(options, boundaries, guard):
+    sites = _sites(**options)
+    assert (sites.boundaries, sites.guard) == (boundaries, guard)
+    assert sites.readable == set(boundaries) - {guard}
+    assert Sites.from_body(asdict(sites), sites.boundaries) == sites
+
+
+def test_nothing_can_be_asked_for_where_edits_are_only_checked():
+    sites = _sites(layers=[1])
+    assert sites.last_of_stream == 8
+    assert sites.find("resid_post", None, "reads[0]") == (("resid_post", 1),)
+    with pytest.raises(SpecError, match="layers has 3; this engine does not tap 'resid_post'"):
+        sites.find("resid_post", (3,), "reads[0]")
+
+
+def test_a_boundary_is_named_by_its_first_site():
+    named = [stream_at(boundary) for boundary in range(5)]
+    assert named == [
+        ("embed", 0), ("resid_mid", 0), ("resid_post", 0), ("resid_mid", 1), ("resid_post", 1),
+    ]  # fmt: skip

@@ -1,0 +1,238 @@
+"""Messages of rows, shared out to threads and taken apart, layout by layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from vllm_scope import Probe, Read
+from vllm_scope.batch.by_request import by_key, by_layout
+from vllm_scope.program.compiler import canonical_point, edited_places
+from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
+from vllm_scope.request.sites import ATTENTION_SITES, Heads, Sites, boundary_of
+from vllm_scope.request.spec import Spec
+from vllm_scope.results.budget import Asker, asking
+from vllm_scope.results.buffer import _Table
+from vllm_scope.results.inbox import PARALLEL_BYTES, Inbox
+from vllm_scope.sinks import Manifest
+from vllm_scope.transport.messages import FinishHeader, RowsMessage
+
+LAYERS = range(4)
+HEADS = Heads(8, 8, 64, 64)
+SITES = Sites(
+    len(LAYERS), 512, "float32",
+    (
+        *(2 * layer + 2 for layer in LAYERS),
+        *sorted(boundary_of((site, layer)) for site in ATTENTION_SITES for layer in LAYERS),
+    ),
+    HEADS,
+)  # fmt: skip
+WIDTHS = Widths(tuple(4 * size for size in SITES.row_sizes))
+NUM_TOKENS = 4000
+#: Read or scored beside what every token delivers.
+SOME = [0, NUM_TOKENS // 2, NUM_TOKENS - 1]
+
+
+def layouts_of(spec):
+    """What most tokens deliver, and what SOME do, with reads of all tokens first."""
+    asked = spec.resolve(SITES)
+    edited = edited_places(asked, SITES)
+    every, some = (
+        {canonical_point(SITES.point_of(s, read.when), edited) for s in read.streams}
+        for read in (*asked.reads, *asked.reads[:1])[:2]
+    )
+    scores = tuple((SITES.boundary_of(p.stream), i) for i, p in enumerate(asked.probes))
+    return asked, [Layout(tuple(sorted(every))), Layout(tuple(sorted(every | some)), scores)]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec((Read("q"), Read("resid_post", [2], tokens=SOME))),
+        Spec((Read("resid_post"),), (Probe([0.0] * 512, layer=1, name="p", tokens=SOME),)),
+    ],
+    ids=["a-read-of-some", "a-probe-of-some"],
+)
+def test_layouts_of_one_request_that_share_a_table_are_not_mixed_up(spec):
+    """Each number of a token's row is the token's position, and stays so, though four
+    threads copy."""
+    asked, layouts = layouts_of(spec)
+    layout_of = np.isin(np.arange(NUM_TOKENS), SOME).astype(np.int64)
+    sizes = np.array([layout.slots(WIDTHS) for layout in layouts])[layout_of]
+    numbers = np.repeat(np.arange(NUM_TOKENS, dtype=np.float32), sizes * SLOT_BYTES // 4)
+    slots = torch.from_numpy(numbers.view(np.uint8).reshape(-1, SLOT_BYTES))
+    assert slots.numel() > PARALLEL_BYTES
+    inbox = Inbox(num_copiers=4)
+    try:
+        for _ in range(3):
+            pending = inbox.open(asked, SITES, list(range(NUM_TOKENS)), 1, 1)
+            inbox._on_rows(RowsMessage(
+                np.full(NUM_TOKENS, pending.key), np.arange(NUM_TOKENS), layout_of, layouts,
+                None, WIDTHS, slots,
+            ))  # fmt: skip
+            pending.finish(0, None)
+            result = pending.snapshot([5], "length")
+            assert (result.status, result.dropped) == ("complete", 0)
+            for stream in result:
+                rows = result[stream].flatten(1)
+                assert torch.equal(rows[:, 0], result.positions(*stream).float())
+    finally:
+        inbox.close()
+
+
+@pytest.mark.parametrize("boundary", [None, 2])
+def test_a_layout_of_which_no_token_came_is_passed_over(boundary):
+    """Over TCP a large message comes in pieces, each with all layouts."""
+    _, layouts = layouts_of(Spec((Read("resid_post", [0]), Read("resid_post", [1]))))
+    num_slots = layouts[0].slots(WIDTHS)
+    slots = torch.arange(3 * num_slots).to(torch.uint8)[:, None].expand(-1, SLOT_BYTES).contiguous()
+    ((layout, tokens, data),) = by_layout(layouts, np.zeros(3, np.int64), boundary, WIDTHS, slots)
+    assert layout is layouts[0]
+    assert tokens.tolist() == [0, 1, 2]
+    assert np.array_equal(data, slots.numpy().reshape(3, -1))
+
+
+def test_sizes_that_do_not_add_up_to_what_came_are_refused_before_anything_is_made():
+    _, layouts = layouts_of(Spec((Read("resid_post", [0]), Read("resid_post", [1]))))
+    huge = Widths((1 << 36,))
+    slots = torch.zeros((64, SLOT_BYTES), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="64 slots came"):
+        list(by_layout(layouts, np.array([0, 1]), None, huge, slots))
+
+
+def test_a_request_whose_rows_cannot_be_kept_costs_its_neighbours_nothing(monkeypatch):
+    asked, layouts = layouts_of(Spec((Read("resid_post"),)))
+    inbox = Inbox(num_copiers=2)
+    try:
+        broken, whole = (inbox.open(asked, SITES, list(range(2000)), 1, 1) for _ in range(2))
+        monkeypatch.setattr(broken, "add", None)
+        keys = np.repeat([broken.key, whole.key], 2000)
+        slots = torch.zeros((4000 * layouts[0].slots(WIDTHS), SLOT_BYTES), dtype=torch.uint8)
+        inbox._on_rows(RowsMessage(
+            keys, np.tile(np.arange(2000), 2), np.zeros(4000, np.int64), layouts[:1],
+            None, WIDTHS, slots,
+        ))  # fmt: skip
+        for pending in (broken, whole):
+            pending.finish(0, None)
+        assert whole.snapshot([5], "length").status == "complete"
+        assert broken.snapshot([5], "length").status == "incomplete"
+    finally:
+        inbox.close()
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=40))
+@example([7, 3, 5, 9])
+@example([1, 2, 3] * 4)
+@example([1, 1, 2, 1])
+def test_every_place_of_a_key_is_found_in_order(keys):
+    keys = np.asarray(keys)
+    found = list(by_key(keys))
+    assert [key for key, _ in found] == sorted(set(keys.tolist()))
+    for key, some in found:
+        at = np.flatnonzero(keys == key)
+        assert np.array_equal(np.arange(len(keys))[some], at)
+        assert isinstance(some, slice) == (len(set(np.diff(at).tolist())) < 2)
+
+
+def test_a_column_that_lost_a_message_leaves_the_others_at_their_places():
+    table = _Table((3, 8), 4, torch.float32)
+
+    def labels(*positions):
+        return np.array([positions, [100 + p for p in positions]])
+
+    def values(*numbers):
+        return np.array(numbers, np.float32)[..., None].view(np.uint8)
+
+    table.commit(table.write(labels(0, 1), values([0, 10], [1, 11]), 0))
+    before = table.freeze().parts()
+    assert before[3].positions is before[8].positions
+    table.commit(table.write_one(8, labels(2), values(12), 0))
+    table.commit(table.write(labels(3), values([3, 13]), 0))
+    table.write(labels(4), values([4, 14]), 0)  # not committed: nobody sees it
+    for snapshot, positions in (
+        (before, [[0, 1]] * 2),
+        (table.freeze().parts(), [[0, 1, 3], [0, 1, 2, 3]]),
+    ):
+        for column, at, first in zip((3, 8), positions, (0, 10), strict=True):
+            part = snapshot[column]
+            assert part.positions.tolist() == at
+            assert part.arrivals.tolist() == [100 + p for p in at]
+            assert part.rows[:, 0].tolist() == [first + p for p in at]
+
+
+class _Growing(_Table):
+    """Another thread appends, and the table grows, between two looks at it."""
+
+    between = None
+
+    @property
+    def _labels(self):
+        if self.between:
+            append, self.between = self.between, None
+            append()
+        return self.__dict__["labels"]
+
+    @_labels.setter
+    def _labels(self, labels):
+        self.__dict__["labels"] = labels
+
+
+def test_a_snapshot_while_rows_come_has_a_row_for_each_position():
+    table = _Growing((1,), 4, torch.float32)
+
+    def append(first, count):
+        positions = np.arange(first, first + count)
+        labels, values = np.stack([positions, positions]), np.zeros((count, 1, 4), np.uint8)
+        table.commit(table.write(labels, values, 0))
+
+    append(0, 64)
+    table.between = lambda: append(64, 1)
+    (part,) = table.freeze().parts().values()
+    assert table.between is None
+    assert len(part.positions) == len(part.rows) == len(part.arrivals) == 64
+
+
+FAILED = Manifest(
+    "error", "sink 'files' failed: FileError: /srv/secret/x cannot be written", 4, 0, 4
+)
+KEPT = Manifest(
+    "partial", "1 of 4 rows did not come", 4, 3, 1, ["x.safetensors"], {"embed.0": {}},
+    [{"root": "/srv/secret", "paths": ["/srv/secret/x.safetensors"]}],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("asker", "whole"),
+    [
+        pytest.param(None, True, id="offline"),
+        pytest.param(Asker("key", operator=False), False, id="a-key"),
+        pytest.param(Asker("key", operator=True), True, id="the-operator"),
+    ],
+)
+def test_paths_and_texts_of_errors_are_told_to_the_operator_alone(asker, whole):
+    inbox = Inbox(num_copiers=0)
+    token = None if asker is None else asking.set(asker)
+    try:
+        pending = inbox.open(Spec((Read("q", to="files"),)).resolve(SITES), SITES, [1], 1, 1)
+    finally:
+        if token is not None:
+            asking.reset(token)
+    try:
+        manifests = {"files": FAILED, "more": KEPT}
+        inbox._on_finish(FinishHeader(pending.key, 0, None, manifests))
+        result = pending.snapshot([2], "length")
+        assert result.status == "failed"
+        if whole:
+            assert result.manifests == manifests
+            assert result.error == FAILED.reason
+            return
+        assert "secret" not in repr((result.manifests, result.error))
+        assert result.error == "sink 'files' failed; the server's log says why"
+        assert result.manifests["files"].dropped == 4
+        assert result.manifests["more"].reason == KEPT.reason
+        assert result.manifests["more"].files == ["x.safetensors"]
+    finally:
+        inbox.close()

@@ -1,0 +1,231 @@
+"""Scores by name, and rows on both sides of an edit."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.delivered import labels_of, reads_at
+from tests.unit.roads import SITES, score_of
+from vllm_scope import Add, Probe, Read, Spec
+from vllm_scope.program.compiler import RequestProgram
+from vllm_scope.program.layout import Layout, Widths
+from vllm_scope.request.sites import Sites, point_of
+from vllm_scope.sinks import RowBatch
+
+V = [1.0, 2.0, 0.0, -1.0]
+
+
+def test_scores_are_found_by_name_in_the_order_asked(road):
+    pending = road.open(
+        Probe(V, layer=1, name="late", tokens="generated"),
+        Probe(V, 2.0, layer=0, name="early"),
+        Read("resid_post", [0]),
+    )
+    both = Layout((point_of(2, 0),), ((2, 1), (4, 0)))
+    road.send([(pending.key, p, reads_at(2, scores=((2, 1),)), 0) for p in (0, 1, 2)])
+    road.send([(pending.key, 3, both, 0), (pending.key, 4, both, 0)])
+    road.finish(pending)
+    result = pending.snapshot([5, 6, 7], "stop")
+    assert list(result.scores) == ["late", "early"]
+    assert len(result.scores) == 2
+    assert result.scores["late"].tolist() == [30, 40]
+    assert result.scores.positions("late").tolist() == [3, 4]
+    assert result.scores["early"].tolist() == [1000, 1010, 1020, 1030, 1040]
+    assert result.scores["early"].dtype == torch.float32
+    assert "late" in result.scores
+    assert "never" not in result.scores
+    assert dict(result.scores).keys() == {"late", "early"}
+    assert (result.expected, result.delivered, result.status) == (12, 12, "complete")
+    assert repr(result) == "ScopeResult(complete, 1 streams, 2 probes, 12 of 12 values)"
+    assert repr(result.scores) == "Scores(late: 2 values, early: 5 values)"
+
+
+def test_a_score_that_was_not_asked_for_is_a_key_error_that_names_those_that_were(road):
+    pending = road.open(Probe(V, layer=1, name="a"), Probe(V, layer=1, name="b"))
+    result = pending.snapshot([], None)
+    with pytest.raises(KeyError, match=r"no probe of this request is called 'c'; .*: a, b\."):
+        result.scores["c"]
+    with pytest.raises(KeyError, match="'c'"):
+        result.scores.positions("c")
+    with pytest.raises(KeyError, match="this request read nothing"):
+        result["embed"]
+    assert result.scores["a"].tolist() == []
+
+
+def test_a_missing_score_is_counted_and_told(road):
+    pending = road.open(Probe(V, layer=1, name="a"))
+    road.send([(pending.key, p, Layout((), ((4, 0),)), 0) for p in (0, 2)])
+    road.finish(pending)
+    result = pending.snapshot([5], "stop")
+    assert (result.expected, result.delivered, result.dropped) == (3, 2, 1)
+    assert result.status == "incomplete"
+    assert result.scores.positions("a").tolist() == [0, 2]
+
+
+def test_rows_before_and_after_an_edit_have_keys_of_their_own(road):
+    pending = road.open(
+        Read("resid_post", [0, 1], when="before"),
+        Read("post_block", [0], "prompt"),
+        Add(V, layer=[0, 1]),
+    )
+    before, after = point_of(2, 0), point_of(2, 1)
+    layout = Layout((before, after, point_of(4, 0)))
+    road.send([(pending.key, p, layout, 0) for p in (0, 1, 2)])
+    road.send([(pending.key, 3, Layout((before, point_of(4, 0))), 0)])
+    road.finish(pending)
+    result = pending.snapshot([5, 6], "stop")
+    assert result.keys() == [("resid_post", 0), ("resid_post", 1)]
+    assert result["resid_post", 0, "before"][:, :2].tolist() == [[p, before] for p in range(4)]
+    assert result["resid_post", 0, "after"][:, :2].tolist() == [[p, after] for p in range(3)]
+    # The plain key is the one after, where both were read, and else the one there is.
+    assert torch.equal(result["resid_post", 0], result["resid_post", 0, "after"])
+    assert torch.equal(result["resid_post", 1], result["resid_post", 1, "before"])
+    assert result.positions("resid_post", 0, "before").tolist() == [0, 1, 2, 3]
+    assert result.positions("resid_post", 0).tolist() == [0, 1, 2]
+    with pytest.raises(KeyError, match="was not asked for"):
+        result["resid_post", 1, "after"]
+    assert (result.expected, result.delivered, result.status) == (11, 11, "complete")
+
+
+@pytest.mark.parametrize(
+    ("read", "edits", "point"),
+    [
+        pytest.param(Read("resid_pre", 1), [], point_of(2, 0), id="nothing-edits"),
+        pytest.param(Read("resid_pre", 1), [Add(V, layer=0)], point_of(2, 1), id="the-exit-edited"),
+        pytest.param(
+            Read("resid_pre", 1), [Add(V, "resid_pre", 1)], point_of(2, 2), id="the-entry-edited"
+        ),
+        pytest.param(
+            Read("resid_pre", 1, when="before"), [Add(V, "resid_pre", 1)], point_of(2, 0),
+            id="before-the-entry",
+        ),
+    ],
+)  # fmt: skip
+def test_a_row_is_found_at_the_first_point_that_sees_it(read, edits, point, road):
+    pending = road.open(read, *edits)
+    road.send([(pending.key, p, Layout((point,)), 0) for p in (0, 1, 2)])
+    road.finish(pending)
+    result = pending.snapshot([5], "stop")
+    assert result["resid_pre", 1][:, :2].tolist() == [[p, point] for p in (0, 1, 2)]
+
+
+def test_server_edits_move_rows_to_a_point_that_the_caller_never_named(road):
+    # The caller asked for no edit, so its front-end cannot tell where workers read.
+    pending = road.open(Read("resid_post", 0), Read("resid_post", 0, when="before"))
+    layout = Layout((point_of(2, 0), point_of(2, 1)))
+    road.send([(pending.key, p, layout, 0) for p in (0, 1, 2)])
+    road.finish(pending)
+    result = pending.snapshot([5], "stop")
+    assert result["resid_post", 0][:, 1].tolist() == [point_of(2, 1)] * 3
+    assert result["resid_post", 0, "before"][:, 1].tolist() == [point_of(2, 0)] * 3
+
+
+@pytest.mark.parametrize(
+    ("key", "alias"),
+    [
+        pytest.param(("resid_post", 1), ("post_block", 1), id="post_block"),
+        pytest.param(("resid_mid", 0), ("post_attn", 0), id="post_attn"),
+        pytest.param(("resid_pre", 2), ("pre_attn", 2), id="pre_attn"),
+        pytest.param(("resid_pre", 2), ("pre_attn", 2, "after"), id="three-words"),
+        pytest.param(("embed", 0), "embed", id="the-embedding-has-no-layer"),
+    ],
+)
+def test_a_key_may_be_an_alias(key, alias, road):
+    pending = road.open("embed", *(Read(s, k) for s, k in (
+        ("post_block", 1), ("resid_mid", 0), ("resid_pre", 2))))  # fmt: skip
+    road.send([(pending.key, p, (0, 1, 4), 0) for p in (0, 1, 2)])
+    road.finish(pending)
+    result = pending.snapshot([5], "stop")
+    assert torch.equal(result[alias], result[key])
+    assert len(result[alias]) == 3
+    words = (alias, 0) if isinstance(alias, str) else alias
+    assert result.positions(*words).tolist() == [0, 1, 2]
+    assert key in result
+
+
+@pytest.mark.parametrize("key", [("post_block", 1), ("resid_post", 1, "after")])
+def test_what_a_result_has_it_also_contains(key, road):
+    result = road.open(Read("resid_post", 1)).snapshot([], None)
+    assert result[key].shape == (0, 4)
+    assert key in result
+
+
+def test_tap_by_tap_tokens_of_unlike_layouts_have_equal_room(road):
+    one = road.open(Read("resid_post", 0), *(Probe(V, layer=0, name=f"{i}") for i in range(5)))
+    two = road.open("embed", Read("resid_post", 0, when="before"), Add(V, layer=0))
+    many = Layout((point_of(2, 0),), tuple((2, i) for i in range(5)))
+    few = reads_at(0, 2)
+    step = [(p.key, at, many if p is one else few, at) for at in (0, 1, 2) for p in (one, two)]
+    for boundary in (0, 2):
+        road.send([*step, (-1, 0, (6,), 9)], boundary)
+    road.finish(one)
+    road.finish(two)
+    result = one.snapshot([5], "stop")
+    assert result["resid_post", 0].tolist() == [[p, point_of(2, 0), p, 7] for p in (0, 1, 2)]
+    for i in range(5):
+        assert result.scores[f"{i}"].tolist() == [score_of(p, i, p) for p in (0, 1, 2)]
+    other = two.snapshot([5], "stop")
+    assert other["embed"].tolist() == [[p, 0, p, 7] for p in (0, 1, 2)]
+    assert other["resid_post", 0].tolist() == [[p, point_of(2, 0), p, 7] for p in (0, 1, 2)]
+    assert result.status == other.status == "complete"
+
+
+def test_rows_whose_last_slot_is_not_full_come_without_its_filling(road):
+    # bf16 rows of 5 numbers: 10 bytes of a slot of 16.
+    sites = Sites(3, 5, "bfloat16", tuple(range(7)))
+    spec = Spec((Read("embed"), Read("resid_post", 0)), (Probe([1.0] * 5, layer=0, name="p"),))
+    pending = road.inbox.open(spec.resolve(sites), sites, [1] * 3, 4, 1)
+    labels = labels_of([pending.key] * 3, range(3), layouts=(reads_at(0, 2, scores=((2, 0),)),))
+    lease = road.ring.acquire(9)
+    content = torch.randn(3, 3, 8).bfloat16()
+    content[:, 2, :2] = torch.tensor([[1.5], [2.5], [3.5]]).view(torch.bfloat16)
+    lease.slots.copy_(content.view(9, 8).view(torch.uint8))
+    road.sender.send_rows(RowBatch(labels, lease, Widths((10,))))
+    lease.release()
+    road.finish(pending)
+    result = pending.snapshot([5], "stop")
+    assert result["embed"].dtype == torch.bfloat16
+    assert torch.equal(result["embed"], content[:, 0, :5])
+    assert torch.equal(result["resid_post", 0], content[:, 1, :5])
+    assert result.scores["p"].tolist() == [1.5, 2.5, 3.5]
+
+
+def test_a_pickled_result_has_its_scores_and_both_sides(road):
+    pending = road.open(
+        Read("resid_post", 0), Read("resid_post", 0, when="before"), Add(V, layer=0),
+        Probe(V, layer=0, name="p"),
+    )  # fmt: skip
+    layout = Layout((point_of(2, 0), point_of(2, 1)), ((2, 0),))
+    road.send([(pending.key, p, layout, 0) for p in (0, 1, 2)])
+    road.finish(pending)
+    result = pending.snapshot([5], "stop")
+    again = pickle.loads(pickle.dumps(result))
+    assert repr(again) == repr(result)
+    assert again.scores["p"].tolist() == [0, 10, 20]
+    assert again.scores.positions("p").tolist() == [0, 1, 2]
+    for when in ("before", "after"):
+        assert torch.equal(again["resid_post", 0, when], result["resid_post", 0, when])
+    assert (again.expected, again.delivered, again.status) == (9, 9, "complete")
+
+
+def test_a_pickled_result_holds_its_scores_and_not_the_room_they_were_given(road):
+    pending = road.open(*(Probe(V, layer=0, name=f"{i}") for i in range(8)), max_tokens=4000)
+    layout = Layout((), tuple((2, i) for i in range(8)))
+    road.send([(pending.key, p, layout, 0) for p in (0, 1, 2)])
+    road.finish(pending)
+    assert len(pickle.dumps(pending.snapshot([5], "stop"))) < 10_000
+
+
+def test_a_pickled_result_holds_no_programs(road):
+    pending = road.open(Read("embed"), Add(V, layer=0))
+    road.finish(pending)
+    before = pickle.dumps(pending.snapshot([5], "stop"))
+    # As the front-end does, to see whether there is room.
+    ids = np.ones(3, np.int64)
+    here = frozenset(SITES.boundaries)
+    assert RequestProgram.compile(pending.asked, SITES, here, 3, ids).all_programs(9)
+    assert len(pickle.dumps(pending.snapshot([5], "stop"))) == len(before)

@@ -1,0 +1,545 @@
+"""Answers and chunks of one HTTP request, and what is left of it when its client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from contextlib import suppress
+from functools import wraps
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.roads import SITES
+from vllm_scope import Probe, Read, Spec, SpecError, scope
+from vllm_scope.batch.by_position import Part
+from vllm_scope.client.answers import parse_scope
+from vllm_scope.engine.http import serving as http
+from vllm_scope.errors import CapacityError
+from vllm_scope.results.budget import asking
+from vllm_scope.results.result import ScopeResult
+from vllm_scope.server import answer as module
+from vllm_scope.server import encode
+from vllm_scope.server.answer import Answer, Options
+from vllm_scope.server.exchange import Exchange
+from vllm_scope.server.store import Store
+from vllm_scope.sinks import Manifest
+
+SIZE = SITES.hidden_size
+NUM_PROMPT, NUM_TOKENS = 3, 9
+ROWS = torch.arange(NUM_TOKENS * SIZE, dtype=torch.float32).view(NUM_TOKENS, SIZE)
+SPEC = scope(Read("resid_post", layers=[1]), Probe(np.ones(SIZE), layer=1, name="p"))
+
+
+def result(num_tokens=NUM_TOKENS, num_arrived=None, status="complete"):
+    """Of a request that has processed all tokens but the last, and got some of its values."""
+    n = num_tokens - 1 if num_arrived is None else num_arrived
+    at = np.arange(n)
+    point = SITES.point_of(("resid_post", 1))
+    return ScopeResult(
+        Spec.from_json(SPEC["scope"]).resolve(SITES), SITES, list(range(num_tokens)), NUM_PROMPT,
+        {None: {point: [Part(at, at, ROWS[:n])]}, "scores": {0: [Part(at, at, ROWS[:n, :1])]}},
+        status, None,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def store(tmp_path):
+    found = Store(tmp_path, "run", 1 << 20, 600.0)
+    yield found
+    found.close()
+
+
+def answer(store, streams=False, n=1, **options):
+    """On a running loop, as it is made by a request."""
+    found = Answer(Options(**options), store, 1 << 20, "owner", n, streams)
+    if not streams:
+        found.add_prompt()
+        found.open_one(lambda: None, True)
+    return found
+
+
+TEXTS = [f" {i}" for i in range(NUM_PROMPT, NUM_TOKENS)]
+
+
+def completion(index=0, *args):
+    scope = result(*args)
+    end = None if scope.status == "streaming" else "length"
+    return SimpleNamespace(index=index, finish_reason=end, scope=scope, scope_texts=TEXTS)
+
+
+def take(found, index=0, *args):
+    found.take(0, completion(index, *args))
+
+
+def response(*indices):
+    return SimpleNamespace(choices=[SimpleNamespace(index=index) for index in indices])
+
+
+def text_of(index=0, end=None):
+    choice = {"index": index, "text": 'ü " \\', "finish_reason": end}
+    return f"data: {json.dumps({'choices': [choice]})}\n\n"
+
+
+def on_a_loop(test):
+    @wraps(test)
+    def run(*args, **kwargs):
+        asyncio.run(test(*args, **kwargs))
+
+    return run
+
+
+@on_a_loop
+async def test_chunks_carry_each_value_once_whatever_arrives_when(store):
+    found = answer(store, streams=True, stream="rows")
+    found.add_prompt()
+    found.open_one(lambda: None, True)
+    sent = []
+    for tokens, arrived in ((4, 2), (5, 2), (6, 6), (9, 7), (9, None)):
+        end = None if arrived is not None else "length"
+        take(found, 0, tokens, arrived, "complete" if end else "streaming")
+        chunk = await found.chunk(text_of(end=end))
+        assert chunk.endswith("\n\n")
+        sent.append(json.loads(chunk.removeprefix("data: "))["choices"][0])
+    assert {choice["text"] for choice in sent} == {'ü " \\'}
+    spans = [[r["spans"] for r in choice["scope"]["rows"]] for choice in sent]
+    assert spans == [[[[0, 2]]], [], [[[2, 5]]], [[[5, 7]]], [[[7, 8]]]]
+    values = [v for c in sent for s in c["scope"]["scores"].values() for v in s["values"]]
+    assert values == ROWS[:8, 0].tolist()
+    assert sent[-1]["scope"]["status"] == "complete"
+    assert (sent[-1]["scope"]["expected"], sent[-1]["scope"]["dropped"]) == (16, 0)
+
+
+def entries(first, last, scored):
+    """The generated tokens of these positions; those of `scored` with the score of their row."""
+    return [
+        {
+            "id": p, "text": f" {p}", "position": p,
+            "scores": {"p": ROWS[p, 0].item()} if p in scored else {},
+        }
+        for p in range(first, last)
+    ]  # fmt: skip
+
+
+@on_a_loop
+async def test_each_token_is_told_once_with_the_score_of_its_own_row(store):
+    found, told = answer(store, streams=True), []
+    found.add_prompt()
+    found.open_one(lambda: None, True)
+    for tokens, arrived in ((4, 2), (5, 3), (6, 5), (9, 7), (9, None)):
+        end = None if arrived is not None else "length"
+        take(found, 0, tokens, arrived, "complete" if end else "streaming")
+        chunk = await found.chunk(text_of(end=end))
+        told.append(json.loads(chunk.removeprefix("data: "))["choices"][0]["scope"]["tokens"])
+    # The token sampled last was not processed, and has no score.
+    scored = range(3, 8)
+    assert told == [[], [], entries(3, 5, scored), entries(5, 7, scored), entries(7, 9, scored)]
+
+
+@on_a_loop
+async def test_a_whole_answer_tells_its_tokens_too(store):
+    found, made = answer(store), response(0)
+    take(found)
+    await found.fill(made)
+    assert made.choices[0].scope["tokens"] == entries(3, 9, range(3, 8))
+
+
+@on_a_loop
+async def test_drafts_that_may_be_taken_back_are_told_at_the_end(store):
+    found, told = answer(store, streams=True), []
+    found.holds = True
+    found.add_prompt()
+    found.open_one(lambda: None, True)
+    for tokens, end in ((6, None), (9, "length")):
+        take(found, 0, tokens, None, "complete" if end else "streaming")
+        chunk = await found.chunk(text_of(end=end))
+        told.append(json.loads(chunk.removeprefix("data: "))["choices"][0]["scope"])
+    assert told[0] == {"rows": [], "scores": {}}
+    assert told[1]["tokens"] == entries(3, 9, range(3, 8))
+    assert told[1]["scores"]["p"]["spans"] == [[0, 8]]
+
+
+@on_a_loop
+async def test_too_many_tokens_with_scores_are_not_told(store, monkeypatch):
+    monkeypatch.setattr(encode, "MAX_INLINE_SCORES", 5)
+    (first, last) = await sent_in_chunks(store, "scores", 3, 9)
+    assert first["tokens"] == []
+    assert "tokens" not in last
+
+
+@on_a_loop
+async def test_without_probes_there_are_no_tokens(store):
+    found, made = answer(store), response(0)
+    found._choices[0] = one = completion()
+    one.scope._asked = Spec.from_json(scope(Read("resid_post", layers=[1]))["scope"]).resolve(SITES)
+    await found.fill(made)
+    assert "tokens" not in made.choices[0].scope
+
+
+@on_a_loop
+async def test_chunks_of_scores_put_no_rows_together(store, monkeypatch):
+    """That takes milliseconds of the event loop, of every chunk."""
+    rows_of, asked = ScopeResult._rows_of, []
+    monkeypatch.setattr(ScopeResult, "_rows_of", lambda *a: asked.append(a) or rows_of(*a))
+    found, sent = answer(store, streams=True), []
+    found.add_prompt()
+    found.open_one(lambda: None, True)
+    for tokens, end in ((5, None), (9, "length")):
+        assert not asked
+        take(found, 0, tokens, None, "complete" if end else "streaming")
+        chunk = await found.chunk(text_of(end=end))
+        sent.append(json.loads(chunk.removeprefix("data: "))["choices"][0]["scope"])
+    assert [body["scores"]["p"]["spans"] for body in sent] == [[[0, 4]], [[4, 8]]]
+    assert [[row["spans"] for row in body["rows"]] for body in sent] == [[], [[[0, 8]]]]
+
+
+async def sent_in_chunks(store, stream, *num_tokens):
+    """The scope of each chunk, at so many tokens; the last one ends."""
+    found, sent = answer(store, streams=True, stream=stream), []
+    found.add_prompt()
+    found.open_one(lambda: None, True)
+    for tokens in num_tokens:
+        end = "length" if tokens == num_tokens[-1] else None
+        take(found, 0, tokens, None, "complete" if end else "streaming")
+        chunk = await found.chunk(text_of(end=end))
+        sent.append(json.loads(chunk.removeprefix("data: "))["choices"][0]["scope"])
+    return sent
+
+
+@pytest.mark.parametrize("streams_rows", [True, False])
+@on_a_loop
+async def test_too_many_scores_for_a_chunk_are_in_the_file(streams_rows, store, monkeypatch):
+    monkeypatch.setattr(encode, "MAX_INLINE_SCORES", 3)
+    stream = "rows" if streams_rows else "scores"
+    sent = await sent_in_chunks(store, stream, 3, 8, 9)
+    first, then, last = [body["scores"] for body in sent]
+    assert first["p"] == {"spans": [[0, 2]], "values": ROWS[:2, 0].tolist()}
+    assert (then, last["p"]) == ({}, {"spans": [[2, 8]]})
+    rows = [row["spans"] for body in sent for row in body["rows"]]
+    assert rows == ([[[0, 2]], [[2, 7]], [[7, 8]]] if streams_rows else [[[0, 8]]])
+    with store.open(sent[-1]["result"]["id"], "owner") as file:
+        end = parse_scope(sent[-1], file.read())
+    # Each value once, as in all chunks.
+    assert end.scores["p"].tolist() == ROWS[2:8, 0].tolist()
+    assert end.positions("resid_post", 1).tolist() == ([7] if streams_rows else list(range(8)))
+    assert end["resid_post", 1].tolist() == ROWS[end.positions("resid_post", 1)].tolist()
+
+
+@on_a_loop
+async def test_too_many_rows_for_a_chunk_are_in_the_file(store, monkeypatch):
+    monkeypatch.setattr(module, "MAX_CHUNK_BYTES", 3 * ROWS[0].nbytes)
+    sent = await sent_in_chunks(store, "rows", 6, 8, 9)
+    told = [[(row["spans"], "data" in row) for row in body["rows"]] for body in sent]
+    assert told == [[], [([[5, 7]], True)], [([[0, 5], [7, 8]], False)]]
+    assert [body["scores"]["p"]["spans"] for body in sent] == [[[0, 5]], [[5, 7]], [[7, 8]]]
+    with store.open(sent[-1]["result"]["id"], "owner") as file:
+        end = parse_scope(sent[-1], file.read())
+    assert end.positions("resid_post", 1).tolist() == [0, 1, 2, 3, 4, 7]
+    assert end["resid_post", 1].tolist() == ROWS[[0, 1, 2, 3, 4, 7]].tolist()
+    assert end.scores["p"].tolist() == ROWS[7:8, 0].tolist()
+
+
+@on_a_loop
+async def test_what_is_not_a_chunk_passes(store):
+    found = answer(store)
+    for text in ("data: [DONE]\n\n", ": ping\n\n"):
+        assert await found.chunk(text) == text
+
+
+@on_a_loop
+async def test_choices_get_their_own_results_in_whatever_order(store):
+    found, made = answer(store, n=2), response(1, 0)
+    take(found, 1, 5)
+    take(found, 0, 9)
+    await found.fill(made)
+    assert [choice.scope["expected"] for choice in made.choices] == [8, 16]
+
+
+@on_a_loop
+async def test_choices_share_the_room_inside_an_answer(store, monkeypatch):
+    """Of three choices with 8 rows and 8 scores each, two are small enough together."""
+    monkeypatch.setattr(module, "MAX_INLINE_BYTES", 2 * (8 * SIZE * 4 + 8 * 20) + 100)
+    found, made = answer(store, n=3), response(0, 1, 2)
+    for index in range(3):
+        take(found, index)
+    await found.fill(made)
+    scopes = [choice.scope for choice in made.choices]
+    assert ["data" in scope["rows"][0] for scope in scopes] == [True, True, False]
+    assert ["values" in scope["scores"]["p"] for scope in scopes] == [True, True, False]
+    assert [scope["result"] is None for scope in scopes] == [True, True, False]
+    found.close()
+
+
+@on_a_loop
+async def test_who_leaves_while_the_file_is_written_leaves_none(store, tmp_path):
+    found = answer(store, tensors="handle")
+    take(found)
+    writing, go_on, put = threading.Event(), threading.Event(), store.put
+
+    def slow(*args):
+        writing.set()
+        assert go_on.wait(10)
+        kept = put(*args)
+        assert len(store) == 1
+        return kept
+
+    store.put = slow
+    task = asyncio.ensure_future(found.fill(response(0)))
+    await asyncio.to_thread(writing.wait)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(store) == 0
+    go_on.set()
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert len(store) == 0
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+@on_a_loop
+async def test_an_answer_that_fails_in_the_middle_leaves_no_file(store, tmp_path):
+    found = answer(store, n=2, tensors="handle")
+    take(found)
+    with pytest.raises(KeyError):
+        await found.fill(response(0, 1))
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+@on_a_loop
+async def test_why_a_file_could_not_be_written_is_told_without_its_path(store):
+    def put(*args):
+        raise PermissionError(13, "Permission denied", "/secret/place")
+
+    store.put = put
+    found, made = answer(store, tensors="handle"), response(0)
+    take(found)
+    await found.fill(made)
+    told = made.choices[0].scope
+    assert told["status"] == "failed"
+    assert told["error"] == "The rows could not be kept: Permission denied."
+
+
+@on_a_loop
+async def test_files_of_an_answer_that_is_out_stay(store, tmp_path):
+    found, made = answer(store, tensors="handle"), response(0)
+    take(found)
+    await found.fill(made)
+    found.close()
+    assert store.open(made.choices[0].scope["result"]["id"], "owner") is not None
+
+
+@on_a_loop
+async def test_a_name_is_one_prompts_alone(store):
+    for name, allowed in (("q", False), (None, True)):
+        xargs = scope(Read("embed", to="filesystem", name=name))
+        found = Answer(Options.parse(xargs), store, 1 << 20, "owner", 2, False)
+        assert found.add_prompt() == 0
+        if allowed:
+            assert found.add_prompt() == 1
+            continue
+        with pytest.raises(SpecError, match="'name', and there is more than one prompt"):
+            found.add_prompt()
+
+
+def test_a_probes_name_is_not_that_of_anothers_positions():
+    probe = Probe(np.ones(SIZE), layer=1, name="a.positions")
+    with pytest.raises(SpecError, match=r"no name ends in '\.positions'"):
+        Options.parse(scope(probe))
+
+
+async def chunks_of(found, ended):
+    """As vLLM's: lets a generation in when it is first asked."""
+    try:
+        found.add_prompt()
+        found.open_one(lambda: ended.append("rows"), True)
+        for _ in range(3):
+            await asyncio.sleep(0)
+            yield "data: [DONE]\n\n"
+    finally:
+        ended.append("chunks")
+
+
+@on_a_loop
+async def test_who_leaves_before_the_first_chunk_leaves_nothing(store):
+    """The web framework then drops the generator, which has never run."""
+    found, ended = answer(store, streams=True), []
+    await http._stream(found, chunks_of(found, ended))
+    await found.exchange.close()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert sorted(ended) == ["chunks", "rows"]
+
+
+@on_a_loop
+async def test_who_leaves_later_leaves_nothing(store):
+    found, ended = answer(store, streams=True), []
+    made = await http._stream(found, chunks_of(found, ended))
+    assert (await anext(made)).startswith("data: ")
+    await made.aclose()
+    assert sorted(ended) == ["chunks", "rows"]
+
+
+@on_a_loop
+async def test_a_lost_row_makes_a_stream_wait_once(store):
+    found, waited = answer(store, streams=True), []
+    connection = SimpleNamespace(limits=SimpleNamespace(optimistic=False), deliver_timeout_s=0.2)
+    engine = SimpleNamespace(output_processor=SimpleNamespace(scope=connection))
+
+    async def outputs():
+        for num_tokens in (7, 8, 9):
+            yield SimpleNamespace(outputs=[completion(0, num_tokens, 2, "streaming")])
+
+    started = time.monotonic()
+    async for _ in http._followed(found, found.add_prompt(), engine, outputs()):
+        waited.append(time.monotonic() - started)
+        started = time.monotonic()
+    assert waited[0] >= 0.2
+    assert max(waited[1:]) < 0.1
+
+
+@on_a_loop
+async def test_a_stream_waits_for_the_first_token_where_the_engine_may_still_refuse(store):
+    found = answer(store, streams=True)
+
+    async def chunks():
+        found.add_prompt()
+        found.open_one(lambda: None, False)
+        await asyncio.sleep(0.05)
+        found.fail(ValueError("no room"))
+        yield text_of(end="error")
+
+    with pytest.raises(ValueError, match="no room"):
+        await http._stream(found, chunks())
+
+
+@pytest.fixture
+def exchange():
+    found = Exchange("owner")
+    token = asking.set(found)
+    yield found
+    asking.reset(token)
+
+
+@on_a_loop
+async def test_a_file_that_nobody_was_told_of_is_deleted(store, exchange):
+    found, made = answer(store, tensors="handle"), response(0)
+    take(found)
+    await found.fill(made)
+    assert (len(store), len(exchange.untold)) == (1, 1)
+    await exchange.close()  # and no part of the answer was sent
+    assert len(store) == 0
+
+
+@on_a_loop
+async def test_a_requests_rows_are_let_go_when_it_is_over_however_it_ends(store, exchange):
+    found, ended = answer(store, streams=True), []
+    assert exchange.timed
+    made = await http._stream(found, chunks_of(found, ended))
+    assert (await anext(made)).startswith("data: ")
+    # Its client leaves while the chunk goes out: nobody closes the generator.
+    await exchange.close()
+    assert sorted(ended) == ["chunks", "rows"]
+
+
+@pytest.mark.parametrize(
+    ("streams", "options", "promised", "needs"),
+    [
+        pytest.param(False, {}, (1 << 20,), 0, id="inline"),
+        pytest.param(False, {}, (1 << 21, 100, 1 << 21), 1 << 22, id="two-of-three-are-large"),
+        pytest.param(False, {"tensors": "handle", "reads": True}, (100, 0), 100, id="handles"),
+        pytest.param(True, {"stream": "rows"}, (1 << 21,), 0, id="in-chunks"),
+        pytest.param(True, {"stream": "rows"}, (1 << 24,), 1 << 24, id="more-than-a-chunk"),
+        pytest.param(True, {}, (1 << 21,), 1 << 21, id="at-the-end-of-a-stream"),
+    ],
+)
+@on_a_loop
+async def test_room_is_asked_for_where_a_file_will_be_needed(
+    streams, options, promised, needs, store, exchange, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr(store, "check_room", lambda size, owner: asked.append((size, owner)))
+    answer(store, streams, **options)
+    for size in promised:
+        exchange.expect(size)
+    assert asked[-1:] == ([(needs, "owner")] if needs else [])
+
+
+@on_a_loop
+async def test_a_full_store_refuses_what_needs_a_file_and_nothing_else(store, exchange):
+    with suppress(CapacityError):
+        while True:
+            store.put({"x": torch.zeros(100_000)}, {}, "owner")
+    Answer(Options(), store, 1000, "owner", 1, False)
+    exchange.expect(1000)
+    with pytest.raises(CapacityError, match="of this key wait to be fetched"):
+        exchange.expect(700_000)
+    taken, made = answer(store), response(0)
+    take(taken)
+    await taken.fill(made)
+    assert made.choices[0].scope["status"] == "complete"
+
+
+@on_a_loop
+async def test_rows_of_generated_tokens_alone_are_refused_a_file_before_they_are_made(
+    store, exchange
+):
+    generated = scope(Read("resid_post", tokens="generated"))
+    with suppress(CapacityError):
+        while True:
+            store.put({"x": torch.zeros(10)}, {}, "owner")
+    Answer(Options.parse(generated), store, 1000, "owner", 1, False)
+    exchange.expect(0)
+    probe = scope(Probe(np.ones(SITES.hidden_size), layer=0, name="p"))
+    Answer(Options.parse(probe | {"scope_tensors": "handle"}), store, 1000, "owner", 1, False)
+    exchange.expect(100)  # scores are part of the answer
+    Answer(Options.parse(generated | {"scope_tensors": "handle"}), store, 1000, "owner", 1, False)
+    with pytest.raises(CapacityError, match="of this key wait to be fetched"):
+        exchange.expect(0)
+
+
+@on_a_loop
+async def test_words_of_faces_alone_ask_for_no_room(store, exchange):
+    """They say in their own field what could not be kept."""
+    Answer(None, store, 1 << 20, "owner", 1, False)
+    exchange.expect(1 << 30)
+    assert exchange.timed
+
+
+@on_a_loop
+async def test_what_became_of_reads_to_sinks_is_in_a_choice(store):
+    """Rows that go elsewhere are not among those that the answer counts."""
+    kept = Manifest("partial", "1 of 9 rows did not come", 9, 8, 1, ["a.json"], {"embed.0": {}})
+    told = Manifest("ok", None, 2, 2, 0, ["b"], {}, [{"paths": ["/srv/b"]}])
+    found, made, done = answer(store), response(0), completion()
+    done.scope.manifests = {"files": kept, "mine": told}
+    found.take(0, done)
+    await found.fill(made)
+    assert made.choices[0].scope["sinks"] == {
+        "files": {
+            "status": "partial", "reason": "1 of 9 rows did not come", "expected": 9,
+            "delivered": 8, "dropped": 1, "names": ["a.json"],
+        },
+        "mine": {
+            "status": "ok", "reason": None, "expected": 2, "delivered": 2, "dropped": 0,
+            "names": ["b"], "details": [{"paths": ["/srv/b"]}],
+        },
+    }  # fmt: skip
+    streamed = answer(store, streams=True)
+    streamed.add_prompt()
+    streamed.open_one(lambda: None, True)
+    streamed.take(0, done)
+    chunk = await streamed.chunk(text_of(end="length"))
+    (choice,) = json.loads(chunk.removeprefix("data: "))["choices"]
+    assert choice["scope"]["sinks"] == made.choices[0].scope["sinks"]
+
+
+@on_a_loop
+async def test_without_sinks_a_choice_has_none(store):
+    found, made = answer(store), response(0)
+    take(found)
+    await found.fill(made)
+    assert "sinks" not in made.choices[0].scope

@@ -1,0 +1,236 @@
+"""How an answer goes out, on a real server: to clients that read, that do not, and that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from fastapi.responses import Response, StreamingResponse
+
+from vllm_scope.results.budget import asking
+from vllm_scope.server.exchange import Exchange
+from vllm_scope.server.limits import Door
+from vllm_scope.server.settings import Settings
+from vllm_scope.server.store import owner_of
+
+TIMEOUT_S = 1.0
+PATIENCE_S = 20.0
+CHUNK = b"x" * (1 << 18)
+
+
+class Host:
+    """A server whose answers are told of what became of them.
+
+    Attributes:
+        undone: what nobody was told.
+        ended: the streams that have ended.
+        wait: a whole answer waits for it.
+    """
+
+    def __init__(self):
+        self.undone, self.ended, self.exchanges = [], [], []
+        self.wait = threading.Event()
+        self.wait.set()
+        self.app = FastAPI()
+        settings = Settings.from_environment(
+            {"VLLM_SCOPE_ADMIN_KEY": "operator", "VLLM_SCOPE_WRITE_TIMEOUT_S": str(TIMEOUT_S)}
+        )
+        self.app.add_middleware(Door, limits={}, settings=settings, timed=["/v1/scope"])
+        self.app.get("/stream")(self.stream)
+        self.app.get("/v1/scope/whole")(self.whole)
+
+    async def stream(self, ours: bool, count: int = 10_000):
+        asking.get().timed = ours
+
+        async def chunks():
+            try:
+                for i in range(count):
+                    asking.get().untold.append(lambda i=i: self.undone.append(i))
+                    yield CHUNK
+            finally:
+                self.ended.append(ours)
+
+        made = chunks()
+        asking.get().closing.append(made.aclose)
+        return StreamingResponse(made)
+
+    async def whole(self, size: int = 10):
+        exchange = asking.get()
+        self.exchanges.append(exchange)
+        exchange.untold.append(lambda: self.undone.append("whole"))
+        while not self.wait.is_set():
+            await asyncio.sleep(0.01)
+        return Response(b"x" * size)
+
+
+@contextmanager
+def running(**options):
+    """A Host behind uvicorn, at a port or at a unix socket (`uds`)."""
+    found = Host()
+    # As vLLM does; see vllm 0.32, entrypoints/launchers/launcher.py, serve_http.
+    config = uvicorn.Config(found.app, log_level="error", **options)
+    server = found.app.state.server = found.server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    until(lambda: server.started)
+    found.address = server.servers[0].sockets[0].getsockname()
+    yield found
+    server.should_exit = True
+    thread.join(PATIENCE_S)
+
+
+@pytest.fixture
+def host():
+    with running(port=0) as found:
+        found.port = found.address[1]
+        yield found
+
+
+def until(true):
+    limit = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+@contextmanager
+def asked(host, path, buffer=1 << 12, headers=""):
+    """A connection whose client has asked, and does not read."""
+    family = socket.AF_UNIX if isinstance(host.address, str) else socket.AF_INET
+    with socket.socket(family) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        connection.connect(host.address)
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n{headers}\r\n".encode())
+        yield connection
+
+
+def connections(host):
+    return len(host.server.server_state.connections)
+
+
+def test_a_stream_that_nobody_reads_ends_and_holds_nothing(host):
+    with asked(host, "/stream?ours=true"):
+        started = time.monotonic()
+        until(lambda: host.ended)
+        assert time.monotonic() - started > TIMEOUT_S
+        until(lambda: not connections(host))
+    assert 0 < len(host.undone) < 5, "what went out before was told"
+
+
+def test_a_second_request_behind_a_stream_saves_it_not(host):
+    with asked(host, "/stream?ours=true") as connection:
+        connection.sendall(b"GET /stream?ours=false HTTP/1.1\r\nHost: x\r\n\r\n")
+        until(lambda: host.ended and not connections(host))
+
+
+@pytest.mark.parametrize("http", ["h11", "httptools"])
+def test_on_a_unix_socket_only_the_client_that_does_not_read_is_hung_up_on(http, tmp_path):
+    with running(uds=str(tmp_path / "socket"), http=http) as host, ExitStack() as others:
+        for _ in range(10):
+            others.enter_context(asked(host, "/stream?ours=false"))
+        until(lambda: connections(host) == 10)
+        with asked(host, "/stream?ours=true"):
+            until(lambda: host.ended)
+            until(lambda: connections(host) < 11)
+            time.sleep(0.2)
+            assert host.ended == [True]
+            assert connections(host) == 10
+        others.close()
+        until(lambda: len(host.ended) == 11)
+
+
+def test_a_client_that_names_the_address_of_another_does_not_end_its_connection(host):
+    with asked(host, "/stream?ours=false") as other:
+        said = f"X-Forwarded-For: 127.0.0.1:{other.getsockname()[1]}\r\n"
+        with asked(host, "/stream?ours=true", headers=said) as connection:
+            # The connection's scope is that of the request behind, so that it is not found by it.
+            second = f"GET /stream?ours=false HTTP/1.1\r\nHost: x\r\n{said}\r\n"
+            connection.sendall(second.encode())
+            until(lambda: host.ended)
+            time.sleep(0.2)
+            assert host.ended == [True]
+
+
+def test_a_whole_answer_that_nobody_reads_ends_too(host):
+    with asked(host, f"/v1/scope/whole?size={32 << 20}"):
+        until(lambda: connections(host))
+        until(lambda: not connections(host))
+
+
+def test_a_plain_stream_is_left_as_it_is(host):
+    with asked(host, "/stream?ours=false"):
+        time.sleep(3 * TIMEOUT_S)
+        assert not host.ended
+        assert connections(host) == 1
+    until(lambda: host.ended)
+
+
+def test_who_reads_slowly_gets_everything(host):
+    with asked(host, "/stream?ours=true&count=60", 1 << 16) as connection:
+        num_bytes, started = 0, time.monotonic()
+        while num_bytes < 60 * len(CHUNK):
+            time.sleep(0.01)
+            came = len(connection.recv(1 << 16))
+            assert came, "it was hung up on"
+            num_bytes += came
+        until(lambda: host.ended)
+        assert time.monotonic() - started > 2 * TIMEOUT_S
+    assert not host.undone
+
+
+def test_what_was_told_stays(host):
+    for path in ("/v1/scope/whole", "/stream?ours=true&count=3"):
+        assert httpx.get(f"http://127.0.0.1:{host.port}{path}").status_code == 200
+    assert not host.undone
+
+
+def test_what_was_to_be_told_to_a_client_that_left_is_undone(host):
+    host.wait.clear()
+    with asked(host, "/v1/scope/whole"):
+        until(lambda: host.exchanges)
+    until(lambda: not connections(host))
+    host.wait.set()
+    until(lambda: host.undone)
+    assert host.undone == ["whole"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "operator"),
+    [
+        pytest.param({}, False, id="no-key"),
+        pytest.param({"X-Scope-Admin-Key": "wrong"}, False, id="wrong"),
+        pytest.param({"X-Scope-Admin-Key": "operator"}, True, id="right"),
+    ],
+)
+def test_who_asks_is_known(headers, operator, host):
+    headers = {"Authorization": "Bearer mine"} | headers
+    httpx.get(f"http://127.0.0.1:{host.port}/v1/scope/whole", headers=headers)
+    (exchange,) = host.exchanges
+    assert (exchange.owner, exchange.operator) == (owner_of("Bearer mine"), operator)
+    assert exchange.timed
+
+
+def test_everything_is_closed_where_something_fails():
+    done = []
+
+    async def closed():
+        done.append("closed")
+
+    async def fails():
+        raise OSError("gone")
+
+    async def run():
+        exchange = Exchange("mine")
+        exchange.closing += [closed, fails]
+        exchange.untold += [lambda: done.append("undone"), lambda: 1 / 0]
+        await exchange.close()
+
+    asyncio.run(run())
+    assert done == ["closed", "undone"]

@@ -1,0 +1,55 @@
+"""A scope that stands where nobody looks is refused with a sentence, not passed over."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_scope import SpecError
+from vllm_scope.engine.frontend import translators
+from vllm_scope.engine.http import serving as http
+from vllm_scope.server.answer import current
+
+SCOPE = '{"reads": [{"site": "embed"}]}'
+ANSWER = object()
+
+
+def create(body, xargs=None, path="/v1/completions"):
+    """What comes of a request with fields that vLLM does not know."""
+    request = SimpleNamespace(model_extra=body, vllm_xargs=xargs, use_beam_search=False)
+
+    async def original(self, request, raw_request):
+        return ANSWER
+
+    async def run():
+        current.set(path)
+        return await http._create(original, None, request, SimpleNamespace())
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(autouse=True)
+def _a_word(monkeypatch):
+    monkeypatch.setattr(translators, "has_keys", lambda extra: "steer" in extra)
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        pytest.param({"scope": SCOPE}, "scope", id="scope"),
+        pytest.param({"extra_args": {"scope": SCOPE}}, "extra_args", id="extra_args"),
+        pytest.param({"extra_args": {"steer": 1}}, "extra_args", id="a-faces-word"),
+    ],
+)
+def test_what_stands_beside_vllm_xargs_is_refused(body, word):
+    with pytest.raises(SpecError, match=f"the body has '{word}'.*vllm_xargs"):
+        create(body)
+
+
+@pytest.mark.parametrize(
+    "body", [None, {}, {"extra_args": {"top_a": 1}}, {"extra_args": "x"}, {"other": {"scope": 1}}]
+)
+def test_what_is_not_ours_goes_its_way(body):
+    assert create(body) is ANSWER

@@ -1,0 +1,46 @@
+"""What sinks do is counted once, and of workers that are gone nothing stays."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_scope.sinks import metrics
+from vllm_scope.transport.messages import CountersHeader
+
+prometheus = pytest.importorskip("prometheus_client")
+
+
+def value(name, sink):
+    return prometheus.REGISTRY.get_sample_value(f"vllm_scope_sink_{name}", {"sink": sink})
+
+
+def told(worker, sink, **totals):
+    metrics.count_sinks(CountersHeader(worker, {sink: totals}))
+
+
+@pytest.fixture
+def known(monkeypatch):
+    found = {}
+    monkeypatch.setattr(metrics, "_last", found)
+    return found
+
+
+def test_totals_of_several_workers_add_up(known):
+    for rows in (3, 5, 5):
+        told(1, "sum", rows=rows, queue_bytes=10 * rows)
+    told(2, "sum", rows=7, queue_bytes=4)
+    assert value("rows_total", "sum") == 12
+    assert value("queue_bytes", "sum") == 54
+    told(1, "sum", rows=6, queue_bytes=0)
+    assert value("rows_total", "sum") == 13
+    assert value("queue_bytes", "sum") == 4
+
+
+def test_of_a_worker_that_is_gone_nothing_waits_and_nothing_is_kept(known):
+    for worker in range(50):
+        told(worker, "gone", rows=2, held_bytes=100, queue_bytes=1)
+        metrics.forget_worker(worker)
+    assert known == {}
+    assert value("rows_total", "gone") == 100, "what was done stays done"
+    assert value("held_bytes", "gone") == value("queue_bytes", "gone") == 0
+    metrics.forget_worker(7)

@@ -1,0 +1,87 @@
+"""What an operator gives to sinks, tokens among it, stands in no log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+
+import pytest
+
+from tests.conftest import TOYWORLD
+from tests.unit.recording import Live, install, side
+from vllm_scope import ConfigError
+from vllm_scope.config import KEY, ScopeConfig
+from vllm_scope.sinks.options import without_secrets
+
+SINKS = {
+    "mine": {"url": "https://hooks.example/T0KEN", "retries": 3, "threads": 2},
+    "filesystem": {"root": "/data/captures", "layout": "npz", "queue_mib": 8},
+}
+SCOPE = {
+    "layers": [1],
+    "sinks": SINKS,
+    "global_sinks": {
+        "mine": {"token": "T0KEN", "reads": [{"site": "embed"}]},
+        "filesystem": {"root": "s3://key:T0KEN@bucket/x", "storage": {"secret": "T0KEN"}},
+    },
+}
+
+
+def test_values_of_sinks_own_options_are_left_out():
+    found = without_secrets(SCOPE)
+    assert found == {
+        "layers": [1],
+        "sinks": {
+            "mine": {"url": "***", "retries": "***", "threads": 2},
+            "filesystem": {"root": "/data/captures", "layout": "npz", "queue_mib": 8},
+        },
+        "global_sinks": {
+            "mine": {"token": "***", "reads": [{"site": "embed"}]},
+            "filesystem": {"root": "***", "storage": "***"},
+        },
+    }
+    assert "T0KEN" in json.dumps(SCOPE), "what the engine gets is as it was"
+
+
+@pytest.mark.parametrize("body", [None, 3, [], {"sinks": 3}, {"sinks": {"x": "T0KEN"}}])
+def test_what_is_no_configuration_is_none_in_the_log_either(body):
+    assert "T0KEN" not in repr(without_secrets(body))
+
+
+def test_vllms_log_of_its_arguments_has_no_token(caplog, monkeypatch):
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_scope.engine import plugin
+
+    startup = plugin.startup_module()
+    monkeypatch.setattr(startup, "redact_sensitive_args", startup.redact_sensitive_args)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setattr(startup.logger, "level", logging.INFO)
+    plugin.wrap_log()
+    args = EngineArgs(str(TOYWORLD), additional_config={KEY: SCOPE, "other": 5})
+    with caplog.at_level(logging.INFO, startup.logger.name):
+        startup.log_non_default_args(args)
+    (text,) = [r.getMessage() for r in caplog.records if "non-default args" in r.getMessage()]
+    assert "T0KEN" not in text
+    for shown in ("'url': '***'", "/data/captures", "'other': 5", str(TOYWORLD)):
+        assert shown in text
+    assert args.additional_config[KEY] is SCOPE
+    assert pickle.loads(pickle.dumps(args.additional_config)) == {KEY: SCOPE, "other": 5}
+
+
+def test_a_plugin_that_cannot_be_made_is_told_without_its_options(monkeypatch):
+    match = "of sink 'mine', colour, url, are not taken: .* unexpected keyword"
+    with (
+        pytest.raises(ConfigError, match=match) as caught,
+        side(monkeypatch, {"mine": {"url": "T0KEN", "colour": "T0KEN"}}, mine=Live),
+    ):
+        pass
+    assert "T0KEN" not in str(caught.value)
+
+
+def test_a_configuration_that_is_refused_is_told_without_options(monkeypatch):
+    install(monkeypatch, {"mine": Live})
+    with pytest.raises(ConfigError) as caught:
+        ScopeConfig.parse({"sinks": {"mine": {"url": "T0KEN", "threads": 0}}})
+    assert "T0KEN" not in str(caught.value)

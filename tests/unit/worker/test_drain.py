@@ -1,0 +1,282 @@
+"""Rows leave the arena in order, whatever the sink does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+from tests.unit.delivered import ROW_BYTES, labels_of, reads_at, rows_in
+from vllm_scope.program.layout import Widths
+from vllm_scope.sinks import RowBatch
+from vllm_scope.transport.ring import HostRing
+from vllm_scope.worker.arena import Arena
+from vllm_scope.worker.drain import Drain, _may_join, _Rows
+
+CPU = torch.device("cpu")
+#: Generous: what must not hang is cut off here.
+PATIENCE_S = 20
+
+
+class RecordingSink:
+    """Keeps what it is given, as (key, position, boundary, value) and (key, error).
+
+    Steps may come joined; here they are rows again.
+
+    Attributes:
+        gate: `write` waits for it.
+        refuse: keys whose rows make `write` raise.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[tuple] = []
+        self.threads: set[str] = set()
+        self.num_batches = 0
+        self.refuse: set[int] = set()
+        self.closed = 0
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def write(self, batch: RowBatch) -> None:
+        assert self.gate.wait(PATIENCE_S)
+        self.threads.add(threading.current_thread().name)
+        self.num_batches += 1
+        assert batch.widths == Widths((ROW_BYTES,))
+        if self.refuse & set(batch.labels.keys.tolist()):
+            raise OSError("disk full")
+        self.events += rows_in(batch.labels, batch.slots, batch.boundary)
+
+    def finish(self, key: int, error: str | None) -> None:
+        self.threads.add(threading.current_thread().name)
+        if key in self.refuse:
+            raise OSError("disk full")
+        self.events.append((key, error))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@contextmanager
+def _drain(num_slots: int, host_slots: int = 64) -> Iterator[tuple[Arena, Drain, RecordingSink]]:
+    arena, sink = Arena(num_slots, torch.float32, CPU), RecordingSink()
+    drain = Drain(arena, HostRing(host_slots, cuda=False), sink, Widths((ROW_BYTES,)))
+    try:
+        yield arena, drain, sink
+    finally:
+        drain.close()
+
+
+def _submit(
+    arena: Arena,
+    drain: Drain,
+    key: int,
+    first: int,
+    count: int,
+    boundary: int | None = None,
+    boundaries: tuple[int, ...] = (0,),
+) -> None:
+    found = _rows(key, first, count, boundaries if boundary is None else (boundary,))
+    region = arena.acquire(len(found))
+    arena.view(region)[:] = torch.tensor([value for *_, value in found])[:, None]
+    labels = labels_of([key] * count, range(first, first + count), layouts=(reads_at(*boundaries),))
+    drain.submit(region, labels, boundary)
+
+
+def _rows(key: int, first: int, count: int, boundaries: tuple[int, ...] = (0,)) -> list[tuple]:
+    return [
+        (key, p, b, 1000.0 * key + 10 * p + b)
+        for p in range(first, first + count)
+        for b in boundaries
+    ]
+
+
+@pytest.mark.parametrize("host_slots", [8, 20, 400])
+def test_rows_come_in_the_order_of_their_steps_and_finish_after_them(host_slots):
+    expected = []
+    with _drain(8, host_slots) as (arena, drain, sink):
+        for step in range(40):
+            # Runs of steps that may be joined, then another program, then single taps.
+            boundaries = ((0,), (0, 1), (1,), (0, 1, 2))[step // 5 % 4]
+            boundary = boundaries[-1] if step % 7 == 6 else None
+            _submit(arena, drain, 1, 2 * step, 2, boundary, boundaries)
+            asked = boundaries if boundary is None else (boundary,)
+            expected += _rows(1, 2 * step, 2, asked)
+            if step % 10 == 9:
+                drain.finish_request(step)
+                expected.append((step, None))
+        drain.finish_request(1, "no room")
+    assert sink.events == [*expected, (1, "no room")]
+    assert sink.threads == {"vllm-scope-drain"}
+
+
+def test_steps_that_wait_together_come_joined():
+    with _drain(400, 400) as (arena, drain, sink):
+        sink.gate.clear()
+        for step in range(50):
+            _submit(arena, drain, 1, 2 * step, 2, boundaries=(0, 2))
+        drain.finish_request(1)
+        sink.gate.set()
+    assert sink.events == [*_rows(1, 0, 100, (0, 2)), (1, None)]
+    assert sink.num_batches < 50
+
+
+def test_close_delivers_what_waits_and_closes_the_sink_once():
+    with _drain(64) as (arena, drain, sink):
+        sink.gate.clear()
+        for step in range(10):
+            _submit(arena, drain, 1, 2 * step, 2)
+        drain.finish_request(1)
+        threading.Timer(0.05, sink.gate.set).start()
+    assert sink.events == [*_rows(1, 0, 20), (1, None)]
+    assert sink.closed == 1
+
+
+def test_a_sink_that_fails_loses_its_own_batch_only():
+    # Arena and ring hold one batch: a span that was not given back would stop the next.
+    with _drain(3, 3) as (arena, drain, sink):
+        sink.refuse = {1}
+        for key in (1, 2, 1, 3):
+            _submit(arena, drain, key, 0, 3)
+            drain.finish_request(key)
+    assert sink.events == [*_rows(2, 0, 3), (2, None), *_rows(3, 0, 3), (3, None)]
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "host_slots", "least", "most"),
+    [
+        # Three steps in the arena, and as many as three joined ones at the sink.
+        pytest.param(6, 4096, 4, 6, id="the-arena-is-full"),
+        pytest.param(4096, 6, 3, 3, id="the-host-ring-is-full"),
+    ],
+)
+def test_a_slow_sink_makes_the_worker_wait_and_loses_nothing(num_slots, host_slots, least, most):
+    submitted, num_steps = 0, 100
+    with _drain(num_slots, host_slots) as (arena, drain, sink):
+        sink.gate.clear()
+
+        def work() -> None:
+            nonlocal submitted
+            for step in range(num_steps):
+                _submit(arena, drain, 1, 2 * step, 2)
+                submitted += 1
+            drain.finish_request(1)
+
+        worker = threading.Thread(target=work, daemon=True)
+        worker.start()
+        deadline = time.monotonic() + PATIENCE_S
+        while submitted < least and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        assert least <= submitted <= most
+        assert worker.is_alive()
+        assert sink.events == []
+        sink.gate.set()
+        worker.join(PATIENCE_S)
+        assert not worker.is_alive()
+    assert sink.events == [*_rows(1, 0, 2 * num_steps), (1, None)]
+
+
+def test_true_positions_replace_guessed_ones_by_batch_row():
+    with _drain(8) as (arena, drain, sink):
+        sink.gate.clear()
+        _submit(arena, drain, 6, 0, 1, boundary=0)  # the drain is busy with it
+        region = arena.acquire(2)
+        arena.view(region).fill_(5)
+        labels = replace(labels_of([7, 8], [104, 209]), rows=np.array([3, 1]))
+        positions = torch.tensor([-1, 208, -1, 102, -1])
+        drain.submit(region, labels, None, positions)
+        positions.fill_(-77)  # vLLM reuses its buffer in the next step
+        sink.gate.set()
+    assert sink.events == [*_rows(6, 0, 1), (7, 102, 0, 5.0), (8, 208, 0, 5.0)]
+    assert labels.positions.tolist() == [104, 209]
+
+
+def test_what_has_ended_does_not_wait_for_steps_to_come(monkeypatch):
+    """While a request runs its rows are handed on a few steps at a time; its end is not."""
+    monkeypatch.setattr("vllm_scope.worker.drain.LINGER_S", PATIENCE_S)
+    with _drain(8) as (arena, drain, sink):
+        _submit(arena, drain, 1, 0, 2)  # at once: nothing was handed on before
+        _until(lambda: len(sink.events) == 2)
+        _submit(arena, drain, 1, 2, 2)
+        time.sleep(0.1)
+        assert len(sink.events) == 2, "rows of a running request wait"
+        drain.finish_request(1)
+        started = time.monotonic()
+        _until(lambda: (1, None) in sink.events)
+        assert time.monotonic() - started < PATIENCE_S / 2
+        assert sink.events == [*_rows(1, 0, 4), (1, None)]
+
+
+@pytest.mark.parametrize(
+    ("followed", "count", "waits"),
+    [
+        pytest.param(False, 2, True, id="nobody-looks-before-the-end"),
+        pytest.param(True, 2, False, id="somebody-looks"),
+        pytest.param(False, 20, False, id="much-waits"),
+    ],
+)
+def test_little_that_nobody_looks_at_waits_longer(monkeypatch, followed, count, waits):
+    monkeypatch.setattr("vllm_scope.worker.drain.LINGER_UNSEEN_S", PATIENCE_S)
+    with _drain(64) as (arena, drain, sink):
+        _submit(arena, drain, 1, 0, 2)
+        _until(lambda: len(sink.events) == 2)
+        if followed:
+            drain.follow(2)
+        _submit(arena, drain, 1, 2, count)
+        if waits:
+            time.sleep(0.2)
+            assert len(sink.events) == 2
+            drain.finish_request(1)
+        _until(lambda: sink.events[: 2 + count] == _rows(1, 0, 2 + count), PATIENCE_S / 2)
+
+
+def _until(done, patience_s: float = PATIENCE_S) -> None:
+    limit = time.monotonic() + patience_s
+    while not done() and time.monotonic() < limit:
+        time.sleep(0.001)
+    assert done()
+
+
+class Event:
+    """A CUDA event, as far as the drain thread knows one."""
+
+    def __init__(self) -> None:
+        self.waited = False
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+
+@pytest.mark.parametrize("order", ["copied-then-written", "written-then-copied"])
+def test_joined_steps_wait_for_copies_and_for_taps_that_wrote_themselves(order):
+    """They are on two streams: the last step's event says nothing of the other kind's."""
+    arena, ring = Arena(8, torch.float32, CPU), HostRing(64, cuda=False)
+    steps, events, seen = [], [Event(), Event()], []
+    for i, event in enumerate(events):
+        copies = (i == 0) is (order == "copied-then-written")
+        region = arena.acquire(1) if copies else None
+        steps.append(_Rows(labels_of([1], [i]), None, region, ring.acquire(1), event, None))
+    assert _may_join(steps[:1], steps[1])
+
+    class Sink(RecordingSink):
+        def write(self, batch: RowBatch) -> None:
+            seen.extend(event.waited for event in events)
+
+    drain = Drain(arena, ring, Sink(), Widths((ROW_BYTES,)))
+    drain._write(steps)
+    assert seen == [True, True]
+    drain.close()
+
+
+def test_a_thread_that_worked_long_rests_no_longer_than_rows_may_wait(monkeypatch):
+    monkeypatch.setattr("vllm_scope.worker.drain.REST", 1e6)
+    with _drain(64) as (arena, drain, sink):
+        for position in range(3):
+            _submit(arena, drain, 1, position, 1)
+            _until(lambda seen=position + 1: len(sink.events) == seen, 1.0)

@@ -1,0 +1,156 @@
+"""What a region of the arena becomes on its way out, token by token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_scope.codecs.packed import encoding_of, packing_of
+from vllm_scope.errors import CapacityError
+from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, slots_of_row
+from vllm_scope.request.encoding import CodecChoice, Encoding
+from vllm_scope.request.sites import point_of
+from vllm_scope.worker import packer as packer_module
+from vllm_scope.worker.packer import Packer
+from vllm_scope.worker.plan import Labels
+
+CPU = torch.device("cpu")
+#: Odd, so that a row does not fill its last slot.
+HIDDEN_SIZE = 33
+A, B, C = point_of(0, 0), point_of(2, 0), point_of(2, 1)
+
+
+def encoding(name: str, dtype: torch.dtype, **options: int) -> Encoding:
+    choice = CodecChoice.parse({"name": name, **options}, "codec")
+    return encoding_of(choice, HIDDEN_SIZE, str(dtype).removeprefix("torch."), "codec")
+
+
+def layouts_of(dtype: torch.dtype) -> tuple[Layout, ...]:
+    int8, fp16 = encoding("int8", dtype), encoding("fp16", dtype)
+    topk8, full8 = encoding("topk8", dtype, k=5), encoding("full8", dtype)
+    return (
+        Layout((A, B), ((0, 0),)),
+        Layout((), (), ((int8, (A, B)),)),
+        Layout((B,), tuple((2, i) for i in range(5)), ((fp16, (C,)), (topk8, (B, C)))),
+        Layout((), ((2, 1),)),
+        Layout((A,), (), ((full8, (A,)),)),
+    )
+
+
+def labels_of(layout_of: list[int], layouts: tuple[Layout, ...]) -> Labels:
+    count = np.arange(len(layout_of))
+    return Labels(count, count, np.array(layout_of, np.int32), layouts, count)
+
+
+def token_by_token(
+    region: Tensor, labels: Labels, boundary: int | None, dtype: torch.dtype
+) -> Tensor:
+    """The same, written down plainly: uint8 [num_slots, SLOT_BYTES]."""
+    row_bytes = HIDDEN_SIZE * dtype.itemsize
+    row_slots, widths = slots_of_row(row_bytes), Widths((row_bytes,))
+    here = [x if boundary is None else x.at(boundary) for x in labels.layouts]
+    room = [layout.slots(widths) for layout in here]
+    width = [layout.arena.slots(widths) for layout in here]
+    if boundary is not None:
+        room, width = [max(room)] * len(here), [max(width)] * len(here)
+    slots, found, at = region.view(torch.uint8), [], 0
+    for which in labels.layout_of:
+        layout, token = here[which], slots[at : at + width[which]]
+        at += width[which]
+        raw = {
+            point: token[i * row_slots : (i + 1) * row_slots]
+            for i, point in enumerate(layout.arena.points)
+        }
+        parts = [raw[point] for point in layout.points]
+        if layout.scores:
+            first = len(raw) * row_slots
+            parts.append(token[first : layout.arena.slots(widths)])
+        for one, points in layout.encoded:
+            for point in points:
+                row = raw[point].reshape(1, -1)[:, :row_bytes].view(dtype)
+                parts.append(packing_of(one).pack(row).view(-1, SLOT_BYTES))
+        size = sum(len(part) for part in parts)
+        parts.append(torch.zeros((room[which] - size, SLOT_BYTES), dtype=torch.uint8))
+        found += parts
+    assert at == len(slots)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("boundary", [None, 0, 2])
+@pytest.mark.parametrize(
+    "layout_of",
+    [
+        pytest.param([1] * 7, id="one-layout"),
+        pytest.param([1], id="one-token"),
+        pytest.param([0, 1, 2, 3, 4] * 5, id="mixed"),
+        pytest.param([4, 4, 4, 0, 0, 2, 2, 1, 3], id="in-runs"),
+    ],
+)
+@pytest.mark.parametrize("chunk_bytes", [64, 2000, 16 << 20])
+def test_every_row_and_score_goes_to_its_place(
+    chunk_bytes, layout_of, boundary, dtype, monkeypatch
+):
+    monkeypatch.setattr(packer_module, "CHUNK_BYTES", chunk_bytes)
+    labels = labels_of(layout_of, layouts_of(dtype))
+    row_bytes = HIDDEN_SIZE * dtype.itemsize
+    packer = Packer(dtype, CPU, Widths((row_bytes,)))
+    before, _ = packer_module._sizes(labels, boundary, Widths((row_bytes,)))
+    arena = torch.randn(int(before.sum()) + 9, SLOT_BYTES // dtype.itemsize).to(dtype)
+    region = arena[4:-5]
+    for _ in range(2):  # as the step after it, whose labels are of the same shape
+        into = torch.full((packer.num_slots(labels, boundary), SLOT_BYTES), 7, dtype=torch.uint8)
+        packer.pack(region, labels, boundary, into)
+        assert torch.equal(into, token_by_token(region, labels, boundary, dtype))
+        arena.normal_()
+
+
+def test_a_token_that_is_larger_than_a_chunk_goes_alone(monkeypatch):
+    monkeypatch.setattr(packer_module, "CHUNK_BYTES", 1)
+    dtype = torch.float32
+    labels = labels_of([1, 2, 1], layouts_of(dtype))
+    packer = Packer(dtype, CPU, Widths((4 * HIDDEN_SIZE,)))
+    assert [chunk.stop - chunk.start for chunk in packer._chunks(labels, None)] == [
+        labels.layouts[i].slots(Widths((16 * 9,))) for i in (1, 2, 1)
+    ]
+
+
+def test_the_work_does_not_grow_with_the_rows():
+    dtype = torch.float32
+    layouts = layouts_of(dtype)
+    moves = []
+    for count in (10, 1000):
+        packer = Packer(dtype, CPU, Widths((4 * HIDDEN_SIZE,)))
+        (chunk,) = packer._chunks(labels_of([0, 1, 2, 3, 4] * count, layouts), None)
+        moves.append(len(chunk.moves))
+    assert moves[0] == moves[1] == 7  # raw rows, scores in one slot and in two, four codecs
+
+
+def test_the_next_step_of_the_same_requests_needs_no_new_plan():
+    packer = Packer(torch.float32, CPU, Widths((4 * HIDDEN_SIZE,)))
+    labels = labels_of([1, 1], layouts_of(torch.float32))
+    region = torch.randn(36, 4)
+    into = torch.empty((packer.num_slots(labels, None), SLOT_BYTES), dtype=torch.uint8)
+    packer.pack(region, labels, None, into)
+    plan = packer._plan
+    later = Labels(labels.keys, labels.positions + 1, labels.layout_of, labels.layouts, labels.rows)
+    packer.pack(region, later, None, into)
+    assert packer._plan is plan
+    packer.pack(region, labels_of([1, 1], labels.layouts), None, into)
+    assert packer._plan is not plan
+
+
+def test_as_many_projections_as_allowed_are_held_until_their_requests_end():
+    packer = Packer(torch.float32, CPU, Widths((4 * HIDDEN_SIZE,)))
+    many = [encoding("rp8", torch.float32, k=3, seed=seed) for seed in range(9)]
+    packer.hold(1, many[:4])
+    packer.hold(2, many[2:8])
+    packer.hold(3, [*many[5:7], encoding("int8", torch.float32)])
+    with pytest.raises(CapacityError, match="use 8 projections of rp8, and this one 1 more"):
+        packer.hold(4, many[8:])
+    packer.hold(4, [encoding("int8", torch.float32)])
+    packer.release(2)
+    packer.release(99)
+    packer.hold(5, many[8:])

@@ -1,0 +1,128 @@
+"""One row per position, out of all that was computed.
+
+Owns:  the rule by which rows that came become a stream: the last computed holds, and
+       what was not asked for, or never accepted, goes; Transcript.
+Runs:  where a request's rows come together: in the front-end (result, cursor), and in the
+       worker for sinks that take whole requests (sinks.request).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_scope.request.selectors import Selector, Tokens
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some values of one stream: [n] positions and arrivals, [n, size] rows.
+
+    Attributes:
+        arrivals: grow with the computation, over all parts of a request.
+    """
+
+    positions: Ints
+    arrivals: Ints
+    rows: Tensor
+
+
+class Transcript(Sequence[int]):
+    """A prompt and the first tokens of an output that may grow. Nothing is copied.
+
+    Args:
+        prompt_ids: [num_prompt], never changed.
+        output_ids: only ever extended.
+        num_output: how many of them belong to it.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int], output_ids: list[int], num_output: int) -> None:
+        self._prompt_ids, self._output_ids = prompt_ids, output_ids
+        self.num_prompt, self._num_tokens = len(prompt_ids), len(prompt_ids) + num_output
+
+    def __len__(self) -> int:
+        return self._num_tokens
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        if not isinstance(at, slice):
+            return self[at : at + 1 or None][0]
+        first, last, step = at.indices(self._num_tokens)
+        n = self.num_prompt
+        if step != 1:
+            return [*self][at]
+        if first >= n:
+            return self._output_ids[first - n : last - n]
+        return [*self._prompt_ids[first:last], *self._output_ids[: max(0, last - n)]]
+
+
+def num_processed(num_tokens: int, num_prompt: int) -> int:
+    """Positions that have rows: all tokens but the one sampled last."""
+    return num_tokens - (1 if num_tokens > num_prompt else 0)
+
+
+def wanted_positions(
+    selectors: Sequence[Selector],
+    token_ids: Sequence[int],
+    num_prompt: int,
+    ended: bool,
+    first: int = 0,
+) -> Ints:
+    """The positions, of those processed, that any of these selects. Costs what is from
+    `first` on.
+
+    Args:
+        token_ids: prompt and output so far.
+        first: positions below it are left out.
+    """
+    count = num_processed(len(token_ids), num_prompt)
+    positions = np.arange(first, count, dtype=np.int64)
+    if all(selector.uniform for selector in selectors):
+        ids = positions  # nobody looks: the phase alone decides
+    else:
+        ids = np.asarray(token_ids[first:count], np.int64)
+    tokens = Tokens(positions, num_prompt, ids, count if ended else None)
+    mask = np.zeros(positions.shape, bool)
+    for selector in selectors:
+        mask |= selector.select(tokens).certain
+    return positions[mask]
+
+
+def assemble(parts: list[Part], wanted: Ints, empty: Tensor) -> tuple[Tensor, Ints]:
+    """Values and their positions, ascending: of each position the last that came.
+
+    Args:
+        wanted: ascending; what else came is left out.
+        empty: what there is where nothing came.
+    """
+    if not parts:
+        return empty, np.zeros(0, np.int64)
+    if len(parts) == 1:
+        positions, rows = parts[0].positions, parts[0].rows
+        # The usual cases cost no copy: computed once, in order, so far or past the end.
+        n = min(len(positions), len(wanted))
+        if np.array_equal(positions[:n], wanted[:n]) and (
+            not n or n == len(positions) or positions[n:].min() > wanted[-1]
+        ):
+            return rows[:n], wanted[:n]
+    order = np.argsort(np.concatenate([p.arrivals for p in parts]), kind="stable")
+    positions = np.concatenate([p.positions for p in parts])[order]
+    rows = torch.cat([p.rows for p in parts])[torch.from_numpy(order)]
+    # A position that was computed twice (recompute, rejected drafts) keeps its
+    # last row; one that was not asked for, or never accepted, goes.
+    found, from_end = np.unique(positions[::-1], return_index=True)
+    keep = np.isin(found, wanted)
+    last = len(positions) - 1 - from_end[keep]
+    return rows[torch.from_numpy(last)], found[keep]

@@ -1,0 +1,95 @@
+"""A batch of rows, taken apart by whose they are.
+
+Runs:  in the front-end (inbox) and on the drain thread (sinks.router).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from vllm_scope.program.layout import SLOT, Layout, Widths
+
+
+def by_layout(
+    layouts: Sequence[Layout],
+    layout_of: np.ndarray,
+    boundary: int | None,
+    widths: Widths,
+    slots: Tensor,
+) -> Iterator[tuple[Layout, np.ndarray, np.ndarray]]:
+    """A batch's tokens and their bytes, layout by layout.
+
+    Args:
+        layouts, layout_of, boundary: as in plan.Labels and sinks.RowBatch.
+        widths: of rows as they are.
+        slots: uint8 [num_slots, SLOT_BYTES].
+
+    Yields:
+        (layout, tokens [n], data: uint8 [n, bytes of a token]), for the layouts that
+        some token has.
+
+    Raises:
+        ValueError: the slots are not what the layouts say.
+    """
+    data = slots.numpy().reshape(-1)
+    num_tokens = len(layout_of)
+    everything = np.arange(num_tokens)
+    if len(layouts) == 1:
+        yield layouts[0], everything, data.reshape(num_tokens, -1)
+        return
+    if boundary is not None:
+        equal = data.reshape(num_tokens, -1)
+        for i, layout in enumerate(layouts):
+            tokens = np.flatnonzero(layout_of == i)
+            if len(tokens):
+                yield layout, tokens, equal[tokens]
+        return
+    sizes = np.array([layout.slots(widths) for layout in layouts])[layout_of]
+    if sizes.sum() != len(slots):
+        raise ValueError(f"{len(slots)} slots came where the layouts make it {sizes.sum()}")
+    starts = np.cumsum(sizes) - sizes
+    by_slot = data.view(SLOT)
+    for i, layout in enumerate(layouts):
+        tokens = np.flatnonzero(layout_of == i)
+        if not len(tokens):
+            continue
+        at = starts[tokens][:, None] + np.arange(layout.slots(widths))
+        yield layout, tokens, by_slot.take(at).view(np.uint8)
+
+
+def by_key(keys: np.ndarray) -> Iterator[tuple[int, slice | np.ndarray]]:
+    """Each key, ascending, and where it is; a slice where the places are evenly spaced.
+
+    Several steps of the same requests come as one message, so a request's tokens
+    are usually every n-th: a slice copies them without a gather.
+
+    Args:
+        keys: int64 [n], n >= 1.
+    """
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    starts = np.concatenate([[0], np.flatnonzero(ordered[1:] != ordered[:-1]) + 1])
+    stops = np.append(starts[1:], len(keys))
+    found = ordered[starts].tolist()
+    if len(starts) == len(keys):
+        # A step of decoding has one token of each: no need to look at groups.
+        for key, at in zip(found, order.tolist(), strict=True):
+            yield key, slice(at, at + 1)
+        return
+    # The distance between a key's places, the least and the largest.
+    distances = np.diff(order, append=order[-1])
+    within = np.ones(len(keys), bool)
+    within[stops - 1] = False
+    least = np.minimum.reduceat(np.where(within, distances, len(keys)), starts)
+    largest = np.maximum.reduceat(np.where(within, distances, 0), starts)
+    firsts, lasts = order[starts], order[stops - 1] + 1
+    even = (least == largest) | (stops - starts == 1)
+    steps = np.maximum(largest, 1)
+    for key, first, last, step, is_even, start, stop in zip(
+        found, firsts.tolist(), lasts.tolist(), steps.tolist(), even.tolist(),
+        starts.tolist(), stops.tolist(), strict=True,
+    ):  # fmt: skip
+        yield key, slice(first, last, step) if is_even else order[start:stop]

@@ -1,0 +1,77 @@
+"""Other systems' names for what this one does: change an import, keep the code.
+
+vllm_lens/        extra_args of vllm-lens, SteeringVector, output.activations, its client
+probe_hook.py     LLM, AsyncLLM and SamplingParams of vllm-probe-hook
+act_capture.py    VLLM_ACT_* variables and the .npz files of the Activation Capture System
+steering_http/    the steering fork's keys, capture_results, modules and /v1/steering
+inspect.py        a model provider, a solver and a scorer for Inspect
+TransformerLens's names are `out.scope.as_cache()`.
+
+Each face is a file or a folder on the public API, and says what differs: docs/faces.md. Keys of
+`extra_args` work without an import; a face is imported when a request first uses it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from vllm_scope.request.sites import Sites
+
+#: face -> the keys of `extra_args` that it understands.
+KEYS: dict[str, tuple[str, ...]] = {
+    "vllm_lens": (
+        "output_residual_stream", "apply_steering_vectors", "output_qk", "apply_hooks",
+        "activations_transport",
+    ),
+    "probe_hook": ("probe_hook",),
+    "steering_http": (
+        "steering_vectors", "prefill_steering_vectors", "decode_steering_vectors",
+        "steering_clamps", "prefill_steering_clamps", "decode_steering_clamps",
+        "steering_module_ref", "steering_name", "capture", "capture_wait",
+        "sae_clamp_specs", "sae_full_reconstruction_specs", "patch", "patch_vectors",
+    ),
+    "act_capture": (),
+}  # fmt: skip
+
+#: On an engine's VllmConfig: the hooks of vllm-lens that all its requests have.
+PERSISTENT = "scope_persistent_hooks"
+#: Modules that have an HttpFace, called HTTP.
+OVER_HTTP: tuple[str, ...] = ("vllm_lens.http", "steering_http.http")
+
+
+def register() -> None:
+    """Have the keys translated, in this process."""
+    from vllm_scope.engine.frontend import translators
+
+    everywhere = {"act_capture": _captures_all, "vllm_lens": _hooks_all}
+    for face, keys in KEYS.items():
+        translators.register(face, keys, partial(_translate, face), everywhere.get(face))
+
+
+def register_http() -> None:
+    """Have them understood over HTTP, in this API server process."""
+    from vllm_scope.server import faces
+
+    for module in OVER_HTTP:
+        faces.register(importlib.import_module(f"vllm_scope.compat.{module}").HTTP)
+
+
+def _translate(face: str, values: Mapping[str, Any], sites: Sites) -> Any:
+    return importlib.import_module(f"vllm_scope.compat.{face}").translate(values, sites)
+
+
+def _captures_all(vllm_config: Any) -> Mapping[str, Any] | None:
+    """Global capture is on: by the environment, or by the class of the workers."""
+    on = os.environ.get("VLLM_ACT_CAPTURE", "0").lower() in ("1", "true", "on", "yes")
+    on = on or str(vllm_config.parallel_config.worker_cls).endswith(".WorkerCapture")
+    return {} if on else None
+
+
+def _hooks_all(vllm_config: Any) -> Mapping[str, Any] | None:
+    """`llm.register_hooks` was called."""
+    found = vllm_config.__dict__.get(PERSISTENT)
+    return {PERSISTENT: found} if found else None

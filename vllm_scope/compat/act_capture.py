@@ -1,0 +1,247 @@
+"""vLLM Activation Capture System: every request's stream on disk, as small .npz files.
+
+    VLLM_ACT_CAPTURE=1 VLLM_ACT_MODE=rp8 VLLM_ACT_OUTDIR=acts python serve.py
+
+or `worker_cls="vllm_scope.compat.act_capture.WorkerCapture"`. Then each completion, once it
+has ended, is a folder with an .npz per layer and manifest.json:
+
+    output.activation_manifest                  a dict; None where nothing was captured
+    load_manifest("acts/0~4f.../manifest.json").load(12)    # [num_positions, hidden]
+
+VLLM_ACT_CAPTURE   1 turns it on
+VLLM_ACT_MODE      rp8 (default): a random projection, 8 bits; full8; topk8
+VLLM_ACT_RP_K      numbers that rp8 keeps of a row, 512 (or half a row where that is less)
+VLLM_ACT_RP_SEED   of its projection, which is made again from it: 0
+VLLM_ACT_TOPK_K    values that topk8 keeps of a row, 64
+VLLM_ACT_RETURN    sharded or gathered. The residual stream is whole on every rank, so
+                   both write one file per layer; the manifest repeats the word
+VLLM_ACT_OUTDIR    activations
+
+Runs in the front-end, which writes when a request ends. Row p of a file is position p;
+the token sampled last was never processed, so it has none. What each mode loses is
+measured: docs/codecs.md.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, BinaryIO
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_scope.codecs import Codec, codec_from, make_codec
+from vllm_scope.engine.frontend.translators import Translation, give, named
+from vllm_scope.errors import ConfigError, FileError, ScopeError, SpecError, shown
+from vllm_scope.files.names import clean, digest
+from vllm_scope.files.publish import LocalPublisher, write_bytes
+from vllm_scope.request.actions import Read
+from vllm_scope.request.sites import Sites
+
+logger = logging.getLogger("vllm.vllm_scope")
+
+SITE = "resid_post"
+MODES = ("rp8", "full8", "topk8")
+RETURNS = ("sharded", "gathered")
+#: In each .npz, beside the codec's arrays: its metadata, JSON as bytes.
+METADATA = "codec"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The environment's variables, checked.
+
+    Raises:
+        ConfigError: naming the variable, what came and what is allowed.
+    """
+
+    mode: str
+    options: Mapping[str, int]
+    returned: str
+    folder: str
+
+    @staticmethod
+    def read(environment: Mapping[str, str]) -> Settings:
+        mode = _word(environment, "VLLM_ACT_MODE", MODES)
+        options: dict[str, int] = {}
+        if mode == "rp8":
+            options = _number(environment, "VLLM_ACT_RP_K", "k")
+            options |= _number(environment, "VLLM_ACT_RP_SEED", "seed")
+        if mode == "topk8":
+            options = _number(environment, "VLLM_ACT_TOPK_K", "k")
+        return Settings(
+            mode, options, _word(environment, "VLLM_ACT_RETURN", RETURNS),
+            environment.get("VLLM_ACT_OUTDIR", "activations"),
+        )  # fmt: skip
+
+    def codec(self, sites: Sites) -> Codec:
+        return make_codec(self.mode, sites.hidden_size, getattr(torch, sites.dtype), **self.options)
+
+
+def _word(environment: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
+    value = environment.get(name, allowed[0])
+    if value not in allowed:
+        raise ConfigError(f"{name} is {shown(value)}; it is one of {', '.join(allowed)}.")
+    return value
+
+
+def _number(environment: Mapping[str, str], name: str, option: str) -> dict[str, int]:
+    if name not in environment:
+        return {}
+    value = environment[name]
+    if not value.isdecimal():
+        raise ConfigError(f"{name} is {shown(value)}; it is a whole number.")
+    return {option: int(value)}
+
+
+def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
+    """A read of every layer, and the files when the request ends.
+
+    Raises:
+        SpecError: the variables are wrong.
+    """
+    try:
+        settings = Settings.read(os.environ)
+        codec = settings.codec(sites)
+    except ConfigError as error:
+        raise SpecError(str(error)) from None
+
+    def decorate(output: Any, completion: Any) -> None:
+        ended = completion.finish_reason is not None
+        manifest = _write(settings, codec, output.request_id, completion) if ended else None
+        give(output, completion, "activation_manifest", manifest)
+        if output.metrics is not None:
+            output.metrics.extras = {"activation_manifest": output.activation_manifest}
+
+    read = Read(SITE, "all")
+    words = dict.fromkeys(("", ".site"), "the stream that VLLM_ACT_CAPTURE reads")
+    return Translation((read,), decorate, paths=named([(read, words)]))
+
+
+def _write(settings: Settings, codec: Codec, request_id: str, completion: Any) -> dict[str, Any]:
+    """Write one completion; its manifest, which says so where that failed."""
+    result = completion.scope
+    # Engines count their requests from zero, and a second run is not to overwrite.
+    unique = digest(f"{request_id} {secrets.token_hex(8)}")
+    folder = f"{clean(str(request_id))}~{unique}"
+    manifest: dict[str, Any] = {
+        "request_id": request_id,
+        "sequence": completion.index,
+        "status": result.status,
+        "mode": settings.mode,
+        "return": settings.returned,
+        "site": SITE,
+        "compression": codec.metadata(),
+        "num_prompt_tokens": result.num_prompt,
+        "token_ids": result.token_ids,
+        "layers": {},
+    }
+    try:
+        publisher = _publisher(settings.folder)
+        for site, layer in result.keys():
+            if site != SITE:
+                continue
+            rows, positions = result[site, layer], result.positions(site, layer).numpy()
+            name = f"{folder}/sequence_{completion.index}_layer_{layer:03d}.npz"
+            parts = {k: v.numpy() for k, v in codec.encode(rows.contiguous()).items()}
+            publisher.publish({name: partial(_save, parts, positions, codec)})
+            manifest["layers"][str(layer)] = {
+                "path": name,
+                "shape": list(rows.shape),
+                "dtype": str(rows.dtype).removeprefix("torch."),
+                "bytes": sum(part.nbytes for part in parts.values()),
+            }
+        path = f"{folder}/manifest.json"
+        body = json.dumps(manifest, indent=2).encode()
+        publisher.publish({path: partial(write_bytes, body=body)})
+    except (ScopeError, OSError) as error:
+        logger.error("vllm-scope: request %s was not written: %s", request_id, error)
+        return manifest | {"status": "error", "error": str(error)}
+    return manifest | {"path": str(Path(settings.folder) / path)}
+
+
+@cache
+def _publisher(folder: str) -> LocalPublisher:
+    """This process's writer below a folder, kept for good."""
+    return LocalPublisher(Path(folder))
+
+
+def _save(
+    parts: Mapping[str, np.ndarray], positions: np.ndarray, codec: Codec, file: BinaryIO
+) -> None:
+    metadata = np.frombuffer(json.dumps(codec.metadata()).encode(), np.uint8)
+    np.savez(file, allow_pickle=False, **parts, positions=positions, **{METADATA: metadata})
+
+
+def load_npz(path: str | Path) -> tuple[Tensor, Tensor]:
+    """Rows [num_positions, hidden_size] in the model's dtype, and their positions.
+
+    Raises:
+        FileError: not such a file, or a damaged one.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            codec = codec_from(json.loads(arrays[METADATA].tobytes()))
+            positions = torch.from_numpy(arrays["positions"])
+            parts = {name: torch.from_numpy(arrays[name]) for name in codec.part_names}
+        return codec.decode(parts, len(positions)), positions
+    except (OSError, ValueError, KeyError, TypeError, BadZipFile, ScopeError) as error:
+        raise FileError(f"{path} is not a capture that can be read: {error}.") from None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One completion on disk.
+
+    Attributes:
+        path: of manifest.json.
+        body: its content, as `output.activation_manifest` has it.
+    """
+
+    path: Path
+    body: Mapping[str, Any]
+
+    @property
+    def layers(self) -> list[int]:
+        return sorted(int(layer) for layer in self.body["layers"])
+
+    def load(self, layer: int) -> Tensor:
+        """[num_positions, hidden_size]; raises KeyError for a layer that is not there."""
+        if layer not in self.layers:
+            raise KeyError(f"layer {layer} was not captured; there are {self.layers}.")
+        name = Path(self.body["layers"][str(layer)]["path"]).name
+        return load_npz(self.path.parent / name)[0]
+
+
+def load_manifest(path: str | Path) -> Manifest:
+    """Raises FileError where it is not a manifest."""
+    try:
+        body = json.loads(Path(path).read_bytes())
+        assert isinstance(body["layers"], dict)
+    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        raise FileError(f"{path} is not a manifest of captured layers: {error!r}.") from None
+    return Manifest(Path(path), body)
+
+
+def __getattr__(name: str) -> Any:
+    """`WorkerCapture`: this platform's own worker; the name alone turns capture on."""
+    if name != "WorkerCapture":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        return CPUWorker
+    from vllm.v1.worker.gpu_worker import Worker
+
+    return Worker

@@ -1,0 +1,318 @@
+"""vllm-probe-hook: its LLM, AsyncLLM and SamplingParams, with hidden states on outputs.
+
+    from vllm_scope.compat.probe_hook import LLM, SamplingParams
+    llm = LLM("Qwen/Qwen3-8B", layers=[15, 20], include_prefill=True)
+    output = llm.generate(prompts, SamplingParams(max_tokens=32))[0]
+    output.hidden_states[15]     # [num_output_tokens - 1, d_model]
+    output.prefill_hidden[15]    # [num_prompt_tokens, d_model]
+
+Row i of `hidden_states` belongs to output token i: the state that is there while it is
+processed. The token sampled last is never processed, so it has no row, and one token
+alone has none; `process_last_token=True` processes it in a request of its own.
+
+Layer k is Hugging Face's `hidden_states[k + 1]`. Values are on the CPU, in the model's
+dtype. Any number of LLMs may live in one process.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import vllm
+from torch import Tensor
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM as Engine
+
+from vllm_scope.engine.frontend.translators import Translation, called, give, named
+from vllm_scope.errors import ScopeError, SpecError, shown
+from vllm_scope.request.actions import Read
+from vllm_scope.request.selectors import Except
+from vllm_scope.request.sites import Sites
+from vllm_scope.request.spec import Spec
+from vllm_scope.results.result import ScopeResult
+
+__all__ = ["LLM", "AsyncLLM", "HiddenStates", "SamplingParams"]
+
+SITE = "resid_post"
+KEY = "probe_hook"
+#: What errors call the parts of a read: arguments of LLM and AsyncLLM.
+WORDS = {"Read.layers": "layers", "Read.site": "layers"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What an LLM captures.
+
+    Attributes:
+        layers: numbers from 0, or "all".
+        include_prefill: the prompt's tokens, as `output.prefill_hidden`.
+        include_decode: the generated tokens, as `output.hidden_states`.
+        last_prefill_token: of the prompt's tokens only the last; captures it even
+            without `include_prefill`.
+        last_decode_token: of the generated tokens only the last that is processed.
+        process_last_token: process the token sampled last as well, in a request of its
+            own, which finds the others in the prefix cache. Not together with edits, and
+            `max_model_len` must leave room for one token more.
+
+    Raises:
+        SpecError: nothing is captured, or an option is of a wrong type.
+    """
+
+    layers: Sequence[int] | str = "all"
+    include_prefill: bool = False
+    include_decode: bool = True
+    last_prefill_token: bool = False
+    last_decode_token: bool = False
+    process_last_token: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name != "layers" and not isinstance(value, bool):
+                raise SpecError(f"{name} is {shown(value)}; it is True or False.")
+        with called(WORDS):
+            Read(SITE, self.layers)
+        if not self.prefill and not self.decode:
+            raise SpecError(
+                "nothing is captured: include_prefill and include_decode are both False."
+            )
+
+    @property
+    def prefill(self) -> bool:
+        return self.include_prefill or self.last_prefill_token
+
+    @property
+    def decode(self) -> bool:
+        return self.include_decode or self.last_decode_token
+
+    def reads(self) -> list[Read]:
+        found = []
+        if self.prefill:
+            tokens = "last_prompt" if self.last_prefill_token else "prompt"
+            found.append(Read(SITE, self.layers, tokens=tokens))
+        if self.decode:
+            some = Except("last", "prompt") if self.last_decode_token else "generated"
+            found.append(Read(SITE, self.layers, tokens=some))
+        return found
+
+    def params(self, given: SamplingParams | None) -> SamplingParams:
+        """A copy that asks for the capture."""
+        params = copy(given) if given is not None else SamplingParams()
+        extra = params.extra_args or {}
+        if self.process_last_token and "scope" in extra and Spec.from_json(extra["scope"]).edits:
+            raise SpecError(
+                "process_last_token and edits do not go together: the token sampled last is "
+                "processed in another request. Generate one token more instead."
+            )
+        params.extra_args = {**extra, KEY: self}
+        return params
+
+
+class HiddenStates(Mapping[int, Tensor]):
+    """layer -> [num_rows, d_model]: the rows of one phase that have arrived so far.
+
+    Raises:
+        ScopeError: on access, where the request has ended and rows are missing.
+    """
+
+    def __init__(
+        self,
+        result: ScopeResult,
+        layers: Sequence[int],
+        *,
+        of_prompt: bool,
+        last: Any = None,
+        last_only: bool = False,
+    ) -> None:
+        self._result, self._layers, self._of_prompt = result, tuple(layers), of_prompt
+        self._last, self._last_only = last, last_only
+
+    def __getitem__(self, layer: int) -> Tensor:
+        if layer not in self._layers:
+            raise KeyError(f"layer {layer} was not captured; there are {list(self._layers)}.")
+        result = self._result
+        if result.status not in ("complete", "streaming", "aborted"):
+            raise ScopeError(
+                f"the hidden states of this request are {result.status}: "
+                f"{result.error or f'{result.dropped} rows are missing'}."
+            )
+        in_prompt = result.positions(SITE, layer) < result.num_prompt
+        rows = result[SITE, layer][in_prompt if self._of_prompt else ~in_prompt]
+        if self._last is None:
+            return rows
+        last = self._last.prefill_hidden[layer]
+        return last if self._last_only else torch.cat([rows, last])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __repr__(self) -> str:
+        return f"HiddenStates of layers {list(self)}"
+
+
+def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
+    """What the classes below put into a request."""
+    options = values[KEY]
+    if not isinstance(options, Options):
+        raise SpecError(f"{KEY} is set by LLM and AsyncLLM of this module.")
+    numbers = Read(SITE, options.layers).layer_numbers
+    with called(WORDS):
+        layers = [layer for _, layer in sites.find(SITE, numbers, "Read")]
+
+    def decorate(output: Any, completion: Any) -> None:
+        result = completion.scope
+        decode = HiddenStates(result, layers, of_prompt=False) if options.decode else None
+        prefill = HiddenStates(result, layers, of_prompt=True) if options.prefill else None
+        give(output, completion, "hidden_states", decode)
+        give(output, completion, "prefill_hidden", prefill)
+
+    reads = options.reads()
+    paths = named((read, {".layers": "layers", ".site": "layers"}) for read in reads)
+    return Translation(tuple(reads), decorate, paths=paths)
+
+
+def _last_token_request(completion: Any) -> tuple[dict[str, Any], SamplingParams]:
+    """A prompt that ends in the token sampled last, and what reads its row."""
+    layers = list(completion.hidden_states)
+    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    last = Options(layers, last_prefill_token=True, include_decode=False)
+    return {"prompt_token_ids": completion.scope.token_ids}, last.params(params)
+
+
+def _add_last_row(output: Any, completion: Any, last: Any, only: bool) -> None:
+    """Let a completion's rows end in that of the token sampled last, or be `only` that."""
+    layers = list(completion.hidden_states)
+    joined = HiddenStates(completion.scope, layers, of_prompt=False, last=last, last_only=only)
+    give(output, completion, "hidden_states", joined)
+
+
+class LLM(vllm.LLM):
+    """vllm.LLM whose outputs have `hidden_states` and `prefill_hidden`.
+
+    Args:
+        model: as for vllm.LLM, and so are all others that are not named here.
+        layers ... process_last_token: see Options.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        layers: Sequence[int] | str = "all",
+        include_prefill: bool = False,
+        include_decode: bool = True,
+        last_prefill_token: bool = False,
+        last_decode_token: bool = False,
+        process_last_token: bool = False,
+        **vllm_kwargs: Any,
+    ) -> None:
+        self.capture = Options(
+            layers, include_prefill, include_decode, last_prefill_token, last_decode_token,
+            process_last_token,
+        )  # fmt: skip
+        super().__init__(model, **vllm_kwargs)
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        params = self._params(sampling_params)
+        outputs = super().generate(prompts, params, **kwargs)
+        return self._with_last(outputs, kwargs.get("lora_request"))
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        params = self._params(sampling_params)
+        outputs = super().chat(messages, params, **kwargs)
+        return self._with_last(outputs, kwargs.get("lora_request"))
+
+    def _params(self, given: Any) -> Any:
+        if given is None:
+            given = self.get_default_sampling_params()
+        if isinstance(given, SamplingParams):
+            return self.capture.params(given)
+        return [self.capture.params(params) for params in given]
+
+    def _with_last(self, outputs: list[Any], lora: Any) -> list[Any]:
+        if not self.capture.process_last_token or not self.capture.decode:
+            return outputs
+        if isinstance(lora, list | tuple):
+            lora = [r for r, o in zip(lora, outputs, strict=True) for _ in o.outputs]
+        pairs = [(o, completion) for o in outputs for completion in o.outputs]
+        asked = [_last_token_request(completion) for _, completion in pairs]
+        prompts, params = [prompt for prompt, _ in asked], [p for _, p in asked]
+        lasts = super().generate(prompts, params, lora_request=lora, use_tqdm=False)
+        for pair, last in zip(pairs, lasts, strict=True):
+            _add_last_row(*pair, last, self.capture.last_decode_token)
+        return outputs
+
+
+class AsyncLLM:
+    """An engine whose outputs, one per token, hold the rows that have arrived so far.
+
+    A row is here one or two tokens after its token; the final output has all.
+
+    Attributes:
+        engine: vLLM's AsyncLLM.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        layers: Sequence[int] | str = "all",
+        include_prefill: bool = False,
+        include_decode: bool = True,
+        last_prefill_token: bool = False,
+        last_decode_token: bool = False,
+        process_last_token: bool = False,
+        **vllm_kwargs: Any,
+    ) -> None:
+        self.capture = Options(
+            layers, include_prefill, include_decode, last_prefill_token, last_decode_token,
+            process_last_token,
+        )  # fmt: skip
+        self.engine = Engine.from_engine_args(AsyncEngineArgs(model, **vllm_kwargs))
+        self._numbers = itertools.count()
+
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[Any]:
+        """One RequestOutput per token (or as `output_kind` says)."""
+        name = f"{KEY}-{next(self._numbers)}" if request_id is None else request_id
+        params = self.capture.params(sampling_params)
+        stream = self.engine.generate(prompt, params, name, **kwargs)
+        last = self.capture.process_last_token and self.capture.decode
+        async for output in stream:
+            for completion in output.outputs if last else ():
+                if completion.finish_reason not in (None, "abort", "error"):
+                    await self._finish(output, completion, name, kwargs.get("lora_request"))
+            yield output
+
+    async def _finish(self, output: Any, completion: Any, name: str, lora: Any) -> None:
+        prompt, params = _last_token_request(completion)
+        request_id = f"{name}-last-{completion.index}"
+        async for last in self.engine.generate(prompt, params, request_id, lora_request=lora):
+            if last.finished:
+                _add_last_row(output, completion, last, self.capture.last_decode_token)
+
+    def shutdown(self) -> None:
+        self.engine.shutdown()

@@ -1,0 +1,66 @@
+"""The steering fork of vLLM (RhizoNymph/vllm): its keys, results, modules and routes.
+
+    from vllm_scope.compat.steering_http import LLM, SamplingParams
+    params = SamplingParams(
+        steering_vectors={"post_block": {15: vector}},                # every token
+        prefill_steering_vectors={"post_block": {15: vector}},        # the prompt's
+        decode_steering_vectors={"pre_attn": {3: {"vector": [...], "scale": 2.0}}},
+        steering_clamps={"post_block": {20: [{"vector": direction, "max": 4.0}]}},
+        steering_module_ref=("formal", 1.5),
+        capture={"filesystem": {"request_id": "q", "tag": "run", "hooks": {...}}},
+    )
+    out.capture_results["filesystem"].status
+
+With vLLM's own LLM and SamplingParams the same fields are keys of `extra_args`.
+
+Hooks are pre_attn, post_attn and post_block; only those that the engine taps can be used
+(`additional_config={"scope": {"sites": [...]}}`). Tiers add up, a module's with the
+request's; clamps come after all that is added. A tier's tokens are found by position, so
+a prompt that is computed again after a preemption keeps its tier.
+
+Steering modules are loaded with `load_modules(llm, ["formal=formal.json"])`, or at start
+with `additional_config={"scope": {"modules": {"formal": "formal.json"}}}`.
+
+engine.py   LLM, SamplingParams
+keys.py     what the keys mean; load_modules
+vectors.py  tiers of vectors and of clamps
+capture.py  captures, capture_results, reading files back
+http.py     the keys in a server's bodies, capture_results in its answers
+routes.py   /v1/steering
+tiers.py    what is set there, as server-wide edits
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_scope.compat.steering_http.capture import (
+    CaptureEntry,
+    CaptureResult,
+    FilesystemCaptureRequest,
+    read_request,
+)
+from vllm_scope.compat.steering_http.keys import load_modules, translate
+
+if TYPE_CHECKING:
+    from vllm_scope.compat.steering_http.engine import LLM, SamplingParams
+
+__all__ = [
+    "LLM",
+    "CaptureEntry",
+    "CaptureResult",
+    "FilesystemCaptureRequest",
+    "SamplingParams",
+    "load_modules",
+    "read_request",
+    "translate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # They import vLLM, which reading files back does not need.
+    if name not in ("LLM", "SamplingParams"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vllm_scope.compat.steering_http import engine
+
+    return getattr(engine, name)

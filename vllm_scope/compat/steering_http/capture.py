@@ -1,0 +1,270 @@
+"""Captures of the steering fork: what a request reads into sinks, and what came of it.
+
+    capture={"filesystem": {"request_id": "q-42", "tag": "run-7",
+                            "hooks": {"post_block": [12], "pre_attn": "all"},
+                            "positions": "last_prompt"}}
+    output.capture_results["filesystem"].status     # pending, ok, partial_error, error
+    output.capture_results["filesystem"].payload    # of files: their paths
+    read_request("/data/captures/run-7/q-42")[12, "post_block"].array
+
+A consumer is a sink that the operator has set up (`additional_config={"scope": {"sinks":
+...}}`), by its name there: `filesystem`, or a plugin's.
+
+Owns:  captures as Reads, CaptureResult, and the fork's way to read files back.
+Runs:  in the front-end; reading anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_scope.compat.bounds import MOST, Room, few, parsed
+from vllm_scope.compat.steering_http.vectors import HOOKS
+from vllm_scope.engine.frontend.translators import called, give
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.files import open as open_files
+from vllm_scope.request.actions import MEMORY, Read
+from vllm_scope.request.sites import ALIASES, Sites
+from vllm_scope.results.result import ScopeResult
+from vllm_scope.sinks import Manifest
+from vllm_scope.sinks.options import FILESYSTEM
+from vllm_scope.vectors.hooks import mapping, site_of
+from vllm_scope.vectors.module import MAX_LAYER
+
+WHERE = "capture"
+#: The words for positions of a capture.
+_POSITIONS = {
+    "last_prompt": "last_prompt",
+    "all_prompt": "prompt",
+    "all_generated": "generated",
+    "all": "all",
+}
+_FIELDS = ("request_id", "tag", "hooks", "positions")
+_STATUS = {"ok": "ok", "partial": "partial_error", "error": "error"}
+
+
+@dataclass
+class FilesystemCaptureRequest:
+    """What a request says to the consumer `filesystem`; a dict of the same fields will do.
+
+    Attributes:
+        request_id, tag: what the files are called, and their folder below the root.
+        hooks: hook -> layers, "all", or {"layers": [...], "ranges": [[first, last], ...]}.
+        positions: last_prompt, all_prompt, all_generated, all, or a list.
+        layout: None: it is the operator's.
+    """
+
+    request_id: str
+    tag: str
+    hooks: dict[str, Any]
+    positions: str | list[int]
+    layout: str | None = None
+
+
+@dataclass
+class CaptureResult:
+    """What became of a request at one consumer.
+
+    Attributes:
+        status: "pending" while it runs (and after, where the sink has not answered in
+            time), "ok", "partial_error" (rows are missing), or "error".
+        error: why not ok.
+        payload: of files, their paths (over HTTP their names, and paths for who sends the
+            operator's key); what another sink said beside its counts.
+    """
+
+    status: str
+    error: str | None = None
+    payload: Any = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As the fork's server has it: the payload is an object."""
+        payload = self.payload
+        if isinstance(payload, list):
+            payload = {"items": payload}
+        return {"status": self.status, "error": self.error, "payload": payload or {}}
+
+
+def reads_of(capture: Any, sites: Sites, room: Room) -> list[tuple[Read, dict[str, str]]]:
+    """One Read for each hook of each consumer, and what errors call it.
+
+    Args:
+        room: what the request may still say.
+
+    Raises:
+        SpecError: a value of a wrong form, or more of it than a request may have. That a
+            consumer is not there is said where the request enters, with those that are.
+    """
+    consumers = parsed(capture, WHERE)
+    few(consumers, MOST["reads"], "consumers", WHERE)
+    return [
+        one
+        for consumer, wanted in mapping(consumers, WHERE).items()
+        for one in _reads_to(consumer, wanted, f"{WHERE}[{shown(consumer)}]", sites, room)
+    ]
+
+
+def _reads_to(
+    consumer: Any, wanted: Any, where: str, sites: Sites, room: Room
+) -> list[tuple[Read, dict[str, str]]]:
+    if is_dataclass(wanted) and not isinstance(wanted, type):
+        wanted = asdict(wanted)
+    few(wanted, len(_FIELDS) + 1, "fields", where)
+    fields = {k: v for k, v in mapping(wanted, where).items() if v is not None}
+    if consumer == MEMORY:
+        raise SpecError(
+            f"{WHERE} has 'memory', which is no consumer; rows come to output.scope with "
+            "vllm_scope.Read."
+        )
+    if "layout" in fields:
+        raise SpecError(
+            f"{where} has the layout {shown(fields['layout'])}; a layout is the operator's: "
+            "additional_config['scope'].sinks.filesystem.layout. Leave it out."
+        )
+    unknown = sorted(set(fields) - set(_FIELDS), key=str)
+    if unknown or not fields.get("hooks"):
+        raise SpecError(
+            f"{where} has {shown(sorted(fields, key=str))}; its fields are {', '.join(_FIELDS)}, "
+            "and hooks says what is read."
+        )
+    hooks, place = fields["hooks"], f"{where}['hooks']"
+    few(hooks, len(ALIASES), "hooks", place)
+    given, found = fields.get("positions", "last_prompt"), []
+    for hook, layers in mapping(hooks, place).items():
+        room.take("reads", 1, where)
+        if isinstance(given, list | tuple):
+            room.take("positions", len(given), f"{where}['positions']")
+        site, path = site_of(hook, place), f"{place}[{hook!r}]"
+        words = {
+            "": path, ".layers": path, ".site": path, ".tokens": f"{where}['positions']",
+            ".to": f"{WHERE}'s consumer", ".tag": f"{where}['tag']",
+            ".name": f"{where}['request_id']",
+        }  # fmt: skip
+        with called({f"Read{end}": word for end, word in words.items()}):
+            read = Read(
+                site, layers_of(layers, path, sites.num_layers),
+                positions_of(given, f"{where}['positions']"),
+                to=consumer, tag=fields.get("tag"), name=fields.get("request_id"),
+            )  # fmt: skip
+        found.append((read, words))
+    return found
+
+
+def positions_of(positions: Any, where: str) -> Any:
+    """A selector."""
+    if isinstance(positions, str):
+        if positions not in _POSITIONS:
+            raise SpecError(
+                f"{where} is {shown(positions)}; it is one of {', '.join(_POSITIONS)}, or a list."
+            )
+        return _POSITIONS[positions]
+    if not isinstance(positions, list | tuple) or not positions:
+        raise SpecError(f"{where} is {shown(positions)}; it is a word, or a list of positions.")
+    return list(positions)
+
+
+def layers_of(layers: Any, where: str, num_layers: int = MAX_LAYER + 1) -> Any:
+    """What a Read takes; ranges become numbers.
+
+    Args:
+        num_layers: the model's, where that is known.
+    """
+    if not isinstance(layers, Mapping):
+        few(layers, num_layers, "layers", where)
+        return layers
+    few(layers, 2, "fields", where)
+    if not layers or not set(layers) <= {"layers", "ranges"}:
+        raise SpecError(f"{where} has {shown(sorted(layers, key=str))}; it has layers, ranges.")
+    for name, value in layers.items():
+        few(value, num_layers, name, where)
+        if value is not None and not isinstance(value, list | tuple):
+            raise SpecError(f"{where}[{name!r}] is {shown(value)}; it is a list.")
+    found = list(layers.get("layers") or [])
+    for pair in layers.get("ranges") or []:
+        sane = isinstance(pair, list | tuple) and len(pair) == 2
+        if not sane or any(type(end) is not int for end in pair) or not 0 <= pair[0] <= pair[1]:
+            raise SpecError(f"{where} has the range {shown(pair)}; one is [first, last], from 0.")
+        if pair[1] >= num_layers:
+            raise SpecError(
+                f"{where} has the range {shown(pair)}; the last layer there can be is "
+                f"{num_layers - 1}."
+            )
+        found += range(pair[0], pair[1] + 1)
+    return found
+
+
+def decorate(output: Any, completion: Any, consumers: tuple[str, ...]) -> None:
+    """`output.capture_results`, of one completion so far."""
+    give(output, completion, "capture_results", results_of(completion.scope, consumers))
+
+
+def results_of(result: ScopeResult, consumers: tuple[str, ...]) -> dict[str, CaptureResult]:
+    return {
+        consumer: _result_of(consumer, result.manifests.get(consumer), result)
+        for consumer in consumers
+    }
+
+
+def _result_of(consumer: str, manifest: Manifest | None, result: ScopeResult) -> CaptureResult:
+    if manifest is None:
+        return CaptureResult("error" if result.error else "pending", result.error)
+    payload: Any = manifest.details
+    if consumer == FILESYSTEM:
+        paths = [path for said in manifest.details for path in said.get("paths", ())]
+        payload = paths or manifest.files  # where paths are the operator's alone
+    return CaptureResult(_STATUS[manifest.status], manifest.reason, payload)
+
+
+@dataclass
+class CaptureEntry:
+    """Rows of one layer at one hook.
+
+    Attributes:
+        array: [num_rows, hidden_size]; bfloat16 comes as its bits, uint16.
+        dtype: of the rows, by its name.
+        positions: of the rows, absolute.
+    """
+
+    layer: int
+    hook: str
+    array: np.ndarray
+    dtype: str
+    positions: list[int]
+
+
+def read_request(path: str | Path) -> dict[tuple[int, str], CaptureEntry]:
+    """A captured request: (layer, hook) -> its rows.
+
+    Args:
+        path: root/tag/request_id, whatever the layout of the files; or a file of one
+            request, as the payload names it.
+
+    Raises:
+        FileError, KeyError: there is no such request, or there are several.
+    """
+    path = Path(path)
+    if path.is_file():
+        found = list(open_files(path))
+    else:
+        # Files that requests share are not in the folder of a tag.
+        folder = path.parent if path.parent.is_dir() else path.parent.parent
+        found = open_files(folder).find(name=path.name, tag=path.parent.name)
+    if len(found) != 1:
+        raise KeyError(f"{len(found)} requests are at {path}; vllm_scope.open finds all.")
+    (request,) = found
+    entries = {}
+    for site, layer in request.keys():
+        rows = request[site, layer]
+        bits = rows.view(torch.uint16) if rows.dtype == torch.bfloat16 else rows
+        hook = HOOKS.get(site, site)
+        entries[layer, hook] = CaptureEntry(
+            layer, hook, bits.numpy(), str(rows.dtype).removeprefix("torch."),
+            request.positions(site, layer).tolist(),
+        )  # fmt: skip
+    return entries

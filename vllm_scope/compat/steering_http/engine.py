@@ -1,0 +1,161 @@
+"""LLM and SamplingParams with the fork's arguments, on stock vLLM.
+
+    from vllm_scope.compat.steering_http import LLM, SamplingParams
+    llm = LLM(model, enable_steering=True, capture_consumers=[
+        {"name": "filesystem", "params": {"root": "/data/captures"}},
+    ])
+    llm.generate(prompts, SamplingParams(steering_vectors={"post_block": {15: vector}}))
+
+Owns:  the fork's arguments as vllm-scope's options.
+Runs:  in the front-end; imports vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import vllm
+
+from vllm_scope.compat.steering_http.capture import layers_of, positions_of
+from vllm_scope.errors import ConfigError, shown
+from vllm_scope.request.sites import STREAM_SITES
+from vllm_scope.sinks.options import FILESYSTEM
+from vllm_scope.vectors.hooks import mapping, site_of
+
+#: Of the consumer `filesystem`: its option -> ours.
+_FILES = {"root": "root", "writer_threads": "threads", "fsync": "fsync"}
+_LAYOUTS = {"per_file": "per_request", "packed": "packed", "sharded": "sharded"}
+#: What the fork would do otherwise is not done here, whatever it is told.
+_ALWAYS = {"on_collision": "overwrite", "atomic_publish": True}
+#: Sizes of things that are not there: they change no result.
+_IDLE = {
+    "queue_size", "timeout_seconds", "fd_cache_size", "coalesce_max_bytes", "num_shards",
+    "shard_max_bytes",
+}  # fmt: skip
+_GLOBAL = {"global_hooks", "global_positions", "default_tag"}
+
+
+class SamplingParams(vllm.SamplingParams):
+    """vLLM's, with the fork's fields; they move into `extra_args`."""
+
+    steering_vectors: Any = None
+    prefill_steering_vectors: Any = None
+    decode_steering_vectors: Any = None
+    steering_clamps: Any = None
+    prefill_steering_clamps: Any = None
+    decode_steering_clamps: Any = None
+    steering_module_ref: Any = None
+    capture: Any = None
+    sae_clamp_specs: Any = None
+    sae_full_reconstruction_specs: Any = None
+    patch: Any = None
+    patch_vectors: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        own = {name: getattr(self, name) for name in SamplingParams.__annotations__}
+        own = {name: value for name, value in own.items() if value is not None}
+        if own:
+            self.extra_args = {**(getattr(self, "extra_args", None) or {}), **own}
+        for name in own:
+            setattr(self, name, None)
+
+
+class LLM(vllm.LLM):
+    """vLLM's, with the fork's arguments; every hook can be steered and captured.
+
+    Args:
+        model, kwargs: as for vllm.LLM.
+        enable_steering, max_steering_configs: have no effect: requests can always be
+            steered, as many as there is room for their vectors in
+            additional_config["scope"].vectors_mib.
+        capture_consumers: [{"name", "params"}]: sinks. Those of `filesystem` are known
+            by the fork's names; a plugin's are passed on.
+
+    Raises:
+        ConfigError: an option of a consumer that cannot be met.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        enable_steering: bool = False,
+        max_steering_configs: int | None = None,
+        capture_consumers: Sequence[Mapping[str, Any]] | None = None,
+        additional_config: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        options = dict(additional_config or {})
+        scope = {"sites": STREAM_SITES, **options.get("scope", {})}
+        for one in capture_consumers or ():
+            kind, name, sink = sink_of(one)
+            scope[kind] = {**scope.get(kind, {}), name: sink}
+        super().__init__(model, additional_config={**options, "scope": scope}, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """As vllm.LLM's; every output has `capture_results`."""
+        return _with_results(super().generate(*args, **kwargs))
+
+    def chat(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """As vllm.LLM's; every output has `capture_results`."""
+        return _with_results(super().chat(*args, **kwargs))
+
+
+def _with_results(outputs: list[Any]) -> list[Any]:
+    for output in outputs:
+        if not hasattr(output, "capture_results"):
+            output.capture_results = {}
+    return outputs
+
+
+def sink_of(consumer: Any) -> tuple[str, str, dict[str, Any]]:
+    """("sinks" or "global_sinks", the sink's name, its options).
+
+    Raises:
+        ConfigError: it is no {"name", "params"}, or an option cannot be met.
+    """
+    where = "capture_consumers"
+    known = {"name", "params", "instance_name"}
+    if not isinstance(consumer, Mapping) or "name" not in consumer or not set(consumer) <= known:
+        raise ConfigError(f"{where} has {shown(consumer)}; one is {{name, params}}.")
+    name, params = consumer["name"], dict(consumer.get("params") or {})
+    if consumer.get("instance_name") not in (None, name):
+        raise ConfigError(
+            f"{where} has the instance_name {shown(consumer['instance_name'])}; a sink has one "
+            "instance, called by its own name. Leave it out."
+        )
+    if name != FILESYSTEM:
+        return "sinks", name, params
+    where = f"{where}.{name}"
+    allowed = [*_FILES, "default_layout", *_ALWAYS, *sorted(_IDLE), *sorted(_GLOBAL)]
+    if unknown := sorted(set(params) - set(allowed)):
+        raise ConfigError(f"{where} has {shown(unknown[0])}; it has {', '.join(allowed)}.")
+    for option, value in _ALWAYS.items():
+        if params.get(option, value) != value:
+            raise ConfigError(
+                f"{where}.{option} is {shown(params[option])}; files here are always made whole "
+                f"and replaced by name, so it is {value!r}."
+            )
+    sink: dict[str, Any] = {_FILES[key]: params[key] for key in _FILES if key in params}
+    layout = params.get("default_layout", "per_file")
+    if layout not in _LAYOUTS:
+        raise ConfigError(
+            f"{where}.default_layout is {shown(layout)}; it is {', '.join(_LAYOUTS)}."
+        )
+    sink["layout"] = _LAYOUTS[layout]
+    if params.get("global_hooks") is None:
+        return "sinks", name, sink
+    tokens = positions_of(params.get("global_positions", "last_prompt"), where)
+    hooks = mapping(params["global_hooks"], f"{where}.global_hooks")
+    if params.get("default_tag", "default") != "default":
+        raise ConfigError(
+            f"{where}.default_tag is {shown(params['default_tag'])}; files of every request lie "
+            "below their root. Give them one of their own."
+        )
+    sink["reads"] = [
+        {"site": site_of(hook, where), "layers": layers_of(layers, where), "tokens": tokens}
+        for hook, layers in hooks.items()
+    ]
+    return "global_sinks", name, sink

@@ -1,0 +1,104 @@
+"""What the steering fork's keys of one request mean, and modules loaded while the engine runs.
+
+Owns:  the keys, `translate`, `load_modules`.
+Runs:  in the front-end.
+From:  vectors and capture, beside this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from vllm_scope.compat.bounds import Room, parsed
+from vllm_scope.compat.steering_http.capture import decorate, reads_of
+from vllm_scope.compat.steering_http.vectors import adds_of, clamps_of, words_of
+from vllm_scope.engine.frontend.translators import Translation, called, named
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.actions import Add, Edit
+from vllm_scope.request.sites import Sites
+from vllm_scope.vectors import load_vectors, to_bytes
+from vllm_scope.vectors.hooks import REQUEST_TIERS, number_of
+
+CLAMP_TIERS = {
+    "steering_clamps": "all",
+    "prefill_steering_clamps": "prompt",
+    "decode_steering_clamps": "generated",
+}
+#: Keys whose wishes cannot be met, and what there is instead.
+REFUSED = {
+    "sae_clamp_specs": "features of a sparse autoencoder are not tapped in this version; clamp "
+    "along a decoder direction with steering_clamps",
+    "sae_full_reconstruction_specs": "a row cannot be replaced by its reconstruction in this "
+    "version; rows of another run can, with vllm_scope.Replace",
+    "patch": "patching is vllm_scope.Replace, of rows that a Read has brought",
+    "patch_vectors": "patching is vllm_scope.Replace, of rows that a Read has brought",
+}
+
+
+def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
+    """What the fork's keys of one request mean.
+
+    Raises:
+        SpecError: a value of a wrong form, or a wish that cannot be met.
+    """
+    for key, instead in REFUSED.items():
+        if values.get(key) is not None:
+            raise SpecError(f"{key} cannot be met: {instead}.")
+    room = Room()
+    edits: list[tuple[Edit, dict[str, str]]] = _module(values)
+    for key, tokens in REQUEST_TIERS.items():
+        adds = adds_of(values.get(key), tokens, key, sites, room)
+        edits += [(add, words_of(add, key)) for add in adds]
+    # The fork clamps what leaves a hook, whatever was added there.
+    for key, tokens in CLAMP_TIERS.items():
+        clamps = clamps_of(values.get(key), tokens, key, sites, room)
+        edits += [(clamp, words_of(clamp, key)) for clamp in clamps]
+    reads = reads_of(values.get("capture"), sites, room)
+    actions = (*(edit for edit, _ in edits), *(read for read, _ in reads))
+    consumers = tuple(dict.fromkeys(read.to for read, _ in reads))
+    decorator = partial(decorate, consumers=consumers) if reads else None
+    return Translation(actions, decorator, paths=named([*edits, *reads]))
+
+
+def _module(values: Mapping[str, Any]) -> list[tuple[Edit, dict[str, str]]]:
+    """(name, scale), or a name alone, under either key."""
+    given = [k for k in ("steering_module_ref", "steering_name") if values.get(k) is not None]
+    if not given:
+        return []
+    if len(given) > 1:
+        raise SpecError("steering_module_ref and steering_name mean the same; give one of them.")
+    where, ref = given[0], values[given[0]]
+    if isinstance(ref, str) and ref.startswith("["):
+        ref = parsed(ref, where)
+    pair = (ref, 1.0) if isinstance(ref, str) else ref
+    if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+        raise SpecError(f"{where} is {shown(ref)}; it is (name, scale).")
+    with called({"Add.vector": where, "Add.scale": f"{where}[1]"}):
+        return [(Add(pair[0], scale=number_of(pair[1], f"{where}[1]")), {"": where})]
+
+
+def load_modules(llm: Any, modules: Iterable[str]) -> dict[str, str]:
+    """Register modules with a running engine, as `--steering-modules name=path` did.
+
+    Args:
+        llm: vllm.LLM.
+        modules: "name=path" each; a file that `vllm_scope.vectors.load_vectors` reads,
+            the fork's JSON among them. A name that is known already gets the new
+            content, for requests that enter from then on.
+
+    Returns:
+        name -> digest of its content.
+
+    Raises:
+        SpecError: not name=path, or a file that is no module of this model.
+    """
+    digests = {}
+    for module in modules:
+        name, equals, path = module.partition("=")
+        if not equals or not name or not path:
+            raise SpecError(f"{shown(module)} is not name=path.")
+        data = to_bytes(load_vectors(path))
+        digests[name] = llm.collective_rpc("scope_register", args=(name, data))[0]
+    return digests

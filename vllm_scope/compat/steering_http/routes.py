@@ -1,0 +1,275 @@
+"""`/v1/steering`: the fork's routes, on this server's modules and server-wide edits.
+
+Owns:  the routers, and what their bodies and answers look like.
+Runs:  in each API server process, inside of vLLM's authentication.
+From:  tiers (edits of every request), vllm_scope.vectors.hooks (modules).
+
+Promise: what is set here is what GET /v1/scope/edits and /v1/scope/modules show, and the
+other way round. A body that is wrong anywhere changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.concurrency import run_in_threadpool
+
+from vllm_scope.compat.bounds import Room
+from vllm_scope.compat.steering_http.bounded import bounded_vectors
+from vllm_scope.compat.steering_http.tiers import Wanted, merged, status
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.actions import MAX_NAME
+from vllm_scope.request.sites import ALIASES, Sites
+from vllm_scope.server.access import RefusalError, Route, asked, engine_of, errors, in_turn
+from vllm_scope.vectors import to_bytes
+from vllm_scope.vectors.hooks import MODULE_TIERS, parse_module
+
+_VECTORS = (
+    "hook -> layer -> a list of numbers, or {vector, scale}; or hook -> {dtype, shape, "
+    "layer_indices, data, scales} with base64. "
+)
+_CLAMPS = (
+    "hook -> layer -> a list of {vector, min, max, strength} or {vector, value}; or hook -> "
+    "{dtype, shape, layer_indices, data, bounds, strengths} with base64. "
+)
+Hooks = dict[str, Any] | None
+
+
+class _Tiers(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    vectors: Hooks = Field(default=None, description=_VECTORS + "For every token.")
+    prefill_vectors: Hooks = Field(default=None, description="Likewise, for the prompt's tokens.")
+    decode_vectors: Hooks = Field(default=None, description="Likewise, for generated tokens.")
+    clamps: Hooks = Field(default=None, description=_CLAMPS + "For every token.")
+    prefill_clamps: Hooks = Field(default=None, description="Likewise, for the prompt's tokens.")
+    decode_clamps: Hooks = Field(default=None, description="Likewise, for generated tokens.")
+
+    def tiers(self) -> dict[str, Any]:
+        """Those that there are; not copied, they may be large."""
+        values = {name: getattr(self, name) for name in _Tiers.model_fields}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class SetSteering(_Tiers):
+    """Steering of every request from now on."""
+
+    replace: bool = Field(
+        default=False,
+        description="End all server-wide edits first. Else a hook and layer of a tier that is "
+        "named here gets new vectors, or clamps, and the others stay.",
+    )
+    target: str | None = Field(default=None, description="main, or left out.")
+
+
+class ClearSteering(BaseModel):
+    """What is cleared."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    target: str | None = Field(default=None, description="main, or left out.")
+
+
+class SteeringSet(BaseModel):
+    """What a `set` has changed."""
+
+    status: str = "ok"
+    hook_points: list[str] = Field(description="Hooks that the body named.")
+    layers_updated: list[int] = Field(description="Layers that the body named.")
+
+
+class SteeringStatus(BaseModel):
+    """The steering of every request."""
+
+    active_layers: dict[str, dict[str, dict[str, Any]]] = Field(
+        description="layer -> hook -> the length of what is added: norm, prefill_norm, "
+        "decode_norm; and how many clamps there are: clamps, prefill_clamps, decode_clamps."
+    )
+    other_edits: int = Field(
+        description="Server-wide edits that are of no tier; GET /v1/scope/edits has all."
+    )
+
+
+class Cleared(BaseModel):
+    """Nothing is edited server-wide."""
+
+    status: str = "ok"
+
+
+class HookPoints(BaseModel):
+    """What a layer can be steered at."""
+
+    hook_points: list[str]
+
+
+class SteerableLayers(BaseModel):
+    """Layers and hooks that are tapped."""
+
+    layers: dict[str, HookPoints]
+
+
+class RegisterModule(_Tiers):
+    """A steering module: vectors of up to three tiers, by a name."""
+
+    name: str = Field(min_length=1, max_length=MAX_NAME)
+    kind: str = Field(default="additive", description="additive.")
+    sae_manifest: Any = Field(default=None, description="Refused.")
+
+
+class UnregisterModule(BaseModel):
+    """A name to forget."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+
+
+class Modules(BaseModel):
+    """The names that requests can use."""
+
+    modules: list[str]
+    count: int
+
+
+class ModuleChanged(BaseModel):
+    """What was registered, or forgotten."""
+
+    status: str = "ok"
+    name: str
+    modules: list[str] = Field(description="The names that there are now.")
+
+
+reading = APIRouter(prefix="/v1/steering", tags=["steering"], route_class=Route)
+changing = APIRouter(prefix="/v1/steering", tags=["steering operator"], route_class=Route)
+Target = Annotated[str | None, Query(description="main, or left out.")]
+
+
+def _check_target(target: str | None) -> None:
+    if target not in (None, "main"):
+        raise RefusalError(
+            400, f"target is {shown(target)}; this server steers 'main' alone: drafts of "
+            "speculative decoding are not tapped.",
+        )  # fmt: skip
+
+
+async def _sites(request: Request) -> Sites:
+    told = (await asked(engine_of(request).describe()))["sites"]
+    return Sites.from_body(told, told["boundaries"])
+
+
+@reading.get(
+    "", response_model=SteeringStatus, summary="The steering of every request",
+    responses=errors(400),
+)  # fmt: skip
+async def get_steering(request: Request, target: Target = None) -> SteeringStatus:
+    """Of server-wide edits, wherever they were set."""
+    _check_target(target)
+    text = await asked(engine_of(request).edits())
+    return SteeringStatus(**await run_in_threadpool(status, text))
+
+
+@reading.get(
+    "/layers", response_model=SteerableLayers, summary="What can be steered", responses=errors(400)
+)
+async def get_layers(request: Request, target: Target = None) -> SteerableLayers:
+    """Hooks by layer; which are tapped is decided when the engine starts."""
+    _check_target(target)
+    sites = await _sites(request)
+    found: dict[str, HookPoints] = {}
+    for layer in range(sites.num_layers):
+        hooks = [h for h, s in ALIASES.items() if sites.boundary_of((s, layer)) in sites.readable]
+        if hooks:
+            found[str(layer)] = HookPoints(hook_points=sorted(hooks))
+    return SteerableLayers(layers=found)
+
+
+@reading.get("/modules", response_model=Modules, summary="The names of steering modules")
+async def get_modules(request: Request) -> Modules:
+    """GET /v1/scope/modules says more of each."""
+    names = sorted(await asked(engine_of(request).modules()))
+    return Modules(modules=names, count=len(names))
+
+
+@changing.post("/set", response_model=SteeringSet, summary="Steer every request")
+async def set_steering(request: Request, body: SetSteering) -> SteeringSet:
+    """Tiers add up, with each other and with what requests bring along. Requests that run
+    keep the steering that they entered with."""
+    _check_target(body.target)
+    engine = engine_of(request)
+    sites = await _sites(request)
+    try:
+        wanted = await run_in_threadpool(Wanted.parse, body.tiers(), sites)
+    except SpecError as error:
+        raise RefusalError(400, str(error)) from None
+    async with in_turn(request):
+        text = await asked(engine.edits())
+        try:
+            text = await run_in_threadpool(merged, text, wanted, body.replace)
+        except SpecError as error:
+            raise RefusalError(400, str(error)) from None
+        await asked(engine.set_edits(text))
+    return SteeringSet(hook_points=wanted.hooks, layers_updated=wanted.layers)
+
+
+@changing.post("/clear", response_model=Cleared, summary="Steer requests no longer")
+async def clear_steering(request: Request, body: ClearSteering | None = None) -> Cleared:
+    """Ends all server-wide edits, wherever they were set. Requests that run keep theirs."""
+    _check_target(body.target if body is not None else None)
+    engine = engine_of(request)
+    async with in_turn(request, clearing=True):
+        await asked(engine.set_edits(None))
+    return Cleared()
+
+
+@changing.post(
+    "/modules/register", response_model=ModuleChanged, summary="Register a steering module"
+)
+async def register_module(request: Request, body: RegisterModule) -> ModuleChanged:
+    """From now on the name means these vectors; requests that run keep what it meant."""
+    if body.kind != "additive" or body.sae_manifest is not None:
+        raise RefusalError(
+            400, f"kind is {shown(body.kind)}; modules here are 'additive': features of sparse "
+            "autoencoders are not tapped in this version.",
+        )  # fmt: skip
+    sites = await _sites(request)
+    try:
+        data = await run_in_threadpool(_module, body.tiers(), sites)
+    except SpecError as error:
+        raise RefusalError(400, str(error)) from None
+    engine = engine_of(request)
+    async with in_turn(request):
+        await asked(engine.register(body.name, data))
+    return ModuleChanged(name=body.name, modules=sorted(await asked(engine.modules())))
+
+
+def _module(tiers: dict[str, Any], sites: Sites) -> bytes:
+    """A module's content. Raises SpecError for more than this model can use."""
+    room = Room()
+    bounded = {
+        name: bounded_vectors(value, sites, room, f"the body[{name!r}]")
+        if name in MODULE_TIERS else value
+        for name, value in tiers.items()
+    }  # fmt: skip
+    return to_bytes(parse_module(bounded, "the body"))
+
+
+@changing.post(
+    "/modules/unregister",
+    response_model=ModuleChanged,
+    summary="Forget a steering module",
+    responses=errors(404),
+)
+async def unregister_module(request: Request, body: UnregisterModule) -> ModuleChanged:
+    """Requests that run keep it."""
+    engine = engine_of(request)
+    async with in_turn(request):
+        known = await asked(engine.unregister(body.name))
+    names = sorted(await asked(engine.modules()))
+    if not known:
+        raise RefusalError(
+            404, f"no steering module is called {shown(body.name)}; there are "
+            f"{', '.join(names) or 'none'}.",
+        )  # fmt: skip
+    return ModuleChanged(name=body.name, modules=names)

@@ -1,0 +1,191 @@
+"""Steering of every request: the fork's global tiers, as this server's server-wide edits.
+
+Owns:  what `set` makes of the edits that hold, and what `GET /v1/steering` says of them.
+Runs:  in an API server process.
+To:    routes.
+
+Promise: there is one list of server-wide edits, the engine's. A tier's vectors are the
+Adds in it that have numbers, layers and the tier's tokens, whoever put them there; its
+clamps are the Clamps. What else is there (modules by name, ablations ...) stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_scope.compat.bounds import Room
+from vllm_scope.compat.steering_http.bounded import bounded_vectors
+from vllm_scope.compat.steering_http.vectors import HOOKS, clamps_of, stacked
+from vllm_scope.errors import SpecError
+from vllm_scope.request.actions import Add, Clamp, Edit
+from vllm_scope.request.arrays import Array
+from vllm_scope.request.sites import SiteLayer, Sites
+from vllm_scope.request.spec import Spec, scope
+from vllm_scope.vectors.hooks import (
+    MODULE_TIERS,
+    is_packed,
+    layer_of,
+    mapping,
+    parse_hooks,
+    site_of,
+)
+
+CLAMP_TIERS = {"clamps": "all", "prefill_clamps": "prompt", "decode_clamps": "generated"}
+#: A tier's tokens -> what its norm is called.
+_NORMS = {"all": "norm", "prompt": "prefill_norm", "generated": "decode_norm"}
+
+#: Kind of edit, tokens, site, layer.
+_Place = tuple[str, str, str, int]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a `set` sets.
+
+    Attributes:
+        edits: Adds, then Clamps.
+        places: which earlier edits they take the place of.
+    """
+
+    edits: tuple[Edit, ...]
+    places: frozenset[_Place]
+
+    @staticmethod
+    def parse(body: Mapping[str, Any], sites: Sites) -> Wanted:
+        """From the fields of a body.
+
+        Raises:
+            SpecError: at the path of what is wrong; nothing is set.
+        """
+        edits: list[Edit] = []
+        places: set[_Place] = set()
+        room = Room()
+        for field, tokens in MODULE_TIERS.items():
+            vectors = parse_hooks(bounded_vectors(body.get(field), sites, room, field), field)
+            for (site, layer), vector in vectors.items():
+                _check(site, layer, len(vector), field, sites)
+            places |= {("add", tokens, *stream) for stream in vectors}
+            # A vector of zeros takes the old one away.
+            edits += stacked({s: v for s, v in vectors.items() if v.any()}, tokens)
+        for field, tokens in CLAMP_TIERS.items():
+            clamps = clamps_of(body.get(field), tokens, field, sites, room)
+            # An empty list takes a place's clamps away.
+            for site, layer in _empty(body.get(field), field):
+                _check(site, layer, sites.hidden_size, field, sites)
+                places.add(("clamp", tokens, site, layer))
+            for clamp in clamps:
+                (place,) = _places(clamp)
+                _check(*place[2:], clamp.direction.shape[-1], field, sites)
+                places.add(place)
+                edits.append(clamp)
+        if not places:
+            fields = ", ".join((*MODULE_TIERS, *CLAMP_TIERS))
+            raise SpecError(f"nothing is to be set; give vectors or clamps in one of {fields}.")
+        return Wanted(tuple(edits), frozenset(places))
+
+    @property
+    def hooks(self) -> list[str]:
+        return sorted({HOOKS[site] for _, _, site, _ in self.places})
+
+    @property
+    def layers(self) -> list[int]:
+        return sorted({layer for *_, layer in self.places})
+
+
+def _empty(clamps: Any, where: str) -> Iterator[SiteLayer]:
+    """Places with an empty list of clamps."""
+    for hook, by_layer in mapping(clamps, where).items():
+        if isinstance(by_layer, Mapping) and not is_packed(by_layer):
+            for layer, entries in by_layer.items():
+                if entries == []:
+                    yield site_of(hook, where), layer_of(layer, f"{where}[{hook!r}]")
+
+
+def _check(site: str, layer: int, size: int, field: str, sites: Sites) -> None:
+    where = f"{field}[{HOOKS[site]!r}]"
+    sites.find(site, (layer,), where)
+    if size != sites.hidden_size:
+        raise SpecError(
+            f"{where} has {size} numbers for layer {layer}; this model's rows have "
+            f"{sites.hidden_size}."
+        )
+
+
+def merged(text: str | None, wanted: Wanted, replace: bool) -> str | None:
+    """The server-wide edits with what is wanted.
+
+    Args:
+        text: those that hold now, as a spec.
+        replace: they end; else those at other places stay.
+    """
+    held = [] if replace or text is None else Spec.from_json(text).edits
+    left = [e for edit in held for e in _without(edit, wanted.places)]
+    # As in a request: what is clamped is what was added to.
+    first = next((i for i, edit in enumerate(left) if isinstance(edit, Clamp)), len(left))
+    adds = [edit for edit in wanted.edits if isinstance(edit, Add)]
+    clamps = [edit for edit in wanted.edits if isinstance(edit, Clamp)]
+    edits = [*left[:first], *adds, *left[first:], *clamps]
+    return scope(*edits)["scope"] if edits else None
+
+
+def _places(edit: Edit) -> list[_Place]:
+    """The places in tiers that an edit takes; none where it is not of a tier."""
+    values = getattr(edit, edit.fields[0])
+    tokens, layers = edit.tokens.to_json(), edit.layer_numbers
+    plain = isinstance(edit, Clamp) or (isinstance(edit, Add) and not edit.norm_match)
+    if not plain or not isinstance(values, Array) or layers is None or edit.site not in HOOKS:
+        return []
+    if not isinstance(tokens, str) or tokens not in _NORMS:
+        return []
+    return [(edit.kind, tokens, edit.site, layer) for layer in layers]
+
+
+def _rows(edit: Edit) -> Iterator[np.ndarray]:
+    """An edit's vector at each of its layers."""
+    values = getattr(edit, edit.fields[0]).numpy
+    for i in range(len(edit.layer_numbers or ())):
+        yield values if values.ndim == 1 else values[i]
+
+
+def _without(edit: Edit, places: Iterable[_Place]) -> list[Edit]:
+    """The edit at the places that stay its own."""
+    own = _places(edit)
+    stays = [place not in places for place in own]
+    if all(stays):
+        return [edit]
+    layers = [place[3] for place, stay in zip(own, stays, strict=True) if stay]
+    rows = [row for row, stay in zip(_rows(edit), stays, strict=True) if stay]
+    if not layers:
+        return []
+    more = {name: getattr(edit, name) for name in edit.fields[1:]}
+    make: Any = type(edit)
+    return [make(np.stack(rows), site=edit.site, layers=layers, tokens=edit.tokens, **more)]
+
+
+def status(text: str | None) -> dict[str, Any]:
+    """Norms and clamps by layer and hook, and how many edits are of no tier."""
+    sums: dict[_Place, np.ndarray] = {}
+    clamps: dict[_Place, int] = {}
+    others = 0
+    for edit in Spec.from_json(text).edits if text is not None else ():
+        places = _places(edit)
+        others += not places
+        for place, row in zip(places, _rows(edit), strict=False):
+            if isinstance(edit, Add):
+                # In float64, where no length is infinite.
+                sums[place] = sums.get(place, 0) + edit.scale * row.astype(np.float64)
+            else:
+                clamps[place] = clamps.get(place, 0) + 1
+    active: dict[int, dict[str, dict[str, Any]]] = {}
+    for (_, tokens, site, layer), vector in sums.items():
+        entry = active.setdefault(layer, {}).setdefault(HOOKS[site], {})
+        entry[_NORMS[tokens]] = float(np.linalg.norm(vector))
+    for (_, tokens, site, layer), count in clamps.items():
+        entry = active.setdefault(layer, {}).setdefault(HOOKS[site], {})
+        entry[_NORMS[tokens].replace("norm", "clamps")] = count
+    layers = {str(layer): hooks for layer, hooks in sorted(active.items())}
+    return {"active_layers": layers, "other_edits": others}

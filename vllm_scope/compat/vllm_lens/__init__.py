@@ -1,0 +1,97 @@
+"""vllm-lens: its keys, SteeringVector, `output.activations`, wire format and client.
+
+    from vllm_scope.compat.vllm_lens import SteeringVector
+    params = SamplingParams(max_tokens=8, extra_args={
+        "output_residual_stream": [12, 20],
+        "apply_steering_vectors": [SteeringVector(torch.randn(1, 4096), [15], scale=4.0)],
+    })
+    out = llm.generate(prompts, params)[0]
+    out.activations["residual_stream"]    # [n_layers, n_prompt + n_generated - 1, hidden]
+
+Its rows are read after all steering. Layer k is Hugging Face's `hidden_states[k + 1]`.
+
+Keys, in `extra_args`; over HTTP in `vllm_xargs`, as JSON strings:
+    output_residual_stream   Read("resid_post", layers): True for all layers, a list of
+                             them, False or None for nothing
+    apply_steering_vectors   an Add per vector, and per position where it has positions
+    apply_hooks              Python between the layers: offline, in this process, eager
+    output_qk                Read("q", layers) and Read("k", layers), where they are tapped
+    activations_transport    over HTTP "binary": rows as a file; changes nothing offline
+
+keys.py     what the keys mean, and Activations
+attention.py attention patterns, from queries and keys
+steering.py SteeringVector
+model.py    what it and Hook have from pydantic
+hooks.py    Hook and HookContext; persistent.py: those of every request
+wire.py     tensors in JSON
+http.py     `activations` in answers, GET /v1/activations/{handle}
+client.py   VLLMLensClient
+
+Importing this package, or its client, imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_scope.compat.vllm_lens.attention import attention_patterns, compute_attention_weights
+    from vllm_scope.compat.vllm_lens.client import GenerateOutput, VLLMLensClient
+    from vllm_scope.compat.vllm_lens.hooks import Hook, HookContext
+    from vllm_scope.compat.vllm_lens.http import HTTP
+    from vllm_scope.compat.vllm_lens.keys import Activations, translate
+    from vllm_scope.compat.vllm_lens.steering import SteeringVector
+    from vllm_scope.compat.vllm_lens.wire import (
+        decode_activations,
+        deserialize_tensor,
+        serialize_activations,
+        serialize_tensor,
+    )
+
+__all__ = [
+    "HTTP",
+    "Activations",
+    "GenerateOutput",
+    "Hook",
+    "HookContext",
+    "SteeringVector",
+    "VLLMLensClient",
+    "attention_patterns",
+    "compute_attention_weights",
+    "decode_activations",
+    "deserialize_tensor",
+    "serialize_activations",
+    "serialize_tensor",
+    "translate",
+]
+
+_MODULES = {
+    "HTTP": "http",
+    "Activations": "keys",
+    "GenerateOutput": "client",
+    "SteeringVector": "steering",
+    "VLLMLensClient": "client",
+    "attention_patterns": "attention",
+    "compute_attention_weights": "attention",
+    "Hook": "hooks",
+    "HookContext": "hooks",
+    "translate": "keys",
+}
+#: What vllm-lens exports, and this version does not have.
+_LOCAL = "has nothing to do: hooks and what they save stay in one process"
+_MISSING = {
+    "serialize_hook_results": _LOCAL,
+    "deserialize_hook_results": _LOCAL,
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MISSING:
+        raise ImportError(f"{name} {_MISSING[name]}.")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "Hook":
+        importlib.import_module(f"{__name__}.persistent").attach()
+    module = importlib.import_module(f"{__name__}.{_MODULES.get(name, 'wire')}")
+    return getattr(module, name)

@@ -1,0 +1,160 @@
+"""Attention patterns out of queries and keys, as the model's kernel makes them.
+
+    out.activations["attn_q"]                       # (layers, positions, heads, head_dim)
+    attention_patterns(out.activations, layer=3)    # (heads, positions, positions), float32
+
+Owns:  `attention_patterns`, `compute_attention_weights`, and what `qk_meta` says of a layer.
+Runs:  anywhere; on the device of the tensors.
+
+No kernel ever has these weights in one piece, so they are computed here: softmax over the
+keys that a query sees, of cap(scale * q.k) + bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_scope.errors import ScopeError, SpecError, shown
+from vllm_scope.request.sites import Sites
+
+
+def qk_meta(sites: Sites, layer: int) -> dict[str, Any]:
+    """What a layer's kernel is told, in vllm-lens's words; plain JSON."""
+    kernel, heads = sites.kernels[layer], sites.heads
+    assert heads is not None
+    window = kernel["sliding_window"]
+    return {
+        "layer_name": kernel["layer_name"],
+        "scale": kernel["scale"],
+        "logits_soft_cap": kernel["logits_soft_cap"] or 0.0,
+        "sliding_window": [-1, -1] if window is None else [window - 1, 0],
+        "alibi_slopes": kernel["alibi_slopes"],
+        "sinks": kernel["sinks"],
+        "num_heads_local": heads.num_heads,
+        "num_kv_heads_local": heads.num_kv_heads,
+        "num_kv_heads_total": heads.num_kv_heads,
+        "head_size": heads.head_size,
+        "exact": kernel["exact"],
+    }
+
+
+def attention_patterns(
+    activations: Mapping[str, Any], layer: int, *, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The pattern of one layer over all positions that were captured.
+
+    Args:
+        activations: of a request with `output_qk`; a server's, decoded, too.
+        layer: one of `activations["qk_layers"]`.
+        dtype: in which it is computed.
+
+    Returns:
+        [heads, positions, positions]: rows are queries.
+
+    Raises:
+        KeyError: nothing was captured. SpecError: not this layer.
+        ScopeError: rows are missing, or the layer's kernel does more than is known here.
+    """
+    if "qk_layers" not in activations:
+        raise KeyError(
+            "these activations have no queries and keys; ask for them with "
+            "extra_args={'output_qk': True}, or a list of layers."
+        )
+    layers = list(activations["qk_layers"])
+    if layer not in layers:
+        raise SpecError(f"layer {shown(layer)} was not captured; output_qk had layers {layers}.")
+    at = layers.index(layer)
+    meta = activations["qk_meta"][at]
+    if not meta.get("exact", True) or meta.get("use_alibi_sqrt"):
+        raise ScopeError(
+            f"the attention of layer {layer} does more than scale, cap, mask and bias its scores "
+            "(over chunks, or by another rule), so its pattern does not follow from q and k."
+        )
+    left, right = meta.get("sliding_window") or (-1, -1)
+    return compute_attention_weights(
+        activations["attn_q"][at], activations["attn_k"][at],
+        scale=float(meta["scale"]), q_start=0, sliding_window=(int(left), int(right)),
+        logits_soft_cap=float(meta.get("logits_soft_cap") or 0.0),
+        alibi_slopes=meta.get("alibi_slopes"), sinks=meta.get("sinks"), dtype=dtype,
+    )  # fmt: skip
+
+
+def compute_attention_weights(
+    q: Tensor,
+    k: Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    q_start: int | None = None,
+    sliding_window: tuple[int, int] = (-1, -1),
+    logits_soft_cap: float = 0.0,
+    alibi_slopes: Tensor | Sequence[float] | None = None,
+    sinks: Tensor | Sequence[float] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The weights with which queries attend to keys.
+
+    Args:
+        q: [num_queries, heads, head_dim].
+        k: [num_keys, kv_heads, head_dim]; each serves as many heads of `q` as there are
+            for it, in their order.
+        scale: of q.k.
+        causal: a query sees keys up to its own position.
+        q_start: position of the first query among the keys; None: the queries are last.
+        sliding_window: how many positions a query sees before and after its own; -1: all.
+        logits_soft_cap: cap * tanh(score / cap); 0: none.
+        alibi_slopes: by head of `q`: times (key position - query position), added.
+        sinks: by head of `q`: a score that takes its share and has no key.
+        dtype: in which it is computed.
+
+    Returns:
+        [heads, num_queries, num_keys]; zeros where a query sees no key.
+
+    Raises:
+        SpecError: shapes disagree.
+    """
+    if q.dim() != 3 or k.dim() != 3 or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
+        raise SpecError(
+            f"q has shape {list(q.shape)} and k {list(k.shape)}; they are [positions, heads, "
+            "head_dim] each, of one head_dim, with a whole number of q's heads for each of k's."
+        )
+    num_queries, heads, _ = q.shape
+    num_keys, kv_heads, _ = k.shape
+    first = num_keys - num_queries if q_start is None else q_start
+    if first < 0:
+        raise SpecError(f"there are {num_queries} queries for {num_keys} keys; give q_start.")
+    grouped = q.to(dtype).view(num_queries, kv_heads, heads // kv_heads, -1)
+    scores = torch.einsum("qgrd,kgd->grqk", grouped, k.to(dtype)).flatten(0, 1) * scale
+    if logits_soft_cap > 0:
+        scores = torch.tanh(scores / logits_soft_cap) * logits_soft_cap
+    keys = torch.arange(num_keys, device=q.device)
+    ahead = keys - torch.arange(first, first + num_queries, device=q.device)[:, None]
+    if alibi_slopes is not None:
+        scores = scores + _by_head(alibi_slopes, "alibi_slopes", heads, scores) * ahead
+    before, after = sliding_window
+    seen = torch.ones_like(ahead, dtype=torch.bool)
+    if causal:
+        seen &= ahead <= 0
+    if after >= 0:
+        seen &= ahead <= after
+    if before >= 0:
+        seen &= ahead >= -before
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        sink = _by_head(sinks, "sinks", heads, scores).expand(-1, num_queries, 1)
+        weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
+    return weights.masked_fill(~seen, 0.0)
+
+
+def _by_head(values: Any, name: str, heads: int, like: Tensor) -> Tensor:
+    """[heads, 1, 1]."""
+    found = torch.as_tensor(values, dtype=like.dtype, device=like.device).flatten()
+    if len(found) != heads:
+        raise SpecError(f"{name} has {len(found)} numbers; q has {heads} heads.")
+    return found[:, None, None]

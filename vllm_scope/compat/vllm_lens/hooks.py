@@ -1,0 +1,150 @@
+"""Hook: Python functions inside the model, in this process alone.
+
+    def ablate_neuron(ctx, h):                  # h: [seq_len, hidden], the rows of this step
+        ctx.saved.setdefault("before", []).append(h[:, 42].cpu())
+        h[:, 42] = 0
+        return h                                # None leaves them as they are
+
+    llm = LLM(model, enforce_eager=True, distributed_executor_backend="uni")  # with
+    # VLLM_ENABLE_V1_MULTIPROCESSING=0, before vLLM is imported
+    params = SamplingParams(extra_args={"apply_hooks": [Hook(ablate_neuron, [15])]})
+    llm.generate(prompt, params)[0].hook_results["0"]["before"]
+
+A function is called once per layer and step that has tokens of its request: for a chunk of
+the prompt, then for each token; with async scheduling maybe for one token that is not kept.
+What it returns is what the model goes on with. It never leaves the process, is not
+pickled, and runs with the rights of this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from vllm_scope.compat.vllm_lens.model import NO_HOOKS, Model
+from vllm_scope.errors import ScopeError, SpecError, shown
+
+
+class HookContext:
+    """What a hook knows of where it runs, and what it keeps; one per hook and completion.
+
+    Attributes:
+        layer_idx: the layer.
+        seq_len: how many rows it is given.
+        positions: absolute, of these rows.
+        saved: the hook's own; `output.hook_results[index]` in the end.
+        model: vLLM's.
+    """
+
+    def __init__(self) -> None:
+        self.layer_idx, self.seq_len, self.positions = 0, 0, range(0)
+        self.saved: dict[str, Any] = {}
+        self.model: Any = None
+
+    def get_parameter(self, name: str) -> Tensor:
+        """A parameter, a buffer or another tensor of the model, by its dotted name."""
+        found = self.model
+        for part in name.split("."):
+            found = getattr(found, part)
+        return torch.as_tensor(found)
+
+
+@dataclass(frozen=True, eq=False)
+class Hook(Model):
+    """A function to call after some layers, or before them.
+
+    Attributes:
+        fn: (HookContext, rows) -> what the rows shall be, or None. `rows` is a copy of
+            the residual stream, [seq_len, hidden], in the model's dtype, on its device.
+        layer_indices: from 0.
+        pre: before the layers; the stream that they are given.
+    """
+
+    fn: Callable[[HookContext, Tensor], Tensor | None]
+    layer_indices: Sequence[int]
+    pre: bool = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise SpecError(
+                f"Hook.fn is {shown(self.fn)}; it is a function of this process. Functions are "
+                "arbitrary code, and none is made from what was sent."
+            )
+        layers = list(self.layer_indices)
+        object.__setattr__(self, "layer_indices", layers)
+        if not layers or any(isinstance(n, bool) or not isinstance(n, int) for n in layers):
+            raise SpecError(f"Hook.layer_indices is {shown(layers)}; it is a list of layers.")
+
+    def model_dump(self, mode: str = "json") -> NoReturn:
+        """Raises SpecError: a function is not JSON, and none is made from JSON."""
+        raise SpecError(NO_HOOKS)
+
+
+class HookRun:
+    """The hooks of one request, and what they saved (engine.functions.Functions).
+
+    Args:
+        of_all: those that every request has; they run first.
+        own: the request's.
+    """
+
+    def __init__(self, of_all: Sequence[Hook], own: Sequence[Hook]) -> None:
+        self._hooks, self._num_of_all = [*of_all, *own], len(of_all)
+        self.places = {(layer, hook.pre) for hook in self._hooks for layer in hook.layer_indices}
+        #: completion -> the hook's number -> its context, once it was called
+        self._contexts: dict[int, dict[int, HookContext]] = {}
+        self._errors: dict[int, str] = {}
+
+    def call(
+        self, child: int, place: tuple[int, bool], rows: Tensor, first: int, model: Any
+    ) -> Tensor | None:
+        """Each hook of the place in turn, on what the one before it has left."""
+        layer, before = place
+        contexts = self._contexts.setdefault(child, {})
+        changed = None
+        for i, hook in enumerate(self._hooks):
+            if hook.pre != before or layer not in hook.layer_indices:
+                continue
+            context = contexts.setdefault(i, HookContext())
+            context.layer_idx, context.seq_len, context.model = layer, len(rows), model
+            context.positions = range(first, first + len(rows))
+            found = hook.fn(context, rows.clone() if changed is None else changed.clone())
+            changed = found if found is not None else changed
+        return changed
+
+    def fail(self, child: int, error: str) -> None:
+        self._errors[child] = error
+
+    def results(self, child: int, *, of_all: bool = False) -> HookResults:
+        """What the request's own hooks saved for a completion, or everybody's."""
+        start = 0 if of_all else self._num_of_all
+        stop = self._num_of_all if of_all else len(self._hooks)
+        contexts = self._contexts.get(child, {})
+        found = {str(i - start): c for i, c in contexts.items() if start <= i < stop}
+        return HookResults(found, self._errors.get(child))
+
+
+class HookResults(Mapping[str, dict[str, Any]]):
+    """`output.hook_results`: the hook's index, as text -> what it saved.
+
+    Raises:
+        ScopeError: on access, where a hook of the completion has failed.
+    """
+
+    def __init__(self, contexts: Mapping[str, HookContext], error: str | None) -> None:
+        self._contexts, self._error = contexts, error
+
+    def __getitem__(self, index: str) -> dict[str, Any]:
+        if self._error is not None:
+            raise ScopeError(f"hook_results: {self._error}")
+        return self._contexts[index].saved
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._contexts)
+
+    def __len__(self) -> int:
+        return len(self._contexts)

@@ -1,0 +1,252 @@
+"""What vllm-lens's keys of one request mean, and `output.activations`.
+
+Owns:  `translate`, Activations.
+Runs:  in the front-end, before a request is checked and where outputs are given out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vllm_scope.compat import PERSISTENT
+from vllm_scope.compat.bounds import MOST, Room, check_vector, few, parsed
+from vllm_scope.compat.vllm_lens.attention import qk_meta
+from vllm_scope.compat.vllm_lens.hooks import Hook, HookRun
+from vllm_scope.compat.vllm_lens.persistent import PersistentHooks
+from vllm_scope.compat.vllm_lens.steering import FIELDS, SITE, SteeringVector, claimed_shape
+from vllm_scope.engine.frontend.translators import Translation, called, give, named
+from vllm_scope.errors import ScopeError, SpecError, shown
+from vllm_scope.request.actions import Action, Add, Read
+from vllm_scope.request.selectors import Except
+from vllm_scope.request.sites import KINDS, Sites, kind_of
+from vllm_scope.results.result import ScopeResult
+
+#: Tensors of `output.activations`, and their sites.
+_TENSORS = {"residual_stream": SITE, "attn_q": "q", "attn_k": "k"}
+
+
+class Activations(Mapping[str, Any]):
+    """`output.activations`: what was asked for, stacked when it is looked at.
+
+    residual_stream: CPU, model dtype, [n_layers, n_positions, hidden_size], layers
+    ascending; n_positions is n_prompt + n_generated - 1, and fewer while the request
+    still runs. attn_q, attn_k: the same, [n_layers, n_positions, heads, head_dim].
+    qk_layers, qk_meta: their layers, and what each one's kernel is told.
+
+    Raises:
+        ScopeError: on access, where rows are missing; they are never made up.
+    """
+
+    def __init__(
+        self, result: ScopeResult, sites: Sites,
+        layers: Sequence[int] | None, qk_layers: Sequence[int] | None,
+    ) -> None:  # fmt: skip
+        self._result, self._sites = result, sites
+        self._layers: dict[str, list[int]] = {}
+        self._others: dict[str, list[Any]] = {}
+        if layers is not None:
+            self._layers["residual_stream"] = sorted(layers)
+        if qk_layers is not None:
+            self._layers |= {"attn_q": sorted(qk_layers), "attn_k": sorted(qk_layers)}
+            self._others["qk_layers"] = sorted(qk_layers)
+            self._others["qk_meta"] = [qk_meta(sites, layer) for layer in sorted(qk_layers)]
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self._others:
+            return self._others[key]
+        if key not in self._layers:
+            raise KeyError(f"{key!r} was not asked for; these activations hold {', '.join(self)}.")
+        if self._result.status not in ("complete", "streaming"):
+            raise ScopeError(
+                f"{key} of this request is {self._result.status}: "
+                f"{self._result.error or f'{self._result.dropped} rows are missing'}. "
+                "What is there is in output.outputs[0].scope."
+            )
+        rows = [self._result[_TENSORS[key], layer] for layer in self._layers[key]]
+        # While it streams, layers of later pipeline stages may have come less far.
+        shortest = min(len(each) for each in rows)
+        return torch.stack([each[:shortest] for each in rows])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._layers, *self._others))
+
+    def __len__(self) -> int:
+        return len(self._layers) + len(self._others)
+
+
+def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
+    """What vllm-lens's keys of one request mean.
+
+    Raises:
+        SpecError: a key of a wrong type, or one that asks for what is not given here.
+    """
+    of_all: PersistentHooks | None = values.get(PERSISTENT)
+    own = _hooks(_parsed(values, "apply_hooks"))
+    run = _run(of_all.hooks if of_all is not None else (), own, sites)
+    vectors = _listed(_parsed(values, "apply_steering_vectors"))
+    room = Room()
+    for i, vector in enumerate(vectors):
+        _check_size(vector, sites, room, f"apply_steering_vectors[{i}]")
+    said = [
+        one for i, vector in enumerate(vectors)
+        for one in _adds(vector, f"apply_steering_vectors[{i}]")
+    ]  # fmt: skip
+    if run is not None:
+        _check_order(run, [action for action, _ in said])
+    layers = _layers(values, "output_residual_stream", sites)
+    if layers is not None:
+        said.append((Read(SITE, layers), _of_key("output_residual_stream")))
+    qk_layers = _layers(values, "output_qk", sites)
+    if qk_layers is not None:
+        _check_tapped(sites)
+        said += [(Read(site, qk_layers), _of_key("output_qk")) for site in ("q", "k")]
+    if run is not None and not said:
+        none = Read(SITE, tokens=Except("prompt", "prompt"))  # of no token
+        said.append((none, _of_key("apply_hooks")))
+
+    def decorate(output: Any, completion: Any) -> None:
+        if layers is not None or qk_layers is not None:
+            found = Activations(completion.scope, sites, layers, qk_layers)
+            give(output, completion, "activations", found)
+        if run is not None and own:
+            give(output, completion, "hook_results", run.results(completion.index))
+        if run is not None and of_all is not None:
+            alone = len(output.outputs) == 1
+            name = output.request_id if alone else f"{completion.index}_{output.request_id}"
+            of_all.results[name] = run.results(completion.index, of_all=True)
+
+    return Translation(tuple(action for action, _ in said), decorate, run, named(said))
+
+
+def _of_key(key: str) -> dict[str, str]:
+    """What a read is called of which a key says the layers alone."""
+    return {"": key, ".layers": key, ".site": key}
+
+
+def _hooks(asked: Any) -> list[Hook]:
+    if not asked:
+        return []
+    if not isinstance(asked, list | tuple) or not all(isinstance(hook, Hook) for hook in asked):
+        raise SpecError(
+            f"apply_hooks is {shown(asked)}; it is a list of Hook. Their functions "
+            "are arbitrary code of this process, and do not travel: a server runs none. Use Read, "
+            "Probe, Add, Ablate, Clamp and Replace of vllm_scope there; docs/faces.md has one for "
+            "each use."
+        )
+    return list(asked)
+
+
+def _run(of_all: Sequence[Hook], own: Sequence[Hook], sites: Sites) -> HookRun | None:
+    for hook in (*of_all, *own):
+        if not 0 <= min(hook.layer_indices) <= max(hook.layer_indices) < sites.num_layers:
+            raise SpecError(
+                f"Hook.layer_indices is {shown(hook.layer_indices)}; this model has layers 0 to "
+                f"{sites.num_layers - 1}."
+            )
+    return HookRun(of_all, own) if of_all or own else None
+
+
+def _check_order(run: HookRun, adds: list[Action]) -> None:
+    """Raises SpecError where a vector would come after a hook that is to see it."""
+    steered = {layer for add in adds if isinstance(add, Add) for layer in add.layer_numbers or ()}
+    both = sorted(layer for layer, before in run.places if not before and layer in steered)
+    if both:
+        raise SpecError(
+            f"layers {both} have both a steering vector and a hook after them; here such a hook "
+            "runs first, and would not see the vector. Add the vector in the hook."
+        )
+
+
+def _check_tapped(sites: Sites) -> None:
+    kinds = {kind_of(boundary) for boundary in sites.readable}
+    if not kinds >= {KINDS.index("q"), KINDS.index("k")}:
+        raise SpecError(
+            "output_qk is asked for, and this engine does not tap queries and keys; start it with "
+            "additional_config={'scope': {'sites': ['embed', 'resid_post', 'q', 'k']}}."
+        )
+
+
+def _layers(values: Mapping[str, Any], key: str, sites: Sites) -> list[int] | None:
+    asked = _parsed(values, key)
+    if asked is None or (isinstance(asked, int) and asked == 0):
+        return None
+    # vLLM makes numbers of the booleans in `vllm_xargs`.
+    if asked is True or (isinstance(asked, int) and asked == 1):
+        # All layers of the model: one that carries no tap is an error, not left out.
+        return list(range(sites.num_layers))
+    few(asked, sites.num_layers, "layers", key)
+    if not isinstance(asked, list | tuple) or not asked:
+        raise SpecError(
+            f"{key} is {shown(asked)}; it is True for all layers, "
+            "a list of layers, or False for none."
+        )
+    with called({"Read.layers": key}):
+        Read(SITE, list(asked))
+    return sorted(set(asked))
+
+
+def _listed(asked: Any) -> Sequence[Any]:
+    if asked is None:
+        return ()
+    few(asked, MOST["edits"], "vectors", "apply_steering_vectors")
+    if not isinstance(asked, list | tuple):
+        raise SpecError(
+            f"apply_steering_vectors is {shown(asked)}; it is a list of "
+            "SteeringVector, or its JSON."
+        )
+    return asked
+
+
+def _adds(vector: Any, where: str) -> list[tuple[Action, dict[str, str]]]:
+    """What a SteeringVector, or its JSON, adds, and what errors call it."""
+    words = {"": where, ".vector": f"{where}.activations", ".layers": f"{where}.layer_indices"}
+    words |= {".site": f"{where}.layer_indices", ".tokens": f"{where}.position_indices"}
+    with called({"SteeringVector": where} | {f"Add{end}": path for end, path in words.items()}):
+        vector = SteeringVector.model_validate(vector)
+        actions = vector.to_actions()
+    if vector.position_indices is None:
+        most = vector.num_edits - 1
+        words[".tokens"] += f", which is 0 to {most} as it was left out,"
+    return [(action, words) for action in actions]
+
+
+def _check_size(vector: Any, sites: Sites, room: Room, where: str) -> None:
+    """Raise SpecError for a vector that this model cannot use, before it is built."""
+    if isinstance(vector, SteeringVector):
+        room.take("edits", vector.num_edits, where)
+        return
+    if not isinstance(vector, Mapping):
+        raise SpecError(f"{where} is {shown(vector)}; it is a SteeringVector.")
+    few(vector, len(FIELDS), "fields", where)
+    few(vector.get("layer_indices"), sites.num_layers, "layers", f"{where}.layer_indices")
+    positions = vector.get("position_indices")
+    if isinstance(positions, list | tuple):
+        room.take("positions", len(positions), f"{where}.position_indices")
+    values, path = vector.get("activations"), f"{where}.activations"
+    shape = claimed_shape(values)
+    if shape is None or len(shape) not in (2, 3):
+        return  # SteeringVector says what is wrong
+    if shape[-1] != sites.hidden_size:
+        raise SpecError(
+            f"{path} has {shape[-1]:,} numbers; this model's rows have {sites.hidden_size}."
+        )
+    if shape[0] > sites.num_layers:
+        raise SpecError(f"{path} has {shape[0]:,} rows; this model has {sites.num_layers} layers.")
+    num_positions = shape[1] if len(shape) == 3 else 1
+    room.take("edits", num_positions, path)
+    room.take("numbers", math.prod(shape), path)
+    if isinstance(values, list | tuple):
+        for i, row in enumerate(values):
+            rows = row if len(shape) == 3 and isinstance(row, list | tuple) else [row]
+            few(rows, num_positions, "positions", f"{path}[{i}]")
+            for each in rows:
+                check_vector(each, sites.hidden_size, room, f"{path}[{i}]")
+
+
+def _parsed(values: Mapping[str, Any], key: str) -> Any:
+    """The key's value, or what its JSON says; None where it is not there."""
+    return parsed(values.get(key), key)

@@ -1,0 +1,91 @@
+"""Hooks of every request: `llm.register_hooks(...)`, and what goes with it.
+
+vllm-lens gave vllm.LLM these methods; it has them once Hook was imported from here.
+An engine that cannot run hooks says so when they are registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm_scope.compat import PERSISTENT
+from vllm_scope.compat.vllm_lens.hooks import Hook, HookResults
+from vllm_scope.errors import SpecError, shown
+
+
+class PersistentHooks:
+    """The hooks that all requests of one LLM have, and what they saved.
+
+    Attributes:
+        hooks: they run before a request's own.
+        results: request id -> the hook's index, as text -> what it saved. A completion
+            of several has its number and "_" before the id.
+    """
+
+    def __init__(self) -> None:
+        self.hooks: list[Hook] = []
+        self.results: dict[str, HookResults] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.hooks)
+
+
+def _of(llm: Any) -> PersistentHooks:
+    found = llm.llm_engine.vllm_config.__dict__.setdefault(PERSISTENT, PersistentHooks())
+    assert isinstance(found, PersistentHooks)
+    return found
+
+
+def register_hooks(
+    self: Any, hooks: Sequence[Hook], prefetch_params: Sequence[str] | None = None
+) -> None:
+    """Have every request from now on run these too.
+
+    Raises:
+        SpecError: not hooks, or this engine runs none.
+    """
+    from vllm_scope.engine.functions import check_engine
+
+    check_engine(self.llm_engine)
+    if not all(isinstance(hook, Hook) for hook in hooks):
+        raise SpecError(f"hooks is {shown(hooks)}; it is a list of Hook.")
+    _of(self).hooks.extend(hooks)
+
+
+def collect_hook_results(self: Any) -> dict[str, Mapping[str, dict[str, Any]]]:
+    """request id -> the hook's index -> what it saved, of all requests since the last clear."""
+    return dict(_of(self).results)
+
+
+def clear_hooks(self: Any) -> None:
+    """Forget the hooks and what they saved; requests that run keep theirs."""
+    found = _of(self)
+    found.hooks = []
+    found.results = {}
+
+
+def clear_hook_results(self: Any) -> None:
+    """Forget what they saved, and keep them."""
+    _of(self).results = {}
+
+
+def prefetch_params(self: Any, names: Sequence[str]) -> None:
+    """Nothing is to be done: the one worker there is has all parameters."""
+
+
+def clear_prefetched(self: Any) -> None:
+    """As `prefetch_params`."""
+
+
+def attach() -> None:
+    """Give vllm.LLM the methods, where vLLM is installed."""
+    try:
+        from vllm import LLM
+    except ImportError:
+        return
+    for method in (
+        register_hooks, collect_hook_results, clear_hooks, clear_hook_results, prefetch_params,
+        clear_prefetched,
+    ):  # fmt: skip
+        setattr(LLM, method.__name__, method)

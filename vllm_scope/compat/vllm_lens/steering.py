@@ -1,0 +1,156 @@
+"""SteeringVector: vectors to add, and what they are as actions and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_scope.compat.bounds import MOST, few
+from vllm_scope.compat.vllm_lens.model import Model
+from vllm_scope.compat.vllm_lens.wire import deserialize_tensor, is_shape, serialize_tensor
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.actions import Action, Add
+from vllm_scope.request.arrays import MAX_NUMBERS
+from vllm_scope.request.selectors import as_numbers
+
+SITE = "resid_post"
+
+
+@dataclass(frozen=True, eq=False)
+class SteeringVector(Model):
+    """Vectors to add to the residual stream, at the exit of some layers.
+
+    Attributes:
+        activations: [num_layers, hidden_size] for every token, or [num_layers,
+            num_positions, hidden_size] for one token per position.
+        layer_indices: one layer for each row of `activations`.
+        scale: what the vectors are multiplied by.
+        norm_match: add `scale * ||h||` times the vector's direction, per token.
+        position_indices: absolute, each once. With two dimensions, the tokens that
+            the vector is added to; with three, one for each of `activations`' positions.
+            None means every token, or positions 0 to num_positions - 1.
+
+    Raises:
+        SpecError: shapes and indices do not fit each other, or a position is negative or
+            comes twice.
+    """
+
+    activations: Any
+    layer_indices: Sequence[int]
+    scale: float = 1.0
+    norm_match: bool = False
+    position_indices: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        layers = _numbers(self.layer_indices, "SteeringVector.layer_indices")
+        object.__setattr__(self, "layer_indices", layers)
+        # Before bytes are decoded and lists become a tensor.
+        shape = claimed_shape(self.activations)
+        if shape is None or len(shape) not in (2, 3):
+            raise SpecError(
+                f"SteeringVector.activations has shape {shown(shape)}; it is [num_layers, "
+                "hidden_size] or [num_layers, num_positions, hidden_size]."
+            )
+        if shape[0] != len(layers):
+            raise SpecError(
+                f"SteeringVector.activations has {shape[0]} rows for {len(layers)} layer_indices."
+            )
+        if self.position_indices is not None:
+            positions = _numbers(self.position_indices, "SteeringVector.position_indices")
+            object.__setattr__(self, "position_indices", positions)
+            if (first := min(positions, default=0)) < 0:
+                raise SpecError(
+                    f"SteeringVector.position_indices has {first}; positions are absolute, from 0. "
+                    "The last token of a prompt of n tokens is n - 1."
+                )
+            if len(set(positions)) < len(positions):
+                raise SpecError(
+                    f"SteeringVector.position_indices {shown(positions)} has one twice."
+                )
+            if len(shape) == 3 and len(positions) != shape[1]:
+                raise SpecError(
+                    f"SteeringVector.activations has {shape[1]} positions for "
+                    f"{len(positions)} position_indices."
+                )
+        object.__setattr__(self, "activations", _tensor(self.activations))
+
+    @property
+    def num_edits(self) -> int:
+        """How many actions it is: one, or one for each position."""
+        return 1 if self.activations.dim() == 2 else int(self.activations.shape[1])
+
+    def to_actions(self) -> list[Action]:
+        """The same in this system's words."""
+
+        def add(vectors: Tensor, tokens: Any) -> Action:
+            return Add(
+                vectors, SITE, layers=self.layer_indices, scale=self.scale, tokens=tokens,
+                norm_match=self.norm_match,
+            )  # fmt: skip
+
+        if self.activations.dim() == 2:
+            whole = self.position_indices is None
+            return [add(self.activations, "all" if whole else self.position_indices)]
+        positions = self.position_indices
+        if positions is None:
+            positions = range(self.activations.shape[1])
+        return [add(self.activations[:, i], [position]) for i, position in enumerate(positions)]
+
+    def model_dump(self, mode: str = "json") -> dict[str, Any]:
+        """As it travels in JSON, in every mode; `SteeringVector.model_validate` reads it."""
+        body = {name: getattr(self, name) for name in FIELDS}
+        return body | {"activations": serialize_tensor(self.activations, compress=False)}
+
+
+FIELDS = tuple(field.name for field in fields(SteeringVector))
+
+
+def claimed_shape(values: Any) -> list[int] | None:
+    """The shape that a tensor, an array, lists or JSON of a tensor say that they have.
+
+    Lists are looked at as far as their first items go. None where there is no shape.
+    """
+    if isinstance(values, Mapping):
+        shape = values.get("shape")
+        return shape if is_shape(shape) else None
+    if isinstance(values, list | tuple):
+        found: list[int] = []
+        while isinstance(values, list | tuple) and len(found) < 4:
+            found.append(len(values))
+            values = values[0] if values else None
+        return [*found, *getattr(values, "shape", ())]
+    return list(values.shape) if hasattr(values, "shape") else None
+
+
+def _numbers(values: Any, where: str) -> list[int]:
+    few(values, MOST["positions"], "numbers", where)
+    found = as_numbers(values)
+    if not isinstance(found, list) or not set(map(type, found)) <= {int}:
+        raise SpecError(f"{where} is {shown(values)}; it is a list of whole numbers.")
+    return found
+
+
+def _tensor(values: Any) -> Tensor:
+    where = "SteeringVector.activations"
+    if isinstance(values, Tensor):
+        return values
+    if isinstance(values, Mapping):
+        return deserialize_tensor(values, MAX_NUMBERS * 8, where)
+    try:
+        found = np.asarray(values)
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"{where} is {shown(values)}, which is no tensor: {error}.") from None
+    if found.dtype.kind not in "fiu":
+        raise SpecError(
+            f"{where} is {shown(values)}; it is a tensor, an array or lists of numbers."
+        )
+    tensor = torch.from_numpy(np.ascontiguousarray(found))
+    # Python's numbers are torch's float32, as in a list that torch reads itself.
+    return (
+        tensor.float() if isinstance(values, list | tuple) and found.dtype.kind == "f" else tensor
+    )

@@ -1,0 +1,219 @@
+"""The scheduler: when a request with taps starts, what it may hit of the KV cache, how it ends.
+
+Owns:  who waits until the workers' tables have room (ledger), the cap on a reading request's
+       prefix-cache hit, and the workers' news of requests with sinks that are over.
+Runs:  in EngineCore, on the scheduler's thread.
+From:  core (what it made of requests that entered).
+
+A token whose KV comes from the cache is not computed, so its rows do not exist: a
+request that reads from position p on may hit the cache below p only. What it computes
+enters the cache as ever, and plain requests hit it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+from vllm_scope.core.admission import Ledger
+from vllm_scope.engine.core import clearing
+from vllm_scope.engine.model import hidden_size_of
+from vllm_scope.engine.params import handle_of, with_handle
+from vllm_scope.engine.seams import config_of, wrap_method
+from vllm_scope.graph.tap.tables import capacity
+from vllm_scope.program.operations import Program
+from vllm_scope.sinks.request import Ended
+
+# Room for requests
+
+
+def _ledger_of(scheduler: Any) -> Ledger | None:
+    """None while no request has held anything."""
+    ledger: Ledger | None = scheduler.__dict__.get("scope_ledger")
+    return ledger
+
+
+def _new_ledger(scheduler: Any) -> Ledger:
+    vllm_config = scheduler.vllm_config
+    config = config_of(vllm_config)
+    assert config is not None
+    ledger = Ledger(capacity(hidden_size_of(vllm_config), config.vectors_mib))
+    scheduler.scope_ledger = ledger
+    return ledger
+
+
+def _programs_of(request: Any) -> tuple[Program, ...]:
+    """Whose places it holds; none of a plain one."""
+    programs: tuple[Program, ...] = getattr(request, "scope_programs", ())
+    return programs
+
+
+def _add_to_scheduler(original: Any, self: Any, request: Any) -> None:
+    if self.connector is not None and handle_of(request.sampling_params) is not None:
+        _take_nothing_from(self.connector)
+    programs, ledger = _programs_of(request), _ledger_of(self)
+    if request.request_id not in self.requests:
+        if programs and ledger is None:
+            ledger = _new_ledger(self)
+        if ledger is not None and not ledger.enter(request, programs):
+            return
+    original(self, _as_it_entered(self, request))
+
+
+def _as_it_entered(self: Any, request: Any) -> Any:
+    """vLLM sends each piece of streamed input as a request of the same id. Its session keeps what
+    it entered with, as others do that run. The workers and the ledger know it by that; the
+    server's edits may be others by now."""
+    session, params = self.requests.get(request.request_id), request.sampling_params
+    if session is not None and params is not None:
+        handle = handle_of(session.sampling_params)
+        if handle_of(params) != handle:
+            request.sampling_params = with_handle(params, handle)
+    return request
+
+
+def _let_in(self: Any, ledger: Ledger) -> None:
+    """Those for whom there is room now, in their order."""
+    while ledger.waiting:
+        first = ledger.waiting[0]
+        programs = _programs_of(first)
+        if programs and not ledger.admit(first.request_id, programs):
+            return
+        _enqueue(self, _as_it_entered(self, ledger.waiting.popleft()))
+
+
+def _free(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    out = original(self, request, *args, **kwargs)
+    handle = handle_of(request.sampling_params)
+    if handle is not None and handle.get("sinks"):
+        ended = Ended(tuple(request.output_token_ids), str(request.get_finished_reason()))
+        self.__dict__.setdefault("scope_ended", {})[request.request_id] = ended
+    ledger = _ledger_of(self)
+    if ledger is not None and ledger.release(request.request_id):
+        _let_in(self, ledger)
+    return out
+
+
+def _finish(original: Any, self: Any, request_ids: Any, status: Any) -> Any:
+    """Requests that still wait for room end as others do: from the scheduler's queue."""
+    ledger = _ledger_of(self)
+    if ledger is None or not ledger.waiting:
+        return original(self, request_ids, status)
+    some = {request_ids} if isinstance(request_ids, str) else request_ids
+    some = None if some is None else set(some)
+    for request in ledger.take_out(some):
+        _enqueue(self, _as_it_entered(self, request))
+    found = original(self, some, status)
+    # Where the first in line has gone, there may be room for those behind it.
+    _let_in(self, ledger)
+    return found
+
+
+_enqueue: Any = None
+
+
+# The end of requests with sinks
+
+
+def _schedule(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the scheduler accepted goes to the workers with the news that it is over, and which
+    blocks they zero before the step."""
+    output = original(self, *args, **kwargs)
+    ended = self.__dict__.get("scope_ended")
+    if ended:
+        output.scope_ended = {r: ended.pop(r) for r in output.finished_req_ids if r in ended}
+    clearing.send(self, output)
+    return output
+
+
+def ended_in(scheduler_output: Any) -> dict[str, Ended]:
+    """Of requests that end with this step and have sinks: what was accepted."""
+    found = getattr(scheduler_output, "scope_ended", None)
+    return found if isinstance(found, dict) else {}
+
+
+# KV of other requests
+
+
+def _capped(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """KVCacheManager.get_computed_blocks and its twin for KV connectors: hits end below the
+    request's first position.
+
+    Args:
+        args, kwargs: `max_cache_hit_length` since vLLM 0.33, which is this very cap; else none.
+    """
+    handle = handle_of(request.sampling_params)
+    if handle is None or handle.get("first_position") is None:
+        return original(self, request, *args, **kwargs)
+    first = int(handle["first_position"])
+    if _takes_cap(original):
+        given = (*args, *kwargs.values(), None)[0]
+        most = request.num_tokens - 1 if given is None else given
+        return original(self, request, min(most, first))
+    with _lookups_end(self.coordinator, first):
+        return original(self, request)
+
+
+@cache
+def _takes_cap(original: Any) -> bool:
+    return "max_cache_hit_length" in inspect.signature(original).parameters
+
+
+@contextmanager
+def _lookups_end(coordinator: Any, first: int) -> Iterator[None]:
+    """A KV-cache coordinator's hits end below a position. On the instance: vLLM asks which
+    class it is. vllm 0.32, v1/core/kv_cache_manager.py, get_computed_blocks_for_connector"""
+    names = ("find_longest_cache_hit", "find_longest_cache_hit_per_group")
+    # A lookup for connectors may call the other one, of the same request: capped already.
+    nested = any(name in coordinator.__dict__ for name in names)
+    here = [name for name in names if hasattr(coordinator, name) and not nested]
+    lookups = {name: getattr(coordinator, name) for name in here}
+    for name, lookup in lookups.items():
+        setattr(coordinator, name, partial(_lookup_below, lookup, first))
+    try:
+        yield
+    finally:
+        for name in lookups:
+            delattr(coordinator, name)
+
+
+def _take_nothing_from(connector: Any) -> None:
+    """Requests that read or edit get no KV from a KV connector: it may hold what a request with
+    the same edits left before it failed, and its tokens would not be computed."""
+    if "get_num_new_matched_tokens" not in connector.__dict__:
+        lookup = connector.get_num_new_matched_tokens
+        connector.get_num_new_matched_tokens = partial(_lookup_outside, lookup)
+
+
+def _lookup_outside(lookup: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """(tokens, loaded while others run). The connector is asked all the same, as some note what
+    they are asked; None tokens is to ask again later."""
+    if handle_of(request.sampling_params) is None:
+        return lookup(request, *args, **kwargs)
+    kept, request.skip_reading_prefix_cache = request.skip_reading_prefix_cache, True
+    try:
+        tokens, _ = lookup(request, *args, **kwargs)
+    finally:
+        request.skip_reading_prefix_cache = kept
+    return (None if tokens is None else 0), False
+
+
+def _lookup_below(lookup: Any, first: int, block_hashes: Any, max_cache_hit_length: int) -> Any:
+    return lookup(block_hashes, min(max_cache_hit_length, first))
+
+
+def wrap() -> None:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    global _enqueue
+    _enqueue = Scheduler.add_request
+    wrap_method(Scheduler, "add_request", ["request"], _add_to_scheduler)
+    wrap_method(Scheduler, "schedule", [], _schedule)
+    wrap_method(Scheduler, "_free_request", ["request"], _free)
+    wrap_method(Scheduler, "finish_requests", ["request_ids", "finished_status"], _finish)
+    for name in ("get_computed_blocks", "get_computed_blocks_for_connector"):
+        wrap_method(KVCacheManager, name, ["request"], _capped)

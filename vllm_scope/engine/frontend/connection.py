@@ -1,0 +1,302 @@
+"""What an engine can do, asked once; and what a request may therefore ask of it.
+
+Owns:  Connection, how it is made (every worker hears of this process's inbox), and the
+       checks of a spec against it.
+Runs:  in the front-end, when the first request with a spec comes, and for each such one.
+To:    frontend.
+
+Promise: what passes can be held and delivered by this engine, or waits for room; what
+does not is refused before it enters, with the path that the caller typed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from vllm_scope.engine.seams import config_of
+from vllm_scope.engine.worker.sizes import Limits
+from vllm_scope.errors import ScopeError, SpecError, shown
+from vllm_scope.program.compiler import RequestProgram
+from vllm_scope.request.actions import MEMORY
+from vllm_scope.request.arrays import Array
+from vllm_scope.request.resolve import Resolved, Vectors
+from vllm_scope.request.selectors import Ids, Selector, Tokens
+from vllm_scope.request.sites import Sites
+from vllm_scope.request.spec import Meanings, Spec
+from vllm_scope.results.inbox import inbox
+from vllm_scope.sinks.metrics import count_sinks
+from vllm_scope.worker.plan import OVERSHOOT
+
+logger = logging.getLogger("vllm.vllm_scope")
+
+#: How long a front-end that could not connect again waits before it tries once more.
+RETRY_S = 10.0
+
+
+@dataclass
+class Connection:
+    """What the workers of an engine said they can do.
+
+    Attributes:
+        sinks: where reads may go beside memory, and whether probes may.
+        modules: steering modules that the engine holds: name -> a stand-in for their
+            vectors, for the checks; EngineCore and the workers have the content.
+        generation: the inbox's, when the workers were asked.
+        retry_at: monotonic seconds; not asked again before, where that failed.
+        num_doubts: how many times the names of modules may have changed elsewhere.
+        num_asked: of these doubts, those that were there when `modules` were asked for.
+    """
+
+    sites: Sites
+    reason: str | None
+    num_stages: int
+    deliver_timeout_s: float
+    limits: Limits
+    sinks: dict[str, bool]
+    modules: dict[str, Vectors]
+    generation: int = 0
+    retry_at: float = 0.0
+    num_doubts: int = 0
+    num_asked: int = 0
+
+    def __post_init__(self) -> None:
+        self._meanings = Meanings(self.sites)
+
+    @staticmethod
+    def from_replies(replies: list[dict[str, Any]], deliver_timeout_s: float) -> Connection:
+        first = replies[0]
+        kernels = {k: v for r in replies for k, v in r["sites"]["kernels"].items()}
+        sites = Sites.from_body(
+            {**first["sites"], "kernels": kernels}, {b for r in replies for b in r["taps_here"]}
+        )
+        reason = next((r["reason"] for r in replies if r["reason"]), None)
+        limits = [msgspec.convert(r["limits"], Limits) for r in replies if r["drains"]]
+        found = Connection(
+            sites, reason, first["num_stages"], deliver_timeout_s, limits[0],
+            next((r["sinks"] for r in replies if r["drains"]), {}), {},
+        )  # fmt: skip
+        found.learn_modules(first["modules"])
+        return found
+
+    def doubt_modules(self) -> None:
+        """Have the next request that names a module ask for all modules. Requests that are
+        being prepared keep what is known."""
+        self.num_doubts += 1
+
+    def lacks(self, names: Iterable[str]) -> bool:
+        """True if a spec names modules and this front-end has to ask what they are."""
+        wanted = set(names)
+        return bool(wanted) and (
+            self.num_doubts != self.num_asked or not wanted <= set(self.modules)
+        )
+
+    def learn_modules(self, modules: dict[str, Any], num_doubts: int = 0) -> None:
+        """Know these modules from now on.
+
+        Args:
+            num_doubts: `num_doubts` when the engine was asked.
+        """
+        self.num_asked = num_doubts
+        self._meanings.forget()
+        ones = Array.parse(np.ones(self.sites.hidden_size, np.float32), "")
+        self.modules = {
+            name: {tuple(place): ones for place in module["streams"]}
+            for name, module in modules.items()
+        }
+
+    def resolve(self, spec: Spec) -> Resolved:
+        """What a spec means here; stand-ins take the place of modules' vectors."""
+        return self._meanings.of(spec, self.modules)
+
+    def check(self, asked: Resolved, ids: Ids, max_tokens: int) -> None:
+        """What is to be known of a request before it enters.
+
+        Args:
+            ids: of the prompt.
+
+        Raises:
+            SpecError: a token that it cannot have, more than this engine could ever hold,
+                or a destination that the operator did not set up.
+        """
+        _check_tokens(asked, ids, max(len(ids) + max_tokens - 2, len(ids) - 1), self.limits)
+        _check_room(asked, ids, max_tokens, self)
+        _check_sinks(asked, self)
+
+
+# How it is made
+
+
+def _address() -> dict[str, Any]:
+    body = msgspec.to_builtins(inbox().address)
+    assert isinstance(body, dict)
+    return body
+
+
+def _may_listen(engine: Any, replies: list[dict[str, Any]]) -> bool:
+    """Listen on TCP if a worker needs it; whether to connect again."""
+    if not any(reply["needs_tcp"] for reply in replies):
+        return False
+    config = config_of(engine.vllm_config)
+    assert config is not None
+    from vllm.utils.network_utils import get_ip
+
+    try:
+        inbox().listen(config.road_host or get_ip())
+    except ScopeError as error:
+        for reply in replies:
+            reply["reason"] = reply["reason"] or str(error)
+        return False
+    return True
+
+
+def _connect(engine: Any, replies: list[dict[str, Any]], generation: int) -> None:
+    config = config_of(engine.vllm_config)
+    assert config is not None
+    inbox().on_counters = count_sinks
+    found = Connection.from_replies(replies, config.deliver_timeout_s)
+    known = getattr(engine.output_processor, "scope", None)
+    if known is not None and known.reason is None and found.reason is not None:
+        # What was a road before may be one again.
+        logger.warning("vllm-scope: %s. It is tried again in %g s.", found.reason, RETRY_S)
+        known.retry_at = time.monotonic() + RETRY_S
+        return
+    found.generation = generation
+    engine.output_processor.scope = found
+
+
+def connect_sync(engine: Any) -> None:
+    generation = inbox().generation
+    replies = engine.collective_rpc("scope_connect", args=(_address(),))
+    if _may_listen(engine, replies):
+        replies = engine.collective_rpc("scope_connect", args=(_address(),))
+    _connect(engine, replies, generation)
+
+
+async def connect_async(engine: Any) -> None:
+    """Once for all requests that wait for it; it goes on where one of them is cancelled."""
+    task = engine.__dict__.get("scope_connecting")
+    if task is None or task.done():
+        task = engine.scope_connecting = asyncio.ensure_future(_connect_async(engine))
+    await asyncio.shield(task)
+
+
+async def _connect_async(engine: Any) -> None:
+    generation = inbox().generation
+    replies = await _ask_all(engine)
+    if _may_listen(engine, replies):
+        replies = await _ask_all(engine)
+    _connect(engine, replies, generation)
+
+
+async def _ask_all(engine: Any) -> list[dict[str, Any]]:
+    replicas = await ask_replicas(engine, "scope_connect", _address())
+    return [reply for replies in replicas for reply in replies]
+
+
+async def ask_replicas(engine: Any, name: str, *args: Any) -> list[list[dict[str, Any]]]:
+    """Of every data-parallel replica, what each of its workers answers to a remote call.
+
+    AsyncLLM.collective_rpc returns the answers of the first replica alone, and another one may
+    be on another host. vllm 0.32, v1/engine/core_client.py, DPLBAsyncMPClient.call_utility_async
+    """
+    core, call = engine.engine_core, ("collective_rpc", name, None, args, None)
+    if hasattr(core, "call_utility_all_async"):  # since vLLM 0.32
+        return list(await core.call_utility_all_async(*call))
+    calls = (core._call_utility_async(*call, engine=one) for one in core.core_engines)
+    return list(await asyncio.gather(*calls))
+
+
+def needs_connection(engine: Any) -> bool:
+    known = getattr(engine.output_processor, "scope", None)
+    if known is not None:
+        late = known.generation != inbox().generation
+        return bool(late and time.monotonic() >= known.retry_at)
+    return config_of(engine.vllm_config) is not None
+
+
+# What a request may ask
+
+
+def _check_sinks(asked: Resolved, connection: Connection) -> None:
+    """Raises SpecError for a destination that the operator did not set up."""
+    for name in ("reads", "probes"):
+        actions: tuple[Any, ...] = getattr(asked, name)
+        for i, action in enumerate(actions):
+            if action.to == MEMORY:
+                continue
+            if action.to not in connection.sinks:
+                there = ", ".join([MEMORY, *connection.sinks])
+                raise SpecError(
+                    f"{name}[{i}].to is {shown(action.to)}; this engine has {there}. Its "
+                    "operator sets up others in additional_config['scope'].sinks."
+                )
+            if name == "probes" and not connection.sinks[action.to]:
+                raise SpecError(
+                    f"probes[{i}].to is {shown(action.to)}, which takes rows, not scores; let "
+                    "them go to memory, or to a plugin that takes them."
+                )
+
+
+def _check_tokens(asked: Resolved, ids: Ids, last: int, limits: Limits) -> None:
+    """Raises SpecError where some selector cannot mean a token of this request."""
+    for name in ("reads", "probes", "edits"):
+        actions: tuple[Any, ...] = getattr(asked, name)
+        checked: set[Selector] = set()
+        for i, action in enumerate(actions):
+            if action.tokens in checked:
+                continue
+            checked.add(action.tokens)
+            # An edit of several layers is here once for each.
+            i = action.number if name == "edits" else i
+            where = f"{name}[{i}].tokens"
+            action.tokens.check(len(ids), last, where)
+            if name != "edits":
+                continue
+            action.tokens.check_decided(len(ids), ids, last, where)
+            positions = {p + len(ids) if p < 0 else p for p in action.positions}
+            if len(positions) < len(action.positions):
+                raise SpecError(f"edits[{i}].positions names a position twice.")
+            if limits.optimistic and sum(p >= len(ids) for p in positions) > 1:
+                raise SpecError(
+                    f"edits[{i}].positions has several generated tokens, and this engine decodes "
+                    "speculatively: which position a row has is not known when it is replaced. "
+                    "Replace tokens of the prompt, or start without speculation."
+                )
+            if limits.optimistic and not action.tokens.uniform:
+                tokens = Tokens.running(np.arange(len(ids), last + 1), len(ids), ids)
+                chosen = action.tokens.select(tokens).certain
+                if chosen.any() and not chosen.all():
+                    raise SpecError(
+                        f"{where} picks some of the generated tokens, and this engine decodes "
+                        "speculatively: which position a row has is not known when it is "
+                        "edited. Take all of them, or start without speculation."
+                    )
+
+
+def _check_room(asked: Resolved, ids: Ids, max_tokens: int, connection: Connection) -> None:
+    """Raises SpecError for a request that this engine could never hold."""
+    sites, limits = connection.sites, connection.limits
+    encodes = any(read.encoding for read in asked.reads)
+    if asked.edits or asked.probes or len(asked.reads) > 1 or encodes:
+        program = RequestProgram.compile(asked, sites, frozenset(sites.boundaries), len(ids), ids)
+        programs = program.all_programs(len(ids) + max_tokens + OVERSHOOT)
+        excess = limits.excess(*(one.layout for one in programs))
+        if excess is not None:
+            raise SpecError(
+                f"the request delivers too much at once ({excess}); read fewer layers, or "
+                "start the engine with a larger additional_config['scope'].arena_mib."
+            )
+        cost = program.cost_of(programs)
+        if program.has_vectors and not cost.fits(limits.capacity):
+            raise SpecError(
+                f"the request takes {cost}; this engine has {limits.capacity}. Edit fewer places, "
+                "or raise additional_config['scope'].vectors_mib."
+            )

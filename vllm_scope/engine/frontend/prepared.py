@@ -1,0 +1,142 @@
+"""What is known of a request with a spec before it enters: made off the event loop.
+
+Owns:  Prepared, `prepare`, and where the asynchronous engine waits for it.
+Runs:  in the front-end: inline where a request is small, in a thread where it is not.
+From:  connection (is the spec possible here).   To: frontend.
+
+Promise: what a spec and a prompt cost is bounded before it is spent, and an API server's other
+requests do not wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from vllm_scope.engine.frontend.connection import Connection
+from vllm_scope.errors import SpecError
+from vllm_scope.request.actions import MEMORY
+from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.spec import Spec
+from vllm_scope.results.budget import bytes_of_prompt
+
+#: A spec and a prompt that have so many characters and tokens together are prepared at once, on
+#: the event loop: about 1 ms.
+SMALL = 4096
+_NUMBERS = {int, float, bool, type(None)}
+Result = TypeVar("Result")
+NO_TAPS = "this engine was started without vllm-scope; it has no taps."
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that this engine can do.
+
+    Attributes:
+        asked: all of it. own: what goes to memory.
+        first_position: the first that delivers something; None where nothing does.
+        num_bytes: what the prompt delivers to this process.
+    """
+
+    asked: Resolved
+    own: Resolved
+    prompt_ids: list[int]
+    max_tokens: int
+    first_position: int | None
+    num_bytes: int
+
+
+def prepare(connection: Connection | None, request: Any) -> Prepared:
+    """Check a request of vLLM's against the engine. On any thread.
+
+    Raises:
+        SpecError: it is not possible here.
+    """
+    if connection is None:
+        raise SpecError(NO_TAPS)
+    if connection.reason is not None:
+        raise SpecError(f"this model cannot be tapped: {connection.reason}.")
+    if request.resumable:
+        raise SpecError("streamed input cannot be tapped; send the prompt in one piece.")
+    if request.prompt_token_ids is None:
+        raise SpecError("prompt embeddings cannot be tapped; send text or token ids.")
+    params = request.sampling_params
+    asked = connection.resolve(Spec.from_json(params.extra_args["scope"]))
+    prompt_ids = list(request.prompt_token_ids)
+    max_tokens = params.max_tokens or 1
+    ids = asked.ids_of(prompt_ids)
+    connection.check(asked, ids, max_tokens)
+    own = asked.going_to(MEMORY)
+    firsts = (x.first_position(len(ids), ids) for x in asked.read_selectors)
+    return Prepared(
+        asked, own, prompt_ids, max_tokens, min(firsts, default=None),
+        bytes_of_prompt(own, asked, connection.sites, prompt_ids),
+    )  # fmt: skip
+
+
+def is_small(values: Any) -> bool:
+    """Whether to hand these to a thread would cost more than to work on them.
+
+    Args:
+        values: a text, or lists and mappings of texts and numbers. All characters and items
+            count together, up to SMALL.
+    """
+    left, open_ones = SMALL, [values]
+    while open_ones:
+        one = open_ones.pop()
+        if not isinstance(one, str | bytes | list | tuple | Mapping):
+            continue
+        left -= len(one)
+        if left < 0:
+            return False
+        if isinstance(one, Mapping):
+            open_ones += [*one.keys(), *one.values()]
+        elif not isinstance(one, str | bytes) and not set(map(type, one)) <= _NUMBERS:
+            open_ones += one
+    return True
+
+
+async def aside(call: Callable[..., Result], *args: Any, if_large: Any) -> Result:
+    """The result of a call, which runs in a thread if what it works on is large."""
+    if is_small(if_large):
+        return call(*args)
+    return await asyncio.to_thread(call, *args)
+
+
+async def prepare_aside(processor: Any, request: Any, parent: Any) -> AbstractContextManager[None]:
+    """Prepare a request in a thread, for the output processor to find inside of the result.
+
+    Args:
+        parent: of a completion of n > 1: what vLLM makes one for all, which keeps what the
+            first one was found to be.
+
+    Raises:
+        SpecError: as `prepare`.
+    """
+    found: Prepared | None = None if parent is None else parent.__dict__.get("scope_prepared")
+    if found is None:
+        connection = getattr(processor, "scope", None)
+        found = await asyncio.to_thread(prepare, connection, request)
+        if parent is not None:
+            parent.scope_prepared = found
+    return _given(processor, request.request_id, found)
+
+
+@contextmanager
+def _given(processor: Any, request_id: str, found: Prepared) -> Iterator[None]:
+    aside: dict[str, Prepared] = processor.__dict__.setdefault("scope_prepared", {})
+    aside[request_id] = found
+    try:
+        yield
+    finally:
+        aside.pop(request_id, None)
+
+
+def taken(processor: Any, request: Any) -> Prepared:
+    """What was prepared of a request, or is now."""
+    aside: dict[str, Prepared] = processor.__dict__.get("scope_prepared", {})
+    found = aside.get(request.request_id)
+    return prepare(getattr(processor, "scope", None), request) if found is None else found

@@ -1,0 +1,386 @@
+"""`vllm serve`: a scope in each answer, and our routes beside vLLM's.
+
+Owns:  the seams on vLLM's HTTP server: its app, the two ways to complete, and what the
+       routes ask of the engine.
+Runs:  in each API server process.
+To:    server (which knows no vLLM).
+
+Promise: a plain request takes the original path. A request with a scope, or with a face's
+words, gets what it asks for, or an error that says why not; on paths whose answers have no
+place for it, always the latter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import re
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from vllm_scope.engine.frontend import translators
+from vllm_scope.engine.frontend.connection import ask_replicas
+from vllm_scope.engine.frontend.outputs import outdated, settle
+from vllm_scope.engine.frontend.prepared import aside
+from vllm_scope.engine.params import asks, handle_of, params_of
+from vllm_scope.engine.refusals import refusal, refusing
+from vllm_scope.engine.seams import config_of, wrap_function, wrap_method
+from vllm_scope.errors import ConfigError, ScopeError, SpecError, shown
+from vllm_scope.results.inbox import inbox, limit, num_pending
+from vllm_scope.server import faces
+from vllm_scope.server.answer import Answer, Options, current
+from vllm_scope.transport.folders import RUN, end_run
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+#: A token's data comes with the text of the second token after it, at the latest.
+MOST_BEHIND = 2
+_LATE_POLL_S, _LATE_POLL_MOST_S = 0.002, 0.02
+
+
+# Answers
+
+
+def _create(original: Any, self: Any, request: Any, raw_request: Any = None) -> Any:
+    """OpenAIServingCompletion.create_completion and OpenAIServingChat's twin."""
+    if raw_request is None or not _asks_us(request):
+        return original(self, request, raw_request)
+    return _create_with_scope(original, self, request, raw_request)
+
+
+def _asks_us(request: Any) -> bool:
+    """A scope, or a face's word, in `vllm_xargs` or beside it."""
+    body = request.model_extra
+    # Batches of chats have no such field, so it may be of any form there.
+    xargs = getattr(request, "vllm_xargs", None)
+    if isinstance(xargs, dict) and (
+        any(name.startswith("scope") for name in xargs) or translators.has_keys(xargs)
+    ):
+        return True
+    return bool(body) and (_misplaced(body) is not None or faces.has_fields(body))
+
+
+def _misplaced(body: Any) -> str | None:
+    """Why what a body's own fields ask for is asked for in vain, or None."""
+    extra = body.get("extra_args")
+    if "scope" in body:
+        what = "'scope', which stands"
+    elif isinstance(extra, dict) and ("scope" in extra or translators.has_keys(extra)):
+        what = "'extra_args', as offline users have; over HTTP its fields stand"
+    else:
+        return None
+    return f"the body has {what} in 'vllm_xargs': {{'vllm_xargs': {{'scope': ...}}}}."
+
+
+async def _create_with_scope(original: Any, self: Any, request: Any, raw_request: Any) -> Any:
+    _check_place(request, raw_request)
+    if (why := _misplaced(request.model_extra or {})) is not None:
+        raise refusal()(why)
+    state = raw_request.app.state.scope
+    engine = raw_request.app.state.engine_client
+    limit(state.settings.rows_of(engine.vllm_config.parallel_config._api_process_count))
+    with refusing():
+        xargs = request.vllm_xargs or {}
+        options = await aside(Options.parse, xargs, if_large=xargs)
+        words = faces.Words.find(xargs, request.model_extra, translators.keys())
+        answer = Answer(
+            options, state.store, state.settings.inline_bytes, state.owner_of(raw_request),
+            request.n or 1, bool(request.stream),
+        )  # fmt: skip
+        answer.replies = await aside(words.begin, answer.keep, if_large=words.values)
+    if words.fields:
+        request.vllm_xargs = {**xargs, **words.fields}
+    token = current.set(answer)
+    streams = False
+    try:
+        made = await original(self, request, raw_request)
+        if isinstance(made, AsyncGenerator):
+            made = await _stream(answer, made)
+            streams = True
+        elif hasattr(made, "choices"):
+            await answer.fill(made)
+        return made
+    finally:
+        current.reset(token)
+        if not streams:
+            answer.close()
+
+
+def _check_place(request: Any, raw_request: Any) -> None:
+    path = current.get()
+    if not isinstance(path, str) or path not in PATHS:
+        raise refusal()(_no_place(raw_request.url.path))
+    if request.use_beam_search:
+        raise refusal()("beam search cannot be tapped; sample instead.")
+
+
+def _no_place(path: str) -> str:
+    return f"answers of {path} have no place for a scope; use {' or '.join(PATHS)}."
+
+
+async def _stream(answer: Answer, chunks: AsyncGenerator[str, None]) -> Any:
+    """The chunks with their scopes, once the engine has let all of the request in.
+
+    vLLM would answer 200 and put the refusal into the first chunk.
+    """
+    first = asyncio.ensure_future(anext(chunks))
+    opened = asyncio.ensure_future(answer.opened.wait())
+    try:
+        await asyncio.wait([first, opened], return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        first.cancel()
+        raise
+    finally:
+        opened.cancel()
+    if answer.error is not None:
+        first.cancel()
+        raise answer.error
+    made = _chunks(answer, chunks, first)
+
+    async def end() -> None:
+        # A client that leaves while a chunk goes out leaves the generator to the garbage
+        # collector; of one that leaves before the first chunk, the generator never runs.
+        await made.aclose()
+        first.cancel()
+
+    answer.exchange.closing.append(end)
+    return made
+
+
+async def _chunks(
+    answer: Answer, chunks: AsyncGenerator[str, None], first: asyncio.Future[str]
+) -> AsyncGenerator[str, None]:
+    try:
+        async with aclosing(chunks):
+            try:
+                yield await answer.chunk(await first)
+            finally:
+                first.cancel()
+            async for text in chunks:
+                yield await answer.chunk(text)
+    finally:
+        answer.close()
+
+
+def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """AsyncLLM.generate, outside of frontend's wrapper: outputs have their results."""
+    place, params = current.get(), params_of(args, kwargs, 1, "sampling_params")
+    extra = getattr(params, "extra_args", None)
+    if place is None or not (asks(params) or translators.has_keys(extra)):
+        return original(self, *args, **kwargs)
+    if isinstance(place, str):
+        raise refusal()(_no_place(place))
+    try:
+        prompt = place.add_prompt()
+    except SpecError as error:
+        raise refusal()(str(error)) from None
+    return _followed(place, prompt, self, original(self, *args, **kwargs))
+
+
+async def _followed(answer: Answer, prompt: int, engine: Any, stream: Any) -> Any:
+    try:
+        async with aclosing(stream):
+            async for output in stream:
+                connection = engine.output_processor.scope
+                answer.holds = connection.limits.optimistic
+                _take(answer, prompt, output)
+                if answer.streams and not answer.holds and answer.waits:
+                    timeout = connection.deliver_timeout_s
+                    answer.waits = await _catch_up(answer, prompt, output, timeout)
+                yield output
+    except Exception as error:
+        refused = answer.streams and not answer.opened.is_set() and isinstance(error, ScopeError)
+        answer.fail(error)
+        if not refused:
+            raise
+        # `_stream` raises it: no chunk is out. vLLM's generator of chunks, which it is about to
+        # cancel, would write a traceback to the log for each stream that is refused.
+
+
+def _doubt_modules(engine: Any) -> None:
+    """A name has changed: the next request that has one asks the engine."""
+    connection = getattr(engine.output_processor, "scope", None)
+    if connection is not None:
+        connection.doubt_modules()
+
+
+def _take(answer: Answer, prompt: int, output: Any) -> None:
+    for completion in output.outputs:
+        if completion.scope is not None:
+            answer.take(prompt, completion)
+
+
+async def _catch_up(answer: Answer, prompt: int, output: Any, timeout: float) -> bool:
+    """Wait for data that is further behind the text than promised; whether it came."""
+    limit, wait = time.monotonic() + timeout, _LATE_POLL_S
+    while any(
+        completion.finish_reason is None
+        and completion.scope is not None
+        and completion.scope.error is None  # else nothing comes any more
+        and answer.late(prompt, completion, MOST_BEHIND)
+        for completion in output.outputs
+    ):
+        if time.monotonic() >= limit:
+            return False
+        # A look that finds nothing new is cheap: many may wait for a busy worker.
+        while time.monotonic() < limit and not outdated(output):
+            await asyncio.sleep(wait)
+            wait = min(1.5 * wait, _LATE_POLL_MOST_S)
+        _take(answer, prompt, settle(output))
+    return True
+
+
+def _admitted(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    """OutputProcessor.add_request, outside of frontend's wrapper, which may refuse."""
+    original(self, request, *args, **kwargs)
+    answer = current.get()
+    if isinstance(answer, Answer):
+        known = getattr(self.request_states[request.request_id], "scope", None)
+        forget = None if known is None else partial(inbox().forget, known.pending)
+        # EngineCore may refuse what has vectors; the first token tells that it has not.
+        handle = handle_of(request.sampling_params)
+        answer.open_one(forget, sure=handle is None or not handle["vectors"])
+
+
+def _create_elsewhere(
+    path: str, original: Any, self: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Serving of a path whose answers have no place: refused before anything is streamed."""
+    if _asks_us(request):
+        raise refusal()(_no_place(path))
+    return original(self, request, *args, **kwargs)
+
+
+# The engine, for the routes
+
+
+class EngineCalls:
+    """What the operator's routes ask of an engine.
+
+    Errors of the registry are SpecErrors here, though they come back from EngineCore
+    as text.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    async def describe(self) -> dict[str, Any]:
+        found = (await self._call("scope_describe"))[0]
+        assert isinstance(found, dict)
+        return found
+
+    async def load(self) -> tuple[int, int]:
+        # The workers of a replica hold the same requests, other replicas others.
+        replicas = await ask_replicas(self._engine, "scope_counters")
+        running = (max(each["requests"] for each in replies) for replies in replicas)
+        return sum(running), num_pending()
+
+    async def modules(self) -> dict[str, Any]:
+        found = (await self._call("scope_modules"))[0]
+        assert isinstance(found, dict)
+        return found
+
+    async def register(self, name: str, data: bytes) -> str:
+        digest = str((await self._call("scope_register", name, data))[0])
+        _doubt_modules(self._engine)
+        return digest
+
+    async def unregister(self, name: str) -> bool:
+        known = bool((await self._call("scope_unregister", name))[0])
+        _doubt_modules(self._engine)
+        return known
+
+    async def set_edits(self, text: str | None) -> str | None:
+        found = (await self._call("scope_set_edits", text))[0]
+        return None if found is None else str(found)
+
+    async def edits(self) -> str | None:
+        found = (await self._call("scope_get_edits"))[0]
+        return None if found is None else str(found)
+
+    async def _call(self, name: str, *args: Any) -> list[Any]:
+        try:
+            found = await self._engine.collective_rpc(name, args=args)
+        except Exception as error:
+            # vllm 0.32, v1/engine/core.py, EngineCoreProc._handle_client_request
+            told = re.fullmatch(r"Call to \w+ method failed: (.*)", str(error), re.DOTALL)
+            if told is None:
+                raise
+            raise SpecError(told[1]) from None
+        return list(found)
+
+
+# The app
+
+
+def _attach(original: Any, app: Any) -> None:
+    from vllm_scope.compat import register_http
+    from vllm_scope.server.routes import attach
+
+    _check_root_path(app.root_path)
+    original(app)
+    _wrap_serving()
+    register_http()
+    attach(app, lambda: _engine_of(app))
+
+
+def _check_root_path(root: str | None) -> None:
+    """vLLM's authentication takes the text away from a path's beginning, and then looks for
+    /v1; the router takes whole segments alone.
+
+    Raises:
+        ConfigError: paths below /v1 would be open to who has no API key.
+    """
+    if root and (root.endswith("/") or root.startswith("/v1/") or root == "/v"):
+        raise ConfigError(
+            f"--root-path is {shown(root)}, with which vLLM asks for no API key at paths below "
+            "/v1. It is a path that does not end in '/' and is not below /v1, such as '/api'."
+        )
+
+
+def _engine_of(app: Any) -> EngineCalls | None:
+    engine = getattr(app.state, "engine_client", None)
+    if engine is None or config_of(engine.vllm_config) is None:
+        return None
+    return EngineCalls(engine)
+
+
+_serving_wrapped = False
+
+
+def _wrap_serving() -> None:
+    """Now that the server's own modules are loaded."""
+    global _serving_wrapped
+    if _serving_wrapped:
+        return
+    _serving_wrapped = True
+    from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    both = ["request", "raw_request"]
+    wrap_method(OpenAIServingCompletion, "create_completion", both, _create)
+    wrap_method(OpenAIServingChat, "create_chat_completion", both, _create)
+    responses = partial(_create_elsewhere, "/v1/responses")
+    wrap_method(OpenAIServingResponses, "create_responses", both, responses)
+    batch = partial(_create_elsewhere, "/v1/chat/completions/batch")
+    wrap_method(OpenAIServingChatBatch, "create_batch_chat_completion", both, batch)
+    wrap_method(AsyncLLM, "generate", ["prompt", "sampling_params"], _generate)
+    wrap_method(OutputProcessor, "add_request", ["request"], _admitted)
+
+
+def wrap() -> None:
+    from vllm.entrypoints import serve
+
+    if RUN not in os.environ:
+        # Its API servers are children of the process that loads this first, which kills them.
+        run = os.environ[RUN] = secrets.token_hex(16)
+        atexit.register(end_run, run, os.getpid(), os.environ.get("VLLM_SCOPE_RESULTS_DIR"))
+    wrap_function([serve], "register_vllm_serve_api_routers", ["app"], _attach)

@@ -1,0 +1,112 @@
+"""Hangs a ScopeWorker on each of vLLM's workers.
+
+Owns:  the seams on the worker and on its model runner, and the names of remote calls.
+Runs:  in every worker process, when vLLM makes its worker.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_scope.config import ScopeConfig
+from vllm_scope.engine.core import clearing
+from vllm_scope.engine.core.scheduler import ended_in
+from vllm_scope.engine.seams import config_of, wrap_method
+from vllm_scope.engine.worker.worker import ScopeWorker
+from vllm_scope.errors import CompatError
+
+
+#: RPC name -> what answers it. Errors in them are the caller's: they come back as text.
+def _remote_calls(scope: ScopeWorker) -> dict[str, Any]:
+    return {
+        "scope_connect": scope.connect,
+        "scope_describe": scope.describe,
+        "scope_counters": scope.counters,
+        "scope_flush": scope.flush,
+        "scope_register": lambda name, data: scope.holding.register(name, data),
+        "scope_unregister": lambda name: scope.registry.unregister(name),
+        "scope_modules": lambda: scope.registry.modules(),
+        "scope_set_edits": scope.set_edits,
+        "scope_get_edits": lambda: scope.registry.server_text,
+    }
+
+
+def _attach(worker: Any, config: ScopeConfig) -> None:
+    """Wrap one worker instance. Its class stays free for `worker_cls`."""
+    scope = ScopeWorker(worker, config)
+    load_model = worker.load_model
+    warm_up, shutdown = worker.compile_or_warm_up_model, worker.shutdown
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        out = load_model(*args, **kwargs)
+        scope.load()
+        _attach_steps(worker.model_runner, scope)
+        return out
+
+    def warm(*args: Any, **kwargs: Any) -> Any:
+        out = warm_up(*args, **kwargs)
+        scope.check_canary()
+        if scope.steps is not None:
+            clearing.warm_up(worker.model_runner)
+        return out
+
+    def close(*args: Any, **kwargs: Any) -> Any:
+        scope.close()
+        return shutdown(*args, **kwargs)
+
+    worker.load_model = load
+    worker.compile_or_warm_up_model, worker.shutdown = warm, close
+    for name, call in _remote_calls(scope).items():
+        setattr(worker, name, call)
+
+
+def _attach_steps(runner: Any, scope: ScopeWorker) -> None:
+    """Hear of each step, on the runner: a Ray worker of the compiled graph calls it past
+    the worker's own `execute_model`. vllm 0.32, v1/executor/ray_utils.py,
+    RayWorkerWrapper.execute_model_ray
+    """
+    execute_model = runner.execute_model
+
+    def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dummy_run"):  # Model Runner V2 calls itself for these
+            return execute_model(scheduler_output, *args, **kwargs)
+        # First those that ended: the scheduler has given their places to the new ones.
+        if zeroed := clearing.sent_in(scheduler_output):
+            clearing.zero(runner, zeroed)
+        if scheduler_output.finished_req_ids:
+            scope.finish_requests(scheduler_output.finished_req_ids, ended_in(scheduler_output))
+        if scheduler_output.scheduled_new_reqs:
+            scope.add_requests(scheduler_output.scheduled_new_reqs)
+        if scope.steps is None:
+            return execute_model(scheduler_output, *args, **kwargs)
+        if not scope.has_requests():
+            scope.steps.clear()
+        try:
+            output = execute_model(scheduler_output, *args, **kwargs)
+        except BaseException:
+            scope.steps.fail()
+            raise
+        scope.steps.end()
+        return scope.told(output)
+
+    sample_tokens = runner.sample_tokens
+
+    def sample(*args: Any, **kwargs: Any) -> Any:
+        return scope.told(sample_tokens(*args, **kwargs))
+
+    runner.execute_model, runner.sample_tokens = execute, sample
+
+
+def wrap() -> None:
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    def init(original: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, vllm_config, *args, **kwargs)
+        config = config_of(vllm_config)
+        if config is not None:
+            _attach(self, config)
+
+    wrap_method(WorkerBase, "__init__", ["vllm_config"], init)
+    for name in ("load_model", "compile_or_warm_up_model", "shutdown"):
+        if not hasattr(WorkerBase, name):
+            raise CompatError(f"this vLLM's WorkerBase has no {name}")

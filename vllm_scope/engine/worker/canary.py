@@ -1,0 +1,72 @@
+"""Tries every tap of a loaded model before it serves.
+
+Owns:  `silent_taps`.
+Runs:  in every worker, once, after compilation and warm-up.
+
+A compiled graph from a cache that was made without taps computes the right tokens
+and reads nothing, silently (measured). So one row is read at every tap of a dummy
+forward: through the arena, and where taps write host memory, there as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_scope.graph.tap.tables import Tables
+from vllm_scope.program.layout import Widths
+from vllm_scope.program.operations import Program
+from vllm_scope.request.sites import boundary_of_point, point_of
+
+#: Written before the canary runs; no model computes a row of it. Exact in bf16 and fp16.
+POISON = -1280.0
+
+
+def silent_taps(
+    boundaries: tuple[int, ...],
+    widths: Widths,
+    tables: Tables,
+    slots: Tensor,
+    first_slot: int,
+    to_host: bool,
+    forward: Callable[[Callable[[], None]], None],
+) -> list[int]:
+    """The boundaries at which nothing was written.
+
+    Args:
+        boundaries: that carry a tap here.
+        widths: of rows.
+        slots: [n, elements of a slot], model dtype: where the rows are to come.
+        first_slot: number of the first of them.
+        to_host: they are in host memory.
+        forward: runs one dummy token after calling its argument.
+    """
+    program = Program.reading(tuple(point_of(boundary, 0) for boundary in boundaries))
+    slots.fill_(POISON)
+    tables.begin_step()
+
+    def plan() -> None:
+        tables.load_step(
+            np.zeros(1, np.int64),
+            np.array([tables.program_id(program)], np.int32),
+            np.zeros(1, np.int32),
+            np.array([first_slot], np.int64),
+            to_host,
+        )
+
+    try:
+        forward(plan)
+        if slots.is_cuda or to_host:
+            torch.cuda.synchronize()
+        written = (slots.float().cpu() != POISON).any(dim=1)
+    finally:
+        tables.clear_step()
+    return [
+        boundary_of_point(point)
+        for _, points, first, num_slots in program.layout.rows_at(widths)
+        for i, point in enumerate(points)
+        if not written[first + i * num_slots :][:num_slots].any()
+    ]

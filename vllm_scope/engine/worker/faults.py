@@ -1,0 +1,129 @@
+"""Edits whose rows are not finite: the request ends with a sentence, and its neighbours go on.
+
+Owns:  the way of a fault from a tap to the caller.
+Runs:  Faults in every worker, where a step's output is made; `end_faulty` in EngineCore, where
+       it is read.
+From:  tap.tables (faults by owner), plan (whose owner).   To: clearing (the request's KV).
+
+A tap leaves a row as it was where an edit's result is not finite in the model's dtype, and
+every token of an edited request is checked at the last tap. The worker says so with the output
+of that step. EngineCore then ends the request, before any of that step's tokens is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from typing import Any
+
+import numpy as np
+
+from vllm_scope.engine.core import clearing
+from vllm_scope.engine.refusals import refused
+from vllm_scope.engine.seams import wrap_method
+from vllm_scope.errors import SpecError
+from vllm_scope.graph.tap.definition import fault_at
+from vllm_scope.graph.tap.tables import Tables
+from vllm_scope.request.sites import Sites, stream_at
+from vllm_scope.worker.plan import Planner
+
+
+class Faults:
+    """What taps of one worker report, by request."""
+
+    def __init__(self, tables: Tables, planner: Planner, sites: Sites) -> None:
+        self._reported, self._planner, self._sites = tables.faults, planner, sites
+        #: Requests with edits that cannot be done -> why, until they are told.
+        self._failed: dict[str, str] = {}
+
+    def fail(self, req_id: str, reason: str) -> None:
+        """A request's edits cannot be done: without them its KV would pass for edited KV."""
+        self._failed[req_id] = reason
+
+    def told(self, output: Any) -> Any:
+        """A step's output, which says whose rows were not finite.
+
+        Args:
+            output: of `execute_model` or `sample_tokens`. One that is made later says so then.
+        """
+        if not self._planner.owners and not self._failed:
+            return output
+        if hasattr(output, "get_output"):
+            make = output.get_output
+            output.get_output = lambda: self._told_now(make())
+            return output
+        return self._told_now(output) if hasattr(output, "sampled_token_ids") else output
+
+    def _told_now(self, output: Any) -> Any:
+        found = self._take()
+        if found:
+            output = copy(output)  # vLLM has one for all steps without tokens
+            output.scope_faults = found
+        return output
+
+    def _take(self) -> dict[str, str]:
+        """Request -> why it fails; each is said once. On the thread that makes outputs."""
+        owners = list(self._planner.owners)
+        at = np.array(owners, np.int64)
+        found: dict[str, str] = {}
+        while self._failed:  # the main thread may add to it meanwhile
+            found |= [self._failed.popitem()]
+        for i in np.flatnonzero(self._reported[at]):
+            req_id = self._planner.owners.get(owners[i])
+            fault, self._reported[owners[i]] = int(self._reported[owners[i]]), 0
+            if req_id is not None:
+                found[req_id] = self._sentence(fault)
+        return found
+
+    def _sentence(self, fault: int) -> str:
+        tap, edited = fault_at(fault)
+        site, layer = stream_at(self._sites.boundaries[tap])
+        where = f"{site!r}" if site == "embed" else f"{site!r} of layer {layer}"
+        what = f"an edit at {where} makes" if edited else f"after the request's edits {where} has"
+        return (
+            f"{what} a row that is not finite in {self._sites.dtype}, so the request was ended. "
+            "Use a smaller scale or vector."
+        )
+
+
+def _faults_in(model_runner_output: Any) -> Mapping[str, str]:
+    found = getattr(model_runner_output, "scope_faults", None)
+    return found if isinstance(found, dict) else {}
+
+
+def _with_sharers(scheduler: Any, faults: Mapping[str, str]) -> dict[str, str]:
+    """The faults, and those of requests with the same edits that use the same KV."""
+    found, left = dict(faults), list(faults)
+    while left:
+        req_id = left.pop()
+        if req_id in scheduler.requests:
+            sharers = clearing.withdraw(scheduler, scheduler.requests[req_id]) - found.keys()
+            found |= dict.fromkeys(sharers, found[req_id])
+            left += sharers
+    return found
+
+
+def end_faulty(original: Any, self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+    """Scheduler.update_from_output: requests with a fault end before their tokens are taken."""
+    faults = _faults_in(model_runner_output)
+    if not faults:
+        return original(self, scheduler_output, model_runner_output)
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.request import RequestStatus
+
+    faults = _with_sharers(self, faults)
+    ended = self.finish_requests(set(faults), RequestStatus.FINISHED_ERROR)
+    outputs = original(self, scheduler_output, model_runner_output)
+    for request in ended:
+        mine = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
+        error = SpecError(faults[request.request_id])
+        mine.outputs.append(refused(request.request_id, error))
+    return outputs
+
+
+def wrap() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    wrap_method(
+        Scheduler, "update_from_output", ["scheduler_output", "model_runner_output"], end_faulty
+    )

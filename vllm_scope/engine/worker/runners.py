@@ -1,0 +1,128 @@
+"""What one forward computes, read off the model runner just before it runs.
+
+Owns:  one seam per runner, wrapped on the instance.
+Runs:  in the worker, right before the forward, for real steps only (V1), or for
+       dummies too, whose requests nobody knows (V2).
+To:    steps (`begin` with a StepBatch).
+
+Rows are never derived from the scheduler's order: both runners reorder batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from vllm_scope.errors import CompatError
+from vllm_scope.worker.plan import StepBatch
+
+#: (batch, device positions by row and maybe more); called only while some request has taps.
+BeginStep = Callable[[StepBatch, Tensor], None]
+
+
+def version_of(runner: Any) -> str:
+    """ "V1" or "V2".
+
+    Raises:
+        CompatError: the runner has neither seam.
+    """
+    if not hasattr(runner, "_dummy_run"):
+        raise CompatError(f"{type(runner).__name__} has no `_dummy_run`")
+    if hasattr(getattr(runner, "model_state", None), "prepare_inputs"):
+        return "V2"
+    if hasattr(runner, "_model_forward"):
+        return "V1"
+    raise CompatError(
+        f"{type(runner).__name__} has neither `_model_forward` (V1) nor "
+        "`model_state.prepare_inputs` (V2)"
+    )
+
+
+def attach(
+    runner: Any,
+    has_requests: Callable[[], bool],
+    begin_step: BeginStep,
+    before_dummy: Callable[[], None],
+) -> None:
+    """Call `begin_step` before each forward of `runner` while `has_requests()`.
+
+    `before_dummy` comes before a forward of dummies: what the last step's plan left
+    in the tables must not run again.
+    """
+    dummy_run = runner._dummy_run
+
+    def guarded_dummy_run(*args: Any, **kwargs: Any) -> Any:
+        before_dummy()
+        return dummy_run(*args, **kwargs)
+
+    runner._dummy_run = guarded_dummy_run
+    runner.scope_dummy_run = dummy_run
+    if version_of(runner) == "V2":
+        _attach_v2(runner, runner.model_state, has_requests, begin_step)
+    else:
+        _attach_v1(runner, has_requests, begin_step)
+
+
+def dummy_forward(runner: Any, version: str, plan: Callable[[], None]) -> None:
+    """One forward of one dummy token, without attention, KV cache or graph, as `plan` says."""
+    plan()
+    if version == "V2":
+        runner.scope_dummy_run(1, skip_attn=True, skip_eplb=True, is_profile=True)
+    else:
+        runner.scope_dummy_run(1, skip_eplb=True, is_profile=True)
+
+
+def is_optimistic(runner: Any, version: str) -> bool:
+    """Positions may be guesses on the host when a step is planned: drafts were not
+    judged yet. vllm 0.32, v1/worker/gpu_model_runner.py, _prepare_inputs"""
+    if version == "V2":
+        return bool(runner.num_speculative_steps > 0)
+    return bool(runner.use_async_spec_decode)
+
+
+def _attach_v1(runner: Any, has_requests: Callable[[], bool], begin_step: BeginStep) -> None:
+    forward = runner._model_forward
+
+    def model_forward(*args: Any, **kwargs: Any) -> Any:
+        if has_requests():
+            batch = runner.input_batch
+            num_reqs = batch.num_reqs
+            start = runner.query_start_loc.np[: num_reqs + 1].astype(np.int64)
+            begin_step(
+                StepBatch(
+                    batch.req_ids[:num_reqs],
+                    start,
+                    batch.num_computed_tokens_cpu[:num_reqs].astype(np.int64),
+                    is_optimistic(runner, "V1"),
+                ),
+                runner.positions,
+            )
+        return forward(*args, **kwargs)
+
+    runner._model_forward = model_forward
+
+
+def _attach_v2(
+    runner: Any, model_state: Any, has_requests: Callable[[], bool], begin_step: BeginStep
+) -> None:
+    prepare = model_state.prepare_inputs
+
+    def prepare_inputs(input_batch: Any, req_states: Any) -> Any:
+        if has_requests():
+            num_reqs = input_batch.num_reqs
+            start = input_batch.query_start_loc_np[: num_reqs + 1].astype(np.int64)
+            begin_step(
+                StepBatch(
+                    input_batch.req_ids[:num_reqs],
+                    start,
+                    input_batch.num_computed_tokens_np[:num_reqs].astype(np.int64),
+                    is_optimistic(runner, "V2"),
+                ),
+                input_batch.positions,
+            )
+        return prepare(input_batch, req_states)
+
+    model_state.prepare_inputs = prepare_inputs

@@ -1,0 +1,154 @@
+"""How large a worker's rings and tables are, and what one token may take of them.
+
+Owns:  Sizes, Limits.
+Runs:  in every worker, at load; `Limits` travels to front-ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import msgspec
+
+from vllm_scope.config import ScopeConfig
+from vllm_scope.errors import CapacityError, ConfigError
+from vllm_scope.program.compiler import RequestProgram
+from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, boundaries_of
+from vllm_scope.program.operations import Cost
+from vllm_scope.request.sites import kind_of
+
+#: What an arena holds where no CUDA graph sets its size.
+HOST_ARENA_BYTES = 64 << 20
+#: Steps whose rows a graph-sized arena holds at once.
+STEPS_IN_ARENA = 3
+#: Rows of one tap that the largest step may write: three points, and scores.
+ROWS_PER_TAP = 4
+#: What the shared host memory for rows is kept to, where the arena allows.
+MAX_HOST_BYTES = 1 << 30
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What a request may ask of this engine.
+
+    Attributes:
+        row_bytes: of one row, by its kind (layout.Widths).
+        token_slots: slots that one token may deliver in a captured graph; 0 where
+            there are none.
+        tap_slots: slots that one token may deliver at one tap.
+        vectors, programs, ops: places in the device tables, all requests together.
+        optimistic: positions are guesses when a step is planned (draft tokens).
+    """
+
+    row_bytes: tuple[int, ...]
+    token_slots: int
+    tap_slots: int
+    vectors: int
+    programs: int
+    ops: int
+    optimistic: bool = False
+
+    @property
+    def widths(self) -> Widths:
+        return Widths(self.row_bytes)
+
+    @property
+    def capacity(self) -> Cost:
+        return Cost(self.vectors, self.programs, self.ops)
+
+    def excess(self, *layouts: Layout) -> str | None:
+        """Why a token may not deliver as much as one of these, or None."""
+        return next(filter(None, (_excess(self, one) for one in layouts)), None)
+
+    def check(self, program: RequestProgram, num_positions: int) -> None:
+        """Raises CapacityError where a step could deliver more than the host's ring holds.
+
+        A front-end has seen to its request alone; global sinks may read more of it, the
+        server's edits make rows differ that were one, and encoded rows may be more than the
+        arena's: one row under several codecs.
+        """
+        excess = self.excess(*(one.layout for one in program.with_drafts(num_positions)))
+        if excess is not None:
+            raise CapacityError(
+                "with the server's edits and what global sinks read, the request delivers too "
+                f"much at once ({excess}); read less of it, or under fewer codecs."
+            )
+
+
+@lru_cache(maxsize=4096)  # many requests ask for the same
+def _excess(limits: Limits, layout: Layout) -> str | None:
+    widths = limits.widths
+    # As it comes out of the arena it may be larger: a row under several codecs.
+    slots = max(layout.arena.slots(widths), layout.slots(widths))
+    if limits.token_slots and slots > limits.token_slots:
+        return f"{slots} slots a token, of {limits.token_slots}"
+    for boundary in boundaries_of(layout):
+        here = layout.at(boundary)
+        slots = max(here.arena.slots(widths), here.slots(widths))
+        if slots > limits.tap_slots:
+            return f"{slots} slots a token at one tap, of {limits.tap_slots}"
+    return None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What sets the sizes.
+
+    Attributes:
+        widths: of rows.
+        boundaries: of the whole model's taps.
+        max_rows: tokens of the largest step.
+        graph_rows: tokens of the largest captured graph; 0 without graphs.
+        cuda: the arena is on a GPU.
+    """
+
+    widths: Widths
+    boundaries: tuple[int, ...]
+    max_rows: int
+    graph_rows: int
+    cuda: bool
+
+    @property
+    def _row_slots(self) -> list[int]:
+        """Slots of a row of each tap; at least one, as what has no tap has an arena, too."""
+        return [self.widths.row_slots[kind_of(b)] for b in self.boundaries or (0,)]
+
+    @property
+    def slots_of_all(self) -> int:
+        """Slots of one row of every tap."""
+        return sum(self._row_slots)
+
+    def arena_slots(self, config: ScopeConfig) -> int:
+        """Raises ConfigError where `arena_mib` is too small."""
+        # A larger step is drained tap by tap, so one tap of the largest must fit; a
+        # captured graph cannot be, so it must fit whole.
+        whole, widest = self.slots_of_all, max(self._row_slots)
+        in_graphs = self.graph_rows * whole if self.cuda else 0
+        least = max(self.max_rows * widest, in_graphs)
+        if config.arena_mib is not None:
+            slots = int(config.arena_mib * 2**20) // SLOT_BYTES
+            if slots < least:
+                raise ConfigError(
+                    f"additional_config['scope'].arena_mib is {config.arena_mib:g}; with "
+                    f"{len(self._row_slots)} taps and steps of {self.max_rows} tokens at least "
+                    f"{least * SLOT_BYTES / 2**20:.1f} are needed. Tap fewer layers, or raise it."
+                )
+            return slots
+        tap = ROWS_PER_TAP * self.max_rows * widest
+        if self.cuda:
+            return max(STEPS_IN_ARENA * in_graphs, tap)
+        return max(tap, min(self.max_rows * whole, HOST_ARENA_BYTES // SLOT_BYTES))
+
+    @staticmethod
+    def host_slots(arena_slots: int) -> int:
+        """As the arena, twice, so that a front-end may lag behind; within bounds."""
+        return max(arena_slots, min(2 * arena_slots, MAX_HOST_BYTES // SLOT_BYTES))
+
+    def limits(self, arena_slots: int, capacity: Cost, optimistic: bool) -> Limits:
+        graphs = self.cuda and self.graph_rows > 0
+        return Limits(
+            self.widths.row_bytes,
+            arena_slots // self.graph_rows if graphs else 0,
+            arena_slots // self.max_rows,
+            capacity.vectors, capacity.programs, capacity.ops, optimistic,
+        )  # fmt: skip

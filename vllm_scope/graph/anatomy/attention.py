@@ -1,0 +1,68 @@
+"""Gives attention modules a subclass whose forward has taps on what goes in and comes out.
+
+Owns:  the traced code around the op.
+Runs:  as tapped.py does: installed once, before the first compiled call.
+
+Promise: the module computes what it did. The op does not write q, k, v or z, so the
+compiler keeps them where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from vllm_scope.graph.anatomy.layers import Anatomy
+from vllm_scope.graph.anatomy.tapped import give_buffers, named, read_rows
+from vllm_scope.graph.tap.tables import Tables
+from vllm_scope.request.sites import ATTENTION_SITES, Sites, boundary_of
+
+
+def install_attention_taps(
+    anatomy: Anatomy, tap_of: Mapping[int, int], arena: Tensor, tables: Tables, sites: Sites
+) -> tuple[int, ...]:
+    """Tap the attention of this worker's layers; arguments as of `install_taps`.
+
+    Args:
+        sites: how wide rows are.
+
+    Returns:
+        The boundaries that carry a tap here.
+    """
+    tapped: list[int] = []
+    for number, module in sorted(anatomy.attention.items()):
+        every = {site: boundary_of((site, number)) for site in ATTENTION_SITES}
+        here = {site: boundary for site, boundary in every.items() if boundary in tap_of}
+        if here:
+            give_buffers(module, here, tap_of, arena, tables)
+            sizes = {site: sites.row_size(site) for site in here}
+            module.__class__ = _tapped_attention(type(module), sizes)
+        tapped += here.values()
+    return tuple(sorted(tapped))
+
+
+def _tapped_attention(base: type, sizes: Mapping[str, int]) -> type[nn.Module]:
+    """A subclass of `base`, a module called with query, key and value.
+
+    Args:
+        sizes: of the sites with a tap, the numbers of a row.
+    """
+
+    class Tapped(base):
+        def forward(
+            self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+        ) -> Tensor:
+            if "q" in sizes:
+                read_rows(self, query, self.scope_q, sizes["q"])
+            if "k" in sizes:
+                read_rows(self, key, self.scope_k, sizes["k"])
+            if "v" in sizes:
+                read_rows(self, value, self.scope_v, sizes["v"])
+            out: Tensor = super().forward(query, key, value, *args, **kwargs)
+            if "z" in sizes:
+                read_rows(self, out, self.scope_z, sizes["z"])
+            return out
+
+    return named(Tapped, base)

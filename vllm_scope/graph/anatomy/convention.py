@@ -1,0 +1,201 @@
+"""What a decoder layer returns, and so what the residual stream is at its exit.
+
+Owns:  Convention, and the reading of it from the layer's and the model's source.
+Runs:  once, after the model is loaded.
+From:  source.   To: layers.
+
+Promise: fail closed. Two independent signs must agree: what the layer returns,
+and what the model makes of it at the end (the final norm's arguments). Where they
+do not, or where a sign is not understood, the model gets no taps.
+
+Of vLLM 0.32's decoder layers most return (hidden, residual) whose sum is the
+stream; some return one tensor; some return a residual that is dead, because the
+hidden states contain it already. The last kind has the signature of the first,
+and summing it would be silently wrong: their forward starts from an unconditional
+`residual = hidden_states`. A layer that overwrites the residual under a condition, other
+than that there is none yet, is refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+
+from torch import nn
+
+from vllm_scope.errors import CompatError
+from vllm_scope.graph.anatomy.source import forward_of
+
+
+class Convention(enum.Enum):
+    SUM = "the layer returns (hidden, residual); the stream is their sum"
+    TENSOR = "the layer returns the stream"
+    DEAD_RESIDUAL = "the layer returns (stream, a residual that it contains already)"
+
+
+def convention_of(layer: nn.Module, model: nn.Module) -> Convention:
+    """The convention of a decoder layer inside its model.
+
+    Raises:
+        CompatError: the source is not there, or its signs are unknown or disagree.
+    """
+    name, outer = type(layer).__name__, type(model).__name__
+    forward = forward_of(layer)
+    loop = _model_forward(model)
+    _check_single_pass(loop, outer)
+    shapes = {_shape(node.value) for node in _returns(forward)}
+    if len(shapes) != 1:
+        raise CompatError(f"{name}.forward returns in {len(shapes)} ways")
+    (shape,) = shapes
+    if shape == 1:
+        if _returns_named_pair(forward):
+            raise CompatError(f"{name}.forward returns a pair under one name")
+        made = _returned_object(forward)
+        if made is not None:
+            raise CompatError(f"{name}.forward returns a {made}, not a tensor")
+        if not _loop_reads_one_tensor(loop):
+            raise CompatError(f"{outer} does not use the layer's output as is")
+        return Convention.TENSOR
+    if shape != 2:
+        raise CompatError(f"{name}.forward returns {shape} values, not 1 or 2")
+    joined = _joins_residual(loop)
+    dead = _overwrites_residual(forward, name)
+    if joined and not dead and "residual" in _parameters(forward):
+        return Convention.SUM
+    if dead and not joined:
+        return Convention.DEAD_RESIDUAL
+    raise CompatError(
+        f"{name} returns a pair, and {outer} {'adds' if joined else 'does not add'} the second "
+        "to the first, which the layer's own source does not bear out"
+    )
+
+
+def treats_half_apart(layer: nn.Module) -> bool:
+    """Whether a layer's forward asks for float16: those that do scale the stream there."""
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == "float16"
+        for node in ast.walk(forward_of(layer))
+    )
+
+
+def _parameters(function: ast.FunctionDef) -> set[str]:
+    return {arg.arg for arg in (*function.args.args, *function.args.kwonlyargs)}
+
+
+def _returns(function: ast.FunctionDef) -> list[ast.Return]:
+    return [node for node in ast.walk(function) if isinstance(node, ast.Return)]
+
+
+def _shape(value: ast.expr | None) -> int:
+    return len(value.elts) if isinstance(value, ast.Tuple) else 1
+
+
+def _returns_named_pair(layer: ast.FunctionDef) -> bool:
+    """`out = (a, b); return out`."""
+    names = {node.value.id for node in _returns(layer) if isinstance(node.value, ast.Name)}
+    return any(
+        isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Tuple)
+        and any(isinstance(t, ast.Name) and t.id in names for t in node.targets)
+        for node in ast.walk(layer)
+    )
+
+
+def _returned_object(layer: ast.FunctionDef) -> str | None:
+    """The class of what is returned, in `return SomeClass(...)`; None for other returns."""
+    for node in _returns(layer):
+        if isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
+            name = node.value.func.id
+            if name[:1].isupper():
+                return name
+    return None
+
+
+def _check_single_pass(forward: ast.FunctionDef, name: str) -> None:
+    """Each layer runs once a forward; else a position has several rows of one layer."""
+    loops = [
+        node
+        for node in ast.walk(forward)
+        if isinstance(node, ast.For | ast.While) and _calls_layer(node)
+    ]
+    if len(loops) > 1:
+        raise CompatError(f"{name} runs its layers in more than one loop")
+
+
+def _calls_layer(loop: ast.AST) -> bool:
+    return any(
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        and ("layer" in node.func.id or "block" in node.func.id)
+        for node in ast.walk(loop)
+    )  # fmt: skip
+
+
+def _overwrites_residual(layer: ast.FunctionDef, name: str) -> bool:
+    """An unconditional `residual = hidden_states` in the forward.
+
+    Raises:
+        CompatError: there is one under a condition. What the layer returns then depends on it.
+    """
+    if any(_is_overwrite(node) for node in layer.body):
+        return True
+    for node in ast.walk(layer):
+        if isinstance(node, ast.If) and not _asks_for_no_residual(node.test):
+            here = [*node.body, *node.orelse]
+            if any(_is_overwrite(inner) for inner in here):
+                raise CompatError(
+                    f"{name}.forward overwrites the residual where "
+                    f"`{ast.unparse(node.test)}`, which is not known before it runs"
+                )
+    return False
+
+
+def _is_overwrite(node: ast.stmt) -> bool:
+    """`residual = hidden_states`"""
+    return (
+        isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Name)
+        and node.value.id.startswith("hidden")
+        and any(isinstance(t, ast.Name) and t.id == "residual" for t in node.targets)
+    )
+
+
+def _asks_for_no_residual(test: ast.expr) -> bool:
+    """`residual is None`: the first layer, which is given none."""
+    return ast.unparse(test) in ("residual is None", "residual is not None", "not residual")
+
+
+def _model_forward(model: nn.Module) -> ast.FunctionDef:
+    """The forward that loops over the layers; a subclass may just pass on to it."""
+    for owner in type(model).__mro__:
+        if "forward" in vars(owner):
+            function = forward_of(model, owner)
+            if any(isinstance(node, ast.For) for node in ast.walk(function)):
+                return function
+    raise CompatError(f"{type(model).__name__}.forward has no loop over layers")
+
+
+def _joins_residual(forward: ast.FunctionDef) -> bool:
+    """The model ends with norm(hidden, residual) or hidden + residual."""
+    for node in ast.walk(forward):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            names = [a.id for a in node.args if isinstance(a, ast.Name)]
+            if "norm" in node.func.attr and len(names) == 2 and "residual" in names[1]:
+                return True
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            sides = [s.id for s in (node.left, node.right) if isinstance(s, ast.Name)]
+            if any("residual" in s for s in sides) and any("hidden" in s for s in sides):
+                return True
+    return False
+
+
+def _loop_reads_one_tensor(forward: ast.FunctionDef) -> bool:
+    """The loop over the layers is `hidden = layer(...)`, a single name."""
+    for node in ast.walk(forward):
+        if isinstance(node, ast.For):
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.Assign) and isinstance(inner.value, ast.Call):
+                    called = inner.value.func
+                    name = getattr(called, "id", getattr(called, "attr", ""))
+                    if "layer" in name or "block" in name:
+                        return isinstance(inner.targets[0], ast.Name)
+    return False

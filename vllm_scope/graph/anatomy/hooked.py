@@ -1,0 +1,66 @@
+"""Decoder layers that call Python before and after they run.
+
+Runs:  where nothing is compiled: at any time, not only before the first forward.
+
+The calls are inside of the taps: what a layer's exit tap reads and edits is what they left.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from vllm_scope.errors import CompatError
+from vllm_scope.graph.anatomy.convention import Convention
+from vllm_scope.graph.anatomy.layers import Anatomy
+from vllm_scope.graph.anatomy.tapped import rebuilt
+
+#: (layer, before it, hidden, residual): the stream is `hidden`, or the sum where there is
+#: a residual. [num_tokens, hidden_size], both may be edited in place.
+Call = Callable[[int, bool, Tensor, Tensor | None], None]
+
+
+def install_calls(anatomy: Anatomy, call: Call) -> None:
+    """Raises CompatError where a layer's forward has no `hidden_states`."""
+    for number, layer in anatomy.layers.items():
+        hooked = _hooked_layer(_untapped(layer), anatomy.convention, number, call)
+        layer.__class__ = rebuilt(type(layer), hooked, anatomy.convention)
+
+
+def _untapped(layer: nn.Module) -> type[nn.Module]:
+    base: type[nn.Module] = getattr(layer, "scope_base", type(layer))
+    return base
+
+
+def _hooked_layer(base: type, convention: Convention, number: int, call: Call) -> type[nn.Module]:
+    names = list(inspect.signature(base.forward).parameters)[1:]  # type: ignore[attr-defined]
+    if "hidden_states" not in names:
+        raise CompatError(f"{base.__name__}.forward has no hidden_states to give to functions")
+    sums = convention is Convention.SUM
+    pair = convention is not Convention.TENSOR
+
+    class Hooked(base):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            residual = given.get("residual") if sums else None
+            _call(call, number, True, given["hidden_states"], residual)
+            out = super().forward(*args, **kwargs)
+            hidden, residual = (out[0], out[1]) if pair else (out, None)
+            _call(call, number, False, hidden, residual if sums else None)
+            return out
+
+    # Taps look for `hidden_states` there.
+    Hooked.forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
+    Hooked.__name__ = Hooked.__qualname__ = f"Hooked{base.__name__}"
+    return Hooked
+
+
+def _call(call: Call, number: int, before: bool, hidden: Tensor, residual: Tensor | None) -> None:
+    # Some models carry a batch dimension of one (Transformers backend).
+    hidden = hidden.view(-1, hidden.shape[-1])
+    if residual is not None:
+        residual = residual.view(-1, residual.shape[-1])
+    call(number, before, hidden, residual)

@@ -1,0 +1,121 @@
+"""Where a decoder layer's stream is between its attention and its MLP.
+
+Owns:  `norm_before_mlp`, the name of the norm whose input is `resid_mid`.
+Runs:  once, after the model is loaded.
+From:  source.   To: tapped.
+
+Promise: fail closed. The norm is the only one between the attention's and the MLP's
+call that either joins the residual (`hidden, residual = norm(hidden, residual)`) or
+follows `residual = hidden` at once, so that its input is the whole stream. Gemma's
+norm of the attention's output alone is neither. Every way through the forward calls the
+attention and the norm.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from vllm_scope.errors import CompatError
+from vllm_scope.graph.anatomy.convention import Convention
+from vllm_scope.graph.anatomy.source import forward_of
+
+_MLP_WORDS = ("mlp", "feed_forward", "ffn", "moe")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """`target = self.name(args)`, or `target = source` with no name."""
+
+    name: str
+    args: tuple[str, ...]
+    targets: int
+
+
+def norm_before_mlp(layer: nn.Module, convention: Convention) -> str:
+    """The attribute of the layer that holds the norm.
+
+    Raises:
+        CompatError: the layer's source has no such norm, or more than one, or may go past it.
+    """
+    name = type(layer).__name__
+    forward = forward_of(layer)
+    calls = [found for node in ast.walk(forward) for found in _parse(node)]
+    calls.sort(key=lambda pair: pair[0])
+    listed = [call for _, call in calls]
+    last_attention = max(
+        (i for i, call in enumerate(listed) if _is_attention(call.name)), default=-1
+    )
+    if last_attention < 0:
+        raise CompatError(f"{name}.forward calls nothing that is attention")
+    found: dict[str, None] = {}
+    for i in range(last_attention + 1, len(listed)):
+        call = listed[i]
+        if any(word in call.name for word in _MLP_WORDS) and not _is_norm(call.name):
+            break
+        joins = len(call.args) == 2 and call.targets == 2 and "residual" in call.args[1]
+        before = listed[i - 1]
+        follows = before.name == "" and before.args == call.args[:1] and len(call.args) == 1
+        if _is_norm(call.name) and (joins if convention is Convention.SUM else follows):
+            found[call.name] = None
+    if len(found) != 1:
+        names = ", ".join(found) or "none"
+        raise CompatError(
+            f"{name}.forward has {names} where one norm between attention and MLP was expected"
+        )
+    (norm,) = found
+    # What is seen at a norm that is left out, or at one after an attention that is, is another's.
+    for what, is_it in (("its attention", _is_attention), (f"the norm {norm}", norm.__eq__)):
+        if not _always(forward.body, is_it):
+            raise CompatError(f"{name}.forward may leave out {what}")
+    return norm
+
+
+def _always(body: list[ast.stmt], is_it: Callable[[str], bool]) -> bool:
+    """Whether every way through these statements calls such a module, or raises."""
+    for node in body:
+        if isinstance(node, ast.Raise):
+            return True
+        if isinstance(node, ast.If):
+            if _always(node.body, is_it) and _always(node.orelse, is_it):
+                return True
+            if any(isinstance(inner, ast.Return) for inner in ast.walk(node)):
+                return False
+        elif isinstance(node, ast.With):
+            if _always(node.body, is_it):
+                return True
+        elif not isinstance(node, ast.For | ast.While):
+            calls = (inner.func for inner in ast.walk(node) if isinstance(inner, ast.Call))
+            if any(is_it(call.attr) for call in calls if isinstance(call, ast.Attribute)):
+                return True
+    return False
+
+
+def _is_norm(name: str) -> bool:
+    return "norm" in name or name.startswith("ln")
+
+
+def _is_attention(name: str) -> bool:
+    return ("attn" in name or "attention" in name) and not _is_norm(name)
+
+
+def _parse(node: ast.AST) -> list[tuple[tuple[int, int], _Call]]:
+    """Calls of `self.name(...)` in an assignment, and `residual = hidden`."""
+    if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+        return []
+    target, value, at = node.targets[0], node.value, (node.lineno, node.col_offset)
+    targets = len(target.elts) if isinstance(target, ast.Tuple) else 1
+    if isinstance(value, ast.Name) and isinstance(target, ast.Name) and "resid" in target.id:
+        return [(at, _Call("", (value.id,), 1))]
+    if (
+        isinstance(value, ast.Call)
+        and isinstance(value.func, ast.Attribute)
+        and isinstance(value.func.value, ast.Name)
+        and value.func.value.id == "self"
+    ):
+        args = tuple(a.id if isinstance(a, ast.Name) else "" for a in value.args)
+        return [(at, _Call(value.func.attr, args, targets))]
+    return []

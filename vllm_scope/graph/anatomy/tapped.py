@@ -1,0 +1,225 @@
+"""Gives decoder layers, and norms inside them, a subclass whose forward has taps.
+
+Owns:  the traced code around the op.
+Runs:  `install_taps` once, after load and before the first compiled call; the
+       forwards below are then traced into the model's graph. The structure never
+       changes afterwards: vLLM drops torch.compile's guards.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm_scope.errors import CompatError, ConfigError
+from vllm_scope.graph.anatomy.convention import Convention
+from vllm_scope.graph.anatomy.layers import Anatomy
+from vllm_scope.graph.anatomy.middle import norm_before_mlp
+from vllm_scope.graph.tap.tables import Tables
+from vllm_scope.request.sites import BRANCH_SITES, boundary_of
+
+
+def install_taps(
+    anatomy: Anatomy, tap_of: Mapping[int, int], arena: Tensor, tables: Tables
+) -> tuple[int, ...]:
+    """Tap the stream's boundaries that this worker's layers touch.
+
+    Args:
+        anatomy: the layers.
+        tap_of: boundary -> column in the program table, of the whole model.
+        arena: [num_slots, elements of a slot], the arena's slots.
+        tables: the device tables.
+
+    Returns:
+        The boundaries that carry a tap here.
+
+    Raises:
+        CompatError: a layer's forward does not take `hidden_states`.
+        ConfigError: a site is configured that the model does not have, or that is not seen.
+    """
+    layers = sorted(anatomy.layers.items())
+    places = {number: _places_of(number, tap_of) for number, _ in layers}
+    # Before the first layer is changed: a model that is refused is served as it was.
+    for number, layer in layers:
+        _check(layer, number, places[number], anatomy.convention)
+    for number, layer in layers:
+        here = places[number]
+        inner = {name: b for name, b in here.items() if name in ("attn_out", "middle")}
+        if inner:
+            norm = _norm_of(layer, number, anatomy.convention)
+            give_buffers(norm, inner, tap_of, arena, tables)
+            norm.__class__ = _tapped_norm(type(norm), frozenset(inner))
+        if "mlp_out" in here:  # inside of the others: requests' functions come between
+            give_buffers(layer, {"mlp_out": here["mlp_out"]}, tap_of, arena, tables)
+            layer.__class__ = _branching_layer(type(layer))
+        outer = {name: b for name, b in here.items() if name in ("entry", "exit")}
+        if outer:
+            give_buffers(layer, outer, tap_of, arena, tables)
+            layer.__class__ = _tapped_layer(type(layer), anatomy.convention, frozenset(outer))
+    return tuple(sorted(b for here in places.values() for b in here.values()))
+
+
+def _places_of(number: int, tap_of: Mapping[int, int]) -> dict[str, int]:
+    """The places of a layer that carry a tap -> their boundaries."""
+    # The entry of layer 0 only: any other is the exit of the layer before.
+    places = {"entry": 0 if number == 0 else -1, "middle": 2 * number + 1}
+    places["exit"] = 2 * number + 2
+    places |= {site: boundary_of((site, number)) for site in BRANCH_SITES}
+    return {name: boundary for name, boundary in places.items() if boundary in tap_of}
+
+
+def _check(layer: nn.Module, number: int, here: Mapping[str, int], convention: Convention) -> None:
+    if "entry" in here and "hidden_states" not in _parameters(type(layer)):
+        raise CompatError(
+            f"{type(layer).__name__}.forward has no hidden_states to read as the embedding"
+        )
+    words = {"middle": "resid_mid"} | {site: site for site in BRANCH_SITES}
+    for place in (place for place in words if place in here):
+        try:
+            # What a branch adds is seen while it is apart: of two tensors whose sum is the
+            # stream, which a norm between attention and MLP joins.
+            if place in BRANCH_SITES and convention is not Convention.SUM:
+                raise CompatError(
+                    f"{type(layer).__name__} adds to the stream inside ({convention.value})"
+                )
+            _norm_of(layer, number, convention)
+        except CompatError as error:
+            raise ConfigError(
+                f"additional_config['scope'].sites has {words[place]!r}, which cannot be tapped "
+                f"on this model: {error}. Leave it out of the sites."
+            ) from None
+
+
+def _parameters(layer_class: type) -> list[str]:
+    """Of its forward, without `self`."""
+    return list(inspect.signature(layer_class.forward).parameters)[1:]  # type: ignore[attr-defined]
+
+
+def _norm_of(layer: nn.Module, number: int, convention: Convention) -> nn.Module:
+    name = norm_before_mlp(layer, convention)
+    norm = getattr(layer, name, None)
+    if not isinstance(norm, nn.Module):
+        raise CompatError(f"layer {number} ({type(layer).__name__}) has no {name}")
+    return norm
+
+
+def give_buffers(
+    module: nn.Module,
+    places: Mapping[str, int],
+    tap_of: Mapping[int, int],
+    arena: Tensor,
+    tables: Tables,
+) -> None:
+    """The tensors that a tap takes, as non-persistent buffers."""
+    tensors = {
+        "arena": arena, "tokens": tables.tokens, "programs": tables.programs,
+        "ops": tables.ops, "vectors": tables.vectors, "host": tables.host,
+    }  # fmt: skip
+    tensors |= {name: tables.numbers[tap_of[boundary]] for name, boundary in places.items()}
+    for name, tensor in tensors.items():
+        module.register_buffer(f"scope_{name}", tensor, persistent=False)
+
+
+def _tap(module: Any, hidden: Tensor, residual: Tensor | None, number: Tensor) -> None:
+    torch.ops.vllm_scope.tap(
+        hidden, residual, module.scope_arena, module.scope_tokens, module.scope_programs,
+        module.scope_ops, module.scope_vectors, number, module.scope_host,
+    )  # fmt: skip
+
+
+def read_rows(module: Any, rows: Tensor | None, number: Tensor, size: int) -> None:
+    """A tap that reads alone: what it is given is not written, and the compiler knows.
+
+    Args:
+        rows: [num_tokens, size], or [num_tokens, heads, size of each].
+        number: the tap's.
+
+    Raises:
+        CompatError: while the graph is traced: rows of another width or dtype, which would
+            run into their neighbours'.
+    """
+    dtype = module.scope_arena.dtype
+    if rows is None or math.prod(rows.shape[1:]) != size or rows.dtype != dtype:
+        came = "nothing" if rows is None else f"rows of {tuple(rows.shape[1:])} {rows.dtype}"
+        raise CompatError(f"a tap is given {came}, not rows of {size} {dtype}")
+    if rows.stride(-1) != 1:
+        raise CompatError("a tap is given rows whose numbers do not lie side by side")
+    torch.ops.vllm_scope.tap_read(
+        rows.flatten(1), module.scope_arena, module.scope_tokens, module.scope_programs,
+        module.scope_ops, module.scope_vectors, number, module.scope_host,
+    )  # fmt: skip
+
+
+def _tapped_layer(base: type, convention: Convention, places: frozenset[str]) -> type[nn.Module]:
+    """A subclass of `base` with taps at its entry and exit."""
+    entry, exit_ = "entry" in places, "exit" in places
+    names = _parameters(base)
+    at = names.index("hidden_states") if "hidden_states" in names else -1
+    sums = convention is Convention.SUM
+    pair = convention is not Convention.TENSOR
+
+    class Tapped(base):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            if entry:
+                # Layer 0 gets the embedding output, and no residual yet.
+                hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[at]
+                _tap(self, hidden, None, self.scope_entry)
+            out = super().forward(*args, **kwargs)
+            if exit_:
+                hidden, residual = (out[0], out[1]) if pair else (out, None)
+                _tap(self, hidden, residual if sums else None, self.scope_exit)
+            return out
+
+    Tapped.scope_base, Tapped.scope_places = base, places
+    return named(Tapped, base)
+
+
+def _branching_layer(base: type) -> type[nn.Module]:
+    """A subclass of `base`, which returns (hidden, residual), with a tap on what its MLP adds.
+
+    The innermost: edits and functions write what they make of the stream to the same tensor.
+    """
+
+    class Tapped(base):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            read_rows(self, out[0], self.scope_mlp_out, self.scope_vectors.shape[1])
+            return out
+
+    # The others look for `hidden_states` there.
+    Tapped.forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
+    return named(Tapped, base)
+
+
+def rebuilt(tapped: type, base: type, convention: Convention) -> type[nn.Module]:
+    """`base` with the taps that a layer's class has; itself where it has none."""
+    places = getattr(tapped, "scope_places", None)
+    return base if places is None else _tapped_layer(base, convention, places)
+
+
+def _tapped_norm(base: type, places: frozenset[str]) -> type[nn.Module]:
+    """A subclass of `base` with taps on what it norms, hidden or hidden + residual, and on
+    hidden alone, which is what the attention adds."""
+    middle, branch = (name in places for name in ("middle", "attn_out"))
+
+    class Tapped(base):
+        def forward(self, hidden: Tensor, residual: Tensor | None = None) -> Any:
+            if branch:  # before edits of the stream are written to it
+                read_rows(self, hidden, self.scope_attn_out, self.scope_vectors.shape[1])
+            if middle:
+                _tap(self, hidden, residual, self.scope_middle)
+            if residual is None:
+                return super().forward(hidden)
+            return super().forward(hidden, residual)
+
+    return named(Tapped, base)
+
+
+def named(tapped: type[nn.Module], base: type) -> type[nn.Module]:
+    tapped.__name__ = tapped.__qualname__ = f"Tapped{base.__name__}"
+    return tapped

@@ -1,0 +1,207 @@
+"""The tap in Triton: one program instance per token row, early exit.
+
+Owns:  the kernel, its launcher, and `load_variants`.
+Runs:  on the GPU, inside captured CUDA graphs: no host sync, no allocation,
+       shapes fixed per graph; only the contents of the tables change.
+Must equal: tap/definition.py, on random programs (a property test).
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from vllm_scope.request.sites import STREAM
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vllm_scope.graph.tap.tables import Tables
+
+# program.py's opcodes; tests/interpreter holds them equal.
+OP_READ = tl.constexpr(1)
+OP_DOT = tl.constexpr(2)
+OP_ADD = tl.constexpr(3)
+OP_ADD_NORM = tl.constexpr(4)
+OP_ABLATE = tl.constexpr(5)
+OP_CLAMP = tl.constexpr(6)
+OP_SET = tl.constexpr(7)
+OP_CHECK = tl.constexpr(8)
+CHECKED = tl.constexpr(1 << 30)
+
+
+# One variant serves all taps: a second one would be compiled in a graph capture.
+@triton.jit(
+    do_not_specialize=[
+        "hidden_row_stride", "residual_row_stride", "num_taps", "slot_base", "slots_per_token",
+    ]
+)  # fmt: skip
+def _tap_kernel(
+    hidden_ptr,
+    residual_ptr,
+    arena_ptr,
+    tokens_ptr,
+    programs_ptr,
+    ops_ptr,
+    vectors_ptr,
+    tap_ptr,
+    host_ptr,
+    hidden_row_stride,
+    residual_row_stride,
+    hidden_size,
+    num_taps,
+    slot_base,
+    slots_per_token,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    program = tl.load(tokens_ptr + row * 4)
+    if program < 0:
+        return
+    tap = tl.load(tap_ptr)
+    at = tl.load(programs_ptr + program.to(tl.int64) * num_taps + tap)
+    if at < 0:
+        return
+    dtype = arena_ptr.dtype.element_ty
+    column = tl.arange(0, BLOCK)
+    keep = column < hidden_size
+    hidden = hidden_ptr + row * hidden_row_stride + column
+    residual = residual_ptr + row * residual_row_stride + column
+    x = tl.load(hidden, keep, 0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        x += tl.load(residual, keep, 0.0).to(tl.float32)
+    slot = tl.load(tokens_ptr + row * 4 + 1).to(tl.int64)
+    offset_column = 1
+    if slots_per_token > 0:
+        slot = slot_base + slot * slots_per_token
+        offset_column = 2
+    base = arena_ptr
+    if tl.load(tokens_ptr + row * 4 + 2) == 1:
+        base = tl.load(host_ptr).to(tl.pointer_type(dtype))
+    words = base.to(tl.pointer_type(tl.float32), bitcast=True) + slot * 4
+    edited = 0
+    fault = 0
+    while at >= 0:
+        op = ops_ptr + at.to(tl.int64) * 8
+        code = tl.load(op)
+        out = words + tl.load(op + offset_column)
+        if code == OP_READ:
+            out_row = out.to(tl.pointer_type(dtype), bitcast=True)
+            tl.store(out_row + column, x.to(dtype), keep)
+        elif code == OP_CHECK:
+            finite = tl.abs(x.to(dtype).to(tl.float32)) < float("inf")
+            if tl.sum((keep & ~finite).to(tl.int32), 0) > 0:
+                fault = tl.where(edited == 1, tap + 1, CHECKED | (tap + 1))
+                x = tl.zeros_like(x)
+                edited = 1
+        else:
+            vector = vectors_ptr + tl.load(op + 3).to(tl.int64) * hidden_size + column
+            v = tl.load(vector, keep, 0.0)
+            a = tl.load(op + 4).to(tl.float32, bitcast=True)
+            if code == OP_DOT:
+                tl.store(out, tl.sum(x.to(dtype).to(tl.float32) * v, 0) + a)
+            else:
+                edited = 1
+                if code == OP_SET:
+                    x = v
+                else:
+                    phi = a
+                    if code == OP_ADD_NORM:
+                        phi = a * tl.sqrt(tl.sum(x * x, 0))
+                    elif code != OP_ADD:
+                        along = tl.sum(x * v, 0)
+                        phi = -along
+                        if code == OP_CLAMP:
+                            b = tl.load(op + 5).to(tl.float32, bitcast=True)
+                            phi = tl.minimum(tl.maximum(along, a), b) - along
+                    x += phi * v
+        at = tl.load(op + 6)
+    if edited == 1:
+        came = tl.load(hidden, keep, 0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            came += tl.load(residual, keep, 0.0).to(tl.float32)
+        rounded = x.to(dtype)
+        finite = tl.abs(rounded.to(tl.float32)) < float("inf")
+        bad = tl.sum((keep & ~finite).to(tl.int32), 0)
+        if (bad > 0) & (tl.load(host_ptr + 1) != 0):
+            fault = tap + 1
+        elif tl.sum((keep & (x != came)).to(tl.int32), 0) > 0:
+            if HAS_RESIDUAL:
+                tl.store(residual, rounded, keep)
+                tl.store(hidden, tl.zeros_like(x).to(dtype), keep)
+            else:
+                tl.store(hidden, rounded, keep)
+    if fault != 0:
+        # Host memory: on a GPU a fault costs a write across PCIe, and no fault nothing.
+        faults = tl.load(host_ptr + 1)
+        if faults != 0:
+            owner = tl.load(tokens_ptr + row * 4 + 3)
+            tl.store(faults.to(tl.pointer_type(tl.int32)) + owner, fault)
+
+
+def tap_rows(
+    hidden: Tensor,
+    residual: Tensor | None,
+    arena: Tensor,
+    tokens: Tensor,
+    programs: Tensor,
+    ops: Tensor,
+    vectors: Tensor,
+    tap: Tensor,
+    host: Tensor,
+    slot_base: int,
+    slots_per_token: int,
+) -> None:
+    """Launch the kernel; arguments as in `definition.tap_rows`.
+
+    Columns must be contiguous; rows of `hidden` and `residual` may be strided.
+    """
+    num_rows, hidden_size = hidden.shape
+    if num_rows == 0:
+        return
+    # The whole row in registers: a program reads and changes it several times.
+    block = triton.next_power_of_2(hidden_size)
+    _tap_kernel[(num_rows,)](
+        hidden,
+        hidden if residual is None else residual,
+        arena,
+        tokens,
+        programs,
+        ops,
+        vectors,
+        tap,
+        host,
+        hidden.stride(0),
+        hidden.stride(0) if residual is None else residual.stride(0),
+        hidden_size,
+        programs.shape[1],
+        slot_base,
+        slots_per_token,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK=block,
+        num_warps=max(1, min(block // 512, 16)),
+    )
+
+
+def load_variants(arena: Tensor, tables: Tables, row_sizes: tuple[int, ...]) -> None:
+    """Launch every variant of the kernel that taps will need, on rows that do nothing.
+
+    Args:
+        row_sizes: numbers of a row, by its kind (sites.KINDS).
+    """
+    row = arena.new_zeros((1, max(row_sizes) + 1))
+    stream = row[:, : row_sizes[STREAM]]
+    launches: list[tuple[Tensor, Tensor | None]] = [(stream, None), (stream, stream)]
+    for size in {size for size in row_sizes[STREAM + 1 :] if size}:
+        # A part of a wider projection need not be aligned, which is another variant.
+        launches += [(row[:, :size], None), (row[:, 1 : size + 1], None)]
+    # Nor is every tap's number.
+    for (hidden, residual), number in product(launches, tables.numbers[:2]):
+        tap_rows(
+            hidden, residual, arena, tables.tokens, tables.programs, tables.ops, tables.vectors,
+            number, tables.host, 0, 0,
+        )  # fmt: skip

@@ -1,0 +1,79 @@
+"""Host memory from which a step's token table is uploaded.
+
+Owns:  Buffer, Staging.
+Runs:  in every worker, on its main thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_scope.program.operations import NO_PROGRAM
+
+#: Steps that may at least be in flight before their upload buffer is written again.
+UPLOADS_IN_FLIGHT = 8
+
+
+@dataclass
+class Buffer:
+    """Host memory of one upload.
+
+    Attributes:
+        tensor, array: the same memory, int32 [max_rows, 4].
+        holds: the program ids that its rows have; the very array, compared by identity.
+        to_host: what its rows say of their slots.
+        rows: which rows those are.
+        num_rows: no row from here on has a program.
+        first: the first rows of `tensor`, as many as the last upload took.
+    """
+
+    tensor: Tensor
+    array: NDArray[np.int32]
+    holds: NDArray[np.int32] | None = None
+    to_host: bool = False
+    rows: slice | NDArray[np.int64] | None = None
+    num_rows: int = 0
+    first: Tensor | None = None
+
+
+class Staging:
+    """A ring of host buffers for uploads; pinned, and fenced by events, on a GPU.
+
+    Several steps are in flight at once under async scheduling: a buffer that is
+    written again before its copy ran would change the plan of an earlier step. Each
+    half of the ring has one event, recorded when the half is used up.
+    """
+
+    def __init__(self, to: Tensor) -> None:
+        self._cuda = to.is_cuda
+        self._half = UPLOADS_IN_FLIGHT if self._cuda else 1
+        self._buffers = []
+        for _ in range(2 * self._half):
+            tensor = torch.full(to.shape, NO_PROGRAM, dtype=torch.int32, pin_memory=self._cuda)
+            self._buffers.append(Buffer(tensor, tensor.numpy()))
+        self._events = [torch.cuda.Event() for _ in range(2)] if self._cuda else []
+        self._at = -1
+        #: The target, and its first rows, as many as the last upload took.
+        self._to, self._to_first = to, to
+
+    def next(self) -> Buffer:
+        self._at = (self._at + 1) % len(self._buffers)
+        if self._cuda and self._at % self._half == 0:
+            half = self._at // self._half
+            self._events[1 - half].record()
+            self._events[half].synchronize()
+        return self._buffers[self._at]
+
+    def upload(self, buffer: Buffer, num_rows: int) -> None:
+        """Copy the first rows. Steps that decode are of one size, and to slice a tensor takes as
+        long as a third of the copy's enqueuing: slices are kept."""
+        if buffer.first is None or len(buffer.first) != num_rows:
+            buffer.first = buffer.tensor[:num_rows]
+        if len(self._to_first) != num_rows:
+            self._to_first = self._to[:num_rows]
+        self._to_first.copy_(buffer.first, non_blocking=True)

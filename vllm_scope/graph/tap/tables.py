@@ -1,0 +1,320 @@
+"""The tables that tell every tap what to do, and how they are refilled.
+
+Owns:  Tables (device tensors, fixed size, fixed address), the ids of programs, and
+       which rows of the vector table are taken.
+Runs:  in every worker. The host writes; taps read.
+From:  plan.   To: op.
+
+Promise: for a forward that was not planned every token's program is -1, so dummy
+runs, graph captures and idle steps do nothing. A place in a table may be given to
+something else while earlier steps still run: writes go to the device in stream order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_scope.errors import CapacityError, ScopeError
+from vllm_scope.graph.tap.definition import OWNER, PROGRAM, SLOT, TO_HOST, WORDS_PER_SLOT
+from vllm_scope.graph.tap.places import Places
+from vllm_scope.graph.tap.staging import Staging
+from vllm_scope.program.layout import Layout, Widths
+from vllm_scope.program.operations import NO_PROGRAM, OP_DOT, OP_READ, Cost, Op, Program
+from vllm_scope.request.arrays import Array
+
+#: Programs that a request's edits may hold, and those kept for reads alone.
+HELD_PROGRAMS, FREE_PROGRAMS = 8192, 4096
+#: Numbers of requests whose faults are told apart.
+MOST_OWNERS = 1 << 16
+#: Ops of held programs; reads alone take one per tap and program besides.
+HELD_OPS = 1 << 17
+
+
+def capacity(hidden_size: int, vectors_mib: float) -> Cost:
+    """What requests may hold of the tables at once."""
+    return Cost(max(1, int(vectors_mib * 2**20) // (4 * hidden_size)), HELD_PROGRAMS, HELD_OPS)
+
+
+class Tables:
+    """Persistent device tables.
+
+    Attributes:
+        tokens: [max_rows, 4] int32: program, slot, 1 for host memory, owner.
+        programs: [num_programs, num_taps] int32: first op or -1.
+        ops: [num_ops, 8] int32: tap.definition's columns.
+        vectors: [num_vectors, hidden_size] float32.
+        numbers: [num_taps] int32: 0, 1, ...; a tap is told its number by a view of it.
+        host: [2] int64: addresses of host memory that taps write: of slots, or 0; of `faults`,
+            or 0 where nobody reads them.
+        faults: int32 [MOST_OWNERS], host: by owner, 0 or what `definition.fault_at` takes. Taps
+            write, any thread may read and clear.
+        num_uploads: copies to the device so far, for the idle test.
+    """
+
+    def __init__(
+        self,
+        boundaries: tuple[int, ...],
+        max_rows: int,
+        hidden_size: int,
+        widths: Widths,
+        device: torch.device,
+        vectors_mib: float = 1.0,
+        num_programs: int = HELD_PROGRAMS + FREE_PROGRAMS,
+        num_ops: int | None = None,
+        reports: bool = True,
+    ) -> None:
+        self.boundaries = boundaries
+        self.num_uploads = 0
+        self._tap_of = {boundary: tap for tap, boundary in enumerate(boundaries)}
+        self._widths = widths
+        self._device = device
+        num_taps = max(len(boundaries), 1)
+        num_ops = num_ops or HELD_OPS + min(FREE_PROGRAMS, num_programs) * num_taps
+
+        def table(shape: tuple[int, ...], fill: int) -> Tensor:
+            return torch.full(shape, fill, dtype=torch.int32, device=device)
+
+        self.tokens = table((max_rows, 4), NO_PROGRAM)
+        self.programs = table((num_programs, num_taps), -1)
+        self.ops = table((num_ops, 8), 0)
+        num_vectors = capacity(hidden_size, vectors_mib).vectors
+        self.vectors = torch.zeros((num_vectors, hidden_size), device=device)
+        self.numbers = torch.arange(num_taps, dtype=torch.int32, device=device)
+        pinned = device.type == "cuda"
+        self._faults = torch.zeros(MOST_OWNERS, dtype=torch.int32, pin_memory=pinned)
+        self.faults: NDArray[np.int32] = self._faults.numpy()
+        reported = self._faults.data_ptr() if reports else 0
+        self.host = torch.tensor([0, reported], dtype=torch.int64, device=device)
+
+        self._programs = Places[Program](num_programs)
+        self._vector_places = Places[Array](num_vectors)
+        self._free_ops = list(range(num_ops - 1, -1, -1))
+        self._ops_of: dict[int, list[int]] = {}
+        self._last_used = np.full(num_programs, -1, np.int64)
+        self._step = 0
+        #: Arena slots of a token under each program, by program id.
+        self.num_slots = np.zeros(num_programs, np.int64)
+        #: The same once its rows are encoded.
+        self.num_delivered = np.zeros(num_programs, np.int64)
+        self._pending_programs: dict[int, NDArray[np.int32]] = {}
+        self._pending_ops: dict[int, tuple[int, ...]] = {}
+        self._pending_vectors: dict[int, Array] = {}
+        self._staging = Staging(self.tokens)
+        self._rows_written = 0
+        self._loaded: NDArray[np.int32] | None = None
+        #: The taps at which these ids do anything, once some tap has asked.
+        self._acting_of: NDArray[np.int32] | None = None
+        self._acting: set[int] = set()
+
+    def begin_step(self) -> None:
+        self._step += 1
+
+    # Programs and vectors
+
+    def program_id(self, program: Program, hold: bool = False) -> int:
+        """The id of a program, written to the device the first time.
+
+        Args:
+            program: what the tokens do.
+            hold: keep the id and the program's vectors until `release`; else the id is
+                good for this step. A program with vectors must be held by someone.
+
+        Raises:
+            CapacityError: a table is full of what is held, or used in this step.
+        """
+        found = self._programs.find(program)
+        if found is None and hold:
+            found = self._hold_new(program)
+        elif found is None:
+            if program.vectors:
+                raise ScopeError("a program with vectors was planned that its request never held.")
+            found = self._place(program)
+        if hold:
+            self._programs.hold(found)
+        self._last_used[found] = self._step
+        return found
+
+    def program_of(self, program_id: int) -> Program:
+        return self._programs.content(program_id)
+
+    def release(self, program_id: int) -> None:
+        """Undo one hold. A program with vectors goes at once, so that they may."""
+        if self._programs.release(program_id) == 0:
+            vectors = self._programs.content(program_id).vectors
+            if vectors:
+                self._drop(program_id)
+            for vector in vectors:
+                self._vector_places.release(self._vector_places.at(vector))
+
+    def _hold_new(self, program: Program) -> int:
+        held: list[int] = []
+        try:
+            for vector in program.vectors:
+                held.append(self._vector_place(vector))
+                self._vector_places.hold(held[-1])
+            return self._place(program)
+        except CapacityError:
+            for place in held:
+                self._vector_places.release(place)
+            raise
+
+    def _vector_place(self, vector: Array) -> int:
+        places = self._vector_places
+        found = places.find(vector)
+        if found is None:
+            if places.full and (idle := next(places.idle(), None)) is not None:
+                places.drop(idle)
+            if places.full:
+                raise CapacityError(
+                    f"all {len(self.vectors)} vectors of additional_config['scope'].vectors_mib "
+                    "are in use; send the request again when others have finished, or raise it."
+                )
+            found = places.put(vector)
+            self._pending_vectors[found] = vector
+        return found
+
+    def _place(self, program: Program) -> int:
+        while self._programs.full or len(self._free_ops) < program.num_ops:
+            idle = next(
+                (i for i in self._programs.idle() if self._last_used[i] != self._step), None
+            )
+            if idle is None:
+                raise CapacityError(
+                    "all tap programs are in use; send the request again when others have "
+                    "finished, or give requests the same reads."
+                )
+            self._drop(idle)
+        found = self._programs.put(program)
+        self._write(found, program)
+        return found
+
+    def _drop(self, program_id: int) -> None:
+        self._programs.drop(program_id)
+        self._free_ops += self._ops_of.pop(program_id)
+        self._pending_programs.pop(program_id, None)
+
+    def _write(self, program_id: int, program: Program) -> None:
+        entry = np.full(self.programs.shape[1], -1, np.int32)
+        taken: list[int] = []
+        arena = program.layout.arena
+        slots = arena.row_slots(self._widths)
+        for boundary, ops in program.taps:
+            following = -1
+            local = arena.at(boundary)
+            slots_here = local.row_slots(self._widths)
+            for op in reversed(ops):
+                taken.append(self._free_ops.pop())
+                vector = -1 if op.vector is None else self._vector_places.at(op.vector)
+                numbers = np.array([op.a, op.b], np.float32).view(np.int32).tolist()
+                words = self._words(op, arena, local, slots, slots_here)
+                self._pending_ops[taken[-1]] = (op.code, *words, vector, *numbers, following, 0)
+                following = taken[-1]
+            entry[self._tap_of[boundary]] = following
+        self._ops_of[program_id] = taken
+        self._pending_programs[program_id] = entry
+        self.num_slots[program_id] = arena.slots(self._widths)
+        self.num_delivered[program_id] = program.layout.slots(self._widths)
+
+    def _words(
+        self, op: Op, layout: Layout, local: Layout,
+        slots: dict[int, int], slots_here: dict[int, int],
+    ) -> tuple[int, int]:  # fmt: skip
+        """Where the op stores, in the token's slots and in those of one tap."""
+        if op.code == OP_READ:
+            point = layout.points[op.at]
+            return slots[point] * WORDS_PER_SLOT, slots_here[point] * WORDS_PER_SLOT
+        if op.code == OP_DOT:
+            at = local.scores.index(layout.scores[op.at])
+            first = layout.score_slot(self._widths), local.score_slot(self._widths)
+            return first[0] * WORDS_PER_SLOT + op.at, first[1] * WORDS_PER_SLOT + at
+        return 0, 0
+
+    def _flush(self) -> None:
+        """Send what changed in programs, ops and vectors, each in one piece."""
+        if self._pending_vectors:
+            rows = np.stack([v.numpy for v in self._pending_vectors.values()])
+            self._send(self.vectors, self._pending_vectors.keys(), rows)
+            self._pending_vectors.clear()
+        if self._pending_ops:
+            self._send(self.ops, self._pending_ops.keys(), list(self._pending_ops.values()))
+            self._pending_ops.clear()
+        if self._pending_programs:
+            entries = np.stack(list(self._pending_programs.values()))
+            self._send(self.programs, self._pending_programs.keys(), entries)
+            self._pending_programs.clear()
+
+    def _send(self, table: Tensor, places: Iterable[int], rows: object) -> None:
+        index = torch.tensor(list(places))
+        values = torch.as_tensor(rows, dtype=table.dtype)
+        if table.is_cuda:
+            # From pageable memory the copy would wait for the whole stream.
+            index = index.pin_memory().to(self._device, non_blocking=True)
+            values = values.pin_memory().to(self._device, non_blocking=True)
+        table.index_copy_(0, index, values)
+        self.num_uploads += 1
+
+    # Steps
+
+    def load_step(
+        self,
+        rows: NDArray[np.int64],
+        program_ids: NDArray[np.int32],
+        owners: NDArray[np.int32],
+        slots: NDArray[np.int64],
+        to_host: bool = False,
+    ) -> None:
+        """Give rows of the coming forward their programs, and no other row one.
+
+        They stay until the next `load_step` or `clear_step`.
+
+        Args:
+            rows: ascending.
+            program_ids, owners: by row; 0 for no owner.
+            slots: first slot of each row's token.
+            to_host: the slots are of host memory, not of the arena.
+        """
+        if self._pending_programs:
+            self._flush()
+        buffer = self._staging.next()
+        if buffer.holds is not program_ids or buffer.to_host != to_host:
+            buffer.array[: buffer.num_rows, PROGRAM] = NO_PROGRAM
+            buffer.array[rows, PROGRAM] = program_ids
+            buffer.array[rows, TO_HOST] = to_host
+            buffer.array[rows, OWNER] = owners
+            buffer.holds, buffer.to_host, buffer.rows = program_ids, to_host, _as_slice(rows)
+            buffer.num_rows = int(rows[-1]) + 1
+        buffer.array[buffer.rows, SLOT] = slots
+        self._staging.upload(buffer, max(buffer.num_rows, self._rows_written))
+        self._rows_written = buffer.num_rows
+        self._loaded = program_ids
+        self.num_uploads += 1
+
+    def has_loaded(self, program_ids: NDArray[np.int32]) -> bool:
+        """The last `load_step` gave these very ids, and nothing came since."""
+        return self._loaded is program_ids
+
+    def acts_at(self, tap: int) -> bool:
+        """Whether some row of the step that was loaded last does anything at a tap."""
+        if self._acting_of is not self._loaded:
+            self._acting_of = self._loaded
+            ids = () if self._loaded is None else np.unique(self._loaded).tolist()
+            self._acting = {self._tap_of[b] for i in ids for b, _ in self.program_of(i).taps}
+        return tap in self._acting
+
+    def clear_step(self) -> None:
+        """No row has a program. Free when that is so already."""
+        self._loaded = None
+        if self._rows_written:
+            self.tokens[: self._rows_written].fill_(NO_PROGRAM)
+            self._rows_written = 0
+
+
+def _as_slice(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
+    """Rows as a slice where they follow one another."""
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first == len(rows) - 1 else rows

@@ -1,0 +1,166 @@
+"""What one token delivers, and where each part of it lies.
+
+Owns:  Layout, and the slot: the unit in which rows are placed.
+Runs:  in workers, in EngineCore (what a request needs), in front-ends (what came). numpy,
+       no torch.
+From:  encoding.   To: program, packer, and whoever takes a batch apart.
+
+Promise: the offsets of a token's parts follow from its layout and the widths of raw rows,
+so that no batch says them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+import numpy as np
+
+from vllm_scope.request.encoding import Encoding
+from vllm_scope.request.sites import STREAM, boundary_of_point, kind_of_point
+
+#: The unit of the arena. Rows and a token's scores start at a multiple of it.
+SLOT_BYTES = 16
+#: numpy's element of that size: to gather slots byte by byte takes ten times as long.
+SLOT = np.dtype(np.complex128)
+#: float32 scores in a slot.
+SCORES_PER_SLOT = SLOT_BYTES // 4
+
+
+def slots_of_row(row_bytes: int) -> int:
+    return -(-row_bytes // SLOT_BYTES)
+
+
+@dataclass(frozen=True)
+class Widths:
+    """How wide rows are, before any codec.
+
+    Attributes:
+        row_bytes: of one row by its kind (sites.KINDS), without what fills its last slot.
+            The stream's comes first; others may be missing where none is tapped.
+    """
+
+    row_bytes: tuple[int, ...]
+
+    @cached_property
+    def row_slots(self) -> tuple[int, ...]:
+        """Slots of one row, by its kind."""
+        return tuple(map(slots_of_row, self.row_bytes))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What one token delivers: its rows, then its scores, then its encoded rows.
+
+    Taps write rows as they are; what is encoded, is so on its way out of the arena. So a
+    token has one layout in the arena, `arena`, and this one behind it.
+
+    Attributes:
+        points: where its rows are read, ascending; one row each.
+        scores: (boundary, probe number) of its scores, ascending.
+        encoded: of each encoding the points of its rows, ascending. A point may be here
+            and among `points`.
+    """
+
+    points: tuple[int, ...] = ()
+    scores: tuple[tuple[int, int], ...] = ()
+    encoded: tuple[tuple[Encoding, tuple[int, ...]], ...] = ()
+
+    def slots(self, widths: Widths) -> int:
+        """Slots that a token takes.
+
+        Args:
+            widths: of rows that are not encoded.
+        """
+        size = self.plain_slots(widths)
+        for encoding, points in self.encoded:
+            size += len(points) * slots_of_row(encoding.row_bytes)
+        return size
+
+    @cached_property
+    def _kinds(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """The points of each kind of row; ascending points are in the order of kinds."""
+        if not self.points or kind_of_point(self.points[-1]) == STREAM:  # most often
+            return ((STREAM, self.points),) if self.points else ()
+        return tuple((kind, tuple(some)) for kind, some in groupby(self.points, kind_of_point))
+
+    @cached_property
+    def probes(self) -> tuple[int, ...]:
+        """The numbers of the probes whose scores it has."""
+        return tuple(number for _, number in self.scores)
+
+    def points_of(self, kind: int) -> tuple[int, ...]:
+        """Those of its points whose rows are of this kind."""
+        return next((points for one, points in self._kinds if one == kind), ())
+
+    def rows_at(self, widths: Widths) -> Iterator[tuple[int, tuple[int, ...], int, int]]:
+        """Of each kind of row: it, its points, the first slot of their rows, slots of a row."""
+        first = 0
+        for kind, points in self._kinds:
+            num_slots = widths.row_slots[kind]
+            yield kind, points, first, num_slots
+            first += len(points) * num_slots
+
+    def row_slots(self, widths: Widths) -> dict[int, int]:
+        """point -> the first slot of its row."""
+        return {
+            point: first + i * num_slots
+            for _, points, first, num_slots in self.rows_at(widths)
+            for i, point in enumerate(points)
+        }
+
+    def slot_of(self, point: int, widths: Widths) -> int:
+        """The first slot of one row. Raises ValueError for a point that is not read."""
+        kind = kind_of_point(point)
+        for one, points, first, num_slots in self.rows_at(widths):
+            if one == kind:
+                return first + points.index(point) * num_slots
+        raise ValueError(f"point {point} is not of this layout")
+
+    def score_slot(self, widths: Widths) -> int:
+        """The first slot of the scores: behind the rows."""
+        return sum(len(points) * widths.row_slots[kind] for kind, points in self._kinds)
+
+    def plain_slots(self, widths: Widths) -> int:
+        """Slots before the first encoded row."""
+        return self.score_slot(widths) + math.ceil(len(self.scores) / SCORES_PER_SLOT)
+
+    def encoded_at(self, widths: Widths) -> Iterator[tuple[Encoding, tuple[int, ...], int, int]]:
+        """Of each encoding: it, its points, the first slot of their rows, slots of a row."""
+        first = self.plain_slots(widths)
+        for encoding, points in self.encoded:
+            num_slots = slots_of_row(encoding.row_bytes)
+            yield encoding, points, first, num_slots
+            first += len(points) * num_slots
+
+    @cached_property
+    def arena(self) -> Layout:
+        """As taps write it: each point's row once, and the scores."""
+        if not self.encoded:
+            return self
+        points = {*self.points, *(point for _, some in self.encoded for point in some)}
+        return Layout(tuple(sorted(points)), self.scores)
+
+    def at(self, boundary: int) -> Layout:
+        """The part that is of one tap."""
+        return Layout(
+            _points_at(self.points, boundary),
+            tuple(s for s in self.scores if s[0] == boundary),
+            tuple(
+                (encoding, here)
+                for encoding, points in self.encoded
+                if (here := _points_at(points, boundary))
+            ),
+        )
+
+
+def _points_at(points: tuple[int, ...], boundary: int) -> tuple[int, ...]:
+    return tuple(p for p in points if boundary_of_point(p) == boundary)
+
+
+def boundaries_of(layout: Layout) -> set[int]:
+    """Where a token of this layout delivers something."""
+    return {boundary_of_point(p) for p in layout.arena.points} | {b for b, _ in layout.scores}

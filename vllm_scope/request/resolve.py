@@ -1,0 +1,346 @@
+"""What a request's actions mean on one engine: streams, vectors, encodings.
+
+Owns:  Resolved, and `resolve`, which makes it.
+Runs:  in the front-end (validation), in EngineCore (the keys of edited KV blocks) and in
+       workers. numpy, no torch, no vLLM.
+From:  actions, of a spec.   To: compile (what to do with a token), result (what to expect).
+
+Promise: what is only known of an engine (its layers, its sizes, its steering modules) is
+checked here, with a sentence that names the action.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.actions import (
+    MEMORY,
+    Add,
+    Clamp,
+    Edit,
+    Module,
+    Probe,
+    Read,
+    Replace,
+    tokens_of,
+)
+from vllm_scope.request.arrays import Array
+from vllm_scope.request.encoding import Encoding
+from vllm_scope.request.selectors import Except, Ids, Selector, Word
+from vllm_scope.request.sites import SiteLayer, Sites
+from vllm_scope.vectors.module import TIERS, Place
+
+#: What one action takes at one stream, and one more stream of a read, with what is compiled and
+#: remembered of them; measured.
+_ACTION_BYTES, _STREAM_BYTES = 1024, 128
+#: Vectors of a steering module: by stream for every token, by (site, layer, tier) for the
+#: tier's tokens alone.
+Vectors = Mapping[Place, Array]
+
+
+@dataclass(frozen=True)
+class ResolvedRead:
+    """One read as the streams it means on this engine."""
+
+    streams: tuple[SiteLayer, ...]
+    tokens: Selector
+    when: str = "after"
+    to: str = MEMORY
+    #: Tag and name of the request at its destination.
+    called: tuple[str | None, str | None] = (None, None)
+    #: How its rows are encoded; None for rows as they are.
+    encoding: Encoding | None = None
+
+
+@dataclass(frozen=True)
+class ResolvedProbe:
+    """One probe: where, what it is called, and which of its request's it is."""
+
+    number: int
+    stream: SiteLayer
+    tokens: Selector
+    name: str
+    weight: Array
+    bias: float
+    to: str = MEMORY
+
+
+@dataclass(frozen=True)
+class ResolvedEdit:
+    """One edit of one stream.
+
+    Attributes:
+        kind: add, ablate, clamp or replace.
+        values: [hidden_size], or [num_positions, hidden_size] for replace.
+        numbers: scale of an add; lo, hi (infinite for no bound) and strength of a clamp.
+        positions: of the rows of a replace, as given.
+        norm_match: of an add.
+        number: of the edit among those of its spec, for what errors say.
+    """
+
+    kind: str
+    stream: SiteLayer
+    tokens: Selector
+    values: Array
+    numbers: tuple[float, ...] = ()
+    positions: tuple[int, ...] = ()
+    norm_match: bool = False
+    number: int = field(default=0, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without what is remembered on it.
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Of what it does to a token that it edits; which tokens is left out."""
+        head = repr((self.kind, self.stream, self.numbers, self.norm_match)).encode()
+        return hashlib.blake2b(head + self.values.digest, digest_size=16).digest()
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A spec as it is on one engine."""
+
+    reads: tuple[ResolvedRead, ...] = ()
+    probes: tuple[ResolvedProbe, ...] = ()
+    edits: tuple[ResolvedEdit, ...] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without what is remembered on it.
+        return {"reads": self.reads, "probes": self.probes, "edits": self.edits}
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes of memory, with what is compiled and remembered on it."""
+        vectors = {id(edit.values): len(edit.values.data) for edit in self.edits}
+        vectors |= {id(probe.weight): len(probe.weight.data) for probe in self.probes}
+        num_streams = sum(len(read.streams) for read in self.reads)
+        num_actions = len(self.reads) + len(self.probes) + len(self.edits)
+        # A direction is there once as it came, and once of length 1.
+        return 2 * sum(vectors.values()) + _STREAM_BYTES * num_streams + _ACTION_BYTES * num_actions
+
+    def joined(
+        self, edits: tuple[ResolvedEdit, ...] = (), reads: tuple[ResolvedRead, ...] = ()
+    ) -> Resolved:
+        """With the server's edits before its own, and global sinks' reads after its own.
+
+        The same for as long as these are: what is compiled is remembered on it.
+        """
+        if not (edits or reads):
+            return self
+        last = self.__dict__.get("_joined")
+        if last is None or last[0] is not edits or last[1] is not reads:
+            whole = Resolved((*self.reads, *reads), self.probes, (*edits, *self.edits))
+            last = self.__dict__["_joined"] = (edits, reads, whole)
+        found: Resolved = last[2]
+        return found
+
+    def ids_of(self, prompt_ids: Sequence[int]) -> Ids:
+        """A prompt's ids for the selectors: an array where one of them may look."""
+        return prompt_ids if self.uniform else np.asarray(prompt_ids, np.int64)
+
+    @cached_property
+    def uniform(self) -> bool:
+        """What it does to a token depends on the phase (prompt or generated) alone."""
+        return all(one.tokens.uniform for one in (*self.delivering, *self.edits))
+
+    @property
+    def delivering(self) -> tuple[ResolvedRead | ResolvedProbe, ...]:
+        return (*self.reads, *self.probes)
+
+    @cached_property
+    def read_selectors(self) -> tuple[Selector, ...]:
+        """What picks tokens that deliver something, each once."""
+        return tuple(dict.fromkeys(x.tokens for x in self.delivering))
+
+    @cached_property
+    def probes_by_selector(self) -> dict[Selector, list[ResolvedProbe]]:
+        """The probes that score the tokens that this picks."""
+        found: dict[Selector, list[ResolvedProbe]] = {}
+        for probe in self.probes:
+            found.setdefault(probe.tokens, []).append(probe)
+        return found
+
+    @cached_property
+    def destinations(self) -> tuple[str, ...]:
+        """Where rows and scores go, each once."""
+        return tuple(dict.fromkeys(x.to for x in self.delivering))
+
+    def going_to(self, to: str) -> Resolved:
+        """The reads and probes of one destination, without the edits; the same each time."""
+        known: dict[str, Resolved] = self.__dict__.setdefault("_going_to", {})
+        if to not in known:
+            reads = tuple(read for read in self.reads if read.to == to)
+            probes = tuple(probe for probe in self.probes if probe.to == to)
+            known[to] = Resolved(reads, probes)
+        return known[to]
+
+
+#: Of a request that asks for nothing itself.
+NOTHING = Resolved()
+
+
+def resolve(
+    reads: tuple[Read, ...],
+    probes: tuple[Probe, ...],
+    edits: tuple[Edit, ...],
+    sites: Sites,
+    modules: Mapping[str, Vectors],
+) -> Resolved:
+    """What actions mean on this engine; `Spec.resolve`, which remembers it.
+
+    Raises:
+        SpecError: as `Spec.resolve`.
+    """
+    found = tuple(
+        ResolvedRead(
+            sites.find(read.site, read.layer_numbers, f"reads[{i}]"),
+            tokens_of(read), read.when, read.to, (read.tag, read.name),
+            _encoding(read, sites, f"reads[{i}].codec"),
+        )
+        for i, read in enumerate(reads)
+    )  # fmt: skip
+    _check_encodings(found)
+    scored = []
+    for i, probe in enumerate(probes):
+        (stream,) = sites.find(probe.site, probe.layer_numbers, f"probes[{i}]")
+        weight = probe.weight
+        if isinstance(weight, Module):
+            ((_, weight, _),) = _module_rows(probe, weight, sites, modules, f"probes[{i}]")
+        _check_size(weight, sites, f"probes[{i}].weight")
+        scored.append(
+            ResolvedProbe(i, stream, tokens_of(probe), probe.name, weight, probe.bias, probe.to)
+        )
+    edited = tuple(
+        replace(one, number=i)
+        for i, edit in enumerate(edits)
+        for one in _resolve_edit(edit, sites, modules, f"edits[{i}]")
+    )
+    return Resolved(found, tuple(scored), edited)
+
+
+def _encoding(read: Read, sites: Sites, where: str) -> Encoding | None:
+    if read.codec is None:
+        return None
+    from vllm_scope.codecs.packed import encoding_of  # torch, which a caller may not have
+
+    return encoding_of(read.codec, sites.row_size(read.site), sites.dtype, where)
+
+
+def _check_encodings(reads: tuple[ResolvedRead, ...]) -> None:
+    known: dict[tuple[str, SiteLayer, str], Encoding | None] = {}
+    for i, read in enumerate(reads):
+        for stream in read.streams:
+            one = known.setdefault((read.to, stream, read.when), read.encoding)
+            if one != read.encoding:
+                names = [e.metadata["codec"] if e else "none" for e in (one, read.encoding)]
+                raise SpecError(
+                    f"reads[{i}].codec makes {stream[0]!r} {stream[1]} come to {shown(read.to)} "
+                    f"as {names[0]} and as {names[1]}; rows of one stream have one codec, and the "
+                    "same options, at one destination."
+                )
+
+
+def _check_size(values: Array, sites: Sites, where: str) -> None:
+    if values.shape[-1] != sites.hidden_size:
+        raise SpecError(
+            f"{where} has {values.shape[-1]} numbers; this model's rows have {sites.hidden_size}."
+        )
+
+
+def _resolve_edit(
+    edit: Edit, sites: Sites, modules: Mapping[str, Vectors], where: str
+) -> list[ResolvedEdit]:
+    key = edit.fields[0]
+    values = getattr(edit, key)
+    rows: list[tuple[SiteLayer, Array, str | None]]
+    if isinstance(values, Module):
+        rows = _module_rows(edit, values, sites, modules, where)
+    else:
+        streams = sites.find(edit.site, edit.layer_numbers, where)
+        own = len(values.shape) == (3 if isinstance(edit, Replace) else 2)
+        rows = [(s, _row(values, i) if own else values, None) for i, s in enumerate(streams)]
+    found = []
+    for stream, row, tier in rows:
+        _check_size(row, sites, f"{where}.{key}")
+        tokens = _within(tokens_of(edit), tier)
+        if tokens is not None:
+            found.append(_one_edit(edit, stream, row, tokens))
+    return found
+
+
+def _within(tokens: Selector, tier: str | None) -> Selector | None:
+    """Those of the tokens that are of a tier, too; None where that is known to be none."""
+    if tier is None:
+        return tokens
+    word = Word(tier)
+    if tokens in (Word("all"), word):
+        return word
+    if any(tokens == Word(other) for other in TIERS):
+        return None
+    (other,) = set(TIERS) - {tier}  # every token is of one tier
+    return Except(tokens, Word(other))
+
+
+def _row(values: Array, index: int) -> Array:
+    size = len(values.data) // values.shape[0]
+    return Array(values.shape[1:], values.data[index * size : (index + 1) * size])
+
+
+def _module_rows(
+    action: Edit | Probe,
+    module: Module,
+    sites: Sites,
+    modules: Mapping[str, Vectors],
+    where: str,
+) -> list[tuple[SiteLayer, Array, str | None]]:
+    if module.name not in modules:
+        known = ", ".join(sorted(modules)[:8]) or "none"
+        raise SpecError(
+            f"{where} names the steering module {shown(module.name)}, which this engine does not "
+            f"hold. It holds: {known}. Register it first."
+        )
+    vectors = modules[module.name]
+    layers = action.layer_numbers
+    places = [p for p in vectors if layers is None or (p[0] == action.site and p[1] in layers)]
+    if isinstance(action, Probe):
+        # A probe has one weight, whatever the token.
+        places = [place for place in places if len(place) == 2]
+    if layers is not None and not {place[1] for place in places} >= set(layers):
+        has = ", ".join(" ".join(map(str, place)) for place in sorted(vectors))
+        raise SpecError(
+            f"{where}.layers names a layer of {action.site!r} for which the steering module "
+            f"{shown(module.name)} has no vector; it has {has}."
+        )
+    for place in places:
+        sites.find(place[0], (place[1],) if place[0] != "embed" else (0,), where)
+    needs_direction = isinstance(action, Edit) and action.needs_direction
+    if needs_direction and not all(vectors[place].numpy.any() for place in places):
+        raise SpecError(f"{where}: a vector of {shown(module.name)} is zero; it has no direction.")
+    return [
+        ((place[0], place[1]), vectors[place], place[2] if len(place) == 3 else None)
+        for place in places
+    ]
+
+
+def _one_edit(edit: Edit, stream: SiteLayer, values: Array, tokens: Selector) -> ResolvedEdit:
+    if isinstance(edit, Add):
+        return ResolvedEdit(
+            "add", stream, tokens, values, (edit.scale,), norm_match=edit.norm_match
+        )
+    if isinstance(edit, Replace):
+        return ResolvedEdit("replace", stream, tokens, values, positions=edit.positions)
+    if not isinstance(edit, Clamp):
+        return ResolvedEdit(edit.kind, stream, tokens, values)
+    lo = -math.inf if edit.lo is None else edit.lo
+    hi = math.inf if edit.hi is None else edit.hi
+    return ResolvedEdit(edit.kind, stream, tokens, values, (lo, hi, edit.strength))

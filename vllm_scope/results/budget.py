@@ -1,0 +1,208 @@
+"""How many bytes the running requests of one process may hold, and each key's of these.
+
+Owns:  Budget, Share (one request's part of it), `bytes_of_prompt`; Asker and `asking` (who
+       sends the requests of the code running now).
+Runs:  in an API server: shares are taken on its event loop and grow on the road's threads.
+       Offline nobody counts: the caller owns the memory.
+To:    inbox (who is let in), pending (what may be kept), server.store (the same rule for files).
+
+Promise: what a prompt delivers is taken when its request is let in; what comes beside it, as
+it comes. What a request holds is given back when it is forgotten, or gone. What a key holds is
+at most PART times what is left free, so a key that comes finds room, whatever others do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_scope.errors import CapacityError, SpecError
+from vllm_scope.program.compiler import canonical_point, edited_places
+from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
+from vllm_scope.request.encoding import Encoding
+from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.selectors import Tokens
+from vllm_scope.request.sites import Sites, boundary_of_point
+
+#: A value's position, and when it came.
+LABEL_BYTES = 16
+#: One key alone may hold three quarters, two may hold three sevenths each.
+#: Source: dynamic thresholds of shared-memory switches (Choudhury and Hahne, 1998).
+PART = 3
+FULL = (
+    "the rows of this key's running requests reached what this server holds of them "
+    "(VLLM_SCOPE_ROWS_MIB), and this request's were let go; read less of it, or send it again "
+    "when there is less to do"
+)
+
+
+@dataclass(eq=False)
+class Asker:
+    """Who sends the requests of the code running now.
+
+    Attributes:
+        owner: a digest of the API key; "" for requests that come by no server.
+        operator: may be told what the operator knows: paths, and what sinks say.
+        expect: told how many bytes a prompt delivers to this process, before its request is
+            let in. Raises CapacityError where there will be no room for what follows.
+    """
+
+    owner: str = ""
+    operator: bool = True
+    expect: Callable[[int], None] = lambda num_bytes: None
+
+
+#: Set by a server for each request; else it is the caller whose process this is.
+asking: ContextVar[Asker] = ContextVar("vllm_scope_asking", default=Asker())  # noqa: B039
+
+
+def most_of_one(most_bytes: int) -> int:
+    """What one key may hold where no other holds anything."""
+    return most_bytes * PART // (PART + 1)
+
+
+def fits(own: int, held: int, more: int, most_bytes: int) -> bool:
+    """Whether a key that holds `own`, of the `held` of all keys, may hold `more` bytes more."""
+    return own + more <= PART * (most_bytes - held - more)
+
+
+class Budget:
+    """Bytes that may be held, and those that are, by key; any thread."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        #: Of keys that hold something.
+        self._held: dict[str, int] = {}
+        self._lock = threading.Lock()
+        #: Without the lock: the garbage collector may give in the middle of a `take`.
+        self._given: deque[tuple[str, int]] = deque()
+
+    @property
+    def num_bytes(self) -> int:
+        with self._lock:
+            return self._settled()
+
+    def held_by(self, owner: str) -> int:
+        with self._lock:
+            self._settled()
+            return self._held.get(owner, 0)
+
+    def take(self, owner: str, num_bytes: int) -> bool:
+        """Whether there was room for so many more of this key's."""
+        with self._lock:
+            held, own = self._settled(), self._held.get(owner, 0)
+            if not fits(own, held, num_bytes, self.most_bytes):
+                return False
+            self._held[owner] = own + num_bytes
+            return True
+
+    def give(self, owner: str, num_bytes: int) -> None:
+        self._given.append((owner, num_bytes))
+
+    def _settled(self) -> int:
+        while self._given:
+            owner, num_bytes = self._given.popleft()
+            self._held[owner] -= num_bytes
+            if not self._held[owner]:
+                del self._held[owner]
+        return sum(self._held.values())
+
+
+class Share:
+    """What one request has taken.
+
+    Args:
+        promised: bytes that its prompt will deliver.
+        copies: how many requests like this one come together (`n`).
+        owner: whose request it is.
+
+    Raises:
+        SpecError: they are more than a key may ever hold.
+        CapacityError: with what is held they are more than this key may hold now.
+    """
+
+    def __init__(self, budget: Budget, promised: int, copies: int = 1, owner: str = "") -> None:
+        self._budget, self._owner = budget, owner
+        self._came = self._taken = 0
+        #: The request is gone; what is still copied for it is let go.
+        self._closed = False
+        needed, most = promised * copies, most_of_one(budget.most_bytes)
+        told = f"{needed / 2**20:.1f} MiB of rows and scores"
+        if needed > most:
+            raise SpecError(
+                f"the prompt alone delivers {told}, of all its completions; this server holds at "
+                f"most {most / 2**20:.1f} MiB (3/4 of VLLM_SCOPE_ROWS_MIB) of one key's running "
+                "requests. Read fewer layers or tokens, or send them to a sink."
+            )
+        if promised and not budget.take(owner, promised):
+            raise CapacityError(
+                f"the prompt delivers {told}, and this key's running requests hold "
+                f"{budget.held_by(owner) / 2**20:.1f} MiB; a key may hold three times what is free "
+                f"of {budget.most_bytes / 2**20:.1f} MiB (VLLM_SCOPE_ROWS_MIB); send it again "
+                "later, or fewer prompts at once."
+            )
+        self._taken = promised
+
+    def add(self, num_bytes: int) -> bool:
+        """Whether what comes may be kept."""
+        if self._closed:
+            return False
+        self._came += num_bytes
+        more = self._came - self._taken
+        if more > 0:
+            if not self._budget.take(self._owner, more):
+                return False
+            self._taken += more
+        return True
+
+    def give_back(self) -> None:
+        self._closed = True
+        taken, self._taken = self._taken, 0
+        if taken:
+            self._budget.give(self._owner, taken)
+
+    def __del__(self) -> None:
+        self.give_back()
+
+
+def bytes_of_prompt(own: Resolved, whole: Resolved, sites: Sites, prompt_ids: Sequence[int]) -> int:
+    """What a prompt delivers to this process: rows, scores, and their labels.
+
+    Args:
+        own: what goes to memory.
+        whole: the request, whose edits tell which reads see the same row.
+    """
+    ids = np.asarray(prompt_ids, np.int64)
+    tokens = Tokens(np.arange(len(ids)), len(ids), ids, None)
+    edited = edited_places(whole, sites)
+    itemsize = getattr(torch, sites.dtype).itemsize
+    masks: dict[tuple[Encoding | None, int], np.ndarray] = {}
+    sizes: dict[tuple[Encoding | None, int], int] = {}
+    for read in own.reads:
+        mask = read.tokens.select(tokens).possible
+        for stream in read.streams:
+            point = canonical_point(sites.point_of(stream, read.when), edited)
+            key = read.encoding, point
+            masks[key] = masks[key] | mask if key in masks else mask
+            if read.encoding is None:
+                sizes[key] = sites.row_size(stream[0]) * itemsize
+            else:
+                sizes[key] = slots_of_row(read.encoding.row_bytes) * SLOT_BYTES
+    total = sum(int(np.count_nonzero(mask)) * sizes[key] for key, mask in masks.items())
+    # Drained tap by tap, each brings its labels; else they come once.
+    labelled: dict[int, np.ndarray] = {}
+    for (_, point), mask in masks.items():
+        boundary = boundary_of_point(point)
+        labelled[boundary] = labelled[boundary] | mask if boundary in labelled else mask
+    total += LABEL_BYTES * sum(int(np.count_nonzero(mask)) for mask in labelled.values())
+    for selector, probes in own.probes_by_selector.items():
+        count = int(np.count_nonzero(selector.select(tokens).possible))
+        boundaries = {sites.boundary_of(probe.stream) for probe in probes}
+        total += count * (4 * len(probes) + LABEL_BYTES * len(boundaries))
+    return total

@@ -1,0 +1,220 @@
+"""What is new of a request that streams, at a cost that does not grow with what came before.
+
+Owns:  Cursor.
+Runs:  in the front-end, for one completion, on its event loop.
+From:  result (snapshots, each later than the one before).   To: server.
+
+Promise: of each stream and probe every value is handed on once, in position order, as soon as
+all before it are here. A position that is computed again (after a preemption) keeps what was
+handed on first: it is of the same token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_scope.batch.by_position import Ints, Part
+from vllm_scope.codecs.packed import EncodedRows, packing_of
+from vllm_scope.request.selectors import Selector
+from vllm_scope.results.column import Column
+from vllm_scope.results.result import ScopeResult, Source, What
+
+_NONE: Ints = np.zeros(0, np.int64)
+#: Where values are: the part of each, and its place there.
+_Places = tuple[NDArray[np.int64], NDArray[np.int64]]
+
+
+@dataclass(frozen=True)
+class _State:
+    """How far one stream or probe was followed. Those whose rows come together share it.
+
+    Attributes:
+        seen: positions below were looked at: they were handed on, are due, or not wanted.
+        due: wanted positions that were not handed on, ascending.
+        taken: of each part, how many values were looked at.
+        early: positions that came and cannot be handed on yet; where they are.
+    """
+
+    seen: int
+    due: Ints
+    taken: tuple[int, ...]
+    early: tuple[Ints, _Places]
+
+    @property
+    def settled(self) -> int:
+        """Positions below were handed on, or are not wanted."""
+        return int(self.due[0]) if len(self.due) else self.seen
+
+
+_START = _State(0, _NONE, (), (_NONE, (_NONE, _NONE)))
+
+
+def _next(
+    state: _State, selectors: Sequence[Selector], result: ScopeResult, arrived: Sequence[Ints]
+) -> tuple[_State, Ints, _Places]:
+    """The state after a later snapshot, and what can be handed on.
+
+    Args:
+        arrived: of each part, the positions that came.
+    """
+    new = result.wanted(selectors, state.seen)
+    due = new if not len(state.due) else np.concatenate([state.due, new])
+    taken = (*state.taken, *(0 for _ in arrived[len(state.taken) :]))
+    fresh = [i for i, positions in enumerate(arrived) if len(positions) > taken[i]]
+    after = replace(
+        state, seen=result.num_processed, due=due, taken=tuple(map(len, arrived)) or taken
+    )
+    if len(fresh) == 1 and not len(state.early[0]):
+        # Mostly what came is what is due, in its order.
+        came = arrived[fresh[0]][taken[fresh[0]] :]
+        if np.array_equal(came, due[: len(came)]):
+            places = np.arange(taken[fresh[0]], len(arrived[fresh[0]]))
+            return (
+                replace(after, due=due[len(came) :]), came,
+                (np.full(len(came), fresh[0]), places),
+            )  # fmt: skip
+    if not fresh and not len(state.early[0]):
+        return after, _NONE, (_NONE, _NONE)
+    return _in_order(after, arrived, taken, fresh)
+
+
+def _in_order(
+    state: _State, arrived: Sequence[Ints], taken: Sequence[int], fresh: Sequence[int]
+) -> tuple[_State, Ints, _Places]:
+    waiting, (parts, places) = state.early
+    came = np.concatenate([waiting, *(arrived[i][taken[i] :] for i in fresh)])
+    parts = np.concatenate([parts, *(np.full(len(arrived[i]) - taken[i], i) for i in fresh)])
+    places = np.concatenate([places, *(np.arange(taken[i], len(arrived[i])) for i in fresh)])
+    # The last that came holds; what is not wanted goes, if that is known.
+    came, from_end = np.unique(came[::-1], return_index=True)
+    at = len(parts) - 1 - from_end
+    keep = (came >= state.seen) | np.isin(came, state.due)
+    came, at = came[keep], at[keep]
+    present = np.isin(state.due, came)
+    count = int(np.argmin(present)) if not present.all() else len(present)
+    found, due = state.due[:count], state.due[count:]
+    now = np.searchsorted(came, found)
+    rest = ~np.isin(came, found)
+    early = (came[rest], (parts[at[rest]], places[at[rest]]))
+    after = replace(state, due=due, early=early)
+    return after, found, (parts[at[now]], places[at[now]])
+
+
+@dataclass
+class _Track:
+    source: Source
+    state: _State
+    #: What is new, and the positions that were handed on.
+    new: list[Column]
+    sent: list[Ints]
+
+
+class Cursor:
+    """One completion's streams and probes, followed from snapshot to snapshot.
+
+    Args:
+        rows: follow streams too, not probes alone.
+    """
+
+    def __init__(self, rows: bool) -> None:
+        self._rows = rows
+        self._tracks: list[_Track] | None = None
+
+    def look(self, result: ScopeResult) -> None:
+        """Take in a later snapshot of the request."""
+        #: Streams of one table share their positions: what was found for one holds for all.
+        known: dict[tuple[int, ...], tuple[_State, Ints, _Places]] = {}
+        for track in self._of(result):
+            parts = result.parts_of(track.source)
+            arrived = [part.positions for part in parts]
+            key = (id(track.state), id(track.source.selectors), *map(id, arrived))
+            if key not in known:
+                known[key] = _next(track.state, track.source.selectors, result, arrived)
+            track.state, positions, places = known[key]
+            if len(positions):
+                track.new.append(_column(track.source, parts, positions, places))
+
+    def late(self, last: int) -> bool:
+        """A value is missing, of a position up to `last`."""
+        return any(
+            len(track.state.due) and track.state.due[0] <= last for track in self._tracks or ()
+        )
+
+    @property
+    def settled(self) -> int:
+        """Scores of all positions below it were found, or are not wanted."""
+        probes = [t.state.settled for t in self._tracks or () if t.source.what == "scores"]
+        return min(probes, default=0)
+
+    def take(self) -> list[Column]:
+        """What is new since it was taken last: a column for each stream and probe that has
+        any."""
+        found = []
+        for track in self._tracks or ():
+            if track.new:
+                found.append(_joined(track.new))
+                track.sent.append(found[-1].positions)
+                track.new = []
+        return found
+
+    def rest(self, result: ScopeResult) -> list[Column]:
+        """What was not taken, of the last snapshot of all: some selectors know only now what
+        they want."""
+        labels = {track.source.label: track.sent for track in self._of(result)}
+        return [
+            _without(column, labels[column.label])
+            for column in result.columns()
+            if column.label in labels
+        ]
+
+    def _of(self, result: ScopeResult) -> list[_Track]:
+        if self._tracks is None:
+            alike: dict[tuple[Selector, ...], tuple[Selector, ...]] = {}
+            self._tracks = []
+            for source in result.sources(self._rows):
+                selectors = alike.setdefault(source.selectors, source.selectors)
+                self._tracks.append(_Track(replace(source, selectors=selectors), _START, [], []))
+        return self._tracks
+
+
+def _column(source: Source, parts: Sequence[Part], positions: Ints, places: _Places) -> Column:
+    which, at = places
+    first = int(which[0])
+    if (which == first).all():
+        start, stop = int(at[0]), int(at[-1]) + 1
+        rows = parts[first].rows
+        in_order = stop - start == len(at) and bool((np.diff(at) == 1).all())
+        values = rows[start:stop] if in_order else rows[torch.from_numpy(at)]
+    else:
+        values = torch.stack([parts[i].rows[j] for i, j in zip(which, at, strict=True)])
+    return Column(source.label, _as(source.what, values), positions, source.row_shape)
+
+
+def _as(what: What, values: torch.Tensor) -> torch.Tensor | EncodedRows:
+    if what is None or what == "scores":
+        return values
+    assert not isinstance(what, str)
+    return EncodedRows(packing_of(what).codec, values)
+
+
+def _joined(columns: Sequence[Column]) -> Column:
+    if len(columns) == 1:
+        return columns[0]
+    sources = [column.source for column in columns]
+    data = torch.cat([s.data if isinstance(s, EncodedRows) else s for s in sources])
+    first = sources[0]
+    source = EncodedRows(first.codec, data) if isinstance(first, EncodedRows) else data
+    positions = np.concatenate([column.positions for column in columns])
+    return replace(columns[0], source=source, positions=positions)
+
+
+def _without(column: Column, sent: Sequence[Ints]) -> Column:
+    if not sent:
+        return column
+    left = np.flatnonzero(~np.isin(column.positions, np.concatenate(sent)))
+    return column.at(left)

@@ -1,0 +1,208 @@
+"""All requests of this process whose rows arrive, and the road that brings them.
+
+Owns:  Inbox, and this process's one.
+Runs:  in the front-end. What comes is taken on the road's thread, `open` and `forget` are
+       called anywhere.
+From:  receiver (RowsMessage, FinishHeader).   To: pending.
+
+Promise: rows of a request that nobody holds any more are ignored, and cost nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import secrets
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import numpy as np
+
+from vllm_scope.batch.by_request import by_key, by_layout
+from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.sites import Sites
+from vllm_scope.results.budget import Budget, Share, asking
+from vllm_scope.results.buffer import LATE, Pending, Piece, pieces_of
+from vllm_scope.sinks.metrics import forget_worker
+from vllm_scope.transport.messages import Address, CountersHeader, FinishHeader, RowsMessage
+from vllm_scope.transport.receiver import Receiver
+
+logger = logging.getLogger(__name__)
+
+#: What one request gets of a message: the arguments of its `add`.
+_Job = tuple[Pending, list[Piece], np.ndarray, slice | np.ndarray, Callable[[], bool]]
+
+#: Messages from this size on are copied by several threads.
+PARALLEL_BYTES = 4 << 20
+MOST_COPIERS = 6
+
+
+class Inbox:
+    """All pending requests of this process, and the road that fills them.
+
+    Args:
+        num_copiers: threads that copy large messages; None for half of the processors.
+    """
+
+    def __init__(self, num_copiers: int | None = None) -> None:
+        # Weak: a request that nobody holds any more (aborted, client gone) takes
+        # its rows with it, and what still arrives for it is ignored.
+        self._pending: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
+        #: Those of them whose askers are not told what only the operator knows.
+        self._outsiders: weakref.WeakSet[Pending] = weakref.WeakSet()
+        # Unique over all front-ends of an engine: their keys meet in its workers.
+        self._keys = itertools.count(secrets.randbits(30) << 32)
+        #: Tokens that came so far, of all messages: tells which row is the last.
+        self._num_arrived = 0
+        if num_copiers is None:
+            num_copiers = min(MOST_COPIERS, (os.cpu_count() or 1) // 2)
+        self._num_copiers = num_copiers
+        self._copiers = None
+        if self._num_copiers > 1:
+            self._copiers = ThreadPoolExecutor(self._num_copiers, "vllm-scope-copy")
+        #: Of what may be held; None where nobody counts.
+        self.budget: Budget | None = None
+        #: Told what workers' sinks have counted.
+        self.on_counters: Callable[[CountersHeader], None] = lambda _: None
+        self._receiver = Receiver(
+            self._on_rows, self._on_finish, lambda header: self.on_counters(header), self._on_lost,
+            forget_worker,
+        )  # fmt: skip
+        #: Changes where a worker may have given this process up: engines connect again.
+        self.generation = 0
+
+    @property
+    def address(self) -> Address:
+        return self._receiver.address
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def open(
+        self,
+        asked: Resolved,
+        sites: Sites,
+        prompt_ids: list[int],
+        max_tokens: int,
+        num_stages: int,
+        promised: int = 0,
+        copies: int = 1,
+    ) -> Pending:
+        """Let in what a request will deliver here.
+
+        Args:
+            asked: what goes to memory.
+            promised: bytes that the prompt delivers here (budget.bytes_of_prompt).
+            copies: how many such requests come together (`n`).
+
+        Raises:
+            SpecError: their prompts alone deliver more than one key's may hold.
+            CapacityError: with what is held, here or in files, it is more.
+        """
+        share, asker = None, asking.get()
+        if self.budget is not None:
+            share = Share(self.budget, promised, copies, asker.owner)
+            asker.expect(promised)  # where it refuses, what was taken goes with the share
+        pending = Pending(next(self._keys), asked, sites, prompt_ids, max_tokens, num_stages, share)
+        self._pending[pending.key] = pending
+        if not asker.operator:
+            self._outsiders.add(pending)
+        return pending
+
+    def forget(self, pending: Pending) -> None:
+        """Let go of a request's rows now; what still arrives for it is ignored."""
+        self._pending.pop(pending.key, None)
+        pending.clear()
+
+    def renew(self) -> None:
+        """Rows that are due do not come: their worker may believe this process gone."""
+        self.generation += 1
+
+    def listen(self, host: str) -> None:
+        """Let workers reach this process over TCP too; see Receiver.listen."""
+        self._receiver.listen(host)
+
+    def close(self) -> None:
+        self._receiver.close()
+
+    def _on_rows(self, message: RowsMessage) -> None:
+        jobs: list[_Job] = []
+        for layout, tokens, data in by_layout(
+            message.layouts, message.layout_of, message.boundary, message.widths, message.slots
+        ):
+            local = layout if message.boundary is None else layout.at(message.boundary)
+            pieces = pieces_of(layout, local, data, message.widths)
+            labels = np.stack([message.positions[tokens], self._num_arrived + tokens])
+            for key, some in by_key(message.keys[tokens]):
+                pending = self._pending.get(key)
+                if pending is not None:
+                    jobs.append((pending, pieces, labels, some, message.valid))
+        self._num_arrived += len(message.keys)
+        if self._copiers is None or message.slots.numel() < PARALLEL_BYTES or len(jobs) == 1:
+            _copy(jobs)
+            return
+        # The first touch of fresh memory is what takes long: a thread gets 3 GB/s where warm
+        # memory gives 15. A request's rows are one thread's: unlike layouts share its tables.
+        shares: list[list[_Job]] = [[] for _ in range(self._num_copiers)]
+        for job in jobs:
+            shares[job[0].key % self._num_copiers].append(job)
+        # All of them, before the worker may write there again.
+        wait([self._copiers.submit(_copy, share) for share in shares if share])
+
+    def _on_lost(self, keys: np.ndarray) -> None:
+        for key in keys.tolist():
+            pending = self._pending.get(key)
+            if pending is not None:
+                pending.lose(LATE, over=True)
+        self.renew()
+
+    def _on_finish(self, header: FinishHeader) -> None:
+        pending = self._pending.get(header.key)
+        if pending is not None:
+            manifests = header.manifests
+            if pending in self._outsiders:
+                manifests = {sink: found.public(sink) for sink, found in manifests.items()}
+            pending.finish(header.stage, header.error, manifests)
+
+
+def _copy(jobs: list[_Job]) -> None:
+    for pending, pieces, labels, some, valid in jobs:
+        try:
+            pending.add(pieces, labels, some, valid)
+        except Exception:
+            # This request reports them as dropped; its neighbours get theirs.
+            logger.exception("vllm-scope: rows of a request could not be kept")
+
+
+_inbox: Inbox | None = None
+_budget: Budget | None = None
+_inbox_lock = threading.Lock()
+
+
+def num_pending() -> int:
+    """Requests whose rows this process holds or waits for."""
+    return 0 if _inbox is None else len(_inbox)
+
+
+def inbox() -> Inbox:
+    """This process's inbox, opened at its first use."""
+    global _inbox
+    with _inbox_lock:
+        if _inbox is None:
+            _inbox = Inbox()
+            _inbox.budget = _budget
+        return _inbox
+
+
+def limit(most_bytes: int) -> None:
+    """Let this process's inbox hold no more than this: it serves others."""
+    global _budget
+    with _inbox_lock:
+        if _budget is None:
+            _budget = Budget(most_bytes)
+        _budget.most_bytes = most_bytes
+        if _inbox is not None:
+            _inbox.budget = _budget

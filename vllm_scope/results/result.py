@@ -1,0 +1,427 @@
+"""What the caller holds: rows put together by label.
+
+Owns:  ScopeResult (a snapshot that the caller reads) and Scores.
+Runs:  in the front-end, on any thread; and wherever it is sent.
+From:  pending.
+
+Promise: one row per (site, layer, position), the last that was computed, of the
+positions that were asked for and truly processed; and the counts that tell
+whether any is missing. Stages and steps may arrive in any interleaving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_scope.batch.by_position import Part, assemble, num_processed, wanted_positions
+from vllm_scope.codecs.packed import EncodedRows, packing_of
+from vllm_scope.program.layout import SLOT_BYTES
+from vllm_scope.request.encoding import Encoding
+from vllm_scope.request.resolve import Resolved, ResolvedProbe
+from vllm_scope.request.selectors import Selector
+from vllm_scope.request.sites import ALIASES, LEVELS, SiteLayer, Sites
+from vllm_scope.results.column import Column, shaped
+from vllm_scope.sinks import Manifest
+
+if TYPE_CHECKING:
+    from vllm_scope.analysis.cache import ActivationCache
+
+#: A stream on one side of the edits of its site: site, layer, "before" or "after".
+_Stream = tuple[str, int, str]
+#: Rows [n, ...] or scores [n], and their positions, int64 [n].
+_Values = tuple[Tensor, np.ndarray]
+#: The same of a stream, whose rows may be as their codec left them.
+_Rows = tuple[Tensor | EncodedRows, np.ndarray]
+#: What values are: rows of an encoding, rows as they are (None), or scores.
+What = Encoding | Literal["scores"] | None
+#: Of each kind of value, by point (rows) or number of a probe (scores), what came.
+Parts = Mapping[What, Mapping[int, list[Part]]]
+Status = Literal["streaming", "complete", "incomplete", "aborted", "failed"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the values of a stream or probe are.
+
+    Attributes:
+        label: as a Column's.
+        places: points, or the number of a probe; the first that has any parts has them all.
+        row_shape: as a Column's.
+    """
+
+    label: _Stream | str
+    selectors: tuple[Selector, ...]
+    what: What
+    places: Sequence[int]
+    row_shape: tuple[int, ...] = ()
+
+
+class Scores(Mapping[str, Tensor]):
+    """Scores of the probes by name: float32 [num_positions], CPU, in position order."""
+
+    def __init__(self, result: ScopeResult, probes: Sequence[ResolvedProbe]) -> None:
+        self._result = result
+        self._probes = {probe.name: probe for probe in probes}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._result._score(self._probe(name))[0]
+
+    def positions(self, name: str) -> Tensor:
+        """int64 [num_positions], ascending: the absolute positions of the scores."""
+        return torch.from_numpy(self._result._score(self._probe(name))[1])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._probes)
+
+    def __len__(self) -> int:
+        return len(self._probes)
+
+    def __repr__(self) -> str:
+        return f"Scores({', '.join(f'{name}: {len(self[name])} values' for name in self)})"
+
+    def _probe(self, name: str) -> ResolvedProbe:
+        if name not in self._probes:
+            asked = ", ".join(self._probes) or "none"
+            raise KeyError(f"no probe of this request is called {name!r}; its probes: {asked}.")
+        return self._probes[name]
+
+
+class ScopeResult:
+    """The rows and scores of one completion.
+
+    `result["resid_post", 5]` is a tensor [num_positions, hidden_size], model dtype,
+    CPU, in position order; `result["q", 5]` and other sites inside the attention
+    [num_positions, heads, numbers of a head]. `result.positions("resid_post", 5)` are
+    the absolute positions (index into prompt + generated). Row p is the state while
+    token p is processed, so the token sampled last has none. Where a stream was read
+    before and after the edits of its site, the key takes a third word:
+    `result["resid_post", 5, "before"]`. Rows of a read with a codec are decoded here;
+    `result.encoded("resid_post", 5)` has them as they came.
+
+    Attributes:
+        scores: by the probes' names, float32 [num_positions]; `scores.positions(name)`.
+        status: "streaming" while the request runs, "complete" when everything that
+            was asked for is here, "incomplete" when some is not, "aborted" when
+            the request was, "failed" when its reads or edits were (see `error`).
+        error: the reason, where status is "failed".
+        manifests: by sink, what became of the reads that went elsewhere than to memory;
+            complete once the request has ended. One that failed makes the status
+            "failed", one that is partial "incomplete"; rows in memory are here
+            all the same.
+        expected: rows and scores that were asked for, of the tokens processed so far.
+        delivered: of those, how many are here.
+        dropped: expected - delivered, once the request has ended; 0 before.
+    """
+
+    def __init__(
+        self,
+        asked: Resolved,
+        sites: Sites,
+        token_ids: Sequence[int],
+        num_prompt: int,
+        parts: Parts,
+        status: Status,
+        error: str | None,
+        manifests: Mapping[str, Manifest] | None = None,
+    ) -> None:
+        self.manifests = dict(manifests or {})
+        self._asked, self._sites = asked, sites
+        self._token_ids, self._num_prompt = token_ids, num_prompt
+        self._parts = parts
+        self._status, self.error = status, error
+        self._wanted_by: dict[tuple[Selector, ...], np.ndarray] = {}
+        self._streams: dict[_Stream, _Rows] = {}
+        self._decoded: dict[_Stream, Tensor] = {}
+        self._scores: dict[int, _Values] = {}
+
+    @property
+    def num_processed(self) -> int:
+        """Positions processed so far: all tokens but the one sampled last."""
+        return num_processed(len(self._token_ids), self._num_prompt)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and generated, so far; `token_ids[p]` is the token at position p."""
+        return list(self._token_ids)
+
+    @property
+    def transcript(self) -> Sequence[int]:
+        """The same as `token_ids`, of which only what is asked for is copied."""
+        return self._token_ids
+
+    @property
+    def num_prompt(self) -> int:
+        return self._num_prompt
+
+    @property
+    def scores(self) -> Scores:
+        return Scores(self, self._asked.probes)
+
+    @property
+    def edited(self) -> frozenset[SiteLayer]:
+        """The streams that the request itself edited."""
+        return frozenset(edit.stream for edit in self._asked.edits)
+
+    def keys(self) -> list[SiteLayer]:
+        """The streams that were asked for."""
+        return list(dict.fromkeys((site, layer) for site, layer, _ in self._read_streams()))
+
+    def __iter__(self) -> Iterator[SiteLayer]:
+        return iter(self.keys())
+
+    def __contains__(self, stream: object) -> bool:
+        try:
+            return bool(self._find(stream))  # type: ignore[arg-type]
+        except (KeyError, TypeError):
+            return False
+
+    def __getitem__(self, stream: SiteLayer | _Stream | str) -> Tensor:
+        key = self._find(stream)
+        rows, _ = self._rows_of(key)
+        if isinstance(rows, EncodedRows):
+            if key not in self._decoded:
+                self._decoded[key] = rows.decode()
+            rows = self._decoded[key]
+        return shaped(rows, self._sites.row_shape(key[0]))
+
+    def encoded(self, site: str, layer: int = 0, when: str | None = None) -> EncodedRows | None:
+        """The rows as they came, with their `codec` and its `parts`; None where the read
+        has no codec."""
+        rows = self._stream(_key(site, layer, when))[0]
+        return rows if isinstance(rows, EncodedRows) else None
+
+    def positions(self, site: str, layer: int = 0, when: str | None = None) -> Tensor:
+        """int64 [num_positions], ascending: the absolute positions of the rows."""
+        return torch.from_numpy(self._stream(_key(site, layer, when))[1])
+
+    @property
+    def expected(self) -> int:
+        return self._totals[0]
+
+    @property
+    def delivered(self) -> int:
+        return self._totals[1]
+
+    @cached_property
+    def _totals(self) -> tuple[int, int]:
+        """Expected and delivered: of a snapshot, neither changes."""
+        accounts = self._accounts()
+        return (
+            sum(len(wanted) * times for wanted, _, times in accounts),
+            sum(_num_in(wanted, arrived) * times for wanted, arrived, times in accounts),
+        )
+
+    @property
+    def dropped(self) -> int:
+        return 0 if self._status == "streaming" else self.expected - self.delivered
+
+    @property
+    def status(self) -> Status:
+        if self._status == "complete" and self.dropped:
+            return "incomplete"
+        return self._status
+
+    def columns(self) -> list[Column]:
+        """Every stream and then every probe, in the order in which they were asked for."""
+        streams = [
+            Column(s, *self._rows_of(s), self._sites.row_shape(s[0])) for s in self._read_streams()
+        ]
+        return [*streams, *(Column(p.name, *self._score(p)) for p in self._asked.probes)]
+
+    def sources(self, rows: bool = True) -> list[Source]:
+        """What `columns` are made of, in the same order.
+
+        Args:
+            rows: without, the probes alone.
+        """
+        streams = [
+            Source(
+                s, self._selectors_of(s), self._encoding_of(s), self._points_of(s),
+                self._sites.row_shape(s[0]),
+            )
+            for s in (self._read_streams() if rows else ())
+        ]  # fmt: skip
+        probes = [
+            Source(probe.name, (probe.tokens,), "scores", (probe.number,))
+            for probe in self._asked.probes
+        ]
+        return [*streams, *probes]
+
+    def parts_of(self, source: Source) -> list[Part]:
+        """What came of it so far, in its order; a later snapshot has these and more."""
+        parts = self._found(source.what, source.places)
+        if source.what != "scores":
+            return parts
+        return [Part(part.positions, part.arrivals, part.rows[:, 0]) for part in parts]
+
+    def wanted(self, selectors: Sequence[Selector], first: int = 0) -> np.ndarray:
+        """int64, ascending: positions from `first` on that are processed and that any of
+        these selects."""
+        return wanted_positions(
+            selectors, self._token_ids, self._num_prompt, self._status != "streaming", first
+        )
+
+    def as_cache(self) -> ActivationCache:
+        """The rows under TransformerLens's names: [1, num_positions, hidden_size] each, of
+        sites inside the attention [1, num_positions, heads, numbers of a head].
+
+        Raises:
+            SpecError: not every position from 0 on was read, or rows are missing.
+        """
+        from vllm_scope.analysis.cache import ActivationCache
+
+        return ActivationCache(self, num_layers=self._sites.num_layers)
+
+    def __repr__(self) -> str:
+        return (
+            f"ScopeResult({self.status}, {len(self.keys())} streams, {len(self.scores)} probes, "
+            f"{self.delivered} of {self.expected} values)"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The values alone, not the room that they were given.
+        for stream in self._read_streams():
+            rows, positions = self._stream(stream)
+            own = rows.kept() if isinstance(rows, EncodedRows) else rows.contiguous().clone()
+            self._streams[stream] = (own, positions)
+        for probe in self._asked.probes:
+            values, positions = self._score(probe)
+            self._scores[probe.number] = (values.clone(), positions)
+        ids = list(self._token_ids)
+        return {**self.__dict__, "_token_ids": ids, "_parts": {}, "_decoded": {}}
+
+    def _read_streams(self) -> list[_Stream]:
+        found = ((*s, read.when) for read in self._asked.reads for s in read.streams)
+        return list(dict.fromkeys(found))
+
+    def _accounts(self) -> list[tuple[np.ndarray, np.ndarray, int]]:
+        """Positions that are wanted, those that have arrived, and of how many streams or
+        probes: columns of one table share them, and are told apart by nobody here."""
+        found: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, int]] = {}
+
+        def add(wanted: np.ndarray, arrived: np.ndarray) -> None:
+            key = id(wanted), id(arrived)  # both are kept, so that no other gets its id
+            found[key] = (wanted, arrived, found[key][2] + 1 if key in found else 1)
+
+        for stream in self._read_streams():
+            known = self._streams.get(stream)
+            add(self._wanted_of(stream), _arrived(known, self._parts_of(stream)))
+        for selector, probes in self._asked.probes_by_selector.items():
+            wanted = self._wanted([selector])
+            for probe in probes:
+                parts = self._found("scores", (probe.number,))
+                add(wanted, _arrived(self._scores.get(probe.number), parts))
+        return list(found.values())
+
+    def _wanted(self, selectors: Sequence[Selector]) -> np.ndarray:
+        """The positions processed so far that any of these selects."""
+        key = tuple(selectors)
+        if key not in self._wanted_by:
+            self._wanted_by[key] = self.wanted(selectors)
+        return self._wanted_by[key]
+
+    def _wanted_of(self, stream: _Stream) -> np.ndarray:
+        return self._wanted(self._selectors_of(stream))
+
+    def _selectors_of(self, stream: _Stream) -> tuple[Selector, ...]:
+        site_layer, when = stream[:2], stream[2]
+        return tuple(
+            read.tokens for read in self._asked.reads
+            if site_layer in read.streams and read.when == when
+        )  # fmt: skip
+
+    def _points_of(self, stream: _Stream) -> range:
+        """A worker reads each row once: at the first of these points that sees it so, which is
+        the last that has any."""
+        point = self._sites.point_of(stream[:2], stream[2])
+        return range(point, point - point % LEVELS - 1, -1)
+
+    def _parts_of(self, stream: _Stream) -> list[Part]:
+        return self._found(self._encoding_of(stream), self._points_of(stream))
+
+    def _found(self, what: What, places: Iterable[int]) -> list[Part]:
+        of_kind = self._parts.get(what, {})
+        return next((of_kind[place] for place in places if place in of_kind), [])
+
+    def _encoding_of(self, stream: _Stream) -> Encoding | None:
+        return next(
+            read.encoding for read in self._asked.reads
+            if stream[:2] in read.streams and read.when == stream[2]
+        )  # fmt: skip
+
+    def _stream(self, key: SiteLayer | _Stream | str) -> _Rows:
+        return self._rows_of(self._find(key))
+
+    def _rows_of(self, stream: _Stream) -> _Rows:
+        if stream not in self._streams:
+            encoding, wanted = self._encoding_of(stream), self._wanted_of(stream)
+            if encoding is None:
+                empty = torch.empty(
+                    (0, self._sites.row_size(stream[0])), dtype=dtype_of(self._sites)
+                )
+                self._streams[stream] = assemble(self._parts_of(stream), wanted, empty)
+            else:
+                packing = packing_of(encoding)
+                empty = torch.empty((0, packing.num_slots * SLOT_BYTES), dtype=torch.uint8)
+                data, positions = assemble(self._parts_of(stream), wanted, empty)
+                self._streams[stream] = (EncodedRows(packing.codec, data), positions)
+        return self._streams[stream]
+
+    def _find(self, key: SiteLayer | _Stream | str) -> _Stream:
+        """The stream that was asked for, by its key; aliases are understood."""
+        words = tuple(key) if isinstance(key, tuple | list) else (key, 0)
+        site = ALIASES.get(str(words[0]), words[0])
+        asked = self._read_streams()
+        for stream in asked:
+            # Of a stream that was read on both sides, the plain key is the one after.
+            if stream == (site, *words[1:]) or (
+                len(words) == 2
+                and stream[:2] == (site, words[1])
+                and (stream[2] == "after" or (*stream[:2], "after") not in asked)
+            ):
+                return stream
+        names = ", ".join(f"{site!r} {layer}" for site, layer in self.keys()) or "nothing"
+        raise KeyError(f"{key} was not asked for; this request read {names}.")
+
+    def _score(self, probe: ResolvedProbe) -> _Values:
+        if probe.number not in self._scores:
+            self._scores[probe.number] = assemble(
+                [
+                    Part(part.positions, part.arrivals, part.rows[:, 0])
+                    for part in self._found("scores", (probe.number,))
+                ],
+                self._wanted([probe.tokens]),
+                torch.empty(0),
+            )
+        return self._scores[probe.number]
+
+
+def _key(site: str, layer: int, when: str | None) -> SiteLayer | _Stream:
+    return (site, layer) if when is None else (site, layer, when)
+
+
+def _num_in(wanted: np.ndarray, arrived: np.ndarray) -> int:
+    if np.array_equal(wanted, arrived[: len(wanted)]):  # the usual case
+        return len(wanted)
+    return int(np.isin(wanted, arrived).sum())
+
+
+def _arrived(known: _Rows | None, parts: list[Part]) -> np.ndarray:
+    if known is not None:
+        return known[1]
+    if len(parts) == 1:
+        return parts[0].positions
+    return np.concatenate([p.positions for p in parts]) if parts else np.zeros(0, np.int64)
+
+
+def dtype_of(sites: Sites) -> torch.dtype:
+    dtype = getattr(torch, sites.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -1,0 +1,366 @@
+"""The front-end's end of the road: takes what all workers send.
+
+Owns:  the sockets that workers connect to, and who gets in.
+Runs:  on a thread of the front-end.
+From:  senders.   To: inbox.
+
+Promise: messages of one worker are handed on in their order, each once; a message is
+acknowledged when its callback has returned, also one that could not be read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.util import Finalize
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from vllm_scope.errors import ConfigError
+from vllm_scope.program.layout import SLOT_BYTES
+from vllm_scope.transport.folders import RUN, hold, prefix, release, remove_abandoned, short
+from vllm_scope.transport.messages import (
+    MOST_FRAME_BYTES,
+    Address,
+    Answer,
+    CountersHeader,
+    FinishHeader,
+    RowsHeader,
+    RowsMessage,
+    SharedHello,
+    TcpAddress,
+    TcpHello,
+    check_curve,
+    decode,
+    encode,
+    keep_alive,
+    start_of,
+)
+from vllm_scope.transport.ring import CLOSED, RingReader, RingRef
+
+logger = logging.getLogger(__name__)
+
+#: Messages of one worker that wait at the front-end, before TCP makes the worker wait.
+MOST_WAITING = 8
+#: Messages that are read from one socket before the other has its turn.
+MOST_IN_TURN = 16
+#: A worker whose connection was found to be gone so long ago dials no more (senders.tcp).
+FORGET_S = 60.0
+#: Of folders that hold a socket.
+KIND = "rows"
+
+
+@dataclass
+class _Session:
+    """A worker on TCP: its connection, and how many of its messages were read.
+
+    A worker that dials again sends what was not read again. What is still on its way
+    over the connection before is no longer listened to, so nothing is read twice.
+
+    Attributes:
+        worker: the identity of its ring, once it has told its counters.
+        lost_at: when its connection was found to be gone; monotonic seconds.
+    """
+
+    peer: bytes
+    num_read: int = 0
+    worker: int | None = None
+    lost_at: float | None = None
+
+
+class _Doorman:
+    """Knows the one key that is let in."""
+
+    def __init__(self, client_key: bytes) -> None:
+        self._client_key = client_key
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._client_key
+
+
+class Receiver:
+    """The front-end's end: binds, and hands messages to callbacks on its own thread.
+
+    `on_lost` hears whose rows were read so late that the worker did not wait. Where that is
+    found out while `on_rows` copies, the message's `valid` says no. `on_gone` hears of workers
+    that are gone, by the identity of their ring, when a new one comes.
+    """
+
+    def __init__(
+        self,
+        on_rows: Callable[[RowsMessage], None],
+        on_finish: Callable[[FinishHeader], None],
+        on_counters: Callable[[CountersHeader], None] = lambda _: None,
+        on_lost: Callable[[np.ndarray], None] = lambda _: None,
+        on_gone: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        folder, holder = _make_folder()
+        pid = os.getpid()
+        started = start_of(pid)
+        assert started is not None
+        self.address = Address(uuid.uuid4().hex, str(folder / "rows"), pid, started)
+        (folder / self.address.frontend).touch()
+        self._on_rows, self._on_finish = on_rows, on_finish
+        self._on_counters, self._on_lost = on_counters, on_lost
+        self._on_gone = on_gone
+        self._rings: dict[RingRef, RingReader] = {}
+        #: Their files, by which one that was closed is told from one that took its number.
+        self._files: dict[RingRef, int] = {}
+        #: Whom to tell of the end: counters in rings, sessions by their connection.
+        self._readers: dict[RingRef, int] = {}
+        self._sessions: dict[int, _Session] = {}
+        self._peers: dict[bytes, _Session] = {}
+        self._context = zmq.Context()
+        self._local = self._context.socket(zmq.ROUTER)
+        self._local.setsockopt(zmq.RCVHWM, 0)
+        self._local.bind(f"ipc://{self.address.path}")
+        self._tcp: zmq.Socket[bytes] | None = None
+        self._door: ThreadAuthenticator | None = None
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        #: Written where the thread is to look again.
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="vllm-scope-inbox", daemon=True)
+        self._thread.start()
+        # Children of multiprocessing, as API servers are, never come to atexit.
+        self._cleanup = Finalize(self, release, (folder, holder), exitpriority=0)
+
+    def listen(self, host: str) -> None:
+        """Bind the TCP socket too, and put it into `address`. Once: the first host holds.
+
+        Args:
+            host: the one address, or interface, of this host that workers reach. Not
+                all of them: who cannot reach a port cannot attack it.
+
+        Raises:
+            CompatError: this zmq cannot encrypt.
+            ConfigError: there is no such address here.
+        """
+        with self._lock:
+            if self.address.tcp is not None:
+                return
+            check_curve()
+            server_key, server_secret = zmq.curve_keypair()
+            client_key, client_secret = zmq.curve_keypair()
+            if self._door is None:
+                self._door = ThreadAuthenticator(self._context)
+                self._door.start()
+            self._door.configure_curve_callback("*", _Doorman(client_key))
+            socket = self._context.socket(zmq.ROUTER)
+            socket.curve_server = True
+            socket.curve_publickey, socket.curve_secretkey = server_key, server_secret
+            # Answers are small, and no more than the messages that they answer.
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
+            socket.setsockopt(zmq.MAXMSGSIZE, MOST_FRAME_BYTES + 1024)  # CURVE adds some
+            keep_alive(socket)
+            # A connection keeps what the socket had at `bind`: with zmq's own -1 an answer to a
+            # worker that has gone holds `term` for ever, whatever `close` says later.
+            socket.linger = 0
+            socket.ipv6 = ":" in host
+            try:
+                socket.bind(f"tcp://{f'[{host}]' if socket.ipv6 else host}:*")
+            except zmq.ZMQError as error:
+                socket.close()
+                raise ConfigError(
+                    f"rows cannot come over TCP to {host!r}: {error.strerror}. Set "
+                    "additional_config['scope'].road_host to the address of the front-end's "
+                    "host that workers reach, or to an interface of it."
+                ) from None
+            tcp = TcpAddress(
+                bytes(socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode(),
+                server_key.decode(), client_key.decode(), client_secret.decode(),
+            )  # fmt: skip
+            self._tcp = socket  # the thread takes it over
+            os.eventfd_write(self._wake, 1)
+            self.address = msgspec.structs.replace(self.address, tcp=tcp)
+
+    def close(self) -> None:
+        if not self._stop.is_set():
+            self._stop.set()
+            os.eventfd_write(self._wake, 1)
+        self._thread.join(timeout=5)
+        self._cleanup()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._local, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        while not self._stop.is_set():
+            if self._tcp is not None and self._tcp not in poller:
+                poller.register(self._tcp, zmq.POLLIN)
+            for socket, _ in poller.poll():
+                if socket is self._local:
+                    self._take_turn(self._receive_local)
+                elif socket is self._tcp:
+                    self._take_turn(self._receive_tcp)
+                else:
+                    os.eventfd_read(self._wake)
+        self._say_goodbye()
+
+    def _take_turn(self, receive: Callable[[], None]) -> None:
+        """Read what is there, up to a few messages: to poll takes as long as to read one."""
+        for _ in range(MOST_IN_TURN):
+            try:
+                receive()
+            except zmq.Again:
+                return
+            except Exception:
+                # One bad message costs its own rows; they are reported as dropped.
+                logger.exception("vllm-scope: a message could not be read")
+
+    def _say_goodbye(self) -> None:
+        for ref, reader in self._readers.items():
+            self._rings[ref].acknowledge(reader, CLOSED)
+        self._local.close(linger=0)
+        with self._lock:
+            if self._tcp is not None:
+                for peer in self._peers:
+                    self._tcp.send_multipart([peer, encode(Answer(CLOSED))])
+                self._tcp.close(linger=500)
+            if self._door is not None:
+                self._door.stop()
+        self._context.term()
+        os.close(self._wake)
+
+    # Shared memory
+
+    def _receive_local(self) -> None:
+        peer, frame = self._local.recv_multipart(zmq.NOBLOCK)
+        header = decode(frame)
+        if isinstance(header, RowsHeader):
+            ring, reader = self._ring(header.ring), header.reader
+            try:
+                if not ring.revoked(reader):
+                    message = header.received(ring.slots(header.start, header.stop))
+                    message.valid = lambda: not ring.revoked(reader)
+                    self._on_rows(message)
+            finally:
+                ring.acknowledge(reader, header.message)
+                if ring.revoked(reader):
+                    self._on_lost(np.unique(np.frombuffer(header.keys, np.int64)))
+        elif isinstance(header, FinishHeader):
+            self._on_finish(header)
+        elif isinstance(header, CountersHeader):
+            self._on_counters(header)
+        elif isinstance(header, SharedHello):
+            self._local.send_multipart([peer, encode(self._try_ring(header))])
+
+    def _try_ring(self, hello: SharedHello) -> Answer:
+        try:
+            self._ring(hello.ring)
+        except (OSError, ValueError) as error:
+            return Answer(0, str(error))
+        self._readers[hello.ring] = hello.reader
+        return Answer(0)
+
+    def _ring(self, ref: RingRef) -> RingReader:
+        ring = self._rings.get(ref)
+        if ring is None:
+            # Workers come and go with their engines; keep the rings of those alive.
+            for other in [known for known in self._rings if _file_of(known) != self._files[known]]:
+                del self._rings[other], self._files[other]
+                self._readers.pop(other, None)
+                self._on_gone(other.identity)
+            ring = self._rings[ref] = RingReader(ref)
+            self._files[ref] = _file_of(ref)
+        return ring
+
+    # TCP
+
+    def _receive_tcp(self) -> None:
+        assert self._tcp is not None
+        sender, *frames = self._tcp.recv_multipart(zmq.NOBLOCK, copy=False)
+        peer = sender.bytes
+        session = self._peers.get(peer)
+        if session is None:
+            header = decode(frames[0].buffer)
+            if not isinstance(header, TcpHello):
+                return  # of a connection that was replaced
+            self._forget_sessions(header.session)
+            session = self._sessions.setdefault(header.session, _Session(peer))
+            self._peers.pop(session.peer, None)
+            self._peers[peer] = session
+            session.peer, session.lost_at = peer, None
+        else:
+            session.num_read += 1
+            self._read_tcp(session, frames)
+        self._tcp.send_multipart([peer, encode(Answer(session.num_read))])
+
+    def _forget_sessions(self, coming: int) -> None:
+        """Of workers that are gone: those whose connection is, for longer than they dial again.
+
+        Args:
+            coming: the session that is dialling.
+        """
+        assert self._tcp is not None
+        self._tcp.router_mandatory = True  # tells where a connection is gone
+        try:
+            for number, session in list(self._sessions.items()):
+                try:
+                    self._tcp.send_multipart([session.peer, encode(Answer(session.num_read))])
+                except zmq.ZMQError:
+                    session.lost_at = session.lost_at or time.monotonic()
+                    late = time.monotonic() - session.lost_at >= FORGET_S
+                    if late and number != coming:
+                        del self._sessions[number]
+                        self._peers.pop(session.peer, None)
+                        if session.worker is not None:
+                            self._on_gone(session.worker)
+        finally:
+            self._tcp.router_mandatory = False
+
+    def _read_tcp(self, session: _Session, frames: list[zmq.Frame]) -> None:
+        try:
+            header = decode(frames[0].buffer)
+            if isinstance(header, FinishHeader):
+                self._on_finish(header)
+            elif isinstance(header, CountersHeader):
+                session.worker = header.worker
+                self._on_counters(header)
+            elif isinstance(header, RowsHeader):
+                self._on_rows(header.received(_slots_of(header, frames[1])))
+        except Exception:
+            logger.exception("vllm-scope: a message could not be read")
+
+
+def _file_of(ref: RingRef) -> int:
+    """The number of a ring's file; -1 where the ring or its process is gone."""
+    try:
+        return os.stat(f"/proc/{ref.pid}/fd/{ref.fd}").st_ino
+    except OSError:
+        return -1
+
+
+def _slots_of(header: RowsHeader, frame: zmq.Frame) -> torch.Tensor:
+    """uint8 [stop - start, SLOT_BYTES], the frame's own memory.
+
+    Raises:
+        ValueError: the frame is not as long as its header says.
+    """
+    num_slots = header.stop - header.start
+    if len(frame) != num_slots * SLOT_BYTES:
+        raise ValueError(f"{len(frame)} bytes came as {num_slots} slots of {SLOT_BYTES}")
+    if not num_slots:
+        return torch.empty((0, SLOT_BYTES), dtype=torch.uint8)
+    return torch.frombuffer(frame.buffer, dtype=torch.uint8).view(num_slots, SLOT_BYTES)
+
+
+def _make_folder() -> tuple[Path, int]:
+    """Of mode 0700, and what holds it."""
+    parent = Path(tempfile.gettempdir())
+    remove_abandoned(parent, KIND)
+    run = short(os.environ.get(RUN, "alone"))
+    folder = Path(tempfile.mkdtemp(prefix=f"{prefix(KIND)}{run}-", dir=parent))
+    return folder, hold(folder)

@@ -1,0 +1,278 @@
+"""Host memory that rows are copied into, shared with front-ends on this host.
+
+Owns:  HostRing (the worker's side) and RingReader (a front-end's side).
+Runs:  `acquire` on the worker's main thread; leases are released on the drain
+       thread; `RingReader` on the front-end's inbox thread.
+From:  drain (writes).   To: road (names spans), receiver (reads them).
+
+The memory is a memfd: it has no name in any file system, only processes of this
+user can open it (through /proc), and it is gone when they are. On a GPU it is
+registered with CUDA, so the device copies straight into what the front-end reads.
+Not every process on the host can open it (another pid namespace, hidepid), and in
+another namespace the same path may name something else; so a reader compares the
+identity that the first page holds.
+
+Promise: a span is written again only when every lease on it is released. A reader
+tells how far it has read by a counter in the ring's first page, in message order.
+A counter is given to another reader only when the one before will not write again.
+A reader that lives and does not read holds the worker for `patience_s`; then it is revoked:
+what it finds in the ring behind that word, which is written first, is not for it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_scope.errors import CapacityError
+from vllm_scope.program.layout import SLOT_BYTES
+
+#: Bytes before the rows: for each reader an int64 counter, which it writes, and one that the
+#: worker writes where it is revoked; and the ring's identity.
+HEADER_BYTES = 4096
+MAX_READERS = (HEADER_BYTES // 8 - 1) // 2
+#: A counter at this value: the reader has closed, and everything counts as read.
+CLOSED = 1 << 62
+#: How long `acquire` sleeps between looks at the readers' counters.
+POLL_S = 0.0002
+
+
+class RingRef(msgspec.Struct, array_like=True, frozen=True):
+    """Where another process finds the ring.
+
+    Attributes:
+        identity: random; a process may close a ring and give its number to another.
+    """
+
+    identity: int
+    pid: int
+    fd: int
+    num_slots: int
+
+
+class Lease:
+    """A span of the ring in use. Free once released as often as it was taken."""
+
+    def __init__(self, start: int, stop: int, ring: Tensor, lock: threading.Lock) -> None:
+        self.start, self.stop = start, stop
+        self._ring = ring
+        self._lock = lock
+        self._holders = 1
+
+    @property
+    def slots(self) -> Tensor:
+        """uint8 [stop - start, SLOT_BYTES]. Taps write most spans without asking for it."""
+        return self._ring[self.start : self.stop]
+
+    def retain(self) -> None:
+        with self._lock:
+            self._holders += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._holders -= 1
+
+    @property
+    def free(self) -> bool:
+        return self._holders == 0
+
+    def overlaps(self, other: Lease) -> bool:
+        return self.start < other.stop and other.start < self.stop
+
+
+class JoinedLease(Lease):
+    """Adjacent leases as one."""
+
+    def __init__(self, parts: list[Lease], ring: HostRing) -> None:
+        self._parts = parts
+        self.start, self.stop = parts[0].start, parts[-1].stop
+        self._ring = ring.slots
+
+    def retain(self) -> None:
+        for part in self._parts:
+            part.retain()
+
+    def release(self) -> None:
+        for part in self._parts:
+            part.release()
+
+    @property
+    def free(self) -> bool:
+        return all(part.free for part in self._parts)
+
+
+class HostRing:
+    """A ring of slots in shared memory.
+
+    Attributes:
+        ref: what a RingReader needs.
+        slots: uint8 [num_slots, SLOT_BYTES].
+        num_slots: its length.
+        counters: int64 [MAX_READERS], written by readers.
+        reclaim: called while `acquire` waits; releases what readers are done with.
+        patience_s, give_up: called with the lease for which `acquire` waits, twice in this
+            time; who has read nothing between two of them is given up.
+        wait_ms: time that `acquire` has waited for readers, in all.
+    """
+
+    def __init__(self, num_slots: int, cuda: bool) -> None:
+        self._fd = os.memfd_create("vllm-scope-ring", os.MFD_CLOEXEC)
+        size = HEADER_BYTES + num_slots * SLOT_BYTES
+        os.ftruncate(self._fd, size)
+        self._map = mmap.mmap(self._fd, size)
+        self.counters = np.frombuffer(self._map, np.int64, MAX_READERS)
+        self._revoked = _revoked(self._map)
+        self._free_readers = list(range(MAX_READERS - 1, -1, -1))
+        self._leaving: list[tuple[int, Callable[[], bool]]] = []
+        raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
+        self.slots = raw.view(num_slots, SLOT_BYTES)
+        self.num_slots = num_slots
+        self._registered = 0
+        if cuda:
+            address = raw.data_ptr() - HEADER_BYTES
+            status = torch.cuda.cudart().cudaHostRegister(address, size, 0)
+            if int(status) != 0:
+                raise MemoryError(f"{size >> 20} MiB of host memory could not be pinned: {status}")
+            self._registered = address
+        self.ref = RingRef(secrets.randbits(62), os.getpid(), self._fd, num_slots)
+        _identity(self._map)[0] = self.ref.identity
+        self.reclaim: Callable[[], None] = lambda: None
+        self.give_up: Callable[[Lease], None] = lambda _: None
+        self.patience_s = 60.0
+        self.wait_ms = 0.0
+        self._lock = threading.Lock()
+        self._leases: deque[Lease] = deque()
+        self._head = 0
+
+    def add_reader(self) -> int:
+        """A counter for one more reader, at zero.
+
+        Raises:
+            CapacityError: all are taken.
+        """
+        gone = [reader for reader, is_gone in self._leaving if is_gone()]
+        self._leaving = [(r, is_gone) for r, is_gone in self._leaving if r not in gone]
+        self._free_readers += gone
+        if not self._free_readers:
+            raise CapacityError(
+                f"{MAX_READERS} front-ends read from this worker; at most as many can. "
+                "Close one, or start another engine"
+            )
+        reader = self._free_readers.pop()
+        self.counters[reader] = self._revoked[reader] = 0
+        return reader
+
+    def revoke(self, reader: int) -> None:
+        """Before the leases of what it did not read are released."""
+        self._revoked[reader] = 1
+
+    def free_reader(self, reader: int) -> None:
+        """Give a counter back, of a reader that is closed or whose process is gone."""
+        self._free_readers.append(reader)
+
+    def free_reader_later(self, reader: int, is_gone: Callable[[], bool]) -> None:
+        """The same, of one that may still write its counter until it is gone."""
+        if is_gone():
+            self.free_reader(reader)
+        else:
+            self._leaving.append((reader, is_gone))
+
+    def acquire(self, num_slots: int) -> Lease:
+        """The next span; waits while it is in use.
+
+        Raises:
+            ValueError: more than the whole ring.
+        """
+        if num_slots > self.num_slots:
+            raise ValueError(f"{num_slots} slots asked of a ring of {self.num_slots}")
+        if num_slots == 0:
+            return Lease(self._head, self._head, self.slots, self._lock)
+        start = self._head
+        if start + num_slots > self.num_slots:
+            while self._leases and self._leases[0].start >= start:
+                self._wait_for(self._leases.popleft())
+            start = 0
+        stop = start + num_slots
+        while self._leases and self._leases[0].start < stop and start < self._leases[0].stop:
+            self._wait_for(self._leases.popleft())
+        lease = Lease(start, stop, self.slots, self._lock)
+        self._leases.append(lease)
+        self._head = stop
+        return lease
+
+    def _wait_for(self, lease: Lease) -> None:
+        if lease.free:
+            return
+        started = time.monotonic()
+        limit = started + self.patience_s / 2
+        while True:
+            self.reclaim()
+            if lease.free:
+                break
+            if time.monotonic() > limit:
+                self.give_up(lease)
+                limit = time.monotonic() + self.patience_s / 2
+            time.sleep(POLL_S)
+        self.wait_ms += 1e3 * (time.monotonic() - started)
+
+    def close(self) -> None:
+        """Give the memory back; rows that readers still map stay theirs."""
+        if self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self._registered)
+            self._registered = 0
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _identity(memory: mmap.mmap) -> np.ndarray:
+    return np.frombuffer(memory, np.int64, 1, offset=2 * MAX_READERS * 8)
+
+
+def _revoked(memory: mmap.mmap) -> np.ndarray:
+    return np.frombuffer(memory, np.int64, MAX_READERS, offset=MAX_READERS * 8)
+
+
+class RingReader:
+    """A front-end's view of a worker's ring.
+
+    Raises:
+        OSError: this process may not open it, or there is none.
+        ValueError: what lies there is not this ring.
+    """
+
+    def __init__(self, ref: RingRef) -> None:
+        fd = os.open(f"/proc/{ref.pid}/fd/{ref.fd}", os.O_RDWR)
+        try:
+            size = HEADER_BYTES + ref.num_slots * SLOT_BYTES
+            self._map = mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+        if int(_identity(self._map)[0]) != ref.identity:
+            raise ValueError(f"the file {ref.fd} of process {ref.pid} is not the worker's ring")
+        self._counters = np.frombuffer(self._map, np.int64, MAX_READERS)
+        self._revoked = _revoked(self._map)
+        raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
+        self._slots = raw.view(ref.num_slots, SLOT_BYTES)
+
+    def slots(self, start: int, stop: int) -> Tensor:
+        """uint8 [stop - start, SLOT_BYTES], valid until the message is acknowledged."""
+        return self._slots[start:stop]
+
+    def revoked(self, reader: int) -> bool:
+        """Asked once rows are copied: whether they may have been others' by then."""
+        return bool(self._revoked[reader])
+
+    def acknowledge(self, reader: int, message: int) -> None:
+        """All messages up to this one are read; CLOSED: nothing will be any more."""
+        self._counters[reader] = message

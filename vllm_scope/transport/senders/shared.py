@@ -1,0 +1,141 @@
+"""To a front-end that maps this worker's ring; only headers are sent.
+
+Owns:  SharedSender.
+Runs:  on whoever calls it: the drain thread, and the main thread that waits for room.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import zmq
+
+from vllm_scope.errors import CompatError
+from vllm_scope.sinks import Manifest, RowBatch
+from vllm_scope.transport.messages import (
+    Address,
+    CountersHeader,
+    FinishHeader,
+    RowsHeader,
+    SharedHello,
+    decode_answer,
+    encode,
+)
+from vllm_scope.transport.ring import CLOSED, HostRing, Lease
+from vllm_scope.transport.senders.base import ANSWER_S, NONE, Road
+
+#: How often the process of a front-end that lags behind is looked up.
+LOOK_S = 0.05
+
+
+class SharedSender:
+    """To a front-end that maps this worker's ring; only headers are sent.
+
+    Raises:
+        CompatError: it cannot map it: the sentence says why.
+        CapacityError: the ring has no counter left.
+    """
+
+    road: Road = "shared"
+
+    def __init__(self, address: Address, ring: HostRing) -> None:
+        if not address.on_this_host:
+            raise CompatError("the front-end is on another host than this worker")
+        self._address, self._ring = address, ring
+        self._num_sent = 0
+        self._gone = False
+        self._look_at = 0.0
+        #: In message order: (message number, the lease that it reads).
+        self._unread: deque[tuple[int, Lease]] = deque()
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        # Headers are small, and what they name is bounded by the ring.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        # A front-end that died must not hold a worker.
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._reader = ring.add_reader()
+        try:
+            self._socket.connect(f"ipc://{address.path}")
+            self._try_ring()
+        except CompatError:
+            self._socket.close()
+            raise
+
+    def _try_ring(self) -> None:
+        self._socket.send(encode(SharedHello(self._ring.ref, self._reader)))
+        if not self._socket.poll(int(ANSWER_S * 1e3)):
+            # The front-end may still take it.
+            self._ring.free_reader_later(self._reader, self._has_left)
+            raise CompatError(f"the front-end did not answer within {ANSWER_S:g} s")
+        error = decode_answer(self._socket.recv()).error
+        if error is not None:
+            self._ring.free_reader(self._reader)
+            raise CompatError(f"the front-end cannot map this worker's memory: {error}")
+
+    @property
+    def dead(self) -> bool:
+        return self._gone or self._has_left()
+
+    def send_rows(self, batch: RowBatch) -> None:
+        if self._gone:
+            return
+        self._num_sent += 1
+        span = (batch.lease.start, batch.lease.stop)
+        header = RowsHeader.of(
+            batch.labels, batch.boundary, batch.widths, self._ring.ref, span,
+            self._reader, self._num_sent,
+        )  # fmt: skip
+        self._socket.send(encode(header))
+        batch.lease.retain()
+        self._unread.append((self._num_sent, batch.lease))
+
+    def send_finish(
+        self, key: int, stage: int, error: str | None, manifests: dict[str, Manifest] = NONE
+    ) -> None:
+        if not self._gone:
+            self._socket.send(encode(FinishHeader(key, stage, error, manifests)))
+
+    def send_counters(self, header: CountersHeader) -> None:
+        if not self._gone:
+            self._socket.send(encode(header))
+
+    def reclaim(self) -> None:
+        unread, read = self._unread, self.num_read
+        if read == CLOSED or (unread and unread[0][0] > read and self._is_dead_by_now()):
+            read, self._gone = CLOSED, True
+        self._release(read)
+
+    def _release(self, read: int) -> None:
+        """The leases of messages up to this one; CLOSED: of all."""
+        while self._unread and self._unread[0][0] <= read:
+            self._unread.popleft()[1].release()
+
+    def _has_left(self) -> bool:
+        return self.num_read == CLOSED or not self._address.alive
+
+    @property
+    def num_read(self) -> int:
+        return int(self._ring.counters[self._reader])
+
+    def holds(self, lease: Lease) -> bool:
+        return any(mine.overlaps(lease) for _, mine in self._unread)
+
+    def give_up(self) -> None:
+        self._ring.revoke(self._reader)
+        self._gone = True
+        self._release(CLOSED)
+
+    def _is_dead_by_now(self) -> bool:
+        """Asked while the front-end lags behind, often; looks up the process sometimes."""
+        if time.monotonic() < self._look_at:
+            return False
+        self._look_at = time.monotonic() + LOOK_S
+        return not self._address.alive
+
+    def close(self) -> None:
+        """Deliver what waits. A dead front-end's counter is free again; one that was given up
+        may still write there."""
+        if self.dead:
+            self._release(CLOSED)
+            self._ring.free_reader_later(self._reader, self._has_left)
+        self._socket.close(linger=1000)

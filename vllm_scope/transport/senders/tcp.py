@@ -1,0 +1,289 @@
+"""To a front-end that cannot map the ring: rows follow their header.
+
+Owns:  TcpSender, which has a thread for its socket.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import zmq
+from msgspec.structs import replace
+
+from vllm_scope.errors import CompatError
+from vllm_scope.program.layout import SLOT_BYTES
+from vllm_scope.sinks import Manifest, RowBatch
+from vllm_scope.transport.messages import (
+    MOST_FRAME_BYTES,
+    CountersHeader,
+    FinishHeader,
+    RowsHeader,
+    TcpAddress,
+    TcpHello,
+    check_curve,
+    decode_answer,
+    encode,
+    keep_alive,
+)
+from vllm_scope.transport.ring import CLOSED, HostRing, Lease
+from vllm_scope.transport.senders.base import ANSWER_S, NONE, Road
+from vllm_scope.worker.plan import Labels
+
+logger = logging.getLogger(__name__)
+
+#: A TCP connection that is lost is dialled again at once, then so often with a pause of
+#: DIAL_S, waiting DIAL_S each time; then the front-end is taken for dead.
+MOST_DIALS = 3
+DIAL_S = 2.0
+#: How long a closing worker waits for a front-end to read what it was sent.
+CLOSE_S = 5.0
+#: Batches go over TCP in pieces of about this size: the front-end copies one while the
+#: next is on its way, and neither end holds a large batch twice.
+PIECE_BYTES = 8 << 20
+PIECE_TOKENS = 1 << 16
+
+
+@dataclass
+class _Sent:
+    """A message, kept until it was read.
+
+    Attributes:
+        frames: the header, and the rows where they lie in the ring.
+        lease: of the rows.
+        tracker: done once zmq looks at `frames` no more.
+    """
+
+    number: int
+    frames: list[bytes | memoryview]
+    lease: Lease | None = None
+    tracker: zmq.MessageTracker | None = None
+
+    def release(self) -> None:
+        if self.lease is not None:
+            self.lease.release()
+
+
+class TcpSender:
+    """To a front-end that cannot map the ring: rows follow their header.
+
+    zmq sends the rows from where they lie in the ring. A connection that breaks is
+    dialled again, and what the front-end had not read is sent again, in order.
+
+    Raises:
+        CompatError: the front-end does not answer there, or zmq cannot encrypt.
+    """
+
+    road: Road = "tcp"
+
+    def __init__(self, address: TcpAddress, ring: HostRing) -> None:
+        check_curve()
+        self._address, self._ring = address, ring
+        self._session = secrets.randbits(62)
+        self._num_sent = self._num_confirmed = 0
+        #: Appended by the caller, taken by the thread.
+        self._outgoing: deque[_Sent] = deque()
+        #: The thread's own: what was sent and not read.
+        self._unread: deque[_Sent] = deque()
+        self._num_dials = 0
+        self._dead = False
+        self._lock = threading.Lock()
+        self._close_at = float("inf")
+        self._answered = threading.Event()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="vllm-scope-tcp", daemon=True)
+        self._thread.start()
+        if not self._answered.wait(ANSWER_S):
+            self.close(patience_s=0)
+            raise CompatError(
+                f"this worker cannot reach the front-end at {address.endpoint}. Open the port "
+                "between the hosts, or set additional_config['scope'].road_host to an address "
+                "of the front-end's host that workers reach"
+            )
+
+    @property
+    def dead(self) -> bool:
+        return self._dead
+
+    def send_rows(self, batch: RowBatch) -> None:
+        start = batch.lease.start
+        for labels, first, last in _pieces(batch):
+            data = batch.slots[first:last].numpy().reshape(-1).data
+            if data.nbytes > MOST_FRAME_BYTES:
+                raise ValueError(f"one token has {data.nbytes >> 20} MiB of rows; read less of it")
+            span = (start + first, start + last)
+            header = RowsHeader.of(labels, batch.boundary, batch.widths, self._ring.ref, span)
+            self._put([encode(header), data], batch.lease)
+
+    def send_finish(
+        self, key: int, stage: int, error: str | None, manifests: dict[str, Manifest] = NONE
+    ) -> None:
+        self._put([encode(FinishHeader(key, stage, error, manifests))], None)
+
+    def send_counters(self, header: CountersHeader) -> None:
+        self._put([encode(header)], None)
+
+    def _put(self, frames: list[bytes | memoryview], lease: Lease | None) -> None:
+        self._num_sent += 1
+        with self._lock:
+            if self._dead:
+                return
+            if lease is not None:
+                lease.retain()
+            self._outgoing.append(_Sent(self._num_sent, frames, lease))
+            os.eventfd_write(self._wake, 1)
+
+    def reclaim(self) -> None:
+        """Nothing to do: the thread releases leases as answers come."""
+
+    @property
+    def num_read(self) -> int:
+        return self._num_confirmed
+
+    def holds(self, lease: Lease) -> bool:
+        with self._lock:
+            waiting = [*list(self._unread), *self._outgoing]
+        return any(sent.lease is not None and sent.lease.overlaps(lease) for sent in waiting)
+
+    def give_up(self) -> None:
+        self._num_dials = MOST_DIALS + 1
+        with self._lock:
+            if not self._dead:
+                os.eventfd_write(self._wake, 1)
+
+    def close(self, patience_s: float = CLOSE_S) -> None:
+        """Deliver what waits, to a front-end that reads."""
+        self._close_at = time.monotonic() + patience_s
+        with self._lock:
+            if not self._dead:
+                os.eventfd_write(self._wake, 1)
+        self._thread.join()
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            while not self._over():
+                self._serve_connection()
+        except Exception:
+            logger.exception("vllm-scope: the connection to a front-end failed")
+        finally:
+            self._give_up()
+
+    def _over(self) -> bool:
+        if self._num_dials > MOST_DIALS:
+            return True
+        idle = not self._outgoing and not self._unread
+        closing = self._close_at < float("inf")
+        return closing and (idle or time.monotonic() > self._close_at)
+
+    def _serve_connection(self) -> None:
+        """Dial, and send and hear until the connection is lost."""
+        if self._num_dials:
+            time.sleep(DIAL_S)
+        self._num_dials += 1
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        socket.curve_serverkey = self._address.server_key.encode()
+        socket.curve_publickey = self._address.client_key.encode()
+        socket.curve_secretkey = self._address.client_secret.encode()
+        # What waits lies in the ring, which bounds it.
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
+        keep_alive(socket)
+        socket.ipv6 = "[" in self._address.endpoint
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        poller = zmq.Poller()
+        for end in (socket, monitor, self._wake):
+            poller.register(end, zmq.POLLIN)
+        try:
+            socket.connect(self._address.endpoint)
+            socket.send(encode(TcpHello(self._session)))
+            self._serve(socket, monitor, poller)
+        finally:
+            socket.disable_monitor()
+            socket.close(linger=0)
+
+    def _serve(
+        self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], poller: zmq.Poller
+    ) -> None:
+        answered = False
+        redial_at = time.monotonic() + DIAL_S
+        while not self._over():
+            ready = dict(poller.poll(200))
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            if socket in ready:
+                self._confirm(decode_answer(socket.recv()).read)
+                if not answered:
+                    answered = True
+                    self._answered.set()
+                    for sent in self._unread:
+                        self._send(socket, sent)
+            while answered and self._outgoing:
+                self._unread.append(self._outgoing.popleft())
+                self._send(socket, self._unread[-1])
+            if monitor in ready or (not answered and time.monotonic() > redial_at):
+                return
+
+    def _send(self, socket: zmq.Socket[bytes], sent: _Sent) -> None:
+        sent.tracker = socket.send_multipart(sent.frames, copy=False, track=True)
+
+    def _confirm(self, num_read: int) -> None:
+        if num_read == CLOSED:
+            self._num_dials = MOST_DIALS + 1  # over
+            return
+        self._num_confirmed = num_read
+        progress = not self._unread
+        while self._unread and self._unread[0].number <= num_read:
+            self._unread.popleft().release()
+            progress = True
+        if progress:
+            self._num_dials = 0
+
+    def _give_up(self) -> None:
+        with self._lock:
+            self._dead = True
+            os.close(self._wake)
+            dropped = [*self._unread, *self._outgoing]
+            self._unread.clear()
+            self._outgoing.clear()
+        if dropped:
+            logger.warning(
+                "vllm-scope: the front-end at %s is gone; %d messages to it are dropped",
+                self._address.endpoint, len(dropped),
+            )  # fmt: skip
+        for sent in dropped:
+            # The socket is closed, but zmq's thread may still be reading the rows: an
+            # overwritten row must not reach a front-end that is alive after all.
+            if sent.tracker is not None:
+                sent.tracker.wait()
+            sent.release()
+
+
+def _pieces(batch: RowBatch) -> Iterator[tuple[Labels, int, int]]:
+    """Parts of a batch, a few MiB each: their labels, and first and last slot."""
+    labels, num_tokens = batch.labels, len(batch.labels.keys)
+    if batch.boundary is not None:
+        ends = np.arange(1, num_tokens + 1) * (len(batch.slots) // num_tokens)
+    else:
+        slots = np.array([layout.slots(batch.widths) for layout in labels.layouts], np.int64)
+        ends = np.cumsum(slots[labels.layout_of])
+    first, first_slot = 0, 0
+    while first < num_tokens:
+        fit = int(np.searchsorted(ends, first_slot + PIECE_BYTES // SLOT_BYTES, "right"))
+        last = min(max(fit, first + 1), first + PIECE_TOKENS, num_tokens)
+        last_slot = int(ends[last - 1])
+        some = slice(first, last)
+        part = replace(
+            labels, keys=labels.keys[some], positions=labels.positions[some],
+            layout_of=labels.layout_of[some], rows=labels.rows[some],
+        )  # fmt: skip
+        yield part, first_slot, last_slot
+        first, first_slot = last, last_slot

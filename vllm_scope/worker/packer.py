@@ -1,0 +1,241 @@
+"""Rows encoded on their way out of the arena, so that only what is left of them travels.
+
+Owns:  Packer: which rows of a region go where in the batch, and what their codecs need.
+Runs:  `hold`, `release` and `num_slots` on the worker's thread; `pack` on a GPU there too,
+       enqueued on the drain's stream, else on the drain thread.
+From:  drain.   To: codecs.packed.
+
+Promise: work and launches grow with (layout, codec) pairs and with bytes, not with rows,
+and the host waits for nothing. Memory beside the region is bounded by CHUNK_BYTES.
+
+A batch goes as few tokens at a time as CHUNK_BYTES of raw rows: in float32, several at
+once, a whole region of a large step would not fit beside a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_scope.codecs.packed import packing_of
+from vllm_scope.errors import CapacityError
+from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
+from vllm_scope.request.encoding import Encoding
+from vllm_scope.request.sites import kind_of_point
+from vllm_scope.worker.plan import Ints, Labels
+
+#: Of the arena, that are encoded at once; it takes about ten times as much meanwhile.
+CHUNK_BYTES = 16 << 20
+#: Different projections of rp8 that requests which run may need.
+MOST_PROJECTIONS = 8
+#: int64 words of a slot: what rows are moved as, whatever they are.
+WORDS = SLOT_BYTES // 8
+#: How what is moved is encoded, or None; the slots that it takes in the region; and the
+#: bytes of a row that is encoded.
+_Kind = tuple[Encoding | None, int, int]
+
+
+@dataclass(frozen=True)
+class _Move:
+    """Rows or scores of one kind, from a region to a batch.
+
+    Attributes:
+        encoding: None for what goes as it is.
+        num_slots: that each takes in the region.
+        row_bytes: of a row that is to be encoded, without what fills its last slot.
+        sources: int64 [n], first slots, from the region's.
+        targets: int64 [n], first slots, from the chunk's.
+    """
+
+    encoding: Encoding | None
+    num_slots: int
+    row_bytes: int
+    sources: Tensor
+    targets: Tensor
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Some tokens that follow one another: `start` to `stop` of the batch's slots."""
+
+    start: int
+    stop: int
+    moves: list[_Move]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is to be moved for labels of one shape; the next step's are mostly the same."""
+
+    labels: Labels
+    boundary: int | None
+    chunks: list[_Chunk]
+
+    def is_for(self, labels: Labels, boundary: int | None) -> bool:
+        # A step that is the last one, one position on, shares the array: plan._Steady.
+        return labels.layout_of is self.labels.layout_of and boundary == self.boundary
+
+
+@dataclass
+class Packer:
+    """Encodes regions of one worker's arena.
+
+    Args:
+        dtype, device: of the arena.
+        widths: of rows as they are.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    widths: Widths
+    _plan: _Plan | None = None
+    #: Request -> the projections that it may need.
+    _held: dict[int, frozenset[Encoding]] = field(default_factory=dict)
+
+    def hold(self, key: int, encodings: Sequence[Encoding]) -> None:
+        """Make what a request's codecs need, before its first step.
+
+        Raises:
+            CapacityError: too many different projections at a time.
+        """
+        large = frozenset(e for e in encodings if e.metadata["codec"] == "rp8")
+        if not large:
+            return
+        running = frozenset[Encoding]().union(*self._held.values())
+        if len(running | large) > MOST_PROJECTIONS:
+            raise CapacityError(
+                f"requests that run use {len(running)} projections of rp8, and this one "
+                f"{len(large - running)} more; at most {MOST_PROJECTIONS} at a time. Use the "
+                "same k and seed, or send it again later."
+            )
+        try:
+            for encoding in large:
+                packing_of(encoding).codec.prepare(self.device)
+        except torch.OutOfMemoryError:
+            raise CapacityError(
+                "the device has no room for rp8's projection; take a smaller k, or send it later."
+            ) from None
+        self._held[key] = large
+
+    def release(self, key: int) -> None:
+        self._held.pop(key, None)
+
+    def num_slots(self, labels: Labels, boundary: int | None) -> int:
+        """Slots of the batch that `pack` makes. On any thread."""
+        plan = self._plan
+        if plan is not None and plan.is_for(labels, boundary):
+            return plan.chunks[-1].stop
+        return int(_sizes(labels, boundary, self.widths)[1].sum())
+
+    def pack(self, region: Tensor, labels: Labels, boundary: int | None, into: Tensor) -> None:
+        """Encode a region into a batch; on a GPU, enqueued on the current stream.
+
+        Args:
+            region: [num_slots, elements of a slot], of the arena.
+            labels, boundary: as in sinks.RowBatch.
+            into: uint8 [num_slots(...), SLOT_BYTES], host; pinned where there is a GPU.
+        """
+        plan = self._plan
+        if plan is None or not plan.is_for(labels, boundary):
+            plan = self._plan = _Plan(labels, boundary, list(self._chunks(labels, boundary)))
+        words = region.view(torch.int64)
+        for chunk in plan.chunks:
+            batch = torch.zeros(
+                (chunk.stop - chunk.start, WORDS), dtype=torch.int64, device=self.device
+            )
+            for move in chunk.moves:
+                self._move(move, words, batch)
+            into[chunk.start : chunk.stop].copy_(batch.view(torch.uint8), non_blocking=True)
+
+    def _move(self, move: _Move, words: Tensor, batch: Tensor) -> None:
+        # Row i of this view begins at slot i: rows overlap, and any of them can be picked.
+        size = move.num_slots * WORDS
+        places = (len(words) - move.num_slots + 1, size)
+        rows = words.as_strided(places, (WORDS, 1)).index_select(0, move.sources)
+        if move.encoding is not None:
+            packing = packing_of(move.encoding)
+            row_size = move.row_bytes // self.dtype.itemsize
+            rows = packing.pack(rows.view(self.dtype)[:, :row_size]).view(torch.int64)
+        num_slots = rows.shape[1] // WORDS
+        within = torch.arange(num_slots, device=self.device)
+        slots = (move.targets[:, None] + within).view(-1)
+        batch.index_copy_(0, slots, rows.view(-1, WORDS))
+
+    def _chunks(self, labels: Labels, boundary: int | None) -> Iterator[_Chunk]:
+        before, after = _sizes(labels, boundary, self.widths)
+        ends, sources, targets = np.cumsum(before), np.cumsum(before) - before, np.cumsum(after)
+        targets -= after
+        first, num_tokens = 0, len(before)
+        while first < num_tokens:
+            room = sources[first] + CHUNK_BYTES // SLOT_BYTES
+            last = max(int(np.searchsorted(ends, room, "right")), first + 1)
+            start = int(targets[first])
+            stop = int(targets[last - 1] + after[last - 1])
+            found: dict[_Kind, list[tuple[Ints, Ints]]] = {}
+            for i, layout in enumerate(_local(labels.layouts, boundary)):
+                some = first + np.flatnonzero(labels.layout_of[first:last] == i)
+                for kind, source, target in _places(layout, self.widths) if len(some) else ():
+                    found.setdefault(kind, []).append((
+                        (sources[some][:, None] + source).ravel(),
+                        (targets[some][:, None] + target).ravel() - start,
+                    ))  # fmt: skip
+            yield _Chunk(start, stop, self._moves(found))
+            first = last
+
+    def _moves(self, found: dict[_Kind, list[tuple[Ints, Ints]]]) -> list[_Move]:
+        """On the device, in one copy."""
+        if not found:  # tokens of which nothing is at this tap
+            return []
+        sources = [np.concatenate([source for source, _ in some]) for some in found.values()]
+        targets = [np.concatenate([target for _, target in some]) for some in found.values()]
+        both = torch.from_numpy(np.concatenate([*sources, *targets]))
+        if self.device.type == "cuda":
+            both = both.pin_memory().to(self.device, non_blocking=True)
+        counts = [len(source) for source in sources]
+        parts = both.split([*counts, *counts])
+        return [
+            _Move(*kind, source, target)
+            for kind, source, target in zip(
+                found, parts[: len(counts)], parts[len(counts) :], strict=True
+            )
+        ]
+
+
+def _local(layouts: Sequence[Layout], boundary: int | None) -> list[Layout]:
+    return [layout if boundary is None else layout.at(boundary) for layout in layouts]
+
+
+def _sizes(labels: Labels, boundary: int | None, widths: Widths) -> tuple[Ints, Ints]:
+    """Slots of each token, in the region and in the batch."""
+    layouts = _local(labels.layouts, boundary)
+    before = np.array([layout.arena.slots(widths) for layout in layouts], np.int64)
+    after = np.array([layout.slots(widths) for layout in layouts], np.int64)
+    if boundary is not None:  # drained tap by tap, every token has as much room
+        before[:], after[:] = before.max(), after.max()
+    return before[labels.layout_of], after[labels.layout_of]
+
+
+def _places(layout: Layout, widths: Widths) -> Iterator[tuple[_Kind, Ints, Ints]]:
+    """Of each kind of a token: where they are in the arena, and where they go."""
+    arena = layout.arena
+    at = arena.row_slots(widths)
+
+    def sources(points: Sequence[int]) -> Ints:
+        return np.array([at[point] for point in points], np.int64)
+
+    for _, points, first, num_slots in layout.rows_at(widths):
+        targets = first + np.arange(len(points)) * num_slots
+        yield (None, num_slots, 0), sources(points), targets
+    if layout.scores:
+        target = layout.score_slot(widths)
+        num_slots = layout.plain_slots(widths) - target
+        yield (None, num_slots, 0), np.array([arena.score_slot(widths)]), np.array([target])
+    for encoding, points, first, num_slots in layout.encoded_at(widths):
+        targets = first + np.arange(len(points)) * num_slots
+        kind = kind_of_point(points[0])  # a codec is for rows of one size
+        raw = widths.row_slots[kind], widths.row_bytes[kind]
+        yield (encoding, *raw), sources(points), targets

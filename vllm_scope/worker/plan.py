@@ -1,0 +1,389 @@
+"""Per-step plan: which batch rows get which program, and which arena slots.
+
+Owns:  the requests with taps, and the arithmetic from token positions to rows.
+Runs:  in every worker that drains, before the forward. CPU only, no device sync.
+From:  compile (per request), engine (StepBatch).
+To:    tap.tables (row -> program, slot), drain (labels of the rows).
+
+Promise: a plan is a pure function of the requests and the batch. A step without
+such requests costs one dict test. Decode rows are planned by array
+arithmetic; only tokens of a prompt, and selectors that pick single generated
+tokens, cost Python per request.
+
+What is made anew in each step is a msgspec.Struct: a frozen dataclass takes ten times
+as long to make (1.4 us, and three in each step on the thread that launches the model).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from vllm_scope.errors import ScopeError
+from vllm_scope.graph.tap.tables import MOST_OWNERS, Tables
+from vllm_scope.program.compiler import RequestProgram
+from vllm_scope.program.layout import Layout
+from vllm_scope.program.operations import NO_PROGRAM
+
+Ints = NDArray[np.int64]
+
+#: Positions past a request's end that a step may still compute: drafts, and the step
+#: that async scheduling has started before it knew.
+OVERSHOOT = 64
+
+
+class StepBatch(msgspec.Struct, frozen=True, eq=False):
+    """What one forward computes, in vLLM's row order.
+
+    Attributes:
+        req_ids: the requests, in the order of their rows.
+        query_start: int [num_reqs + 1], first row of each request.
+        num_computed: int [num_reqs], position of each request's first row.
+        optimistic: `num_computed` counts draft tokens that may have been rejected;
+            the true positions are on the device.
+    """
+
+    req_ids: list[str]
+    query_start: Ints
+    num_computed: Ints
+    optimistic: bool = False
+
+
+class Labels(msgspec.Struct, frozen=True, eq=False):
+    """Whose rows and scores they are. One entry per token that delivers, in slot order.
+
+    Attributes:
+        keys: int64 [num_tokens], the request's key.
+        positions: int64 [num_tokens], absolute.
+        layout_of: int32 [num_tokens], index into `layouts`.
+        layouts: what the tokens of this step deliver, distinct.
+        rows: int64 [num_tokens], batch rows (to look up true positions).
+    """
+
+    keys: Ints
+    positions: Ints
+    layout_of: NDArray[np.int32]
+    layouts: tuple[Layout, ...]
+    rows: Ints
+
+    @property
+    def encodes(self) -> bool:
+        """Some rows are to be encoded on their way out of the arena."""
+        return any(layout.encoded for layout in self.layouts)
+
+
+class StepPlan(msgspec.Struct, frozen=True, eq=False):
+    """One step: rows get programs, and (relative) slots where they deliver.
+
+    Attributes:
+        rows: int64 [num_rows], batch rows with a program, ascending.
+        program_ids: int32 [num_rows].
+        owners: int32 [num_rows], whom a fault in the row is reported of; 0 for nobody.
+        offsets: int64 [num_rows], first slot of each row's token, from 0.
+        num_slots: of all rows.
+        num_delivered: the same behind the arena, where some are encoded.
+        delivers: bool [num_rows], the rows that `labels` are of.
+        most_scores: no more than so many are delivered.
+    """
+
+    rows: Ints
+    program_ids: NDArray[np.int32]
+    owners: NDArray[np.int32]
+    offsets: Ints
+    num_slots: int
+    num_delivered: int
+    delivers: NDArray[np.bool_]
+    labels: Labels
+    optimistic: bool
+    most_scores: int
+
+
+@dataclass
+class _Requests:
+    """The requests as columns, so that a decode step is array arithmetic."""
+
+    index_of: dict[str, int] = field(default_factory=dict)
+    free: list[int] = field(default_factory=list)
+    programs: dict[int, RequestProgram] = field(default_factory=dict)
+    key: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    num_prompt: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    owner: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    #: Program id of generated tokens, where one serves them all.
+    generated: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    generated_fixed: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
+    #: Program ids that a request holds while it runs.
+    held: dict[int, list[int]] = field(default_factory=dict)
+
+    def take(self) -> int:
+        if not self.free:
+            old = len(self.key)
+            new = max(64, 2 * old)
+            self.key = np.resize(self.key, new)
+            self.num_prompt = np.resize(self.num_prompt, new)
+            self.owner = np.resize(self.owner, new)
+            self.generated = np.resize(self.generated, new)
+            self.generated_fixed = np.resize(self.generated_fixed, new)
+            self.free = list(range(new - 1, old - 1, -1))
+        return self.free.pop()
+
+
+@dataclass
+class _Steady:
+    """The last step, kept because the next one is mostly it plus one position."""
+
+    version: int
+    req_ids: list[str]
+    query_start: bytes
+    next_computed: Ints
+    plan: StepPlan
+
+    def matches(self, batch: StepBatch, version: int) -> bool:
+        # Of the same dtype: their bytes compare faster than they do.
+        return (
+            self.version == version
+            and self.req_ids == batch.req_ids
+            and self.query_start == batch.query_start.tobytes()
+            and self.next_computed.tobytes() == batch.num_computed.tobytes()
+        )
+
+    def advance(self) -> StepPlan:
+        """The plan of the step that matches, which is the last one then."""
+        labels = self.plan.labels
+        self.plan = replace(self.plan, labels=replace(labels, positions=labels.positions + 1))
+        self.next_computed = self.next_computed + 1
+        return self.plan
+
+
+class Planner:
+    """Holds the reading requests and plans steps.
+
+    Verbs: `add_request`, `begin_step`, `finish_request`.
+    """
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        self._requests = _Requests()
+        #: Changes when a request comes or goes.
+        self._version = 0
+        self._steady: _Steady | None = None
+        #: Requests with edits, by the number that their tokens carry; 0 is nobody's. Read on
+        #: any thread.
+        self.owners: dict[int, str] = {}
+        self._last_owner = 0
+        #: Requests looked at while planning, ever: the idle test reads it.
+        self.num_requests_planned = 0
+
+    def __len__(self) -> int:
+        return len(self._requests.index_of)
+
+    def __contains__(self, req_id: str) -> bool:
+        return req_id in self._requests.index_of
+
+    def add_request(
+        self, req_id: str, key: int, program: RequestProgram, num_positions: int
+    ) -> None:
+        """Take a request in.
+
+        Args:
+            num_positions: that it may come to have. A request with vectors holds every
+                program of its tokens from the start, so that none is ever left out.
+
+        Raises:
+            CapacityError: the tables have no room.
+        """
+        # What the last step used may go; only the coming one needs what it will name.
+        self._tables.begin_step()
+        requests = self._requests
+        fixed = program.generated_is_uniform
+        held: list[int] = []
+        generated = NO_PROGRAM
+        try:
+            if program.has_vectors:
+                for one in program.all_programs(num_positions + OVERSHOOT):
+                    held.append(self._tables.program_id(one, hold=True))
+            # Of a request with vectors it is held too: drafts may need it.
+            superset = program.generated_superset() if fixed or program.has_vectors else None
+            if superset is not None:
+                held.append(self._tables.program_id(superset, hold=True))
+                generated = held[-1] if fixed else NO_PROGRAM
+        except Exception:
+            for program_id in held:
+                self._tables.release(program_id)
+            raise
+        self._version += 1
+        index = requests.take()
+        requests.index_of[req_id] = index
+        requests.programs[index] = program
+        requests.held[index] = held
+        requests.key[index] = key
+        requests.num_prompt[index] = program.num_prompt
+        requests.owner[index] = self._new_owner(req_id) if program.checks else 0
+        requests.generated[index] = generated
+        requests.generated_fixed[index] = fixed
+
+    def finish_request(self, req_id: str) -> int | None:
+        """Forget a request; its key, or None for one that is not known."""
+        requests = self._requests
+        index = requests.index_of.pop(req_id, None)
+        if index is None:
+            return None
+        self._version += 1
+        del requests.programs[index]
+        for program_id in requests.held.pop(index):
+            self._tables.release(program_id)
+        requests.free.append(index)
+        self.owners.pop(int(requests.owner[index]), None)
+        return int(requests.key[index])
+
+    def _new_owner(self, req_id: str) -> int:
+        """A number that no step in flight still uses: the next one, not the one freed last."""
+        owner = self._last_owner
+        while True:
+            owner = owner % (MOST_OWNERS - 1) + 1
+            if owner not in self.owners:
+                # What a request reported that had this number before it.
+                self._tables.faults[owner] = 0
+                self.owners[owner] = req_id
+                self._last_owner = owner
+                return owner
+
+    def begin_step(self, batch: StepBatch) -> tuple[StepPlan | None, list[tuple[str, ScopeError]]]:
+        """Plan one forward.
+
+        Returns:
+            The plan, None where no row has a program; and the requests that could not
+            be planned, with the reason. Their neighbours are planned all the same.
+        """
+        if not self._requests.index_of:
+            return None, []
+        if self._steady is not None and self._steady.matches(batch, self._version):
+            plan = self._steady.advance()
+            self.num_requests_planned += len(plan.rows)
+            self._tables.begin_step()
+            return plan, []
+        self._steady = None
+        requests, num_reqs = self._requests, len(batch.req_ids)
+        get = requests.index_of.get
+        index = np.fromiter((get(r, -1) for r in batch.req_ids), np.int64, num_reqs)
+        reading = np.flatnonzero((index >= 0) & (np.diff(batch.query_start) > 0))
+        if reading.size == 0:
+            return None, []
+        self.num_requests_planned += int(reading.size)
+        self._tables.begin_step()
+
+        index = index[reading]
+        first_row = batch.query_start[reading].astype(np.int64)
+        count = batch.query_start[reading + 1].astype(np.int64) - first_row
+        first_position = batch.num_computed[reading].astype(np.int64)
+        in_columns = (first_position >= requests.num_prompt[index]) & requests.generated_fixed[
+            index
+        ]
+
+        parts = _Parts()
+        easy = in_columns & (requests.generated[index] != NO_PROGRAM)
+        parts.add_columns(
+            index[easy], requests.generated[index[easy]],
+            first_row[easy], first_position[easy], count[easy],
+        )  # fmt: skip
+        failures: list[tuple[str, ScopeError]] = []
+        for i in np.flatnonzero(~in_columns):
+            try:
+                parts.add_runs(int(index[i]), self._runs(
+                    requests.programs[int(index[i])],
+                    int(first_position[i]), int(count[i]), batch.optimistic,
+                ), int(first_row[i]), int(first_position[i]))  # fmt: skip
+            except ScopeError as error:
+                failures.append((batch.req_ids[int(reading[i])], error))
+        found = parts.build(requests, self._tables, batch.optimistic)
+        if found is not None and in_columns.all() and not batch.optimistic and count.max() == 1:
+            self._steady = _Steady(
+                self._version, list(batch.req_ids), batch.query_start.tobytes(),
+                batch.num_computed + np.diff(batch.query_start), found,
+            )  # fmt: skip
+        return found, failures
+
+    def _runs(
+        self, program: RequestProgram, first: int, count: int, optimistic: bool
+    ) -> list[tuple[int, int, int]]:
+        if optimistic and first >= program.num_prompt:
+            superset = program.generated_superset()
+            runs = [] if superset is None else [(0, count, superset)]
+        else:
+            runs = program.runs(first, count)
+        return [(o, n, self._tables.program_id(p)) for o, n, p in runs]
+
+
+class _Parts:
+    """Collects tokens of a step, then puts them in row order."""
+
+    def __init__(self) -> None:
+        self._rows: list[Ints] = []
+        self._positions: list[Ints] = []
+        self._index: list[Ints] = []
+        self._ids: list[NDArray[np.int32]] = []
+
+    def add_columns(
+        self, index: Ints, ids: NDArray[np.int32], row: Ints, position: Ints, count: Ints
+    ) -> None:
+        if index.size == 0:
+            return
+        if int(count.max()) > 1:
+            within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+            index, ids = np.repeat(index, count), np.repeat(ids, count)
+            row, position = np.repeat(row, count) + within, np.repeat(position, count) + within
+        self._append(index, ids, row, position)
+
+    def add_runs(
+        self, index: int, runs: list[tuple[int, int, int]], row: int, position: int
+    ) -> None:
+        for offset, length, program_id in runs:
+            steps = np.arange(offset, offset + length, dtype=np.int64)
+            self._append(
+                np.full(length, index, np.int64), np.full(length, program_id, np.int32),
+                row + steps, position + steps,
+            )  # fmt: skip
+
+    def _append(self, index: Ints, ids: NDArray[np.int32], row: Ints, position: Ints) -> None:
+        self._index.append(index)
+        self._ids.append(ids)
+        self._rows.append(row)
+        self._positions.append(position)
+
+    def build(self, requests: _Requests, tables: Tables, optimistic: bool) -> StepPlan | None:
+        if not self._rows:
+            return None
+        rows = np.concatenate(self._rows)
+        positions, index = np.concatenate(self._positions), np.concatenate(self._index)
+        ids = np.concatenate(self._ids)
+        if len(self._rows) > 1:
+            order = np.argsort(rows, kind="stable")
+            rows, positions, index, ids = rows[order], positions[order], index[order], ids[order]
+        owners, slots = requests.owner[index], tables.num_slots[ids]
+        ends = np.cumsum(slots)
+        delivers = slots > 0
+        everything = bool(delivers.all())
+        rows_of, ids_of = (rows, ids) if everything else (rows[delivers], ids[delivers])
+        if not everything:
+            positions, index = positions[delivers], index[delivers]
+        layout_of, layouts = _layouts(ids_of, tables)
+        labels = Labels(requests.key[index], positions, layout_of, layouts, rows_of)
+        size = int(ends[-1])
+        delivered = int(tables.num_delivered[ids].sum()) if labels.encodes else size
+        scores = max((len(layout.scores) for layout in layouts), default=0) * len(rows_of)
+        return StepPlan(
+            rows, ids, owners, ends - slots, size, delivered, delivers, labels, optimistic, scores
+        )
+
+
+def _layouts(
+    ids: NDArray[np.int32], tables: Tables
+) -> tuple[NDArray[np.int32], tuple[Layout, ...]]:
+    """The distinct layouts of some programs, and which is whose."""
+    distinct, program_of = np.unique(ids, return_inverse=True)
+    places: dict[Layout, int] = {}
+    layout_of = [places.setdefault(tables.program_of(int(i)).layout, len(places)) for i in distinct]
+    return np.array(layout_of, np.int32)[program_of], tuple(places)
