@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from tests import requests
+from tests import asking
 from tests.asking import run
 from tests.checkpoints import Reference, make_checkpoint
 from tests.conftest import local_engine
@@ -46,7 +46,7 @@ def llm(path, ref):
 
 
 def ask(llm, extra, **options):
-    (output,) = run(llm, [PROMPT], requests.params(extra, max_tokens=6, **options))
+    (output,) = run(llm, [PROMPT], asking.params(extra, max_tokens=6, **options))
     return output
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import vllm_scope
-from tests import requests
+from tests import asking
 from tests.asking import run
 from tests.checkpoints import (
     NUM_LAYERS,
@@ -37,7 +37,7 @@ STREAM = (Read("resid_post"), Read("embed"))
 
 def params(*actions, **options):
     defaults = {"max_tokens": 8}
-    return requests.params(scope(*actions) if actions else None, **(defaults | options))
+    return asking.params(scope(*actions) if actions else None, **(defaults | options))
 
 
 def check(result, prompt, output_ids, ref, sites=SITES, layers=range(NUM_LAYERS)):
@@ -176,7 +176,7 @@ def test_they_are_read_alone(llm):
         "scope": '{"edits": [{"kind": "ablate", "site": "q", "layers": [0], "direction": [1]}]}'
     }
     with pytest.raises(SpecError, match=r"edits\[0\]\.site is 'q', which can be read alone"):
-        run(llm, PROMPTS[:1], requests.params(body))
+        run(llm, PROMPTS[:1], asking.params(body))
 
 
 def test_preempted_requests_have_each_row_once(llama, ref):

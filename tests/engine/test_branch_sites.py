@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests import requests
+from tests import asking
 from tests.asking import run
 from tests.checkpoints import (
     NUM_LAYERS,
@@ -48,7 +48,7 @@ def test_rows_equal_hugging_face(family, checkpoints):
         outputs = run(llm, PROMPTS, params(*EVERYTHING))
         # A function of the request writes the stream to where the MLP's output was.
         hook = {"apply_hooks": [Hook(lambda ctx, rows: rows, [1])]}
-        outputs += run(llm, PROMPTS[:1], requests.params(scope(*EVERYTHING) | hook, max_tokens=8))
+        outputs += run(llm, PROMPTS[:1], asking.params(scope(*EVERYTHING) | hook, max_tokens=8))
     for prompt, output in zip([*PROMPTS, PROMPTS[0]], outputs, strict=True):
         check(output.scope, prompt, output.outputs[0].token_ids, ref)
     # Neither the layers nor the sites are alike, so that the wrong one could not pass.

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import vllm_scope
-from tests import requests
+from tests import asking
 from tests.asking import run
 from tests.conftest import TOYWORLD, local_engine, preempted_in
 from vllm_scope import Probe, Read, SpecError, scope
 
 
 def params(*actions, **options):
-    return requests.params(scope(*actions) if actions else None, **options)
+    return asking.params(scope(*actions) if actions else None, **options)
 
 
 def check_equal(result, request):

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests import requests
+from tests import asking
 from tests.asking import run
 from tests.checkpoints import check_completion, reference
 from tests.conftest import local_engine
@@ -16,7 +16,7 @@ from vllm_scope import Read, scope
 pytestmark = pytest.mark.gpu
 
 READ_ALL = scope(Read("resid_post"), Read("embed"))
-params = partial(requests.params, max_tokens=24)
+params = partial(asking.params, max_tokens=24)
 GRAPHS = {
     "full-and-piecewise": {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}},
     "piecewise": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},

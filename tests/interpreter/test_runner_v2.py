@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import vllm_scope
-from tests import requests
+from tests import asking
 from tests.asking import check, run
 from tests.conftest import local_engine, preempted_in
 from tests.engine import test_attention_sites as attention
@@ -22,7 +22,7 @@ from vllm_scope.compat.vllm_lens import Hook
 
 FILES = "filesystem"
 READ_ALL = scope(Read("resid_post"), Read("embed"))
-params = partial(requests.params, max_tokens=8)
+params = partial(asking.params, max_tokens=8)
 
 
 @contextmanager
