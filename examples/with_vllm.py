@@ -38,7 +38,7 @@ def as_action(edit: Edit) -> Action:
         if edit.positions is None:
             raise ValueError("the edit sets rows of no position; name its positions.")
         rows = edit.vector.expand(len(edit.positions), -1)
-        return Replace(rows, edit.positions, **place)
+        return Replace(rows, positions=edit.positions, **place)
     tokens = "all" if edit.positions is None else edit.positions
     if edit.kind == "add":
         return Add(edit.vector, scale=edit.scale, tokens=tokens, **place)

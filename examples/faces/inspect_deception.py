@@ -36,7 +36,9 @@ async def fit(model: Model, num_prompts: int) -> LinearProbe:
 def deception(probe: LinearProbe, num_prompts: int) -> Task:
     prompts = lying_prompts(num_prompts, split="test")
     samples = [Sample(input=p.text, target="lying" if p.label else "honest") for p in prompts]
-    action = Probe(probe.weight, probe.bias, layer=LAYER, name="deception", tokens="last_prompt")
+    action = Probe(
+        probe.weight, bias=probe.bias, layer=LAYER, name="deception", tokens="last_prompt"
+    )
     return Task(
         dataset=samples,
         solver=reading(scope(action)),

@@ -53,8 +53,8 @@ def main(folder: Path) -> None:
     params = SamplingParams(
         max_tokens=60, ignore_eos=True, seed=0,
         extra_args=scope(
-            Read("resid_post", 3, to="moments"),
-            Read("resid_post", 3, to="live_sae"),
+            Read("resid_post", layer=3, to="moments"),
+            Read("resid_post", layer=3, to="live_sae"),
             Probe(direction, layer=5, name="random", to="webhook"),
         ),
     )  # fmt: skip

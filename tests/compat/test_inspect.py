@@ -64,7 +64,7 @@ def generate(model, *requests):
 
 def test_concurrent_requests_have_their_own_scores_and_rows(model):
     """Two evals' worth: each `asyncio.run` is an event loop of its own."""
-    spec = scope(Probe(WEIGHT, layer=3, name="p"), Read("resid_post", [3]), Read("embed"))
+    spec = scope(Probe(WEIGHT, layer=3, name="p"), Read("resid_post", layers=[3]), Read("embed"))
     for _ in range(2):
         requests = [(f"{TEXT}{' a' * i}", config(spec, max_tokens=3 + i)) for i in range(8)]
         for output in generate(model, *requests, (TEXT, config()))[:-1]:
@@ -105,7 +105,7 @@ def test_vllm_lens_keys_and_name_work(model):
 
 
 def test_each_choice_has_its_own(model):
-    asked = config(scope(Read("resid_post", [1])), num_choices=3, temperature=1.0)
+    asked = config(scope(Read("resid_post", layers=[1])), num_choices=3, temperature=1.0)
     (output,) = generate(model, (TEXT, asked))
     assert len(output.choices) == len(output.metadata["choices"]) == 3
     for metadata in output.metadata["choices"]:
@@ -114,7 +114,7 @@ def test_each_choice_has_its_own(model):
 
 
 BAD = {
-    "layer": (config(scope(Read("resid_post", [99]))), "layers 0 to 5"),
+    "layer": (config(scope(Read("resid_post", layers=[99]))), "layers 0 to 5"),
     "extra-body": (GenerateConfig(extra_body={"extra_arg": {}}), "fields here are extra_args"),
     "logprobs": (config(logprobs=True), "not given by this provider"),
 }
@@ -123,7 +123,9 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_what_cannot_be_given_fails_that_request_alone(case, model):
     given, words = BAD[case]
-    bad, good = generate(model, (TEXT, given), (TEXT, config(scope(Read("resid_post", [1])))))
+    bad, good = generate(
+        model, (TEXT, given), (TEXT, config(scope(Read("resid_post", layers=[1]))))
+    )
     assert isinstance(bad, SpecError)
     assert words in str(bad)
     assert "resid_post.1" in good.metadata["reads"]

@@ -95,10 +95,10 @@ STEERED = {
         [Add(torch.stack([V, W]), layers=[0, 2], tokens="generated")],
     ),
     "before-attention": (
-        {"steering_vectors": {"pre_attn": {2: V}}}, [Add(V, "resid_pre", 2)],
+        {"steering_vectors": {"pre_attn": {2: V}}}, [Add(V, site="resid_pre", layer=2)],
     ),
     "after-attention": (
-        {"steering_vectors": {"post_attn": {0: V}}}, [Add(V, "resid_mid", 0)],
+        {"steering_vectors": {"post_attn": {0: V}}}, [Add(V, site="resid_mid", layer=0)],
     ),
     "packed": (
         {
@@ -118,8 +118,8 @@ STEERED = {
             }
         },
         [
-            Clamp(D, -0.1, 0.2, layer=1), Clamp(W, 0, 0, layer=1),
-            Clamp(D, -FAR, -0.5, "resid_pre", 2, strength=0.5),
+            Clamp(D, lo=-0.1, hi=0.2, layer=1), Clamp(W, lo=0, hi=0, layer=1),
+            Clamp(D, lo=-FAR, hi=-0.5, site="resid_pre", layer=2, strength=0.5),
         ],
     ),
     "packed-clamps-of-tiers": (
@@ -133,9 +133,9 @@ STEERED = {
             "decode_steering_clamps": {"post_block": {0: [{"vector": W, "min": 1.0}]}},
         },
         [
-            Clamp(D, -FAR, 0.1, layer=1, tokens="prompt"),
-            Clamp(W, -0.2, 0.2, layer=1, tokens="prompt", strength=0.5),
-            Clamp(W, 1.0, FAR, layer=0, tokens="generated"),
+            Clamp(D, lo=-FAR, hi=0.1, layer=1, tokens="prompt"),
+            Clamp(W, lo=-0.2, hi=0.2, layer=1, tokens="prompt", strength=0.5),
+            Clamp(W, lo=1.0, hi=FAR, layer=0, tokens="generated"),
         ],
     ),
     "clamps-come-after-all-vectors": (
@@ -144,7 +144,7 @@ STEERED = {
             "decode_steering_vectors": {"post_block": {1: D}},
             "steering_vectors": {"post_block": {1: V}},
         },
-        [Add(V, layer=1), Add(D, layer=1, tokens="generated"), Clamp(D, 0.5, 0.5, layer=1)],
+        [Add(V, layer=1), Add(D, layer=1, tokens="generated"), Clamp(D, lo=0.5, hi=0.5, layer=1)],
     ),
     "tiers-add-up": (
         {
@@ -233,7 +233,7 @@ def test_a_consumer_that_cannot_be_is_refused(consumer, words):
 def of_module(scale):
     return [
         Add(torch.stack([V, 2 * W]), layers=[0, 2], scale=scale),
-        Add(D, "resid_pre", 1, scale=scale, tokens="prompt"),
+        Add(D, site="resid_pre", layer=1, scale=scale, tokens="prompt"),
         Add(W, layer=0, scale=scale, tokens="generated"),
     ]
 
@@ -294,7 +294,10 @@ HOOKS = {"post_block": [1, 2], "pre_attn": {"layers": [0], "ranges": [[1, 2]]}}
 def test_a_capture_leaves_files_that_equal_native_reads(positions, tokens, llm, root):
     name = f"request of {positions}"
     wanted = {"request_id": name, "tag": "run-7", "hooks": HOOKS, "positions": positions}
-    reads = [Read("resid_post", [1, 2], tokens), Read("resid_pre", [0, 1, 2], tokens)]
+    reads = [
+        Read("resid_post", layers=[1, 2], tokens=tokens),
+        Read("resid_pre", layers=[0, 1, 2], tokens=tokens),
+    ]
     steered = {"steering_vectors": {"post_block": {0: V}}}
     face, native = run(
         llm, {"capture": {"filesystem": wanted}} | steered, scope(Add(V, layer=0), *reads)
@@ -351,7 +354,7 @@ def test_other_consumers_are_sinks_by_name(llm):
         "broken": {"hooks": {"post_block": [0]}, "positions": [3]},
     }
     face, native = run(
-        llm, {"capture": json.dumps(capture)}, scope(Read("resid_mid", [1], "prompt"))
+        llm, {"capture": json.dumps(capture)}, scope(Read("resid_mid", layers=[1], tokens="prompt"))
     )
     results = face.capture_results
     assert (results["mine"].status, results["mine"].payload) == ("ok", [{"said": "fine"}])

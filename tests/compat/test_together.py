@@ -71,7 +71,9 @@ def test_concurrent_requests_through_every_face_are_as_if_alone(llm, monkeypatch
         scope(Add(V, layer=1, scale=0.5), read),
         scope(read),
         scope(
-            Add(V, layer=0, tokens="generated"), Clamp(D, 0.5, 0.5, layer=1, tokens="prompt"), read
+            Add(V, layer=0, tokens="generated"),
+            Clamp(D, lo=0.5, hi=0.5, layer=1, tokens="prompt"),
+            read,
         ),
         scope(Ablate(D, layer=1), Probe(D, layer=2, name="p"), read),
         scope(read),
@@ -134,7 +136,7 @@ def test_an_error_in_a_decorator_fails_its_own_request_alone(llm, translator, ca
         raise RuntimeError("on purpose")
 
     def translate(values, sites):
-        return translators.Translation((Read("resid_post", [0]),), broken)
+        return translators.Translation((Read("resid_post", layers=[0]),), broken)
 
     translator("broken", ["broken_key"], translate)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)

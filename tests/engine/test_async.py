@@ -12,7 +12,7 @@ from tests.checkpoints import check_completion, reference
 from tests.conftest import TOYWORLD, async_engine
 from vllm_scope import Read, SpecError, scope
 
-SPEC = scope(Read("resid_post", [0, 5]), Read("embed"))
+SPEC = scope(Read("resid_post", layers=[0, 5]), Read("embed"))
 TEXT = "My father told me about the book Goldette. Happily, it was"
 
 
@@ -151,7 +151,7 @@ def test_a_bad_spec_fails_its_request_only(engine, loop, ref):
     async def beside():
         return await asyncio.gather(
             collect(engine, params(), "good"),
-            collect(engine, params(spec=scope(Read("resid_post", [99]))), "bad"),
+            collect(engine, params(spec=scope(Read("resid_post", layers=[99]))), "bad"),
             return_exceptions=True,
         )
 

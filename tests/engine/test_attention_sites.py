@@ -81,7 +81,7 @@ def test_a_mixed_batch_in_chunks_with_several_completions(llm, ref):
     """Attention beside the stream, the stream alone, nothing, and n=2."""
     asked = [
         params(*EVERYTHING), params(*STREAM), params(),
-        params(Read("q", [0, 2]), Read("z", 1), n=2, temperature=1),
+        params(Read("q", layers=[0, 2]), Read("z", layer=1), n=2, temperature=1),
     ]  # fmt: skip
     prompts = [*PROMPTS, PROMPTS[0]]
     outputs = run(llm, prompts, asked)
@@ -188,7 +188,7 @@ def test_preempted_requests_have_each_row_once(llama, ref):
         prompts = [list(range(i, i + 30)) for i in (10, 50, 90)]
         outputs = run(llm, prompts, params(Read("q"), Read("v"), Read("resid_post"), max_tokens=60))
         with pytest.raises(SpecError, match=r"layers has 1; this engine does not tap 'q' there"):
-            run(llm, prompts, params(Read("q", 1)))
+            run(llm, prompts, params(Read("q", layer=1)))
     assert preempted, "the cache was large enough; the test shows nothing"
     for prompt, output in zip(prompts, outputs, strict=True):
         check(output.scope, prompt, output.outputs[0].token_ids, ref, ["q", "v"], [0, 2])

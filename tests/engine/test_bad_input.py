@@ -12,7 +12,7 @@ from tests.checkpoints import check_completion, reference
 from tests.conftest import local_engine
 from vllm_scope import ConfigError, Read, SpecError, scope
 
-GOOD = scope(Read("resid_post", [1]))
+GOOD = scope(Read("resid_post", layers=[1]))
 
 
 def raw(body) -> dict:

@@ -70,7 +70,12 @@ def llm(llama):
 
 def test_a_mixed_batch_in_chunks_of_a_compiled_graph(llm, ref):
     """Branches beside the stream, the stream alone, nothing, and some layers of a branch."""
-    asked = [params(*EVERYTHING), params(*STREAM), params(), params(*(Read(s, 1) for s in SITES))]
+    asked = [
+        params(*EVERYTHING),
+        params(*STREAM),
+        params(),
+        params(*(Read(s, layer=1) for s in SITES)),
+    ]
     prompts = [*PROMPTS, PROMPTS[0]]
     outputs = run(llm, prompts, asked)
     ids = [list(output.outputs[0].token_ids) for output in outputs]
@@ -140,7 +145,7 @@ def test_preempted_requests_have_each_row_once(llama, ref):
         prompts = [list(range(i, i + 30)) for i in (10, 50, 90)]
         outputs = run(llm, prompts, params(*map(Read, SITES), max_tokens=60))
         with pytest.raises(SpecError, match=r"layers has 1; this engine does not tap 'mlp_out'"):
-            run(llm, prompts, params(Read("mlp_out", 1)))
+            run(llm, prompts, params(Read("mlp_out", layer=1)))
     assert preempted, "the cache was large enough; the test shows nothing"
     for prompt, output in zip(prompts, outputs, strict=True):
         check(output.scope, prompt, output.outputs[0].token_ids, ref, [0, 2])

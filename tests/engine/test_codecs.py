@@ -41,7 +41,7 @@ def named(name):
 
 def reads(codec, tokens="all", **options):
     return [
-        Read("resid_post", [0, 1], tokens, codec=codec, **options),
+        Read("resid_post", layers=[0, 1], tokens=tokens, codec=codec, **options),
         Read("embed", tokens=tokens, codec=codec, **options),
     ]
 
@@ -130,8 +130,8 @@ def test_a_batch_of_all_codecs_and_none_and_plain_requests(llm):
 def test_streams_of_one_request_have_codecs_of_their_own(llm):
     names = {0: "int8", 1: "topk8"}
     spec = scope(
-        *(Read("resid_post", [k], codec=named(name)) for k, name in names.items()),
-        Read("resid_post", [2], [0, 7], codec="fp16"), raw(),
+        *(Read("resid_post", layers=[k], codec=named(name)) for k, name in names.items()),
+        Read("resid_post", layers=[2], tokens=[0, 7], codec="fp16"), raw(),
     )  # fmt: skip
     (output,) = run(llm, [range(40)], params(spec))
     result = output.scope
@@ -169,10 +169,10 @@ def test_rows_before_an_edit_and_after_it_and_scores(llm):
     vector = torch.linspace(-3, 3, HIDDEN_SIZE)
     spec = scope(
         Add(vector, layer=0, tokens="generated"),
-        Read("resid_post", [0], when="before", codec="int8"),
-        Read("resid_post", [0], codec="fp8"),
+        Read("resid_post", layers=[0], when="before", codec="int8"),
+        Read("resid_post", layers=[0], codec="fp8"),
         *(Probe(vector, layer=0, name=f"p{i}") for i in range(5)),
-        Read("resid_pre", [1]),
+        Read("resid_pre", layers=[1]),
     )
     (output,) = run(llm, [range(20)], params(spec))
     result = output.scope
@@ -296,7 +296,10 @@ def test_a_bad_codec_is_refused_at_the_door_and_its_neighbours_go_on(codec, sent
 
 
 def test_two_codecs_of_one_stream_at_one_destination_are_refused(llm):
-    spec = scope(Read("resid_post", [0, 1], codec="int8"), Read("resid_post", [1, 2], "last"))
+    spec = scope(
+        Read("resid_post", layers=[0, 1], codec="int8"),
+        Read("resid_post", layers=[1, 2], tokens="last"),
+    )
     with pytest.raises(SpecError, match=r"reads\[1\].*'resid_post' 1 .* int8 and as none"):
         run(llm, [range(5)], params(spec))
 

@@ -67,11 +67,13 @@ def test_a_probe_by_name_scores_as_its_numbers_do(llm):
     weights = torch.randn(3, 128, generator=torch.Generator().manual_seed(9))
     for i, weight in enumerate(weights):
         register(llm, f"probe-{i}", module(layer_1=weight))
-    named = [Probe(f"probe-{i}", 0.5, layer=1, name=f"n{i}") for i in range(3)]
-    sent = [Probe(weight, 0.5, layer=1, name=f"s{i}") for i, weight in enumerate(weights)]
+    named = [Probe(f"probe-{i}", bias=0.5, layer=1, name=f"n{i}") for i in range(3)]
+    sent = [Probe(weight, bias=0.5, layer=1, name=f"s{i}") for i, weight in enumerate(weights)]
     # One after the other: the second finds what the first left remembered.
     for _ in range(2):
-        (output,) = run(llm, [PROMPT], params(Read("resid_post", [1]), *named, *sent, max_tokens=4))
+        (output,) = run(
+            llm, [PROMPT], params(Read("resid_post", layers=[1]), *named, *sent, max_tokens=4)
+        )
         result = output.scope
         exact = result["resid_post", 1].double() @ weights.double().T + 0.5
         for i in range(3):
@@ -80,7 +82,7 @@ def test_a_probe_by_name_scores_as_its_numbers_do(llm):
 
 
 def test_a_probes_name_registered_anew_scores_with_the_new_numbers(llm):
-    asked = params(Read("resid_post", [1]), Probe("changing-probe", layer=1, name="p"))
+    asked = params(Read("resid_post", layers=[1]), Probe("changing-probe", layer=1, name="p"))
     for seed in (1, 2, 1):
         weight = torch.randn(128, generator=torch.Generator().manual_seed(seed))
         register(llm, "changing-probe", module(layer_1=weight))
@@ -228,9 +230,15 @@ BAD = {
     "unknown-name": (lambda: [Add("nobody")], "does not hold. It holds: at-start"),
     "layer-without-a-vector": (lambda: [Add("at-start", layer=1)], "has no vector"),
     "last-is-not-known-in-time": (lambda: [Add(V, layer=0, tokens="last")], "not known yet"),
-    "position-after-the-end": (lambda: [Replace(V, [999], layer=0)], "last position that can be"),
-    "one-position-twice": (lambda: [Replace(torch.ones(2, 128), [39, -1], layer=0)], "twice"),
-}  # fmt: skip
+    "position-after-the-end": (
+        lambda: [Replace(V, positions=[999], layer=0)],
+        "last position that can be",
+    ),
+    "one-position-twice": (
+        lambda: [Replace(torch.ones(2, 128), positions=[39, -1], layer=0)],
+        "twice",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -238,7 +246,7 @@ def test_bad_input_fails_that_request_alone(case, llm, ref):
     make, words = BAD[case]
     with pytest.raises(SpecError, match=words):
         run(llm, [PROMPT], params(*make()))
-    (output,) = run(llm, [PROMPT], params(Clamp(D, -0.2, 0.3, layer=0), *READ_ALL))
+    (output,) = run(llm, [PROMPT], params(Clamp(D, lo=-0.2, hi=0.3, layer=0), *READ_ALL))
     check(output, ref, [("resid_post", 0, EDITS["clamp"][1])])
 
 

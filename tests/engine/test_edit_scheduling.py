@@ -66,13 +66,13 @@ TOKENS = {
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_an_edit_falls_on_its_tokens_in_every_chunk(tokens, llm, ref):
     selector, mask = TOKENS[tokens]
-    spec = [Add(V, "resid_pre", 1, tokens=selector), *READ_ALL]
+    spec = [Add(V, site="resid_pre", layer=1, tokens=selector), *READ_ALL]
     (output,) = run(llm, [PROMPT], params(*spec, max_tokens=10))
     check(output, ref, [("resid_pre", 1, on(mask, added))])
 
 
 def test_replaced_rows_across_chunks(llm, ref):
-    spec = [Replace(ROWS, [10, 40, -1], layer=0), *READ_ALL]
+    spec = [Replace(ROWS, positions=[10, 40, -1], layer=0), *READ_ALL]
     (output,) = run(llm, [PROMPT], params(*spec))
 
     def replaced(x):
@@ -151,7 +151,7 @@ def test_a_probe_or_read_of_edited_tokens_computes_them_anew(llm):
     num, output = hit(llm, prompt, edit, Probe(D, layer=2, name="p"))
     assert num == 0
     assert len(output.scope.scores["p"]) == 103
-    num, output = hit(llm, prompt, edit, Read("resid_post", [1], "last_prompt"))
+    num, output = hit(llm, prompt, edit, Read("resid_post", layers=[1], tokens="last_prompt"))
     assert num == 96
 
 
@@ -161,7 +161,10 @@ def test_a_probe_or_read_of_edited_tokens_computes_them_anew(llm):
 def test_preemption_and_recompute_give_the_undisturbed_run(llama, ref):
     """A KV cache of 9 blocks cannot hold four growing requests."""
     ids = [list(range(i, i + 20)) for i in (10, 50, 90, 130)]
-    edits = [Add(V, layer=0, tokens="generated"), Ablate(D, "resid_mid", 1, tokens="prompt")]
+    edits = [
+        Add(V, layer=0, tokens="generated"),
+        Ablate(D, site="resid_mid", layer=1, tokens="prompt"),
+    ]
     parameters = params(*edits, *READ_ALL, max_tokens=80)
     small = {"num_gpu_blocks_override": 9, "max_model_len": 128, "max_num_seqs": 4}
     found = []
@@ -217,7 +220,11 @@ def test_requests_that_do_not_fit_wait_for_their_turn(llama, ref):
         assert ledger.num_waited == 12
         assert not ledger.waiting
         with pytest.raises(SpecError, match=r"takes 9 vectors.*this engine has 8"):
-            run(llm, [PROMPT], params(Replace(torch.randn(9, 128), list(range(9)), layer=0)))
+            run(
+                llm,
+                [PROMPT],
+                params(Replace(torch.randn(9, 128), positions=list(range(9)), layer=0)),
+            )
     for i, output in enumerate(outputs):
         a, b = direction(i, 2.0), direction(i + 50)
         check(output, ref, [("resid_post", 0, lambda x, a=a: x + a),

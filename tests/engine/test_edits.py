@@ -45,14 +45,14 @@ EDITS = {
     ),
     "ablate": (lambda **at: Ablate(D, **at), lambda x: x - _along(x) * UNIT),
     "clamp": (
-        lambda **at: Clamp(D, -0.2, 0.3, **at),
+        lambda **at: Clamp(D, lo=-0.2, hi=0.3, **at),
         lambda x: x + (_along(x).clamp(-0.2, 0.3) - _along(x)) * UNIT,
     ),
     "part-of-a-clamp": (
-        lambda **at: Clamp(D, -0.2, 0.3, strength=0.4, **at),
+        lambda **at: Clamp(D, lo=-0.2, hi=0.3, strength=0.4, **at),
         lambda x: x + 0.4 * (_along(x).clamp(-0.2, 0.3) - _along(x)) * UNIT,
     ),
-    "replace": (lambda **at: Replace(ROWS, [0, 5, -1], **at), _replaced),
+    "replace": (lambda **at: Replace(ROWS, positions=[0, 5, -1], **at), _replaced),
 }
 
 
@@ -122,9 +122,9 @@ def test_edits_at_every_site_and_layer_at_once(family):
 
 def test_a_read_looks_before_or_after_the_edits_of_its_own_site(family):
     llm, ref = family
-    sides = [Read("resid_post", [0], when=when) for when in ("before", "after")]
-    entry = Read("resid_pre", [1], when="after")
-    actions = [Add(V, layer=0), Ablate(D, "resid_pre", 1), *sides, entry]
+    sides = [Read("resid_post", layers=[0], when=when) for when in ("before", "after")]
+    entry = Read("resid_pre", layers=[1], when="after")
+    actions = [Add(V, layer=0), Ablate(D, site="resid_pre", layer=1), *sides, entry]
     (output,) = run(llm, [PROMPT], params(*actions))
     ids = [*PROMPT, *output.outputs[0].token_ids][:-1]
     edits = [("resid_post", 0, lambda x: x + V), ("resid_pre", 1, EDITS["ablate"][1])]
@@ -140,7 +140,7 @@ def test_a_read_looks_before_or_after_the_edits_of_its_own_site(family):
 def test_scores_equal_a_dot_product_with_the_rows_that_a_read_returns(family):
     llm, _ = family
     probes = [
-        Probe(direction(20 + i), 0.5 * i, site, layer, f"{site}-{layer}")
+        Probe(direction(20 + i), bias=0.5 * i, site=site, layer=layer, name=f"{site}-{layer}")
         for i, (site, layer) in enumerate((s, k) for s in SITES for k in range(3))
     ]
     edits = [EDITS["add"][0](layer=1), EDITS["ablate"][0](site="resid_mid", layer=2)]

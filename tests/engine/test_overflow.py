@@ -72,8 +72,12 @@ def _norms_by_mean(llm: Any) -> bool:
     ("action", "where"),
     [
         pytest.param(NOW, "an edit at 'resid_post' of layer 1 makes", id="at-once"),
-        pytest.param(Add(HUGE, "resid_mid", 1, scale=2.0), "'resid_mid' of layer 1", id="middle"),
-        pytest.param(Add(HUGE, "embed", scale=2.0), "an edit at 'embed' makes", id="embedding"),
+        pytest.param(
+            Add(HUGE, site="resid_mid", layer=1, scale=2.0), "'resid_mid' of layer 1", id="middle"
+        ),
+        pytest.param(
+            Add(HUGE, site="embed", scale=2.0), "an edit at 'embed' makes", id="embedding"
+        ),
         pytest.param(LATER, "after the request's edits 'resid_post' of layer 2 has", id="later"),
         pytest.param(
             Add(HUGE, layer=0, tokens=[3]), "after the request's edits", id="one-position"
@@ -81,7 +85,9 @@ def _norms_by_mean(llm: Any) -> bool:
         pytest.param(
             Add(HUGE, layer=0, tokens="generated"), "after the request's edits", id="generated"
         ),
-        pytest.param(Replace([HUGE], [39], layer=0), "after the request's edits", id="replaced"),
+        pytest.param(
+            Replace([HUGE], positions=[39], layer=0), "after the request's edits", id="replaced"
+        ),
     ],
 )
 @pytest.mark.parametrize("max_tokens", [1, 2, 8])
@@ -117,7 +123,7 @@ def test_requests_with_the_same_edit_at_once_all_fail(llm):
 
 def test_requests_that_share_the_kv_of_a_faulty_one_fail_with_it(llm):
     """They find its blocks in the prefix cache in the same step, and compute none of its rows."""
-    one = _params(Add(HUGE, "resid_post", 1, tokens=[3], scale=3e38))
+    one = _params(Add(HUGE, site="resid_post", layer=1, tokens=[3], scale=3e38))
     prompt = list(range(20, 90))
     for output in _run(llm, [prompt] * 3, one):
         _failed(output, "an edit at 'resid_post' of layer 1")
@@ -142,7 +148,7 @@ def test_kv_of_a_step_in_flight_leaves_the_prefix_cache_with_its_request(llm):
 def test_an_edit_below_the_end_of_the_range_is_done(llm):
     row = torch.zeros(128)
     row[5] = 1e37
-    (output,) = _run(llm, PROMPTS[:1], _params(Add(row, layer=2), Read("resid_post", 2)))
+    (output,) = _run(llm, PROMPTS[:1], _params(Add(row, layer=2), Read("resid_post", layer=2)))
     assert output.scope.status == "complete"
     assert (output.scope["resid_post", 2][:, 5] == 1e37).all()
 

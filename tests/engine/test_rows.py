@@ -72,7 +72,7 @@ def test_a_read_of_late_positions_keeps_the_hit_below_them(llm, ref):
 def test_selectors_pick_their_tokens(tokens, positions, llm, ref):
     # Token ids equal positions, so that TokenIds has a plain answer in the prompt.
     prompt = list(range(20))
-    (output,) = run(llm, [prompt], params(scope(Read("resid_post", [2], tokens))))
+    (output,) = run(llm, [prompt], params(scope(Read("resid_post", layers=[2], tokens=tokens))))
     ids = prompt + list(output.outputs[0].token_ids)
     if isinstance(tokens, TokenIds):
         positions = [i for i, t in enumerate(ids[:-1]) if t in tokens.ids]
@@ -85,9 +85,9 @@ def test_selectors_pick_their_tokens(tokens, positions, llm, ref):
 
 def test_reads_with_different_tokens_in_one_request(llm, ref):
     spec = scope(
-        Read("resid_post", [0], "last_prompt"),
-        Read("resid_post", [0, 2], "generated"),
-        Read("resid_pre", [1], [3]),
+        Read("resid_post", layers=[0], tokens="last_prompt"),
+        Read("resid_post", layers=[0, 2], tokens="generated"),
+        Read("resid_pre", layers=[1], tokens=[3]),
     )
     (output,) = run(llm, [range(30, 70)], params(spec))
     positions = {s: output.scope.positions(*s).tolist() for s in output.scope.keys()}
@@ -185,8 +185,8 @@ def test_configured_layers_only(llama, ref):
         assert output.scope.keys() == [("resid_post", 1)]
         check([output], ref)
         with pytest.raises(SpecError, match="does not tap 'resid_post' there"):
-            run(llm, [range(10)], params(scope(Read("resid_post", [0]))))
+            run(llm, [range(10)], params(scope(Read("resid_post", layers=[0]))))
         with pytest.raises(SpecError, match="does not tap 'resid_post' there"):
-            run(llm, [range(10)], params(scope(Read("resid_post", [2]))))
+            run(llm, [range(10)], params(scope(Read("resid_post", layers=[2]))))
         with pytest.raises(SpecError, match="'embed', which this engine does not tap"):
             run(llm, [range(10)], params(scope(Read("embed"))))

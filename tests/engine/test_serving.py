@@ -17,7 +17,7 @@ from tests.conftest import TOYWORLD, process_engine
 from vllm_scope import Add, Read, scope
 
 READ_ALL = scope(Read("resid_post"), Read("resid_pre"), Read("embed"))
-ONE_LAYER = scope(Read("resid_post", [3]))
+ONE_LAYER = scope(Read("resid_post", layers=[3]))
 TEXTS = [
     "The capital of ",
     "My father told me about the book Goldette. Happily, it was",

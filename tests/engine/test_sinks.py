@@ -99,7 +99,7 @@ def test_scores_cannot_go_to_files(llm):
 
 
 def test_rows_that_go_to_files_alone_are_not_in_memory(llm, root):
-    read = Read("resid_post", 2, "generated", to="filesystem", name="alone")
+    read = Read("resid_post", layer=2, tokens="generated", to="filesystem", name="alone")
     (output,) = run(llm, [range(20)], params(read, Read("embed", tokens=[3])))
     assert output.scope.status == "complete"
     assert output.scope.keys() == [("embed", 0)]
@@ -200,7 +200,7 @@ def test_global_sinks_have_every_request_plain_ones_too(llama, tmp_path):
     sinks = {"filesystem": {"root": str(tmp_path), "layout": "per_request", "reads": reads}}
     ids = [range(i, i + 40) for i in range(5)]
     with local_engine(llama, dtype="float32") as llm:
-        expected = run(llm, ids, params(Read("resid_post", [1], "prompt")))
+        expected = run(llm, ids, params(Read("resid_post", layers=[1], tokens="prompt")))
     with local_engine(
         llama, dtype="float32", additional_config={"scope": {"global_sinks": sinks}}
     ) as llm:  # fmt: skip

@@ -183,7 +183,7 @@ def test_rows_of_an_engine_decode_to_what_the_codec_makes_of_them(
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "V2" else "0")
     names = ["int8", None, "fp8", "topk8", "rp8"]
     specs = [
-        scope(*([Read("resid_post", [0, 1], codec=name)] if name else []), Read("resid_pre"))
+        scope(*([Read("resid_post", layers=[0, 1], codec=name)] if name else []), Read("resid_pre"))
         for name in names
     ]
     with local_engine(checkpoints("llama"), **(OPTIONS | GRAPHS[graphs])) as llm:
@@ -213,7 +213,7 @@ def test_prefills_larger_than_the_arena_are_encoded_tap_by_tap(checkpoints):
     options = {"max_num_batched_tokens": 4096, "max_num_seqs": 16, "max_model_len": 1024}
     options |= {"additional_config": {"scope": {"arena_mib": 2.2}}}
     options |= {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}}
-    spec = scope(Read("resid_post", [0, 1], codec="int8"), Read("resid_pre"))
+    spec = scope(Read("resid_post", layers=[0, 1], codec="int8"), Read("resid_pre"))
     with local_engine(checkpoints("llama"), **(OPTIONS | options)) as llm:
         ids = [[(7 * i + j) % 500 + 3 for j in range(900)] for i in range(9)]
         outputs = run(llm, ids, params(spec, max_tokens=4))

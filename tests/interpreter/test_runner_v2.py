@@ -74,7 +74,10 @@ def test_rows_of_a_codec_decode_to_what_it_makes_of_the_raw_rows(llm):
     ids = [range(5, 75), range(90, 100), [7], range(200, 240)]
     names = ["int8", None, "topk8", "full8"]
     specs = [
-        scope(*([Read("resid_post", [0], codec=name)] if name else []), Read("resid_pre", [1]))
+        scope(
+            *([Read("resid_post", layers=[0], codec=name)] if name else []),
+            Read("resid_pre", layers=[1]),
+        )
         for name in names
     ]
     outputs = run(llm, ids, [params(spec) for spec in specs])

@@ -18,7 +18,7 @@ from vllm_scope.vectors import SteeringModule
 
 READS = Read("resid_post", layers=[0, 5]), Read("resid_pre", layers=[2]), Read("embed")
 WEIGHT = np.linspace(-1, 1, 256, dtype=np.float32)
-PROBE = Probe(WEIGHT, 0.5, layer=3, name="ramp")
+PROBE = Probe(WEIGHT, bias=0.5, layer=3, name="ramp")
 TEXT = "My father told me about the book Goldette. Happily, it was"
 OPTIONS = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
 MESSAGES = [{"role": "user", "content": "What is the capital of Kimar?"}]
@@ -218,7 +218,7 @@ def test_a_stream_put_together_is_the_reference(client, server, ref):
 @pytest.mark.parametrize("kind", ["completions", "chat"])
 def test_tokens_of_a_stream_are_aligned_with_their_scores(kind, client, server, ref):
     """Each with its id, its text, its position and the score of the row at this position."""
-    generated = Probe(-WEIGHT, 0.5, layer=3, name="generated", tokens="generated")
+    generated = Probe(-WEIGHT, bias=0.5, layer=3, name="generated", tokens="generated")
     asked = TEXT if kind == "completions" else MESSAGES
     chunks = list(client.stream(asked, PROBE, generated, **OPTIONS))
     text = "".join(chunk.text for chunk in chunks)

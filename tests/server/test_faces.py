@@ -33,7 +33,7 @@ def answered(server, body, path="/v1/completions"):
 def test_a_faces_fields_come_back_without_a_scope(server, client):
     body = answered(server, BODY | {"vllm_xargs": LENS})
     assert "scope" not in body["choices"][0]
-    native = client.complete(TEXT, Read("resid_post", [2]), **OPTIONS)
+    native = client.complete(TEXT, Read("resid_post", layers=[2]), **OPTIONS)
     (rows,) = decode_activations(body)["residual_stream"]
     assert np.array_equal(rows.numpy(), native.scope["resid_post", 2])
     assert body["choices"][0]["text"] == native.text
@@ -61,8 +61,8 @@ def test_a_native_scope_works_beside_a_faces_words(server, client):
     )
     assert [row["site"] for row in body["choices"][0]["scope"]["rows"]] == ["embed", "resid_post"]
     assert decode_activations(body)["residual_stream"].shape[0] == 1
-    both = client.complete(TEXT, Read("resid_post", [5]), vllm_xargs=words, **OPTIONS)
-    native = client.complete(TEXT, Add(VECTOR, layer=2), Read("resid_post", [5]), **OPTIONS)
+    both = client.complete(TEXT, Read("resid_post", layers=[5]), vllm_xargs=words, **OPTIONS)
+    native = client.complete(TEXT, Add(VECTOR, layer=2), Read("resid_post", layers=[5]), **OPTIONS)
     assert both.text == native.text
     assert np.array_equal(both.scope["resid_post", 5], native.scope["resid_post", 5])
 
@@ -130,7 +130,7 @@ def test_nothing_is_held_once_a_face_was_answered(server):
 
 def test_concurrent_requests_through_different_faces_are_as_if_alone(server):
     vector = json.dumps([SteeringVector(VECTOR[None], [2]).model_dump()])
-    native = xargs(Add(VECTOR, layer=2), Read("resid_post", [5]))
+    native = xargs(Add(VECTOR, layer=2), Read("resid_post", layers=[5]))
     bodies = [
         BODY,
         BODY | {"vllm_xargs": {"output_residual_stream": "[5]"}},

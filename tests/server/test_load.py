@@ -16,7 +16,7 @@ from vllm_scope import Probe, Read
 from vllm_scope.client import AsyncScopeClient
 
 TEXT = "My father told me about the book Goldette. Happily, it was"
-PROBE = Probe(np.linspace(-1, 1, 256, dtype=np.float32), 0.5, layer=3, name="ramp")
+PROBE = Probe(np.linspace(-1, 1, 256, dtype=np.float32), bias=0.5, layer=3, name="ramp")
 READ = Read("resid_post", layers=[0, 5])
 
 

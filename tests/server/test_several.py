@@ -70,7 +70,7 @@ def test_an_adapters_requests_read_and_score_its_model(model, client, adapter, r
 def test_queries_and_keys_come_by_head(tensors, client, ref):
     told = [entry["site"] for entry in client.info()["sites"]]
     assert told == ["embed", "resid_pre", "resid_post", "q", "k"]
-    reads = [Read("q", [0, 5]), Read("k", 5), Read("resid_post", 2)]
+    reads = [Read("q", layers=[0, 5]), Read("k", layer=5), Read("resid_post", layer=2)]
     out = client.complete(TEXT, *reads, scope_tensors=tensors, **OPTIONS)
     prompt_ids, ids = ids_of(out.raw["choices"][0], out.raw)
     expected = ref.attention([*prompt_ids, *ids][:-1])
@@ -241,7 +241,7 @@ def test_both_replicas_were_asked(several, client, ref):
 
 
 def test_many_streams_over_both_processes_are_right(several, ref):
-    probe = Probe(RAMP, 0.5, layer=3, name="ramp")
+    probe = Probe(RAMP, bias=0.5, layer=3, name="ramp")
     for one in clients(several, 8):
         scores = [
             float(score) for chunk in one.stream(TEXT, probe, **OPTIONS)

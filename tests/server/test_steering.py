@@ -90,11 +90,11 @@ def test_steering_in_a_body_equals_native_edits(within, server, client):
         words = {key: json.dumps(value) for key, value in words.items()}
         body = {"vllm_xargs": words | xargs(READ)["vllm_xargs"]}
         face = answered(server, BODY | body)["choices"][0]
-        beside = client.complete(TEXT, *TIERS, Clamp(W, 2.0, 2.0, layer=1), READ, **OPTIONS)
+        beside = client.complete(TEXT, *TIERS, Clamp(W, lo=2.0, hi=2.0, layer=1), READ, **OPTIONS)
         assert face["text"] == beside.text
         assert np.array_equal(rows_of(face)[0], beside.scope["resid_post", 2])
         return
-    check(server, client, words, *TIERS, Clamp(W, 2.0, 2.0, layer=1))
+    check(server, client, words, *TIERS, Clamp(W, lo=2.0, hi=2.0, layer=1))
 
 
 def of_formal(scale):
@@ -156,7 +156,7 @@ def capture(name, positions="all"):
 
 def test_a_capture_over_http_leaves_files_and_says_where(server, client):
     answer = answered(server, BODY | capture("q-1"))
-    native = client.complete(TEXT, Read("resid_post", [0, 2, 3]), **OPTIONS)
+    native = client.complete(TEXT, Read("resid_post", layers=[0, 2, 3]), **OPTIONS)
     check_files(answer["capture_results"], server, "q-1", native.scope)
     known = answered(server, BODY | capture("q-1"), operator=True)
     check_files(known["capture_results"], server, "q-1", native.scope, operator=True)
@@ -170,7 +170,7 @@ def test_the_last_chunk_of_a_stream_says_where_the_files_are(server, client):
     path = "/v1/chat/completions"
     chunks = events_of(server, path, body | capture("q-2", "all_generated"))
     told = [chunk["capture_results"] for chunk in chunks if "capture_results" in chunk]
-    read = Read("resid_post", [0, 2, 3], tokens="generated")
+    read = Read("resid_post", layers=[0, 2, 3], tokens="generated")
     native = client.chat(MESSAGES, read, **OPTIONS)
     assert len(told) == 1
     check_files(told[0], server, "q-2", native.scope)

@@ -133,8 +133,8 @@ _SITES = st.sampled_from(["resid_post", "resid_pre", "resid_mid", "post_block", 
 def reads(num_layers: int) -> st.SearchStrategy[Read]:
     layers, when = _layers(num_layers) | st.just("all"), st.sampled_from(["after", "before"])
     return st.one_of(
-        st.builds(Read, _SITES, layers, selectors(), when),
-        st.builds(Read, st.just("embed"), st.just("all"), selectors(), when),
+        st.builds(Read, _SITES, layers=layers, tokens=selectors(), when=when),
+        st.builds(Read, st.just("embed"), tokens=selectors(), when=when),
     )
 
 
@@ -143,11 +143,11 @@ def probes(num_layers: int, hidden_size: int) -> st.SearchStrategy[Probe]:
     return st.builds(
         Probe,
         arrays(hidden_size),
-        NUMBERS,
-        _SITES,
-        st.integers(0, num_layers - 1),
-        st.text(min_size=8, max_size=12),
-        selectors(),
+        bias=NUMBERS,
+        site=_SITES,
+        layer=st.integers(0, num_layers - 1),
+        name=st.text(min_size=8, max_size=12),
+        tokens=selectors(),
     )
 
 
@@ -171,12 +171,14 @@ def edits(draw: Any, num_layers: int, hidden_size: int) -> Edit:
             lo, hi = sorted((draw(NUMBERS), draw(NUMBERS)))
             lo, hi = draw(st.sampled_from([(lo, hi), (lo, hi), (None, hi), (lo, None)]))
             strength = draw(st.floats(0, 1))
-            return Clamp(draw(arrays(*shape)), lo, hi, tokens=tokens, strength=strength, **where)
+            return Clamp(
+                draw(arrays(*shape)), lo=lo, hi=hi, tokens=tokens, strength=strength, **where
+            )
     # From the start or from the prompt's end, so that none is named twice.
     places = st.lists(st.integers(0, 12), min_size=1, max_size=3, unique=True)
     positions = draw(places | places.map(lambda some: [-1 - p for p in some]))
     rows = arrays(*shape[:-1], len(positions), hidden_size)
-    return Replace(draw(rows), positions, **where)
+    return Replace(draw(rows), positions=positions, **where)
 
 
 def specs(

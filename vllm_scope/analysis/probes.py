@@ -125,7 +125,9 @@ class LinearProbe:
         if tokens is None:
             tokens = self.pooling if self.pooling in WORDS else "all"
         at = None if self.site == "embed" else self.layer
-        action = Probe(self.weight, self.bias, self.site, at, name, tokens)
+        action = Probe(
+            self.weight, bias=self.bias, site=self.site, layers=at, name=name, tokens=tokens
+        )
         served = checked_template(template)
         for doubt in doubts(name, self.pooling, action.tokens, self.template, served):
             if doubt not in self._told:  # type: ignore[attr-defined]

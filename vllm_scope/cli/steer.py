@@ -29,7 +29,11 @@ def _additions(module: str, scale: float) -> list[Action]:
         return [Add(module, scale=scale)]
     return [
         Add(
-            vector, site, None if site == "embed" else layer, scale, "".join(tier) or "all"
+            vector,
+            site=site,
+            layers=None if site == "embed" else layer,
+            scale=scale,
+            tokens="".join(tier) or "all",
         )
         for (site, layer, *tier), vector in load_vectors(module).placed()
-    ]  # fmt: skip
+    ]

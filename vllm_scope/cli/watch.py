@@ -109,7 +109,7 @@ def load(path: Path, layer: int | None, tokens: str | None, template: str) -> Wa
     pooling = place.get("pooling")
     tokens = tokens or ("generated" if pooling == "generated" else "all")
     at = None if place["site"] == "embed" else place["layer"]
-    action = Probe(weight, bias, place["site"], at, path.stem, tokens)
+    action = Probe(weight, bias=bias, site=place["site"], layers=at, name=path.stem, tokens=tokens)
     found = doubts(path.stem, pooling, tokens, place.get("template"), template)
     return Watched(action, _scale(path.stem, place), found)
 

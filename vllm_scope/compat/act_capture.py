@@ -122,7 +122,7 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
         if output.metrics is not None:
             output.metrics.extras = {"activation_manifest": output.activation_manifest}
 
-    read = Read(SITE, "all")
+    read = Read(SITE, layers="all")
     words = dict.fromkeys(("", ".site"), "the stream that VLLM_ACT_CAPTURE reads")
     return Translation((read,), decorate, paths=named([(read, words)]))
 

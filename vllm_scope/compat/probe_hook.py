@@ -76,7 +76,7 @@ class Options:
             if name != "layers" and not isinstance(value, bool):
                 raise SpecError(f"{name} is {shown(value)}; it is True or False.")
         with called(WORDS):
-            Read(SITE, self.layers)
+            Read(SITE, layers=self.layers)
         if not self.prefill and not self.decode:
             raise SpecError(
                 "nothing is captured: include_prefill and include_decode are both False."
@@ -94,10 +94,10 @@ class Options:
         found = []
         if self.prefill:
             tokens = "last_prompt" if self.last_prefill_token else "prompt"
-            found.append(Read(SITE, self.layers, tokens=tokens))
+            found.append(Read(SITE, layers=self.layers, tokens=tokens))
         if self.decode:
             some = Except("last", "prompt") if self.last_decode_token else "generated"
-            found.append(Read(SITE, self.layers, tokens=some))
+            found.append(Read(SITE, layers=self.layers, tokens=some))
         return found
 
     def params(self, given: SamplingParams | None) -> SamplingParams:
@@ -163,7 +163,7 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
     options = values[KEY]
     if not isinstance(options, Options):
         raise SpecError(f"{KEY} is set by LLM and AsyncLLM of this module.")
-    numbers = Read(SITE, options.layers).layer_numbers
+    numbers = Read(SITE, layers=options.layers).layer_numbers
     with called(WORDS):
         layers = [layer for _, layer in sites.find(SITE, numbers, "Read")]
 

@@ -77,7 +77,11 @@ POST, PRE = ("resid_post", 0), ("resid_pre", 1)
     ],
 )  # fmt: skip
 def test_no_name_stands_for_rows_on_the_other_side_of_an_edit(read, when, edited, same):
-    spec = Spec((Read(*read, when=when),), (), (Add([1.0] * 4, *edited),))
+    spec = Spec(
+        (Read(read[0], layer=read[1], when=when),),
+        (),
+        (Add([1.0] * 4, site=edited[0], layer=edited[1]),),
+    )
     at = np.arange(3)
     result = ScopeResult(
         (asked := spec.resolve(SITES)), SITES, [1, 2, 3, 4], 3,

@@ -71,7 +71,7 @@ def test_tiers_become_server_wide_edits_that_both_routes_show(http, engine):
     assert answer == {"status": "ok", "hook_points": ["post_block"], "layers_updated": [0, 1]}
     assert edits(engine) == as_json(
         Add([[2 * x for x in V]], layers=[1]), Add([W], layers=[0], tokens="generated"),
-        Clamp(D, -MAX_FLOAT32, 4.0, layers=[1], tokens="prompt"),
+        Clamp(D, lo=-MAX_FLOAT32, hi=4.0, layers=[1], tokens="prompt"),
     )  # fmt: skip
     assert http.get("/v1/scope/edits").json()["edits"] == json.loads(engine.text)["edits"]
     assert http.get("/v1/steering").json() == {
@@ -91,9 +91,9 @@ def test_a_set_changes_the_places_that_it_names_and_no_others(http, engine):
     put(http, "set", vectors={"post_block": {"0": V, "1": V}}, clamps=below)
     put(http, "set", vectors=hook(W), prefill_vectors=hook(V))
     added = [Add([V], layer=0), Add([W], layer=1), Add([V], layer=1, tokens="prompt")]
-    assert edits(engine) == as_json(*added, Clamp(D, -MAX_FLOAT32, 1, layer=1))
+    assert edits(engine) == as_json(*added, Clamp(D, lo=-MAX_FLOAT32, hi=1, layer=1))
     put(http, "set", clamps=hook([{"vector": D, "value": 2}, {"vector": V, "min": 0}]))
-    clamps = [Clamp(D, 2, 2, layer=1), Clamp(V, 0, MAX_FLOAT32, layer=1)]
+    clamps = [Clamp(D, lo=2, hi=2, layer=1), Clamp(V, lo=0, hi=MAX_FLOAT32, layer=1)]
     assert edits(engine) == as_json(*added, *clamps)
     put(http, "set", vectors=hook([0, 0, 0, 0]))
     assert edits(engine) == as_json(added[0], added[2], *clamps)
@@ -108,7 +108,7 @@ def test_edits_of_no_tier_stay_and_are_counted(http, engine):
         Add("formal", tokens="generated"), Ablate(D, layer=1), Add(V, layer="all"),
         Add(V, layer=1, norm_match=True),
     ]  # fmt: skip
-    clamp = Clamp(D, 0, 1, layer=0)
+    clamp = Clamp(D, lo=0, hi=1, layer=0)
     body = {"edits": as_json(*others, Add(V, layers=[0, 1], scale=0.5), clamp)}
     assert http.put("/v1/scope/edits", json=body).status_code == 200
     put(http, "set", vectors=hook(W, 0))

@@ -203,7 +203,7 @@ def test_probes_and_reads_are_counted_by_themselves():
 
     def translate(values, sites):
         said = [
-            (Read("resid_post", [1]), {"": "mine.rows"}),
+            (Read("resid_post", layers=[1]), {"": "mine.rows"}),
             (Add(V, layer=1), {"": "mine.add", ".tokens": "mine.where"}),
             (Read("embed"), {"": "mine.embed"}),
         ]
@@ -211,7 +211,7 @@ def test_probes_and_reads_are_counted_by_themselves():
 
     translators.register("a", ["a"], translate)
     translators.register("b", ["b"], translate)
-    probe = Probe(V, 0.0, layer=1, name="p")
+    probe = Probe(V, bias=0.0, layer=1, name="p")
     own = scope(Read("embed"), probe, Add(V, layer=0))
     params = translated(SimpleNamespace(extra_args=own | {"a": 1, "b": 2}), CONFIG, SITES)
     spec = Spec.from_json(params.extra_args["scope"])

@@ -238,17 +238,20 @@ def test_the_servers_edits_keep_what_a_name_meant_when_they_were_set(held):
         ),
         pytest.param(
             _text(Add(V, layer=0), Add(V, layer=0, tokens=[3])),
-            ["edits[1].tokens is [3]", "all, prompt, generated"], id="positions",
+            ["edits[1].tokens is [3]", "all, prompt, generated"],
+            id="positions",
         ),
         pytest.param(
             _text(Add(V, layer=0, tokens="last")), ["edits[0].tokens is 'last'"], id="the-last"
         ),
-        pytest.param(_text(Replace(V, [0], layer=0)), ["edits[0].tokens is [0]"], id="replace"),
+        pytest.param(
+            _text(Replace(V, positions=[0], layer=0)), ["edits[0].tokens is [0]"], id="replace"
+        ),
         pytest.param(_text(Add("m", layer=0)), ["'m', which this engine"], id="an-unknown-module"),
         pytest.param(_text(Add(V, layer=2)), ["does not tap"], id="an-untapped-layer"),
         pytest.param(_text(Add([1.0], layer=0)), ["rows have 4"], id="another-size"),
     ],
-)  # fmt: skip
+)
 def test_edits_that_cannot_be_are_refused_and_those_before_stay(text, words, held):
     before = held.set_edits(_text(Add(W, layer=0)))
     said = sentence(lambda: held.set_edits(text))

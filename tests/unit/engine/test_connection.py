@@ -38,7 +38,7 @@ def _connection(optimistic: bool) -> Connection:
 
 def _replace(positions: list[int]):
     rows = np.arange(1.0, 1.0 + 4 * len(positions)).reshape(-1, 4)
-    return Spec(edits=(Replace(rows, positions, layer=1),)).resolve(SITES)
+    return Spec(edits=(Replace(rows, positions=positions, layer=1),)).resolve(SITES)
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_the_cost_counts_the_positions_that_a_step_may_overshoot():
     [
         pytest.param(Add("m"), SpecError, "'m', which this engine does not hold", id="gone"),
         pytest.param(
-            Replace(np.arange(1.0, 25.0).reshape(6, 4), range(6), layer=0), CapacityError,
+            Replace(np.arange(1.0, 25.0).reshape(6, 4), positions=range(6), layer=0), CapacityError,
             "this engine has", id="too-large",
         ),
     ],

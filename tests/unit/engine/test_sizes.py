@@ -165,7 +165,7 @@ def test_without_graphs_a_token_may_take_any_number_of_taps():
 def test_a_request_is_checked_with_what_global_sinks_read_beside_it():
     sites = Sites(2, 64, "bfloat16", (0, 2, 4))  # rows of 8 slots
     own = Spec((Read("resid_post", codec="int8"),)).resolve(sites)  # of 5 slots each
-    more = Spec((Read("resid_post", 1, "generated", codec="fp16"),)).resolve(sites)
+    more = Spec((Read("resid_post", layer=1, tokens="generated", codec="fp16"),)).resolve(sites)
     ids = np.ones(3, np.int64)
 
     def program(asked: Resolved) -> RequestProgram:

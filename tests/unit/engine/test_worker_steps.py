@@ -42,7 +42,7 @@ from vllm_scope.worker.plan import Planner, StepBatch
 _PHASES = st.sampled_from(["all", "generated", "prompt"])
 _LAYERS = st.lists(st.integers(0, NUM_LAYERS - 1), min_size=1)
 _UNIFORM = st.lists(
-    st.builds(Read, st.sampled_from(["resid_post", "resid_pre"]), _LAYERS, _PHASES),
+    st.builds(Read, st.sampled_from(["resid_post", "resid_pre"]), layers=_LAYERS, tokens=_PHASES),
     min_size=1,
     max_size=2,
 ).map(lambda found: Spec(tuple(found)))
@@ -199,7 +199,9 @@ def _assert_same_plan(one, found) -> None:
 def test_a_request_that_cannot_be_planned_is_answered_and_the_others_are_served():
     with running_worker(EVERYWHERE, 100, num_programs=1) as (worker, sink):
         requests = [
-            Request(f"r{i}", 10 + i, Spec((Read("resid_post", [i], tokens=[0]),)), 2, [1] * 3)
+            Request(
+                f"r{i}", 10 + i, Spec((Read("resid_post", layers=[i], tokens=[0]),)), 2, [1] * 3
+            )
             for i in range(2)
         ]
         worker.add_requests([r.as_vllm_sends_it() for r in requests])
@@ -216,7 +218,7 @@ def test_a_request_that_cannot_be_planned_is_answered_and_the_others_are_served(
 
 def test_a_spec_that_is_wrong_is_answered():
     with running_worker(EVERYWHERE, 100) as (worker, sink):
-        request = Request("a", 10, Spec((Read("resid_post", [99]),)), 2, [1] * 3)
+        request = Request("a", 10, Spec((Read("resid_post", layers=[99]),)), 2, [1] * 3)
         worker.add_requests([request.as_vllm_sends_it()])
         assert len(worker._planner) == 0
     ((key, error),) = sink.finished
@@ -312,7 +314,7 @@ def test_a_worker_without_taps_takes_no_modules_and_no_edits_of_the_server():
 
 
 def test_what_the_servers_edits_make_of_a_request_is_measured_again():
-    reads = Spec((Read("resid_post", 0), Read("resid_post", 0, when="before")))
+    reads = Spec((Read("resid_post", layer=0), Read("resid_post", layer=0, when="before")))
     request = Request("r", 7, reads, 2, [1, 2, 3]).as_vllm_sends_it()
     with running_worker(EVERYWHERE, 64) as (worker, sink):
         worker.limits = replace(worker.limits, tap_slots=1)

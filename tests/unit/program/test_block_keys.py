@@ -40,7 +40,9 @@ def _chain(keys: BlockKeys, num_positions: int) -> list[bytes | None]:
         pytest.param(Add(V, layer=0, tokens="generated"), [False, False, True, True], id="rest"),
         pytest.param(Add(V, layer=0, tokens=[5]), [False, True, False, False], id="one-position"),
         pytest.param(Add(V, layer=0, tokens=[-1, 12]), [False, True, False, True], id="two"),
-        pytest.param(Replace([V, W], [2, 9], layer=0), [True, False, True, False], id="replace"),
+        pytest.param(
+            Replace([V, W], positions=[2, 9], layer=0), [True, False, True, False], id="replace"
+        ),
         pytest.param(Add(V, layer=0, tokens=[99]), [False] * 4, id="none-that-is-here"),
     ],
 )
@@ -55,28 +57,34 @@ def test_a_block_has_a_key_where_one_of_its_tokens_is_edited(edit, edited):
         pytest.param(Add(V, layer=0), Add(V, layer=0, tokens=slice(0, 4)), True, id="same-tokens"),
         pytest.param(Add(V, layer=0), Add(V, layer=0, tokens="prompt"), True, id="prompt-or-all"),
         pytest.param(
-            Add(V, layer=0, tokens=Except(TokenIds(1), "generated")), Add(V, layer=0), True,
+            Add(V, layer=0, tokens=Except(TokenIds(1), "generated")),
+            Add(V, layer=0),
+            True,
             id="picked-by-id",
         ),
         pytest.param(
-            Replace([V, W], [1, 9], layer=0), Replace([V, W], [1, 5], layer=0), True,
+            Replace([V, W], positions=[1, 9], layer=0),
+            Replace([V, W], positions=[1, 5], layer=0),
+            True,
             id="a-replacement-that-differs-further-on",
         ),
         pytest.param(Add(V, layer=0), Add(W, layer=0), False, id="another-vector"),
         pytest.param(Add(V, layer=0), Add(V, layer=0, scale=1.5), False, id="another-scale"),
         pytest.param(Add(V, layer=0), Add(V, layer=1), False, id="another-layer"),
-        pytest.param(Add(V, layer=0), Add(V, "resid_pre", 1), False, id="another-side"),
+        pytest.param(Add(V, layer=0), Add(V, site="resid_pre", layer=1), False, id="another-side"),
         pytest.param(Add(V, layer=0), Ablate(V, layer=0), False, id="another-kind"),
         pytest.param(Add(V, layer=0), Add(V, layer=0, tokens=[0, 1, 2]), False, id="fewer-tokens"),
         pytest.param(
             Add(V, layer=0, tokens=[1]), Add(V, layer=0, tokens=[2]), False, id="another-token"
         ),
         pytest.param(
-            Replace([V, W], [1, 2], layer=0), Replace([V, W], [2, 1], layer=0), False,
+            Replace([V, W], positions=[1, 2], layer=0),
+            Replace([V, W], positions=[2, 1], layer=0),
+            False,
             id="rows-the-other-way-round",
         ),
     ],
-)  # fmt: skip
+)
 def test_blocks_are_shared_where_the_same_edits_fall_on_the_same_tokens(one, other, same):
     assert (_keys(one).key(0, BLOCK) == _keys(other).key(0, BLOCK)) is same
 
@@ -152,7 +160,7 @@ def test_a_block_key_costs_the_distinct_selectors_and_not_the_edits():
     sites = Sites(16, 4, "float32", tuple(range(33)))
     rows = np.arange(1.0, 4001.0).reshape(1000, 4)
     adds = [Add([1.0 + i, 0, 0, 0], layers="all", tokens=[i % 16, 700]) for i in range(128)]
-    replaced = [Replace(rows * i, range(1000), layer=i % 16) for i in range(1, 65)]
+    replaced = [Replace(rows * i, positions=range(1000), layer=i % 16) for i in range(1, 65)]
     edits = Spec(edits=(*adds, *replaced)).resolve(sites).edits
     keys = BlockKeys(edits, 1024, np.ones(1024, np.int64))
     keys.key(0, 16)

@@ -258,49 +258,88 @@ def test_what_turns_out_to_be_asked_for_is_always_delivered(spec, probed, prompt
 @pytest.mark.parametrize(
     ("actions", "points"),
     [
-        pytest.param([Read("resid_post", 0)], [(2, 0)], id="nothing-edits"),
+        pytest.param([Read("resid_post", layer=0)], [(2, 0)], id="nothing-edits"),
         pytest.param(
-            [Read("resid_post", 0), Read("resid_pre", 1), Read("resid_pre", 1, when="before")],
-            [(2, 0)], id="three-names-of-one-row",
+            [
+                Read("resid_post", layer=0),
+                Read("resid_pre", layer=1),
+                Read("resid_pre", layer=1, when="before"),
+            ],
+            [(2, 0)],
+            id="three-names-of-one-row",
         ),
         pytest.param(
-            [Read("resid_post", 0), Add(V, layer=0)], [(2, 1)], id="after-an-edit-of-its-own-site"
+            [Read("resid_post", layer=0), Add(V, layer=0)],
+            [(2, 1)],
+            id="after-an-edit-of-its-own-site",
         ),
         pytest.param(
-            [Read("resid_post", 0, when="before"), Add(V, layer=0)], [(2, 0)], id="before-it"
+            [Read("resid_post", layer=0, when="before"), Add(V, layer=0)], [(2, 0)], id="before-it"
         ),
         pytest.param(
-            [Read("resid_post", 0), Read("resid_post", 0, when="before"), Add(V, layer=0)],
-            [(2, 0), (2, 1)], id="on-both-sides",
+            [
+                Read("resid_post", layer=0),
+                Read("resid_post", layer=0, when="before"),
+                Add(V, layer=0),
+            ],
+            [(2, 0), (2, 1)],
+            id="on-both-sides",
         ),
         pytest.param(
-            [Read("resid_pre", 1), Add(V, layer=0)], [(2, 1)], id="the-next-entry-sees-the-edit"
+            [Read("resid_pre", layer=1), Add(V, layer=0)],
+            [(2, 1)],
+            id="the-next-entry-sees-the-edit",
         ),
         pytest.param(
-            [Read("resid_post", 0), Add(V, "resid_pre", 1)], [(2, 0)],
+            [Read("resid_post", layer=0), Add(V, site="resid_pre", layer=1)],
+            [(2, 0)],
             id="an-exit-does-not-see-the-next-entry's-edit",
         ),
         pytest.param(
-            [Read("resid_post", 0), Read("resid_pre", 1), Add(V, "resid_pre", 1)],
-            [(2, 0), (2, 2)], id="around-the-entry's-edit",
+            [
+                Read("resid_post", layer=0),
+                Read("resid_pre", layer=1),
+                Add(V, site="resid_pre", layer=1),
+            ],
+            [(2, 0), (2, 2)],
+            id="around-the-entry's-edit",
         ),
         pytest.param(
-            [Read("resid_post", 0, when="before"), Read("resid_post", 0), Read("resid_pre", 1),
-             Add(V, layer=0), Add(V, "resid_pre", 1)],
-            [(2, 0), (2, 1), (2, 2)], id="all-three",
+            [
+                Read("resid_post", layer=0, when="before"),
+                Read("resid_post", layer=0),
+                Read("resid_pre", layer=1),
+                Add(V, layer=0),
+                Add(V, site="resid_pre", layer=1),
+            ],
+            [(2, 0), (2, 1), (2, 2)],
+            id="all-three",
         ),
         pytest.param(
-            [Read("resid_pre", 1, when="before"), Add(V, layer=0), Add(V, "resid_pre", 1)],
-            [(2, 1)], id="between-the-two",
+            [
+                Read("resid_pre", layer=1, when="before"),
+                Add(V, layer=0),
+                Add(V, site="resid_pre", layer=1),
+            ],
+            [(2, 1)],
+            id="between-the-two",
         ),
-        pytest.param([Read("embed"), Add(V, "embed")], [(0, 1)], id="the-embedding"),
+        pytest.param([Read("embed"), Add(V, site="embed")], [(0, 1)], id="the-embedding"),
         pytest.param(
-            [Read("resid_pre", 0), Add(V, "embed")], [(0, 1)], id="the-first-entry-after-it"
+            [Read("resid_pre", layer=0), Add(V, site="embed")],
+            [(0, 1)],
+            id="the-first-entry-after-it",
         ),
-        pytest.param([Read("resid_mid", 0), Add(V, "resid_mid", 0)], [(1, 1)], id="the-middle"),
-        pytest.param([Read("resid_post", 1), Add(V, layer=0)], [(4, 0)], id="an-edit-elsewhere"),
+        pytest.param(
+            [Read("resid_mid", layer=0), Add(V, site="resid_mid", layer=0)],
+            [(1, 1)],
+            id="the-middle",
+        ),
+        pytest.param(
+            [Read("resid_post", layer=1), Add(V, layer=0)], [(4, 0)], id="an-edit-elsewhere"
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_row_is_read_once_at_the_first_point_that_sees_it_so(actions, points):
     program = _compile(_spec(*actions), [1, 1, 1])
     ((_, count, one),) = program.runs(0, 5)
@@ -310,7 +349,7 @@ def test_a_row_is_read_once_at_the_first_point_that_sees_it_so(actions, points):
 
 def test_where_a_read_looks_does_not_depend_on_which_tokens_an_edit_takes():
     # Or a request's rows of one stream would lie under two points.
-    program = _compile(_spec(Read("resid_post", 0), Add(V, layer=0, tokens=[1])), [1, 1, 1])
+    program = _compile(_spec(Read("resid_post", layer=0), Add(V, layer=0, tokens=[1])), [1, 1, 1])
     layouts = {one.layout for _, _, one in program.runs(0, 5)}
     assert layouts == {Layout((point_of(2, 1),))}
     assert [(o, n) for o, n, _ in program.runs(0, 5)] == [(0, 1), (1, 1), (2, 3)]
@@ -326,7 +365,7 @@ def test_edits_of_a_site_apply_in_the_order_given():
 
 def test_a_layout_is_rows_and_then_scores():
     spec = _spec(
-        Read("resid_post", [0, 1]), Read("embed"),
+        Read("resid_post", layers=[0, 1]), Read("embed"),
         *(Probe(V, layer=i % 2, name=f"{i}") for i in range(5)),
     )  # fmt: skip
     ((_, _, program),) = _compile(spec, [1]).runs(0, 1)
@@ -343,7 +382,7 @@ def test_a_layout_is_rows_and_then_scores():
 
 def test_the_rows_of_a_replacement_go_to_their_positions():
     rows = [[float(i), 0, 0, 1] for i in range(3)]
-    program = _compile(_spec(Replace(rows, [4, -1, 0], layer=0)), [1, 1, 1])
+    program = _compile(_spec(Replace(rows, positions=[4, -1, 0], layer=0)), [1, 1, 1])
     found = [(o, n, p.taps[0][1][0].vector) for o, n, p in program.runs(0, 6)]
     rows_of = [(o, n, None if v is None else v.numpy[0]) for o, n, v in found]
     assert rows_of == [(0, 1, 2), (1, 1, None), (2, 1, 1), (3, 1, None), (4, 1, 0), (5, 1, None)]
@@ -356,7 +395,9 @@ def test_the_rows_of_a_replacement_go_to_their_positions():
     ("actions", "cost"),
     [
         pytest.param([Read("embed")], Cost(0, 1, 1), id="a-read"),
-        pytest.param([Read("resid_post", [0, 1], "prompt")], Cost(0, 1, 2), id="two-layers"),
+        pytest.param(
+            [Read("resid_post", layers=[0, 1], tokens="prompt")], Cost(0, 1, 2), id="two-layers"
+        ),
         # With an edit, each token is checked once, at the last tap.
         pytest.param([Add(V, layer=0)], Cost(1, 1, 1 + 1), id="an-edit"),
         pytest.param([Add(V, layer=[0, 1])], Cost(1, 1, 2 + 1), id="one-vector-at-two-layers"),
@@ -365,17 +406,25 @@ def test_the_rows_of_a_replacement_go_to_their_positions():
             [Add(V, layer=0), Add(V, layer=0, tokens="prompt")], Cost(1, 2, 3 + 2), id="two-phases"
         ),
         pytest.param(
-            [Ablate(V, layer=0), Ablate(np.array(V) * 2, layer=1)], Cost(1, 1, 2 + 1),
+            [Ablate(V, layer=0), Ablate(np.array(V) * 2, layer=1)],
+            Cost(1, 1, 2 + 1),
             id="one-direction-of-two-lengths",
         ),
-        pytest.param([Replace([V, W], [0, 1], layer=0)], Cost(2, 3, 2 + 3), id="two-rows"),
-        pytest.param([Replace(V, [50], layer=0)], Cost(0, 1, 0 + 1), id="past-the-end"),
         pytest.param(
-            [Probe(V, layer=0, name="a"), Probe(V, layer=0, name="b"), Clamp(V, 0, 1, layer=0)],
-            Cost(2, 1, 3 + 1), id="probes-and-a-clamp",
+            [Replace([V, W], positions=[0, 1], layer=0)], Cost(2, 3, 2 + 3), id="two-rows"
+        ),
+        pytest.param([Replace(V, positions=[50], layer=0)], Cost(0, 1, 0 + 1), id="past-the-end"),
+        pytest.param(
+            [
+                Probe(V, layer=0, name="a"),
+                Probe(V, layer=0, name="b"),
+                Clamp(V, lo=0, hi=1, layer=0),
+            ],
+            Cost(2, 1, 3 + 1),
+            id="probes-and-a-clamp",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_request_costs_distinct_vectors_programs_and_their_operations(actions, cost):
     assert _compile(_spec(*actions), [1, 1, 1]).cost(10) == cost
 
@@ -383,7 +432,9 @@ def test_a_request_costs_distinct_vectors_programs_and_their_operations(actions,
 @pytest.mark.parametrize(
     ("actions", "cost"),
     [
-        pytest.param([Replace([V, W, V], [0, 1, 2], layer=0)], Cost(2, 3, 2 + 3), id="equal-rows"),
+        pytest.param(
+            [Replace([V, W, V], positions=[0, 1, 2], layer=0)], Cost(2, 3, 2 + 3), id="equal-rows"
+        ),
         pytest.param([Read("embed"), Read("embed", tokens=[0])], Cost(0, 1, 1), id="read-twice"),
     ],
 )
@@ -407,7 +458,7 @@ def test_a_cost_fits_where_each_of_its_parts_does():
         ([Probe(V, layer=0, name="p", tokens="generated")], True, True),
         ([Add(V, layer=0)], True, True),
         ([Read("embed"), Add(V, layer=0, tokens=[0])], True, False),
-        ([Replace(V, [0], layer=0)], True, False),
+        ([Replace(V, positions=[0], layer=0)], True, False),
     ],
 )
 def test_a_request_knows_what_it_needs(actions, has, uniform):
@@ -417,7 +468,7 @@ def test_a_request_knows_what_it_needs(actions, has, uniform):
 
 
 NOTHING_HERE = [
-    pytest.param((Read("resid_post", 1),), (0, 1), True, id="a-read-of-another-stage"),
+    pytest.param((Read("resid_post", layer=1),), (0, 1), True, id="a-read-of-another-stage"),
     pytest.param((Add(V, layer=0), Read("embed")), (1,), True, id="edits-of-another-stage"),
     pytest.param((Read("embed"),), EVERYWHERE, False, id="reads-on-a-rank-that-delivers-nothing"),
 ]
@@ -461,7 +512,7 @@ def test_programs_are_remembered_up_to_so_many_bytes_of_all_specs(monkeypatch):
     kept = []
     for n in range(24):
         rows = np.arange(n, n + 256.0).reshape(64, 4) + 1
-        asked = Spec(edits=(Replace(rows, range(64), layer=1),)).resolve(sites)
+        asked = Spec(edits=(Replace(rows, positions=range(64), layer=1),)).resolve(sites)
         program = RequestProgram.compile(asked, sites, here, 64, ids)
         if n == 2:
             tracemalloc.start()
@@ -492,7 +543,7 @@ def test_a_request_whose_tokens_are_treated_in_too_many_ways_builds_nothing(
 ):
     sites = Sites(32, 4, "float32", tuple(range(65)))
     reads = [
-        Read("resid_post", layers, tokens=[p for p in range(4096) if p >> bit & 1])
+        Read("resid_post", layers=layers, tokens=[p for p in range(4096) if p >> bit & 1])
         for bit in range(bits)
     ]
     probes = [
@@ -525,7 +576,7 @@ def test_programs_go_with_the_spec_that_they_are_of():
 def test_a_long_replacement_is_not_built_before_its_rows_are_counted(monkeypatch):
     sites = Sites(2, 4, "float32", (0, 2, 4))
     rows = np.arange(1.0, 1.0 + 4 * 60_000).reshape(-1, 4)
-    asked = Spec(edits=(Replace(rows, range(60_000), layer=1),)).resolve(sites)
+    asked = Spec(edits=(Replace(rows, positions=range(60_000), layer=1),)).resolve(sites)
     monkeypatch.setattr(compiling, "Op", lambda *_: pytest.fail("built"))
     ids = np.ones(60_000, np.int64)
     program = RequestProgram.compile(asked, sites, frozenset((0, 2, 4)), 60_000, ids)
@@ -535,7 +586,7 @@ def test_a_long_replacement_is_not_built_before_its_rows_are_counted(monkeypatch
 
 def test_a_direction_for_all_layers_is_normalised_once():
     sites = Sites(32, 4, "float32", tuple(range(65)))
-    asked = Spec(edits=(Ablate(V, layers="all"), Clamp(V, 0, 1, layers="all"))).resolve(sites)
+    asked = Spec(edits=(Ablate(V, layers="all"), Clamp(V, lo=0, hi=1, layers="all"))).resolve(sites)
     ids = np.ones(4, np.int64)
     program = RequestProgram.compile(asked, sites, frozenset(sites.boundaries), 4, ids)
     (one,) = program.all_programs(4)

@@ -116,8 +116,8 @@ _READS = st.lists(
     st.builds(
         Read,
         st.sampled_from([site for site in SITES if site != "embed"]),
-        st.sampled_from([[0], [1], [0, 1]]),
-        selectors(),
+        layers=st.sampled_from([[0], [1], [0, 1]]),
+        tokens=selectors(),
         codec=st.sampled_from([None, None, "int8", "fp16", {"name": "topk8", "k": 2}]),
     ),
     min_size=1,
@@ -281,7 +281,7 @@ def test_every_row_comes_back_as_its_tap_saw_it(asked, dtype, tap_by_tap, seed):
 
 @pytest.mark.parametrize("deaf", ["q", "v", "z", "resid_post"])
 def test_the_canary_names_a_tap_that_wrote_nothing_whatever_its_width(deaf):
-    step = Step([Spec((Read("resid_post", 0),))], torch.float32, 0)
+    step = Step([Spec((Read("resid_post", layer=0),))], torch.float32, 0)
     silent = boundary_of((deaf, 1))
     num_slots = sum(step.widths.row_slots[kind_of(boundary)] for boundary in EVERYWHERE)
     arena = step.arena(num_slots + 3)
@@ -319,7 +319,7 @@ def test_an_edit_in_json_is_refused_at_its_path():
 def test_what_is_not_tapped_is_refused_with_what_to_start():
     sites = Sites(2, 6, "float32", (0, 2, 4))
     assert sites.row_sizes == (6,)
-    for read in (Read("q"), Read("z", 1), Read("k", codec="int8")):
+    for read in (Read("q"), Read("z", layer=1), Read("k", codec="int8")):
         with pytest.raises(SpecError, match=f"'{read.site}'.* additional_config"):
             Spec((read,)).resolve(sites)
 

@@ -35,7 +35,9 @@ NAN, INF = float("nan"), float("inf")
         pytest.param(lambda: Add([True], layer=1), "[True]", "a list of numbers", id="bools"),
         pytest.param(lambda: Add([1j], layer=1), "[1j]", "a list of numbers", id="complex"),
         pytest.param(
-            lambda: Add(torch.ones(1, dtype=torch.complex64), layer=1), "1.+0.j", "list of numbers",
+            lambda: Add(torch.ones(1, dtype=torch.complex64), layer=1),
+            "1.+0.j",
+            "list of numbers",
             id="a-complex-tensor",
         ),
         pytest.param(
@@ -56,13 +58,19 @@ NAN, INF = float("nan"), float("inf")
         ),
         pytest.param(lambda: Add(V), "Add has no layer", "'all'", id="add-without-a-layer"),
         pytest.param(lambda: Ablate(V), "Ablate has no layer", "'all'", id="ablate-without-one"),
-        pytest.param(lambda: Replace(V, 0), "Replace has no layer", "'all'", id="replace-without"),
+        pytest.param(
+            lambda: Replace(V, positions=0), "Replace has no layer", "'all'", id="replace-without"
+        ),
         pytest.param(
             lambda: Add(V, layer=1, layers=1), "layer and layers", "one of them", id="twice-a-layer"
         ),
         pytest.param(lambda: Add(V, layer=-1), "-1", "site='embed'", id="layer-minus-one"),
-        pytest.param(lambda: Add(V, "attention", 1), "'attention'", "resid_post", id="a-site"),
-        pytest.param(lambda: Add(V, "embed", 2), "2", "has no layers", id="embed-with-a-layer"),
+        pytest.param(
+            lambda: Add(V, site="attention", layer=1), "'attention'", "resid_post", id="a-site"
+        ),
+        pytest.param(
+            lambda: Add(V, site="embed", layer=2), "2", "has no layers", id="embed-with-a-layer"
+        ),
         pytest.param(lambda: Add(V, layer=1, tokens="first"), "'first'", "last_prompt", id="word"),
         pytest.param(lambda: Add(V, layer=1, scale="2"), "'2'", "it is a number", id="scale-text"),
         pytest.param(lambda: Add(V, layer=1, scale=True), "True", "it is a number", id="bool"),
@@ -78,42 +86,82 @@ NAN, INF = float("nan"), float("inf")
         pytest.param(
             lambda: Ablate([V, ZERO], layer=[0, 1]), "direction is zero", "length", id="one-of-two"
         ),
-        pytest.param(lambda: Clamp(ZERO, 0, 1, layer=1), "direction is zero", "length", id="clamp"),
-        pytest.param(lambda: Clamp(V, 2, 1, layer=1), "lo is 2 and hi 1", "not above", id="lo-hi"),
-        pytest.param(lambda: Clamp(V, NAN, 1, layer=1), "lo is nan", "finite", id="lo-nan"),
-        pytest.param(lambda: Clamp(V, INF, 1, layer=1), "lo is inf", "finite", id="lo-infinite"),
-        pytest.param(lambda: Clamp(V, 0, -INF, layer=1), "hi is -inf", "finite", id="hi-infinite"),
-        pytest.param(lambda: Clamp(V, layer=1), "no bound", "lo, hi or both", id="no-bound-at-all"),
-        pytest.param(lambda: Clamp(V, -INF, INF, layer=1), "no bound", "lo, hi", id="all-inside"),
         pytest.param(
-            lambda: Clamp(V, 0, 1, layer=1, strength=1.5), "strength is 1.5", "0 to 1",
+            lambda: Clamp(ZERO, lo=0, hi=1, layer=1), "direction is zero", "length", id="clamp"
+        ),
+        pytest.param(
+            lambda: Clamp(V, lo=2, hi=1, layer=1), "lo is 2 and hi 1", "not above", id="lo-hi"
+        ),
+        pytest.param(lambda: Clamp(V, lo=NAN, hi=1, layer=1), "lo is nan", "finite", id="lo-nan"),
+        pytest.param(
+            lambda: Clamp(V, lo=INF, hi=1, layer=1), "lo is inf", "finite", id="lo-infinite"
+        ),
+        pytest.param(
+            lambda: Clamp(V, lo=0, hi=-INF, layer=1), "hi is -inf", "finite", id="hi-infinite"
+        ),
+        pytest.param(lambda: Clamp(V, layer=1), "no bound", "lo, hi or both", id="no-bound-at-all"),
+        pytest.param(
+            lambda: Clamp(V, lo=-INF, hi=INF, layer=1), "no bound", "lo, hi", id="all-inside"
+        ),
+        pytest.param(
+            lambda: Clamp(V, lo=0, hi=1, layer=1, strength=1.5),
+            "strength is 1.5",
+            "0 to 1",
             id="strength-above-1",
         ),
         pytest.param(
-            lambda: Clamp(V, 0, 1, layer=1, strength=True), "strength is True", "a number",
+            lambda: Clamp(V, lo=0, hi=1, layer=1, strength=True),
+            "strength is True",
+            "a number",
             id="strength-no-number",
         ),
-        pytest.param(lambda: Clamp(V, "0", 1, layer=1), "lo is '0'", "a number", id="lo-is-text"),
         pytest.param(
-            lambda: Replace([V, V], [0], layer=1), "2 rows", "1 positions", id="more-rows"
-        ),
-        pytest.param(lambda: Replace(V, [0, 1], layer=1), "1 rows", "2 positions", id="fewer-rows"),
-        pytest.param(lambda: Replace([V, V], [3, 3], layer=1), "position twice", ".", id="twice"),
-        pytest.param(lambda: Replace(V, [], layer=1), "empty", "at least one", id="no-position"),
-        pytest.param(lambda: Replace(V, [True], layer=1), "True", "whole numbers", id="bool-place"),
-        pytest.param(lambda: Replace(V, ["0"], layer=1), "'0'", "whole numbers", id="text-place"),
-        pytest.param(lambda: Replace(V, "last", layer=1), "'last'", "list of positions", id="last"),
-        pytest.param(
-            lambda: Replace(V, slice(0, 1), layer=1), "slice(0", "list of positions", id="a-slice"
+            lambda: Clamp(V, lo="0", hi=1, layer=1), "lo is '0'", "a number", id="lo-is-text"
         ),
         pytest.param(
-            lambda: Replace(V, TokenIds(1), layer=1), "TokenIds", "list of positions", id="ids"
+            lambda: Replace([V, V], positions=[0], layer=1), "2 rows", "1 positions", id="more-rows"
         ),
         pytest.param(
-            lambda: Replace([[V], [V], [V]], [0], layer=[0, 1]), "3 rows", "2 layers", id="layers"
+            lambda: Replace(V, positions=[0, 1], layer=1), "1 rows", "2 positions", id="fewer-rows"
         ),
         pytest.param(
-            lambda: Replace([[[V]]], [0], layer=1), "(1, 1, 1, 4)", "1 to 3 dimensions", id="deep"
+            lambda: Replace([V, V], positions=[3, 3], layer=1), "position twice", ".", id="twice"
+        ),
+        pytest.param(
+            lambda: Replace(V, positions=[], layer=1), "empty", "at least one", id="no-position"
+        ),
+        pytest.param(
+            lambda: Replace(V, positions=[True], layer=1), "True", "whole numbers", id="bool-place"
+        ),
+        pytest.param(
+            lambda: Replace(V, positions=["0"], layer=1), "'0'", "whole numbers", id="text-place"
+        ),
+        pytest.param(
+            lambda: Replace(V, positions="last", layer=1), "'last'", "list of positions", id="last"
+        ),
+        pytest.param(
+            lambda: Replace(V, positions=slice(0, 1), layer=1),
+            "slice(0",
+            "list of positions",
+            id="a-slice",
+        ),
+        pytest.param(
+            lambda: Replace(V, positions=TokenIds(1), layer=1),
+            "TokenIds",
+            "list of positions",
+            id="ids",
+        ),
+        pytest.param(
+            lambda: Replace([[V], [V], [V]], positions=[0], layer=[0, 1]),
+            "3 rows",
+            "2 layers",
+            id="layers",
+        ),
+        pytest.param(
+            lambda: Replace([[[V]]], positions=[0], layer=1),
+            "(1, 1, 1, 4)",
+            "1 to 3 dimensions",
+            id="deep",
         ),
         pytest.param(lambda: Probe(V, layer=1), "''", "1 to 200 characters", id="probe-no-name"),
         pytest.param(lambda: Probe(V, name=7, layer=1), "7", "a string", id="a-number-as-name"),
@@ -125,11 +173,13 @@ NAN, INF = float("nan"), float("inf")
         pytest.param(
             lambda: Probe(V, name="p", layer=[1, 2]), "[1, 2]", "one layer", id="probe-at-two"
         ),
-        pytest.param(lambda: Probe(V, INF, layer=1, name="p"), "inf", "finite", id="bias-infinite"),
+        pytest.param(
+            lambda: Probe(V, bias=INF, layer=1, name="p"), "inf", "finite", id="bias-infinite"
+        ),
         pytest.param(lambda: Read("embed", when="now"), "'now'", "after, before", id="when"),
         pytest.param(lambda: Read("embed", when=None), "None", "after, before", id="when-none"),
     ],
-)  # fmt: skip
+)
 def test_an_action_that_cannot_be_names_what_came_and_what_is_allowed(make, came, allowed):
     text = sentence(make)
     assert came in text
@@ -269,7 +319,7 @@ def test_a_number_too_large_for_a_float_is_a_spec_error():
     "make",
     [
         pytest.param(lambda: Add(V, layer=1, scale=1e39), id="scale"),
-        pytest.param(lambda: Probe(V, 1e39, layer=1, name="p"), id="bias"),
+        pytest.param(lambda: Probe(V, bias=1e39, layer=1, name="p"), id="bias"),
     ],
 )
 def test_a_number_that_is_infinite_in_float32_is_refused(make):

@@ -83,24 +83,33 @@ def test_equal_numbers_of_another_shape_are_other_content():
     ("one", "other"),
     [
         pytest.param(Add(V, layer=[1]), Add(V, layers=1), id="layer-and-layers"),
-        pytest.param(Add(V, "post_block", 1), Add(V, "resid_post", 1), id="an-alias"),
-        pytest.param(Add(V, "embed"), Add(V, "embed", 0), id="embed-is-layer-0"),
+        pytest.param(
+            Add(V, site="post_block", layer=1), Add(V, site="resid_post", layer=1), id="an-alias"
+        ),
+        pytest.param(Add(V, site="embed"), Add(V, site="embed", layer=0), id="embed-is-layer-0"),
         pytest.param(Add("m"), Add({"module": "m"}), id="a-module-by-name"),
         pytest.param(Add("m"), Add(Module("m"), layer="all"), id="a-module-everywhere"),
         pytest.param(Add(V, layer=1, scale=2), Add(V, layer=1, scale=np.float32(2)), id="scale"),
         pytest.param(
             Add(V, layer=1, scale=2), Add(V, layer=1, scale=torch.tensor(2.0)), id="scale-of-torch"
         ),
-        pytest.param(Replace(V, 3, layer=1), Replace([V], [3], layer=1), id="one-position"),
         pytest.param(
-            Replace([V, V], range(2), layer=1), Replace([V, V], [0, 1], layer=1), id="a-range"
+            Replace(V, positions=3, layer=1),
+            Replace([V], positions=[3], layer=1),
+            id="one-position",
         ),
         pytest.param(
-            Replace([V, V], torch.tensor([4, 2]), layer=1), Replace([V, V], (4, 2), layer=1),
+            Replace([V, V], positions=range(2), layer=1),
+            Replace([V, V], positions=[0, 1], layer=1),
+            id="a-range",
+        ),
+        pytest.param(
+            Replace([V, V], positions=torch.tensor([4, 2]), layer=1),
+            Replace([V, V], positions=(4, 2), layer=1),
             id="a-tensor",
         ),
     ],
-)  # fmt: skip
+)
 def test_an_action_is_the_same_in_any_spelling(one, other):
     assert one == other
     assert hash(one) == hash(other)
@@ -108,10 +117,17 @@ def test_an_action_is_the_same_in_any_spelling(one, other):
 
 
 @pytest.mark.parametrize(
-    "action", [Add(V, layer=2), Ablate(V, layers=[2]), Clamp(V, 0, 1, layer=2),
-               Replace(V, 0, layer=2), Probe(V, layer=2, name="p"), Read("resid_post", 2)],
+    "action",
+    [
+        Add(V, layer=2),
+        Ablate(V, layers=[2]),
+        Clamp(V, lo=0, hi=1, layer=2),
+        Replace(V, positions=0, layer=2),
+        Probe(V, layer=2, name="p"),
+        Read("resid_post", layer=2),
+    ],
     ids=lambda action: action.kind,
-)  # fmt: skip
+)
 def test_an_action_shows_its_layers(action):
     assert "layers=(2,)" in repr(action)
     assert "layer=" not in repr(action)
@@ -125,7 +141,7 @@ def test_the_order_of_layers_is_kept_where_each_has_its_row():
 
 
 def test_the_rows_of_a_replacement_stay_with_their_positions():
-    edit = Replace([V, ZERO], [5, 2], layer=0)
+    edit = Replace([V, ZERO], positions=[5, 2], layer=0)
     (resolved,) = Spec(edits=(edit,)).resolve(SITES).edits
     assert resolved.positions == (5, 2)
     assert resolved.values.numpy.tolist() == [V, ZERO]
@@ -152,7 +168,7 @@ def test_numbers_survive_their_json_bit_by_bit(probe, edit):
 
 
 def test_edits_of_one_spec_keep_their_order_and_kinds():
-    actions = (Ablate(V, layer=1), Add(V, layer=1), Clamp(V, 0, 1, layer=1), Add(V, layer=0))
+    actions = (Ablate(V, layer=1), Add(V, layer=1), Clamp(V, lo=0, hi=1, layer=1), Add(V, layer=0))
     spec = Spec.from_json(scope(Read("embed"), *actions)["scope"])
     assert spec.edits == actions
     assert {type(edit) for edit in spec.edits} <= set(KINDS.values())
@@ -169,7 +185,9 @@ def test_edits_of_one_spec_keep_their_order_and_kinds():
             Ablate([[1.0] * 3] * 2, layer=[0, 1]), ["edits[0].direction has 3", "have 4"], id="rows"
         ),
         pytest.param(
-            Replace([[1.0] * 3], [0], layer=1), ["edits[0].values has 3", "have 4"], id="replace"
+            Replace([[1.0] * 3], positions=[0], layer=1),
+            ["edits[0].values has 3", "have 4"],
+            id="replace",
         ),
         pytest.param(
             Probe([1.0], layer=1, name="p"), ["probes[0].weight has 1", "have 4"], id="probe"
@@ -185,7 +203,9 @@ def test_edits_of_one_spec_keep_their_order_and_kinds():
             Add("one", layer=2), ["edits[0].layers", "'one'", "it has resid_post 1"], id="no-vector"
         ),
         pytest.param(
-            Add("one", "resid_pre", layer=1), ["of 'resid_pre'", "resid_post 1"], id="another-site"
+            Add("one", site="resid_pre", layer=1),
+            ["of 'resid_pre'", "resid_post 1"],
+            id="another-site",
         ),
     ],
 )
@@ -213,12 +233,12 @@ def test_a_module_applies_where_it_has_vectors_or_at_the_layers_that_are_named()
     assert [e.values for e in everywhere] == arrays
     assert all(e.numbers == (2.0,) and e.tokens.to_json() == "generated" for e in everywhere)
     assert [e.stream for e in found(Ablate("m", layer=[2]))] == [("resid_post", 2)]
-    assert [e.stream for e in found(Clamp("m", 0, 1, "embed"))] == [("embed", 0)]
+    assert [e.stream for e in found(Clamp("m", lo=0, hi=1, site="embed"))] == [("embed", 0)]
 
 
 @pytest.mark.parametrize(
     "edit",
-    [Ablate("m"), Clamp("m", 0, 1), Add("m", norm_match=True)],
+    [Ablate("m"), Clamp("m", lo=0, hi=1), Add("m", norm_match=True)],
     ids=["ablate", "clamp", "norm-match"],
 )
 def test_a_zero_vector_of_a_module_has_no_direction(edit):
@@ -240,7 +260,7 @@ def test_a_spec_names_the_modules_that_it_refers_to_once():
         pytest.param(Add(np.array(V), layer=1, scale=2), True, id="another-spelling"),
         pytest.param(Add(V, layer=1, scale=2.5), False, id="another-scale"),
         pytest.param(Add(V, layer=2, scale=2), False, id="another-layer"),
-        pytest.param(Add(V, "resid_pre", 1, scale=2), False, id="another-site"),
+        pytest.param(Add(V, site="resid_pre", layer=1, scale=2), False, id="another-site"),
         pytest.param(Add([1, -2, 0.5, 1], layer=1, scale=2), False, id="another-vector"),
         pytest.param(Add(V, layer=1, scale=2, norm_match=True), False, id="norm-match"),
         pytest.param(Ablate(V, layer=1), False, id="another-kind"),
@@ -255,10 +275,10 @@ def test_the_digest_of_an_edit_is_of_what_it_does_to_a_token(other, same):
 def test_numbers_of_numpy_and_torch_are_numbers():
     rows = torch.ones(2, 4)
     for positions in (np.array([3, 1]), torch.tensor([3, 1]), (3, 1), range(3, 0, -2)):
-        assert Replace(rows, positions, layer=0).positions == (3, 1)
-    assert Replace(rows[0], np.int64(3), layer=0).positions == (3,)
-    assert Read("resid_post", np.array([1, 0])).layers == (0, 1)
-    assert Read("resid_post", torch.tensor(1)).layers == (1,)
+        assert Replace(rows, positions=positions, layer=0).positions == (3, 1)
+    assert Replace(rows[0], positions=np.int64(3), layer=0).positions == (3,)
+    assert Read("resid_post", layers=np.array([1, 0])).layers == (0, 1)
+    assert Read("resid_post", layers=torch.tensor(1)).layers == (1,)
 
 
 # One-sided clamps
@@ -268,10 +288,12 @@ def test_numbers_of_numpy_and_torch_are_numbers():
     ("clamp", "bounds"),
     [
         pytest.param(Clamp(V, hi=1.5, layer=1), (-math.inf, 1.5), id="from-above"),
-        pytest.param(Clamp(V, -2, layer=1), (-2.0, math.inf), id="from-below"),
-        pytest.param(Clamp(V, -math.inf, 1.5, layer=1), (-math.inf, 1.5), id="minus-infinity"),
-        pytest.param(Clamp(V, -2, np.inf, layer=1), (-2.0, math.inf), id="infinity"),
-        pytest.param(Clamp(V, None, 1.5, layer=1), (-math.inf, 1.5), id="none"),
+        pytest.param(Clamp(V, lo=-2, layer=1), (-2.0, math.inf), id="from-below"),
+        pytest.param(
+            Clamp(V, lo=-math.inf, hi=1.5, layer=1), (-math.inf, 1.5), id="minus-infinity"
+        ),
+        pytest.param(Clamp(V, lo=-2, hi=np.inf, layer=1), (-2.0, math.inf), id="infinity"),
+        pytest.param(Clamp(V, lo=None, hi=1.5, layer=1), (-math.inf, 1.5), id="none"),
     ],
 )
 def test_a_clamp_may_have_one_bound(clamp, bounds):

@@ -54,7 +54,7 @@ def test_reads_may_name_every_codec_whose_rows_can_be_told_apart():
     ],
 )  # fmt: skip
 def test_a_codec_comes_back_from_json(codec, as_json):
-    read = Read("resid_post", [1], codec=codec)
+    read = Read("resid_post", layers=[1], codec=codec)
     body = json.loads(scope(read)["scope"])["reads"][0]
     assert body.get("codec") == as_json
     (again,) = Spec.from_json(scope(read)["scope"]).reads
@@ -93,14 +93,14 @@ def test_parts_are_as_large_as_a_codec_says_and_come_back_from_its_bytes(name, h
 
 
 def test_an_encoding_is_the_codec_with_everything_that_was_left_open():
-    (read,) = resolved(Read("resid_post", [1], codec="rp8"))
+    (read,) = resolved(Read("resid_post", layers=[1], codec="rp8"))
     expected = make_codec("rp8", 64, torch.bfloat16, k=32, seed=0)
     assert codec_from(read.encoding.metadata) == expected
     assert packing_of(read.encoding).codec == expected
     assert read.encoding.row_bytes == 32 + 8
-    spelt = resolved(Read("resid_post", [1], codec={"name": "rp8", "k": 32}))[0]
+    spelt = resolved(Read("resid_post", layers=[1], codec={"name": "rp8", "k": 32}))[0]
     assert spelt.encoding == read.encoding
-    assert resolved(Read("resid_post", [1]))[0].encoding is None
+    assert resolved(Read("resid_post", layers=[1]))[0].encoding is None
 
 
 def test_a_projection_that_takes_a_worker_long_is_refused():
@@ -111,14 +111,16 @@ def test_a_projection_that_takes_a_worker_long_is_refused():
 
 def test_destinations_may_have_unlike_codecs_of_a_stream_and_sides_of_an_edit_too():
     resolved(
-        Read("resid_post", [1], codec="int8"), Read("resid_post", [2]),
-        Read("resid_post", [1], codec="fp8", when="before"),
-        Read("resid_post", [1], to="filesystem"), Read("resid_post", [1], [3], codec="int8"),
-    )  # fmt: skip
+        Read("resid_post", layers=[1], codec="int8"),
+        Read("resid_post", layers=[2]),
+        Read("resid_post", layers=[1], codec="fp8", when="before"),
+        Read("resid_post", layers=[1], to="filesystem"),
+        Read("resid_post", layers=[1], tokens=[3], codec="int8"),
+    )
     with pytest.raises(SpecError, match=r"reads\[1\].codec .* as rp8 and as rp8"):
         resolved(
-            Read("resid_post", [1], codec={"name": "rp8", "k": 3}),
-            Read("resid_post", [1], codec={"name": "rp8", "k": 4}),
+            Read("resid_post", layers=[1], codec={"name": "rp8", "k": 3}),
+            Read("resid_post", layers=[1], codec={"name": "rp8", "k": 4}),
         )
 
 
@@ -139,12 +141,12 @@ def test_a_layout_has_its_place_in_the_arena_and_behind_it():
 
 def test_a_program_reads_each_point_once_however_many_codecs_it_has():
     reads = resolved(
-        Read("resid_post", [0, 1], codec="int8"), Read("resid_pre", [1]),
-        Read("resid_post", [1], to="filesystem", codec="fp8"),
+        Read("resid_post", layers=[0, 1], codec="int8"), Read("resid_pre", layers=[1]),
+        Read("resid_post", layers=[1], to="filesystem", codec="fp8"),
     )  # fmt: skip
     spec = Spec((
-        Read("resid_post", [0, 1], codec="int8"), Read("resid_pre", [1]),
-        Read("resid_post", [1], to="filesystem", codec="fp8"),
+        Read("resid_post", layers=[0, 1], codec="int8"), Read("resid_pre", layers=[1]),
+        Read("resid_post", layers=[1], to="filesystem", codec="fp8"),
     ))  # fmt: skip
     ids = np.ones(3, np.int64)
     program = RequestProgram.compile(

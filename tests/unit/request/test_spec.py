@@ -214,19 +214,26 @@ def test_scope_refuses_what_is_no_action(actions, came, allowed):
     ("boundaries", "read", "came", "allowed"),
     [
         pytest.param(
-            EVERYWHERE, Read("resid_post", [0, 99]), "reads[0].layers has 99", "layers 0 to 3",
+            EVERYWHERE,
+            Read("resid_post", layers=[0, 99]),
+            "reads[0].layers has 99",
+            "layers 0 to 3",
             id="layer-99",
         ),
         pytest.param(
-            EVERYWHERE, Read("resid_pre", 4), "has 4", "layers 0 to 3", id="one-too-far"
+            EVERYWHERE, Read("resid_pre", layer=4), "has 4", "layers 0 to 3", id="one-too-far"
         ),
-        pytest.param((0, 4), Read("resid_post", 2), "has 2", "'layers'", id="untapped-layer"),
-        pytest.param((0, 4), Read("resid_pre", [0, 1]), "has 1", "'layers'", id="untapped-entry"),
-        pytest.param((0, 2), Read("resid_mid", 0), "'resid_mid'", "'sites'", id="untapped-middle"),
+        pytest.param((0, 4), Read("resid_post", layer=2), "has 2", "'layers'", id="untapped-layer"),
+        pytest.param(
+            (0, 4), Read("resid_pre", layers=[0, 1]), "has 1", "'layers'", id="untapped-entry"
+        ),
+        pytest.param(
+            (0, 2), Read("resid_mid", layer=0), "'resid_mid'", "'sites'", id="untapped-middle"
+        ),
         pytest.param((2, 4), Read("embed"), "'embed'", "'sites'", id="untapped-embedding"),
         pytest.param((0,), Read("resid_post"), "'resid_post'", "does not tap", id="untapped-site"),
     ],
-)  # fmt: skip
+)
 def test_a_stream_that_the_engine_lacks_is_refused(boundaries, read, came, allowed):
     sites = Sites(4, 8, "float32", boundaries)
     text = sentence(lambda: Spec((read,)).resolve(sites))
@@ -239,7 +246,7 @@ def test_a_stream_that_the_engine_lacks_is_refused(boundaries, read, came, allow
     [
         pytest.param(EVERYWHERE, Read("embed"), [("embed", 0)], id="embed"),
         pytest.param(
-            EVERYWHERE, Read("resid_post", [3, 1]), [("resid_post", 1), ("resid_post", 3)],
+            EVERYWHERE, Read("resid_post", layers=[3, 1]), [("resid_post", 1), ("resid_post", 3)],
             id="two-layers",
         ),
         pytest.param(
@@ -270,7 +277,7 @@ def test_a_read_becomes_the_streams_of_this_engine(boundaries, read, streams):
     ],
 )
 def test_an_alias_is_the_site_it_names(alias, name):
-    assert Read(alias, [1]) == Read(name, [1])
+    assert Read(alias, layers=[1]) == Read(name, layers=[1])
     assert Spec.from_json(_spec().replace("resid_post", alias)).reads == (Read(name),)
 
 
@@ -287,7 +294,7 @@ def test_an_alias_is_the_site_it_names(alias, name):
     ],
 )
 def test_layers_are_kept_sorted_and_once(layers, kept):
-    assert Read("resid_post", layers).layers == kept
+    assert Read("resid_post", layers=layers).layers == kept
 
 
 @pytest.mark.parametrize(
@@ -336,7 +343,7 @@ def test_a_selector_that_is_too_deep_is_refused_where_it_is_written():
 
 
 def test_scope_puts_all_reads_into_one_spec_beside_other_arguments():
-    first, second = Read("resid_post", [1]), Read("embed", tokens="prompt")
+    first, second = Read("resid_post", layers=[1]), Read("embed", tokens="prompt")
     extra = {"other": 1} | scope(first, second)
     assert set(extra) == {"other", "scope"}
     assert Spec.from_json(extra["scope"]) == Spec((first, second))
@@ -368,7 +375,8 @@ def test_every_action_at_known_layers_resolves_on_a_full_engine(spec):
 def test_importing_vllm_scope_imports_neither_torch_nor_vllm():
     code = (
         "import sys, vllm_scope as v;"
-        "v.scope(v.Read('resid_post', [1], v.Union('last', [0])), v.Add([1.0], layer=1));"
+        "read = v.Read('resid_post', layers=[1], tokens=v.Union('last', [0]));"
+        "v.scope(read, v.Add([1.0], layer=1));"
         "print([m for m in ('torch', 'vllm', 'transformers', 'zmq') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -497,6 +505,6 @@ def test_equal_selectors_count_once():
 
 def test_a_vector_for_each_layer_of_a_large_model_and_a_long_replacement_are_let_in():
     layered = Add(np.ones((80, 8192), np.float32), layers=list(range(80)))
-    replaced = Replace(np.ones((380, 4096), np.float32), range(380), layer=0)
+    replaced = Replace(np.ones((380, 4096), np.float32), positions=range(380), layer=0)
     for edit in (layered, replaced):
         assert Spec.from_json(scope(edit)["scope"]).edits == (edit,)

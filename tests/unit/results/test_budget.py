@@ -66,22 +66,45 @@ def deliver(inbox, pending, spec, num_prompt, first, count):
     ("spec", "num_bytes"),
     [
         (Spec((Read("resid_post"),)), 10 * 4 * (ROW + LABEL_BYTES)),
-        (Spec((Read("resid_post", [0], tokens="last_prompt"),)), ROW + LABEL_BYTES),
-        (Spec((Read("resid_post", [0], tokens="generated"),)), 0),
-        (Spec((Read("resid_post", [0]), Read("resid_post", [0], tokens=[1, 2]))),
-         10 * (ROW + LABEL_BYTES)),
-        (Spec((Read("resid_post", [0]), Read("resid_pre", [1]))), 10 * (ROW + LABEL_BYTES)),
-        (Spec((Read("resid_post", [0]), Read("resid_post", [0], when="before"))),
-         10 * (ROW + LABEL_BYTES)),
-        (Spec((Read("resid_post", [0]), Read("resid_post", [0], when="before")), (),
-              (Add([1.0] * HIDDEN_SIZE, layer=0),)), 10 * (2 * ROW + LABEL_BYTES)),
+        (Spec((Read("resid_post", layers=[0], tokens="last_prompt"),)), ROW + LABEL_BYTES),
+        (Spec((Read("resid_post", layers=[0], tokens="generated"),)), 0),
+        (
+            Spec((Read("resid_post", layers=[0]), Read("resid_post", layers=[0], tokens=[1, 2]))),
+            10 * (ROW + LABEL_BYTES),
+        ),
+        (
+            Spec((Read("resid_post", layers=[0]), Read("resid_pre", layers=[1]))),
+            10 * (ROW + LABEL_BYTES),
+        ),
+        (
+            Spec((Read("resid_post", layers=[0]), Read("resid_post", layers=[0], when="before"))),
+            10 * (ROW + LABEL_BYTES),
+        ),
+        (
+            Spec(
+                (Read("resid_post", layers=[0]), Read("resid_post", layers=[0], when="before")),
+                (),
+                (Add([1.0] * HIDDEN_SIZE, layer=0),),
+            ),
+            10 * (2 * ROW + LABEL_BYTES),
+        ),
         (Spec((), (PROBE,)), 10 * (4 + LABEL_BYTES)),
         (Spec((Read("resid_post", to="files"),), (PROBE,)), 10 * (4 + LABEL_BYTES)),
         (Spec((), (), (Add([1.0] * HIDDEN_SIZE, layer=0),)), 0),
     ],
-    ids=["all", "one token", "generated", "overlapping", "twins", "both sides", "both sides edited",
-         "probe", "rows elsewhere", "edit"],
-)  # fmt: skip
+    ids=[
+        "all",
+        "one token",
+        "generated",
+        "overlapping",
+        "twins",
+        "both sides",
+        "both sides edited",
+        "probe",
+        "rows elsewhere",
+        "edit",
+    ],
+)
 def test_what_a_prompt_takes_is_what_it_delivers(spec, num_bytes, inbox):
     inbox.budget = Budget(1 << 30)
     pending = opened(inbox, spec, 10)
@@ -95,7 +118,7 @@ def test_what_a_prompt_takes_is_what_it_delivers(spec, num_bytes, inbox):
 
 
 def test_prompts_are_let_in_as_far_as_there_is_room_and_keep_it(inbox):
-    spec = Spec((Read("resid_post", [0]),))
+    spec = Spec((Read("resid_post", layers=[0]),))
     inbox.budget = room_for(12 * 100 * (ROW + LABEL_BYTES))
     running = [opened(inbox, spec, 100) for _ in range(12)]
     with pytest.raises(CapacityError, match=r"three times what is free .*send it again later"):
@@ -115,7 +138,7 @@ def test_prompts_are_let_in_as_far_as_there_is_room_and_keep_it(inbox):
 
 def test_what_can_never_fit_is_told_so(inbox):
     inbox.budget = room_for(1 << 20)
-    spec = Spec((Read("resid_post", [0]),))
+    spec = Spec((Read("resid_post", layers=[0]),))
     with pytest.raises(SpecError, match=r"delivers 2\.0 MiB.*most 1\.0 MiB.*VLLM_SCOPE_ROWS_MIB"):
         opened(inbox, spec, 1000)
     with pytest.raises(SpecError, match=r"of all its completions"):
@@ -144,7 +167,9 @@ def test_who_delivers_more_than_there_is_room_for_loses_its_own_rows_alone(inbox
 def test_rows_and_scores_of_other_destinations_are_not_kept(inbox):
     """They come along: a worker reads a row once, for all."""
     elsewhere = Probe([2.0] * HIDDEN_SIZE, layer=1, name="q", to="plugin")
-    spec = Spec((Read("resid_post", to="files"), Read("resid_post", [2])), (elsewhere, PROBE))
+    spec = Spec(
+        (Read("resid_post", to="files"), Read("resid_post", layers=[2])), (elsewhere, PROBE)
+    )
     pending = opened(inbox, spec, 10)
     deliver(inbox, pending, spec, 10, 0, 10)
     widths = {key[0]: table._values.shape[1] for key, table in pending._tables.items()}
@@ -175,7 +200,7 @@ def test_what_is_copied_for_a_request_that_is_gone_takes_nothing(inbox):
 
 def test_a_key_that_takes_all_it_can_leaves_room_for_others(inbox):
     """What a key holds is at most three times what is free."""
-    spec = Spec((Read("resid_post", [0]),))
+    spec = Spec((Read("resid_post", layers=[0]),))
     inbox.budget = Budget(64 * (ROW + LABEL_BYTES))
 
     def take_all(owner):

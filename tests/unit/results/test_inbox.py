@@ -51,7 +51,7 @@ def layouts_of(spec):
 @pytest.mark.parametrize(
     "spec",
     [
-        Spec((Read("q"), Read("resid_post", [2], tokens=SOME))),
+        Spec((Read("q"), Read("resid_post", layers=[2], tokens=SOME))),
         Spec((Read("resid_post"),), (Probe([0.0] * 512, layer=1, name="p", tokens=SOME),)),
     ],
     ids=["a-read-of-some", "a-probe-of-some"],
@@ -86,7 +86,7 @@ def test_layouts_of_one_request_that_share_a_table_are_not_mixed_up(spec):
 @pytest.mark.parametrize("boundary", [None, 2])
 def test_a_layout_of_which_no_token_came_is_passed_over(boundary):
     """Over TCP a large message comes in pieces, each with all layouts."""
-    _, layouts = layouts_of(Spec((Read("resid_post", [0]), Read("resid_post", [1]))))
+    _, layouts = layouts_of(Spec((Read("resid_post", layers=[0]), Read("resid_post", layers=[1]))))
     num_slots = layouts[0].slots(WIDTHS)
     slots = torch.arange(3 * num_slots).to(torch.uint8)[:, None].expand(-1, SLOT_BYTES).contiguous()
     ((layout, tokens, data),) = by_layout(layouts, np.zeros(3, np.int64), boundary, WIDTHS, slots)
@@ -96,7 +96,7 @@ def test_a_layout_of_which_no_token_came_is_passed_over(boundary):
 
 
 def test_sizes_that_do_not_add_up_to_what_came_are_refused_before_anything_is_made():
-    _, layouts = layouts_of(Spec((Read("resid_post", [0]), Read("resid_post", [1]))))
+    _, layouts = layouts_of(Spec((Read("resid_post", layers=[0]), Read("resid_post", layers=[1]))))
     huge = Widths((1 << 36,))
     slots = torch.zeros((64, SLOT_BYTES), dtype=torch.uint8)
     with pytest.raises(ValueError, match="64 slots came"):

@@ -171,7 +171,7 @@ def test_a_position_computed_again_keeps_its_last_row(road):
 
 
 def test_a_missing_row_is_counted_and_told(road):
-    pending = road.open(Read("resid_post", [0, 1]))
+    pending = road.open(Read("resid_post", layers=[0, 1]))
     road.send([(pending.key, p, (2, 4), 0) for p in (0, 2)])
     road.send([(pending.key, 1, (2,), 0)])
     road.finish(pending)
@@ -239,7 +239,10 @@ def test_stages_that_hold_different_boundaries_are_one_result(road):
 
 
 def test_one_boundary_asked_under_two_names_keeps_the_tokens_of_each(road):
-    pending = road.open(Read("resid_post", [0], [0]), Read("resid_pre", [1], "last_prompt"))
+    pending = road.open(
+        Read("resid_post", layers=[0], tokens=[0]),
+        Read("resid_pre", layers=[1], tokens="last_prompt"),
+    )
     road.send([(pending.key, p, (2,), 0) for p in (0, 1, 2)])
     road.finish(pending)
     result = pending.snapshot([5], "stop")
@@ -264,7 +267,9 @@ def test_a_snapshot_stays_as_it_was_while_rows_keep_coming(road):
 
 
 def test_while_streaming_nothing_is_promised_that_may_change(road):
-    pending = road.open(Read("embed", tokens="last"), Read("resid_pre", [0], "generated"))
+    pending = road.open(
+        Read("embed", tokens="last"), Read("resid_pre", layers=[0], tokens="generated")
+    )
     road.send([(pending.key, p, (0,), 0) for p in (0, 1, 2, 3)])
     road.settle()
     running = pending.snapshot([5, 6], None)
@@ -281,7 +286,7 @@ def test_while_streaming_nothing_is_promised_that_may_change(road):
 
 
 def _full(road: Road) -> tuple[Pending, ScopeResult]:
-    pending = road.open("embed", Read("resid_post", [1]), max_tokens=4000)
+    pending = road.open("embed", Read("resid_post", layers=[1]), max_tokens=4000)
     road.send([(pending.key, p, (0, 4), 7) for p in (0, 1, 2)] + [(-1, 0, (2,), 0)] * 5000)
     road.finish(pending)
     return pending, pending.snapshot([5], "stop")
@@ -313,7 +318,9 @@ def test_a_result_is_the_callers_after_its_request_and_the_ring_went_on(road):
 @pytest.mark.parametrize("num_tokens", [1, 500, 5000], ids=["short", "longer", "longer-than-room"])
 @pytest.mark.parametrize("tap_by_tap", [False, True], ids=["whole-programs", "tap-by-tap"])
 def test_a_result_grows_with_its_request(num_tokens, tap_by_tap, road):
-    pending = road.open("embed", Read("resid_post", [1]), num_prompt=2, max_tokens=num_tokens)
+    pending = road.open(
+        "embed", Read("resid_post", layers=[1]), num_prompt=2, max_tokens=num_tokens
+    )
     road.send([(pending.key, p, (0, 4), p) for p in (0, 1)])
     road.settle()
     early = pending.snapshot([], None)
@@ -333,7 +340,7 @@ def test_a_result_grows_with_its_request(num_tokens, tap_by_tap, road):
 
 def test_a_result_may_be_looked_at_before_the_first_of_its_taps_has_come(road):
     # Drained tap by tap, a batch of the embedding names also who reads another tap only.
-    pending = road.open(Read("resid_post", [1]))
+    pending = road.open(Read("resid_post", layers=[1]))
     road.send([(pending.key, p, (4,), 1) for p in (0, 1, 2)], boundary=0)
     road.settle()
     assert pending.snapshot([], None)["resid_post", 1].shape == (0, SITES.hidden_size)
@@ -346,7 +353,7 @@ def test_a_result_may_be_looked_at_before_the_first_of_its_taps_has_come(road):
 
 @pytest.mark.parametrize("lost", [0, 4], ids=["the-first", "the-second"])
 def test_a_tap_whose_rows_were_lost_leaves_the_others_in_their_places(lost, road):
-    pending = road.open("embed", Read("resid_post", [1]))
+    pending = road.open("embed", Read("resid_post", layers=[1]))
     road.send([(pending.key, p, (0, 4), 1) for p in (0, 1)], boundary=4 - lost)
     road.send([(pending.key, 2, (0, 4), 2)])
     road.finish(pending)
@@ -388,7 +395,7 @@ def test_tokens_of_two_requests_may_be_mixed_in_any_way(road):
 def test_the_last_row_holds_whatever_layout_it_came_in(layouts, joined, road):
     # A draft was rejected: its row, read under the program of guessed positions, stands
     # at a position that is later computed again under that position's own program.
-    pending = road.open(Read("embed", tokens=[0, 3]), Read("resid_post", [1], [9]))
+    pending = road.open(Read("embed", tokens=[0, 3]), Read("resid_post", layers=[1], tokens=[9]))
     steps = [
         (pending.key, 0, (0,), 1),
         *((pending.key, 3, p, i) for i, p in enumerate(layouts, 2)),

@@ -22,8 +22,8 @@ V = [1.0, 2.0, 0.0, -1.0]
 def test_scores_are_found_by_name_in_the_order_asked(road):
     pending = road.open(
         Probe(V, layer=1, name="late", tokens="generated"),
-        Probe(V, 2.0, layer=0, name="early"),
-        Read("resid_post", [0]),
+        Probe(V, bias=2.0, layer=0, name="early"),
+        Read("resid_post", layers=[0]),
     )
     both = Layout((point_of(2, 0),), ((2, 1), (4, 0)))
     road.send([(pending.key, p, reads_at(2, scores=((2, 1),)), 0) for p in (0, 1, 2)])
@@ -68,8 +68,8 @@ def test_a_missing_score_is_counted_and_told(road):
 
 def test_rows_before_and_after_an_edit_have_keys_of_their_own(road):
     pending = road.open(
-        Read("resid_post", [0, 1], when="before"),
-        Read("post_block", [0], "prompt"),
+        Read("resid_post", layers=[0, 1], when="before"),
+        Read("post_block", layers=[0], tokens="prompt"),
         Add(V, layer=[0, 1]),
     )
     before, after = point_of(2, 0), point_of(2, 1)
@@ -94,17 +94,24 @@ def test_rows_before_and_after_an_edit_have_keys_of_their_own(road):
 @pytest.mark.parametrize(
     ("read", "edits", "point"),
     [
-        pytest.param(Read("resid_pre", 1), [], point_of(2, 0), id="nothing-edits"),
-        pytest.param(Read("resid_pre", 1), [Add(V, layer=0)], point_of(2, 1), id="the-exit-edited"),
+        pytest.param(Read("resid_pre", layer=1), [], point_of(2, 0), id="nothing-edits"),
         pytest.param(
-            Read("resid_pre", 1), [Add(V, "resid_pre", 1)], point_of(2, 2), id="the-entry-edited"
+            Read("resid_pre", layer=1), [Add(V, layer=0)], point_of(2, 1), id="the-exit-edited"
         ),
         pytest.param(
-            Read("resid_pre", 1, when="before"), [Add(V, "resid_pre", 1)], point_of(2, 0),
+            Read("resid_pre", layer=1),
+            [Add(V, site="resid_pre", layer=1)],
+            point_of(2, 2),
+            id="the-entry-edited",
+        ),
+        pytest.param(
+            Read("resid_pre", layer=1, when="before"),
+            [Add(V, site="resid_pre", layer=1)],
+            point_of(2, 0),
             id="before-the-entry",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_row_is_found_at_the_first_point_that_sees_it(read, edits, point, road):
     pending = road.open(read, *edits)
     road.send([(pending.key, p, Layout((point,)), 0) for p in (0, 1, 2)])
@@ -115,7 +122,7 @@ def test_a_row_is_found_at_the_first_point_that_sees_it(read, edits, point, road
 
 def test_server_edits_move_rows_to_a_point_that_the_caller_never_named(road):
     # The caller asked for no edit, so its front-end cannot tell where workers read.
-    pending = road.open(Read("resid_post", 0), Read("resid_post", 0, when="before"))
+    pending = road.open(Read("resid_post", layer=0), Read("resid_post", layer=0, when="before"))
     layout = Layout((point_of(2, 0), point_of(2, 1)))
     road.send([(pending.key, p, layout, 0) for p in (0, 1, 2)])
     road.finish(pending)
@@ -135,7 +142,7 @@ def test_server_edits_move_rows_to_a_point_that_the_caller_never_named(road):
     ],
 )
 def test_a_key_may_be_an_alias(key, alias, road):
-    pending = road.open("embed", *(Read(s, k) for s, k in (
+    pending = road.open("embed", *(Read(s, layers=k) for s, k in (
         ("post_block", 1), ("resid_mid", 0), ("resid_pre", 2))))  # fmt: skip
     road.send([(pending.key, p, (0, 1, 4), 0) for p in (0, 1, 2)])
     road.finish(pending)
@@ -149,14 +156,16 @@ def test_a_key_may_be_an_alias(key, alias, road):
 
 @pytest.mark.parametrize("key", [("post_block", 1), ("resid_post", 1, "after")])
 def test_what_a_result_has_it_also_contains(key, road):
-    result = road.open(Read("resid_post", 1)).snapshot([], None)
+    result = road.open(Read("resid_post", layer=1)).snapshot([], None)
     assert result[key].shape == (0, 4)
     assert key in result
 
 
 def test_tap_by_tap_tokens_of_unlike_layouts_have_equal_room(road):
-    one = road.open(Read("resid_post", 0), *(Probe(V, layer=0, name=f"{i}") for i in range(5)))
-    two = road.open("embed", Read("resid_post", 0, when="before"), Add(V, layer=0))
+    one = road.open(
+        Read("resid_post", layer=0), *(Probe(V, layer=0, name=f"{i}") for i in range(5))
+    )
+    two = road.open("embed", Read("resid_post", layer=0, when="before"), Add(V, layer=0))
     many = Layout((point_of(2, 0),), tuple((2, i) for i in range(5)))
     few = reads_at(0, 2)
     step = [(p.key, at, many if p is one else few, at) for at in (0, 1, 2) for p in (one, two)]
@@ -177,7 +186,9 @@ def test_tap_by_tap_tokens_of_unlike_layouts_have_equal_room(road):
 def test_rows_whose_last_slot_is_not_full_come_without_its_filling(road):
     # bf16 rows of 5 numbers: 10 bytes of a slot of 16.
     sites = Sites(3, 5, "bfloat16", tuple(range(7)))
-    spec = Spec((Read("embed"), Read("resid_post", 0)), (Probe([1.0] * 5, layer=0, name="p"),))
+    spec = Spec(
+        (Read("embed"), Read("resid_post", layer=0)), (Probe([1.0] * 5, layer=0, name="p"),)
+    )
     pending = road.inbox.open(spec.resolve(sites), sites, [1] * 3, 4, 1)
     labels = labels_of([pending.key] * 3, range(3), layouts=(reads_at(0, 2, scores=((2, 0),)),))
     lease = road.ring.acquire(9)
@@ -196,7 +207,7 @@ def test_rows_whose_last_slot_is_not_full_come_without_its_filling(road):
 
 def test_a_pickled_result_has_its_scores_and_both_sides(road):
     pending = road.open(
-        Read("resid_post", 0), Read("resid_post", 0, when="before"), Add(V, layer=0),
+        Read("resid_post", layer=0), Read("resid_post", layer=0, when="before"), Add(V, layer=0),
         Probe(V, layer=0, name="p"),
     )  # fmt: skip
     layout = Layout((point_of(2, 0), point_of(2, 1)), ((2, 0),))

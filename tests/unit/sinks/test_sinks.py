@@ -59,7 +59,7 @@ def test_a_live_sink_has_rows_as_they_come_and_the_counts_at_the_end(monkeypatch
 
 def test_a_sink_of_whole_requests_has_the_last_row_of_each_accepted_position_in_order(monkeypatch):
     with side(monkeypatch, {"mine": {}}, mine=Whole) as here:
-        here.add(1, Read("resid_post", 1, to="mine"), Read("embed", tokens=[0], to="mine"))
+        here.add(1, Read("resid_post", layer=1, to="mine"), Read("embed", tokens=[0], to="mine"))
         for positions, base in (([2, 0], 0), ([1], 0), ([0, 1], 0.5), ([3, 4], 0)):
             here.write(1, positions, base)
         here.end(1)
@@ -110,9 +110,11 @@ class KeepsWholeBlocks(KeepsBlocks):
 @pytest.mark.parametrize("kind", [KeepsBlocks, KeepsWholeBlocks])
 def test_a_plugin_has_rows_of_a_codec_decoded_and_as_they_came(kind, monkeypatch):
     reads = (
-        Read("embed", to="mine"), Read("resid_post", 0, to="mine", codec="int8"),
-        Read("resid_post", [0, 1], codec="fp16"), Read("resid_post", 1, to="mine", codec="full8"),
-    )  # fmt: skip
+        Read("embed", to="mine"),
+        Read("resid_post", layer=0, to="mine", codec="int8"),
+        Read("resid_post", layers=[0, 1], codec="fp16"),
+        Read("resid_post", layer=1, to="mine", codec="full8"),
+    )
     embed, first, second = POINTS
     int8, fp16, full8 = (r.encoding for r in Spec(reads).resolve(SITES).reads[1:])
     layout = Layout((embed,), (), ((fp16, (first, second)), (full8, (second,)), (int8, (first,))))
@@ -234,7 +236,7 @@ TO_FILES = Read("resid_post", to="filesystem")
 
 def test_a_manifest_tells_where_the_rows_are(monkeypatch, tmp_path):
     with side(monkeypatch, _files(tmp_path, codec="fp16")) as here:
-        here.add(1, Read("resid_post", 1, to="filesystem", tag="a/b", name="../x"))
+        here.add(1, Read("resid_post", layer=1, to="filesystem", tag="a/b", name="../x"))
         here.write(1, [0, 1, 2])
         here.end(1)
         manifest = here.manifest(1, "filesystem")
@@ -256,7 +258,7 @@ def test_no_key_replaces_the_file_of_another(monkeypatch, tmp_path, layout):
     with side(monkeypatch, _files(tmp_path, layout=layout)) as here:
         for key, owner in enumerate(("one", "two", "")):
             here.info = {"owner": owner}
-            here.add(key, Read("resid_post", 1, to="filesystem", tag="run", name="q"))
+            here.add(key, Read("resid_post", layer=1, to="filesystem", tag="run", name="q"))
             here.write(key, [0, 1, 2], base=100 * key)
             here.end(key)
             assert here.manifest(key, "filesystem").status == "ok"
@@ -275,7 +277,7 @@ def test_an_operator_may_let_keys_share_their_folders(monkeypatch, tmp_path):
     with side(monkeypatch, _files(tmp_path, key_folders=False)) as here:
         for key, owner in enumerate(("one", "two")):
             here.info = {"owner": owner}
-            here.add(key, Read("resid_post", 1, to="filesystem", tag="run", name="q"))
+            here.add(key, Read("resid_post", layer=1, to="filesystem", tag="run", name="q"))
             here.write(key, [0, 1, 2], base=key)
             here.end(key)
             here.manifest(key, "filesystem")

@@ -105,7 +105,10 @@ _STEPS = {
 @pytest.mark.parametrize("steps", _STEPS.values(), ids=list(_STEPS))
 def test_a_step_is_planned_alike_whatever_the_one_before_it_was(steps):
     engine, finished = Engine(), set()
-    reads = {"a": Read("resid_pre", [1]), "b": Read("resid_pre", [2, 3], "generated")}
+    reads = {
+        "a": Read("resid_pre", layers=[1]),
+        "b": Read("resid_pre", layers=[2, 3], tokens="generated"),
+    }
     for name, read in reads.items():
         engine.add(name, read)
     for at, done in steps:
@@ -128,8 +131,8 @@ def test_a_token_of_two_reads_gets_both_and_each_row_once():
     engine = Engine()
     engine.add(
         "a",
-        Read("resid_post", [0, 1], "last_prompt"),
-        Read("resid_pre", [1, 2], Union("last_prompt", [0])),
+        Read("resid_post", layers=[0, 1], tokens="last_prompt"),
+        Read("resid_pre", layers=[1, 2], tokens=Union("last_prompt", [0])),
     )
     plan, _ = engine.step(a=(0, 4))
     assert asked_rows(plan) == {0: (2, 4), 3: (2, 4)}
@@ -138,7 +141,7 @@ def test_a_token_of_two_reads_gets_both_and_each_row_once():
 
 def test_a_request_whose_layers_are_all_on_another_stage_takes_no_row():
     engine = Engine()
-    program = compile_actions(Read("resid_post", [9]), here=(0, 2, 4))
+    program = compile_actions(Read("resid_post", layers=[9]), here=(0, 2, 4))
     engine.planner.add_request("a", 1, program, 64)
     assert engine.step(a=(0, 4)) == (None, [])
     assert engine.step(a=(4, 1)) == (None, [])
@@ -190,14 +193,14 @@ def test_a_request_without_a_row_in_the_batch_leaves_its_neighbour_alone(tokens,
 
 def _nth(n: int) -> Read:
     """One of 4095 reads at different layers."""
-    return Read("resid_pre", [layer for layer in range(12) if n >> layer & 1])
+    return Read("resid_pre", layers=[layer for layer in range(12) if n >> layer & 1])
 
 
 def test_more_programs_than_ids_work_one_after_another():
     engine = Engine(num_programs=100)
     for n in range(1, 400):  # 798 programs: each request has one for its prompt too
         name = f"r{n}"
-        engine.add(name, _nth(n), Read("resid_post", [11], tokens=[0]))
+        engine.add(name, _nth(n), Read("resid_post", layers=[11], tokens=[0]))
         plan, failures = engine.step(**{name: (0, 2)})
         assert failures == []
         boundaries = tuple(2 * layer for layer in _nth(n).layers)
@@ -244,7 +247,7 @@ def test_finished_requests_leave_nothing_behind():
 def test_a_request_without_room_for_its_programs_fails_alone():
     engine = Engine(num_programs=2)
     for n, name in enumerate("abc", start=1):
-        engine.add(name, Read("resid_pre", [n], tokens=[0, 1, 2, 3]))
+        engine.add(name, Read("resid_pre", layers=[n], tokens=[0, 1, 2, 3]))
     plan, failures = engine.step(a=(0, 4), b=(2, 2), c=(0, 4))
     ((name, error),) = failures
     assert name == "c"
@@ -269,7 +272,7 @@ def test_256_decoding_requests_are_planned_in_little_time(tokens, most_ms, capsy
     engine = Engine()
     names = [f"r{i}" for i in range(256)]
     for i, name in enumerate(names):
-        engine.add(name, Read("resid_post", [i % 12], tokens))
+        engine.add(name, Read("resid_post", layers=[i % 12], tokens=tokens))
     took = []
     for step in range(30):
         start = time.perf_counter()

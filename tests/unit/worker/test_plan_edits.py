@@ -19,7 +19,7 @@ V = [1.0, 2.0, 0.0, -1.0]
 def test_rows_that_are_only_edited_take_no_slots_and_have_no_label():
     engine = Engine()
     engine.add("edits", Add(V, layer=0))
-    engine.add("reads", Read("embed"), Read("resid_post", [3], "generated"))
+    engine.add("reads", Read("embed"), Read("resid_post", layers=[3], tokens="generated"))
     engine.add("both", Ablate(V, layer=1), Read("embed", tokens=[1]), Probe(V, layer=0, name="p"))
     plan, failures = engine.step(edits=(0, 2), reads=(3, 2), both=(0, 2))
     assert failures == []
@@ -86,7 +86,9 @@ def test_a_step_like_the_one_before_gives_the_very_array_of_its_ids(actions):
 
 def test_a_request_with_vectors_holds_every_program_from_the_start():
     engine = Engine(num_programs=4)
-    engine.add("a", Replace([V, [1, 1, 1, 1]], [0, 3], layer=0), Read("embed", tokens=[1]))
+    engine.add(
+        "a", Replace([V, [1, 1, 1, 1]], positions=[0, 3], layer=0), Read("embed", tokens=[1])
+    )
     with pytest.raises(CapacityError):
         engine.add("b", Add(V, layer=0))
     for position in range(4):
@@ -114,12 +116,12 @@ def test_programs_past_the_end_are_held_for_steps_that_overshoot():
 def test_a_request_that_finds_no_room_leaves_nothing_held(limit):
     mib = 2 * HIDDEN_SIZE * 4 / 2**20
     engine = Engine(num_programs=3) if limit == "programs" else Engine(vectors_mib=mib)
-    three = Replace([V, [1, 1, 1, 1], [2, 2, 2, 2]], [0, 1, 2], layer=0)
+    three = Replace([V, [1, 1, 1, 1], [2, 2, 2, 2]], positions=[0, 1, 2], layer=0)
     for _ in range(3):
         with pytest.raises(CapacityError, match="in use; send the request again"):
             engine.add("large", three)
         assert "large" not in engine.planner
-        two = Replace([[3, 3, 3, 3], [4, 4, 4, 4]], [0, 1], layer=0)
+        two = Replace([[3, 3, 3, 3], [4, 4, 4, 4]], positions=[0, 1], layer=0)
         engine.add("small", two)
         plan, failures = engine.step(small=(0, 4))
         assert (plan.rows.tolist(), failures) == ([0, 1, 2, 3], [])
@@ -167,7 +169,8 @@ def test_a_request_that_enters_has_room_where_the_last_step_read_much():
     engine = Engine(num_programs=8)
     # Its prompt's 8 tokens have 8 programs, which nobody holds.
     reads = [
-        Read("resid_post", [k], tokens=[p for p in range(8) if (p + 1) >> k & 1]) for k in range(4)
+        Read("resid_post", layers=[k], tokens=[p for p in range(8) if (p + 1) >> k & 1])
+        for k in range(4)
     ]
     engine.add("reads", *reads, num_prompt=8, most=10)
     _, failures = engine.step(reads=(0, 8))

@@ -148,8 +148,8 @@ def _reads_to(
         }  # fmt: skip
         with called({f"Read{end}": word for end, word in words.items()}):
             read = Read(
-                site, layers_of(layers, path, sites.num_layers),
-                positions_of(given, f"{where}['positions']"),
+                site, layers=layers_of(layers, path, sites.num_layers),
+                tokens=positions_of(given, f"{where}['positions']"),
                 to=consumer, tag=fields.get("tag"), name=fields.get("request_id"),
             )  # fmt: skip
         found.append((read, words))

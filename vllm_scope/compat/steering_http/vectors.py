@@ -57,7 +57,7 @@ def stacked(vectors: HookVectors, tokens: Any) -> list[Add]:
     for (site, layer), vector in vectors.items():
         by_site.setdefault(site, {})[layer] = vector
     return [
-        Add(np.stack(list(rows.values())), site, list(rows), tokens=tokens)
+        Add(np.stack(list(rows.values())), site=site, layers=list(rows), tokens=tokens)
         for site, rows in by_site.items()
     ]
 
@@ -138,5 +138,11 @@ def _clamp(stream: SiteLayer, fields: Mapping[str, Any], tokens: Any, where: str
     words = {".direction": ".vector", ".lo": ".min", ".hi": ".max", ".strength": ".strength"}
     with called({f"Clamp{ours}": f"{where}{theirs}" for ours, theirs in words.items()}):
         return Clamp(
-            direction, bounds["min"], bounds["max"], site, layer, tokens=tokens, strength=strength
+            direction,
+            lo=bounds["min"],
+            hi=bounds["max"],
+            site=site,
+            layer=layer,
+            tokens=tokens,
+            strength=strength,
         )

@@ -99,11 +99,11 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
         _check_order(run, [action for action, _ in said])
     layers = _layers(values, "output_residual_stream", sites)
     if layers is not None:
-        said.append((Read(SITE, layers), _of_key("output_residual_stream")))
+        said.append((Read(SITE, layers=layers), _of_key("output_residual_stream")))
     qk_layers = _layers(values, "output_qk", sites)
     if qk_layers is not None:
         _check_tapped(sites)
-        said += [(Read(site, qk_layers), _of_key("output_qk")) for site in ("q", "k")]
+        said += [(Read(site, layers=qk_layers), _of_key("output_qk")) for site in ("q", "k")]
     if run is not None and not said:
         none = Read(SITE, tokens=Except("prompt", "prompt"))  # of no token
         said.append((none, _of_key("apply_hooks")))
@@ -185,7 +185,7 @@ def _layers(values: Mapping[str, Any], key: str, sites: Sites) -> list[int] | No
             "a list of layers, or False for none."
         )
     with called({"Read.layers": key}):
-        Read(SITE, list(asked))
+        Read(SITE, layers=list(asked))
     return sorted(set(asked))
 
 

@@ -89,7 +89,7 @@ class SteeringVector(Model):
 
         def add(vectors: Tensor, tokens: Any) -> Action:
             return Add(
-                vectors, SITE, layers=self.layer_indices, scale=self.scale, tokens=tokens,
+                vectors, site=SITE, layers=self.layer_indices, scale=self.scale, tokens=tokens,
                 norm_match=self.norm_match,
             )  # fmt: skip
 
