@@ -1,23 +1,20 @@
-"""What all codecs share: their options, and the checks of what they are given.
+"""What a codec is: its options, its contract, and the checks of what it is given.
 
-Owns:  CodecModel; the scale of a row.
+Owns:  Codec, RowPart; KeepsK (the option of codecs that keep k numbers of a row).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, StrictInt
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 from torch import Tensor
 
-#: No model is wider; a file that says so is refused before anything is allocated.
+#: No model is wider. A file that claims more is refused before anything is allocated.
 MAX_HIDDEN_SIZE = 1 << 17
-
-#: The smallest normal float32: scales below it would lose bits, or be flushed to zero.
-TINY = torch.finfo(torch.float32).tiny
 
 
 class RowPart(NamedTuple):
@@ -28,20 +25,27 @@ class RowPart(NamedTuple):
     size: int
 
 
-class CodecModel(BaseModel):
-    """A codec is its options; frozen, compared and hashed by them.
+class Codec(BaseModel):
+    """Makes rows smaller, and decodes them again.
+
+    A codec is its options: immutable, compared and hashed by them, shared between threads.
+
+    A row with NaN or infinity in it: `none`, `fp16` and `zstd` keep each value. The
+    8-bit codecs have one scale per row, so they return the whole row as NaN.
 
     Attributes:
-        hidden_size: length of a row.
-        dtype: of the rows that go in and come back.
+        lossless: True if decoded rows equal the encoded ones bit for bit.
+        rowwise: True if each part has the rows on its first axis, so that any row can be
+            decoded alone.
+        codec: the codec's name.
+        hidden_size: numbers of a row.
+        dtype: of the rows, before and after.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     lossless: ClassVar[bool] = False
     rowwise: ClassVar[bool] = True
-    #: The parts that `encode` makes.
-    part_names: ClassVar[tuple[str, ...]]
 
     codec: str
     hidden_size: StrictInt = Field(ge=1, le=MAX_HIDDEN_SIZE)
@@ -52,17 +56,31 @@ class CodecModel(BaseModel):
         return getattr(torch, self.dtype)
 
     @property
+    @abstractmethod
     def row_parts(self) -> tuple[RowPart, ...]:
-        """What `encode` makes of each row."""
-        raise NotImplementedError(f"rows of {self.codec} cannot be told apart")
+        """What `encode` makes of each row. Only where `rowwise`."""
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """The parts that `encode` makes."""
+        return tuple(part.name for part in self.row_parts)
 
     def prepare(self, device: torch.device) -> None:
-        """Make what `encode` needs on a device, so that it waits for nothing later."""
+        """Make what `encode` needs on a device. After that, `encode` does not wait for the host."""
 
     def metadata(self) -> dict[str, Any]:
+        """Name, shape, dtype and options as plain JSON, for `codec_from`."""
         return self.model_dump(mode="json")
 
     def encode(self, rows: Tensor) -> dict[str, Tensor]:
+        """The rows as parts, on the rows' device. Does not synchronise with a device.
+
+        Args:
+            rows: [num_rows, hidden_size] of the codec's dtype.
+
+        Raises:
+            ValueError: another shape or dtype.
+        """
         if rows.dim() != 2 or rows.shape[1] != self.hidden_size or rows.dtype != self.torch_dtype:
             raise ValueError(
                 f"rows are {list(rows.shape)} {rows.dtype}; this codec takes "
@@ -71,12 +89,18 @@ class CodecModel(BaseModel):
         return self._encode(rows)
 
     def decode(self, parts: Mapping[str, Tensor], num_rows: int) -> Tensor:
+        """[num_rows, hidden_size] of the codec's dtype, on the parts' device.
+
+        Raises:
+            ValueError: a part is missing, or does not hold `num_rows` rows. Sizes are
+                compared before anything is allocated.
+        """
         for name in self.part_names:
             if name not in parts:
                 raise ValueError(
                     f"part {name!r} is missing; {self.codec} has {', '.join(self.part_names)}"
                 )
-        # Whole shapes: parts that broadcast would be far more numbers than they hold.
+        # Whole shapes: a part that only broadcasts would decode to more numbers than it holds.
         for part in self.row_parts if self.rowwise else ():
             found = parts[part.name]
             if (tuple(found.shape), found.dtype) != ((num_rows, part.size), part.dtype):
@@ -98,11 +122,29 @@ class CodecModel(BaseModel):
     def _decode(self, parts: Mapping[str, Tensor], num_rows: int) -> Tensor: ...
 
     def _cast(self, values: Tensor) -> Tensor:
-        """float32 values in the rows' dtype; finite ones stay finite, NaN stays NaN."""
+        """float32 values in the rows' dtype. Finite values stay finite, NaN stays NaN."""
         limit = torch.finfo(self.torch_dtype).max
         return values.clamp(-limit, limit).to(self.torch_dtype)
 
 
-def finite_scale(scale: Tensor) -> Tensor:
-    """A row's scale, NaN where the row held NaN or infinity: such a row decodes to NaN."""
-    return torch.where(scale.isfinite(), scale, torch.nan)
+class KeepsK(Codec):
+    """A codec that keeps k numbers of each row; without `k` it keeps `usual_k`."""
+
+    k: StrictInt = Field(ge=1)
+
+    @classmethod
+    @abstractmethod
+    def usual_k(cls, hidden_size: int) -> int: ...
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_k(cls, body: Any) -> Any:
+        if isinstance(body, dict) and "k" not in body and type(body.get("hidden_size")) is int:
+            return {**body, "k": cls.usual_k(body["hidden_size"])}
+        return body
+
+    @model_validator(mode="after")
+    def _at_most_a_row(self) -> Self:
+        if self.k > self.hidden_size:
+            raise ValueError(f"k is {self.k}; a row has {self.hidden_size} values")
+        return self

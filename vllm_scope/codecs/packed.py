@@ -1,8 +1,8 @@
 """A row's parts as one run of bytes, so that encoded rows are rows.
 
-Owns:  Packing (where each part lies), EncodedRows (rows that are decoded when asked for).
+Owns:  Packing (where each part lies), EncodedRows (rows that are decoded on request).
 Runs:  wherever rows are.
-From:  encoding.   To: packer (encodes on the device), sinks and result (decode).
+From:  request.encoding.   To: worker.packer (encodes on the device), sinks and results (decode).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Packing:
     Wide numbers come first, so that each part lies at a multiple of its own size.
 
     Attributes:
-        codec: whose rows can be told apart.
-        num_bytes: of a row, without what fills its last slot.
-        num_slots: of a row.
+        codec: a rowwise one.
+        num_bytes: of an encoded row, without the padding of its last slot.
+        num_slots: of an encoded row.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -45,7 +45,7 @@ class Packing:
 
     def pack(self, rows: Tensor) -> Tensor:
         """uint8 [num_rows, num_slots * SLOT_BYTES] of [num_rows, hidden_size], on their
-        device; waits for no device. What fills the last slot is zero."""
+        device. Does not synchronise. The padding of the last slot is zero."""
         parts = self.codec.encode(rows)
         pieces = [parts[name].view(torch.uint8) for name in self._places]
         filling = self.num_slots * SLOT_BYTES - self.num_bytes
@@ -62,7 +62,7 @@ class Packing:
 
 
 def encoding_of(choice: CodecChoice, hidden_size: int, dtype: str, where: str) -> Encoding:
-    """What a caller's choice is for one engine's rows.
+    """A caller's choice of a codec, for one engine's rows.
 
     Raises:
         SpecError: an option does not fit rows of this size.
@@ -77,16 +77,16 @@ def encoding_of(choice: CodecChoice, hidden_size: int, dtype: str, where: str) -
 
 @lru_cache(maxsize=256)
 def packing_of(encoding: Encoding) -> Packing:
-    """Raises ConfigError for what is no codec."""
+    """The bytes of rows under an encoding. Raises ConfigError if its codec is unknown."""
     return Packing(codec_from(encoding.metadata))
 
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """Rows in a codec's parts.
+    """Encoded rows, decoded on request.
 
     Attributes:
-        codec: what they are encoded with.
+        codec: encoded them.
         data: uint8 [num_rows, bytes of an encoded row, in whole slots], CPU.
     """
 
@@ -111,12 +111,12 @@ class EncodedRows:
 
     @property
     def nbytes(self) -> int:
-        """As they are, encoded."""
+        """Of the encoded rows."""
         return self.data.nbytes
 
     @property
     def parts(self) -> Mapping[str, Tensor]:
-        """What the codec's `encode` made, by name; the rows are on the first axis."""
+        """The parts that the codec's `encode` made, by name, the rows on the first axis."""
         return Packing(self.codec).parts(self.data)
 
     def decode(self) -> Tensor:
@@ -124,7 +124,7 @@ class EncodedRows:
         return self.codec.decode(self.parts, len(self))
 
     def kept(self) -> EncodedRows:
-        """In memory of their own."""
+        """A copy in memory of its own."""
         return EncodedRows(self.codec, self.data.contiguous().clone())
 
 

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Literal, Self
 
 import numpy as np
 import torch
 from pydantic import Field, StrictInt, model_validator
 from torch import Tensor
 
-from vllm_scope.codecs.base import CodecModel, RowPart
+from vllm_scope.codecs.base import KeepsK, RowPart
 from vllm_scope.codecs.full8 import dequantise, quantise, quantised_parts
 
 DEFAULT_K = 512
-#: A projection has at most this many numbers, whoever asks for it, a file too: making it
-#: takes 0.2 s and 32 MiB at most.
+#: Largest number of elements of a projection, also of one that a file names: it takes at
+#: most 0.2 s and 32 MiB to make.
 MAX_PROJECTION = 1 << 23
-#: Projections that a process keeps: of its requests (packer), and one that it writes with.
+#: Projections that a process keeps: those of its requests (packer), and its writer's one.
 MOST_KEPT = 16
 
 
@@ -43,42 +43,32 @@ def inverse(hidden_size: int, k: int, seed: int, device: torch.device) -> Tensor
     return torch.linalg.pinv(forward).float().to(device)
 
 
-class RandomProjection8(CodecModel):
+class RandomProjection8(KeepsK):
     """rows @ R, quantised as `full8`.
 
-    Decoding multiplies with the pseudo-inverse, not with R's transpose. It gives the
-    shortest row that has these projections, with a relative error of about
-    sqrt(1 - k/hidden_size); the transpose is unbiased, but its error is about
-    sqrt(hidden_size/k), larger than the row itself.
+    Decoding multiplies with R's pseudo-inverse, which gives the shortest row that has these
+    projections, with a relative error of about sqrt(1 - k/hidden_size). R's transpose would
+    be unbiased, but its error is about sqrt(hidden_size/k), larger than the row itself.
 
-    The first encode on a device makes R there; later ones touch the host no more.
+    `prepare`, or the first encode on a device, makes R there.
 
     Attributes:
-        k: numbers per row; 512, or half of hidden_size or what MAX_PROJECTION allows, where
-            that is less. Near hidden_size the inverse magnifies the rounding: there,
-            `full8` is better.
+        k: numbers per row. Default: 512, at most half of hidden_size and at most what
+            MAX_PROJECTION allows. If k is near hidden_size, the inverse magnifies the
+            rounding: `full8` is then better.
         seed: of R.
     """
 
-    part_names: ClassVar[tuple[str, ...]] = ("q", "scale", "zero")
-
     codec: Literal["rp8"] = "rp8"
-    k: StrictInt = Field(ge=1)
     seed: StrictInt = Field(default=0, ge=0, lt=1 << 32)
 
-    @model_validator(mode="before")
     @classmethod
-    def _default_k(cls, body: Any) -> Any:
-        if isinstance(body, dict) and "k" not in body and type(body.get("hidden_size")) is int:
-            width = body["hidden_size"]
-            most = min(DEFAULT_K, width // 2, MAX_PROJECTION // max(width, 1))
-            return {**body, "k": max(1, most)}
-        return body
+    def usual_k(cls, hidden_size: int) -> int:
+        most = MAX_PROJECTION // max(hidden_size, 1)
+        return max(1, min(DEFAULT_K, hidden_size // 2, most))
 
     @model_validator(mode="after")
-    def _sane_k(self) -> RandomProjection8:
-        if self.k > self.hidden_size:
-            raise ValueError(f"k is {self.k}; a row has {self.hidden_size} values")
+    def _at_most_a_projection(self) -> Self:
         most = MAX_PROJECTION // self.hidden_size
         if self.k > most:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The rows' bytes, compressed on the host without loss. About a fifth smaller, and slow."""
+"""The rows' bytes, compressed on the host without loss: about a fifth smaller, and slow."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from pydantic import Field, StrictInt
 from torch import Tensor
 
-from vllm_scope.codecs.base import CodecModel
+from vllm_scope.codecs.base import Codec, RowPart
 from vllm_scope.errors import ConfigError
 
 
 def zstd_library() -> Any:
-    """Python's own module from 3.14 on; raises ConfigError where there is none."""
+    """Python's module `zstd` (its own from 3.14 on). Raises ConfigError if it is missing."""
     try:
         if sys.version_info >= (3, 14):
             from compression import zstd
@@ -30,7 +30,7 @@ def zstd_library() -> Any:
 
 
 class _Compressors(threading.local):
-    """Level -> this thread's compressor: one that several threads share corrupts memory."""
+    """Level -> this thread's compressor. A compressor that threads share corrupts memory."""
 
     def __init__(self) -> None:
         self.of_level: dict[int, Any] = {}
@@ -39,10 +39,10 @@ class _Compressors(threading.local):
 _compressors = _Compressors()
 
 
-class Zstd(CodecModel):
-    """All rows of a call as one zstd frame, so that none can be decoded alone.
+class Zstd(Codec):
+    """All rows of a call as one zstd frame, so that no row can be decoded alone.
 
-    `encode` waits for rows that are on a device: bytes are compressed on the host.
+    `encode` copies rows from a device to the host, and waits for that.
 
     Attributes:
         level: zstd's; higher is smaller and slower.
@@ -50,10 +50,17 @@ class Zstd(CodecModel):
 
     lossless: ClassVar[bool] = True
     rowwise: ClassVar[bool] = False
-    part_names: ClassVar[tuple[str, ...]] = ("frame",)
 
     codec: Literal["zstd"] = "zstd"
     level: StrictInt = Field(default=1, ge=1, le=22)
+
+    @property
+    def row_parts(self) -> tuple[RowPart, ...]:
+        raise NotImplementedError("a zstd frame has no rows")
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        return ("frame",)
 
     def _encode(self, rows: Tensor) -> dict[str, Tensor]:
         zstd = zstd_library()
@@ -75,7 +82,7 @@ class Zstd(CodecModel):
                 raise ValueError(f"the frame holds {said} bytes; {size} are expected")
             if size == 0:
                 return torch.empty(0, self.hidden_size, dtype=self.torch_dtype)
-            # The frame's own word bounds nothing; the limit does.
+            # What the frame claims bounds nothing; the limit does.
             data = zstd.ZstdDecompressor().decompress(frame, max_length=size)
         except zstd.ZstdError as error:
             raise ValueError(f"the frame is not zstd: {error}") from None

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_scope.codecs.fp16 import halved
+from vllm_scope.codecs.casts import halved
 from vllm_scope.errors import ConfigError, FileError
 from vllm_scope.files.manifest import stream_name
 from vllm_scope.files.publish import LocalPublisher, whole_writes, write_bytes

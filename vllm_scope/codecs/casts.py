@@ -1,0 +1,53 @@
+"""Rows as they are, and rows in half precision, which most training code takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from vllm_scope.codecs.base import Codec, RowPart
+
+_LIMIT = torch.finfo(torch.float16).max
+
+
+def halved(rows: Tensor) -> Tensor:
+    """float16; finite values stay finite."""
+    # In float32: 65504 is not a bf16 number.
+    values = rows.float()
+    return torch.where(values.isinf(), values, values.clamp(-_LIMIT, _LIMIT)).half()
+
+
+class NoCodec(Codec):
+    """Copies nothing, neither to encode nor to decode."""
+
+    lossless: ClassVar[bool] = True
+
+    codec: Literal["none"] = "none"
+
+    @property
+    def row_parts(self) -> tuple[RowPart, ...]:
+        return (RowPart("rows", self.torch_dtype, self.hidden_size),)
+
+    def _encode(self, rows: Tensor) -> dict[str, Tensor]:
+        return {"rows": rows}
+
+    def _decode(self, parts: Mapping[str, Tensor], num_rows: int) -> Tensor:
+        return parts["rows"].to(self.torch_dtype)
+
+
+class Fp16(NoCodec):
+    """Finite values beyond 65504 become 65504 of their sign; infinity and NaN stay."""
+
+    lossless: ClassVar[bool] = False
+
+    codec: Literal["fp16"] = "fp16"  # type: ignore[assignment]
+
+    @property
+    def row_parts(self) -> tuple[RowPart, ...]:
+        return (RowPart("rows", torch.float16, self.hidden_size),)
+
+    def _encode(self, rows: Tensor) -> dict[str, Tensor]:
+        return {"rows": halved(rows)}
