@@ -1,12 +1,12 @@
 """What one token delivers, and where each part of it lies.
 
 Owns:  Layout, and the slot: the unit in which rows are placed.
-Runs:  in workers, in EngineCore (what a request needs), in front-ends (what came). numpy,
+Runs:  in workers, in EngineCore (what a request needs), in front-ends (what arrived). numpy,
        no torch.
-From:  encoding.   To: program, packer, and whoever takes a batch apart.
+From:  request.encoding.   To: operations, worker.packer, and every reader of a batch.
 
-Promise: the offsets of a token's parts follow from its layout and the widths of raw rows,
-so that no batch says them.
+Promise: the offsets of a token's parts follow from its layout and the widths of raw rows; no
+batch carries them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm_scope.request.sites import STREAM, boundary_of_point, kind_of_point
 
 #: The unit of the arena. Rows and a token's scores start at a multiple of it.
 SLOT_BYTES = 16
-#: numpy's element of that size: to gather slots byte by byte takes ten times as long.
+#: numpy's element of that size: gathering slots byte by byte takes ten times as long.
 SLOT = np.dtype(np.complex128)
 #: float32 scores in a slot.
 SCORES_PER_SLOT = SLOT_BYTES // 4
@@ -39,8 +39,8 @@ class Widths:
     """How wide rows are, before any codec.
 
     Attributes:
-        row_bytes: of one row by its kind (sites.KINDS), without what fills its last slot.
-            The stream's comes first; others may be missing where none is tapped.
+        row_bytes: bytes of one row by its kind (index into sites.KINDS), without padding.
+            Ends at the last kind that is tapped.
     """
 
     row_bytes: tuple[int, ...]
@@ -55,14 +55,13 @@ class Widths:
 class Layout:
     """What one token delivers: its rows, then its scores, then its encoded rows.
 
-    Taps write rows as they are; what is encoded, is so on its way out of the arena. So a
-    token has one layout in the arena, `arena`, and this one behind it.
+    Taps write raw rows to the arena, in the layout `arena`; rows are encoded when they leave it.
 
     Attributes:
-        points: where its rows are read, ascending; one row each.
+        points: where its raw rows are read, ascending; one row each.
         scores: (boundary, probe number) of its scores, ascending.
-        encoded: of each encoding the points of its rows, ascending. A point may be here
-            and among `points`.
+        encoded: encodings, each with the points of its rows, ascending. A point may be both here
+            and in `points`.
     """
 
     points: tuple[int, ...] = ()
@@ -70,34 +69,28 @@ class Layout:
     encoded: tuple[tuple[Encoding, tuple[int, ...]], ...] = ()
 
     def slots(self, widths: Widths) -> int:
-        """Slots that a token takes.
-
-        Args:
-            widths: of rows that are not encoded.
-        """
-        size = self.plain_slots(widths)
-        for encoding, points in self.encoded:
-            size += len(points) * slots_of_row(encoding.row_bytes)
-        return size
+        """Slots of one token."""
+        encoded = (len(some) * slots_of_row(encoding.row_bytes) for encoding, some in self.encoded)
+        return self.plain_slots(widths) + sum(encoded)
 
     @cached_property
     def _kinds(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """The points of each kind of row; ascending points are in the order of kinds."""
-        if not self.points or kind_of_point(self.points[-1]) == STREAM:  # most often
-            return ((STREAM, self.points),) if self.points else ()
+        """(kind, its points); ascending points are in the order of kinds."""
+        if self.points and kind_of_point(self.points[-1]) == STREAM:  # the usual case, fast
+            return ((STREAM, self.points),)
         return tuple((kind, tuple(some)) for kind, some in groupby(self.points, kind_of_point))
 
     @cached_property
     def probes(self) -> tuple[int, ...]:
-        """The numbers of the probes whose scores it has."""
+        """The probe numbers of `scores`."""
         return tuple(number for _, number in self.scores)
 
     def points_of(self, kind: int) -> tuple[int, ...]:
-        """Those of its points whose rows are of this kind."""
+        """The points whose rows are of this kind."""
         return next((points for one, points in self._kinds if one == kind), ())
 
     def rows_at(self, widths: Widths) -> Iterator[tuple[int, tuple[int, ...], int, int]]:
-        """Of each kind of row: it, its points, the first slot of their rows, slots of a row."""
+        """(kind, its points, the first slot of their rows, slots of one row)."""
         first = 0
         for kind, points in self._kinds:
             num_slots = widths.row_slots[kind]
@@ -113,7 +106,7 @@ class Layout:
         }
 
     def slot_of(self, point: int, widths: Widths) -> int:
-        """The first slot of one row. Raises ValueError for a point that is not read."""
+        """The first slot of a point's row. Raises ValueError for a point that is not read."""
         kind = kind_of_point(point)
         for one, points, first, num_slots in self.rows_at(widths):
             if one == kind:
@@ -121,7 +114,7 @@ class Layout:
         raise ValueError(f"point {point} is not of this layout")
 
     def score_slot(self, widths: Widths) -> int:
-        """The first slot of the scores: behind the rows."""
+        """The first slot of the scores, which follow the raw rows."""
         return sum(len(points) * widths.row_slots[kind] for kind, points in self._kinds)
 
     def plain_slots(self, widths: Widths) -> int:
@@ -129,7 +122,7 @@ class Layout:
         return self.score_slot(widths) + math.ceil(len(self.scores) / SCORES_PER_SLOT)
 
     def encoded_at(self, widths: Widths) -> Iterator[tuple[Encoding, tuple[int, ...], int, int]]:
-        """Of each encoding: it, its points, the first slot of their rows, slots of a row."""
+        """(encoding, its points, the first slot of their rows, slots of one row)."""
         first = self.plain_slots(widths)
         for encoding, points in self.encoded:
             num_slots = slots_of_row(encoding.row_bytes)
@@ -138,14 +131,14 @@ class Layout:
 
     @cached_property
     def arena(self) -> Layout:
-        """As taps write it: each point's row once, and the scores."""
+        """What taps write: each point's row once, and the scores."""
         if not self.encoded:
             return self
         points = {*self.points, *(point for _, some in self.encoded for point in some)}
         return Layout(tuple(sorted(points)), self.scores)
 
     def at(self, boundary: int) -> Layout:
-        """The part that is of one tap."""
+        """The part that one tap delivers."""
         return Layout(
             _points_at(self.points, boundary),
             tuple(s for s in self.scores if s[0] == boundary),
@@ -162,5 +155,5 @@ def _points_at(points: tuple[int, ...], boundary: int) -> tuple[int, ...]:
 
 
 def boundaries_of(layout: Layout) -> set[int]:
-    """Where a token of this layout delivers something."""
+    """The boundaries at which a token of this layout delivers something."""
     return {boundary_of_point(p) for p in layout.arena.points} | {b for b, _ in layout.scores}

@@ -1,27 +1,34 @@
 """What a tap does to one token's row: operations, and programs of them.
 
-Owns:  Op, Program, and Cost, what a request takes of the device tables.
+Owns:  Op, Program, and Cost (what a request takes of the device tables).
 Runs:  in workers, when a request arrives and when its tokens are planned; in
        EngineCore, to count what a request needs. numpy, no torch.
-From:  compile, layout.   To: plan (per token), tap.tables (on the device).
+From:  compiled, layout.   To: plan (per token), tap.tables (on the device).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from vllm_scope.program.layout import Layout
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.encoding import Encoding
+from vllm_scope.request.resolve import ResolvedEdit
 from vllm_scope.request.sites import LEVELS, boundary_of_point, point_of
 
-#: Store the row, or a score of it.
+#: Copy the row out; copy a score of it out.
 OP_READ, OP_DOT = 1, 2
-#: x + a * v; x + a * ||x|| * v; x - (x.v) * v; x + (clip(x.v, a, b) - x.v) * v; v.
+#: Edits, in this order: x + a * v; x + a * ||x|| * v; x - (x.v) * v;
+#: x + (clip(x.v, a, b) - x.v) * v; v.
 OP_ADD, OP_ADD_NORM, OP_ABLATE, OP_CLAMP, OP_SET = 3, 4, 5, 6, 7
-#: Report the token's owner if a number of the row is not finite.
+#: Report the token's owner if the row is not finite.
 OP_CHECK = 8
 
 #: No program: the tap leaves the row alone.
@@ -34,9 +41,9 @@ class Op:
 
     Attributes:
         code: OP_...
-        at: OP_READ: which of the arena layout's points; OP_DOT: which of its scores.
-        vector: content of the row's vector (weight, direction, replacement).
-        a, b: numbers of the operation.
+        at: index into the arena layout's points (OP_READ) or scores (OP_DOT).
+        vector: float32 [hidden_size], the weight, direction or replacement.
+        a, b: the operation's numbers, as in the formulas above.
     """
 
     code: int
@@ -52,7 +59,7 @@ class Program:
 
     Attributes:
         layout: what it delivers.
-        taps: (boundary, operations in order), for the boundaries that do something.
+        taps: (boundary, operations in order), for the boundaries with operations.
     """
 
     layout: Layout
@@ -60,7 +67,7 @@ class Program:
 
     @staticmethod
     def reading(points: tuple[int, ...]) -> Program:
-        """Just reads."""
+        """A program that reads these points and does nothing else."""
         return assemble(tuple(sorted(points)), {}, {})
 
     def __hash__(self) -> int:
@@ -89,7 +96,7 @@ class Cost:
 
     @staticmethod
     def of(programs: Collection[Program]) -> Cost:
-        """Of distinct programs; a vector that several use is one."""
+        """The cost of distinct programs; a vector that several of them use counts once."""
         vectors: set[Array] = set().union(*(program.vectors for program in programs))
         return Cost(len(vectors), len(programs), sum(program.num_ops for program in programs))
 
@@ -116,14 +123,14 @@ def assemble(
     encoded: tuple[tuple[Encoding, tuple[int, ...]], ...] = (),
     check: int | None = None,
 ) -> Program:
-    """A program from what happens where.
+    """The program of these reads, scores and edits.
 
     Args:
-        points: at which the row is read, ascending.
+        points: where the row is read, ascending.
         scores: point -> (probe number, its operation).
         edits: (boundary, group) -> the edits of that site, in order.
         encoded: as in Layout.
-        check: the boundary at whose end the row is checked, or None.
+        check: the boundary after whose edits the row is checked, or None.
     """
     listed = sorted(
         (boundary_of_point(point), number) for point, ops in scores.items() for number, _ in ops
@@ -148,3 +155,46 @@ def assemble(
             ops.append(Op(OP_CHECK))
         taps.append((boundary, tuple(ops)))
     return Program(layout, tuple(taps))
+
+
+def edit_op(edit: ResolvedEdit, made: dict[Any, Op]) -> Callable[[int], Op]:
+    """An edit's operation on a token, by the token's row of a replacement (from 1).
+
+    Args:
+        made: operations made so far, by content: edits that differ in their streams share one.
+    """
+    if edit.kind == "replace":
+        return partial(_replacing, edit.values.numpy)
+    op: Op | None = edit.__dict__.get("_op")
+    if op is None:
+        content = edit.kind, edit.values, edit.numbers, edit.norm_match
+        op = made.get(content) or made.setdefault(content, _edit_op(edit))
+        # Server-wide edits are compiled again with each spec.
+        edit.__dict__["_op"] = op
+    return lambda row: op
+
+
+def _replacing(rows: NDArray[np.float32], row: int) -> Op:
+    values = rows[row - 1]
+    return Op(OP_SET, 0, Array(values.shape, values.tobytes()))
+
+
+def _edit_op(edit: ResolvedEdit) -> Op:
+    if edit.kind == "add" and not edit.norm_match:
+        return Op(OP_ADD, 0, edit.values, edit.numbers[0])
+    values = edit.values.numpy.astype(np.float64)
+    direction = (values / np.linalg.norm(values)).astype("<f4")
+    if edit.kind == "clamp":
+        lo, hi, strength = edit.numbers
+        # With k d in place of d the operation adds (clip(k p, k lo, k hi) - k p) k d: k * k times
+        # as much.
+        k = math.sqrt(strength)
+        if k == 0:
+            lo, hi, k = -math.inf, math.inf, 1  # 0 times infinity would be NaN
+        direction = direction * np.float32(k)
+        code, a, b = OP_CLAMP, k * lo, k * hi
+    elif edit.kind == "add":
+        code, a, b = OP_ADD_NORM, edit.numbers[0], 0.0
+    else:
+        code, a, b = OP_ABLATE, 0.0, 0.0
+    return Op(code, 0, Array(edit.values.shape, direction.tobytes()), a, b)

@@ -17,7 +17,7 @@ from vllm_scope.engine.core import entry as core
 from vllm_scope.engine.core.entry import CoreScope
 from vllm_scope.engine.model import foreign_connector
 from vllm_scope.engine.params import HANDLE, handle_of
-from vllm_scope.program.compiler import BlockKeys
+from vllm_scope.program.block_keys import BlockKeys
 from vllm_scope.program.operations import Cost
 from vllm_scope.request.resolve import Resolved
 from vllm_scope.request.sites import Sites

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tests.unit.strategies import VOCAB, edits
 from vllm_scope import Ablate, Add, Except, Replace, Spec, TokenIds
-from vllm_scope.program.compiler import BlockKeys, RequestProgram
+from vllm_scope.program.block_keys import BlockKeys
+from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.operations import OP_CHECK, Program
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.sites import Sites

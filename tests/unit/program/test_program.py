@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from tests.unit.oracle import Edited, edits_at, first_point, known, level_of
 from tests.unit.strategies import VOCAB, is_selected, selectors, specs
 from vllm_scope import Ablate, Add, Clamp, Probe, Read, Replace, Spec, SpecError, TokenIds
-from vllm_scope.program import compiler as compiling
+from vllm_scope.program import compiled as compiling
+from vllm_scope.program import operations
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.layout import Layout, Widths
 from vllm_scope.program.operations import (
@@ -577,7 +578,7 @@ def test_a_long_replacement_is_not_built_before_its_rows_are_counted(monkeypatch
     sites = Sites(2, 4, "float32", (0, 2, 4))
     rows = np.arange(1.0, 1.0 + 4 * 60_000).reshape(-1, 4)
     asked = Spec(edits=(Replace(rows, positions=range(60_000), layer=1),)).resolve(sites)
-    monkeypatch.setattr(compiling, "Op", lambda *_: pytest.fail("built"))
+    monkeypatch.setattr(operations, "Op", lambda *_: pytest.fail("built"))
     ids = np.ones(60_000, np.int64)
     program = RequestProgram.compile(asked, sites, frozenset((0, 2, 4)), 60_000, ids)
     with pytest.raises(SpecError, match="in more than"):

@@ -22,7 +22,8 @@ from vllm_scope.engine.seams import config_of, wrap_function, wrap_method
 from vllm_scope.engine.worker.delivery import global_reads
 from vllm_scope.errors import CapacityError, SpecError, shown
 from vllm_scope.graph.tap.tables import capacity
-from vllm_scope.program.compiler import BlockKeys, RequestProgram
+from vllm_scope.program.block_keys import BlockKeys
+from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.operations import Cost, Program
 from vllm_scope.request.resolve import Resolved
 from vllm_scope.request.spec import Spec

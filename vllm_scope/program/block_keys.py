@@ -1,0 +1,53 @@
+"""The keys under which vLLM finds the KV of edited tokens.
+
+Owns:  BlockKeys.
+Runs:  in EngineCore, when vLLM hashes a request's blocks. numpy, no torch.
+From:  request.resolve (the edits).   To: engine.core.entry.
+
+Promise: two requests share a block's KV only if the same edits apply to the same tokens of it
+and of all blocks before it (vLLM chains the keys).
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from vllm_scope.program.picks import Pick
+from vllm_scope.request.resolve import ResolvedEdit
+from vllm_scope.request.selectors import Ids, Tokens
+
+
+class BlockKeys:
+    """The keys of one request's blocks."""
+
+    def __init__(self, edits: tuple[ResolvedEdit, ...], num_prompt: int, prompt_ids: Ids) -> None:
+        picks: dict[Pick, int] = {}
+        given = [Pick(edit.tokens, "edit", edit.positions) for edit in edits]
+        self._pick_of = np.array([picks.setdefault(pick, len(picks)) for pick in given], np.int64)
+        self._picks = tuple(picks)
+        digests = b"".join(edit.digest for edit in edits)
+        self._digests = np.frombuffer(digests, np.uint8).reshape(len(edits), -1)
+        self._num_prompt, self._ids = num_prompt, np.asarray(prompt_ids, np.int64)
+
+    def key(self, start: int, stop: int) -> bytes | None:
+        """The key of positions `start` to `stop` - 1; None if none of them is edited."""
+        positions = np.arange(start, stop, dtype=np.int64)
+        tokens = Tokens.running(positions, self._num_prompt, self._ids)
+        #: The distinct sets of tokens that are picked here -> their numbers, from 1.
+        numbers: dict[bytes, int] = {}
+        of_picks = np.zeros(len(self._picks), "<u4")
+        for i, pick in enumerate(self._picks):
+            values = pick.values(tokens)
+            if values.any():
+                of_picks[i] = numbers.setdefault(values.tobytes(), len(numbers) + 1)
+        if not numbers:
+            return None
+        of_edits = of_picks[self._pick_of]
+        here = of_edits > 0
+        digest = hashlib.blake2b(repr((len(numbers), int(here.sum()))).encode(), digest_size=16)
+        digest.update(b"".join(numbers))
+        digest.update(of_edits[here].tobytes())
+        digest.update(self._digests[here].tobytes())
+        return digest.digest()

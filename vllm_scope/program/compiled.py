@@ -1,0 +1,184 @@
+"""A spec's programs, found by what its picks say of a token.
+
+Owns:  Compiled, the bounds of one request, and which programs stay in memory.
+Runs:  in workers, in EngineCore and in the front-end. numpy, no torch.
+From:  compiler (which makes a Compiled of actions), picks.   To: operations (which assembles).
+
+Promise: a request beyond the bounds is refused before a program of it is built.
+"""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_scope.errors import SpecError
+from vllm_scope.program.operations import OP_SET, Op, Program, assemble
+from vllm_scope.program.picks import Pick
+from vllm_scope.request.encoding import Encoding
+from vllm_scope.request.remembered import Remembered
+
+#: What one request may have: distinct programs, and operations of all of them together. To build
+#: a program takes each process 15 us, and 1.3 us for each operation. Those of a request that
+#: scores or edits are written to the device's tables before its first step, by the thread that
+#: runs the model: 15 us for each program more, and 3 us for each operation; 45 ms at the most.
+MOST_PROGRAMS, MOST_OPS = 1024, 1 << 14
+MOST_PROGRAMS_WITH_VECTORS, MOST_OPS_WITH_VECTORS = 512, 1 << 13
+#: Bound of the programs of all specs that this process keeps.
+REMEMBERED_BYTES = 64 << 20
+_PROGRAM_BYTES, _OP_BYTES = 2048, 256
+
+#: [num_picks], the values of a token's picks (Pick.values).
+Column = NDArray[np.int32]
+
+
+class _Programs:
+    """Bounds the memory of all built programs; those unused for longest go first.
+
+    A Compiled holds its own programs, and they go with it. A dropped program is built again
+    when it is next needed; running requests keep theirs.
+    """
+
+    def __init__(self) -> None:
+        self._known: Remembered[tuple[weakref.ref[Compiled], bytes], None]
+        self._known = Remembered(REMEMBERED_BYTES)
+
+    def use(self, of: Compiled, column: bytes) -> None:
+        self._known.get((of.ref, column))
+
+    def put(self, of: Compiled, column: bytes, program: Program | None) -> None:
+        of.built[column] = program
+        size = _PROGRAM_BYTES + len(column) + (0 if program is None else _size_of(program))
+        for ref, gone in self._known.put((of.ref, column), None, size):
+            owner = ref()
+            if owner is not None:
+                owner.built.pop(gone, None)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._known.num_bytes
+
+
+def _size_of(program: Program) -> int:
+    """Bytes of its operations, and of the rows of replacements, which are copied for them."""
+    ops = [op for _, ops in program.taps for op in ops]
+    rows = (len(op.vector.data) for op in ops if op.code == OP_SET and op.vector is not None)
+    return _OP_BYTES * len(ops) + sum(rows)
+
+
+programs = _Programs()
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """What a spec does at some boundaries, for any prompt; requests share it.
+
+    Attributes:
+        reads: (index of the pick, points, encoding).
+        scores: (index of the pick, point, number of the probe, operation).
+        edits: (index of the pick, (boundary, group), operation by the value of the pick).
+        check: the boundary at which every token of a request with edits is checked; None if
+            it has no edits, or is checked on another pipeline stage.
+        of_phase: False (prompt) or True (generated) -> the program of all of its tokens. Filled
+            only if all picks are uniform.
+        built: bytes of a column -> its program, while `programs` keeps it.
+    """
+
+    picks: tuple[Pick, ...]
+    reads: tuple[tuple[int, tuple[int, ...], Encoding | None], ...]
+    scores: tuple[tuple[int, int, int, Op], ...]
+    edits: tuple[tuple[int, tuple[int, int], Callable[[int], Op]], ...]
+    check: int | None
+    of_phase: dict[bool, Program | None] = field(default_factory=dict)
+    built: dict[bytes, Program | None] = field(default_factory=dict)
+
+    @cached_property
+    def ref(self) -> weakref.ref[Compiled]:
+        """Its key in `programs`: unlike an id, it is never used again for another object."""
+        return weakref.ref(self)
+
+    @property
+    def has_vectors(self) -> bool:
+        return bool(self.scores or self.edits)
+
+    @cached_property
+    def uniform(self) -> bool:
+        """All tokens of a phase (prompt or generated) get the same program."""
+        return all(pick.uniform for pick in self.picks)
+
+    def program(self, column: Column) -> Program | None:
+        key = column.tobytes()
+        # `self` stands for a missing entry: None is a value, and another thread may drop the key.
+        known = self.built.get(key, self)
+        if not isinstance(known, Compiled):
+            programs.use(self, key)
+            return known
+        found = self._build(column)
+        programs.put(self, key, found)
+        return found
+
+    @cached_property
+    def _ops_of_picks(self) -> NDArray[np.int64]:
+        """[num_picks]: the operations that each pick gives a token."""
+        found = np.zeros(len(self.picks), np.int64)
+        for pick, points, _ in self.reads:
+            found[pick] += len(points)
+        for pick, *_ in (*self.scores, *self.edits):
+            found[pick] += 1
+        return found
+
+    @cached_property
+    def _marks(self) -> NDArray[np.int64]:
+        """[num_picks] random numbers: columns with different sums are different."""
+        return np.frombuffer(secrets.token_bytes(8 * len(self.picks)), np.int64)
+
+    def distinct(self, columns: NDArray[np.int32]) -> dict[bytes, Column]:
+        """The distinct columns of [num_picks, n], by their bytes."""
+        with np.errstate(over="ignore"):
+            sums = self._marks @ columns.astype(np.int64)
+        _, firsts = np.unique(sums, return_index=True)
+        return {columns[:, i].tobytes(): columns[:, i] for i in firsts.tolist()}
+
+    def check_size(self, columns: Collection[Column]) -> None:
+        """Raises SpecError for more programs or operations than one request may have."""
+        most, most_ops = MOST_PROGRAMS, MOST_OPS
+        if self.has_vectors:
+            most, most_ops = MOST_PROGRAMS_WITH_VECTORS, MOST_OPS_WITH_VECTORS
+        if len(columns) > most:
+            raise SpecError(
+                f"the request's tokens are treated in more than {most:,} different ways; "
+                "let fewer of its selectors pick single tokens, or send several requests."
+            )
+        num_ops = sum(int((column > 0) @ self._ops_of_picks) for column in columns)
+        if num_ops > most_ops:
+            raise SpecError(
+                f"the request's tokens are treated in {len(columns):,} different ways, of "
+                f"{num_ops:,} reads, scores and edits together; at most {most_ops:,}. Send several "
+                "requests."
+            )
+
+    def _build(self, column: Column) -> Program | None:
+        points: dict[Encoding | None, set[int]] = {}
+        for pick, some, encoding in self.reads:
+            if column[pick]:
+                points.setdefault(encoding, set()).update(some)
+        scores: dict[int, list[tuple[int, Op]]] = {}
+        for pick, point, number, op in self.scores:
+            if column[pick]:
+                scores.setdefault(point, []).append((number, op))
+        edits: dict[tuple[int, int], list[Op]] = {}
+        for pick, place, op_of in self.edits:
+            if column[pick]:
+                edits.setdefault(place, []).append(op_of(int(column[pick])))
+        if not (points or scores or edits) and self.check is None:
+            return None
+        plain = tuple(sorted(points.pop(None, ())))
+        encoded = [(e, tuple(sorted(some))) for e, some in points.items() if e is not None]
+        listed = tuple(sorted(encoded, key=lambda x: x[0].text))
+        return assemble(plain, scores, edits, listed, self.check)

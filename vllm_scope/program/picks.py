@@ -1,0 +1,64 @@
+"""Which tokens of a request an action applies to.
+
+Owns:  Pick.
+Runs:  in every process of an engine. numpy, no torch.
+From:  request.selectors.   To: compiled (programs), block_keys (keys of KV blocks).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_scope.request.selectors import Selector, Tokens
+
+
+@dataclass(frozen=True)
+class Pick:
+    """A selector, its use, and the positions of a replacement's rows.
+
+    Attributes:
+        use: "edit" applies to tokens that the selector picks for certain; "deliver" to all that
+            it may still pick (what is too much is dropped later, by its label).
+        positions: of the rows of a replacement, negative ones from the prompt's end; else empty.
+    """
+
+    selector: Selector
+    use: Literal["edit", "deliver"]
+    positions: tuple[int, ...] = ()
+
+    @property
+    def uniform(self) -> bool:
+        return self.selector.uniform
+
+    def values(self, tokens: Tokens) -> NDArray[np.int32]:
+        """[num_tokens]: 0 if not picked; else 1, or the token's row of a replacement, from 1."""
+        if self.positions:
+            p, n = tokens.positions, tokens.num_prompt
+            rows = self._rows_at(p)
+            if self._rows[0][0] < 0:
+                rows = np.where((rows == 0) & (p < n), self._rows_at(p - n), rows)
+            return rows
+        masks = self.selector.select(tokens)
+        return (masks.certain if self.use == "edit" else masks.possible).astype(np.int32)
+
+    def value_in(self, generated: bool) -> int:
+        """The value of every token of a phase, if the pick is uniform."""
+        one = np.zeros(1, np.int64)
+        return int(self.values(Tokens(one, 0 if generated else 1, one, None))[0])
+
+    @cached_property
+    def _rows(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """The positions in ascending order, and the row of each, from 1."""
+        given = np.asarray(self.positions, np.int64)
+        order = np.argsort(given)
+        return given[order], (order + 1).astype(np.int32)
+
+    def _rows_at(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
+        ascending, rows = self._rows
+        at = np.minimum(np.searchsorted(ascending, positions), len(ascending) - 1)
+        return np.where(ascending[at] == positions, rows[at], np.int32(0))
