@@ -1,10 +1,10 @@
-"""What to make of rows: directions, probes, lenses. Knows results, not engines.
+"""Directions, probes and lenses from rows. Needs torch and results, no engine.
 
-rows.py      one row per result, pooled over its positions
-contrast.py  steering modules from rows of positives and negatives
+rows.py      one row per result (pooled over positions), or one row per token
+contrast.py  steering modules from the difference of positive and negative rows
 probes.py    linear probes, and their files
-lens.py      what the unembedding makes of a row
+lens.py      the logit lens: which tokens the unembedding reads in a row
 cache.py     results under TransformerLens's names and shapes
 
-Import what you need from the file that has it; all of it needs torch.
+Import each name from its file.
 """

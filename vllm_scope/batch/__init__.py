@@ -1,5 +1,5 @@
-"""A batch of rows, taken apart.
+"""Batches of rows, taken apart and put together.
 
-by_request.py   one batch -> the part of each request
-by_position.py  all that came of a stream -> one row for each position
+by_request.py   splits a batch into the parts of its requests
+by_position.py  makes one row per position from all rows of a stream; the last computed row holds
 """

@@ -1,4 +1,4 @@
-"""A client of `vllm serve` with vllm-scope: numpy and httpx, no vLLM, no torch.
+"""HTTP clients of `vllm serve` with vllm-scope. Needs numpy and httpx, not vLLM or torch.
 
     from vllm_scope import Read
     from vllm_scope.client import ScopeClient
@@ -7,9 +7,9 @@
         out = client.complete("The capital of ", Read("resid_post", layers=[5]), max_tokens=8)
         out.scope["resid_post", 5]  # float32 [positions, hidden_size]
 
-answers.py    what comes back: Completion, Choice, Chunk, ScoredToken, ScopeData
-calls.py      every call, written once: what is sent, what is made of the response
-transport.py  ScopeClient and AsyncScopeClient, which carry the calls
+answers.py    the answers: Completion, Choice, Chunk, ScoredToken, ScopeData
+calls.py      every call once, for both clients: what is sent, how the response is parsed
+transport.py  ScopeClient and AsyncScopeClient, which send the calls
 """
 
 from vllm_scope.client.answers import (

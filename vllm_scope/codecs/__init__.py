@@ -1,12 +1,16 @@
-"""Rows, smaller: named tensors that hold them, and the way back.
+"""Codecs: rows as smaller named tensors, and the way back.
 
-Owns:  the Codec protocol, the codecs by name, and how one is made and made again.
-Runs:  wherever rows are: `encode` on the rows' device, CPU or CUDA; `decode` on the
+Owns:  the Codec protocol, the codecs by name, and how a codec is made from its metadata.
+Runs:  wherever rows are. `encode` runs on the rows' device, CPU or CUDA; `decode` on the
        parts' device.
-To:    files (which stores the parts, and the metadata beside them).
+To:    files (stores the parts and, beside them, the metadata).
+
+base.py    options and checks of all codecs
+packed.py  the parts of a row as one run of bytes
+The other files have one codec each, or a few alike.
 
 Promise: `codec_from(codec.metadata())` decodes what `codec` encoded, in another
-process, on another device. How much each codec loses is measured: docs/codecs.md.
+process, on another device. docs/codecs.md says how much each codec loses.
 """
 
 from __future__ import annotations

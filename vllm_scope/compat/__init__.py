@@ -1,14 +1,17 @@
-"""Other systems' names for what this one does: change an import, keep the code.
+"""Other systems' words for what this package does: change an import, keep the code.
 
-vllm_lens/        extra_args of vllm-lens, SteeringVector, output.activations, its client
-probe_hook.py     LLM, AsyncLLM and SamplingParams of vllm-probe-hook
-act_capture.py    VLLM_ACT_* variables and the .npz files of the Activation Capture System
-steering_http/    the steering fork's keys, capture_results, modules and /v1/steering
-inspect.py        a model provider, a solver and a scorer for Inspect
+vllm_lens/      extra_args of vllm-lens, SteeringVector, output.activations, its client
+steering_http/  the steering fork's keys, capture_results, modules and /v1/steering
+probe_hook.py   LLM, AsyncLLM and SamplingParams of vllm-probe-hook
+act_capture.py  VLLM_ACT_* variables and the .npz files of the Activation Capture System
+inspect.py      a model provider, a solver and a scorer for Inspect
+bounds.py       how much a request may say in a face's words
+
 TransformerLens's names are `out.scope.as_cache()`.
 
-Each face is a file or a folder on the public API, and says what differs: docs/faces.md. Keys of
-`extra_args` work without an import; a face is imported when a request first uses it.
+A face is a file or a folder here; it uses the public API. docs/faces.md lists how each face
+differs from the other system. Keys of `extra_args` need no import: a face is imported when a
+request first uses it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What EngineCore keeps, without a line of vLLM.
+"""What EngineCore keeps for requests. Does not import vLLM.
 
-registry.py   what the names of modules and the server's own edits mean
+registry.py   steering modules by name, and server-wide edits
 admission.py  which requests have places in the workers' tables, and which wait for room
 """

@@ -1,9 +1,17 @@
-"""Captured rows on disk: written as requests end, read back lazily.
+"""Captured rows on disk: written as requests end, read back lazily. Needs no engine.
 
-Owns:  the layouts, what is said beside the rows, and the reader. No engine.
 Runs:  the writer where rows are drained; the reader anywhere.
 
-`open_writer` is where an engine's sink begins, `open` where an analysis does.
+`open_writer` is the entry of an engine's sink, `open` the entry of an analysis.
+
+writer.py options.py                          one writer, and its options
+per_request.py packed.py sharded.py npz.py    one layout each
+rows.py stored.py buffers.py                  a request on its way into a file
+tensors.py publish.py names.py roots.py       safetensors, files that appear whole, names, roots
+reader.py captured.py datafile.py folder.py   reading
+manifest.py                                   what is said beside the rows
+iterate.py export.py                          rows for training, exports to other tools
+remote.py                                     roots that are URLs
 """
 
 from vllm_scope.files.captured import CapturedRequest

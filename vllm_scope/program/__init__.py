@@ -1,9 +1,8 @@
-"""What a tap does to each token of a request. Runs everywhere, with numpy and without torch.
+"""Which operations a tap runs on each token of a request. numpy, no torch.
 
-operations.py  one operation on a row; programs of them; what they cost
-picks.py       which tokens an action applies to
-compiler.py    a request's actions -> the program of each of its tokens
-compiled.py    the programs of a spec, built when a token needs them
-block_keys.py  the keys under which vLLM finds the KV of edited tokens
-layout.py      what one token delivers, and where each part of it lies
+operations.py  Op, Program, and Cost (places that a request takes in the device tables)
+compiler.py    from a request's actions to the program of each of its tokens
+picks.py       which tokens a request's actions pick
+block_keys.py  what a request's edits mean for the KV cache
+layout.py      what one token delivers, and at which offset each part of it lies
 """

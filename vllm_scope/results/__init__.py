@@ -1,9 +1,9 @@
-"""What arrives in a front-end, until the caller has it.
+"""Rows that arrive in a front-end, until the caller has them.
 
-inbox.py   all requests whose rows are on their way
-buffer.py  the rows of one of them
-budget.py  how much all of them may hold, and each caller
-result.py  what the caller holds
-column.py  one stream or probe of a result, to pass on
-cursor.py  what is new of a request that streams
+inbox.py   all requests of this process whose rows arrive
+buffer.py  the rows of one request
+budget.py  how many bytes all requests, and the requests of one key, may hold
+result.py  ScopeResult, which the caller reads
+column.py  one stream or probe of a result, for the server
+cursor.py  what is new in a request that streams
 """

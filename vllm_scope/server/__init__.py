@@ -1,15 +1,19 @@
 """What `vllm serve` gains: a scope in each answer, results to fetch, operators' routes.
 
-settings.py  limits and the operator's key, from the environment
+limits.py    the first check of every request: size of the body, Authorization, path
+rpc.py       vLLM's development routes, which need the operator's key for our methods
+exchange.py  one HTTP request on its way through the server
 answer.py    the results of one HTTP request, put into its answer or its chunks
+tokens.py    the tokens of a choice, with text and scores
 encode.py    results as JSON
-store.py     results that are too large for an answer: files with an end
-limits.py    bodies that are refused before they are read
-routes.py    /v1/scope
-changes.py   one operator's change at a time, in all of a server's processes
-access.py    who may use routes, and what they can ask; for faces' routes too
+store.py     results that are too large for an answer: files with an expiry time
 faces.py     what faces register: words of requests, fields of answers, routes
+routes.py    /v1/scope
+access.py    who may use a route, and what a route can ask of the engine
+changes.py   one operator's change at a time, in all processes of a server
+edits.py     server-wide edits, as they are sent and shown
 schemas.py   what the routes take and give, for OpenAPI
+settings.py  limits and the operator's key, from the environment
 
-Nothing here knows vLLM; engine/http.py does.
+Nothing here imports vLLM; engine/http/serving.py connects the two.
 """

@@ -1,14 +1,26 @@
-"""Where drained rows go.
+"""Sinks: where drained rows go.
 
-Owns:  Sink, Block, RequestInfo, Ending, Report (what a sink is given, and gives back);
-       RowBatch and BatchSink (what the drain hands to the router).
+Owns:  Sink, Block, RequestInfo, Ending, Report (what a sink is given, and what it returns);
+       RowBatch and BatchSink (what the drain gives to the router).
 Runs:  RowBatch on the drain thread of each worker that drains; a Sink on its own thread.
 
     drain -> router -> memory                       (rows back to the caller)
                     -> queue -> lane -> filesystem, plugins
 
+router.py      which sink gets which rows, and when a request is done
+memory.py      rows to the front-end that made the request
+lane.py        one sink: its thread, its bounded queue, its overload policy
+spill.py       queued rows in a file, when the queue is full
+quota.py       how many bytes of one API key a sink takes
+request.py     one request at one sink: its rows, and what is missing
+filesystem.py  requests into files
+options.py     the operator's options of each sink; plugin look-up
+reports.py     a sink's report on a request, checked, as the manifest that callers get
+counters.py    counts of one sink
+metrics.py     the counts on vLLM's /metrics
+
 A plugin is a class, or a function that makes a sink, under the entry-point group
-`vllm_scope.sinks`; it is called with the options that the operator gave, as keywords.
+`vllm_scope.sinks`. It is called with the operator's options as keyword arguments.
 """
 
 from __future__ import annotations

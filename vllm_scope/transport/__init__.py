@@ -1,8 +1,8 @@
-"""The way back: from a worker to the front-end process that asked.
+"""Rows from a worker to the front-end process that asked for them.
 
-ring.py      host memory for rows, of a worker; front-ends map it
-messages.py  what travels, and to which address
-senders/     a worker's end: shared memory, TCP
-receiver.py  a front-end's end
-folders.py   folders that end with their process
+ring.py      host memory for rows: HostRing in the worker, RingReader in front-ends
+messages.py  the messages, and the address of a front-end
+senders/     the worker's end: shared memory, TCP
+receiver.py  the front-end's end
+folders.py   folders that are removed when their process ends
 """

@@ -1,10 +1,10 @@
-"""Steering vectors as content: in memory, as bytes for a server, and in files.
+"""Steering vectors: in memory, as bytes for a server, and in files.
 
 module.py       SteeringModule: vectors by (site, layer), and where they come from
 files.py        load_vectors, save_vectors, to_bytes, from_bytes
-probe_files.py  a linear probe's files
-hooks.py        vectors in JSON, by hook and layer, as the steering fork writes them
-containers.py   arrays out of safetensors, npz and GGUF, bounded before anything is allocated
+probe_files.py  a linear probe's two files
+hooks.py        vectors in JSON by hook and layer, as the steering fork writes them
+containers.py   arrays from safetensors, npz and GGUF; sizes are checked before allocation
 """
 
 from vllm_scope.vectors.files import from_bytes, load_vectors, save_vectors, to_bytes

@@ -1,7 +1,7 @@
-"""What happens in a worker around each forward, without a line of vLLM.
+"""What a worker does around each forward. Does not import vLLM.
 
-plan.py    batch -> which row gets which program, and where in the arena it goes
-arena.py   a ring of rows on the device
-drain.py   arena -> host ring -> labelled batches, on a thread and a stream of its own
+plan.py    from a batch to the program of each row and its slots in the arena
+arena.py   a ring of rows in device memory
+drain.py   from the arena to host memory and labelled batches, on its own thread and stream
 packer.py  rows gathered and encoded on their way out of the arena
 """

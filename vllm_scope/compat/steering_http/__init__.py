@@ -13,10 +13,10 @@
 
 With vLLM's own LLM and SamplingParams the same fields are keys of `extra_args`.
 
-Hooks are pre_attn, post_attn and post_block; only those that the engine taps can be used
-(`additional_config={"scope": {"sites": [...]}}`). Tiers add up, a module's with the
-request's; clamps come after all that is added. A tier's tokens are found by position, so
-a prompt that is computed again after a preemption keeps its tier.
+Hooks are pre_attn, post_attn and post_block. A request can use a hook only if the engine taps
+it (`additional_config={"scope": {"sites": [...]}}`). Vectors of all tiers, of a module and of
+the request, add up; clamps apply after all additions. A tier is chosen by the token's
+position, so a prompt that is computed again after a preemption keeps its tier.
 
 Steering modules are loaded with `load_modules(llm, ["formal=formal.json"])`, or at start
 with `additional_config={"scope": {"modules": {"formal": "formal.json"}}}`.
@@ -24,10 +24,11 @@ with `additional_config={"scope": {"modules": {"formal": "formal.json"}}}`.
 engine.py   LLM, SamplingParams
 keys.py     what the keys mean; load_modules
 vectors.py  tiers of vectors and of clamps
+bounded.py  limits on their size, checked before they are parsed
 capture.py  captures, capture_results, reading files back
 http.py     the keys in a server's bodies, capture_results in its answers
-routes.py   /v1/steering
-tiers.py    what is set there, as server-wide edits
+routes.py   the routes under /v1/steering
+tiers.py    the vectors set over /v1/steering, as server-wide edits
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
     out = llm.generate(prompts, params)[0]
     out.activations["residual_stream"]    # [n_layers, n_prompt + n_generated - 1, hidden]
 
-Its rows are read after all steering. Layer k is Hugging Face's `hidden_states[k + 1]`.
+Rows are read after all steering. Layer k is Hugging Face's `hidden_states[k + 1]`.
 
 Keys, in `extra_args`; over HTTP in `vllm_xargs`, as JSON strings:
     output_residual_stream   Read("resid_post", layers): True for all layers, a list of
@@ -18,14 +18,15 @@ Keys, in `extra_args`; over HTTP in `vllm_xargs`, as JSON strings:
     output_qk                Read("q", layers) and Read("k", layers), where they are tapped
     activations_transport    over HTTP "binary": rows as a file; changes nothing offline
 
-keys.py     what the keys mean, and Activations
-attention.py attention patterns, from queries and keys
-steering.py SteeringVector
-model.py    what it and Hook have from pydantic
-hooks.py    Hook and HookContext; persistent.py: those of every request
-wire.py     tensors in JSON
-http.py     `activations` in answers, GET /v1/activations/{handle}
-client.py   VLLMLensClient
+keys.py        what the keys mean, and Activations
+steering.py    SteeringVector
+hooks.py       Hook and HookContext
+persistent.py  hooks of every request
+model.py       the pydantic methods of SteeringVector and Hook
+attention.py   attention patterns, from queries and keys
+wire.py        tensors in JSON
+http.py        `activations` in answers, GET /v1/activations/{handle}
+client.py      VLLMLensClient
 
 Importing this package, or its client, imports neither torch nor vLLM.
 """

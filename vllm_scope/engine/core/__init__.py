@@ -1,6 +1,6 @@
-"""vLLM's EngineCore: what requests mean, when they run, which KV they share.
+"""In vLLM's EngineCore: what requests mean, when they run, which KV they share.
 
-entry.py      a request that enters
-scheduler.py  when it may run, and the news of its end
-clearing.py   KV that is not fit for reuse
+entry.py      what a request that enters means, and the keys of its edited KV blocks
+scheduler.py  when the request may run, and the message that it is over
+clearing.py   KV blocks that must be zeroed before they are used again
 """

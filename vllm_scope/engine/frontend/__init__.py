@@ -1,8 +1,8 @@
-"""vLLM's front-end: requests in, results out.
+"""In vLLM's front-end: requests in, results out.
 
-connection.py   what the workers can read, asked once
-requests.py     LLMEngine and AsyncLLM: a request's spec, checked and opened
-prepared.py     what its check costs is done off the event loop where it is much
+connection.py   what the workers can read, asked once, and the check of a spec against it
+requests.py     seams on LLMEngine and AsyncLLM: a request's spec, checked and opened
+prepared.py     the check of a large request, outside the event loop
 translators.py  requests in other systems' words
-outputs.py      an output, with what has arrived of its rows
+outputs.py      outputs, each with the rows that have arrived
 """

@@ -1,1 +1,4 @@
-"""vLLM's HTTP server."""
+"""In vLLM's HTTP server.
+
+serving.py  a scope in each answer, and our routes beside vLLM's
+"""

@@ -1,12 +1,12 @@
-"""vLLM's workers.
+"""In vLLM's workers.
 
-attach.py     the seams: what is hung on a worker and on its model runner
-worker.py     what a worker holds of us
-attention.py  which attention layers can be tapped
-sizes.py      how large the arena and the rings are
-canary.py     one row of every tap, read at the start
-runners.py    the two model runners
-steps.py      one forward: its plan, and its rows
-faults.py     rows that are not finite
-delivery.py   ring, drain and sinks
+attach.py     seams on vLLM's worker and its model runner
+worker.py     ScopeWorker: load, requests, close, remote calls
+attention.py  which attention layers can be tapped, and how wide their rows are
+sizes.py      sizes of the arena, the ring and the tables; limits of one request
+canary.py     reads one row at every tap before the worker serves
+runners.py    what a forward computes, for Model Runner V1 and V2
+steps.py      one forward: its plan before it, its rows after it
+faults.py     reports edits whose result is not finite
+delivery.py   ring, drain and sinks of a worker
 """

@@ -1,9 +1,10 @@
-"""Where a model keeps its residual stream, and how taps get onto it.
+"""Where a model keeps its residual stream, and how layers get taps.
 
-convention.py   what a decoder layer's output means (read off its source)
-layers.py       finds the decoder layers of a loaded model
-middle.py       where the stream is between attention and MLP (read off the source)
-attention.py    taps inside the attention
-tapped.py       gives each layer a subclass whose forward carries the taps
-hooked.py       layers that call Python, where nothing is compiled
+source.py      the source of a module's forward, as that module runs it
+convention.py  what a decoder layer's output means (read from its source)
+layers.py      finds the decoder layers of a loaded model
+middle.py      where the stream is between attention and MLP (read from the source)
+tapped.py      subclasses of decoder layers whose forward has taps
+attention.py   subclasses of attention modules whose forward has taps
+hooked.py      layers that call Python functions; only where nothing is compiled
 """

@@ -1,16 +1,16 @@
-"""A worker's end of the road: one sender for each front-end that connected.
+"""The worker's end: one sender for each front-end that connected.
 
-base.py     what a sink needs of a sender
-shared.py   to a front-end that maps this worker's ring
-tcp.py      to one that cannot: rows follow their header, encrypted
+base.py    Sender, the interface that the memory sink uses
+shared.py  to a front-end that maps this worker's ring
+tcp.py     to a front-end that cannot: rows follow their header, encrypted
 
 From:  sinks.memory.   To: receiver.
 
-Promise: a sender exists only where its road was tried: the front-end has mapped the
-ring, or has answered over TCP. A span of the ring stays leased until the front-end
-has read it, so a worker's memory is bounded by the ring and nothing is lost to a slow
-front-end. A dead one is noticed, and its leases released; one that lives and does not
-read is given up when the ring has waited long enough for it.
+Promise: a sender exists only after a test of its transport: the front-end has mapped the
+ring, or has answered over TCP. A span of the ring stays leased until the front-end has
+read it, so a worker's memory is bounded by the ring and a slow front-end loses nothing.
+The leases of a dead front-end are released. A front-end that lives and does not read is
+revoked when the ring has waited `deliver_timeout_s` for it.
 """
 
 from vllm_scope.transport.senders.base import Road, Sender

@@ -1,0 +1,75 @@
+"""Every file, folder and module that a document or a docstring names is there."""
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "vllm_scope"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
+FOLDERS = ("vllm_scope", "tests", "benchmarks", "examples", "toyworld")
+MODULES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+
+FILE_IN_FOLDER = re.compile(r"(?<![\w./-])(?:[\w.-]+/)+\w+\.py\b")
+FOLDER = re.compile(r"`((?:\w+/)+)`")
+LISTED = re.compile(r"^(\w+(?:\.py|/)) +\S", re.MULTILINE)
+MODULE = re.compile(r"(?<!ops\.)\bvllm_scope((?:\.[a-z]\w*)+)")
+OF_OTHERS = re.compile(r"^Source: \w+ \d.*?(?:\n\n|\Z)", re.MULTILINE | re.DOTALL)
+
+
+def docstrings(file: Path) -> str:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, documented)]
+    return OF_OTHERS.sub("", "\n\n".join(ast.get_docstring(n) or "" for n in nodes))
+
+
+def bases(file: Path) -> list[Path]:
+    """Where a path named in `file` may begin: a folder above it, the package, or vLLM."""
+    above = [folder for folder in file.parents if folder.is_relative_to(ROOT)]
+    vllm = importlib.util.find_spec("vllm")
+    return [*above, PACKAGE, *(Path(p) for p in (vllm and vllm.submodule_search_locations) or [])]
+
+
+def missing_paths(text: str, file: Path) -> set[str]:
+    named = {*FILE_IN_FOLDER.findall(text), *FOLDER.findall(text)}
+    return {n for n in named if not any((base / n).exists() for base in bases(file))}
+
+
+def is_module(dotted: str) -> bool:
+    """Whether `.a.b.C` names a module of the package, or a name in one."""
+    place = PACKAGE
+    for name in dotted.split(".")[1:]:
+        if not (place / name).is_dir():
+            inside = place / "__init__.py"
+            return (place / f"{name}.py").exists() or bool(
+                re.search(rf"\b{name}\b", inside.read_text())
+            )
+        place /= name
+    return True
+
+
+def test_every_path_and_module_in_a_document_exists():
+    for page in PAGES:
+        text = page.read_text()
+        assert not missing_paths(text, page), page
+        assert not [name for name in MODULE.findall(text) if not is_module(name)], page
+
+
+def test_every_path_and_module_in_a_docstring_exists():
+    for file in MODULES:
+        text = docstrings(file)
+        assert not missing_paths(text, file), file
+        assert not [name for name in MODULE.findall(text) if not is_module(name)], file
+
+
+@pytest.mark.parametrize(
+    "folder",
+    sorted(file.parent for file in MODULES if file.name == "__init__.py"),
+    ids=lambda folder: str(folder.relative_to(ROOT)),
+)
+def test_what_a_folder_lists_is_in_it(folder):
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    assert not [name for name in LISTED.findall(text) if not (folder / name).exists()]
