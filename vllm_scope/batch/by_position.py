@@ -1,9 +1,9 @@
-"""One row per position, out of all that was computed.
+"""One row per position, out of all rows that were computed.
 
-Owns:  the rule by which rows that came become a stream: the last computed holds, and
-       what was not asked for, or never accepted, goes; Transcript.
-Runs:  where a request's rows come together: in the front-end (result, cursor), and in the
-       worker for sinks that take whole requests (sinks.request).
+Owns:  the rule by which arrived rows become a stream: of each position the last computed
+       row stays; rows that nobody asked for, or of tokens never accepted, are left out.
+       Transcript.
+Runs:  in the front-end (results), and in the worker (sinks.request, files.rows).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Part:
     """Some values of one stream: [n] positions and arrivals, [n, size] rows.
 
     Attributes:
-        arrivals: grow with the computation, over all parts of a request.
+        arrivals: larger for a row that was computed later, over all parts of a request.
     """
 
     positions: Ints
@@ -36,12 +36,12 @@ class Part:
 
 
 class Transcript(Sequence[int]):
-    """A prompt and the first tokens of an output that may grow. Nothing is copied.
+    """A view of a prompt and of the first tokens of an output that may grow.
 
     Args:
         prompt_ids: [num_prompt], never changed.
         output_ids: only ever extended.
-        num_output: how many of them belong to it.
+        num_output: number of `output_ids` that the view has.
     """
 
     def __init__(self, prompt_ids: Sequence[int], output_ids: list[int], num_output: int) -> None:
@@ -69,7 +69,7 @@ class Transcript(Sequence[int]):
 
 
 def num_processed(num_tokens: int, num_prompt: int) -> int:
-    """Positions that have rows: all tokens but the one sampled last."""
+    """Number of positions with rows: all tokens except the one sampled last."""
     return num_tokens - (1 if num_tokens > num_prompt else 0)
 
 
@@ -80,17 +80,17 @@ def wanted_positions(
     ended: bool,
     first: int = 0,
 ) -> Ints:
-    """The positions, of those processed, that any of these selects. Costs what is from
-    `first` on.
+    """The processed positions from `first` on that any selector selects, ascending.
 
     Args:
         token_ids: prompt and output so far.
-        first: positions below it are left out.
+        ended: the request has ended, so that its last token is known.
+        first: positions below it are left out, at no cost.
     """
     count = num_processed(len(token_ids), num_prompt)
     positions = np.arange(first, count, dtype=np.int64)
     if all(selector.uniform for selector in selectors):
-        ids = positions  # nobody looks: the phase alone decides
+        ids = positions  # not looked at: the phase alone decides
     else:
         ids = np.asarray(token_ids[first:count], np.int64)
     tokens = Tokens(positions, num_prompt, ids, count if ended else None)
@@ -100,18 +100,24 @@ def wanted_positions(
     return positions[mask]
 
 
+def last_of_each(positions: Ints) -> tuple[Ints, Ints]:
+    """The distinct positions, ascending, and for each the index where it comes last."""
+    distinct, from_end = np.unique(positions[::-1], return_index=True)
+    return distinct, len(positions) - 1 - from_end
+
+
 def assemble(parts: list[Part], wanted: Ints, empty: Tensor) -> tuple[Tensor, Ints]:
-    """Values and their positions, ascending: of each position the last that came.
+    """Values and their positions, ascending: of each wanted position the last computed value.
 
     Args:
-        wanted: ascending; what else came is left out.
-        empty: what there is where nothing came.
+        wanted: ascending.
+        empty: the values to return if there are no parts.
     """
     if not parts:
         return empty, np.zeros(0, np.int64)
     if len(parts) == 1:
         positions, rows = parts[0].positions, parts[0].rows
-        # The usual cases cost no copy: computed once, in order, so far or past the end.
+        # The usual cases need no copy: computed once and in order, up to or past the last wanted.
         n = min(len(positions), len(wanted))
         if np.array_equal(positions[:n], wanted[:n]) and (
             not n or n == len(positions) or positions[n:].min() > wanted[-1]
@@ -120,9 +126,7 @@ def assemble(parts: list[Part], wanted: Ints, empty: Tensor) -> tuple[Tensor, In
     order = np.argsort(np.concatenate([p.arrivals for p in parts]), kind="stable")
     positions = np.concatenate([p.positions for p in parts])[order]
     rows = torch.cat([p.rows for p in parts])[torch.from_numpy(order)]
-    # A position that was computed twice (recompute, rejected drafts) keeps its
-    # last row; one that was not asked for, or never accepted, goes.
-    found, from_end = np.unique(positions[::-1], return_index=True)
+    # Recomputation and rejected drafts compute a position twice.
+    found, last = last_of_each(positions)
     keep = np.isin(found, wanted)
-    last = len(positions) - 1 - from_end[keep]
-    return rows[torch.from_numpy(last)], found[keep]
+    return rows[torch.from_numpy(last[keep])], found[keep]

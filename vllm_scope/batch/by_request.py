@@ -1,6 +1,6 @@
-"""A batch of rows, taken apart by whose they are.
+"""A batch of rows, split by layout and by request.
 
-Runs:  in the front-end (inbox) and on the drain thread (sinks.router).
+Runs:  in the front-end (results.inbox) and on the drain thread (sinks.router).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ def by_layout(
 
     Args:
         layouts, layout_of, boundary: as in plan.Labels and sinks.RowBatch.
-        widths: of rows as they are.
+        widths: of plain rows.
         slots: uint8 [num_slots, SLOT_BYTES].
 
     Yields:
-        (layout, tokens [n], data: uint8 [n, bytes of a token]), for the layouts that
+        (layout, tokens [n], data: uint8 [n, bytes of a token]), for each layout that
         some token has.
 
     Raises:
-        ValueError: the slots are not what the layouts say.
+        ValueError: the number of slots contradicts the layouts.
     """
     data = slots.numpy().reshape(-1)
     num_tokens = len(layout_of)
@@ -61,10 +61,10 @@ def by_layout(
 
 
 def by_key(keys: np.ndarray) -> Iterator[tuple[int, slice | np.ndarray]]:
-    """Each key, ascending, and where it is; a slice where the places are evenly spaced.
+    """Each key, ascending, and its indices; a slice if they are evenly spaced.
 
-    Several steps of the same requests come as one message, so a request's tokens
-    are usually every n-th: a slice copies them without a gather.
+    Several steps of the same requests come as one message. A request's tokens are then
+    usually every n-th, and a slice copies them without a gather.
 
     Args:
         keys: int64 [n], n >= 1.
@@ -75,11 +75,11 @@ def by_key(keys: np.ndarray) -> Iterator[tuple[int, slice | np.ndarray]]:
     stops = np.append(starts[1:], len(keys))
     found = ordered[starts].tolist()
     if len(starts) == len(keys):
-        # A step of decoding has one token of each: no need to look at groups.
+        # A step of decoding has one token of each request.
         for key, at in zip(found, order.tolist(), strict=True):
             yield key, slice(at, at + 1)
         return
-    # The distance between a key's places, the least and the largest.
+    # The least and the largest distance between neighbouring indices of a key.
     distances = np.diff(order, append=order[-1])
     within = np.ones(len(keys), bool)
     within[stops - 1] = False

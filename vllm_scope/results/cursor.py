@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_scope.batch.by_position import Ints, Part
+from vllm_scope.batch.by_position import Ints, Part, last_of_each
 from vllm_scope.codecs.packed import EncodedRows, packing_of
 from vllm_scope.request.selectors import Selector
 from vllm_scope.results.column import Column
@@ -91,8 +91,7 @@ def _in_order(
     parts = np.concatenate([parts, *(np.full(len(arrived[i]) - taken[i], i) for i in fresh)])
     places = np.concatenate([places, *(np.arange(taken[i], len(arrived[i])) for i in fresh)])
     # The last that came holds; what is not wanted goes, if that is known.
-    came, from_end = np.unique(came[::-1], return_index=True)
-    at = len(parts) - 1 - from_end
+    came, at = last_of_each(came)
     keep = (came >= state.seen) | np.isin(came, state.due)
     came, at = came[keep], at[keep]
     present = np.isin(state.due, came)
