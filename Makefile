@@ -7,7 +7,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export VLLM_NO_USAGE_STATS = 1
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test lint bench soak clean test-gpu bench-gpu
+.PHONY: demo test test-all lint bench soak clean test-gpu bench-gpu $(PARTS:%=test-%)
 
 demo: .venv/.ready
 	$(BIN)/python -m examples.demo
@@ -25,11 +25,27 @@ ifdef VLLM
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest $(CORE)
 else
+# Two parts at a time, which are what two cores carry; then what measures time, by itself. `make
+# test` leaves out the tests marked long, `make test-all` leaves out nothing.
+PARTS := engine server compat unit interpreter ray openapi inspect
+PYTEST = $(BIN)/python -m pytest -m "not alone$(if $(ALL),, and not long)"
+
 test: .venv/.ready
-	$(BIN)/python -m pytest tests --ignore=tests/interpreter
-	PYTHONPATH=.venv/inspect $(BIN)/python -m pytest tests/compat/test_inspect.py
-	PYTHONPATH=.venv/openapi $(BIN)/python -m pytest tests/server/test_openapi.py
-	PYTHONPATH=$(CURDIR)/.venv/ray $(BIN)/python -m pytest tests/engine/test_ray.py
+	$(MAKE) --no-print-directory -j 2 --output-sync=target $(PARTS:%=test-%)
+	$(BIN)/python -m pytest -m alone tests/server
+
+test-all:
+	$(MAKE) --no-print-directory test ALL=1
+
+test-engine test-server test-compat test-unit: test-%:
+	$(PYTEST) tests/$*
+test-inspect:
+	PYTHONPATH=.venv/inspect $(PYTEST) tests/compat/test_inspect.py
+test-openapi:
+	PYTHONPATH=.venv/openapi $(PYTEST) tests/server/test_openapi.py
+test-ray:
+	PYTHONPATH=$(CURDIR)/.venv/ray $(PYTEST) tests/engine/test_ray.py
+test-interpreter:
 	tests/interpreter/run.sh
 endif
 

@@ -31,6 +31,8 @@ from tests.server.conftest import API_KEY, OTHER_KEY, ROOT, Server, serving
 from tests.server.trouble import FAULT, installed
 from vllm_scope import Read, scope
 
+pytestmark = pytest.mark.alone
+
 LONGEST = 17_000
 OPTIONS = [
     "--max-model-len", str(LONGEST), "--hf-overrides", '{"max_position_embeddings": 32768}',
