@@ -73,3 +73,13 @@ def test_every_path_and_module_in_a_docstring_exists():
 def test_what_a_folder_lists_is_in_it(folder):
     text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
     assert not [name for name in LISTED.findall(text) if not (folder / name).exists()]
+
+
+def test_the_glossary_names_types_where_they_are():
+    rows = re.findall(
+        r"\| `(\w+)` \|.*\| `([\w/]+\.py)` \|$", (ROOT / "docs/glossary.md").read_text(), re.M
+    )
+    assert rows
+    for name, path in rows:
+        pattern = rf"^(?:class|def) {name}\b|^{name}\b.* = "
+        assert re.search(pattern, (PACKAGE / path).read_text(), re.M), (name, path)

@@ -1,11 +1,11 @@
 """Codecs: rows as smaller named tensors, and the way back.
 
-Owns:  the Codec protocol, the codecs by name, and how a codec is made from its metadata.
+Owns:  the codecs by name, and how a codec is made from its metadata.
 Runs:  wherever rows are. `encode` runs on the rows' device, CPU or CUDA; `decode` on the
        parts' device.
 To:    files (stores the parts and, beside them, the metadata).
 
-base.py    options and checks of all codecs
+base.py    Codec: the contract, the options and the checks
 packed.py  the parts of a row as one run of bytes
 The other files have one codec each, or a few alike.
 

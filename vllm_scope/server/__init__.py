@@ -3,6 +3,7 @@
 limits.py    the first check of every request: size of the body, Authorization, path
 rpc.py       vLLM's development routes, which need the operator's key for our methods
 exchange.py  one HTTP request on its way through the server
+options.py   fields of `vllm_xargs` that say how a request wants its tensors
 answer.py    the results of one HTTP request, put into its answer or its chunks
 tokens.py    the tokens of a choice, with text and scores
 encode.py    results as JSON

@@ -1,7 +1,8 @@
 """In vLLM's workers.
 
 attach.py     seams on vLLM's worker and its model runner
-worker.py     ScopeWorker: load, requests, close, remote calls
+worker.py     ScopeWorker: requests, close, remote calls
+loading.py    taps on a loaded model, with their arena and tables
 attention.py  which attention layers can be tapped, and how wide their rows are
 sizes.py      sizes of the arena, the ring and the tables; limits of one request
 canary.py     reads one row at every tap before the worker serves
