@@ -1,4 +1,4 @@
-"""Who may use a route, and what a route can ask: shared by our routes and the faces'.
+"""Who may use a route, and what a route can ask of the engine: for our routes and compat's.
 
 Owns:  Engine, ScopeState (`app.state.scope`), RefusalError, Route, `admin`, `in_turn`.
 Runs:  in each API server process, inside of vLLM's authentication.
@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
 from fastapi import Header, Request
 from fastapi.responses import JSONResponse, Response
@@ -20,16 +20,17 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from vllm_scope.errors import ScopeError, SpecError
-from vllm_scope.request.bounded_json import decode
 from vllm_scope.server.changes import Changes, NoTurnError
+from vllm_scope.server.edits import decoded
 from vllm_scope.server.schemas import Refusal
 from vllm_scope.server.settings import ADMIN_KEY, Settings
 from vllm_scope.server.store import Store, owner_of
 from vllm_scope.sinks.reports import plain
 
-#: In the lists of a body: all layers of 80 with 8,192 numbers each, and more.
+T = TypeVar("T")
+#: Numbers in the lists of a body: 80 layers with 8,192 numbers each, and more.
 MOST_NUMBERS = 1 << 20
-#: Characters of a refusal's sentence.
+#: Characters in the sentence of a refusal.
 MOST_MESSAGE = 2000
 _STATUS = {
     400: "SpecError", 401: "Unauthorized", 403: "Forbidden", 404: "NotFound",
@@ -38,7 +39,7 @@ _STATUS = {
 
 
 class Engine(Protocol):
-    """What the routes ask of an engine; SpecErrors are the caller's fault."""
+    """What the routes ask of an engine. It raises SpecError if the request is wrong."""
 
     async def describe(self) -> dict[str, Any]: ...
     async def load(self) -> tuple[int, int]: ...
@@ -54,7 +55,8 @@ class ScopeState:
     """What the server keeps for its routes; `app.state.scope`.
 
     Attributes:
-        showing: held while edits are shown: a text of theirs may have 8 MiB.
+        engine: returns the engine; None if there is none with taps.
+        showing: held while edits are shown, which may take 8 MiB.
     """
 
     settings: Settings
@@ -68,46 +70,45 @@ class ScopeState:
 
 
 class RefusalError(Exception):
-    """Raised by a route: this status and this sentence, in OpenAI's shape."""
+    """A route raises it. The answer has this status and this sentence, in OpenAI's shape."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
 
 
+def refusal(status: int, message: str, **headers: str) -> JSONResponse:
+    """The answer to a refused request, in the shape of OpenAI's errors."""
+    body = {
+        "message": plain(message, MOST_MESSAGE), "type": _STATUS.get(status, "Error"),
+        "param": None, "code": status,
+    }  # fmt: skip
+    return JSONResponse({"error": body}, status, headers)
+
+
 async def refused(request: Request, error: Exception) -> Response:
     """The handler of RefusalErrors."""
     assert isinstance(error, RefusalError)
-    name = _STATUS.get(error.status, "Error")
-    message = plain(str(error), MOST_MESSAGE)
-    body = {"message": message, "type": name, "param": None, "code": error.status}
-    return JSONResponse({"error": body}, error.status)
+    return refusal(error.status, str(error))
 
 
 class _Bounded(Request):
-    """Its JSON is counted before it is parsed, in a thread."""
+    """A request whose JSON is counted before it is parsed, in a thread."""
 
     async def json(self) -> Any:
         body = await self.body()
         try:
-            return await asyncio.to_thread(_parsed, body)
+            return (await asyncio.to_thread(decoded, body, MOST_NUMBERS))[1]
         except SpecError as error:
             raise HTTPException(400, str(error)) from None
 
 
-def _parsed(body: bytes) -> Any:
-    """Raises SpecError for what is no JSON, or says more than may be parsed."""
-    try:
-        text = body.decode()
-    except UnicodeDecodeError as error:
-        raise SpecError(f"the body is not UTF-8: {error.reason} at {error.start}.") from None
-    return decode(text, "the body", MOST_NUMBERS)
-
-
 class Route(APIRoute):
-    """What the framework refuses itself (a body that is no JSON, or too long) has the shape
-    of our errors too, and a body is not read before the operator's key, where one is needed:
-    the framework's dependencies come after it."""
+    """A route whose errors all have OpenAI's shape, those that FastAPI raises too.
+
+    If a route needs the operator's key, the key is checked before the body is read; FastAPI
+    would check its dependencies after that.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -125,22 +126,22 @@ class Route(APIRoute):
 
 
 def state_of(request: Request) -> ScopeState:
-    """Settings, kept results and the engine of the app that a request came to."""
+    """`app.state.scope` of the app that a request came to."""
     state = request.app.state.scope
     assert isinstance(state, ScopeState)
     return state
 
 
 def engine_of(request: Request) -> Engine:
-    """Raises RefusalError where there is none with taps."""
+    """Raises RefusalError if there is no engine with taps."""
     engine = state_of(request).engine()
     if engine is None:
         raise RefusalError(404, "this server has no engine with taps.")
     return engine
 
 
-async def asked(call: Awaitable[Any]) -> Any:
-    """What the engine answers; what it refuses is the caller's fault."""
+async def asked(call: Awaitable[T]) -> T:
+    """The result of a call. Its ScopeError becomes a refusal with status 400."""
     try:
         return await call
     except ScopeError as error:
@@ -149,10 +150,10 @@ async def asked(call: Awaitable[Any]) -> Any:
 
 @asynccontextmanager
 async def in_turn(request: Request, clearing: bool = False) -> AsyncIterator[None]:
-    """One change of names or of server-wide edits at a time, in all of the server's processes.
+    """Wait until no other process of the server changes names or server-wide edits.
 
     Args:
-        clearing: it ends edits, which must be possible where the disk is full.
+        clearing: the change ends edits, which must be possible with a full disk too.
     """
     try:
         async with state_of(request).changes.one(clearing):
@@ -168,7 +169,7 @@ def admin(
         Header(alias=ADMIN_KEY, description="The server's VLLM_SCOPE_ADMIN_KEY."),
     ] = None,
 ) -> None:
-    """A dependency of routes that change anything: they need the operator's key."""
+    """A dependency of routes that need the operator's key."""
     if key is None:
         raise RefusalError(401, "this needs the operator's key in the header X-Scope-Admin-Key.")
     if not state_of(request).settings.is_operators(key):
@@ -185,18 +186,14 @@ def admin_or_bearer(
         ),
     ] = None,
 ) -> None:
-    """As `admin`, for routes whose users send the operator's key as the bearer. vLLM lets
-    it in where it is one of the API keys, or where there are none."""
+    """As `admin`; the operator's key may also be the bearer token. vLLM accepts that token if
+    it is one of the API keys, or if there are none."""
     scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-    if (
-        key is None
-        and scheme.lower() == "bearer"
-        and state_of(request).settings.is_operators(bearer)
-    ):
-        return
-    admin(request, key)
+    operators = scheme.lower() == "bearer" and state_of(request).settings.is_operators(bearer)
+    if key is not None or not operators:
+        admin(request, key)
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For OpenAPI: a route's answers of these statuses are Refusals."""
+    """For OpenAPI: answers with these statuses are Refusals."""
     return {status: {"model": Refusal} for status in statuses}

@@ -1,132 +1,62 @@
 """The results of one HTTP request, put into its answer or into its chunks.
 
-Owns:  Answer, Options, `current`.
+Owns:  Answer, `current`.
 Runs:  in an API server process, on its event loop.
-From:  engine.http, which hears of each output.   To: encode, store, faces.
+From:  engine.http, which passes on each output.   To: encode, store, faces.
 
-Promise: a chunk carries everything new of its choice that has arrived, each value once
-and in position order, and each generated token once with the scores of its own row; the
-chunk that ends a choice carries the rest and the counts.
-What faces add comes with the ends, and `scope` only to requests that have one.
+Promise: a chunk carries all new values of its choice that have arrived, each value once and in
+position order, and each generated token once with the scores of its own row. The last chunk of a
+choice carries the rest and the counts. The fields of faces come with the last chunk. Only
+requests with a `scope` get a `scope`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
 from torch import Tensor
 
-from vllm_scope.errors import CapacityError, SpecError, shown
-from vllm_scope.request.actions import MEMORY
-from vllm_scope.request.spec import Spec
+from vllm_scope.errors import CapacityError, SpecError
 from vllm_scope.results.column import Column
 from vllm_scope.results.cursor import Cursor
 from vllm_scope.results.result import ScopeResult
 from vllm_scope.server import encode
 from vllm_scope.server.exchange import running
 from vllm_scope.server.faces import Reply
+from vllm_scope.server.options import Options
 from vllm_scope.server.store import Kept, Store
 from vllm_scope.server.tokens import ScoredTokens
 
-#: Rows of one chunk; what is larger comes as a file in the end.
+#: Rows of one chunk. Larger ones come as a file with the last chunk.
 MAX_CHUNK_BYTES = 8 << 20
-#: Rows and scores inside one answer, of all its choices: base64 and JSON hold a multiple
-#: of it in memory, and are made on the event loop.
+#: Rows and scores inside one answer, of all its choices. Base64 and JSON take a multiple of it
+#: in memory, and the event loop makes them.
 MAX_INLINE_BYTES = 32 << 20
-#: What a score takes as JSON.
-_SCORE_BYTES = 20
-#: What a token takes as JSON, less its scores.
-_TOKEN_BYTES = 80
-_ALLOWED = {"scope_tensors": ("auto", "handle"), "scope_stream": ("scores", "rows")}
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a request wants its tensors; fields of `vllm_xargs` beside `scope`.
-
-    Attributes:
-        tensors: "auto": small ones inline; "handle": all rows as a file.
-        stream: what chunks carry: "scores", or "rows" as well.
-        named: a read gives its request a name, which one prompt alone can have.
-        reads: some rows come back to the caller.
-    """
-
-    tensors: Literal["auto", "handle"] = "auto"
-    stream: Literal["scores", "rows"] = "scores"
-    named: bool = False
-    reads: bool = False
-
-    @staticmethod
-    def parse(xargs: Mapping[str, Any]) -> Options | None:
-        """None where a request has no field of ours.
-
-        Raises:
-            SpecError: a field or a value that is not known.
-        """
-        if not any(name.startswith("scope") for name in xargs):
-            return None
-        found: dict[str, Any] = {}
-        for name in (n for n in xargs if n.startswith("scope") and n != "scope"):
-            value = xargs[name]
-            if name not in _ALLOWED:
-                raise SpecError(
-                    f"vllm_xargs has {shown(name)}; beside 'scope' there are {', '.join(_ALLOWED)}."
-                )
-            if value not in _ALLOWED[name]:
-                raise SpecError(
-                    f"vllm_xargs[{name!r}] is {shown(value)}; it is one of "
-                    f"{', '.join(_ALLOWED[name])}."
-                )
-            found[name.removeprefix("scope_")] = value
-        if "scope" not in xargs:
-            raise SpecError("vllm_xargs has options of a scope and no 'scope'.")
-        spec = Spec.from_json(xargs["scope"])
-        _check_answerable(spec)
-        return Options(
-            **found, named=any(read.name is not None for read in spec.reads),
-            reads=any(read.to == MEMORY for read in spec.reads),
-        )  # fmt: skip
-
-
-def _check_answerable(spec: Spec) -> None:
-    """Raises SpecError for rows that are not worth decoding (to do so takes an inverse of
-    the whole projection, seconds of this process), and for names of scores that a file
-    has for positions."""
-    for i, probe in enumerate(spec.probes):
-        if probe.name.endswith(encode.POSITIONS):
-            raise SpecError(
-                f"probes[{i}].name is {shown(probe.name)}; over HTTP no name ends in "
-                f"{encode.POSITIONS!r}, where a file has the positions of scores. Take another."
-            )
-    for i, read in enumerate(spec.reads):
-        if read.to == MEMORY and read.codec is not None and read.codec.name == "rp8":
-            raise SpecError(
-                f"reads[{i}].codec is 'rp8'; answers have decoded rows, and rp8 keeps the "
-                "projections. Take another codec, or let the rows go to a sink."
-            )
+#: JSON of a score, and of a token less its scores.
+_SCORE_BYTES, _TOKEN_BYTES = 20, 80
 
 
 class Answer:
     """What one HTTP request's generations deliver.
 
     Args:
-        options: None where no `scope` was asked for.
+        options: None if the request has no `scope`.
         choices_per_prompt: `n`.
         streams: the answer comes in chunks.
 
     Attributes:
         streams: chunks carry data as it comes.
-        replies: of the faces that the request speaks to; set before it is filled.
-        error: why a generation failed, once one has.
-        opened: set when every generation was let in for sure, or one was not.
-        exchange: the request's; with its end the answer lets go of all rows.
+        replies: of the faces whose words the request has; set before `fill` and `chunk`.
+        error: of the first generation that failed.
+        opened: set when the engine has accepted every generation, or has refused one.
+        exchange: the request's. When it closes, the answer drops all rows.
     """
 
     def __init__(
@@ -145,32 +75,32 @@ class Answer:
         self.exchange.closing.append(self._end)
         if self._native:
             self.exchange.expect = self._expect
-        #: What is expected to become a file.
+        #: Expected bytes of files.
         self._to_file = 0
         self._room = MAX_INLINE_BYTES
         self._per_prompt = choices_per_prompt
         self._num_prompts = self._num_opened = 0
-        #: The choices as offline users have them, by their number.
+        #: Index of a choice -> the completion, as offline users have it.
         self._choices: dict[int, Any] = {}
         self._forget: list[Callable[[], None]] = []
-        #: Files that only what is not out yet names.
+        #: Ids of files that no sent part of the answer names.
         self._kept: list[str] = []
         self._abandoned = False
-        #: Of each choice that streams.
+        #: Index of a streaming choice -> its cursor, its tokens.
         self._cursors: dict[int, Cursor] = {}
         self._tokens: dict[int, ScoredTokens] = {}
-        #: Of each choice and column: positions of what was too much for its chunk.
+        #: (index of a choice, column) -> positions of values that were too many for their chunk.
         self._held_back: dict[tuple[int, Any], list[np.ndarray]] = {}
-        #: Data waits for the end: an engine that guesses tokens may still take it back.
+        #: Data waits for the end, because speculative decoding may take it back.
         self.holds = False
-        #: Chunks wait for data that is late; no more once some was lost.
+        #: Chunks wait for late data; False once some data was lost.
         self.waits = True
 
     def add_prompt(self) -> int:
-        """A generation is about to start; its number.
+        """Count a prompt before its generation starts; returns its index.
 
         Raises:
-            SpecError: its files would take the place of another prompt's.
+            SpecError: its files would replace another prompt's.
         """
         if self._num_prompts and self._options.named:
             raise SpecError(
@@ -181,11 +111,11 @@ class Answer:
         return self._num_prompts - 1
 
     def _expect(self, num_bytes: int) -> None:
-        """A generation will deliver so much of its prompt. What it delivers of generated tokens
-        is not known yet: it counts where it becomes a file whatever its size.
+        """Check the room for a generation that delivers `num_bytes` of its prompt. The bytes of
+        its generated tokens are not known yet.
 
         Raises:
-            CapacityError: it will become a file, for which there is no room.
+            CapacityError: they will become a file, and there is no room for it.
         """
         inline = self._inline_bytes
         in_file = self._options.tensors == "handle" and self._options.reads
@@ -196,12 +126,11 @@ class Answer:
             self._store.check_room(self._to_file, self._owner)
 
     def open_one(self, forget: Callable[[], None] | None, sure: bool) -> None:
-        """The engine has let in one completion.
+        """The engine has accepted one completion.
 
         Args:
-            forget: drops its rows. Called once the answer is out or nobody waits for it:
-                a cancelled request's frames live until the garbage collector comes. None
-                where nothing was asked of this one.
+            forget: drops its rows; None if it has none. `close` calls it, because the frames
+                of a cancelled request live until the garbage collector runs.
             sure: it cannot be refused any more.
         """
         if forget is not None:
@@ -223,14 +152,14 @@ class Answer:
         self.close()
 
     def take(self, prompt: int, completion: Any) -> None:
-        """A completion with its `scope` as of now; it replaces the one before."""
+        """Keep the newest state of a completion, with its `scope`."""
         number = self._number(prompt, completion)
         self._choices[number] = completion
         if self.streams and not self.holds and completion.finish_reason is None:
             self._cursor(number).look(completion.scope)
 
     def late(self, prompt: int, completion: Any, behind: int) -> bool:
-        """Data of a stream is missing, of tokens that come `behind` or more before the last."""
+        """Whether a stream lacks data of tokens that are `behind` or more before the last."""
         last = len(completion.scope.transcript) - 1 - behind
         return self._cursor(self._number(prompt, completion)).late(last)
 
@@ -243,9 +172,9 @@ class Answer:
         return self._cursors[number]
 
     async def fill(self, response: Any) -> None:
-        """Put what was asked for on a whole answer and each of its choices."""
+        """Set the fields of a whole answer and of each of its choices."""
         if not self._forget:
-            return  # the faces' words asked for nothing
+            return  # the faces' words ask for nothing
         with self._keeping():
             for choice in response.choices:
                 if self._native:
@@ -256,7 +185,7 @@ class Answer:
                 setattr(response, name, value)
 
     async def chunk(self, text: str) -> str:
-        """A server-sent event, with what there is for each of its choices."""
+        """A server-sent event, with the fields of each of its choices."""
         if not text.startswith("data: {") or not self._forget:
             return text
         with self._keeping():
@@ -276,7 +205,7 @@ class Answer:
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
-        """Files that are kept in here stay if it succeeds; else nobody hears of them."""
+        """Delete the files that were kept inside if it fails: no answer names them."""
         try:
             yield
         except BaseException:
@@ -287,7 +216,7 @@ class Answer:
         self._kept.clear()
 
     async def _ended(self, number: int) -> dict[str, Any]:
-        """What faces have for a choice that has ended."""
+        """The faces' fields of a choice that has ended."""
         self._num_ended += 1
         fields: dict[str, Any] = {}
         for reply in self.replies:
@@ -297,7 +226,7 @@ class Answer:
         return fields
 
     async def _all_ended(self) -> dict[str, Any]:
-        """What faces have for the response, once its last choice has ended."""
+        """The faces' fields of the response, if its last choice has ended."""
         fields: dict[str, Any] = {}
         if self._num_ended == self._num_choices:
             for reply in self.replies:
@@ -309,19 +238,19 @@ class Answer:
         return self._num_prompts * self._per_prompt
 
     def keep(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Kept:
-        """Keep a file for who asked, and see to its end. Blocks; not on the event loop.
+        """Keep a file for the request's key. Blocks, so it must not run on the event loop.
 
         Raises:
-            CapacityError: there is no room, or none on the disk.
+            CapacityError: there is no room, or the file cannot be written.
         """
         try:
             kept = self._store.put(tensors, metadata, self._owner)
         except OSError as error:
-            # Without the path, which is nobody's business.
+            # Without the path, which clients must not see.
             raise CapacityError(f"{error.strerror or type(error).__name__}.") from None
         self._kept.append(kept.id)
         self.exchange.untold.append(lambda: self._store.delete(kept.id, self._owner))
-        if self._abandoned:  # while it was written
+        if self._abandoned:  # while the file was written
             self._store.delete(kept.id, self._owner)
         return kept
 
@@ -329,21 +258,16 @@ class Answer:
         result: ScopeResult = completion.scope
         rows_too, cursor = self._options.stream == "rows", self._cursor(number)
         new = cursor.rest(result) if ended else cursor.take()
-        scores = [column for column in new if isinstance(column.label, str)]
-        rows = [column for column in new if not isinstance(column.label, str)]
+        scores, rows = _split(new)
         here: list[Column] = []
         for some, fit in (
             (scores, sum(len(c.positions) for c in scores) <= encode.MAX_INLINE_SCORES),
             (rows, sum(column.nbytes for column in rows) <= MAX_CHUNK_BYTES),
         ):
-            for column in some:
-                if not len(column.positions):
-                    continue
-                if fit:
-                    here.append(column)
-                else:
-                    spans = self._held_back.setdefault((number, column.label), [])
-                    spans.append(column.positions)
+            some = [column for column in some if len(column.positions)]
+            here += some if fit else []
+            for column in some if not fit else ():
+                self._held_back.setdefault((number, column.label), []).append(column.positions)
         tokens = self._told(number, completion, scores, None if ended else cursor.settled)
         if not ended:
             return encode.columns(here, True, True) | tokens
@@ -353,7 +277,7 @@ class Answer:
         here = [c for c in here if (number, c.label) not in self._held_back]
         body, told = encode.columns(here, True, True), encode.columns(late, False, False)
         body["scores"] |= told["scores"]
-        rest = [] if rows_too else [c for c in everything if not isinstance(c.label, str)]
+        rest = [] if rows_too else _split(everything)[1]
         sent = body["rows"] + told["rows"]
         return (
             encode.counts(result) | body | tokens
@@ -363,7 +287,7 @@ class Answer:
     def _told(
         self, number: int, completion: Any, scores: list[Column], settled: int | None
     ) -> dict[str, Any]:
-        """`tokens`, where there are probes and room for them."""
+        """`tokens`, if there are probes and room for the tokens."""
         result: ScopeResult = completion.scope
         if not result.scores or (self.holds and settled is not None):
             return {}
@@ -375,16 +299,14 @@ class Answer:
         return {"tokens": found}
 
     def _with_late(self, number: int, column: Column, here: list[Column]) -> Column:
-        """What was held back of a column, and what is new of it, for the file to have."""
+        """A column's held back positions and its new ones, whose values the file has."""
         new = [c.positions for c in here if c.label == column.label]
         spans = self._held_back[number, column.label] + new
         return replace(column, positions=np.concatenate(spans))
 
     async def _whole(self, number: int, completion: Any) -> dict[str, Any]:
         result: ScopeResult = completion.scope
-        found = result.columns()
-        scores = [column for column in found if isinstance(column.label, str)]
-        rows = [column for column in found if not isinstance(column.label, str)]
+        scores, rows = _split(result.columns())
         num_scores = sum(len(column.positions) for column in scores)
         inline = num_scores <= encode.MAX_INLINE_SCORES and self._fits(num_scores * _SCORE_BYTES)
         body = encode.counts(result) | encode.columns(scores, True, inline)
@@ -394,7 +316,7 @@ class Answer:
         return body | await self._rows(result, rows, [], keep=not inline)
 
     def _fits(self, size: int) -> bool:
-        """Takes room inside the answer, where it is left."""
+        """Take room inside the answer; False if there is not enough."""
         if size > self._room:
             return False
         self._room -= size
@@ -403,7 +325,12 @@ class Answer:
     async def _rows(
         self, result: ScopeResult, rows: list[Column], sent: list[Any], keep: bool = False
     ) -> dict[str, Any]:
-        """`rows`, inline or described, and `result`, the file of what is not inline."""
+        """`rows`, inline or described, and `result`, the file of what is not inline.
+
+        Args:
+            sent: entries of `rows` that are encoded already.
+            keep: write the file even if the rows are inline.
+        """
         size = sum(column.nbytes for column in rows)
         by_handle = size > 0 and (
             size > self._inline_bytes or self._options.tensors == "handle" or not self._fits(size)
@@ -426,6 +353,14 @@ class Answer:
         return body
 
 
-#: The answer that the code running now works for; a path where that path has no place
-#: for a scope; None outside of HTTP requests.
+def _split(columns: Iterable[Column]) -> tuple[list[Column], list[Column]]:
+    """The columns of scores, and those of rows."""
+    found: tuple[list[Column], list[Column]] = ([], [])
+    for column in columns:
+        found[not isinstance(column.label, str)].append(column)
+    return found
+
+
+#: The answer of the current HTTP request; the path, if the path takes no scope; None outside of
+#: HTTP requests.
 current: ContextVar[Answer | str | None] = ContextVar("vllm_scope_answer", default=None)

@@ -1,10 +1,10 @@
-"""One change at a time, whichever API server process an operator's request came to.
+"""A lock, so that the API server processes of a server make operators' changes one at a time.
 
 Owns:  Changes.
 Runs:  in each API server process, on its event loop.
 
-Two changes at once could reach an engine's replicas in two orders, and leave them with different
-ones; and who reads edits, adds to them and sets them again would lose what came between.
+Without it, two changes could reach an engine's replicas in different orders and leave them
+different; and a route that reads edits, adds to them and sets them would lose a change between.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-#: A waiting change looks again after so long, and is given up after so long.
+#: Seconds between two attempts to lock, and until a change is given up.
 _POLL_S, MOST_WAIT_S = 0.02, 60.0
 
 
 class NoTurnError(Exception):
-    """Another change has not ended in time, or there is nothing to take turns by."""
+    """Another change has not ended in time, or the lock's file cannot be made."""
 
 
 class Changes:
-    """A lock among the processes of one server. It goes with a process that ends.
+    """A lock among the processes of one server. A process that ends releases it.
 
     Args:
-        folder: gives the folder that they share, and makes it.
+        folder: returns the folder that the processes share, and makes it.
     """
 
     def __init__(self, folder: Callable[[], Path]) -> None:
@@ -42,15 +42,14 @@ class Changes:
 
     @asynccontextmanager
     async def one(self, clearing: bool = False) -> AsyncIterator[None]:
-        """Waits for its turn.
+        """Hold the lock.
 
         Args:
-            clearing: the change ends edits. Where the disk is full or gone it takes turns in
-                this process alone: what harms can always be ended.
+            clearing: the change ends edits. If the lock's file cannot be made, only this
+                process takes turns: edits that do harm can always be ended.
 
         Raises:
-            NoTurnError: it has not come within MOST_WAIT_S, or there is no room for what the
-                processes take turns by.
+            NoTurnError: the lock was not free within MOST_WAIT_S, or its file cannot be made.
         """
         try:
             async with asyncio.timeout(MOST_WAIT_S):
@@ -82,7 +81,7 @@ class Changes:
         return file
 
     def _file(self, clearing: bool) -> int | None:
-        """What is locked; None where there is nothing, and it need not be."""
+        """The lock's file; None if it cannot be made and `clearing` is set."""
         try:
             return self._opened()
         except OSError as error:
@@ -97,7 +96,6 @@ class Changes:
         return None
 
     def _opened(self) -> int:
-        """The file that is locked. Raises OSError."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
         return os.open(self._folder() / "changes", flags, 0o600)
 

@@ -1,9 +1,9 @@
 """Server-wide edits as an operator sends them, and as they are shown.
 
-Owns:  `checked` and `shown`.
-Runs:  in a thread of an API server process: both look through all of a text.
+Owns:  `decoded` (of any body), `checked` and `shown`.
+Runs:  in a thread of an API server process: each reads all of a text.
 
-Promise: a text is counted before it is parsed, and what is shown of it takes a bounded answer.
+Promise: a text is counted before it is parsed, and the size of what is shown is bounded.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import msgspec
 
 from vllm_scope import errors
 from vllm_scope.errors import SpecError
-from vllm_scope.request.bounded_json import decode
+from vllm_scope.request.bounded_json import MOST_ITEMS, decode
 
-#: Beyond this, vectors are shown by dtype and shape alone.
+#: If the edits take more, vectors are shown by dtype and shape alone.
 MOST_SHOWN_BYTES = 8 << 20
-#: Items of a list that is shown whole all the same.
-_MOST_ITEMS = 64
+#: A list of at most so many items is always shown.
+_SHORT_LIST = 64
 
 
 class _Edits(msgspec.Struct):
@@ -31,18 +31,26 @@ class _Shown(msgspec.Struct):
     digest: str | None
 
 
-def checked(body: bytes) -> str:
-    """What the engine is told of a body.
+def decoded(body: bytes, most_items: int = MOST_ITEMS) -> tuple[str, Any]:
+    """A request's body as text, and what its JSON says.
 
     Raises:
-        SpecError: it is no JSON object with a list of edits and nothing else, or says more than
-            may be parsed.
+        SpecError: it is not UTF-8, not JSON, or larger than `bounded_json.decode` takes.
     """
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
         raise SpecError(f"the body is not UTF-8: {error.reason} at {error.start}.") from None
-    found = decode(text, "the body")
+    return text, decode(text, "the body", most_items)
+
+
+def checked(body: bytes) -> str:
+    """The text of a body that has a list of edits.
+
+    Raises:
+        SpecError: as `decoded`; or it is not an object with a list of edits and nothing else.
+    """
+    text, found = decoded(body)
     edits = found.get("edits") if isinstance(found, dict) else None
     if not isinstance(edits, list) or not all(isinstance(edit, dict) for edit in edits):
         raise SpecError(
@@ -56,10 +64,10 @@ def checked(body: bytes) -> str:
 
 
 def shown(text: str | None, digest: str | None = None) -> bytes:
-    """JSON of the edits that hold, which the engine has let in.
+    """JSON of the engine's server-wide edits.
 
     Args:
-        text: None where there are none.
+        text: what `checked` returned for them; None if there are none.
     """
     edits: Any = []
     if text is not None:
@@ -70,10 +78,10 @@ def shown(text: str | None, digest: str | None = None) -> bytes:
 
 
 def _short(edit: dict[str, Any]) -> dict[str, Any]:
-    """Without its numbers."""
+    """An edit without its numbers."""
     found = {}
     for name, value in edit.items():
-        if isinstance(value, list) and len(value) > _MOST_ITEMS:
+        if isinstance(value, list) and len(value) > _SHORT_LIST:
             value = {"shape": [len(value)]}
         elif isinstance(value, dict):
             value = {key: one for key, one in value.items() if key != "data"}

@@ -23,9 +23,9 @@ from vllm_scope.results.column import Column
 from vllm_scope.results.result import ScopeResult
 from vllm_scope.sinks import Manifest
 
-#: Scores of a choice are part of the answer up to this many.
+#: At most so many scores of a choice are inside the answer.
 MAX_INLINE_SCORES = 16_384
-#: After the name of a tensor in a file: that of its positions.
+#: In a file, a tensor's positions have its name and this ending.
 POSITIONS = ".positions"
 
 
@@ -43,7 +43,7 @@ def spans(positions: np.ndarray) -> list[list[int]]:
 
 
 def counts(result: ScopeResult) -> dict[str, Any]:
-    """What became of the request; and of what it sent to sinks, which is not among its counts."""
+    """The request's status and counts; and those of each sink, which the counts leave out."""
     body: dict[str, Any] = {
         "status": result.status,
         "error": result.error,
@@ -57,7 +57,7 @@ def counts(result: ScopeResult) -> dict[str, Any]:
 
 
 def _manifest(found: Manifest) -> dict[str, Any]:
-    """`details` are there for the operator alone, who has all of the manifest."""
+    """A sink's counts. Only the operator's manifests have `details`."""
     body: dict[str, Any] = {
         name: getattr(found, name)
         for name in ("status", "reason", "expected", "delivered", "dropped")
@@ -67,7 +67,7 @@ def _manifest(found: Manifest) -> dict[str, Any]:
 
 
 def columns(found: Iterable[Column], inline_rows: bool, inline_scores: bool) -> dict[str, Any]:
-    """`rows` and `scores`; those that are not inline without their values."""
+    """`rows` and `scores`; without the values of what is not inline."""
     rows, scores = [], {}
     for column in found:
         if isinstance(column.label, str):
@@ -78,7 +78,7 @@ def columns(found: Iterable[Column], inline_rows: bool, inline_scores: bool) -> 
 
 
 def tensor_name(label: tuple[str, int, str] | str) -> str:
-    """The name of a column's tensor in a file; its positions' has `.positions` after it."""
+    """The name of a column's tensor in a file."""
     if isinstance(label, str):
         return f"scores.{label}"
     site, layer, when = label
@@ -86,7 +86,7 @@ def tensor_name(label: tuple[str, int, str] | str) -> str:
 
 
 def tensors(result: ScopeResult) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Everything of a result, as tensors and metadata of a safetensors file."""
+    """A whole result as the tensors and the metadata of a safetensors file."""
     found = {}
     for column in result.columns():
         name = tensor_name(column.label)

@@ -1,11 +1,11 @@
-"""One HTTP request on its way through a server: who asks, and how its answer goes out.
+"""One HTTP request on its way through a server: who asks, and how its answer is sent.
 
-Owns:  Exchange, and the hanging up on clients that do not read.
+Owns:  Exchange, which also disconnects clients that do not read.
 Runs:  in each API server process, on its event loop.
-From:  limits.Door, which makes one for each request.   To: answer; inbox, as `budget.asking`.
+From:  limits.Door, which makes one per request.   To: answer; results, as `budget.asking`.
 
-Promise: a client that does not take what it is sent within the timeout is treated as one that
-has left. What an answer tells of (a file) is undone where the answer did not go out.
+Promise: a client that does not read what it is sent within the timeout counts as gone. If an
+answer names a file and could not be sent, the file is deleted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_scope.results.budget import Asker, asking
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: What is sent at once: a client has the timeout for each such piece, not for a whole answer.
+#: Bytes sent at once. The timeout is for each such piece, not for a whole answer.
 _PIECE_BYTES = 1 << 18
 
 Message = dict[str, Any]
@@ -32,19 +32,19 @@ class Exchange(Asker):
     """A request and its answer.
 
     Attributes:
-        timed: the client has `write_timeout_s` to take each piece of the answer. Plain
+        timed: the client has `write_timeout_s` to read each piece of the answer. Plain
             requests are not timed.
-        untold: undoes what the answer tells of. What was appended before a part of the body
-            was sent is told by it.
-        closing: awaited when the request is over, the last one first. A generator whose chunk
-            goes out when its client leaves is else closed by the garbage collector.
+        untold: called at the end, unless a part of the body was sent after they were appended:
+            that part names the files that they delete.
+        closing: awaited when the request is over, the last one first. Without them the garbage
+            collector would close a generator whose client left while a chunk was sent.
     """
 
     operator: bool = False
     timed: bool = False
     untold: list[Callable[[], None]] = field(default_factory=list)
     closing: list[Callable[[], Awaitable[Any]]] = field(default_factory=list)
-    #: The client has left, or was hung up on.
+    #: The client has left, or was disconnected.
     _gone: bool = False
 
     def sender(
@@ -54,7 +54,7 @@ class Exchange(Asker):
         send: Callable[[Message], Awaitable[None]],
         timeout_s: float,
     ) -> Callable[[Message], Awaitable[None]]:
-        """ASGI's `send`, with this request's promise."""
+        """ASGI's `send`, with the timeout and the record of what was sent."""
 
         async def sending(message: Message) -> None:
             if not (self.timed or self.untold or self._gone):
@@ -65,7 +65,7 @@ class Exchange(Asker):
                 self._gone = True
             for piece in _pieces(message) if self.timed else (message,):
                 if self._gone:
-                    return  # as uvicorn: what is sent to nobody is dropped
+                    return  # as uvicorn: data for a client that has left is dropped
                 await self._send(scope, send, piece, timeout_s if self.timed else None)
             if not self._gone:
                 del self.untold[:telling]
@@ -82,7 +82,7 @@ class Exchange(Asker):
                 raise
 
     async def close(self) -> None:
-        """The request is over, and its client has what it will get."""
+        """The request is over; nothing more is sent."""
         while self.closing:
             with _logged():
                 await self.closing.pop()()
@@ -93,7 +93,7 @@ class Exchange(Asker):
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    """Keep an error from those that are to be closed after this one."""
+    """Log an error, so that the others are closed too."""
     try:
         yield
     except Exception:
@@ -101,7 +101,7 @@ def _logged() -> Iterator[None]:
 
 
 def running(owner: str) -> Exchange:
-    """The exchange of the request that runs now; outside of a server a fresh one."""
+    """The exchange of the current request; a new one outside of a server."""
     found = asking.get()
     return found if isinstance(found, Exchange) else Exchange(owner)
 
@@ -115,8 +115,8 @@ def _pieces(message: Message) -> Iterator[Message]:
 
 
 async def _has_left(receive: Callable[[], Awaitable[Message]]) -> bool:
-    """Whether the client is known to be gone. Once the request's body was read, the only
-    message to come is that of its leaving."""
+    """Whether the server knows that the client has left. After the request's body, the only
+    message is `http.disconnect`."""
     message = asyncio.ensure_future(receive())
     await asyncio.sleep(0)
     if message.done():
@@ -126,8 +126,8 @@ async def _has_left(receive: Callable[[], Awaitable[Message]]) -> bool:
 
 
 def _hang_up(scope: Message) -> bool:
-    """Let go of a connection with all that waits to be sent on it: a server that closes it
-    waits until its client has read. False where the server is none that is known.
+    """Abort a connection and drop its unsent data; a plain close would wait until the client has
+    read. Returns False if the server is not one that is known here.
 
     Source: uvicorn 0.54, protocols/http/httptools_impl.py, HttpToolsProtocol; vLLM 0.32,
     entrypoints/launchers/launcher.py: `app.state.server`.
@@ -136,8 +136,7 @@ def _hang_up(scope: Message) -> bool:
     connections = list(getattr(getattr(server, "server_state", None), "connections", ()))
     found = [one for one in connections if getattr(one, "scope", None) is scope]
     if not found and _is_peer(scope):
-        # A connection has one scope at a time. If a client has sent two requests, it is the
-        # second one's.
+        # A connection has one scope: if the client has sent two requests, that of the second.
         found = [one for one in connections if getattr(one, "client", None) == scope["client"]]
     for connection in found:
         connection.transport.abort()
@@ -145,7 +144,7 @@ def _hang_up(scope: Message) -> bool:
 
 
 def _is_peer(scope: Message) -> bool:
-    """True if the scope's client is the connection's address: unix sockets have none, and behind
-    a proxy the client says in a header which one it is."""
+    """Whether the scope's client is the connection's address. A unix socket has none, and behind
+    a proxy the client's address comes from a header."""
     forwarded = any(name == b"x-forwarded-for" for name, _ in scope["headers"])
     return scope["client"] is not None and not forwarded

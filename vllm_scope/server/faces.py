@@ -1,11 +1,11 @@
-"""Faces over HTTP: which words of a request are theirs, and what its answer gains.
+"""Faces over HTTP: which words of a request are theirs, and which fields its answer gains.
 
-Owns:  HttpFace (what a face registers), Reply (what it does for one answer), Words.
+Owns:  HttpFace (what a face registers), Reply (its fields of one answer), Words.
 Runs:  in each API server process, on its event loop.
-From:  faces.   To: engine.http (requests), answer (answers), routes (routers).
+From:  compat.   To: engine.http (requests), answer (answers), routes (routers).
 
-Promise: a word belongs to one face. A request says it once, and gets what it asks for or
-a refusal: a word that no face answers for over HTTP is never passed over.
+Promise: a word belongs to one face, and a request may say it once. A word that no face
+understands over HTTP is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from vllm_scope.server.store import Kept
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
-#: Keeps tensors and metadata as a file that the asker can fetch; blocks. Raises
-#: CapacityError where there is no room.
+#: Keeps tensors and metadata as a file that the request's key can fetch. Blocks. Raises
+#: CapacityError if there is no room.
 Keep = Callable[[Mapping[str, Tensor], Mapping[str, str]], Kept]
 
 
 class Reply:
-    """What a face adds to the answer of one request; this one adds nothing.
+    """What a face adds to the answer of one request; the base adds nothing.
 
-    The methods run in a thread, one at a time, and may block. What they return is JSON.
-    An error in them fails the request, so what could not be delivered is a field's value.
+    The methods run in a thread, one at a time, and may block. They return JSON. An error in
+    them fails the request, so they report data that is missing as a field's value.
     """
 
     def choice(self, number: int, of: int, completion: Any) -> Mapping[str, Any]:
@@ -42,8 +42,8 @@ class Reply:
         Args:
             number: the choice's index.
             of: how many choices the answer has: n for each prompt.
-            completion: what offline users have as `output.outputs[i]`: its `scope` is the
-                ScopeResult, and what the face's decorator gave it is there too.
+            completion: `output.outputs[i]` of offline users, with its ScopeResult (`scope`) and
+                the attributes that the face's decorator gave it.
         """
         return {}
 
@@ -55,9 +55,33 @@ class Reply:
         return {}
 
 
-#: (values of the face's words, how to keep files) -> Reply. Called before the engine is
-#: asked; raises SpecError for values that only HTTP cannot give. All else is refused by
-#: the face's translator, as it is offline.
+class FirstReply(Reply):
+    """One field, `name`: of the response for its first choice, and if there are several choices
+    also of each choice."""
+
+    name: str
+
+    def __init__(self) -> None:
+        self._first: dict[str, Any] = {}
+
+    def value(self, completion: Any) -> Any:
+        """The field of one completion as JSON; None if it has none."""
+        raise NotImplementedError
+
+    def choice(self, number: int, of: int, completion: Any) -> dict[str, Any]:
+        value = self.value(completion)
+        found = {} if value is None else {self.name: value}
+        if number == 0:
+            self._first = found
+        return found if of > 1 else {}
+
+    def whole(self) -> dict[str, Any]:
+        return self._first
+
+
+#: (values of the face's words, how to keep files) -> Reply. Called before the request enters the
+#: engine. Raises SpecError for values that are possible offline only; the face's translator
+#: refuses all other wrong values.
 Begin = Callable[[Mapping[str, Any], Keep], Reply]
 
 
@@ -66,14 +90,14 @@ class HttpFace:
     """What a face does over HTTP.
 
     Attributes:
-        keys: of `vllm_xargs`, which its translator understands; numbers, strings (of
-            JSON, say) and lists of them.
-        fields: those of the keys that may be fields of the body instead, of any JSON.
+        keys: of `vllm_xargs`, which its translator understands; numbers, strings (also of
+            JSON) and lists of them.
+        fields: keys that may also be fields of the body, of any JSON.
         begin: makes the Reply to a request that has some of the keys.
-        reading: routers for everyone with the API key. Below /v1, as vLLM's
-            authentication is there, and each with a prefix of its own.
-        changing: routers for the operator; they do not exist without the operator's key.
-        bearer: the operator's key may also come as the bearer, to `changing` alone.
+        reading: routers for everyone with the API key. Each has a prefix of its own below /v1,
+            where vLLM authenticates.
+        changing: routers for the operator; they exist only if there is an operator's key.
+        bearer: for `changing`, the operator's key may also be the bearer token.
     """
 
     name: str
@@ -96,7 +120,7 @@ _faces: dict[str, HttpFace] = {}
 
 
 def register(face: HttpFace) -> None:
-    """Before the app is made; the same name again replaces it."""
+    """Add a face, before the app is made; it replaces one of the same name."""
     _faces[face.name] = face
 
 
@@ -109,7 +133,7 @@ def registered() -> list[HttpFace]:
 
 
 def has_fields(body: Mapping[str, Any]) -> bool:
-    """Whether some of a body's fields are a face's."""
+    """Whether a body has a field of a face."""
     return any(not face.fields.isdisjoint(body) for face in _faces.values())
 
 
@@ -118,7 +142,7 @@ class Words:
     """The faces' words in one request, by face.
 
     Attributes:
-        fields: those that stood beside `vllm_xargs`; they are to be moved into it.
+        fields: those that stood beside `vllm_xargs`; the caller moves them into it.
     """
 
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -149,7 +173,7 @@ class Words:
                     f"{shown(min(twice))} is both in vllm_xargs and beside it; say it once."
                 )
             left -= face.keys
-            # What clients send for "not asked".
+            # Clients send null for "not asked".
             beside = {key: value for key, value in beside.items() if value is not None}
             if own or beside:
                 values[face.name] = own | beside
@@ -162,5 +186,5 @@ class Words:
         return Words(values, fields)
 
     def begin(self, keep: Keep) -> list[Reply]:
-        """Raises SpecError for what cannot be over HTTP."""
+        """The faces' Replies. Raises SpecError for values that are not possible over HTTP."""
         return [_faces[name].begin(values, keep) for name, values in self.values.items()]

@@ -1,7 +1,7 @@
-"""What every request passes first: bodies are bounded, and it is known who asks, by which path.
+"""The first middleware of every request: it bounds the body and records who asks, and the path.
 
-Owns:  Door, an ASGI middleware. Inside of vLLM's authentication.
-To:    exchange, answer; rpc (what vLLM's own route to all methods may call).
+Owns:  Door, an ASGI middleware. It runs behind vLLM's authentication.
+To:    exchange, answer; rpc (which methods vLLM's development route may call).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import HTTPException
-from fastapi.responses import JSONResponse
 from starlette._utils import get_route_path
 from starlette.datastructures import Headers
 
 from vllm_scope.results.budget import asking
 from vllm_scope.server import rpc
+from vllm_scope.server.access import refusal
 from vllm_scope.server.answer import current
 from vllm_scope.server.exchange import Exchange
 from vllm_scope.server.settings import ADMIN_KEY, Settings
@@ -26,12 +26,11 @@ _Asgi = Callable[..., Awaitable[None]]
 
 
 class Door:
-    """Refuses bodies over a limit with 413, by their announced or their true length.
+    """Refuses a body with 413 if its announced or its real length is over the limit.
 
     Args:
-        limits: path's beginning -> bytes; the longest that fits holds.
-        timed: beginnings of the paths whose answers a client has to take in time, whatever
-            they are.
+        limits: prefix of a path -> bytes; the longest prefix counts.
+        timed: prefixes of paths whose answers the client must read within the timeout.
     """
 
     def __init__(
@@ -60,33 +59,35 @@ class Door:
             asking.reset(tokens[1])
 
     async def _enter(self, path: str, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        if path.rstrip("/") == rpc.INFO and not asking.get().operator:
-            await _refuse(403, rpc.INFO_REFUSAL, scope, receive, send)
+        try:
+            if not asking.get().operator:
+                receive = await _guarded(path.rstrip("/"), receive)
+            most = next((most for start, most in self._limits if path.startswith(start)), None)
+            if most is not None:
+                announced = Headers(scope=scope).get("content-length", "")
+                size = int(announced[:20]) if announced.isdecimal() else 0
+                if size > most:
+                    raise HTTPException(413, _too_long(f"the body has {size:,} bytes", most))
+        except HTTPException as error:
+            answer = refusal(error.status_code, str(error.detail), Connection="close")
+            await answer(scope, receive, send)
             return
-        if path.rstrip("/") == rpc.PATH and not asking.get().operator:
-            try:
-                body, receive = await rpc.whole_body(_bounded(receive, rpc.MAX_BYTES))
-            except HTTPException as error:
-                await _refuse(error.status_code, str(error.detail), scope, receive, send)
-                return
-            if await asyncio.to_thread(rpc.names_ours, body):
-                await _refuse(403, rpc.REFUSAL, scope, receive, send)
-                return
-        most = next((most for start, most in self._limits if path.startswith(start)), None)
-        if most is None:
-            await self._app(scope, receive, send)
-        elif _announced(scope) > most:
-            await _refuse(413, _too_long(f"the body has {_announced(scope):,} bytes", most),
-                          scope, receive, send)  # fmt: skip
-        else:
-            await self._app(scope, _bounded(receive, most), send)
+        await self._app(scope, receive if most is None else _bounded(receive, most), send)
 
 
-def _announced(scope: dict[str, Any]) -> int:
-    for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit():
-            return int(value[:20])
-    return 0
+async def _guarded(path: str, receive: Any) -> Any:
+    """What gives the body to vLLM's development routes.
+
+    Raises:
+        HTTPException: the request needs the operator's key, or its body is too long.
+    """
+    if path == rpc.INFO:
+        raise HTTPException(403, rpc.INFO_REFUSAL)
+    if path == rpc.PATH:
+        body, receive = await rpc.whole_body(_bounded(receive, rpc.MAX_BYTES))
+        if await asyncio.to_thread(rpc.names_ours, body):
+            raise HTTPException(403, rpc.REFUSAL)
+    return receive
 
 
 def _bounded(receive: Any, most: int) -> Any:
@@ -108,11 +109,3 @@ def _too_long(what: str, most: int) -> str:
         f"{what}; this server takes at most {most:,}. Upload large vectors once as a steering "
         "module and name it."
     )
-
-
-async def _refuse(
-    status: int, message: str, scope: dict[str, Any], receive: Any, send: Any
-) -> None:
-    kind = {403: "Forbidden", 413: "PayloadTooLarge"}[status]
-    body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
-    await JSONResponse(body, status, {"Connection": "close"})(scope, receive, send)

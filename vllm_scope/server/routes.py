@@ -1,11 +1,11 @@
 """`/v1/scope`: what the model can be asked, results to fetch, and operators' changes.
 
-Owns:  the routes, and `attach`, which adds them and the faces' to an app.
-Runs:  in each API server process, inside of vLLM's authentication: reading needs its
-       API key, where it has one.
+Owns:  the routes, and `attach`, which adds them and compat's routes to an app.
+Runs:  in each API server process, behind vLLM's authentication: if vLLM has an API key, every
+       route needs it.
 
-Promise: the routes that change anything do not exist without VLLM_SCOPE_ADMIN_KEY; with
-it they need the header `X-Scope-Admin-Key`.
+Promise: the routes that change anything exist only if VLLM_SCOPE_ADMIN_KEY is set. They need
+it in the header `X-Scope-Admin-Key`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from starlette.concurrency import run_in_threadpool
 from starlette.convertors import Convertor, register_url_convertor
 
 from vllm_scope import __version__
-from vllm_scope.errors import SpecError
 from vllm_scope.request.actions import MAX_NAME
 from vllm_scope.request.sites import SITES, boundary_of
 from vllm_scope.server import edits, faces
@@ -52,16 +51,16 @@ from vllm_scope.server.schemas import (
     SiteInfo,
 )
 from vllm_scope.server.settings import MAX_OPERATOR_BYTES, Settings
-from vllm_scope.server.store import Store, pieces
+from vllm_scope.server.store import Store
 from vllm_scope.transport.folders import RUN
 from vllm_scope.vectors import from_bytes
 
 
 def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
-    """Add the routes and the door to an app.
+    """Add the routes and the middleware to an app.
 
     Args:
-        engine: the app's, once it has one; None where it has none with taps.
+        engine: returns the app's engine; None if there is none with taps (yet).
 
     Raises:
         ConfigError: a setting in the environment is wrong; the server does not start.
@@ -98,7 +97,7 @@ _changing = APIRouter(prefix="/v1/scope", tags=["scope operator"], route_class=R
 
 
 class _AnyName(Convertor[str]):
-    """Any text, slashes and line ends among it; Starlette's `path` ends at a line's end."""
+    """Any text, also with slashes and newlines, which Starlette's `path` does not match."""
 
     regex = r"[\s\S]+"
 
@@ -167,30 +166,24 @@ def _sites(num_layers: int, boundaries: set[int]) -> list[SiteInfo]:
 async def get_result(
     request: Request,
     result_id: Annotated[str, Path(description="`result.id` of a choice's `scope`.")],
-    delete: Annotated[bool, Query(description="End it once it was read.")] = False,
+    delete: Annotated[bool, Query(description="Delete it once it was read.")] = False,
 ) -> StreamingResponse:
     """A safetensors file: `{site}.{layer}` and `{site}.{layer}.positions` (with `.before`
-    after the layer where rows were read before edits), `scores.{name}` likewise.
+    after the layer for rows that were read before edits), `scores.{name}` likewise.
 
-    Only who sends the Authorization header of the request that made it can fetch it.
+    It needs the Authorization header of the request that made it.
     """
     state = state_of(request)
     owner = state.owner_of(request)
     file = await run_in_threadpool(state.store.open, result_id, owner)
     if file is None:
         raise RefusalError(404, "there is no such result, or not any more, or it is not yours.")
-    size = os.fstat(file.fileno()).st_size
-    done = (lambda: state.store.delete(result_id, owner)) if delete else (lambda: None)
-    return StreamingResponse(
-        pieces(file, done),
-        media_type="application/octet-stream",
-        headers={"Content-Length": str(size)},
-    )
+    return state.store.sent(file, result_id, owner, delete)
 
 
 @_reading.get("/modules", response_model=ModuleList, summary="The steering modules")
 async def get_modules(request: Request) -> ModuleList:
-    """Name, content's digest and streams of every module that a spec can name."""
+    """The name, the digest and the streams of every module that a spec can name."""
     found = await asked(engine_of(request).modules())
     return ModuleList(
         modules=[ModuleInfo(name=name, **body) for name, body in sorted(found.items())]
@@ -199,8 +192,8 @@ async def get_modules(request: Request) -> ModuleList:
 
 @_reading.get("/edits", response_model=EditsInfo, summary="The edits of every request")
 async def get_edits(request: Request) -> Response:
-    """What was set by PUT; vectors that came as numbers come back as numbers, and where all of
-    them take more than 8 MiB, as dtype and shape alone."""
+    """What PUT has set. Vectors come back as they were sent, or, if all edits take more than
+    8 MiB, as dtype and shape alone."""
     async with state_of(request).showing:
         text = await asked(engine_of(request).edits())
         return _json(await run_in_threadpool(edits.shown, text))
@@ -226,12 +219,9 @@ def _json(content: bytes) -> Response:
     },
 )
 async def put_module(request: Request, name: Name) -> ModuleInfo:
-    """From now on the name means these vectors; requests that run keep what it meant."""
+    """From now on the name means these vectors. Running requests keep the earlier ones."""
     data = await request.body()
-    try:
-        module = await run_in_threadpool(from_bytes, data)
-    except SpecError as error:
-        raise RefusalError(400, str(error)) from None
+    module = await asked(run_in_threadpool(from_bytes, data))
     engine = engine_of(request)
     async with in_turn(request):
         digest = await asked(engine.register(name, data))
@@ -245,7 +235,7 @@ async def put_module(request: Request, name: Name) -> ModuleInfo:
     responses=errors(404),
 )
 async def delete_module(request: Request, name: Name) -> Response:
-    """Requests that run keep it."""
+    """Running requests keep it."""
     engine = engine_of(request)
     async with in_turn(request):
         known = await asked(engine.unregister(name))
@@ -266,22 +256,18 @@ async def delete_module(request: Request, name: Name) -> Response:
     },
 )
 async def put_edits(request: Request) -> Response:
-    """Replaces the edits that held until now. Requests that run keep theirs. The answer is what
+    """Replaces all server-wide edits. Running requests keep the earlier ones. The answer is what
     GET shows."""
-    body = await request.body()
-    try:
-        text = await run_in_threadpool(edits.checked, body)
-    except SpecError as error:
-        raise RefusalError(400, str(error)) from None
+    text = await asked(run_in_threadpool(edits.checked, await request.body()))
     engine = engine_of(request)
     async with in_turn(request):
         digest = await asked(engine.set_edits(text))
     return _json(await run_in_threadpool(edits.shown, text, digest))
 
 
-@_changing.delete("/edits", status_code=204, summary="Edit requests no longer")
+@_changing.delete("/edits", status_code=204, summary="End all server-wide edits")
 async def delete_edits(request: Request) -> Response:
-    """Requests that run keep the edits that they entered with."""
+    """Running requests keep the edits that they entered with."""
     engine = engine_of(request)
     async with in_turn(request, clearing=True):
         await asked(engine.set_edits(None))

@@ -1,10 +1,10 @@
-"""vLLM's development routes, at which what is ours needs the operator's key.
+"""vLLM's development routes, whose use for vllm-scope needs the operator's key.
 
 Owns:  `names_ours` and `whole_body`, for `/collective_rpc`, which calls any method of workers.
 From:  limits.Door.
 
-vLLM has the routes where VLLM_SERVER_DEV_MODE is set, and asks for no API key there.
-`/server_info` shows `additional_config`, which has the options of sinks, tokens among them.
+vLLM has these routes if VLLM_SERVER_DEV_MODE is set, and needs no API key there.
+`/server_info` shows `additional_config` with the options of sinks, which may hold tokens.
 Source: vllm 0.32, entrypoints/serve/dev/rpc/api_router.py and dev/server_info/api_router.py.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 
 PATH = "/collective_rpc"
 INFO = "/server_info"
-#: Of its bodies, which are kept whole until it is known what they call.
+#: Of a body, which is kept whole until its method is known.
 MAX_BYTES = 64 << 20
-#: Lists, objects and items in them of a body that is parsed.
+#: Lists, objects and their items in a body that is parsed.
 MOST_ITEMS = 1 << 16
 REFUSAL = (
     "the body names a method of vllm-scope, or may do so and is too long to tell, which needs the "
@@ -29,14 +29,14 @@ INFO_REFUSAL = (
     "/server_info shows the options of vllm-scope's sinks, which needs the operator's key "
     "(VLLM_SCOPE_ADMIN_KEY) in the header X-Scope-Admin-Key; /v1/scope has what others may ask."
 )
-#: What our remote methods' names begin with.
+#: Prefix of our remote methods' names.
 _OURS = "scope_"
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 
 async def whole_body(receive: Receive) -> tuple[bytes, Receive]:
-    """A request's body, and what gives it again to the one who asks next."""
+    """A request's body, and a `receive` that gives the body again."""
     pieces: list[bytes] = []
     while True:
         message = await receive()
@@ -55,15 +55,15 @@ async def whole_body(receive: Receive) -> tuple[bytes, Receive]:
 
 
 def names_ours(body: bytes) -> bool:
-    """Whether a body names one of our methods, itself or for a method that calls others; also
-    True where a body that may do so is too long to look through.
+    """Whether a body names one of our methods anywhere: some methods call others. Also True if
+    the body may name one and is too long to look through.
 
-    Read as vLLM reads it: of two fields of one name the last one holds, in any encoding.
+    It is parsed as vLLM parses it: in any encoding, and the last of two equal fields counts.
     """
-    # A name is plain, has an escape, or each of its letters has a null byte beside it.
+    # A name is plain, or has an escape, or is UTF-16 or UTF-32 with null bytes between.
     if not any(mark in body for mark in (_OURS.encode(), b"\\", b"\0")):
         return False
-    # To parse is one call, which other threads wait for.
+    # The parser holds the GIL for one whole call.
     if sum(map(body.count, (b",", b"[", b"{"))) > MOST_ITEMS:
         return True
     try:

@@ -1,4 +1,4 @@
-"""What the routes take and give, for OpenAPI."""
+"""The bodies of requests to the routes, and of their answers, for OpenAPI."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 
 class ErrorBody(BaseModel):
-    """Why not, in a sentence."""
+    """Why a request was refused."""
 
     message: str = Field(description="What came, what is allowed, and what to do next.")
     type: str = Field(description="SpecError, CapacityError, NotFound, PayloadTooLarge ...")
@@ -23,14 +23,14 @@ class Refusal(BaseModel):
 
 
 class SiteInfo(BaseModel):
-    """Where rows can be read; those of the stream can be edited and probed, too."""
+    """Where rows can be read; rows of the residual stream can also be edited and probed."""
 
     site: str
     layers: list[int] = Field(description="Layers with a tap, from 0; [0] for `embed`.")
 
 
 class HttpLimits(BaseModel):
-    """What bounds answers and bodies."""
+    """Bounds of answers and bodies."""
 
     inline_bytes: int = Field(description="Rows of a choice up to this are in the answer.")
     results_bytes: int = Field(description="Results that wait to be fetched, of a process.")
@@ -40,7 +40,7 @@ class HttpLimits(BaseModel):
 
 
 class Load(BaseModel):
-    """What is held at the moment. Of this API server process, but for `requests`."""
+    """What this API server process holds now; `requests` is of the whole engine."""
 
     requests: int = Field(description="Running requests that read, probe or edit.")
     pending: int = Field(description="Requests whose rows are awaited, or not yet answered.")

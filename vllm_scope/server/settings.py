@@ -1,7 +1,6 @@
 """Limits of the HTTP side and the operator's key, from the environment.
 
-Environment, as vLLM has it for its own server: what is in `additional_config` would be
-part of the compile key, and the operator's key is to be in no configuration that is logged.
+Not from `additional_config`, which is part of the key of vLLM's compile cache and is logged.
 """
 
 from __future__ import annotations
@@ -33,20 +32,19 @@ class Settings:
 
     Attributes:
         admin_key: VLLM_SCOPE_ADMIN_KEY; None: nothing can be changed over HTTP.
-        inline_bytes: VLLM_SCOPE_INLINE_KIB: tensors of a choice up to this are part of
-            the answer, larger ones a file.
-        rows_bytes: VLLM_SCOPE_ROWS_MIB: rows and scores of running requests, of an API
-            server process; None shares a quarter of the memory out among them. One key's are
-            at most three times what is free. Whose prompt has no room is refused; whose tokens
-            have none later, loses its rows.
-        results_bytes: VLLM_SCOPE_RESULTS_MIB: files of an API server process. One key's are
-            at most three times what is free. A request that needs a file for which there is
-            no room is refused.
+        inline_bytes: VLLM_SCOPE_INLINE_KIB: tensors of a choice up to this are inside the
+            answer, larger ones in a file.
+        rows_bytes: VLLM_SCOPE_ROWS_MIB: rows and scores of the running requests of an API
+            server process; None: the processes share a quarter of the memory. One key may take
+            three times what is free. A request whose prompt does not fit is refused; one whose
+            generated tokens do not fit loses its rows.
+        results_bytes: VLLM_SCOPE_RESULTS_MIB: files of an API server process. One key may take
+            three times what is free. A request whose file does not fit is refused.
         results_ttl_s: VLLM_SCOPE_RESULTS_TTL_S: how long a file is kept.
         results_dir: VLLM_SCOPE_RESULTS_DIR: where the folder of files is made.
-        body_bytes: VLLM_SCOPE_MAX_BODY_MIB: of a request to complete or to chat.
-        write_timeout_s: VLLM_SCOPE_WRITE_TIMEOUT_S: for how long the client of an answer with
-            a scope may take nothing of it, before it is hung up on.
+        body_bytes: VLLM_SCOPE_MAX_BODY_MIB: of a completion or chat request.
+        write_timeout_s: VLLM_SCOPE_WRITE_TIMEOUT_S: a client of an answer with a scope that
+            reads nothing for so long is disconnected.
     """
 
     admin_key: str | None
@@ -60,7 +58,7 @@ class Settings:
 
     @staticmethod
     def from_environment(environ: Mapping[str, str] = os.environ) -> Settings:
-        """Raises ConfigError for what is no number above 0."""
+        """Raises ConfigError for a limit that is not a number above 0."""
         rows = environ.get("VLLM_SCOPE_ROWS_MIB") and _number(environ, "VLLM_SCOPE_ROWS_MIB", 0)
         return Settings(
             environ.get("VLLM_SCOPE_ADMIN_KEY") or None,
@@ -74,20 +72,20 @@ class Settings:
         )
 
     def is_operators(self, key: str) -> bool:
-        """Whether this is the operator's key; False for any where there is none."""
-        # Of digests, so that the time tells nothing of the key's length either.
+        """Whether this is the operator's key; always False if there is none."""
+        # Digests are compared, so that the time does not depend on the key's length either.
         expected = hashlib.sha256((self.admin_key or "").encode()).digest()
         given = hashlib.sha256(key.encode("latin-1", "replace")).digest()
         return secrets.compare_digest(given, expected) and self.admin_key is not None
 
     def rows_of(self, num_processes: int) -> int:
-        """`rows_bytes` of each of a server's API server processes."""
+        """Bytes for rows and scores of each of a server's API server processes."""
         return self.rows_bytes or _memory() // (4 * max(1, num_processes))
 
 
 @cache
 def _memory() -> int:
-    """Bytes that this machine has, or that this container may use."""
+    """Memory of this machine or of this container, in bytes."""
     most: int = psutil.virtual_memory().total
     for group in ("memory.max", "memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # no such group, or "max"

@@ -1,13 +1,13 @@
-"""Results that are too large for an answer: safetensors files with an end.
+"""Results that are too large for an answer: safetensors files with a time to live.
 
-Owns:  Store, Kept, `pieces`.
-Runs:  in each API server process. Those of one server share a folder, so any of them
-       can serve what another has written; each one ends its own files.
+Owns:  Store, Kept.
+Runs:  in each API server process. The processes of one server share a folder, so each of them
+       can serve every file; each one deletes its own files.
 
-Promise: a file is found by its id together with its owner, and by nothing else: an id
-is 192 random bits, and the owner is part of the name that is looked up. The files of a
-process never have more bytes than the bound, and those of one key leave room for others';
-what is older than its time is gone. To check for room takes the same time however many files wait.
+Promise: a file is found only by its id together with its owner: the id has 192 random bits, and
+the owner is part of the file's name. The files of a process never exceed the bound, and the files
+of one key leave room for others. A file that is older than its time to live is not served. A
+check for room costs the same for any number of files.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import BinaryIO
 
+from starlette.responses import StreamingResponse
 from torch import Tensor
 
 from vllm_scope.errors import CapacityError
@@ -36,31 +37,24 @@ from vllm_scope.transport.folders import hold, is_held, prefix, release, remove_
 _ID = re.compile(r"[A-Za-z0-9_-]{32}")
 KIND = "results"
 _PIECE_BYTES = 1 << 20
-#: What a tensor's entry takes in a file's header beside its name: dtype, shape, offsets.
+#: A tensor's entry in a file's header, less its name: dtype, shape, offsets.
 _ENTRY_BYTES = 200
 #: Every file counts for at least so many bytes, which bounds the number of files.
 LEAST_BYTES = 64 << 10
-#: Files that end within this time of each other are removed together.
+#: Files that expire within this time of each other are removed together.
 SLACK_S = 0.2
-#: With more files than this, the store looks for deleted ones only for LOOK_PART of the time.
+#: With more files than FEW, the store spends at most LOOK_PART of its time on a look for deleted
+#: ones.
 FEW, LOOK_PART = 256, 0.05
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A file: its id, its size, and for how many seconds it is kept."""
+    """A file: its id, its size, and its time to live."""
 
     id: str
     num_bytes: int
     ttl_s: float
-
-
-def pieces(file: BinaryIO, done: Callable[[], None] = lambda: None) -> Iterator[bytes]:
-    """The rest of a file, which is closed; `done` once all of it was taken."""
-    with file:
-        while piece := file.read(_PIECE_BYTES):
-            yield piece
-    done()
 
 
 @dataclass
@@ -68,7 +62,7 @@ class _File:
     """A file of this process.
 
     Attributes:
-        charged: bytes that it counts for.
+        charged: bytes that are counted for it, LEAST_BYTES or more.
         ends_at: monotonic seconds.
     """
 
@@ -79,8 +73,8 @@ class _File:
 
 
 def owner_of(authorization: str | None) -> str:
-    """Who may fetch what a request left: all who send the same key. The scheme's case does not
-    matter, as it does not to vLLM: one key is one owner."""
+    """A digest of a request's key: whoever sends the same key may fetch the request's files.
+    The case of the scheme does not matter, as in vLLM."""
     scheme, space, key = (authorization or "").partition(" ")
     return hashlib.sha256(f"{scheme.lower()}{space}{key}".encode()).hexdigest()[:32]
 
@@ -89,18 +83,18 @@ class Store:
     """Files of one API server process.
 
     Args:
-        parent: where the folder is made, of mode 700.
-        run: shared by the processes of one server.
-        most_bytes: of all files; of one key's, what `budget.fits` allows of it.
-        ttl_s: seconds for which a file is kept.
+        parent: where the folder is made, with mode 700.
+        run: the same in all processes of one server.
+        most_bytes: of all files; `budget.fits` says how much of it one key may have.
+        ttl_s: a file's time to live in seconds.
     """
 
     def __init__(self, parent: Path, run: str, most_bytes: int, ttl_s: float) -> None:
         self.most_bytes, self.ttl_s = most_bytes, ttl_s
         self._lock = threading.Lock()
-        #: What is written, the oldest first; all files have the same time to live.
+        #: Written files, the oldest first.
         self._files: OrderedDict[str, _File] = OrderedDict()
-        #: Bytes that files count for, those that are being written too: of each key, and of all.
+        #: Charged bytes of written files and of those being written: of each key, and of all.
         self._held: dict[str, int] = {}
         self._num_bytes = self._num_writing = 0
         self._timer: threading.Timer | None = None
@@ -109,12 +103,12 @@ class Store:
         self._folder = parent / f"{prefix(KIND)}{run}"
         self._holder = -1
         self._hold()
-        # Children of multiprocessing, as API servers are, never come to atexit.
+        # API servers are children of multiprocessing, which do not run atexit's functions.
         Finalize(None, self.close, exitpriority=0)
 
     def _hold(self) -> None:
-        """Make the folder and keep others from removing it. Again where it is gone: what
-        cleans /tmp minds no lock."""
+        """Make the folder if it is not there, and lock it so that other servers do not remove
+        it. Programs that clean /tmp ignore the lock."""
         if self._holder >= 0 and is_held(self._folder, self._holder):
             return
         self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -126,21 +120,21 @@ class Store:
             os.close(gone)
 
     def folder(self) -> Path:
-        """Of this server's processes, for nobody else; made again where it is gone."""
+        """The folder of this server's processes; made again if something has removed it."""
         with self._lock:
             self._hold()
         return self._folder
 
     @property
     def num_bytes(self) -> int:
-        """What the files count for."""
+        """Charged bytes of all files."""
         return self._num_bytes
 
     def __len__(self) -> int:
         return len(self._files) + self._num_writing
 
     def check_room(self, num_bytes: int, owner: str) -> None:
-        """Raises CapacityError where a file of so many bytes could not be kept now."""
+        """Raises CapacityError if a file of so many bytes does not fit now."""
         charged = max(num_bytes, LEAST_BYTES)
         if not self._fits(charged, owner) and len(self._files) <= FEW:
             self.sweep()
@@ -151,7 +145,7 @@ class Store:
         return fits(self._held.get(owner, 0), self._num_bytes, charged, self.most_bytes)
 
     def _charge(self, owner: str, more: int) -> None:
-        """With the lock."""
+        """Needs the lock."""
         self._num_bytes += more
         self._held[owner] = self._held.get(owner, 0) + more
         if not self._held[owner]:
@@ -208,18 +202,38 @@ class Store:
         return Kept(name, num_bytes, self.ttl_s)
 
     def open(self, name: str, owner: str) -> BinaryIO | None:
-        """The file, or None where there is none of this id and owner."""
+        """The file of this id and owner; None if there is none, or its time is over."""
         if _ID.fullmatch(name) is None:
             return None
         try:
             file = self._path(name, owner).open("rb")
         except FileNotFoundError:
             return None
-        # Who ends it may be late.
+        # The process that deletes it may be late.
         if time.time() - os.fstat(file.fileno()).st_mtime > self.ttl_s:
             file.close()
             return None
         return file
+
+    def sent(
+        self, file: BinaryIO, name: str, owner: str, delete: bool, **headers: str
+    ) -> StreamingResponse:
+        """An answer with the rest of an open file, from its position on.
+
+        Args:
+            delete: delete the file once all of it was sent.
+        """
+
+        def pieces() -> Iterator[bytes]:
+            with file:
+                while piece := file.read(_PIECE_BYTES):
+                    yield piece
+            if delete:
+                self.delete(name, owner)
+
+        size = os.fstat(file.fileno()).st_size - file.tell()
+        headers["Content-Length"] = str(size)
+        return StreamingResponse(pieces(), 200, headers, "application/octet-stream")
 
     def delete(self, name: str, owner: str) -> None:
         if _ID.fullmatch(name):
@@ -231,13 +245,13 @@ class Store:
                     self._forget(name)
 
     def sweep(self) -> None:
-        """End the files whose time is over. Blocks; a timer's thread does it when it is due."""
+        """Delete the files whose time is over. Blocks; the timer's thread calls it."""
         while gone := self._ended():
             for path in gone:
                 path.unlink(missing_ok=True)
 
     def _ended(self) -> list[Path]:
-        """Some files whose time is over, which are not counted any more."""
+        """The paths of up to FEW files whose time is over; the store forgets them."""
         found: list[Path] = []
         now = time.monotonic()
         with self._lock:
@@ -250,12 +264,12 @@ class Store:
         return found
 
     def _forget(self, name: str) -> None:
-        """With the lock."""
+        """Needs the lock."""
         file = self._files.pop(name)
         self._charge(file.owner, -file.charged)
 
     def _arm(self) -> None:
-        """Have the oldest file ended in time. With the lock."""
+        """Start the timer for the oldest file. Needs the lock."""
         if self._timer is None and self._files:
             first = next(iter(self._files.values()))
             wait = max(0.0, first.ends_at - time.monotonic()) + SLACK_S
@@ -270,10 +284,9 @@ class Store:
             self._arm()
 
     def forget_deleted(self) -> None:
-        """Give room back for files that another process has deleted for who read them.
+        """Give back the room of files that another process has deleted after they were read.
 
-        Blocks for a time in proportion to the number of files; with many it does not look each
-        time.
+        Blocks in proportion to the number of files; with more than FEW not every call looks.
         """
         with self._lock:
             written = [(name, file.path) for name, file in self._files.items()]
@@ -308,13 +321,14 @@ class Store:
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
-    """Write a file that is whole as soon as it is seen; its bytes."""
+    """Write a file under a hidden name and rename it, so that readers see it whole. Returns its
+    bytes."""
     hidden = path.with_suffix(".part")
     try:
         with open(hidden, "xb", buffering=0) as raw:
             write_tensors(raw, {key: [tensor] for key, tensor in tensors.items()}, metadata)
         num_bytes = hidden.stat().st_size
-        os.utime(hidden)  # its time begins now, for other processes too
+        os.utime(hidden)  # the time to live begins now, for other processes too
         hidden.rename(path)
     except BaseException:
         hidden.unlink(missing_ok=True)

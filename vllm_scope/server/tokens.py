@@ -3,9 +3,9 @@
 Owns:  ScoredTokens; what `tokens` of a choice's `scope` looks like.
 From:  answer.   To: encode.
 
-A token's row is computed when the token is processed, a step after it was sampled and its text
-went out. So a chunk tells of a token as soon as its scores are there, which is mostly the chunk
-after the one with its text.
+The model computes a token's row one step after the token was sampled and its text was sent. A
+token is therefore in the first chunk after its scores have arrived, mostly the chunk after the
+one with its text.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from vllm_scope.results.result import ScopeResult
 
 
 class ScoredTokens:
-    """One choice's, in their order, each told once."""
+    """The tokens of one choice in order; each is returned once."""
 
     def __init__(self) -> None:
         self._num_told = 0
-        #: Of tokens that were not told: position -> name -> score.
+        #: Scores of tokens that were not returned yet: position -> name -> score.
         self._scores: dict[int, dict[str, float | None]] = {}
 
     def add(self, result: ScopeResult, columns: Iterable[Column]) -> None:
-        """Take in new scores; those of the prompt are not of tokens of the choice."""
+        """Take in new scores; those of the prompt's tokens are left out."""
         first = result.num_prompt + self._num_told
         for column in columns:
             if not isinstance(column.label, str):
@@ -41,11 +41,11 @@ class ScoredTokens:
     def take(
         self, result: ScopeResult, texts: Sequence[str], settled: int | None
     ) -> list[dict[str, Any]]:
-        """Those that were not told yet.
+        """The tokens that were not returned yet and whose scores have arrived.
 
         Args:
             texts: of each generated token.
-            settled: scores of positions below it have come; None where no more come.
+            settled: scores of positions below it have arrived; None: no more will arrive.
         """
         start = result.num_prompt + self._num_told
         stop = len(result.transcript) if settled is None else max(settled, start)

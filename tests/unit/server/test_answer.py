@@ -24,8 +24,9 @@ from vllm_scope.results.budget import asking
 from vllm_scope.results.result import ScopeResult
 from vllm_scope.server import answer as module
 from vllm_scope.server import encode
-from vllm_scope.server.answer import Answer, Options
+from vllm_scope.server.answer import Answer
 from vllm_scope.server.exchange import Exchange
+from vllm_scope.server.options import Options
 from vllm_scope.server.store import Store
 from vllm_scope.sinks import Manifest
 

@@ -14,8 +14,9 @@ from tests.unit.server.test_routes import ADMIN, Remembering, app_with
 from vllm_scope.errors import SpecError
 from vllm_scope.server import faces
 from vllm_scope.server.access import asked, engine_of
-from vllm_scope.server.answer import Answer, Options
+from vllm_scope.server.answer import Answer
 from vllm_scope.server.faces import HttpFace, Reply, Words
+from vllm_scope.server.options import Options
 from vllm_scope.server.settings import MAX_OPERATOR_BYTES
 
 reading = APIRouter(prefix="/v1/toy")

@@ -28,7 +28,6 @@ from vllm_scope.files.tensors import Header, read_header
 from vllm_scope.server.access import RefusalError, Route, errors, state_of
 from vllm_scope.server.answer import MAX_INLINE_BYTES
 from vllm_scope.server.faces import HttpFace, Keep, Reply
-from vllm_scope.server.store import pieces
 
 #: In the metadata of a kept file: what JSON said of its tensor.
 _DESCRIBED = "activations"
@@ -107,15 +106,12 @@ async def get_activation(
 
     Only who sends the Authorization header of the request that made it can fetch it.
     """
-    state = state_of(request)
-    owner = state.owner_of(request)
     opened = await run_in_threadpool(_open, request, handle)
     if opened is None:
         raise RefusalError(404, "there is no such handle, or not any more, or it is not yours.")
-    file, header = opened
+    state, (file, header) = state_of(request), opened
     body = json.loads(header.metadata[_DESCRIBED])
     headers = {
-        "Content-Length": str(os.fstat(file.fileno()).st_size - file.tell()),
         "Cache-Control": "no-store, private",
         "X-Content-Type-Options": "nosniff",
         "X-VLLM-Lens-Dtype": body["dtype"],
@@ -123,10 +119,7 @@ async def get_activation(
         "X-VLLM-Lens-Shape": json.dumps(body["shape"]),
         "X-VLLM-Lens-Compression": "",
     }
-    done = (lambda: state.store.delete(handle, owner)) if delete else (lambda: None)
-    return StreamingResponse(
-        pieces(file, done), media_type="application/octet-stream", headers=headers
-    )
+    return state.store.sent(file, handle, state.owner_of(request), delete, **headers)
 
 
 def _open(request: Request, handle: str) -> tuple[BinaryIO, Header] | None:

@@ -1,0 +1,86 @@
+"""Fields of `vllm_xargs` that say how a request wants its tensors.
+
+Owns:  Options.
+Runs:  in each API server process, before the request enters the engine.
+To:    engine.http.serving, answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.actions import MEMORY
+from vllm_scope.request.spec import Spec
+from vllm_scope.server import encode
+
+_ALLOWED = {"scope_tensors": ("auto", "handle"), "scope_stream": ("scores", "rows")}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a request wants its tensors.
+
+    Attributes:
+        tensors: "auto": small tensors are inline; "handle": all rows are a file.
+        stream: what chunks carry: "scores", or "rows" as well.
+        named: a read names the request's files, so the request may have one prompt only.
+        reads: some rows come back to the caller.
+    """
+
+    tensors: Literal["auto", "handle"] = "auto"
+    stream: Literal["scores", "rows"] = "scores"
+    named: bool = False
+    reads: bool = False
+
+    @staticmethod
+    def parse(xargs: Mapping[str, Any]) -> Options | None:
+        """The options of a request; None if it has no field of ours.
+
+        Raises:
+            SpecError: an unknown field or value, or a spec that cannot be answered over HTTP.
+        """
+        own = {name: value for name, value in xargs.items() if name.startswith("scope")}
+        if not own:
+            return None
+        found: dict[str, Any] = {}
+        for name, value in own.items():
+            if name == "scope":
+                continue
+            if name not in _ALLOWED:
+                raise SpecError(
+                    f"vllm_xargs has {shown(name)}; beside 'scope' there are {', '.join(_ALLOWED)}."
+                )
+            if value not in _ALLOWED[name]:
+                raise SpecError(
+                    f"vllm_xargs[{name!r}] is {shown(value)}; it is one of "
+                    f"{', '.join(_ALLOWED[name])}."
+                )
+            found[name.removeprefix("scope_")] = value
+        if "scope" not in own:
+            raise SpecError("vllm_xargs has options of a scope and no 'scope'.")
+        spec = Spec.from_json(own["scope"])
+        _check_answerable(spec)
+        return Options(
+            **found, named=any(read.name is not None for read in spec.reads),
+            reads=any(read.to == MEMORY for read in spec.reads),
+        )  # fmt: skip
+
+
+def _check_answerable(spec: Spec) -> None:
+    """Raises SpecError for codec rp8, whose rows take this process seconds to decode (an inverse
+    of the whole projection), and for a score's name that a file uses for positions."""
+    for i, probe in enumerate(spec.probes):
+        if probe.name.endswith(encode.POSITIONS):
+            raise SpecError(
+                f"probes[{i}].name is {shown(probe.name)}; over HTTP no name ends in "
+                f"{encode.POSITIONS!r}, where a file has the positions of scores. Take another."
+            )
+    for i, read in enumerate(spec.reads):
+        if read.to == MEMORY and read.codec is not None and read.codec.name == "rp8":
+            raise SpecError(
+                f"reads[{i}].codec is 'rp8'; answers have decoded rows, and rp8 keeps the "
+                "projections. Take another codec, or let the rows go to a sink."
+            )
