@@ -1,10 +1,10 @@
-"""Gives attention modules a subclass whose forward has taps on what goes in and comes out.
+"""Gives attention modules a subclass whose forward has taps on its inputs and its output.
 
 Owns:  the traced code around the op.
 Runs:  as tapped.py does: installed once, before the first compiled call.
 
-Promise: the module computes what it did. The op does not write q, k, v or z, so the
-compiler keeps them where they are.
+Promise: the module computes the same as before. The op does not write q, k, v or z, so
+that the compiler does not copy them.
 """
 
 from __future__ import annotations
@@ -47,19 +47,16 @@ def _tapped_attention(base: type, sizes: Mapping[str, int]) -> type[nn.Module]:
     """A subclass of `base`, a module called with query, key and value.
 
     Args:
-        sizes: of the sites with a tap, the numbers of a row.
+        sizes: site with a tap -> numbers of a row.
     """
 
     class Tapped(base):
         def forward(
             self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
         ) -> Tensor:
-            if "q" in sizes:
-                read_rows(self, query, self.scope_q, sizes["q"])
-            if "k" in sizes:
-                read_rows(self, key, self.scope_k, sizes["k"])
-            if "v" in sizes:
-                read_rows(self, value, self.scope_v, sizes["v"])
+            for site, rows in (("q", query), ("k", key), ("v", value)):
+                if site in sizes:
+                    read_rows(self, rows, getattr(self, f"scope_{site}"), sizes[site])
             out: Tensor = super().forward(query, key, value, *args, **kwargs)
             if "z" in sizes:
                 read_rows(self, out, self.scope_z, sizes["z"])

@@ -1,19 +1,18 @@
-"""What a decoder layer returns, and so what the residual stream is at its exit.
+"""What a decoder layer returns, and where the residual stream is in it.
 
 Owns:  Convention, and the reading of it from the layer's and the model's source.
 Runs:  once, after the model is loaded.
 From:  source.   To: layers.
 
-Promise: fail closed. Two independent signs must agree: what the layer returns,
-and what the model makes of it at the end (the final norm's arguments). Where they
-do not, or where a sign is not understood, the model gets no taps.
+Promise: fail closed. Two independent signs must agree: what the layer returns, and how the
+model uses it at the end (the final norm's arguments). If they contradict each other, or one
+is not understood, the model gets no taps.
 
-Of vLLM 0.32's decoder layers most return (hidden, residual) whose sum is the
-stream; some return one tensor; some return a residual that is dead, because the
-hidden states contain it already. The last kind has the signature of the first,
-and summing it would be silently wrong: their forward starts from an unconditional
-`residual = hidden_states`. A layer that overwrites the residual under a condition, other
-than that there is none yet, is refused.
+Most of vLLM 0.32's decoder layers return (hidden, residual), whose sum is the stream. Some
+return one tensor. Some return a residual that `hidden` contains already; they look like the
+first kind, and the sum would be silently wrong. Their forward has an unconditional
+`residual = hidden_states`. If a layer overwrites the residual under another condition than
+that there is none yet, it is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def convention_of(layer: nn.Module, model: nn.Module) -> Convention:
     """The convention of a decoder layer inside its model.
 
     Raises:
-        CompatError: the source is not there, or its signs are unknown or disagree.
+        CompatError: there is no source, or its signs are unknown or disagree.
     """
     name, outer = type(layer).__name__, type(model).__name__
     forward = forward_of(layer)
@@ -71,7 +70,7 @@ def convention_of(layer: nn.Module, model: nn.Module) -> Convention:
 
 
 def treats_half_apart(layer: nn.Module) -> bool:
-    """Whether a layer's forward asks for float16: those that do scale the stream there."""
+    """True if a layer's forward tests for float16: such layers scale the stream there."""
     return any(
         isinstance(node, ast.Attribute) and node.attr == "float16"
         for node in ast.walk(forward_of(layer))
@@ -102,7 +101,7 @@ def _returns_named_pair(layer: ast.FunctionDef) -> bool:
 
 
 def _returned_object(layer: ast.FunctionDef) -> str | None:
-    """The class of what is returned, in `return SomeClass(...)`; None for other returns."""
+    """`SomeClass` of `return SomeClass(...)`; None for other returns."""
     for node in _returns(layer):
         if isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
             name = node.value.func.id
@@ -112,7 +111,7 @@ def _returned_object(layer: ast.FunctionDef) -> str | None:
 
 
 def _check_single_pass(forward: ast.FunctionDef, name: str) -> None:
-    """Each layer runs once a forward; else a position has several rows of one layer."""
+    """Raise if a layer may run twice a forward: a position then has several rows of it."""
     loops = [
         node
         for node in ast.walk(forward)
@@ -131,10 +130,10 @@ def _calls_layer(loop: ast.AST) -> bool:
 
 
 def _overwrites_residual(layer: ast.FunctionDef, name: str) -> bool:
-    """An unconditional `residual = hidden_states` in the forward.
+    """True if the forward has an unconditional `residual = hidden_states`.
 
     Raises:
-        CompatError: there is one under a condition. What the layer returns then depends on it.
+        CompatError: it has one under a condition, on which then depends what it returns.
     """
     if any(_is_overwrite(node) for node in layer.body):
         return True
@@ -160,12 +159,12 @@ def _is_overwrite(node: ast.stmt) -> bool:
 
 
 def _asks_for_no_residual(test: ast.expr) -> bool:
-    """`residual is None`: the first layer, which is given none."""
+    """`residual is None`: true in the first layer."""
     return ast.unparse(test) in ("residual is None", "residual is not None", "not residual")
 
 
 def _model_forward(model: nn.Module) -> ast.FunctionDef:
-    """The forward that loops over the layers; a subclass may just pass on to it."""
+    """The forward that loops over the layers: the class's own, or one that it inherits."""
     for owner in type(model).__mro__:
         if "forward" in vars(owner):
             function = forward_of(model, owner)

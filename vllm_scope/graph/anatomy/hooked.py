@@ -1,8 +1,9 @@
-"""Decoder layers that call Python before and after they run.
+"""Decoder layers that call Python functions before and after they run.
 
-Runs:  where nothing is compiled: at any time, not only before the first forward.
+Runs:  where nothing is compiled. Functions can be installed at any time, not only before the
+       first forward.
 
-The calls are inside of the taps: what a layer's exit tap reads and edits is what they left.
+A layer's exit tap runs after the functions: it reads and edits what they left.
 """
 
 from __future__ import annotations
@@ -18,21 +19,17 @@ from vllm_scope.graph.anatomy.convention import Convention
 from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.graph.anatomy.tapped import rebuilt
 
-#: (layer, before it, hidden, residual): the stream is `hidden`, or the sum where there is
-#: a residual. [num_tokens, hidden_size], both may be edited in place.
+#: (layer, True before it and False after, hidden, residual). The stream is `hidden`, or the
+#: sum if there is a residual. Both [num_tokens, hidden_size]; both may be edited in place.
 Call = Callable[[int, bool, Tensor, Tensor | None], None]
 
 
 def install_calls(anatomy: Anatomy, call: Call) -> None:
     """Raises CompatError where a layer's forward has no `hidden_states`."""
     for number, layer in anatomy.layers.items():
-        hooked = _hooked_layer(_untapped(layer), anatomy.convention, number, call)
+        untapped = getattr(layer, "scope_base", type(layer))
+        hooked = _hooked_layer(untapped, anatomy.convention, number, call)
         layer.__class__ = rebuilt(type(layer), hooked, anatomy.convention)
-
-
-def _untapped(layer: nn.Module) -> type[nn.Module]:
-    base: type[nn.Module] = getattr(layer, "scope_base", type(layer))
-    return base
 
 
 def _hooked_layer(base: type, convention: Convention, number: int, call: Call) -> type[nn.Module]:

@@ -24,8 +24,8 @@ class Anatomy:
         num_layers: of the whole model, all pipeline stages.
         convention: what the layers return.
         path: the name of the list that holds them.
-        attention: layer number -> the module that is called with q, k and v, of layers
-            where sites inside it are tapped.
+        attention: layer number -> the module that is called with q, k and v. Only of layers
+            that have tapped sites there.
     """
 
     layers: dict[int, nn.Module]
@@ -43,7 +43,7 @@ def find_anatomy(
     Args:
         model: the loaded model.
         num_layers: from its configuration.
-        is_missing: tells the placeholder of a layer that another pipeline stage holds.
+        is_missing: True for the placeholder of a layer that another pipeline stage holds.
 
     Raises:
         CompatError: no such list, more than one, mixed layer classes whose

@@ -1,14 +1,13 @@
-"""Where a decoder layer's stream is between its attention and its MLP.
+"""Where a decoder layer's stream can be read between its attention and its MLP.
 
 Owns:  `norm_before_mlp`, the name of the norm whose input is `resid_mid`.
 Runs:  once, after the model is loaded.
 From:  source.   To: tapped.
 
-Promise: fail closed. The norm is the only one between the attention's and the MLP's
-call that either joins the residual (`hidden, residual = norm(hidden, residual)`) or
-follows `residual = hidden` at once, so that its input is the whole stream. Gemma's
-norm of the attention's output alone is neither. Every way through the forward calls the
-attention and the norm.
+Promise: fail closed. Between the calls of the attention and of the MLP exactly one norm has
+the whole stream as its input: it joins the residual (`hidden, residual = norm(hidden,
+residual)`), or follows `residual = hidden` at once. Gemma's norm of the attention's output
+alone does neither. Every path through the forward calls the attention and the norm.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def norm_before_mlp(layer: nn.Module, convention: Convention) -> str:
     """The attribute of the layer that holds the norm.
 
     Raises:
-        CompatError: the layer's source has no such norm, or more than one, or may go past it.
+        CompatError: the layer's source has no such norm, or several, or a path without it.
     """
     name = type(layer).__name__
     forward = forward_of(layer)
@@ -67,7 +66,7 @@ def norm_before_mlp(layer: nn.Module, convention: Convention) -> str:
             f"{name}.forward has {names} where one norm between attention and MLP was expected"
         )
     (norm,) = found
-    # What is seen at a norm that is left out, or at one after an attention that is, is another's.
+    # If the norm or the attention may be skipped, the norm's input may be of another place.
     for what, is_it in (("its attention", _is_attention), (f"the norm {norm}", norm.__eq__)):
         if not _always(forward.body, is_it):
             raise CompatError(f"{name}.forward may leave out {what}")
@@ -75,7 +74,7 @@ def norm_before_mlp(layer: nn.Module, convention: Convention) -> str:
 
 
 def _always(body: list[ast.stmt], is_it: Callable[[str], bool]) -> bool:
-    """Whether every way through these statements calls such a module, or raises."""
+    """True if every path through these statements calls such a module, or raises."""
     for node in body:
         if isinstance(node, ast.Raise):
             return True

@@ -1,12 +1,12 @@
-"""The source of a module's forward, as that module runs it.
+"""The source of a module's forward, without the branches that the module never takes.
 
 Owns:  `forward_of`, `function_of`.
 Runs:  once, after the model is loaded.
 To:    convention, middle.
 
-A forward may ask the module's own flags which way to go (`if self.do_layer_norm_before:`).
-Where such a test has one answer for as long as the module lives, only the branch that runs is
-kept. A test of anything else keeps both branches.
+A forward may test the module's own flags (`if self.do_layer_norm_before:`). If such a test has
+one answer as long as the module lives, only the branch that runs is kept. A test of anything
+else keeps both branches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def function_of(function: Callable[..., Any], owner: type) -> ast.FunctionDef:
     """The syntax tree of a method.
 
     Raises:
-        CompatError: its source cannot be read, or is no plain function.
+        CompatError: its source cannot be read, or is not that of a plain function.
     """
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
@@ -65,7 +65,7 @@ def forward_of(module: nn.Module, owner: type | None = None) -> ast.FunctionDef:
     return _settled(function, owner, frozenset(answers.items())) if answers else whole
 
 
-@cache  # layers of a model are many, and their flags differ in few ways
+@cache  # a model has many layers, whose flags differ in few ways
 def _settled(
     function: Callable[..., Any], owner: type, answers: frozenset[tuple[_Place, bool]]
 ) -> ast.FunctionDef:
@@ -75,28 +75,26 @@ def _settled(
 
 
 class _Settled(ast.NodeTransformer):
-    """Replaces tests whose answer is known by what they lead to."""
+    """Replaces each test whose answer is known by the branch that runs."""
 
     def __init__(self, answers: Mapping[_Place, bool]) -> None:
         self._answers = answers
 
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
-        answer = self._answers.get((node.lineno, node.col_offset))
-        self.generic_visit(node)
-        if answer is None:
-            return node
-        return (node.body if answer else node.orelse) or ast.copy_location(ast.Pass(), node)
+        kept = self._kept(node)
+        return kept or ast.copy_location(ast.Pass(), node)
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        return self._kept(node)
+
+    def _kept(self, node: Any) -> Any:
         answer = self._answers.get((node.lineno, node.col_offset))
         self.generic_visit(node)
-        if answer is None:
-            return node
-        return node.body if answer else node.orelse
+        return node if answer is None else node.body if answer else node.orelse
 
 
 def _answer(test: ast.expr, module: nn.Module) -> bool | None:
-    """What a test says of this module whenever it is asked; None where that is not known."""
+    """The answer that a test always has for this module; None if that is not known."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         inner = _answer(test.operand, module)
         return None if inner is None else not inner

@@ -1,9 +1,9 @@
 """Gives decoder layers, and norms inside them, a subclass whose forward has taps.
 
 Owns:  the traced code around the op.
-Runs:  `install_taps` once, after load and before the first compiled call; the
-       forwards below are then traced into the model's graph. The structure never
-       changes afterwards: vLLM drops torch.compile's guards.
+Runs:  `install_taps` once, after load and before the first compiled call. The forwards
+       below are then traced into the model's graph, and never change afterwards: vLLM
+       drops torch.compile's guards.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm_scope.request.sites import BRANCH_SITES, boundary_of
 def install_taps(
     anatomy: Anatomy, tap_of: Mapping[int, int], arena: Tensor, tables: Tables
 ) -> tuple[int, ...]:
-    """Tap the stream's boundaries that this worker's layers touch.
+    """Tap the boundaries of the stream at this worker's layers.
 
     Args:
         anatomy: the layers.
@@ -40,11 +40,11 @@ def install_taps(
 
     Raises:
         CompatError: a layer's forward does not take `hidden_states`.
-        ConfigError: a site is configured that the model does not have, or that is not seen.
+        ConfigError: a configured site is not in the model, or is not found in its source.
     """
     layers = sorted(anatomy.layers.items())
     places = {number: _places_of(number, tap_of) for number, _ in layers}
-    # Before the first layer is changed: a model that is refused is served as it was.
+    # Before the first layer is changed: a refused model is served unchanged.
     for number, layer in layers:
         _check(layer, number, places[number], anatomy.convention)
     for number, layer in layers:
@@ -54,7 +54,7 @@ def install_taps(
             norm = _norm_of(layer, number, anatomy.convention)
             give_buffers(norm, inner, tap_of, arena, tables)
             norm.__class__ = _tapped_norm(type(norm), frozenset(inner))
-        if "mlp_out" in here:  # inside of the others: requests' functions come between
+        if "mlp_out" in here:  # innermost: requests' functions run outside of it
             give_buffers(layer, {"mlp_out": here["mlp_out"]}, tap_of, arena, tables)
             layer.__class__ = _branching_layer(type(layer))
         outer = {name: b for name, b in here.items() if name in ("entry", "exit")}
@@ -65,7 +65,7 @@ def install_taps(
 
 
 def _places_of(number: int, tap_of: Mapping[int, int]) -> dict[str, int]:
-    """The places of a layer that carry a tap -> their boundaries."""
+    """Place of the layer -> boundary, of the places that carry a tap."""
     # The entry of layer 0 only: any other is the exit of the layer before.
     places = {"entry": 0 if number == 0 else -1, "middle": 2 * number + 1}
     places["exit"] = 2 * number + 2
@@ -81,8 +81,8 @@ def _check(layer: nn.Module, number: int, here: Mapping[str, int], convention: C
     words = {"middle": "resid_mid"} | {site: site for site in BRANCH_SITES}
     for place in (place for place in words if place in here):
         try:
-            # What a branch adds is seen while it is apart: of two tensors whose sum is the
-            # stream, which a norm between attention and MLP joins.
+            # A branch's output can only be read before it is added to the stream: where the
+            # layer keeps (hidden, residual) and the next norm adds them.
             if place in BRANCH_SITES and convention is not Convention.SUM:
                 raise CompatError(
                     f"{type(layer).__name__} adds to the stream inside ({convention.value})"
@@ -96,7 +96,7 @@ def _check(layer: nn.Module, number: int, here: Mapping[str, int], convention: C
 
 
 def _parameters(layer_class: type) -> list[str]:
-    """Of its forward, without `self`."""
+    """The parameters of its forward, without `self`."""
     return list(inspect.signature(layer_class.forward).parameters)[1:]  # type: ignore[attr-defined]
 
 
@@ -115,7 +115,7 @@ def give_buffers(
     arena: Tensor,
     tables: Tables,
 ) -> None:
-    """The tensors that a tap takes, as non-persistent buffers."""
+    """Register a tap's tensors as non-persistent buffers of the module."""
     tensors = {
         "arena": arena, "tokens": tables.tokens, "programs": tables.programs,
         "ops": tables.ops, "vectors": tables.vectors, "host": tables.host,
@@ -125,15 +125,20 @@ def give_buffers(
         module.register_buffer(f"scope_{name}", tensor, persistent=False)
 
 
-def _tap(module: Any, hidden: Tensor, residual: Tensor | None, number: Tensor) -> None:
-    torch.ops.vllm_scope.tap(
-        hidden, residual, module.scope_arena, module.scope_tokens, module.scope_programs,
-        module.scope_ops, module.scope_vectors, number, module.scope_host,
+def _tables(module: Any, number: Tensor) -> tuple[Tensor, ...]:
+    """The op's arguments behind the stream, as in `definition.tap_rows`."""
+    return (
+        module.scope_arena, module.scope_tokens, module.scope_programs, module.scope_ops,
+        module.scope_vectors, number, module.scope_host,
     )  # fmt: skip
 
 
+def _tap(module: Any, hidden: Tensor, residual: Tensor | None, number: Tensor) -> None:
+    torch.ops.vllm_scope.tap(hidden, residual, *_tables(module, number))
+
+
 def read_rows(module: Any, rows: Tensor | None, number: Tensor, size: int) -> None:
-    """A tap that reads alone: what it is given is not written, and the compiler knows.
+    """A tap that only reads: `rows` are not written, and the compiler knows.
 
     Args:
         rows: [num_tokens, size], or [num_tokens, heads, size of each].
@@ -141,7 +146,7 @@ def read_rows(module: Any, rows: Tensor | None, number: Tensor, size: int) -> No
 
     Raises:
         CompatError: while the graph is traced: rows of another width or dtype, which would
-            run into their neighbours'.
+            overwrite their neighbours'.
     """
     dtype = module.scope_arena.dtype
     if rows is None or math.prod(rows.shape[1:]) != size or rows.dtype != dtype:
@@ -149,10 +154,7 @@ def read_rows(module: Any, rows: Tensor | None, number: Tensor, size: int) -> No
         raise CompatError(f"a tap is given {came}, not rows of {size} {dtype}")
     if rows.stride(-1) != 1:
         raise CompatError("a tap is given rows whose numbers do not lie side by side")
-    torch.ops.vllm_scope.tap_read(
-        rows.flatten(1), module.scope_arena, module.scope_tokens, module.scope_programs,
-        module.scope_ops, module.scope_vectors, number, module.scope_host,
-    )  # fmt: skip
+    torch.ops.vllm_scope.tap_read(rows.flatten(1), *_tables(module, number))
 
 
 def _tapped_layer(base: type, convention: Convention, places: frozenset[str]) -> type[nn.Module]:
@@ -180,9 +182,9 @@ def _tapped_layer(base: type, convention: Convention, places: frozenset[str]) ->
 
 
 def _branching_layer(base: type) -> type[nn.Module]:
-    """A subclass of `base`, which returns (hidden, residual), with a tap on what its MLP adds.
+    """A subclass of `base`, which returns (hidden, residual), with a tap on its MLP's output.
 
-    The innermost: edits and functions write what they make of the stream to the same tensor.
+    It is the innermost subclass: edits and functions write the stream to the same tensor.
     """
 
     class Tapped(base):
@@ -191,20 +193,20 @@ def _branching_layer(base: type) -> type[nn.Module]:
             read_rows(self, out[0], self.scope_mlp_out, self.scope_vectors.shape[1])
             return out
 
-    # The others look for `hidden_states` there.
+    # The outer subclasses look for `hidden_states` there.
     Tapped.forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
     return named(Tapped, base)
 
 
 def rebuilt(tapped: type, base: type, convention: Convention) -> type[nn.Module]:
-    """`base` with the taps that a layer's class has; itself where it has none."""
+    """`base` with the taps of the class `tapped`; `base` itself if that has none."""
     places = getattr(tapped, "scope_places", None)
     return base if places is None else _tapped_layer(base, convention, places)
 
 
 def _tapped_norm(base: type, places: frozenset[str]) -> type[nn.Module]:
-    """A subclass of `base` with taps on what it norms, hidden or hidden + residual, and on
-    hidden alone, which is what the attention adds."""
+    """A subclass of `base` with taps on the norm's input (hidden, or hidden + residual), and
+    on hidden alone, which is the attention's output."""
     middle, branch = (name in places for name in ("middle", "attn_out"))
 
     class Tapped(base):

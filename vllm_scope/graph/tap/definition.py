@@ -30,12 +30,12 @@ CODE, WORD, WORD_IN_TAP, VECTOR, NUMBER_A, NUMBER_B, NEXT = range(7)
 #: Columns of the token table.
 PROGRAM, SLOT, TO_HOST, OWNER = range(4)
 WORDS_PER_SLOT = SLOT_BYTES // 4
-#: A fault is the tap's number and one more, and this where OP_CHECK found it, not an edit.
+#: A fault is the tap's number + 1. This bit is set if OP_CHECK found it, not an edit.
 CHECKED = 1 << 30
 
 
 def fault_at(fault: int) -> tuple[int, bool]:
-    """The tap that reported a fault, and whether an edit's result was at fault there.
+    """The tap that reported a fault, and True if an edit's result was not finite there.
 
     Args:
         fault: not 0.
@@ -59,33 +59,36 @@ def tap_rows(
     """Run each row's program at one tap.
 
     The row is the residual stream x = hidden + residual, added in float32. READ and
-    DOT see x rounded to the model's dtype; edits compute in float32. A row that an edit
-    changed is written back, rounded once: residual = x and hidden = 0, or hidden = x where
-    there is no residual. A row that its edits left as it was is not written: rounding the
-    sum would change what the next norm sees. Nor is one that is not finite in the model's
-    dtype: its owner has a fault, and the model goes on with the row that it had. Where nobody
-    reads faults here, in every pipeline stage but the last, it is written: OP_CHECK finds it
-    in the last stage. That operation makes zeros of a row that is not finite, which nobody gets:
-    of such logits a sampler may make a token that does not exist, and the next step looks it up.
+    DOT see x rounded to the model's dtype; edits compute in float32.
+
+    An edited row is written back, rounded once: residual = x and hidden = 0, or hidden = x
+    if there is no residual. Two edited rows are not written:
+
+    - A row that its edits left unchanged: rounding the sum would change the next norm's input.
+    - A row that is not finite in the model's dtype. Its owner gets a fault, and the model
+      goes on with the row from before the edits. Where faults are not read (every pipeline
+      stage but the last), the row is written, and OP_CHECK finds it in the last stage.
+
+    OP_CHECK replaces a row that is not finite by zeros. Nobody gets them; without it a
+    sampler could turn such logits into a token that does not exist.
 
     Args:
         hidden: [num_rows, hidden_size], model dtype. Edited rows are written.
-        residual: like `hidden`; None where the model has added it already.
+        residual: like `hidden`; None if the model has added it already.
         arena: [num_slots, elements of a slot], model dtype. Written in place.
-        tokens: [max_rows, 4] int32: program (-1 none), slot, 1 where the token's slots
-            are in host memory, owner. Rows at and after num_rows are not looked at.
+        tokens: [max_rows, 4] int32: program (-1 for none), slot, 1 if the token's slots are
+            in host memory, owner. Rows from num_rows on are not looked at.
         programs: [num_programs, num_taps] int32: first op, -1 for none.
-        ops: [num_ops, 8] int32: see the columns above; numbers are float32 bits.
+        ops: [num_ops, 8] int32: see the columns above. Numbers are float32 bits.
         vectors: [num_vectors, hidden_size] float32.
         tap: scalar int32 tensor: this tap's column in `programs`.
-        host: [2] int64: addresses of the host's slots, where the kernel alone writes, and of
-            its faults: int32, by owner, or 0 where nobody reads them. A fault is written where
-            a row is not finite.
-        slot_base: added to every slot; 0 unless the step is drained tap by tap.
-        slots_per_token: 0, and a token's slot is in `tokens`; or, drained tap by tap,
-            what each token takes at this tap, and `tokens` has its number.
+        host: [2] int64: the address of the host's slots (only the kernel writes there), and
+            that of the faults, int32 by owner; 0 if nobody reads faults.
+        slot_base: first slot of this tap if the step is drained tap by tap, else 0.
+        slots_per_token: slots of each token at this tap if the step is drained tap by tap
+            (`tokens` then has the token's number instead of its slot), else 0.
     """
-    # The tables' arithmetic in numpy: of so few numbers, torch takes ten times as long.
+    # The tables are small: torch takes ten times as long as numpy.
     table = tokens[: hidden.shape[0]].numpy()
     rows = np.flatnonzero(table[:, PROGRAM] >= 0)
     at = programs.numpy()[table[rows, PROGRAM], int(tap)]
@@ -104,7 +107,7 @@ def tap_rows(
         for code in set(told[:, CODE].tolist()):
             mine = told[:, CODE] == code
             here, op = live[mine], told[mine]
-            # Most often all rows do the same, and none is copied to single it out.
+            # Most often all rows do the same; a slice copies none.
             some = slice(None) if len(here) == len(rows) else torch.from_numpy(here)
             if code == OP_CHECK:
                 bad = here[~x[some].to(hidden.dtype).isfinite().all(1).numpy()]
@@ -136,7 +139,7 @@ def _write_back(
     hidden: Tensor, residual: Tensor | None, came: Tensor, x: Tensor, index: Tensor,
     edited: Tensor, told: bool,
 ) -> NDArray[np.bool_]:  # fmt: skip
-    """bool by row: it is to be reported; those that changed otherwise are written."""
+    """Write the finite rows that changed. Returns by row: True if it is a fault."""
     rounded = x.to(hidden.dtype)
     finite = rounded.isfinite().all(1) | (not told)
     changed = edited & finite & (x != came).any(1)
@@ -160,7 +163,7 @@ def _store(
 ) -> None:
     if code == OP_READ:
         if x.shape[1] * x.element_size() % 4:
-            x = torch.nn.functional.pad(x, (0, 1))  # half a word; nobody reads it
+            x = torch.nn.functional.pad(x, (0, 1))  # fills the last word; not read
         out = x.contiguous().view(torch.int32).numpy()
         for first, row in zip(start.tolist(), out, strict=True):
             words[first : first + len(row)] = row

@@ -1,4 +1,4 @@
-"""The tap in Triton: one program instance per token row, early exit.
+"""The tap in Triton: one program instance per token row; without a program it returns at once.
 
 Owns:  the kernel, its launcher, and `load_variants`.
 Runs:  on the GPU, inside captured CUDA graphs: no host sync, no allocation,
@@ -9,7 +9,7 @@ Must equal: tap/definition.py, on random programs (a property test).
 from __future__ import annotations
 
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from vllm_scope.graph.tap.tables import Tables
 
-# program.py's opcodes; tests/interpreter holds them equal.
+# The opcodes of program/operations.py. A test in tests/interpreter compares them.
 OP_READ = tl.constexpr(1)
 OP_DOT = tl.constexpr(2)
 OP_ADD = tl.constexpr(3)
@@ -33,7 +33,7 @@ OP_CHECK = tl.constexpr(8)
 CHECKED = tl.constexpr(1 << 30)
 
 
-# One variant serves all taps: a second one would be compiled in a graph capture.
+# One variant serves all taps: a second one would be compiled during a graph's capture.
 @triton.jit(
     do_not_specialize=[
         "hidden_row_stride", "residual_row_stride", "num_taps", "slot_base", "slots_per_token",
@@ -136,26 +136,14 @@ def _tap_kernel(
             else:
                 tl.store(hidden, rounded, keep)
     if fault != 0:
-        # Host memory: on a GPU a fault costs a write across PCIe, and no fault nothing.
+        # Host memory: a fault costs a write across PCIe.
         faults = tl.load(host_ptr + 1)
         if faults != 0:
             owner = tl.load(tokens_ptr + row * 4 + 3)
             tl.store(faults.to(tl.pointer_type(tl.int32)) + owner, fault)
 
 
-def tap_rows(
-    hidden: Tensor,
-    residual: Tensor | None,
-    arena: Tensor,
-    tokens: Tensor,
-    programs: Tensor,
-    ops: Tensor,
-    vectors: Tensor,
-    tap: Tensor,
-    host: Tensor,
-    slot_base: int,
-    slots_per_token: int,
-) -> None:
+def tap_rows(hidden: Tensor, residual: Tensor | None, *others: Any) -> None:
     """Launch the kernel; arguments as in `definition.tap_rows`.
 
     Columns must be contiguous; rows of `hidden` and `residual` may be strided.
@@ -163,43 +151,31 @@ def tap_rows(
     num_rows, hidden_size = hidden.shape
     if num_rows == 0:
         return
+    *tables, slot_base, slots_per_token = others
+    programs = tables[2]
     # The whole row in registers: a program reads and changes it several times.
     block = triton.next_power_of_2(hidden_size)
+    stream = hidden if residual is None else residual
     _tap_kernel[(num_rows,)](
-        hidden,
-        hidden if residual is None else residual,
-        arena,
-        tokens,
-        programs,
-        ops,
-        vectors,
-        tap,
-        host,
-        hidden.stride(0),
-        hidden.stride(0) if residual is None else residual.stride(0),
-        hidden_size,
-        programs.shape[1],
-        slot_base,
-        slots_per_token,
-        HAS_RESIDUAL=residual is not None,
-        BLOCK=block,
-        num_warps=max(1, min(block // 512, 16)),
-    )
+        hidden, stream, *tables, hidden.stride(0), stream.stride(0), hidden_size,
+        programs.shape[1], slot_base, slots_per_token,
+        HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=max(1, min(block // 512, 16)),
+    )  # fmt: skip
 
 
 def load_variants(arena: Tensor, tables: Tables, row_sizes: tuple[int, ...]) -> None:
     """Launch every variant of the kernel that taps will need, on rows that do nothing.
 
     Args:
-        row_sizes: numbers of a row, by its kind (sites.KINDS).
+        row_sizes: kind of site (sites.KINDS) -> numbers of a row.
     """
     row = arena.new_zeros((1, max(row_sizes) + 1))
     stream = row[:, : row_sizes[STREAM]]
     launches: list[tuple[Tensor, Tensor | None]] = [(stream, None), (stream, stream)]
     for size in {size for size in row_sizes[STREAM + 1 :] if size}:
-        # A part of a wider projection need not be aligned, which is another variant.
+        # A slice of a wider projection may be unaligned, which is another variant.
         launches += [(row[:, :size], None), (row[:, 1 : size + 1], None)]
-    # Nor is every tap's number.
+    # The tap's number may be unaligned too.
     for (hidden, residual), number in product(launches, tables.numbers[:2]):
         tap_rows(
             hidden, residual, arena, tables.tokens, tables.programs, tables.ops, tables.vectors,

@@ -1,4 +1,4 @@
-"""Which row of a device table belongs to what.
+"""Which content each row of a device table has.
 
 Owns:  Places.
 Runs:  in every worker, on its main thread; writes nothing to the device.
@@ -21,8 +21,8 @@ class _Place:
 
 
 class Places(Generic[Content]):
-    """Numbered places for contents: found by content, kept while held, and after that
-    until the place is needed (the oldest first)."""
+    """Numbered places for contents. A content keeps its place while it is held; after that
+    until the place is needed, the longest unused first."""
 
     def __init__(self, count: int) -> None:
         self._free = list(range(count - 1, -1, -1))
@@ -60,7 +60,7 @@ class Places(Generic[Content]):
         self._idle.pop(number, None)
 
     def release(self, number: int) -> int:
-        """Undo one hold; how many are left."""
+        """Undo one hold. Returns the number of holds left."""
         place = self._places[self._contents[number]]
         place.holders -= 1
         if place.holders == 0:
@@ -68,7 +68,7 @@ class Places(Generic[Content]):
         return place.holders
 
     def idle(self) -> Iterator[int]:
-        """What nobody holds, used longest ago first."""
+        """The places that nobody holds, the longest unused first."""
         return iter(self._idle)
 
     def drop(self, number: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm_scope.program.operations import NO_PROGRAM
 
-#: Steps that may at least be in flight before their upload buffer is written again.
+#: Steps that can be in flight before a buffer is written again.
 UPLOADS_IN_FLIGHT = 8
 
 
@@ -25,11 +25,11 @@ class Buffer:
 
     Attributes:
         tensor, array: the same memory, int32 [max_rows, 4].
-        holds: the program ids that its rows have; the very array, compared by identity.
-        to_host: what its rows say of their slots.
-        rows: which rows those are.
+        holds: the array of the program ids that it has; compared by identity.
+        to_host: the TO_HOST column of its rows.
+        rows: its rows with a program.
         num_rows: no row from here on has a program.
-        first: the first rows of `tensor`, as many as the last upload took.
+        first: `tensor`'s first rows, as many as the last upload had.
     """
 
     tensor: Tensor
@@ -42,11 +42,11 @@ class Buffer:
 
 
 class Staging:
-    """A ring of host buffers for uploads; pinned, and fenced by events, on a GPU.
+    """A ring of host buffers for uploads; for a GPU pinned, and fenced by events.
 
-    Several steps are in flight at once under async scheduling: a buffer that is
-    written again before its copy ran would change the plan of an earlier step. Each
-    half of the ring has one event, recorded when the half is used up.
+    Under async scheduling several steps are in flight. A buffer written again before its copy
+    ran would change the plan of an earlier step. Each half of the ring has one event, recorded
+    when the half is used up.
     """
 
     def __init__(self, to: Tensor) -> None:
@@ -58,7 +58,7 @@ class Staging:
             self._buffers.append(Buffer(tensor, tensor.numpy()))
         self._events = [torch.cuda.Event() for _ in range(2)] if self._cuda else []
         self._at = -1
-        #: The target, and its first rows, as many as the last upload took.
+        #: The target, and its first rows, as many as the last upload had.
         self._to, self._to_first = to, to
 
     def next(self) -> Buffer:
@@ -70,8 +70,8 @@ class Staging:
         return self._buffers[self._at]
 
     def upload(self, buffer: Buffer, num_rows: int) -> None:
-        """Copy the first rows. Steps that decode are of one size, and to slice a tensor takes as
-        long as a third of the copy's enqueuing: slices are kept."""
+        """Copy the first rows. Slices are kept: decode steps are of one size, and to slice a
+        tensor takes a third as long as to enqueue the copy."""
         if buffer.first is None or len(buffer.first) != num_rows:
             buffer.first = buffer.tensor[:num_rows]
         if len(self._to_first) != num_rows:

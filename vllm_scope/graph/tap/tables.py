@@ -5,9 +5,9 @@ Owns:  Tables (device tensors, fixed size, fixed address), the ids of programs, 
 Runs:  in every worker. The host writes; taps read.
 From:  plan.   To: op.
 
-Promise: for a forward that was not planned every token's program is -1, so dummy
-runs, graph captures and idle steps do nothing. A place in a table may be given to
-something else while earlier steps still run: writes go to the device in stream order.
+Promise: in a forward that was not planned every token's program is -1, so that dummy runs,
+graph captures and idle steps do nothing. A place in a table may get a new content while
+earlier steps still run: writes reach the device in stream order.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from vllm_scope.program.layout import Layout, Widths
 from vllm_scope.program.operations import NO_PROGRAM, OP_DOT, OP_READ, Cost, Op, Program
 from vllm_scope.request.arrays import Array
 
-#: Programs that a request's edits may hold, and those kept for reads alone.
+#: Programs that requests with edits may hold, and further ones for programs that only read.
 HELD_PROGRAMS, FREE_PROGRAMS = 8192, 4096
-#: Numbers of requests whose faults are told apart.
+#: Owners: number of requests whose faults have a word each.
 MOST_OWNERS = 1 << 16
-#: Ops of held programs; reads alone take one per tap and program besides.
+#: Ops of held programs. Programs that only read have one more per tap each.
 HELD_OPS = 1 << 17
 
 
 def capacity(hidden_size: int, vectors_mib: float) -> Cost:
-    """What requests may hold of the tables at once."""
+    """What all requests together may hold of the tables."""
     return Cost(max(1, int(vectors_mib * 2**20) // (4 * hidden_size)), HELD_PROGRAMS, HELD_OPS)
 
 
@@ -48,12 +48,12 @@ class Tables:
         programs: [num_programs, num_taps] int32: first op or -1.
         ops: [num_ops, 8] int32: tap.definition's columns.
         vectors: [num_vectors, hidden_size] float32.
-        numbers: [num_taps] int32: 0, 1, ...; a tap is told its number by a view of it.
+        numbers: [num_taps] int32: 0, 1, ...; a tap's number is a view of one.
         host: [2] int64: addresses of host memory that taps write: of slots, or 0; of `faults`,
-            or 0 where nobody reads them.
-        faults: int32 [MOST_OWNERS], host: by owner, 0 or what `definition.fault_at` takes. Taps
-            write, any thread may read and clear.
-        num_uploads: copies to the device so far, for the idle test.
+            or 0 if nobody reads them.
+        faults: int32 [MOST_OWNERS], host: owner -> 0, or a fault for `definition.fault_at`.
+            Taps write; any thread may read and clear.
+        num_uploads: copies to the device so far.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class Tables:
         self._ops_of: dict[int, list[int]] = {}
         self._last_used = np.full(num_programs, -1, np.int64)
         self._step = 0
-        #: Arena slots of a token under each program, by program id.
+        #: Program id -> arena slots of a token.
         self.num_slots = np.zeros(num_programs, np.int64)
-        #: The same once its rows are encoded.
+        #: Program id -> slots of a token once its rows are encoded.
         self.num_delivered = np.zeros(num_programs, np.int64)
         self._pending_programs: dict[int, NDArray[np.int32]] = {}
         self._pending_ops: dict[int, tuple[int, ...]] = {}
@@ -107,7 +107,7 @@ class Tables:
         self._staging = Staging(self.tokens)
         self._rows_written = 0
         self._loaded: NDArray[np.int32] | None = None
-        #: The taps at which these ids do anything, once some tap has asked.
+        #: The taps that do anything for these program ids; set on the first `acts_at`.
         self._acting_of: NDArray[np.int32] | None = None
         self._acting: set[int] = set()
 
@@ -120,12 +120,11 @@ class Tables:
         """The id of a program, written to the device the first time.
 
         Args:
-            program: what the tokens do.
             hold: keep the id and the program's vectors until `release`; else the id is
-                good for this step. A program with vectors must be held by someone.
+                valid in this step only. A program with vectors must be held.
 
         Raises:
-            CapacityError: a table is full of what is held, or used in this step.
+            CapacityError: a table is full of contents that are held or used in this step.
         """
         found = self._programs.find(program)
         if found is None and hold:
@@ -143,7 +142,7 @@ class Tables:
         return self._programs.content(program_id)
 
     def release(self, program_id: int) -> None:
-        """Undo one hold. A program with vectors goes at once, so that they may."""
+        """Undo one hold. A program with vectors is then dropped at once, to free them."""
         if self._programs.release(program_id) == 0:
             vectors = self._programs.content(program_id).vectors
             if vectors:
@@ -235,7 +234,7 @@ class Tables:
         return 0, 0
 
     def _flush(self) -> None:
-        """Send what changed in programs, ops and vectors, each in one piece."""
+        """Copy what changed in programs, ops and vectors to the device, one copy each."""
         if self._pending_vectors:
             rows = np.stack([v.numpy for v in self._pending_vectors.values()])
             self._send(self.vectors, self._pending_vectors.keys(), rows)
@@ -252,7 +251,7 @@ class Tables:
         index = torch.tensor(list(places))
         values = torch.as_tensor(rows, dtype=table.dtype)
         if table.is_cuda:
-            # From pageable memory the copy would wait for the whole stream.
+            # A copy from pageable memory would wait for the whole stream.
             index = index.pin_memory().to(self._device, non_blocking=True)
             values = values.pin_memory().to(self._device, non_blocking=True)
         table.index_copy_(0, index, values)
@@ -268,15 +267,15 @@ class Tables:
         slots: NDArray[np.int64],
         to_host: bool = False,
     ) -> None:
-        """Give rows of the coming forward their programs, and no other row one.
+        """Give these rows of the next forward their programs, and all others none.
 
-        They stay until the next `load_step` or `clear_step`.
+        The table keeps them until the next `load_step` or `clear_step`.
 
         Args:
             rows: ascending.
-            program_ids, owners: by row; 0 for no owner.
+            program_ids, owners: of each row; owner 0 for none.
             slots: first slot of each row's token.
-            to_host: the slots are of host memory, not of the arena.
+            to_host: True if the slots are in host memory, not in the arena.
         """
         if self._pending_programs:
             self._flush()
@@ -295,11 +294,11 @@ class Tables:
         self.num_uploads += 1
 
     def has_loaded(self, program_ids: NDArray[np.int32]) -> bool:
-        """The last `load_step` gave these very ids, and nothing came since."""
+        """True if the table still has these ids (the same array) from the last `load_step`."""
         return self._loaded is program_ids
 
     def acts_at(self, tap: int) -> bool:
-        """Whether some row of the step that was loaded last does anything at a tap."""
+        """True if some row of the step that was loaded last does anything at a tap."""
         if self._acting_of is not self._loaded:
             self._acting_of = self._loaded
             ids = () if self._loaded is None else np.unique(self._loaded).tolist()
@@ -307,7 +306,7 @@ class Tables:
         return tap in self._acting
 
     def clear_step(self) -> None:
-        """No row has a program. Free when that is so already."""
+        """Give no row a program. Does nothing if that is so already."""
         self._loaded = None
         if self._rows_written:
             self.tokens[: self._rows_written].fill_(NO_PROGRAM)
@@ -315,6 +314,6 @@ class Tables:
 
 
 def _as_slice(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
-    """Rows as a slice where they follow one another."""
+    """The rows as a slice if they are consecutive."""
     first, last = int(rows[0]), int(rows[-1])
     return slice(first, last + 1) if last - first == len(rows) - 1 else rows
