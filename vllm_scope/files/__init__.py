@@ -19,7 +19,8 @@ from vllm_scope.files.export import export_dataset, export_saelens
 from vllm_scope.files.manifest import Manifest, RequestRecord
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.reader import Capture, open
-from vllm_scope.files.writer import RequestWriter, Writer, open_writer
+from vllm_scope.files.rows import RequestWriter
+from vllm_scope.files.writer import Writer, open_writer
 
 __all__ = [
     "Capture",

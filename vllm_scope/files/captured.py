@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vllm_scope.codecs import Codec, codec_from
 from vllm_scope.errors import ConfigError, FileError
-from vllm_scope.files.datafile import DataFile, open_data
+from vllm_scope.files.datafile import MappedFile, NpzFile, open_data
 from vllm_scope.files.folder import Folder
 from vllm_scope.files.manifest import Manifest, StreamEntry, parse_stream, stream_name
 from vllm_scope.files.per_request import part_key
@@ -37,7 +37,7 @@ class OpenFiles:
         self.dtypes: dict[str, dict[str, str]] = {}
         self._folder = folder
 
-    def _open(self, name: str) -> DataFile:
+    def _open(self, name: str) -> MappedFile | NpzFile:
         return open_data(self._folder, name, self.dtypes.get(name, {}))
 
 

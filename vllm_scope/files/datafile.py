@@ -1,13 +1,14 @@
-"""One data file, opened for reading: its tensors by name, mapped where that can be.
+"""One data file, opened for reading: its tensors by name, mapped.
 
-Owns:  DataFile, its two kinds, and what is checked before either allocates.
+Owns:  MappedFile and NpzFile, and the checks before either allocates.
 """
 
 from __future__ import annotations
 
 import mmap
+import struct
 import zipfile
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -22,14 +23,8 @@ from vllm_scope.files.per_request import KEY
 from vllm_scope.files.tensors import read_header
 
 
-class DataFile(Protocol):
-    """Raises FileError for a tensor that is not there."""
-
-    def tensor(self, name: str) -> Tensor: ...
-
-
 def read_index(folder: Folder, name: str) -> Index | None:
-    """What a data file holds, without its rows; None for a file that is not ours.
+    """The index of a data file; None for a file that is not ours.
 
     Raises:
         FileError: it is damaged.
@@ -53,18 +48,18 @@ def read_index(folder: Folder, name: str) -> Index | None:
         return Index.decode(file.read(stop - start), name)
 
 
-def open_data(folder: Folder, name: str, dtypes: dict[str, str]) -> DataFile:
+def open_data(folder: Folder, name: str, dtypes: dict[str, str]) -> MappedFile | NpzFile:
     """Raises FileError."""
     return NpzFile(folder, name, dtypes) if name.endswith(".npz") else MappedFile(folder, name)
 
 
 class MappedFile:
-    """A safetensors file. Its tensors are views of the page cache: reading one costs
-    what is touched of it."""
+    """A safetensors file. Its tensors are views of the page cache: only what is touched is
+    read."""
 
     def __init__(self, folder: Folder, name: str) -> None:
         self._name = name
-        # Checked here as well: the file may have been replaced since it was listed.
+        # Checked again: the file may have been replaced since its index was read.
         file, size = folder.open(name)
         with file:
             read_header(file, size, name, KEY)
@@ -85,16 +80,16 @@ class MappedFile:
 
 
 class NpzFile:
-    """A numpy archive; each array is mapped too, since ours are not compressed."""
+    """A numpy archive. Ours are not compressed, so that each array is mapped too."""
 
     def __init__(self, folder: Folder, name: str, dtypes: dict[str, str]) -> None:
         self._name = name
         self._dtypes = dtypes
-        folder.open(name)[0].close()  # it is the file that was listed
+        folder.open(name)[0].close()  # raises if the file was replaced since it was listed
         with open(folder.local(name), "rb") as file:
             size = file.seek(0, 2)
             self._members = _members(file, size, name)
-            # Copy on write: a caller that writes changes its own memory only.
+            # Copy on write: a caller that writes to a tensor does not change the file.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def tensor(self, name: str) -> Tensor:
@@ -115,7 +110,7 @@ class NpzFile:
         return tensor.view(real)
 
 
-#: Where an array's bytes begin in the file, its shape and its dtype.
+#: The offset of an array's bytes in the file, its shape and its dtype.
 _Member = tuple[int, tuple[int, ...], np.dtype]
 
 
@@ -131,8 +126,8 @@ def _npz_index(file: BinaryIO, size: int, name: str) -> Index | None:
 
 
 def _members(file: BinaryIO, size: int, name: str) -> dict[str, _Member]:
-    """Array name -> where it is; every size is checked against the file's own. None of them
-    where the archive is others', which is not looked into."""
+    """Array name -> where it is. Every size is checked against the file's own. Empty for an
+    archive that is not ours, whose arrays are not looked at."""
     found: dict[str, _Member] = {}
     try:
         with zipfile.ZipFile(file) as archive:
@@ -172,12 +167,6 @@ def _members(file: BinaryIO, size: int, name: str) -> dict[str, _Member]:
 
 
 def _data_start(file: BinaryIO, entry: zipfile.ZipInfo) -> int:
-    """Where a member's bytes begin: behind its local header, which has its own lengths."""
+    """Where a member's bytes begin: behind its local header, name and extra field."""
     file.seek(entry.header_offset + 26)
-    lengths = file.read(4)
-    return (
-        entry.header_offset
-        + 30
-        + int.from_bytes(lengths[:2], "little")
-        + int.from_bytes(lengths[2:], "little")
-    )
+    return entry.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))

@@ -1,8 +1,8 @@
 """One numpy archive per request, for tools that read nothing else.
 
-The arrays are those of `per_request`. numpy knows neither bf16 nor fp8: they are stored
-as their bits, int16 and uint8, and the index says what they are. The index is the
-array `vllm_scope`, its JSON as bytes, and a file beside.
+The arrays are those of `per_request`. numpy has neither bf16 nor fp8: their bits are stored
+as int16 and uint8, and the index has their dtypes. The index is the array `vllm_scope` (JSON
+as bytes), and a file beside the archive.
 """
 
 from __future__ import annotations
@@ -14,43 +14,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_scope.files.manifest import Index
-from vllm_scope.files.names import place
-from vllm_scope.files.options import FileOptions
-from vllm_scope.files.per_request import KEY, tensors_of
-from vllm_scope.files.publish import Publisher, whole_writes, write_bytes
-from vllm_scope.files.stored import FinishedRequest, Stored, published
+from vllm_scope.files.manifest import Index, Manifest
+from vllm_scope.files.per_request import KEY, PerRequestLayout, publish_indexed
+from vllm_scope.files.publish import whole_writes
 
-#: dtype -> the one that has its bits.
+#: dtype -> the dtype under which its bits are stored.
 BITS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
 
 
-class NpzLayout:
-    def __init__(self, options: FileOptions, publisher: Publisher) -> None:
-        self._publisher = publisher
+class NpzLayout(PerRequestLayout):
+    suffix = "npz"
 
-    def add(self, request: FinishedRequest) -> Stored:
-        stem = place(request.record)
-        folder, _, name = stem.rpartition("/")
-        manifest = request.manifest(f"{name}.npz")
-        tensors = {name: torch.cat(pieces) for name, pieces in tensors_of(request).items()}
+    def _publish(self, stem: str, tensors: dict[str, list[Tensor]], manifest: Manifest) -> None:
+        whole = {name: torch.cat(pieces) for name, pieces in tensors.items()}
         dtypes = {
             name: str(tensor.dtype).removeprefix("torch.")
-            for name, tensor in tensors.items()
+            for name, tensor in whole.items()
             if tensor.dtype in BITS
         }
         body = Index("npz", [manifest], dtypes).encode()
-        arrays = {name: _array(tensor) for name, tensor in tensors.items()}
+        arrays = {name: _array(tensor) for name, tensor in whole.items()}
         arrays[KEY] = np.frombuffer(body, np.uint8)
-        self._publisher.publish({
-            f"{stem}.npz": partial(_save, arrays=arrays),
-            f"{stem}.json": partial(write_bytes, body=body),
-        })  # fmt: skip
-        return Stored(manifest, published(), folder)
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
+        publish_indexed(self._publisher, f"{stem}.npz", partial(_save, arrays=arrays), body)
 
 
 def _array(tensor: Tensor) -> np.ndarray:

@@ -1,9 +1,9 @@
-"""Some requests per safetensors file, each with tensors of its own.
+"""Several requests per safetensors file, each with tensors of its own.
 
     0/resid_post.5, 0/resid_post.5.positions, 0/token_ids, 1/resid_post.5, ...
 
-For many small requests whose tensors are wanted one by one: a network mount then sees
-a file per `packed_requests`, or per `file_mib`, whichever comes first.
+For many small requests whose tensors are read one by one. A file is full after
+`packed_requests` requests or `file_mib`, whichever comes first.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from torch import Tensor
 from vllm_scope.errors import FileError
 from vllm_scope.files.manifest import Index, Manifest
 from vllm_scope.files.options import FileOptions
-from vllm_scope.files.per_request import publish_indexed, tensors_of
+from vllm_scope.files.per_request import publish_tensors, tensors_of
 from vllm_scope.files.publish import Publisher
-from vllm_scope.files.stored import FinishedRequest, Stored, telling
+from vllm_scope.files.stored import FinishedRequest, Layout, Stored, telling
 
 
-class PackedLayout:
+class PackedLayout(Layout):
     def __init__(self, options: FileOptions, publisher: Publisher) -> None:
-        self._options = options
-        self._publisher = publisher
+        super().__init__(options, publisher)
         self._identity = secrets.token_hex(8)
         self._num_files = 0
         self._begin()
@@ -47,7 +46,7 @@ class PackedLayout:
         self._published.append(stored.published)
         full = self._nbytes >= self._options.file_bytes
         if full or len(self._manifests) >= self._options.packed_requests:
-            # Each request in the file hears of a failure by its own future.
+            # The requests' own futures tell of a failure.
             with suppress(FileError):
                 self.flush()
         return stored
@@ -60,7 +59,4 @@ class PackedLayout:
         self._num_files += 1
         self._begin()
         with telling(waiting):
-            publish_indexed(self._publisher, stem, tensors, index)
-
-    def close(self) -> None:
-        self.flush()
+            publish_tensors(self._publisher, stem, tensors, index)

@@ -4,8 +4,8 @@
     resid_post.5.positions    int64 [n]
     token_ids                 int32 [num_tokens]
 
-The index is in the file's metadata under `vllm_scope`, and beside it as `.json`, which
-is for people: readers take the file's own.
+The index is in the file's metadata under `vllm_scope`, which readers use, and beside the
+file as `.json`, for people.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from functools import partial
 
 from torch import Tensor
 
-from vllm_scope.files.manifest import Index
+from vllm_scope.files.manifest import Index, Manifest
 from vllm_scope.files.names import place
-from vllm_scope.files.options import FileOptions
-from vllm_scope.files.publish import Publisher, write_bytes
-from vllm_scope.files.stored import FinishedRequest, Stored, published
+from vllm_scope.files.publish import Publisher, Write, write_bytes
+from vllm_scope.files.stored import FinishedRequest, Layout, Stored, published
 from vllm_scope.files.tensors import write_tensors
 
 #: Where a safetensors file's metadata has the index.
@@ -26,7 +25,7 @@ KEY = "vllm_scope"
 
 
 def part_key(stream: str, part: str) -> str:
-    """A part's tensor name; rows that need no decoding have the stream's own."""
+    """A part's tensor name: the stream's own for rows that need no decoding."""
     return stream if part == "rows" else f"{stream}.{part}"
 
 
@@ -40,30 +39,30 @@ def tensors_of(request: FinishedRequest, prefix: str = "") -> dict[str, list[Ten
     return found
 
 
-def publish_indexed(
+def publish_indexed(publisher: Publisher, name: str, write: Write, body: bytes) -> None:
+    """A data file, then its index beside it as `.json`."""
+    stem = name.rpartition(".")[0]
+    publisher.publish({name: write, f"{stem}.json": partial(write_bytes, body=body)})
+
+
+def publish_tensors(
     publisher: Publisher, stem: str, tensors: dict[str, list[Tensor]], index: Index
 ) -> None:
-    """The file, which has the index too, then the index beside it."""
+    """A safetensors file that has the index in its metadata, and the index beside it."""
     body = index.encode()
-    metadata = {KEY: body.decode()}
-    publisher.publish({
-        f"{stem}.safetensors": partial(write_tensors, tensors=tensors, metadata=metadata),
-        f"{stem}.json": partial(write_bytes, body=body),
-    })  # fmt: skip
+    write = partial(write_tensors, tensors=tensors, metadata={KEY: body.decode()})
+    publish_indexed(publisher, f"{stem}.safetensors", write, body)
 
 
-class PerRequestLayout:
-    def __init__(self, options: FileOptions, publisher: Publisher) -> None:
-        self._publisher = publisher
+class PerRequestLayout(Layout):
+    suffix = "safetensors"
 
     def add(self, request: FinishedRequest) -> Stored:
         stem = place(request.record)
         folder, _, name = stem.rpartition("/")
-        manifest = request.manifest(f"{name}.safetensors")
-        index = Index("per_request", [manifest])
-        publish_indexed(self._publisher, stem, tensors_of(request), index)
+        manifest = request.manifest(f"{name}.{self.suffix}")
+        self._publish(stem, tensors_of(request), manifest)
         return Stored(manifest, published(), folder)
 
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
+    def _publish(self, stem: str, tensors: dict[str, list[Tensor]], manifest: Manifest) -> None:
+        publish_tensors(self._publisher, stem, tensors, Index("per_request", [manifest]))

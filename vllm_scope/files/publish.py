@@ -62,8 +62,8 @@ def whole_writes(file: BinaryIO) -> Iterator[BinaryIO]:
         buffer.detach()  # flushes
 
 
-def write_bytes(file: BinaryIO, body: bytes) -> None:
-    """All of `body`; an unbuffered file may take it in parts."""
+def write_bytes(file: BinaryIO, body: bytes | memoryview) -> None:
+    """Write all of `body`: an unbuffered file may take it in parts."""
     view = memoryview(body)
     while view:
         view = view[file.write(view) :]

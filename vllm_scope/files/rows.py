@@ -1,23 +1,27 @@
 """One request's rows on their way to a file.
 
-Owns:  RequestRows (collects labelled blocks) and Stream (one stream, in order).
-Runs:  on the thread that drains; never waits for a disk.
+Owns:  RequestWriter (collects blocks of rows) and Stream (one stream, in order).
+Runs:  on the thread that drains. Never waits for a disk before `finish`.
 
-Promise: each position has one row, the last that came, in position order; what was
-never accepted is left out.
+Promise: each position has one row, the last that was written, in position order. Rows of
+tokens that were never accepted are left out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_scope.batch.by_position import Ints, last_of_each
 from vllm_scope.codecs import Codec
 from vllm_scope.codecs.packed import EncodedRows
 from vllm_scope.files.buffers import Buffers, copy_rows
+from vllm_scope.files.manifest import RequestRecord
+from vllm_scope.files.stored import Stored
 from vllm_scope.files.tensors import joined
 from vllm_scope.request.sites import SiteLayer
 
@@ -27,29 +31,37 @@ class Stream:
     """Rows of one (site, layer).
 
     Attributes:
-        positions: int64 [n], growing.
-        blocks: the rows, [some, hidden_size] each, n in all; at least one.
+        positions: int64 [n], ascending.
+        blocks: the rows, each [some, hidden_size], n in all; at least one block.
         codec: of rows that came encoded; the blocks then hold their bytes.
     """
 
-    positions: np.ndarray
+    positions: Ints
     blocks: list[Tensor]
     codec: Codec | None = None
 
 
-class RequestRows:
-    """Blocks in any interleaving of streams and positions."""
+class RequestWriter:
+    """One request. Nothing is written before `finish`; dropping it leaves no trace."""
 
-    def __init__(self, buffers: Buffers) -> None:
-        self._buffers = buffers
-        self._blocks: dict[SiteLayer, list[tuple[np.ndarray, Tensor]]] = {}
+    def __init__(
+        self, buffers: Buffers, store: Callable[[RequestRecord, RequestWriter], Stored]
+    ) -> None:
+        self._buffers, self._store = buffers, store
+        self._blocks: dict[SiteLayer, list[tuple[Ints, Tensor]]] = {}
         self._codecs: dict[SiteLayer, Codec | None] = {}
 
-    def add(self, site: str, layer: int, positions: np.ndarray, rows: Tensor | EncodedRows) -> None:
-        """Copy in a block; the caller may reuse both arguments.
+    def write(self, site: str, layer: int, positions: Ints, rows: Tensor | EncodedRows) -> None:
+        """Copy some rows. If a position is written twice, its last row stays.
+
+        Args:
+            site, layer: the stream; `embed` has layer 0.
+            positions: int64 [n], absolute.
+            rows: [n, hidden_size], model dtype, on any device; or n encoded rows, which are
+                stored as they are, whatever the writer's own codec.
 
         Raises:
-            ValueError: shapes that do not fit, or other than the stream's so far.
+            ValueError: shapes or dtypes that contradict each other or the stream's so far.
         """
         codec = None
         if isinstance(rows, EncodedRows):
@@ -71,6 +83,15 @@ class RequestRows:
         copy_rows(copied, rows)
         blocks.append((np.array(positions, np.int64), copied))
 
+    def finish(self, record: RequestRecord) -> Stored:
+        """Encode and store. Call it once.
+
+        Raises:
+            FileError: the request's own file could not be written.
+            ConfigError: the codec cannot take rows of this size.
+        """
+        return self._store(record, self)
+
     def streams(self, num_positions: int) -> dict[SiteLayer, Stream]:
         """All streams, with the rows of positions below `num_positions`."""
         return {
@@ -79,16 +100,12 @@ class RequestRows:
         }
 
 
-def _in_order(
-    blocks: list[tuple[np.ndarray, Tensor]], num_positions: int, codec: Codec | None
-) -> Stream:
+def _in_order(blocks: list[tuple[Ints, Tensor]], num_positions: int, codec: Codec | None) -> Stream:
     positions = np.concatenate([p for p, _ in blocks])
-    growing = bool((positions[1:] > positions[:-1]).all())
-    if growing and (not len(positions) or (positions[0] >= 0 and positions[-1] < num_positions)):
-        return Stream(positions, joined([rows for _, rows in blocks]), codec)
-    order = np.argsort(positions, kind="stable")
-    ordered = positions[order]
-    last_of_its_position = np.append(ordered[1:] != ordered[:-1], True)
-    kept = order[last_of_its_position & (ordered >= 0) & (ordered < num_positions)]
-    rows = torch.cat([rows for _, rows in blocks])
-    return Stream(positions[kept], [rows[torch.from_numpy(kept)]], codec)
+    pieces = [rows for _, rows in blocks]
+    ascending = bool((positions[1:] > positions[:-1]).all())
+    if ascending and (not len(positions) or (positions[0] >= 0 and positions[-1] < num_positions)):
+        return Stream(positions, joined(pieces), codec)
+    distinct, last = last_of_each(positions)
+    keep = (distinct >= 0) & (distinct < num_positions)
+    return Stream(distinct[keep], [torch.cat(pieces)[torch.from_numpy(last[keep])]], codec)

@@ -7,12 +7,12 @@
     token_ids                int32 [all tokens]      prompt and output of all requests
     vllm_scope               uint8 [bytes]           the index, as JSON
 
-The index is beside the shard too, as `.json`, for people. In the file it is a tensor: of
-small requests it takes more than a safetensors header may have.
+The index is also beside the shard as `.json`, for people. In the file it is a tensor, because
+the index of many small requests is larger than a safetensors header may be.
 
 Owns:  ShardedLayout and its shards.
-Runs:  `add` on the caller's thread puts pieces aside, no copy; shards are written on
-       two threads, so that one fills the page cache while the other waits for the disk.
+Runs:  `add` on the caller's thread keeps the pieces without a copy. Shards are written on
+       two threads: one fills the page cache while the other waits for the disk.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from torch import Tensor
 from vllm_scope.codecs import Codec
 from vllm_scope.files.manifest import Index, Manifest
 from vllm_scope.files.options import FileOptions
-from vllm_scope.files.per_request import KEY, part_key
-from vllm_scope.files.publish import Publisher, write_bytes
-from vllm_scope.files.stored import FinishedRequest, Stored, telling
+from vllm_scope.files.per_request import KEY, part_key, publish_indexed
+from vllm_scope.files.publish import Publisher
+from vllm_scope.files.stored import FinishedRequest, Layout, Stored, telling
 from vllm_scope.files.tensors import write_tensors
 
-#: Shards that are being written; a third waits, and the caller with it.
+#: Shards that are written at once. If there is one more, the caller waits.
 NUM_WRITERS = 2
-#: Shards that are being filled: rows of a stream that come under unlike codecs go into as
-#: many, and the oldest is written when there would be one more.
+#: Shards that are filled at once: rows of one stream under different codecs need different
+#: shards. If one more is needed, the oldest is written.
 MOST_OPEN = 4
 
 
@@ -58,7 +58,7 @@ class _Shard:
         self._num_tokens = 0
 
     def fits(self, request: FinishedRequest) -> bool:
-        """Whether its streams are of the same width, dtype and codec as the shard's."""
+        """True if each of its streams has the shard's width, dtype and codec."""
         return all(
             self._codecs.get(name, stream.codec) == stream.codec
             for name, stream in request.streams.items()
@@ -77,7 +77,7 @@ class _Shard:
             ]
             pieces[f"{name}.positions"] = [stream.positions]
             pieces[f"{name}.token_ids"] = [request.token_ids[stream.positions]]
-        # From here on nothing can fail: a request is in the shard whole, or not at all.
+        # Nothing below can fail, so that a request is in the shard whole or not at all.
         for key, found in pieces.items():
             self._pieces.setdefault(key, []).extend(found)
             self.nbytes += sum(piece.nbytes for piece in found)
@@ -95,19 +95,13 @@ class _Shard:
             body = Index("sharded", self.manifests).encode()
             index = torch.frombuffer(bytearray(body), dtype=torch.uint8)
             tensors = {**self._pieces, KEY: [index]}
-            metadata = {"layout": "sharded"}
-            publisher.publish({
-                f"{self.stem}.safetensors": partial(
-                    write_tensors, tensors=tensors, metadata=metadata
-                ),
-                f"{self.stem}.json": partial(write_bytes, body=body),
-            })  # fmt: skip
+            write = partial(write_tensors, tensors=tensors, metadata={"layout": "sharded"})
+            publish_indexed(publisher, f"{self.stem}.safetensors", write, body)
 
 
-class ShardedLayout:
+class ShardedLayout(Layout):
     def __init__(self, options: FileOptions, publisher: Publisher) -> None:
-        self._options = options
-        self._publisher = publisher
+        super().__init__(options, publisher)
         self._identity = secrets.token_hex(8)
         self._num_shards = 0
         self._threads = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="vllm-scope-shard")
@@ -134,9 +128,9 @@ class ShardedLayout:
 
     def _rotate(self, shard: _Shard) -> None:
         self._open.remove(shard)
-        if not shard.manifests:  # what was to be its first request could not be taken
+        if not shard.manifests:  # adding its first request failed
             return
-        # Requests hear of a failure by their own futures.
+        # The requests' own futures tell of a failure.
         while self._writing and self._writing[0].done():
             self._writing.popleft()
         self._writing.append(self._threads.submit(shard.publish, self._publisher))
@@ -146,11 +140,10 @@ class ShardedLayout:
     def flush(self) -> None:
         for shard in list(self._open):
             self._rotate(shard)
-        done, self._writing = list(self._writing), deque()
-        failures = [future.exception() for future in done]
-        for failure in failures:
-            if failure is not None:
-                raise failure
+        written, self._writing = self._writing, deque()
+        failures = [error for future in written if (error := future.exception()) is not None]
+        if failures:
+            raise failures[0]
 
     def close(self) -> None:
         try:

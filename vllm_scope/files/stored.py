@@ -1,10 +1,11 @@
 """A request that ended, on its way into a file; and what became of it.
 
-Owns:  EncodedStream, FinishedRequest (what a layout is given), Stored (what it says).
+Owns:  EncodedStream, FinishedRequest (a layout's input), Stored (its output), Layout.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from vllm_scope.codecs import Codec
 from vllm_scope.files.manifest import Manifest, RequestRecord, StreamEntry
+from vllm_scope.files.options import FileOptions
+from vllm_scope.files.publish import Publisher
 
 
 @dataclass(frozen=True)
@@ -21,9 +24,9 @@ class Stored:
     """What became of a request.
 
     Attributes:
-        manifest: holds once `published` is done, and not before: until then the rows
-            are in this process's memory.
-        published: done when the file is visible; it fails with what kept it from that.
+        manifest: true once `published` is done; until then the rows are only in this
+            process's memory.
+        published: done when the file is visible. Its exception says why the file is not.
         folder: of the file, below the root.
     """
 
@@ -32,12 +35,12 @@ class Stored:
     folder: str = ""
 
     def path(self, file: str) -> str:
-        """Below the root, of a file that the manifest names."""
+        """The path below the root of a file that the manifest names."""
         return f"{self.folder}/{file}" if self.folder else file
 
 
 def published() -> Future[None]:
-    """Of a file that is visible already."""
+    """The future of a file that is visible already."""
     future: Future[None] = Future()
     future.set_result(None)
     return future
@@ -45,7 +48,7 @@ def published() -> Future[None]:
 
 @contextmanager
 def telling(waiting: Sequence[Future[None]]) -> Iterator[None]:
-    """What happens in here is what becomes of these."""
+    """Set the futures' result when the block ends, or their exception if it raises."""
     try:
         yield
     except BaseException as error:
@@ -62,7 +65,7 @@ class EncodedStream:
 
     Attributes:
         positions: int64 [num_rows].
-        parts: of the codec, each as its pieces, at least one.
+        parts: part of the codec -> its pieces along the first axis, at least one.
     """
 
     positions: Tensor
@@ -85,7 +88,6 @@ class FinishedRequest:
     """A request with all of its rows, encoded.
 
     Attributes:
-        record: as given, its status corrected where rows are missing.
         streams: by `site.layer`.
         token_ids: int32 [num_tokens], prompt and output.
     """
@@ -105,7 +107,12 @@ class FinishedRequest:
         number: int = 0,
         first_token: int = 0,
     ) -> Manifest:
-        """Its manifest as the request `number` of `file`."""
+        """The manifest of this request as number `number` of `file`.
+
+        Args:
+            firsts: stream -> the request's first row in the file's stream; 0 if missing.
+            first_token: the request's first token in the file's token ids.
+        """
         record = self.record
         status, reason = _status(record, sum(s.shape[0] for s in self.streams.values()))
         return Manifest(
@@ -136,12 +143,12 @@ class FinishedRequest:
 
 
 def _utf8(text: str) -> str:
-    """The text, half a surrogate pair as `?`: JSON can bring one in, but not take it out."""
+    """The text, with `?` for lone surrogates: JSON input may have them, UTF-8 cannot."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _status(record: RequestRecord, num_rows: int) -> tuple:
-    """The record's status, or `partial` where its own counts contradict it."""
+    """The record's status and reason; `partial` if the counts contradict its `ok`."""
     if record.status != "ok":
         return record.status, record.reason
     if num_rows != record.delivered:
@@ -150,3 +157,23 @@ def _status(record: RequestRecord, num_rows: int) -> tuple:
         missing = record.expected - record.delivered
         return "partial", f"{missing} of {record.expected} rows are missing"
     return "ok", record.reason
+
+
+class Layout(ABC):
+    """How requests become files. Called from one thread at a time."""
+
+    def __init__(self, options: FileOptions, publisher: Publisher) -> None:
+        self._options = options
+        self._publisher = publisher
+
+    @abstractmethod
+    def add(self, request: FinishedRequest) -> Stored:
+        """Take a request. Raises FileError if it is known to be lost already."""
+
+    def flush(self) -> None:  # noqa: B027
+        """Return once every request is published, or has failed to be. Raises the first
+        FileError of the files that it waited for."""
+
+    def close(self) -> None:
+        """`flush`, and end the layout's threads."""
+        self.flush()

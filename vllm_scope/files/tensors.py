@@ -1,16 +1,16 @@
-"""Safetensors files: written from pieces, and their headers read with care.
+"""Safetensors files: written from pieces; their headers checked before they are believed.
 
 Owns:  `write_tensors`, Header and its checks.
 
-The format's own library needs each tensor in one piece. A shard is put together from
-the rows of many requests, and joining them first would cost one more copy of all of it,
-so the header is written here; everything written is read back by the library in tests.
+The format's own library needs each tensor in one piece. A shard has the rows of many
+requests, and joining them would cost one more copy, so the header is written here. Tests
+read everything back by the library.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
@@ -20,16 +20,15 @@ import torch
 from torch import Tensor
 
 from vllm_scope.errors import FileError, shown
+from vllm_scope.files.publish import write_bytes
 
 #: Headers beyond this are refused before they are read; the format allows 100 MB.
 MAX_HEADER_BYTES = 64 << 20
-#: Rows and their parts have two.
+#: Our tensors have one or two.
 MAX_DIMS = 8
-#: No tensor of a file has more numbers, nor has torch.
+#: Largest number of elements of a tensor, in torch too.
 _MAX_NUMBERS = (1 << 63) - 1
-#: POSIX lets one call write this many pieces.
-_MAX_PIECES = 1024
-#: Pieces below this are joined: one call per row would cost more than a copy.
+#: Smaller pieces are joined: a system call per row would cost more than a copy.
 _SMALL_BYTES = 1 << 16
 
 CODE_OF = {
@@ -52,12 +51,12 @@ def write_tensors(
     """Write a whole safetensors file.
 
     Args:
-        file: an unbuffered file of the operating system, empty.
-        tensors: each as the pieces of its first axis, at least one; of the same dtype
-            and further axes.
-        metadata: goes into the header.
+        file: unbuffered and empty.
+        tensors: name -> pieces along the first axis, at least one; their dtype and other
+            axes are equal.
+        metadata: for the header.
     """
-    # Wide dtypes first, so that each tensor is aligned in the mapped file.
+    # Wide dtypes first: each tensor is then aligned in the mapped file.
     names = sorted(tensors, key=lambda name: (-tensors[name][0].dtype.itemsize, name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
@@ -78,18 +77,14 @@ def write_tensors(
             f"the header would take {len(text)} bytes, of at most {MAX_HEADER_BYTES}; put "
             "fewer requests into a file."
         )
-    buffers: list[Any] = [struct.pack("<Q", len(text)) + text]
+    write_bytes(file, struct.pack("<Q", len(text)) + text)
     for name in names:
-        buffers += [_bytes_of(piece) for piece in joined(tensors[name])]
-    _write_all(file.fileno(), [memoryview(buffer) for buffer in buffers if len(buffer)])
-
-
-def _bytes_of(piece: Tensor) -> Any:
-    return piece.contiguous().reshape(-1).view(torch.uint8).numpy()
+        for piece in joined(tensors[name]):
+            write_bytes(file, piece.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def joined(pieces: Sequence[Tensor]) -> list[Tensor]:
-    """The pieces in order, runs of small ones put together."""
+    """The pieces in order, neighbouring small ones joined."""
     found: list[Tensor] = []
     small: list[Tensor] = []
     for piece in pieces:
@@ -103,19 +98,8 @@ def joined(pieces: Sequence[Tensor]) -> list[Tensor]:
     return [*found, torch.cat(small)] if small else found
 
 
-def _write_all(fd: int, buffers: list[memoryview]) -> None:
-    at = 0
-    while at < len(buffers):
-        written = os.writev(fd, buffers[at : at + _MAX_PIECES])
-        while at < len(buffers) and written >= len(buffers[at]):
-            written -= len(buffers[at])
-            at += 1
-        if written:
-            buffers[at] = buffers[at][written:]
-
-
 class TensorEntry(msgspec.Struct, frozen=True):
-    """A tensor in a header; offsets count from the header's end."""
+    """A tensor in a header. Offsets count from the header's end."""
 
     dtype: str
     shape: list[int]
@@ -126,7 +110,7 @@ class Header(msgspec.Struct, frozen=True):
     """A checked header: every tensor lies within the file and has its shape's size.
 
     Attributes:
-        num_bytes: where the tensors begin.
+        num_bytes: of the header; the tensors begin behind it.
     """
 
     metadata: dict[str, str]
@@ -140,12 +124,12 @@ def read_header(file: BinaryIO, size: int, where: str, mark: str | None = None) 
     Args:
         file: at its beginning.
         size: of the file, in bytes.
-        where: the file, for messages.
-        mark: a file with this neither in its metadata nor as a tensor is others', and its
-            tensors are not looked at. None looks at all.
+        where: the file's name, for messages.
+        mark: if neither the metadata nor the tensors have this name, the file is not ours,
+            and its tensors are not looked at. None: every file's are.
 
     Raises:
-        FileError: not safetensors, or sizes that do not fit.
+        FileError: not safetensors, or sizes that contradict the file's.
     """
     first = file.read(8)
     if len(first) < 8:
@@ -184,13 +168,9 @@ def _check(name: str, entry: TensorEntry, data_bytes: int, where: str) -> None:
         )
     if min(shape, default=0) < 0 or not 0 <= start <= stop <= data_bytes:
         raise FileError(f"{where}: {shown(name)} does not lie within the file")
-    # Few and small numbers only are multiplied: each length is compared first, and an empty
-    # tensor's others too, because torch multiplies them for its strides.
-    numbers = 1
-    for length in shape:
-        numbers = numbers * max(length, 1) if length <= _MAX_NUMBERS else _MAX_NUMBERS + 1
-        if numbers > _MAX_NUMBERS:
-            break
+    # torch multiplies the other lengths of an empty tensor too, for its strides.
+    too_long = max(shape, default=0) > _MAX_NUMBERS
+    numbers = _MAX_NUMBERS + 1 if too_long else math.prod(max(length, 1) for length in shape)
     num_bytes = 0 if 0 in shape else numbers * dtype.itemsize
     if num_bytes != stop - start or numbers > _MAX_NUMBERS:
         raise FileError(
