@@ -129,7 +129,7 @@ class Compiled:
         found = np.zeros(len(self.picks), np.int64)
         for pick, points, _ in self.reads:
             found[pick] += len(points)
-        for pick, *_ in (*self.scores, *self.edits):
+        for pick in [score[0] for score in self.scores] + [edit[0] for edit in self.edits]:
             found[pick] += 1
         return found
 

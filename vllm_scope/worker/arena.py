@@ -1,12 +1,11 @@
 """The ring of rows that taps write and the drain empties.
 
 Owns:  the arena tensor, and which part of it a step may write.
-Runs:  in the worker that drains its stage. On the GPU, with host memory on a CPU.
-From:  plan (how many slots a step needs).   To: tap (writes), drain (copies out).
+Runs:  in the worker that drains its stage, in device memory.
+From:  plan (how many slots a step needs).   To: graph.tap (writes), drain (copies out).
 
-Promise: a region is handed out again only behind the fence of its last copy. On a
-GPU the stream waits, on a CPU the thread does; a row that was not copied yet is
-never overwritten, and a full ring is slow, not wrong.
+Promise: a region is reused only after the fence of its last copy, so a row is never overwritten
+before it is copied. If the ring is full, the stream waits (GPU), or the thread (CPU).
 """
 
 from __future__ import annotations
@@ -20,21 +19,12 @@ import torch
 from vllm_scope.program.layout import SLOT_BYTES
 
 
-class HostFence:
-    """Set by the drain thread; waited for by the worker's thread."""
-
-    def __init__(self) -> None:
-        self._done = threading.Event()
-
-    def set(self) -> None:
-        self._done.set()
-
-    def wait(self) -> None:
-        self._done.wait()
+class HostFence(threading.Event):
+    """The drain thread sets it; the worker's thread waits for it."""
 
 
 class StreamFence:
-    """A CUDA event behind the copy; the current stream waits for it, the host does not."""
+    """A CUDA event after the copy; the current stream waits for it, the host does not."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event()
@@ -70,7 +60,7 @@ class Arena:
 
     def __init__(self, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = (num_slots, SLOT_BYTES // dtype.itemsize)
-        # Filled, not just zeroed: host pages that are touched later look like a leak.
+        # Written now: host pages that are first touched later look like a leak.
         self.slots = torch.empty(shape, dtype=dtype, device=device).fill_(0)
         self.num_slots = num_slots
         self._new_fence = StreamFence if device.type == "cuda" else HostFence
@@ -82,7 +72,7 @@ class Arena:
         return self.slots.numel() * self.slots.element_size()
 
     def acquire(self, num_slots: int) -> Region:
-        """The next region of the ring, behind the fences of those it overlaps.
+        """The next region of the ring, after the fences of the regions that it overlaps.
 
         Raises:
             ValueError: more than the whole arena.
@@ -90,14 +80,14 @@ class Arena:
         if num_slots > self.num_slots:
             raise ValueError(f"{num_slots} slots asked of an arena of {self.num_slots}")
         if num_slots == 0:
-            # Not queued: it would hide the region behind it from the search below.
+            # Not queued: an empty region overlaps nothing, and would end the loops below.
             region = Region(self._head, 0, self._new_fence())
             self.give_back(region)
             return region
         start = self._head
         if start + num_slots > self.num_slots:
-            # Wrap. What stays behind at the ring's end is older than anything at
-            # its beginning, so the queue below keeps its order.
+            # Wrap. Regions at the ring's end are older than those at its beginning, so
+            # the queue keeps its order.
             while self._outstanding and self._outstanding[0].start >= start:
                 self._outstanding.popleft().fence.wait()
             start = 0

@@ -1,19 +1,18 @@
-"""Arena -> host rows -> sink, off the path of the forward.
+"""Arena -> host ring -> sink, off the path of the forward.
 
 Owns:  the side stream and the drain thread.
 Runs:  `submit` and `finish_request` on the worker's thread, after the forward was
        enqueued; everything else on the drain thread.
-From:  arena, plan.Labels.   To: host_ring (copies), a BatchSink (sinks.router).
+From:  arena, plan.Labels.   To: transport.ring (copies), a BatchSink (sinks.router).
 
 Promise: rows reach the sink in the order of their steps, and a request's `finish`
-after all of its rows. Where the sink is slow, the worker waits; nothing is lost.
+after all of its rows. If the sink is slow, the worker waits; nothing is lost.
 
-Steps are handed on a few at a time: the thread looks again only after `LINGER_S`, or
-soon after a request has ended, whose caller waits for what is here. Python's lock is
-shared with the thread that launches the model; waking up for each step of 1 ms cost
-that thread a third of its speed (measured, H200, 0.5B shape). Where no caller looks
-before the end, little that waits may wait longer: a message of one step costs the
-front-end 0.6 ms, of 16 steps 0.7 to 0.9 (measured, 16 requests, two busy cores).
+The thread delivers several steps at a time. It looks again after LINGER_S, or sooner if a
+request has ended, whose caller waits. The thread shares the GIL with the thread that launches
+the model: waking up for each step of 1 ms cost that thread a third of its speed (measured, H200,
+0.5B shape). If no caller looks before the end, rows may wait longer: a message of one step costs
+the front-end 0.6 ms, one of 16 steps 0.7 to 0.9 ms (measured, 16 requests, two busy cores).
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import msgspec
@@ -41,27 +41,28 @@ from vllm_scope.worker.plan import Labels
 
 logger = logging.getLogger(__name__)
 
-#: How long rows may wait for those of the next step, where somebody looks at them as they come.
+#: How long rows may wait for those of the next step, if some caller follows its request.
 LINGER_S = 0.004
-#: How long while nobody follows a request that runs, and no more than this waits.
+#: The same if no caller does, and at most so many bytes wait.
 LINGER_UNSEEN_S, MOST_UNSEEN_BYTES = 0.08, 8 << 20
 #: How long the last rows of a request may wait.
 LINGER_AT_END_S = 0.002
-#: The thread rests so many times as long as it worked, from LINGER_AT_END_S up to this: who
-#: waits for room in a ring waits for the thread.
+#: After a busy period the thread sleeps REST times its length, from LINGER_AT_END_S to
+#: MOST_REST_S: a worker that needs room in a ring waits for the thread.
 REST, MOST_REST_S = 4, 0.04
-#: Rows of steps are joined up to this many bytes.
+#: Steps are joined into one batch up to this many bytes.
 MOST_BYTES = 64 << 20
 
 
 class _Rows(msgspec.Struct, frozen=True, eq=False):
-    """Rows on their way.
+    """Rows of one step, or of one tap of it, on their way.
 
     Attributes:
-        region: of the arena; None where the taps wrote the ring itself.
-        copied: on a GPU, passed once the rows are in the ring.
-        positions: [num_rows] int64, the true positions of the batch's rows, where
-            the host's were a guess.
+        boundary: as in RowBatch.
+        region: of the arena; None if the taps wrote into the ring.
+        copied: on a GPU, the event after which the rows are in the ring.
+        positions: int64 [num_rows], the true positions of the batch's rows; None if the
+            labels' positions are true.
     """
 
     labels: Labels
@@ -87,44 +88,42 @@ class Drain:
     def __init__(self, arena: Arena, ring: HostRing, sink: BatchSink, widths: Widths) -> None:
         self._widths = widths
         self._arena, self._ring, self._sink = arena, ring, sink
-        # Bounded by the ring: each step in it holds a span.
+        # Bounded by the ring: each step in it holds a lease.
         self._items: deque[_Rows | _Finish] = deque()
         self._sleeping = False
         self._closing = False
         self._wake = threading.Event()
-        #: Since the thread last looked: a request has ended; it should look soon.
+        #: Since the thread last looked: a request has ended; the thread should look soon.
         self._ended, self._soon = threading.Event(), threading.Event()
-        #: Running requests whose callers look at rows as they come.
+        #: Running requests whose callers look at rows as they arrive.
         self._followed: set[int] = set()
-        #: Slots, of the arena or the ring, that may wait while nobody does, and those that have
-        #: come since the last look. Nobody waits for room in a ring that is mostly free.
+        #: Slots, of the arena or the ring, that may wait if no request is followed, and those
+        #: submitted since the last look. A quarter of a ring leaves room for the next steps.
         most = min(MOST_UNSEEN_BYTES // SLOT_BYTES, arena.num_slots // 4, len(ring.slots) // 4)
         self._most_unseen, self._num_unseen = most, 0
         self._cuda = arena.slots.is_cuda
         self._packer = Packer(arena.slots.dtype, arena.slots.device, widths)
-        #: Passed by; to make one takes longer than to record it.
+        #: Used events, for reuse: making one takes longer than recording it.
         self._events: list[torch.cuda.Event] = []
         if self._cuda:
             self._stream = torch.cuda.Stream(arena.slots.device)
-            #: The taps' stream, as it was when somebody asked last.
+            #: The taps' stream, when last asked.
             self._main = torch.cuda.current_stream(arena.slots.device)
         self._thread = threading.Thread(target=self._run, name="vllm-scope-drain", daemon=True)
         self._thread.start()
 
     def add_request(self, key: int, encodings: Sequence[Encoding]) -> None:
-        """Make ready for a request whose rows are encoded.
+        """Make what a request's codecs need.
 
         Raises:
-            CapacityError: it needs more than there is room for.
+            CapacityError: there is no room for it.
         """
-        if self._cuda:
-            with torch.cuda.stream(self._stream):  # where it is used, and given back
-                self._packer.hold(key, encodings)
-        else:
+        # On the stream that uses it and frees it.
+        with torch.cuda.stream(self._stream) if self._cuda else nullcontext():
             self._packer.hold(key, encodings)
 
     def follow(self, key: int) -> None:
-        """Until this request ends, rows are handed on as they come."""
+        """Deliver rows after LINGER_S until this request ends: its caller looks at them."""
         self._followed.add(key)
         self._soon.set()
 
@@ -135,14 +134,12 @@ class Drain:
         boundary: int | None = None,
         positions: Tensor | None = None,
     ) -> None:
-        """Send a region on its way. Its taps are enqueued on the current stream.
+        """Deliver a region whose taps are enqueued on the current stream.
 
         Args:
-            region: what was written.
-            labels: whose rows they are.
             boundary: the one tap that the region holds, or None for whole programs.
-            positions: [num_rows] int64 on the device: true positions by batch row,
-                or None where the labels' positions are true.
+            positions: int64 [num_rows] on the device: true positions by batch row,
+                or None if the labels' positions are true.
         """
         num_slots = region.num_slots
         if labels.encodes:
@@ -159,10 +156,10 @@ class Drain:
         self._put(_Rows(labels, boundary, region, lease, copied, positions))
 
     def submit_written(self, lease: Lease, labels: Labels, positions: Tensor | None) -> None:
-        """Send on its way what taps on a GPU write straight into the ring.
+        """Deliver what taps on a GPU write straight into the ring.
 
-        One event instead of a copy on another stream: for a small step the host's
-        part of that copy takes longer than the copy itself.
+        It takes one event instead of a copy on another stream: for a small step the
+        host's part of that copy takes longer than the copy itself.
         """
         if positions is not None:
             positions = self._to_host(positions)
@@ -171,8 +168,8 @@ class Drain:
         self._put(_Rows(labels, None, None, lease, written, positions))
 
     def _stream_of_taps(self) -> torch.cuda.Stream:
-        """The current stream. To ask torch for it takes longer than to record an event on it
-        (4.5 us and 1.8, H200), so that it is asked again only where it is another."""
+        """The current stream. Asking torch for it takes longer than recording an event (4.5 us
+        and 1.8 us, H200), so this asks again only if the raw stream has changed."""
         if self._main.cuda_stream != torch._C._cuda_getCurrentRawStream(self._main.device_index):
             self._main = torch.cuda.current_stream(self._main.device)
         return self._main
@@ -182,7 +179,7 @@ class Drain:
         self._followed.discard(key)
         self._put(_Finish(key, error))
         for news in (self._ended, self._soon):
-            if not news.is_set():  # many end in one step, and to ask takes less
+            if not news.is_set():  # many end in one step, and asking takes less time
                 news.set()
 
     def _put(self, item: _Rows | _Finish) -> None:
@@ -204,7 +201,7 @@ class Drain:
             self._soon.set()
             self._thread.join(timeout=30)
         self._sink.close()
-        if not self._thread.is_alive():  # else it still reads there
+        if not self._thread.is_alive():  # a thread that hangs still reads there
             self._ring.close()
 
     def _copy(
@@ -215,7 +212,7 @@ class Drain:
         lease: Lease,
         positions: Tensor | None,
     ) -> tuple[torch.cuda.Event | None, Tensor | None]:
-        """The event behind the copy; None where these rows are lost."""
+        """The event after the copy, None if these rows are lost; and the positions' copy."""
         if positions is not None:
             positions = self._to_host(positions)
         written = torch.cuda.Event()
@@ -227,8 +224,8 @@ class Drain:
             try:
                 self._fill(region, labels, boundary, lease)
             except Exception:
-                # To encode takes memory, and others' kernels. In the middle of the engine's
-                # step, which goes on: as in `_guard`, requests report these rows as dropped.
+                # Encoding may run out of memory. The engine's step goes on; as in `_guard`,
+                # requests report these rows as dropped.
                 logger.exception("vllm-scope: rows could not be encoded")
                 self._stream.synchronize()  # nothing writes to the lease any more
                 whole = False
@@ -245,7 +242,7 @@ class Drain:
 
     @staticmethod
     def _to_host(positions: Tensor) -> Tensor:
-        # On the main stream: the next step overwrites vLLM's buffer there.
+        # On the main stream, before the next step overwrites vLLM's buffer.
         pinned = torch.empty(positions.shape, dtype=positions.dtype, pin_memory=True)
         return pinned.copy_(positions, non_blocking=True)
 
@@ -270,7 +267,7 @@ class Drain:
             self._sleeping = False
 
     def _rest(self, least: float) -> None:
-        """Let items gather, `least` seconds or more."""
+        """Let items gather for `least` seconds or more."""
         time.sleep(least)
         if least < LINGER_S and self._ended.wait(LINGER_S - least):
             return
@@ -303,8 +300,8 @@ class Drain:
             for step in steps:
                 if step.copied is None:
                     self._copy_on_host(step)
-            # Copies are on one stream, taps that write the ring themselves on another; on
-            # each the earlier ones are done too.
+            # Copies are on one stream, taps that write into the ring on another. On each, the
+            # last event follows all earlier ones.
             for written in (True, False):
                 events = [s.copied for s in steps if (s.region is None) is written and s.copied]
                 if events:
@@ -340,7 +337,7 @@ class Drain:
 
 
 def _may_join(steps: list[_Rows], item: _Rows) -> bool:
-    """Whole programs, the same ones, next to each other in the ring, not too large."""
+    """True for whole programs of the same layouts, adjacent in the ring, below MOST_BYTES."""
     first, last = steps[0], steps[-1]
     size = (item.lease.stop - first.lease.start) * SLOT_BYTES
     return (

@@ -1,15 +1,14 @@
-"""Rows encoded on their way out of the arena, so that only what is left of them travels.
+"""Rows gathered and encoded on their way out of the arena.
 
 Owns:  Packer: which rows of a region go where in the batch, and what their codecs need.
 Runs:  `hold`, `release` and `num_slots` on the worker's thread; `pack` on a GPU there too,
        enqueued on the drain's stream, else on the drain thread.
 From:  drain.   To: codecs.packed.
 
-Promise: work and launches grow with (layout, codec) pairs and with bytes, not with rows,
-and the host waits for nothing. Memory beside the region is bounded by CHUNK_BYTES.
-
-A batch goes as few tokens at a time as CHUNK_BYTES of raw rows: in float32, several at
-once, a whole region of a large step would not fit beside a model.
+Promise: work and kernel launches grow with (layout, codec) pairs and with bytes, not with rows,
+and the host never waits for the device. Memory beside the region is bounded: a batch is encoded
+in chunks of CHUNK_BYTES of raw rows, as float32 copies of a whole region of a large step would
+not fit beside a model.
 """
 
 from __future__ import annotations
@@ -28,14 +27,13 @@ from vllm_scope.request.encoding import Encoding
 from vllm_scope.request.sites import kind_of_point
 from vllm_scope.worker.plan import Ints, Labels
 
-#: Of the arena, that are encoded at once; it takes about ten times as much meanwhile.
+#: Arena bytes that are encoded at once; encoding takes about ten times as much memory.
 CHUNK_BYTES = 16 << 20
-#: Different projections of rp8 that requests which run may need.
+#: Distinct projections of rp8 that running requests may need together.
 MOST_PROJECTIONS = 8
-#: int64 words of a slot: what rows are moved as, whatever they are.
+#: int64 words of a slot; all rows are moved as int64.
 WORDS = SLOT_BYTES // 8
-#: How what is moved is encoded, or None; the slots that it takes in the region; and the
-#: bytes of a row that is encoded.
+#: The first three fields of a _Move.
 _Kind = tuple[Encoding | None, int, int]
 
 
@@ -44,11 +42,11 @@ class _Move:
     """Rows or scores of one kind, from a region to a batch.
 
     Attributes:
-        encoding: None for what goes as it is.
-        num_slots: that each takes in the region.
-        row_bytes: of a row that is to be encoded, without what fills its last slot.
-        sources: int64 [n], first slots, from the region's.
-        targets: int64 [n], first slots, from the chunk's.
+        encoding: None for rows and scores that are not encoded.
+        num_slots: slots of one of them in the region.
+        row_bytes: bytes of a row to encode, without padding.
+        sources: int64 [n], first slots, relative to the region.
+        targets: int64 [n], first slots, relative to the chunk.
     """
 
     encoding: Encoding | None
@@ -60,7 +58,7 @@ class _Move:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Some tokens that follow one another: `start` to `stop` of the batch's slots."""
+    """Consecutive tokens: slots `start` to `stop` - 1 of the batch."""
 
     start: int
     stop: int
@@ -69,14 +67,14 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is to be moved for labels of one shape; the next step's are mostly the same."""
+    """The moves of one step; the next step's are mostly the same."""
 
     labels: Labels
     boundary: int | None
     chunks: list[_Chunk]
 
     def is_for(self, labels: Labels, boundary: int | None) -> bool:
-        # A step that is the last one, one position on, shares the array: plan._Steady.
+        # A steady decode step shares this array with the step before it (plan._Steady).
         return labels.layout_of is self.labels.layout_of and boundary == self.boundary
 
 
@@ -86,21 +84,21 @@ class Packer:
 
     Args:
         dtype, device: of the arena.
-        widths: of rows as they are.
+        widths: of raw rows.
     """
 
     dtype: torch.dtype
     device: torch.device
     widths: Widths
     _plan: _Plan | None = None
-    #: Request -> the projections that it may need.
+    #: Request key -> the projections that it may need.
     _held: dict[int, frozenset[Encoding]] = field(default_factory=dict)
 
     def hold(self, key: int, encodings: Sequence[Encoding]) -> None:
         """Make what a request's codecs need, before its first step.
 
         Raises:
-            CapacityError: too many different projections at a time.
+            CapacityError: too many distinct projections, or no device memory for one.
         """
         large = frozenset(e for e in encodings if e.metadata["codec"] == "rp8")
         if not large:
@@ -137,7 +135,7 @@ class Packer:
         Args:
             region: [num_slots, elements of a slot], of the arena.
             labels, boundary: as in sinks.RowBatch.
-            into: uint8 [num_slots(...), SLOT_BYTES], host; pinned where there is a GPU.
+            into: uint8 [num_slots(...), SLOT_BYTES], host memory, pinned if there is a GPU.
         """
         plan = self._plan
         if plan is None or not plan.is_for(labels, boundary):
@@ -152,7 +150,7 @@ class Packer:
             into[chunk.start : chunk.stop].copy_(batch.view(torch.uint8), non_blocking=True)
 
     def _move(self, move: _Move, words: Tensor, batch: Tensor) -> None:
-        # Row i of this view begins at slot i: rows overlap, and any of them can be picked.
+        # Row i of this view begins at slot i; the rows overlap.
         size = move.num_slots * WORDS
         places = (len(words) - move.num_slots + 1, size)
         rows = words.as_strided(places, (WORDS, 1)).index_select(0, move.sources)
@@ -187,8 +185,8 @@ class Packer:
             first = last
 
     def _moves(self, found: dict[_Kind, list[tuple[Ints, Ints]]]) -> list[_Move]:
-        """On the device, in one copy."""
-        if not found:  # tokens of which nothing is at this tap
+        """The moves, whose indices go to the device in one copy."""
+        if not found:  # nothing of these tokens is at this tap
             return []
         sources = [np.concatenate([source for source, _ in some]) for some in found.values()]
         targets = [np.concatenate([target for _, target in some]) for some in found.values()]
@@ -210,17 +208,17 @@ def _local(layouts: Sequence[Layout], boundary: int | None) -> list[Layout]:
 
 
 def _sizes(labels: Labels, boundary: int | None, widths: Widths) -> tuple[Ints, Ints]:
-    """Slots of each token, in the region and in the batch."""
+    """Slots of each token in the region, and in the batch."""
     layouts = _local(labels.layouts, boundary)
     before = np.array([layout.arena.slots(widths) for layout in layouts], np.int64)
     after = np.array([layout.slots(widths) for layout in layouts], np.int64)
-    if boundary is not None:  # drained tap by tap, every token has as much room
+    if boundary is not None:  # drained tap by tap, all tokens have the same room
         before[:], after[:] = before.max(), after.max()
     return before[labels.layout_of], after[labels.layout_of]
 
 
 def _places(layout: Layout, widths: Widths) -> Iterator[tuple[_Kind, Ints, Ints]]:
-    """Of each kind of a token: where they are in the arena, and where they go."""
+    """(kind, first slots in the region, first slots in the batch), from a token's first slot."""
     arena = layout.arena
     at = arena.row_slots(widths)
 
@@ -236,6 +234,6 @@ def _places(layout: Layout, widths: Widths) -> Iterator[tuple[_Kind, Ints, Ints]
         yield (None, num_slots, 0), np.array([arena.score_slot(widths)]), np.array([target])
     for encoding, points, first, num_slots in layout.encoded_at(widths):
         targets = first + np.arange(len(points)) * num_slots
-        kind = kind_of_point(points[0])  # a codec is for rows of one size
+        kind = kind_of_point(points[0])  # an encoding is for rows of one width
         raw = widths.row_slots[kind], widths.row_bytes[kind]
         yield (encoding, *raw), sources(points), targets

@@ -1,17 +1,16 @@
 """Per-step plan: which batch rows get which program, and which arena slots.
 
 Owns:  the requests with taps, and the arithmetic from token positions to rows.
-Runs:  in every worker that drains, before the forward. CPU only, no device sync.
-From:  compile (per request), engine (StepBatch).
+Runs:  in every worker, before the forward. CPU only, no device sync.
+From:  program.compiler (per request), engine.worker.runners (StepBatch).
 To:    tap.tables (row -> program, slot), drain (labels of the rows).
 
-Promise: a plan is a pure function of the requests and the batch. A step without
-such requests costs one dict test. Decode rows are planned by array
-arithmetic; only tokens of a prompt, and selectors that pick single generated
-tokens, cost Python per request.
+Promise: a plan is a pure function of the requests and the batch. A step without such requests
+costs one dict test. Decode rows are planned by array arithmetic; only prompt tokens, and
+selectors of single generated tokens, cost Python per request.
 
-What is made anew in each step is a msgspec.Struct: a frozen dataclass takes ten times
-as long to make (1.4 us, and three in each step on the thread that launches the model).
+Objects of each step are msgspec.Structs: a frozen dataclass takes ten times as long to make
+(1.4 us; three in each step, on the thread that launches the model).
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from vllm_scope.program.operations import NO_PROGRAM
 
 Ints = NDArray[np.int64]
 
-#: Positions past a request's end that a step may still compute: drafts, and the step
-#: that async scheduling has started before it knew.
+#: Positions past a request's end that a step may still compute: drafts, and the step that
+#: async scheduling has already started.
 OVERSHOOT = 64
 
 
@@ -54,13 +53,13 @@ class StepBatch(msgspec.Struct, frozen=True, eq=False):
 
 
 class Labels(msgspec.Struct, frozen=True, eq=False):
-    """Whose rows and scores they are. One entry per token that delivers, in slot order.
+    """The tokens whose rows and scores a batch holds, in slot order.
 
     Attributes:
         keys: int64 [num_tokens], the request's key.
         positions: int64 [num_tokens], absolute.
         layout_of: int32 [num_tokens], index into `layouts`.
-        layouts: what the tokens of this step deliver, distinct.
+        layouts: distinct.
         rows: int64 [num_tokens], batch rows (to look up true positions).
     """
 
@@ -72,22 +71,22 @@ class Labels(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def encodes(self) -> bool:
-        """Some rows are to be encoded on their way out of the arena."""
+        """Some rows are encoded on their way out of the arena."""
         return any(layout.encoded for layout in self.layouts)
 
 
 class StepPlan(msgspec.Struct, frozen=True, eq=False):
-    """One step: rows get programs, and (relative) slots where they deliver.
+    """The programs of one step's rows, and their slots relative to the step's first.
 
     Attributes:
         rows: int64 [num_rows], batch rows with a program, ascending.
         program_ids: int32 [num_rows].
-        owners: int32 [num_rows], whom a fault in the row is reported of; 0 for nobody.
+        owners: int32 [num_rows], the number under which a fault is reported; 0 for none.
         offsets: int64 [num_rows], first slot of each row's token, from 0.
-        num_slots: of all rows.
-        num_delivered: the same behind the arena, where some are encoded.
-        delivers: bool [num_rows], the rows that `labels` are of.
-        most_scores: no more than so many are delivered.
+        num_slots: of all rows, in the arena.
+        num_delivered: of all rows, encoded.
+        delivers: bool [num_rows], the rows that `labels` describe.
+        most_scores: upper bound of the scores that are delivered.
     """
 
     rows: Ints
@@ -104,7 +103,13 @@ class StepPlan(msgspec.Struct, frozen=True, eq=False):
 
 @dataclass
 class _Requests:
-    """The requests as columns, so that a decode step is array arithmetic."""
+    """The requests as columns, so that a decode step is array arithmetic.
+
+    Attributes:
+        index_of: request -> its index in the columns.
+        generated: program id of all generated tokens, if `generated_fixed`.
+        held: index -> program ids that the request holds while it runs.
+    """
 
     index_of: dict[str, int] = field(default_factory=dict)
     free: list[int] = field(default_factory=list)
@@ -112,28 +117,23 @@ class _Requests:
     key: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     num_prompt: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     owner: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
-    #: Program id of generated tokens, where one serves them all.
     generated: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     generated_fixed: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
-    #: Program ids that a request holds while it runs.
     held: dict[int, list[int]] = field(default_factory=dict)
 
     def take(self) -> int:
         if not self.free:
             old = len(self.key)
             new = max(64, 2 * old)
-            self.key = np.resize(self.key, new)
-            self.num_prompt = np.resize(self.num_prompt, new)
-            self.owner = np.resize(self.owner, new)
-            self.generated = np.resize(self.generated, new)
-            self.generated_fixed = np.resize(self.generated_fixed, new)
+            for name in ("key", "num_prompt", "owner", "generated", "generated_fixed"):
+                setattr(self, name, np.resize(getattr(self, name), new))
             self.free = list(range(new - 1, old - 1, -1))
         return self.free.pop()
 
 
 @dataclass
 class _Steady:
-    """The last step, kept because the next one is mostly it plus one position."""
+    """The last step: the next one is mostly the same, one position later."""
 
     version: int
     req_ids: list[str]
@@ -142,7 +142,7 @@ class _Steady:
     plan: StepPlan
 
     def matches(self, batch: StepBatch, version: int) -> bool:
-        # Of the same dtype: their bytes compare faster than they do.
+        # The dtypes are equal, and comparing bytes is faster than comparing arrays.
         return (
             self.version == version
             and self.req_ids == batch.req_ids
@@ -151,7 +151,7 @@ class _Steady:
         )
 
     def advance(self) -> StepPlan:
-        """The plan of the step that matches, which is the last one then."""
+        """The plan of the step that matches; it becomes the last step."""
         labels = self.plan.labels
         self.plan = replace(self.plan, labels=replace(labels, positions=labels.positions + 1))
         self.next_computed = self.next_computed + 1
@@ -170,11 +170,10 @@ class Planner:
         #: Changes when a request comes or goes.
         self._version = 0
         self._steady: _Steady | None = None
-        #: Requests with edits, by the number that their tokens carry; 0 is nobody's. Read on
-        #: any thread.
+        #: Owner number (StepPlan.owners) -> request with edits. Read on any thread.
         self.owners: dict[int, str] = {}
         self._last_owner = 0
-        #: Requests looked at while planning, ever: the idle test reads it.
+        #: Requests that were planned so far, summed over steps.
         self.num_requests_planned = 0
 
     def __len__(self) -> int:
@@ -186,16 +185,16 @@ class Planner:
     def add_request(
         self, req_id: str, key: int, program: RequestProgram, num_positions: int
     ) -> None:
-        """Take a request in.
+        """Plan a request's tokens from now on.
 
         Args:
-            num_positions: that it may come to have. A request with vectors holds every
-                program of its tokens from the start, so that none is ever left out.
+            num_positions: upper bound of the request's length. A request with vectors holds
+                every program of its tokens from the start, so none can lack room later.
 
         Raises:
             CapacityError: the tables have no room.
         """
-        # What the last step used may go; only the coming one needs what it will name.
+        # Frees programs that only the last step used.
         self._tables.begin_step()
         requests = self._requests
         fixed = program.generated_is_uniform
@@ -205,7 +204,7 @@ class Planner:
             if program.has_vectors:
                 for one in program.all_programs(num_positions + OVERSHOOT):
                     held.append(self._tables.program_id(one, hold=True))
-            # Of a request with vectors it is held too: drafts may need it.
+            # Drafts of a request with vectors may need it.
             superset = program.generated_superset() if fixed or program.has_vectors else None
             if superset is not None:
                 held.append(self._tables.program_id(superset, hold=True))
@@ -226,7 +225,7 @@ class Planner:
         requests.generated_fixed[index] = fixed
 
     def finish_request(self, req_id: str) -> int | None:
-        """Forget a request; its key, or None for one that is not known."""
+        """Forget a request and return its key; None if it is not known."""
         requests = self._requests
         index = requests.index_of.pop(req_id, None)
         if index is None:
@@ -240,23 +239,21 @@ class Planner:
         return int(requests.key[index])
 
     def _new_owner(self, req_id: str) -> int:
-        """A number that no step in flight still uses: the next one, not the one freed last."""
-        owner = self._last_owner
-        while True:
+        """The next free number: a step in flight may still use the one that was freed last."""
+        owner = self._last_owner % (MOST_OWNERS - 1) + 1
+        while owner in self.owners:
             owner = owner % (MOST_OWNERS - 1) + 1
-            if owner not in self.owners:
-                # What a request reported that had this number before it.
-                self._tables.faults[owner] = 0
-                self.owners[owner] = req_id
-                self._last_owner = owner
-                return owner
+        self._tables.faults[owner] = 0  # a fault of the number's last request
+        self.owners[owner] = req_id
+        self._last_owner = owner
+        return owner
 
     def begin_step(self, batch: StepBatch) -> tuple[StepPlan | None, list[tuple[str, ScopeError]]]:
         """Plan one forward.
 
         Returns:
-            The plan, None where no row has a program; and the requests that could not
-            be planned, with the reason. Their neighbours are planned all the same.
+            The plan, None if no row has a program; and the requests that could not
+            be planned, with the reason. The other requests are planned.
         """
         if not self._requests.index_of:
             return None, []
@@ -318,13 +315,11 @@ class Planner:
 
 
 class _Parts:
-    """Collects tokens of a step, then puts them in row order."""
+    """Collects the tokens of a step, then puts them in row order."""
 
     def __init__(self) -> None:
-        self._rows: list[Ints] = []
-        self._positions: list[Ints] = []
-        self._index: list[Ints] = []
-        self._ids: list[NDArray[np.int32]] = []
+        #: (rows, positions, indices of the requests, program ids), [n] each.
+        self._parts: list[tuple[Ints, Ints, Ints, NDArray[np.int32]]] = []
 
     def add_columns(
         self, index: Ints, ids: NDArray[np.int32], row: Ints, position: Ints, count: Ints
@@ -335,39 +330,31 @@ class _Parts:
             within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
             index, ids = np.repeat(index, count), np.repeat(ids, count)
             row, position = np.repeat(row, count) + within, np.repeat(position, count) + within
-        self._append(index, ids, row, position)
+        self._parts.append((row, position, index, ids))
 
     def add_runs(
         self, index: int, runs: list[tuple[int, int, int]], row: int, position: int
     ) -> None:
         for offset, length, program_id in runs:
             steps = np.arange(offset, offset + length, dtype=np.int64)
-            self._append(
-                np.full(length, index, np.int64), np.full(length, program_id, np.int32),
+            self._parts.append((
                 row + steps, position + steps,
-            )  # fmt: skip
-
-    def _append(self, index: Ints, ids: NDArray[np.int32], row: Ints, position: Ints) -> None:
-        self._index.append(index)
-        self._ids.append(ids)
-        self._rows.append(row)
-        self._positions.append(position)
+                np.full(length, index, np.int64), np.full(length, program_id, np.int32),
+            ))  # fmt: skip
 
     def build(self, requests: _Requests, tables: Tables, optimistic: bool) -> StepPlan | None:
-        if not self._rows:
+        if not self._parts:
             return None
-        rows = np.concatenate(self._rows)
-        positions, index = np.concatenate(self._positions), np.concatenate(self._index)
-        ids = np.concatenate(self._ids)
-        if len(self._rows) > 1:
+        rows, positions, index, ids = map(np.concatenate, zip(*self._parts, strict=True))
+        if len(self._parts) > 1:
             order = np.argsort(rows, kind="stable")
             rows, positions, index, ids = rows[order], positions[order], index[order], ids[order]
         owners, slots = requests.owner[index], tables.num_slots[ids]
         ends = np.cumsum(slots)
         delivers = slots > 0
-        everything = bool(delivers.all())
-        rows_of, ids_of = (rows, ids) if everything else (rows[delivers], ids[delivers])
-        if not everything:
+        rows_of, ids_of = rows, ids
+        if not delivers.all():
+            rows_of, ids_of = rows[delivers], ids[delivers]
             positions, index = positions[delivers], index[delivers]
         layout_of, layouts = _layouts(ids_of, tables)
         labels = Labels(requests.key[index], positions, layout_of, layouts, rows_of)
@@ -382,7 +369,7 @@ class _Parts:
 def _layouts(
     ids: NDArray[np.int32], tables: Tables
 ) -> tuple[NDArray[np.int32], tuple[Layout, ...]]:
-    """The distinct layouts of some programs, and which is whose."""
+    """The index of each program's layout, int32 [n], and the distinct layouts."""
     distinct, program_of = np.unique(ids, return_inverse=True)
     places: dict[Layout, int] = {}
     layout_of = [places.setdefault(tables.program_of(int(i)).layout, len(places)) for i in distinct]
