@@ -30,7 +30,6 @@ from vllm_scope.request.actions import (
     Probe,
     Read,
     Replace,
-    tokens_of,
 )
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.encoding import Encoding
@@ -204,7 +203,7 @@ def resolve(
     found = tuple(
         ResolvedRead(
             sites.find(read.site, read.layer_numbers, f"reads[{i}]"),
-            tokens_of(read), read.when, read.to, (read.tag, read.name),
+            read.tokens, read.when, read.to, (read.tag, read.name),
             _encoding(read, sites, f"reads[{i}].codec"),
         )
         for i, read in enumerate(reads)
@@ -218,7 +217,7 @@ def resolve(
             ((_, weight, _),) = _module_rows(probe, weight, sites, modules, f"probes[{i}]")
         _check_size(weight, sites, f"probes[{i}].weight")
         scored.append(
-            ResolvedProbe(i, stream, tokens_of(probe), probe.name, weight, probe.bias, probe.to)
+            ResolvedProbe(i, stream, probe.tokens, probe.name, weight, probe.bias, probe.to)
         )
     edited = tuple(
         replace(one, number=i)
@@ -272,7 +271,7 @@ def _resolve_edit(
     found = []
     for stream, row, tier in rows:
         _check_size(row, sites, f"{where}.{key}")
-        tokens = _within(tokens_of(edit), tier)
+        tokens = _within(edit.tokens, tier)
         if tokens is not None:
             found.append(_one_edit(edit, stream, row, tokens))
     return found

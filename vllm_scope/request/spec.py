@@ -27,7 +27,6 @@ from vllm_scope.request.actions import (
     Probe,
     Read,
     action_from_json,
-    tokens_of,
 )
 from vllm_scope.request.bounded_json import decode, num_items
 from vllm_scope.request.remembered import Remembered
@@ -63,7 +62,7 @@ class Spec:
             raise SpecError("the spec asks for nothing; give at least one Read, Probe or edit.")
         for name in _MOST:
             _check_count(name, len(getattr(self, name)))
-        check_sizes(tokens_of(one) for one in (*self.reads, *self.probes, *self.edits))
+        check_sizes(one.tokens for one in (*self.reads, *self.probes, *self.edits))
         names = [probe.name for probe in self.probes]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
+import inspect
 import json
 import math
 from typing import Any
@@ -131,6 +133,36 @@ def test_an_action_is_the_same_in_any_spelling(one, other):
 def test_an_action_shows_its_layers(action):
     assert "layers=(2,)" in repr(action)
     assert "layer=" not in repr(action)
+
+
+@pytest.mark.parametrize("name", ["layer", "layers"])
+@pytest.mark.parametrize(
+    ("given", "layer", "layers"),
+    [
+        pytest.param(2, 2, (2,), id="one"),
+        pytest.param([2], 2, (2,), id="a-list-of-one"),
+        pytest.param(np.array([2]), 2, (2,), id="an-array-of-one"),
+        pytest.param([0, 2], (0, 2), (0, 2), id="several"),
+        pytest.param("all", "all", "all", id="all"),
+    ],
+)
+def test_layer_and_layers_are_one_argument(name, given, layer, layers):
+    for action in (Add(V, **{name: given}), Read("resid_post", **{name: given})):
+        assert (action.layer, action.layers) == (layer, layers)
+        other = dataclasses.replace(action, tokens="prompt")
+        assert (other.layer, other.layers) == (layer, layers)
+    assert Add(V, site="embed").layer == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    [(Read, "resid_post"), (Probe, V), (Add, V), (Ablate, V), (Clamp, V), (Replace, V)],
+)
+def test_every_argument_after_the_first_is_named(kind, first):
+    parameters = list(inspect.signature(kind).parameters.values())
+    assert [p.kind for p in parameters].count(inspect.Parameter.POSITIONAL_OR_KEYWORD) == 1
+    with pytest.raises(TypeError, match="positional argument"):
+        kind(first, 2)
 
 
 def test_the_order_of_layers_is_kept_where_each_has_its_row():

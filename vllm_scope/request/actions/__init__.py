@@ -24,7 +24,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.actions.base import MAX_FLOAT32, MAX_NAME, MEMORY, Action, Module, tokens_of
+from vllm_scope.request.actions.base import MAX_FLOAT32, MAX_NAME, MEMORY, Action, Module
 from vllm_scope.request.actions.delivering import Probe, Read
 from vllm_scope.request.actions.edits import Ablate, Add, Clamp, Edit, Replace
 from vllm_scope.request.sites import SITES
@@ -32,7 +32,7 @@ from vllm_scope.request.sites import SITES
 __all__ = [
     "KINDS", "MAX_FLOAT32", "MAX_NAME", "MEMORY",
     "Ablate", "Action", "Add", "Clamp", "Edit", "Module", "Probe", "Read", "Replace",
-    "action_from_json", "tokens_of",
+    "action_from_json",
 ]  # fmt: skip
 
 #: kind -> class, of everything that the JSON form may name.

@@ -1,29 +1,28 @@
-"""What reads, probes and edits have in common: a place, tokens, and their JSON.
+"""The fields that all actions share (site, layers, tokens), and their JSON.
 
-Owns:  Action, Module (a name in place of a vector), and checks of single values.
+Owns:  Action, Module (a steering module by its name), and checks of single values.
 To:    delivering, edits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.encoding import CodecChoice
-from vllm_scope.request.selectors import Selector, check_size, parse_selector
+from vllm_scope.request.selectors import Word, check_size, parse_selector
 from vllm_scope.request.sites import STREAM_SITES, canonical_site, parse_layers
 
-When = Literal["after", "before"]
 Layers = Sequence[int] | str | int | None
 
 MAX_NAME = 200
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
-#: Back to the caller; the destination where none is named.
+#: The default destination: rows and scores come back with the request's result.
 MEMORY = "memory"
 
 
@@ -35,22 +34,19 @@ class Module:
 
 
 def number(value: object, where: str) -> float:
-    if getattr(value, "shape", None) == ():  # of numpy or torch
+    """A Python float. Raises SpecError unless the value is a number that float32 can hold."""
+    if getattr(value, "shape", None) == ():  # a scalar of numpy or torch
         value = value.tolist()  # type: ignore[attr-defined]
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise SpecError(f"{where} is {shown(value)}; it is a number.")
-    # As the device will have it, which computes in float32.
+    # The device computes in float32.
     if not -MAX_FLOAT32 <= value <= MAX_FLOAT32:
         raise SpecError(f"{where} is {shown(value)}; it must be finite in float32.")
     return float(value)
 
 
 def checked_name(value: object, where: str) -> str:
-    """A name that can be written as UTF-8.
-
-    Raises:
-        SpecError: another type, a wrong length, or half of a pair of surrogates.
-    """
+    """The name itself. Raises SpecError unless it is 1 to MAX_NAME characters of UTF-8."""
     if not isinstance(value, str) or not value or len(value) > MAX_NAME:
         raise SpecError(
             f"{where} is {shown(value)}; a name is a string of 1 to {MAX_NAME} characters."
@@ -59,13 +55,13 @@ def checked_name(value: object, where: str) -> str:
         value.encode()
     except UnicodeEncodeError:
         raise SpecError(
-            f"{where} is {shown(value)}, which has half of a character; names are UTF-8."
+            f"{where} is {shown(value)}, which has half of a surrogate pair; names are UTF-8."
         ) from None
     return value
 
 
 def vector_or_module(value: object, where: str) -> Array | Module:
-    """Numbers, or the name of a module that has them."""
+    """An Array of numbers, or the Module that a string or `{"module": name}` names."""
     if isinstance(value, Module):
         return value
     if isinstance(value, str):
@@ -75,55 +71,65 @@ def vector_or_module(value: object, where: str) -> Array | Module:
     return Array.parse(value, where)
 
 
-def one_of(value: object, allowed: tuple[str, ...], where: str) -> str:
-    if value not in allowed:
-        raise SpecError(f"{where} is {shown(value)}; it is one of {', '.join(allowed)}.")
-    return str(value)
-
-
+@dataclass(frozen=True, kw_only=True)
 class Action:
-    """Base of reads, probes and edits: a site, layers, and tokens.
+    """Base of reads, probes and edits.
 
-    `layer` and `layers` are the same argument: a number, a list of numbers, or
-    "all" for every tapped layer. Layers count from 0.
+    `layer` and `layers` are the same argument: a number, a list of numbers, or "all" for every
+    tapped layer. Layers count from 0. Of an action that exists, `layers` is a tuple or "all";
+    `layer` is the number if there is one layer, and equal to `layers` otherwise.
     """
 
     kind: ClassVar[str]
-    site: str
-    layers: Any
-    tokens: Any
-    #: Where it may be.
+    #: The sites that this action may name.
     sites: ClassVar[tuple[str, ...]] = STREAM_SITES
-    #: Fields of the JSON form, beside site, layers and tokens.
+    #: Fields of the JSON form besides site, layers and tokens. An edit's first is its vector.
     fields: ClassVar[tuple[str, ...]] = ()
 
-    def _place(self, layer: Layers = None) -> None:
+    site: str = "resid_post"
+    layer: Layers = field(default=None, repr=False, compare=False)
+    layers: Layers = None
+    tokens: Any = "all"
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _place(self) -> None:
         """Check and normalise site, layers and tokens."""
         name = type(self).__name__
-        object.__setattr__(self, "site", canonical_site(self.site, f"{name}.site"))
-        if self.site not in self.sites:
+        site = canonical_site(self.site, f"{name}.site")
+        if site not in self.sites:
             raise SpecError(
-                f"{name}.site is {shown(self.site)}, which can be read alone; edits and "
+                f"{name}.site is {shown(site)}, which can be read alone; edits and "
                 f"probes take {', '.join(self.sites)}."
             )
-        if layer is not None and self.layers is not None:
-            raise SpecError(f"{name} has layer and layers; give one of them.")
-        object.__setattr__(self, "layers", layer if self.layers is None else self.layers)
-        found = parse_layers(self.layers, self.site, f"{name}.layers")
-        object.__setattr__(self, "layers", "all" if found is None else found)
-        object.__setattr__(self, "tokens", parse_selector(self.tokens, f"{name}.tokens"))
-        check_size(self.tokens, f"{name}.tokens")
+        found = parse_layers(self._given_layers(), site, f"{name}.layers")
+        layers = "all" if found is None else found
+        one = found[0] if found is not None and len(found) == 1 else layers
+        tokens = parse_selector(self.tokens, f"{name}.tokens")
+        check_size(tokens, f"{name}.tokens")
+        self._set(site=site, layer=one, layers=layers, tokens=tokens)
+
+    def _given_layers(self) -> Layers:
+        layer, layers = self.layer, self.layers
+        if layer is None or layers is None:
+            return layers if layer is None else layer
+        # dataclasses.replace passes both, as _place left them.
+        if isinstance(layers, str | tuple) and layers in (layer, (layer,)):
+            return layers
+        raise SpecError(f"{type(self).__name__} has layer and layers; give one of them.")
 
     @property
     def layer_numbers(self) -> tuple[int, ...] | None:
         """None for every tapped layer."""
-        return None if isinstance(self.layers, str) else tuple(self.layers)
+        return self.layers if isinstance(self.layers, tuple) else None
 
     def to_json(self) -> dict[str, Any]:
         body: dict[str, Any] = {"site": self.site}
         if self.site != "embed":
-            body["layers"] = self.layers if isinstance(self.layers, str) else list(self.layers)
-        if self.tokens != parse_selector("all", ""):
+            body["layers"] = self.layers
+        if self.tokens != Word("all"):
             body["tokens"] = self.tokens.to_json()
         for name in self.fields:
             value = getattr(self, name)
@@ -133,9 +139,3 @@ class Action:
                 value = {"module": value.name}
             body[name] = value.to_json() if isinstance(value, Array | CodecChoice) else value
         return body
-
-
-def tokens_of(action: Action) -> Selector:
-    tokens = action.tokens
-    assert isinstance(tokens, Selector)
-    return tokens

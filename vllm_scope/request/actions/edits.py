@@ -1,4 +1,4 @@
-"""What changes rows.
+"""Actions that change rows.
 
 Owns:  Add, Ablate, Clamp, Replace.
 """
@@ -6,49 +6,49 @@ Owns:  Add, Ablate, Clamp, Replace.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.actions.base import Action, Layers, number, vector_or_module
+from vllm_scope.request.actions.base import Action, Module, number, vector_or_module
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.selectors import Positions, as_numbers, parse_selector
 
 
 class Edit(Action):
-    """Base of what changes a row."""
+    """Base of the actions that change a row. `fields[0]` names the vector's argument."""
 
-    #: [hidden_size] for all layers, or [num_layers, hidden_size], one for each.
-    vector: Any
     norm_match: bool = False
 
     @property
     def needs_direction(self) -> bool:
-        """The vector is used as a direction, so it may not be zero."""
+        """True if the vector is used as a direction, so that it may not be zero."""
         return self.norm_match or self.fields[0] == "direction"
 
-    def _set_vector(self, name: str, layer: Layers) -> None:
-        """Check the vector against the layers."""
-        where = f"{type(self).__name__}.{name}"
-        value = vector_or_module(getattr(self, name), where)
-        inline, placed = isinstance(value, Array), layer is not None or self.layers is not None
-        if inline and not placed and self.site != "embed":
-            raise SpecError(f"{type(self).__name__} has no layer; name one, a list, or 'all'.")
-        object.__setattr__(self, name, value)
-        self._place(layer)
-        object.__setattr__(self, "layer", None)
+    def _place_vector(self, value: Array | Module, most_dims: int = 2) -> None:
+        """Set the vector, site and layers.
+
+        Args:
+            value: [hidden_size] for all layers, or [num_layers, hidden_size], one for each; with
+                `most_dims` 3, blocks of rows: [n, hidden_size], or [num_layers, n, hidden_size].
+        """
+        name, kind = self.fields[0], type(self).__name__
+        if isinstance(value, Array) and self.site != "embed" and self._given_layers() is None:
+            raise SpecError(f"{kind} has no layer; name one, a list, or 'all'.")
+        self._set(**{name: value})
+        self._place()
         if isinstance(value, Array):
-            _check_rows(value, self.layer_numbers, where, 2)
+            _check_rows(value, self.layer_numbers, f"{kind}.{name}", most_dims)
             if self.needs_direction and not value.numpy.any(axis=-1).all():
-                raise SpecError(f"{where} is zero; a direction has a length.")
+                raise SpecError(f"{kind}.{name} is zero; a direction has a length.")
 
 
-def _check_rows(value: Array, layers: tuple[int, ...] | None, where: str, most: int) -> None:
-    """One row (or block of rows) for all layers, or one for each layer."""
-    if len(value.shape) < most:
+def _check_rows(value: Array, layers: tuple[int, ...] | None, where: str, most_dims: int) -> None:
+    """Raise SpecError unless there is one row (or block) for all layers, or one for each layer."""
+    if len(value.shape) < most_dims:
         return
-    if len(value.shape) > most:
-        raise SpecError(f"{where} has shape {value.shape}; it has at most {most} dimensions.")
+    if len(value.shape) > most_dims:
+        raise SpecError(f"{where} has shape {value.shape}; it has at most {most_dims} dimensions.")
     if layers is None:
         raise SpecError(f"{where} has one row for each layer, so name the layers, not 'all'.")
     if value.shape[0] != len(layers):
@@ -64,7 +64,7 @@ class Add(Edit):
             or the name of a steering module that the engine holds.
         site, layer: where. A module without layers applies wherever it has vectors.
         scale: a number; the vector is not normalised.
-        tokens: which tokens; "generated" for what the model writes itself.
+        tokens: which tokens; "generated" for the tokens that the model samples.
         norm_match: add `scale * ||x||` times the vector's direction instead.
 
     Raises:
@@ -76,23 +76,20 @@ class Add(Edit):
     fields: ClassVar[tuple[str, ...]] = ("vector", "scale", "norm_match")
 
     vector: Any
-    site: str = "resid_post"
-    layer: Layers = field(default=None, repr=False)
+    _: KW_ONLY
     scale: float = 1.0
-    tokens: Any = "all"
     norm_match: bool = False
-    layers: Layers = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "scale", number(self.scale, "Add.scale"))
+        self._set(scale=number(self.scale, "Add.scale"))
         if not isinstance(self.norm_match, bool):
             raise SpecError(f"Add.norm_match is {shown(self.norm_match)}; it is true or false.")
-        self._set_vector("vector", self.layer)
+        self._place_vector(vector_or_module(self.vector, "Add.vector"))
 
 
 @dataclass(frozen=True)
 class Ablate(Edit):
-    """Take a direction out: `x - (x.d) * d`, with d of unit length.
+    """Remove a direction: `x - (x.d) * d`, with d of length 1.
 
     Args:
         direction: as `Add.vector`; normalised here.
@@ -103,53 +100,46 @@ class Ablate(Edit):
     fields: ClassVar[tuple[str, ...]] = ("direction",)
 
     direction: Any
-    site: str = "resid_post"
-    layer: Layers = field(default=None, repr=False)
-    tokens: Any = "all"
-    layers: Layers = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        self._set_vector("direction", self.layer)
+        self._place_vector(vector_or_module(self.direction, "Ablate.direction"))
 
 
 @dataclass(frozen=True)
 class Clamp(Edit):
-    """Hold the component along a direction between two bounds, or on one side of one.
+    """Hold the component along a direction between two bounds, or on one side of one bound.
 
     Args:
         direction: as `Add.vector`; normalised here.
-        lo, hi: bounds of `x.d`, lo <= hi. None, or an infinite one, for no bound; one of the
-            two must be given.
+        lo, hi: bounds of `x.d`, lo <= hi. None, or an infinite number, for no bound. At least
+            one must be given.
         site, layer, tokens: as for `Add`.
-        strength: from 0 to 1: which part of the way to the bound it goes.
+        strength: 0 to 1; the fraction of the way to the bound that the component is moved.
     """
 
     kind: ClassVar[str] = "clamp"
     fields: ClassVar[tuple[str, ...]] = ("direction", "lo", "hi", "strength")
 
     direction: Any
+    _: KW_ONLY
     lo: float | None = None
     hi: float | None = None
-    site: str = "resid_post"
-    layer: Layers = field(default=None, repr=False)
-    tokens: Any = "all"
     strength: float = 1.0
-    layers: Layers = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "strength", number(self.strength, "Clamp.strength"))
-        for name, nowhere in (("lo", -math.inf), ("hi", math.inf)):
+        self._set(strength=number(self.strength, "Clamp.strength"))
+        for name, unbounded in (("lo", -math.inf), ("hi", math.inf)):
             value = getattr(self, name)
             if value is not None:
-                bound = None if value == nowhere else number(value, f"Clamp.{name}")
-                object.__setattr__(self, name, bound)
+                bound = None if value == unbounded else number(value, f"Clamp.{name}")
+                self._set(**{name: bound})
         if self.lo is None and self.hi is None:
             raise SpecError("Clamp.lo and hi are missing: it has no bound. Give lo, hi or both.")
         if self.lo is not None and self.hi is not None and self.lo > self.hi:
             raise SpecError(f"Clamp.lo is {self.lo:g} and hi {self.hi:g}; lo is not above hi.")
         if not 0 <= self.strength <= 1:
             raise SpecError(f"Clamp.strength is {self.strength:g}; it is from 0 to 1.")
-        self._set_vector("direction", self.layer)
+        self._place_vector(vector_or_module(self.direction, "Clamp.direction"))
 
 
 @dataclass(frozen=True)
@@ -158,9 +148,9 @@ class Replace(Edit):
 
     Args:
         values: [num_positions, hidden_size] (or [hidden_size] for one position), for
-            every layer; [num_layers, num_positions, hidden_size] for rows of their own.
-        positions: absolute positions, distinct; negative ones count from the
-            prompt's end. One for each row.
+            every layer; [num_layers, num_positions, hidden_size] for each layer its own.
+        positions: absolute positions, distinct, one for each row; negative ones count from the
+            prompt's end.
         site, layer: where.
 
     Raises:
@@ -171,10 +161,8 @@ class Replace(Edit):
     fields: ClassVar[tuple[str, ...]] = ("values", "positions")
 
     values: Any
+    _: KW_ONLY
     positions: Any
-    site: str = "resid_post"
-    layer: Layers = field(default=None, repr=False)
-    layers: Layers = field(default=None, kw_only=True)
     tokens: Any = field(default="all", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -187,8 +175,6 @@ class Replace(Edit):
             )
         if len(chosen.positions) != len(positions):
             raise SpecError("Replace.positions names a position twice.")
-        object.__setattr__(self, "positions", tuple(positions))
-        object.__setattr__(self, "tokens", chosen)
         values = Array.parse(self.values, "Replace.values")
         if len(values.shape) == 1:
             values = Array((1, *values.shape), values.data)
@@ -196,14 +182,10 @@ class Replace(Edit):
             raise SpecError(
                 f"Replace.values has {values.shape[-2]} rows for {len(positions)} positions."
             )
-        object.__setattr__(self, "values", values)
-        if self.layer is None and self.layers is None and self.site != "embed":
-            raise SpecError("Replace has no layer; name one, a list, or 'all'.")
-        self._place(self.layer)
-        object.__setattr__(self, "layer", None)
-        _check_rows(values, self.layer_numbers, "Replace.values", 3)
+        self._set(positions=tuple(positions), tokens=chosen)
+        self._place_vector(values, most_dims=3)
 
     def to_json(self) -> dict[str, Any]:
         body = super().to_json()
         body.pop("tokens", None)
-        return body | {"positions": list(self.positions)}
+        return body
