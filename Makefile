@@ -16,7 +16,7 @@ demo: .venv/.ready
 CORE := tests/unit tests/engine/test_rows.py tests/engine/test_values.py \
 	tests/engine/test_edits.py tests/engine/test_edit_requests.py \
 	tests/engine/test_edit_scheduling.py tests/engine/test_async.py \
-	tests/engine/test_overflow.py tests/server/test_neighbours.py \
+	tests/engine/test_overflow.py \
 	tests/engine/test_serving.py tests/engine/test_branch_sites.py \
 	tests/engine/test_attention_sites.py tests/engine/test_parallel.py \
 	tests/server/test_answers.py tests/server/test_access.py tests/server/test_several.py
