@@ -22,7 +22,7 @@ from vllm_scope.errors import (
     SpecError,
 )
 from vllm_scope.request.actions import Ablate, Add, Clamp, Probe, Read, Replace
-from vllm_scope.request.selectors import Except, TokenIds, Union
+from vllm_scope.request.selectors import Except, Positions, TokenIds, Union
 from vllm_scope.request.spec import Spec, scope
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ __all__ = [
     "ConfigError",
     "Except",
     "FileError",
+    "Positions",
     "Probe",
     "Read",
     "Replace",

@@ -1,25 +1,25 @@
-"""Which tokens: one language for reads (and whatever else picks tokens).
+"""Which tokens an action takes.
 
 A selector is written as
-    "all"           every token that is processed
-    "prompt"        the prompt's tokens
-    "generated"     the generated tokens (the last one is sampled, never processed)
-    "last_prompt"   the last token of the prompt
-    "last"          the last token that is processed
-    [0, 5, -1]      absolute positions; negative ones count from the prompt's end
-    slice(4, 12)    positions; negative ends count from the prompt's end, too
-    TokenIds(13)    wherever these token ids stand
-    Union(a, b)     in any of them
-    Except(a, b)    in a and not in b
+    "all"              every token that is processed
+    "prompt"           the prompt's tokens
+    "generated"        the generated tokens (the last one is sampled, but never processed)
+    "last_prompt"      the last token of the prompt
+    "last"             the last token that is processed
+    [0, 5, -1]         absolute positions; negative ones count from the prompt's end
+    slice(4, 12)       positions; negative ends count from the prompt's end, too
+    Positions(0, 5)    the same positions as [0, 5]
+    TokenIds(13)       every position that has one of these token ids
+    Union(a, b)        in any of them; also a | b, if one of them is not a word, list or slice
+    Except(a, b)       in a and not in b; also a - b, in the same way
 
-Owns:  parsing, JSON, and `select`.
+Owns:  the selectors, their parsing and JSON, and `select`.
 Runs:  everywhere. numpy, no torch.
 
-Promise: a worker, while a token is processed, may not know yet what the caller
-needs to know (the length at the end, a sampled id that is still on the GPU). So
-`select` answers with two masks, `certain` and `possible`: workers read what is
-possible, the front-end keeps what is certain once everything is known. Then both
-masks are equal.
+Promise: while a token is processed, the worker may not know yet whether it is selected: the
+length at the end is open, and a sampled id may still be on the device. So `select` returns two
+masks, `certain` and `possible`. The worker reads what is possible. The front-end keeps what is
+certain once the request has ended; then both masks are equal.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from vllm_scope.errors import SpecError, shown
 
 MAX_ITEMS = 65_536
 MAX_DEPTH = 8
-#: Selectors inside one selector, and inside all distinct ones of a request. In EngineCore and in
-#: workers each takes 5 us at every step, and at every KV block of a request with edits. Each of
-#: 256 edits and 32 reads may have its own.
+#: Parts of one selector, and of all distinct selectors of a request. In EngineCore and in workers
+#: each part takes 5 us at every step, and at every KV block of a request with edits. The second
+#: number lets each of 256 edits and 32 reads have a selector of its own.
 MAX_PARTS, MAX_PARTS_IN_ALL = 64, 288
 WORDS = ("all", "prompt", "generated", "last_prompt", "last")
-#: Of a prompt. What looks at them makes int64 [n] of a list, at 40 ns a token.
+#: Token ids of a prompt. A list is converted to int64 [n] at each use, which takes 40 ns a token.
 Ids = Sequence[int] | NDArray[np.int64]
 #: Larger than any position, and exact in int64.
 FAR = 1 << 40
@@ -54,9 +54,9 @@ class Tokens:
     Attributes:
         positions: int64 [n], absolute: index into prompt + generated; ascending, distinct.
         num_prompt: length of the prompt.
-        ids: int64 [n], the token at each position, -1 where it is not known yet.
-        num_processed: how many positions are processed in the end, or None while
-            the request still runs.
+        ids: int64 [n], the token at each position, -1 if it is not known yet.
+        num_processed: number of positions that are processed in the end; None while the
+            request runs.
     """
 
     positions: NDArray[np.int64]
@@ -66,7 +66,7 @@ class Tokens:
 
     @staticmethod
     def running(positions: NDArray[np.int64], num_prompt: int, prompt_ids: Ids) -> Tokens:
-        """Of a request that runs: what it generates is not known."""
+        """Tokens of a request that runs: the ids that it generates are not known."""
         ids = np.full(positions.shape, -1, np.int64)
         in_prompt = positions < num_prompt
         ids[in_prompt] = np.asarray(prompt_ids, np.int64)[positions[in_prompt]]
@@ -84,20 +84,54 @@ class Masks:
 class Selector:
     """Base of all selectors. They are values: frozen, comparable, hashable."""
 
+    #: The selectors that this one is made of.
+    parts: tuple[Selector, ...] = ()
+    #: Makes numpy leave `array | selector` and `array - selector` to the methods below.
+    __array_ufunc__ = None
+
+    def __or__(self, other: Any) -> Union:
+        return Union(self, other)
+
+    def __ror__(self, other: Any) -> Union:
+        return Union(other, self)
+
+    def __sub__(self, other: Any) -> Except:
+        return Except(self, other)
+
+    def __rsub__(self, other: Any) -> Except:
+        return Except(other, self)
+
     @property
     def uniform(self) -> bool:
         """The answer depends on the phase (prompt or generated) alone."""
-        return False
+        return bool(self.parts) and all(part.uniform for part in self.parts)
 
     def select(self, tokens: Tokens) -> Masks:
         raise NotImplementedError
 
+    def to_json(self) -> Any:
+        raise NotImplementedError
+
+    def first_position(self, num_prompt: int, prompt_ids: Ids) -> int:
+        """A position at or below the first one that may be selected."""
+        positions = np.arange(num_prompt, dtype=np.int64)
+        possible = self.select(Tokens.running(positions, num_prompt, prompt_ids)).possible
+        hits = np.flatnonzero(possible)
+        # A prefix-cache hit ends within the prompt, so the first generated position is as good a
+        # bound as any later one.
+        return int(hits[0]) if hits.size else num_prompt
+
+    def check(self, num_prompt: int, max_position: int, where: str) -> None:
+        """Raise SpecError if the selector names a position that this request cannot have."""
+        for part in self.parts:
+            part.check(num_prompt, max_position, where)
+
     def check_decided(
         self, num_prompt: int, prompt_ids: Ids, max_position: int, where: str
     ) -> None:
-        """Raise SpecError where the answer is not known when a token is processed.
+        """Raise SpecError if it may be unknown, when a token is processed, whether it is selected.
 
-        An edit must know then whether it applies; a read can be sorted out later.
+        An edit applies at that moment. A read's rows can be dropped later.
         """
         if self.uniform:
             return
@@ -111,24 +145,9 @@ class Selector:
                 "Except(TokenIds(...), 'generated')."
             )
 
-    def to_json(self) -> Any:
-        raise NotImplementedError
-
-    def first_position(self, num_prompt: int, prompt_ids: Ids) -> int:
-        """A position at or below the first that may be selected."""
-        positions = np.arange(num_prompt, dtype=np.int64)
-        possible = self.select(Tokens.running(positions, num_prompt, prompt_ids)).possible
-        hits = np.flatnonzero(possible)
-        # Past the prompt a prefix-cache hit of this very request cannot reach, so
-        # the first generated position is as good a bound as any later one.
-        return int(hits[0]) if hits.size else num_prompt
-
-    def check(self, num_prompt: int, max_position: int, where: str) -> None:
-        """Raise SpecError where the selector can never mean a token of this request."""
-
 
 def _in(numbers: NDArray[np.int64], ascending: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which of the numbers are among the others; for few numbers, cheaper than np.isin."""
+    """Which of the numbers are in `ascending`. For few numbers faster than np.isin."""
     at = np.minimum(np.searchsorted(ascending, numbers), len(ascending) - 1)
     return ascending[at] == numbers
 
@@ -157,7 +176,7 @@ class Word(Selector):
             case "last_prompt":
                 return _sure(p == n - 1)
         if tokens.num_processed is None:
-            # Any token from the last of the prompt on may turn out to be the last.
+            # Each token from the prompt's last one on may turn out to be the last.
             return Masks(np.zeros(p.shape, bool), p >= n - 1)
         return _sure(p == tokens.num_processed - 1)
 
@@ -172,16 +191,29 @@ class Word(Selector):
 
 @dataclass(frozen=True)
 class Positions(Selector):
+    """These absolute positions. Negative ones count from the prompt's end.
+
+    Attributes:
+        positions: ascending, distinct.
+    """
+
     positions: tuple[int, ...]
+
+    def __init__(self, *positions: Any) -> None:
+        """From whole numbers, or from one list, range or array of them."""
+        one = as_numbers(positions[0]) if len(positions) == 1 else positions
+        found = tuple(as_numbers(one)) if isinstance(one, list | tuple) else (one,)
+        _check_ints(found, "Positions")
+        object.__setattr__(self, "positions", tuple(sorted(set(found))))
 
     @cached_property
     def _sorted(self) -> NDArray[np.int64]:
-        return np.unique(np.asarray(self.positions, np.int64))
+        return np.asarray(self.positions, np.int64)
 
     def select(self, tokens: Tokens) -> Masks:
         p, n = tokens.positions, tokens.num_prompt
         mask = _in(p, self._sorted)
-        if self._sorted[0] < 0:  # they count from the end of the prompt
+        if self._sorted[0] < 0:  # they count from the prompt's end
             mask |= (p < n) & _in(p - n, self._sorted)
         return _sure(mask)
 
@@ -189,33 +221,33 @@ class Positions(Selector):
         return list(self.positions)
 
     def check(self, num_prompt: int, max_position: int, where: str) -> None:
-        for position in self.positions:
-            if position < -num_prompt:
-                raise SpecError(
-                    f"{where} has {position}; this prompt has {num_prompt} tokens, "
-                    f"so {-num_prompt} is its first."
-                )
-            if position > max_position:
-                raise SpecError(
-                    f"{where} has {position}; with this prompt and max_tokens the last "
-                    f"position that can be processed is {max_position}."
-                )
+        first, last = self.positions[0], self.positions[-1]
+        if first < -num_prompt:
+            raise SpecError(
+                f"{where} has {first}; this prompt has {num_prompt} tokens, "
+                f"so {-num_prompt} is its first."
+            )
+        if last > max_position:
+            raise SpecError(
+                f"{where} has {last}; with this prompt and max_tokens the last "
+                f"position that can be processed is {max_position}."
+            )
 
 
 @dataclass(frozen=True)
 class Span(Selector):
+    """A slice. Negative ends count from the prompt's end."""
+
     start: int | None
     stop: int | None
     step: int | None
 
     def select(self, tokens: Tokens) -> Masks:
         p, n = tokens.positions, tokens.num_prompt
-        step = self.step or 1
-        # Negative ends count from the prompt's end, as positions do.
         start = 0 if self.start is None else self.start + (n if self.start < 0 else 0)
         stop = FAR if self.stop is None else self.stop + (n if self.stop < 0 else 0)
         start = max(start, 0)
-        return _sure((p >= start) & (p < stop) & ((p - start) % step == 0))
+        return _sure((p >= start) & (p < stop) & ((p - start) % (self.step or 1) == 0))
 
     def to_json(self) -> dict[str, Any]:
         return {"slice": [self.start, self.stop, self.step]}
@@ -223,13 +255,14 @@ class Span(Selector):
 
 @dataclass(frozen=True)
 class TokenIds(Selector):
+    """Every position that has one of these token ids."""
+
     ids: tuple[int, ...]
 
     def __init__(self, *ids: int) -> None:
-        object.__setattr__(self, "ids", tuple(as_numbers(ids)))
-        _check_ints(self.ids, "TokenIds")
-        if any(i < 0 for i in self.ids):
-            raise SpecError(f"TokenIds has {min(self.ids)}; token ids are not negative.")
+        found = tuple(as_numbers(ids))
+        _check_ints(found, "TokenIds", least=0)
+        object.__setattr__(self, "ids", found)
 
     @cached_property
     def _sorted(self) -> NDArray[np.int64]:
@@ -245,10 +278,10 @@ class TokenIds(Selector):
 
 @dataclass(frozen=True)
 class Union(Selector):
-    """In any of some selectors.
+    """In any of some selectors; `a | b`.
 
     Attributes:
-        parts: without unions among them; at most one Positions and one TokenIds, which hold the
+        parts: no unions among them; at most one Positions and one TokenIds, which hold the
             positions and ids of all that were given.
     """
 
@@ -262,10 +295,6 @@ class Union(Selector):
         object.__setattr__(self, "parts", _merged(found))
         _check_depth(self)
 
-    @property
-    def uniform(self) -> bool:
-        return all(part.uniform for part in self.parts)
-
     def select(self, tokens: Tokens) -> Masks:
         masks = [part.select(tokens) for part in self.parts]
         return Masks(
@@ -276,13 +305,11 @@ class Union(Selector):
     def to_json(self) -> dict[str, Any]:
         return {"union": [part.to_json() for part in self.parts]}
 
-    def check(self, num_prompt: int, max_position: int, where: str) -> None:
-        for part in self.parts:
-            part.check(num_prompt, max_position, where)
-
 
 @dataclass(frozen=True)
 class Except(Selector):
+    """In one selector and not in another; `a - b`."""
+
     base: Selector
     without: Selector
 
@@ -292,40 +319,36 @@ class Except(Selector):
         _check_depth(self)
 
     @property
-    def uniform(self) -> bool:
-        return self.base.uniform and self.without.uniform
+    def parts(self) -> tuple[Selector, ...]:  # type: ignore[override]
+        return self.base, self.without
 
     def select(self, tokens: Tokens) -> Masks:
         base, without = self.base.select(tokens), self.without.select(tokens)
         return Masks(base.certain & ~without.possible, base.possible & ~without.certain)
 
     def to_json(self) -> dict[str, Any]:
-        return {"except": [self.base.to_json(), self.without.to_json()]}
-
-    def check(self, num_prompt: int, max_position: int, where: str) -> None:
-        self.base.check(num_prompt, max_position, where)
-        self.without.check(num_prompt, max_position, where)
+        return {"except": [part.to_json() for part in self.parts]}
 
 
 def _merged(parts: list[Selector]) -> tuple[Selector, ...]:
-    """As few parts as pick the same tokens: each of them costs time at every step."""
+    """As few parts as select the same tokens: each part costs time at every step."""
     flat = [one for part in parts for one in (part.parts if isinstance(part, Union) else [part])]
-    positions = {p for one in flat if isinstance(one, Positions) for p in one.positions}
+    positions = [p for one in flat if isinstance(one, Positions) for p in one.positions]
     ids = {i for one in flat if isinstance(one, TokenIds) for i in one.ids}
     found = [one for one in flat if not isinstance(one, Positions | TokenIds)]
     if ids:
         found.insert(0, TokenIds(*sorted(ids)))
     if positions:
-        found.insert(0, Positions(tuple(sorted(positions))))
+        found.insert(0, Positions(*positions))
     return tuple(dict.fromkeys(found))
 
 
 def _depth(selector: Selector) -> int:
-    if isinstance(selector, Union):
-        return 1 + max(_depth(part) for part in selector.parts)
-    if isinstance(selector, Except):
-        return 1 + max(_depth(selector.base), _depth(selector.without))
-    return 0
+    return 1 + max(map(_depth, selector.parts)) if selector.parts else 0
+
+
+def _leaves(selector: Selector) -> list[Selector]:
+    return [leaf for part in selector.parts for leaf in _leaves(part)] or [selector]
 
 
 def _check_depth(selector: Selector) -> None:
@@ -342,7 +365,7 @@ def _check_parts(count: int, where: str) -> None:
 
 
 def check_size(selector: Selector, where: str) -> None:
-    """Raise SpecError where a whole selector costs too much at each token."""
+    """Raise SpecError if one selector has too many parts or items."""
     leaves = _leaves(selector)
     _check_parts(len(leaves), where)
     items = sum(len(getattr(x, "positions", getattr(x, "ids", ()))) for x in leaves)
@@ -351,9 +374,10 @@ def check_size(selector: Selector, where: str) -> None:
 
 
 def check_sizes(selectors: Iterable[Selector]) -> None:
-    """Raise SpecError where the selectors of one request cost too much at each token.
+    """Raise SpecError if the selectors of one request have too many parts together.
 
-    Equal selectors cost what one of them costs, and a single word nearly nothing.
+    Equal selectors are evaluated once, so they count once. A single word costs nearly nothing and
+    does not count.
     """
     distinct = [one for one in dict.fromkeys(selectors) if not isinstance(one, Word)]
     count = sum(len(_leaves(one)) for one in distinct)
@@ -364,22 +388,15 @@ def check_sizes(selectors: Iterable[Selector]) -> None:
         )
 
 
-def _leaves(selector: Selector) -> list[Selector]:
-    if isinstance(selector, Union):
-        return [leaf for part in selector.parts for leaf in _leaves(part)]
-    if isinstance(selector, Except):
-        return [*_leaves(selector.base), *_leaves(selector.without)]
-    return [selector]
-
-
-def _check_ints(items: tuple[Any, ...], where: str, least: int = -FAR) -> None:
+def _check_ints(items: tuple[Any, ...], where: str, least: int = 1 - FAR) -> None:
+    """Raise SpecError unless the items are ints, from `least` to FAR - 1."""
     if not items:
         raise SpecError(f"{where} is empty; name at least one, or use 'all'.")
     if len(items) > MAX_ITEMS:
         raise SpecError(f"{where} has {len(items):,} items; at most {MAX_ITEMS:,}.")
-    if set(map(type, items)) == {int} and max(items) < FAR and max(least, 1 - FAR) <= min(items):
+    if set(map(type, items)) == {int} and least <= min(items) and max(items) < FAR:
         return
-    for item in items:  # else one of them is wrong
+    for item in items:  # to find the one that is wrong
         if isinstance(item, bool) or not isinstance(item, int) or abs(item) >= FAR:
             raise SpecError(f"{where} has {shown(item)}; it holds whole numbers.")
         if item < least:
@@ -398,7 +415,7 @@ def _parse_slice(parts: Any, where: str) -> Span:
 
 
 def as_numbers(value: Any) -> Any:
-    """Positions or ids as Python's numbers, from a range, numpy or torch; others as they are."""
+    """Positions or ids of a range, numpy or torch as Python ints; any other value as it is."""
     if isinstance(value, range | tuple | list):
         return [as_numbers(item) if hasattr(item, "tolist") else item for item in value]
     return value.tolist() if hasattr(value, "tolist") else value
@@ -425,24 +442,33 @@ def parse_selector(value: Any, where: str, depth: int = 0) -> Selector:
         value = [value]
     if isinstance(value, list | tuple):
         _check_ints(tuple(value), where)
-        return Positions(tuple(sorted(set(value))))
+        return Positions(*value)
     if isinstance(value, Mapping) and len(value) == 1:
         ((kind, body),) = value.items()
         if kind == "slice":
             return _parse_slice(body, where)
         if kind in ("token_ids", "union", "except") and isinstance(body, list):
-            if not body:
-                raise SpecError(f"{where}.{kind} is empty; give it at least one.")
-            if kind == "token_ids":
-                _check_ints(tuple(body), f"{where}.token_ids", least=0)
-                return TokenIds(*body)
-            _check_parts(len(body), f"{where}.{kind}")
-            parts = [parse_selector(p, f"{where}.{kind}", depth + 1) for p in body]
-            if kind == "union":
-                return Union(*parts)
-            if len(parts) == 2:
-                return Except(*parts)
-    raise SpecError(
+            return _parse_object(kind, body, f"{where}.{kind}", depth)
+    raise _no_selector(value, where)
+
+
+def _parse_object(kind: str, body: list[Any], where: str, depth: int) -> Selector:
+    if not body:
+        raise SpecError(f"{where} is empty; give it at least one.")
+    if kind == "token_ids":
+        _check_ints(tuple(body), where, least=0)
+        return TokenIds(*body)
+    _check_parts(len(body), where)
+    parts = [parse_selector(part, where, depth + 1) for part in body]
+    if kind == "union":
+        return Union(*parts)
+    if len(parts) != 2:
+        raise _no_selector({kind: body}, where.removesuffix(f".{kind}"))
+    return Except(*parts)
+
+
+def _no_selector(value: Any, where: str) -> SpecError:
+    return SpecError(
         f"{where} is {shown(value)}; give one of {', '.join(WORDS)}, a list of positions, a slice, "
         "TokenIds(...), Union(...) or Except(..., ...)."
     )

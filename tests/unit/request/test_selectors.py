@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.strategies import VOCAB, decided_selectors, is_selected, selectors
-from vllm_scope import Except, Read, SpecError, TokenIds, Union
+from vllm_scope import Except, Positions, Read, SpecError, TokenIds, Union
 from vllm_scope.request.selectors import Tokens, parse_selector
 
 
@@ -189,6 +189,65 @@ def test_a_position_that_cannot_come_is_refused(tokens, words):
 )
 def test_positions_that_can_come_are_accepted(tokens):
     parse_selector(tokens, "tokens").check(num_prompt=5, max_position=8, where="tokens")
+
+
+# Selectors put together
+
+
+@pytest.mark.parametrize(
+    ("made", "same"),
+    [
+        pytest.param(Positions(0, 3) | "generated", Union([0, 3], "generated"), id="or-a-word"),
+        pytest.param("generated" | Positions(0, 3), Union("generated", [0, 3]), id="a-word-or"),
+        pytest.param([0] | TokenIds(7) | slice(4, 6), Union([0], TokenIds(7), slice(4, 6)), id="3"),
+        pytest.param(np.array([0, 3]) | TokenIds(7), Union([0, 3], TokenIds(7)), id="an-array-or"),
+        pytest.param("prompt" - TokenIds(7), Except("prompt", TokenIds(7)), id="a-word-less"),
+        pytest.param(TokenIds(7) - "generated", Except(TokenIds(7), "generated"), id="less-a-word"),
+        pytest.param(np.arange(3) - Positions(1), Except([0, 1, 2], [1]), id="an-array-less"),
+        pytest.param(
+            Positions(range(4)) | "generated" - TokenIds(7),
+            Union([0, 1, 2, 3], Except("generated", TokenIds(7))),
+            id="minus-binds-more-than-or",
+        ),
+    ],
+)
+def test_selectors_compose_with_or_and_minus(made, same):
+    assert made == same
+    assert made.to_json() == same.to_json()
+    assert parse_selector(json.loads(json.dumps(made.to_json())), "tokens") == made
+
+
+@given(selectors(), selectors(), sequences())
+def test_or_is_in_any_and_minus_is_in_one_and_not_the_other(one, other, sequence):
+    a, b = np.array(_oracle(one, sequence)), np.array(_oracle(other, sequence))
+    tokens = sequence.tokens()
+    assert ((one | other).select(tokens).certain == (a | b)).all()
+    assert ((one - other).select(tokens).certain == (a & ~b)).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        pytest.param(lambda: TokenIds(7) | "first", "Union[1] is 'first'; the words", id="a-word"),
+        pytest.param(lambda: 1.5 - TokenIds(7), "Except[0] is 1.5; give one of", id="a-number"),
+        pytest.param(lambda: Positions(), "Positions is empty", id="no-positions"),
+        pytest.param(lambda: Positions(1.5), "Positions has 1.5; it holds whole", id="a-float"),
+        pytest.param(lambda: Positions("last"), "Positions has 'last'; it holds", id="a-name"),
+    ],
+)
+def test_what_is_no_selector_does_not_compose(call, words):
+    with pytest.raises(SpecError) as caught:
+        call()
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [Positions(5, -1, 5), Positions([5, -1]), Positions((-1, 5)), Positions(np.array([-1, 5]))],
+)
+def test_positions_are_the_same_in_any_spelling(made):
+    assert made == parse_selector([5, -1], "tokens")
+    assert Positions(range(2, 4)) == parse_selector([2, 3], "tokens")
 
 
 # Edits
