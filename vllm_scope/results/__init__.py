@@ -2,6 +2,7 @@
 
 inbox.py   all requests of this process whose rows arrive
 buffer.py  the rows of one request
+table.py   its values by column, in order of arrival; what a snapshot sees of them
 budget.py  how many bytes all requests, and the requests of one key, may hold
 result.py  ScopeResult, which the caller reads
 column.py  one stream or probe of a result, for the server

@@ -1,14 +1,14 @@
-"""How many bytes the running requests of one process may hold, and each key's of these.
+"""How many bytes the running requests of one process may hold, in all and per API key.
 
 Owns:  Budget, Share (one request's part of it), `bytes_of_prompt`; Asker and `asking` (who
-       sends the requests of the code running now).
-Runs:  in an API server: shares are taken on its event loop and grow on the road's threads.
-       Offline nobody counts: the caller owns the memory.
-To:    inbox (who is let in), pending (what may be kept), server.store (the same rule for files).
+       sends the requests of the running code).
+Runs:  in an API server: shares are taken on its event loop and grow on the receiver's threads.
+       Offline (`LLM`) there is no limit: the caller owns the memory.
+To:    inbox (which requests may enter), buffer (what may be kept), server.store (files).
 
-Promise: what a prompt delivers is taken when its request is let in; what comes beside it, as
-it comes. What a request holds is given back when it is forgotten, or gone. What a key holds is
-at most PART times what is left free, so a key that comes finds room, whatever others do.
+Promise: a request takes the bytes that its prompt delivers when it enters, and further bytes as
+they arrive. It gives them back when it is forgotten or collected. A key holds at most PART times
+the free bytes, so a new key always finds room.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vllm_scope.request.resolve import Resolved
 from vllm_scope.request.selectors import Tokens
 from vllm_scope.request.sites import Sites, boundary_of_point
 
-#: A value's position, and when it came.
+#: A value's position and its arrival number.
 LABEL_BYTES = 16
 #: One key alone may hold three quarters, two may hold three sevenths each.
 #: Source: dynamic thresholds of shared-memory switches (Choudhury and Hahne, 1998).
@@ -44,13 +44,13 @@ FULL = (
 
 @dataclass(eq=False)
 class Asker:
-    """Who sends the requests of the code running now.
+    """Who sends the requests of the running code.
 
     Attributes:
-        owner: a digest of the API key; "" for requests that come by no server.
-        operator: may be told what the operator knows: paths, and what sinks say.
-        expect: told how many bytes a prompt delivers to this process, before its request is
-            let in. Raises CapacityError where there will be no room for what follows.
+        owner: a digest of the API key; "" without a server.
+        operator: may see paths and what sinks report.
+        expect: called with the bytes that a prompt delivers to this process, before its request
+            enters. Raises CapacityError if there will be no room for the answer.
     """
 
     owner: str = ""
@@ -58,12 +58,12 @@ class Asker:
     expect: Callable[[int], None] = lambda num_bytes: None
 
 
-#: Set by a server for each request; else it is the caller whose process this is.
+#: Set by a server for each request; the default is the process's own caller.
 asking: ContextVar[Asker] = ContextVar("vllm_scope_asking", default=Asker())  # noqa: B039
 
 
 def most_of_one(most_bytes: int) -> int:
-    """What one key may hold where no other holds anything."""
+    """What one key may hold while no other key holds anything."""
     return most_bytes * PART // (PART + 1)
 
 
@@ -73,14 +73,15 @@ def fits(own: int, held: int, more: int, most_bytes: int) -> bool:
 
 
 class Budget:
-    """Bytes that may be held, and those that are, by key; any thread."""
+    """Bytes that may be held, and those that each key holds. On any thread."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
-        #: Of keys that hold something.
+        #: Key -> the bytes that it holds, not 0.
         self._held: dict[str, int] = {}
         self._lock = threading.Lock()
-        #: Without the lock: the garbage collector may give in the middle of a `take`.
+        #: Given back and not subtracted yet. Without the lock: the garbage collector may call
+        #: `give` during a `take`.
         self._given: deque[tuple[str, int]] = deque()
 
     @property
@@ -94,7 +95,7 @@ class Budget:
             return self._held.get(owner, 0)
 
     def take(self, owner: str, num_bytes: int) -> bool:
-        """Whether there was room for so many more of this key's."""
+        """Count more bytes for a key; False if there is no room for them."""
         with self._lock:
             held, own = self._settled(), self._held.get(owner, 0)
             if not fits(own, held, num_bytes, self.most_bytes):
@@ -115,22 +116,22 @@ class Budget:
 
 
 class Share:
-    """What one request has taken.
+    """The bytes that one request has taken.
 
     Args:
         promised: bytes that its prompt will deliver.
-        copies: how many requests like this one come together (`n`).
-        owner: whose request it is.
+        copies: number of requests like this one that enter together (`n`).
+        owner: the request's key, as Asker.owner.
 
     Raises:
-        SpecError: they are more than a key may ever hold.
-        CapacityError: with what is held they are more than this key may hold now.
+        SpecError: more than a key may ever hold.
+        CapacityError: more than this key may hold now.
     """
 
     def __init__(self, budget: Budget, promised: int, copies: int = 1, owner: str = "") -> None:
         self._budget, self._owner = budget, owner
         self._came = self._taken = 0
-        #: The request is gone; what is still copied for it is let go.
+        #: The request is gone; what still arrives for it is dropped.
         self._closed = False
         needed, most = promised * copies, most_of_one(budget.most_bytes)
         told = f"{needed / 2**20:.1f} MiB of rows and scores"
@@ -150,7 +151,7 @@ class Share:
         self._taken = promised
 
     def add(self, num_bytes: int) -> bool:
-        """Whether what comes may be kept."""
+        """Count arriving bytes; False if they may not be kept."""
         if self._closed:
             return False
         self._came += num_bytes
@@ -172,11 +173,11 @@ class Share:
 
 
 def bytes_of_prompt(own: Resolved, whole: Resolved, sites: Sites, prompt_ids: Sequence[int]) -> int:
-    """What a prompt delivers to this process: rows, scores, and their labels.
+    """The bytes that a prompt delivers to this process: rows, scores, and their labels.
 
     Args:
-        own: what goes to memory.
-        whole: the request, whose edits tell which reads see the same row.
+        own: the reads and probes that go to memory.
+        whole: the request; its edits decide which reads see the same row.
     """
     ids = np.asarray(prompt_ids, np.int64)
     tokens = Tokens(np.arange(len(ids)), len(ids), ids, None)
@@ -195,7 +196,7 @@ def bytes_of_prompt(own: Resolved, whole: Resolved, sites: Sites, prompt_ids: Se
             else:
                 sizes[key] = slots_of_row(read.encoding.row_bytes) * SLOT_BYTES
     total = sum(int(np.count_nonzero(mask)) * sizes[key] for key, mask in masks.items())
-    # Drained tap by tap, each brings its labels; else they come once.
+    # The upper bound: drained tap by tap, every tap brings labels of its own.
     labelled: dict[int, np.ndarray] = {}
     for (_, point), mask in masks.items():
         boundary = boundary_of_point(point)

@@ -1,4 +1,4 @@
-"""One stream or probe of a result, for those who pass it on.
+"""One stream or probe of a result, as the server encodes it.
 
 Owns:  Column.
 From:  result, cursor.   To: server.
@@ -18,13 +18,13 @@ from vllm_scope.codecs.packed import EncodedRows, decoded
 
 @dataclass(frozen=True)
 class Column:
-    """One stream or probe of a result, for those who pass it on.
+    """One stream or probe of a result.
 
     Attributes:
         label: site, layer and "before" or "after" of a stream; a probe's name.
-        source: the values, or rows as their read's codec left them.
+        source: the values; encoded rows, if the read has a codec.
         positions: int64 [n], ascending.
-        row_shape: of a row, `()` for scores.
+        row_shape: of one row; `()` for scores.
     """
 
     label: tuple[str, int, str] | str
@@ -34,16 +34,16 @@ class Column:
 
     @property
     def values(self) -> Tensor:
-        """[n, *row_shape] rows, or float32 [n] scores, CPU. Decoded each time."""
+        """[n, *row_shape] rows, or float32 [n] scores, CPU. Decoded at each call."""
         return shaped(decoded(self.source), self.row_shape)
 
     @property
     def nbytes(self) -> int:
-        """Of `values`."""
+        """Bytes of `values`."""
         return math.prod(self.source.shape) * self.source.dtype.itemsize
 
     def at(self, places: np.ndarray) -> Column:
-        """Its values at these places, int64 [m]; a copy."""
+        """A copy of the values at these indices, int64 [m]."""
         source = self.source[torch.from_numpy(places)]
         return replace(self, source=source, positions=self.positions[places])
 

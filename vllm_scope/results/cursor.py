@@ -1,12 +1,12 @@
-"""What is new of a request that streams, at a cost that does not grow with what came before.
+"""What is new in a request that streams, at a cost that does not grow with what came before.
 
 Owns:  Cursor.
 Runs:  in the front-end, for one completion, on its event loop.
 From:  result (snapshots, each later than the one before).   To: server.
 
-Promise: of each stream and probe every value is handed on once, in position order, as soon as
-all before it are here. A position that is computed again (after a preemption) keeps what was
-handed on first: it is of the same token.
+Promise: each value of a stream or probe is returned once, in position order, as soon as all
+earlier ones have arrived. If a position is computed again (after a preemption), the value that
+was returned first stays: it is of the same token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from vllm_scope.batch.by_position import Ints, Part, last_of_each
 from vllm_scope.codecs.packed import EncodedRows, packing_of
@@ -25,19 +24,19 @@ from vllm_scope.results.column import Column
 from vllm_scope.results.result import ScopeResult, Source, What
 
 _NONE: Ints = np.zeros(0, np.int64)
-#: Where values are: the part of each, and its place there.
-_Places = tuple[NDArray[np.int64], NDArray[np.int64]]
+#: Where values are, int64 [n] each: the index of the part, and the index in it.
+_Places = tuple[Ints, Ints]
 
 
 @dataclass(frozen=True)
 class _State:
-    """How far one stream or probe was followed. Those whose rows come together share it.
+    """How far one stream or probe was followed. Streams whose rows arrive together share it.
 
     Attributes:
-        seen: positions below were looked at: they were handed on, are due, or not wanted.
-        due: wanted positions that were not handed on, ascending.
-        taken: of each part, how many values were looked at.
-        early: positions that came and cannot be handed on yet; where they are.
+        seen: each position below it was returned, is due, or is not wanted.
+        due: wanted positions that were not returned yet, ascending.
+        taken: of each part, the number of values that were looked at.
+        early: positions that arrived before an earlier one, and where their values are.
     """
 
     seen: int
@@ -47,7 +46,7 @@ class _State:
 
     @property
     def settled(self) -> int:
-        """Positions below were handed on, or are not wanted."""
+        """Each position below it was returned, or is not wanted."""
         return int(self.due[0]) if len(self.due) else self.seen
 
 
@@ -57,10 +56,10 @@ _START = _State(0, _NONE, (), (_NONE, (_NONE, _NONE)))
 def _next(
     state: _State, selectors: Sequence[Selector], result: ScopeResult, arrived: Sequence[Ints]
 ) -> tuple[_State, Ints, _Places]:
-    """The state after a later snapshot, and what can be handed on.
+    """The state after a later snapshot; the positions that can be returned, and their places.
 
     Args:
-        arrived: of each part, the positions that came.
+        arrived: of each part, the positions that arrived.
     """
     new = result.wanted(selectors, state.seen)
     due = new if not len(state.due) else np.concatenate([state.due, new])
@@ -70,7 +69,7 @@ def _next(
         state, seen=result.num_processed, due=due, taken=tuple(map(len, arrived)) or taken
     )
     if len(fresh) == 1 and not len(state.early[0]):
-        # Mostly what came is what is due, in its order.
+        # The usual case: what arrived is what is due, in order.
         came = arrived[fresh[0]][taken[fresh[0]] :]
         if np.array_equal(came, due[: len(came)]):
             places = np.arange(taken[fresh[0]], len(arrived[fresh[0]]))
@@ -90,7 +89,7 @@ def _in_order(
     came = np.concatenate([waiting, *(arrived[i][taken[i] :] for i in fresh)])
     parts = np.concatenate([parts, *(np.full(len(arrived[i]) - taken[i], i) for i in fresh)])
     places = np.concatenate([places, *(np.arange(taken[i], len(arrived[i])) for i in fresh)])
-    # The last that came holds; what is not wanted goes, if that is known.
+    # The last computed value holds; positions that are known to be unwanted go.
     came, at = last_of_each(came)
     keep = (came >= state.seen) | np.isin(came, state.due)
     came, at = came[keep], at[keep]
@@ -108,7 +107,7 @@ def _in_order(
 class _Track:
     source: Source
     state: _State
-    #: What is new, and the positions that were handed on.
+    #: What `take` returns next, and the positions that it has returned.
     new: list[Column]
     sent: list[Ints]
 
@@ -126,7 +125,7 @@ class Cursor:
 
     def look(self, result: ScopeResult) -> None:
         """Take in a later snapshot of the request."""
-        #: Streams of one table share their positions: what was found for one holds for all.
+        #: Streams of one table share their positions, so they share the result.
         known: dict[tuple[int, ...], tuple[_State, Ints, _Places]] = {}
         for track in self._of(result):
             parts = result.parts_of(track.source)
@@ -139,20 +138,19 @@ class Cursor:
                 track.new.append(_column(track.source, parts, positions, places))
 
     def late(self, last: int) -> bool:
-        """A value is missing, of a position up to `last`."""
+        """True if a value of a position up to `last` is missing."""
         return any(
             len(track.state.due) and track.state.due[0] <= last for track in self._tracks or ()
         )
 
     @property
     def settled(self) -> int:
-        """Scores of all positions below it were found, or are not wanted."""
+        """The scores of all positions below it were returned, or are not wanted."""
         probes = [t.state.settled for t in self._tracks or () if t.source.what == "scores"]
         return min(probes, default=0)
 
     def take(self) -> list[Column]:
-        """What is new since it was taken last: a column for each stream and probe that has
-        any."""
+        """What is new since the last call: a column for each stream and probe with new values."""
         found = []
         for track in self._tracks or ():
             if track.new:
@@ -162,8 +160,8 @@ class Cursor:
         return found
 
     def rest(self, result: ScopeResult) -> list[Column]:
-        """What was not taken, of the last snapshot of all: some selectors know only now what
-        they want."""
+        """What was not taken of the request's last snapshot: some selectors (`last`) are decided
+        only now."""
         labels = {track.source.label: track.sent for track in self._of(result)}
         return [
             _without(column, labels[column.label])

@@ -1,11 +1,11 @@
-"""All requests of this process whose rows arrive, and the road that brings them.
+"""All requests of this process whose rows arrive, and the receiver that brings them.
 
-Owns:  Inbox, and this process's one.
-Runs:  in the front-end. What comes is taken on the road's thread, `open` and `forget` are
-       called anywhere.
-From:  receiver (RowsMessage, FinishHeader).   To: pending.
+Owns:  Inbox, and the one of this process.
+Runs:  in the front-end. Messages are handled on the receiver's thread; `open` and `forget` are
+       called on any.
+From:  transport.receiver (RowsMessage, FinishHeader).   To: buffer.
 
-Promise: rows of a request that nobody holds any more are ignored, and cost nothing.
+Promise: rows of a request whose Pending was collected are ignored, and cost nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vllm_scope.transport.receiver import Receiver
 
 logger = logging.getLogger(__name__)
 
-#: What one request gets of a message: the arguments of its `add`.
+#: One request's part of a message: the Pending, and the arguments of its `add`.
 _Job = tuple[Pending, list[Piece], np.ndarray, slice | np.ndarray, Callable[[], bool]]
 
 #: Messages from this size on are copied by several threads.
@@ -41,21 +41,26 @@ MOST_COPIERS = 6
 
 
 class Inbox:
-    """All pending requests of this process, and the road that fills them.
+    """All pending requests of this process, and the receiver that fills them.
 
     Args:
         num_copiers: threads that copy large messages; None for half of the processors.
+
+    Attributes:
+        budget: None offline, where there is no limit.
+        on_counters: called with the totals of a worker's sinks.
+        generation: changes if a worker may have given this process up; engines then connect
+            again.
     """
 
     def __init__(self, num_copiers: int | None = None) -> None:
-        # Weak: a request that nobody holds any more (aborted, client gone) takes
-        # its rows with it, and what still arrives for it is ignored.
+        # Weak: when vLLM drops a request (aborted, client gone), its rows go too.
         self._pending: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
-        #: Those of them whose askers are not told what only the operator knows.
+        #: Those whose askers may not see what only the operator may (Asker.operator).
         self._outsiders: weakref.WeakSet[Pending] = weakref.WeakSet()
-        # Unique over all front-ends of an engine: their keys meet in its workers.
+        # Unique over all front-ends of an engine, as their keys meet in its workers.
         self._keys = itertools.count(secrets.randbits(30) << 32)
-        #: Tokens that came so far, of all messages: tells which row is the last.
+        #: Tokens that arrived so far, in all messages: their order decides which row is the last.
         self._num_arrived = 0
         if num_copiers is None:
             num_copiers = min(MOST_COPIERS, (os.cpu_count() or 1) // 2)
@@ -63,16 +68,13 @@ class Inbox:
         self._copiers = None
         if self._num_copiers > 1:
             self._copiers = ThreadPoolExecutor(self._num_copiers, "vllm-scope-copy")
-        #: Of what may be held; None where nobody counts.
         self.budget: Budget | None = None
-        #: Told what workers' sinks have counted.
         self.on_counters: Callable[[CountersHeader], None] = lambda _: None
+        self.generation = 0
         self._receiver = Receiver(
             self._on_rows, self._on_finish, lambda header: self.on_counters(header), self._on_lost,
             forget_worker,
         )  # fmt: skip
-        #: Changes where a worker may have given this process up: engines connect again.
-        self.generation = 0
 
     @property
     def address(self) -> Address:
@@ -91,21 +93,21 @@ class Inbox:
         promised: int = 0,
         copies: int = 1,
     ) -> Pending:
-        """Let in what a request will deliver here.
+        """Make the buffer of a request that enters.
 
         Args:
-            asked: what goes to memory.
+            asked: the reads and probes that go to memory.
             promised: bytes that the prompt delivers here (budget.bytes_of_prompt).
-            copies: how many such requests come together (`n`).
+            copies: number of such requests that enter together (`n`).
 
         Raises:
-            SpecError: their prompts alone deliver more than one key's may hold.
-            CapacityError: with what is held, here or in files, it is more.
+            SpecError: their prompts alone deliver more than one key may hold.
+            CapacityError: more than the key may hold now, here or in files.
         """
         share, asker = None, asking.get()
         if self.budget is not None:
             share = Share(self.budget, promised, copies, asker.owner)
-            asker.expect(promised)  # where it refuses, what was taken goes with the share
+            asker.expect(promised)  # if it raises, the share gives back what it took
         pending = Pending(next(self._keys), asked, sites, prompt_ids, max_tokens, num_stages, share)
         self._pending[pending.key] = pending
         if not asker.operator:
@@ -113,12 +115,13 @@ class Inbox:
         return pending
 
     def forget(self, pending: Pending) -> None:
-        """Let go of a request's rows now; what still arrives for it is ignored."""
+        """Drop a request's rows now; what still arrives for it is ignored."""
         self._pending.pop(pending.key, None)
         pending.clear()
 
     def renew(self) -> None:
-        """Rows that are due do not come: their worker may believe this process gone."""
+        """Have engines connect again: due rows do not arrive, so a worker may have given this
+        process up."""
         self.generation += 1
 
     def listen(self, host: str) -> None:
@@ -144,12 +147,12 @@ class Inbox:
         if self._copiers is None or message.slots.numel() < PARALLEL_BYTES or len(jobs) == 1:
             _copy(jobs)
             return
-        # The first touch of fresh memory is what takes long: a thread gets 3 GB/s where warm
-        # memory gives 15. A request's rows are one thread's: unlike layouts share its tables.
+        # One thread writes 3 GB/s to fresh memory, where warm memory gives 15. All rows of a
+        # request go to one thread, as several layouts share its tables.
         shares: list[list[_Job]] = [[] for _ in range(self._num_copiers)]
         for job in jobs:
             shares[job[0].key % self._num_copiers].append(job)
-        # All of them, before the worker may write there again.
+        # The worker may reuse the memory only after all copies.
         wait([self._copiers.submit(_copy, share) for share in shares if share])
 
     def _on_lost(self, keys: np.ndarray) -> None:
@@ -173,7 +176,7 @@ def _copy(jobs: list[_Job]) -> None:
         try:
             pending.add(pieces, labels, some, valid)
         except Exception:
-            # This request reports them as dropped; its neighbours get theirs.
+            # This request reports the rows as dropped; its neighbours go on.
             logger.exception("vllm-scope: rows of a request could not be kept")
 
 
@@ -198,7 +201,7 @@ def inbox() -> Inbox:
 
 
 def limit(most_bytes: int) -> None:
-    """Let this process's inbox hold no more than this: it serves others."""
+    """Bound the bytes that this process's inbox holds, in a server."""
     global _budget
     with _inbox_lock:
         if _budget is None:

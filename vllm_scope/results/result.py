@@ -1,12 +1,12 @@
-"""What the caller holds: rows put together by label.
+"""The rows and scores of one completion, as the caller reads them.
 
-Owns:  ScopeResult (a snapshot that the caller reads) and Scores.
-Runs:  in the front-end, on any thread; and wherever it is sent.
-From:  pending.
+Owns:  ScopeResult (a snapshot) and Scores.
+Runs:  in the front-end, on any thread, and in every process that it is pickled to.
+From:  buffer.
 
-Promise: one row per (site, layer, position), the last that was computed, of the
-positions that were asked for and truly processed; and the counts that tell
-whether any is missing. Stages and steps may arrive in any interleaving.
+Promise: one row per (site, layer, position), the last that was computed, of the positions that
+were asked for and processed; and counts that say whether any is missing. Messages of stages and
+steps may arrive in any order.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 _Stream = tuple[str, int, str]
 #: Rows [n, ...] or scores [n], and their positions, int64 [n].
 _Values = tuple[Tensor, np.ndarray]
-#: The same of a stream, whose rows may be as their codec left them.
+#: The same of a stream, whose rows may be encoded.
 _Rows = tuple[Tensor | EncodedRows, np.ndarray]
-#: What values are: rows of an encoding, rows as they are (None), or scores.
+#: The kind of values: rows of an encoding, raw rows (None), or scores.
 What = Encoding | Literal["scores"] | None
-#: Of each kind of value, by point (rows) or number of a probe (scores), what came.
+#: Kind of values -> point (rows) or number of a probe (scores) -> what arrived.
 Parts = Mapping[What, Mapping[int, list[Part]]]
 Status = Literal["streaming", "complete", "incomplete", "aborted", "failed"]
 
@@ -51,9 +51,8 @@ class Source:
     """Where the values of a stream or probe are.
 
     Attributes:
-        label: as a Column's.
-        places: points, or the number of a probe; the first that has any parts has them all.
-        row_shape: as a Column's.
+        label, row_shape: as in Column.
+        places: points, or the number of a probe; the first with parts has all of them.
     """
 
     label: _Stream | str
@@ -64,7 +63,7 @@ class Source:
 
 
 class Scores(Mapping[str, Tensor]):
-    """Scores of the probes by name: float32 [num_positions], CPU, in position order."""
+    """Name of the probe -> its scores: float32 [num_positions], CPU, in position order."""
 
     def __init__(self, result: ScopeResult, probes: Sequence[ResolvedProbe]) -> None:
         self._result = result
@@ -100,23 +99,22 @@ class ScopeResult:
     CPU, in position order; `result["q", 5]` and other sites inside the attention
     [num_positions, heads, numbers of a head]. `result.positions("resid_post", 5)` are
     the absolute positions (index into prompt + generated). Row p is the state while
-    token p is processed, so the token sampled last has none. Where a stream was read
+    token p is processed, so the token sampled last has none. If a stream was read
     before and after the edits of its site, the key takes a third word:
-    `result["resid_post", 5, "before"]`. Rows of a read with a codec are decoded here;
-    `result.encoded("resid_post", 5)` has them as they came.
+    `result["resid_post", 5, "before"]`. Rows of a read with a codec are decoded;
+    `result.encoded("resid_post", 5)` returns them encoded.
 
     Attributes:
         scores: by the probes' names, float32 [num_positions]; `scores.positions(name)`.
-        status: "streaming" while the request runs, "complete" when everything that
-            was asked for is here, "incomplete" when some is not, "aborted" when
-            the request was, "failed" when its reads or edits were (see `error`).
-        error: the reason, where status is "failed".
+        status: "streaming" while the request runs, "complete" if everything that
+            was asked for has arrived, "incomplete" if not, "aborted" if the request
+            was, "failed" if its reads or edits failed (see `error`).
+        error: the reason, if status is "failed".
         manifests: by sink, what became of the reads that went elsewhere than to memory;
-            complete once the request has ended. One that failed makes the status
-            "failed", one that is partial "incomplete"; rows in memory are here
-            all the same.
+            complete once the request has ended. A failed one makes the status
+            "failed", a partial one "incomplete"; rows in memory are not affected.
         expected: rows and scores that were asked for, of the tokens processed so far.
-        delivered: of those, how many are here.
+        delivered: the number of those that have arrived.
         dropped: expected - delivered, once the request has ended; 0 before.
     """
 
@@ -148,12 +146,12 @@ class ScopeResult:
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and generated, so far; `token_ids[p]` is the token at position p."""
+        """Prompt and generated tokens so far; `token_ids[p]` is the token at position p."""
         return list(self._token_ids)
 
     @property
     def transcript(self) -> Sequence[int]:
-        """The same as `token_ids`, of which only what is asked for is copied."""
+        """`token_ids` without a copy."""
         return self._token_ids
 
     @property
@@ -192,8 +190,7 @@ class ScopeResult:
         return shaped(rows, self._sites.row_shape(key[0]))
 
     def encoded(self, site: str, layer: int = 0, when: str | None = None) -> EncodedRows | None:
-        """The rows as they came, with their `codec` and its `parts`; None where the read
-        has no codec."""
+        """The encoded rows, with their `codec` and its `parts`; None without a codec."""
         rows = self._stream(_key(site, layer, when))[0]
         return rows if isinstance(rows, EncodedRows) else None
 
@@ -211,7 +208,7 @@ class ScopeResult:
 
     @cached_property
     def _totals(self) -> tuple[int, int]:
-        """Expected and delivered: of a snapshot, neither changes."""
+        """(expected, delivered)"""
         accounts = self._accounts()
         return (
             sum(len(wanted) * times for wanted, _, times in accounts),
@@ -229,17 +226,17 @@ class ScopeResult:
         return self._status
 
     def columns(self) -> list[Column]:
-        """Every stream and then every probe, in the order in which they were asked for."""
+        """Every stream, then every probe, in the request's order."""
         streams = [
             Column(s, *self._rows_of(s), self._sites.row_shape(s[0])) for s in self._read_streams()
         ]
         return [*streams, *(Column(p.name, *self._score(p)) for p in self._asked.probes)]
 
     def sources(self, rows: bool = True) -> list[Source]:
-        """What `columns` are made of, in the same order.
+        """The sources of `columns`, in the same order.
 
         Args:
-            rows: without, the probes alone.
+            rows: False leaves the streams out.
         """
         streams = [
             Source(
@@ -255,15 +252,13 @@ class ScopeResult:
         return [*streams, *probes]
 
     def parts_of(self, source: Source) -> list[Part]:
-        """What came of it so far, in its order; a later snapshot has these and more."""
-        parts = self._found(source.what, source.places)
-        if source.what != "scores":
-            return parts
-        return [Part(part.positions, part.arrivals, part.rows[:, 0]) for part in parts]
+        """What arrived so far, in order of arrival; a later snapshot has these and more."""
+        if source.what == "scores":
+            return self._score_parts(source.places[0])
+        return self._found(source.what, source.places)
 
     def wanted(self, selectors: Sequence[Selector], first: int = 0) -> np.ndarray:
-        """int64, ascending: positions from `first` on that are processed and that any of
-        these selects."""
+        """int64, ascending: the processed positions from `first` on that any selector selects."""
         return wanted_positions(
             selectors, self._token_ids, self._num_prompt, self._status != "streaming", first
         )
@@ -286,7 +281,7 @@ class ScopeResult:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # The values alone, not the room that they were given.
+        # Copies: a view would be pickled with the whole table.
         for stream in self._read_streams():
             rows, positions = self._stream(stream)
             own = rows.kept() if isinstance(rows, EncodedRows) else rows.contiguous().clone()
@@ -302,12 +297,14 @@ class ScopeResult:
         return list(dict.fromkeys(found))
 
     def _accounts(self) -> list[tuple[np.ndarray, np.ndarray, int]]:
-        """Positions that are wanted, those that have arrived, and of how many streams or
-        probes: columns of one table share them, and are told apart by nobody here."""
+        """(positions that are wanted, those that arrived, number of streams or probes).
+
+        Streams with identical position arrays are counted together.
+        """
         found: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, int]] = {}
 
         def add(wanted: np.ndarray, arrived: np.ndarray) -> None:
-            key = id(wanted), id(arrived)  # both are kept, so that no other gets its id
+            key = id(wanted), id(arrived)  # `found` keeps both, so no other array gets an id
             found[key] = (wanted, arrived, found[key][2] + 1 if key in found else 1)
 
         for stream in self._read_streams():
@@ -321,7 +318,7 @@ class ScopeResult:
         return list(found.values())
 
     def _wanted(self, selectors: Sequence[Selector]) -> np.ndarray:
-        """The positions processed so far that any of these selects."""
+        """The processed positions that any selector selects."""
         key = tuple(selectors)
         if key not in self._wanted_by:
             self._wanted_by[key] = self.wanted(selectors)
@@ -338,13 +335,17 @@ class ScopeResult:
         )  # fmt: skip
 
     def _points_of(self, stream: _Stream) -> range:
-        """A worker reads each row once: at the first of these points that sees it so, which is
-        the last that has any."""
+        """The points at which a worker may have read the stream, its own first. A worker reads
+        each row once, at the first point of the boundary that sees it."""
         point = self._sites.point_of(stream[:2], stream[2])
         return range(point, point - point % LEVELS - 1, -1)
 
     def _parts_of(self, stream: _Stream) -> list[Part]:
         return self._found(self._encoding_of(stream), self._points_of(stream))
+
+    def _score_parts(self, number: int) -> list[Part]:
+        parts = self._found("scores", (number,))
+        return [Part(part.positions, part.arrivals, part.rows[:, 0]) for part in parts]
 
     def _found(self, what: What, places: Iterable[int]) -> list[Part]:
         of_kind = self._parts.get(what, {})
@@ -361,26 +362,26 @@ class ScopeResult:
 
     def _rows_of(self, stream: _Stream) -> _Rows:
         if stream not in self._streams:
-            encoding, wanted = self._encoding_of(stream), self._wanted_of(stream)
+            encoding = self._encoding_of(stream)
             if encoding is None:
-                empty = torch.empty(
-                    (0, self._sites.row_size(stream[0])), dtype=dtype_of(self._sites)
-                )
-                self._streams[stream] = assemble(self._parts_of(stream), wanted, empty)
+                size, dtype = self._sites.row_size(stream[0]), dtype_of(self._sites)
             else:
                 packing = packing_of(encoding)
-                empty = torch.empty((0, packing.num_slots * SLOT_BYTES), dtype=torch.uint8)
-                data, positions = assemble(self._parts_of(stream), wanted, empty)
-                self._streams[stream] = (EncodedRows(packing.codec, data), positions)
+                size, dtype = packing.num_slots * SLOT_BYTES, torch.uint8
+            data, positions = assemble(
+                self._parts_of(stream), self._wanted_of(stream), torch.empty((0, size), dtype=dtype)
+            )
+            rows = data if encoding is None else EncodedRows(packing.codec, data)
+            self._streams[stream] = (rows, positions)
         return self._streams[stream]
 
     def _find(self, key: SiteLayer | _Stream | str) -> _Stream:
-        """The stream that was asked for, by its key; aliases are understood."""
+        """The stream of a key, whose site may be an alias."""
         words = tuple(key) if isinstance(key, tuple | list) else (key, 0)
         site = ALIASES.get(str(words[0]), words[0])
         asked = self._read_streams()
         for stream in asked:
-            # Of a stream that was read on both sides, the plain key is the one after.
+            # If the stream was read on both sides of the edits, the plain key means after.
             if stream == (site, *words[1:]) or (
                 len(words) == 2
                 and stream[:2] == (site, words[1])
@@ -393,12 +394,7 @@ class ScopeResult:
     def _score(self, probe: ResolvedProbe) -> _Values:
         if probe.number not in self._scores:
             self._scores[probe.number] = assemble(
-                [
-                    Part(part.positions, part.arrivals, part.rows[:, 0])
-                    for part in self._found("scores", (probe.number,))
-                ],
-                self._wanted([probe.tokens]),
-                torch.empty(0),
+                self._score_parts(probe.number), self._wanted([probe.tokens]), torch.empty(0)
             )
         return self._scores[probe.number]
 

@@ -15,8 +15,8 @@ from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.request.sites import ATTENTION_SITES, Heads, Sites, boundary_of
 from vllm_scope.request.spec import Spec
 from vllm_scope.results.budget import Asker, asking
-from vllm_scope.results.buffer import _Table
 from vllm_scope.results.inbox import PARALLEL_BYTES, Inbox
+from vllm_scope.results.table import Table
 from vllm_scope.sinks import Manifest
 from vllm_scope.transport.messages import FinishHeader, RowsMessage
 
@@ -138,7 +138,7 @@ def test_every_place_of_a_key_is_found_in_order(keys):
 
 
 def test_a_column_that_lost_a_message_leaves_the_others_at_their_places():
-    table = _Table((3, 8), 4, torch.float32)
+    table = Table((3, 8), 4, torch.float32)
 
     def labels(*positions):
         return np.array([positions, [100 + p for p in positions]])
@@ -163,7 +163,7 @@ def test_a_column_that_lost_a_message_leaves_the_others_at_their_places():
             assert part.rows[:, 0].tolist() == [first + p for p in at]
 
 
-class _Growing(_Table):
+class _Growing(Table):
     """Another thread appends, and the table grows, between two looks at it."""
 
     between = None

@@ -1,0 +1,168 @@
+"""Values of one request by column, in the order of their arrival.
+
+Owns:  Table, and ArrivedParts (what a snapshot sees of the tables).
+Runs:  in the front-end; the receiver's thread and the copiers write, any thread reads.
+From:  buffer.   To: result.
+
+Promise: memory that a snapshot shares is never written again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_scope.batch.by_position import Part
+from vllm_scope.results.result import What
+
+#: A table of one request: what it holds, and the points or probe numbers of the layout.
+TableKey = tuple[What, tuple[int, ...]]
+
+
+class Table:
+    """Values of some columns of one request, in the order of their arrival.
+
+    A column is a point (rows) or a probe (scores). Append-only, so snapshots share its memory.
+
+    Attributes:
+        columns: the points, or the numbers of the probes.
+    """
+
+    def __init__(self, columns: tuple[int, ...], value_bytes: int, dtype: torch.dtype) -> None:
+        self.columns = columns
+        self._dtype = dtype
+        # As bytes, in numpy: it has no bf16, and it releases the GIL while it copies.
+        self._values = np.empty((0, len(columns), value_bytes), np.uint8)
+        #: int64 [2, num_sets, room]: positions, and arrival numbers among all of the request's
+        #: values. Columns share one set until one of them gets values alone.
+        self._labels = np.empty((2, 1, 0), np.int64)
+        #: [num_sets], the number of values in each column.
+        self._counts = [0]
+
+    def write(self, labels: np.ndarray, values: np.ndarray, room: int) -> list[int]:
+        """Add tokens with a value of every column; snapshots do not see them before `commit`.
+
+        Args:
+            labels: int64 [2, num_tokens], positions and arrivals.
+            values: uint8 [num_tokens, num_columns, bytes].
+            room: tokens to make room for, if the table must grow.
+
+        Returns:
+            The argument of `commit`.
+        """
+        first = self._counts[0]
+        if len(self._counts) > 1 and self._counts.count(first) != len(self._counts):
+            # A column lost a message, so the columns end at different places.
+            counts = self._counts
+            for at, column in enumerate(self.columns):
+                counts = self.write_one(column, labels, values[:, at], room, counts)
+            return counts
+        last = first + len(values)
+        if last > len(self._values):
+            self._make_room(last, room, first)
+        self._values[first:last] = values
+        self._labels[:, :, first:last] = labels[:, None]
+        return [last] * len(self._counts)
+
+    def write_one(
+        self,
+        column: int,
+        labels: np.ndarray,
+        values: np.ndarray,
+        room: int,
+        counts: list[int] | None = None,
+    ) -> list[int]:
+        """Add tokens with a value of one column, uint8 [num_tokens, bytes].
+
+        Args:
+            counts: as returned for columns that are written and not committed.
+        """
+        if len(self._counts) < len(self.columns):
+            # The counts last: a snapshot on another thread finds a set for each count.
+            self._labels = self._labels.repeat(len(self.columns), axis=1)
+            self._counts = self._counts * len(self.columns)
+        at = self.columns.index(column)
+        counts = list(self._counts if counts is None else counts)
+        first = counts[at]
+        last = first + len(values)
+        if last > len(self._values):
+            self._make_room(last, room, max(counts))
+        self._values[first:last, at] = values
+        self._labels[:, at, first:last] = labels
+        counts[at] = last
+        return counts
+
+    def commit(self, counts: list[int]) -> None:
+        """Let snapshots see what was written."""
+        self._counts = counts
+
+    def _make_room(self, last: int, room: int, used: int) -> None:
+        size = max(last, room, 2 * len(self._values))
+        values = np.empty((size, *self._values.shape[1:]), np.uint8)
+        labels = np.empty((*self._labels.shape[:2], size), np.int64)
+        labels[:, :, :used] = self._labels[:, :, :used]
+        values[:used] = self._values[:used]
+        self._values, self._labels = values, labels
+
+    def freeze(self) -> _Frozen:
+        """The values so far."""
+        # The counts first: another thread may replace the arrays by larger ones meanwhile.
+        counts = tuple(self._counts)
+        return _Frozen(self.columns, counts, self._labels, self._values, self._dtype)
+
+
+@dataclass(frozen=True)
+class _Frozen:
+    """The contents of a table at one time."""
+
+    columns: tuple[int, ...]
+    counts: tuple[int, ...]
+    labels: np.ndarray
+    values: np.ndarray
+    dtype: torch.dtype
+
+    def parts(self) -> dict[int, Part]:
+        """column -> its values, views."""
+        if not self.values.size:
+            return {}
+        labels, counts = self.labels, self.counts
+        values = torch.from_numpy(self.values).view(self.dtype)
+        if len(counts) == 1:
+            # A shared view, so that ScopeResult counts each table once.
+            positions, arrivals = labels[:, 0, : counts[0]]
+            return {
+                column: Part(positions, arrivals, rows)
+                for column, rows in zip(self.columns, values[: counts[0]].unbind(1), strict=True)
+            }
+        return {
+            column: Part(labels[0, at, :count], labels[1, at, :count], values[:count, at])
+            for at, (column, count) in enumerate(zip(self.columns, counts, strict=True))
+        }
+
+
+class ArrivedParts(Mapping[What, Mapping[int, list[Part]]]):
+    """A result's parts, made at first use: most snapshots of a streaming request are hardly
+    read."""
+
+    def __init__(self, tables: Mapping[TableKey, Table]) -> None:
+        self._tables = [(what, table.freeze()) for (what, _), table in list(tables.items())]
+        self._made: dict[What, dict[int, list[Part]]] = {}
+
+    def __getitem__(self, what: What) -> Mapping[int, list[Part]]:
+        if what not in self._made:
+            found: dict[int, list[Part]] = {}
+            for kind, table in self._tables:
+                if kind == what:
+                    for column, part in table.parts().items():
+                        found.setdefault(column, []).append(part)
+            self._made[what] = found
+        return self._made[what]
+
+    def __iter__(self) -> Iterator[What]:
+        return iter(dict.fromkeys(what for what, _ in self._tables))
+
+    def __len__(self) -> int:
+        return len(dict.fromkeys(what for what, _ in self._tables))
