@@ -1,6 +1,7 @@
 """`vllm-scope doctor`: what can be read of a model, on this machine, with this vLLM.
 
-Builds the model with the very worker that would serve it, without weights, and taps each site.
+vLLM's own worker builds the model without weights, and each site is tapped. If vLLM's sources are
+not those that vllm-scope was written for, a second table lists the differences.
 
 Exit statuses: READABLE, UNREADABLE and UNKNOWN.
 """
@@ -15,6 +16,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -27,21 +29,19 @@ from vllm_scope.request.sites import KNOWN_SITES, SITES, canonical_site
 
 if TYPE_CHECKING:
     from vllm_scope.engine.describe import ModelReport, SiteReport
+    from vllm_scope.engine.digests import Comparison
 
-#: The configured sites can be read; they cannot; there is no answer: an unknown model, wrong
-#: options, no memory.
+#: The configured sites can be read; they cannot be read; there is no answer (an unknown model,
+#: wrong options, no memory).
 READABLE, UNREADABLE, UNKNOWN = 0, 1, 2
 
 
 def examine(model: str, options: dict[str, Any], sites: Sequence[str] | None) -> int:
-    """Print the findings.
+    """Print the findings; return the exit status.
 
     Args:
-        options: of vLLM's EngineArgs.
-        sites: to configure; None for the default ones.
-
-    Returns:
-        The exit status.
+        options: arguments of vLLM's EngineArgs.
+        sites: the sites to configure; None for the default ones.
     """
     console = Console(highlight=False)
     try:
@@ -52,6 +52,7 @@ def examine(model: str, options: dict[str, Any], sites: Sequence[str] | None) ->
 
             report = describe_model(model, options, sites)
     except CompatError as error:
+        _say_changes(console, _installed())
         _say(console, f"{model} cannot be read", str(error))
         return UNREADABLE
     except Exception as error:  # whatever vLLM raises for a model that it cannot build
@@ -60,6 +61,7 @@ def examine(model: str, options: dict[str, Any], sites: Sequence[str] | None) ->
     console.print(
         f"vllm-scope {__version__}, vLLM {report.vllm_version}, model runner {report.runner}"
     )
+    _say_changes(console, _installed())
     if report.sites:
         console.print(_table(report))
     if report.reason is not None:
@@ -76,11 +78,49 @@ def _say(console: Console, what: str, why: str) -> None:
     console.print(text, soft_wrap=True)
 
 
+def _installed() -> Comparison:
+    import vllm
+
+    from vllm_scope.engine.digests import compare
+
+    return compare(Path(vllm.__file__).parent, vllm.__version__)
+
+
+def _say_changes(console: Console, found: Comparison) -> None:
+    """Which parts of the installed vLLM are not as in the release that was read."""
+    if found.is_new and not found.changes:
+        console.print(
+            f"vLLM {found.version} is a new release. What vllm-scope uses of it is as in "
+            f"{found.release}.",
+            soft_wrap=True,
+        )
+    if not found.changes:
+        return
+    state = "new release" if found.is_new else "differs"
+    table = Table(title=f"vLLM {found.version} beside {found.release}, which vllm-scope knows")
+    for heading in ("part of vLLM", "vllm-scope", "state"):
+        table.add_column(heading, overflow="fold")
+    for change in found.changes:
+        use = "replaces it" if change.wrapped else "uses it"
+        table.add_row(change.symbol.removeprefix("vllm."), use, state if change.exists else "gone")
+    console.print(table)
+    what = (
+        f"new release: the source changed after {found.release}"
+        if found.is_new
+        else f"differs: this is not the source of the published {found.release}"
+    )
+    console.print(
+        f"{what}. This is no error: what vllm-scope cannot use, it refuses at the start. Compare "
+        "some values before you rely on them.",
+        soft_wrap=True,
+    )
+
+
 def sentence_of(error: Exception) -> str:
     """The first sentence of what vLLM, Transformers or torch say."""
     details = getattr(error, "errors", None)
     text = str(error)
-    if callable(details) and details():  # pydantic's, whose first line only counts
+    if callable(details) and details():  # pydantic: the first line of its text is a count
         first = details()[0]
         where = f"{first['loc'][0]}: " if first["loc"] else ""
         text = where + str(first["msg"]).removeprefix("Value error, ")
@@ -96,7 +136,7 @@ def sentence_of(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Nothing is printed meanwhile, by Python or by what it is linked with."""
+    """Print nothing meanwhile: neither Python nor the libraries that it loaded."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # read when vLLM is imported
     kept, level = [os.dup(number) for number in (1, 2)], logging.root.manager.disable
     with tempfile.TemporaryFile() as nowhere, warnings.catch_warnings():
@@ -139,7 +179,7 @@ def _layers(site: str, found: SiteReport) -> str:
 
 
 def _bare(site: str, reason: str) -> str:
-    """A reason without what an engine's start says around it."""
+    """A reason, without the words that an engine's start puts around it."""
     prefix = rf"additional_config\['scope'\]\.sites has '{site}', "
     prefix += "(which cannot be tapped on this model: |and )?"
     return re.sub(r"\. (Leave|Start|Set) .*$", "", re.sub(prefix, "", reason)).rstrip(".")

@@ -1,10 +1,10 @@
 """What can be read of a model: vLLM's own worker builds it, and each site is tapped in turn.
 
 Owns:  `describe_model`, ModelReport, SiteReport.
-Runs:  in `vllm-scope doctor`, in one process. The model's modules have no weights (torch's meta
-       device): no memory for them, no KV cache, no compilation, no forward.
+Runs:  in `vllm-scope doctor`, in one process. The modules have no weights (torch's meta device):
+       no memory for weights, no KV cache, no compilation, no forward.
 
-Promise: a layer is called readable only if the site's taps were installed on it.
+Promise: a layer is reported as readable only if the site's taps were installed on it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from vllm_scope.request.sites import SITES
 
 #: vLLM's name for the loader below.
 LOAD_FORMAT = "scope_no_weights"
-#: The share of the device's memory that must be free where the caller names none: what the
-#: worker takes without weights and KV cache is less.
+#: The default share of the device's memory that must be free. A worker without weights and KV
+#: cache takes less.
 LEAST_MEMORY = 0.01
 
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One site: the layers at which it can be tapped (`embed`: layer 0), and why not at others."""
+    """The layers at which a site can be tapped (`embed`: 0), and why not at the others."""
 
     layers: tuple[int, ...]
     reason: str | None
@@ -54,10 +54,9 @@ class ModelReport:
         vllm_version, runner: vLLM's version, and its model runner, "V1" or "V2".
         num_layers, hidden_size, dtype: of the model.
         reason: why an engine with the configured sites reads nothing of this model, or None.
-        sites: of every site that vllm-scope taps; empty where the model has no layers that
-            it knows.
+        sites: every site that vllm-scope taps; empty if the model's layers are of no known kind.
         configured: the sites that were asked for.
-        num_taps, arena_mib: of an engine with the configured sites; 0 where it has none.
+        num_taps, arena_mib: of an engine with the configured sites; 0 if there is a reason.
     """
 
     vllm_version: str
@@ -80,13 +79,13 @@ def describe_model(
     Args:
         model: name or folder, as vLLM takes it.
         options: further arguments of vLLM's EngineArgs.
-        sites: those to configure; None for the engine's default ones.
+        sites: the sites to configure; None for the engine's default ones.
 
     Raises:
         ConfigError: the sites are wrong.
-        CompatError: vLLM's seams moved.
-        Exception: whatever vLLM raises for a model that it cannot build, or a device without
-            the memory that `gpu_memory_utilization` asks for.
+        CompatError: this vLLM is unknown, or a wrapped symbol is not as it was read.
+        Exception: what vLLM raises if it cannot build the model, or if the device lacks the
+            memory that `gpu_memory_utilization` asks for.
     """
     scope = {} if sites is None else {"sites": list(sites)}
     ScopeConfig.parse(scope)  # before vLLM is imported, which takes seconds
@@ -95,14 +94,14 @@ def describe_model(
     vllm_config, config = _configs(model, {"additional_config": {KEY: scope}} | options)
     alone = vllm_config
     if vllm_config.parallel_config.world_size > 1:
-        # Each rank has the whole stream; one is built, on whatever device is here.
+        # Each rank has the whole stream, so one rank is built, on one device.
         alone, _ = _configs(model, options | {"tensor_parallel_size": 1})
     with _worker(alone) as worker:
         return _report(worker, vllm_config, config)
 
 
 def _configs(model: str, options: dict[str, Any]) -> tuple[Any, ScopeConfig]:
-    """vLLM's configuration without ours, so that its worker gets no taps, and ours."""
+    """vLLM's configuration without our part (its worker gets no taps), and our part."""
     from vllm.engine.arg_utils import EngineArgs
 
     arguments: dict[str, Any] = {
@@ -134,8 +133,8 @@ def _register_loader() -> None:
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     if hasattr(registry, "_run_in_subprocess"):
-        # vLLM asks a class what it can do in another process, to keep CUDA out of this one.
-        # That takes as long as all the rest, and here nothing is forked later.
+        # vLLM inspects a model's class in another process, to keep CUDA out of this one. That
+        # takes as long as all the rest, and here nothing is forked later.
         registry._run_in_subprocess = lambda ask: ask()
 
     class NoWeights(BaseModelLoader):
@@ -154,8 +153,8 @@ def _register_loader() -> None:
                     with torch.device("meta"):
                         return initialize_model(**named).eval()
                 except (NotImplementedError, RuntimeError):
-                    # Some modules compute with numbers as they are made. Parameters that are
-                    # never written take no memory of the host.
+                    # Some constructors compute with values. On the CPU, parameters that are
+                    # never written take no memory.
                     vllm_config.compilation_config.static_forward_context.clear()
                     with torch.device("cpu"):
                         return initialize_model(**named).eval()
@@ -185,7 +184,7 @@ def _report(worker: Any, vllm_config: Any, config: ScopeConfig) -> ModelReport:
 
 
 def _site_report(anatomy: Anatomy, vllm_config: Any, site: str) -> SiteReport:
-    """All layers at once, or where these are refused each by itself."""
+    """Try all layers at once; if that is refused, each layer by itself."""
     layers = (0,) if site == "embed" else tuple(range(anatomy.num_layers))
     refused = _refusal(anatomy, vllm_config, site, layers)
     if refused is None:
@@ -205,7 +204,7 @@ def _refusal(anatomy: Anatomy, vllm_config: Any, site: str, layers: tuple[int, .
 
 
 def _tap(anatomy: Anatomy, vllm_config: Any, config: ScopeConfig) -> int:
-    """Install the taps of a configuration, and take them off; how many there were.
+    """The number of taps of a configuration, which are installed and taken off again.
 
     Raises:
         CompatError, ConfigError: as an engine with this configuration would.
@@ -227,7 +226,7 @@ def _tap(anatomy: Anatomy, vllm_config: Any, config: ScopeConfig) -> int:
 
 @contextmanager
 def _classes_kept(anatomy: Anatomy) -> Iterator[None]:
-    """A tap is a subclass; give each module its own class back."""
+    """Give each module its own class back: a tap is a subclass."""
     modules = [module for layer in anatomy.layers.values() for module in layer.modules()]
     classes = [type(module) for module in modules]
     try:
@@ -243,7 +242,7 @@ def _widths(sites: Any, vllm_config: Any) -> Widths:
 
 
 def _arena_mib(vllm_config: Any, config: ScopeConfig) -> float:
-    """As `ScopeWorker` makes it."""
+    """The size of the arena that `ScopeWorker` makes."""
     sites = sites_of(vllm_config, config)
     captured = vllm_config.compilation_config.cudagraph_capture_sizes or [0]
     sizes = Sizes(

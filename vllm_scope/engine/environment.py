@@ -1,14 +1,14 @@
 """Our environment variables, known to vLLM.
 
-vLLM warns of every VLLM_* that it does not know, and with `--fail-on-environ-validation`
-refuses to start. A misspelt one of ours is still one that it does not know.
+vLLM warns of every variable VLLM_* that it does not know, and refuses to start with
+`--fail-on-environ-validation`. It still does so for a misspelt variable of ours.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from vllm_scope.engine.seams import wrap_function, wrap_method
+from vllm_scope.engine import wrapping
 
 VARIABLES = (
     "VLLM_SCOPE", "VLLM_SCOPE_ADMIN_KEY", "VLLM_SCOPE_INLINE_KIB", "VLLM_SCOPE_MAX_BODY_MIB",
@@ -23,7 +23,7 @@ def _validate(original: Any, hard_fail: bool) -> None:
     from vllm.envs import environment_variables as known
 
     ours = [name for name in VARIABLES if name not in known]
-    # Not for longer: what stands there is part of the compile cache's key, written beside it.
+    # Only for the check: vLLM writes the names that it knows beside the compile cache's key.
     known.update(dict.fromkeys(ours, lambda: None))
     try:
         original(hard_fail)
@@ -33,13 +33,10 @@ def _validate(original: Any, hard_fail: bool) -> None:
 
 
 def wrap() -> None:
-    from vllm import envs
-    from vllm.platforms.interface import Platform
-
-    if hasattr(envs, "validate_environ"):  # vLLM 0.30; a platform's method since then
-        wrap_function([envs], "validate_environ", ["hard_fail"], _validate)
+    if wrapping.exists("validate_environ"):  # vLLM 0.30
+        wrapping.wrap("validate_environ", _validate)
         return
-    wrap_method(
-        Platform, "validate_environ", ["hard_fail"],
+    wrapping.wrap(
+        "Platform.validate_environ",
         lambda original, _platform, hard_fail: _validate(original, hard_fail),
-    )  # fmt: skip
+    )

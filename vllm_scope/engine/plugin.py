@@ -3,8 +3,8 @@
 Runs:  `register` in the front-end, in EngineCore and in every worker process, maybe
        more than once. Light and idempotent.
 
-Promise: with VLLM_SCOPE=0, nothing at all. Otherwise a vLLM of another version, or one whose
-seams moved, is refused with a sentence that names the version or the seam.
+Promise: with VLLM_SCOPE=0 nothing is wrapped. Otherwise an unknown version of vLLM, or a symbol
+that is not as it was read, is refused with a sentence that names it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 from typing import Any
 
 from vllm_scope.config import KEY, ScopeConfig
-from vllm_scope.engine.seams import check_version, wrap_function, wrap_method
+from vllm_scope.engine import wrapping
 from vllm_scope.sinks.options import without_secrets
 
 logger = logging.getLogger("vllm.vllm_scope")
@@ -23,7 +23,7 @@ _registered = False
 
 
 def enabled() -> bool:
-    """False where VLLM_SCOPE is 0, false, off or no."""
+    """False if VLLM_SCOPE is 0, false, off or no."""
     return os.environ.get("VLLM_SCOPE", "1").lower() not in ("0", "false", "off", "no")
 
 
@@ -35,9 +35,9 @@ def register() -> None:
     _registered = True
     import vllm
 
-    check_version(vllm.__version__)
+    wrapping.check_version(vllm.__version__)
     from vllm_scope import compat as faces
-    from vllm_scope.engine import environment, refusals
+    from vllm_scope.engine import environment, refusals, rust_frontend
     from vllm_scope.engine.core import clearing, scheduler
     from vllm_scope.engine.core import entry as core
     from vllm_scope.engine.frontend import outputs
@@ -51,6 +51,7 @@ def register() -> None:
     frontend.wrap()
     outputs.wrap()
     core.wrap()
+    rust_frontend.wrap()
     scheduler.wrap()
     faults.wrap()
     clearing.wrap()
@@ -61,8 +62,7 @@ def register() -> None:
 
 
 def wrap_engine_args() -> None:
-    """Put the configuration, with defaults, where workers and the compile key see it."""
-    from vllm.engine.arg_utils import EngineArgs
+    """Put the whole configuration into additional_config, for workers and the compile key."""
 
     def create_engine_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         additional = dict(self.additional_config or {})
@@ -70,20 +70,16 @@ def wrap_engine_args() -> None:
         self.additional_config = additional
         return original(self, *args, **kwargs)
 
-    wrap_method(EngineArgs, "create_engine_config", [], create_engine_config)
+    wrapping.wrap("EngineArgs.create_engine_config", create_engine_config)
 
 
 def startup_module() -> Any:
-    """Where vLLM logs an engine's arguments."""
-    try:
-        from vllm.entrypoints.common import startup  # since vLLM 0.33
-    except ImportError:
-        from vllm.entrypoints.serve.utils import api_utils as startup
-    return startup
+    """The module in which vLLM logs an engine's arguments."""
+    return wrapping.owners("redact_sensitive_args")[0]
 
 
 def wrap_log() -> None:
-    """Keep what sinks are given, tokens among it, out of the log of the engine's arguments."""
+    """Keep the sinks' options, some of which are secret, out of the log of the arguments."""
 
     def redact(original: Any, args: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = original(args)
@@ -93,4 +89,4 @@ def wrap_log() -> None:
         shown = {**additional, KEY: without_secrets(additional[KEY])}
         return {**found, "additional_config": shown}
 
-    wrap_function([startup_module()], "redact_sensitive_args", ["args"], redact)
+    wrapping.wrap("redact_sensitive_args", redact)

@@ -18,7 +18,7 @@ from functools import cache
 from http import HTTPStatus
 from typing import Any
 
-from vllm_scope.engine.seams import wrap_method
+from vllm_scope.engine import wrapping
 from vllm_scope.errors import CapacityError, ScopeError, SpecError
 
 _MARK = "vllm-scope refuses "
@@ -93,6 +93,4 @@ def _refuse(original: Any, self: Any, request: Any) -> None:
 
 
 def wrap() -> None:
-    from vllm.v1.engine.core import EngineCoreProc
-
-    wrap_method(EngineCoreProc, "_handle_request_preproc_error", ["request"], _refuse)
+    wrapping.wrap("EngineCoreProc._handle_request_preproc_error", _refuse)

@@ -1,135 +1,256 @@
-"""How a seam of vLLM is wrapped: only where it is as it was when it was read.
+"""The contract with vLLM: every symbol of vLLM that vllm-scope wraps or uses.
 
-Owns:  `check_version`, `wrap_method`, `wrap_function`, and `config_of` an engine.
-Runs:  in every process of an engine, once, before the engine is made.
-
-Promise: a seam that moved is an error at start that names it: a function that is gone, one
-that lost a parameter which the wrapper reads, or one that gained a parameter which the wrapper
-cannot pass on. Inside the supported versions the code asks for features, not for numbers.
+Owns:  CONTRACT, and `config_of` an engine.
+To:    wrapping.py (replaces symbols), digests.py (compares a vLLM with those that were read).
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
-from types import ModuleType
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_scope.config import KEY, ScopeConfig
-from vllm_scope.errors import CompatError
-
-#: The first and the last minor version of vLLM that this version was tried with.
-FIRST, LAST = (0, 30), (0, 33)
 
 
-def check_version(version: str) -> None:
-    """Raises CompatError for a vLLM outside of FIRST to LAST.
+@dataclass(frozen=True)
+class Seam:
+    """One symbol of vLLM.
 
-    Args:
-        version: as `vllm.__version__` has it.
+    Attributes:
+        module, name: "vllm.v1.core.block_pool", "BlockPool.get_new_blocks".
+        parameters: names that the wrapper reads, or that a call passes.
+        reads: attributes that are read or set. Of a method: attributes of `self`. Of a class:
+            attributes of its instances, some of them arguments of wrapped methods. Of a function:
+            other names of its module.
+        wrapped: vllm-scope replaces the symbol.
+        holders: further modules that imported the function by name.
+        instead: the official extension point that would replace the patch; empty if none is known.
     """
-    from packaging.version import InvalidVersion, Version
 
-    try:
-        release = Version(version).release[:2]
-    except InvalidVersion:
-        release = (0, 0)
-    if not FIRST <= release <= LAST:
-        raise CompatError(
-            f"this is not a vLLM that vllm-scope was tried with: {_supported(version)}"
-        )
+    module: str
+    name: str
+    parameters: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    wrapped: bool = False
+    holders: tuple[str, ...] = ()
+    instead: str = ""
 
 
-def wrap_method(owner: type, name: str, parameters: list[str], wrapper: Callable[..., Any]) -> None:
-    """Replace `owner.name` by `wrapper(original, self, ...)`.
-
-    Args:
-        owner: a vLLM class.
-        name: the method.
-        parameters: names that its signature must hold, `self` left out.
-        wrapper: called with the original function first.
-
-    Raises:
-        CompatError: the method is gone, or its parameters and the wrapper's do not agree.
-    """
-    setattr(owner, name, _wrapped(owner, name, parameters, wrapper))
+def _wraps(
+    name: str, parameters: str = "", reads: str = "", instead: str = "", holders: str = ""
+) -> Seam:
+    given, attributes, modules = (tuple(each.split()) for each in (parameters, reads, holders))
+    return Seam("", name, given, attributes, True, modules, instead)
 
 
-def wrap_function(
-    modules: list[ModuleType], name: str, parameters: list[str], wrapper: Callable[..., Any]
-) -> None:
-    """Replace a function in every module that holds it by name; as `wrap_method`."""
-    wrapped = _wrapped(modules[0], name, parameters, wrapper)
-    for module in modules:
-        if not hasattr(module, name):
-            raise CompatError(f"this vLLM has no {module.__name__}.{name}; {_supported()}")
-        setattr(module, name, wrapped)
+def _uses(name: str, reads: str = "", parameters: str = "") -> Seam:
+    return Seam("", name, tuple(parameters.split()), tuple(reads.split()))
 
 
-def _wrapped(
-    owner: type | ModuleType, name: str, parameters: list[str], wrapper: Callable[..., Any]
-) -> Callable[..., Any]:
-    original = getattr(owner, name, None)
-    if original is None:
-        raise CompatError(f"this vLLM has no {owner.__name__}.{name}; {_supported()}")
-    signature = inspect.signature(original)
-    missing = set(parameters) - set(signature.parameters)
-    if missing:
-        raise CompatError(
-            f"{owner.__name__}.{name} of this vLLM has no parameter "
-            f"{', '.join(sorted(missing))}; {_supported()}"
-        )
-    # Of a class method, `getattr` gives one without its first parameter.
-    given = [original, owner] if inspect.ismethod(original) else [original]
-    refused = _refused_parameter(signature, wrapper, given)
-    if refused is not None:
-        raise CompatError(
-            f"{owner.__name__}.{name} of this vLLM takes {refused}, which vllm-scope does not "
-            f"pass on; {_supported()}"
-        )
+# The official extension points that come nearest, and what they would have to offer.
+_SCHEDULER = "scheduler_cls, if several plugins and the user could each name a class"
+_ROUTES = "the entry-point group vllm.endpoint_plugins, if VLLM_PLUGINS did not have to name it"
+_WORKER = "worker_extension_cls, if it could extend methods of the worker"
+_CAP = "max_cache_hit_length (since 0.33), if a request could carry it"
+_ERROR = "EngineCoreOutput.error with RequestError.to_exception (since 0.33)"
 
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
+# fmt: off
+_BY_MODULE: dict[str, tuple[Seam, ...]] = {
+    # Every process. Of a function in two modules, the first one that exists is wrapped.
+    "engine.arg_utils": (_wraps("EngineArgs.create_engine_config", "", "additional_config"),),
+    "platforms.interface": (_wraps("Platform.validate_environ", "hard_fail"),),  # since 0.31
+    "envs": (_wraps("validate_environ", "hard_fail", "environment_variables"),),  # in 0.30
+    "entrypoints.common.startup": (_wraps("redact_sensitive_args", "args"),),  # since 0.33
+    "entrypoints.serve.utils.api_utils": (_wraps("redact_sensitive_args", "args"),),
+    "config.vllm": (
+        _uses("set_current_vllm_config"),
+        _uses("VllmConfig", "additional_config model_config parallel_config cache_config "
+              "scheduler_config compilation_config speculative_config kernel_config "
+              "kv_transfer_config device_config"),
+    ),
+    "config.model": (
+        _uses("ModelConfig", "model dtype runner_type enforce_eager use_mla get_hidden_size "
+              "get_total_num_hidden_layers get_head_size get_num_attention_heads "
+              "get_num_kv_heads"),
+    ),
+    "config.parallel": (
+        _uses("ParallelConfig", "world_size tensor_parallel_size prefill_context_parallel_size "
+              "use_ubatching use_sequence_parallel_moe _api_process_count"),
+    ),
+    "config.cache": (_uses("CacheConfig", "kv_sharing_fast_prefill"),),
+    "config.scheduler": (_uses("SchedulerConfig", "max_num_batched_tokens"),),
+    "config.compilation": (
+        _uses("CompilationConfig", "cudagraph_capture_sizes static_forward_context"),
+    ),
+    "config.kv_transfer": (_uses("KVTransferConfig", "kv_connector kv_connector_module_path"),),
+    # The front-end
+    "v1.engine.llm_engine": (
+        _wraps("LLMEngine.add_request", "request_id prompt params",
+               "vllm_config engine_core output_processor"),
+        _wraps("LLMEngine.step"),
+        _wraps("LLMEngine.has_unfinished_requests"),
+        _uses("LLMEngine", "collective_rpc abort_request"),
+    ),
+    "v1.engine.async_llm": (
+        _wraps("AsyncLLM.add_request", "request_id prompt params",
+               "vllm_config engine_core output_processor"),
+        _wraps("AsyncLLM._add_request", "request prompt parent_req"),
+        _wraps("AsyncLLM.generate", "prompt sampling_params"),
+        _uses("AsyncLLM", "collective_rpc"),
+    ),
+    "v1.engine.core_client": (
+        # Before 0.32 without call_utility_all_async.
+        _uses("AsyncMPClient", "call_utility_all_async _call_utility_async core_engines"),
+        _uses("InprocClient", "engine_core"),
+    ),
+    "v1.engine.output_processor": (
+        _wraps("OutputProcessor.add_request", "request prompt parent_req request_index",
+               "request_states"),
+        _wraps("RequestState._new_completion_output", "finish_reason", "detokenizer"),
+        _uses("OutputProcessor", "has_unfinished_requests"),
+    ),
+    "v1.engine.parallel_sampling": (_uses("ParentRequest", "sampling_params"),),
+    "v1.engine.detokenizer": (
+        _uses("IncrementalDetokenizer", "token_ids num_output_tokens"),
+        _uses("BaseIncrementalDetokenizer", "decode_next"),
+    ),
+    "outputs": (
+        _uses("CompletionOutput", "finish_reason stop_reason"),
+        _uses("RequestOutput", "request_id outputs"),
+    ),
+    "sampling_params": (
+        _uses("SamplingParams", "n max_tokens extra_args output_kind"),
+        _uses("RequestOutputKind", "FINAL_ONLY"),
+    ),
+    "exceptions": (_uses("VLLMValidationError"), _uses("GracefulHTTPError")),
+    "utils.network_utils": (_uses("get_ip"),),
+    # The HTTP server
+    "entrypoints.serve": (_wraps("register_vllm_serve_api_routers", "app", instead=_ROUTES),),
+    "entrypoints.openai.completion.serving": (
+        _wraps("OpenAIServingCompletion.create_completion", "request raw_request"),
+    ),
+    "entrypoints.openai.chat_completion.serving": (
+        _wraps("OpenAIServingChat.create_chat_completion", "request raw_request"),
+    ),
+    "entrypoints.openai.responses.serving": (
+        _wraps("OpenAIServingResponses.create_responses", "request raw_request"),
+    ),
+    "entrypoints.openai.chat_completion.batch_serving": (
+        _wraps("OpenAIServingChatBatch.create_batch_chat_completion", "request raw_request"),
+    ),
+    "v1.utils": (_wraps("RustFrontendProcessManager.__init__"),),
+    # EngineCore
+    "v1.engine.core": (
+        _wraps("EngineCore.preprocess_add_request", "request", "vllm_config model_executor"),
+        _wraps("EngineCore.collective_rpc", "method args"),
+        _wraps("EngineCoreProc._handle_request_preproc_error", "request", "output_queue", _ERROR),
+    ),
+    "v1.engine": (
+        _uses("EngineCoreRequest", "request_id external_req_id sampling_params prompt_token_ids "
+              "resumable cache_salt client_index"),
+        _uses("EngineCoreOutput", "request_id new_token_ids finish_reason stop_reason"),
+        _uses("EngineCoreOutputs", "outputs finished_requests"),
+        _uses("FinishReason", "ERROR"),
+    ),
+    "v1.request": (
+        _uses("Request", "request_id sampling_params prompt_token_ids output_token_ids num_tokens "
+              "num_computed_tokens num_in_flight_tokens client_index skip_reading_prefix_cache "
+              "get_finished_reason"),
+        _uses("RequestStatus", "FINISHED_ERROR"),
+    ),
+    "v1.core.sched.scheduler": (
+        _wraps("Scheduler.add_request", "request",
+               "vllm_config requests connector kv_cache_manager", _SCHEDULER),
+        _wraps("Scheduler.schedule", instead=_SCHEDULER),
+        _wraps("Scheduler.finish_requests", "request_ids finished_status", "", _SCHEDULER),
+        _wraps("Scheduler._free_request", "request", "", _SCHEDULER),
+        _wraps("Scheduler._free_request_blocks", "request", "", _SCHEDULER),
+        _wraps("Scheduler.update_from_output", "scheduler_output model_runner_output", "",
+               _SCHEDULER),
+    ),
+    "v1.core.sched.output": (
+        _uses("SchedulerOutput", "finished_req_ids scheduled_new_reqs"),
+        _uses("NewRequestData", "req_id sampling_params prompt_token_ids"),
+    ),
+    "v1.core.kv_cache_manager": (
+        _wraps("KVCacheManager.get_computed_blocks", "request", "coordinator block_pool", _CAP),
+        _wraps("KVCacheManager.get_computed_blocks_for_connector", "request", "", _CAP),
+        _uses("KVCacheManager", "get_blocks evict_blocks"),
+        _uses("KVCacheBlocks", "blocks"),
+    ),
+    "v1.core.kv_cache_coordinator": (
+        _uses("KVCacheCoordinator", "find_longest_cache_hit single_type_managers"),
+        _uses("HybridKVCacheCoordinator", "find_longest_cache_hit_per_group"),
+    ),
+    "v1.core.single_type_kv_cache_manager": (_uses("SingleTypeKVCacheManager", "block_size"),),
+    "v1.core.block_pool": (_wraps("BlockPool.get_new_blocks", "num_blocks"),),
+    "v1.core.kv_cache_utils": (
+        _wraps("generate_block_hash_extra_keys", "request start_token_idx end_token_idx",
+               holders="vllm.v1.core.block_pool"),
+        _uses("KVCacheBlock", "block_id is_null"),
+    ),
+    "distributed.kv_transfer.kv_connector.v1.base": (
+        _uses("KVConnectorBase_V1", "get_num_new_matched_tokens"),
+    ),
+    # Workers: Model Runner V1 is v1.worker.gpu_model_runner, V2 is v1.worker.gpu.
+    "v1.worker.worker_base": (
+        _wraps("WorkerBase.__init__", "vllm_config", "device model_runner", _WORKER),
+        _uses("WorkerBase.load_model"),
+        _uses("WorkerBase.compile_or_warm_up_model"),
+        _uses("WorkerBase.shutdown"),
+    ),
+    "v1.worker.gpu_model_runner": (
+        _uses("GPUModelRunner._model_forward"),
+        _uses("GPUModelRunner.execute_model", "", "scheduler_output"),
+        _uses("GPUModelRunner._dummy_run", "", "num_tokens skip_eplb is_profile"),
+        _uses("GPUModelRunner", "get_model sample_tokens _init_kv_zero_meta _kv_block_zeroer "
+              "input_batch positions query_start_loc use_async_spec_decode"),
+    ),
+    "v1.worker.gpu_input_batch": (
+        _uses("InputBatch", "req_ids num_reqs num_computed_tokens_cpu"),
+    ),
+    "v1.worker.gpu.model_runner": (
+        _uses("GPUModelRunner.execute_model", "", "scheduler_output dummy_run"),
+        _uses("GPUModelRunner._dummy_run", "", "num_tokens skip_attn skip_eplb is_profile"),
+        _uses("GPUModelRunner", "get_model sample_tokens _init_kv_zero_meta kv_block_zeroer "
+              "model_state num_speculative_steps"),
+    ),
+    "v1.worker.gpu.model_states.interface": (
+        _uses("ModelState.prepare_inputs", "", "input_batch req_states"),
+    ),
+    "v1.worker.gpu.input_batch": (
+        _uses("InputBatch", "req_ids num_reqs query_start_loc_np num_computed_tokens_np positions"),
+    ),
+    "v1.worker.utils": (_uses("KVBlockZeroer", "zero_block_ids"),),
+    "v1.outputs": (
+        _uses("ModelRunnerOutput", "sampled_token_ids"),
+        _uses("AsyncModelRunnerOutput", "get_output"),
+    ),
+    "distributed.parallel_state": (_uses("get_pp_group"), _uses("get_tp_group")),
+    "compilation.wrapper": (_uses("TorchCompileWithNoGuardsWrapper"),),
+    "model_executor.models.utils": (_uses("PPMissingLayer"),),
+    "model_executor.layers.attention.attention": (
+        _uses("Attention.forward", "", "query key value"),
+        _uses("Attention", "attn_type num_heads num_kv_heads head_size head_size_v impl layer_name "
+              "sliding_window kv_sharing_target_layer_name kv_cache"),
+    ),
+    # `vllm-scope doctor`
+    "v1.executor.uniproc_executor": (_uses("UniProcExecutor", "driver_worker"),),
+    "model_executor.model_loader": (_uses("register_model_loader"),),
+    "model_executor.model_loader.base_loader": (
+        _uses("BaseModelLoader", "download_model load_weights load_model"),
+    ),
+    "model_executor.model_loader.utils": (
+        _uses("initialize_model", "", "vllm_config model_config prefix"),
+    ),
+    "utils.torch_utils": (_uses("set_default_torch_dtype"),),
+}
+# fmt: on
 
-    return wrapped
-
-
-def _refused_parameter(
-    original: inspect.Signature, wrapper: Callable[..., Any], given: list[Any]
-) -> str | None:
-    """A parameter that callers may give to the original and the wrapper cannot take, or None.
-
-    Args:
-        given: what the wrapper gets before the original's parameters.
-    """
-    kinds = inspect.Parameter
-    taken = inspect.signature(wrapper)
-    positional = list(given)
-    named: dict[str, object] = {}
-    for parameter in original.parameters.values():
-        if parameter.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD):
-            continue
-        if parameter.kind is kinds.KEYWORD_ONLY:
-            named[parameter.name] = parameter
-        else:
-            positional.append(parameter)
-        try:
-            taken.bind_partial(*positional, **named)
-        except TypeError:
-            return parameter.name
-    return None
-
-
-def _supported(version: str | None = None) -> str:
-    import vllm
-
-    first, last = (".".join(map(str, number)) for number in (FIRST, LAST))
-    return (
-        f"vllm-scope knows vLLM {first} to {last}, this is {version or vllm.__version__}. "
-        "Set VLLM_SCOPE=0 to serve without it."
-    )
+#: Every symbol that vllm-scope wraps or uses.
+CONTRACT: tuple[Seam, ...] = tuple(
+    replace(seam, module=f"vllm.{module}") for module, seams in _BY_MODULE.items() for seam in seams
+)
 
 
 def config_of(vllm_config: Any) -> ScopeConfig | None:

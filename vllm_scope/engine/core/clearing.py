@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_scope.engine.seams import wrap_method
+from vllm_scope.engine import wrapping
 from vllm_scope.errors import CompatError
 
 
@@ -145,8 +145,5 @@ def _caches_of(runner: Any) -> list[Any]:
 
 
 def wrap() -> None:
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    wrap_method(BlockPool, "get_new_blocks", ["num_blocks"], _new_blocks)
-    wrap_method(Scheduler, "_free_request_blocks", ["request"], _free_blocks)
+    wrapping.wrap("BlockPool.get_new_blocks", _new_blocks)
+    wrapping.wrap("Scheduler._free_request_blocks", _free_blocks)

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_scope.core.registry import Registry
+from vllm_scope.engine import wrapping
 from vllm_scope.engine.model import CONNECTORS_BY_HASH, foreign_connector, sites_of
 from vllm_scope.engine.params import handle_of, with_handle
-from vllm_scope.engine.seams import config_of, wrap_function, wrap_method
+from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.worker.delivery import global_reads
 from vllm_scope.errors import CapacityError, SpecError, shown
 from vllm_scope.graph.tap.tables import capacity
@@ -220,12 +221,6 @@ def _collective_rpc(
 
 
 def wrap() -> None:
-    from vllm.v1.core import block_pool, kv_cache_utils
-    from vllm.v1.engine.core import EngineCore
-
-    wrap_method(EngineCore, "preprocess_add_request", ["request"], _preprocess)
-    wrap_method(EngineCore, "collective_rpc", ["method", "args"], _collective_rpc)
-    wrap_function(
-        [kv_cache_utils, block_pool], "generate_block_hash_extra_keys",
-        ["request", "start_token_idx", "end_token_idx"], _extra_keys,
-    )  # fmt: skip
+    wrapping.wrap("EngineCore.preprocess_add_request", _preprocess)
+    wrapping.wrap("EngineCore.collective_rpc", _collective_rpc)
+    wrapping.wrap("generate_block_hash_extra_keys", _extra_keys)

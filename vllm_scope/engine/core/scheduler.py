@@ -19,10 +19,11 @@ from functools import cache, partial
 from typing import Any
 
 from vllm_scope.core.admission import Ledger
+from vllm_scope.engine import wrapping
 from vllm_scope.engine.core import clearing
 from vllm_scope.engine.model import hidden_size_of
 from vllm_scope.engine.params import handle_of, with_handle
-from vllm_scope.engine.seams import config_of, wrap_method
+from vllm_scope.engine.seams import config_of
 from vllm_scope.graph.tap.tables import capacity
 from vllm_scope.program.operations import Program
 from vllm_scope.sinks.request import Ended
@@ -206,14 +207,13 @@ def _lookup_below(lookup: Any, first: int, block_hashes: Any, max_cache_hit_leng
 
 
 def wrap() -> None:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
 
     global _enqueue
     _enqueue = Scheduler.add_request
-    wrap_method(Scheduler, "add_request", ["request"], _add_to_scheduler)
-    wrap_method(Scheduler, "schedule", [], _schedule)
-    wrap_method(Scheduler, "_free_request", ["request"], _free)
-    wrap_method(Scheduler, "finish_requests", ["request_ids", "finished_status"], _finish)
-    for name in ("get_computed_blocks", "get_computed_blocks_for_connector"):
-        wrap_method(KVCacheManager, name, ["request"], _capped)
+    wrapping.wrap("Scheduler.add_request", _add_to_scheduler)
+    wrapping.wrap("Scheduler.schedule", _schedule)
+    wrapping.wrap("Scheduler._free_request", _free)
+    wrapping.wrap("Scheduler.finish_requests", _finish)
+    wrapping.wrap("KVCacheManager.get_computed_blocks", _capped)
+    wrapping.wrap("KVCacheManager.get_computed_blocks_for_connector", _capped)

@@ -16,10 +16,10 @@ import time
 from contextlib import aclosing, suppress
 from typing import Any
 
+from vllm_scope.engine import wrapping
 from vllm_scope.engine.frontend.translators import Decorators, in_words
 from vllm_scope.engine.params import concerns, names_module, params_of
 from vllm_scope.engine.refusals import refusal, told
-from vllm_scope.engine.seams import wrap_method
 from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.results.buffer import Pending
 from vllm_scope.results.inbox import inbox
@@ -222,13 +222,10 @@ def _scope_of(self: Any) -> Any:
 
 def wrap() -> None:
     from vllm.outputs import CompletionOutput, RequestOutput
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.engine.output_processor import RequestState
 
-    wrap_method(LLMEngine, "step", [], _step)
-    wrap_method(LLMEngine, "has_unfinished_requests", [], _has_unfinished)
-    wrap_method(AsyncLLM, "generate", ["prompt", "sampling_params"], _generate)
-    wrap_method(RequestState, "_new_completion_output", ["finish_reason"], _new_completion)
+    wrapping.wrap("LLMEngine.step", _step)
+    wrapping.wrap("LLMEngine.has_unfinished_requests", _has_unfinished)
+    wrapping.wrap("AsyncLLM.generate", _generate)
+    wrapping.wrap("RequestState._new_completion_output", _new_completion)
     CompletionOutput.scope = None
     RequestOutput.scope = property(_scope_of)

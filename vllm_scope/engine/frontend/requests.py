@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_scope.engine import functions
+from vllm_scope.engine import functions, wrapping
 from vllm_scope.engine.frontend import translators
 from vllm_scope.engine.frontend.connection import (
     Connection,
@@ -38,7 +38,6 @@ from vllm_scope.engine.frontend.prepared import (
 )  # fmt: skip
 from vllm_scope.engine.params import HANDLE, asks, concerns, names_module, params_of, with_handle
 from vllm_scope.engine.refusals import refusing
-from vllm_scope.engine.seams import wrap_method
 from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.request.actions import MEMORY
 from vllm_scope.request.spec import Spec
@@ -252,14 +251,7 @@ async def _add_one_async(
 
 
 def wrap() -> None:
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.engine.output_processor import OutputProcessor
-
-    wrap_method(LLMEngine, "add_request", ["request_id", "prompt", "params"], _add_sync)
-    wrap_method(AsyncLLM, "add_request", ["request_id", "prompt", "params"], _add_async)
-    wrap_method(AsyncLLM, "_add_request", ["request", "prompt", "parent_req"], _add_one_async)
-    wrap_method(
-        OutputProcessor, "add_request", ["request", "prompt", "parent_req", "request_index"],
-        _add_to_processor,
-    )  # fmt: skip
+    wrapping.wrap("LLMEngine.add_request", _add_sync)
+    wrapping.wrap("AsyncLLM.add_request", _add_async)
+    wrapping.wrap("AsyncLLM._add_request", _add_one_async)
+    wrapping.wrap("OutputProcessor.add_request", _add_to_processor)

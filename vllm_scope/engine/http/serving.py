@@ -23,13 +23,14 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
+from vllm_scope.engine import wrapping
 from vllm_scope.engine.frontend import translators
 from vllm_scope.engine.frontend.connection import ask_replicas
 from vllm_scope.engine.frontend.outputs import outdated, settle
 from vllm_scope.engine.frontend.prepared import aside
 from vllm_scope.engine.params import asks, handle_of, params_of
 from vllm_scope.engine.refusals import refusal, refusing
-from vllm_scope.engine.seams import config_of, wrap_function, wrap_method
+from vllm_scope.engine.seams import config_of
 from vllm_scope.errors import ConfigError, ScopeError, SpecError, shown
 from vllm_scope.results.inbox import inbox, limit, num_pending
 from vllm_scope.server import faces
@@ -358,29 +359,19 @@ def _wrap_serving() -> None:
     if _serving_wrapped:
         return
     _serving_wrapped = True
-    from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
-    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.output_processor import OutputProcessor
-
-    both = ["request", "raw_request"]
-    wrap_method(OpenAIServingCompletion, "create_completion", both, _create)
-    wrap_method(OpenAIServingChat, "create_chat_completion", both, _create)
+    wrapping.wrap("OpenAIServingCompletion.create_completion", _create)
+    wrapping.wrap("OpenAIServingChat.create_chat_completion", _create)
     responses = partial(_create_elsewhere, "/v1/responses")
-    wrap_method(OpenAIServingResponses, "create_responses", both, responses)
+    wrapping.wrap("OpenAIServingResponses.create_responses", responses)
     batch = partial(_create_elsewhere, "/v1/chat/completions/batch")
-    wrap_method(OpenAIServingChatBatch, "create_batch_chat_completion", both, batch)
-    wrap_method(AsyncLLM, "generate", ["prompt", "sampling_params"], _generate)
-    wrap_method(OutputProcessor, "add_request", ["request"], _admitted)
+    wrapping.wrap("OpenAIServingChatBatch.create_batch_chat_completion", batch)
+    wrapping.wrap("AsyncLLM.generate", _generate)
+    wrapping.wrap("OutputProcessor.add_request", _admitted)
 
 
 def wrap() -> None:
-    from vllm.entrypoints import serve
-
     if RUN not in os.environ:
         # Its API servers are children of the process that loads this first, which kills them.
         run = os.environ[RUN] = secrets.token_hex(16)
         atexit.register(end_run, run, os.getpid(), os.environ.get("VLLM_SCOPE_RESULTS_DIR"))
-    wrap_function([serve], "register_vllm_serve_api_routers", ["app"], _attach)
+    wrapping.wrap("register_vllm_serve_api_routers", _attach)

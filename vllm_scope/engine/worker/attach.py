@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_scope.config import ScopeConfig
+from vllm_scope.engine import wrapping
 from vllm_scope.engine.core import clearing
 from vllm_scope.engine.core.scheduler import ended_in
-from vllm_scope.engine.seams import config_of, wrap_method
+from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.worker.worker import ScopeWorker
-from vllm_scope.errors import CompatError
 
 
 #: RPC name -> what answers it. Errors in them are the caller's: they come back as text.
@@ -98,15 +98,13 @@ def _attach_steps(runner: Any, scope: ScopeWorker) -> None:
 
 
 def wrap() -> None:
-    from vllm.v1.worker.worker_base import WorkerBase
-
     def init(original: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, vllm_config, *args, **kwargs)
         config = config_of(vllm_config)
         if config is not None:
             _attach(self, config)
 
-    wrap_method(WorkerBase, "__init__", ["vllm_config"], init)
-    for name in ("load_model", "compile_or_warm_up_model", "shutdown"):
-        if not hasattr(WorkerBase, name):
-            raise CompatError(f"this vLLM's WorkerBase has no {name}")
+    wrapping.wrap("WorkerBase.__init__", init)
+    wrapping.require(
+        "WorkerBase.load_model", "WorkerBase.compile_or_warm_up_model", "WorkerBase.shutdown"
+    )

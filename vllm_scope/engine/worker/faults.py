@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from vllm_scope.engine import wrapping
 from vllm_scope.engine.core import clearing
 from vllm_scope.engine.refusals import refused
-from vllm_scope.engine.seams import wrap_method
 from vllm_scope.errors import SpecError
 from vllm_scope.graph.tap.definition import fault_at
 from vllm_scope.graph.tap.tables import Tables
@@ -122,8 +122,4 @@ def end_faulty(original: Any, self: Any, scheduler_output: Any, model_runner_out
 
 
 def wrap() -> None:
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    wrap_method(
-        Scheduler, "update_from_output", ["scheduler_output", "model_runner_output"], end_faulty
-    )
+    wrapping.wrap("Scheduler.update_from_output", end_faulty)

@@ -1,0 +1,64 @@
+"""Requests that did not pass our front-end: vLLM's Rust front-end sends them to EngineCore itself.
+
+Owns:  the refusal of such requests, and the warning when that front-end is started.
+Runs:  the refusal in EngineCore (input thread), the warning in `vllm serve`.
+
+`VLLM_USE_RUST_FRONTEND=1 vllm serve` runs no Python between HTTP and EngineCore: nothing checks a
+scope, nobody receives its rows, and a client may send a handle of its own making.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vllm_scope.engine import wrapping
+from vllm_scope.engine.frontend import translators
+from vllm_scope.engine.params import HANDLE, asks
+from vllm_scope.errors import SpecError
+
+logger = logging.getLogger("vllm.vllm_scope")
+
+REFUSED = (
+    "the request has a scope, and vLLM's Rust front-end, which runs no Python, sent it past "
+    "vllm-scope's checks. Start without VLLM_USE_RUST_FRONTEND, or leave the scope out."
+)
+
+
+def serves(vllm_config: Any) -> bool:
+    """True if an engine's requests come from the Rust front-end.
+
+    The variable alone does not say so: `LLM` ignores it. vllm 0.30 to 0.33,
+    entrypoints/cli/serve.py, run_multi_api_server: rank -1 is a process that serves no HTTP.
+    """
+    from vllm import envs
+
+    rank = vllm_config.parallel_config._api_process_rank
+    return bool(envs.VLLM_USE_RUST_FRONTEND) and rank == -1
+
+
+def _preprocess(original: Any, self: Any, request: Any) -> Any:
+    """EngineCore.preprocess_add_request, before entry.py's wrapper."""
+    params = request.sampling_params
+    extra = getattr(params, "extra_args", None) or {}
+    asked = asks(params) or translators.has_keys(extra)
+    if (asked and HANDLE not in extra) or (HANDLE in extra and serves(self.vllm_config)):
+        # The Rust front-end answers with a bare error, so the log has the sentence, too.
+        logger.warning("vllm-scope: request %s is refused: %s", request.request_id, REFUSED)
+        raise SpecError(REFUSED)
+    return original(self, request)
+
+
+def _start(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """RustFrontendProcessManager.__init__."""
+    logger.warning(
+        "vllm-scope: VLLM_USE_RUST_FRONTEND is set, and vLLM's Rust front-end runs no Python. "
+        "Requests with a scope are refused, and the routes of vllm-scope do not exist. Requests "
+        "without a scope are served, and sinks that read every request work."
+    )
+    original(self, *args, **kwargs)
+
+
+def wrap() -> None:
+    wrapping.wrap("EngineCore.preprocess_add_request", _preprocess)
+    wrapping.wrap("RustFrontendProcessManager.__init__", _start)

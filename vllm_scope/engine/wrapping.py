@@ -1,0 +1,185 @@
+"""How a symbol of vLLM is replaced: only where it is as it was when it was read.
+
+Owns:  `wrap`, `exists`, `require`, `owners`, `check_version`.
+Runs:  in every process of an engine, once, before the engine is made.
+From:  seams.CONTRACT.
+
+Promise: an engine does not start if a wrapped symbol is gone, if it lost a parameter that the
+wrapper reads, or if it gained a parameter that the wrapper cannot pass on. The error names the
+symbol. Inside the supported versions the code asks for features, not for version numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pkgutil
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from vllm_scope.engine.seams import CONTRACT, Seam
+from vllm_scope.errors import CompatError
+
+#: The first and the last minor version of vLLM that this version was tried with.
+FIRST, LAST = (0, 30), (0, 33)
+
+
+def wrap(name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace a symbol of CONTRACT by `wrapper(original, ...)`.
+
+    Args:
+        name: as in CONTRACT.
+        wrapper: called with the original function first; then `self`, if it is a method.
+
+    Raises:
+        CompatError: the symbol is gone, or its parameters and the wrapper's do not agree.
+    """
+    replace_in(owners(name), name.rpartition(".")[2], _find(name).parameters, wrapper)
+
+
+def exists(name: str) -> bool:
+    """True if this vLLM has a symbol of CONTRACT. Imports its module."""
+    return _exists(_find(name))
+
+
+def require(*names: str) -> None:
+    """Raises CompatError if this vLLM lacks one of these symbols of CONTRACT."""
+    for name in names:
+        _original(owners(name)[0], name.rpartition(".")[2])
+
+
+def owners(name: str) -> list[Any]:
+    """The class of a method of CONTRACT; the modules that hold a function.
+
+    Raises:
+        CompatError: one of them is gone.
+    """
+    seam, above = _find(name), name.rpartition(".")[0]
+    try:
+        if above:
+            return [pkgutil.resolve_name(f"{seam.module}:{above}")]
+        return [pkgutil.resolve_name(module) for module in (seam.module, *seam.holders)]
+    except (ImportError, AttributeError) as error:
+        raise CompatError(f"this vLLM has no {seam.module}.{name}; {_known()}") from error
+
+
+def _find(name: str) -> Seam:
+    declared = [seam for seam in CONTRACT if seam.name == name]
+    return next(filter(_exists, declared), declared[-1])
+
+
+def _exists(seam: Seam) -> bool:
+    try:
+        pkgutil.resolve_name(f"{seam.module}:{seam.name}")
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def replace_in(
+    owners: Sequence[type | ModuleType],
+    name: str,
+    parameters: Sequence[str],
+    wrapper: Callable[..., Any],
+) -> None:
+    """Replace a function in all of its owners by the same wrapped one.
+
+    Args:
+        owners: a class, or the modules that hold the function.
+        parameters: names that its signature must have.
+        wrapper: as of `wrap`.
+
+    Raises:
+        CompatError: as `wrap`.
+    """
+    for owner in owners:
+        _original(owner, name)
+    wrapped = _wrapped(owners[0], name, parameters, wrapper)
+    for owner in owners:
+        setattr(owner, name, wrapped)
+
+
+def _original(owner: type | ModuleType, name: str) -> Any:
+    if not hasattr(owner, name):
+        raise CompatError(f"this vLLM has no {owner.__name__}.{name}; {_known()}")
+    return getattr(owner, name)
+
+
+def _wrapped(
+    owner: type | ModuleType, name: str, parameters: Sequence[str], wrapper: Callable[..., Any]
+) -> Callable[..., Any]:
+    original = _original(owner, name)
+    signature = inspect.signature(original)
+    missing = set(parameters) - set(signature.parameters)
+    if missing:
+        raise CompatError(
+            f"{owner.__name__}.{name} of this vLLM has no parameter "
+            f"{', '.join(sorted(missing))}; {_known()}"
+        )
+    # `getattr` binds a class method, so its signature lacks the first parameter.
+    given = [original, owner] if inspect.ismethod(original) else [original]
+    refused = _refused_parameter(signature, wrapper, given)
+    if refused is not None:
+        raise CompatError(
+            f"{owner.__name__}.{name} of this vLLM takes {refused}, which vllm-scope does not "
+            f"pass on; {_known()}"
+        )
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    return wrapped
+
+
+def _refused_parameter(
+    original: inspect.Signature, wrapper: Callable[..., Any], given: list[Any]
+) -> str | None:
+    """A parameter that callers may give to the original and the wrapper cannot take, or None.
+
+    Args:
+        given: what the wrapper gets before the original's parameters.
+    """
+    kinds = inspect.Parameter
+    taken = inspect.signature(wrapper)
+    positional = list(given)
+    named: dict[str, object] = {}
+    for parameter in original.parameters.values():
+        if parameter.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD):
+            continue
+        if parameter.kind is kinds.KEYWORD_ONLY:
+            named[parameter.name] = parameter
+        else:
+            positional.append(parameter)
+        try:
+            taken.bind_partial(*positional, **named)
+        except TypeError:
+            return parameter.name
+    return None
+
+
+def check_version(version: str) -> None:
+    """Raises CompatError if a vLLM is outside of FIRST to LAST.
+
+    Args:
+        version: as `vllm.__version__` has it.
+    """
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        release = Version(version).release[:2]
+    except InvalidVersion:
+        release = (0, 0)
+    if not FIRST <= release <= LAST:
+        raise CompatError(f"this is not a vLLM that vllm-scope was tried with: {_known(version)}")
+
+
+def _known(version: str | None = None) -> str:
+    import vllm
+
+    first, last = (".".join(map(str, number)) for number in (FIRST, LAST))
+    return (
+        f"vllm-scope knows vLLM {first} to {last}, this is {version or vllm.__version__}. "
+        "Set VLLM_SCOPE=0 to serve without it."
+    )
