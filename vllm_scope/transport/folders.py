@@ -1,11 +1,11 @@
-"""Folders of a process, which go with it however it ends.
+"""Folders of a process, which are removed however the process ends.
 
-Owns:  `hold` and what removes folders that nobody holds any more.
+Owns:  `hold`, and the removal of folders that no process holds.
 Runs:  in every process that makes one: API servers (results, sockets of rows).
 
-A process holds its folder by a lock on it, which the kernel lets go of. A process that ends by
-itself removes its folder; API servers are killed by the process that started them, so that one
-removes theirs; what a server leaves that was killed as a whole, the next one removes.
+A process holds a lock on its folder, which the kernel releases when the process ends. A process
+that ends by itself removes its folder. API servers are killed by the process that started them,
+which then removes their folders. If a whole server is killed, the next one removes its folders.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-#: Set by the first process of a server; the processes that it starts inherit it.
+#: Environment variable, set by the first process of a server and inherited by its children.
 RUN = "VLLM_SCOPE_RUN"
-#: A folder without a holder that is younger may be one that is just being made.
+#: A younger folder without a holder may be one that is just being made.
 _NEW_S = 60.0
-#: How long a process that was killed may take to let go.
+#: How long a killed process may take to release its lock.
 _LAST_S, _POLL_S = 5.0, 0.02
-#: What this process holds.
+#: Folders that this process holds.
 _own: set[Path] = set()
 
 
 def prefix(kind: str) -> str:
-    """What the names of this user's folders of a kind begin with."""
+    """The beginning of the names of this user's folders of a kind."""
     return f"vllm-scope-{kind}-{os.getuid()}-"
 
 
 def short(run: str) -> str:
-    """Of a run, for names: the path of a socket has 107 bytes."""
+    """The run's identity as it is in names: a socket's path has at most 107 bytes."""
     return run[:8]
 
 
 def hold(folder: Path) -> int:
-    """Keep others from removing it while the descriptor that is returned is open."""
+    """Lock a folder. Other processes do not remove it while the returned descriptor is open."""
     holder = _opened(folder)
     fcntl.flock(holder, fcntl.LOCK_SH)
     _own.add(folder)
@@ -47,7 +47,7 @@ def hold(folder: Path) -> int:
 
 
 def is_held(folder: Path, holder: int) -> bool:
-    """Whether the folder of this name is the one that `holder` has open."""
+    """True if the folder of this name is the one that `holder` has open."""
     try:
         return os.path.samestat(folder.lstat(), os.fstat(holder))
     except FileNotFoundError:
@@ -55,7 +55,7 @@ def is_held(folder: Path, holder: int) -> bool:
 
 
 def release(folder: Path, holder: int) -> None:
-    """Remove the folder that is open as `holder`, which is closed, unless others hold it."""
+    """Close `holder`, and remove its folder unless another process holds it."""
     _own.discard(folder)
     try:
         fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -68,16 +68,16 @@ def release(folder: Path, holder: int) -> None:
 
 
 def remove_abandoned(parent: Path, kind: str) -> None:
-    """Folders of servers that were killed."""
+    """Remove the folders of servers that were killed."""
     _remove_free(parent.glob(f"{prefix(kind)}*"), _NEW_S)
 
 
 def end_run(run: str, owner: int, *parents: str | None) -> None:
-    """What the processes of a server have left that this one started.
+    """Remove the folders of the run's other processes, which this process started.
 
     Args:
-        owner: this process; nothing is done in one that was forked from it.
-        parents: where there may be folders beside the system's temporary one.
+        owner: pid of the process that started them. Does nothing in a fork of it.
+        parents: folders to look in, beside the system's temporary folder.
     """
     if os.getpid() != owner:
         return
@@ -90,7 +90,7 @@ def end_run(run: str, owner: int, *parents: str | None) -> None:
 
 
 def _left(run: str, parents: set[str]) -> list[Path]:
-    """Folders of other processes of the run; this one's go with what made them."""
+    """Folders of other processes of the run; this process's are removed by their owners."""
     name = f"vllm-scope-*-{os.getuid()}-{short(run)}*"
     return [
         folder for parent in parents for folder in Path(parent).glob(name) if folder not in _own

@@ -1,22 +1,21 @@
-"""The road from workers to the front-end: what heavy tensors travel on.
+"""What travels from workers to a front-end, and to which address.
 
 Owns:  the addresses and the messages.
 Runs:  in workers (senders) and front-ends (receiver.py).
 
-Each front-end process binds one receiving socket and tells the workers about it
-through vLLM's own control channel; workers connect. So results come straight
-from the rank that has them (any stage, any data-parallel replica), and not
-through vLLM's message queue, which pickles and caps a message at 4 GiB.
+Each front-end process binds one receiving socket and sends its address to the workers through
+vLLM's own control channel; the workers connect. Rows come straight from the rank that has
+them (any stage, any data-parallel replica), and not through vLLM's message queue, which
+pickles and limits a message to 4 GiB.
 
-There are two roads for the same messages. A worker whose memory the front-end can
-map names rows in its HostRing; the rows are copied once, by the front-end, into the
-tensors that the caller gets. From another host, or where the mapping fails, the rows
-follow their header over TCP.
+The same messages travel in two ways. If the front-end can map the worker's memory, a message
+names rows in the HostRing, and the front-end copies them once, into the tensors that the
+caller gets. From another host, or if the mapping fails, the rows follow their header over TCP.
 
-Promise: the local socket is a file in a folder that only this user may enter. Nothing
-listens on TCP before a worker said that it cannot share memory; then only a worker
-that was given the front-end's CURVE keys gets in. Nothing is unpickled: a message is
-a small typed header, and sizes are compared before rows are looked at.
+Promise: the local socket is a file in a folder that only this user may enter. Nothing listens
+on TCP before a worker has said that it cannot share memory; then only workers with the
+front-end's CURVE keys get in. Nothing is unpickled: a message is a small typed header, and
+sizes are compared before rows are looked at.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from vllm_scope.sinks import Manifest
 from vllm_scope.transport.ring import RingRef
 from vllm_scope.worker.plan import Labels
 
-#: The largest frame that is taken off TCP. zmq makes room for a frame when it sees its
-#: size, and does so before it knows who sent it.
+#: The largest frame that is accepted over TCP. zmq allocates a frame when it sees its size,
+#: before it knows the sender.
 MOST_FRAME_BYTES = 64 << 20
-#: Either end of a connection that says nothing for so long is taken for gone; zmq's own
-#: thread says something every HEARTBEAT_MS, however busy Python is.
+#: If one end of a connection is silent for SILENCE_MS, the other counts it as gone. zmq's own
+#: thread sends something every HEARTBEAT_MS, however busy Python is.
 HEARTBEAT_MS = 2000
 SILENCE_MS = 8000
 
@@ -51,7 +50,7 @@ class TcpAddress(msgspec.Struct, frozen=True):
     Attributes:
         endpoint: as zmq writes it, tcp://host:port.
         server_key: the front-end's public key; only its owner can answer.
-        client_key, client_secret: the pair by which a worker proves that it was told.
+        client_key, client_secret: the pair by which a worker proves that it has the address.
     """
 
     endpoint: str
@@ -68,12 +67,12 @@ class Address(msgspec.Struct, frozen=True):
 
     Attributes:
         frontend: identity of the front-end; part of every request's handle.
-        path: the socket's file; its folder also holds a file named `frontend`,
-            by which a worker sees that it is on the same host.
+        path: the socket's file. Its folder has a file named by `frontend`, by which a
+            worker sees that it is on the same host.
         pid: the front-end's process.
-        started: when that process started, in the kernel's clock ticks; a later
-            process may get its number.
-        tcp: None until some worker needs it.
+        started: when that process started, in the kernel's clock ticks; a later process may
+            get the same pid.
+        tcp: None until a worker needs it.
     """
 
     frontend: str
@@ -84,15 +83,15 @@ class Address(msgspec.Struct, frozen=True):
 
     @property
     def on_this_host(self) -> bool:
-        """Whether the socket's folder is seen here."""
+        """True if this process sees the socket's folder."""
         return (Path(self.path).parent / self.frontend).exists()
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs. Only where `on_this_host`."""
+        """True if the process runs. Only if `on_this_host`."""
         try:
             return start_of(self.pid) == self.started
-        except OSError:  # nothing is known: this process may have no descriptor left
+        except OSError:  # not known: this process may have no descriptor left
             return True
 
 
@@ -100,20 +99,19 @@ def start_of(pid: int) -> int | None:
     """When a process started, in clock ticks since boot; None if it does not run.
 
     Raises:
-        OSError: it cannot be told.
+        OSError: /proc cannot be read.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # proc(5): the name, in parentheses, may hold anything; the state comes third, the
-    # start 22nd.
+    # proc(5): field 2, in parentheses, may hold anything; 3 is the state, 22 the start.
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])
 
 
 def check_curve() -> None:
-    """Raises CompatError where this zmq cannot encrypt."""
+    """Raises CompatError if this zmq cannot encrypt."""
     if not zmq.has("curve"):
         raise CompatError(
             f"libzmq {zmq.zmq_version()} was built without CURVE, so rows cannot travel "
@@ -122,7 +120,7 @@ def check_curve() -> None:
 
 
 def keep_alive(socket: zmq.Socket[bytes]) -> None:
-    """Notice when the other end of a TCP connection is gone."""
+    """Make zmq notice when the other end of a TCP connection is gone."""
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
 
@@ -156,9 +154,9 @@ class Answer(msgspec.Struct, array_like=True, tag="answer"):
     """From the front-end to a worker.
 
     Attributes:
-        read: how many messages of this worker were read, over all connections of the
-            session; CLOSED when the front-end goes. On the shared road always 0: the
-            ring's counter tells.
+        read: number of this worker's messages that were read, over all connections of the
+            session; CLOSED if the front-end closes. With shared memory always 0, because
+            the ring has a counter.
         error: why the ring cannot be shared.
     """
 
@@ -170,15 +168,14 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
     """A batch of rows. Arrays are raw little-endian bytes.
 
     Attributes:
-        ring: what the rows lie in.
-        start, stop: which slots of the ring.
+        start, stop: the slots of the ring that have the rows.
         reader: this front-end's counter in the ring; -1 over TCP.
-        message: what to set it to when the rows are read.
-        boundary: the one tap that the rows are of, or None for whole tokens.
+        message: the counter's value once the rows are read.
+        boundary: the tap whose rows these are, or None for whole tokens.
         row_bytes: of one row, by its kind, as in layout.Widths.
         layouts: points and scores of each.
-        encoded: of each layout its codecs, as text, with the bytes of a row and the
-            points; empty where no layout has any.
+        encoded: of each layout (codec as text, bytes of a row, points) per codec; empty if no
+            layout has any.
     """
 
     ring: RingRef
@@ -238,7 +235,7 @@ class FinishHeader(msgspec.Struct, array_like=True, tag="finish"):
     """A stage has sent everything it will send for this request.
 
     Attributes:
-        manifests: what became of it at the other sinks that it named.
+        manifests: sink -> what became of the request there, for other sinks than memory.
     """
 
     key: int
@@ -248,19 +245,15 @@ class FinishHeader(msgspec.Struct, array_like=True, tag="finish"):
 
 
 class CountersHeader(msgspec.Struct, array_like=True, tag="counters"):
-    """What a worker's sinks have done since its start, for metrics.
+    """What a worker's sinks have counted since its start, for metrics.
 
     Attributes:
         worker: the identity of its ring.
-        sinks: name -> counter -> value, as `sinks.lane.Counters` has them.
+        sinks: name -> counter -> value, as in `sinks.counters.Counters`.
     """
 
     worker: int
     sinks: dict[str, dict[str, float]]
-
-
-def _always() -> bool:
-    return True
 
 
 class RowsMessage(msgspec.Struct):
@@ -269,9 +262,9 @@ class RowsMessage(msgspec.Struct):
     Attributes:
         keys, positions: int64 [num_tokens].
         layout_of: int32 [num_tokens], index into `layouts`.
-        widths: of rows as they are.
+        widths: of plain rows.
         slots: uint8 [num_slots, SLOT_BYTES].
-        valid: asked once the slots are copied: False where others may have written there.
+        valid: call it after the copy; False if the slots may have been overwritten.
     """
 
     keys: np.ndarray
@@ -281,7 +274,7 @@ class RowsMessage(msgspec.Struct):
     boundary: int | None
     widths: Widths
     slots: torch.Tensor
-    valid: Callable[[], bool] = _always
+    valid: Callable[[], bool] = lambda: True
 
 
 encode = msgspec.msgpack.Encoder().encode

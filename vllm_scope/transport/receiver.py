@@ -1,10 +1,10 @@
-"""The front-end's end of the road: takes what all workers send.
+"""The front-end's end: receives what all workers send.
 
-Owns:  the sockets that workers connect to, and who gets in.
+Owns:  the sockets that workers connect to, and the check of who connects.
 Runs:  on a thread of the front-end.
-From:  senders.   To: inbox.
+From:  senders.   To: results.inbox.
 
-Promise: messages of one worker are handed on in their order, each once; a message is
+Promise: the messages of one worker are handed on in their order, each once. A message is
 acknowledged when its callback has returned, also one that could not be read.
 """
 
@@ -51,13 +51,13 @@ from vllm_scope.transport.ring import CLOSED, RingReader, RingRef
 
 logger = logging.getLogger(__name__)
 
-#: Messages of one worker that wait at the front-end, before TCP makes the worker wait.
+#: Messages of one worker that wait at the front-end before TCP makes the worker wait.
 MOST_WAITING = 8
-#: Messages that are read from one socket before the other has its turn.
+#: Messages that are read from one socket before the other socket's turn.
 MOST_IN_TURN = 16
-#: A worker whose connection was found to be gone so long ago dials no more (senders.tcp).
+#: A worker whose connection is gone for so long does not dial again (senders.tcp).
 FORGET_S = 60.0
-#: Of folders that hold a socket.
+#: Kind of the folders that hold a socket.
 KIND = "rows"
 
 
@@ -65,11 +65,11 @@ KIND = "rows"
 class _Session:
     """A worker on TCP: its connection, and how many of its messages were read.
 
-    A worker that dials again sends what was not read again. What is still on its way
-    over the connection before is no longer listened to, so nothing is read twice.
+    A worker that dials again sends again what was not read. What still arrives over the old
+    connection is ignored, so that nothing is read twice.
 
     Attributes:
-        worker: the identity of its ring, once it has told its counters.
+        worker: the identity of its ring, once it has sent its counters.
         lost_at: when its connection was found to be gone; monotonic seconds.
     """
 
@@ -79,22 +79,25 @@ class _Session:
     lost_at: float | None = None
 
 
+@dataclass
 class _Doorman:
-    """Knows the one key that is let in."""
+    """Accepts one key; zmq calls `callback`."""
 
-    def __init__(self, client_key: bytes) -> None:
-        self._client_key = client_key
+    client_key: bytes
 
     def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._client_key
+        return key == self.client_key
 
 
 class Receiver:
-    """The front-end's end: binds, and hands messages to callbacks on its own thread.
+    """Binds the sockets, and hands messages to callbacks on its own thread.
 
-    `on_lost` hears whose rows were read so late that the worker did not wait. Where that is
-    found out while `on_rows` copies, the message's `valid` says no. `on_gone` hears of workers
-    that are gone, by the identity of their ring, when a new one comes.
+    Args:
+        on_lost: called with the keys of requests whose rows were read too late: the worker
+            has revoked this front-end. If that happens while `on_rows` copies, the message's
+            `valid` returns False.
+        on_gone: called with the identity of a ring whose worker is gone, when a new worker
+            connects.
     """
 
     def __init__(
@@ -115,9 +118,9 @@ class Receiver:
         self._on_counters, self._on_lost = on_counters, on_lost
         self._on_gone = on_gone
         self._rings: dict[RingRef, RingReader] = {}
-        #: Their files, by which one that was closed is told from one that took its number.
+        #: Inodes of their files: a closed ring's descriptor may be reused.
         self._files: dict[RingRef, int] = {}
-        #: Whom to tell of the end: counters in rings, sessions by their connection.
+        #: Those that get CLOSED at the end: counters in rings, sessions by their connection.
         self._readers: dict[RingRef, int] = {}
         self._sessions: dict[int, _Session] = {}
         self._peers: dict[bytes, _Session] = {}
@@ -129,19 +132,19 @@ class Receiver:
         self._door: ThreadAuthenticator | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        #: Written where the thread is to look again.
+        #: Wakes the thread.
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="vllm-scope-inbox", daemon=True)
         self._thread.start()
-        # Children of multiprocessing, as API servers are, never come to atexit.
+        # API servers are children of multiprocessing, which do not run atexit functions.
         self._cleanup = Finalize(self, release, (folder, holder), exitpriority=0)
 
     def listen(self, host: str) -> None:
-        """Bind the TCP socket too, and put it into `address`. Once: the first host holds.
+        """Bind the TCP socket too, and put it into `address`. A second call does nothing.
 
         Args:
-            host: the one address, or interface, of this host that workers reach. Not
-                all of them: who cannot reach a port cannot attack it.
+            host: the address, or interface, of this host that workers reach. Only one: a port
+                that is not reachable cannot be attacked.
 
         Raises:
             CompatError: this zmq cannot encrypt.
@@ -160,13 +163,13 @@ class Receiver:
             socket = self._context.socket(zmq.ROUTER)
             socket.curve_server = True
             socket.curve_publickey, socket.curve_secretkey = server_key, server_secret
-            # Answers are small, and no more than the messages that they answer.
+            # Unbounded: answers are small, and each answers a message.
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
             socket.setsockopt(zmq.MAXMSGSIZE, MOST_FRAME_BYTES + 1024)  # CURVE adds some
             keep_alive(socket)
-            # A connection keeps what the socket had at `bind`: with zmq's own -1 an answer to a
-            # worker that has gone holds `term` for ever, whatever `close` says later.
+            # A connection keeps the linger that the socket had at `bind`. With zmq's own -1, an
+            # answer to a worker that is gone blocks `term` for ever, whatever `close` sets.
             socket.linger = 0
             socket.ipv6 = ":" in host
             try:
@@ -182,7 +185,7 @@ class Receiver:
                 bytes(socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode(),
                 server_key.decode(), client_key.decode(), client_secret.decode(),
             )  # fmt: skip
-            self._tcp = socket  # the thread takes it over
+            self._tcp = socket  # from here on the thread's
             os.eventfd_write(self._wake, 1)
             self.address = msgspec.structs.replace(self.address, tcp=tcp)
 
@@ -210,14 +213,14 @@ class Receiver:
         self._say_goodbye()
 
     def _take_turn(self, receive: Callable[[], None]) -> None:
-        """Read what is there, up to a few messages: to poll takes as long as to read one."""
+        """Read up to MOST_IN_TURN waiting messages: a poll takes as long as reading one."""
         for _ in range(MOST_IN_TURN):
             try:
                 receive()
             except zmq.Again:
                 return
             except Exception:
-                # One bad message costs its own rows; they are reported as dropped.
+                # Only its own rows are lost; they are reported as dropped.
                 logger.exception("vllm-scope: a message could not be read")
 
     def _say_goodbye(self) -> None:
@@ -268,7 +271,7 @@ class Receiver:
     def _ring(self, ref: RingRef) -> RingReader:
         ring = self._rings.get(ref)
         if ring is None:
-            # Workers come and go with their engines; keep the rings of those alive.
+            # Workers start and end with their engines. Keep the rings of those that run.
             for other in [known for known in self._rings if _file_of(known) != self._files[known]]:
                 del self._rings[other], self._files[other]
                 self._readers.pop(other, None)
@@ -287,7 +290,7 @@ class Receiver:
         if session is None:
             header = decode(frames[0].buffer)
             if not isinstance(header, TcpHello):
-                return  # of a connection that was replaced
+                return  # from a connection that was replaced
             self._forget_sessions(header.session)
             session = self._sessions.setdefault(header.session, _Session(peer))
             self._peers.pop(session.peer, None)
@@ -299,13 +302,13 @@ class Receiver:
         self._tcp.send_multipart([peer, encode(Answer(session.num_read))])
 
     def _forget_sessions(self, coming: int) -> None:
-        """Of workers that are gone: those whose connection is, for longer than they dial again.
+        """Forget workers whose connection is gone for FORGET_S.
 
         Args:
             coming: the session that is dialling.
         """
         assert self._tcp is not None
-        self._tcp.router_mandatory = True  # tells where a connection is gone
+        self._tcp.router_mandatory = True  # a send fails if its connection is gone
         try:
             for number, session in list(self._sessions.items()):
                 try:
@@ -336,7 +339,7 @@ class Receiver:
 
 
 def _file_of(ref: RingRef) -> int:
-    """The number of a ring's file; -1 where the ring or its process is gone."""
+    """The inode of a ring's file; -1 if the ring or its process is gone."""
     try:
         return os.stat(f"/proc/{ref.pid}/fd/{ref.fd}").st_ino
     except OSError:
@@ -358,7 +361,7 @@ def _slots_of(header: RowsHeader, frame: zmq.Frame) -> torch.Tensor:
 
 
 def _make_folder() -> tuple[Path, int]:
-    """Of mode 0700, and what holds it."""
+    """A folder of mode 0700, and the descriptor that holds it."""
     parent = Path(tempfile.gettempdir())
     remove_abandoned(parent, KIND)
     run = short(os.environ.get(RUN, "alone"))

@@ -1,22 +1,21 @@
 """Host memory that rows are copied into, shared with front-ends on this host.
 
 Owns:  HostRing (the worker's side) and RingReader (a front-end's side).
-Runs:  `acquire` on the worker's main thread; leases are released on the drain
-       thread; `RingReader` on the front-end's inbox thread.
-From:  drain (writes).   To: road (names spans), receiver (reads them).
+Runs:  `acquire` on the worker's main thread; leases are released on the drain thread;
+       `RingReader` on the front-end's receiving thread.
+From:  worker.drain (writes).   To: messages (name spans), receiver (reads them).
 
-The memory is a memfd: it has no name in any file system, only processes of this
-user can open it (through /proc), and it is gone when they are. On a GPU it is
-registered with CUDA, so the device copies straight into what the front-end reads.
-Not every process on the host can open it (another pid namespace, hidepid), and in
-another namespace the same path may name something else; so a reader compares the
-identity that the first page holds.
+The memory is a memfd: it has no name in any file system, only processes of this user can open
+it (through /proc), and it is gone when they are. For a GPU it is registered with CUDA, so
+that the device copies straight into what the front-end reads. Some processes on the host
+cannot open it (another pid namespace, hidepid), and in another namespace the same path may
+name something else, so a reader compares the identity in the first page.
 
-Promise: a span is written again only when every lease on it is released. A reader
-tells how far it has read by a counter in the ring's first page, in message order.
-A counter is given to another reader only when the one before will not write again.
-A reader that lives and does not read holds the worker for `patience_s`; then it is revoked:
-what it finds in the ring behind that word, which is written first, is not for it.
+Promise: a span is written again only when every lease on it is released. A reader reports how
+far it has read by a counter in the ring's first page, in message order. A counter goes to
+another reader only when its last owner will not write again. If a live reader does not read
+for `patience_s`, the worker sets its revoked flag before it reuses the slots. A reader that
+sees the flag must discard what it copied.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import os
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -36,12 +34,13 @@ from torch import Tensor
 
 from vllm_scope.errors import CapacityError
 from vllm_scope.program.layout import SLOT_BYTES
+from vllm_scope.transport.spans import SpanRing
 
-#: Bytes before the rows: for each reader an int64 counter, which it writes, and one that the
-#: worker writes where it is revoked; and the ring's identity.
+#: Bytes before the rows, int64 each: a counter of every reader, which it writes; its revoked
+#: flag, which the worker writes; the ring's identity.
 HEADER_BYTES = 4096
 MAX_READERS = (HEADER_BYTES // 8 - 1) // 2
-#: A counter at this value: the reader has closed, and everything counts as read.
+#: A counter with this value: the reader has closed, and everything counts as read.
 CLOSED = 1 << 62
 #: How long `acquire` sleeps between looks at the readers' counters.
 POLL_S = 0.0002
@@ -51,7 +50,7 @@ class RingRef(msgspec.Struct, array_like=True, frozen=True):
     """Where another process finds the ring.
 
     Attributes:
-        identity: random; a process may close a ring and give its number to another.
+        identity: random. A process may close a ring and reuse its file descriptor.
     """
 
     identity: int
@@ -61,7 +60,7 @@ class RingRef(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Lease:
-    """A span of the ring in use. Free once released as often as it was taken."""
+    """A span of the ring in use. Free once every holder has released it."""
 
     def __init__(self, start: int, stop: int, ring: Tensor, lock: threading.Lock) -> None:
         self.start, self.stop = start, stop
@@ -71,7 +70,7 @@ class Lease:
 
     @property
     def slots(self) -> Tensor:
-        """uint8 [stop - start, SLOT_BYTES]. Taps write most spans without asking for it."""
+        """uint8 [stop - start, SLOT_BYTES]."""
         return self._ring[self.start : self.stop]
 
     def retain(self) -> None:
@@ -111,21 +110,22 @@ class JoinedLease(Lease):
         return all(part.free for part in self._parts)
 
 
-class HostRing:
+class HostRing(SpanRing[Lease]):
     """A ring of slots in shared memory.
 
     Attributes:
-        ref: what a RingReader needs.
+        ref: for a RingReader.
         slots: uint8 [num_slots, SLOT_BYTES].
         num_slots: its length.
         counters: int64 [MAX_READERS], written by readers.
-        reclaim: called while `acquire` waits; releases what readers are done with.
-        patience_s, give_up: called with the lease for which `acquire` waits, twice in this
-            time; who has read nothing between two of them is given up.
-        wait_ms: time that `acquire` has waited for readers, in all.
+        reclaim: called while `acquire` waits, to release what readers have read.
+        give_up: called every patience_s / 2 while `acquire` waits, with the lease that it
+            waits for. A reader with no progress between two calls is revoked.
+        wait_ms: total time that `acquire` has waited for readers.
     """
 
     def __init__(self, num_slots: int, cuda: bool) -> None:
+        super().__init__(num_slots)
         self._fd = os.memfd_create("vllm-scope-ring", os.MFD_CLOEXEC)
         size = HEADER_BYTES + num_slots * SLOT_BYTES
         os.ftruncate(self._fd, size)
@@ -136,7 +136,6 @@ class HostRing:
         self._leaving: list[tuple[int, Callable[[], bool]]] = []
         raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
         self.slots = raw.view(num_slots, SLOT_BYTES)
-        self.num_slots = num_slots
         self._registered = 0
         if cuda:
             address = raw.data_ptr() - HEADER_BYTES
@@ -151,11 +150,9 @@ class HostRing:
         self.patience_s = 60.0
         self.wait_ms = 0.0
         self._lock = threading.Lock()
-        self._leases: deque[Lease] = deque()
-        self._head = 0
 
     def add_reader(self) -> int:
-        """A counter for one more reader, at zero.
+        """Reserve a counter for one more reader, and set it to zero.
 
         Raises:
             CapacityError: all are taken.
@@ -173,60 +170,40 @@ class HostRing:
         return reader
 
     def revoke(self, reader: int) -> None:
-        """Before the leases of what it did not read are released."""
+        """Set the reader's flag. Call it before the leases that it did not read are released."""
         self._revoked[reader] = 1
 
     def free_reader(self, reader: int) -> None:
-        """Give a counter back, of a reader that is closed or whose process is gone."""
+        """Return the counter of a reader that has closed, or whose process is gone."""
         self._free_readers.append(reader)
 
     def free_reader_later(self, reader: int, is_gone: Callable[[], bool]) -> None:
-        """The same, of one that may still write its counter until it is gone."""
+        """The same for a reader that may write its counter until `is_gone` is true."""
         if is_gone():
             self.free_reader(reader)
         else:
             self._leaving.append((reader, is_gone))
 
-    def acquire(self, num_slots: int) -> Lease:
-        """The next span; waits while it is in use.
+    def _new_span(self, start: int, stop: int) -> Lease:
+        return Lease(start, stop, self.slots, self._lock)
 
-        Raises:
-            ValueError: more than the whole ring.
-        """
-        if num_slots > self.num_slots:
-            raise ValueError(f"{num_slots} slots asked of a ring of {self.num_slots}")
-        if num_slots == 0:
-            return Lease(self._head, self._head, self.slots, self._lock)
-        start = self._head
-        if start + num_slots > self.num_slots:
-            while self._leases and self._leases[0].start >= start:
-                self._wait_for(self._leases.popleft())
-            start = 0
-        stop = start + num_slots
-        while self._leases and self._leases[0].start < stop and start < self._leases[0].stop:
-            self._wait_for(self._leases.popleft())
-        lease = Lease(start, stop, self.slots, self._lock)
-        self._leases.append(lease)
-        self._head = stop
-        return lease
-
-    def _wait_for(self, lease: Lease) -> None:
-        if lease.free:
+    def _wait_for(self, span: Lease) -> None:
+        if span.free:
             return
         started = time.monotonic()
         limit = started + self.patience_s / 2
         while True:
             self.reclaim()
-            if lease.free:
+            if span.free:
                 break
             if time.monotonic() > limit:
-                self.give_up(lease)
+                self.give_up(span)
                 limit = time.monotonic() + self.patience_s / 2
             time.sleep(POLL_S)
         self.wait_ms += 1e3 * (time.monotonic() - started)
 
     def close(self) -> None:
-        """Give the memory back; rows that readers still map stay theirs."""
+        """Free the memory. Readers that map it keep their mapping."""
         if self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._registered)
             self._registered = 0
@@ -270,9 +247,9 @@ class RingReader:
         return self._slots[start:stop]
 
     def revoked(self, reader: int) -> bool:
-        """Asked once rows are copied: whether they may have been others' by then."""
+        """Ask after the copy: if true, the copied rows may be of other requests."""
         return bool(self._revoked[reader])
 
     def acknowledge(self, reader: int, message: int) -> None:
-        """All messages up to this one are read; CLOSED: nothing will be any more."""
+        """Report that all messages up to this one are read; CLOSED: that no more will be."""
         self._counters[reader] = message

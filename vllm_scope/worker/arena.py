@@ -11,12 +11,12 @@ before it is copied. If the ring is full, the stream waits (GPU), or the thread 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from dataclasses import dataclass
 
 import torch
 
 from vllm_scope.program.layout import SLOT_BYTES
+from vllm_scope.transport.spans import SpanRing
 
 
 class HostFence(threading.Event):
@@ -45,11 +45,8 @@ class Region:
     def stop(self) -> int:
         return self.start + self.num_slots
 
-    def overlaps(self, start: int, stop: int) -> bool:
-        return self.start < stop and start < self.stop
 
-
-class Arena:
+class Arena(SpanRing[Region]):
     """A ring of slots.
 
     Attributes:
@@ -58,46 +55,27 @@ class Arena:
         num_slots: its length.
     """
 
+    name = "an arena"
+
     def __init__(self, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(num_slots)
         shape = (num_slots, SLOT_BYTES // dtype.itemsize)
         # Written now: host pages that are first touched later look like a leak.
         self.slots = torch.empty(shape, dtype=dtype, device=device).fill_(0)
-        self.num_slots = num_slots
         self._new_fence = StreamFence if device.type == "cuda" else HostFence
-        self._head = 0
-        self._outstanding: deque[Region] = deque()
 
     @property
     def num_bytes(self) -> int:
         return self.slots.numel() * self.slots.element_size()
 
-    def acquire(self, num_slots: int) -> Region:
-        """The next region of the ring, after the fences of the regions that it overlaps.
-
-        Raises:
-            ValueError: more than the whole arena.
-        """
-        if num_slots > self.num_slots:
-            raise ValueError(f"{num_slots} slots asked of an arena of {self.num_slots}")
-        if num_slots == 0:
-            # Not queued: an empty region overlaps nothing, and would end the loops below.
-            region = Region(self._head, 0, self._new_fence())
+    def _new_span(self, start: int, stop: int) -> Region:
+        region = Region(start, stop - start, self._new_fence())
+        if start == stop:
             self.give_back(region)
-            return region
-        start = self._head
-        if start + num_slots > self.num_slots:
-            # Wrap. Regions at the ring's end are older than those at its beginning, so
-            # the queue keeps its order.
-            while self._outstanding and self._outstanding[0].start >= start:
-                self._outstanding.popleft().fence.wait()
-            start = 0
-        stop = start + num_slots
-        while self._outstanding and self._outstanding[0].overlaps(start, stop):
-            self._outstanding.popleft().fence.wait()
-        region = Region(start, num_slots, self._new_fence())
-        self._outstanding.append(region)
-        self._head = stop
         return region
+
+    def _wait_for(self, span: Region) -> None:
+        span.fence.wait()
 
     def give_back(self, region: Region) -> None:
         """Free a region that nothing will copy."""

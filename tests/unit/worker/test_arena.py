@@ -27,7 +27,9 @@ class LazyCopies:
 
     def take(self, num_slots: int) -> Region:
         region = self.arena.acquire(num_slots)
-        overlapping = [r for _, r in self.waiting if r.overlaps(region.start, region.stop)]
+        overlapping = [
+            r for _, r in self.waiting if r.start < region.stop and region.start < r.stop
+        ]
         assert not overlapping, f"{region} was handed out over {overlapping}"
         self._count += 1
         self.arena.view(region).fill_(self._count)

@@ -80,10 +80,12 @@ def _launch(hidden: Tensor, residual: Tensor | None, *arguments: Any) -> None:
     hidden = hidden.view(-1, hidden.shape[-1])
     if residual is not None:
         residual = residual.view(-1, residual.shape[-1])
-    tap_rows = definition.tap_rows
     if hidden.is_cuda:
-        from vllm_scope.graph.tap.kernel import tap_rows
-    tap_rows(hidden, residual, *arguments)
+        from vllm_scope.graph.tap import kernel  # needs Triton
+
+        kernel.tap_rows(hidden, residual, *arguments)
+    else:
+        definition.tap_rows(hidden, residual, *arguments)
 
 
 def _tap_read(hidden: Tensor, *tables: Tensor) -> None:

@@ -1,53 +1,63 @@
-"""What a sink needs of a road to one front-end.
+"""One way to send to a front-end, as the memory sink uses it.
 
 Owns:  Sender.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 from vllm_scope.sinks import Manifest, RowBatch
-from vllm_scope.transport.messages import CountersHeader
+from vllm_scope.transport.messages import CountersHeader, FinishHeader
 from vllm_scope.transport.ring import Lease
 
 Road = Literal["shared", "tcp"]
-#: Manifests of a request that went to memory alone.
-NONE: dict[str, Manifest] = {}
 #: How long a worker waits for a front-end's first answer.
 ANSWER_S = 5.0
 
 
-class Sender(Protocol):
-    """What the sink needs of a road. Calls are not concurrent."""
+class Sender(ABC):
+    """Sends to one front-end. Calls are not concurrent."""
+
+    road: ClassVar[Road]
 
     @property
-    def road(self) -> Road: ...
-
-    @property
+    @abstractmethod
     def dead(self) -> bool:
-        """The front-end has closed, or is gone; what is sent is dropped."""
+        """True if the front-end has closed or is gone. What is sent to it is dropped."""
 
+    @abstractmethod
     def send_rows(self, batch: RowBatch) -> None:
-        """Send rows; holds their lease until the front-end has read them."""
+        """Send rows. Their lease is held until the front-end has read them."""
 
     def send_finish(
-        self, key: int, stage: int, error: str | None, manifests: dict[str, Manifest] = NONE
-    ) -> None: ...
+        self, key: int, stage: int, error: str | None, manifests: Mapping[str, Manifest] = {}
+    ) -> None:
+        self._send(FinishHeader(key, stage, error, dict(manifests)))
 
-    def send_counters(self, header: CountersHeader) -> None: ...
+    def send_counters(self, header: CountersHeader) -> None:
+        self._send(header)
 
-    def reclaim(self) -> None:
-        """Release the leases of what was read, and of what a dead reader never will."""
+    @abstractmethod
+    def _send(self, header: FinishHeader | CountersHeader) -> None: ...
+
+    def reclaim(self) -> None:  # noqa: B027
+        """Release the leases of what was read, and of what a dead front-end will never read."""
 
     @property
+    @abstractmethod
     def num_read(self) -> int:
         """Messages that the front-end has read."""
 
+    @abstractmethod
     def holds(self, lease: Lease) -> bool:
-        """Something on this span was sent and not read."""
+        """True if rows in this span were sent and not read."""
 
+    @abstractmethod
     def give_up(self) -> None:
-        """Nothing that was not read will be; it is dead from now on."""
+        """Drop what was not read. The front-end counts as dead from now on."""
 
+    @abstractmethod
     def close(self) -> None: ...

@@ -1,7 +1,7 @@
-"""To a front-end that maps this worker's ring; only headers are sent.
+"""To a front-end that maps this worker's ring: only headers are sent.
 
 Owns:  SharedSender.
-Runs:  on whoever calls it: the drain thread, and the main thread that waits for room.
+Runs:  on the caller's thread: the drain thread, and the main thread that waits for room.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 import zmq
 
 from vllm_scope.errors import CompatError
-from vllm_scope.sinks import Manifest, RowBatch
+from vllm_scope.sinks import RowBatch
 from vllm_scope.transport.messages import (
     Address,
     CountersHeader,
@@ -23,21 +23,21 @@ from vllm_scope.transport.messages import (
     encode,
 )
 from vllm_scope.transport.ring import CLOSED, HostRing, Lease
-from vllm_scope.transport.senders.base import ANSWER_S, NONE, Road
+from vllm_scope.transport.senders.base import ANSWER_S, Sender
 
-#: How often the process of a front-end that lags behind is looked up.
+#: Interval between two checks whether the process of a slow front-end still runs.
 LOOK_S = 0.05
 
 
-class SharedSender:
-    """To a front-end that maps this worker's ring; only headers are sent.
+class SharedSender(Sender):
+    """Sends headers to a front-end that maps this worker's ring.
 
     Raises:
-        CompatError: it cannot map it: the sentence says why.
+        CompatError: the front-end cannot map it; the text says why.
         CapacityError: the ring has no counter left.
     """
 
-    road: Road = "shared"
+    road = "shared"
 
     def __init__(self, address: Address, ring: HostRing) -> None:
         if not address.on_this_host:
@@ -46,10 +46,10 @@ class SharedSender:
         self._num_sent = 0
         self._gone = False
         self._look_at = 0.0
-        #: In message order: (message number, the lease that it reads).
+        #: (message number, its lease), in message order.
         self._unread: deque[tuple[int, Lease]] = deque()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        # Headers are small, and what they name is bounded by the ring.
+        # Unbounded: headers are small, and the ring bounds their rows.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         # A front-end that died must not hold a worker.
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -64,7 +64,7 @@ class SharedSender:
     def _try_ring(self) -> None:
         self._socket.send(encode(SharedHello(self._ring.ref, self._reader)))
         if not self._socket.poll(int(ANSWER_S * 1e3)):
-            # The front-end may still take it.
+            # The front-end may still use the counter.
             self._ring.free_reader_later(self._reader, self._has_left)
             raise CompatError(f"the front-end did not answer within {ANSWER_S:g} s")
         error = decode_answer(self._socket.recv()).error
@@ -85,17 +85,11 @@ class SharedSender:
             batch.labels, batch.boundary, batch.widths, self._ring.ref, span,
             self._reader, self._num_sent,
         )  # fmt: skip
-        self._socket.send(encode(header))
+        self._send(header)
         batch.lease.retain()
         self._unread.append((self._num_sent, batch.lease))
 
-    def send_finish(
-        self, key: int, stage: int, error: str | None, manifests: dict[str, Manifest] = NONE
-    ) -> None:
-        if not self._gone:
-            self._socket.send(encode(FinishHeader(key, stage, error, manifests)))
-
-    def send_counters(self, header: CountersHeader) -> None:
+    def _send(self, header: RowsHeader | FinishHeader | CountersHeader) -> None:
         if not self._gone:
             self._socket.send(encode(header))
 
@@ -106,7 +100,7 @@ class SharedSender:
         self._release(read)
 
     def _release(self, read: int) -> None:
-        """The leases of messages up to this one; CLOSED: of all."""
+        """Release the leases of messages up to this one; CLOSED: of all."""
         while self._unread and self._unread[0][0] <= read:
             self._unread.popleft()[1].release()
 
@@ -126,15 +120,15 @@ class SharedSender:
         self._release(CLOSED)
 
     def _is_dead_by_now(self) -> bool:
-        """Asked while the front-end lags behind, often; looks up the process sometimes."""
+        """True if its process is gone. Looks it up at most every LOOK_S."""
         if time.monotonic() < self._look_at:
             return False
         self._look_at = time.monotonic() + LOOK_S
         return not self._address.alive
 
     def close(self) -> None:
-        """Deliver what waits. A dead front-end's counter is free again; one that was given up
-        may still write there."""
+        """Deliver what waits. The counter of a dead front-end is reused once the front-end
+        cannot write it any more."""
         if self.dead:
             self._release(CLOSED)
             self._ring.free_reader_later(self._reader, self._has_left)

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from vllm_scope.errors import CompatError
 from vllm_scope.program.layout import SLOT_BYTES
-from vllm_scope.sinks import Manifest, RowBatch
+from vllm_scope.sinks import RowBatch
 from vllm_scope.transport.messages import (
     MOST_FRAME_BYTES,
     CountersHeader,
@@ -34,31 +34,31 @@ from vllm_scope.transport.messages import (
     keep_alive,
 )
 from vllm_scope.transport.ring import CLOSED, HostRing, Lease
-from vllm_scope.transport.senders.base import ANSWER_S, NONE, Road
+from vllm_scope.transport.senders.base import ANSWER_S, Sender
 from vllm_scope.worker.plan import Labels
 
 logger = logging.getLogger(__name__)
 
-#: A TCP connection that is lost is dialled again at once, then so often with a pause of
-#: DIAL_S, waiting DIAL_S each time; then the front-end is taken for dead.
+#: A lost connection is dialled again at once, then MOST_DIALS times with a pause of DIAL_S
+#: before and DIAL_S to answer. Then the front-end counts as dead.
 MOST_DIALS = 3
 DIAL_S = 2.0
 #: How long a closing worker waits for a front-end to read what it was sent.
 CLOSE_S = 5.0
-#: Batches go over TCP in pieces of about this size: the front-end copies one while the
-#: next is on its way, and neither end holds a large batch twice.
+#: Batches are sent in pieces of about this size: the front-end copies one while the next
+#: travels, and neither end holds a large batch twice.
 PIECE_BYTES = 8 << 20
 PIECE_TOKENS = 1 << 16
 
 
 @dataclass
 class _Sent:
-    """A message, kept until it was read.
+    """A message, kept until the front-end has read it.
 
     Attributes:
         frames: the header, and the rows where they lie in the ring.
         lease: of the rows.
-        tracker: done once zmq looks at `frames` no more.
+        tracker: done once zmq does not read `frames` any more.
     """
 
     number: int
@@ -71,17 +71,17 @@ class _Sent:
             self.lease.release()
 
 
-class TcpSender:
-    """To a front-end that cannot map the ring: rows follow their header.
+class TcpSender(Sender):
+    """Sends headers and rows. Leases are released by its thread, as answers come.
 
-    zmq sends the rows from where they lie in the ring. A connection that breaks is
-    dialled again, and what the front-end had not read is sent again, in order.
+    zmq sends the rows from where they lie in the ring. A lost connection is dialled again, and
+    what the front-end has not read is sent again, in order.
 
     Raises:
         CompatError: the front-end does not answer there, or zmq cannot encrypt.
     """
 
-    road: Road = "tcp"
+    road = "tcp"
 
     def __init__(self, address: TcpAddress, ring: HostRing) -> None:
         check_curve()
@@ -90,7 +90,7 @@ class TcpSender:
         self._num_sent = self._num_confirmed = 0
         #: Appended by the caller, taken by the thread.
         self._outgoing: deque[_Sent] = deque()
-        #: The thread's own: what was sent and not read.
+        #: Sent and not read. Only the thread changes it.
         self._unread: deque[_Sent] = deque()
         self._num_dials = 0
         self._dead = False
@@ -122,12 +122,7 @@ class TcpSender:
             header = RowsHeader.of(labels, batch.boundary, batch.widths, self._ring.ref, span)
             self._put([encode(header), data], batch.lease)
 
-    def send_finish(
-        self, key: int, stage: int, error: str | None, manifests: dict[str, Manifest] = NONE
-    ) -> None:
-        self._put([encode(FinishHeader(key, stage, error, manifests))], None)
-
-    def send_counters(self, header: CountersHeader) -> None:
+    def _send(self, header: FinishHeader | CountersHeader) -> None:
         self._put([encode(header)], None)
 
     def _put(self, frames: list[bytes | memoryview], lease: Lease | None) -> None:
@@ -139,9 +134,6 @@ class TcpSender:
                 lease.retain()
             self._outgoing.append(_Sent(self._num_sent, frames, lease))
             os.eventfd_write(self._wake, 1)
-
-    def reclaim(self) -> None:
-        """Nothing to do: the thread releases leases as answers come."""
 
     @property
     def num_read(self) -> int:
@@ -159,7 +151,7 @@ class TcpSender:
                 os.eventfd_write(self._wake, 1)
 
     def close(self, patience_s: float = CLOSE_S) -> None:
-        """Deliver what waits, to a front-end that reads."""
+        """Deliver what waits, if the front-end reads it within `patience_s`."""
         self._close_at = time.monotonic() + patience_s
         with self._lock:
             if not self._dead:
@@ -185,7 +177,7 @@ class TcpSender:
         return closing and (idle or time.monotonic() > self._close_at)
 
     def _serve_connection(self) -> None:
-        """Dial, and send and hear until the connection is lost."""
+        """Dial, then send and receive until the connection is lost."""
         if self._num_dials:
             time.sleep(DIAL_S)
         self._num_dials += 1
@@ -193,7 +185,7 @@ class TcpSender:
         socket.curve_serverkey = self._address.server_key.encode()
         socket.curve_publickey = self._address.client_key.encode()
         socket.curve_secretkey = self._address.client_secret.encode()
-        # What waits lies in the ring, which bounds it.
+        # Unbounded: what waits lies in the ring, which bounds it.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
         keep_alive(socket)
@@ -225,14 +217,14 @@ class TcpSender:
                     answered = True
                     self._answered.set()
                     for sent in self._unread:
-                        self._send(socket, sent)
+                        self._write(socket, sent)
             while answered and self._outgoing:
                 self._unread.append(self._outgoing.popleft())
-                self._send(socket, self._unread[-1])
+                self._write(socket, self._unread[-1])
             if monitor in ready or (not answered and time.monotonic() > redial_at):
                 return
 
-    def _send(self, socket: zmq.Socket[bytes], sent: _Sent) -> None:
+    def _write(self, socket: zmq.Socket[bytes], sent: _Sent) -> None:
         sent.tracker = socket.send_multipart(sent.frames, copy=False, track=True)
 
     def _confirm(self, num_read: int) -> None:
@@ -260,15 +252,15 @@ class TcpSender:
                 self._address.endpoint, len(dropped),
             )  # fmt: skip
         for sent in dropped:
-            # The socket is closed, but zmq's thread may still be reading the rows: an
-            # overwritten row must not reach a front-end that is alive after all.
+            # The socket is closed, but zmq's thread may still read the rows. Overwritten rows
+            # must not reach a front-end that is alive after all.
             if sent.tracker is not None:
                 sent.tracker.wait()
             sent.release()
 
 
 def _pieces(batch: RowBatch) -> Iterator[tuple[Labels, int, int]]:
-    """Parts of a batch, a few MiB each: their labels, and first and last slot."""
+    """Parts of a batch, about PIECE_BYTES each: labels, first slot, last slot + 1."""
     labels, num_tokens = batch.labels, len(batch.labels.keys)
     if batch.boundary is not None:
         ends = np.arange(1, num_tokens + 1) * (len(batch.slots) // num_tokens)

@@ -1,0 +1,70 @@
+"""A ring of slots whose spans are handed out in order.
+
+Owns:  SpanRing, the arithmetic of worker.arena.Arena and transport.ring.HostRing.
+
+Promise: a span is handed out again only once `_wait_for` has returned for every span that
+it overlaps.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import Generic, Protocol, TypeVar
+
+
+class Span(Protocol):
+    """Slots `start` to `stop - 1`."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+
+
+S = TypeVar("S", bound=Span)
+
+
+class SpanRing(ABC, Generic[S]):
+    """A ring of `num_slots` slots. `acquire` is called from one thread."""
+
+    name = "a ring"
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._head = 0
+        #: In the order in which they were handed out.
+        self._spans: deque[S] = deque()
+
+    def acquire(self, num_slots: int) -> S:
+        """The next span, once its slots are free.
+
+        Raises:
+            ValueError: more than the whole ring.
+        """
+        if num_slots > self.num_slots:
+            raise ValueError(f"{num_slots} slots asked of {self.name} of {self.num_slots}")
+        if num_slots == 0:
+            # Not queued: it would hide the span behind it from the search below.
+            return self._new_span(self._head, self._head)
+        start = self._head
+        if start + num_slots > self.num_slots:
+            # Wrap. The spans left at the ring's end are older than those at its beginning, so
+            # that the queue keeps its order.
+            while self._spans and self._spans[0].start >= start:
+                self._wait_for(self._spans.popleft())
+            start = 0
+        stop = start + num_slots
+        while self._spans and self._spans[0].start < stop and start < self._spans[0].stop:
+            self._wait_for(self._spans.popleft())
+        span = self._new_span(start, stop)
+        self._spans.append(span)
+        self._head = stop
+        return span
+
+    @abstractmethod
+    def _new_span(self, start: int, stop: int) -> S: ...
+
+    @abstractmethod
+    def _wait_for(self, span: S) -> None:
+        """Return once the slots of a span are free."""
