@@ -3,7 +3,6 @@
 operations.py  Op, Program, and Cost (places that a request takes in the device tables)
 compiler.py    from a request's actions to the program of each of its tokens
 compiled.py    the programs of a spec, shared by its requests
-compiled.py    the programs of one spec, built when a token first needs them
 picks.py       which tokens a request's actions pick
 block_keys.py  what a request's edits mean for the KV cache
 layout.py      what one token delivers, and at which offset each part of it lies
