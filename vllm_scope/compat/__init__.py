@@ -24,7 +24,7 @@ from typing import Any
 
 from vllm_scope.request.sites import Sites
 
-#: face -> the keys of `extra_args` that it understands.
+#: Face -> the keys of `extra_args` that it understands.
 KEYS: dict[str, tuple[str, ...]] = {
     "vllm_lens": (
         "output_residual_stream", "apply_steering_vectors", "output_qk", "apply_hooks",
@@ -47,7 +47,7 @@ OVER_HTTP: tuple[str, ...] = ("vllm_lens.http", "steering_http.http")
 
 
 def register() -> None:
-    """Have the keys translated, in this process."""
+    """Register the translators of the keys in this process."""
     from vllm_scope.engine.frontend import translators
 
     everywhere = {"act_capture": _captures_all, "vllm_lens": _hooks_all}
@@ -56,7 +56,7 @@ def register() -> None:
 
 
 def register_http() -> None:
-    """Have them understood over HTTP, in this API server process."""
+    """Register the faces with the server, in this API server process."""
     from vllm_scope.server import faces
 
     for module in OVER_HTTP:
@@ -68,13 +68,13 @@ def _translate(face: str, values: Mapping[str, Any], sites: Sites) -> Any:
 
 
 def _captures_all(vllm_config: Any) -> Mapping[str, Any] | None:
-    """Global capture is on: by the environment, or by the class of the workers."""
+    """Not None if the environment or the class of the workers turns global capture on."""
     on = os.environ.get("VLLM_ACT_CAPTURE", "0").lower() in ("1", "true", "on", "yes")
     on = on or str(vllm_config.parallel_config.worker_cls).endswith(".WorkerCapture")
     return {} if on else None
 
 
 def _hooks_all(vllm_config: Any) -> Mapping[str, Any] | None:
-    """`llm.register_hooks` was called."""
+    """The hooks of `llm.register_hooks`, if it was called."""
     found = vllm_config.__dict__.get(PERSISTENT)
     return {PERSISTENT: found} if found else None

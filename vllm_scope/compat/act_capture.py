@@ -2,24 +2,24 @@
 
     VLLM_ACT_CAPTURE=1 VLLM_ACT_MODE=rp8 VLLM_ACT_OUTDIR=acts python serve.py
 
-or `worker_cls="vllm_scope.compat.act_capture.WorkerCapture"`. Then each completion, once it
-has ended, is a folder with an .npz per layer and manifest.json:
+or `worker_cls="vllm_scope.compat.act_capture.WorkerCapture"`. Each completion that has ended is
+a folder with an .npz per layer and manifest.json:
 
-    output.activation_manifest                  a dict; None where nothing was captured
+    output.activation_manifest                  a dict; None if nothing was captured
     load_manifest("acts/0~4f.../manifest.json").load(12)    # [num_positions, hidden]
 
 VLLM_ACT_CAPTURE   1 turns it on
 VLLM_ACT_MODE      rp8 (default): a random projection, 8 bits; full8; topk8
-VLLM_ACT_RP_K      numbers that rp8 keeps of a row, 512 (or half a row where that is less)
-VLLM_ACT_RP_SEED   of its projection, which is made again from it: 0
-VLLM_ACT_TOPK_K    values that topk8 keeps of a row, 64
-VLLM_ACT_RETURN    sharded or gathered. The residual stream is whole on every rank, so
-                   both write one file per layer; the manifest repeats the word
+VLLM_ACT_RP_K      numbers that rp8 keeps of a row: the smaller of 512 and half a row
+VLLM_ACT_RP_SEED   seed of rp8's projection: 0
+VLLM_ACT_TOPK_K    values that topk8 keeps of a row: 64
+VLLM_ACT_RETURN    sharded or gathered. Every rank has the whole residual stream, so both
+                   write one file per layer; the manifest repeats the word
 VLLM_ACT_OUTDIR    activations
 
-Runs in the front-end, which writes when a request ends. Row p of a file is position p;
-the token sampled last was never processed, so it has none. What each mode loses is
-measured: docs/codecs.md.
+Runs in the front-end, which writes when a request ends. Row p of a file is position p. The model
+never processes the token sampled last, so that token has no row. docs/codecs.md says what each
+mode loses.
 """
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ def _number(environment: Mapping[str, str], name: str, option: str) -> dict[str,
 
 
 def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
-    """A read of every layer, and the files when the request ends.
+    """A read of every layer, and a decorator that writes the files when the request ends.
 
     Raises:
-        SpecError: the variables are wrong.
+        SpecError: a variable is wrong.
     """
     try:
         settings = Settings.read(os.environ)
@@ -128,9 +128,9 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
 
 
 def _write(settings: Settings, codec: Codec, request_id: str, completion: Any) -> dict[str, Any]:
-    """Write one completion; its manifest, which says so where that failed."""
+    """Write one completion; returns its manifest, with the error if that failed."""
     result = completion.scope
-    # Engines count their requests from zero, and a second run is not to overwrite.
+    # Engines count their requests from 0; a second run must not overwrite the first.
     unique = digest(f"{request_id} {secrets.token_hex(8)}")
     folder = f"{clean(str(request_id))}~{unique}"
     manifest: dict[str, Any] = {
@@ -171,7 +171,7 @@ def _write(settings: Settings, codec: Codec, request_id: str, completion: Any) -
 
 @cache
 def _publisher(folder: str) -> LocalPublisher:
-    """This process's writer below a folder, kept for good."""
+    """The one writer of this process below a folder."""
     return LocalPublisher(Path(folder))
 
 
@@ -215,7 +215,7 @@ class Manifest:
         return sorted(int(layer) for layer in self.body["layers"])
 
     def load(self, layer: int) -> Tensor:
-        """[num_positions, hidden_size]; raises KeyError for a layer that is not there."""
+        """[num_positions, hidden_size]. Raises KeyError for a layer that was not captured."""
         if layer not in self.layers:
             raise KeyError(f"layer {layer} was not captured; there are {self.layers}.")
         name = Path(self.body["layers"][str(layer)]["path"]).name
@@ -223,7 +223,7 @@ class Manifest:
 
 
 def load_manifest(path: str | Path) -> Manifest:
-    """Raises FileError where it is not a manifest."""
+    """The manifest of one completion. Raises FileError for another file."""
     try:
         body = json.loads(Path(path).read_bytes())
         assert isinstance(body["layers"], dict)
@@ -233,7 +233,7 @@ def load_manifest(path: str | Path) -> Manifest:
 
 
 def __getattr__(name: str) -> Any:
-    """`WorkerCapture`: this platform's own worker; the name alone turns capture on."""
+    """`WorkerCapture`: this platform's worker class; its name turns capture on."""
     if name != "WorkerCapture":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm.platforms import current_platform

@@ -1,12 +1,11 @@
-"""How much a request may say in a face's words, checked before anything is built.
+"""Bounds of a request in a face's words, checked before anything is built.
 
-Owns:  Room (what is left for one request), and checks of counts: of items, of JSON text, of
-       numbers in lists, of base64.
+Owns:  Room (the counts of one request), and checks of lists, JSON text, vectors and base64.
 Runs:  in the front-end, on the event loop of an API server.
 To:    vllm_lens and steering_http.
 
-Promise: a refusal costs a few lengths, or a count of characters. No check looks through a list
-or an object whose length was not compared before.
+Promise: a refusal costs a few comparisons of lengths, or a count of characters. No check reads
+the items of a list or an object before it has compared the length.
 """
 
 from __future__ import annotations
@@ -19,33 +18,30 @@ from vllm_scope.request.bounded_json import PACKED, decode
 from vllm_scope.request.selectors import MAX_ITEMS
 from vllm_scope.request.spec import MAX_EDITS, MAX_READS, MAX_SPEC_BYTES
 
-#: In one request, by what is counted.
+#: What is counted -> how many one request may have.
 MOST = {
     "edits": MAX_EDITS,
     "reads": MAX_READS,
     "positions": MAX_ITEMS,
-    # All layers of 80 with 8192 numbers each, and more. Python makes 20 of them in a microsecond.
+    # More than 80 layers with 8192 numbers each. Python makes 20 of them in a microsecond.
     "numbers in lists": 1 << 20,
-    # What a spec has room for: base64 of float32.
+    # As many float32 numbers as a spec has room for in base64.
     "numbers": MAX_SPEC_BYTES * 3 // 16,
 }
 _NO_NUMBERS = (str, bytes, list, tuple, Mapping)
 
 
 class Room:
-    """What one request has said so far, and may still say."""
+    """Counts of one request so far."""
 
     def __init__(self) -> None:
         self._taken = dict.fromkeys(MOST, 0)
 
     def take(self, what: str, count: int, where: str) -> None:
-        """Count something of the request.
-
-        Args:
-            what: a key of MOST.
+        """Add to the count of `what`, a key of MOST.
 
         Raises:
-            SpecError: that is more than a request may have.
+            SpecError: the request has more than it may have.
         """
         self._taken[what] += count
         if self._taken[what] > MOST[what]:
@@ -57,16 +53,16 @@ class Room:
 
 
 def few(value: Any, most: int, what: str, where: str) -> None:
-    """Raise SpecError where a list or an object has more than `most` items."""
+    """Raise SpecError if a list or an object has more than `most` items."""
     if isinstance(value, list | tuple | Mapping) and len(value) > most:
         raise SpecError(f"{where} has {len(value):,} {what}; at most {most:,}.")
 
 
 def parsed(value: Any, where: str) -> Any:
-    """What JSON says, where it is still text.
+    """The value of a JSON text; any other value as it is.
 
     Raises:
-        SpecError: not JSON, or more than a request may say.
+        SpecError: not JSON, or more than a request may have.
     """
     if not isinstance(value, str):
         return value
@@ -77,9 +73,9 @@ def parsed(value: Any, where: str) -> Any:
 
 
 def check_vector(value: Any, size: int, room: Room, where: str) -> None:
-    """Raise SpecError where a list or an array is not one vector of `size` numbers.
+    """Raise SpecError if a list or an array is not one vector of `size` numbers.
 
-    What is neither is let pass.
+    A value of another type passes.
     """
     of_lists = isinstance(value, list | tuple)
     shape: tuple[int, ...] = (len(value),) if of_lists else getattr(value, "shape", ())
@@ -93,7 +89,7 @@ def check_vector(value: Any, size: int, room: Room, where: str) -> None:
 
 
 def check_base64(text: Any, num_bytes: int, where: str) -> None:
-    """Raise SpecError where base64 has another length than that of `num_bytes` bytes."""
+    """Raise SpecError if base64 has another length than that of `num_bytes` bytes."""
     length = 4 * -(-num_bytes // 3)
     if isinstance(text, str) and len(text) != length:
         raise SpecError(

@@ -3,24 +3,24 @@
     inspect eval task.py --model vllm-scope/Qwen/Qwen3-8B
     get_model("vllm-scope/any-name", model_path="toyworld/model", chat=False, max_model_len=256)
 
-vLLM runs in this process's children (`AsyncLLM`), and batches what Inspect sends at once. A
-request's `GenerateConfig.extra_body` may hold
+vLLM (`AsyncLLM`) runs in children of this process and batches the requests that Inspect sends
+together. A request's `GenerateConfig.extra_body` may hold
 
-    extra_args      what `vllm_scope.scope(...)` returns; vllm-lens's keys work too
+    extra_args      `vllm_scope.scope(...)`, or vllm-lens's keys
     lora_request    {"lora_name", "lora_int_id", "lora_path"}
 
-and `ModelOutput.metadata` has then
+Then `ModelOutput.metadata` has
 
     scores          {probe: {"scores": [...], "positions": [...]}}
     reads           {"resid_post.5": {"uri", "sha256", "key", "shape", "dtype"}}: the rows, in
-                    a safetensors file; tensors in metadata would be None in logs
+                    a safetensors file, because Inspect's logs write tensors as None
     activations     of vllm-lens's `output_residual_stream`, for code in this process
     prompt_token_ids, token_ids
 
-Of several choices each has its own, in metadata["choices"].
+If there are several choices, metadata["choices"] has one such object for each.
 
-`reading(...)` is a solver that reads, `probe_scorer(...)` a scorer that says whether a probe
-fired where the target says it should. The name `vllm-lens/...` is an alias.
+`reading(...)` is a solver that reads. `probe_scorer(...)` is a scorer: does a probe fire where
+the target says that it should? The name `vllm-lens/...` is an alias.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ from inspect_ai.tool import ToolChoice, ToolInfo
 from vllm_scope.errors import ScopeError, SpecError, shown
 
 Pooling = Literal["last", "mean", "max"]
-#: One score of a completion's.
+#: Pooling -> the one score of a completion's scores.
 POOLS: dict[Pooling, Callable[[list[float]], float]] = {
     "last": lambda scores: scores[-1],
     "mean": lambda scores: sum(scores) / len(scores),
     "max": max,
 }
 EXTRA = ("extra_args", "lora_request")
-#: GenerateConfig's fields that become SamplingParams', and those that are refused.
+#: Fields of GenerateConfig -> fields of SamplingParams; and the fields that are refused.
 SAMPLING = {
     "max_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p",
     "top_k": "top_k", "seed": "seed", "stop_seqs": "stop", "num_choices": "n",
@@ -91,16 +91,16 @@ def _lens_provider() -> type[ModelAPI]:
 
 
 class _Engine:
-    """AsyncLLM on an event loop of its own: Inspect has a new one for each eval."""
+    """AsyncLLM on an event loop of its own, because Inspect has a new loop for each eval."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.llm = self._submit(self._start(options)).result()
-        # Inspect keeps models for the next eval and closes none of them. At the process's end vLLM
-        # stops EngineCore itself, and what still waits here would log that it died. Functions
-        # that are registered last are called first.
+        # Inspect keeps models for the next eval and never closes them. When the process ends, vLLM
+        # stops EngineCore, and tasks that still wait for it would log that it died. atexit calls
+        # the last registered function first, so this one runs before vLLM's.
         atexit.register(self.close)
 
     async def _start(self, options: Mapping[str, Any]) -> Any:
@@ -120,8 +120,8 @@ class _Engine:
         return await asyncio.wrap_future(self._submit(last()))
 
     async def _stop(self) -> None:
-        # On its own loop: there it cancels what waits for the engine, which from another
-        # thread would find the engine dead, and say so in the log.
+        # On its own loop `shutdown` cancels the tasks that wait for the engine. On another thread
+        # these tasks would find the engine dead and log that.
         self.llm.shutdown()
         self.llm = None
 
@@ -136,13 +136,13 @@ class ScopeAPI(ModelAPI):
     """vLLM with vllm-scope, as a model of Inspect.
 
     Args:
-        model_name: a folder or a name on the hub; anything, with `model_path`.
-        model_path: what is loaded.
+        model_name: a folder or a name on the hub; with `model_path` any name.
+        model_path: the model to load.
         chat: messages go through the model's chat template. False joins their texts
-            with newlines: for models that continue text.
-        tensors: the folder for rows that were read; "scope-tensors" in INSPECT_LOG_DIR
-            (or ./logs) by default.
-        model_args: all others, for vLLM's engine.
+            with newlines, for models that continue text.
+        tensors: the folder for files of rows; "scope-tensors" in INSPECT_LOG_DIR (or ./logs) by
+            default.
+        model_args: further options of vLLM's engine.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class ScopeAPI(ModelAPI):
         self._number = 0
 
     def max_connections(self) -> int:
-        """vLLM batches; more wait in its queue."""
+        """As many as vLLM may batch; the others wait in its queue."""
         return 256
 
     async def generate(
@@ -280,7 +280,7 @@ class ScopeAPI(ModelAPI):
         return found
 
     def _write(self, result: Any) -> dict[str, Any]:
-        """Put rows into a file named by its content; where they are."""
+        """Write rows to a file named by its digest; returns the place of each stream."""
         from safetensors.torch import save
 
         tensors: dict[str, Any] = {}
@@ -311,12 +311,9 @@ class ScopeAPI(ModelAPI):
         return {key: {"uri": path.as_uri(), "sha256": digest, **r} for key, r in reads.items()}
 
     async def aclose(self) -> None:
-        await asyncio.to_thread(self._close)
+        await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        self._close()
-
-    def _close(self) -> None:
         with self._starting:
             if self._engine is not None:
                 self._engine.close()
@@ -358,13 +355,13 @@ def auroc() -> Metric:
 def probe_scorer(
     probe: str, positive: str, threshold: float = 0.0, pooling: Pooling = "last"
 ) -> Scorer:
-    """Whether a probe's score is above a threshold where the target is `positive`, and not else.
+    """Whether a probe's score is above a threshold if, and only if, the target is `positive`.
 
     Args:
         probe: its name.
         positive: the target of samples that have the concept.
         threshold: of the pooled score.
-        pooling: one score of all that the probe gave: the last, their mean, the largest.
+        pooling: the last score of the probe, the mean of all, or the largest.
 
     Raises:
         SpecError: the sample's output has no scores of that probe.

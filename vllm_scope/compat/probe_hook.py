@@ -6,12 +6,12 @@
     output.hidden_states[15]     # [num_output_tokens - 1, d_model]
     output.prefill_hidden[15]    # [num_prompt_tokens, d_model]
 
-Row i of `hidden_states` belongs to output token i: the state that is there while it is
-processed. The token sampled last is never processed, so it has no row, and one token
-alone has none; `process_last_token=True` processes it in a request of its own.
+Row i of `hidden_states` is the residual stream of output token i. The model never processes the
+token sampled last, so that token has no row; `process_last_token=True` processes it in a request
+of its own.
 
 Layer k is Hugging Face's `hidden_states[k + 1]`. Values are on the CPU, in the model's
-dtype. Any number of LLMs may live in one process.
+dtype. A process may have any number of LLMs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -41,24 +41,23 @@ __all__ = ["LLM", "AsyncLLM", "HiddenStates", "SamplingParams"]
 
 SITE = "resid_post"
 KEY = "probe_hook"
-#: What errors call the parts of a read: arguments of LLM and AsyncLLM.
+#: Part of a read -> the argument of LLM and AsyncLLM that errors name.
 WORDS = {"Read.layers": "layers", "Read.site": "layers"}
 
 
 @dataclass(frozen=True)
 class Options:
-    """What an LLM captures.
+    """What an LLM captures; arguments of LLM and AsyncLLM.
 
     Attributes:
         layers: numbers from 0, or "all".
         include_prefill: the prompt's tokens, as `output.prefill_hidden`.
         include_decode: the generated tokens, as `output.hidden_states`.
-        last_prefill_token: of the prompt's tokens only the last; captures it even
-            without `include_prefill`.
-        last_decode_token: of the generated tokens only the last that is processed.
-        process_last_token: process the token sampled last as well, in a request of its
-            own, which finds the others in the prefix cache. Not together with edits, and
-            `max_model_len` must leave room for one token more.
+        last_prefill_token: only the prompt's last token, even without `include_prefill`.
+        last_decode_token: only the last generated token that is processed.
+        process_last_token: process the token sampled last too, in a request of its own, which
+            finds the others in the prefix cache. Not possible with edits. `max_model_len` must
+            leave room for one more token.
 
     Raises:
         SpecError: nothing is captured, or an option is of a wrong type.
@@ -82,6 +81,12 @@ class Options:
                 "nothing is captured: include_prefill and include_decode are both False."
             )
 
+    @staticmethod
+    def taken(kwargs: dict[str, Any]) -> Options:
+        """The options among keyword arguments, which are removed from them."""
+        names = [field.name for field in fields(Options)]
+        return Options(**{name: kwargs.pop(name) for name in names if name in kwargs})
+
     @property
     def prefill(self) -> bool:
         return self.include_prefill or self.last_prefill_token
@@ -101,7 +106,7 @@ class Options:
         return found
 
     def params(self, given: SamplingParams | None) -> SamplingParams:
-        """A copy that asks for the capture."""
+        """A copy of a request's parameters that asks for the capture."""
         params = copy(given) if given is not None else SamplingParams()
         extra = params.extra_args or {}
         if self.process_last_token and "scope" in extra and Spec.from_json(extra["scope"]).edits:
@@ -116,19 +121,19 @@ class Options:
 class HiddenStates(Mapping[int, Tensor]):
     """layer -> [num_rows, d_model]: the rows of one phase that have arrived so far.
 
+    Args:
+        of_prompt: rows of the prompt's tokens, else of generated tokens.
+        last: output of the request that has processed the token sampled last.
+        last_only: only that token's row.
+
     Raises:
-        ScopeError: on access, where the request has ended and rows are missing.
+        ScopeError: on access, if the request has ended and rows are missing.
     """
 
     def __init__(
-        self,
-        result: ScopeResult,
-        layers: Sequence[int],
-        *,
-        of_prompt: bool,
-        last: Any = None,
-        last_only: bool = False,
-    ) -> None:
+        self, result: ScopeResult, layers: Sequence[int], *,
+        of_prompt: bool, last: Any = None, last_only: bool = False,
+    ) -> None:  # fmt: skip
         self._result, self._layers, self._of_prompt = result, tuple(layers), of_prompt
         self._last, self._last_only = last, last_only
 
@@ -159,7 +164,11 @@ class HiddenStates(Mapping[int, Tensor]):
 
 
 def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
-    """What the classes below put into a request."""
+    """The reads of a request of LLM or AsyncLLM.
+
+    Raises:
+        SpecError: a layer that the engine does not tap, or a value of another origin.
+    """
     options = values[KEY]
     if not isinstance(options, Options):
         raise SpecError(f"{KEY} is set by LLM and AsyncLLM of this module.")
@@ -180,7 +189,7 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
 
 
 def _last_token_request(completion: Any) -> tuple[dict[str, Any], SamplingParams]:
-    """A prompt that ends in the token sampled last, and what reads its row."""
+    """A prompt that ends in the token sampled last, and parameters that read its row."""
     layers = list(completion.hidden_states)
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
     last = Options(layers, last_prefill_token=True, include_decode=False)
@@ -188,7 +197,7 @@ def _last_token_request(completion: Any) -> tuple[dict[str, Any], SamplingParams
 
 
 def _add_last_row(output: Any, completion: Any, last: Any, only: bool) -> None:
-    """Let a completion's rows end in that of the token sampled last, or be `only` that."""
+    """Append the row of the token sampled last to a completion's rows, or keep `only` that row."""
     layers = list(completion.hidden_states)
     joined = HiddenStates(completion.scope, layers, of_prompt=False, last=last, last_only=only)
     give(output, completion, "hidden_states", joined)
@@ -198,46 +207,20 @@ class LLM(vllm.LLM):
     """vllm.LLM whose outputs have `hidden_states` and `prefill_hidden`.
 
     Args:
-        model: as for vllm.LLM, and so are all others that are not named here.
-        layers ... process_last_token: see Options.
+        model: as for vllm.LLM.
+        kwargs: the fields of Options; all others are vllm.LLM's.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        layers: Sequence[int] | str = "all",
-        include_prefill: bool = False,
-        include_decode: bool = True,
-        last_prefill_token: bool = False,
-        last_decode_token: bool = False,
-        process_last_token: bool = False,
-        **vllm_kwargs: Any,
-    ) -> None:
-        self.capture = Options(
-            layers, include_prefill, include_decode, last_prefill_token, last_decode_token,
-            process_last_token,
-        )  # fmt: skip
-        super().__init__(model, **vllm_kwargs)
+    def __init__(self, model: str, **kwargs: Any) -> None:
+        self.capture = Options.taken(kwargs)
+        super().__init__(model, **kwargs)
 
-    def generate(
-        self,
-        prompts: Any,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **kwargs: Any,
-    ) -> list[Any]:
-        params = self._params(sampling_params)
-        outputs = super().generate(prompts, params, **kwargs)
+    def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> list[Any]:
+        outputs = super().generate(prompts, self._params(sampling_params), **kwargs)
         return self._with_last(outputs, kwargs.get("lora_request"))
 
-    def chat(
-        self,
-        messages: Any,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **kwargs: Any,
-    ) -> list[Any]:
-        params = self._params(sampling_params)
-        outputs = super().chat(messages, params, **kwargs)
+    def chat(self, messages: Any, sampling_params: Any = None, **kwargs: Any) -> list[Any]:
+        outputs = super().chat(messages, self._params(sampling_params), **kwargs)
         return self._with_last(outputs, kwargs.get("lora_request"))
 
     def _params(self, given: Any) -> Any:
@@ -264,29 +247,19 @@ class LLM(vllm.LLM):
 class AsyncLLM:
     """An engine whose outputs, one per token, hold the rows that have arrived so far.
 
-    A row is here one or two tokens after its token; the final output has all.
+    A row arrives one or two tokens after its token; the final output has all rows.
+
+    Args:
+        model: as for vllm.LLM.
+        kwargs: the fields of Options; all others are those of vLLM's AsyncEngineArgs.
 
     Attributes:
         engine: vLLM's AsyncLLM.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        layers: Sequence[int] | str = "all",
-        include_prefill: bool = False,
-        include_decode: bool = True,
-        last_prefill_token: bool = False,
-        last_decode_token: bool = False,
-        process_last_token: bool = False,
-        **vllm_kwargs: Any,
-    ) -> None:
-        self.capture = Options(
-            layers, include_prefill, include_decode, last_prefill_token, last_decode_token,
-            process_last_token,
-        )  # fmt: skip
-        self.engine = Engine.from_engine_args(AsyncEngineArgs(model, **vllm_kwargs))
+    def __init__(self, model: str, **kwargs: Any) -> None:
+        self.capture = Options.taken(kwargs)
+        self.engine = Engine.from_engine_args(AsyncEngineArgs(model, **kwargs))
         self._numbers = itertools.count()
 
     async def generate(

@@ -5,12 +5,12 @@
                     "data": "<base64>", "scales": [1.0, 2.0]}}
 
 Each hook has one of the two forms. A module's file has such an object for each of its
-tiers: {"vectors": ..., "prefill_vectors": ..., "decode_vectors": ...}; a file of one tier
-may leave out its name.
+tiers: {"vectors": ..., "prefill_vectors": ..., "decode_vectors": ...}; a file with the tier
+`vectors` alone may leave out the name.
 
 Owns:  HookVectors and its parsing; modules in this form.
 Runs:  anywhere. numpy only.
-To:    SteeringModule; faces.steering_http, which has the same in requests.
+To:    SteeringModule; compat.steering_http, which has the same in requests.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from vllm_scope.request.arrays import Array
 from vllm_scope.request.sites import ALIASES, SiteLayer
 from vllm_scope.vectors.module import SteeringModule, Vector
 
-#: A module's fields -> the tokens that they are for.
-MODULE_TIERS = {"vectors": "all", "prefill_vectors": "prompt", "decode_vectors": "generated"}
-#: The same in a request.
-REQUEST_TIERS = {
-    "steering_vectors": "all",
-    "prefill_steering_vectors": "prompt",
-    "decode_steering_vectors": "generated",
-}
-#: What a module may have there, and what it may not have here.
-_CLAMPS = ("clamps", "prefill_clamps", "decode_clamps")
+
+def tiers(word: str) -> dict[str, str]:
+    """The fields `word`, `prefill_word` and `decode_word` -> the tokens that they are for."""
+    return {word: "all", f"prefill_{word}": "prompt", f"decode_{word}": "generated"}
+
+
+#: Fields of a module and of a request.
+MODULE_TIERS, REQUEST_TIERS = tiers("vectors"), tiers("steering_vectors")
+#: A request's fields -> a module's.
+_MODULE_NAMES = dict(zip(REQUEST_TIERS, MODULE_TIERS, strict=True))
 _PACKED = {"dtype", "shape", "data", "layer_indices"}
 
 #: (site, layer) -> [hidden_size], float32, scales multiplied in.
@@ -43,7 +43,7 @@ HookVectors = dict[SiteLayer, Vector]
 
 
 def parse_hooks(body: Any, where: str) -> HookVectors:
-    """The vectors of one tier; none where the body is None or empty.
+    """The vectors of one tier; none if the body is None or empty.
 
     Raises:
         SpecError: at the path of what is wrong.
@@ -91,12 +91,12 @@ def parse_module(body: Any, where: str) -> SteeringModule:
     fields = mapping(body, where)
     if set(fields) <= set(ALIASES):
         fields = {"vectors": fields}
-    # A request's names are taken, too: files were written from requests.
+    # Files may have a request's names, because people save what they have sent.
     for old, new in _MODULE_NAMES.items():
         if old in fields and new in fields:
             raise SpecError(f"{where} has {new} and {old}, which mean the same; keep one.")
     fields = {_MODULE_NAMES.get(name, name): value for name, value in fields.items()}
-    for name in _CLAMPS:
+    for name in tiers("clamps"):
         if fields.pop(name, None):
             raise SpecError(
                 f"{where} has {name}; a steering module here has vectors alone. Put clamps into "
@@ -107,25 +107,19 @@ def parse_module(body: Any, where: str) -> SteeringModule:
             f"{where} has {shown(unknown[0])}; its fields are {', '.join(MODULE_TIERS)}, or the "
             f"hooks {', '.join(ALIASES)}."
         )
-    tiers = {}
+    found = {}
     for name, tokens in MODULE_TIERS.items():
         vectors = parse_hooks(fields.get(name), f"{where}[{name!r}]")
-        # What adds nothing is left out: a module has no vectors of zeros.
-        tiers[tokens] = {stream: v for stream, v in vectors.items() if v.any()}
-    everywhere = tiers.pop("all")
-    if not everywhere and not any(tiers.values()):
+        # A module has no vectors of zeros, which add nothing.
+        found[tokens] = {stream: v for stream, v in vectors.items() if v.any()}
+    everywhere = found.pop("all")
+    if not everywhere and not any(found.values()):
         raise SpecError(f"{where} has no vectors but zeros; a module adds something somewhere.")
-    return SteeringModule(everywhere, tiers=tiers)
-
-
-_MODULE_NAMES = {
-    old: new for old, tokens in REQUEST_TIERS.items()
-    for new, same in MODULE_TIERS.items() if same == tokens
-}  # fmt: skip
+    return SteeringModule(everywhere, tiers=found)
 
 
 def parsed(body: Any, where: str) -> Any:
-    """What JSON says, where it is still text."""
+    """The value of a JSON text; any other value as it is."""
     if not isinstance(body, str):
         return body
     try:
@@ -151,7 +145,7 @@ def site_of(hook: Any, where: str) -> str:
 
 
 def layer_of(layer: Any, where: str) -> int:
-    """JSON's keys are strings."""
+    """A layer's number; JSON's keys are strings."""
     if isinstance(layer, str) and layer.isascii() and layer.isdecimal() and len(layer) < 9:
         return int(layer)
     if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or layer < 0:
@@ -173,10 +167,10 @@ def is_packed(by_layer: Any) -> bool:
 
 
 def packed_rows(body: Mapping[Any, Any], where: str, also: set[str]) -> list[tuple[int, Vector]]:
-    """(layer, row) in order, of the form with base64.
+    """(layer, row) in order, of the packed form.
 
     Args:
-        also: fields beside those of the rows.
+        also: allowed fields beside those of the rows.
     """
     if unknown := sorted(set(body) - _PACKED - also, key=str):
         allowed = ", ".join(sorted(_PACKED | also))

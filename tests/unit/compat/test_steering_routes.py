@@ -16,7 +16,8 @@ from tests.unit.server.test_routes import ADMIN, Remembering, app_with
 from vllm_scope import Ablate, Add, Clamp, scope
 from vllm_scope.compat.steering_http.http import HTTP
 from vllm_scope.request.actions import MAX_FLOAT32
-from vllm_scope.server import access, changes, faces
+from vllm_scope.server import changes, faces
+from vllm_scope.server import edits as edits_module
 from vllm_scope.server.changes import Changes
 from vllm_scope.server.settings import MAX_OPERATOR_BYTES
 from vllm_scope.transport.folders import RUN
@@ -240,13 +241,13 @@ LONG = {
 
 @pytest.mark.parametrize("case", LONG)
 def test_a_body_is_counted_before_it_is_parsed_and_off_the_loop(case, http, engine, monkeypatch):
-    threads, parse = [], access.decode
+    threads, parse = [], edits_module.decode
 
     def told(*args):
         threads.append(threading.current_thread().name)
         return parse(*args)
 
-    monkeypatch.setattr(access, "decode", told)
+    monkeypatch.setattr(edits_module, "decode", told)
     body, sentence = LONG[case]
     for path in ("set", "modules/register"):
         headers = {"Content-Type": "application/json"}

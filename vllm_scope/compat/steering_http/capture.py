@@ -1,4 +1,4 @@
-"""Captures of the steering fork: what a request reads into sinks, and what came of it.
+"""Captures of the steering fork: a request's reads into sinks, and their results.
 
     capture={"filesystem": {"request_id": "q-42", "tag": "run-7",
                             "hooks": {"post_block": [12], "pre_attn": "all"},
@@ -7,11 +7,11 @@
     output.capture_results["filesystem"].payload    # of files: their paths
     read_request("/data/captures/run-7/q-42")[12, "post_block"].array
 
-A consumer is a sink that the operator has set up (`additional_config={"scope": {"sinks":
-...}}`), by its name there: `filesystem`, or a plugin's.
+A consumer is the name of a sink that the operator has set up (`additional_config={"scope":
+{"sinks": ...}}`): `filesystem`, or a plugin's.
 
-Owns:  captures as Reads, CaptureResult, and the fork's way to read files back.
-Runs:  in the front-end; reading anywhere.
+Owns:  captures as Reads, CaptureResult, and the fork's reader of files.
+Runs:  in the front-end; the reader runs anywhere.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ from vllm_scope.files import open as open_files
 from vllm_scope.request.actions import MEMORY, Read
 from vllm_scope.request.sites import ALIASES, Sites
 from vllm_scope.results.result import ScopeResult
-from vllm_scope.sinks import Manifest
 from vllm_scope.sinks.options import FILESYSTEM
 from vllm_scope.vectors.hooks import mapping, site_of
 from vllm_scope.vectors.module import MAX_LAYER
 
 WHERE = "capture"
-#: The words for positions of a capture.
+#: A capture's word for positions -> a selector.
 _POSITIONS = {
     "last_prompt": "last_prompt",
     "all_prompt": "prompt",
@@ -51,13 +50,13 @@ _STATUS = {"ok": "ok", "partial": "partial_error", "error": "error"}
 
 @dataclass
 class FilesystemCaptureRequest:
-    """What a request says to the consumer `filesystem`; a dict of the same fields will do.
+    """A capture by the consumer `filesystem`; a dict of the same fields is accepted too.
 
     Attributes:
-        request_id, tag: what the files are called, and their folder below the root.
+        request_id, tag: the name of the files, and their folder below the root.
         hooks: hook -> layers, "all", or {"layers": [...], "ranges": [[first, last], ...]}.
         positions: last_prompt, all_prompt, all_generated, all, or a list.
-        layout: None: it is the operator's.
+        layout: None; the operator sets it.
     """
 
     request_id: str
@@ -69,14 +68,14 @@ class FilesystemCaptureRequest:
 
 @dataclass
 class CaptureResult:
-    """What became of a request at one consumer.
+    """The result of a request at one consumer.
 
     Attributes:
-        status: "pending" while it runs (and after, where the sink has not answered in
+        status: "pending" while the request runs (and after, if the sink has not answered in
             time), "ok", "partial_error" (rows are missing), or "error".
-        error: why not ok.
-        payload: of files, their paths (over HTTP their names, and paths for who sends the
-            operator's key); what another sink said beside its counts.
+        error: why the status is not "ok".
+        payload: of `filesystem` the paths of files (over HTTP their names, and paths only with
+            the operator's key); of another sink the details of its manifest.
     """
 
     status: str
@@ -84,7 +83,7 @@ class CaptureResult:
     payload: Any = None
 
     def to_json(self) -> dict[str, Any]:
-        """As the fork's server has it: the payload is an object."""
+        """As the fork's server sends it: the payload is an object."""
         payload = self.payload
         if isinstance(payload, list):
             payload = {"items": payload}
@@ -92,14 +91,14 @@ class CaptureResult:
 
 
 def reads_of(capture: Any, sites: Sites, room: Room) -> list[tuple[Read, dict[str, str]]]:
-    """One Read for each hook of each consumer, and what errors call it.
+    """One Read for each hook of each consumer, and its names in errors.
 
     Args:
-        room: what the request may still say.
+        room: counts the request's reads and positions.
 
     Raises:
-        SpecError: a value of a wrong form, or more of it than a request may have. That a
-            consumer is not there is said where the request enters, with those that are.
+        SpecError: a value of a wrong form, or more than a request may have. An unknown consumer
+            is refused later, when the request enters the engine.
     """
     consumers = parsed(capture, WHERE)
     few(consumers, MOST["reads"], "consumers", WHERE)
@@ -157,7 +156,7 @@ def _reads_to(
 
 
 def positions_of(positions: Any, where: str) -> Any:
-    """A selector."""
+    """The selector of a capture's positions."""
     if isinstance(positions, str):
         if positions not in _POSITIONS:
             raise SpecError(
@@ -170,10 +169,10 @@ def positions_of(positions: Any, where: str) -> Any:
 
 
 def layers_of(layers: Any, where: str, num_layers: int = MAX_LAYER + 1) -> Any:
-    """What a Read takes; ranges become numbers.
+    """The layers of a Read; ranges become numbers.
 
     Args:
-        num_layers: the model's, where that is known.
+        num_layers: the model's, if known.
     """
     if not isinstance(layers, Mapping):
         few(layers, num_layers, "layers", where)
@@ -200,24 +199,22 @@ def layers_of(layers: Any, where: str, num_layers: int = MAX_LAYER + 1) -> Any:
 
 
 def decorate(output: Any, completion: Any, consumers: tuple[str, ...]) -> None:
-    """`output.capture_results`, of one completion so far."""
+    """Set `output.capture_results` of one completion."""
     give(output, completion, "capture_results", results_of(completion.scope, consumers))
 
 
 def results_of(result: ScopeResult, consumers: tuple[str, ...]) -> dict[str, CaptureResult]:
-    return {
-        consumer: _result_of(consumer, result.manifests.get(consumer), result)
-        for consumer in consumers
-    }
+    return {consumer: _result_of(consumer, result) for consumer in consumers}
 
 
-def _result_of(consumer: str, manifest: Manifest | None, result: ScopeResult) -> CaptureResult:
+def _result_of(consumer: str, result: ScopeResult) -> CaptureResult:
+    manifest = result.manifests.get(consumer)
     if manifest is None:
         return CaptureResult("error" if result.error else "pending", result.error)
     payload: Any = manifest.details
     if consumer == FILESYSTEM:
         paths = [path for said in manifest.details for path in said.get("paths", ())]
-        payload = paths or manifest.files  # where paths are the operator's alone
+        payload = paths or manifest.files  # only the operator gets paths
     return CaptureResult(_STATUS[manifest.status], manifest.reason, payload)
 
 
@@ -226,7 +223,7 @@ class CaptureEntry:
     """Rows of one layer at one hook.
 
     Attributes:
-        array: [num_rows, hidden_size]; bfloat16 comes as its bits, uint16.
+        array: [num_rows, hidden_size]; bfloat16 as its bits, uint16.
         dtype: of the rows, by its name.
         positions: of the rows, absolute.
     """
@@ -242,8 +239,8 @@ def read_request(path: str | Path) -> dict[tuple[int, str], CaptureEntry]:
     """A captured request: (layer, hook) -> its rows.
 
     Args:
-        path: root/tag/request_id, whatever the layout of the files; or a file of one
-            request, as the payload names it.
+        path: root/tag/request_id for any layout of the files; or a file of one request from
+            the payload.
 
     Raises:
         FileError, KeyError: there is no such request, or there are several.

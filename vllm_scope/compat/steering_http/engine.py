@@ -26,9 +26,9 @@ from vllm_scope.vectors.hooks import mapping, site_of
 #: Of the consumer `filesystem`: its option -> ours.
 _FILES = {"root": "root", "writer_threads": "threads", "fsync": "fsync"}
 _LAYOUTS = {"per_file": "per_request", "packed": "packed", "sharded": "sharded"}
-#: What the fork would do otherwise is not done here, whatever it is told.
+#: Options of the consumer `filesystem` with one possible value here.
 _ALWAYS = {"on_collision": "overwrite", "atomic_publish": True}
-#: Sizes of things that are not there: they change no result.
+#: Options without effect: sizes of parts that this system does not have.
 _IDLE = {
     "queue_size", "timeout_seconds", "fd_cache_size", "coalesce_max_bytes", "num_shards",
     "shard_max_bytes",
@@ -67,14 +67,13 @@ class LLM(vllm.LLM):
 
     Args:
         model, kwargs: as for vllm.LLM.
-        enable_steering, max_steering_configs: have no effect: requests can always be
-            steered, as many as there is room for their vectors in
-            additional_config["scope"].vectors_mib.
-        capture_consumers: [{"name", "params"}]: sinks. Those of `filesystem` are known
-            by the fork's names; a plugin's are passed on.
+        enable_steering, max_steering_configs: without effect. Requests can always be steered,
+            as many as have room for their vectors (additional_config["scope"].vectors_mib).
+        capture_consumers: [{"name", "params"}]: sinks. The params of `filesystem` have the
+            fork's names; a plugin gets its params as they are.
 
     Raises:
-        ConfigError: an option of a consumer that cannot be met.
+        ConfigError: an option of a consumer that is not supported.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ def sink_of(consumer: Any) -> tuple[str, str, dict[str, Any]]:
     """("sinks" or "global_sinks", the sink's name, its options).
 
     Raises:
-        ConfigError: it is no {"name", "params"}, or an option cannot be met.
+        ConfigError: it is not {"name", "params"}, or an option is not supported.
     """
     where = "capture_consumers"
     known = {"name", "params", "instance_name"}

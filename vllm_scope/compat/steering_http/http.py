@@ -1,10 +1,10 @@
 """The steering fork over HTTP: its words in bodies, `capture_results` in answers, its routes.
 
-Owns:  HTTP, what the server is told of this face.
+Owns:  HTTP, the registration of this face with the server.
 Runs:  in each API server process.
 
-A response has `capture_results`, of its first choice. Where there are several choices (n > 1,
-several prompts), each has its own too.
+A response has the `capture_results` of its first choice. If there are several choices (n > 1,
+or several prompts), each choice has its own too.
 """
 
 from __future__ import annotations
@@ -13,26 +13,17 @@ from typing import Any
 
 from vllm_scope.compat import KEYS
 from vllm_scope.compat.steering_http import routes
-from vllm_scope.server.faces import HttpFace, Reply
+from vllm_scope.server.faces import FirstReply, HttpFace
 
 
-class CaptureReply(Reply):
+class CaptureReply(FirstReply):
     """`capture_results`: consumer -> {status, error, payload}."""
 
-    def __init__(self) -> None:
-        self._first: dict[str, Any] = {}
+    name = "capture_results"
 
-    def choice(self, number: int, of: int, completion: Any) -> dict[str, Any]:
-        results = getattr(completion, "capture_results", None)
-        if results is None:
-            return {}
-        found = {"capture_results": {name: one.to_json() for name, one in results.items()}}
-        if number == 0:
-            self._first = found
-        return found if of > 1 else {}
-
-    def whole(self) -> dict[str, Any]:
-        return self._first
+    def value(self, completion: Any) -> dict[str, Any] | None:
+        found = getattr(completion, "capture_results", None)
+        return None if found is None else {name: one.to_json() for name, one in found.items()}
 
 
 _KEYS = frozenset(KEYS["steering_http"])

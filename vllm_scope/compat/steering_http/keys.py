@@ -1,6 +1,6 @@
-"""What the steering fork's keys of one request mean, and modules loaded while the engine runs.
+"""The steering fork's keys of one request as actions, and modules loaded while the engine runs.
 
-Owns:  the keys, `translate`, `load_modules`.
+Owns:  `translate`, `load_modules`.
 Runs:  in the front-end.
 From:  vectors and capture, beside this file.
 """
@@ -19,14 +19,9 @@ from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions import Add, Edit
 from vllm_scope.request.sites import Sites
 from vllm_scope.vectors import load_vectors, to_bytes
-from vllm_scope.vectors.hooks import REQUEST_TIERS, number_of
+from vllm_scope.vectors.hooks import REQUEST_TIERS, number_of, tiers
 
-CLAMP_TIERS = {
-    "steering_clamps": "all",
-    "prefill_steering_clamps": "prompt",
-    "decode_steering_clamps": "generated",
-}
-#: Keys whose wishes cannot be met, and what there is instead.
+#: Keys that are not supported -> what to use instead.
 REFUSED = {
     "sae_clamp_specs": "features of a sparse autoencoder are not tapped in this version; clamp "
     "along a decoder direction with steering_clamps",
@@ -38,10 +33,10 @@ REFUSED = {
 
 
 def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
-    """What the fork's keys of one request mean.
+    """The edits and reads of the fork's keys of one request.
 
     Raises:
-        SpecError: a value of a wrong form, or a wish that cannot be met.
+        SpecError: a value of a wrong form, or a key that is not supported.
     """
     for key, instead in REFUSED.items():
         if values.get(key) is not None:
@@ -51,8 +46,8 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
     for key, tokens in REQUEST_TIERS.items():
         adds = adds_of(values.get(key), tokens, key, sites, room)
         edits += [(add, words_of(add, key)) for add in adds]
-    # The fork clamps what leaves a hook, whatever was added there.
-    for key, tokens in CLAMP_TIERS.items():
+    # As in the fork, clamps come after all that is added.
+    for key, tokens in tiers("steering_clamps").items():
         clamps = clamps_of(values.get(key), tokens, key, sites, room)
         edits += [(clamp, words_of(clamp, key)) for clamp in clamps]
     reads = reads_of(values.get("capture"), sites, room)
@@ -63,7 +58,7 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
 
 
 def _module(values: Mapping[str, Any]) -> list[tuple[Edit, dict[str, str]]]:
-    """(name, scale), or a name alone, under either key."""
+    """The edit of `steering_module_ref` or `steering_name`: (name, scale), or a name alone."""
     given = [k for k in ("steering_module_ref", "steering_name") if values.get(k) is not None]
     if not given:
         return []
@@ -84,9 +79,8 @@ def load_modules(llm: Any, modules: Iterable[str]) -> dict[str, str]:
 
     Args:
         llm: vllm.LLM.
-        modules: "name=path" each; a file that `vllm_scope.vectors.load_vectors` reads,
-            the fork's JSON among them. A name that is known already gets the new
-            content, for requests that enter from then on.
+        modules: "name=path" each, of files that `vllm_scope.vectors.load_vectors` reads, such
+            as the fork's JSON. A known name gets the new content for later requests.
 
     Returns:
         name -> digest of its content.

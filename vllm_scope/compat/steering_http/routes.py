@@ -4,8 +4,8 @@ Owns:  the routers, and what their bodies and answers look like.
 Runs:  in each API server process, inside of vLLM's authentication.
 From:  tiers (edits of every request), vllm_scope.vectors.hooks (modules).
 
-Promise: what is set here is what GET /v1/scope/edits and /v1/scope/modules show, and the
-other way round. A body that is wrong anywhere changes nothing.
+Promise: these routes and those below /v1/scope set and show the same edits and modules. A wrong
+body changes nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
 from vllm_scope.compat.bounds import Room
-from vllm_scope.compat.steering_http.bounded import bounded_vectors
+from vllm_scope.compat.steering_http.bounded import bounded
 from vllm_scope.compat.steering_http.tiers import Wanted, merged, status
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import shown
 from vllm_scope.request.actions import MAX_NAME
 from vllm_scope.request.sites import ALIASES, Sites
 from vllm_scope.server.access import RefusalError, Route, asked, engine_of, errors, in_turn
@@ -48,7 +48,7 @@ class _Tiers(BaseModel):
     decode_clamps: Hooks = Field(default=None, description="Likewise, for generated tokens.")
 
     def tiers(self) -> dict[str, Any]:
-        """Those that there are; not copied, they may be large."""
+        """The given tiers. Not `model_dump`, which would copy them."""
         values = {name: getattr(self, name) for name in _Tiers.model_fields}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -164,7 +164,7 @@ async def _sites(request: Request) -> Sites:
     responses=errors(400),
 )  # fmt: skip
 async def get_steering(request: Request, target: Target = None) -> SteeringStatus:
-    """Of server-wide edits, wherever they were set."""
+    """Of all server-wide edits, whichever route has set them."""
     _check_target(target)
     text = await asked(engine_of(request).edits())
     return SteeringStatus(**await run_in_threadpool(status, text))
@@ -194,28 +194,22 @@ async def get_modules(request: Request) -> Modules:
 
 @changing.post("/set", response_model=SteeringSet, summary="Steer every request")
 async def set_steering(request: Request, body: SetSteering) -> SteeringSet:
-    """Tiers add up, with each other and with what requests bring along. Requests that run
-    keep the steering that they entered with."""
+    """Tiers add up with each other and with those of requests. Running requests keep the
+    steering that they entered with."""
     _check_target(body.target)
     engine = engine_of(request)
     sites = await _sites(request)
-    try:
-        wanted = await run_in_threadpool(Wanted.parse, body.tiers(), sites)
-    except SpecError as error:
-        raise RefusalError(400, str(error)) from None
+    wanted = await asked(run_in_threadpool(Wanted.parse, body.tiers(), sites))
     async with in_turn(request):
         text = await asked(engine.edits())
-        try:
-            text = await run_in_threadpool(merged, text, wanted, body.replace)
-        except SpecError as error:
-            raise RefusalError(400, str(error)) from None
+        text = await asked(run_in_threadpool(merged, text, wanted, body.replace))
         await asked(engine.set_edits(text))
     return SteeringSet(hook_points=wanted.hooks, layers_updated=wanted.layers)
 
 
-@changing.post("/clear", response_model=Cleared, summary="Steer requests no longer")
+@changing.post("/clear", response_model=Cleared, summary="End the steering of every request")
 async def clear_steering(request: Request, body: ClearSteering | None = None) -> Cleared:
-    """Ends all server-wide edits, wherever they were set. Requests that run keep theirs."""
+    """Ends all server-wide edits, whichever route has set them. Running requests keep theirs."""
     _check_target(body.target if body is not None else None)
     engine = engine_of(request)
     async with in_turn(request, clearing=True):
@@ -227,17 +221,14 @@ async def clear_steering(request: Request, body: ClearSteering | None = None) ->
     "/modules/register", response_model=ModuleChanged, summary="Register a steering module"
 )
 async def register_module(request: Request, body: RegisterModule) -> ModuleChanged:
-    """From now on the name means these vectors; requests that run keep what it meant."""
+    """From now on the name means these vectors. Running requests keep the earlier ones."""
     if body.kind != "additive" or body.sae_manifest is not None:
         raise RefusalError(
             400, f"kind is {shown(body.kind)}; modules here are 'additive': features of sparse "
             "autoencoders are not tapped in this version.",
         )  # fmt: skip
     sites = await _sites(request)
-    try:
-        data = await run_in_threadpool(_module, body.tiers(), sites)
-    except SpecError as error:
-        raise RefusalError(400, str(error)) from None
+    data = await asked(run_in_threadpool(_module, body.tiers(), sites))
     engine = engine_of(request)
     async with in_turn(request):
         await asked(engine.register(body.name, data))
@@ -247,12 +238,12 @@ async def register_module(request: Request, body: RegisterModule) -> ModuleChang
 def _module(tiers: dict[str, Any], sites: Sites) -> bytes:
     """A module's content. Raises SpecError for more than this model can use."""
     room = Room()
-    bounded = {
-        name: bounded_vectors(value, sites, room, f"the body[{name!r}]")
+    fields = {
+        name: bounded(value, sites, room, f"the body[{name!r}]")
         if name in MODULE_TIERS else value
         for name, value in tiers.items()
     }  # fmt: skip
-    return to_bytes(parse_module(bounded, "the body"))
+    return to_bytes(parse_module(fields, "the body"))
 
 
 @changing.post(
@@ -262,7 +253,7 @@ def _module(tiers: dict[str, Any], sites: Sites) -> bytes:
     responses=errors(404),
 )
 async def unregister_module(request: Request, body: UnregisterModule) -> ModuleChanged:
-    """Requests that run keep it."""
+    """Running requests keep it."""
     engine = engine_of(request)
     async with in_turn(request):
         known = await asked(engine.unregister(body.name))

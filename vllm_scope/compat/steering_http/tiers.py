@@ -1,12 +1,12 @@
-"""Steering of every request: the fork's global tiers, as this server's server-wide edits.
+"""Steering of every request: the fork's global tiers, as server-wide edits.
 
-Owns:  what `set` makes of the edits that hold, and what `GET /v1/steering` says of them.
+Owns:  Wanted (the body of `set`), `merged` and `status`.
 Runs:  in an API server process.
 To:    routes.
 
-Promise: there is one list of server-wide edits, the engine's. A tier's vectors are the
-Adds in it that have numbers, layers and the tier's tokens, whoever put them there; its
-clamps are the Clamps. What else is there (modules by name, ablations ...) stays as it is.
+Promise: the engine has the only list of server-wide edits. A tier's vectors are its Adds with
+numbers, layers and the tier's tokens, whichever route set them; a tier's clamps are its Clamps.
+All other edits (modules by name, ablations ...) stay as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from vllm_scope.compat.bounds import Room
-from vllm_scope.compat.steering_http.bounded import bounded_vectors
+from vllm_scope.compat.steering_http.bounded import bounded
 from vllm_scope.compat.steering_http.vectors import HOOKS, clamps_of, stacked
 from vllm_scope.errors import SpecError
 from vllm_scope.request.actions import Add, Clamp, Edit
@@ -32,11 +32,12 @@ from vllm_scope.vectors.hooks import (
     mapping,
     parse_hooks,
     site_of,
+    tiers,
 )
 
-CLAMP_TIERS = {"clamps": "all", "prefill_clamps": "prompt", "decode_clamps": "generated"}
-#: A tier's tokens -> what its norm is called.
-_NORMS = {"all": "norm", "prompt": "prefill_norm", "generated": "decode_norm"}
+CLAMP_TIERS = tiers("clamps")
+#: A tier's tokens -> the name of its norm.
+_NORMS = {tokens: name for name, tokens in tiers("norm").items()}
 
 #: Kind of edit, tokens, site, layer.
 _Place = tuple[str, str, str, int]
@@ -44,11 +45,11 @@ _Place = tuple[str, str, str, int]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a `set` sets.
+    """The body of a `set`.
 
     Attributes:
         edits: Adds, then Clamps.
-        places: which earlier edits they take the place of.
+        places: where they replace earlier edits.
     """
 
     edits: tuple[Edit, ...]
@@ -65,15 +66,15 @@ class Wanted:
         places: set[_Place] = set()
         room = Room()
         for field, tokens in MODULE_TIERS.items():
-            vectors = parse_hooks(bounded_vectors(body.get(field), sites, room, field), field)
+            vectors = parse_hooks(bounded(body.get(field), sites, room, field), field)
             for (site, layer), vector in vectors.items():
                 _check(site, layer, len(vector), field, sites)
             places |= {("add", tokens, *stream) for stream in vectors}
-            # A vector of zeros takes the old one away.
+            # A vector of zeros removes the old one.
             edits += stacked({s: v for s, v in vectors.items() if v.any()}, tokens)
         for field, tokens in CLAMP_TIERS.items():
             clamps = clamps_of(body.get(field), tokens, field, sites, room)
-            # An empty list takes a place's clamps away.
+            # An empty list removes a place's clamps.
             for site, layer in _empty(body.get(field), field):
                 _check(site, layer, sites.hidden_size, field, sites)
                 places.add(("clamp", tokens, site, layer))
@@ -116,15 +117,15 @@ def _check(site: str, layer: int, size: int, field: str, sites: Sites) -> None:
 
 
 def merged(text: str | None, wanted: Wanted, replace: bool) -> str | None:
-    """The server-wide edits with what is wanted.
+    """The new server-wide edits as a spec.
 
     Args:
-        text: those that hold now, as a spec.
-        replace: they end; else those at other places stay.
+        text: the present ones as a spec.
+        replace: end all of them; else those at other places stay.
     """
     held = [] if replace or text is None else Spec.from_json(text).edits
     left = [e for edit in held for e in _without(edit, wanted.places)]
-    # As in a request: what is clamped is what was added to.
+    # As in a request, clamps come after all that is added.
     first = next((i for i, edit in enumerate(left) if isinstance(edit, Clamp)), len(left))
     adds = [edit for edit in wanted.edits if isinstance(edit, Add)]
     clamps = [edit for edit in wanted.edits if isinstance(edit, Clamp)]
@@ -133,7 +134,7 @@ def merged(text: str | None, wanted: Wanted, replace: bool) -> str | None:
 
 
 def _places(edit: Edit) -> list[_Place]:
-    """The places in tiers that an edit takes; none where it is not of a tier."""
+    """The places of an edit in its tier; none if it belongs to no tier."""
     values = getattr(edit, edit.fields[0])
     tokens, layers = edit.tokens.to_json(), edit.layer_numbers
     plain = isinstance(edit, Clamp) or (isinstance(edit, Add) and not edit.norm_match)
@@ -152,7 +153,7 @@ def _rows(edit: Edit) -> Iterator[np.ndarray]:
 
 
 def _without(edit: Edit, places: Iterable[_Place]) -> list[Edit]:
-    """The edit at the places that stay its own."""
+    """The edit without the places that are replaced: one edit or none."""
     own = _places(edit)
     stays = [place not in places for place in own]
     if all(stays):

@@ -4,7 +4,7 @@
     {hook: {layer: [{"vector": [...], "min": -2.0, "max": 4.0}, ...]}}    clamps
     {hook: {"dtype", "shape", "layer_indices", "data", ...}}              either, packed
 
-Owns:  what a tier of vectors, or of clamps, means as Adds and Clamps.
+Owns:  tiers of vectors and of clamps as Adds and Clamps.
 Runs:  in the front-end.
 From:  vllm_scope.vectors.hooks.   To: keys (of a request), routes (of all requests).
 """
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from vllm_scope.compat.bounds import Room
-from vllm_scope.compat.steering_http.bounded import bounded_clamps, bounded_vectors
+from vllm_scope.compat.steering_http.bounded import bounded
 from vllm_scope.engine.frontend.translators import called
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions import MAX_FLOAT32, Add, Clamp, Edit
@@ -43,12 +43,12 @@ def adds_of(body: Any, tokens: Any, where: str, sites: Sites, room: Room) -> lis
     """One Add for each hook of a tier.
 
     Args:
-        room: what the request may still say.
+        room: counts the request's vectors.
 
     Raises:
-        SpecError: at the path of what is wrong.
+        SpecError: a wrong value, with its path.
     """
-    return stacked(parse_hooks(bounded_vectors(body, sites, room, where), where), tokens)
+    return stacked(parse_hooks(bounded(body, sites, room, where), where), tokens)
 
 
 def stacked(vectors: HookVectors, tokens: Any) -> list[Add]:
@@ -63,8 +63,8 @@ def stacked(vectors: HookVectors, tokens: Any) -> list[Add]:
 
 
 def clamps_of(body: Any, tokens: Any, where: str, sites: Sites, room: Room) -> list[Clamp]:
-    """One Clamp for each direction, those of a layer in their order; else as `adds_of`."""
-    hooks = bounded_clamps(body, sites, room, where)
+    """One Clamp for each direction, a layer's in their order. Arguments and errors as `adds_of`."""
+    hooks = bounded(body, sites, room, where, clamps=True)
     return [
         _clamp(stream, fields, tokens, place)
         for stream, fields, place in _clamp_entries(hooks, where)
@@ -72,7 +72,7 @@ def clamps_of(body: Any, tokens: Any, where: str, sites: Sites, room: Room) -> l
 
 
 def words_of(edit: Edit, key: str) -> dict[str, str]:
-    """What errors call an edit of a tier."""
+    """The names of an edit and its fields in errors: path of the action -> path in the tier."""
     place = f"{key}[{HOOKS[edit.site]!r}]"
     return dict.fromkeys(("", ".layers", ".site", ".tokens", f".{edit.fields[0]}"), place)
 

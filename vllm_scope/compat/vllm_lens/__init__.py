@@ -79,17 +79,15 @@ _MODULES = {
     "HookContext": "hooks",
     "translate": "keys",
 }
-#: What vllm-lens exports, and this version does not have.
-_LOCAL = "has nothing to do: hooks and what they save stay in one process"
-_MISSING = {
-    "serialize_hook_results": _LOCAL,
-    "deserialize_hook_results": _LOCAL,
-}
+#: Exports of vllm-lens that are not here.
+_MISSING = ("serialize_hook_results", "deserialize_hook_results")
 
 
 def __getattr__(name: str) -> Any:
     if name in _MISSING:
-        raise ImportError(f"{name} {_MISSING[name]}.")
+        raise ImportError(
+            f"{name} has nothing to do: hooks and what they save stay in one process."
+        )
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "Hook":

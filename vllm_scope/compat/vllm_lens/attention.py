@@ -1,13 +1,13 @@
-"""Attention patterns out of queries and keys, as the model's kernel makes them.
+"""Attention patterns from queries and keys, as the model's kernel computes them.
 
     out.activations["attn_q"]                       # (layers, positions, heads, head_dim)
     attention_patterns(out.activations, layer=3)    # (heads, positions, positions), float32
 
-Owns:  `attention_patterns`, `compute_attention_weights`, and what `qk_meta` says of a layer.
+Owns:  `attention_patterns`, `compute_attention_weights`, and `qk_meta` of a layer.
 Runs:  anywhere; on the device of the tensors.
 
-No kernel ever has these weights in one piece, so they are computed here: softmax over the
-keys that a query sees, of cap(scale * q.k) + bias.
+No kernel holds these weights as a whole, so they are computed here: the softmax of
+cap(scale * q.k) + bias over the keys that a query sees.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_scope.request.sites import Sites
 
 
 def qk_meta(sites: Sites, layer: int) -> dict[str, Any]:
-    """What a layer's kernel is told, in vllm-lens's words; plain JSON."""
+    """The options of a layer's kernel under vllm-lens's names, as JSON."""
     kernel, heads = sites.kernels[layer], sites.heads
     assert heads is not None
     window = kernel["sliding_window"]
@@ -48,16 +48,16 @@ def attention_patterns(
     """The pattern of one layer over all positions that were captured.
 
     Args:
-        activations: of a request with `output_qk`; a server's, decoded, too.
+        activations: of a request with `output_qk`, or of a decoded answer.
         layer: one of `activations["qk_layers"]`.
-        dtype: in which it is computed.
+        dtype: of the computation.
 
     Returns:
         [heads, positions, positions]: rows are queries.
 
     Raises:
-        KeyError: nothing was captured. SpecError: not this layer.
-        ScopeError: rows are missing, or the layer's kernel does more than is known here.
+        KeyError: no queries and keys were captured. SpecError: not those of this layer.
+        ScopeError: rows are missing, or the pattern does not follow from q and k.
     """
     if "qk_layers" not in activations:
         raise KeyError(
@@ -100,16 +100,16 @@ def compute_attention_weights(
 
     Args:
         q: [num_queries, heads, head_dim].
-        k: [num_keys, kv_heads, head_dim]; each serves as many heads of `q` as there are
-            for it, in their order.
+        k: [num_keys, kv_heads, head_dim]; each head of `k` serves heads / kv_heads successive
+            heads of `q`.
         scale: of q.k.
         causal: a query sees keys up to its own position.
         q_start: position of the first query among the keys; None: the queries are last.
         sliding_window: how many positions a query sees before and after its own; -1: all.
         logits_soft_cap: cap * tanh(score / cap); 0: none.
-        alibi_slopes: by head of `q`: times (key position - query position), added.
-        sinks: by head of `q`: a score that takes its share and has no key.
-        dtype: in which it is computed.
+        alibi_slopes: [heads]; slope * (key position - query position) is added to a score.
+        sinks: [heads]; a score that takes part in the softmax and has no key.
+        dtype: of the computation.
 
     Returns:
         [heads, num_queries, num_keys]; zeros where a query sees no key.

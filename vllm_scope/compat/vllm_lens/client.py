@@ -5,8 +5,8 @@
     out = client.generate("Hello", max_tokens=10, capture_layers=[15])
     out.activations["residual_stream"]
 
-Needs no vLLM, and torch only for tensors. What the server refuses is raised as what it is:
-SpecError for a wrong request, and any other error as a ServerError.
+Needs no vLLM, and torch only for tensors. A wrong request raises SpecError; every other refusal
+raises ServerError.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class GenerateOutput:
-    """What one request gave.
+    """The answer to one request.
 
     Attributes:
         text: of the first choice.
         activations: {"residual_stream": [n_layers, n_positions, hidden]} of the first
             choice, a torch tensor, and with `capture_qk` attn_q, attn_k, qk_layers and
-            qk_meta, for `attention_patterns`; None where nothing was captured. Others' are
-            in `raw`: `decode_activations(out.raw["choices"][i], fetch_bytes=client.fetch_bytes)`.
+            qk_meta, for `attention_patterns`; None if nothing was captured. Of other choices:
+            `decode_activations(out.raw["choices"][i], fetch_bytes=client.fetch_bytes)`.
         hook_results: None; there are no hooks over HTTP.
         logprobs: as the server's JSON has them.
         raw: the whole JSON.
@@ -57,7 +57,7 @@ class VLLMLensClient:
 
     Args:
         base_url: of the server.
-        model: as the server knows it; None takes its first one.
+        model: one of the server's models; None: its first one.
         api_key: as for vLLM's --api-key.
         timeout: seconds for an answer.
         transport: an httpx transport, for tests and proxies.
@@ -78,77 +78,68 @@ class VLLMLensClient:
 
     @property
     def model(self) -> str:
-        """As the server knows it."""
+        """The model's name on the server."""
         if self._model is None:
             models = json.loads(self._request("GET", "/v1/models"))
             self._model = str(models["data"][0]["id"])
         return self._model
 
     def generate(
-        self,
-        prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
-        *,
-        max_tokens: int = 16,
-        temperature: float = 0.0,
-        hooks: Sequence[Any] | None = None,
-        capture_layers: Sequence[int] | bool | None = None,
-        capture_qk: Sequence[int] | bool | None = None,
-        steering_vectors: Sequence[SteeringVector] | None = None,
-        activations_transport: str | None = None,
-        logprobs: int | None = None,
-        echo: bool = False,
-        **kwargs: Any,
+        self, prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]], **options: Any
     ) -> GenerateOutput:
         """Complete a prompt.
 
         Args:
+            max_tokens: 16 by default.
+            temperature: 0.0 by default.
             capture_layers: layers whose residual stream is wanted, or True for all.
-            activations_transport: "binary": tensors as files, which are fetched here.
             capture_qk: layers whose queries and keys are wanted, or True for all.
+            steering_vectors: a list of SteeringVector.
+            activations_transport: "binary": tensors are files, which are fetched here.
             hooks: refused.
-            kwargs: other fields of the request: n, stop, vllm_xargs, ...
+            options: other fields of the request: n, stop, logprobs, echo, vllm_xargs, ...
 
         Raises:
             SpecError: the request is wrong. CapacityError: send it again later.
             ServerError: the server refused for another reason.
             ScopeError: rows that were asked for are missing.
         """
-        body: dict[str, Any] = {"prompt": prompt} | kwargs
-        if logprobs is not None:
-            body["logprobs"] = logprobs
-        if echo:
-            body["echo"] = True
-        words = _words(hooks, capture_layers, capture_qk, steering_vectors, activations_transport)
-        return self._answer("/v1/completions", max_tokens, temperature, body, words)
+        return self._answer("/v1/completions", {"prompt": prompt}, **options)
 
-    def chat(
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> GenerateOutput:
+        """Answer messages, as `generate`."""
+        return self._answer("/v1/chat/completions", {"messages": list(messages)}, **options)
+
+    def _answer(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        path: str,
+        body: dict[str, Any],
         *,
-        max_tokens: int = 16,
-        temperature: float = 0.0,
         hooks: Sequence[Any] | None = None,
         capture_layers: Sequence[int] | bool | None = None,
         capture_qk: Sequence[int] | bool | None = None,
         steering_vectors: Sequence[SteeringVector] | None = None,
         activations_transport: str | None = None,
-        **kwargs: Any,
+        **fields: Any,
     ) -> GenerateOutput:
-        """Answer messages, as `generate`."""
-        body: dict[str, Any] = {"messages": list(messages)} | kwargs
-        words = _words(hooks, capture_layers, capture_qk, steering_vectors, activations_transport)
-        return self._answer("/v1/chat/completions", max_tokens, temperature, body, words)
-
-    def _answer(
-        self, path: str, max_tokens: int, temperature: float,
-        body: dict[str, Any], words: dict[str, str],
-    ) -> GenerateOutput:  # fmt: skip
-        if body.get("stream"):
+        if hooks:
+            raise SpecError(NO_HOOKS)
+        if fields.get("stream"):
             raise SpecError("this client does not stream; use vllm_scope.client.ScopeClient.")
-        options = {"model": self.model, "max_tokens": max_tokens, "temperature": temperature}
+        # In `vllm_xargs` what is more than a word is JSON.
+        words = {}
+        if capture_layers is not None:
+            words["output_residual_stream"] = json.dumps(_listed(capture_layers))
+        if capture_qk is not None:
+            words["output_qk"] = json.dumps(_listed(capture_qk))
+        if steering_vectors is not None:
+            words["apply_steering_vectors"] = json.dumps([v.model_dump() for v in steering_vectors])
+        if activations_transport is not None:
+            words["activations_transport"] = activations_transport
         if words:
-            body["vllm_xargs"] = {**(body.get("vllm_xargs") or {}), **words}
-        raw = json.loads(self._request("POST", path, options | body))
+            fields["vllm_xargs"] = {**(fields.get("vllm_xargs") or {}), **words}
+        defaults = {"model": self.model, "max_tokens": 16, "temperature": 0.0}
+        raw = json.loads(self._request("POST", path, defaults | body | fields))
         choice = raw["choices"][0]
         text = (choice.get("message") or {}).get("content") or choice.get("text") or ""
         found = None
@@ -159,35 +150,19 @@ class VLLMLensClient:
         return GenerateOutput(text, found, None, choice.get("logprobs"), raw)
 
     def fetch_bytes(self, handle: str) -> bytes:
-        """The bytes that a handle stands for, once: the server then forgets them."""
+        """The bytes of a handle. The server deletes them, so a second call fails."""
         return self._request("GET", f"/v1/activations/{quote(handle, safe='')}?delete=true")
 
     def _request(self, method: str, path: str, body: Any = None) -> bytes:
         response = self._http.request(method, f"{self.base_url}{path}", json=body)
         return Response(response.status_code, response.content).checked().content
 
-    # What was for hooks
-
-    def register_hooks(
-        self, hooks: Sequence[Any], prefetch_params: Sequence[str] | None = None
-    ) -> NoReturn:
-        """Raises SpecError, as the methods below: a server runs no functions."""
+    def register_hooks(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises SpecError: a server runs no functions."""
         raise SpecError(NO_HOOKS)
 
-    def collect_hook_results(self) -> NoReturn:
-        raise SpecError(NO_HOOKS)
-
-    def clear_hooks(self) -> NoReturn:
-        raise SpecError(NO_HOOKS)
-
-    def clear_hook_results(self) -> NoReturn:
-        raise SpecError(NO_HOOKS)
-
-    def prefetch_params(self, names: Sequence[str]) -> NoReturn:
-        raise SpecError(NO_HOOKS)
-
-    def clear_prefetched(self) -> NoReturn:
-        raise SpecError(NO_HOOKS)
+    collect_hook_results = clear_hooks = clear_hook_results = register_hooks
+    prefetch_params = clear_prefetched = register_hooks
 
     def close(self) -> None:
         self._http.close()
@@ -197,28 +172,6 @@ class VLLMLensClient:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _words(
-    hooks: Sequence[Any] | None,
-    capture_layers: Sequence[int] | bool | None,
-    capture_qk: Sequence[int] | bool | None,
-    steering_vectors: Sequence[SteeringVector] | None,
-    activations_transport: str | None,
-) -> dict[str, str]:
-    """The fields of `vllm_xargs`, JSON where they are more than a word."""
-    if hooks:
-        raise SpecError(NO_HOOKS)
-    found = {}
-    if capture_layers is not None:
-        found["output_residual_stream"] = json.dumps(_listed(capture_layers))
-    if capture_qk is not None:
-        found["output_qk"] = json.dumps(_listed(capture_qk))
-    if steering_vectors is not None:
-        found["apply_steering_vectors"] = json.dumps([v.model_dump() for v in steering_vectors])
-    if activations_transport is not None:
-        found["activations_transport"] = activations_transport
-    return found
 
 
 def _listed(asked: Sequence[int] | bool) -> list[int] | bool:

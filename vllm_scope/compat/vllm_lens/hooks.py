@@ -10,10 +10,10 @@
     params = SamplingParams(extra_args={"apply_hooks": [Hook(ablate_neuron, [15])]})
     llm.generate(prompt, params)[0].hook_results["0"]["before"]
 
-A function is called once per layer and step that has tokens of its request: for a chunk of
+A function is called once per layer and step that has tokens of its request: for each chunk of
 the prompt, then for each token; with async scheduling maybe for one token that is not kept.
-What it returns is what the model goes on with. It never leaves the process, is not
-pickled, and runs with the rights of this process.
+The model continues with the rows that the function returns. A function is never pickled and
+never leaves this process; it has this process's rights.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from vllm_scope.errors import ScopeError, SpecError, shown
 
 
 class HookContext:
-    """What a hook knows of where it runs, and what it keeps; one per hook and completion.
+    """Where a hook runs, and what it saves; one per hook and completion.
 
     Attributes:
         layer_idx: the layer.
-        seq_len: how many rows it is given.
-        positions: absolute, of these rows.
-        saved: the hook's own; `output.hook_results[index]` in the end.
+        seq_len: number of rows.
+        positions: absolute, of the rows.
+        saved: the hook may put anything here; it becomes `output.hook_results[index]`.
         model: vLLM's.
     """
 
@@ -58,10 +58,10 @@ class Hook(Model):
     """A function to call after some layers, or before them.
 
     Attributes:
-        fn: (HookContext, rows) -> what the rows shall be, or None. `rows` is a copy of
+        fn: (HookContext, rows) -> the new rows, or None to keep them. `rows` is a copy of
             the residual stream, [seq_len, hidden], in the model's dtype, on its device.
         layer_indices: from 0.
-        pre: before the layers; the stream that they are given.
+        pre: call it before the layers, with their input.
     """
 
     fn: Callable[[HookContext, Tensor], Tensor | None]
@@ -80,29 +80,30 @@ class Hook(Model):
             raise SpecError(f"Hook.layer_indices is {shown(layers)}; it is a list of layers.")
 
     def model_dump(self, mode: str = "json") -> NoReturn:
-        """Raises SpecError: a function is not JSON, and none is made from JSON."""
+        """Raises SpecError: functions are not sent as JSON."""
         raise SpecError(NO_HOOKS)
 
 
 class HookRun:
-    """The hooks of one request, and what they saved (engine.functions.Functions).
+    """The hooks of one request, and what they saved (an engine.functions.Functions).
 
     Args:
-        of_all: those that every request has; they run first.
-        own: the request's.
+        of_all: the hooks of every request; they run first.
+        own: the request's hooks.
     """
 
     def __init__(self, of_all: Sequence[Hook], own: Sequence[Hook]) -> None:
         self._hooks, self._num_of_all = [*of_all, *own], len(of_all)
         self.places = {(layer, hook.pre) for hook in self._hooks for layer in hook.layer_indices}
-        #: completion -> the hook's number -> its context, once it was called
+        #: index of a completion -> index of a hook -> its context, once it was called
         self._contexts: dict[int, dict[int, HookContext]] = {}
         self._errors: dict[int, str] = {}
 
     def call(
         self, child: int, place: tuple[int, bool], rows: Tensor, first: int, model: Any
     ) -> Tensor | None:
-        """Each hook of the place in turn, on what the one before it has left."""
+        """Call the hooks of a place (layer, pre) in turn, each with the rows of the one before.
+        Returns None if no hook has returned rows."""
         layer, before = place
         contexts = self._contexts.setdefault(child, {})
         changed = None
@@ -120,7 +121,7 @@ class HookRun:
         self._errors[child] = error
 
     def results(self, child: int, *, of_all: bool = False) -> HookResults:
-        """What the request's own hooks saved for a completion, or everybody's."""
+        """What the request's own hooks, or those of every request, saved for a completion."""
         start = 0 if of_all else self._num_of_all
         stop = self._num_of_all if of_all else len(self._hooks)
         contexts = self._contexts.get(child, {})
@@ -132,7 +133,7 @@ class HookResults(Mapping[str, dict[str, Any]]):
     """`output.hook_results`: the hook's index, as text -> what it saved.
 
     Raises:
-        ScopeError: on access, where a hook of the completion has failed.
+        ScopeError: on access, if a hook of the completion has failed.
     """
 
     def __init__(self, contexts: Mapping[str, HookContext], error: str | None) -> None:

@@ -1,11 +1,11 @@
 """vllm-lens over HTTP: `activations` in answers, and GET /v1/activations/{handle}.
 
-Owns:  HTTP, what the server is told of this face.
+Owns:  HTTP, the registration of this face with the server.
 Runs:  in each API server process.
 
-A response has `activations`, of its first choice. Where there are several choices (n > 1,
-several prompts), each has its own too. With `activations_transport: "binary"` a tensor
-is a handle: its bytes are in the server's files of results, for who asked alone.
+A response has the `activations` of its first choice. If there are several choices (n > 1, or
+several prompts), each choice has its own too. With `activations_transport: "binary"` a tensor is
+a handle: its bytes are a file of the server, which only the request's key can fetch.
 """
 
 from __future__ import annotations
@@ -27,30 +27,28 @@ from vllm_scope.errors import FileError, ScopeError, SpecError, shown
 from vllm_scope.files.tensors import Header, read_header
 from vllm_scope.server.access import RefusalError, Route, errors, state_of
 from vllm_scope.server.answer import MAX_INLINE_BYTES
-from vllm_scope.server.faces import HttpFace, Keep, Reply
+from vllm_scope.server.faces import FirstReply, HttpFace, Keep, Reply
 
-#: In the metadata of a kept file: what JSON said of its tensor.
+#: Key in the metadata of a kept file: the dtype and the shape of its tensor.
 _DESCRIBED = "activations"
 
 
-class LensReply(Reply):
-    """`activations`, encoded as the request wants."""
+class LensReply(FirstReply):
+    """`activations`: the name of a tensor -> the tensor as JSON, or a handle, or an error.
+
+    Args:
+        keep: keeps a tensor as a file; None: tensors are inline.
+    """
+
+    name = "activations"
 
     def __init__(self, keep: Keep | None) -> None:
+        super().__init__()
         self._keep, self._num_bytes = keep, 0
-        self._first: dict[str, Any] = {}
 
-    def choice(self, number: int, of: int, completion: Any) -> dict[str, Any]:
-        activations = getattr(completion, "activations", None)
-        if activations is None:
-            return {}
-        found = {"activations": {name: self._entry(activations, name) for name in activations}}
-        if number == 0:
-            self._first = found
-        return found if of > 1 else {}
-
-    def whole(self) -> dict[str, Any]:
-        return self._first
+    def value(self, completion: Any) -> dict[str, Any] | None:
+        found = getattr(completion, "activations", None)
+        return None if found is None else {name: self._entry(found, name) for name in found}
 
     def _entry(self, activations: Mapping[str, Any], name: str) -> dict[str, Any]:
         try:
@@ -100,11 +98,11 @@ _hooks = APIRouter(prefix="/v1/hooks", tags=["vllm-lens"], route_class=Route)
 async def get_activation(
     request: Request,
     handle: Annotated[str, Path(description="`handle` of a tensor in an answer.")],
-    delete: Annotated[bool, Query(description="End it once it was read.")] = False,
+    delete: Annotated[bool, Query(description="Delete it once it was read.")] = False,
 ) -> StreamingResponse:
-    """Little-endian numbers, of the dtype and the shape that the answer said.
+    """Little-endian numbers of the dtype and the shape that the answer has.
 
-    Only who sends the Authorization header of the request that made it can fetch it.
+    It needs the Authorization header of the request that made it.
     """
     opened = await run_in_threadpool(_open, request, handle)
     if opened is None:
@@ -123,7 +121,7 @@ async def get_activation(
 
 
 def _open(request: Request, handle: str) -> tuple[BinaryIO, Header] | None:
-    """A kept tensor's file, read up to its bytes."""
+    """The file of a kept tensor, positioned at the tensor's bytes; None if there is none."""
     state = state_of(request)
     file = state.store.open(handle, state.owner_of(request))
     if file is None:
@@ -140,7 +138,7 @@ def _open(request: Request, handle: str) -> tuple[BinaryIO, Header] | None:
 
 @_hooks.post("/{rest:path}", include_in_schema=False)
 async def no_hooks(rest: str) -> None:
-    """Python functions are arbitrary code, and no server runs what strangers send it."""
+    """Python functions are arbitrary code, and this server runs none."""
     raise RefusalError(404, NO_HOOKS)
 
 

@@ -1,7 +1,7 @@
-"""What vllm-lens's keys of one request mean, and `output.activations`.
+"""vllm-lens's keys of one request as actions, and `output.activations`.
 
 Owns:  `translate`, Activations.
-Runs:  in the front-end, before a request is checked and where outputs are given out.
+Runs:  in the front-end: before a request is checked, and when its outputs are returned.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from vllm_scope.request.selectors import Except
 from vllm_scope.request.sites import KINDS, Sites, kind_of
 from vllm_scope.results.result import ScopeResult
 
-#: Tensors of `output.activations`, and their sites.
+#: A tensor of `output.activations` -> its site.
 _TENSORS = {"residual_stream": SITE, "attn_q": "q", "attn_k": "k"}
 
 
 class Activations(Mapping[str, Any]):
-    """`output.activations`: what was asked for, stacked when it is looked at.
+    """`output.activations`: the tensors that were asked for, stacked on access.
 
     residual_stream: CPU, model dtype, [n_layers, n_positions, hidden_size], layers
     ascending; n_positions is n_prompt + n_generated - 1, and fewer while the request
-    still runs. attn_q, attn_k: the same, [n_layers, n_positions, heads, head_dim].
-    qk_layers, qk_meta: their layers, and what each one's kernel is told.
+    runs. attn_q, attn_k: the same, [n_layers, n_positions, heads, head_dim].
+    qk_layers, qk_meta: the layers of attn_q and attn_k, and the options of their kernels.
 
     Raises:
-        ScopeError: on access, where rows are missing; they are never made up.
+        ScopeError: on access, if rows are missing.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Activations(Mapping[str, Any]):
                 "What is there is in output.outputs[0].scope."
             )
         rows = [self._result[_TENSORS[key], layer] for layer in self._layers[key]]
-        # While it streams, layers of later pipeline stages may have come less far.
+        # During a stream, later pipeline stages may have delivered fewer rows.
         shortest = min(len(each) for each in rows)
         return torch.stack([each[:shortest] for each in rows])
 
@@ -79,10 +79,10 @@ class Activations(Mapping[str, Any]):
 
 
 def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
-    """What vllm-lens's keys of one request mean.
+    """The actions and hooks of vllm-lens's keys of one request.
 
     Raises:
-        SpecError: a key of a wrong type, or one that asks for what is not given here.
+        SpecError: a key of a wrong type, or one that is not supported.
     """
     of_all: PersistentHooks | None = values.get(PERSISTENT)
     own = _hooks(_parsed(values, "apply_hooks"))
@@ -123,8 +123,8 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
 
 
 def _of_key(key: str) -> dict[str, str]:
-    """What a read is called of which a key says the layers alone."""
-    return {"": key, ".layers": key, ".site": key}
+    """The names in errors of a read that a key has made."""
+    return dict.fromkeys(("", ".layers", ".site"), key)
 
 
 def _hooks(asked: Any) -> list[Hook]:
@@ -151,7 +151,7 @@ def _run(of_all: Sequence[Hook], own: Sequence[Hook], sites: Sites) -> HookRun |
 
 
 def _check_order(run: HookRun, adds: list[Action]) -> None:
-    """Raises SpecError where a vector would come after a hook that is to see it."""
+    """Raises SpecError if a vector would be added after a hook that expects to see it."""
     steered = {layer for add in adds if isinstance(add, Add) for layer in add.layer_numbers or ()}
     both = sorted(layer for layer, before in run.places if not before and layer in steered)
     if both:
@@ -175,8 +175,8 @@ def _layers(values: Mapping[str, Any], key: str, sites: Sites) -> list[int] | No
     if asked is None or (isinstance(asked, int) and asked == 0):
         return None
     # vLLM makes numbers of the booleans in `vllm_xargs`.
-    if asked is True or (isinstance(asked, int) and asked == 1):
-        # All layers of the model: one that carries no tap is an error, not left out.
+    if isinstance(asked, int) and asked == 1:
+        # All layers of the model: a layer without a tap is an error, and not left out.
         return list(range(sites.num_layers))
     few(asked, sites.num_layers, "layers", key)
     if not isinstance(asked, list | tuple) or not asked:
@@ -202,7 +202,7 @@ def _listed(asked: Any) -> Sequence[Any]:
 
 
 def _adds(vector: Any, where: str) -> list[tuple[Action, dict[str, str]]]:
-    """What a SteeringVector, or its JSON, adds, and what errors call it."""
+    """The Adds of a SteeringVector or of its JSON, and their names in errors."""
     words = {"": where, ".vector": f"{where}.activations", ".layers": f"{where}.layer_indices"}
     words |= {".site": f"{where}.layer_indices", ".tokens": f"{where}.position_indices"}
     with called({"SteeringVector": where} | {f"Add{end}": path for end, path in words.items()}):
@@ -215,7 +215,7 @@ def _adds(vector: Any, where: str) -> list[tuple[Action, dict[str, str]]]:
 
 
 def _check_size(vector: Any, sites: Sites, room: Room, where: str) -> None:
-    """Raise SpecError for a vector that this model cannot use, before it is built."""
+    """Raise SpecError for a vector that this model cannot use, before the vector is built."""
     if isinstance(vector, SteeringVector):
         room.take("edits", vector.num_edits, where)
         return
@@ -248,5 +248,5 @@ def _check_size(vector: Any, sites: Sites, room: Room, where: str) -> None:
 
 
 def _parsed(values: Mapping[str, Any], key: str) -> Any:
-    """The key's value, or what its JSON says; None where it is not there."""
+    """The value of a key, parsed if it is JSON; None if the key is missing."""
     return parsed(values.get(key), key)

@@ -1,4 +1,4 @@
-"""What Hook and SteeringVector have from pydantic, and why hooks do not travel; without torch."""
+"""The methods of pydantic's models that Hook and SteeringVector have. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ NO_HOOKS = (
 
 
 class Model:
-    """Base of frozen dataclasses that check themselves when they are made."""
+    """Base of frozen dataclasses that check their fields in `__post_init__`."""
 
     @classmethod
     def model_validate(cls, obj: Any) -> Self:
-        """One of the class: itself, or from an object with its fields.
+        """An instance: `obj` itself, or made from a mapping of its fields.
 
         Raises:
-            SpecError: another type, another field, or a value that cannot be.
+            SpecError: another type, an unknown or a missing field, or a wrong value.
         """
         if isinstance(obj, cls):
             return obj
@@ -43,10 +43,10 @@ class Model:
         return cls(**obj)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """The same with other values for some fields; unlike pydantic's, they are checked.
+        """A copy with other values for some fields, which are checked (pydantic does not).
 
         Args:
-            deep: copy the values that stay, too.
+            deep: copy the values of the other fields too.
         """
         given = update or {}
         stay = {

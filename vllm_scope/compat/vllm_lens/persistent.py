@@ -1,7 +1,6 @@
-"""Hooks of every request: `llm.register_hooks(...)`, and what goes with it.
+"""Hooks of every request: `llm.register_hooks(...)` and the methods beside it.
 
-vllm-lens gave vllm.LLM these methods; it has them once Hook was imported from here.
-An engine that cannot run hooks says so when they are registered.
+vllm-lens adds these methods to vllm.LLM. Here vllm.LLM gets them when Hook is imported.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ class PersistentHooks:
 
     Attributes:
         hooks: they run before a request's own.
-        results: request id -> the hook's index, as text -> what it saved. A completion
-            of several has its number and "_" before the id.
+        results: request id -> the hook's index, as text -> what it saved. If a request has
+            several completions, the completion's index and "_" come before the id.
     """
 
     def __init__(self) -> None:
@@ -40,10 +39,10 @@ def _of(llm: Any) -> PersistentHooks:
 def register_hooks(
     self: Any, hooks: Sequence[Hook], prefetch_params: Sequence[str] | None = None
 ) -> None:
-    """Have every request from now on run these too.
+    """Let every later request run these hooks too.
 
     Raises:
-        SpecError: not hooks, or this engine runs none.
+        SpecError: a value that is no Hook, or an engine that cannot run hooks.
     """
     from vllm_scope.engine.functions import check_engine
 
@@ -54,32 +53,32 @@ def register_hooks(
 
 
 def collect_hook_results(self: Any) -> dict[str, Mapping[str, dict[str, Any]]]:
-    """request id -> the hook's index -> what it saved, of all requests since the last clear."""
+    """request id -> the hook's index -> what it saved, since the last clear."""
     return dict(_of(self).results)
 
 
 def clear_hooks(self: Any) -> None:
-    """Forget the hooks and what they saved; requests that run keep theirs."""
+    """Forget the hooks and their results. Running requests keep their hooks."""
     found = _of(self)
     found.hooks = []
     found.results = {}
 
 
 def clear_hook_results(self: Any) -> None:
-    """Forget what they saved, and keep them."""
+    """Forget the results, and keep the hooks."""
     _of(self).results = {}
 
 
 def prefetch_params(self: Any, names: Sequence[str]) -> None:
-    """Nothing is to be done: the one worker there is has all parameters."""
+    """Does nothing: the only worker has all parameters."""
 
 
 def clear_prefetched(self: Any) -> None:
-    """As `prefetch_params`."""
+    """Does nothing."""
 
 
 def attach() -> None:
-    """Give vllm.LLM the methods, where vLLM is installed."""
+    """Give vllm.LLM the methods, if vLLM is installed."""
     try:
         from vllm import LLM
     except ImportError:

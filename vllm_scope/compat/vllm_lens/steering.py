@@ -1,4 +1,4 @@
-"""SteeringVector: vectors to add, and what they are as actions and as JSON."""
+"""SteeringVector: vectors to add, as actions and as JSON."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ class SteeringVector(Model):
         activations: [num_layers, hidden_size] for every token, or [num_layers,
             num_positions, hidden_size] for one token per position.
         layer_indices: one layer for each row of `activations`.
-        scale: what the vectors are multiplied by.
+        scale: the factor of the vectors.
         norm_match: add `scale * ||h||` times the vector's direction, per token.
-        position_indices: absolute, each once. With two dimensions, the tokens that
-            the vector is added to; with three, one for each of `activations`' positions.
-            None means every token, or positions 0 to num_positions - 1.
+        position_indices: absolute, each once. If `activations` has two dimensions: the tokens
+            that get the vector; None: every token. If it has three: one for each of its
+            positions; None: 0 to num_positions - 1.
 
     Raises:
-        SpecError: shapes and indices do not fit each other, or a position is negative or
-            comes twice.
+        SpecError: shapes and indices do not fit, or a position is negative or comes twice.
     """
 
     activations: Any
@@ -49,7 +48,7 @@ class SteeringVector(Model):
     def __post_init__(self) -> None:
         layers = _numbers(self.layer_indices, "SteeringVector.layer_indices")
         object.__setattr__(self, "layer_indices", layers)
-        # Before bytes are decoded and lists become a tensor.
+        # Checked before bytes are decoded and lists become a tensor.
         shape = claimed_shape(self.activations)
         if shape is None or len(shape) not in (2, 3):
             raise SpecError(
@@ -81,11 +80,11 @@ class SteeringVector(Model):
 
     @property
     def num_edits(self) -> int:
-        """How many actions it is: one, or one for each position."""
+        """The number of actions: one, or one for each position."""
         return 1 if self.activations.dim() == 2 else int(self.activations.shape[1])
 
     def to_actions(self) -> list[Action]:
-        """The same in this system's words."""
+        """The vectors as Adds."""
 
         def add(vectors: Tensor, tokens: Any) -> Action:
             return Add(
@@ -102,7 +101,7 @@ class SteeringVector(Model):
         return [add(self.activations[:, i], [position]) for i, position in enumerate(positions)]
 
     def model_dump(self, mode: str = "json") -> dict[str, Any]:
-        """As it travels in JSON, in every mode; `SteeringVector.model_validate` reads it."""
+        """JSON in every mode; `SteeringVector.model_validate` reads it."""
         body = {name: getattr(self, name) for name in FIELDS}
         return body | {"activations": serialize_tensor(self.activations, compress=False)}
 
@@ -111,9 +110,9 @@ FIELDS = tuple(field.name for field in fields(SteeringVector))
 
 
 def claimed_shape(values: Any) -> list[int] | None:
-    """The shape that a tensor, an array, lists or JSON of a tensor say that they have.
+    """The shape that a tensor, an array, lists or JSON of a tensor claim; None if there is none.
 
-    Lists are looked at as far as their first items go. None where there is no shape.
+    Of lists only the first items are read.
     """
     if isinstance(values, Mapping):
         shape = values.get("shape")
@@ -150,7 +149,7 @@ def _tensor(values: Any) -> Tensor:
             f"{where} is {shown(values)}; it is a tensor, an array or lists of numbers."
         )
     tensor = torch.from_numpy(np.ascontiguousarray(found))
-    # Python's numbers are torch's float32, as in a list that torch reads itself.
+    # As torch.tensor, which makes float32 of a list of floats.
     return (
         tensor.float() if isinstance(values, list | tuple) and found.dtype.kind == "f" else tensor
     )

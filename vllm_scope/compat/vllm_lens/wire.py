@@ -3,9 +3,9 @@
     {"data": base64, "dtype": numpy's, "original_dtype": "torch.bfloat16", "shape": [...],
      "compression": "zstd"}
 
-bfloat16 travels as int16, which numpy knows. `compression` is there where the bytes are a
-zstd frame. Instead of `data` there may be a `handle`, whose bytes are fetched; or `error`,
-the sentence that says why there is no tensor. What is no tensor is `{"__json__": value}`.
+bfloat16 travels as int16, because numpy has no bfloat16. `compression` is present if the bytes
+are a zstd frame. Instead of `data` there may be a `handle`, whose bytes the client fetches, or
+`error`, the reason why there is no tensor. Any other value is `{"__json__": value}`.
 
 Promise: nothing is unpickled, and sizes are compared before anything is allocated.
 """
@@ -25,17 +25,17 @@ from vllm_scope.codecs.zstd import zstd_library
 from vllm_scope.compat.bounds import check_base64, few
 from vllm_scope.errors import ConfigError, ScopeError, SpecError, shown
 
-#: numpy's names. Those of 16 bits and int8 are what models compute in.
+#: numpy's names.
 DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
 MAX_DIMENSIONS = 8
 FIELDS = ("data", "dtype", "original_dtype", "shape", "compression")
-#: Those that a later version may have beside them are passed over.
+#: Unknown fields, which a later version may have, are ignored up to so many in all.
 MOST_FIELDS = 16
-#: What zstd may make of the bytes that strangers send: a row of zeros takes next to none.
+#: zstd may make SMALL_BYTES and MOST_TIMES as many bytes as a stranger sends.
 MOST_TIMES, SMALL_BYTES = 64, 1 << 16
-#: The one field of a value that is no tensor.
+#: The only field of a value that is not a tensor.
 PLAIN = "__json__"
-#: Handle -> the bytes that it stands for.
+#: Handle -> its bytes.
 Fetch = Callable[[str], bytes]
 
 
@@ -43,9 +43,14 @@ def serialize_tensor(tensor: Tensor, compress: bool | None = None) -> dict[str, 
     """A tensor as JSON.
 
     Args:
-        compress: with zstd; None: where it is installed.
+        compress: with zstd; None: if zstd is installed.
     """
-    return _serialized(tensor, _zstd() if compress or compress is None else None)
+    raw, body = _bits(tensor).numpy().tobytes(), described(tensor)
+    zstd = None if compress is False else _zstd()
+    if zstd is not None:
+        raw = zstd.compress(raw, 1)
+        body["compression"] = "zstd"
+    return {"data": base64.b64encode(raw).decode()} | body
 
 
 def serialize_activations(activations: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,22 +62,13 @@ def serialize_activations(activations: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def described(tensor: Tensor) -> dict[str, Any]:
-    """What JSON says of a tensor beside its bytes."""
+    """The dtype and the shape of a tensor as JSON."""
     bits = _bits(tensor)
     return {
         "dtype": str(bits.numpy().dtype),
         "original_dtype": str(tensor.dtype),
         "shape": list(tensor.shape),
     }
-
-
-def _serialized(tensor: Tensor, zstd: Any) -> dict[str, Any]:
-    raw = _bits(tensor).numpy().tobytes()
-    body = described(tensor)
-    if zstd is not None:
-        raw = zstd.compress(raw, 1)
-        body["compression"] = "zstd"
-    return {"data": base64.b64encode(raw).decode()} | body
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -93,11 +89,11 @@ def deserialize_tensor(
     """The tensor that `serialize_tensor` wrote.
 
     Args:
-        most_bytes: of what comes from strangers.
-        where: it stands, for messages.
+        most_bytes: bound of the tensor, for bodies that strangers sent.
+        where: its path, for errors.
 
     Raises:
-        SpecError: it is not of that form, or sizes do not fit.
+        SpecError: another form, or sizes that do not fit.
     """
     few(body, MOST_FIELDS, "fields", where)
     if "data" not in body:
@@ -115,7 +111,7 @@ def deserialize_tensor(
 def tensor_of(
     raw: bytes, body: Mapping[str, Any], most_bytes: int | None = None, where: str = "the tensor"
 ) -> Tensor:
-    """The tensor of these bytes, which `body` describes; as `deserialize_tensor`."""
+    """The tensor of bytes that `body` describes. Arguments and errors as `deserialize_tensor`."""
     dtype, shape = _described(body, most_bytes, where)
     size = dtype.itemsize * math.prod(shape)
     if body.get("compression") == "zstd":
@@ -137,7 +133,7 @@ def tensor_of(
 def _described(
     body: Mapping[str, Any], most_bytes: int | None, where: str
 ) -> tuple[np.dtype[Any], list[int]]:
-    """Dtype and shape, of as many bytes as there may be."""
+    """Dtype and shape; raises SpecError for more than `most_bytes`."""
     name, shape = body.get("dtype"), body.get("shape")
     if name not in DTYPES or not is_shape(shape):
         raise SpecError(
@@ -169,7 +165,7 @@ def _unzipped(raw: bytes, size: int, where: str) -> bytes:
             "pip install 'vllm-scope[files]'."
         )
     try:
-        # At most one byte more than there may be.
+        # One byte more than expected, so that a longer frame is noticed.
         found = zstd.ZstdDecompressor().decompress(raw, size + 1)
     except zstd.ZstdError as error:
         raise SpecError(f"{where} is not zstd: {error}.") from None
@@ -180,14 +176,15 @@ def _unzipped(raw: bytes, size: int, where: str) -> bytes:
 def decode_activations(
     body: Mapping[str, Any], *, fetch_bytes: Fetch | None = None
 ) -> dict[str, Any]:
-    """The activations of an answer, or of one of its choices; {} where nothing was captured.
+    """The activations of an answer or of one of its choices; {} if nothing was captured.
 
     Args:
         body: JSON with the field `activations`.
-        fetch_bytes: what GET /v1/activations/{handle} answers, for those that came so.
+        fetch_bytes: returns the answer of GET /v1/activations/{handle}, for handles.
 
     Raises:
-        ScopeError: a tensor could not be given, or a handle came and nothing fetches it.
+        ScopeError: the server could not deliver a tensor, or there is a handle and no
+            `fetch_bytes`.
     """
     found: dict[str, Any] = {}
     for name, entry in (body.get("activations") or {}).items():
