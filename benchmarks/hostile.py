@@ -112,7 +112,7 @@ def hostile(model: str, hidden_size: int, max_tokens: int) -> dict[str, Callable
     def completions() -> Hostile:
         """A spec that is long to parse, of a request with many completions."""
         text = json.dumps({"reads": [{"site": "resid_post", "layers": [1], "tokens": [0]}]})
-        return Hostile(scoped(text + " " * 1_100_000, n=128, max_tokens=1), frozenset({200}), False)
+        return Hostile(scoped(text + " " * 1_100_000, n=128, max_tokens=1), frozenset({200}))
 
     def surrogate() -> Hostile:
         weight = ",".join(["1"] * hidden_size)
