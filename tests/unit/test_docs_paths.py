@@ -70,9 +70,11 @@ def test_every_path_and_module_in_a_docstring_exists():
     sorted(file.parent for file in MODULES if file.name == "__init__.py"),
     ids=lambda folder: str(folder.relative_to(ROOT)),
 )
-def test_what_a_folder_lists_is_in_it(folder):
+def test_what_a_folder_lists_is_in_it_once(folder):
     text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
-    assert not [name for name in LISTED.findall(text) if not (folder / name).exists()]
+    listed = LISTED.findall(text)
+    assert not [name for name in listed if not (folder / name).exists()]
+    assert len(listed) == len(set(listed))
 
 
 def test_the_glossary_names_types_where_they_are():

@@ -1,15 +1,18 @@
 """All code that uses vLLM's internals.
 
-frontend/       the front-end: requests in, results out
-core/           EngineCore: what a request means, keys of KV blocks, the scheduler
-worker/         the workers: attach, plan each forward, deliver rows
-http/           `vllm serve`: a scope in each answer, our routes beside vLLM's
-plugin.py       the entry point
-seams.py        wraps a function of vLLM after a check that it has not changed
-environment.py  makes our environment variables known to vLLM
-params.py       our fields in a request's SamplingParams
-refusals.py     carries an error from EngineCore to the caller
-model.py        whether this model can be tapped, and where its decoder layers are
-describe.py     which sites of a model can be read, without an engine (`vllm-scope doctor`)
-functions.py    Python functions of requests between layers: one process, no graphs
+frontend/         the front-end: requests in, results out
+core/             EngineCore: what a request means, keys of KV blocks, the scheduler
+worker/           the workers: attach, plan each forward, deliver rows
+http/             `vllm serve`: a scope in each answer, our routes beside vLLM's
+plugin.py         the entry point
+seams.py          the contract: every symbol of vLLM that is wrapped or used
+wrapping.py       replaces a symbol of vLLM after a check that it has not changed
+digests.py        which symbols of the installed vLLM differ from the releases that were read
+environment.py    makes our environment variables known to vLLM
+params.py         our fields in a request's SamplingParams
+refusals.py       carries an error from EngineCore to the caller
+rust_frontend.py  refuses requests that come from vLLM's Rust front-end
+model.py          whether this model can be tapped, and where its decoder layers are
+describe.py       which sites of a model can be read, without an engine (`vllm-scope doctor`)
+functions.py      Python functions of requests between layers: one process, no graphs
 """

@@ -1,5 +1,6 @@
 """Rows from a worker to the front-end process that asked for them.
 
+spans.py     a ring of slots whose spans are handed out in order
 ring.py      host memory for rows: HostRing in the worker, RingReader in front-ends
 messages.py  the messages, and the address of a front-end
 senders/     the worker's end: shared memory, TCP
