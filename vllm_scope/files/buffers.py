@@ -1,10 +1,10 @@
-"""Memory for rows that wait for a file, used again and again.
+"""Reused memory for rows that wait for a file.
 
 Owns:  Buffers.
-Runs:  `empty` on one thread; memory comes back on whichever thread lets go of it last.
+Runs:  `empty` on one thread. Memory comes back on the thread that drops its last view.
 
-A page that no one has touched yet costs more than the copy into it (measured: 1.3 GB/s
-into fresh memory, 13 GB/s into used), and malloc gives large blocks back at once.
+The first write to a fresh page costs more than the copy (measured: 1.3 GB/s into fresh memory,
+13 GB/s into used), and malloc returns large blocks to the system at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: Below it malloc keeps what is freed, and does better.
+#: Smaller blocks come from malloc, which keeps them when they are freed.
 SMALL_BYTES = 1 << 16
 
 
@@ -26,7 +26,7 @@ class Buffers:
     """Tensors whose memory returns here when the last view of them is gone.
 
     Args:
-        most_bytes: kept for reuse; what comes back beyond it is freed.
+        most_bytes: limit of the memory kept for reuse; the rest is freed.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -39,7 +39,7 @@ class Buffers:
         if num_bytes < SMALL_BYTES:
             return torch.empty(shape, dtype=dtype)
         size = _size_class(num_bytes)
-        # Only deques are touched: a collector may run `_put` in the middle of this.
+        # The garbage collector may run `_put` at any point here; deques allow that.
         free = self._free.setdefault(size, deque())
         try:
             memory = free.pop()
@@ -56,16 +56,16 @@ class Buffers:
 
 
 def _size_class(num_bytes: int) -> int:
-    """The next of four sizes per power of two, so that blocks of like size share."""
+    """The next larger of four sizes per power of two, so that similar blocks share memory."""
     step = 1 << max(num_bytes.bit_length() - 3, 12)
     return -(-num_bytes // step) * step
 
 
 def copy_rows(into: Tensor, rows: Tensor) -> None:
-    """Copy [n, hidden_size]; by this thread alone where the rows are on the host.
+    """Copy [n, hidden_size]; from host memory on this thread alone.
 
-    torch would spread it over its threads, which wait for each other where the engine
-    has the cores; numpy lets go of Python's lock meanwhile.
+    torch would use its thread pool, whose threads wait for each other if the engine has the
+    cores. numpy releases the GIL during the copy.
     """
     if rows.device.type == "cpu" and rows.stride(-1) == 1:
         np.copyto(into.view(torch.uint8).numpy(), rows.detach().view(torch.uint8).numpy())

@@ -3,8 +3,8 @@
 Owns:  CapturedRequest, StoredStream, and the files that are open.
 From:  reader (which finds the files).
 
-Promise: nothing of the rows is read before it is asked for, and no size that a file
-claims is believed before it was compared with the file.
+Promise: rows are read only when they are asked for. No size that a file claims is believed
+before it was compared with the file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm_scope.files.manifest import Manifest, StreamEntry, parse_stream, strea
 from vllm_scope.files.per_request import part_key
 from vllm_scope.request.sites import SiteLayer
 
-#: Files that are open at once; a tensor that was taken from one stays valid.
+#: Files that are open at once. A tensor of a closed file stays valid.
 MAX_OPEN = 64
 
 
@@ -43,11 +43,11 @@ class OpenFiles:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one file holds of a request.
+    """The part of a request that is in one file.
 
     Attributes:
-        name: of the file, below the folder's root.
-        prefix: of its tensors' names.
+        name: the file's, below the folder's root.
+        prefix: of the request's tensors in the file.
     """
 
     name: str
@@ -59,10 +59,10 @@ class StoredStream:
     """Rows of one stream in one file, of one request or of several in a row.
 
     Attributes:
-        name: of the file.
+        name: the file's.
         key: of the stream in the file.
-        first, num_rows: which rows of the file's stream.
-        codec: decodes them.
+        first, num_rows: the rows, in the file's stream.
+        codec: the rows' codec.
     """
 
     def __init__(
@@ -82,8 +82,7 @@ class StoredStream:
         return found
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """[stop - start, hidden_size], decoded; a view of the file where nothing is to
-        decode."""
+        """[stop - start, hidden_size], decoded; a view of the file if there is no codec."""
         if not self.codec.rowwise:
             return self._decode(self._parts(), self.num_rows)[start:stop]
         parts = {name: part[start:stop] for name, part in self._parts().items()}
@@ -97,7 +96,7 @@ class StoredStream:
         return self._decode(parts, len(index))
 
     def joined(self, other: StoredStream) -> StoredStream | None:
-        """Both as one, where the other's rows follow in the file."""
+        """Both as one if the other's rows follow in the file, else None."""
         if (
             self.codec.rowwise
             and (self.name, self.key, self.codec) == (other.name, other.key, other.codec)
@@ -132,17 +131,17 @@ class StoredStream:
 
 
 def _select(part: Tensor, index: Tensor) -> Tensor:
-    # As bytes where torch cannot gather: fp8 has no index_select on CPUs.
+    # torch has no index_select for fp8 on CPUs.
     if part.dtype == torch.float8_e4m3fn:
         return part.view(torch.uint8).index_select(0, index).view(part.dtype)
     return part.index_select(0, index)
 
 
 class CapturedRequest:
-    """A request as it was captured; its rows are read when asked for.
+    """A captured request. Its rows are read when asked for.
 
     Attributes:
-        manifest: of all its stages together. Its `files` are below the opened folder.
+        manifest: of all its pipeline stages together. `files` are below the opened folder.
     """
 
     def __init__(self, files: OpenFiles, pieces: Sequence[Piece]) -> None:
@@ -152,7 +151,7 @@ class CapturedRequest:
 
     @property
     def name(self) -> str | None:
-        """What the caller called the request: `Read(..., name=...)`; None without a name."""
+        """The caller's name of the request, `Read(..., name=...)`, or None."""
         return self.manifest.name
 
     @property
@@ -183,7 +182,7 @@ class CapturedRequest:
         return self.stored((site, layer)).positions
 
     def at(self, site: str, layer: int, positions: Sequence[int]) -> Tensor:
-        """Rows of some positions, in the order given.
+        """The rows of some positions, in the order given.
 
         Raises:
             KeyError: a stream or a position that was not captured.
@@ -226,7 +225,7 @@ class CapturedRequest:
         return self.token_ids[self.manifest.num_prompt_tokens :]
 
     def stored(self, stream: SiteLayer) -> StoredStream:
-        """Where a stream's rows are. Raises KeyError."""
+        """The stream, for reading parts of it. Raises KeyError."""
         if stream not in self._piece_of:
             known = ", ".join(map(stream_name, self.keys())) or "none"
             raise KeyError(f"{stream!r} was not captured; captured are {known}")
@@ -259,7 +258,7 @@ def _codec(entry: StreamEntry, where: str) -> Codec:
 
 
 def _merge(pieces: Sequence[Piece]) -> Manifest:
-    """One manifest of all stages; `partial` where a stage is missing."""
+    """One manifest of all stages; `partial` if a stage is missing."""
     first = pieces[0].manifest
     if first.num_stages == 1:
         return msgspec.structs.replace(first, files=[pieces[0].name])

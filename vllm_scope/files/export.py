@@ -3,8 +3,8 @@
 Owns:  `export_dataset` (one row per token) and `export_saelens` (fixed contexts, as
        SAELens caches activations).
 
-Both write what `datasets.load_from_disk` reads, without importing `datasets`, and
-publish their files as every other file here: whole, or not at all.
+Both write what `datasets.load_from_disk` reads, without importing `datasets`. Their files
+become visible whole, or not at all.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from vllm_scope.files.reader import Capture
 
 Dtype = Literal["float32", "float16"]
-#: Arrow's lists count with 32 bits; a batch stays far below.
+#: Bytes of a batch, far below the limit of Arrow's lists, which count with 32 bits.
 _BATCH_BYTES = 64 << 20
 
 
 class Exported(int):
-    """How many contexts were written.
+    """The number of contexts that were written.
 
     Attributes:
-        left_out: rows that fill no context: at the end of a request, or before a gap.
+        left_out: rows that are in no context: at the end of a request, or before a gap.
     """
 
     left_out: int
@@ -71,7 +71,7 @@ def export_dataset(
         dtype: of the rows; Arrow has no bf16.
 
     Raises:
-        FileError: the folder is not empty, or the streams of a request have other
+        FileError: the folder is not empty, or the streams of a request differ in their
             positions.
         ConfigError: pyarrow is missing.
     """
@@ -135,10 +135,10 @@ def export_saelens(
     dtype: Dtype = "float32",
 ) -> Exported:
     """Write the folder that SAELens takes as `cached_activations_path`. Returns the
-    number of contexts; its `left_out` is the number of rows that are not in any.
+    number of contexts; its `left_out` is the number of rows that are in none.
 
-    Each request is cut into contexts of `context_size` positions that follow each
-    other. The rows that are left at its end, and before a gap, are left out.
+    Each request is cut into contexts of `context_size` consecutive positions. Remaining rows, at
+    the request's end and before a gap, are left out.
 
     Args:
         hook_name: the column, as in SAELens's configuration, e.g.
@@ -151,7 +151,7 @@ def export_saelens(
     stream = (site, layer)
     width = _hidden_size(capture, stream)
     storage = pa.list_(pa.list_(_arrow_type(dtype)))
-    # The extension type of `datasets`, named in the field's metadata as Arrow files do.
+    # The extension type of `datasets`, as Arrow files name it.
     marks = {
         "ARROW:extension:name": "datasets.features.features.Array2DExtensionType",
         "ARROW:extension:metadata": json.dumps([[context_size, width], dtype]),
@@ -202,7 +202,7 @@ def export_saelens(
 
 
 def _context_starts(positions: np.ndarray, context_size: int) -> list[int]:
-    """Rows at which whole contexts begin: positions there follow each other."""
+    """The rows at which whole contexts of consecutive positions begin."""
     if context_size < 1:
         raise ConfigError(f"context_size is {context_size}; it is at least 1.")
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
@@ -246,7 +246,7 @@ def _numbers(rows: Tensor, dtype: Dtype) -> Any:
 def _save(
     folder: Path, schema: Any, features: dict[str, Any], batches: Callable[[], Iterator[Any]]
 ) -> int:
-    """The files of `Dataset.save_to_disk`; the one that readers look for comes last."""
+    """Write the files of `Dataset.save_to_disk`, last the one that readers look for."""
     pa = _arrow()
     if folder.exists() and any(folder.iterdir()):
         raise FileError(f"{folder} is not empty; export into a folder of its own.")
@@ -267,7 +267,7 @@ def _save(
     info = {"citation": "", "description": "", "features": features, "homepage": "", "license": ""}
     state: dict[str, Any] = {
         "_data_files": [{"filename": data}],
-        # `datasets` keys its caches by it.
+        # The key of the caches of `datasets`.
         "_fingerprint": uuid.uuid4().hex[:16],
         "_format_columns": None,
         "_format_kwargs": {},

@@ -13,7 +13,7 @@ from typing import BinaryIO, Protocol
 
 from vllm_scope.errors import FileError
 
-#: What a data file ends in; everything else in a folder is not ours.
+#: Endings of data files. All other files in a folder are passed over.
 SUFFIXES = (".safetensors", ".npz")
 
 
@@ -29,24 +29,24 @@ class Folder(Protocol):
         ...
 
     def local(self, name: str) -> Path:
-        """A local file of the same content. Raises FileError."""
+        """A local file with the same content. Raises FileError."""
         ...
 
 
 class LocalFolder:
-    """A folder with all that is below it, or one file of it."""
+    """A folder with its subfolders, or one file of it."""
 
     def __init__(self, root: Path, only: str | None = None) -> None:
         self._root = root
         self._only = only
-        #: Inode, size and time of each file as it was opened first.
+        #: Name -> inode, size and time of the file when it was first opened.
         self._seen: dict[str, tuple[int, int, int]] = {}
 
     def names(self) -> list[str]:
         if self._only is not None:
             return [self._only]
         found: list[str] = []
-        # Links are not followed, hidden names are of files that are being written.
+        # Links are not followed. Hidden files are being written.
         for folder, folders, names in os.walk(self._root):
             folders[:] = [name for name in folders if not name.startswith(".")]
             below = Path(folder).relative_to(self._root)
@@ -59,9 +59,9 @@ class LocalFolder:
 
     def open(self, name: str) -> tuple[BinaryIO, int]:
         path = self._root / name
-        # A named pipe would otherwise wait for its writer for good.
+        # Without O_NONBLOCK, opening a named pipe waits for a writer.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-        if self._only is None:  # else the caller named the file himself
+        if self._only is None:  # else the caller named this file
             flags |= os.O_NOFOLLOW
         try:
             fd = os.open(path, flags)

@@ -1,11 +1,10 @@
-"""Rows for training: every row once, as fast as the disk gives them.
+"""Rows for training: every row once, as fast as the disk reads them.
 
-Owns:  `iter_rows`, and what "shuffled" means.
+Owns:  `iter_rows`, and the meaning of "shuffled".
 
-Shuffled rows are not a permutation of single rows: reading 8 KB here and there is what
-disks are slowest at. Instead, runs of neighbouring rows are put in random order, a pool
-of runs is read, and rows are drawn from the pool in random order. Rows of one run are
-in one pool; with POOL_RUNS runs in it, a batch mixes as many places of the data set.
+Single rows are not permuted: disks are slowest at reading 8 KB here and there. Runs of
+neighbouring rows are put in random order, a pool of POOL_RUNS runs is read, and rows are drawn
+from the pool in random order. So a batch mixes rows from POOL_RUNS places of the data set.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from torch import Tensor
 from vllm_scope.errors import FileError
 from vllm_scope.files.captured import StoredStream
 
-#: What is read at once when shuffling: 1 MB of rows of 4096 bf16 values.
+#: Rows that are read at once for shuffling: 1 MB if a row has 4096 bf16 values.
 RUN_ROWS = 128
 POOL_RUNS = 256
 
-#: Rows start to stop of a stored stream.
+#: A stored stream, and its rows start to stop - 1.
 _Run = tuple[StoredStream, int, int]
 
 
@@ -46,7 +45,7 @@ def iter_rows(
 
 
 def _joined(stored: Sequence[StoredStream]) -> list[StoredStream]:
-    """Requests whose rows follow each other in a shard are one span."""
+    """The streams, joined where their rows follow each other in a shard."""
     spans: list[StoredStream] = []
     for stream in stored:
         together = spans[-1].joined(stream) if spans else None
@@ -77,21 +76,21 @@ def _shuffled(spans: Sequence[StoredStream], batch_size: int, seed: int) -> Iter
     order = torch.randperm(len(runs), generator=generator).tolist()
     memory: Tensor | None = None
     for pool_of in _pools(order, runs):
-        # In file order within the pool, for the disk; mixed right after.
+        # Read in file order, for the disk; mixed below.
         chosen = [runs[i] for i in sorted(pool_of)]
         rows = [span.rows(start, stop) for span, start, stop in chosen]
         num_rows = sum(map(len, rows))
         if memory is None or len(memory) < num_rows:
             memory = torch.empty(num_rows, *rows[0].shape[1:], dtype=rows[0].dtype)
-        # Into the same memory each time: fresh pages cost more than the copy.
+        # The same memory each time: fresh pages cost more than the copy.
         pool = torch.cat(rows, out=memory[:num_rows])
         for index in torch.randperm(num_rows, generator=generator).split(batch_size):
             yield pool.index_select(0, index)
 
 
 def _pools(order: list[int], runs: Sequence[_Run]) -> Iterator[list[int]]:
-    """The order cut into pools of POOL_RUNS runs. A run that cannot be cut may be a whole
-    request: fewer of them, of as many rows."""
+    """The order cut into pools of POOL_RUNS runs. Runs that cannot be cut are longer, so that
+    a pool has fewer of them, with as many rows."""
     pool: list[int] = []
     num_rows = 0
     for i in order:
@@ -106,7 +105,7 @@ def _pools(order: list[int], runs: Sequence[_Run]) -> Iterator[list[int]]:
 
 
 def _batches(pieces: Iterator[Tensor], batch_size: int) -> Iterator[Tensor]:
-    """The pieces, recut to batches; a piece that is a batch is passed through."""
+    """The pieces, cut and joined to batches. A piece of a batch's size is passed on uncopied."""
     waiting: list[Tensor] = []
     num_waiting = 0
     for piece in pieces:

@@ -1,7 +1,7 @@
-"""What is said about a captured request, beside its rows.
+"""The facts about a captured request, beside its rows.
 
-Owns:  RequestRecord (what a writer is told when a request ends), Manifest (what is
-       stored and returned), Index (the manifests of one file), and their JSON.
+Owns:  RequestRecord (a writer's input when a request ends), Manifest (what is stored and
+       returned), Index (the manifests of one file), and their JSON.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from vllm_scope.request.sites import SiteLayer
 Status = Literal["ok", "partial", "error"]
 
 FORMAT = 1
-#: More than any index that a writer makes; checked before one is read.
+#: Larger than any index that a writer makes. Checked before an index is read.
 MAX_INDEX_BYTES = 1 << 30
-#: More pipeline stages than any engine has; the stages of an index are counted up to it.
+#: More pipeline stages than any engine has: a damaged index may claim any number.
 MAX_STAGES = 1024
 
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """A request at its end, or one completion of it.
+    """A request, or one completion of it, at its end.
 
     Attributes:
         request_id: the engine's; may repeat between runs and replicas.
         prompt_ids, output_ids: all tokens, the last sampled one included.
         model: name of the model.
-        expected, delivered, dropped: rows of this stage that were asked for, that
-            reached the writer (one per position), and that were lost.
+        expected, delivered, dropped: rows of this stage that were asked for, that reached
+            the writer (one per position), and that were lost.
         status: `ok`, `partial` (rows are missing) or `error`.
         reason: why not `ok`.
         tag: a folder for requests that belong together.
-        name: the caller's, unique within its tag; a later request replaces an earlier
-            one of the same tag and name, and owner.
+        name: the caller's. A later request replaces an earlier one of the same owner, tag and
+            name.
         uid: unique among all requests; the same for all stages and completions of one.
-        child: which completion of a request with n > 1.
-        stage, num_stages: which pipeline stage these rows are from.
-        owner: whose request it was, where several share a root: letters and digits.
+        child: index of the completion, of a request with n > 1.
+        stage, num_stages: the pipeline stage of these rows.
+        owner: of the request, if several owners share a root: letters and digits.
     """
 
     request_id: str
@@ -65,8 +65,8 @@ class RequestRecord:
 
     @property
     def num_positions(self) -> int:
-        """Positions that were processed: the token sampled last never was, and rows at
-        or past its place are of rejected drafts."""
+        """Number of processed positions. The token sampled last is not processed; rows from its
+        position on are of rejected drafts."""
         return len(self.prompt_ids) + max(len(self.output_ids) - 1, 0)
 
 
@@ -75,9 +75,9 @@ class StreamEntry(msgspec.Struct, frozen=True):
 
     Attributes:
         shape: (num_rows, hidden_size), decoded.
-        dtype: decoded.
+        dtype: of decoded rows.
         codec: metadata for `codecs.codec_from`.
-        file: name, in the folder of the manifest.
+        file: its name, in the folder of the manifest.
         first: the request's first row in the file's stream.
     """
 
@@ -94,10 +94,10 @@ class Manifest(msgspec.Struct, frozen=True):
     Attributes:
         files: names, in the folder of the manifest.
         streams: by `site.layer`.
-        number: which request of its file this is.
+        number: its index in the file.
         first_token: the request's first token in the file's token ids.
 
-    The others are those of RequestRecord.
+    The other attributes are those of RequestRecord.
     """
 
     request_id: str
@@ -131,10 +131,10 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class Index(msgspec.Struct, frozen=True):
-    """What one file holds.
+    """The requests of one file.
 
     Attributes:
-        dtypes: of tensors that the file holds as bits of another (npz).
+        dtypes: of tensors that are stored as bits of another dtype (npz).
     """
 
     layout: Literal["per_request", "packed", "sharded", "npz"]
@@ -171,9 +171,9 @@ def stream_name(stream: SiteLayer) -> str:
 
 
 def parse_stream(name: str) -> SiteLayer:
-    """Raises FileError for what is not `site.layer`."""
+    """The stream of `site.layer`. Raises FileError for other names."""
     site, _, layer = name.rpartition(".")
-    # Python refuses to make an integer of thousands of digits.
+    # int() refuses thousands of digits.
     if not site or not layer.isascii() or not layer.isdigit() or len(layer) > 9:
         raise FileError(f"{shown(name)} names no stream; streams are `site.layer`.")
     return site, int(layer)

@@ -1,9 +1,9 @@
-"""File names for what callers call their requests.
+"""File names from the names that callers give their requests.
 
 Owns:  the mapping from any string to a name that is safe on every file system.
 
-Promise: a name has no separator, is not hidden, not reserved by Windows, at most
-MAX_CHARS long; and two different strings never share one.
+Promise: a name has no separator, is not hidden, not reserved by Windows, and has at most
+MAX_CHARS characters. Two different strings have different names.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from vllm_scope.files.manifest import RequestRecord
 MAX_CHARS = 100
 _PLAIN = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MAX_CHARS - 1}}}")
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
-#: A folder of such a name could stand where a file is to go.
+#: A folder with such a name could be in the place of a data file.
 _OURS = (".json", ".safetensors", ".npz", ".")
 
 
 def clean(text: str) -> str:
-    """The string itself where it is safe; else what is safe of it, `~` and a digest."""
+    """The string itself if it is safe; else its safe characters, `~` and a digest."""
     if _PLAIN.fullmatch(text) and not _RESERVED.fullmatch(text) and not text.endswith(_OURS):
         return text
     safe = re.sub(r"[^A-Za-z0-9_-]+", "_", text)[: MAX_CHARS - 20]
@@ -34,12 +34,11 @@ def digest(text: str) -> str:
 
 
 def place(record: RequestRecord) -> str:
-    """Where a request's file goes, below the root and without its suffix.
+    """The path of a request's file, below the root and without its suffix.
 
-    A request with a name always gets the same place in its owner's folder, so that a
-    repeated one replaces its file, and no other owner's. One without is told apart by its
-    uid: engines count their requests from zero, and a second run is not to overwrite the
-    first.
+    A named request always gets the same path in its owner's folder: a later one replaces its
+    file, and no other owner's. The path of a request without a name has its uid, because
+    every engine counts its requests from zero, and a second run must not overwrite the first.
     """
     stem = clean(record.name) if record.name is not None else clean(record.request_id)
     if record.name is None:

@@ -20,23 +20,23 @@ CodecName = Literal["none", "fp16", "fp8", "int8", "full8", "rp8", "topk8", "zst
 
 
 class FileOptions(BaseModel):
-    """Where and how.
+    """Where files are written, and how.
 
     Attributes:
-        root: a folder, made where it is missing; or a URL that fsspec knows. Nothing is
-            ever written outside of it.
-        layout: `per_request` and `npz`: one file per request; `packed`: one for some
-            requests, each still with its own tensors; `sharded`: large files in which
-            the rows of all requests follow each other.
+        root: a folder, made if it is missing, or a URL that fsspec knows. Nothing is
+            written outside of it.
+        layout: `per_request` and `npz`: one file per request. `packed`: one file for several
+            requests, each with its own tensors. `sharded`: large files in which the rows of
+            all requests follow each other.
         codec: see docs/codecs.md.
-        codec_options: of the codec.
+        codec_options: the codec's own.
         fsync: wait for the disk before a file becomes visible, and for its folder after.
-        file_mib: `packed` and `sharded` begin a new file once one has as much.
-        packed_requests: `packed` begins a new file after as many requests.
-        mode: of local files, in octal; folders that are made can also be entered by those who
-            may read. A root that is there keeps its own.
-        key_folders: files of requests over HTTP (`per_request`, `npz`) lie in a folder of
-            their API key's, `key-` and a digest. False lets keys replace each other's files.
+        file_mib: size at which `packed` and `sharded` begin a new file.
+        packed_requests: number of requests after which `packed` begins a new file.
+        mode: of local files, in octal. Who may read them may enter the folders that are
+            made. An existing root keeps its mode.
+        key_folders: True: files of requests over HTTP (`per_request`, `npz`) are in a folder
+            of their API key, `key-` and a digest. False: keys may replace each other's files.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -81,8 +81,8 @@ class FileOptions(BaseModel):
                     f"codec_options has {shown(name)}; codec {options.codec!r} takes "
                     f"{', '.join(own) or 'no options'}."
                 )
-        # Their values too, before any row comes. Whether `k` fits a row is asked with the row;
-        # here of the width that allows most.
+        # Check their values before any row comes. The width of rows is not known yet, so `k` is
+        # checked with the width that allows most.
         k = options.codec_options.get("k")
         width = min(k, MAX_HIDDEN_SIZE) if isinstance(k, int) and k > 0 else 1024
         make_codec(options.codec, width, torch.float32, **options.codec_options)

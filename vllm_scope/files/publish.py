@@ -1,13 +1,12 @@
-"""Files that are there whole, or not at all.
+"""Files that become visible whole, or not at all.
 
-Owns:  LocalPublisher, and the lock by which a writer's leftovers are told from the
-       files of a writer that lives.
-Runs:  wherever a layout writes; several publishers may share a root.
+Owns:  LocalPublisher, and the lock that says whether the writer of a temporary file runs.
+Runs:  wherever a layout writes. Several publishers may share a root.
 
-Promise: a visible file is complete. It is written under a hidden temporary name in
-its own folder, then renamed; an index beside rows comes after them, so that no index
-speaks of rows that are not there. A writer that was killed leaves hidden files only,
-and the next writer that starts on the root removes them.
+Promise: a visible file is complete. It is written under a hidden temporary name in its folder,
+then renamed. The index beside rows becomes visible after them, so that no index names rows
+that are missing. A killed writer leaves hidden files only, and the next writer that starts on
+the root removes them.
 """
 
 from __future__ import annotations
@@ -34,18 +33,16 @@ class Publisher(Protocol):
     """Puts files below one root. Safe to call from several threads."""
 
     def publish(self, files: Mapping[str, Write]) -> None:
-        """Write files, then make them visible one right after the other, in this order,
-        replacing files of their names.
+        """Write files, then make them visible in this order, replacing files of their names.
 
         Args:
-            files: name -> what writes it, given an empty, unbuffered file of the
-                operating system. Names are below the root, all in one folder, `/`
-                between folders, from `names.place`.
+            files: name -> function that writes it to an empty, unbuffered file. Names are
+                below the root, all in one folder, `/` between folders (`names.place`).
 
         Raises:
-            FileError: one of them cannot be written; nothing is visible then. Where it is
-                a rename that failed, or the folder's fsync, the files before it are visible,
-                whole: what they replaced is gone, so they are not taken away again.
+            FileError: a file cannot be written. None is visible then, except if a rename or
+                the folder's fsync failed: the files before it are visible, because those
+                that they replaced are gone.
         """
         ...
 
@@ -54,7 +51,7 @@ class Publisher(Protocol):
 
 @contextmanager
 def whole_writes(file: BinaryIO) -> Iterator[BinaryIO]:
-    """For writers that do not look how much of what they give a `write` took: all, or OSError."""
+    """A file whose `write` takes all or raises OSError, for libraries that ignore its result."""
     buffer = io.BufferedWriter(file, 1 << 20)
     try:
         yield buffer
@@ -70,14 +67,14 @@ def write_bytes(file: BinaryIO, body: bytes | memoryview) -> None:
 
 
 class LocalPublisher:
-    """Publishes below a local folder, which is made where it is missing.
+    """Publishes below a local folder, which is made if it is missing.
 
     Args:
-        mode: of files; folders that are made can be entered by those who may read. Files may
-            hold what people said, so that by default they are the writer's alone.
+        mode: of files. Who may read them may enter the folders that are made. Files may have
+            private text, so that by default only the writer may read them.
 
     Attributes:
-        identity: in the names of this writer's temporary files, and of its lock.
+        identity: part of the names of this writer's temporary files and lock.
     """
 
     def __init__(self, root: Path, fsync: bool = False, mode: int = 0o600) -> None:
@@ -114,7 +111,7 @@ class LocalPublisher:
     def _write(self, temporary: Path, write: Write) -> None:
         with suppress(FileNotFoundError):
             temporary.unlink()
-        # Never through a link that somebody put there.
+        # Not through a link that somebody else put there.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(temporary, flags, 0o600), "wb", buffering=0) as file:
             os.fchmod(file.fileno(), self._mode)  # whatever the umask is
@@ -162,15 +159,15 @@ class LocalPublisher:
 
 
 def _lock(root: Path, mode: int) -> tuple[str, int]:
-    """A new identity, and the descriptor that holds its lock: the kernel lets go of it
-    when this process ends, however it ends."""
+    """A new identity, and the descriptor that holds its lock. The kernel releases the lock when
+    this process ends, however it ends."""
     while True:
         identity = secrets.token_hex(8)
         path = root / f".scope-{identity}.lock"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another writer may have taken it for a leftover before it was locked.
+            # Another writer may have removed it as a leftover before it was locked.
             if os.stat(path).st_ino == os.fstat(fd).st_ino:
                 return identity, fd
         except (BlockingIOError, FileNotFoundError):
@@ -182,7 +179,7 @@ def _lock(root: Path, mode: int) -> tuple[str, int]:
 
 
 def _remove_leftovers(root: Path, own: str) -> None:
-    """Remove locks that nobody holds, and temporary files of writers without a lock."""
+    """Remove locks that no process holds, and temporary files of writers without a lock."""
     alive = {own}
     for entry in list(os.scandir(root)):
         found = _LOCK.fullmatch(entry.name)
@@ -191,15 +188,18 @@ def _remove_leftovers(root: Path, own: str) -> None:
     for folder, _, names in os.walk(root):
         for name in names:
             found = _TEMPORARY.fullmatch(name)
-            # A writer that started after the scan above has its lock by now.
+            # A writer that started after the scan has its lock by now.
             if found and found[1] not in alive and not (root / f".scope-{found[1]}.lock").exists():
                 with suppress(FileNotFoundError):
                     os.unlink(os.path.join(folder, name))
 
 
 def _removed(path: str) -> bool:
-    """Whether this lock is gone: nobody held it. Unlinked while we do, so that a writer which
-    has just made it and not locked it yet sees that it lost it."""
+    """Remove a lock that no process holds. Returns False if one does.
+
+    It is unlinked while it is locked here: a writer that has made it and not locked it yet then
+    sees that it is gone.
+    """
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:

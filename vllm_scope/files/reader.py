@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from operator import attrgetter
 
 from torch import Tensor
 
@@ -26,9 +27,9 @@ from vllm_scope.request.sites import SiteLayer
 
 
 class Capture:
-    """Requests in the order of their files' names, and within a file as they finished.
+    """Requests in the order of their files' names, and within a file in the order of their ends.
 
-    A sequence by number; by name or request id with `[...]`, and by tag with `find`.
+    `[...]` takes an index, a name or a request id; `find` also a tag.
     """
 
     def __init__(self, requests: list[CapturedRequest]) -> None:
@@ -41,10 +42,10 @@ class Capture:
         return iter(self._requests)
 
     def __getitem__(self, which: int | str) -> CapturedRequest:
-        """By place, or by name or request id.
+        """The request of an index, a name or a request id.
 
         Raises:
-            IndexError, KeyError: there is none, or several of that name.
+            IndexError, KeyError: there is none, or there are several of that name.
         """
         if isinstance(which, int):
             return self._requests[which]
@@ -67,14 +68,13 @@ class Capture:
         status: str | None = None,
         owner: str | None = None,
     ) -> list[CapturedRequest]:
-        """The requests that are all of what is given."""
-        wanted = {"name": name, "tag": tag, "request_id": request_id, "status": status,
-                  "owner": owner}  # fmt: skip
-        asked = {key: value for key, value in wanted.items() if value is not None}
+        """The requests that match every given value."""
+        wanted = name, tag, request_id, status, owner
+        of = attrgetter("name", "tag", "request_id", "status", "owner")
         return [
             request
             for request in self
-            if all(getattr(request.manifest, key) == value for key, value in asked.items())
+            if all(w in (None, own) for w, own in zip(wanted, of(request.manifest), strict=True))
         ]
 
     def keys(self) -> list[SiteLayer]:
@@ -89,14 +89,14 @@ class Capture:
         shuffle: bool = False,
         seed: int = 0,
     ) -> Iterator[Tensor]:
-        """Every row of a stream once, [batch_size, hidden_size], the last batch smaller.
+        """Every row of a stream once, [batch_size, hidden_size]; the last batch may be smaller.
 
-        In order, a batch is a view of the file where nothing is to decode. Shuffled,
-        rows are read in runs that follow each other on disk, and mixed within a pool
-        of many runs from everywhere: see vllm_scope.files.iterate.
+        In order, a batch is a view of the file if there is no codec. Shuffled, rows are read
+        in runs of neighbours and mixed within a pool of many runs from all files: see
+        vllm_scope.files.iterate.
 
         Args:
-            shuffle: another order for each seed, the same for the same one.
+            shuffle: in random order, the same for the same seed.
 
         Raises:
             KeyError: no request has this stream.
@@ -112,17 +112,17 @@ class Capture:
 
 
 def open(path: str | os.PathLike[str]) -> Capture:
-    """Find the requests below a folder, a file, or a URL that fsspec knows.
+    """The requests below a folder, in a file, or below a URL that fsspec knows.
 
-    Reads indexes only; rows are read when they are asked for. Files that were not
-    written here are passed over.
+    Reads only indexes; rows are read when they are asked for. Other programs' files are passed
+    over.
 
     Raises:
-        FileError: there is nothing, or a file of ours is damaged.
+        FileError: the path does not exist, or a file of ours is damaged.
     """
     folder = find_folder(path)
     files = OpenFiles(folder)
-    #: What one request's pieces share -> stage -> the pieces of it, mostly one.
+    #: (what the pieces of one request have in common) -> stage -> its pieces, mostly one.
     groups: dict[tuple, dict[int, list[Piece]]] = {}
     for name in folder.names():
         index = read_index(folder, name)
@@ -140,7 +140,7 @@ def open(path: str | os.PathLike[str]) -> Capture:
 
 
 def _requests(stages: dict[int, list[Piece]]) -> list[list[Piece]]:
-    """The pieces of each request, by stage; a request that was stored twice is two."""
+    """The pieces of each request, by stage. A request that was stored twice counts as two."""
     requests: list[list[Piece]] = []
     for stage in sorted(stages):
         for number, piece in enumerate(stages[stage]):

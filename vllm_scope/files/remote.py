@@ -2,9 +2,9 @@
 
 Owns:  RemotePublisher and RemoteFolder.
 
-Files are made in a local temporary folder and uploaded whole, under a temporary name
-that is then moved. What is read is fetched once, whole, into a temporary folder that
-lives as long as the reader: rows are then mapped as local files are.
+Files are written to a local temporary folder, uploaded under a temporary name, and moved. A
+file that is read is downloaded once, whole, to a temporary folder that lives as long as the
+reader; its rows are then mapped like those of a local file.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RemotePublisher:
                 self._system.put_file(str(path), temporary)
             for temporary, name in zip(hidden, names, strict=True):
                 self._system.mv(temporary, name)
-        except Exception as error:  # each file system raises its own kind
+        except Exception as error:  # each file system has its own exceptions
             for temporary in hidden:
                 with suppress(Exception):
                     self._system.rm_file(temporary)
@@ -72,7 +72,7 @@ class RemotePublisher:
 
 
 class RemoteFolder:
-    """What is below a URL, or the one file that it names."""
+    """The files below a URL, or the one file that it names."""
 
     def __init__(self, url: str) -> None:
         self._system, root = _file_system(url)

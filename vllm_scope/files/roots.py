@@ -1,6 +1,6 @@
-"""What a caller calls a root: a folder of this host, one file, or a URL.
+"""Roots: a folder of this host, one file, or a URL.
 
-Owns:  `make_publisher` (write below it), `find_folder` (read what is there).
+Owns:  `make_publisher` (writes below a root), `find_folder` (reads it).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def make_publisher(root: str, fsync: bool, mode: int = 0o600) -> Publisher:
 
     Raises:
         FileError: the root cannot be written to.
-        ConfigError: a URL, and fsspec is not installed, or `fsync`, which it does not have.
+        ConfigError: a URL, and either fsspec is not installed or `fsync` is true.
     """
     if "://" in root:
         if fsync:
@@ -32,7 +32,7 @@ def make_publisher(root: str, fsync: bool, mode: int = 0o600) -> Publisher:
 
 
 def find_folder(path: str | os.PathLike[str]) -> Folder:
-    """Raises FileError where there is nothing."""
+    """The files of a root. Raises FileError if it does not exist."""
     text = os.fspath(path)
     if "://" in text:
         return RemoteFolder(text)

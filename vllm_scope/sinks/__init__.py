@@ -42,24 +42,23 @@ from vllm_scope.program.layout import SLOT_BYTES, Widths
 from vllm_scope.transport.ring import Lease
 from vllm_scope.worker.plan import Labels
 
-#: `ok`: everything that was asked for; `partial`: some of it; `error`: see the reason.
+#: `ok`: all rows that were asked for; `partial`: some of them; `error`: see the reason.
 Status = Literal["ok", "partial", "error"]
 
 
 @dataclass(frozen=True)
 class RequestInfo:
-    """Whose rows they are.
+    """The request that rows belong to.
 
     Attributes:
         key: unique among all requests of the engine.
-        request_id: the caller's name for it, or vLLM's; may repeat.
-        uid: unique; the same for all stages and all completions of one request.
-        prompt_ids: the prompt.
-        tag, name: what the read said.
-        child: which completion of a request with n > 1.
-        stage, num_stages: the pipeline stage of this worker, which has its layers only.
-        model: the engine's.
-        owner: over HTTP a digest of the API key that sent it; "" offline, and at global sinks.
+        request_id: the caller's, or vLLM's; may repeat.
+        uid: unique; the same for all stages and completions of one request.
+        tag, name: those of the read.
+        child: index of the completion, of a request with n > 1.
+        stage, num_stages: the pipeline stage of this worker, which has only its layers.
+        model: name of the engine's model.
+        owner: over HTTP a digest of the sender's API key; "" offline, and at global sinks.
     """
 
     key: int
@@ -80,12 +79,11 @@ class Block:
     """Rows of one stream, or scores of one probe, of one request.
 
     Attributes:
-        site, layer: the stream. Rows from before the edits of their site have
-            ".before" after the site's name.
+        site, layer: the stream. The site of rows from before its edits ends in ".before".
         positions: int64 [n], absolute.
-        source: the rows, or what their read's codec made of them. Valid during the call:
-            copy what you keep.
-        probe: the probe's name, where these are scores.
+        source: the rows, encoded if their read has a codec. Valid during the call: copy what
+            you keep.
+        probe: the probe's name if these are scores.
     """
 
     request: RequestInfo
@@ -97,13 +95,13 @@ class Block:
 
     @cached_property
     def rows(self) -> Tensor:
-        """[n, hidden_size], the model's dtype, CPU; float32 [n] for a probe. Of a site per
-        head, the heads are one after another. Decoded here where the read has a codec."""
+        """[n, hidden_size], the model's dtype, CPU; float32 [n] for a probe. A site per head
+        has its heads one after another. Decoded if the read has a codec."""
         return decoded(self.source)
 
     @property
     def encoded(self) -> EncodedRows | None:
-        """The rows as they came, where the read has a codec."""
+        """The encoded rows; None if the read has no codec."""
         return self.source if isinstance(self.source, EncodedRows) else None
 
 
@@ -112,13 +110,12 @@ class Ending:
     """How a request ended, at one sink.
 
     Attributes:
-        output_ids: what the engine generated. With a stop string, the caller may see
-            less of it.
+        output_ids: the tokens that the engine generated. With a stop string, the caller may
+            see fewer.
         finish_reason: vLLM's: stop, length, abort, error.
-        expected: rows and scores of this stage that were asked for, of tokens that were
-            processed.
-        delivered: of those, how many the sink was given.
-        status, reason: `ok`, or why not.
+        expected: rows and scores of this stage that were asked for, of processed tokens.
+        delivered: how many of them the sink was given.
+        reason: why the status is not `ok`.
     """
 
     request: RequestInfo
@@ -136,18 +133,17 @@ class Ending:
 
 @dataclass(frozen=True)
 class Report:
-    """What a sink says of a request that ended; all of it is for the manifest.
+    """What a sink returns for a request that ended; it goes into the manifest.
 
     Attributes:
-        files: where the rows are.
-        streams: `site.layer` -> shape, dtype, and what else there is to know.
-        status, reason: where the sink knows better than the Ending.
-        details: anything that JSON can say.
-        published: for a sink whose rows could still be lost: done when they no longer
-            can. The caller is told then, and not before; where it fails, the request
-            ends with status `error` and its exception as the reason.
-        public: reason and streams name nothing that only the operator may know: every key is
-            told them.
+        files: the files that have the rows.
+        streams: `site.layer` -> shape, dtype, and other facts.
+        status, reason: replace those of an Ending that is `ok`.
+        details: any JSON object.
+        published: of a sink that may still lose the rows: done when it cannot any more. The
+            caller waits for it. If it fails, the request ends with status `error` and its
+            exception as the reason.
+        public: True if reason and streams may be shown to every API key.
     """
 
     files: list[str] = field(default_factory=list)
@@ -160,29 +156,30 @@ class Report:
 
 
 class Sink(Protocol):
-    """Where blocks go. An instance is called from one thread, its own, and never twice
-    at a time; with `threads` above 1 there are as many instances, and all calls of one
-    request go to the same one.
+    """Where blocks go.
 
-    Order: the blocks of a request, then `finish`, once, also for a request that had no
-    block or failed; not for one that came and went while the sink was stalled. Requests
+    An instance is called from one thread of its own. With `threads` above 1 there are as many
+    instances, and all calls of one request go to the same one.
+
+    Order: the blocks of a request, then `finish`, once, also for a request that had no block
+    or failed. A request that began and ended while the sink was stalled is left out. Requests
     interleave.
 
-    What a block holds depends on the class attribute `live`:
+    What a block has depends on the class attribute `live`:
 
-    - False (or none): a request's rows come when it has ended, one block for each
-      stream, ascending positions, exactly those that were asked for.
-    - True: rows come as they are computed. A position that comes twice was computed
-      twice, and the last one holds; some may be of tokens that are never accepted.
+    - False (the default): a request's rows come when it has ended, one block per stream, in
+      ascending positions, exactly those that were asked for.
+    - True: rows come as they are computed. A position may be computed twice; its last row is
+      the right one. Some rows may be of tokens that are never accepted.
 
-    With the class attribute `takes_scores` false, probes cannot name the sink.
+    If the class attribute `takes_scores` is False, probes cannot name the sink.
 
-    A call that raises ends its request with status `error` and the exception as the
-    reason. Others go on, and so does the engine; it waits for a call that hangs at most
-    `patience_s`, one of the options that every sink has (`sinks.options`).
+    If a call raises, its request ends with status `error` and the exception as the reason.
+    Other requests and the engine go on. The engine waits for a call at most `patience_s`, an
+    option of every sink (`sinks.options`).
 
-    Lifetime: made when the worker loads its model, closed with it. A worker that is
-    killed closes nothing.
+    Lifetime: made when the worker loads its model, closed with it. A killed worker closes
+    nothing.
     """
 
     def write(self, block: Block) -> None: ...
@@ -190,14 +187,14 @@ class Sink(Protocol):
     def finish(self, ending: Ending) -> Report | None: ...
 
     def flush(self) -> None:
-        """Make what was finished visible: every `published` that was given out is done
-        when this returns. Called `flush_s` after a request has ended; sooner where one
-        waits to be published and none is running; and by the remote call `scope_flush`."""
+        """Make finished requests visible: every `published` is done when this returns. Called
+        `flush_s` after a request has ended; sooner if a request waits to be published and
+        none is running; and by the remote call `scope_flush`."""
 
     def close(self) -> None: ...
 
 
-#: Names of files below a folder; neither a URL nor a path of another system.
+#: A relative name of a file: no URL, no absolute path, no `..`, no path of another system.
 _RELATIVE = re.compile(r"(?![/~])(?!(?:.*/)?\.\.(?:/|$))[^\\:]+", re.DOTALL)
 
 
@@ -206,10 +203,10 @@ class Manifest(msgspec.Struct, frozen=True):
 
     Attributes:
         expected, delivered, dropped: rows and scores.
-        files: where they are.
+        files: the files that have them.
         streams: `site.layer` (or a probe's name) -> shape, dtype, codec, file.
-        details: what the sink said beside it, one entry for each stage.
-        said: reason and streams have a plugin's own words.
+        details: `Report.details`, one entry for each stage.
+        said: True if reason and streams have a plugin's own words.
     """
 
     status: Status
@@ -223,8 +220,8 @@ class Manifest(msgspec.Struct, frozen=True):
     said: bool = False
 
     def public(self, sink: str) -> Manifest:
-        """What a key is told that is not the operator's: no path, and no text of an exception or
-        of a plugin, which may have one. Files are those with a relative name."""
+        """The manifest for API keys other than the operator's: without paths, and without texts
+        of exceptions and plugins, which may have some. `files` are those with a relative name."""
         reason, streams = self.reason, self.streams
         if self.status == "error":
             reason = f"sink {sink!r} failed; the server's log says why"
@@ -242,7 +239,7 @@ class Manifest(msgspec.Struct, frozen=True):
         )  # fmt: skip
 
     def joined(self, other: Manifest) -> Manifest:
-        """This stage's and another's as one."""
+        """This stage's manifest and another's as one."""
         worse = max(self, other, key=lambda m: ("ok", "partial", "error").index(m.status))
         return Manifest(
             worse.status, worse.reason,
@@ -255,14 +252,14 @@ class Manifest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class RowBatch:
-    """What one step delivered, or one tap of a large step.
+    """The rows of one step, or of one tap of a step that is larger than the arena.
 
     Attributes:
         labels: one entry per token.
-        lease: where it is in the worker's host ring.
-        widths: of rows as they are.
-        boundary: set where the batch holds one tap only: each token has equally many
-            slots, of which its layout at this boundary uses the first.
+        lease: its span in the worker's host ring.
+        widths: of plain rows.
+        boundary: the tap, if the batch is of one. Each token then has equally many slots, of
+            which its layout at this boundary uses the first.
     """
 
     labels: Labels
@@ -278,18 +275,17 @@ class RowBatch:
 
     @property
     def nbytes(self) -> int:
-        """What `slots.nbytes` is; to slice the ring takes 80 us where caches are cold."""
+        """`slots.nbytes`, without slicing the ring, which takes 80 us if caches are cold."""
         return (self.lease.stop - self.lease.start) * SLOT_BYTES
 
 
 class BatchSink(Protocol):
-    """What the drain hands batches to.
+    """Takes batches from the drain.
 
-    Called from the drain thread only. Rows of one (request, point) arrive in
-    the order in which they were computed: a position that comes twice was
-    computed twice (recompute, rejected drafts), and the last one holds. `finish`
-    comes last, once. `batch.slots` is reused after `write` returns, unless the sink
-    retained `batch.lease`; it releases it when done.
+    Called from the drain thread only. Rows of one (request, point) arrive in the order in
+    which they were computed. If a position comes twice (recomputation, rejected drafts), its
+    last row is the right one. `finish` comes last, once. `batch.slots` is reused after `write`
+    returns, unless the sink has retained `batch.lease`, which it releases when done.
     """
 
     def write(self, batch: RowBatch) -> None: ...

@@ -1,4 +1,4 @@
-"""What a sink has done.
+"""Totals of one sink.
 
 Owns:  Counters, and their sum over the threads of a sink.
 """
@@ -10,16 +10,15 @@ from dataclasses import dataclass, fields
 
 @dataclass
 class Counters:
-    """Of one sink, since the start; the last three are of now.
+    """Totals of one sink since the start. The last three are present values.
 
     Attributes:
-        rows: rows and scores that the sink was given.
-        bytes: of these.
+        rows, bytes: rows and scores that the sink was given.
         waits, wait_ms: how often and how long the drain thread waited for room.
         drops: rows that were dropped.
-        spilled_bytes: that went to disk in between.
+        spilled_bytes: bytes that waited on disk.
         errors: calls that raised, and stalls.
-        queue_bytes, held_bytes, spill_bytes: that wait.
+        queue_bytes, held_bytes, spill_bytes: bytes in the queue, of running requests, on disk.
     """
 
     rows: int = 0

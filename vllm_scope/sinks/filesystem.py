@@ -1,12 +1,11 @@
-"""Requests into files: the sink `to="filesystem"`.
+"""The sink `to="filesystem"`: requests into files.
 
-Owns:  FilesystemSink, the seam to `vllm_scope.files`.
+Owns:  FilesystemSink, which calls `vllm_scope.files`.
 Runs:  on its lane's thread. Several instances may write into one root.
 
-A request that failed leaves no file; one of which rows are missing does, and says so. Those of
-one API key lie in a folder of its own, so that no key replaces another's.
-Its end is told when its file is visible: at once, or with the other requests of its
-shard.
+A request that failed leaves no file; one that lacks rows leaves a file that says so. Each API
+key has its own folder, so that no key replaces another's files. A request's end is reported
+when its file is visible: at once, or together with the other requests of its shard.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """One sink instance: its thread, its bounded queue, its policy.
 
 Owns:  Lane.
-Runs:  `put` on the drain thread, `end` on the drain thread, the sink on the lane's own.
+Runs:  `put` and `end` on the drain thread, the sink on the lane's own.
 From:  router.   To: a Sink.
 
-Promise: the drain thread waits here only as the policy says, and never for a sink
-whose call has hung for `patience_s`. Memory is bounded by queue_mib and held_mib. What
-is not delivered is counted on its request. Whatever a sink does, raises or returns,
-every request is told its end once.
+Promise: the drain thread waits only if the policy says so, and never for a sink whose call has
+taken longer than `patience_s`. Memory is bounded by queue_mib and held_mib. Rows that are not
+delivered are counted on their request. Whatever a sink does, raises or returns, the end of
+every request is reported once.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from vllm_scope.sinks.spill import SpillFile
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: How long a wait lasts before it is looked whether the sink has stalled.
+#: Interval between two checks whether the sink has stalled.
 WAIT_S = 0.05
-#: A caller waits for its rows to be published, and no request is running whose rows
-#: could go along: how long one may still come, before they are published alone.
+#: If a caller waits for its rows to be published and no other request is running, the lane
+#: waits so long for another one to be published with it.
 ALONE_S = 0.1
 
-#: Told when a request is done with this sink.
+#: Called when a request has ended at this sink.
 OnEnd = Callable[[Delivery, Manifest], None]
 
 
 @dataclass
 class _Rows:
-    """Rows in the queue; their bytes are in memory, or next in the spill file."""
+    """Rows in the queue. Their bytes are in memory, or in the spill file."""
 
     delivery: Delivery
     arrival: Arrival
@@ -75,7 +75,7 @@ class Lane:
     """Hands blocks to a sink.
 
     Args:
-        quota: of the sink; all of its lanes share it. None makes one.
+        quota: of the sink, shared by its lanes. None makes one.
 
     Verbs: `add_request`, `put`, `end`, `give_up`, `flush`, `close`.
     """
@@ -101,21 +101,21 @@ class Lane:
         self._items: deque[_Rows | _End | _Flush] = deque()
         self._changed = threading.Condition()
         self._closing = False
-        #: When the call that runs now began.
+        #: When the present call began.
         self._called_at: float | None = None
-        #: When the first request ended that was not flushed.
+        #: When the first request ended that is not flushed.
         self._dirty_since: float | None = None
         self._num_running = 0
         self._worked_at = 0.0
         self._log = Log(name)
-        #: Deliveries that have ended, and whose rows could still be lost.
+        #: Deliveries that have ended and whose rows may still be lost.
         self._unpublished: dict[Delivery, Ending] = {}
         self._thread = threading.Thread(target=self._run, name=f"vllm-scope-{name}", daemon=True)
         self._thread.start()
 
     @property
     def stalled(self) -> bool:
-        """A call has not returned for longer than anyone waits."""
+        """True while a call takes longer than `patience_s`."""
         called_at = self._called_at
         return called_at is not None and time.monotonic() - called_at > self._options.patience_s
 
@@ -126,12 +126,12 @@ class Lane:
         )
 
     def add_request(self) -> None:
-        """One more is running, until its end was handled here."""
+        """Count one more running request, until its end was handled."""
         with self._changed:
             self._num_running += 1
 
     def put(self, delivery: Delivery, arrival: Arrival) -> None:
-        """Take rows, or drop and count them, as the policy says."""
+        """Queue rows, or drop and count them, as the policy says."""
         rows = _Rows(delivery, arrival)
         with self._changed:
             if delivery.error is not None:
@@ -158,9 +158,9 @@ class Lane:
                 self.counters.wait_ms += 1e3 * (time.monotonic() - started)
 
     def end(self, delivery: Delivery, ended: Ended) -> None:
-        """The last of a request. Never waits."""
+        """Queue a request's end. Never waits."""
         with self._changed:
-            # However long a sink hangs, requests that it has seen nothing of leave nothing.
+            # However long a sink hangs, a request that it has no rows of takes no memory.
             stalled = self.stalled and not delivery.entered
             unseen = stalled or self._is_refused(delivery)
             if unseen:
@@ -176,8 +176,7 @@ class Lane:
             self._tell(delivery, manifest_of(ending, {}, Report()))
 
     def _is_refused(self, delivery: Delivery) -> bool:
-        """True if the key may not give the sink the end of a request without rows either: a file
-        may be made of it."""
+        """True if the key's limit forbids even an end without rows, which may make a file."""
         if delivery.entered or delivery.error is not None:
             return False
         if not delivery.refused:
@@ -185,13 +184,13 @@ class Lane:
         return delivery.refused
 
     def give_up(self, delivery: Delivery) -> None:
-        """A stalled sink: its request is answered without it."""
+        """Count a request as failed, because the sink has stalled."""
         delivery.error = delivery.error or self.stall_reason
         self._log.say(self.stall_reason)
         self._count_error()
 
     def flush(self) -> str | None:
-        """Wait until all that ended so far is visible; the reason where it is not."""
+        """Wait until all ended requests are visible. Returns why they are not, or None."""
         request = _Flush()
         with self._changed:
             self._append(request)
@@ -201,13 +200,13 @@ class Lane:
         return request.error
 
     def stop(self) -> None:
-        """Nothing more comes: deliver what waits, and end."""
+        """End the thread once what waits is delivered."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Deliver what waits; a sink that hangs is left behind."""
+        """Deliver what waits. A sink that hangs is left behind."""
         self.stop()
         while self._thread.is_alive() and not self.stalled:
             self._thread.join(WAIT_S)
@@ -222,12 +221,12 @@ class Lane:
     # The queue; `_changed` is held
 
     def _accept(self, rows: _Rows) -> bool:
-        """Append where there is room, in memory or on disk."""
+        """Append, in memory or on disk. Returns False if there is no room."""
         size = rows.arrival.data.nbytes
-        # What was spilled is older: nothing may overtake it. And rows that are larger
-        # than the whole queue go alone.
+        # Spilled rows are older, and nothing may overtake them. Rows that are larger than the
+        # whole queue are taken when it is empty.
         first = self._spill is None or not len(self._spill)
-        # A key that waits for its part would make the engine wait, and every other key with it.
+        # Only under `drop`: if a key waited for its share, the engine and every key would wait.
         owner = rows.delivery.info.owner if self._options.on_overload == "drop" else ""
         if first and (not self._queued.num_bytes or self._queued.fits(owner, size)):
             self._queued.take(rows.delivery.info.owner, size)
@@ -269,7 +268,7 @@ class Lane:
             self._spill.close()
 
     def _next(self) -> _Rows | _End | _Flush | None:
-        """The oldest item; None once there is nothing left to do at all."""
+        """The oldest item; None at the end."""
         while True:
             with self._changed:
                 wait_s = self._flush_in()
@@ -287,7 +286,7 @@ class Lane:
             self._flush_sink()
 
     def _flush_in(self) -> float | None:
-        """Seconds until the sink is to be flushed; None while it need not be."""
+        """Seconds until the sink is to be flushed; None if nothing is to be flushed."""
         if self._dirty_since is None:
             return None
         at = self._dirty_since + self._options.flush_s
@@ -296,7 +295,7 @@ class Lane:
         return at - time.monotonic()
 
     def _fetch(self, rows: _Rows) -> None:
-        """Its bytes, out of the queue or off the disk."""
+        """Take its bytes out of the queue, or read them from the disk."""
         if not rows.spilled:
             self._queued.give(rows.delivery.info.owner, rows.arrival.data.nbytes)
             self.counters.queue_bytes = self._queued.num_bytes
@@ -325,12 +324,12 @@ class Lane:
             delivery.keep(rows.arrival)
 
     def _write_all(self, delivery: Delivery, blocks: Iterator[Block]) -> dict[str, Any]:
-        """Returns stream -> its shape, dtype and codec, of what was written last."""
+        """Write blocks. Returns stream -> shape, dtype and codec of its last block."""
         streams: dict[str, Any] = {}
         try:
             for block in blocks:
                 error = self._call(self._sink.write, block)
-                # It may have been given up meanwhile.
+                # `give_up` may have set it meanwhile.
                 delivery.error = delivery.error or error
                 if delivery.error is not None:
                     break
@@ -341,14 +340,14 @@ class Lane:
                 streams[name] = {"shape": list(block.source.shape), "dtype": dtype}
                 if block.encoded is not None:
                     streams[name]["codec"] = block.encoded.codec.metadata()
-        except Exception as error:  # no memory for the blocks, say: the lane goes on
+        except Exception as error:  # for example no memory for the blocks; the lane goes on
             delivery.error = delivery.error or self._failure(error, counts=True)
         return streams
 
     def _end(self, delivery: Delivery, ended: Ended) -> None:
         try:
             self._finish(delivery, ended)
-        except Exception as error:  # no memory: what is owed is an answer
+        except Exception as error:  # for example no memory; the caller waits for an answer
             reason = self._failure(error, counts=True)
             self._tell(delivery, Manifest("error", reason, 0, 0, 0))
         with self._changed:
@@ -383,7 +382,7 @@ class Lane:
         report.published.add_done_callback(published)
 
     def _lost(self, delivery: Delivery, reason: str) -> None:
-        """What the sink had finished will not be published."""
+        """Report that a finished request will not be published."""
         ending = self._unpublished.pop(delivery, None)
         if ending is not None:
             self._count_error()
@@ -405,7 +404,7 @@ class Lane:
         return error
 
     def _call(self, call: Callable[..., Any], *args: Any) -> str | None:
-        """Why it failed, or None."""
+        """Call the sink. Returns why the call failed, or None."""
         self._called_at = time.monotonic()
         try:
             call(*args)
@@ -416,7 +415,7 @@ class Lane:
         return None
 
     def _failure(self, error: BaseException, counts: bool = False) -> str:
-        """The reason that requests are given; the log has more of it."""
+        """The reason for requests, cut; the log has more of it."""
         if counts:
             self._count_error()
         self._log.failure(error)

@@ -1,8 +1,8 @@
 """Rows back to the caller: to the front-end that made the request.
 
 Owns:  which request belongs to which front-end, and the sender to each.
-Runs:  `connect` and registration on the worker's thread, `write` on the drain thread,
-       `finish` there or on a sink's; `reclaim` on worker and drain.
+Runs:  `connect` and `add_request` on the worker's thread, `write` on the drain thread,
+       `finish` there or on a sink's, `reclaim` on both of the first.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class MemorySink:
 
     Args:
         stage: of this worker in the pipeline.
-        ring: what batches lie in.
-        road: which road front-ends are reached by, as in the engine's options.
+        ring: has the batches.
+        road: the allowed transport, as in the engine's options.
     """
 
     def __init__(
@@ -42,30 +42,30 @@ class MemorySink:
         self._lock = threading.Lock()
         self._senders: dict[str, Sender] = {}
         self._frontend_of: dict[int, str] = {}
-        #: Of these, the requests whose rows go there.
+        #: The same, of requests whose rows go to their front-end.
         self._reads: dict[int, str] = {}
         self._num_bytes = 0
-        #: How much front-ends had read when the ring last waited for long.
+        #: Messages that front-ends had read at the last `_give_up`.
         self._read_before: dict[str, int] = {}
 
     @property
     def roads(self) -> list[Road]:
-        """The road to each front-end."""
+        """The transport to each front-end."""
         return [sender.road for sender in self._senders.values()]
 
     @property
     def num_requests(self) -> int:
-        """Requests whose front-end is known, because they have not ended."""
+        """Requests that have not ended."""
         return len(self._frontend_of)
 
     def connect(self, address: Address) -> Road | None:
-        """Try the roads to a front-end, and keep the one that works. Idempotent.
+        """Try the transports to a front-end, and keep the first that works. Idempotent.
 
         Returns:
-            The road; None where only TCP can be it and the front-end does not listen.
+            The transport; None if only TCP may work and the front-end does not listen.
 
         Raises:
-            CompatError: no road that is allowed leads there.
+            CompatError: no allowed transport works.
             CapacityError: too many front-ends.
         """
         with self._lock:
@@ -102,7 +102,7 @@ class MemorySink:
             self._frontend_of[key] = self._reads[key] = frontend
 
     def leave_out_rows(self, key: int) -> None:
-        """The request's rows go to other sinks; the front-end hears of its end alone."""
+        """The request's rows go to other sinks; the front-end gets only its end."""
         with self._lock:
             self._reads.pop(key, None)
 
@@ -110,7 +110,7 @@ class MemorySink:
         self.reclaim()
         with self._lock:
             of = self._reads
-            # Keys are unique over all front-ends; each ignores the others'.
+            # Keys are unique over all front-ends. A front-end ignores the keys of others.
             one = set(self._senders) if len(self._senders) == 1 and of else None
             frontends = one or {of[k] for k in np.unique(batch.labels.keys).tolist() if k in of}
             for frontend in frontends:
@@ -120,8 +120,8 @@ class MemorySink:
     def finish(
         self, key: int, error: str | None, manifests: dict[str, Manifest] | None = None
     ) -> None:
-        """The last of a request; on the thread of whichever sink was last. Whatever text came
-        up, the message can be made: else its caller would wait."""
+        """Send a request's end. Called on the thread of the sink that ended it last. The text is
+        cleaned, so that the message can always be encoded: its caller waits for it."""
         error = None if error is None else plain(error)
         with self._lock:
             frontend = self._frontend_of.pop(key, None)
@@ -130,11 +130,11 @@ class MemorySink:
                 self._senders[frontend].send_finish(key, self._stage, error, manifests or {})
 
     def counters(self) -> dict[str, float]:
-        """As `lane.Counters` has them: the ring is this sink's queue."""
+        """Some of `counters.Counters`; the ring is this sink's queue."""
         return {"bytes": self._num_bytes, "wait_ms": self._ring.wait_ms}
 
     def send_counters(self, sinks: dict[str, dict[str, float]]) -> bool:
-        """Tell one front-end, so that no process counts what another has counted."""
+        """Send to one front-end, so that nothing counts twice. False if none is alive."""
         with self._lock:
             alive = next((s for s in self._senders.values() if not s.dead), None)
             if alive is not None:
@@ -142,13 +142,13 @@ class MemorySink:
             return alive is not None
 
     def reclaim(self) -> None:
-        """Release what front-ends have read, and what a dead one never will."""
+        """Release the leases of what front-ends have read, or will never read."""
         with self._lock:
             for sender in self._senders.values():
                 sender.reclaim()
 
     def _give_up(self, lease: Lease) -> None:
-        """Front-ends that live and do not read hold this worker, and all who use it."""
+        """Drop front-ends that have read nothing since the last call: the worker waits for them."""
         with self._lock:
             before = self._read_before
             self._read_before = {f: sender.num_read for f, sender in self._senders.items()}

@@ -1,11 +1,11 @@
-"""What sinks do, for Prometheus: beside vLLM's own metrics, on its /metrics.
+"""The sinks' counters for Prometheus, beside vLLM's own metrics on its /metrics.
 
 Owns:  the metrics `vllm_scope_sink_*`, and the arithmetic from totals to increments.
-Runs:  in front-ends, on the inbox's thread. Workers have no /metrics; once a second they
-       send their totals, when they have changed, to one front-end.
+Runs:  in front-ends, on the receiver's thread. Workers have no /metrics. Once a second they
+       send their totals to one front-end, if they have changed.
 
-Where vLLM runs several API servers, prometheus_client keeps the values in files that
-all of them sum up; each worker reports to one of them, so nothing counts twice.
+With several API servers prometheus_client keeps the values in files, and each server shows the
+sum. Each worker reports to one server, so that nothing counts twice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GAUGES = {
     "held_bytes": "Bytes of requests that have not ended",
     "spill_bytes": "Bytes that wait on disk",
 }
-#: (worker, sink) -> what it said last, of workers that live.
+#: (worker, sink) -> the totals that it sent last, of workers that run.
 _last: dict[tuple[int, str], dict[str, float]] = {}
 
 
@@ -49,7 +49,7 @@ def _metrics() -> dict[str, Any]:
 
 
 def count_sinks(header: CountersHeader) -> None:
-    """Add what a worker's sinks have done since it was last heard of."""
+    """Add the difference between a worker's totals and those that it sent before."""
     metrics = _metrics()
     for sink, totals in header.sinks.items():
         last = _last.get((header.worker, sink), {})
@@ -58,13 +58,13 @@ def count_sinks(header: CountersHeader) -> None:
                 continue
             metric = metrics[name].labels(sink=sink)
             change = value - last.get(name, 0)
-            # Gauges too: several workers add up to one sink.
+            # Gauges too: a sink's gauge is the sum over the workers.
             metric.inc(change) if change > 0 or name in _GAUGES else None
         _last[header.worker, sink] = totals
 
 
 def forget_worker(worker: int) -> None:
-    """A worker is gone: what waited there waits no more, and nothing is kept of it."""
+    """Subtract a gone worker's gauges, and forget its totals."""
     metrics = _metrics()
     for key in [key for key in _last if key[0] == worker]:
         totals = _last.pop(key)

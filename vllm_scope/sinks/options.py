@@ -1,15 +1,16 @@
-"""What an operator says of a sink: `additional_config={"scope": {"sinks": {...}}}`.
+"""The operator's options of sinks: `additional_config={"scope": {"sinks": {...}}}`.
 
     "sinks": {"filesystem": {"root": "/data/captures", "on_overload": "spill"},
               "my_plugin": {"url": "https://..."}},
     "global_sinks": {"filesystem": {"root": "/data/all", "reads": [{"site": "resid_post"}]}}
 
-Owns:  SinkOptions (what every sink has), SinkConfig (one sink, whole), plugin look-up.
+Owns:  SinkOptions (the options of every sink), SinkConfig (one sink), plugin look-up.
 Runs:  in the front-end, before the engine starts, and in every process that parses it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -17,14 +18,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     FiniteFloat,
     StrictInt,
     StrictStr,
     ValidationError,
-)
-from pydantic.functional_validators import BeforeValidator
+)  # fmt: skip
 
 from vllm_scope.errors import ConfigError, shown
 from vllm_scope.request.actions import MAX_NAME, MEMORY
@@ -39,42 +40,40 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
-#: A number in options: finite, and no boolean.
+#: A number in options: finite, no boolean.
 Number = Annotated[FiniteFloat, BeforeValidator(_no_bool)]
 
 FILESYSTEM = "filesystem"
 GROUP = "vllm_scope.sinks"
-#: What a log has in place of a value.
+#: Stands in a log for a value.
 HIDDEN = "***"
 
 
 class SinkOptions(BaseModel):
-    """What every sink has, beside its own options.
+    """The options of every sink, beside its own.
 
     Attributes:
-        on_overload: what happens to rows for which the queue has no room. `block`: the
-            engine waits; `drop`: they are dropped, counted, and their request is
-            `partial`; `spill`: they wait on a local disk, in order, and when that is
-            full the engine waits.
-        queue_mib: rows that wait for the sink in memory.
-        held_mib: rows of requests that have not ended, of a sink that takes whole
-            requests. What would not fit is dropped and counted, whatever the policy:
-            to wait would be to wait for an end that cannot come. One API key may hold three
-            times what is left free; of queue_mib too, where the policy is `drop`.
-        spill_mib, spill_folder: how much may wait on disk, and where; None is the
+        on_overload: what happens to rows if the queue is full. `block`: the engine waits.
+            `drop`: they are dropped and counted, and their request is `partial`. `spill`:
+            they wait on a local disk, in order; if that is full too, the engine waits.
+        queue_mib: limit of the rows that wait for the sink in memory.
+        held_mib: limit of the rows of running requests, for a sink that takes whole requests.
+            Rows beyond it are dropped and counted under any policy, because only the end of
+            a request makes room. One API key may hold three times what is left free; under
+            `drop` of queue_mib too.
+        spill_mib, spill_folder: limit of the rows on disk, and their folder; None is the
             folder for temporary files.
-        threads: instances of the sink, each with a thread of its own. Queue, held and
-            spilled rows are shared out between them.
-        patience_s: how long one call to the sink may take. Longer, and the sink counts
-            as stalled until the call returns: nothing waits for it, what comes is
-            dropped, and its requests end with the reason.
-        flush_s: how long a request that has ended may wait until the sink makes it
-            visible, together with others. Where its caller waits for that, it is sooner
-            once no other request is running.
-        key_mib: rows that one API key may give the sink within 24 hours, in each worker; a
-            request counts 8 KiB beside its rows. What is more is dropped and counted, and its
-            request is `partial`; a request of which the sink was given nothing leaves nothing
-            there. None does not count. Offline requests have no key.
+        threads: instances of the sink, each with its own thread. They share the limits
+            equally.
+        patience_s: limit of one call to the sink. After it the sink counts as stalled until
+            the call returns: nothing waits for it, new rows are dropped, and its requests
+            end with the reason.
+        flush_s: how long an ended request may wait until the sink makes it visible, together
+            with others. If its caller waits, it is sooner once no other request is running.
+        key_mib: rows that one API key may give the sink within 24 hours, in each worker. A
+            request counts 8 KiB beside its rows. Rows beyond it are dropped and counted, and
+            their request is `partial`. A request without any row at the sink leaves nothing
+            there. None: no limit. Offline requests have no key.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -90,7 +89,7 @@ class SinkOptions(BaseModel):
     key_mib: Number | None = Field(default=None, gt=0)
 
     def share(self, mib: float) -> int:
-        """Bytes of one thread."""
+        """One thread's share, in bytes."""
         return int(mib * 2**20) // self.threads
 
 
@@ -99,10 +98,10 @@ class SinkConfig:
     """One sink of an engine.
 
     Attributes:
-        options: what every sink has.
-        own: the sink's own options.
-        reads: JSON of what a global sink is given of every request; None for a sink
-            that requests name.
+        options: the general ones.
+        own: the sink's own.
+        reads: JSON of a global sink's reads of every request; None for a sink that requests
+            name.
     """
 
     name: str
@@ -111,7 +110,7 @@ class SinkConfig:
     reads: str | None = None
 
     def factory(self) -> Callable[[], Sink]:
-        """What makes an instance.
+        """A function that makes an instance.
 
         Raises:
             ConfigError: there is no such plugin, or an option is wrong.
@@ -131,7 +130,7 @@ class SinkConfig:
             try:
                 sink: Sink = made(**self.own)
             except (TypeError, ValueError) as error:
-                # Their names alone: values may be secrets, and this is logged.
+                # Only the options' names: this is logged, and values may be secrets.
                 raise ConfigError(
                     f"the options of sink {self.name!r}, {', '.join(sorted(map(str, self.own)))}, "
                     f"are not taken: {error}."
@@ -146,7 +145,7 @@ def parse_sinks(body: object, where: str, reads: bool) -> dict[str, SinkConfig]:
 
     Args:
         where: "sinks" or "global_sinks".
-        reads: each says what it reads.
+        reads: True if each has `reads`.
 
     Raises:
         ConfigError: names the sink and the option, what came and what is allowed.
@@ -157,8 +156,8 @@ def parse_sinks(body: object, where: str, reads: bool) -> dict[str, SinkConfig]:
 
 
 def without_secrets(body: Any) -> Any:
-    """The engine's options (`additional_config["scope"]`) for a log: of sinks' own options the
-    names alone, as any value may be a token, or a URL that has one."""
+    """The engine's options (`additional_config["scope"]`) for a log: without the values of
+    sinks' own options, which may be tokens, or URLs with tokens."""
     if not isinstance(body, Mapping):
         return body
     shown = dict(body)
@@ -220,8 +219,6 @@ def _parse_one(name: object, body: object, where: str, reads: bool) -> SinkConfi
 
 
 def _parse_reads(body: object, where: str) -> str:
-    import json
-
     if not isinstance(body, list) or not body:
         raise ConfigError(f"{where}.reads is {shown(body)}; it is a list of at least one read.")
     for i, read in enumerate(body):

@@ -1,6 +1,6 @@
-"""How much of one API key's rows a sink takes.
+"""Limits on what one API key may give a sink.
 
-Owns:  Quota (of a day, for all lanes of a sink), Room (of a lane's memory).
+Owns:  Quota (bytes per day, for all lanes of a sink), Room (a lane's memory).
 Runs:  on the drain thread; a lane's Room of held rows on its own.
 """
 
@@ -13,7 +13,7 @@ from collections import Counter
 from vllm_scope.results.budget import fits
 from vllm_scope.sinks.options import SinkOptions
 
-#: What is counted for a request beside its rows: two small files, say.
+#: Counted for each request beside its rows: it may make two small files.
 REQUEST_BYTES = 1 << 13
 WINDOW_HOURS = 24
 
@@ -23,20 +23,20 @@ def hours() -> float:
 
 
 class Quota:
-    """Bytes of each key within a day, by the hour.
+    """Bytes that each key gave within WINDOW_HOURS, counted by the hour.
 
     Args:
         name: of the sink.
-        options: `key_mib` None counts nothing.
+        options: if `key_mib` is None, nothing is counted.
 
     Attributes:
-        reason: what a key that has no more left is told.
+        reason: the error text for a key that has reached the limit.
     """
 
     def __init__(self, name: str, options: SinkOptions) -> None:
         self._most_bytes = None if options.key_mib is None else int(options.key_mib * 2**20)
         self._lock = threading.Lock()
-        #: hour -> key -> bytes, of hours that still count.
+        #: hour -> key -> bytes, of the hours in the window.
         self._given: dict[int, Counter[str]] = {}
         self.reason = (
             f"this key has given sink {name!r} the {options.key_mib or 0:.3g} MiB that it may in "
@@ -44,7 +44,8 @@ class Quota:
         )
 
     def take(self, owner: str, num_bytes: int) -> bool:
-        """Whether the key may give so many more. The operator, who has no key, always may."""
+        """Count the bytes and return True, if the key may give them. The operator, who has no
+        key, always may."""
         if self._most_bytes is None or not owner:
             return True
         hour = int(hours())
@@ -58,9 +59,9 @@ class Quota:
 
 
 class Room:
-    """Bytes of a lane's memory, and each key's of these. One thread at a time.
+    """Bytes in a lane's memory, in all and by key. Used by one thread at a time.
 
-    A key may hold three times what is left free, so that another one finds room. The operator,
+    A key may hold three times what is left free, so that other keys find room. The operator,
     who has no key, may fill it.
     """
 

@@ -1,8 +1,8 @@
-"""What a sink says of a request, checked, and made into the manifest that callers get.
+"""A sink's report of a request, checked, and made into the manifest that callers get.
 
-Owns:  `plain` and `failure` (text, bounded and such as can be sent), Log, `checked`, `manifest_of`.
-Runs:  on a lane's thread. What a plugin returns, or raises, is not believed: it goes to another
-       process, and must not be what breaks the message that says that a request has ended.
+Owns:  `plain` and `failure` (bounded text that can be encoded), Log, `checked`, `manifest_of`.
+Runs:  on a lane's thread. What a plugin returns or raises is checked: it must not break the
+       message that says that a request has ended.
 """
 
 from __future__ import annotations
@@ -21,26 +21,25 @@ from vllm_scope.sinks import Ending, Manifest, Report, Status
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Characters of a reason, and of what the log has of one failure.
+#: Largest number of characters of a reason, and of one failure in the log.
 MOST_REASON, MOST_LOGGED = 500, 8000
-#: Bytes of a report as it is sent.
+#: Largest encoded size of a report.
 MOST_REPORT_BYTES = 1 << 20
-#: Failures of a sink that are logged at once.
+#: Failures of a sink that are logged without a pause.
 _BURST = 30
 #: Frames of a traceback in the log.
 _MOST_FRAMES = 20
 
 
 def plain(text: str, most: int = MOST_REASON) -> str:
-    """A text, cut where it is longer, halves of surrogate pairs as `?`: no encoding can say
-    those."""
+    """The text, cut to `most` characters, with `?` for lone surrogates, which UTF-8 lacks."""
     if len(text) > most:
         text = text[: most - 3] + "..."
     return text.encode("utf-8", "replace").decode()
 
 
 def failure(error: BaseException, most: int = MOST_REASON) -> str:
-    """An exception's kind and text."""
+    """An exception's class and text."""
     try:
         text = str(error)[:most]
     except Exception:
@@ -49,16 +48,16 @@ def failure(error: BaseException, most: int = MOST_REASON) -> str:
 
 
 class Log:
-    """What went wrong at a sink, for the operator: a burst of failures is logged whole, and of
-    what goes on and on one a second. Any thread."""
+    """The operator's log of one sink: up to _BURST failures at once, then one per second. Any
+    thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        #: How many more may be logged now, and when that was so.
+        #: How many more could be logged at the time `_at`.
         self._room, self._at = float(_BURST), time.monotonic()
 
     def failure(self, error: BaseException) -> None:
-        """With where it came from."""
+        """Log an exception with its traceback."""
         frames = "".join(traceback.format_tb(error.__traceback__, -_MOST_FRAMES))
         where = plain(frames, MOST_LOGGED // 2)
         said = failure(error, MOST_LOGGED // 2)
@@ -73,7 +72,7 @@ class Log:
 
 
 def checked(report: object) -> Report:
-    """Raises TypeError for what is no report, or cannot be sent."""
+    """The report with text that can be sent. Raises TypeError if it is no report, or too large."""
     if report is None:
         return Report()
     if not isinstance(report, Report):
@@ -103,7 +102,7 @@ def checked(report: object) -> Report:
 
 
 def _size(body: object) -> int | None:
-    """Bytes as sent; None where some text cannot be."""
+    """Encoded size in bytes; None if some text cannot be encoded."""
     try:
         return len(msgspec.msgpack.encode(body))
     except UnicodeEncodeError:
@@ -111,7 +110,7 @@ def _size(body: object) -> int | None:
 
 
 def _cleaned(value: Any) -> Any:
-    """The same, with text that can be sent."""
+    """The same value, with text that can be encoded."""
     if isinstance(value, str):
         return plain(value, len(value))
     if isinstance(value, dict):
@@ -120,8 +119,10 @@ def _cleaned(value: Any) -> Any:
 
 
 def manifest_of(ending: Ending, streams: dict[str, Any], report: Report) -> Manifest:
-    """Args:
-    streams: what the sink was given; the report may say more of them.
+    """The manifest of a request at one sink.
+
+    Args:
+        streams: shape, dtype and codec of what the sink was given; the report's replace them.
     """
     if ending.status == "ok" and report.status is not None:
         ending = replace(ending, status=report.status, reason=report.reason)

@@ -1,13 +1,13 @@
-"""One request at one sink: what it asked for, what came, what is missing.
+"""One request at one sink: what was asked for, what came, what is missing.
 
-Owns:  Arrival (rows on their way to a sink), Ended (what the scheduler said at the
-       end), Delivery.
-Runs:  made on the worker's thread; then on the lane's thread alone, but for `lose`,
-       which the drain thread calls.
+Owns:  Arrival (rows on their way to a sink), Ended (the request's end, as the scheduler
+       knows it), Delivery.
+Runs:  made on the worker's thread, then used on the lane's thread. The drain thread calls
+       `arrival` and `lose`.
 From:  router.   To: lane.
 
-Promise: of each stream a whole-request sink gets the last computed row of every
-position that was asked for and accepted, once; and the counts say what is missing.
+Promise: of each stream a whole-request sink gets the last computed row of every accepted
+position that was asked for, once. The counts say what is missing.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from vllm_scope.sinks import Block, Ending, RequestInfo, Status
 
 @dataclass(frozen=True)
 class Arrival:
-    """What a request's tokens of one layout delivered, in one batch.
+    """The rows and scores of a request's tokens of one layout, from one batch.
 
     Attributes:
         layout: the part of the tokens' layout that is here.
         positions: int64 [n].
         data: uint8 [n, bytes of a token], its own memory.
-        widths: of rows as they are.
-        number: of the request's arrivals at this sink, in their order.
+        widths: of plain rows.
+        number: counts the request's arrivals at this sink, from 1.
     """
 
     layout: Layout
@@ -65,8 +65,8 @@ class Ended:
 
 @dataclass(frozen=True)
 class _Stream:
-    """Rows of one point under one encoding, or scores of one probe (`point` None, `number`
-    its own)."""
+    """Rows of one point under one encoding, or scores of one probe: `point` is then None, and
+    `number` the probe's."""
 
     name: SiteLayer
     selectors: tuple[Selector, ...]
@@ -80,7 +80,7 @@ class Delivery:
     """A request's life at one sink.
 
     Args:
-        asked: everything of the request: the edits say which points are the same.
+        asked: the whole request: its edits say which points have the same row.
         to: the destination.
         here: boundaries of this stage.
 
@@ -88,14 +88,14 @@ class Delivery:
         error: why nothing more is delivered.
         loss: why some rows were dropped.
         held_bytes: of rows that wait for the request's end.
-        entered: the sink's queue had some of its rows.
-        refused: its key may not give the sink more rows for now.
+        entered: True if some of its rows were in the sink's queue.
+        refused: True if its key may not give the sink more rows for now.
     """
 
     def __init__(
         self, info: RequestInfo, asked: Resolved, to: str, sites: Sites, here: Sequence[int]
     ) -> None:
-        self.info = info
+        self.info, self.to = info, to
         self.error: str | None = None
         self.loss: str | None = None
         self.held_bytes = 0
@@ -104,24 +104,24 @@ class Delivery:
         self._streams = list(_streams_of(asked, to, sites, here))
         self._kept: list[Arrival] = []
         self._parts: dict[Layout, tuple[Layout, Ints | slice] | None] = {}
-        #: Positions that were delivered, and the numbers of their arrivals.
+        #: Stream -> (delivered positions, the numbers of their arrivals).
         self._arrived: dict[_Stream, list[tuple[Ints, Ints]]] = {}
         self._num_arrivals = 0
-        #: Arrivals that were dropped: what came before them at their positions is no longer
-        #: true, as a draft's row before that of the token which was accepted.
+        #: Dropped arrivals. Earlier rows of their positions are outdated: an earlier row may be
+        #: that of a rejected draft.
         self._dropped: list[Arrival] = []
-        #: How many of them are in the table, and the table.
+        #: Number of dropped arrivals in the table of `_last_dropped`, and the table.
         self._last: tuple[int, dict[Layout, Ints]] = (0, {})
 
     @property
     def empty(self) -> bool:
-        """Nothing of it is on this stage."""
+        """True if this stage has none of its streams."""
         return not self._streams
 
     def arrival(
         self, layout: Layout, positions: Ints, data: NDArray[np.uint8], widths: Widths
     ) -> Arrival | None:
-        """A copy of what this destination asked for; None where that is nothing.
+        """A copy of what this destination asked for; None if that is nothing.
 
         Args:
             layout: of `data`, uint8 [n, bytes of a token].
@@ -133,7 +133,6 @@ class Delivery:
             return None
         own, slots = part
         by_slot = data.view(SLOT)
-        # What is a tap's own may be followed by room of a wider one.
         if isinstance(slots, slice):
             taken = by_slot[:, slots].copy()
         else:
@@ -142,7 +141,7 @@ class Delivery:
         return Arrival(own, positions.copy(), taken.view(np.uint8), widths, self._num_arrivals)
 
     def _part_of(self, layout: Layout, widths: Widths) -> tuple[Layout, Ints | slice] | None:
-        """What is taken of a layout, and its slots; a slice where they are side by side."""
+        """The part of a layout that is taken, and its slots; a slice if they are consecutive."""
         wanted = {(stream.encoding, stream.point) for stream in self._streams}
         numbers = {stream.number for stream in self._streams}
         taken: list[int] = []
@@ -168,23 +167,24 @@ class Delivery:
         return own_layout, slice(int(listed[0]), int(listed[-1]) + 1) if together else listed
 
     def lose(self, arrival: Arrival, reason: str) -> None:
-        """These rows will not come. The first reason is kept. On any thread."""
+        """Count rows as dropped. The first reason is kept. Any thread."""
         self.loss = self.loss or reason
         self._dropped.append(replace(arrival, data=np.empty((0, 0), np.uint8)))
 
     def _outdated(self, stream: _Stream, positions: Ints, numbers: Ints) -> NDArray[np.bool_]:
-        """Which of these were to be replaced by rows that were dropped."""
+        """bool [n]: True for a row that a dropped row should have replaced."""
         found = np.zeros(len(positions), bool)
         if not self._dropped or not len(positions):
             return found
+        widths = self._dropped[0].widths
         for layout, last in self._last_dropped().items():
-            if _carries(layout, stream):
+            if _bytes_of(layout, stream, widths) is not None:
                 known = positions < len(last)
                 found[known] |= numbers[known] < last[positions[known]]
         return found
 
     def _last_dropped(self) -> dict[Layout, Ints]:
-        """Of each layout, by position: the number of the last arrival that was dropped, or 0."""
+        """Layout -> [positions]: number of the last dropped arrival there, or 0."""
         dropped = list(self._dropped)
         if self._last[0] != len(dropped):
             by_layout: dict[Layout, list[Arrival]] = {}
@@ -204,13 +204,13 @@ class Delivery:
         self.held_bytes += arrival.data.nbytes
 
     def forget(self) -> int:
-        """Let go of what was kept; its bytes."""
+        """Free what was kept. Returns its bytes."""
         freed, self.held_bytes = self.held_bytes, 0
         self._kept.clear()
         return freed
 
     def live_blocks(self, arrival: Arrival) -> Iterator[Block]:
-        """What came, by stream."""
+        """The arrival's blocks, one per stream."""
         for stream in self._streams:
             rows = self._column(stream, arrival.layout, arrival.data, arrival.widths)
             if rows is not None:
@@ -219,7 +219,7 @@ class Delivery:
                 self._arrived.setdefault(stream, []).append((arrival.positions, numbers))
 
     def whole_blocks(self, ended: Ended) -> Iterator[Block]:
-        """What was kept, by stream: exactly what was asked for."""
+        """The blocks of the whole request, one per stream: exactly what was asked for."""
         firsts = np.cumsum([0, *(len(some.positions) for some in self._kept)])
         by_layout: dict[Layout, list[int]] = {}
         for i, some in enumerate(self._kept):
@@ -251,7 +251,7 @@ class Delivery:
                     self._arrived.setdefault(stream, []).append((positions, last))
 
     def ending(self, ended: Ended) -> Ending:
-        """How it ended, by what was delivered so far."""
+        """The request's end, with what was delivered so far."""
         expected = delivered = 0
         for stream in self._streams:
             wanted = self._wanted(stream, ended)
@@ -282,25 +282,15 @@ class Delivery:
     def _column(
         self, stream: _Stream, layout: Layout, data: NDArray[np.uint8], widths: Widths
     ) -> Tensor | None:
-        """[n, numbers of a row] rows, uint8 [n, bytes of an encoded row] or [n] scores, a view;
-        None where the layout has none."""
-        if stream.encoding is not None:
-            for encoding, points, first, num_slots in layout.encoded_at(widths):
-                if encoding == stream.encoding and stream.point in points:
-                    first = (first + points.index(stream.point) * num_slots) * SLOT_BYTES
-                    return torch.from_numpy(data[:, first : first + num_slots * SLOT_BYTES])
+        """A view of rows [n, numbers of a row], encoded rows uint8 [n, bytes] or scores [n];
+        None if the layout has none."""
+        found = _bytes_of(layout, stream, widths)
+        if found is None:
             return None
-        if stream.point is not None:
-            if stream.point not in layout.points:
-                return None
-            first = layout.slot_of(stream.point, widths) * SLOT_BYTES
-            last = first + widths.row_bytes[kind_of_point(stream.point)]
-            return torch.from_numpy(data[:, first:last]).view(self._dtype)
-        numbers = [number for _, number in layout.scores]
-        if stream.number not in numbers:
-            return None
-        first = layout.score_slot(widths) * SLOT_BYTES + 4 * numbers.index(stream.number)
-        return torch.from_numpy(data[:, first : first + 4]).view(torch.float32)[:, 0]
+        values = torch.from_numpy(data[:, found])
+        if stream.point is None:
+            return values.view(torch.float32)[:, 0]
+        return values if stream.encoding is not None else values.view(self._dtype)
 
     def _block(self, stream: _Stream, positions: Ints, rows: Tensor) -> Block:
         source: Tensor | EncodedRows = rows
@@ -309,14 +299,21 @@ class Delivery:
         return Block(self.info, *stream.name, positions, source, stream.probe)
 
 
-def _carries(layout: Layout, stream: _Stream) -> bool:
-    """Whether tokens of this layout have rows, or scores, of this stream."""
+def _bytes_of(layout: Layout, stream: _Stream, widths: Widths) -> slice | None:
+    """Where a token of this layout has the stream's row or score; None if it has none."""
     if stream.encoding is not None:
-        some = [points for encoding, points in layout.encoded if encoding == stream.encoding]
-        return any(stream.point in points for points in some)
-    if stream.point is not None:
-        return stream.point in layout.points
-    return any(number == stream.number for _, number in layout.scores)
+        for encoding, points, first, num_slots in layout.encoded_at(widths):
+            if encoding == stream.encoding and stream.point in points:
+                first = (first + points.index(stream.point) * num_slots) * SLOT_BYTES
+                return slice(first, first + num_slots * SLOT_BYTES)
+    elif stream.point is not None:
+        if stream.point in layout.points:
+            first = layout.slot_of(stream.point, widths) * SLOT_BYTES
+            return slice(first, first + widths.row_bytes[kind_of_point(stream.point)])
+    elif stream.number in (numbers := [number for _, number in layout.scores]):
+        first = layout.score_slot(widths) * SLOT_BYTES + 4 * numbers.index(stream.number)
+        return slice(first, first + 4)
+    return None
 
 
 def _streams_of(asked: Resolved, to: str, sites: Sites, here: Sequence[int]) -> Iterator[_Stream]:

@@ -1,12 +1,12 @@
-"""From the drain to the sinks: who gets what, and when a request is done.
+"""From the drain to the sinks: which sink gets which rows, and when a request has ended.
 
 Owns:  Router, and the lanes of all sinks of one worker.
 Runs:  `add_request`, `expect_end` and `counters` on the worker's thread; `write` and
-       `finish` on the drain thread; a thread of its own looks for sinks that stalled.
-From:  drain.   To: sinks.memory, lane.
+       `finish` on the drain thread; a thread of its own looks for stalled sinks.
+From:  worker.drain.   To: sinks.memory, sinks.lane.
 
-Promise: a request's caller hears of its end when every sink that it named has ended it,
-or has stalled. Global sinks are not waited for.
+Promise: a request's end is sent to its caller when every sink that it named has ended it, or
+has stalled. Global sinks are not waited for.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from vllm_scope.worker.plan import Ints
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: The destination of what a global sink reads: no request can name it.
+#: Prefix of a global sink's destination. No request can name it.
 GLOBAL = "global:"
-#: How often stalled sinks are looked for, and every how many looks counters are sent.
+#: Interval between two searches for stalled sinks; searches per report of the counters.
 LOOK_S = 0.1
 LOOKS_PER_REPORT = 10
 _UNKNOWN_END = Ended((), "error")
@@ -47,8 +47,8 @@ class _Routed:
     """A request with sinks beside memory.
 
     Attributes:
-        deliveries: destination -> its lane and its life there.
-        waiting: destinations whose manifest is to come.
+        deliveries: destination -> its lane, and its delivery there.
+        waiting: destinations whose manifest has not come.
         ended: set when it has ended.
     """
 
@@ -60,10 +60,10 @@ class _Routed:
 
 
 class Router:
-    """All sinks of a worker, as one that the drain knows.
+    """All sinks of a worker, as one BatchSink.
 
     Args:
-        memory: rows back to callers.
+        memory: sends rows back to callers.
         sinks, global_sinks: by name, as the engine's options have them.
         here: boundaries of this worker's stage.
 
@@ -110,18 +110,18 @@ class Router:
             lanes.append(Lane(name, make(), config.options, self._on_end, quota))
 
     def add_request(self, info: RequestInfo, asked: Resolved) -> None:
-        """Take a request in, before its rows come.
+        """Register a request, before its rows come.
 
         Args:
-            info: tag and name are those of each destination.
-            asked: everything of it, global reads too.
+            info: without tag and name, which come from the reads of each destination.
+            asked: the whole request, with the global sinks' reads.
         """
         deliveries = {}
         for to in asked.destinations:
             if to not in self._lanes:
                 continue  # memory
             called = next((read.called for read in asked.reads if read.to == to), (None, None))
-            # What a global sink is given is the operator's.
+            # A global sink's rows are the operator's.
             owner = "" if to.startswith(GLOBAL) else info.owner
             own = replace(info, tag=called[0], name=called[1], owner=owner)
             delivery = Delivery(own, asked, to, self._sites, self._here)
@@ -136,7 +136,7 @@ class Router:
                 self._keys = np.array(sorted(self._routed), np.int64)
 
     def expect_end(self, key: int, ended: Ended) -> None:
-        """What the scheduler said; before the drain is told to finish the request."""
+        """The scheduler's news of an end. Called before the drain finishes the request."""
         with self._lock:
             if key in self._routed:
                 self._expected[key] = ended
@@ -198,7 +198,7 @@ class Router:
 
     def _close_lanes(self) -> None:
         lanes = [lane for some in self._lanes.values() for lane in some]
-        for lane in lanes:  # all at once: one that hangs is waited for as long as its patience
+        for lane in lanes:  # all first, so that the waits for sinks that hang overlap
             lane.stop()
         for lane in lanes:
             lane.close()
@@ -206,7 +206,7 @@ class Router:
     # Any thread
 
     def flush(self) -> dict[str, str | None]:
-        """Sink -> why what it has finished is not visible, or None where it is."""
+        """Sink -> why its ended requests are not visible, or None if they are."""
         return {
             name: next((e for e in [lane.flush() for lane in lanes] if e is not None), None)
             for name, lanes in self._lanes.items()
@@ -214,7 +214,7 @@ class Router:
 
     @property
     def takes_scores(self) -> dict[str, bool]:
-        """Sinks that requests may name, and whether probes may."""
+        """Sink that requests may name -> True if probes may name it too."""
         return {
             name: lanes[0].takes_scores
             for name, lanes in self._lanes.items()
@@ -238,12 +238,9 @@ class Router:
     # Lanes' threads
 
     def _on_end(self, delivery: Delivery, manifest: Manifest) -> None:
-        key = delivery.info.key
+        key, to = delivery.info.key, delivery.to
         with self._lock:
             routed = self._routed.get(key)
-            to = next(
-                (t for t, (_, d) in routed.deliveries.items() if d is delivery), None
-            ) if routed is not None else None  # fmt: skip
             if routed is None or to not in routed.waiting:
                 return
             routed.waiting.discard(to)
@@ -263,7 +260,7 @@ class Router:
                 if looks % LOOKS_PER_REPORT == 0:
                     self._report()
             except Exception:
-                # Without this thread nobody would answer for a sink that hangs.
+                # The thread must go on: it ends the requests of sinks that hang.
                 logger.exception("vllm-scope: what sinks did could not be told")
         self._report()
 

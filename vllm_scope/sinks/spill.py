@@ -1,9 +1,9 @@
-"""Rows that wait on a local disk because a sink's queue is full.
+"""Rows that wait on a local disk while a sink's queue is full.
 
 Owns:  SpillFile.
-Runs:  `put` on the drain thread, `take` on the sink's; the queue's lock is held.
+Runs:  `put` on the drain thread, `take` on the sink's; both under the queue's lock.
 
-The file has no name: it is gone with the worker, however that ends.
+The file has no name: the system removes it when the worker ends, however it ends.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class SpillFile:
     """A ring of spans in a file; first in, first out.
 
     Args:
-        folder: where; None for the system's temporary folder.
-        most_bytes: the file's size, at most.
+        folder: None for the system's temporary folder.
+        most_bytes: largest size of the file.
 
     Attributes:
-        num_bytes: that wait now.
+        num_bytes: bytes that wait.
     """
 
     def __init__(self, folder: str | None, most_bytes: int) -> None:
@@ -40,7 +40,7 @@ class SpillFile:
 
     @staticmethod
     def open(name: str, options: SinkOptions) -> SpillFile:
-        """Of one thread of a sink. Raises ConfigError where there can be none."""
+        """The file of one thread of a sink. Raises ConfigError if it cannot be made."""
         try:
             return SpillFile(options.spill_folder, options.share(options.spill_mib))
         except OSError as error:
@@ -53,7 +53,7 @@ class SpillFile:
         return len(self._spans)
 
     def put(self, data: Bytes) -> bool:
-        """Append; False where there is no room, in the ring or on the disk."""
+        """Append. Returns False if there is no room in the ring or on the disk."""
         start = self._room(data.nbytes)
         if start is None:
             return False
@@ -70,7 +70,7 @@ class SpillFile:
         return True
 
     def take(self) -> Bytes:
-        """The oldest. Raises OSError where the disk fails."""
+        """Remove and return the oldest data. Raises OSError if the disk fails."""
         start, stop = self._spans.popleft()
         self.num_bytes -= stop - start
         data = np.empty(stop - start, np.uint8)
@@ -86,7 +86,7 @@ class SpillFile:
         return data
 
     def _room(self, num_bytes: int) -> int | None:
-        """Where as many bytes fit behind the newest span."""
+        """The offset behind the newest span where so many bytes fit; None if nowhere."""
         if not self._spans:
             return 0 if num_bytes <= self._most_bytes else None
         first, last = self._spans[0][0], self._spans[-1][1]

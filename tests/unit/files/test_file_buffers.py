@@ -29,7 +29,7 @@ def test_memory_is_used_again_only_after_its_last_view_is_gone():
     assert (third.shape, third.dtype) == ((15, 4096), torch.bfloat16)
 
 
-def test_no_more_is_kept_than_was_said():
+def test_memory_beyond_the_limit_is_freed():
     buffers = Buffers(2 * 16 * 4096 * 4)
     tensors = [buffers.empty(SHAPE, torch.float32) for _ in range(5)]
     del tensors

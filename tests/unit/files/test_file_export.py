@@ -77,7 +77,7 @@ def test_saelens_contexts_follow_each_other_and_leave_gaps_out(tmp_path):
 @pytest.mark.parametrize(
     ("context_size", "count", "left_out"), [(1, 30, 0), (7, 3, 9), (8, 2, 14), (99, 0, 30)]
 )
-def test_what_fills_no_context_is_left_out_and_counted(
+def test_rows_that_fill_no_context_are_left_out_and_counted(
     context_size, count, left_out, capture, tmp_path
 ):
     pytest.importorskip("pyarrow")
@@ -120,7 +120,7 @@ def test_exports_refuse_what_they_cannot_do(capture, tmp_path):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["memory", "file"])
-def test_a_remote_root_holds_what_a_local_one_does(kind, layout, tmp_path):
+def test_a_remote_root_has_the_same_files_as_a_local_one(kind, layout, tmp_path):
     fsspec = pytest.importorskip("fsspec")
     where = f"/{uuid.uuid4().hex}" if kind == "memory" else str(tmp_path / "root")
     url = f"{kind}://{where}"
@@ -139,7 +139,7 @@ def test_a_remote_root_holds_what_a_local_one_does(kind, layout, tmp_path):
     assert len(vllm_scope.open(f"{kind}://{one}")) >= 1
 
 
-def test_a_remote_root_that_is_not_there_is_said_to_be(tmp_path):
+def test_a_missing_remote_root_is_an_error(tmp_path):
     pytest.importorskip("fsspec")
     with pytest.raises(FileError, match="does not exist"):
         vllm_scope.open(f"memory:///{uuid.uuid4().hex}")
@@ -163,7 +163,7 @@ def test_exports_of_two_models_are_refused(tmp_path):
                 export(tmp_path / f"out-{uuid.uuid4().hex}")
 
 
-def test_float16_keeps_what_is_finite(tmp_path):
+def test_float16_keeps_finite_values_finite(tmp_path):
     pytest.importorskip("pyarrow")
     with writer_of(tmp_path / "in") as writer:
         request = writer.begin()
@@ -181,7 +181,7 @@ class Short(io.FileIO):
         return super().write(memoryview(data).cast("B")[:1000])
 
 
-def test_a_write_that_takes_a_part_loses_nothing(monkeypatch, tmp_path):
+def test_a_partial_write_is_continued(monkeypatch, tmp_path):
     monkeypatch.setattr(publish, "open", lambda fd, mode, buffering: Short(fd, "w"), raising=False)
     for layout in LAYOUTS:
         with writer_of(tmp_path / layout, layout=layout) as writer:

@@ -281,7 +281,7 @@ def test_a_file_that_could_not_be_written_fails_the_requests_in_it_and_no_others
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_told_to_be_published_is_on_disk(layout, tmp_path):
+def test_a_published_request_is_on_disk(layout, tmp_path):
     with writer_of(tmp_path, layout=layout, packed_requests=3) as writer:
         seen: list[int] = []
         for seed in range(7):
@@ -347,7 +347,7 @@ def test_fsync_waits_for_the_file_before_it_is_visible_and_for_its_folder_after(
     assert calls == (["fdatasync", "replace", "fsync"] if fsync else ["replace"])
 
 
-def test_a_root_that_was_made_outlives_the_machine_too(tmp_path, monkeypatch):
+def test_fsync_covers_the_folders_that_are_made(tmp_path, monkeypatch):
     synced: list[int] = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), real(fd))[1])
@@ -384,7 +384,7 @@ def test_files_are_their_writers_alone_unless_the_operator_says_so(
 
 
 @pytest.mark.parametrize("mode", ["rw", "0o600", "99", "7777", 600, "066", "700"])
-def test_a_mode_that_is_none_is_refused(mode, tmp_path):
+def test_a_wrong_mode_is_refused(mode, tmp_path):
     with pytest.raises(ConfigError, match="file option mode is"):
         FileOptions.parse({"root": str(tmp_path), "mode": mode})
 
@@ -521,7 +521,7 @@ def _codec(**fields):
         pytest.param(lambda r: r.update(stage=-1, num_stages=2), "stage -1 of 2", id="stage"),
     ],
 )
-def test_an_index_that_lies_is_refused(change, says, tmp_path):
+def test_an_index_that_contradicts_its_file_is_refused(change, says, tmp_path):
     _forged(tmp_path, change)
 
     def use():
@@ -555,7 +555,7 @@ def test_a_file_is_read_without_the_index_beside_it(layout, tmp_path):
     assert torch.equal(request["embed", 0], rows["embed", 0])
 
 
-def test_files_of_others_are_passed_over_and_pipes_are_not_waited_for(tmp_path):
+def test_other_programs_files_are_passed_over_and_pipes_are_not_waited_for(tmp_path):
     save_file({"x": torch.zeros(3)}, tmp_path / "weights.safetensors")
     save_file({"x": torch.zeros(3, dtype=torch.float64)}, tmp_path / "wide.safetensors")
     save_file({"x": torch.ones(3, dtype=torch.bool)}, tmp_path / "mask.safetensors")

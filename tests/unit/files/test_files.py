@@ -140,7 +140,7 @@ def arrivals(draw):
 
 
 @given(arrivals(), st.sampled_from(LAYOUTS))
-def test_the_last_row_of_a_position_holds_and_what_was_never_processed_is_left_out(
+def test_the_last_row_of_a_position_stays_and_unprocessed_positions_are_left_out(
     tmp_path_factory, case, layout
 ):
     blocks, num_prompt, num_output = case
@@ -190,7 +190,7 @@ def test_the_last_row_of_a_position_holds_and_what_was_never_processed_is_left_o
         ),
     ],
 )
-def test_a_missing_row_is_told_from_one_that_nobody_asked_for(
+def test_a_missing_row_differs_from_one_that_nobody_asked_for(
     layout, fields, status, says, tmp_path
 ):
     with writer_of(tmp_path, layout=layout) as writer:
@@ -285,7 +285,7 @@ def test_a_shard_holds_one_width_and_dtype_per_stream(tmp_path):
         capture.iter_rows("embed", 0, 4)
 
 
-def test_requests_of_unlike_codecs_fill_their_own_shards_in_turns(tmp_path):
+def test_requests_of_different_codecs_fill_shards_of_their_own(tmp_path):
     codecs = [None, *(make_codec(name, 12, torch.bfloat16) for name in ("int8", "fp8"))]
     rows = rows_of(7, 5)
     with writer_of(tmp_path, layout="sharded") as writer:
@@ -384,7 +384,7 @@ def test_stages_of_one_request_are_read_as_one(layout, tmp_path):
     assert half.manifest.reason == "stages [1] of 2 are missing"
 
 
-def test_completions_of_one_request_are_apart(tmp_path):
+def test_completions_of_one_request_are_separate_requests(tmp_path):
     with writer_of(tmp_path, layout="per_request") as writer:
         for child in range(3):
             put(writer, child, name="a", uid="u", child=child)
@@ -396,7 +396,7 @@ def test_completions_of_one_request_are_apart(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["sharded", "packed"])
-def test_a_request_that_was_stored_twice_is_there_twice(layout, tmp_path):
+def test_a_request_that_was_stored_twice_is_found_twice(layout, tmp_path):
     for seed in range(2):
         with writer_of(tmp_path, layout=layout) as writer:
             put(writer, seed, uid="u", name="a")
@@ -415,7 +415,7 @@ def test_a_repeated_name_replaces_and_a_repeated_request_id_does_not(tmp_path):
     assert len(capture.find(request_id="0")) == 2
 
 
-def test_find_tells_requests_apart(tmp_path):
+def test_find_returns_the_requests_that_match_every_value(tmp_path):
     with writer_of(tmp_path, layout="per_request") as writer:
         put(writer, 1, name="a", tag="x")
         put(writer, 2, name="a", tag="y")
@@ -469,7 +469,7 @@ def test_in_order_batches_of_a_shard_are_views_of_the_file(tmp_path):
     assert second.data_ptr() - first.data_ptr() == first.nbytes
 
 
-def test_what_is_asked_wrongly_is_answered_with_a_sentence(tmp_path):
+def test_wrong_arguments_are_refused_with_a_sentence(tmp_path):
     with writer_of(tmp_path) as writer:
         put(writer, 1, name="a")
         with pytest.raises(ValueError, match=r"positions are \[3\] and rows \[2, 4\]"):
@@ -566,12 +566,12 @@ def test_a_codecs_values_are_refused_before_any_row_comes(options, words, tmp_pa
 
 @pytest.mark.parametrize("codec", ["rp8", "topk8"])
 @pytest.mark.parametrize("k", [1, 64, 512, 2048])
-def test_a_codecs_values_that_some_width_takes_are_let_in(codec, k, tmp_path):
+def test_a_codecs_values_that_fit_some_width_are_accepted(codec, k, tmp_path):
     options = {"root": str(tmp_path), "codec": codec, "codec_options": {"k": k}}
     assert FileOptions.parse(options).codec_options == {"k": k}
 
 
-def test_a_package_that_is_missing_is_told_before_any_row_comes(monkeypatch, tmp_path):
+def test_a_missing_package_is_reported_before_any_row_comes(monkeypatch, tmp_path):
     def missing():
         raise ConfigError("codec 'zstd' needs the package backports.zstd")
 
@@ -580,14 +580,14 @@ def test_a_package_that_is_missing_is_told_before_any_row_comes(monkeypatch, tmp
         writer_of(tmp_path, codec="zstd", layout="per_request")
 
 
-def test_urls_know_no_fsync():
+def test_fsync_is_refused_for_urls():
     pytest.importorskip("fsspec")
     with pytest.raises(ConfigError, match="URLs know no fsync"):
         writer_of("memory://capture", fsync=True)
 
 
 @pytest.mark.parametrize("layout", ["per_request", "npz"])
-def test_a_file_that_was_replaced_is_not_read_as_what_it_was(layout, tmp_path):
+def test_a_replaced_file_is_not_read_with_its_old_index(layout, tmp_path):
     """Its manifest and tokens are those of before."""
     for seed in (1, 2):
         with writer_of(tmp_path, layout=layout) as writer:

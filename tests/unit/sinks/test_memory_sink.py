@@ -148,7 +148,7 @@ def test_a_request_finishes_once_and_has_no_rows_after(sink, ring, two):
     assert [header.key for header in two[0].finished] == [1, 2]
 
 
-def test_why_a_request_failed_reaches_its_front_end_whatever_text_it_is(sink, two):
+def test_the_reason_of_a_failure_reaches_its_front_end_whatever_its_text(sink, two):
     """A message that could not be made would leave its caller waiting."""
     for key, error in ((1, "half \ud800 of a pair"), (2, "x" * 1_000_000)):
         sink.add_request(key, two[0].name)
@@ -309,14 +309,14 @@ def test_a_front_end_that_never_connected_is_refused(sink, two):
         sink.add_request(1, "nobody")
 
 
-def test_connecting_again_keeps_the_road_that_is_there(sink, two):
+def test_connecting_again_keeps_the_transport(sink, two):
     roads = sink.roads
     for front_end in two:
         assert sink.connect(front_end.receiver.address) == roads[0]
     assert sink.roads == roads
 
 
-def test_from_another_host_tcp_is_the_road_and_is_asked_for_first(ring, tmp_path):
+def test_a_front_end_on_another_host_is_asked_for_tcp(ring, tmp_path):
     sink = MemorySink(0, ring)
     receiver = Receiver(print, print)
     elsewhere = {"path": str(tmp_path / "rows")}
@@ -330,7 +330,7 @@ def test_from_another_host_tcp_is_the_road_and_is_asked_for_first(ring, tmp_path
     receiver.close()
 
 
-def test_a_ring_that_cannot_be_mapped_takes_the_other_road(ring):
+def test_a_ring_that_cannot_be_mapped_uses_tcp(ring):
     sink = MemorySink(0, ring)
     ring.ref = msgspec.structs.replace(ring.ref, pid=1 << 30)  # as in another pid namespace
     receiver = Receiver(print, print)

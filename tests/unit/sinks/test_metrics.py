@@ -36,7 +36,7 @@ def test_totals_of_several_workers_add_up(known):
     assert value("queue_bytes", "sum") == 4
 
 
-def test_of_a_worker_that_is_gone_nothing_waits_and_nothing_is_kept(known):
+def test_gauges_and_totals_of_a_gone_worker_are_removed(known):
     for worker in range(50):
         told(worker, "gone", rows=2, held_bytes=100, queue_bytes=1)
         metrics.forget_worker(worker)

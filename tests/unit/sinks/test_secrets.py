@@ -45,7 +45,7 @@ def test_values_of_sinks_own_options_are_left_out():
 
 
 @pytest.mark.parametrize("body", [None, 3, [], {"sinks": 3}, {"sinks": {"x": "T0KEN"}}])
-def test_what_is_no_configuration_is_none_in_the_log_either(body):
+def test_a_wrong_configuration_is_logged_without_its_values(body):
     assert "T0KEN" not in repr(without_secrets(body))
 
 
@@ -70,7 +70,7 @@ def test_vllms_log_of_its_arguments_has_no_token(caplog, monkeypatch):
     assert pickle.loads(pickle.dumps(args.additional_config)) == {KEY: SCOPE, "other": 5}
 
 
-def test_a_plugin_that_cannot_be_made_is_told_without_its_options(monkeypatch):
+def test_the_error_of_a_plugin_names_its_options_without_values(monkeypatch):
     match = "of sink 'mine', colour, url, are not taken: .* unexpected keyword"
     with (
         pytest.raises(ConfigError, match=match) as caught,
@@ -80,7 +80,7 @@ def test_a_plugin_that_cannot_be_made_is_told_without_its_options(monkeypatch):
     assert "T0KEN" not in str(caught.value)
 
 
-def test_a_configuration_that_is_refused_is_told_without_options(monkeypatch):
+def test_the_error_of_a_configuration_has_no_option_values(monkeypatch):
     install(monkeypatch, {"mine": Live})
     with pytest.raises(ConfigError) as caught:
         ScopeConfig.parse({"sinks": {"mine": {"url": "T0KEN", "threads": 0}}})

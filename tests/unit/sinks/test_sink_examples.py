@@ -46,7 +46,7 @@ def test_moments_are_those_of_all_rows_at_once(tmp_path):
     np.testing.assert_allclose(saved["resid_post.3.covariance"], covariance, rtol=1e-9)
 
 
-def test_a_sae_learns_from_what_is_served(tmp_path):
+def test_a_sae_learns_from_served_rows(tmp_path):
     from scope_example_sinks.live_sae import LiveSae, Sae
 
     random = torch.Generator().manual_seed(0)
@@ -76,7 +76,7 @@ def monitor(monkeypatch):
     server.server_close()
 
 
-def test_a_webhook_hears_the_scores_once_a_request_has_ended(monitor):
+def test_a_webhook_gets_the_scores_when_a_request_has_ended(monitor):
     from scope_example_sinks.webhook import Webhook
 
     sink = Webhook(monitor.url)
@@ -89,7 +89,7 @@ def test_a_webhook_hears_the_scores_once_a_request_has_ended(monitor):
     }]  # fmt: skip
 
 
-def test_a_webhook_that_nobody_answers_says_so():
+def test_a_webhook_without_an_answer_is_reported():
     from scope_example_sinks.webhook import Webhook
 
     with pytest.raises(OSError, match="refused"):

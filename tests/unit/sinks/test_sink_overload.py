@@ -86,7 +86,7 @@ def test_a_sink_that_hangs_is_waited_for_as_long_as_its_patience_and_then_not(mo
         pytest.param(SystemExit(), id="it-exits"),
     ],
 )
-def test_whatever_a_sink_returns_its_request_ends_and_the_next_is_tried(monkeypatch, returned):
+def test_a_wrong_return_value_ends_its_request_and_not_the_next(monkeypatch, returned):
     def finish(self, ending):
         if ending.request.key == 1:
             if isinstance(returned, BaseException):
@@ -146,7 +146,7 @@ def test_a_plugin_that_publishes_later_says_when(monkeypatch, becomes, status, s
         monkeypatch.undo()
 
 
-def test_a_flush_that_hangs_ends_who_waits_for_it(monkeypatch):
+def test_requests_that_wait_for_a_flush_that_hangs_are_ended(monkeypatch):
     stuck = threading.Event()
     monkeypatch.setattr(Live, "finish", lambda self, ending: Report(published=Future()))
     monkeypatch.setattr(Live, "flush", lambda self: stuck.wait(PATIENCE_S))
@@ -192,7 +192,7 @@ def test_requests_leave_nothing_behind_at_a_sink_that_hangs(monkeypatch):
     assert lane._num_running == 0
 
 
-def test_a_sink_that_hangs_is_answered_for_though_counters_cannot_be_told(monkeypatch):
+def test_requests_of_a_sink_that_hangs_end_even_if_counters_cannot_be_sent(monkeypatch):
     with side(monkeypatch, {"mine": {"patience_s": 1.5}}, mine=Live) as here:
         here.memory.send_counters = lambda sinks: 1 / 0
         Live.made[0].go_on.clear()
@@ -205,7 +205,7 @@ def test_a_sink_that_hangs_is_answered_for_though_counters_cannot_be_told(monkey
 
 
 @pytest.mark.parametrize("step", ["whole_blocks", "forget", "ending"])
-def test_rows_that_cannot_be_put_together_fail_their_request_alone(monkeypatch, step):
+def test_rows_that_cannot_be_joined_fail_only_their_request(monkeypatch, step):
     def no_memory(self, *_):
         raise MemoryError
 
@@ -221,7 +221,7 @@ def test_rows_that_cannot_be_put_together_fail_their_request_alone(monkeypatch, 
         assert "MemoryError" in here.manifest(1).reason
 
 
-def test_closing_leaves_a_sink_that_hangs_behind(monkeypatch):
+def test_closing_does_not_wait_for_a_sink_that_hangs(monkeypatch):
     started = time.monotonic()
     with side(monkeypatch, {"mine": {"patience_s": 0.3}}, mine=Live) as here:
         Live.made[0].go_on.clear()
@@ -300,7 +300,7 @@ def test_spill_waits_when_the_disk_is_full_too(monkeypatch):
     assert counters["drops"] == 0
 
 
-def test_sinks_that_hang_are_left_behind_all_at_once(monkeypatch):
+def test_closing_waits_once_for_all_sinks_that_hang(monkeypatch):
     plugins = {f"s{i}": type(f"S{i}", (Live,), {"made": []}) for i in range(4)}
     sinks = {name: {"patience_s": 0.5} for name in plugins}
     with side(monkeypatch, sinks, **plugins) as here:
@@ -316,7 +316,7 @@ def test_sinks_that_hang_are_left_behind_all_at_once(monkeypatch):
             plugin.made[0].go_on.set()
 
 
-def test_what_a_dropped_row_was_to_replace_is_no_row(monkeypatch):
+def test_a_row_that_a_dropped_one_should_replace_is_not_delivered(monkeypatch):
     """As a rejected draft's, whose position is computed anew."""
     sinks = {"mine": {"held_mib": 100 / 2**20}}
     with side(monkeypatch, sinks, mine=Whole) as here:
@@ -379,7 +379,7 @@ def test_the_end_of_a_request_of_many_drops_is_quick():
     assert (ending.delivered, ending.status) == (0, "partial")
 
 
-def test_a_row_that_comes_after_a_dropped_one_is_one(monkeypatch):
+def test_a_row_that_comes_after_a_dropped_one_is_delivered(monkeypatch):
     sinks = {"mine": {"on_overload": "drop", "queue_mib": 40 / 2**20}}
     with side(monkeypatch, sinks, mine=Live) as here:
         sink = Live.made[0]

@@ -68,7 +68,7 @@ class Loud(Live):
         pytest.param(UnspeakableError(), "UnspeakableError", id="no-text"),
     ],
 )
-def test_a_sinks_exception_is_told_whatever_its_text_is(monkeypatch, caplog, where, error, says):
+def test_a_sinks_exception_is_reported_whatever_its_text(monkeypatch, caplog, where, error, says):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     monkeypatch.setattr(Loud, "where", where)
     monkeypatch.setattr(Loud, "error", error, raising=False)
@@ -90,7 +90,7 @@ def test_a_sinks_exception_is_told_whatever_its_text_is(monkeypatch, caplog, whe
     assert any("Traceback" in record.getMessage() for record in logged)
 
 
-def test_a_report_with_half_a_pair_is_sent_without_it(monkeypatch):
+def test_lone_surrogates_of_a_report_are_replaced(monkeypatch):
     report = Report(
         [f"a{HALF}"], {f"s{HALF}": {"dtype": f"d{HALF}"}}, None, f"r{HALF}",
         {f"k{HALF}": [{"v": f"v{HALF}"}]},
@@ -130,7 +130,7 @@ def test_a_report_of_any_size_costs_its_caller_little(monkeypatch, report, statu
     assert len(msgspec.msgpack.encode(manifest)) < 2 << 20
 
 
-def test_what_a_worker_says_of_a_request_reaches_its_sinks_manifest_bounded(monkeypatch):
+def test_a_workers_error_text_is_cut_in_the_manifest(monkeypatch):
     with side(monkeypatch, {"mine": {}}, mine=Live) as here:
         here.add(1, READ)
         here.end(1, error=f"no room {HALF}" + "x" * 10_000)
@@ -162,7 +162,7 @@ def test_a_burst_of_failures_is_logged_and_a_flood_is_not(monkeypatch, caplog):
         (f"{HALF}\udfff\U0001f600", 10, "??\U0001f600"),
     ],
 )
-def test_a_text_is_cut_and_made_such_as_can_be_written(text, most, found):
+def test_a_text_is_cut_and_can_be_encoded(text, most, found):
     assert plain(text, most) == found
 
 
@@ -189,7 +189,7 @@ class Talkative(Whole):
         return Report(files, {"embed.0": entry}, "partial", "/data is full", {"root": "/data"})
 
 
-def test_a_key_is_told_no_path_that_a_plugin_names(monkeypatch):
+def test_a_keys_manifest_has_no_path_from_a_plugin(monkeypatch):
     with side(monkeypatch, {"mine": {}}, mine=Talkative) as here:
         here.add(0, READ)
         here.write(0, [0, 1, 2])
@@ -204,7 +204,7 @@ def test_a_key_is_told_no_path_that_a_plugin_names(monkeypatch):
     assert "data" not in str(told)
 
 
-def test_a_key_is_told_why_files_of_ours_are_not_whole(monkeypatch, tmp_path):
+def test_a_keys_manifest_says_why_our_files_are_partial(monkeypatch, tmp_path):
     options = {"root": str(tmp_path / "root"), "layout": "per_request"}
     with side(monkeypatch, {"filesystem": options}) as here:
         here.add(0, Read("resid_post", to="filesystem"))

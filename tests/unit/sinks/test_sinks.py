@@ -108,7 +108,7 @@ class KeepsWholeBlocks(KeepsBlocks):
 
 
 @pytest.mark.parametrize("kind", [KeepsBlocks, KeepsWholeBlocks])
-def test_a_plugin_has_rows_of_a_codec_decoded_and_as_they_came(kind, monkeypatch):
+def test_a_plugin_gets_encoded_rows_encoded_and_decoded(kind, monkeypatch):
     reads = (
         Read("embed", to="mine"),
         Read("resid_post", layer=0, to="mine", codec="int8"),
@@ -285,7 +285,7 @@ def test_an_operator_may_let_keys_share_their_folders(monkeypatch, tmp_path):
     assert request["resid_post", 1][:, 0].tolist() == [3, 13, 23]
 
 
-def test_a_sink_knows_whose_rows_they_are_and_a_global_one_need_not(monkeypatch):
+def test_a_sink_gets_the_owner_of_rows_and_a_global_one_does_not(monkeypatch):
     config = {"other": {"reads": [{"site": "embed"}]}}
     with side(monkeypatch, {"mine": {}}, config, mine=Live, other=Other) as here:
         here.info = {"owner": "one"}
@@ -346,7 +346,7 @@ def test_a_key_that_has_used_its_part_of_a_day_makes_no_more_files(monkeypatch, 
 
 @pytest.mark.parametrize("layout", ["sharded", "packed"])
 @pytest.mark.parametrize("when", ["full", "flush_s", "alone", "flush", "close"])
-def test_a_request_is_told_its_end_when_its_shard_is_visible(monkeypatch, tmp_path, layout, when):
+def test_a_requests_end_is_reported_when_its_shard_is_visible(monkeypatch, tmp_path, layout, when):
     """Not before: until then a crash could lose the rows."""
     flush_s = 0.6 if when == "flush_s" else 50.0
     options = _files(tmp_path, layout=layout, flush_s=flush_s, file_mib=1)
@@ -529,7 +529,7 @@ def test_a_disk_that_is_full_ends_requests_with_the_reason_until_there_is_room(
         assert not list(disk.glob(".*"))
 
 
-def test_a_root_that_cannot_be_is_refused_at_start(monkeypatch, tmp_path):
+def test_an_impossible_root_is_refused_at_start(monkeypatch, tmp_path):
     (tmp_path / "root").write_text("")
     with (
         pytest.raises(vllm_scope.FileError, match="cannot be written to"),
@@ -567,7 +567,7 @@ def test_options_are_parsed_strictly(monkeypatch, sink, options, sentence):
     assert str(caught.value).startswith("additional_config['scope'].")
 
 
-def test_false_means_false(tmp_path):
+def test_false_stays_false_in_a_sinks_options(tmp_path):
     body = {"filesystem": {"root": str(tmp_path), "fsync": False}}
     config = ScopeConfig.parse({"sinks": body}).sink_configs()["filesystem"]
     assert config.own["fsync"] is False

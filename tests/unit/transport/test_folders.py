@@ -57,7 +57,9 @@ def places(tmp_path, monkeypatch):
     return found
 
 
-def test_what_killed_api_servers_leave_goes_with_the_process_that_started_them(places, monkeypatch):
+def test_folders_of_killed_api_servers_are_removed_by_the_process_that_started_them(
+    places, monkeypatch
+):
     monkeypatch.setenv(RUN, "0123456789abcdef" * 2)
     command = [sys.executable, "-c", SERVER, str(places[1]), API_SERVER]
     out = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -66,7 +68,7 @@ def test_what_killed_api_servers_leave_goes_with_the_process_that_started_them(p
     assert [list(place.iterdir()) for place in places] == [[], []]
 
 
-def test_only_what_nobody_holds_is_removed(places):
+def test_only_folders_that_no_process_holds_are_removed(places):
     living, left, other = (places[0] / f"{prefix(KIND)}{name}" for name in ("1-a", "1-b", "2-a"))
     for folder in (living, left, other):
         folder.mkdir()
@@ -96,7 +98,7 @@ def test_a_child_process_that_ends_leaves_no_folder(method, places):
     assert list(places[0].iterdir()) == []
 
 
-def test_what_was_killed_as_a_whole_is_removed_by_the_next_one(places):
+def test_folders_of_a_killed_server_are_removed_by_the_next_one(places):
     code = (
         "import os, signal; from vllm_scope.transport.receiver import Receiver; "
         "r = Receiver(lambda m: None, lambda h: None); os.kill(os.getpid(), signal.SIGKILL)"
@@ -108,7 +110,7 @@ def test_what_was_killed_as_a_whole_is_removed_by_the_next_one(places):
     assert list(places[0].iterdir()) == []
 
 
-def test_who_lives_keeps_its_results(places):
+def test_a_running_process_keeps_its_results(places):
     store = Store(places[1], "feedbeef", 10_000, 600.0)
     end_run("feedbeef", os.getpid(), str(places[1]))
     assert list(places[1].iterdir())

@@ -212,7 +212,7 @@ def test_layouts_with_encodings_arrive_and_their_rows_are_cut_where_they_end(roa
     assert len(messages) == (1 if road == "shared" else 2)
 
 
-def test_tokens_of_unlike_layouts_are_cut_between_tokens(inbox):
+def test_batches_of_different_layouts_are_cut_between_tokens(inbox):
     row_bytes, row_slots = 32_768, 2048
     layouts = (
         reads_at(0),
@@ -251,7 +251,7 @@ def test_a_lease_is_given_back_once_its_rows_are_read_and_not_before(inbox, send
     assert seen == [[False] * 3, [True, False, False], [True, True, False]]
 
 
-def test_a_ring_in_the_place_of_a_closed_one_is_read_anew(road, inbox):
+def test_a_ring_that_reuses_a_closed_ones_descriptor_is_mapped_again(road, inbox):
     # Engines inside this process come and go; the front-end's inbox stays. The second
     # ring may get the first one's file descriptor.
     for number in (1, 2):
@@ -295,7 +295,7 @@ def test_messages_of_one_sender_stay_in_order_and_errors_travel(inbox, sender, r
         assert inbox.next() == FinishHeader(position, 3, f"reason {position}")
 
 
-def test_several_senders_on_both_roads_reach_one_receiver(inbox, ring):
+def test_senders_of_both_transports_reach_one_receiver(inbox, ring):
     senders = [inbox.open(road, ring) for road in ("shared", "tcp", "tcp", "shared")]
     for stage, sender in enumerate(senders):
         sender.send_finish(1, stage, None)

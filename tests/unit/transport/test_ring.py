@@ -133,7 +133,7 @@ def test_another_process_reads_the_same_slots_and_keeps_them_after_the_ring_is_c
         pytest.param({"pid": 1 << 30}, "No such file", id="no-process"),
     ],
 )
-def test_what_is_not_the_ring_is_not_read(wrong, error):
+def test_another_file_in_the_rings_place_is_not_read(wrong, error):
     ring = _ring(4)
     with pytest.raises((OSError, ValueError), match=error):
         RingReader(msgspec.structs.replace(ring.ref, **wrong))

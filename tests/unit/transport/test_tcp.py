@@ -220,7 +220,7 @@ def _plain_password(socket: zmq.Socket, tcp: TcpAddress) -> None:
 @pytest.mark.parametrize(
     "disguise", [_no_keys, _wrong_client_key, _wrong_server_key, _plain_password]
 )
-def test_a_stranger_gets_no_word_in(disguise, front_end, sender):
+def test_a_client_without_the_keys_is_not_heard(disguise, front_end, sender):
     stranger = zmq.Context.instance().socket(zmq.DEALER)
     disguise(stranger, front_end.tcp)
     stranger.connect(front_end.tcp.endpoint)
@@ -248,7 +248,7 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + by
         pytest.param(GREETING + b"\x04\xc8\x05HELLO" + bytes(194), id="a-false-hello"),
     ],
 )
-def test_what_is_no_handshake_is_hung_up_on(said, front_end, sender):
+def test_a_connection_without_a_handshake_is_closed(said, front_end, sender):
     host, port = front_end.tcp.endpoint.removeprefix("tcp://").split(":")
     before = psutil.Process().memory_info().rss
     with sockets.create_connection((host, int(port)), timeout=PATIENCE_S) as stranger:
@@ -290,7 +290,7 @@ BAD_MESSAGES = {
 
 
 @pytest.mark.parametrize("case", list(BAD_MESSAGES))
-def test_a_message_that_lies_is_counted_as_read_and_the_next_ones_are_read(
+def test_a_message_with_wrong_sizes_counts_as_read_and_the_next_ones_are_read(
     case, front_end, sender, ring
 ):
     sender._put(BAD_MESSAGES[case](ring), None)
@@ -397,7 +397,7 @@ def test_a_lost_connection_loses_no_message_and_repeats_none(front_end, impatien
 # What dies
 
 
-def test_workers_that_are_gone_are_forgotten_and_those_that_live_are_not(
+def test_workers_that_are_gone_are_forgotten_and_running_ones_are_not(
     front_end, sender, ring, impatient, monkeypatch
 ):
     monkeypatch.setattr(receiver_module, "FORGET_S", 0.0)
