@@ -132,15 +132,15 @@ def test_the_canary_refuses_a_stale_graph(off_then_on, cache):
 
 def test_the_canary_refuses_a_graph_in_which_a_tap_is_missing(checkpoints, monkeypatch):
     """What a stale graph looks like: the engine believes in taps that it does not run."""
-    from vllm_scope.engine.worker import worker
+    from vllm_scope.engine.worker import loading
 
-    install = worker.install_taps
+    install = loading.install_taps
 
     def install_all_but_one(anatomy, tap_of, arena, tables):
         real = install(anatomy, {b: t for b, t in tap_of.items() if b != 2}, arena, tables)
         return tuple(sorted({*real, 2}))
 
-    monkeypatch.setattr(worker, "install_taps", install_all_but_one)
+    monkeypatch.setattr(loading, "install_taps", install_all_but_one)
     with (
         pytest.raises(CompatError, match="1 of 4 taps wrote nothing"),
         local_engine(checkpoints("llama"), dtype="float32"),

@@ -216,9 +216,9 @@ def test_requests_that_do_not_fit_wait_for_their_turn(llama, ref):
         specs = [params(Add(torch.stack([direction(i, 2.0), direction(i + 50)]), layer=[0, 2]),
                         *[Read("resid_post")]) for i in range(16)]  # fmt: skip
         outputs = run(llm, [PROMPT[:20]] * 16, specs)
-        ledger = llm.llm_engine.engine_core.engine_core.scheduler.scope_ledger
-        assert ledger.num_waited == 12
-        assert not ledger.waiting
+        admission = llm.llm_engine.engine_core.engine_core.scheduler.scope_admission
+        assert admission.num_waited == 12
+        assert not admission.waiting
         with pytest.raises(SpecError, match=r"takes 9 vectors.*this engine has 8"):
             run(
                 llm,

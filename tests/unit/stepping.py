@@ -17,7 +17,7 @@ from vllm_scope import Spec
 from vllm_scope.config import ScopeConfig
 from vllm_scope.core.registry import Registry
 from vllm_scope.engine.params import HANDLE
-from vllm_scope.engine.worker.delivery import NOBODY, Delivery
+from vllm_scope.engine.worker.delivery import NOBODY, WorkerDelivery
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.engine.worker.worker import ScopeWorker
 from vllm_scope.graph.tap import op
@@ -183,7 +183,7 @@ def running_worker(
     sink: Any = RecordingSink()
     ring = HostRing(num_slots, cuda=False)
     drain = Drain(worker._arena, ring, sink, WIDTHS)
-    worker._delivery = Delivery(ring, sink, sink, drain, RequestInfo(NOBODY, "", "", ()))
+    worker._delivery = WorkerDelivery(ring, sink, sink, drain, RequestInfo(NOBODY, "", "", ()))
     op.register()
     worker._begin_steps()
     try:

@@ -1,9 +1,11 @@
 """Whether the workers' tables have room for one more request.
 
-Owns:  Ledger.
-Runs:  in EngineCore, on the scheduler's thread; engine.scheduler asks it.
-From:  program (Program, Cost).   Mirrors: tap.tables, where equal programs have one place, and
-       equal vectors.
+Owns:  Admission.
+Runs:  in EngineCore, on the scheduler's thread.
+From:  program.operations, engine.core.scheduler (which asks).
+
+Promise: it counts as graph.tap.tables does: equal programs share one place, and so do equal
+vectors.
 """
 
 from __future__ import annotations
@@ -16,16 +18,16 @@ from vllm_scope.program.operations import Cost, Program
 from vllm_scope.request.arrays import Array
 
 
-class Ledger:
+class Admission:
     """Places in the workers' tables that requests hold, from their entry to their end.
 
-    A request that does not fit now waits outside the scheduler, first come, first
-    served. One that could never fit is refused by the front-end.
+    A request that does not fit waits outside the scheduler, first come, first served. The
+    front-end refuses a request that could never fit.
 
     Attributes:
-        most: what the tables have.
+        most: the places that the tables have.
         waiting: requests for which there is no room yet.
-        num_waited: how many requests have had to wait.
+        num_waited: requests that have had to wait so far.
     """
 
     def __init__(self, most: Cost) -> None:
@@ -33,15 +35,15 @@ class Ledger:
         self.waiting: deque[Any] = deque()
         self.num_waited = 0
         self._held: dict[str, tuple[Program, ...]] = {}
-        #: Held programs, by how many requests; and vectors, by how many held programs.
+        #: Held program -> requests that hold it; vector -> held programs that use it.
         self._programs: Counter[Program] = Counter()
         self._vectors: Counter[Array] = Counter()
         self._num_ops = 0
 
     def enter(self, request: Any, programs: Collection[Program]) -> bool:
-        """Whether a request that comes may go on. Else it waits, behind those before it."""
+        """Whether a new request may go to the scheduler now; if not, it waits in line."""
         if not programs:
-            # Unless it is a piece of streamed input, one of whose pieces waits.
+            # A piece of streamed input may not overtake an earlier piece that waits.
             if all(one.request_id != request.request_id for one in self.waiting):
                 return True
         elif not self.waiting and self.admit(request.request_id, programs):
@@ -51,7 +53,7 @@ class Ledger:
         return False
 
     def take_out(self, request_ids: Collection[str] | None) -> list[Any]:
-        """Those of these ids that wait, in their order; None takes all. They wait no longer."""
+        """Remove waiting requests from the line and return them in order; None takes all."""
         taken = [r for r in self.waiting if request_ids is None or r.request_id in request_ids]
         self.waiting = deque(r for r in self.waiting if r not in taken)
         return taken
@@ -61,17 +63,17 @@ class Ledger:
         return Cost(len(self._vectors), len(self._programs), self._num_ops)
 
     def admit(self, request_id: str, programs: Iterable[Program]) -> bool:
-        """Whether there is room. A request that holds its places already keeps them.
+        """Take places for a request; False if there is no room.
 
         Args:
-            programs: all that its tokens may get.
+            programs: all that its tokens may get. Ignored if the request holds places already.
         """
         if request_id in self._held:
             return True
         programs = tuple(dict.fromkeys(programs))
         new = [program for program in programs if program not in self._programs]
         vectors: set[Array] = set().union(*(program.vectors for program in new))
-        # One by one: set minus keys() walks all that are held.
+        # Not `vectors - self._vectors.keys()`, which walks every held vector.
         num_vectors = sum(vector not in self._vectors for vector in vectors)
         more = Cost(num_vectors, len(new), sum(one.num_ops for one in new))
         if self._held and not (self.held + more).fits(self.most):
@@ -84,21 +86,18 @@ class Ledger:
         return True
 
     def release(self, request_id: str) -> bool:
-        """Whether the request held anything."""
+        """Free a request's places; False if it held none."""
         if request_id not in self._held:
             return False
         for program in self._held.pop(request_id):
-            if not _count_down(self._programs, program):
+            if _last_gone(self._programs, program):
                 self._num_ops -= program.num_ops
                 for vector in program.vectors:
-                    _count_down(self._vectors, vector)
+                    _last_gone(self._vectors, vector)
         return True
 
 
-def _count_down(counter: Counter[Any], key: Any) -> int:
-    """One less; how many are left. What is gone is not kept as 0."""
+def _last_gone(counter: Counter[Any], key: Any) -> bool:
+    """Count one down, and drop the key at zero; whether it was dropped."""
     counter[key] -= 1
-    left = counter[key]
-    if not left:
-        del counter[key]
-    return left
+    return not counter[key] and counter.pop(key) == 0

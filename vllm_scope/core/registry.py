@@ -1,14 +1,13 @@
 """What an engine holds for its requests: steering modules by name, server-wide edits.
 
 Owns:  Registry.
-Runs:  in EngineCore, which decides what a name means for a request that enters, and in
-       every worker, which holds the content. Both are told by the same remote calls.
-From:  vectors (modules as bytes), spec.   To: compile.
+Runs:  in EngineCore, which resolves names when a request enters, and in every worker, which
+       holds the content. The same remote calls change both.
+From:  vectors (modules as bytes), request.spec.   To: program.compiler.
 
-Promise: a request keeps what a name, and the server's edits, meant when it entered.
-Names are resolved to digests once, in EngineCore; content is found by digest after
-that. So a name that is registered anew never changes a request that runs, and KV
-blocks are keyed by content.
+Promise: a request keeps the modules and the server's edits of the moment when it entered.
+EngineCore resolves each name to a digest once; after that, content is found by digest. So a
+name that is registered again never changes a running request, and KV blocks are keyed by content.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from vllm_scope.vectors import SteeringModule, from_bytes
 from vllm_scope.vectors.module import Place
 
 MAX_MODULES = 4096
-#: Modules that no name means any more are kept for requests in the queue up to this.
+#: Modules without a name are kept up to this, for queued requests that still use them.
 MAX_KEPT_BYTES = 1 << 30
-#: Server-wide edits that were replaced, for the same reason: so many sets, of so many bytes.
+#: The same for server-wide edits that were replaced: number of sets, and their bytes.
 MAX_KEPT_EDITS = 4096
 MAX_KEPT_EDIT_BYTES = 1 << 28
-#: Sets of names whose modules are looked up once.
+#: Sets of names whose modules are remembered.
 MAX_KEPT_NAMES = 256
-#: What server-wide edits may pick, beside positions: phases, not requests.
+#: The selectors that server-wide edits may have.
 TIERS = ("all", "prompt", "generated")
 
 
@@ -43,8 +42,9 @@ class Registry:
     """Modules and server-wide edits, by content.
 
     Attributes:
-        names: name -> digest of the module that it means now.
-        server: digest of the server-wide edits that hold now; None for none.
+        names: name -> digest of its module.
+        server: digest of the current server-wide edits; None for none.
+        server_text: their spec, as it was sent.
     """
 
     def __init__(self, sites: Sites) -> None:
@@ -56,11 +56,11 @@ class Registry:
         self._modules: OrderedDict[str, Vectors] = OrderedDict()
         self._edits: OrderedDict[str, tuple[ResolvedEdit, ...]] = OrderedDict()
         self._edit_bytes = 0
-        #: By what names stand for: requests of the same names resolve to the same object.
+        #: (name, digest) pairs -> their modules: the same object for requests of the same names.
         self._held: dict[tuple[tuple[str, str], ...], dict[str, Vectors]] = {}
 
     def register(self, name: str, data: bytes) -> str:
-        """Let a name mean a module; its digest.
+        """Give a module a name, and return its digest.
 
         Args:
             name: 1 to 200 characters.
@@ -100,14 +100,13 @@ class Registry:
         return module.digest
 
     def unregister(self, name: str) -> bool:
-        """Forget a name; False where it was not known."""
+        """Forget a name; False if it was not known."""
         known = self.names.pop(name, None) is not None
         self._trim()
         return known
 
     def modules(self) -> dict[str, dict[str, Any]]:
-        """name -> digest, and the streams that the module has vectors for: site, layer,
-        and the tier of those that are for some tokens alone."""
+        """name -> `digest`, and `streams`: [site, layer] or [site, layer, tier] of each vector."""
         return {
             name: {"digest": digest, "streams": [list(s) for s in self._modules[digest]]}
             for name, digest in self.names.items()
@@ -117,8 +116,7 @@ class Registry:
         """Edit every request that enters from now on; None ends it.
 
         Args:
-            text: a spec of edits alone, as `scope(...)["scope"]`. Tokens are all, prompt
-                or generated: the tiers of server-wide steering.
+            text: a spec with edits only, as `scope(...)["scope"]`, whose tokens are in TIERS.
 
         Returns:
             The edits' digest; None for none.
@@ -143,17 +141,17 @@ class Registry:
         return self.server
 
     def meant(self) -> tuple[dict[str, str], str | None, str | None]:
-        """What names and the server's edits mean now, for `restore`."""
+        """The present names and server-wide edits, for `restore`."""
         return dict(self.names), self.server, self.server_text
 
     def restore(self, meant: tuple[dict[str, str], str | None, str | None]) -> None:
-        """Let them mean again what they did: the workers have refused the change."""
+        """Undo a change that the workers have refused."""
         names, self.server, self.server_text = meant
         self.names = {name: digest for name, digest in names.items() if digest in self._modules}
         self._trim()
 
     def parse_edits(self, text: str) -> tuple[ResolvedEdit, ...]:
-        """Edits for every request, as `set_edits` takes them, which are not set by this.
+        """The edits of a text as `set_edits` takes it; they are not set.
 
         Raises:
             SpecError: as `set_edits`.
@@ -171,15 +169,15 @@ class Registry:
         return spec.resolve(self._sites, self._named(self.names)).edits
 
     def resolve(self, spec: Spec | None, names: Mapping[str, str], server: str | None) -> Resolved:
-        """A request's spec with what was stamped on it, the server's edits first.
+        """What a spec means, with the server's edits first.
 
         Args:
             spec: None for a request that asks for nothing itself.
-            names: name -> digest.
-            server: digest of the server-wide edits.
+            names: name -> digest, when the request entered.
+            server: digest of the server-wide edits, when the request entered.
 
         Raises:
-            SpecError: it cannot be, or the content is not held any more.
+            SpecError: the spec is not possible here, or the content is not held any more.
         """
         own = NOTHING
         if spec is not None:
@@ -212,5 +210,5 @@ class Registry:
 
 
 def _num_bytes(edits: tuple[ResolvedEdit, ...]) -> int:
-    """Of their vectors; those of several layers may be one."""
+    """Bytes of their vectors; edits of several layers may share one."""
     return sum(len(data) for data in {id(e.values): e.values.data for e in edits}.values())

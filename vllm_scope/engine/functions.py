@@ -1,13 +1,13 @@
-"""Python functions of requests, run between layers: in this process, where nothing is compiled.
+"""Python functions of requests between layers: one process, no compilation.
 
-Owns:  a request's functions (a token stands for them, and never leaves the process),
-       whether an engine can run them, and their calls in a step.
+Owns:  a request's functions (by a token that never leaves the process), the check whether an
+       engine can run them, and their calls in a step.
 Runs:  in the front-end and the worker, which are one process here.
-From:  translators.   To: anatomy.hooked.
+From:  frontend.translators.   To: graph.anatomy.hooked.
 
-Promise: a function sees the rows of its own request, and an error in it ends its calls and
-fails that request's result; neighbours do not notice. KV that a function may have changed
-is no other request's.
+Promise: a function sees only the rows of its own request. An error in it ends its calls and
+fails that request's result; other requests go on. No other request uses KV that a function
+may have changed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Functions(Protocol):
     """The functions of one request, for all its completions.
 
     Attributes:
-        places: (layer, before it) that have any.
+        places: (layer, True for before it, False for after it) with a function.
     """
 
     @property
@@ -45,24 +45,24 @@ class Functions(Protocol):
     def call(
         self, child: int, place: tuple[int, bool], rows: Tensor, first: int, model: Any
     ) -> Tensor | None:
-        """Look at rows of the stream, and return what they shall be, or None.
+        """Read rows of the stream; return new rows of the same shape, or None.
 
         Args:
-            child: which completion.
+            child: index of the completion.
             rows: [num_rows, hidden_size], a copy; of consecutive positions.
             first: position of the first row.
         """
 
     def fail(self, child: int, error: str) -> None:
-        """A call raised; there will be no other of this completion."""
+        """A call raised `error`; this completion gets no further calls."""
 
 
-#: Requests hold on to theirs, through their decorators.
+#: Weak: a request's decorators hold its functions.
 _kept: WeakValueDictionary[str, Functions] = WeakValueDictionary()
 
 
 def keep(functions: Functions) -> str:
-    """The token that stands for them while somebody holds them."""
+    """A token for the functions, valid while the caller holds them."""
     token = uuid.uuid4().hex
     _kept[token] = functions
     return token
@@ -74,13 +74,13 @@ def _find(params: Any) -> Functions | None:
 
 
 def check(params: Any, engine: Any) -> None:
-    """Raises SpecError where a request has functions, and this engine cannot run them."""
+    """Raises SpecError if a request has functions and this engine cannot run them."""
     if _find(params) is not None:
         check_engine(engine)
 
 
 def check_engine(engine: Any) -> None:
-    """Raises SpecError where an engine cannot run Python functions."""
+    """Raises SpecError if an engine cannot run Python functions."""
     config, inner = engine.vllm_config, getattr(engine.engine_core, "engine_core", None)
     executor = type(inner.model_executor).__name__ if inner is not None else None
     reasons = {
@@ -104,7 +104,7 @@ def check_engine(engine: Any) -> None:
 
 
 def salt(request: Any, child: int) -> None:
-    """Have what a request with functions computes be its own: vLLM keys blocks by the salt."""
+    """Keep the KV of a request with functions to itself: vLLM keys blocks by the salt."""
     if _find(request.sampling_params) is not None:
         token = request.sampling_params.extra_args[FUNCTIONS]
         request.cache_salt = f"{request.cache_salt or ''}|{token}.{child}"
@@ -118,7 +118,7 @@ class StepFunctions:
         self._installed = False
         self._requests: dict[str, tuple[Functions, int]] = {}
         self._errors: dict[str, str] = {}
-        #: (request, its rows, the first one's position)
+        #: (request, its rows, the position of its first row)
         self._step: list[tuple[str, slice, int]] = []
 
     def __bool__(self) -> bool:

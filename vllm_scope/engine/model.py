@@ -1,7 +1,7 @@
-"""May this model, in this engine, be tapped, and its KV be edited; and its decoder layers.
+"""Whether this model can be tapped in this engine, and where its decoder layers are.
 
 Owns:  what vLLM's configuration and module classes say about taps.
-Runs:  in every worker, after load; in EngineCore, what its configuration says.
+Runs:  in every worker, after load; the parts that need only the configuration, in EngineCore too.
 """
 
 from __future__ import annotations
@@ -18,9 +18,27 @@ from vllm_scope.graph.anatomy.convention import treats_half_apart
 from vllm_scope.graph.anatomy.layers import Anatomy, find_anatomy
 from vllm_scope.request.sites import STREAM, Sites, boundary_of, kind_of
 
-#: KV connectors of vLLM's own that find KV by its block hashes, which edits are part of.
+#: vLLM's KV connectors that find KV by block hashes, which include our keys of edits.
 #: vllm 0.32, kv_connector/v1/offloading/scheduler.py; v1/simple_kv_offload/manager.py
 CONNECTORS_BY_HASH = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+
+
+#: Attribute of VllmConfig, its value if the feature is off, and the feature. Not every version
+#: of vLLM has all.
+_UNFIT: tuple[tuple[str, Any, str], ...] = (
+    ("parallel_config.use_ubatching", False,
+     "dual batch overlap (each half reads the plan from row 0)"),
+    ("parallel_config.prefill_context_parallel_size", 1,
+     "prefill context parallelism (a rank holds part of the tokens)"),
+    ("parallel_config.use_sequence_parallel_moe", False,
+     "sequence-parallel MoE (the residual is sharded by rows)"),
+    ("cache_config.kv_sharing_fast_prefill", False,
+     "KV-sharing fast prefill (late layers skip prompt tokens)"),
+    ("speculative_config.enable_adaptive_verification", False,
+     "adaptive verification of drafts (rows are not in the order of the plan)"),
+    ("kernel_config.monokernel", False,
+     "one kernel for a whole decode step (--monokernel: the layers are passed by)"),
+)  # fmt: skip
 
 
 def num_layers_of(vllm_config: Any) -> int:
@@ -32,7 +50,7 @@ def hidden_size_of(vllm_config: Any) -> int:
 
 
 def sites_of(vllm_config: Any, config: ScopeConfig) -> Sites:
-    """What this engine taps, if the model lets it.
+    """What the configuration asks this engine to tap.
 
     Raises:
         ConfigError: a layer that the model does not have, or a site that this engine
@@ -40,7 +58,7 @@ def sites_of(vllm_config: Any, config: ScopeConfig) -> Sites:
     """
     num_layers = num_layers_of(vllm_config)
     boundaries = set(config.boundaries(num_layers))
-    # Edited requests are checked where all of their layers are behind them.
+    # Edited requests are checked after the last layer.
     last = boundary_of(("resid_post", num_layers - 1))
     edits = any(kind_of(boundary) == STREAM for boundary in boundaries)
     guard = last if edits and last not in boundaries else None
@@ -55,38 +73,19 @@ def sites_of(vllm_config: Any, config: ScopeConfig) -> Sites:
 
 
 def check_engine(vllm_config: Any) -> None:
-    """Raises CompatError where rows would not be what they seem."""
-    parallel = vllm_config.parallel_config
-    reasons = {
-        "dual batch overlap (each half reads the plan from row 0)": getattr(
-            parallel, "use_ubatching", False
-        ),
-        "prefill context parallelism (a rank holds part of the tokens)": getattr(
-            parallel, "prefill_context_parallel_size", 1
-        )
-        > 1,
-        "sequence-parallel MoE (the residual is sharded by rows)": getattr(
-            parallel, "use_sequence_parallel_moe", False
-        ),
-        "KV-sharing fast prefill (late layers skip prompt tokens)": getattr(
-            vllm_config.cache_config, "kv_sharing_fast_prefill", False
-        ),
-        "adaptive verification of drafts (rows are not in the order of the plan)": getattr(
-            vllm_config.speculative_config, "enable_adaptive_verification", False
-        ),
-        "one kernel for a whole decode step (--monokernel: the layers are passed by)": getattr(
-            getattr(vllm_config, "kernel_config", None), "monokernel", False
-        ),
-    }
-    for reason, present in reasons.items():
-        if present:
+    """Raises CompatError if a feature of this engine would make rows wrong."""
+    for path, off, reason in _UNFIT:
+        found: Any = vllm_config
+        for name in path.split("."):
+            found = getattr(found, name, off)
+        if (found or off) != off:
             raise CompatError(f"this engine runs with {reason}")
     if vllm_config.model_config.runner_type != "generate":
         raise CompatError("this is a pooling model; taps read generating models")
 
 
 def foreign_connector(vllm_config: Any) -> str | None:
-    """The KV connector that may take edited KV for plain KV of the same tokens, or None."""
+    """The KV connector that may mix edited KV with plain KV of the same tokens, or None."""
     transfer: Any = vllm_config.kv_transfer_config
     name = None if transfer is None else transfer.kv_connector
     if name is None or (name in CONNECTORS_BY_HASH and transfer.kv_connector_module_path is None):
@@ -98,7 +97,7 @@ def anatomy_of(model: nn.Module, vllm_config: Any) -> Anatomy:
     """The model's decoder layers.
 
     Raises:
-        CompatError: this engine or this model is not of a shape that taps know.
+        CompatError: taps do not support this engine, or this model.
     """
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
     from vllm.model_executor.models.utils import PPMissingLayer

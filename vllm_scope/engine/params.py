@@ -1,9 +1,9 @@
-"""What of a request's SamplingParams is ours: a spec, a face's words, a handle.
+"""Our fields in a request's SamplingParams: the spec, keys of translators, the handle.
 
 Owns:  the handle's place beside the spec.
 Runs:  in the front-end, EngineCore and the workers.
 
-Promise: a caller's SamplingParams are never changed; what needs others gets a copy.
+Promise: a caller's SamplingParams are never changed; a change is made in a copy.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from typing import Any
 
 from vllm_scope.engine.frontend import translators
 
-#: Where the handle of a request with taps is, beside `scope` in `extra_args`. Made by
-#: the front-end: `key`, `frontend`, `first_position` (None reads nothing), `vectors`
-#: (it edits or probes), `follows` (its caller sees outputs before the last). EngineCore
-#: adds `modules` (name -> digest) and `server` (digest of the server-wide edits); for a plain
-#: request too, where the server edits all, and `sinks` where rows go elsewhere than to memory.
-#: `owner` is whose API key asked, as a digest.
+#: Where the handle of a request with taps is, beside `scope` in `extra_args`. The front-end sets:
+#:   key, frontend   the request's rows at its front-end; uid, child: at sinks
+#:   first_position  the first that delivers something; None if none does
+#:   vectors         it edits or probes
+#:   sinks           some rows go elsewhere than to memory
+#:   follows         its caller sees outputs before the last
+#:   owner           digest of the API key
+#: EngineCore adds `modules` (name -> digest) and `server` (digest of the server-wide edits). It
+#: makes a handle for plain requests too, if server-wide edits or global sinks apply to them.
 HANDLE = "scope_handle"
 
 
@@ -31,7 +34,7 @@ def handle_of(sampling_params: Any) -> dict[str, Any] | None:
 
 
 def with_handle(sampling_params: Any, handle: dict[str, Any] | None) -> Any:
-    """The same parameters with another handle, or none; the caller's own stay as they are."""
+    """A copy of the parameters with this handle, or without one."""
     params = copy(sampling_params)
     params.extra_args = dict(params.extra_args or {})
     if handle is None:
@@ -47,11 +50,11 @@ def asks(params: Any) -> bool:
 
 
 def names_module(text: object) -> bool:
-    """False for a spec that surely names no steering module, without parsing it."""
+    """False for a spec that certainly names no steering module. Does not parse it."""
     return isinstance(text, str) and _NAME.search(text) is not None
 
 
-#: A module, or a string in place of numbers, which is its name.
+#: A module's field, or a string (a module's name) where numbers may stand.
 _NAME = re.compile(r'"module"|"(?:vector|direction|values|weight)"\s*:\s*"')
 
 
@@ -62,5 +65,5 @@ def params_of(
 
 
 def concerns(params: Any, engine: Any) -> bool:
-    """The request has a spec, in our words or in others."""
+    """True if the request has a spec, or keys of a translator."""
     return asks(params) or translators.concerned(params, engine.vllm_config)

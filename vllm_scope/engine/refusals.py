@@ -1,12 +1,11 @@
-"""Errors of ours that vLLM passes on: as HTTP's status, and from EngineCore to the caller.
+"""Our errors as vLLM passes them on: as an HTTP status, and from EngineCore to the caller.
 
-Owns:  `refusal` and `busy`, our errors as vLLM's server knows them, and the road back of
-       what EngineCore refuses after the front-end had let it in.
+Owns:  `refusal` and `busy` (our errors as vLLM's server knows them), and the way back of an
+       error in EngineCore after the front-end accepted the request.
 Runs:  in EngineCore (input thread) and in the front-end.
 
-vLLM tells the front-end of such a request that it ended with an error, and no more. Its
-outputs have one field of text, `stop_reason`, which an error leaves empty: the sentence
-travels there.
+vLLM tells the front-end only that such a request ended with an error. The sentence travels in
+the output's `stop_reason`, which vLLM leaves empty for an error.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ NO_PATHS: Mapping[str, str] = {}
 
 @cache
 def refusal() -> type[SpecError]:
-    """SpecError that vLLM's server, too, knows as the client's fault (HTTP 400)."""
+    """A SpecError class that vLLM's server answers with HTTP 400."""
     from vllm.exceptions import VLLMValidationError
 
     return type("SpecError", (VLLMValidationError, SpecError), {})
@@ -41,16 +40,16 @@ def _busy() -> type[CapacityError]:
 
 
 def busy(sentence: str) -> CapacityError:
-    """CapacityError that vLLM's server, too, knows as something to try again (HTTP 429)."""
+    """A CapacityError that vLLM's server answers with HTTP 429."""
     return _busy()(sentence, HTTPStatus.TOO_MANY_REQUESTS)
 
 
 @contextmanager
 def refusing(paths: Mapping[str, str] = NO_PATHS) -> Iterator[None]:
-    """Errors of ours inside are vLLM's too.
+    """Raise our errors inside as `refusal` and `busy`.
 
     Args:
-        paths: what the caller calls the parts of the spec (translators.in_words).
+        paths: the caller's words for parts of the spec (translators.in_words).
     """
     from vllm_scope.engine.frontend.translators import in_words
 
@@ -62,8 +61,8 @@ def refusing(paths: Mapping[str, str] = NO_PATHS) -> Iterator[None]:
         raise busy(str(error)) from None
 
 
-def told(completion: Any) -> ScopeError | None:
-    """Why EngineCore refused a completion's request; None where it did not."""
+def refusal_in(completion: Any) -> ScopeError | None:
+    """Why EngineCore refused a completion's request; None if it did not."""
     text = completion.stop_reason
     if completion.finish_reason != "error" or not str(text).startswith(_MARK):
         return None
@@ -72,7 +71,7 @@ def told(completion: Any) -> ScopeError | None:
 
 
 def refused(request_id: str, error: ScopeError) -> Any:
-    """EngineCore's last output of a request, with why it ends; `told` reads it."""
+    """EngineCore's last output of a request, with the error; `refusal_in` reads it."""
     from vllm.v1.engine import EngineCoreOutput, FinishReason
 
     text = f"{_MARK}{type(error).__name__}: {error}"
@@ -80,7 +79,7 @@ def refused(request_id: str, error: ScopeError) -> Any:
 
 
 def _refuse(original: Any, self: Any, request: Any) -> None:
-    """EngineCoreProc._handle_request_preproc_error: ours come with their sentence."""
+    """EngineCoreProc._handle_request_preproc_error: send our errors with their sentence."""
     error = sys.exception()
     if not isinstance(error, ScopeError):
         original(self, request)

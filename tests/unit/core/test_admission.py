@@ -1,4 +1,4 @@
-"""The ledger says there is room exactly where the workers' tables have it."""
+"""The admission says there is room exactly where the workers' tables have it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_scope.core.admission import Ledger
+from vllm_scope.core.admission import Admission
 from vllm_scope.errors import CapacityError
 from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.layout import Widths
@@ -65,46 +65,46 @@ def _hold(tables: Tables, programs: list[Program]) -> list[int]:
 
 @given(st.data())
 def test_there_is_room_exactly_where_the_tables_have_it(data):
-    ledger, tables = Ledger(MOST), _tables()
+    admission, tables = Admission(MOST), _tables()
     running: dict[str, list[int]] = {}
     for i in range(data.draw(st.integers(1, 12))):
         if running and data.draw(st.booleans()):
             name = data.draw(st.sampled_from(sorted(running)))
             for number in running.pop(name):
                 tables.release(number)
-            assert ledger.release(name)
-            assert not ledger.release(name)
+            assert admission.release(name)
+            assert not admission.release(name)
         programs = data.draw(PROGRAMS.filter(lambda some: Cost.of(set(some)).fits(MOST)))
-        if ledger.admit(str(i), programs):
+        if admission.admit(str(i), programs):
             running[str(i)] = _hold(tables, programs)
         else:
             with pytest.raises(CapacityError):
                 _hold(tables, programs)
     for name in running:
-        assert ledger.release(name)
-    assert ledger.held == Cost()
+        assert admission.release(name)
+    assert admission.held == Cost()
 
 
 def test_who_holds_places_keeps_them_and_one_is_always_let_in():
     large = _program([(0, 1, False), (0, 2, False), (2, 3, False), (2, 4, False)])
     small = _program([(0, 1, False)])
-    ledger = Ledger(MOST)
-    assert ledger.admit("large", [large])  # its like is refused by front-ends
-    assert ledger.held == Cost(4, 1, 4)
-    assert ledger.admit("large", [small])
-    assert ledger.held == Cost(4, 1, 4)
-    assert not ledger.admit("small", [small])
-    assert not ledger.release("small")
-    assert ledger.release("large")
-    assert ledger.admit("small", [small])
+    admission = Admission(MOST)
+    assert admission.admit("large", [large])  # its like is refused by front-ends
+    assert admission.held == Cost(4, 1, 4)
+    assert admission.admit("large", [small])
+    assert admission.held == Cost(4, 1, 4)
+    assert not admission.admit("small", [small])
+    assert not admission.release("small")
+    assert admission.release("large")
+    assert admission.admit("small", [small])
 
 
 def test_to_let_one_in_takes_as_long_whatever_is_held():
-    ledger, took = Ledger(Cost(1 << 20, 1 << 20, 1 << 20)), []
+    admission, took = Admission(Cost(1 << 20, 1 << 20, 1 << 20)), []
     for i in range(512):
         program = _program([(0, 64 * i + j + 1, False) for j in range(64)])
         started = time.perf_counter()
-        assert ledger.admit(str(i), (program,))
+        assert admission.admit(str(i), (program,))
         took.append(time.perf_counter() - started)
-    assert ledger.held.vectors == 64 * 512
+    assert admission.held.vectors == 64 * 512
     assert statistics.median(took[-64:]) < 5 * statistics.median(took[:64])

@@ -38,7 +38,7 @@ def _told(error: Exception) -> Any:
     completion = SimpleNamespace(
         finish_reason=str(output.finish_reason), stop_reason=output.stop_reason
     )
-    return refusals.told(completion)
+    return refusals.refusal_in(completion)
 
 
 def test_what_enginecore_refuses_comes_back_as_it_was():
@@ -58,4 +58,4 @@ def test_what_enginecore_refuses_comes_back_as_it_was():
 )
 def test_only_what_enginecore_refused_is_taken_for_it(reason, stop):
     """A stop string of the caller's may say what it likes."""
-    assert refusals.told(SimpleNamespace(finish_reason=reason, stop_reason=stop)) is None
+    assert refusals.refusal_in(SimpleNamespace(finish_reason=reason, stop_reason=stop)) is None

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_scope.core.admission import Ledger
+from vllm_scope.core.admission import Admission
 from vllm_scope.engine.core import scheduler as scheduling
 from vllm_scope.engine.params import HANDLE, handle_of
 from vllm_scope.graph.tap.tables import capacity
@@ -162,8 +162,8 @@ class Scheduler:
                 end(self, name)
 
     @property
-    def ledger(self) -> Ledger:
-        return self.scope_ledger  # type: ignore[attr-defined, no-any-return]
+    def admission(self) -> Admission:
+        return self.scope_admission  # type: ignore[attr-defined, no-any-return]
 
 
 def _adding(name: str, num_vectors: int) -> Program:
@@ -197,14 +197,14 @@ def test_requests_that_do_not_fit_wait_first_come_first_served(scheduler):
         add(scheduler, name, size)
     # "c" would fit, but does not overtake.
     assert scheduler.added == ["a", "plain"]
-    assert scheduler.ledger.num_waited == 2
+    assert scheduler.admission.num_waited == 2
     end(scheduler, "plain")
     assert scheduler.added == ["a", "plain"]
     end(scheduler, "a")
     assert scheduler.added == ["a", "plain", "b", "c"]
     add(scheduler, "d", 1)
     assert scheduler.added[-1] == "d"
-    assert scheduler.ledger.most == capacity(4, 4 * 16 / 2**20)
+    assert scheduler.admission.most == capacity(4, 4 * 16 / 2**20)
 
 
 def test_equal_vectors_have_one_place_and_nobody_waits_for_them(scheduler):
@@ -297,11 +297,11 @@ def test_where_the_first_in_line_is_ended_those_behind_it_are_let_in(scheduler):
     assert scheduler.added == ["a", "b", "c"]
 
 
-def test_without_edits_no_ledger_is_kept(scheduler):
+def test_without_edits_no_admission_is_kept(scheduler):
     add(scheduler, "plain", None)
     end(scheduler, "plain")
     scheduling._finish(Scheduler.finish, scheduler, "plain", "aborted")
-    assert not hasattr(scheduler, "scope_ledger")
+    assert not hasattr(scheduler, "scope_admission")
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_requests_that_wait_end_as_others_do(ended, finished, added, scheduler):
     scheduling._finish(Scheduler.finish, scheduler, ended, "aborted")
     assert sorted(scheduler.finished) == sorted(finished)
     assert sorted(scheduler.added) == sorted(added)
-    waiting = [request.request_id for request in scheduler.ledger.waiting]
+    waiting = [request.request_id for request in scheduler.admission.waiting]
     assert waiting == [name for name in "abc" if name not in added]
 
 
@@ -349,6 +349,6 @@ def test_what_runs_always_fits_and_all_run_in_the_end(data):
         while scheduler.requests:
             end(scheduler, next(iter(scheduler.requests)))
         assert scheduler.added == names
-        assert not scheduler.ledger.waiting
+        assert not scheduler.admission.waiting
     finally:
         scheduling._enqueue = before

@@ -346,7 +346,7 @@ def test_a_fault_in_planning_fails_who_is_in_the_step_and_nobody_else(monkeypatc
         worker.steps.end()
         assert "r" not in worker._planner
         # Its edits are not done, so EngineCore ends it: its KV would pass for edited KV.
-        told = worker.told(SimpleNamespace(sampled_token_ids=[[1]]))
+        told = worker.with_faults(SimpleNamespace(sampled_token_ids=[[1]]))
         assert list(told.scope_faults) == ["r"]
         told_why = "vllm-scope failed in a step (ZeroDivisionError); the log says why."
         assert told.scope_faults["r"] == told_why
@@ -367,11 +367,11 @@ def test_a_request_whose_edits_cannot_be_done_is_ended(monkeypatch):
         request.sampling_params.extra_args[HANDLE]["vectors"] = True
         monkeypatch.setattr(worker._planner, "add_request", lambda *_: 1 / 0)
         worker.add_requests([request])
-        told = worker.told(SimpleNamespace(sampled_token_ids=[[1]]))
+        told = worker.with_faults(SimpleNamespace(sampled_token_ids=[[1]]))
         assert "failed on this request (ZeroDivisionError" in told.scope_faults["r"]
         # Once; and a step without such requests is handed on as it is.
         output = SimpleNamespace(sampled_token_ids=[[1]])
-        assert worker.told(output) is output
+        assert worker.with_faults(output) is output
         assert not hasattr(output, "scope_faults")
 
 
@@ -380,7 +380,7 @@ def test_an_output_that_is_made_later_says_then_whose_rows_were_not_finite():
         worker.add_requests([_edited()])
         (owner,) = worker._planner.owners
         made = SimpleNamespace(sampled_token_ids=[[1]])
-        later = worker.told(SimpleNamespace(get_output=lambda: made))
+        later = worker.with_faults(SimpleNamespace(get_output=lambda: made))
         worker._tables.faults[owner] = 1 + 2
         told = later.get_output()
         assert told.scope_faults == {
@@ -388,7 +388,7 @@ def test_an_output_that_is_made_later_says_then_whose_rows_were_not_finite():
             "so the request was ended. Use a smaller scale or vector."
         }
         assert not hasattr(made, "scope_faults")  # vLLM may have one for many steps
-        assert worker.told(made) is made
+        assert worker.with_faults(made) is made
 
 
 def test_a_forward_that_raises_delivers_nothing():

@@ -1,13 +1,13 @@
-"""KV blocks that an edited request may leave unfit for others: zeroed before they are used again.
+"""KV blocks that may hold NaN after a faulty edit: zeroed before they are used again.
 
-Owns:  which blocks are unfit, in EngineCore, and their zeroing, in the worker.
-From:  faults (a request that failed), the scheduler (blocks that are freed).
+Owns:  the set of unfit blocks, in EngineCore, and their zeroing, in the worker.
+From:  worker.faults (a request that failed), the scheduler (blocks that are freed).
 
 An attention kernel may read the whole block that a token is in, and a NaN there spoils the
-token's own result (vLLM's CPU kernel does; 0 * NaN is NaN). So the blocks that hold rows of a
-faulty request are zeroed when they are next given out: in the step that first uses them, before
-its forward. Whether a step in flight is faulty is known only when it ends, so the blocks that it
-writes count as unfit where its request ends or is preempted meanwhile.
+token's own result (vLLM's CPU kernel does; 0 * NaN is NaN). So the blocks of a faulty request
+are zeroed when they are next allocated, before the forward of the step that first uses them.
+A fault is known only when its step ends. So if an edited request ends or is preempted while a
+step is in flight, the blocks that this step writes count as unfit.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from vllm_scope.errors import CompatError
 
 
 def first_edited(request: Any) -> int | None:
-    """The first position whose KV depends on the request's edits; None where there are none."""
+    """The first position whose KV depends on the request's edits; None without edits."""
     first: int | None = getattr(request, "scope_first", None)
     return first
 
 
 def _blocks_from(scheduler: Any, request: Any, first: int) -> set[int]:
-    """The ids of a request's blocks that hold a position or later ones."""
+    """The ids of a request's blocks from position `first` on."""
     manager = scheduler.kv_cache_manager
     found: set[int] = set()
     groups = manager.get_blocks(request.request_id).blocks
@@ -37,18 +37,17 @@ def _blocks_from(scheduler: Any, request: Any, first: int) -> set[int]:
 
 
 def _withdraw(scheduler: Any, block_ids: set[int]) -> None:
-    """Nobody finds these blocks any more, and nothing of them stays."""
+    """Take blocks out of the prefix cache, and have them zeroed before their next use."""
     scheduler.kv_cache_manager.evict_blocks(block_ids)
     pool = scheduler.kv_cache_manager.block_pool
     pool.__dict__.setdefault("scope_unfit", set()).update(block_ids)
 
 
 def withdraw(scheduler: Any, request: Any) -> set[str]:
-    """The KV of a faulty request goes.
+    """Withdraw the edited KV of a faulty request.
 
     Returns:
-        The ids of the other requests that use some of it: the same edits found it in the
-        prefix cache.
+        The ids of other requests with the same edits that share some of it.
     """
     first = first_edited(request)
     if first is None:
@@ -85,7 +84,7 @@ def _new_blocks(original: Any, self: Any, num_blocks: int) -> Any:
 
 
 def send(scheduler: Any, output: Any) -> None:
-    """Tell workers, with a step, which blocks to zero before it."""
+    """Add the blocks to zero to a step's scheduler output."""
     pool = scheduler.kv_cache_manager.block_pool
     found = pool.__dict__.get("scope_to_zero")
     if found:
@@ -94,16 +93,16 @@ def send(scheduler: Any, output: Any) -> None:
 
 
 def sent_in(scheduler_output: Any) -> list[int]:
-    """The blocks to zero before a step."""
+    """The blocks that a worker must zero before a step."""
     found = getattr(scheduler_output, "scope_zero", None)
     return found if isinstance(found, list) else []
 
 
 def warm_up(runner: Any) -> None:
-    """Make the zeroing ready, by the null block: inside a step it would compile a kernel.
+    """Zero the null block now, so that no kernel is compiled inside a step.
 
     Raises:
-        CompatError: the KV cache is not of a kind that is zeroed by blocks.
+        CompatError: this KV cache cannot be zeroed by blocks.
     """
     try:
         zero(runner, [0])
@@ -120,7 +119,7 @@ def zero(runner: Any, block_ids: list[int]) -> None:
         for cache in _caches_of(runner):
             cache[block_ids] = 0
         return
-    # Made by vLLM where it zeroes blocks itself; the names are those of V2 and of V1.
+    # vLLM makes it if it zeroes blocks itself; the names are those of V2 and of V1.
     zeroer = getattr(runner, "kv_block_zeroer", None) or getattr(runner, "_kv_block_zeroer", None)
     if zeroer is None:
         runner._init_kv_zero_meta()
@@ -139,9 +138,8 @@ def _caches_of(runner: Any) -> list[Any]:
 
     layers = runner.vllm_config.compilation_config.static_forward_context.values()
     caches = (getattr(layer, "kv_cache", None) for layer in layers)
-    return list(
-        {c.data_ptr(): c for c in caches if isinstance(c, torch.Tensor) and c.dim()}.values()
-    )
+    found = {c.data_ptr(): c for c in caches if isinstance(c, torch.Tensor) and c.dim()}
+    return list(found.values())
 
 
 def wrap() -> None:

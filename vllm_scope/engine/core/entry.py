@@ -1,12 +1,12 @@
-"""EngineCore: what a request that enters means, and under which keys its KV is found.
+"""EngineCore: what a request that enters means, and the keys of its KV blocks.
 
-Owns:  what a steering module's name and the server-wide edits mean for a request that
-       enters, what it will hold of the workers' tables, and the keys of edited KV blocks.
-Runs:  in EngineCore: when a request enters (input thread), and when it is hashed.
+Owns:  the resolution of module names and server-wide edits for a request that enters, the
+       programs that it will hold in the workers' tables, and the keys of edited KV blocks.
+Runs:  in EngineCore: when a request enters (input thread), and when vLLM hashes its blocks.
 To:    scheduler.
 
-KV that an edit has touched is keyed by the edit's content and the tokens it falls on,
-from the first edited block on.
+From its first edited block on, a request's KV is keyed by the edits and by the tokens that they
+apply to.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from vllm_scope.worker.plan import OVERSHOOT
 
 @dataclass(frozen=True)
 class Entry:
-    """What a request with vectors is given as it enters, beside its handle.
+    """What a request with vectors gets when it enters, beside its handle.
 
     Attributes:
-        keys: how its edits key its KV blocks; None where nothing is edited.
-        first: the first edited position; None where nothing is edited.
-        programs: those whose places it holds in the workers' tables.
+        keys: the keys of its KV blocks; None without edits.
+        first: the first edited position; None without edits.
+        programs: the programs that it holds in the workers' tables.
     """
 
     keys: BlockKeys | None
@@ -48,7 +48,7 @@ class Entry:
 
 
 class CoreScope:
-    """The registry, and what it makes of requests that enter."""
+    """The registry, and the preparation of requests that enter."""
 
     def __init__(self, vllm_config: Any) -> None:
         config = config_of(vllm_config)
@@ -58,19 +58,19 @@ class CoreScope:
         self.registry = Registry(self.sites)
         for name, path in config.modules.items():
             self.registry.register_module(name, load_vectors(path))
-        #: What global sinks read of every request.
+        #: The reads that global sinks add to every request.
         self.everywhere = global_reads(config, self.sites)
         self.most = capacity(self.sites.hidden_size, config.vectors_mib)
 
     def stamp(self, request: Any) -> Entry | None:
-        """Give a request that enters what names and the server's edits mean now.
+        """Add the present meaning of names and the server's edits to a request's handle.
 
         Returns:
-            None where it has no vectors.
+            None if it has no vectors.
 
         Raises:
-            ScopeError: the front-end had let it in, and a name has changed its meaning
-                since then. vLLM ends the request with an error.
+            ScopeError: the front-end accepted the request, but modules or server-wide edits
+                have changed since. vLLM ends the request with an error.
         """
         params, server = request.sampling_params, self.registry.server
         if request.prompt_token_ids is None:  # prompt embeddings
@@ -115,24 +115,25 @@ class CoreScope:
         return Entry(keys, min(firsts, default=None), programs)
 
     def check_edits(self, text: str | None) -> None:
-        """Raises SpecError for server-wide edits that no request could hold."""
+        """Raises SpecError if the tables have no room for these server-wide edits."""
         if text is None:
             return
         self._check_connector()
         asked = Resolved(edits=self.registry.parse_edits(text))
-        # One token of the prompt, and then generated ones: edits of the server pick phases.
+        # One prompt token and some generated ones: these edits pick phases (registry.TIERS).
         program = RequestProgram.compile(
             asked, self.sites, frozenset(self.sites.boundaries), 1, [0]
         )
-        if not program.cost(2 + OVERSHOOT).fits(self.most):
+        cost = program.cost(2 + OVERSHOOT)
+        if not cost.fits(self.most):
             raise SpecError(
-                f"these edits take {program.cost(2 + OVERSHOOT)}; this engine has {self.most} for "
+                f"these edits take {cost}; this engine has {self.most} for "
                 "all requests. Edit fewer places, or raise "
                 "additional_config['scope'].vectors_mib."
             )
 
     def _check_connector(self) -> None:
-        """Raises SpecError where edited KV would be found under the tokens alone."""
+        """Raises SpecError if a KV connector could mix edited KV with plain KV."""
         if self.connector is not None:
             raise SpecError(
                 f"this engine shares KV through {shown(self.connector)}, which may give KV of "
@@ -141,7 +142,7 @@ class CoreScope:
             )
 
     def _stamp_reads(self, request: Any) -> Any:
-        """Its sampling parameters, with a handle that says what global sinks read."""
+        """The request's sampling parameters, with the global sinks' reads in the handle."""
         ids = self.everywhere.ids_of(request.prompt_token_ids)
         firsts = [read.tokens.first_position(len(ids), ids) for read in self.everywhere.reads]
         handle = dict(handle_of(request.sampling_params) or {})
@@ -153,7 +154,7 @@ class CoreScope:
 
 # Requests in
 
-#: Of requests whose construction, in which vLLM hashes their blocks, is under way.
+#: Request -> its keys, while vLLM constructs it and already hashes its blocks.
 _entering: dict[str, BlockKeys | None] = {}
 _making = threading.Lock()
 
@@ -176,8 +177,8 @@ def _preprocess(original: Any, self: Any, request: Any) -> Any:
 
 
 def _scope_of(engine: Any) -> CoreScope:
-    """EngineCore's, made when something is asked for the first time: by a request, on the
-    input thread, or by a remote call, on another."""
+    """EngineCore's CoreScope, made at first use: by a request, on the input thread, or by a
+    remote call, on another."""
     with _making:
         if "scope" not in engine.__dict__:
             engine.scope = CoreScope(engine.vllm_config)
@@ -202,8 +203,8 @@ def _extra_keys(original: Any, request: Any, start: int, stop: int, *rest: Any) 
 def _collective_rpc(
     original: Any, self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
 ) -> Any:
-    """The workers' registries and EngineCore's are told by the same calls, this one first:
-    what it refuses, no worker hears of; what a worker refuses, it takes back."""
+    """EngineCore.collective_rpc: changes of the registry are made here first. If EngineCore
+    refuses a change, no worker gets it; if a worker does, EngineCore takes it back."""
     telling = {"scope_register": "register", "scope_unregister": "unregister",
                "scope_set_edits": "set_edits"}  # fmt: skip
     if method not in telling:

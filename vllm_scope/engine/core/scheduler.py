@@ -1,13 +1,13 @@
-"""The scheduler: when a request with taps starts, what it may hit of the KV cache, how it ends.
+"""The scheduler: when a request with taps starts, how far it may hit the KV cache, how it ends.
 
-Owns:  who waits until the workers' tables have room (ledger), the cap on a reading request's
-       prefix-cache hit, and the workers' news of requests with sinks that are over.
+Owns:  the wait for room in the workers' tables (core.admission), the cap on a reading request's
+       prefix-cache hits, and the message to workers that a request with sinks is over.
 Runs:  in EngineCore, on the scheduler's thread.
-From:  core (what it made of requests that entered).
+From:  entry (the programs of a request).
 
-A token whose KV comes from the cache is not computed, so its rows do not exist: a
-request that reads from position p on may hit the cache below p only. What it computes
-enters the cache as ever, and plain requests hit it.
+A token whose KV comes from the cache is not computed, so it has no rows: a request that reads
+from position p on may hit the cache below p only. What it computes enters the cache as usual,
+and plain requests hit it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
-from vllm_scope.core.admission import Ledger
+from vllm_scope.core.admission import Admission
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.core import clearing
 from vllm_scope.engine.model import hidden_size_of
@@ -31,23 +31,23 @@ from vllm_scope.sinks.request import Ended
 # Room for requests
 
 
-def _ledger_of(scheduler: Any) -> Ledger | None:
-    """None while no request has held anything."""
-    ledger: Ledger | None = scheduler.__dict__.get("scope_ledger")
-    return ledger
+def _admission_of(scheduler: Any) -> Admission | None:
+    """None until a request with programs comes."""
+    admission: Admission | None = scheduler.__dict__.get("scope_admission")
+    return admission
 
 
-def _new_ledger(scheduler: Any) -> Ledger:
+def _new_admission(scheduler: Any) -> Admission:
     vllm_config = scheduler.vllm_config
     config = config_of(vllm_config)
     assert config is not None
-    ledger = Ledger(capacity(hidden_size_of(vllm_config), config.vectors_mib))
-    scheduler.scope_ledger = ledger
-    return ledger
+    admission = Admission(capacity(hidden_size_of(vllm_config), config.vectors_mib))
+    scheduler.scope_admission = admission
+    return admission
 
 
 def _programs_of(request: Any) -> tuple[Program, ...]:
-    """Whose places it holds; none of a plain one."""
+    """The programs whose places a request holds; none for a plain one."""
     programs: tuple[Program, ...] = getattr(request, "scope_programs", ())
     return programs
 
@@ -55,19 +55,21 @@ def _programs_of(request: Any) -> tuple[Program, ...]:
 def _add_to_scheduler(original: Any, self: Any, request: Any) -> None:
     if self.connector is not None and handle_of(request.sampling_params) is not None:
         _take_nothing_from(self.connector)
-    programs, ledger = _programs_of(request), _ledger_of(self)
+    programs, admission = _programs_of(request), _admission_of(self)
     if request.request_id not in self.requests:
-        if programs and ledger is None:
-            ledger = _new_ledger(self)
-        if ledger is not None and not ledger.enter(request, programs):
+        if programs and admission is None:
+            admission = _new_admission(self)
+        if admission is not None and not admission.enter(request, programs):
             return
     original(self, _as_it_entered(self, request))
 
 
 def _as_it_entered(self: Any, request: Any) -> Any:
-    """vLLM sends each piece of streamed input as a request of the same id. Its session keeps what
-    it entered with, as others do that run. The workers and the ledger know it by that; the
-    server's edits may be others by now."""
+    """Give a piece of streamed input the handle of its session, which is a request of the same id.
+
+    The workers and the admission hold what the session entered with; the server's edits may
+    have changed since.
+    """
     session, params = self.requests.get(request.request_id), request.sampling_params
     if session is not None and params is not None:
         handle = handle_of(session.sampling_params)
@@ -76,14 +78,14 @@ def _as_it_entered(self: Any, request: Any) -> Any:
     return request
 
 
-def _let_in(self: Any, ledger: Ledger) -> None:
-    """Those for whom there is room now, in their order."""
-    while ledger.waiting:
-        first = ledger.waiting[0]
+def _let_in(self: Any, admission: Admission) -> None:
+    """Move waiting requests to the scheduler, in order, while there is room."""
+    while admission.waiting:
+        first = admission.waiting[0]
         programs = _programs_of(first)
-        if programs and not ledger.admit(first.request_id, programs):
+        if programs and not admission.admit(first.request_id, programs):
             return
-        _enqueue(self, _as_it_entered(self, ledger.waiting.popleft()))
+        _enqueue(self, _as_it_entered(self, admission.waiting.popleft()))
 
 
 def _free(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,24 +94,24 @@ def _free(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> 
     if handle is not None and handle.get("sinks"):
         ended = Ended(tuple(request.output_token_ids), str(request.get_finished_reason()))
         self.__dict__.setdefault("scope_ended", {})[request.request_id] = ended
-    ledger = _ledger_of(self)
-    if ledger is not None and ledger.release(request.request_id):
-        _let_in(self, ledger)
+    admission = _admission_of(self)
+    if admission is not None and admission.release(request.request_id):
+        _let_in(self, admission)
     return out
 
 
 def _finish(original: Any, self: Any, request_ids: Any, status: Any) -> Any:
-    """Requests that still wait for room end as others do: from the scheduler's queue."""
-    ledger = _ledger_of(self)
-    if ledger is None or not ledger.waiting:
+    """Scheduler.finish_requests: requests that wait for room end from the scheduler's queue."""
+    admission = _admission_of(self)
+    if admission is None or not admission.waiting:
         return original(self, request_ids, status)
     some = {request_ids} if isinstance(request_ids, str) else request_ids
     some = None if some is None else set(some)
-    for request in ledger.take_out(some):
+    for request in admission.take_out(some):
         _enqueue(self, _as_it_entered(self, request))
     found = original(self, some, status)
-    # Where the first in line has gone, there may be room for those behind it.
-    _let_in(self, ledger)
+    # If the first in line has gone, there may be room for those behind it.
+    _let_in(self, admission)
     return found
 
 
@@ -120,8 +122,8 @@ _enqueue: Any = None
 
 
 def _schedule(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """What the scheduler accepted goes to the workers with the news that it is over, and which
-    blocks they zero before the step."""
+    """Scheduler.schedule: add the accepted tokens of requests that are over, and the blocks that
+    workers zero before the step."""
     output = original(self, *args, **kwargs)
     ended = self.__dict__.get("scope_ended")
     if ended:
@@ -131,7 +133,7 @@ def _schedule(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def ended_in(scheduler_output: Any) -> dict[str, Ended]:
-    """Of requests that end with this step and have sinks: what was accepted."""
+    """Request with sinks that is over -> what the scheduler accepted."""
     found = getattr(scheduler_output, "scope_ended", None)
     return found if isinstance(found, dict) else {}
 
@@ -144,7 +146,7 @@ def _capped(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -
     request's first position.
 
     Args:
-        args, kwargs: `max_cache_hit_length` since vLLM 0.33, which is this very cap; else none.
+        args, kwargs: since vLLM 0.33 `max_cache_hit_length`, the same cap; none before.
     """
     handle = handle_of(request.sampling_params)
     if handle is None or handle.get("first_position") is None:
@@ -165,10 +167,10 @@ def _takes_cap(original: Any) -> bool:
 
 @contextmanager
 def _lookups_end(coordinator: Any, first: int) -> Iterator[None]:
-    """A KV-cache coordinator's hits end below a position. On the instance: vLLM asks which
-    class it is. vllm 0.32, v1/core/kv_cache_manager.py, get_computed_blocks_for_connector"""
+    """Cap the hits of a KV-cache coordinator. On the instance, as vLLM tests its class.
+    vllm 0.32, v1/core/kv_cache_manager.py, get_computed_blocks_for_connector"""
     names = ("find_longest_cache_hit", "find_longest_cache_hit_per_group")
-    # A lookup for connectors may call the other one, of the same request: capped already.
+    # A lookup for connectors may call the other one for the same request, which is then capped.
     nested = any(name in coordinator.__dict__ for name in names)
     here = [name for name in names if hasattr(coordinator, name) and not nested]
     lookups = {name: getattr(coordinator, name) for name in here}
@@ -182,16 +184,16 @@ def _lookups_end(coordinator: Any, first: int) -> Iterator[None]:
 
 
 def _take_nothing_from(connector: Any) -> None:
-    """Requests that read or edit get no KV from a KV connector: it may hold what a request with
-    the same edits left before it failed, and its tokens would not be computed."""
+    """Give requests with taps no KV of a KV connector: their tokens would not be computed, and it
+    may hold KV of a request with the same edits that failed."""
     if "get_num_new_matched_tokens" not in connector.__dict__:
         lookup = connector.get_num_new_matched_tokens
         connector.get_num_new_matched_tokens = partial(_lookup_outside, lookup)
 
 
 def _lookup_outside(lookup: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """(tokens, loaded while others run). The connector is asked all the same, as some note what
-    they are asked; None tokens is to ask again later."""
+    """get_num_new_matched_tokens -> (tokens, False). The connector is called all the same, as
+    some take notes; None tokens means to ask again later."""
     if handle_of(request.sampling_params) is None:
         return lookup(request, *args, **kwargs)
     kept, request.skip_reading_prefix_cache = request.skip_reading_prefix_cache, True

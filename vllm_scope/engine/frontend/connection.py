@@ -1,12 +1,12 @@
-"""What an engine can do, asked once; and what a request may therefore ask of it.
+"""What an engine can do, asked once; and the check of a request against it.
 
-Owns:  Connection, how it is made (every worker hears of this process's inbox), and the
-       checks of a spec against it.
-Runs:  in the front-end, when the first request with a spec comes, and for each such one.
-To:    frontend.
+Owns:  Connection, how it is made (every worker gets the address of this process's inbox), and
+       the checks of a spec against it.
+Runs:  in the front-end: when the first request with a spec comes, and for each such request.
+To:    prepared, requests.
 
-Promise: what passes can be held and delivered by this engine, or waits for room; what
-does not is refused before it enters, with the path that the caller typed.
+Promise: a request that passes can run here, perhaps after a wait for room. Any other request is
+refused before it enters, with the path that the caller typed.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from vllm_scope.worker.plan import OVERSHOOT
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: How long a front-end that could not connect again waits before it tries once more.
+#: How long a front-end waits after a failed attempt to connect again.
 RETRY_S = 10.0
 
 
 @dataclass
 class Connection:
-    """What the workers of an engine said they can do.
+    """What the workers of an engine can do, by their answers.
 
     Attributes:
-        sinks: where reads may go beside memory, and whether probes may.
-        modules: steering modules that the engine holds: name -> a stand-in for their
-            vectors, for the checks; EngineCore and the workers have the content.
+        sinks: where reads may go beside memory -> whether probes may go there too.
+        modules: name of a steering module -> stand-ins for its vectors, for the checks;
+            EngineCore and the workers have the content.
         generation: the inbox's, when the workers were asked.
-        retry_at: monotonic seconds; not asked again before, where that failed.
+        retry_at: monotonic seconds, the earliest next attempt after a failed one.
         num_doubts: how many times the names of modules may have changed elsewhere.
-        num_asked: of these doubts, those that were there when `modules` were asked for.
+        num_asked: `num_doubts` when `modules` were last asked for.
     """
 
     sites: Sites
@@ -87,22 +87,21 @@ class Connection:
         return found
 
     def doubt_modules(self) -> None:
-        """Have the next request that names a module ask for all modules. Requests that are
-        being prepared keep what is known."""
+        """Have the next request that names a module ask for all modules."""
         self.num_doubts += 1
 
     def lacks(self, names: Iterable[str]) -> bool:
-        """True if a spec names modules and this front-end has to ask what they are."""
+        """True if there are names and this front-end must ask the engine about them."""
         wanted = set(names)
         return bool(wanted) and (
-            self.num_doubts != self.num_asked or not wanted <= set(self.modules)
+            self.num_doubts != self.num_asked or not wanted <= self.modules.keys()
         )
 
     def learn_modules(self, modules: dict[str, Any], num_doubts: int = 0) -> None:
-        """Know these modules from now on.
+        """Replace what is known of modules.
 
         Args:
-            num_doubts: `num_doubts` when the engine was asked.
+            num_doubts: the attribute, when the engine was asked.
         """
         self.num_asked = num_doubts
         self._meanings.forget()
@@ -117,7 +116,7 @@ class Connection:
         return self._meanings.of(spec, self.modules)
 
     def check(self, asked: Resolved, ids: Ids, max_tokens: int) -> None:
-        """What is to be known of a request before it enters.
+        """Check a request before it enters.
 
         Args:
             ids: of the prompt.
@@ -141,7 +140,7 @@ def _address() -> dict[str, Any]:
 
 
 def _may_listen(engine: Any, replies: list[dict[str, Any]]) -> bool:
-    """Listen on TCP if a worker needs it; whether to connect again."""
+    """Listen on TCP if a worker needs it; True if the workers must be asked again."""
     if not any(reply["needs_tcp"] for reply in replies):
         return False
     config = config_of(engine.vllm_config)
@@ -164,7 +163,7 @@ def _connect(engine: Any, replies: list[dict[str, Any]], generation: int) -> Non
     found = Connection.from_replies(replies, config.deliver_timeout_s)
     known = getattr(engine.output_processor, "scope", None)
     if known is not None and known.reason is None and found.reason is not None:
-        # What was a road before may be one again.
+        # The transport worked before and may work again.
         logger.warning("vllm-scope: %s. It is tried again in %g s.", found.reason, RETRY_S)
         known.retry_at = time.monotonic() + RETRY_S
         return
@@ -181,7 +180,7 @@ def connect_sync(engine: Any) -> None:
 
 
 async def connect_async(engine: Any) -> None:
-    """Once for all requests that wait for it; it goes on where one of them is cancelled."""
+    """Connect once for all requests that wait; the cancellation of one does not stop it."""
     task = engine.__dict__.get("scope_connecting")
     if task is None or task.done():
         task = engine.scope_connecting = asyncio.ensure_future(_connect_async(engine))
@@ -202,10 +201,10 @@ async def _ask_all(engine: Any) -> list[dict[str, Any]]:
 
 
 async def ask_replicas(engine: Any, name: str, *args: Any) -> list[list[dict[str, Any]]]:
-    """Of every data-parallel replica, what each of its workers answers to a remote call.
+    """The answers to a remote call, by data-parallel replica and worker.
 
-    AsyncLLM.collective_rpc returns the answers of the first replica alone, and another one may
-    be on another host. vllm 0.32, v1/engine/core_client.py, DPLBAsyncMPClient.call_utility_async
+    AsyncLLM.collective_rpc returns the answers of the first replica only.
+    vllm 0.32, v1/engine/core_client.py, DPLBAsyncMPClient.call_utility_async
     """
     core, call = engine.engine_core, ("collective_rpc", name, None, args, None)
     if hasattr(core, "call_utility_all_async"):  # since vLLM 0.32
@@ -246,7 +245,7 @@ def _check_sinks(asked: Resolved, connection: Connection) -> None:
 
 
 def _check_tokens(asked: Resolved, ids: Ids, last: int, limits: Limits) -> None:
-    """Raises SpecError where some selector cannot mean a token of this request."""
+    """Raises SpecError if a selector cannot mean a token of this request."""
     for name in ("reads", "probes", "edits"):
         actions: tuple[Any, ...] = getattr(asked, name)
         checked: set[Selector] = set()
@@ -254,7 +253,7 @@ def _check_tokens(asked: Resolved, ids: Ids, last: int, limits: Limits) -> None:
             if action.tokens in checked:
                 continue
             checked.add(action.tokens)
-            # An edit of several layers is here once for each.
+            # An edit of several layers is resolved to one edit per layer.
             i = action.number if name == "edits" else i
             where = f"{name}[{i}].tokens"
             action.tokens.check(len(ids), last, where)

@@ -1,11 +1,11 @@
-"""Results out: the seams on outputs, and on those who give them to the caller.
+"""Results out: the seams on outputs, and on the calls that return them.
 
 Owns:  the wait for rows that are still on their way when a request ends; Running.
 Runs:  in the front-end process, on its main thread or event loop.
-From:  frontend (which lets requests in), pending.   To: the caller; http.
+From:  requests, results.buffer.   To: the caller; http.
 
-Promise: a finished output is given to the caller when its rows are here; others are not
-held up by it. What an output costs does not grow with its prompt.
+Promise: a finished output waits for its own rows, and no other output waits for it. The cost of
+an output does not grow with its prompt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.frontend.translators import Decorators, in_words
 from vllm_scope.engine.params import concerns, names_module, params_of
-from vllm_scope.engine.refusals import refusal, told
+from vllm_scope.engine.refusals import refusal, refusal_in
 from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.results.buffer import Pending
 from vllm_scope.results.inbox import inbox
@@ -28,17 +28,17 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 #: How long a synchronous step waits for rows before it looks again.
 POLL_S = 0.05
-#: Rows that are due and do not come for so long may have nobody who sends them.
+#: If due rows have not arrived after so long, their worker may have disconnected.
 LONG_S = 5.0
 
 
 class Running:
-    """A request that was let in: what its outputs are given.
+    """A request that has entered, and what its outputs get.
 
     Attributes:
         text: the spec.
-        texts: of each generated token, the text that it added to the answer; empty where
-            nobody looks. One that ended the answer unseen has none.
+        texts: the text that each generated token added to the answer; empty without probes. A
+            stop token that is not shown has none.
     """
 
     def __init__(
@@ -61,18 +61,18 @@ class Running:
         return decode_next
 
     def output_ids(self) -> list[int]:
-        """All generated tokens so far. The same list each time, extended: snapshots share it."""
+        """All generated tokens so far: one list that is extended, which snapshots share."""
         every, known = self._detokenizer.token_ids, self._output_ids
         count = self._detokenizer.num_output_tokens()
-        if count < len(known):  # a stop string took some back
+        if count < len(known):  # a stop string removed some
             known = self._output_ids = known[:count]
         known.extend(every[len(every) - count + len(known) :])
         return known
 
     def give(self, output: Any, completion: Any) -> None:
-        """Set what the completion has by now."""
+        """Set the completion's result so far."""
         ended = completion.finish_reason is not None
-        # Before the snapshot: what comes meanwhile may be in it, and counts as new.
+        # Before the snapshot: what arrives in between counts as new.
         completion.scope_came = self.pending.num_came
         completion.scope = self.pending.snapshot(self.output_ids(), completion.finish_reason)
         completion.scope_texts = self.texts
@@ -82,7 +82,7 @@ class Running:
             try:
                 decorate(output, completion)
             except Exception as error:
-                # It is this request's fault, and not worth the step of all the others.
+                # Only this request fails; the step's other outputs go on.
                 logger.exception("vllm-scope: output %s was not decorated", output.request_id)
                 self.pending.error = self.pending.error or (
                     "what this output was to have beside its rows could not be made "
@@ -94,10 +94,10 @@ class Running:
 
 
 def _new_completion(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """RequestState._new_completion_output: tie the completion to its rows."""
+    """RequestState._new_completion_output: connect the completion with its rows."""
     completion = original(self, *args, **kwargs)
     known: Running | None = getattr(self, "scope", None)
-    refused = told(completion)
+    refused = refusal_in(completion)
     if isinstance(refused, SpecError) and known is not None:
         refused = refusal()(in_words(str(refused), known.decorators.paths))
     if refused is not None:
@@ -130,7 +130,7 @@ def settle(output: Any) -> Any:
 
 
 def outdated(output: Any) -> bool:
-    """Whether something came for a completion since it was settled."""
+    """True if something has arrived for a completion since `settle`."""
     return any(
         (source := getattr(completion, "scope_source", None)) is not None
         and source.pending.num_came != completion.scope_came
@@ -160,7 +160,7 @@ async def _settled(engine: Any, stream: Any) -> Any:
 
 
 async def _arrival(pending: Pending, timeout: float) -> None:
-    """Wait for a request's last row; what takes long may be a worker that has given up."""
+    """Wait for a request's last row. After LONG_S, have the engine connect again."""
     limit = time.monotonic() + min(timeout, LONG_S)
     try:
         await asyncio.wait([asyncio.wrap_future(pending.done)], timeout=timeout)
@@ -170,13 +170,13 @@ async def _arrival(pending: Pending, timeout: float) -> None:
 
 
 def _step(original: Any, self: Any) -> list[Any]:
-    """LLMEngine.step: a finished output whose rows are not here comes in a later step."""
+    """LLMEngine.step: a finished output whose rows are missing is returned by a later step."""
     waiting: list[tuple[Any, float]] = self.__dict__.setdefault("scope_waiting", [])
     if not waiting:
         outputs = original(self)
     elif self.output_processor.has_unfinished_requests() or not _multiprocess(self):
-        # In one process the engine must step on: the workers learn of a request's
-        # end in the step after.
+        # In one process the engine must step: the workers learn of a request's end in the
+        # next step.
         outputs = original(self)
         if not outputs and not self.output_processor.has_unfinished_requests():
             time.sleep(POLL_S / 10)

@@ -1,11 +1,10 @@
-"""What is known of a request with a spec before it enters: made off the event loop.
+"""The check of a request with a spec before it enters, off the event loop if it is large.
 
-Owns:  Prepared, `prepare`, and where the asynchronous engine waits for it.
-Runs:  in the front-end: inline where a request is small, in a thread where it is not.
-From:  connection (is the spec possible here).   To: frontend.
+Owns:  Prepared, `prepare`, and the asynchronous engine's wait for it.
+Runs:  in the front-end: a small request inline, a large one in a thread.
+From:  connection.   To: requests.
 
-Promise: what a spec and a prompt cost is bounded before it is spent, and an API server's other
-requests do not wait for it.
+Promise: an API server's other requests do not wait for the check of a large one.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from vllm_scope.request.resolve import Resolved
 from vllm_scope.request.spec import Spec
 from vllm_scope.results.budget import bytes_of_prompt
 
-#: A spec and a prompt that have so many characters and tokens together are prepared at once, on
-#: the event loop: about 1 ms.
+#: Characters of a spec and tokens of a prompt, together, that are prepared inline: about 1 ms.
 SMALL = 4096
 _NUMBERS = {int, float, bool, type(None)}
 Result = TypeVar("Result")
@@ -33,12 +31,13 @@ NO_TAPS = "this engine was started without vllm-scope; it has no taps."
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request that this engine can do.
+    """A request that has passed the check.
 
     Attributes:
-        asked: all of it. own: what goes to memory.
-        first_position: the first that delivers something; None where nothing does.
-        num_bytes: what the prompt delivers to this process.
+        asked: the whole spec.
+        own: the reads and probes that go to memory.
+        first_position: the first position that delivers something; None if none does.
+        num_bytes: bytes that the prompt delivers to this process.
     """
 
     asked: Resolved
@@ -53,7 +52,7 @@ def prepare(connection: Connection | None, request: Any) -> Prepared:
     """Check a request of vLLM's against the engine. On any thread.
 
     Raises:
-        SpecError: it is not possible here.
+        SpecError: the request is not possible here.
     """
     if connection is None:
         raise SpecError(NO_TAPS)
@@ -78,11 +77,10 @@ def prepare(connection: Connection | None, request: Any) -> Prepared:
 
 
 def is_small(values: Any) -> bool:
-    """Whether to hand these to a thread would cost more than to work on them.
+    """True if characters and items together are at most SMALL; a thread would cost more.
 
     Args:
-        values: a text, or lists and mappings of texts and numbers. All characters and items
-            count together, up to SMALL.
+        values: a text, or lists and mappings of texts and numbers.
     """
     left, open_ones = SMALL, [values]
     while open_ones:
@@ -100,18 +98,17 @@ def is_small(values: Any) -> bool:
 
 
 async def aside(call: Callable[..., Result], *args: Any, if_large: Any) -> Result:
-    """The result of a call, which runs in a thread if what it works on is large."""
+    """The result of a call, which runs in a thread if `if_large` is large."""
     if is_small(if_large):
         return call(*args)
     return await asyncio.to_thread(call, *args)
 
 
 async def prepare_aside(processor: Any, request: Any, parent: Any) -> AbstractContextManager[None]:
-    """Prepare a request in a thread, for the output processor to find inside of the result.
+    """Prepare a request in a thread; inside the returned context, `taken` finds the result.
 
     Args:
-        parent: of a completion of n > 1: what vLLM makes one for all, which keeps what the
-            first one was found to be.
+        parent: vLLM's ParentRequest of an n > 1, or None. It keeps the first completion's result.
 
     Raises:
         SpecError: as `prepare`.
@@ -136,7 +133,7 @@ def _given(processor: Any, request_id: str, found: Prepared) -> Iterator[None]:
 
 
 def taken(processor: Any, request: Any) -> Prepared:
-    """What was prepared of a request, or is now."""
+    """What was prepared for a request; prepared now if nothing was."""
     aside: dict[str, Prepared] = processor.__dict__.get("scope_prepared", {})
     found = aside.get(request.request_id)
     return prepare(getattr(processor, "scope", None), request) if found is None else found

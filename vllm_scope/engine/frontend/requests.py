@@ -2,10 +2,9 @@
 
 Owns:  the request's handle.
 Runs:  in the front-end process, on its main thread or event loop.
-From:  connection (is the spec possible here).   To: inbox, core (the handle), outputs.
+From:  prepared (the checked spec).   To: results.inbox, engine.core (the handle), outputs.
 
-Promise: a caller's SamplingParams are never changed. A plain request takes the
-original path.
+Promise: a caller's SamplingParams are never changed. A plain request takes the original path.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
@@ -45,17 +44,18 @@ from vllm_scope.results.budget import asking
 from vllm_scope.results.buffer import Pending
 from vllm_scope.results.inbox import inbox
 
-#: What was prepared of the request that the running code adds to the engine.
+#: What was prepared for the request that the running code adds to the engine.
 _ahead: ContextVar[Prepared | None] = ContextVar("vllm_scope_ahead", default=None)
 
 
 def _open(
     connection: Connection, prepared: Prepared, request: Any, parent: Any, child: int
 ) -> Pending:
-    """Let a request in and give it a handle.
+    """Make a request's buffer and its handle.
 
     Args:
-        parent, child: of a completion of n > 1: what vLLM makes one for all, and which.
+        parent: vLLM's ParentRequest of an n > 1, or None.
+        child: the completion's index in it.
     """
     box, asked, params = inbox(), prepared.asked, request.sampling_params
     pending = box.open(
@@ -88,7 +88,7 @@ def _uid_of(parent: Any) -> str:
 
 
 def _prepared_of(processor: Any, request: Any, parent: Any) -> Prepared:
-    """What is known of a request; the same object for all completions of an n > 1.
+    """The checked request; the same object for all completions of an n > 1.
 
     Raises:
         SpecError: as `prepare`.
@@ -104,7 +104,7 @@ def _prepared_of(processor: Any, request: Any, parent: Any) -> Prepared:
 
 
 def _is_of(found: Prepared, request: Any) -> bool:
-    """True if vLLM made the request of the prompt and the parameters that were prepared."""
+    """True if the request has the prompt and the length that were prepared."""
     same_length = found.max_tokens == (request.sampling_params.max_tokens or 1)
     return same_length and found.prompt_ids == request.prompt_token_ids
 
@@ -112,8 +112,8 @@ def _is_of(found: Prepared, request: Any) -> bool:
 async def _prepare_ahead(engine: Any, params: Any, prompt: Any) -> Prepared | None:
     """Prepare a large request of several completions in a thread; None for any other.
 
-    vLLM adds all completions without an await between them, so that this is the last place where
-    the event loop can wait. vllm 0.31 to 0.33, v1/engine/async_llm.py, AsyncLLM.add_request
+    vLLM adds all completions without an await, so this is the last point where the event loop
+    can go on meanwhile. vllm 0.31 to 0.33, v1/engine/async_llm.py, AsyncLLM.add_request
 
     Raises:
         SpecError: as `prepare`.
@@ -130,14 +130,14 @@ async def _prepare_ahead(engine: Any, params: Any, prompt: Any) -> Prepared | No
 
 
 def _unknown_modules(engine: Any, params: Any) -> bool:
-    """The spec names a steering module of which this front-end does not know enough."""
+    """True if the spec names a steering module that this front-end must ask about."""
     connection = getattr(engine.output_processor, "scope", None)
     text = params.extra_args["scope"] if asks(params) else None
     if connection is None or not names_module(text):
         return False
     with suppress(SpecError):
         return bool(connection.lacks(Spec.from_json(text).modules))
-    return False  # it is refused with a reason later
+    return False  # a malformed spec is refused later, with the reason
 
 
 def _add_to_processor(
@@ -150,7 +150,7 @@ def _add_to_processor(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """OutputProcessor.add_request: the one place that sees every child request."""
+    """OutputProcessor.add_request: every child request of an n > 1 comes here."""
     rest = (prompt, parent_req, request_index, *args)
     extra = getattr(request.sampling_params, "extra_args", None)
     if extra and HANDLE in extra:
@@ -174,7 +174,7 @@ def _add_to_processor(
 
 
 def _translated(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """(params, args, kwargs) of a request whose foreign keys have become a spec."""
+    """(params, args, kwargs), with a spec in place of other systems' keys."""
     params = params_of(args, kwargs, 2)
     if not translators.concerned(params, engine.vllm_config):
         return params, args, kwargs
@@ -202,7 +202,7 @@ def _add_sync(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return original(self, *args, **kwargs)
     except ScopeError:
-        # EngineCore in this process refused what the front-end had let in.
+        # EngineCore runs in this process and refused the request.
         self.abort_request([kwargs["request_id"] if "request_id" in kwargs else args[0]])
         raise
 
@@ -236,16 +236,14 @@ async def _add_one_async(
 ) -> None:
     """AsyncLLM._add_request, whose output processor is called on the event loop."""
     params = request.sampling_params
-    known = _ahead.get() is not None
+    prepared: AbstractContextManager[None] = nullcontext()
     if (
-        not asks(params)
-        or known
-        or is_small((params.extra_args["scope"], request.prompt_token_ids))
+        asks(params)
+        and _ahead.get() is None
+        and not is_small((params.extra_args["scope"], request.prompt_token_ids))
     ):
-        await original(self, request, prompt, parent_req, *args, **kwargs)
-        return
-    with refusing(translators.decorators_of(params).paths):
-        prepared = await prepare_aside(self.output_processor, request, parent_req)
+        with refusing(translators.decorators_of(params).paths):
+            prepared = await prepare_aside(self.output_processor, request, parent_req)
     with prepared:
         await original(self, request, prompt, parent_req, *args, **kwargs)
 

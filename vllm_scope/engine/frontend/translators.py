@@ -1,12 +1,12 @@
-"""Requests in other words: keys of `extra_args` that stand for actions.
+"""Requests in other systems' words: keys of `extra_args` that stand for actions.
 
-Owns:  which keys have a translator, and a request's SamplingParams after it.
-Runs:  in the front-end, before a request is checked and where outputs are given out.
-From:  faces (which register).   To: frontend.
+Owns:  the translators by key, and a request's SamplingParams after translation.
+Runs:  in the front-end, before a request is checked and when outputs are returned.
+From:  compat (which registers translators).   To: requests, outputs.
 
-Promise: behind this seam a request is a spec like any other. What a translator adds to
-outputs is added to outputs of its requests only, and an error in it never leaves them. An
-error of the spec names what the caller wrote, wherever it is found: `in_words`.
+Promise: after translation a request has a spec like any other. A translator decorates only the
+outputs of its requests, and an error in it affects only these. An error of the spec names what
+the caller wrote (`in_words`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from vllm_scope.request.actions import Action, Probe, Read
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.spec import Spec, scope
 
-#: Where a request's Decorators are in `extra_args` until the front-end takes them out again.
+#: Where a request's Decorators are in `extra_args` until the front-end removes them.
 DECORATORS = "scope_decorators"
 
-#: (output, completion): called whenever the completion got a snapshot of its rows, as
-#: `completion.scope`. On the event loop, so it is quick.
+#: (output, completion): called after each snapshot, `completion.scope`, on the event loop. Must
+#: be quick.
 Decorator = Callable[[Any, Any], None]
 
 
@@ -38,12 +38,12 @@ class Translation:
     """What some keys of a request mean.
 
     Attributes:
-        actions: none where the keys ask for nothing.
-        decorate: gives outputs the attributes that the keys' users expect.
-        functions: Python to run between layers. Only beside actions, and `decorate` is to
-            hold on to it.
-        paths: what errors call the actions, of which `named` makes them: "edits[3]" or
-            "edits[3].vector", counted by kind among these actions -> the caller's words.
+        actions: empty if the keys ask for nothing.
+        decorate: gives outputs the attributes that users of the keys expect.
+        functions: Python to run between layers. Only beside actions; `decorate` must hold a
+            reference to it.
+        paths: "edits[3]" or "edits[3].vector", counted by kind among these actions -> the
+            caller's words, for errors. `named` makes them.
     """
 
     actions: tuple[Action, ...] = ()
@@ -54,10 +54,10 @@ class Translation:
 
 @dataclass(frozen=True)
 class Decorators:
-    """What a request's translators said beside its actions.
+    """The decorators and paths of a request's translations.
 
     Attributes:
-        paths: as a Translation's, counted among all actions of the request.
+        paths: as in Translation, counted among all actions of the request.
     """
 
     each: tuple[Decorator, ...] = ()
@@ -67,11 +67,11 @@ class Decorators:
         return iter(self.each)
 
 
-#: The values of a translator's keys, those that a request has; the engine's sites.
-#: Raises SpecError where they ask for what cannot be.
+#: (those of the translator's keys that a request has, with their values; the engine's sites).
+#: Raises SpecError if they ask for what is not possible.
 Translator = Callable[[Mapping[str, Any], Sites], Translation]
-#: By an engine's VllmConfig: values that all its requests have beside their own; None
-#: where only those with keys are to be translated.
+#: An engine's VllmConfig -> values that are added to every request; None to translate only
+#: requests with keys.
 Everywhere = Callable[[Any], Mapping[str, Any] | None]
 
 
@@ -90,12 +90,12 @@ _everywhere: tuple[Everywhere, ...] = ()
 def register(
     name: str, keys: Iterable[str], translate: Translator, everywhere: Everywhere | None = None
 ) -> None:
-    """Let keys of `extra_args` be translated; the same name again replaces it.
+    """Register a translator, or replace the one of this name.
 
     Args:
-        keys: that no other translator has.
+        keys: of `extra_args`; no other translator may have them.
         translate: called for each request with one of the keys.
-        everywhere: where an engine has values for every request, for each of them.
+        everywhere: if it returns values, `translate` is called for every request.
     """
     global _keys, _everywhere
     _entries[name] = _Entry(frozenset(keys), translate, everywhere)
@@ -104,7 +104,7 @@ def register(
 
 
 def concerned(params: Any, vllm_config: Any) -> bool:
-    """Whether some translator has to do with a request."""
+    """True if a translator applies to a request."""
     if not hasattr(params, "extra_args"):
         return False
     if has_keys(params.extra_args):
@@ -117,7 +117,7 @@ def has_keys(extra: Mapping[str, Any] | None) -> bool:
 
 
 def keys() -> frozenset[str]:
-    """Of `extra_args`, those that some translator has."""
+    """The keys of all translators."""
     return _keys
 
 
@@ -125,7 +125,7 @@ def translated(params: Any, vllm_config: Any, sites: Sites) -> Any:
     """A copy of SamplingParams with a spec in place of the keys.
 
     Raises:
-        SpecError: they ask for what cannot be.
+        SpecError: they ask for what is not possible.
     """
     extra = dict(params.extra_args or {})
     translations: list[Translation] = []
@@ -156,7 +156,7 @@ def translated(params: Any, vllm_config: Any, sites: Sites) -> Any:
 
 
 def decorators_of(params: Any) -> Decorators:
-    """What a request's translators said beside its actions; nothing of one without."""
+    """The decorators and paths of a request; empty without translations."""
     found = (getattr(params, "extra_args", None) or {}).get(DECORATORS)
     return found if isinstance(found, Decorators) else Decorators()
 
@@ -165,10 +165,10 @@ def decorators_of(params: Any) -> Decorators:
 
 
 def named(said: Iterable[tuple[Action, Mapping[str, str]]]) -> dict[str, str]:
-    """The paths of a translation.
+    """The `paths` of a Translation.
 
     Args:
-        said: its actions in their order, each with the caller's words: "" for the action,
+        said: its actions in order, each with the caller's words: key "" for the action,
             ".tokens" for one of its fields. A field without words follows the action's.
     """
     counts: Counter[str] = Counter()
@@ -181,10 +181,10 @@ def named(said: Iterable[tuple[Action, Mapping[str, str]]]) -> dict[str, str]:
 
 
 def in_words(text: str, paths: Mapping[str, str]) -> str:
-    """A sentence that begins with a path, with the caller's words in its place.
+    """An error text whose leading path is replaced by the caller's words.
 
     Args:
-        paths: path -> the caller's words; that of a field, or of all that have the field.
+        paths: path of an action or of its field -> the caller's words.
     """
     if found := _PATH.match(text):
         whole, action, end = found[0], found[1], found[2] or ""
@@ -197,7 +197,7 @@ def in_words(text: str, paths: Mapping[str, str]) -> str:
 
 @contextmanager
 def called(paths: Mapping[str, str]) -> Iterator[None]:
-    """Have a SpecError inside begin with the caller's words, as `in_words` does."""
+    """Apply `in_words` to a SpecError inside."""
     try:
         yield
     except SpecError as error:
@@ -208,12 +208,12 @@ _PATH = re.compile(r"(\w+(?:\[\d+\])?)(\.\w+)?")
 
 
 def _field_of(action: Action) -> str:
-    """Where a spec has it."""
+    """The field of a spec that holds the action."""
     return {Read: "reads", Probe: "probes"}.get(type(action), "edits")
 
 
 def _moved(paths: Mapping[str, str], before: Iterable[Action]) -> dict[str, str]:
-    """Paths of a translation, where these actions come before its own."""
+    """Paths of a translation, renumbered after the actions before its own."""
     counts = Counter(map(_field_of, before))
     moved = {}
     for path, words in paths.items():
@@ -223,7 +223,7 @@ def _moved(paths: Mapping[str, str], before: Iterable[Action]) -> dict[str, str]
 
 
 class OfEach(Mapping[Any, Any]):
-    """Stands on an output of several completions for what each of them has."""
+    """Stands on an output of several completions for an attribute of each."""
 
     def __init__(self, name: str, number: int) -> None:
         self._name, self._number = name, number
@@ -241,7 +241,7 @@ class OfEach(Mapping[Any, Any]):
 
 
 def give(output: Any, completion: Any, name: str, value: Any) -> None:
-    """Set an attribute of a completion; of its output too, where it is the only one."""
+    """Set an attribute of a completion, and of its output if it is the only one."""
     setattr(completion, name, value)
     alone = len(output.outputs) == 1
     setattr(output, name, value if alone else OfEach(name, len(output.outputs)))

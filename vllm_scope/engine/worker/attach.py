@@ -16,13 +16,14 @@ from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.worker.worker import ScopeWorker
 
 
-#: RPC name -> what answers it. Errors in them are the caller's: they come back as text.
 def _remote_calls(scope: ScopeWorker) -> dict[str, Any]:
+    """Name of a remote call -> the function; vLLM returns its errors to the caller as text."""
     return {
         "scope_connect": scope.connect,
         "scope_describe": scope.describe,
         "scope_counters": scope.counters,
         "scope_flush": scope.flush,
+        # Not bound methods: the registry is made later, by `load`.
         "scope_register": lambda name, data: scope.holding.register(name, data),
         "scope_unregister": lambda name: scope.registry.unregister(name),
         "scope_modules": lambda: scope.registry.modules(),
@@ -32,7 +33,7 @@ def _remote_calls(scope: ScopeWorker) -> dict[str, Any]:
 
 
 def _attach(worker: Any, config: ScopeConfig) -> None:
-    """Wrap one worker instance. Its class stays free for `worker_cls`."""
+    """Wrap one worker instance; its class may be the user's (`worker_cls`)."""
     scope = ScopeWorker(worker, config)
     load_model = worker.load_model
     warm_up, shutdown = worker.compile_or_warm_up_model, worker.shutdown
@@ -61,16 +62,15 @@ def _attach(worker: Any, config: ScopeConfig) -> None:
 
 
 def _attach_steps(runner: Any, scope: ScopeWorker) -> None:
-    """Hear of each step, on the runner: a Ray worker of the compiled graph calls it past
-    the worker's own `execute_model`. vllm 0.32, v1/executor/ray_utils.py,
-    RayWorkerWrapper.execute_model_ray
+    """Wrap the runner's steps: with Ray's compiled graph, the worker's `execute_model` is not
+    called. vllm 0.32, v1/executor/ray_utils.py, RayWorkerWrapper.execute_model_ray
     """
     execute_model = runner.execute_model
 
     def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dummy_run"):  # Model Runner V2 calls itself for these
             return execute_model(scheduler_output, *args, **kwargs)
-        # First those that ended: the scheduler has given their places to the new ones.
+        # Ended requests first: the scheduler has given their places to new ones.
         if zeroed := clearing.sent_in(scheduler_output):
             clearing.zero(runner, zeroed)
         if scheduler_output.finished_req_ids:
@@ -87,12 +87,12 @@ def _attach_steps(runner: Any, scope: ScopeWorker) -> None:
             scope.steps.fail()
             raise
         scope.steps.end()
-        return scope.told(output)
+        return scope.with_faults(output)
 
     sample_tokens = runner.sample_tokens
 
     def sample(*args: Any, **kwargs: Any) -> Any:
-        return scope.told(sample_tokens(*args, **kwargs))
+        return scope.with_faults(sample_tokens(*args, **kwargs))
 
     runner.execute_model, runner.sample_tokens = execute, sample
 

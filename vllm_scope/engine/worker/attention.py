@@ -3,8 +3,8 @@
 Owns:  `heads_of`, `attention_of`, `kernel_of`.
 Runs:  `heads_of` wherever the configuration is; the others in every worker, after load.
 
-Promise: fail closed. A site inside the attention that was configured is where its words
-say, in every layer that carries a tap, or the engine does not start.
+Promise: if a layer that carries a tap does not have the configured site as described, the
+engine does not start.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from vllm_scope.request.sites import ATTENTION_SITES, Heads, Sites, boundary_of
 
 
 def heads_of(vllm_config: Any, sites: Sequence[str]) -> Heads:
-    """The model's heads, by its configuration; `attention_of` compares with the modules.
+    """The model's heads, by its configuration; `attention_of` compares them with the modules.
 
     Args:
-        sites: that were asked for.
+        sites: the configured sites inside the attention.
 
     Raises:
-        ConfigError: each rank has some of the heads, or there are none to be seen.
+        ConfigError: tensor parallelism splits the heads, or the attention has no such heads.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     named = f"additional_config['scope'].sites has {sites[0]!r}"
@@ -50,14 +50,11 @@ def heads_of(vllm_config: Any, sites: Sequence[str]) -> Heads:
 
 
 def attention_of(anatomy: Anatomy, sites: Sites) -> dict[int, nn.Module]:
-    """The one module of each layer that is called with q, k and v.
-
-    Args:
-        sites: says which layers carry a tap there.
+    """Layer -> its one module that is called with q, k and v, of the layers with a tap there.
 
     Raises:
-        ConfigError: a layer has none or several, its heads are not the model's, or its
-            keys and values are another layer's: the sites were configured.
+        ConfigError: a layer has none or several, its heads are not the model's, or it uses
+            another layer's keys and values.
     """
     found: dict[int, nn.Module] = {}
     for number, layer in anatomy.layers.items():
@@ -104,14 +101,13 @@ def _check(module: Any, number: int, tapped: list[str], sites: Sites) -> None:
 
 
 def kernel_of(module: Any) -> dict[str, Any]:
-    """What an attention module's kernel is told beside q, k and v; plain numbers.
+    """The parameters of an attention module's kernel beside q, k and v, as plain numbers.
 
     Returns:
-        layer_name: vLLM's. scale: of q.k. sliding_window: how many positions a query sees, its own
-        included; None for all. logits_soft_cap: None for none. alibi_slopes, sinks: by
-        head, None for none. exact: False where the kernel does more than that. Attention
-        over chunks, of a chosen prefix, ... has a class of its own; models of pictures may
-        let these see ahead.
+        layer_name: vLLM's. scale: of q.k. sliding_window: how many positions a query sees, its
+        own included; None for all. logits_soft_cap: None for none. alibi_slopes, sinks: by
+        head; None for none. exact: True if the kernel does nothing else; False for example for
+        chunked attention, or for image tokens that see later ones.
     """
     impl = module.impl
     plain = type(module).__name__ == "Attention" and not any(

@@ -1,11 +1,10 @@
-"""Tries every tap of a loaded model before it serves.
+"""Reads one row at every tap of a loaded model before it serves.
 
 Owns:  `silent_taps`.
 Runs:  in every worker, once, after compilation and warm-up.
 
-A compiled graph from a cache that was made without taps computes the right tokens
-and reads nothing, silently (measured). So one row is read at every tap of a dummy
-forward: through the arena, and where taps write host memory, there as well.
+A compiled graph that was cached without taps computes the right tokens and reads nothing,
+without an error (measured). So a dummy forward reads one row at every tap.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from vllm_scope.program.layout import Widths
 from vllm_scope.program.operations import Program
 from vllm_scope.request.sites import boundary_of_point, point_of
 
-#: Written before the canary runs; no model computes a row of it. Exact in bf16 and fp16.
+#: Written before the forward; no model computes a row of this value. Exact in bf16 and fp16.
 POISON = -1280.0
 
 
@@ -38,10 +37,9 @@ def silent_taps(
 
     Args:
         boundaries: that carry a tap here.
-        widths: of rows.
-        slots: [n, elements of a slot], model dtype: where the rows are to come.
-        first_slot: number of the first of them.
-        to_host: they are in host memory.
+        slots: [n, elements of a slot], model dtype, which the taps write.
+        first_slot: index of the first of them in the arena, or in host memory.
+        to_host: `slots` are in host memory.
         forward: runs one dummy token after calling its argument.
     """
     program = Program.reading(tuple(point_of(boundary, 0) for boundary in boundaries))

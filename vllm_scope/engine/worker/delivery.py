@@ -1,14 +1,14 @@
-"""A worker's delivery side: ring, drain and sinks, and which request goes where.
+"""How rows leave a worker: ring, drain and sinks, and which request goes where.
 
-Owns:  Delivery.
-Runs:  in workers that drain, on the worker's thread; behind it are the drain's thread and
-       the sinks'.
-From:  worker.   To: drain, sinks.router.
+Owns:  WorkerDelivery.
+Runs:  in workers that drain, on the worker's thread; the drain and the sinks have threads of
+       their own.
+From:  worker.   To: worker.drain, sinks.router.
 
-How the end of a request is known: the scheduler, in EngineCore, is what accepts tokens.
-It sends the accepted tokens of a request that has sinks along with the news that it is
-over (scheduler.ended_in): the same for both runners, for every pipeline stage, for aborts,
-and after preemptions. Rows of tokens that were never accepted are then left out.
+The end of a request: the scheduler, in EngineCore, accepts tokens. When a request with sinks is
+over, the scheduler sends its accepted tokens with that message (engine.core.scheduler): the same
+for both runners, every pipeline stage, aborts and preemptions. Sinks then leave out the rows of
+tokens that were never accepted.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker.arena import Arena
 from vllm_scope.worker.drain import Drain
 
-#: The key of a request for whose rows nobody waits.
+#: The key of a request that delivers nothing.
 NOBODY = -1
 IDLE_COUNTERS: dict[str, Any] = {"requests_routed": 0, "roads": [], "sinks": {}}
 
 
 def global_reads(config: ScopeConfig, sites: Sites) -> Resolved:
-    """What the global sinks are given of every request.
+    """The reads that global sinks add to every request.
 
     Raises:
-        SpecError: this engine does not tap it.
+        SpecError: this engine does not tap a site of theirs.
     """
     reads = [
         replace(read, to=GLOBAL + name)
@@ -53,11 +53,11 @@ def global_reads(config: ScopeConfig, sites: Sites) -> Resolved:
 
 
 @dataclass
-class Delivery:
+class WorkerDelivery:
     """Verbs: `add_request`, `finish_request`, `close`; steps go to `drain`.
 
     Attributes:
-        info: of every request: stage, model.
+        info: the fields that all requests share: stage and model.
         everywhere: what global sinks read.
     """
 
@@ -67,7 +67,7 @@ class Delivery:
     drain: Drain
     info: RequestInfo
     everywhere: Resolved = field(default_factory=Resolved)
-    #: Of requests that have no key of a front-end's.
+    #: Keys of requests that no front-end gave one: negative, below NOBODY.
     _own_keys: Any = field(default_factory=lambda: itertools.count(NOBODY - 1, -1))
 
     @staticmethod
@@ -79,10 +79,12 @@ class Delivery:
         here: Sequence[int],
         stage: tuple[int, int],
         model: str,
-    ) -> Delivery:
-        """Args:
-        here: boundaries with a tap on this worker.
-        stage: its number, and how many there are.
+    ) -> WorkerDelivery:
+        """Start the drain and the sinks.
+
+        Args:
+            here: boundaries with a tap on this worker.
+            stage: this pipeline stage's number, and the number of stages.
 
         Raises:
             ScopeError: a sink cannot be made; the engine does not start.
@@ -94,10 +96,10 @@ class Delivery:
         router = Router(memory, *configs, sites, here)
         drain = Drain(arena, ring, router, sizes.widths)
         info = RequestInfo(NOBODY, "", "", (), stage=stage[0], num_stages=stage[1], model=model)
-        return Delivery(ring, memory, router, drain, info, global_reads(config, sites))
+        return WorkerDelivery(ring, memory, router, drain, info, global_reads(config, sites))
 
     def expect(self, handle: dict[str, Any]) -> None:
-        """A request has come: whatever becomes of it, its front-end is told.
+        """Announce a request, so that its front-end is answered even if it then fails.
 
         Raises:
             CapacityError: the front-end is not connected.
@@ -108,13 +110,13 @@ class Delivery:
     def add_request(
         self, req_id: str, prompt_ids: Sequence[int], handle: dict[str, Any], asked: Resolved
     ) -> tuple[Resolved, int]:
-        """Take a request in, before its rows come.
+        """Prepare for a request's rows.
 
         Returns:
             What to read and edit, with what global sinks read; and the key of its rows.
 
         Raises:
-            CapacityError: its codecs need more than there is room for.
+            CapacityError: there is no room for what its codecs need.
         """
         key = handle.get("key", NOBODY)
         if key >= 0 and MEMORY not in asked.destinations:
@@ -141,13 +143,13 @@ class Delivery:
         return asked, key
 
     def finish_request(self, key: int, error: str | None, ended: Ended | None) -> None:
-        """The last of a request, after all of its rows."""
+        """Send the end of a request behind its rows."""
         if ended is not None:
             self.router.expect_end(key, ended)
         self.drain.finish_request(key, error)
 
     def describe(self) -> dict[str, Any]:
-        """The sinks that requests may name: name -> whether they take scores."""
+        """The sinks that requests may name -> whether they take scores."""
         return self.router.takes_scores
 
     def counters(self) -> dict[str, Any]:

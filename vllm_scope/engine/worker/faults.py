@@ -2,12 +2,12 @@
 
 Owns:  the way of a fault from a tap to the caller.
 Runs:  Faults in every worker, where a step's output is made; `end_faulty` in EngineCore, where
-       it is read.
-From:  tap.tables (faults by owner), plan (whose owner).   To: clearing (the request's KV).
+       the output is read.
+From:  tap.tables (faults by owner), plan (owners).   To: clearing (the request's KV).
 
-A tap leaves a row as it was where an edit's result is not finite in the model's dtype, and
-every token of an edited request is checked at the last tap. The worker says so with the output
-of that step. EngineCore then ends the request, before any of that step's tokens is taken.
+If an edit's result is not finite in the model's dtype, the tap leaves the row unchanged and
+reports a fault. The last tap also checks every token of an edited request. The worker sends the
+faults with the step's output. EngineCore ends the requests before it takes a token of that step.
 """
 
 from __future__ import annotations
@@ -29,44 +29,45 @@ from vllm_scope.worker.plan import Planner
 
 
 class Faults:
-    """What taps of one worker report, by request."""
+    """The faults that one worker's taps report, by request."""
 
     def __init__(self, tables: Tables, planner: Planner, sites: Sites) -> None:
         self._reported, self._planner, self._sites = tables.faults, planner, sites
-        #: Requests with edits that cannot be done -> why, until they are told.
+        #: Requests with edits that cannot be done -> the reason, until an output carries it.
         self._failed: dict[str, str] = {}
 
     def fail(self, req_id: str, reason: str) -> None:
-        """A request's edits cannot be done: without them its KV would pass for edited KV."""
+        """End a request whose edits cannot be done: its plain KV has the keys of edited KV."""
         self._failed[req_id] = reason
 
-    def told(self, output: Any) -> Any:
-        """A step's output, which says whose rows were not finite.
+    def with_faults(self, output: Any) -> Any:
+        """A step's output, with the faults so far as `scope_faults`.
 
         Args:
-            output: of `execute_model` or `sample_tokens`. One that is made later says so then.
+            output: of `execute_model` or `sample_tokens`. An asynchronous output gets the faults
+                when its `get_output` is called.
         """
         if not self._planner.owners and not self._failed:
             return output
         if hasattr(output, "get_output"):
             make = output.get_output
-            output.get_output = lambda: self._told_now(make())
+            output.get_output = lambda: self._add_faults(make())
             return output
-        return self._told_now(output) if hasattr(output, "sampled_token_ids") else output
+        return self._add_faults(output) if hasattr(output, "sampled_token_ids") else output
 
-    def _told_now(self, output: Any) -> Any:
+    def _add_faults(self, output: Any) -> Any:
         found = self._take()
         if found:
-            output = copy(output)  # vLLM has one for all steps without tokens
+            output = copy(output)  # vLLM has one object for all steps without tokens
             output.scope_faults = found
         return output
 
     def _take(self) -> dict[str, str]:
-        """Request -> why it fails; each is said once. On the thread that makes outputs."""
+        """Request -> why it fails, each once. On the thread that makes outputs."""
         owners = list(self._planner.owners)
         at = np.array(owners, np.int64)
         found: dict[str, str] = {}
-        while self._failed:  # the main thread may add to it meanwhile
+        while self._failed:  # the main thread may add to it during the loop
             found |= [self._failed.popitem()]
         for i in np.flatnonzero(self._reported[at]):
             req_id = self._planner.owners.get(owners[i])
@@ -92,7 +93,7 @@ def _faults_in(model_runner_output: Any) -> Mapping[str, str]:
 
 
 def _with_sharers(scheduler: Any, faults: Mapping[str, str]) -> dict[str, str]:
-    """The faults, and those of requests with the same edits that use the same KV."""
+    """The faults, and the same for requests that share KV with a faulty request."""
     found, left = dict(faults), list(faults)
     while left:
         req_id = left.pop()
@@ -104,7 +105,7 @@ def _with_sharers(scheduler: Any, faults: Mapping[str, str]) -> dict[str, str]:
 
 
 def end_faulty(original: Any, self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-    """Scheduler.update_from_output: requests with a fault end before their tokens are taken."""
+    """Scheduler.update_from_output: end requests with a fault before their tokens are taken."""
     faults = _faults_in(model_runner_output)
     if not faults:
         return original(self, scheduler_output, model_runner_output)

@@ -1,11 +1,11 @@
-"""What one forward computes, read off the model runner just before it runs.
+"""What one forward computes, read from the model runner just before it runs.
 
 Owns:  one seam per runner, wrapped on the instance.
-Runs:  in the worker, right before the forward, for real steps only (V1), or for
-       dummies too, whose requests nobody knows (V2).
+Runs:  in the worker, just before the forward: for real steps (V1), and for dummy steps too (V2),
+       whose requests are unknown here.
 To:    steps (`begin` with a StepBatch).
 
-Rows are never derived from the scheduler's order: both runners reorder batches.
+Both runners reorder batches, so rows never follow from the scheduler's order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from vllm_scope.errors import CompatError
 from vllm_scope.worker.plan import StepBatch
 
-#: (batch, device positions by row and maybe more); called only while some request has taps.
+#: (batch, positions on the device by row, maybe padded); called only while a request has taps.
 BeginStep = Callable[[StepBatch, Tensor], None]
 
 
@@ -49,8 +49,7 @@ def attach(
 ) -> None:
     """Call `begin_step` before each forward of `runner` while `has_requests()`.
 
-    `before_dummy` comes before a forward of dummies: what the last step's plan left
-    in the tables must not run again.
+    `before_dummy` is called before a dummy forward: it must not run the last step's plan.
     """
     dummy_run = runner._dummy_run
 
@@ -76,8 +75,8 @@ def dummy_forward(runner: Any, version: str, plan: Callable[[], None]) -> None:
 
 
 def is_optimistic(runner: Any, version: str) -> bool:
-    """Positions may be guesses on the host when a step is planned: drafts were not
-    judged yet. vllm 0.32, v1/worker/gpu_model_runner.py, _prepare_inputs"""
+    """True if the host's positions may count draft tokens that are not verified yet.
+    vllm 0.32, v1/worker/gpu_model_runner.py, _prepare_inputs"""
     if version == "V2":
         return bool(runner.num_speculative_steps > 0)
     return bool(runner.use_async_spec_decode)
@@ -89,17 +88,11 @@ def _attach_v1(runner: Any, has_requests: Callable[[], bool], begin_step: BeginS
     def model_forward(*args: Any, **kwargs: Any) -> Any:
         if has_requests():
             batch = runner.input_batch
-            num_reqs = batch.num_reqs
-            start = runner.query_start_loc.np[: num_reqs + 1].astype(np.int64)
-            begin_step(
-                StepBatch(
-                    batch.req_ids[:num_reqs],
-                    start,
-                    batch.num_computed_tokens_cpu[:num_reqs].astype(np.int64),
-                    is_optimistic(runner, "V1"),
-                ),
-                runner.positions,
-            )
+            step = _step(
+                batch, runner.query_start_loc.np, batch.num_computed_tokens_cpu,
+                is_optimistic(runner, "V1"),
+            )  # fmt: skip
+            begin_step(step, runner.positions)
         return forward(*args, **kwargs)
 
     runner._model_forward = model_forward
@@ -112,17 +105,21 @@ def _attach_v2(
 
     def prepare_inputs(input_batch: Any, req_states: Any) -> Any:
         if has_requests():
-            num_reqs = input_batch.num_reqs
-            start = input_batch.query_start_loc_np[: num_reqs + 1].astype(np.int64)
-            begin_step(
-                StepBatch(
-                    input_batch.req_ids[:num_reqs],
-                    start,
-                    input_batch.num_computed_tokens_np[:num_reqs].astype(np.int64),
-                    is_optimistic(runner, "V2"),
-                ),
-                input_batch.positions,
-            )
+            step = _step(
+                input_batch, input_batch.query_start_loc_np, input_batch.num_computed_tokens_np,
+                is_optimistic(runner, "V2"),
+            )  # fmt: skip
+            begin_step(step, input_batch.positions)
         return prepare(input_batch, req_states)
 
     model_state.prepare_inputs = prepare_inputs
+
+
+def _step(batch: Any, query_start: Any, num_computed: Any, optimistic: bool) -> StepBatch:
+    num_reqs = batch.num_reqs
+    return StepBatch(
+        batch.req_ids[:num_reqs],
+        query_start[: num_reqs + 1].astype(np.int64),
+        num_computed[:num_reqs].astype(np.int64),
+        optimistic,
+    )

@@ -1,4 +1,4 @@
-"""How large a worker's rings and tables are, and what one token may take of them.
+"""How large a worker's rings are, and what one token may take of them.
 
 Owns:  Sizes, Limits.
 Runs:  in every worker, at load; `Limits` travels to front-ends.
@@ -18,13 +18,13 @@ from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, boundaries_of
 from vllm_scope.program.operations import Cost
 from vllm_scope.request.sites import kind_of
 
-#: What an arena holds where no CUDA graph sets its size.
+#: Bound of an arena on a CPU, if one tap of the largest step fits.
 HOST_ARENA_BYTES = 64 << 20
-#: Steps whose rows a graph-sized arena holds at once.
+#: Steps of the largest captured graph that an arena on a GPU holds.
 STEPS_IN_ARENA = 3
-#: Rows of one tap that the largest step may write: three points, and scores.
+#: Rows of one token at one tap: three points, and scores.
 ROWS_PER_TAP = 4
-#: What the shared host memory for rows is kept to, where the arena allows.
+#: Bound of the shared host memory for rows, if it is not smaller than the arena.
 MAX_HOST_BYTES = 1 << 30
 
 
@@ -32,12 +32,11 @@ class Limits(msgspec.Struct, frozen=True):
     """What a request may ask of this engine.
 
     Attributes:
-        row_bytes: of one row, by its kind (layout.Widths).
-        token_slots: slots that one token may deliver in a captured graph; 0 where
-            there are none.
+        row_bytes: as in layout.Widths.
+        token_slots: slots that one token may deliver in a captured graph; 0 without graphs.
         tap_slots: slots that one token may deliver at one tap.
-        vectors, programs, ops: places in the device tables, all requests together.
-        optimistic: positions are guesses when a step is planned (draft tokens).
+        vectors, programs, ops: places in the device tables, for all requests together.
+        optimistic: as in StepBatch.
     """
 
     row_bytes: tuple[int, ...]
@@ -57,15 +56,14 @@ class Limits(msgspec.Struct, frozen=True):
         return Cost(self.vectors, self.programs, self.ops)
 
     def excess(self, *layouts: Layout) -> str | None:
-        """Why a token may not deliver as much as one of these, or None."""
+        """Why a token may not deliver one of these layouts, or None."""
         return next(filter(None, (_excess(self, one) for one in layouts)), None)
 
     def check(self, program: RequestProgram, num_positions: int) -> None:
-        """Raises CapacityError where a step could deliver more than the host's ring holds.
+        """Raises CapacityError if a step could deliver more than the ring holds.
 
-        A front-end has seen to its request alone; global sinks may read more of it, the
-        server's edits make rows differ that were one, and encoded rows may be more than the
-        arena's: one row under several codecs.
+        The front-end checked the request alone. Global sinks may read more, server-wide edits
+        may make two points' rows differ, and one row may be delivered under several codecs.
         """
         excess = self.excess(*(one.layout for one in program.with_drafts(num_positions)))
         if excess is not None:
@@ -75,10 +73,10 @@ class Limits(msgspec.Struct, frozen=True):
             )
 
 
-@lru_cache(maxsize=4096)  # many requests ask for the same
+@lru_cache(maxsize=4096)  # many requests have the same layouts
 def _excess(limits: Limits, layout: Layout) -> str | None:
     widths = limits.widths
-    # As it comes out of the arena it may be larger: a row under several codecs.
+    # Out of the arena a token may be larger: one row under several codecs.
     slots = max(layout.arena.slots(widths), layout.slots(widths))
     if limits.token_slots and slots > limits.token_slots:
         return f"{slots} slots a token, of {limits.token_slots}"
@@ -92,10 +90,9 @@ def _excess(limits: Limits, layout: Layout) -> str | None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What sets the sizes.
+    """The quantities that sizes follow from.
 
     Attributes:
-        widths: of rows.
         boundaries: of the whole model's taps.
         max_rows: tokens of the largest step.
         graph_rows: tokens of the largest captured graph; 0 without graphs.
@@ -110,7 +107,7 @@ class Sizes:
 
     @property
     def _row_slots(self) -> list[int]:
-        """Slots of a row of each tap; at least one, as what has no tap has an arena, too."""
+        """Slots of a row of each tap; one entry without taps, as there is an arena too."""
         return [self.widths.row_slots[kind_of(b)] for b in self.boundaries or (0,)]
 
     @property
@@ -119,9 +116,9 @@ class Sizes:
         return sum(self._row_slots)
 
     def arena_slots(self, config: ScopeConfig) -> int:
-        """Raises ConfigError where `arena_mib` is too small."""
-        # A larger step is drained tap by tap, so one tap of the largest must fit; a
-        # captured graph cannot be, so it must fit whole.
+        """Slots of the arena. Raises ConfigError if `arena_mib` is too small."""
+        # A step that does not fit is drained tap by tap, so one tap of the largest step must
+        # fit. A captured graph cannot be drained so, and must fit as a whole.
         whole, widest = self.slots_of_all, max(self._row_slots)
         in_graphs = self.graph_rows * whole if self.cuda else 0
         least = max(self.max_rows * widest, in_graphs)
@@ -141,7 +138,7 @@ class Sizes:
 
     @staticmethod
     def host_slots(arena_slots: int) -> int:
-        """As the arena, twice, so that a front-end may lag behind; within bounds."""
+        """Twice the arena's slots, so that a front-end may lag behind; within bounds."""
         return max(arena_slots, min(2 * arena_slots, MAX_HOST_BYTES // SLOT_BYTES))
 
     def limits(self, arena_slots: int, capacity: Cost, optimistic: bool) -> Limits:

@@ -1,11 +1,11 @@
-"""What the taps of a worker do in each forward: planned before it, sent on their way behind it.
+"""One forward of a worker: its plan before it, its rows after it.
 
 Owns:  Steps, the worker's state of the current step.
 Runs:  in every worker process, on its main thread.
-From:  runners (StepBatch), plan.   To: tap.tables, arena, host_ring, drain.
+From:  runners (StepBatch), worker.plan.   To: tap.tables, arena, transport.ring, drain.
 
-Promise: a step that delivers has room before its forward starts: whole in the host's ring or in
-the arena, or, where it is larger, tap by tap.
+Promise: a step that delivers has room before its forward starts: as a whole in the ring or in
+the arena, or, if it is larger, tap by tap in the arena.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from vllm_scope.engine.functions import StepFunctions
-from vllm_scope.engine.worker.delivery import Delivery
+from vllm_scope.engine.worker.delivery import WorkerDelivery
 from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.layout import SLOT_BYTES, Widths
 from vllm_scope.transport.ring import Lease
@@ -27,24 +27,24 @@ from vllm_scope.worker.plan import Planner, StepBatch, StepPlan
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Steps that deliver up to this much write host memory themselves. The taps then wait
-#: for PCIe (20 us for 1 MiB), which is less than what a copy costs the host.
+#: In a step that delivers up to this much, the taps write host memory themselves. They then wait
+#: for PCIe (20 us for 1 MiB), which is less than a copy costs the host.
 MOST_DIRECT_BYTES = 1 << 20
-#: And not where there are more scores than this: each is a write of four bytes across PCIe by
-#: itself, of 80 to 270 ns (H200: 64 probes on 64 and on 256 rows, above what the arena takes).
+#: The same for scores: each is a four-byte write across PCIe of 80 to 270 ns more than a write to
+#: the arena (H200, 64 probes on 64 and on 256 rows).
 MOST_DIRECT_SCORES = 512
 
 
 class Steps:
-    """The steps of one worker with taps, as the taps ask for them (tap.op.StepRoute).
+    """The steps of one worker with taps; implements tap.op.StepRoute.
 
-    Verbs: `begin`, `end`, and `clear` before a forward that nobody planned.
+    Verbs: `begin`, `end`, and `clear` before a forward that is not planned.
 
     Args:
-        boundaries: of the whole model's taps, by their numbers.
+        boundaries: of the whole model's taps; the index is the tap's number.
         delivery: None on a rank that delivers nothing.
-        functions: requests' Python; None where this engine runs none.
-        fail: told of a request that cannot be planned, and why.
+        functions: requests' Python; None if this engine runs none.
+        fail: called with a request that cannot be planned, and the reason.
 
     Attributes:
         active: a forward with programs is running.
@@ -58,7 +58,7 @@ class Steps:
         arena: Arena,
         boundaries: tuple[int, ...],
         widths: Widths,
-        delivery: Delivery | None,
+        delivery: WorkerDelivery | None,
         functions: StepFunctions | None,
         fail: Callable[[str, str], None],
     ) -> None:
@@ -83,7 +83,7 @@ class Steps:
         try:
             self._begin(batch, positions)
         except Exception as error:
-            # A fault of ours: who is in this step fails, the engine and plain neighbours go on.
+            # A fault of ours: requests with taps in this step fail, the engine goes on.
             logger.exception("vllm-scope: a step could not be planned")
             self.fail()
             self._tables.clear_step()
@@ -106,13 +106,13 @@ class Steps:
         self._positions = positions[: int(batch.query_start[-1])] if plan.optimistic else None
         self.active = True
         if plan.num_slots == 0:
-            # Edits alone: the same rows get the same programs until the batch changes.
+            # Only edits: the tables stay valid until the batch changes.
             if not self._tables.has_loaded(plan.program_ids):
                 self._tables.load_step(plan.rows, plan.program_ids, plan.owners, plan.offsets)
             return
         first = self._take_room(plan)
         if first is None:
-            # Drained tap by tap, a token's slot is its number among those that deliver.
+            # Drained tap by tap: a token's slot is its index among those that deliver.
             slots: Any = np.cumsum(plan.delivers) - plan.delivers
         else:
             slots = first + plan.offsets
@@ -120,7 +120,8 @@ class Steps:
         self._tables.load_step(plan.rows, plan.program_ids, plan.owners, slots, in_ring)
 
     def _take_room(self, plan: StepPlan) -> int | None:
-        """Where the step's slots begin: in the host's ring, in the arena, or in neither."""
+        """The step's first slot, in the ring (`_lease`) or the arena (`_region`); None if it must
+        be drained tap by tap."""
         assert self._delivery is not None
         direct = (
             plan.num_slots * SLOT_BYTES <= MOST_DIRECT_BYTES
@@ -129,7 +130,7 @@ class Steps:
         if direct and self._arena.slots.is_cuda and not plan.labels.encodes:
             self._lease = self._delivery.ring.acquire(plan.num_slots)
             return self._lease.start
-        # The ring is as large as the arena, at least.
+        # The ring is at least as large as the arena.
         if max(plan.num_slots, plan.num_delivered) <= self._arena.num_slots:
             self._region = self._arena.acquire(plan.num_slots)
             return self._region.start
@@ -159,11 +160,11 @@ class Steps:
         )
 
     def clear(self) -> None:
-        """Before a forward that nobody plans: what the last one was told must go."""
+        """Forget the last plan, before a forward that is not planned."""
         self._tables.clear_step()
 
     def fail(self) -> None:
-        """The forward raised, or cannot be planned: nothing of it is delivered."""
+        """Deliver nothing of this forward: it raised, or cannot be planned."""
         self._step = self._positions = None
         if self._lease is not None:
             self._lease.release()
@@ -175,7 +176,7 @@ class Steps:
             self._functions.end_step()
 
     def end(self) -> None:
-        """The forward was enqueued: send what it delivers on its way."""
+        """Deliver the rows of the forward that was just enqueued."""
         self.num_steps += 1
         if self._functions:
             self._functions.end_step()

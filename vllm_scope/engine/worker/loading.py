@@ -1,0 +1,142 @@
+"""Taps on a loaded model, with the arena and the tables that they use.
+
+Owns:  Loaded, `load_taps`, and the check that every tap of the compiled model writes.
+Runs:  in every worker process: after vLLM loaded the model, and after its warm-up.
+From:  worker.   To: graph.anatomy, graph.tap, worker.arena, canary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from vllm_scope.config import ScopeConfig
+from vllm_scope.engine.worker.canary import silent_taps
+from vllm_scope.engine.worker.sizes import Limits, Sizes
+from vllm_scope.errors import CompatError
+from vllm_scope.graph.anatomy.attention import install_attention_taps
+from vllm_scope.graph.anatomy.layers import Anatomy
+from vllm_scope.graph.anatomy.tapped import install_taps
+from vllm_scope.graph.tap import op
+from vllm_scope.graph.tap.tables import Tables, capacity
+from vllm_scope.program.layout import Widths
+from vllm_scope.request.sites import Sites, kind_of
+from vllm_scope.transport.ring import HostRing
+from vllm_scope.worker.arena import Arena
+
+logger = logging.getLogger("vllm.vllm_scope")
+
+#: Runs one forward of a dummy token, after calling its argument, which plans it.
+Forward = Callable[[Callable[[], None]], None]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What taps of one worker use.
+
+    Attributes:
+        here: boundaries with a tap on this worker.
+        sizes: of the tables and rings; `limits` follow from them.
+    """
+
+    here: tuple[int, ...]
+    sizes: Sizes
+    limits: Limits
+    tables: Tables
+    arena: Arena
+
+
+def load_taps(
+    worker: Any,
+    config: ScopeConfig,
+    sites: Sites,
+    anatomy: Anatomy,
+    drains: bool,
+    reports: bool,
+    optimistic: bool,
+) -> Loaded:
+    """Install taps on a model.
+
+    Args:
+        worker: vLLM's.
+        drains: this rank delivers rows; others edit the same and deliver nothing.
+        reports: this rank reports faulty rows.
+        optimistic: as Limits.optimistic.
+
+    Raises:
+        CompatError: a layer cannot be tapped. ConfigError: `arena_mib` is too small.
+    """
+    vllm_config, device = worker.vllm_config, worker.device
+    dtype = vllm_config.model_config.dtype
+    captured = vllm_config.compilation_config.cudagraph_capture_sizes or [0]
+    sizes = Sizes(
+        Widths(tuple(size * dtype.itemsize for size in sites.row_sizes)),
+        sites.boundaries,
+        int(vllm_config.scheduler_config.max_num_batched_tokens),
+        max(captured),
+        device.type == "cuda",
+    )
+    # A captured graph may be padded past the scheduler's own limit.
+    max_rows = max(sizes.max_rows, sizes.graph_rows)
+    tables = Tables(
+        sites.boundaries, max_rows, sites.hidden_size, sizes.widths, device, config.vectors_mib,
+        reports=reports,
+    )  # fmt: skip
+    num_slots = sizes.arena_slots(config)
+    if not drains:
+        num_slots = sizes.slots_of_all  # for the check of the taps alone
+    arena = Arena(num_slots, dtype, device)
+    limits = sizes.limits(num_slots, capacity(sites.hidden_size, config.vectors_mib), optimistic)
+    op.register()
+    if device.type == "cuda":
+        from vllm_scope.graph.tap.kernel import load_variants
+
+        # Inside a graph capture they could not be loaded.
+        load_variants(arena.slots, tables, sites.row_sizes)
+    tap_of = {boundary: tap for tap, boundary in enumerate(sites.boundaries)}
+    where = (anatomy, tap_of, arena.slots, tables)
+    here = (*install_taps(*where), *install_attention_taps(*where, sites))
+    return Loaded(here, sizes, limits, tables, arena)
+
+
+def check_taps(
+    here: tuple[int, ...],
+    widths: Widths,
+    tables: Tables,
+    arena: Arena,
+    ring: HostRing | None,
+    forward: Forward,
+) -> None:
+    """Read one row at every tap: through the arena, and on a GPU through host memory too.
+
+    Args:
+        here: boundaries with a tap on this worker.
+        ring: None on a rank that delivers nothing.
+
+    Raises:
+        CompatError: some tap wrote nothing; the engine does not start.
+    """
+
+    def silent(slots: Tensor, first_slot: int, to_host: bool) -> set[int]:
+        return set(silent_taps(here, widths, tables, slots, first_slot, to_host, forward))
+
+    num_slots = sum(widths.row_slots[kind_of(boundary)] for boundary in here)
+    region = arena.acquire(num_slots)
+    found = silent(arena.view(region), region.start, False)
+    arena.give_back(region)
+    if ring is not None and arena.slots.is_cuda:
+        lease = ring.acquire(num_slots)
+        found |= silent(lease.slots.view(arena.slots.dtype), lease.start, True)
+        lease.release()
+    elif arena.slots.is_cuda:
+        # The ranks of a layer compute together, so each runs as many forwards as the first.
+        forward(lambda: None)
+    if found:
+        raise CompatError(
+            f"{len(found)} of {len(here)} taps wrote nothing: the compiled graph has "
+            "no taps. Remove vLLM's compile cache (VLLM_CACHE_ROOT) and start again."
+        )
