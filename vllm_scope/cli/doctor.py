@@ -87,31 +87,29 @@ def _installed() -> Comparison:
 
 
 def _say_changes(console: Console, found: Comparison) -> None:
-    """Which parts of the installed vLLM are not as in the release that was read."""
+    """Print which parts of the installed vLLM are not as in the release that was read."""
+    version, release = found.version, found.release
     if found.is_new and not found.changes:
-        console.print(
-            f"vLLM {found.version} is a new release. What vllm-scope uses of it is as in "
-            f"{found.release}.",
-            soft_wrap=True,
-        )
+        text = f"vLLM {version} is a new release. What vllm-scope uses of it is as in {release}."
+        console.print(text, soft_wrap=True)
     if not found.changes:
         return
-    state = "new release" if found.is_new else "differs"
-    table = Table(title=f"vLLM {found.version} beside {found.release}, which vllm-scope knows")
+    if found.is_new:
+        title, state = f"Not in vLLM {version} as in {release}", "new release"
+        why = f"the source changed after {release}, which vllm-scope was checked with"
+    else:
+        title, state = f"Not as in the published vLLM {release}", "differs"
+        why = "this source was changed after it was published"
+    table = Table(title=title)
     for heading in ("part of vLLM", "vllm-scope", "state"):
         table.add_column(heading, overflow="fold")
     for change in found.changes:
         use = "replaces it" if change.wrapped else "uses it"
         table.add_row(change.symbol.removeprefix("vllm."), use, state if change.exists else "gone")
     console.print(table)
-    what = (
-        f"new release: the source changed after {found.release}"
-        if found.is_new
-        else f"differs: this is not the source of the published {found.release}"
-    )
     console.print(
-        f"{what}. This is no error: what vllm-scope cannot use, it refuses at the start. Compare "
-        "some values before you rely on them.",
+        f"{state}: {why}. This is no error: vllm-scope does not start if a part that it replaces "
+        "no longer fits. Compare some rows with Hugging Face before you rely on them.",
         soft_wrap=True,
     )
 
