@@ -4,11 +4,9 @@ Owns:  ActivationCache: `blocks.3.hook_resid_post` -> [batch, pos, d_model],
        `blocks.3.attn.hook_z` -> [batch, pos, head, d_head].
 From:  results.   To: notebooks that were written for TransformerLens.
 
-Promise: index p of the pos dimension is position p. A result that does not have
-every position from 0 on is refused, never padded in the middle. Names mean what
-they mean there, with one difference: `hook_embed` is the embedding output that
-layer 0 receives, positions and scaling included, so it equals
-`blocks.0.hook_resid_pre`.
+Promise: index p of the pos dimension is position p. A result without every position from 0 on is
+refused. Names mean what they mean in TransformerLens, with one difference: `hook_embed` is the
+input of layer 0, with positions and scaling, so it equals `blocks.0.hook_resid_pre`.
 """
 
 from __future__ import annotations
@@ -24,15 +22,15 @@ from vllm_scope.analysis.rows import Result, check_complete
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.sites import ALIASES, SiteLayer
 
-#: Sites of a layer, and their hooks' names after "blocks.{layer}.".
+#: Site of a layer -> its hook's name after "blocks.{layer}.".
 _HOOKS = {
     "resid_pre": "hook_resid_pre", "resid_mid": "hook_resid_mid", "resid_post": "hook_resid_post",
     "attn_out": "hook_attn_out", "mlp_out": "hook_mlp_out",
     "q": "attn.hook_rot_q", "k": "attn.hook_rot_k", "v": "attn.hook_v", "z": "attn.hook_z",
 }  # fmt: skip
-#: Which components of the stream `decompose_resid` is to give.
+#: Components of the stream that `decompose_resid` returns.
 _Mode = Literal["all", "attn", "mlp"]
-#: TransformerLens's shorthands of what was rotated.
+#: TransformerLens's shorthands for rotated queries and keys.
 _ROTATED = {"rot_q": "q", "rot_k": "k"}
 _SITE_OF = {hook: site for site, hook in _HOOKS.items()}
 _HOOK = re.compile(r"blocks\.([0-9]+)\.([a-z_.]+)")
@@ -42,22 +40,21 @@ class ActivationCache(Mapping[str, Tensor]):
     """A mapping of hook names to activations [batch, pos, d_model], of sites inside the
     attention [batch, pos, head, d_head].
 
-    The end of one layer is the beginning of the next, so either name finds what was
-    read under the other, unless the request edited the stream between. Keys list both.
+    A layer's `resid_post` is the next layer's `resid_pre`, so the rows of one are found under
+    both names, unless the request edited the stream between. Keys list both names.
     Shorthands as in TransformerLens:
     `cache["resid_post", 3]`, `cache["embed"]`, `cache["resid_post", -1]`.
 
     Args:
-        results: one completion's rows, or those of several, which make a batch.
-            Every stream of each must have the positions 0, 1, 2, ... without a gap,
-            and all streams of a result equally many: read `tokens="all"`, or
-            "prompt". The streams must be the same in all of them.
-        num_layers: of the model. Needed where layers count from the end.
+        results: one completion's rows, or those of several, which make a batch. Every stream
+            of a result must have the same positions 0, 1, 2, ... without a gap: read
+            `tokens="all"` or "prompt". All results must have the same streams.
+        num_layers: of the model. Needed for layers that count from the end.
 
     Attributes:
-        lengths: int64 [batch], positions of each result. A batch is padded on the
-            right, with zeros, to the longest.
-        mask: bool [batch, pos], False where a row is padding.
+        lengths: int64 [batch], number of positions of each result. The batch is padded on the
+            right with zeros.
+        mask: bool [batch, pos], False at padding.
 
     Raises:
         SpecError: a result is not complete, has a gap, or differs in its streams.
@@ -77,14 +74,14 @@ class ActivationCache(Mapping[str, Tensor]):
             lengths.append(_length(result, where))
         self._results, self._num_layers = batch, num_layers
         self._read = {_hook(stream): stream for stream in streams}
-        #: Names of what was not read by itself -> the stream whose rows are the same.
+        #: Name that was not read -> the stream with the same rows.
         self._same: dict[str, SiteLayer] = {}
         for stream in streams:
             for twin in _twins(stream):
                 if all(_same_rows(result, stream, twin) for result in batch):
                     self._same.setdefault(_hook(twin), stream)
         if num_layers is not None:
-            # What the last layer leaves begins no other.
+            # There is no layer behind the last one.
             self._same.pop(_hook(("resid_pre", num_layers)), None)
         self._names = dict.fromkeys([*self._read, *self._same])
         self._values: dict[str, Tensor] = {}
@@ -115,7 +112,7 @@ class ActivationCache(Mapping[str, Tensor]):
         """[layers, batch, pos, d_model]: a site at all layers before `layer`.
 
         Args:
-            layer: as many layers, from 0; None or -1 for all of the model's.
+            layer: the number of layers; None or -1: all of the model's.
 
         Raises:
             KeyError: one of them was not read.
@@ -140,10 +137,10 @@ class ActivationCache(Mapping[str, Tensor]):
         `Lens.logits` of it is the logit lens.
 
         Args:
-            layer: None, -1 or the number of layers for all, and the stream that the
-                last layer leaves ("final_post").
+            layer: None, -1 or the number of layers: all, and the last layer's `resid_post`
+                ("final_post").
             incl_mid: `resid_mid` of the layers before `layer` too.
-            return_labels: also return what each component is: "0_pre", "0_mid", ...
+            return_labels: also return the components' names: "0_pre", "0_mid", ...
 
         Returns:
             [components, batch, pos, d_model], and with `return_labels` the labels.
@@ -185,14 +182,14 @@ class ActivationCache(Mapping[str, Tensor]):
         *,
         return_labels: bool = False,
     ) -> Tensor | tuple[Tensor, list[str]]:
-        """What the embedding and each layer before `layer` add to the residual stream. Where
-        nothing was edited, the sum of all of it is the stream at the entry of `layer`.
+        """What the embedding and each layer before `layer` add to the residual stream. If nothing
+        was edited, their sum is the stream at the entry of `layer`.
 
         Args:
-            layer: None, -1 or the number of layers for all.
-            mode: "all", or what attentions add alone ("attn"), or MLPs ("mlp").
+            layer: None, -1 or the number of layers: all.
+            mode: "attn": only what attentions add; "mlp": only what MLPs add; "all": both.
             incl_embeds: the embedding too.
-            return_labels: also return what each component is: "embed", "0_attn_out", ...
+            return_labels: also return the components' names: "embed", "0_attn_out", ...
 
         Returns:
             [components, batch, pos, d_model], and with `return_labels` the labels.
@@ -255,8 +252,8 @@ def _hook(stream: SiteLayer) -> str:
 
 
 def _same_rows(result: Result, read: SiteLayer, twin: SiteLayer) -> bool:
-    """Whether no edit lies between what was read and its twin, one layer's end and the next
-    one's beginning."""
+    """Whether no edit lies between a stream that was read and its twin. One of them is a layer's
+    `resid_post`, the other the next layer's `resid_pre`."""
     edited = getattr(result, "edited", frozenset[SiteLayer]())
     behind = read not in edited or (*read, "after") in result  # type: ignore[operator]
     if read[0] == "resid_pre":
@@ -265,7 +262,7 @@ def _same_rows(result: Result, read: SiteLayer, twin: SiteLayer) -> bool:
 
 
 def _twins(stream: SiteLayer) -> list[SiteLayer]:
-    """The other names of the same rows."""
+    """The other streams with the same rows, if nothing was edited."""
     site, layer = stream
     if site == "resid_post":
         return [("resid_pre", layer + 1)]
@@ -275,7 +272,7 @@ def _twins(stream: SiteLayer) -> list[SiteLayer]:
 
 
 def _length(result: Result, where: str) -> int:
-    """How many positions a result has, the same ones at every stream."""
+    """The number of positions of a result, which is the same at every stream."""
     found: dict[int, SiteLayer] = {}
     for site, layer in result.keys():
         positions = result.positions(site, layer)

@@ -2,9 +2,9 @@
 
 From:  rows.pooled_rows, or any tensors.   To: vectors.SteeringModule.
 
-Promise: a vector points from the negatives to the positives. Its length is 1, or,
-with normalise=False, the way between the classes along it: adding that vector once
-moves the negatives' mean, as seen along it, onto the positives'.
+Promise: a vector points from the negatives to the positives. Its length is 1, or with
+normalise=False the distance between the two means along it: the negatives' mean plus that vector
+projects onto the vector as the positives' mean does.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ def mean_difference(
     """The positives' mean less the negatives', at each stream.
 
     Args:
-        positives, negatives: (site, layer) -> [n, hidden_size], any float dtype; the
-            same streams on both sides, the numbers of rows may differ.
+        positives, negatives: (site, layer) -> [n, hidden_size], any float dtype; the same
+            streams in both. The numbers of rows may differ.
         normalise: to length 1.
-        provenance: what the caller knows (model, revision, dataset); the method,
-            `normalised` and `created_by` are filled in.
+        provenance: model, revision, dataset; this function sets the other fields.
 
     Raises:
         SpecError: streams or sizes disagree, there are no rows, some are not finite,
@@ -62,13 +61,11 @@ def principal_difference(
 ) -> SteeringModule:
     """The first principal component of pairs around their midpoints, at each stream.
 
-    Row i of the positives and row i of the negatives are a pair. Once both have had
-    their midpoint taken away, the direction of the largest variance is what pairs
-    differ in most, whatever else varies from pair to pair (repeng calls it
-    "pca_center"). A component has no sign: it gets the one that has the positives
-    project higher, in the mean.
+    Row i of the positives and row i of the negatives are a pair. With each pair's midpoint
+    subtracted, the direction of the largest variance is that in which pairs differ most (repeng's
+    "pca_center"). The sign is the one for which the positives project higher in the mean.
 
-    Args and errors: as `mean_difference`; and as many positives as negatives.
+    Args and errors: as `mean_difference`; the numbers of rows must be equal.
     """
 
     def direction(up: Tensor, down: Tensor, name: str) -> Tensor:
@@ -76,8 +73,8 @@ def principal_difference(
             raise SpecError(
                 f"{name} has {len(up)} positives and {len(down)} negatives; pairs need as many."
             )
-        # Around their midpoints, a pair's rows are half its difference, up and down:
-        # the principal axis is that of the differences, not centred again.
+        # Around its midpoint a pair is plus and minus half its difference, so this is the
+        # principal axis of the differences, which must not be centred again.
         axis = torch.linalg.svd(up - down, full_matrices=False).Vh[0]
         return axis * ((up - down) @ axis).mean()
 
@@ -85,12 +82,8 @@ def principal_difference(
 
 
 def pairs_digest(pairs: Iterable[tuple[str, str]]) -> str:
-    """What `Provenance.dataset` says of (positive, negative) texts.
-
-    Returns:
-        "sha256:..." of the pairs, sorted, as JSON in UTF-8: their order does not
-        matter, what is paired with what does.
-    """
+    """`Provenance.dataset` of (positive, negative) texts: "sha256:..." of the sorted pairs as
+    JSON in UTF-8. The order of the pairs does not matter."""
     listed = sorted([list(pair) for pair in pairs])
     content = json.dumps(listed, ensure_ascii=False, separators=(",", ":"))
     return f"sha256:{hashlib.sha256(content.encode()).hexdigest()}"
@@ -118,7 +111,7 @@ def _module(
             )
         vector = direction(up, down, name)
         length = vector.norm()
-        # What rounding leaves of rows that are all the same.
+        # Rounding leaves a little of rows that are all the same.
         if length <= 1e-12 * max(up.abs().max(), down.abs().max()):
             raise SpecError(f"{name}: positives and negatives do not differ, in the mean.")
         vectors[stream] = vector / length if normalise else vector

@@ -1,10 +1,9 @@
-"""The logit lens: which tokens the unembedding reads in a row of any layer.
+"""The logit lens: the model's norm and unembedding applied to a row of any layer.
 
 From:  results, or rows [..., hidden_size].   To: logits, and the likeliest tokens.
 
-Promise: at the last layer's `resid_post` the logits are the model's own, up to
-rounding, for models that end in one norm, a linear unembedding, and maybe a soft cap or
-a factor.
+Promise: at the last layer's `resid_post` the logits equal the model's up to rounding, if the
+model ends in one norm, a linear unembedding, and at most a soft cap and a factor.
 """
 
 from __future__ import annotations
@@ -20,29 +19,28 @@ from torch import Tensor
 from vllm_scope.analysis.rows import Result, check_complete
 from vllm_scope.errors import SpecError, shown
 
-#: Fields of a configuration that hold the final norm's eps -> the kind of norm.
+#: Field of a configuration with the final norm's eps -> the kind of norm.
 _EPS = {"rms_norm_eps": "rms", "layer_norm_eps": "layer", "layer_norm_epsilon": "layer"}
-#: Soft caps of logits.
+#: Fields of a configuration with the soft cap of logits.
 _CAPS = ("final_logit_softcapping", "logits_soft_cap")
 
 
 @dataclass(frozen=True, eq=False)
 class Lens:
-    """A model's final norm and unembedding, and what it does to its logits afterwards.
+    """A model's final norm and unembedding, and the cap and the scale of its logits.
 
-    `from_config` finds all but the tensors in a Hugging Face configuration.
+    `from_config` takes all but the tensors from a Hugging Face configuration.
 
     Attributes:
-        norm_weight: [hidden_size]. Of Gemma, one plus what the checkpoint holds.
+        norm_weight: [hidden_size]. Of Gemma: one plus the checkpoint's values.
         eps: of the norm.
-        unembedding: [vocab_size, hidden_size]; the embedding, where they are tied.
-        norm: "rms" divides by the root mean square; "layer" by the standard
-            deviation, around the mean.
-        norm_bias: [hidden_size], for a layer norm that has one.
-        unembedding_bias: [vocab_size], where the unembedding has one (Phi, GPT-J).
+        unembedding: [vocab_size, hidden_size]; the embedding, if they are tied.
+        norm: "rms": division by the root mean square; "layer": by the standard deviation, after
+            the mean is subtracted.
+        norm_bias: [hidden_size], of a layer norm with a bias.
+        unembedding_bias: [vocab_size], of an unembedding with a bias (Phi, GPT-J).
         soft_cap: logits become soft_cap * tanh(logits / soft_cap) (Gemma 2). None: no cap.
-        logit_scale: what the logits are multiplied by, after the cap (Cohere; of Granite
-            1 / logits_scaling).
+        logit_scale: factor of the logits after the cap (Cohere; Granite: 1 / logits_scaling).
 
     Raises:
         SpecError: shapes disagree, or a cap or a scale is not a number above 0.
@@ -70,11 +68,11 @@ class Lens:
 
         Args:
             config: the content of config.json as a mapping, or Hugging Face's configuration
-                object. Of a model with several parts, its `text_config` is read.
+                object. If it has a `text_config`, that is read.
             norm_weight, unembedding, norm_bias, unembedding_bias: as for `Lens`.
 
         Raises:
-            SpecError: the configuration has no eps, or a field is no number; shapes disagree.
+            SpecError: the configuration has no eps, or a field is not a number; or as `Lens`.
         """
         body = config.to_dict() if hasattr(config, "to_dict") else config
         if not isinstance(body, Mapping):
@@ -139,14 +137,14 @@ def _soft_cap(config: Mapping[str, Any]) -> float | None:
 
 
 def _logit_scale(config: Mapping[str, Any]) -> float:
-    """The product of all factors and divisors that a configuration names."""
+    """The product of a configuration's factors and divisors of logits."""
     found = {
         name: _above_zero(config[name], name)
         for name in ("logit_scale", "lm_head_multiplier", "logits_scaling", "dim_model_base")
         if config.get(name) is not None
     }
     scale = found.get("logit_scale", 1.0) * found.get("lm_head_multiplier", 1.0)
-    if "dim_model_base" in found:  # MiniCPM divides the row, before the unembedding
+    if "dim_model_base" in found:  # MiniCPM divides the row before the unembedding
         scale *= found["dim_model_base"] / _above_zero(config.get("hidden_size"), "hidden_size")
     if "logits_scaling" in found:
         # Granite divides by it. HyperCLOVA X multiplies, under the same name.
@@ -180,9 +178,9 @@ class TopTokens:
 def top_tokens(
     lens: Lens, result: Result, k: int = 5, site: str = "resid_post"
 ) -> dict[int, TopTokens]:
-    """What the lens reads at each layer of a site, by layer, ascending.
+    """Layer -> the likeliest tokens of the lens at a site, in ascending order of layers.
 
-    The tokens at position p are predictions of the token at p + 1.
+    The tokens at position p are predictions for position p + 1.
 
     Raises:
         SpecError: the result is not complete or has no rows of the site.

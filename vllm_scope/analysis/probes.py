@@ -1,6 +1,6 @@
 """Linear probes: a concept as one direction and a threshold, fitted to labelled rows.
 
-Owns:  LinearProbe, how it is fitted and calibrated, and its files.
+Owns:  LinearProbe, its fitting and calibration, and its files.
 From:  rows [n, hidden_size] and labels.   To: scores, here or while serving.
 
 A probe's files are NAME.safetensors and beside it NAME.json (vectors.probe_files).
@@ -42,10 +42,10 @@ Labels = Sequence[bool] | NDArray[np.bool_] | Tensor
 
 
 def template_digest(template: str | None) -> str:
-    """How a probe knows a chat template: "sha256:..." of its text, "none" for prompts without.
+    """A chat template in a probe's fields: "sha256:..." of its text, or "none" for None.
 
     Args:
-        template: as `tokenizer.chat_template` has it.
+        template: `tokenizer.chat_template`.
     """
     if template is None:
         return RAW
@@ -54,7 +54,7 @@ def template_digest(template: str | None) -> str:
 
 @dataclass(frozen=True)
 class Calibration:
-    """From a score to a probability: sigmoid(slope * score + offset)."""
+    """A probability from a score: sigmoid(slope * score + offset)."""
 
     slope: float
     offset: float
@@ -70,16 +70,16 @@ class LinearProbe:
 
     Attributes:
         weight: float32 [hidden_size], read-only.
-        bias: of the raw stream; no scaler comes before.
-        site, layer: the stream whose rows it is for.
-        pooling: the tokens whose rows it was fitted to, in the words of `tokens`:
-            "last_prompt", "prompt", "generated", "all", ...; any other word says that a row
-            was no single token's, as "mean". None: not known.
-        model: whose stream.
-        threshold: the score from which on the concept counts as present.
+        bias: float. Weight and bias are for the raw stream, without a scaler.
+        site, layer: the stream whose rows it scores.
+        pooling: the tokens whose rows it was fitted to, a word of `tokens`: "last_prompt",
+            "prompt", "generated", "all", ...; any other word, such as "mean", means that a row
+            was not of a single token. None: unknown.
+        model: the model of the stream.
+        threshold: the lowest score at which the concept counts as present.
         template: of the prompts that it was fitted to: a `template_digest`, "none" for
-            prompts without a chat template, "chat" for some template. None: not known.
-        calibration: what `probabilities` does with scores; None takes them as they are.
+            prompts without a chat template, "chat" for some template. None: unknown.
+        calibration: used by `probabilities`; None: scores are logits.
 
     Raises:
         SpecError: a value of a wrong type or shape, or one that is not finite.
@@ -103,7 +103,7 @@ class LinearProbe:
         for name in ("bias", "threshold"):
             object.__setattr__(self, name, finite(getattr(self, name), name))
         checked_template(self.template)
-        # The doubts that were told. No field: a probe's value does not depend on it.
+        # Doubts that were warned of. Not a field, because it is no part of the probe's value.
         object.__setattr__(self, "_told", set())
 
     def action(self, name: str, tokens: Any = None, template: str | None = None) -> Probe:
@@ -111,13 +111,13 @@ class LinearProbe:
 
         Args:
             name: of the scores in the result.
-            tokens: which ones; None for those that it was fitted to ("all" where these are
-                not known, or no single tokens).
+            tokens: a selector; None: the tokens that it was fitted to, or "all" if these are
+                unknown or no single tokens.
             template: of the request's prompt, as `LinearProbe.template`; None: not checked.
 
         Warns:
-            ProbeWarning: the probe was fitted to other tokens, or in another template.
-                Each sentence once for each probe.
+            ProbeWarning: the probe was fitted to other tokens, or in another template. Once per
+                probe for each sentence.
 
         Raises:
             SpecError: as `vllm_scope.Probe`.
@@ -144,8 +144,8 @@ class LinearProbe:
         return rows.float() @ torch.tensor(self.weight, device=rows.device) + self.bias
 
     def probabilities(self, rows: Tensor) -> Tensor:
-        """float32 [...]: of the concept, calibrated, or else as the logistic regression has it
-        by which the probe was fitted."""
+        """The concept's probability, float32 [...]: calibrated, or without a calibration that of
+        the logistic regression that has fitted the probe."""
         scores = self.scores(rows)
         if self.calibration is not None:
             scores = self.calibration.slope * scores + self.calibration.offset
@@ -157,7 +157,7 @@ class LinearProbe:
         Needs scikit-learn.
 
         Args:
-            rows: [n, hidden_size] that the probe was not fitted to.
+            rows: [n, hidden_size]; the probe must not have been fitted to them.
             labels: [n], whether the concept is present; both kinds must occur.
 
         Raises:
@@ -167,8 +167,8 @@ class LinearProbe:
 
         truth = _checked_labels(rows, labels).reshape(-1)
         scores = self.scores(rows).detach().cpu().double().numpy().reshape(-1, 1)
-        # Platt's targets, a little inside 0 and 1: rows that are told apart without a mistake
-        # would make the slope infinite. Each row counts as both labels, by its target.
+        # Platt's targets are a little inside 0 and 1, because perfectly separated rows would make
+        # the slope infinite. Each row counts as both labels, with its target as the weight.
         hits, misses = truth.sum(), (~truth).sum()
         target = np.where(truth, (hits + 1) / (hits + 2), 1 / (misses + 2))
         fitted = LogisticRegression(C=np.inf).fit(
@@ -191,7 +191,7 @@ class LinearProbe:
 
         truth = _checked_labels(rows, labels)
         scores = self.scores(rows).detach().cpu().numpy()
-        # All rows at once: scikit-learn would take each column for a label of its own.
+        # Flattened, because scikit-learn would take each column for a label of its own.
         return float(roc_auc_score(truth.reshape(-1), scores.reshape(-1)))
 
 
@@ -253,7 +253,7 @@ def save_probe(path: str | Path, probe: LinearProbe) -> None:
 
     path = probe_path(path)
     body = {k: v for k, v in asdict(probe).items() if k not in ("weight", "bias")}
-    # float64, as the sum of a probe's whole width is kept exactly.
+    # float64, which keeps the folded bias exactly.
     save_file({"weight": probe.weight, "bias": np.array([probe.bias])}, path)
     path.with_suffix(".json").write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
 

@@ -1,8 +1,8 @@
-"""One row per result, or one per token: what a probe or a direction is fitted to.
+"""Rows to fit a probe or a direction to: one per result, or one per token.
 
 From:  results, as `out.scope`.   To: contrast, probes.
 
-Promise: a result that lacks rows is refused, so what is pooled is what was asked for.
+Promise: a result with missing rows is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Result(Protocol):
     `result[site, layer]` is [num_positions, hidden_size] (of sites inside the attention
     [num_positions, heads, numbers of a head]) in any float dtype;
     `positions(site, layer)` the absolute positions of those rows, int64, ascending.
-    Where there is a `status`, "complete" says that no row is missing.
+    If there is a `status`, "complete" means that no row is missing.
     """
 
     def keys(self) -> list[SiteLayer]: ...
@@ -34,11 +34,7 @@ class Result(Protocol):
 
 
 def check_complete(result: Result, where: str) -> None:
-    """Refuse rows that are not all there.
-
-    Raises:
-        SpecError: the result has a status, and it is not "complete".
-    """
+    """Raise SpecError if a result has a status other than "complete"."""
     status = getattr(result, "status", "complete")
     if status != "complete":
         raise SpecError(
@@ -56,14 +52,14 @@ def pooled_rows(
 
     Args:
         results: each with rows at every stream.
-        streams: which (site, layer); None for all that the first result has.
-        pooling: "last" takes the row of the highest position that was read, "mean"
-            the mean of all rows that were read. Which positions those are is up to
-            the read: `tokens="last_prompt"`, or "prompt" for a mean over the prompt.
+        streams: (site, layer) of each; None: all streams of the first result.
+        pooling: "last": the row of the highest position that was read; "mean": the mean of
+            all rows that were read. The read chooses the positions: `tokens="last_prompt"`,
+            or "prompt" for a mean over the prompt.
 
     Returns:
-        (site, layer) -> float32 [num_results, hidden_size], or of heads as the rows are, in
-        the order of `results`.
+        (site, layer) -> float32 [num_results, hidden_size], or [num_results, heads, ...] inside
+        the attention, in the order of `results`.
 
     Raises:
         SpecError: no results, one that is not complete, or one without rows at a stream.
@@ -87,8 +83,9 @@ def pooled_rows(
 def token_rows(
     results: Sequence[Result], labels: Sequence[bool], stream: SiteLayer
 ) -> tuple[Tensor, Tensor]:
-    """All rows of a stream, each with its result's label: what a probe of single tokens is
-    fitted to. Keep whole results apart for the check: tokens of one text are much alike.
+    """All rows of a stream, each with its result's label, to fit a probe of single tokens.
+
+    Hold out whole results, and not rows: the tokens of one text are much alike.
 
     Args:
         results: each with rows at the stream.

@@ -1,11 +1,10 @@
-"""Arrays out of files that others wrote: safetensors, npz, GGUF; and GGUF files for others.
+"""Arrays from files of other programs: safetensors, npz, GGUF; and a writer of GGUF files.
 
-Owns:  how each container is read, and the bounds; how a GGUF file is written.
-From:  files.py, probe_files.py.   To: them, as {name: array}.
+Owns:  the readers of containers with their bounds, and the writer.
+To:    files.py, probe_files.py, as {name: array}.
 
-Promise: nothing is allocated or looped over before its size was checked against
-`MAX_BYTES` and what the container truly holds; nothing is ever unpickled. What is
-wrong is said as a SpecError that names the container's entry.
+Promise: a size is compared with `MAX_BYTES` and with the container's real size before anything of
+that size is allocated or looped over. Nothing is unpickled. A SpecError names the wrong entry.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from numpy.typing import NDArray
 
 from vllm_scope.errors import SpecError, shown
 
-#: A vector for every layer of a large model at three sites is 20 MiB.
+#: A vector for every layer of a large model at three sites takes 20 MiB.
 MAX_BYTES = 64 << 20
-#: Of a GGUF file. Each field is a handful of small reads.
+#: Of a GGUF file. A field takes a few small reads.
 MAX_GGUF_READS = 100_000
 
 Arrays = dict[str, NDArray[Any]]
@@ -36,11 +35,7 @@ _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 def read_bytes(path: Path) -> bytes:
-    """A file whole.
-
-    Raises:
-        SpecError: it is larger than `MAX_BYTES`.
-    """
+    """The content of a file. Raises SpecError if it is larger than `MAX_BYTES`."""
     check_size(path.stat().st_size, str(path))
     return path.read_bytes()
 
@@ -60,7 +55,7 @@ def read_safetensors(data: bytes) -> tuple[Arrays, dict[str, str]]:
         ({name: array in its own float dtype, bfloat16 as float32}, metadata)
 
     Raises:
-        SpecError: too large, malformed, or with tensors that are no floats.
+        SpecError: too large, malformed, or with tensors that are not floats.
     """
     import safetensors
 
@@ -84,11 +79,10 @@ def read_safetensors(data: bytes) -> tuple[Arrays, dict[str, str]]:
 def read_npz(data: bytes) -> Arrays:
     """The arrays of an .npz, in their own dtypes.
 
-    Member by member instead of `numpy.load`, which allocates whatever a member's
-    header claims.
+    Not by `numpy.load`, which allocates whatever size a member's header claims.
 
     Raises:
-        SpecError: too large once unpacked, malformed, or with arrays that are no floats.
+        SpecError: too large once unpacked, malformed, or with arrays that are not floats.
     """
     arrays: Arrays = {}
     try:
@@ -123,7 +117,7 @@ def _read_npy(data: bytes, name: str) -> NDArray[Any]:
 
 
 def read_gguf(path: Path) -> tuple[Arrays, dict[str, str]]:
-    """The tensors of a GGUF file, and those of its fields that are text.
+    """The tensors of a GGUF file, and its text fields.
 
     Raises:
         SpecError: too large, malformed, or with quantised tensors.
@@ -133,8 +127,8 @@ def read_gguf(path: Path) -> tuple[Arrays, dict[str, str]]:
     base: Any = gguf.GGUFReader
 
     class BoundedReader(base):
-        # The library takes what lies past the end of the file for nothing at all, and
-        # a length of 2**64 for that many entries of it.
+        # The library reads past the file's end without an error, and loops over a length of
+        # 2**64.
         num_reads = 0
 
         def _get(self, offset: int, dtype: Any, count: int = 1, **options: Any) -> Any:

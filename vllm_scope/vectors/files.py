@@ -1,6 +1,6 @@
 """Steering modules in files and as bytes, and the conventions of those who write them.
 
-Owns:  what a tensor's name says about its site and layer; the metadata.
+Owns:  names of tensors, which say their site and layer; the metadata.
 From:  containers.py (arrays), hooks.py (JSON).   To: SteeringModule.
 
 | name of a tensor    | who writes it so      | site                      | layer           |
@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,30 +37,32 @@ from vllm_scope.vectors.hooks import module_from_json
 from vllm_scope.vectors.module import Provenance, SteeringModule, as_stream, name_of
 
 DEFAULT_SITE = "resid_post"
-#: In GGUF files: the architecture of a control vector, and what is before our own fields.
+#: In GGUF files: the architecture of a control vector, and the prefix of our own fields.
 _CONTROL, _OURS = "controlvector", "vllm_scope."
 
-# Five digits are more than any layer has, and as_stream says so.
+# as_stream refuses a layer of five digits.
 _NAME = re.compile(r"(?:(?P<tier>[a-z]+):)?(?:(?P<site>[a-z_]+)\.)?(?P<number>[0-9]{1,5})")
 
 
 def load_vectors(path: str | Path) -> SteeringModule:
     """A steering module from a .safetensors, .gguf, .npz or .json file.
 
-    Every tensor of the file must be a vector under a name that says its layer; see
-    the table above. Metadata that this program does not know is left out.
+    Every tensor of the file must be a vector under a name of the table above. Unknown metadata is
+    left out.
 
     Raises:
-        SpecError: another ending, too large, malformed, a name or a vector that
-            cannot be; the message names the file and the tensor.
+        SpecError: another ending, too large, malformed, or a wrong name or vector; the message
+            names the file and the tensor.
         ImportError: a .gguf file without the `gguf` library (`vllm-scope[gguf]`).
         OSError: the file cannot be read.
     """
     path = Path(path)
-    readers = {
-        ".safetensors": _load_safetensors, ".gguf": _load_gguf, ".npz": _load_npz,
-        ".json": _load_json,
-    }  # fmt: skip
+    readers: dict[str, Callable[[Path], SteeringModule]] = {
+        ".safetensors": lambda path: from_bytes(read_bytes(path)),
+        ".gguf": _load_gguf,
+        ".npz": lambda path: _module(read_npz(read_bytes(path)), DEFAULT_SITE, 0, Provenance()),
+        ".json": lambda path: module_from_json(read_bytes(path)),
+    }
     if path.suffix not in readers:
         raise SpecError(f"{path} ends in {path.suffix!r}; {', '.join(readers)} are read.")
     try:
@@ -71,12 +72,12 @@ def load_vectors(path: str | Path) -> SteeringModule:
 
 
 def save_vectors(path: str | Path, module: SteeringModule) -> None:
-    """Write a .safetensors file, which is `to_bytes(module)`, or a .gguf control vector as repeng
-    writes it, for llama.cpp too (which takes no vector of layer 0). `load_vectors` reads both.
+    """Write `to_bytes(module)` as .safetensors, or a .gguf control vector in repeng's form, which
+    llama.cpp reads too (without a vector of layer 0). `load_vectors` reads both.
 
     Raises:
-        SpecError: another ending; or a .gguf file of other vectors than those of `resid_post`
-            for every token, which are what such a file can hold.
+        SpecError: another ending; or for .gguf, vectors of other sites than `resid_post` or of
+            a tier.
         ImportError: a .gguf file without the `gguf` library (`vllm-scope[gguf]`).
     """
     path = Path(path)
@@ -93,9 +94,9 @@ def save_vectors(path: str | Path, module: SteeringModule) -> None:
 def to_bytes(module: SteeringModule) -> bytes:
     """The module as the content of a safetensors file; `from_bytes` is its inverse.
 
-    The tensors of a module of one site are named `direction.{layer}`, as others
-    write and read them, and the metadata holds the site; of several sites, they are
-    named `{site}.{layer}`, and those for some tokens alone `{tier}:{site}.{layer}`.
+    If the module has one site and no tiers, its tensors are named `direction.{layer}`, as other
+    programs name them, and the metadata has the site. Else they are named `{site}.{layer}`, and
+    those of a tier `{tier}:{site}.{layer}`.
     """
     from safetensors.numpy import save
 
@@ -107,12 +108,12 @@ def to_bytes(module: SteeringModule) -> bytes:
 
 
 def from_bytes(data: bytes) -> SteeringModule:
-    """The module in the content of a safetensors file, ours or another's.
+    """The module in the content of a safetensors file, ours or another program's.
 
-    Safe on what came over a wire: bounded, and never code.
+    Safe for content of strangers: its size is bounded, and no code runs.
 
     Raises:
-        SpecError: too large, malformed, a name or a vector that cannot be.
+        SpecError: too large, malformed, or a wrong name or vector.
     """
     arrays, metadata = read_safetensors(data)
     base = metadata.get("index_base", "0")
@@ -120,18 +121,6 @@ def from_bytes(data: bytes) -> SteeringModule:
         raise SpecError(f"metadata index_base is {shown(base)}; layers count from '0' or '1'.")
     site = metadata.get("site", DEFAULT_SITE)
     return _module(arrays, site, int(base), _provenance_of_metadata(metadata))
-
-
-def _load_safetensors(path: Path) -> SteeringModule:
-    return from_bytes(read_bytes(path))
-
-
-def _load_npz(path: Path) -> SteeringModule:
-    return _module(read_npz(read_bytes(path)), DEFAULT_SITE, 0, Provenance())
-
-
-def _load_json(path: Path) -> SteeringModule:
-    return module_from_json(read_bytes(path))
 
 
 def _load_gguf(path: Path) -> SteeringModule:
@@ -159,7 +148,7 @@ def _save_gguf(path: Path, module: SteeringModule) -> None:
             )
     provenance = module.provenance
     fields: dict[str, str | int] = {
-        # repeng reads no file without it.
+        # repeng needs it.
         f"{_CONTROL}.model_hint": provenance.model or "unknown",
         f"{_CONTROL}.layer_count": len(module),
     }
@@ -201,15 +190,11 @@ def _place_of(name: str, site: str, base: int) -> tuple[SiteLayer, str | None]:
     return as_stream((match["site"], number)), match["tier"]
 
 
-# --- Metadata ----------------------------------------------------------------
-
-
 def _provenance_to_metadata(provenance: Provenance) -> dict[str, str]:
-    """Text by field, for those that are known; repr keeps a float exactly."""
-    values = {each.name: getattr(provenance, each.name) for each in fields(Provenance)}
+    """Field -> text, of fields that are not None; repr keeps a float exactly."""
     return {
         name: value if isinstance(value, str) else repr(value)
-        for name, value in values.items()
+        for name, value in vars(provenance).items()
         if value is not None
     }
 
@@ -225,12 +210,9 @@ def _provenance_of_metadata(metadata: Mapping[str, str]) -> Provenance:
     normalised = metadata.get("normalised")
     if normalised not in ("True", "False", None):
         raise SpecError(f"metadata normalised is {shown(normalised)}; it is 'True' or 'False'.")
+    texts = ("model", "revision", "method", "dataset", "created_by")
     return Provenance(
-        model=metadata.get("model"),
-        revision=metadata.get("revision"),
-        method=metadata.get("method"),
-        dataset=metadata.get("dataset"),
+        **{name: metadata.get(name) for name in texts},  # type: ignore[arg-type]
         scale=number,
         normalised=None if normalised is None else normalised == "True",
-        created_by=metadata.get("created_by"),
     )

@@ -1,11 +1,10 @@
-"""A steering module: float32 vectors by (site, layer), named by what they hold.
+"""A steering module: float32 vectors by (site, layer), identified by a digest of its content.
 
-Owns:  SteeringModule, Provenance, and how a list, an array or a tensor becomes a vector.
+Owns:  SteeringModule, Provenance, and the conversion of a list, an array or a tensor to a vector.
 Runs:  anywhere. numpy only.
-To:    files (as bytes), analysis (which makes modules), whoever adds them to a stream.
+To:    files (as bytes), analysis (which makes modules), core.registry.
 
-Promise: a module that exists is well formed and never changes, so its digest is
-its identity: two modules of the same digest steer alike, whatever they are called.
+Promise: a module is well formed and never changes. Two modules of the same digest steer alike.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from vllm_scope.request.sites import ALIASES, STREAM_SITES, SiteLayer
 #: No model has more layers; a longer number in a file is a mistake.
 MAX_LAYER = 9999
 MAX_VECTORS = 4096
-#: The tokens that vectors may be for, beside every token: selectors' words.
+#: Selectors for vectors that are not for every token.
 TIERS = ("prompt", "generated")
 
 Vector = NDArray[np.float32]
@@ -39,12 +38,12 @@ class Provenance:
     """Where vectors come from. Not part of a module's identity.
 
     Attributes:
-        model, revision: what they were computed on.
-        method: how, as "mean_difference".
-        dataset: "sha256:..." of the contrast pairs, see `analysis.pairs_digest`.
-        scale: what their maker multiplies them by. Not multiplied in.
-        normalised: whether they have length 1; None where that is not known.
-        created_by: the program and version that computed them.
+        model, revision: on which they were computed.
+        method: such as "mean_difference".
+        dataset: "sha256:..." of the contrast pairs; see `analysis.contrast.pairs_digest`.
+        scale: the factor that their maker uses. Not multiplied in.
+        normalised: whether they have length 1; None: unknown.
+        created_by: program and version.
     """
 
     model: str | None = None
@@ -56,7 +55,7 @@ class Provenance:
     created_by: str | None = None
 
     def __post_init__(self) -> None:
-        # numpy's numbers are written as other text than Python's.
+        # repr of numpy's numbers differs from Python's.
         object.__setattr__(self, "scale", float(self.scale))
         if self.normalised is not None:
             object.__setattr__(self, "normalised", bool(self.normalised))
@@ -66,18 +65,18 @@ class Provenance:
 class SteeringModule(Mapping[SiteLayer, Vector]):
     """Vectors by (site, layer). Read-only, of one hidden size, equal by content.
 
-    As a mapping it is its vectors for every token; most modules have no others.
+    The mapping has the vectors for every token, and not those of tiers.
 
     Args:
         vectors: (site, layer) -> [hidden_size]: a list of numbers, a numpy array, or
             a torch tensor of any float dtype and device. Copied, as float32. Sites
             are those of the residual stream; `embed` has layer 0.
         provenance: where they come from.
-        tiers: "prompt" or "generated" -> vectors for those tokens alone, in the same
-            form. They come on top of those for every token.
+        tiers: "prompt" or "generated" -> vectors in the same form, which are added for those
+            tokens only, besides the vectors for every token.
 
     Raises:
-        SpecError: no vectors, a key that is no (site, layer), a vector of wrong rank
+        SpecError: no vectors, a key that is not (site, layer), a vector of wrong rank
             or type, with NaN or Inf (in float32), or of another size than the first.
     """
 
@@ -113,7 +112,7 @@ class SteeringModule(Mapping[SiteLayer, Vector]):
                 yield (*stream, tier), vector
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Made again rather than restored, so that the copy is read-only as well.
+        # Made by the constructor, so that the copy is read-only too.
         tiers = {tier: dict(vectors) for tier, vectors in self.tiers.items()}
         return SteeringModule, (dict(self.vectors), self.provenance, tiers)
 
@@ -151,7 +150,7 @@ class SteeringModule(Mapping[SiteLayer, Vector]):
 
     @cached_property
     def digest(self) -> str:
-        """ "sha256:..." of the keys and the bits of the values, and of nothing else."""
+        """ "sha256:..." of the keys and the bits of the values."""
         content = hashlib.sha256(b"vllm-scope steering vectors\n")
         for place, vector in self.placed():
             content.update(f"{name_of(place)} {len(vector)}\n".encode())
@@ -160,7 +159,7 @@ class SteeringModule(Mapping[SiteLayer, Vector]):
 
 
 def _kept(vectors: Mapping[SiteLayer, Any], tier: str | None) -> Mapping[SiteLayer, Vector]:
-    """Copies, in the order of sites and layers, read-only."""
+    """Read-only copies, sorted by site and layer."""
     kept: dict[SiteLayer, Vector] = {}
     for key, value in vectors.items():
         stream = as_stream(key)
@@ -172,8 +171,7 @@ def _kept(vectors: Mapping[SiteLayer, Any], tier: str | None) -> Mapping[SiteLay
 
 
 def name_of(place: Place) -> str:
-    """What a vector is called in files and messages: "resid_post.5", or of a tier
-    "generated:resid_post.5"."""
+    """A vector's name in files and errors: "resid_post.5", or "generated:resid_post.5"."""
     return "".join(f"{tier}:" for tier in place[2:]) + f"{place[0]}.{place[1]}"
 
 
@@ -207,7 +205,7 @@ def as_vector(value: object, where: str) -> Vector:
         SpecError: not numbers, not of rank 1, empty, or not finite in float32.
     """
     if hasattr(value, "detach"):
-        # A torch tensor, which is not imported for it. numpy knows no bfloat16.
+        # A torch tensor; torch is not imported. numpy has no bfloat16.
         value = value.detach().cpu().float().numpy()
     try:
         array = np.asarray(value)

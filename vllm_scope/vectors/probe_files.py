@@ -1,13 +1,13 @@
 """A linear probe's two files: NAME.safetensors and NAME.json beside it.
 
-Owns:  what stands in them, and `doubts`: does a request fit what the probe was fitted to?
-       Without torch: clients read the files too.
+Owns:  their content, and `doubts`: does a request fit the data that the probe was fitted to?
+       Imports no torch, because clients read the files too.
 To:    analysis.probes, cli.watch.
 
-NAME.safetensors has `weight` [hidden_size] and `bias` [1], and where a scaler came before,
-its `mean` and `scale`, which are folded. NAME.json says where the probe belongs: `site` and
-`layer`; and, where known, `pooling` (the tokens whose rows it was fitted to), `template` (the
-chat template of their prompts), `calibration`, `model` and `threshold`.
+NAME.safetensors has `weight` [hidden_size] and `bias` [1], and if a scaler comes first, its
+`mean` and `scale`, which are folded into them. NAME.json has the probe's `site` and `layer`, and if
+known `pooling` (the tokens whose rows it was fitted to), `template` (the chat template of their
+prompts), `calibration`, `model` and `threshold`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from vllm_scope.request.selectors import WORDS, Tokens, parse_selector
 from vllm_scope.vectors.containers import check_size, read_bytes, read_safetensors
 from vllm_scope.vectors.module import as_vector
 
-#: Prompts without a chat template, and prompts with a template that is not known.
+#: Templates of prompts without a chat template, and of prompts with an unknown one.
 RAW, CHAT = "none", "chat"
 _DIGEST = re.compile("sha256:[0-9a-f]{64}")
-#: Positions of the request on which two selectors are compared, half of them its prompt's.
+#: Two selectors are compared on a request of so many positions, half of them its prompt's.
 _POSITIONS = 4096
 
 
@@ -39,13 +39,12 @@ class ProbeWarning(UserWarning):
 def doubts(
     name: str, pooling: str | None, tokens: Any, fitted: str | None, template: str | None
 ) -> list[str]:
-    """Why a probe's scores may mean nothing in a request: a sentence for each reason.
-
-    What is not known (None) raises no doubt.
+    """Reasons why a probe's scores may mean nothing in a request, a sentence each.
 
     Args:
         name: of the probe, for the sentences.
-        pooling, fitted: the tokens and the template that the probe was fitted to.
+        pooling, fitted: the tokens and the template that the probe was fitted to; None: unknown,
+            which is no reason.
         tokens, template: those of the request.
     """
     found = []
@@ -65,7 +64,7 @@ def doubts(
 
 
 def _covers(pooling: str, tokens: Any) -> bool:
-    """Whether the tokens are among those of a pooling. A mean of rows is no token's row."""
+    """Whether the tokens are a subset of those of a pooling; never if it is a mean of rows."""
     if pooling not in WORDS:
         return False
     sample = Tokens(
@@ -89,7 +88,7 @@ def _said(template: str) -> str:
 
 
 def checked_template(template: Any) -> str | None:
-    """Raises SpecError for what is neither None, "none", "chat" nor a digest."""
+    """The template. Raises SpecError unless it is None, "none", "chat" or a digest."""
     if template in (None, RAW, CHAT):
         return template
     if not isinstance(template, str) or not _DIGEST.fullmatch(template):
@@ -101,7 +100,7 @@ def checked_template(template: Any) -> str | None:
 
 
 def probe_path(path: str | Path) -> Path:
-    """Raises SpecError for a file of another ending."""
+    """The path. Raises SpecError unless it ends in .safetensors."""
     path = Path(path)
     if path.suffix != ".safetensors":
         raise SpecError(f"{path} ends in {path.suffix!r}; a probe's file ends in .safetensors.")
@@ -109,7 +108,7 @@ def probe_path(path: str | Path) -> Path:
 
 
 def read_weights(path: Path) -> tuple[NDArray[np.float32], float]:
-    """float32 [hidden_size] and the bias, of the raw stream.
+    """The weight, float32 [hidden_size], and the bias, for rows of the raw stream.
 
     Raises:
         SpecError: too large, or malformed.
@@ -136,7 +135,7 @@ def read_weights(path: Path) -> tuple[NDArray[np.float32], float]:
 
 
 def read_place(path: Path) -> dict[str, Any]:
-    """The fields of NAME.json: site and layer, and those of the others that are there.
+    """The fields of NAME.json: site, layer, and the optional ones that are present.
 
     Raises:
         SpecError: too large, malformed, or fields that are missing or unknown.
@@ -170,7 +169,7 @@ def read_place(path: Path) -> dict[str, Any]:
 
 
 def finite(value: Any, name: str) -> float:
-    """Raises SpecError for what is no finite number."""
+    """The value as a float. Raises SpecError unless it is a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise SpecError(f"{name} is {shown(value)}; it is a number.")
     if not np.isfinite(value):
