@@ -1,7 +1,7 @@
-"""How `watch` shows an answer that streams: coloured tokens, or plain lines.
+"""Displays of `watch`: an answer that streams as coloured tokens or as plain lines.
 
-Coloured  a terminal
-Lines     anything else: a pipe, a file, a terminal without colours; no control characters
+Coloured  on a terminal
+Lines     on anything else (a pipe, a file, a terminal without colours); no control characters
 
 Each has `add(chunk)` and `end()`.
 """
@@ -26,7 +26,7 @@ from vllm_scope.cli.remote import printable
 if TYPE_CHECKING:
     from vllm_scope.client import Chunk
 
-#: Where one colour ends and the next begins, as probabilities; from blue to red.
+#: Probabilities between one colour and the next, from blue to red.
 _EDGES = (0.05, 0.2, 0.4, 0.6, 0.8, 0.95)
 _STYLES = (
     "white on color(25)", "black on color(74)", "black on color(153)", "",
@@ -36,11 +36,11 @@ _STYLES = (
 
 @dataclass(frozen=True)
 class Scale:
-    """From a probe's score to a colour: sigmoid(slope * score + offset) is its place.
+    """From a probe's score to a colour, by sigmoid(slope * score + offset).
 
     Attributes:
-        calibrated: that is the concept's probability, and the legend says it; else the legend
-            is in scores.
+        calibrated: the sigmoid is the concept's probability, and the legend has probabilities;
+            else it has scores.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Scale:
     calibrated: bool
 
     def level(self, score: float) -> int | None:
-        """0 to 6; None of NaN."""
+        """Index of the colour, 0 to 6; None for NaN."""
         if math.isnan(score):
             return None
         logits = [_logit(edge) for edge in _EDGES]
@@ -60,7 +60,7 @@ class Scale:
         return "" if level is None else _STYLES[level]
 
     def labels(self) -> list[str]:
-        """What each level stands for."""
+        """The range of probabilities or scores of each level."""
         edges = [f"{edge:.0%}".removesuffix("%") for edge in _EDGES]
         unit = " %"
         if not self.calibrated:
@@ -82,7 +82,7 @@ def _logit(probability: float) -> float:
 
 
 class Coloured:
-    """Tokens as they come, in the colour of the first probe's score of each."""
+    """Tokens as they arrive, each in the colour of the first probe's score."""
 
     def __init__(self, console: Console, scales: Sequence[Scale], prompt: str) -> None:
         self._console, self._scales = console, scales
@@ -91,7 +91,7 @@ class Coloured:
         self._print(Text(printable(prompt), "dim"))
 
     def _print(self, text: Text) -> None:
-        # Not wrapped: the terminal does, and then its text can be copied as it is.
+        # The terminal wraps lines itself, so that copied text has no added line ends.
         self._console.print(text, end="", soft_wrap=True)
 
     def add(self, chunk: Chunk) -> None:
@@ -131,7 +131,7 @@ class Lines:
             self._write(str(token.position), cells, _quoted(token.text))
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Does nothing: every line is written at once."""
 
 
 def _cell(score: float) -> str:
@@ -139,6 +139,6 @@ def _cell(score: float) -> str:
 
 
 def _quoted(text: str) -> str:
-    """JSON without a character that a terminal would act on."""
+    """JSON without control characters."""
     quoted = json.dumps(text, ensure_ascii=False)
     return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in quoted)

@@ -1,4 +1,4 @@
-"""The commands and their options; what they do is in files of their names."""
+"""The commands and their options. Each command is implemented in the file of its name."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def doctor(
     where it cannot, and with 2 where there is no answer: an unknown model,
     wrong options, or no memory.
     """
-    gc.disable()  # 1.5 of 10 s: what is imported lives as long as the process
+    gc.disable()  # saves 1.5 of 10 s: imported objects live as long as the process
     from vllm_scope.cli.doctor import examine
 
     options: dict[str, object] = {

@@ -19,14 +19,14 @@ from vllm_scope.request.actions import Read
 def read(
     server: Server, prompt: str, site: str, layers: str, tokens: str, save: Path | None
 ) -> None:
-    """Write the rows if asked; print the text and what each stream's rows look like."""
+    """Write the rows if asked; print the text and a table of each stream's rows."""
     console = Console()
     with asking(server, console) as client:
         if save is not None and not save.absolute().parent.is_dir():
             raise ScopeError(f"there is no folder {save.absolute().parent} to save {save.name} in.")
         found = None if site == "embed" else layers_of(layers)
         out = client.complete(prompt, Read(site, layers=found, tokens=tokens), **server.options)
-        if save is not None:  # first: the rows are computed once
+        if save is not None:  # before anything that may fail: the rows are computed only once
             _write(save, out.scope)
         console.print(Text(printable(prompt)).append(printable(out.text), "bold"))
         console.print(_table(out.scope))

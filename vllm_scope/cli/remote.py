@@ -1,4 +1,4 @@
-"""What `read`, `steer` and `watch` share: a server, its errors, and how numbers look."""
+"""The server of `read`, `steer` and `watch`: options, errors, layers and printable text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_scope.errors import ScopeError
 
 @dataclass(frozen=True)
 class Server:
-    """Where to ask, and for how much."""
+    """A server's address, and the options of a completion."""
 
     url: str
     api_key: str | None
@@ -31,7 +31,7 @@ class Server:
 
 @contextmanager
 def asking(server: Server, console: Console) -> Iterator[Any]:
-    """A client; what goes wrong is said in a sentence, with status 1."""
+    """A client. An error is printed as a sentence and ends the program with status 1."""
     try:
         from vllm_scope.client import ScopeClient, UnreachableError
     except ImportError as error:
@@ -39,7 +39,7 @@ def asking(server: Server, console: Console) -> Iterator[Any]:
     try:
         with ScopeClient(server.url, server.api_key) as client:
             yield client
-    except BrokenPipeError:  # `| head` has what it wants
+    except BrokenPipeError:  # as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
     except UnreachableError as error:
@@ -54,13 +54,13 @@ def _fail(console: Console, sentence: str) -> NoReturn:
 
 
 def check_whole(scope: Any) -> None:
-    """Raises ScopeError for a request that did not do, or give, all that was asked."""
+    """Raises ScopeError if a request is not complete."""
     if scope is not None and scope.status != "complete":
         raise ScopeError(f"the request is {scope.status}: {scope.error or 'rows were lost'}")
 
 
 def layers_of(text: str) -> str | list[int]:
-    """ "all", or numbers and ranges: 2,5 or 0-3."""
+    """The layers of "all", or of numbers and ranges such as 2,5 or 0-3."""
     if text == "all":
         return text
     found: list[int] = []
@@ -73,7 +73,7 @@ def layers_of(text: str) -> str | list[int]:
 
 
 def printable(text: str) -> str:
-    """A model's text, as it is but for characters that a terminal would act on."""
+    """A text whose control characters are escaped, except newlines and tabs."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
     )

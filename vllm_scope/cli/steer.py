@@ -13,18 +13,18 @@ from vllm_scope.vectors import load_vectors
 
 
 def steer(server: Server, prompt: str, module: str, scales: list[float]) -> None:
-    """Print a completion for each scale; 0 is the plain one."""
+    """Print a completion for each scale; 0 is without the module."""
     console = Console()
     with asking(server, console) as client:
         for scale in scales:
             actions = _additions(module, scale) if scale else []
             out = client.complete(prompt, *actions, **server.options)
-            check_whole(out.scope)  # else it may be plain text
+            check_whole(out.scope)  # the module may not have been added
             console.print(Text(f"{scale:+g} ", "cyan").append(printable(out.text), "default"))
 
 
 def _additions(module: str, scale: float) -> list[Action]:
-    """A file's vectors travel in the request; any other word names what the server holds."""
+    """The Adds of a file, or one Add of a module that the server holds."""
     if Path(module).suffix not in (".safetensors", ".gguf", ".npz", ".json"):
         return [Add(module, scale=scale)]
     return [

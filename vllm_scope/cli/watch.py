@@ -38,10 +38,10 @@ def watch(
 
     Args:
         prompt: a text; in a chat a user's message, or a JSON list of messages.
-        files: each a probe's safetensors (vectors.probe_files). The first colours the text.
-        layer: whose rows they score, where no .json beside a file says it.
-        system: a system message, which makes it a chat.
-        tokens: to score; None for all, or the generated ones of a probe fitted to these.
+        files: of probes (vectors.probe_files). The first probe colours the text.
+        layer: whose rows the probes score, for files without a .json beside them.
+        system: a system message, which makes the prompt a chat.
+        tokens: a selector; None: "generated" for a probe fitted to these, else "all".
     """
     console = Console()
     messages = messages_of(prompt, chat, system)
@@ -63,7 +63,7 @@ def watch(
 
 
 def messages_of(prompt: str, chat: bool, system: str | None) -> list[dict[str, Any]] | None:
-    """The messages of a chat, or None of a plain prompt."""
+    """The messages of a chat; None for a plain prompt."""
     if not chat and system is None:
         return None
     first = [] if system is None else [{"role": "system", "content": system}]
@@ -77,7 +77,7 @@ def messages_of(prompt: str, chat: bool, system: str | None) -> list[dict[str, A
 
 
 def view_of(console: Console, scales: Sequence[Scale], prompt: str) -> Coloured | Lines:
-    """What this output can show."""
+    """The display for a console."""
     if not console.is_terminal or console.no_color or console.is_dumb_terminal:
         return Lines(console, [scale.name for scale in scales])
     return Coloured(console, scales, prompt)
@@ -85,7 +85,7 @@ def view_of(console: Console, scales: Sequence[Scale], prompt: str) -> Coloured 
 
 @dataclass(frozen=True)
 class Watched:
-    """A probe of a file: what is asked, how it is coloured, and why that may mean nothing."""
+    """A probe of a file: its action, its colours, and reasons why its scores may mean nothing."""
 
     action: Probe
     scale: Scale
@@ -93,7 +93,7 @@ class Watched:
 
 
 def load(path: Path, layer: int | None, tokens: str | None, template: str) -> Watched:
-    """A probe of the file's name, at the place that its .json tells."""
+    """A probe with the file's name, at the place of its .json."""
     weight, bias = read_weights(probe_path(path))
     beside = path.with_suffix(".json")
     if beside.exists():

@@ -1,9 +1,9 @@
-"""What comes back from a server: choices with their rows and scores, as numpy.
+"""The server's answers: choices with their rows and scores, as numpy.
 
 Owns:  Completion, Choice, Chunk, ScoredToken, ScopeData, and the parsing of a choice's `scope`.
 From:  server.encode (the JSON), server.store (the files).
 
-Sizes come from the server that was asked; each is checked against the bytes that came.
+Each size that the server names is checked against the bytes that it sent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm_scope.request.sites import ALIASES
 
 #: (site, layer, "after" or "before")
 _Stream = tuple[str, int, str]
-#: Names as in JSON and as in safetensors -> numpy's; bfloat16 as its bits.
+#: dtype in JSON and in safetensors -> numpy's; bfloat16 as its bits.
 _DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"} | {
     "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8",
 }  # fmt: skip
@@ -30,12 +30,12 @@ _DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"} | {
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows as they travelled.
+    """Rows in the dtype in which the server sent them.
 
     Attributes:
         positions: int64 [n], ascending.
-        bits: [n, hidden_size], or [n, heads, numbers of a head]; uint16 where dtype is
-            bfloat16, which numpy does not know.
+        bits: [n, hidden_size], or [n, heads, numbers of a head]; uint16 if dtype is bfloat16,
+            which numpy does not have.
         dtype: float32, float16 or bfloat16.
     """
 
@@ -45,14 +45,14 @@ class Rows:
 
     @property
     def numpy(self) -> NDArray[Any]:
-        """In its own dtype; bfloat16 as float32, exactly."""
+        """The rows in their dtype; bfloat16 becomes float32 without loss."""
         if self.dtype != "bfloat16":
             return self.bits
         return (self.bits.astype("<u4") << 16).view("<f4")
 
 
 class Scores(Mapping[str, NDArray[np.float32]]):
-    """float32 [n] by the probe's name, in position order; NaN where it was not finite."""
+    """Name of a probe -> its scores, float32 [n], in position order; NaN if not finite."""
 
     def __init__(self, values: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float32]]]):
         self._values = values
@@ -76,16 +76,16 @@ class ScopeData:
     """Rows and scores of one choice, or what is new of them in one chunk.
 
     `data["resid_post", 5]` is [positions, hidden_size], `data["q", 5]` [positions, heads,
-    numbers of a head]: float32, float16, or float32 for bfloat16;
-    `data["resid_post", 5, "before"]` where rows were read before edits.
+    numbers of a head]: float32 or float16, and float32 for bfloat16.
+    `data["resid_post", 5, "before"]` has rows that were read before edits.
 
     Attributes:
         status: "complete", "incomplete", "aborted" or "failed"; "streaming" in a chunk
             that is not its choice's last.
-        error: the reason, where status is "failed".
-        expected, delivered, dropped: how many rows and scores; 0 while streaming.
-        sinks: what became of reads to sinks, by the sink's name: status, reason, expected,
-            delivered, dropped, and the names of its files (the operator gets paths).
+        error: the reason, if status is "failed".
+        expected, delivered, dropped: numbers of rows and scores; 0 while streaming.
+        sinks: name of a sink -> status, reason, expected, delivered, dropped, and the names of
+            its files (paths for the operator).
     """
 
     status: str = "streaming"
@@ -98,7 +98,7 @@ class ScopeData:
     sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)
 
     def keys(self) -> list[tuple[str, int]]:
-        """The streams that are here."""
+        """(site, layer) of each stream."""
         return list(dict.fromkeys((site, layer) for site, layer, _ in self.rows))
 
     def __getitem__(self, stream: tuple[str, int] | _Stream | str) -> NDArray[Any]:
@@ -136,9 +136,9 @@ class ScoredToken:
     """One token and the scores of its own row.
 
     Attributes:
-        position: absolute, in prompt and answer; that of the scores too.
-        scores: by the probe's name; NaN where it is not finite. Empty for the token that was
-            sampled last: its row is never computed.
+        position: absolute, counted from the prompt's first token.
+        scores: by the probe's name; NaN if not finite. Empty for the token sampled last, whose
+            row is never computed.
     """
 
     id: int
@@ -152,9 +152,9 @@ class Choice:
     """One completion.
 
     Attributes:
-        scope: None where nothing was asked for.
-        tokens: with probes, the generated tokens, each with its text and scores; empty where
-            the server does not tell.
+        scope: None if the request had no actions.
+        tokens: of a request with probes, the generated tokens with their texts and scores;
+            empty if the server does not send them.
     """
 
     index: int
@@ -188,12 +188,12 @@ class Completion:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What is new of one choice.
+    """The new part of one choice.
 
     Attributes:
         scope: the new scores, and rows if asked.
-        tokens: those whose scores came, each once: mostly of the text of the chunk before.
-            Empty without probes.
+        tokens: those whose scores have arrived, each once; mostly tokens of the text of the
+            chunk before. Empty without probes.
     """
 
     index: int
@@ -207,14 +207,14 @@ def parse_scope(body: Mapping[str, Any], file: bytes | None) -> ScopeData:
     """A choice's `scope`.
 
     Args:
-        file: the content of its `result`, where it has one.
+        file: the content of its `result`, if it has one.
 
     Raises:
-        ScopeError: it is not what a server of this version sends.
+        ScopeError: a server of this version does not send that.
     """
     rows: dict[_Stream, Rows] = {}
     scores: dict[str, Any] = {}
-    # The file has all; an entry without values tells which of them are new.
+    # The file has all values; an entry without values says which of them are new.
     filed_rows, filed_scores = ({}, {}) if file is None else _parse_file(file)
     for entry in body.get("rows", ()):
         stream = (entry["site"], entry["layer"], entry.get("when", "after"))
@@ -243,7 +243,7 @@ def parse_tokens(body: Mapping[str, Any]) -> tuple[ScoredToken, ...]:
     """The tokens of a choice's `scope`.
 
     Raises:
-        ScopeError: they are not what a server of this version sends.
+        ScopeError: a server of this version does not send that.
     """
     try:
         return tuple(

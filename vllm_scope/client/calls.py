@@ -1,11 +1,11 @@
 """Every call of a client, written once, for both transports.
 
-Owns:  Calls (what is sent, and what is made of the responses), Call, ServerError,
+Owns:  Calls (requests, and the parsing of responses), Call, Response, ServerError,
        UnreachableError.
-To:    transport, which carries a Call and hands back the Response.
+To:    transport, which sends a Call and returns the Response.
 
-A call is a generator: it yields Calls, is sent Responses, and returns the answer. So a
-call may need several, such as an answer and then the file that holds its rows.
+A flow is a generator that yields Calls, receives Responses, and returns the answer. It may need
+several Calls, such as one for an answer and one for the file with its rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Content = bytes | bytearray | memoryview
 
 
 class ServerError(ScopeError):
-    """The server refused, or failed. `status` is HTTP's."""
+    """The server refused the request, or failed. `status` is HTTP's."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -44,8 +44,8 @@ class ServerError(ScopeError):
 
 
 class UnreachableError(ScopeError):
-    """The server did not answer, or broke off: no connection, a timeout, no HTTP. The cause is
-    httpx's error."""
+    """The server did not answer, or stopped in the middle: no connection, a timeout, no HTTP.
+    The cause is httpx's error."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,17 @@ class Call:
 
 @dataclass(frozen=True)
 class Response:
-    """What a transport hands back. `location`: where a redirect leads."""
+    """A transport's response. `location`: of a redirect."""
 
     status: int
     content: bytes
     location: str | None = None
 
     def checked(self) -> Response:
-        """Itself, or the error that it is.
+        """The response itself.
 
         Raises:
-            SpecError: 400. CapacityError: 429. ServerError: anything else that is no answer.
+            SpecError: status 400. CapacityError: 429. ServerError: any other that is not 2xx.
         """
         if 200 <= self.status < 300:
             return self
@@ -88,12 +88,12 @@ class Response:
         raise ServerError(f"HTTP {self.status}: {message}", self.status)
 
     def json(self) -> Any:
-        """Raises ServerError where it is none, as a proxy's page."""
+        """The parsed content. Raises ServerError if it is not JSON, such as a proxy's page."""
         return _decoded(self.content, self.status)
 
 
 def error_message(content: bytes) -> str:
-    """The sentence of an error's body, whichever of vLLM's shapes it has."""
+    """The sentence of an error's body in any of vLLM's shapes."""
     try:
         body = json.loads(content)
         error = body.get("error", body.get("detail", body))
@@ -110,11 +110,11 @@ def _decoded(content: bytes | str, status: int = 200) -> Any:
 
 
 class Events:
-    """Server-sent events out of the bytes of a stream. Not by `str.splitlines`: JSON may hold
-    other ends of lines than LF as they are.
+    """Server-sent events from the bytes of a stream. Not by `str.splitlines`, because JSON may
+    contain other line ends than LF.
 
     Attributes:
-        done: the server has told that nothing comes any more.
+        done: the server has sent its last event.
     """
 
     def __init__(self) -> None:
@@ -122,8 +122,8 @@ class Events:
         self._rest: list[bytes] = []
 
     def feed(self, data: bytes) -> list[str]:
-        """The data of the lines that are whole now."""
-        if b"\n" not in data:  # of a long line; put together once
+        """The data of the lines that are complete now."""
+        if b"\n" not in data:  # part of a long line, which is joined once
             self._rest.append(data)
             return []
         *lines, rest = b"".join([*self._rest, data]).split(b"\n")
@@ -136,7 +136,7 @@ class Events:
         return found
 
     def check_done(self) -> None:
-        """Raises ServerError for a stream that ended in the middle."""
+        """Raises ServerError if the stream ended before the last event."""
         if not self.done:
             raise ServerError("the stream ended before the answer did; send it again.", 200)
 
@@ -145,10 +145,10 @@ Flow = Generator[Call, Response, Any]
 
 
 class Calls:
-    """Base of both clients: `_run` carries a flow, `_iterate` a stream of chunks.
+    """Base of both clients. They implement `_run` for a flow and `_iterate` for a stream.
 
     Args:
-        model: as the server knows it; None asks it for its first one.
+        model: one of the server's models; None: its first one.
     """
 
     def __init__(self, model: str | None) -> None:
@@ -167,9 +167,9 @@ class Calls:
 
         Args:
             prompt: text or token ids, or a list of either.
-            actions: Read, Probe, Add, ...; none asks for the text alone.
-            options: fields of the request beside them: max_tokens, temperature, n, ...;
-                `scope_tensors="handle"` and other fields of `vllm_xargs` by that name.
+            actions: Read, Probe, Add, ...; without actions only the text comes back.
+            options: other fields of the request: max_tokens, temperature, n, vllm_xargs, ...;
+                and `scope_tensors="handle"`.
 
         Returns:
             Completion
@@ -177,7 +177,7 @@ class Calls:
         Raises:
             SpecError: the request is wrong. CapacityError: send it again later.
             ServerError: the server refused for another reason.
-            UnreachableError: there is no server, or it broke off. Every call may raise this.
+            UnreachableError: the server did not answer. Every call may raise this.
         """
         return self._run(self._answered("/v1/completions", {"prompt": prompt} | options, actions))
 
@@ -204,11 +204,11 @@ class Calls:
     # The server
 
     def info(self) -> Any:
-        """What the model can be asked: the JSON of GET /v1/scope."""
+        """The model's sites and layers, and limits: the JSON of GET /v1/scope."""
         return self._run(self._json(Call("GET", "/v1/scope")))
 
     def result(self, result_id: str, delete: bool = False) -> Any:
-        """ScopeData of the file whose id a choice's `scope.result` names in the JSON."""
+        """ScopeData of a file; its id is in the JSON of a choice, `scope.result.id`."""
         return self._run(self._fetched(result_id, delete))
 
     def modules(self) -> Any:
@@ -216,15 +216,15 @@ class Calls:
         return self._run(self._json(Call("GET", "/v1/scope/modules"), "modules"))
 
     def put_module(self, name: str, module: SteeringModule | str | Path | Content) -> Any:
-        """Register a steering module, the file of one, or the content of a safetensors file.
+        """Register a steering module: itself, a file, or the content of a safetensors file.
         Needs the operator's key.
 
         Raises:
-            SpecError: it is no module. OSError: the file cannot be read.
+            SpecError: it is not a module. OSError: the file cannot be read.
         """
         if isinstance(module, bytes | bytearray | memoryview):
             content = bytes(module)
-            from_bytes(content)  # refused here, and not by the server
+            from_bytes(content)  # raises SpecError before anything is sent
         else:
             found = module if isinstance(module, SteeringModule) else load_vectors(module)
             content = to_bytes(found)
@@ -245,7 +245,7 @@ class Calls:
         return self._run(self._json(Call("PUT", "/v1/scope/edits", body, admin=True)))
 
     def clear_edits(self) -> Any:
-        """Edit requests no longer. Needs the operator's key."""
+        """End all server-wide edits. Needs the operator's key."""
         return self._run(self._done(Call("DELETE", "/v1/scope/edits", admin=True)))
 
     # Flows
@@ -318,7 +318,7 @@ def _result_call(result_id: str, delete: bool) -> Call:
 def _module_path(name: str) -> str:
     if not name:
         raise SpecError(f"a module's name is 1 character or more, not {shown(name)}.")
-    if name in (".", ".."):  # another path, however it is quoted
+    if name in (".", ".."):  # quoting does not keep httpx from resolving them
         raise SpecError(f"no module over HTTP is called {shown(name)}; take another name.")
     return f"/v1/scope/modules/{quote(name, safe='')}"
 

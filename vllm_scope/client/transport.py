@@ -1,4 +1,4 @@
-"""The two clients: the same calls, carried by httpx with or without await.
+"""The two clients: the same calls, sent by httpx with or without await.
 
 Owns:  ScopeClient, AsyncScopeClient.
 """
@@ -18,23 +18,23 @@ try:
 except ImportError as error:
     raise ImportError("the client needs httpx: pip install 'vllm-scope[client]'.") from error
 
-#: Seconds for an answer; a long prompt on a busy server takes a while.
+#: For an answer; a long prompt on a busy server takes a while.
 TIMEOUT_S = 600.0
 
 
 class _Client(Calls):
-    """What both clients know of the server.
+    """The server's address and keys, for both clients.
 
     Args:
         base_url: of the server, with or without /v1.
         api_key: as for vLLM's --api-key.
-        admin_key: the server's VLLM_SCOPE_ADMIN_KEY, for what changes the engine.
-        model: as the server knows it; None takes its first one.
+        admin_key: the server's VLLM_SCOPE_ADMIN_KEY, for calls that change the engine.
+        model: one of the server's models; None: its first one.
         timeout: seconds for an answer.
         transport: an httpx transport, for tests and proxies.
 
     Raises:
-        SpecError: base_url is no URL.
+        SpecError: base_url is not a URL.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class _Client(Calls):
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
-        """httpx's errors of the way to the server, as ours."""
+        """Raise httpx's connection errors as UnreachableError."""
         try:
             yield
         except httpx.RequestError as error:
@@ -86,7 +86,7 @@ def _came(response: Any, content: bytes) -> Response:
 
 
 class ScopeClient(_Client):
-    """A client that blocks. A context manager; see `Calls` for what it can do."""
+    """A blocking client and context manager; `Calls` has its methods."""
 
     def _open(self, **options: Any) -> httpx.Client:
         return httpx.Client(**options)
@@ -128,7 +128,7 @@ class ScopeClient(_Client):
 
 
 class AsyncScopeClient(_Client):
-    """The same for asyncio: answers are awaited, streams are `async for`."""
+    """The client for asyncio: answers are awaited, streams are for `async for`."""
 
     def _open(self, **options: Any) -> httpx.AsyncClient:
         return httpx.AsyncClient(**options)
