@@ -321,7 +321,7 @@ def test_signs_that_disagree_or_are_not_understood_are_refused(layer, model, rea
 @pytest.mark.parametrize(
     ("rms", "convention"), [(True, Convention.SUM), (False, Convention.DEAD_RESIDUAL)]
 )
-def test_a_flag_of_the_layer_tells_which_way_it_goes(rms, convention):
+def test_a_flag_of_the_layer_decides_its_branch(rms, convention):
     assert convention_of(Overwrites(rms), JoinsByFlag(rms)) is convention
 
 
@@ -330,7 +330,7 @@ def test_a_flag_that_layer_and_model_do_not_share_is_refused():
         convention_of(Overwrites(True), JoinsByFlag(False))
 
 
-def test_a_flag_that_nobody_knows_leaves_both_ways():
+def test_an_unknown_flag_keeps_both_branches():
     layer = Overwrites()
     del layer.uses_rms_norm
     with pytest.raises(

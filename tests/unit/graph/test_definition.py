@@ -41,7 +41,7 @@ SIZES = st.sampled_from([1, 2, 3, 7, 8, 9, 64, 65, 127])
         on_grid=st.booleans(),
     )
 )
-def test_a_tap_does_to_its_rows_what_a_loop_would(arguments):
+def test_a_tap_equals_a_loop_over_rows_and_operations(arguments):
     before = random_tap(**arguments)
     check(random_tap(**arguments).run(tap_rows), before, outcome(before))
 
@@ -200,7 +200,7 @@ def test_an_edit_that_overflows_is_reported_and_does_not_change_the_row(dtype, o
 
 
 @pytest.mark.parametrize("with_residual", [False, True], ids=["one-tensor", "with-residual"])
-def test_where_nobody_reads_faults_the_row_goes_on_and_tells(with_residual):
+def test_a_row_that_is_not_finite_is_written_where_faults_are_not_read(with_residual):
     hidden, residual = torch.tensor([ROW]), torch.ones(1, 4) if with_residual else None
     _run(hidden, residual, (OP_ADD, 0, 0, 3e38, 0), vectors=[[3e38] * 4], told=False)
     assert (hidden if residual is None else residual).isinf().all()
@@ -219,7 +219,7 @@ def test_a_row_that_is_not_finite_is_reported_where_it_is_checked(bad):
     assert hidden.tolist() == [ROW, [0, 0, 0, 0]]
 
 
-def test_what_is_stored_is_the_row_as_it_is_at_that_place_of_the_chain():
+def test_a_read_stores_the_row_at_its_place_in_the_chain():
     vectors = [[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 2.0, 0.0]]
     arena = _run(
         torch.tensor([ROW]), None,
@@ -286,7 +286,7 @@ def test_rows_without_an_operation_at_this_tap_are_left_alone(tokens):
     assert (hidden == 1).all()
 
 
-def test_tap_by_tap_a_tokens_place_is_its_number_times_what_a_token_takes():
+def test_tap_by_tap_a_tokens_slot_is_its_number_times_the_slots_per_token():
     arena = _run(
         torch.tensor([ROW, ROW]) * torch.tensor([[1.0], [2.0]]), None,
         (OP_READ, 0, 0, 0, 0), (OP_DOT, 4, 0, 0.0, 0),

@@ -103,7 +103,7 @@ class Opt(nn.Module):
         return hidden_states
 
 
-def test_a_norm_under_a_condition_counts_where_the_layer_takes_it():
+def test_a_norm_under_a_condition_counts_if_the_layer_runs_it():
     assert norm_before_mlp(Opt(before=True), Convention.TENSOR) == "final_layer_norm"
     with pytest.raises(CompatError, match=r"Opt\.forward has none where one norm"):
         norm_before_mlp(Opt(before=False), Convention.TENSOR)

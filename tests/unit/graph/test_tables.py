@@ -276,7 +276,7 @@ def test_a_program_with_vectors_that_nobody_holds_is_never_planned():
         pytest.param({"num_ops": 3}, _adds(5.0, 5.0, 5.0), id="no-operations"),
     ],
 )
-def test_what_finds_no_room_leaves_nothing_held(sizes, program):
+def test_a_program_without_room_leaves_nothing_held(sizes, program):
     tables = _tables(**({"num_programs": 9, "num_vectors": 9} | sizes))
     held = tables.program_id(_adds(1.0), hold=True)
     taken = _num_vectors_taken(_refilled(tables))
@@ -297,7 +297,7 @@ def _refilled(tables: Tables) -> Tables:
     return tables
 
 
-def test_what_requests_may_hold_at_once_is_told_by_the_capacity():
+def test_the_capacity_is_what_all_requests_may_hold():
     cost = capacity(HIDDEN_SIZE, 5 * HIDDEN_SIZE * 4 / MIB)
     assert (cost.vectors, cost.programs, cost.ops) == (5, HELD_PROGRAMS, HELD_OPS)
     assert len(_tables(num_vectors=5).vectors) == 5
@@ -305,7 +305,7 @@ def test_what_requests_may_hold_at_once_is_told_by_the_capacity():
 
 
 @given(st.data())
-def test_what_is_held_stays_as_it_is_whatever_comes_and_goes(data):
+def test_held_programs_stay_unchanged_while_others_come_and_go(data):
     tables = _tables(num_programs=4, num_vectors=3, num_ops=24)
     some = [
         _reads(0), _reads(6, 9), _reads(0, 6, 9, 21), _adds(1.0), _adds(2.0, 3.0),
@@ -365,7 +365,7 @@ def test_a_steps_new_programs_are_sent_in_one_piece_for_each_table():
     assert tables.num_uploads == 4 + 3 + 1
 
 
-def test_a_place_given_twice_before_a_step_holds_what_came_last():
+def test_a_place_reused_before_a_step_has_its_last_content():
     tables = _tables(num_programs=1, num_vectors=1, num_ops=1)
     tables.release(tables.program_id(_adds(1.0), hold=True))
     found = tables.program_id(_adds(2.0), hold=True)
@@ -428,7 +428,7 @@ def test_without_a_clear_between_them_a_step_replaces_the_one_before_it():
     assert (tables.tokens[:, PROGRAM] == NO_PROGRAM).all()
 
 
-def test_a_step_is_known_by_the_very_array_of_its_ids():
+def test_a_step_is_identified_by_its_array_of_ids():
     tables, rows = _tables(), np.array([1])
     ids = np.array([2], np.int32)
     assert not tables.has_loaded(ids)
@@ -452,7 +452,7 @@ def test_clearing_a_step_that_loaded_nothing_touches_nothing():
     assert (tables.tokens == 77).all()
 
 
-def test_a_steps_rows_are_its_own_when_its_ids_come_again_after_larger_steps():
+def test_an_array_of_ids_can_be_loaded_again_after_larger_steps():
     tables, rows, many = _tables(), np.array([3]), np.arange(16)
     again = np.array([1], np.int32)
     for _ in range(4):  # more than there are buffers
@@ -465,7 +465,7 @@ def test_a_steps_rows_are_its_own_when_its_ids_come_again_after_larger_steps():
         assert (tables.tokens[:, PROGRAM] == 3).all()
 
 
-def test_the_slots_of_a_step_with_the_very_ids_of_the_one_before_are_its_own():
+def test_a_step_with_the_same_array_of_ids_gets_its_own_slots():
     tables = _tables()
     ids = np.array([1, 0, 2], np.int32)
     for rows in (np.array([2, 3, 4]), np.array([1, 4, 9])):

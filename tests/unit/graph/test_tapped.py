@@ -280,7 +280,7 @@ def test_a_layer_without_a_middle_is_refused_where_one_is_asked_for(tapped):
 
 @pytest.mark.parametrize("edited", [(), (0,), EVERYWHERE], ids=["plain", "embedding", "everywhere"])
 @pytest.mark.parametrize("sites", [BRANCH_SITES, ("attn_out",), ("mlp_out",)], ids=str)
-def test_what_attention_and_mlp_add_is_there_whatever_is_added_to_the_stream(sites, edited, tapped):
+def test_attention_and_mlp_outputs_are_read_without_the_edits_of_the_stream(sites, edited, tapped):
     embedding, row = torch.randn(5, HIDDEN_SIZE), 3
     added = {b: torch.zeros(5, HIDDEN_SIZE) for b in edited}
     edits = {}
@@ -308,7 +308,7 @@ def test_what_attention_and_mlp_add_is_there_whatever_is_added_to_the_stream(sit
 
 
 @pytest.mark.parametrize("kind", ["tensor", "dead-residual"])
-def test_a_layer_that_adds_to_the_stream_itself_shows_no_branches(kind, tapped):
+def test_the_branches_of_a_layer_that_adds_by_itself_cannot_be_tapped(kind, tapped):
     layer_class, convention = CONVENTIONS[kind]
     for site in BRANCH_SITES:
         words = rf"sites has '{site}', .*: {layer_class.__name__} adds .* Leave it out"
@@ -327,7 +327,7 @@ class ParallelLayer(SumLayer):
 
 
 @pytest.mark.parametrize("site", BRANCH_SITES)
-def test_what_attention_and_mlp_add_together_passes_for_neither(site, tapped):
+def test_the_branches_of_a_parallel_layer_cannot_be_tapped(site, tapped):
     with pytest.raises(ConfigError, match=r"ParallelLayer\.forward has none where one norm"):
         tapped(ParallelLayer, Convention.SUM, (2, boundary_of((site, 1))))
     assert tapped(ParallelLayer, Convention.SUM, (2, 4))[3] == (2, 4)
@@ -362,7 +362,7 @@ class ChoosingLayer(SumLayer):
 
 
 @pytest.mark.parametrize("site", BRANCH_SITES)
-def test_a_layer_that_may_skip_its_attention_shows_no_branches(site, tapped):
+def test_the_branches_of_a_layer_that_may_skip_its_attention_cannot_be_tapped(site, tapped):
     place = boundary_of((site, 1))
     with pytest.raises(ConfigError, match=r"SkippingLayer\.forward may leave out its attention"):
         tapped(SkippingLayer, Convention.SUM, (2, place))
@@ -387,7 +387,7 @@ class SparseLayer(SumLayer):
         return hidden_states, residual
 
 
-def test_layers_that_have_their_attention_show_it_though_others_have_none(tapped, monkeypatch):
+def test_the_layers_with_attention_are_tapped_if_others_have_none(tapped, monkeypatch):
     places = (2, boundary_of(("attn_out", 0)), boundary_of(("attn_out", 1)))
     assert tapped(SparseLayer, Convention.SUM, places)[3] == places
     monkeypatch.setattr(SparseLayer, "missing", True)
@@ -409,7 +409,7 @@ def test_a_layer_without_the_norm_is_refused_by_its_number(tapped):
         tapped(Bare, Convention.SUM, (3,))
 
 
-def test_what_is_added_is_read_before_functions_change_the_stream(tapped):
+def test_branches_are_read_before_functions_change_the_stream(tapped):
     embedding, expected = torch.randn(5, HIDDEN_SIZE), {}
     for number, layer in enumerate(plain := [SumLayer(i) for i in range(NUM_LAYERS)]):
         layer.mlp.register_forward_hook(

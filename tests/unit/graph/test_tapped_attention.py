@@ -71,7 +71,7 @@ class Tapped:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("in_heads", [False, True])
 @pytest.mark.parametrize("sites", [ATTENTION_SITES, ("q",), ("k", "z"), ("v",)], ids=str)
-def test_the_rows_that_went_in_and_came_out_are_there(sites, in_heads, compiled):
+def test_inputs_and_output_of_the_attention_are_in_the_arena(sites, in_heads, compiled):
     tapped = Tapped(sites)
     assert tapped.here == tapped.boundaries
     given = projected(in_heads)
@@ -88,20 +88,20 @@ def test_the_rows_that_went_in_and_came_out_are_there(sites, in_heads, compiled)
 
 
 @pytest.mark.parametrize("site", ATTENTION_SITES)
-def test_rows_of_another_width_than_was_planned_stop_it(site):
+def test_rows_of_another_width_are_refused(site):
     tapped = Tapped((site,), Heads(4, 4, 5, 3))
     with pytest.raises(CompatError, match=r"is given rows of \(.*, not rows of .* torch\.float32"):
         tapped.module(*projected(False))
     assert tapped.arena.isnan().all()
 
 
-def test_rows_of_another_dtype_than_the_model_stop_it():
+def test_rows_of_another_dtype_are_refused():
     tapped = Tapped(ATTENTION_SITES)
     with pytest.raises(CompatError, match=r"rows of \(12,\) torch\.float64, not rows of 12"):
         tapped.module(*(x.double() for x in projected(False)))
     assert tapped.arena.isnan().all()
 
 
-def test_keys_that_are_not_given_stop_it():
+def test_missing_keys_are_refused():
     with pytest.raises(CompatError, match="is given nothing, not rows of 6"):
         Tapped(("k",)).module(projected(False)[0], None, None)

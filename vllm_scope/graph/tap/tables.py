@@ -102,8 +102,8 @@ class Tables:
         #: Program id -> slots of a token once its rows are encoded.
         self.num_delivered = np.zeros(num_programs, np.int64)
         self._pending_programs: dict[int, NDArray[np.int32]] = {}
-        self._pending_ops: dict[int, tuple[int, ...]] = {}
-        self._pending_vectors: dict[int, Array] = {}
+        self._pending_ops: dict[int, NDArray[np.int32]] = {}
+        self._pending_vectors: dict[int, NDArray[np.float32]] = {}
         self._staging = Staging(self.tokens)
         self._rows_written = 0
         self._loaded: NDArray[np.int32] | None = None
@@ -174,7 +174,7 @@ class Tables:
                     "are in use; send the request again when others have finished, or raise it."
                 )
             found = places.put(vector)
-            self._pending_vectors[found] = vector
+            self._pending_vectors[found] = vector.numpy
         return found
 
     def _place(self, program: Program) -> int:
@@ -211,7 +211,8 @@ class Tables:
                 vector = -1 if op.vector is None else self._vector_places.at(op.vector)
                 numbers = np.array([op.a, op.b], np.float32).view(np.int32).tolist()
                 words = self._words(op, arena, local, slots, slots_here)
-                self._pending_ops[taken[-1]] = (op.code, *words, vector, *numbers, following, 0)
+                entry_of_op = (op.code, *words, vector, *numbers, following, 0)
+                self._pending_ops[taken[-1]] = np.array(entry_of_op, np.int32)
                 following = taken[-1]
             entry[self._tap_of[boundary]] = following
         self._ops_of[program_id] = taken
@@ -235,19 +236,16 @@ class Tables:
 
     def _flush(self) -> None:
         """Copy what changed in programs, ops and vectors to the device, one copy each."""
-        if self._pending_vectors:
-            rows = np.stack([v.numpy for v in self._pending_vectors.values()])
-            self._send(self.vectors, self._pending_vectors.keys(), rows)
-            self._pending_vectors.clear()
-        if self._pending_ops:
-            self._send(self.ops, self._pending_ops.keys(), list(self._pending_ops.values()))
-            self._pending_ops.clear()
-        if self._pending_programs:
-            entries = np.stack(list(self._pending_programs.values()))
-            self._send(self.programs, self._pending_programs.keys(), entries)
-            self._pending_programs.clear()
+        for table, pending in (
+            (self.vectors, self._pending_vectors),
+            (self.ops, self._pending_ops),
+            (self.programs, self._pending_programs),
+        ):
+            if pending:
+                self._send(table, pending.keys(), np.stack(list(pending.values())))
+                pending.clear()
 
-    def _send(self, table: Tensor, places: Iterable[int], rows: object) -> None:
+    def _send(self, table: Tensor, places: Iterable[int], rows: np.ndarray) -> None:
         index = torch.tensor(list(places))
         values = torch.as_tensor(rows, dtype=table.dtype)
         if table.is_cuda:
