@@ -14,6 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -61,14 +62,15 @@ def compare(root: Path, version: str) -> Comparison:
         root: vLLM's package folder.
         version: as `vllm.__version__` has it.
     """
-    from packaging.version import Version
+    from packaging.version import InvalidVersion, Version
 
     known = json.loads(FILE.read_text())
     releases = sorted({r for digests in known.values() for r in digests}, key=Version)
-    installed = Version(version)
-    is_new = installed.public not in releases
-    before = [r for r in releases if Version(r) <= installed]
-    release = before[-1] if before else releases[0]
+    release, is_new = releases[-1], True
+    with suppress(InvalidVersion):  # a build may call itself "dev"
+        installed = Version(version)
+        is_new = installed.public not in releases
+        release = [releases[0], *(r for r in releases if Version(r) <= installed)][-1]
     changes = []
     for seam in CONTRACT:
         found = digest(root, seam)

@@ -94,6 +94,7 @@ def test_a_change_of_what_is_used_is_found_and_no_other(vllm, before, after, cha
         ("0.33.1.dev4+gabc", "0.33.0", True),
         ("0.33.0rc1", "0.32.0", True),
         ("0.31.0", "0.32.0", True),
+        ("dev", "0.33.0", True),
     ],
 )
 def test_a_version_is_compared_with_the_last_release_that_was_read(vllm, version, release, is_new):
