@@ -36,29 +36,29 @@ KEY = "scope"
 
 
 class ScopeConfig(BaseModel):
-    """What the engine is started with.
+    """The engine's options.
 
     Attributes:
-        sites: the sites that may be read and edited. Each costs a tap per layer,
-            whether or not anything is asked of it; those that are not of the stream
-            (q, k, v, z, attn_out, mlp_out) can be read alone.
-        layers: the layers whose taps exist, or "all".
-        arena_mib: device memory for rows that wait for their copy; None takes the
-            largest step that a CUDA graph can hold, three times.
+        sites: the sites that may be read and edited. Each costs a tap per layer, even
+            if no request uses it; sites off the residual stream (q, k, v, z, attn_out,
+            mlp_out) can only be read.
+        layers: the layers that have taps, or "all".
+        arena_mib: device memory for rows that wait for their copy; None takes three
+            times the largest step that a CUDA graph can hold.
         vectors_mib: device memory for the vectors of edits and probes of running
-            requests. A request that finds it full waits for its turn.
+            requests. If it is full, a request waits for its turn.
         modules: steering modules to load at start, name -> file.
         deliver_timeout_s: how long a finished request waits for rows that are
-            still on their way, before it is returned as incomplete; and a worker for a
-            front-end that lives and does not read, before it goes on without it.
-        road: what rows travel on from a worker to the front-end: "shared" memory,
-            encrypted "tcp", or "auto": shared memory where that was tried and works.
+            still on their way, before it is returned as incomplete; and how long a
+            worker waits for a front-end that does not read, before it goes on without it.
+        road: how rows travel from a worker to the front-end: "shared" memory,
+            encrypted "tcp", or "auto": shared memory if a test shows that it works.
         road_host: where the front-end listens if rows come over TCP: the address, or
             the name of the interface, by which workers reach its host. None takes
-            the one by which vLLM's own workers find it (VLLM_HOST_IP, or else that
+            the address that vLLM's own workers use (VLLM_HOST_IP, or else that
             of the default route).
         sinks: where reads may go beside memory, name -> options; see `sinks.options`.
-        global_sinks: the same, for what every request delivers: with `reads`.
+        global_sinks: the same, with `reads` that are added to every request.
         graph_key: identity of the traced code. Set by vllm-scope.
     """
 
@@ -111,7 +111,7 @@ class ScopeConfig(BaseModel):
     @field_validator("road_host")
     @classmethod
     def _one_interface(cls, host: str | None) -> str | None:
-        # Everywhere is no place that a worker could be told to connect to.
+        # A worker could not connect to a wildcard address.
         if host in ("", "*", "0.0.0.0", "::", "[::]"):
             raise ValueError("name one address or interface of the front-end's host")
         return host
@@ -143,12 +143,12 @@ class ScopeConfig(BaseModel):
         return parse_sinks(self.global_sinks, "global_sinks", True)
 
     def with_graph_key(self) -> dict[str, Any]:
-        """The dict to put into `additional_config`, plain JSON."""
+        """The options for `additional_config`, as plain JSON."""
         return self.model_copy(update={"graph_key": graph_key()}).model_dump(mode="json")
 
     @property
     def attention_sites(self) -> tuple[str, ...]:
-        """Those of `sites` that are inside the attention."""
+        """The `sites` that are inside the attention."""
         return tuple(site for site in ATTENTION_SITES if site in self.sites)
 
     def boundaries(self, num_layers: int) -> tuple[int, ...]:
@@ -179,7 +179,7 @@ class ScopeConfig(BaseModel):
 
 @cache
 def graph_key() -> str:
-    """Version and a digest of the sources that are traced into the model's graph."""
+    """The version, and a digest of the sources that are traced into the model's graph."""
     import vllm_scope
 
     here = Path(__file__).parent

@@ -1,4 +1,4 @@
-"""What can go wrong, and who has to act.
+"""The package's errors, and what each one ends.
 
 ScopeError
   SpecError      the request is wrong        that request only (HTTP 400)
@@ -7,8 +7,8 @@ ScopeError
   CapacityError  no room for this request    that request only (HTTP 429)
   CompatError    vLLM or the model is not    refuse to start, or refuse taps
                  the shape we know
-  FileError      a file is not what it says  that file only
-                 it is, or not to be had
+  FileError      a file is damaged or        that file only
+                 cannot be had
 
 Every message says what came, what is allowed, and what to do next.
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 
 class _Short(reprlib.Repr):
-    """Looks at no more keys than it shows: reprlib sorts all of them to show the first."""
+    """Looks only at the keys that it shows; reprlib sorts all of them first."""
 
     def repr_dict(self, x: Any, level: int) -> str:
         return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)
@@ -39,7 +39,7 @@ _short.maxlist = _short.maxtuple = _short.maxdict = 8
 
 
 def shown(value: object) -> str:
-    """What came, for a sentence: its repr, cut where it is long."""
+    """The repr of what came, shortened, for an error text."""
     return _short.repr(value)
 
 
@@ -48,7 +48,7 @@ class ScopeError(Exception):
 
 
 class SpecError(ScopeError, ValueError):
-    """A request asks for something that cannot be; only that request fails."""
+    """A request asks for something that is not possible; only that request fails."""
 
 
 class ConfigError(ScopeError, ValueError):
@@ -56,11 +56,11 @@ class ConfigError(ScopeError, ValueError):
 
 
 class CapacityError(ScopeError):
-    """There is no room for this request; it may be sent again later."""
+    """There is no room for this request now; it may be sent again later."""
 
 
 class CompatError(ScopeError):
-    """vLLM, or this model, is not of a shape that vllm-scope knows."""
+    """This vLLM, or this model, is not supported."""
 
 
 class FileError(ScopeError):

@@ -85,7 +85,7 @@ def test_there_is_room_exactly_where_the_tables_have_it(data):
     assert admission.held == Cost()
 
 
-def test_who_holds_places_keeps_them_and_one_is_always_let_in():
+def test_a_request_keeps_its_places_and_one_request_always_enters():
     large = _program([(0, 1, False), (0, 2, False), (2, 3, False), (2, 4, False)])
     small = _program([(0, 1, False)])
     admission = Admission(MOST)
@@ -99,7 +99,7 @@ def test_who_holds_places_keeps_them_and_one_is_always_let_in():
     assert admission.admit("small", [small])
 
 
-def test_to_let_one_in_takes_as_long_whatever_is_held():
+def test_the_time_to_admit_a_request_does_not_grow_with_what_is_held():
     admission, took = Admission(Cost(1 << 20, 1 << 20, 1 << 20)), []
     for i in range(512):
         program = _program([(0, 64 * i + j + 1, False) for j in range(64)])

@@ -86,7 +86,7 @@ def test_a_request_keeps_what_a_name_meant_when_it_entered(held):
     assert _values(held.resolve(spec, names, None).edits) == [V]
 
 
-def test_requests_that_ask_for_the_same_share_what_was_made_of_it(held):
+def test_requests_with_the_same_spec_share_its_programs(held):
     text = _text(Add("m", layer=0))
     names = {"m": held.register("m", to_bytes(_module(V)))}
     server = held.set_edits(_text(Add(W, layer=1)))
@@ -100,7 +100,7 @@ def test_requests_that_ask_for_the_same_share_what_was_made_of_it(held):
     assert _values(held.resolve(Spec.from_json(text), held.names, server).edits) == [W, W]
 
 
-def test_a_name_that_means_nothing_is_refused_with_those_that_do(held):
+def test_an_unknown_module_is_refused_with_the_known_ones(held):
     held.register("known", to_bytes(_module(V)))
     spec = Spec(edits=(Add("m", layer=0),))
     text = sentence(lambda: held.resolve(spec, held.names, None))
@@ -130,7 +130,7 @@ def test_a_name_that_means_nothing_is_refused_with_those_that_do(held):
         ),
     ],
 )  # fmt: skip
-def test_a_module_that_cannot_be_is_refused_and_the_name_keeps_its_meaning(name, data, words, held):
+def test_an_invalid_module_is_refused_and_its_name_keeps_its_meaning(name, data, words, held):
     before = held.register("m", to_bytes(_module(W)))
     text = sentence(lambda: held.register(name, data))
     assert all(word in text for word in words), text
@@ -148,7 +148,7 @@ def test_as_many_names_as_are_allowed(held, monkeypatch):
     held.register("c", to_bytes(_module(V)))
 
 
-def test_content_that_no_name_means_is_kept_up_to_a_bound_the_oldest_going_first(held, monkeypatch):
+def test_content_without_a_name_is_kept_up_to_a_bound_and_the_oldest_goes_first(held, monkeypatch):
     monkeypatch.setattr(registry, "MAX_KEPT_BYTES", 3 * 16)  # three modules of one vector
     spec = Spec(edits=(Add("m", layer=0),))
     digests = [held.register("m", to_bytes(_module([float(i), 1, 1, 1]))) for i in range(5)]
@@ -169,7 +169,7 @@ def test_content_that_no_name_means_is_kept_up_to_a_bound_the_oldest_going_first
     assert there() == [False, False, True, False, True]
 
 
-def test_content_that_a_name_means_is_never_dropped(held, monkeypatch):
+def test_content_with_a_name_is_never_dropped(held, monkeypatch):
     monkeypatch.setattr(registry, "MAX_KEPT_BYTES", 0)
     for i in range(5):
         held.register(f"m{i}", to_bytes(_module([float(i), 1, 1, 1])))
@@ -195,7 +195,7 @@ def test_the_servers_edits_come_before_the_requests_own(held):
     assert held.resolve(None, {}, None).edits == ()
 
 
-def test_a_request_keeps_the_servers_edits_of_when_it_entered(held):
+def test_a_request_keeps_the_servers_edits_with_which_it_entered(held):
     first = held.set_edits(_text(Add(V, layer=0)))
     second = held.set_edits(_text(Add(W, layer=0)))
     assert held.set_edits(None) is None
@@ -252,7 +252,7 @@ def test_the_servers_edits_keep_what_a_name_meant_when_they_were_set(held):
         pytest.param(_text(Add([1.0], layer=0)), ["rows have 4"], id="another-size"),
     ],
 )
-def test_edits_that_cannot_be_are_refused_and_those_before_stay(text, words, held):
+def test_invalid_server_wide_edits_are_refused_and_the_earlier_ones_stay(text, words, held):
     before = held.set_edits(_text(Add(W, layer=0)))
     said = sentence(lambda: held.set_edits(text))
     assert all(word in said for word in words), said

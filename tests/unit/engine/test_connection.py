@@ -56,7 +56,7 @@ def test_drafts_and_a_replacement_of_several_generated_tokens_do_not_mix(positio
     _connection(False).check(_replace(positions), IDS, max_tokens)
 
 
-def test_an_edit_of_several_layers_counts_once_in_what_is_said_of_the_next():
+def test_an_edit_of_several_layers_counts_once_in_the_paths_of_errors():
     edits = (Add([1.0] * 4, layer=[0, 1]), Add([1.0] * 4, layer=1, tokens=[99]))
     asked = Spec(edits=edits).resolve(SITES)
     said = sentence(lambda: _connection(False).check(asked, IDS, 3))
@@ -152,7 +152,7 @@ class Engine:
         return [[reply]]
 
 
-def test_requests_that_come_at_once_connect_once_and_again_where_rows_did_not_come():
+def test_requests_that_come_at_once_connect_once_and_again_after_rows_were_missing():
     async def ask(engine):
         if needs_connection(engine):
             await connect_async(engine)
@@ -176,7 +176,7 @@ def test_requests_that_come_at_once_connect_once_and_again_where_rows_did_not_co
     asyncio.run(run())
 
 
-def test_a_road_that_is_gone_for_a_while_does_not_end_an_engine():
+def test_a_transport_that_fails_for_a_while_does_not_end_an_engine():
     async def run():
         engine = Engine()
         await connect_async(engine)
@@ -198,7 +198,7 @@ def test_a_road_that_is_gone_for_a_while_does_not_end_an_engine():
     asyncio.run(run())
 
 
-def test_the_programs_of_a_request_are_looked_for_once(monkeypatch):
+def test_the_programs_of_a_request_are_computed_once(monkeypatch):
     looked: list[int] = []
     original = RequestProgram._columns
 

@@ -56,7 +56,7 @@ def _request(*actions: Any, name: str = "r", num_prompt: int = 8, vectors: bool 
 # What a request is given when it enters
 
 
-def test_a_request_takes_with_it_what_names_and_the_servers_edits_mean():
+def test_a_handle_holds_what_names_and_the_servers_edits_mean():
     engine = _core()
     digest = engine.registry.register("m", _module(V))
     engine.registry.register("other", _module(W))
@@ -132,14 +132,14 @@ def test_the_cost_counts_the_positions_that_a_step_may_overshoot():
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_any_more_is_refused_as_it_enters(action, error, words):
+def test_a_request_that_is_no_longer_possible_is_refused_when_it_enters(action, error, words):
     engine = _core(Cost(5, 5, 5))
     with pytest.raises(error, match=words):
         engine.stamp(_request(action))
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
-def test_edits_of_the_server_are_refused_where_no_request_could_hold_them(count):
+def test_server_wide_edits_that_no_request_could_hold_are_refused(count):
     engine = _core(Cost(3, 5, 10))
     vectors = [[float(i + 1)] * 4 for i in range(count)]
     text = scope(*(Add(vector, layer=0, tokens="generated") for vector in vectors))["scope"]
@@ -225,7 +225,7 @@ def test_plain_requests_share_blocks_as_ever():
         assert _extra_keys(made, 0, 4, ("salt",)) == ("salt",)
 
 
-def test_until_something_is_asked_nothing_is_set_up(monkeypatch):
+def test_the_registry_is_made_at_its_first_use(monkeypatch):
     monkeypatch.setattr(core, "CoreScope", lambda config: pytest.fail("set up"))
     engine = _EngineCore(vllm_config=SimpleNamespace(additional_config={}))
     _preprocess(engine, _request())
@@ -243,7 +243,7 @@ def test_a_request_that_fails_while_it_enters_leaves_nothing_behind():
     assert core._entering == {}
 
 
-def test_the_scheduler_hears_of_names_before_any_worker():
+def test_enginecore_registers_a_name_before_any_worker():
     engine = _EngineCore(scope=_core())
     heard = []
 
@@ -265,7 +265,7 @@ def test_the_scheduler_hears_of_names_before_any_worker():
     assert engine.scope.registry.server is not None
 
 
-def test_what_a_worker_refuses_the_scheduler_takes_back():
+def test_enginecore_takes_back_a_change_that_a_worker_refuses():
     engine = _EngineCore(scope=_core())
     held = engine.scope.registry
     before = held.register("m", _module(V)), held.set_edits(scope(Add(V, layer=0))["scope"])

@@ -44,7 +44,7 @@ def test_values_are_small_if_all_items_together_are(values, small):
     assert is_small(values) == small
 
 
-def test_the_count_ends_at_the_bound_and_needs_no_stack_for_nested_lists():
+def test_counting_items_stops_at_the_bound_and_does_not_recurse():
     deep: Any = 1
     for _ in range(100_000):
         deep = [deep]

@@ -41,7 +41,7 @@ def _told(error: Exception) -> Any:
     return refusals.refusal_in(completion)
 
 
-def test_what_enginecore_refuses_comes_back_as_it_was():
+def test_an_error_of_enginecore_reaches_the_caller_unchanged():
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
     for error, code in ((SpecError("no: such name"), 400), (CapacityError("no room"), 429)):
@@ -56,6 +56,6 @@ def test_what_enginecore_refuses_comes_back_as_it_was():
 @pytest.mark.parametrize(
     ("reason", "stop"), [("stop", "vllm-scope refuses CapacityError: x"), ("error", None)]
 )
-def test_only_what_enginecore_refused_is_taken_for_it(reason, stop):
+def test_only_a_refusal_of_enginecore_is_read_as_one(reason, stop):
     """A stop string of the caller's may say what it likes."""
     assert refusals.refusal_in(SimpleNamespace(finish_reason=reason, stop_reason=stop)) is None

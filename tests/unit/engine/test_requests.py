@@ -104,12 +104,12 @@ def test_a_long_prompt_is_prepared_off_the_loop():
         inbox().forget(state.scope.pending)
 
 
-def test_a_large_request_that_cannot_be_is_refused_before_it_enters():
+def test_a_large_request_that_is_not_possible_is_refused_before_it_enters():
     with pytest.raises(SpecError, match=r"reads\[0\].layers has 9"):
         _add(scope(Read("resid_post", layers=[9]))["scope"] + LARGE, [1, 2, 3])
 
 
-def test_what_was_prepared_ahead_is_not_used_for_another_prompt():
+def test_a_prepared_request_is_not_used_for_another_prompt():
     """vLLM may cut a prompt when it makes the request."""
 
     class Cuts(Engine):
@@ -189,7 +189,7 @@ def test_a_refusal_harms_no_request_that_is_being_prepared(params, num_asked):
     assert asyncio.run(run()) == num_asked
 
 
-def test_a_name_that_is_doubted_while_modules_are_asked_for_is_asked_for_again():
+def test_a_name_that_may_have_changed_while_modules_were_asked_for_is_asked_for_again():
     async def run():
         engine = Asked()
         entering = asyncio.ensure_future(_enter(engine, _named("happy")))

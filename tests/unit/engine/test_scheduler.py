@@ -207,7 +207,7 @@ def test_requests_that_do_not_fit_wait_first_come_first_served(scheduler):
     assert scheduler.admission.most == capacity(4, 4 * 16 / 2**20)
 
 
-def test_equal_vectors_have_one_place_and_nobody_waits_for_them(scheduler):
+def test_equal_vectors_have_one_place_and_no_request_waits_for_them(scheduler):
     for i in range(9):
         add(scheduler, f"same-{i}", 3, content="same")
     add(scheduler, "other", 2)
@@ -219,7 +219,7 @@ def test_equal_vectors_have_one_place_and_nobody_waits_for_them(scheduler):
     assert scheduler.added[-1] == "other"
 
 
-def test_one_that_fills_everything_runs_alone(scheduler):
+def test_a_request_that_fills_the_tables_runs_alone(scheduler):
     add(scheduler, "huge", 9)  # its like is refused by front-ends
     add(scheduler, "small", 1)
     assert scheduler.added == ["huge"]
@@ -289,7 +289,7 @@ def test_a_session_keeps_what_it_entered_with(began, came, waits, scheduler):
     assert handle_of(before) == came, "the caller's own parameters are as they were"
 
 
-def test_where_the_first_in_line_is_ended_those_behind_it_are_let_in(scheduler):
+def test_if_the_first_in_line_ends_those_behind_it_enter(scheduler):
     for name, size in (("a", 3), ("b", 3), ("c", 1)):
         add(scheduler, name, size)
     scheduling._finish(Scheduler.finish, scheduler, "b", "aborted")
@@ -333,7 +333,7 @@ def test_a_generator_of_requests_is_ended_whole(scheduler):
 
 
 @given(st.data())
-def test_what_runs_always_fits_and_all_run_in_the_end(data):
+def test_running_requests_always_fit_and_all_requests_run_in_the_end(data):
     most = Cost(4)
     scheduler, before = Scheduler(most), scheduling._enqueue
     scheduling._enqueue = Scheduler.enqueue

@@ -152,7 +152,7 @@ def _rows(*boundaries: int) -> tuple[int, ...]:
         ),
     ],
 )  # fmt: skip
-def test_a_token_that_takes_too_much_is_told_where(layout, words):
+def test_a_token_that_delivers_too_much_is_refused_with_the_place(layout, words):
     found = Limits((160,), 30, 15, 0, 0, 0).excess(layout)
     assert (found is None) == (words is None)
     assert words is None or words in found

@@ -313,7 +313,7 @@ def test_a_worker_without_taps_takes_no_modules_and_no_edits_of_the_server():
         assert calls["scope_set_edits"](None) is None
 
 
-def test_what_the_servers_edits_make_of_a_request_is_measured_again():
+def test_a_request_is_checked_again_with_the_servers_edits():
     reads = Spec((Read("resid_post", layer=0), Read("resid_post", layer=0, when="before")))
     request = Request("r", 7, reads, 2, [1, 2, 3]).as_vllm_sends_it()
     with running_worker(EVERYWHERE, 64) as (worker, sink):
@@ -329,7 +329,7 @@ def test_what_the_servers_edits_make_of_a_request_is_measured_again():
     assert "with the server's edits" in sink.finished[1][1]
 
 
-def test_a_fault_in_planning_fails_who_is_in_the_step_and_nobody_else(monkeypatch, caplog):
+def test_a_fault_in_planning_fails_only_the_requests_of_that_step(monkeypatch, caplog):
     with running_worker(EVERYWHERE, 64) as (worker, sink):
         waiting = Request("later", 8, Spec((Read("embed"),)), 2, [1, 2, 3])
         worker.add_requests([_edited(), waiting.as_vllm_sends_it()])
@@ -375,7 +375,7 @@ def test_a_request_whose_edits_cannot_be_done_is_ended(monkeypatch):
         assert not hasattr(output, "scope_faults")
 
 
-def test_an_output_that_is_made_later_says_then_whose_rows_were_not_finite():
+def test_an_asynchronous_output_reports_faults_when_it_is_made():
     with running_worker(EVERYWHERE, 64) as (worker, _):
         worker.add_requests([_edited()])
         (owner,) = worker._planner.owners

@@ -68,7 +68,7 @@ class Unread:
     __array__ = __iter__ = __getitem__ = _look
 
 
-def test_the_ids_of_a_prompt_are_looked_at_where_a_selector_may_pick_by_them():
+def test_the_ids_of_a_prompt_are_read_only_if_a_selector_may_use_them():
     uniform = [
         Read("embed", tokens="generated"),
         Probe(V, layer=0, name="p"),
@@ -234,7 +234,7 @@ def test_a_rank_that_delivers_nothing_edits_like_the_others(spec, prompt):
 
 
 @given(specs(NUM_LAYERS, only_reads=True), st.lists(selectors(), max_size=2), _PROMPTS, st.data())
-def test_what_turns_out_to_be_asked_for_is_always_delivered(spec, probed, prompt, data):
+def test_every_row_that_may_be_wanted_is_delivered(spec, probed, prompt, data):
     probes = tuple(Probe(V, layer=0, name=f"{i}", tokens=s) for i, s in enumerate(probed))
     asked = Spec(spec.reads, probes).resolve(SITES)
     program = _compile(asked, prompt)
@@ -341,7 +341,7 @@ def test_what_turns_out_to_be_asked_for_is_always_delivered(spec, probed, prompt
         ),
     ],
 )
-def test_a_row_is_read_once_at_the_first_point_that_sees_it_so(actions, points):
+def test_a_row_is_read_once_at_the_first_point_that_sees_it(actions, points):
     program = _compile(_spec(*actions), [1, 1, 1])
     ((_, count, one),) = program.runs(0, 5)
     assert count == 5
@@ -439,7 +439,7 @@ def test_a_request_costs_distinct_vectors_programs_and_their_operations(actions,
         pytest.param([Read("embed"), Read("embed", tokens=[0])], Cost(0, 1, 1), id="read-twice"),
     ],
 )
-def test_a_program_that_tokens_get_for_two_reasons_is_paid_for_once(actions, cost):
+def test_a_program_that_tokens_get_for_two_reasons_counts_once(actions, cost):
     assert _compile(_spec(*actions), [1, 1, 1]).cost(10) == cost
 
 

@@ -304,7 +304,7 @@ def test_the_canary_names_a_tap_that_wrote_nothing_whatever_its_width(deaf):
         pytest.param(lambda site: Probe([1.0] * 6, site=site, layer=0, name="p"), id="probe"),
     ],
 )
-def test_what_is_inside_the_attention_can_be_read_alone(make, site):
+def test_sites_inside_the_attention_can_only_be_read(make, site):
     words = f"site is '{site}', which can be read alone.*take embed, resid_pre"
     with pytest.raises(SpecError, match=words):
         make(site)
@@ -316,7 +316,7 @@ def test_an_edit_in_json_is_refused_at_its_path():
         Spec.from_json(body)
 
 
-def test_what_is_not_tapped_is_refused_with_what_to_start():
+def test_a_site_that_is_not_tapped_is_refused_with_the_option_to_set():
     sites = Sites(2, 6, "float32", (0, 2, 4))
     assert sites.row_sizes == (6,)
     for read in (Read("q"), Read("z", layer=1), Read("k", codec="int8")):
@@ -324,6 +324,6 @@ def test_what_is_not_tapped_is_refused_with_what_to_start():
             Spec((read,)).resolve(sites)
 
 
-def test_a_name_that_is_not_read_yet_is_told_what_is():
+def test_a_site_that_is_not_tapped_yet_is_refused_with_those_that_are():
     with pytest.raises(SpecError, match=r"does not tap; it reads embed.*q, k, v, z"):
         Read("mlp_post")

@@ -105,7 +105,7 @@ def deliver(inbox, pending, spec, num_prompt, first, count):
         "edit",
     ],
 )
-def test_what_a_prompt_takes_is_what_it_delivers(spec, num_bytes, inbox):
+def test_a_prompt_takes_the_bytes_that_it_delivers(spec, num_bytes, inbox):
     inbox.budget = Budget(1 << 30)
     pending = opened(inbox, spec, 10)
     assert inbox.budget.num_bytes == num_bytes
@@ -117,7 +117,7 @@ def test_what_a_prompt_takes_is_what_it_delivers(spec, num_bytes, inbox):
     assert inbox.budget.num_bytes == 0
 
 
-def test_prompts_are_let_in_as_far_as_there_is_room_and_keep_it(inbox):
+def test_prompts_enter_while_there_is_room_and_keep_it(inbox):
     spec = Spec((Read("resid_post", layers=[0]),))
     inbox.budget = room_for(12 * 100 * (ROW + LABEL_BYTES))
     running = [opened(inbox, spec, 100) for _ in range(12)]
@@ -136,7 +136,7 @@ def test_prompts_are_let_in_as_far_as_there_is_room_and_keep_it(inbox):
     opened(inbox, spec, 100)
 
 
-def test_what_can_never_fit_is_told_so(inbox):
+def test_a_prompt_that_can_never_fit_is_refused_as_such(inbox):
     inbox.budget = room_for(1 << 20)
     spec = Spec((Read("resid_post", layers=[0]),))
     with pytest.raises(SpecError, match=r"delivers 2\.0 MiB.*most 1\.0 MiB.*VLLM_SCOPE_ROWS_MIB"):
@@ -147,7 +147,7 @@ def test_what_can_never_fit_is_told_so(inbox):
     opened(inbox, spec, 100, copies=4)
 
 
-def test_who_delivers_more_than_there_is_room_for_loses_its_own_rows_alone(inbox):
+def test_a_request_that_delivers_more_than_there_is_room_for_loses_only_its_own_rows(inbox):
     spec = Spec((Read("embed"),))
     inbox.budget = Budget(10 * (ROW + LABEL_BYTES))
     greedy, modest = (opened(inbox, spec, 1, owner=owner) for owner in ("greedy", "modest"))
@@ -187,7 +187,7 @@ def test_rows_and_scores_of_other_destinations_are_not_kept(inbox):
     assert (result.scores["p"] == 4 * HIDDEN_SIZE + 1).all(), "the second of two scores"
 
 
-def test_what_is_copied_for_a_request_that_is_gone_takes_nothing(inbox):
+def test_a_copy_for_a_forgotten_request_takes_no_bytes(inbox):
     spec = Spec((Read("embed"),))
     inbox.budget = Budget(1 << 20)
     pending = opened(inbox, spec, 5)
@@ -218,7 +218,7 @@ def test_a_key_that_takes_all_it_can_leaves_room_for_others(inbox):
     assert len(take_all("third")) == 36, "of 39, with the 3 that it has"
 
 
-def test_what_comes_beside_prompts_leaves_room_for_others_too(inbox):
+def test_generated_tokens_of_a_key_leave_room_for_other_keys(inbox):
     spec = Spec((Read("embed"),))
     inbox.budget = Budget(64 * (ROW + LABEL_BYTES))
     streams = [opened(inbox, spec, 1, owner="never reads") for _ in range(6)]
@@ -240,7 +240,7 @@ def test_keys_that_hold_nothing_are_forgotten(inbox):
     assert not inbox.budget._held
 
 
-def test_what_a_prompt_delivers_is_told_before_it_is_let_in(inbox):
+def test_the_asker_is_told_the_bytes_of_a_prompt_before_it_enters(inbox):
     def refuse(num_bytes):
         assert num_bytes == 3 * (ROW + LABEL_BYTES)
         raise CapacityError("no room for its file")

@@ -56,7 +56,7 @@ def pairs(column):
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), num_prompt=st.integers(1, 6), num_output=st.integers(1, 8))
-def test_each_value_is_handed_on_once_in_order_as_soon_as_all_before_it_are_here(
+def test_each_value_is_returned_once_in_order_as_soon_as_all_before_it_have_arrived(
     data, num_prompt, num_output
 ):
     selector = data.draw(st.sampled_from(SELECTORS))
@@ -125,7 +125,7 @@ def test_probes_alone_are_followed_where_rows_are_not_asked_for():
     assert cursor.settled == 2
 
 
-def test_rows_of_a_codec_are_joined_as_they_came():
+def test_encoded_rows_are_joined_without_decoding():
     from vllm_scope.codecs.packed import packing_of
 
     pending = pending_of(Read("resid_post", layers=[1], codec="fp16"), prompt_ids=[1, 2])

@@ -84,7 +84,7 @@ def test_layouts_of_one_request_that_share_a_table_are_not_mixed_up(spec):
 
 
 @pytest.mark.parametrize("boundary", [None, 2])
-def test_a_layout_of_which_no_token_came_is_passed_over(boundary):
+def test_a_layout_without_tokens_is_skipped(boundary):
     """Over TCP a large message comes in pieces, each with all layouts."""
     _, layouts = layouts_of(Spec((Read("resid_post", layers=[0]), Read("resid_post", layers=[1]))))
     num_slots = layouts[0].slots(WIDTHS)
@@ -180,7 +180,7 @@ class _Growing(Table):
         self.__dict__["labels"] = labels
 
 
-def test_a_snapshot_while_rows_come_has_a_row_for_each_position():
+def test_a_snapshot_while_rows_arrive_has_a_row_for_each_position():
     table = _Growing((1,), 4, torch.float32)
 
     def append(first, count):
@@ -212,7 +212,7 @@ KEPT = Manifest(
         pytest.param(Asker("key", operator=True), True, id="the-operator"),
     ],
 )
-def test_paths_and_texts_of_errors_are_told_to_the_operator_alone(asker, whole):
+def test_only_the_operator_sees_paths_and_error_texts_of_sinks(asker, whole):
     inbox = Inbox(num_copiers=0)
     token = None if asker is None else asking.set(asker)
     try:

@@ -170,7 +170,7 @@ def test_a_position_computed_again_keeps_its_last_row(road):
     assert result.status == "complete"
 
 
-def test_a_missing_row_is_counted_and_told(road):
+def test_a_missing_row_is_counted_and_reported(road):
     pending = road.open(Read("resid_post", layers=[0, 1]))
     road.send([(pending.key, p, (2, 4), 0) for p in (0, 2)])
     road.send([(pending.key, 1, (2,), 0)])
@@ -205,7 +205,7 @@ def test_a_request_without_a_single_row_has_empty_tensors(road):
         pytest.param(None, True, "no room", "failed", id="a-worker-refused-while-running"),
     ],
 )
-def test_the_status_tells_how_it_ended(road, finish_reason, finished, error, status):
+def test_the_status_says_how_the_request_ended(road, finish_reason, finished, error, status):
     pending = road.open("embed")
     road.send([(pending.key, p, (0,), 0) for p in (0, 1, 2)])
     if finished:
@@ -266,7 +266,7 @@ def test_a_snapshot_stays_as_it_was_while_rows_keep_coming(road):
     assert late["embed"][:, 2].tolist() == [1, 1, 2, 2]
 
 
-def test_while_streaming_nothing_is_promised_that_may_change(road):
+def test_a_streaming_result_counts_only_what_cannot_change(road):
     pending = road.open(
         Read("embed", tokens="last"), Read("resid_pre", layers=[0], tokens="generated")
     )
@@ -366,7 +366,7 @@ def test_a_tap_whose_rows_were_lost_leaves_the_others_in_their_places(lost, road
     assert (result.dropped, result.status) == (2, "incomplete")
 
 
-def test_a_prompt_longer_than_the_first_room_comes_at_once(road):
+def test_a_prompt_longer_than_the_first_room_is_kept_whole(road):
     pending = road.open(Read("embed", tokens=slice(None)), num_prompt=500, max_tokens=1)
     road.send([(pending.key, p, (0,), p) for p in range(500)])
     road.finish(pending)
@@ -392,7 +392,7 @@ def test_tokens_of_two_requests_may_be_mixed_in_any_way(road):
 @pytest.mark.parametrize(
     "layouts", [((0, 4), (0,)), ((0,), (0, 4))], ids=["wide-first", "wide-last"]
 )
-def test_the_last_row_holds_whatever_layout_it_came_in(layouts, joined, road):
+def test_the_last_computed_row_holds_in_any_layout(layouts, joined, road):
     # A draft was rejected: its row, read under the program of guessed positions, stands
     # at a position that is later computed again under that position's own program.
     pending = road.open(Read("embed", tokens=[0, 3]), Read("resid_post", layers=[1], tokens=[9]))
@@ -454,7 +454,7 @@ def test_two_requests_never_share_a_key(road):
 
 
 @pytest.mark.parametrize("during", [False, True], ids=["before", "while-it-is-copied"])
-def test_rows_that_are_read_after_the_worker_went_on_are_not_believed(during, monkeypatch):
+def test_rows_that_are_read_after_the_worker_revoked_the_reader_are_dropped(during, monkeypatch):
     """The span may hold others' rows by then; nobody sees it, and the request says why."""
     inbox, ring = Inbox(), HostRing(64, cuda=False)
     sender = SharedSender(inbox.address, ring)

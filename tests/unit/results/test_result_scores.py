@@ -56,7 +56,7 @@ def test_a_score_that_was_not_asked_for_is_a_key_error_that_names_those_that_wer
     assert result.scores["a"].tolist() == []
 
 
-def test_a_missing_score_is_counted_and_told(road):
+def test_a_missing_score_is_counted_and_reported(road):
     pending = road.open(Probe(V, layer=1, name="a"))
     road.send([(pending.key, p, Layout((), ((4, 0),)), 0) for p in (0, 2)])
     road.finish(pending)
@@ -155,7 +155,7 @@ def test_a_key_may_be_an_alias(key, alias, road):
 
 
 @pytest.mark.parametrize("key", [("post_block", 1), ("resid_post", 1, "after")])
-def test_what_a_result_has_it_also_contains(key, road):
+def test_a_result_contains_every_stream_that_it_returns(key, road):
     result = road.open(Read("resid_post", layer=1)).snapshot([], None)
     assert result[key].shape == (0, 4)
     assert key in result
@@ -183,7 +183,7 @@ def test_tap_by_tap_tokens_of_unlike_layouts_have_equal_room(road):
     assert result.status == other.status == "complete"
 
 
-def test_rows_whose_last_slot_is_not_full_come_without_its_filling(road):
+def test_rows_come_without_the_padding_of_their_last_slot(road):
     # bf16 rows of 5 numbers: 10 bytes of a slot of 16.
     sites = Sites(3, 5, "bfloat16", tuple(range(7)))
     spec = Spec(
@@ -223,7 +223,7 @@ def test_a_pickled_result_has_its_scores_and_both_sides(road):
     assert (again.expected, again.delivered, again.status) == (9, 9, "complete")
 
 
-def test_a_pickled_result_holds_its_scores_and_not_the_room_they_were_given(road):
+def test_a_pickled_result_holds_its_scores_and_not_the_whole_table(road):
     pending = road.open(*(Probe(V, layer=0, name=f"{i}") for i in range(8)), max_tokens=4000)
     layout = Layout((), tuple((2, i) for i in range(8)))
     road.send([(pending.key, p, layout, 0) for p in (0, 1, 2)])

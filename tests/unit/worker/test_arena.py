@@ -86,7 +86,7 @@ def test_the_ring_wraps_where_a_region_does_not_fit_before_its_end():
     assert starts == [0, 4, 0, 4, 0, 0]
 
 
-def test_copies_that_have_ended_are_not_waited_for():
+def test_a_finished_copy_is_not_waited_for():
     arena = Arena(4, torch.float32, CPU)
     for _ in range(3):
         region = arena.acquire(4)

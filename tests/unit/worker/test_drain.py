@@ -197,7 +197,7 @@ def test_true_positions_replace_guessed_ones_by_batch_row():
     assert labels.positions.tolist() == [104, 209]
 
 
-def test_what_has_ended_does_not_wait_for_steps_to_come(monkeypatch):
+def test_a_finished_request_does_not_wait_for_further_steps(monkeypatch):
     """While a request runs its rows are handed on a few steps at a time; its end is not."""
     monkeypatch.setattr("vllm_scope.worker.drain.LINGER_S", PATIENCE_S)
     with _drain(8) as (arena, drain, sink):
@@ -221,7 +221,7 @@ def test_what_has_ended_does_not_wait_for_steps_to_come(monkeypatch):
         pytest.param(False, 20, False, id="much-waits"),
     ],
 )
-def test_little_that_nobody_looks_at_waits_longer(monkeypatch, followed, count, waits):
+def test_a_few_rows_that_no_caller_follows_wait_longer(monkeypatch, followed, count, waits):
     monkeypatch.setattr("vllm_scope.worker.drain.LINGER_UNSEEN_S", PATIENCE_S)
     with _drain(64) as (arena, drain, sink):
         _submit(arena, drain, 1, 0, 2)

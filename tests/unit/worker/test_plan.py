@@ -103,7 +103,7 @@ _STEPS = {
 
 
 @pytest.mark.parametrize("steps", _STEPS.values(), ids=list(_STEPS))
-def test_a_step_is_planned_alike_whatever_the_one_before_it_was(steps):
+def test_the_plan_of_a_step_does_not_depend_on_the_step_before(steps):
     engine, finished = Engine(), set()
     reads = {
         "a": Read("resid_pre", layers=[1]),

@@ -71,7 +71,7 @@ def test_tokens_of_one_layout_share_it_whatever_edits_they_get():
         pytest.param([Add(V, layer=0), Read("embed")], id="edits-and-reads"),
     ],
 )
-def test_a_step_like_the_one_before_gives_the_very_array_of_its_ids(actions):
+def test_a_step_like_the_one_before_has_the_same_array_of_ids(actions):
     engine = Engine()
     engine.add("a", *actions)
     engine.add("b", *actions, Ablate(V, layer=1))
@@ -195,7 +195,7 @@ def test_each_row_of_an_edited_request_carries_its_number_and_others_none():
     assert owners[3] == 0
 
 
-def test_a_number_is_not_given_again_while_a_step_may_still_report_it():
+def test_an_owner_number_is_not_reused_while_a_step_may_still_report_it():
     engine = Engine()
     numbers = []
     for _ in range(50):
@@ -206,7 +206,7 @@ def test_a_number_is_not_given_again_while_a_step_may_still_report_it():
     assert len(set(numbers)) == 50
 
 
-def test_numbers_that_run_are_passed_over_when_all_have_been_used(monkeypatch):
+def test_owner_numbers_in_use_are_skipped_after_all_have_been_used(monkeypatch):
     monkeypatch.setattr(planning, "MOST_OWNERS", 5)
     engine = Engine()
     engine.add("stays", Add(V, layer=0))

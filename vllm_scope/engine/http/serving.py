@@ -1,13 +1,13 @@
 """`vllm serve`: a scope in each answer, and our routes beside vLLM's.
 
-Owns:  the seams on vLLM's HTTP server: its app, the two ways to complete, and what the
-       routes ask of the engine.
+Owns:  the seams on vLLM's HTTP server: its app, its two completion paths, and the engine calls
+       of our routes.
 Runs:  in each API server process.
-To:    server (which knows no vLLM).
+To:    server (which does not import vLLM).
 
-Promise: a plain request takes the original path. A request with a scope, or with a face's
-words, gets what it asks for, or an error that says why not; on paths whose answers have no
-place for it, always the latter.
+Promise: a plain request takes the original path. A request with a scope, or with a translator's
+keys, gets what it asks for, or an error with the reason; on paths whose answers have no place for
+a scope, always the error.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def _create(original: Any, self: Any, request: Any, raw_request: Any = None) -> 
 
 
 def _asks_us(request: Any) -> bool:
-    """A scope, or a face's word, in `vllm_xargs` or beside it."""
+    """True for a scope, or a translator's key, in `vllm_xargs` or beside it."""
     body = request.model_extra
-    # Batches of chats have no such field, so it may be of any form there.
+    # Batches of chats do not declare the field, so it may have any type there.
     xargs = getattr(request, "vllm_xargs", None)
     if isinstance(xargs, dict) and (
         any(name.startswith("scope") for name in xargs) or translators.has_keys(xargs)
@@ -66,7 +66,7 @@ def _asks_us(request: Any) -> bool:
 
 
 def _misplaced(body: Any) -> str | None:
-    """Why what a body's own fields ask for is asked for in vain, or None."""
+    """The error text for a scope in the wrong field of a body, or None."""
     extra = body.get("extra_args")
     if "scope" in body:
         what = "'scope', which stands"
@@ -124,9 +124,9 @@ def _no_place(path: str) -> str:
 
 
 async def _stream(answer: Answer, chunks: AsyncGenerator[str, None]) -> Any:
-    """The chunks with their scopes, once the engine has let all of the request in.
+    """The chunks with their scopes, after the engine has accepted the whole request.
 
-    vLLM would answer 200 and put the refusal into the first chunk.
+    Without the wait, vLLM would answer 200 and put a refusal into the first chunk.
     """
     first = asyncio.ensure_future(anext(chunks))
     opened = asyncio.ensure_future(answer.opened.wait())
@@ -143,8 +143,8 @@ async def _stream(answer: Answer, chunks: AsyncGenerator[str, None]) -> Any:
     made = _chunks(answer, chunks, first)
 
     async def end() -> None:
-        # A client that leaves while a chunk goes out leaves the generator to the garbage
-        # collector; of one that leaves before the first chunk, the generator never runs.
+        # If the client disconnects during a chunk, only the garbage collector would close the
+        # generator; if it disconnects before the first chunk, the generator never runs.
         await made.aclose()
         first.cancel()
 
@@ -168,7 +168,7 @@ async def _chunks(
 
 
 def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """AsyncLLM.generate, outside of frontend's wrapper: outputs have their results."""
+    """AsyncLLM.generate, outside of the front-end's wrapper: outputs have their results."""
     place, params = current.get(), params_of(args, kwargs, 1, "sampling_params")
     extra = getattr(params, "extra_args", None)
     if place is None or not (asks(params) or translators.has_keys(extra)):
@@ -198,12 +198,12 @@ async def _followed(answer: Answer, prompt: int, engine: Any, stream: Any) -> An
         answer.fail(error)
         if not refused:
             raise
-        # `_stream` raises it: no chunk is out. vLLM's generator of chunks, which it is about to
-        # cancel, would write a traceback to the log for each stream that is refused.
+        # `_stream` raises it, before any chunk, and cancels vLLM's generator of chunks. That
+        # generator would log a traceback for each refused stream.
 
 
 def _doubt_modules(engine: Any) -> None:
-    """A name has changed: the next request that has one asks the engine."""
+    """A module's name has changed: the next request that names a module asks the engine."""
     connection = getattr(engine.output_processor, "scope", None)
     if connection is not None:
         connection.doubt_modules()
@@ -216,18 +216,18 @@ def _take(answer: Answer, prompt: int, output: Any) -> None:
 
 
 async def _catch_up(answer: Answer, prompt: int, output: Any, timeout: float) -> bool:
-    """Wait for data that is further behind the text than promised; whether it came."""
+    """Wait for data that is more than MOST_BEHIND tokens behind the text; whether it came."""
     limit, wait = time.monotonic() + timeout, _LATE_POLL_S
     while any(
         completion.finish_reason is None
         and completion.scope is not None
-        and completion.scope.error is None  # else nothing comes any more
+        and completion.scope.error is None  # with an error nothing more arrives
         and answer.late(prompt, completion, MOST_BEHIND)
         for completion in output.outputs
     ):
         if time.monotonic() >= limit:
             return False
-        # A look that finds nothing new is cheap: many may wait for a busy worker.
+        # Cheap to repeat: many requests may wait for a busy worker.
         while time.monotonic() < limit and not outdated(output):
             await asyncio.sleep(wait)
             wait = min(1.5 * wait, _LATE_POLL_MOST_S)
@@ -236,13 +236,13 @@ async def _catch_up(answer: Answer, prompt: int, output: Any, timeout: float) ->
 
 
 def _admitted(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-    """OutputProcessor.add_request, outside of frontend's wrapper, which may refuse."""
+    """OutputProcessor.add_request, outside of the front-end's wrapper, which may refuse."""
     original(self, request, *args, **kwargs)
     answer = current.get()
     if isinstance(answer, Answer):
         known = getattr(self.request_states[request.request_id], "scope", None)
         forget = None if known is None else partial(inbox().forget, known.pending)
-        # EngineCore may refuse what has vectors; the first token tells that it has not.
+        # EngineCore may still refuse a request with vectors; its first token shows that it has not.
         handle = handle_of(request.sampling_params)
         answer.open_one(forget, sure=handle is None or not handle["vectors"])
 
@@ -250,7 +250,7 @@ def _admitted(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any)
 def _create_elsewhere(
     path: str, original: Any, self: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Serving of a path whose answers have no place: refused before anything is streamed."""
+    """Refuse a scope on a path whose answers have no place for it, before anything is streamed."""
     if _asks_us(request):
         raise refusal()(_no_place(path))
     return original(self, request, *args, **kwargs)
@@ -260,10 +260,9 @@ def _create_elsewhere(
 
 
 class EngineCalls:
-    """What the operator's routes ask of an engine.
+    """The engine calls of the operator's routes.
 
-    Errors of the registry are SpecErrors here, though they come back from EngineCore
-    as text.
+    EngineCore returns the registry's errors as text; they become SpecErrors again here.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -275,7 +274,7 @@ class EngineCalls:
         return found
 
     async def load(self) -> tuple[int, int]:
-        # The workers of a replica hold the same requests, other replicas others.
+        # All workers of a replica hold the same requests; replicas hold different ones.
         replicas = await ask_replicas(self._engine, "scope_counters")
         running = (max(each["requests"] for each in replies) for replies in replicas)
         return sum(running), num_pending()
@@ -330,11 +329,11 @@ def _attach(original: Any, app: Any) -> None:
 
 
 def _check_root_path(root: str | None) -> None:
-    """vLLM's authentication takes the text away from a path's beginning, and then looks for
-    /v1; the router takes whole segments alone.
+    """Check --root-path. vLLM's authentication removes it from a path as text and then looks for
+    /v1, but the router removes whole segments only.
 
     Raises:
-        ConfigError: paths below /v1 would be open to who has no API key.
+        ConfigError: paths below /v1 would be open without an API key.
     """
     if root and (root.endswith("/") or root.startswith("/v1/") or root == "/v"):
         raise ConfigError(
@@ -354,7 +353,7 @@ _serving_wrapped = False
 
 
 def _wrap_serving() -> None:
-    """Now that the server's own modules are loaded."""
+    """Called by the server's start, when its own modules are loaded."""
     global _serving_wrapped
     if _serving_wrapped:
         return
@@ -371,7 +370,7 @@ def _wrap_serving() -> None:
 
 def wrap() -> None:
     if RUN not in os.environ:
-        # Its API servers are children of the process that loads this first, which kills them.
+        # The first process to load this is the parent of the API servers, and ends them.
         run = os.environ[RUN] = secrets.token_hex(16)
         atexit.register(end_run, run, os.getpid(), os.environ.get("VLLM_SCOPE_RESULTS_DIR"))
     wrapping.wrap("register_vllm_serve_api_routers", _attach)
