@@ -22,6 +22,7 @@ from vllm_scope.errors import (
     SpecError,
 )
 from vllm_scope.request.actions import Ablate, Add, Clamp, Probe, Read, Replace
+from vllm_scope.request.schema import spec_schema
 from vllm_scope.request.selectors import Except, Positions, TokenIds, Union
 from vllm_scope.request.spec import Spec, scope
 
@@ -51,6 +52,7 @@ __all__ = [
     "__version__",
     "open",
     "scope",
+    "spec_schema",
 ]
 
 

@@ -24,7 +24,7 @@ from vllm_scope.errors import SpecError, shown
 
 #: Numbers in one array. 4096 rows of 4096.
 MAX_NUMBERS = 1 << 24
-_DTYPES = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u2"}
+DTYPES = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u2"}
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ def _from_json(body: dict[Any, Any], where: str) -> Array:
     if set(body) != {"dtype", "shape", "data"}:
         raise SpecError(f"{where} is {shown(body)}; it is {{dtype, shape, data}}, or numbers.")
     dtype, shape, text = body["dtype"], body["shape"], body["data"]
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise SpecError(f"{where}.dtype is {shown(dtype)}; it is one of {', '.join(_DTYPES)}.")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise SpecError(f"{where}.dtype is {shown(dtype)}; it is one of {', '.join(DTYPES)}.")
     sane = isinstance(shape, list) and 1 <= len(shape) <= 3
     if not sane or any(type(n) is not int or n < 1 for n in shape):
         raise SpecError(f"{where}.shape is {shown(shape)}; it is 1 to 3 positive whole numbers.")
@@ -107,7 +107,7 @@ def _from_json(body: dict[Any, Any], where: str) -> Array:
         raise SpecError(f"{where} has {math.prod(shape):,} numbers; at most {MAX_NUMBERS:,}.")
     if not isinstance(text, str):
         raise SpecError(f"{where}.data is {shown(text)}; it is a base64 string.")
-    size = np.dtype(_DTYPES[dtype]).itemsize * math.prod(shape)
+    size = np.dtype(DTYPES[dtype]).itemsize * math.prod(shape)
     if len(text) > 4 * -(-size // 3):  # before it is decoded
         raise SpecError(
             f"{where}.data has {len(text):,} characters; the {size:,} bytes of {dtype} of shape "
@@ -121,7 +121,7 @@ def _from_json(body: dict[Any, Any], where: str) -> Array:
         raise SpecError(
             f"{where}.data has {len(data)} bytes; {dtype} of shape {shape} takes {size}."
         )
-    found = np.frombuffer(data, _DTYPES[dtype]).reshape(shape)
+    found = np.frombuffer(data, DTYPES[dtype]).reshape(shape)
     if dtype == "bfloat16":
         found = (found.astype("<u4") << 16).view("<f4")
     return _checked(found, where)

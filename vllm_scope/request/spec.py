@@ -40,7 +40,7 @@ MAX_SPEC_BYTES = 8 << 20
 MAX_READS = 32
 MAX_PROBES = 256
 MAX_EDITS = 256
-_MOST = {"reads": MAX_READS, "probes": MAX_PROBES, "edits": MAX_EDITS}
+MOST = {"reads": MAX_READS, "probes": MAX_PROBES, "edits": MAX_EDITS}
 #: What the specs that were parsed last may hold, and the longest that is among them. To look up a
 #: text takes a pass over it.
 REMEMBERED_BYTES, LONGEST_REMEMBERED = 64 << 20, 1 << 20
@@ -60,7 +60,7 @@ class Spec:
     def __post_init__(self) -> None:
         if not (self.reads or self.probes or self.edits):
             raise SpecError("the spec asks for nothing; give at least one Read, Probe or edit.")
-        for name in _MOST:
+        for name in MOST:
             _check_count(name, len(getattr(self, name)))
         check_sizes(one.tokens for one in (*self.reads, *self.probes, *self.edits))
         names = [probe.name for probe in self.probes]
@@ -207,8 +207,8 @@ class Meanings:
 
 
 def _check_count(name: str, count: int) -> None:
-    if count > _MOST[name]:
-        raise SpecError(f"the spec has {count:,} {name}; at most {_MOST[name]}.")
+    if count > MOST[name]:
+        raise SpecError(f"the spec has {count:,} {name}; at most {MOST[name]}.")
 
 
 def _parse_list(cls: type[Any] | None, body: dict[str, Any], name: str) -> list[Any]:
