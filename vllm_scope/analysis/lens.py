@@ -87,9 +87,11 @@ class Lens:
         eps = body[name]
         if isinstance(eps, bool) or not isinstance(eps, int | float):
             raise SpecError(f"{name} is {shown(eps)}; it is a number.")
+        cap = next((name for name in _CAPS if body.get(name) is not None), None)
+        soft_cap = _above_zero(body[cap], cap) if cap is not None else None
         return Lens(
             norm_weight, eps, unembedding, _EPS[name],  # type: ignore[arg-type]
-            norm_bias, unembedding_bias, _soft_cap(body), _logit_scale(body),
+            norm_bias, unembedding_bias, soft_cap, _logit_scale(body),
         )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -129,11 +131,6 @@ class Lens:
 
 def _float(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.float()
-
-
-def _soft_cap(config: Mapping[str, Any]) -> float | None:
-    caps = [name for name in _CAPS if config.get(name) is not None]
-    return _above_zero(config[caps[0]], caps[0]) if caps else None
 
 
 def _logit_scale(config: Mapping[str, Any]) -> float:

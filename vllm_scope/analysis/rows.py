@@ -44,9 +44,7 @@ def check_complete(result: Result, where: str) -> None:
 
 
 def pooled_rows(
-    results: Sequence[Result],
-    streams: Iterable[SiteLayer] | None = None,
-    pooling: Pooling = "last",
+    results: Sequence[Result], streams: Iterable[SiteLayer] | None = None, pooling: Pooling = "last"
 ) -> dict[SiteLayer, Tensor]:
     """One row per result and stream.
 

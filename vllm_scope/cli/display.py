@@ -127,15 +127,12 @@ class Lines:
 
     def add(self, chunk: Chunk) -> None:
         for token in chunk.tokens:
-            cells = [_cell(token.scores.get(name, math.nan)) for name in self._names]
+            scores = [token.scores.get(name, math.nan) for name in self._names]
+            cells = ["" if math.isnan(score) else f"{score:+.3f}" for score in scores]
             self._write(str(token.position), cells, _quoted(token.text))
 
     def end(self) -> None:
         """Does nothing: every line is written at once."""
-
-
-def _cell(score: float) -> str:
-    return "" if math.isnan(score) else f"{score:+.3f}"
 
 
 def _quoted(text: str) -> str:

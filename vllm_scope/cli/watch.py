@@ -15,14 +15,7 @@ from vllm_scope.cli.display import Coloured, Lines, Scale
 from vllm_scope.cli.remote import Server, asking, check_whole
 from vllm_scope.errors import SpecError
 from vllm_scope.request.actions import Probe
-from vllm_scope.vectors.probe_files import (
-    CHAT,
-    RAW,
-    doubts,
-    probe_path,
-    read_place,
-    read_weights,
-)
+from vllm_scope.vectors.probe_files import CHAT, RAW, doubts, probe_path, read_place, read_weights
 
 
 def watch(

@@ -165,8 +165,7 @@ async def in_turn(request: Request, clearing: bool = False) -> AsyncIterator[Non
 def admin(
     request: Request,
     key: Annotated[
-        str | None,
-        Header(alias=ADMIN_KEY, description="The server's VLLM_SCOPE_ADMIN_KEY."),
+        str | None, Header(alias=ADMIN_KEY, description="The server's VLLM_SCOPE_ADMIN_KEY.")
     ] = None,
 ) -> None:
     """A dependency of routes that need the operator's key."""

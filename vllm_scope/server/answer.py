@@ -188,19 +188,17 @@ class Answer:
         """A server-sent event, with the fields of each of its choices."""
         if not text.startswith("data: {") or not self._forget:
             return text
+        body = msgspec.json.decode(text.removeprefix("data: "))
         with self._keeping():
-            return await self._filled(msgspec.json.decode(text.removeprefix("data: ")))
-
-    async def _filled(self, body: dict[str, Any]) -> str:
-        for choice in body.get("choices", ()):
-            number, ended = choice["index"], choice.get("finish_reason") is not None
-            if number not in self._choices:
-                continue
-            if self._native:
-                choice["scope"] = await self._part(number, self._choices[number], ended)
-            if ended:
-                choice |= await self._ended(number)
-                body |= await self._all_ended()
+            for choice in body.get("choices", ()):
+                number, ended = choice["index"], choice.get("finish_reason") is not None
+                if number not in self._choices:
+                    continue
+                if self._native:
+                    choice["scope"] = await self._part(number, self._choices[number], ended)
+                if ended:
+                    choice |= await self._ended(number)
+                    body |= await self._all_ended()
         return f"data: {msgspec.json.encode(body).decode()}\n\n"
 
     @contextmanager
@@ -273,7 +271,11 @@ class Answer:
             return encode.columns(here, True, True) | tokens
         everything = result.columns()
         filed = [c for c in everything if (number, c.label) in self._held_back]
-        late = [self._with_late(number, column, here) for column in filed]
+        late = []
+        for column in filed:  # held back positions and new ones, whose values the file has
+            new = [c.positions for c in here if c.label == column.label]
+            positions = np.concatenate([*self._held_back[number, column.label], *new])
+            late.append(replace(column, positions=positions))
         here = [c for c in here if (number, c.label) not in self._held_back]
         body, told = encode.columns(here, True, True), encode.columns(late, False, False)
         body["scores"] |= told["scores"]
@@ -297,12 +299,6 @@ class Answer:
         if sum(max(1, len(each["scores"])) for each in found) > encode.MAX_INLINE_SCORES:
             return {}
         return {"tokens": found}
-
-    def _with_late(self, number: int, column: Column, here: list[Column]) -> Column:
-        """A column's held back positions and its new ones, whose values the file has."""
-        new = [c.positions for c in here if c.label == column.label]
-        spans = self._held_back[number, column.label] + new
-        return replace(column, positions=np.concatenate(spans))
 
     async def _whole(self, number: int, completion: Any) -> dict[str, Any]:
         result: ScopeResult = completion.scope

@@ -69,10 +69,7 @@ def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
     run = os.environ.get(RUN) or secrets.token_hex(16)
     store = Store(settings.results_dir, run, settings.results_bytes, settings.results_ttl_s)
     app.state.scope = ScopeState(settings, store, engine, Changes(store.folder))
-    limits = {
-        "/v1/completions": settings.body_bytes,
-        "/v1/chat/completions": settings.body_bytes,
-    }
+    limits = {"/v1/completions": settings.body_bytes, "/v1/chat/completions": settings.body_bytes}
     reading, changing = [_reading], [(_changing, admin)]
     for face in faces.registered():
         reading += face.reading
@@ -112,7 +109,7 @@ register_url_convertor("scope_name", _AnyName())
 Name = Annotated[str, Path(min_length=1, max_length=MAX_NAME, description="Of the module.")]
 
 
-@_reading.get("", response_model=ServerInfo, summary="What this server's model can be asked")
+@_reading.get("", summary="What this server's model can be asked")
 async def get_info(request: Request) -> ServerInfo:
     """Sites and layers with a tap, and the limits of requests, answers and bodies."""
     told = await asked(engine_of(request).describe())
@@ -181,7 +178,7 @@ async def get_result(
     return state.store.sent(file, result_id, owner, delete)
 
 
-@_reading.get("/modules", response_model=ModuleList, summary="The steering modules")
+@_reading.get("/modules", summary="The steering modules")
 async def get_modules(request: Request) -> ModuleList:
     """The name, the digest and the streams of every module that a spec can name."""
     found = await asked(engine_of(request).modules())
@@ -205,7 +202,6 @@ def _json(content: bytes) -> Response:
 
 @_changing.put(
     "/modules/{name:scope_name}",
-    response_model=ModuleInfo,
     summary="Register a steering module",
     openapi_extra={
         "requestBody": {

@@ -159,10 +159,7 @@ async def _sites(request: Request) -> Sites:
     return Sites.from_body(told, told["boundaries"])
 
 
-@reading.get(
-    "", response_model=SteeringStatus, summary="The steering of every request",
-    responses=errors(400),
-)  # fmt: skip
+@reading.get("", summary="The steering of every request", responses=errors(400))
 async def get_steering(request: Request, target: Target = None) -> SteeringStatus:
     """Of all server-wide edits, whichever route has set them."""
     _check_target(target)
@@ -170,9 +167,7 @@ async def get_steering(request: Request, target: Target = None) -> SteeringStatu
     return SteeringStatus(**await run_in_threadpool(status, text))
 
 
-@reading.get(
-    "/layers", response_model=SteerableLayers, summary="What can be steered", responses=errors(400)
-)
+@reading.get("/layers", summary="What can be steered", responses=errors(400))
 async def get_layers(request: Request, target: Target = None) -> SteerableLayers:
     """Hooks by layer; which are tapped is decided when the engine starts."""
     _check_target(target)
@@ -185,14 +180,14 @@ async def get_layers(request: Request, target: Target = None) -> SteerableLayers
     return SteerableLayers(layers=found)
 
 
-@reading.get("/modules", response_model=Modules, summary="The names of steering modules")
+@reading.get("/modules", summary="The names of steering modules")
 async def get_modules(request: Request) -> Modules:
     """GET /v1/scope/modules says more of each."""
     names = sorted(await asked(engine_of(request).modules()))
     return Modules(modules=names, count=len(names))
 
 
-@changing.post("/set", response_model=SteeringSet, summary="Steer every request")
+@changing.post("/set", summary="Steer every request")
 async def set_steering(request: Request, body: SetSteering) -> SteeringSet:
     """Tiers add up with each other and with those of requests. Running requests keep the
     steering that they entered with."""
@@ -207,7 +202,7 @@ async def set_steering(request: Request, body: SetSteering) -> SteeringSet:
     return SteeringSet(hook_points=wanted.hooks, layers_updated=wanted.layers)
 
 
-@changing.post("/clear", response_model=Cleared, summary="End the steering of every request")
+@changing.post("/clear", summary="End the steering of every request")
 async def clear_steering(request: Request, body: ClearSteering | None = None) -> Cleared:
     """Ends all server-wide edits, whichever route has set them. Running requests keep theirs."""
     _check_target(body.target if body is not None else None)
@@ -217,9 +212,7 @@ async def clear_steering(request: Request, body: ClearSteering | None = None) ->
     return Cleared()
 
 
-@changing.post(
-    "/modules/register", response_model=ModuleChanged, summary="Register a steering module"
-)
+@changing.post("/modules/register", summary="Register a steering module")
 async def register_module(request: Request, body: RegisterModule) -> ModuleChanged:
     """From now on the name means these vectors. Running requests keep the earlier ones."""
     if body.kind != "additive" or body.sae_manifest is not None:
@@ -248,7 +241,6 @@ def _module(tiers: dict[str, Any], sites: Sites) -> bytes:
 
 @changing.post(
     "/modules/unregister",
-    response_model=ModuleChanged,
     summary="Forget a steering module",
     responses=errors(404),
 )

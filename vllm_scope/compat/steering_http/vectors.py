@@ -65,10 +65,7 @@ def stacked(vectors: HookVectors, tokens: Any) -> list[Add]:
 def clamps_of(body: Any, tokens: Any, where: str, sites: Sites, room: Room) -> list[Clamp]:
     """One Clamp for each direction, a layer's in their order. Arguments and errors as `adds_of`."""
     hooks = bounded(body, sites, room, where, clamps=True)
-    return [
-        _clamp(stream, fields, tokens, place)
-        for stream, fields, place in _clamp_entries(hooks, where)
-    ]
+    return [_clamp(*entry, tokens) for entry in _clamp_entries(hooks, where)]
 
 
 def words_of(edit: Edit, key: str) -> dict[str, str]:
@@ -90,8 +87,12 @@ def _clamp_entries(
             strengths = [1.0] * len(rows) if strengths is None else strengths
             strengths = per_row(strengths, len(rows), f"{place}.strengths")
             for i, (layer, row) in enumerate(rows):
-                lo, hi = _pair(bounds[i], f"{place}.bounds[{i}]")
-                fields = {"vector": row, "min": lo, "max": hi, "strength": strengths[i]}
+                pair = bounds[i]
+                if not isinstance(pair, list | tuple) or len(pair) != 2:
+                    raise SpecError(
+                        f"{place}.bounds[{i}] is {shown(pair)}; it is [lo, hi], null for no bound."
+                    )
+                fields = {"vector": row, "min": pair[0], "max": pair[1], "strength": strengths[i]}
                 yield (site, layer), fields, f"{place} row {i}"
             continue
         for layer, entries in mapping(by_layer, place).items():
@@ -100,12 +101,6 @@ def _clamp_entries(
                 raise SpecError(f"{path} is {shown(entries)}; it is a list of clamps.")
             for i, entry in enumerate(entries):
                 yield (site, layer_of(layer, place)), _fields(entry, f"{path}[{i}]"), f"{path}[{i}]"
-
-
-def _pair(bounds: Any, where: str) -> tuple[Any, Any]:
-    if not isinstance(bounds, list | tuple) or len(bounds) != 2:
-        raise SpecError(f"{where} is {shown(bounds)}; it is [lo, hi], null for no bound.")
-    return bounds[0], bounds[1]
 
 
 def _fields(entry: Any, where: str) -> dict[str, Any]:
@@ -127,22 +122,16 @@ def _fields(entry: Any, where: str) -> dict[str, Any]:
     return fields
 
 
-def _clamp(stream: SiteLayer, fields: Mapping[str, Any], tokens: Any, where: str) -> Clamp:
-    site, layer = stream
-    bounds = {}
+def _clamp(stream: SiteLayer, fields: Mapping[str, Any], where: str, tokens: Any) -> Clamp:
+    bounds = []
     for name, none in (("min", -MAX_FLOAT32), ("max", MAX_FLOAT32)):
         value = fields.get(name)
-        bounds[name] = none if value is None else number_of(value, f"{where}.{name}")
+        bounds.append(none if value is None else number_of(value, f"{where}.{name}"))
     strength = number_of(fields.get("strength", 1.0), f"{where}.strength")
     direction = one_vector(fields["vector"], f"{where}.vector")
     words = {".direction": ".vector", ".lo": ".min", ".hi": ".max", ".strength": ".strength"}
     with called({f"Clamp{ours}": f"{where}{theirs}" for ours, theirs in words.items()}):
         return Clamp(
-            direction,
-            lo=bounds["min"],
-            hi=bounds["max"],
-            site=site,
-            layer=layer,
-            tokens=tokens,
+            direction, lo=bounds[0], hi=bounds[1], site=stream[0], layer=stream[1], tokens=tokens,
             strength=strength,
-        )
+        )  # fmt: skip

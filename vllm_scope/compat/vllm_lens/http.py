@@ -56,22 +56,20 @@ class LensReply(FirstReply):
             if not isinstance(tensor, Tensor):
                 return {PLAIN: tensor}
             if self._keep is None:
-                if self._num_bytes + tensor.nbytes > MAX_INLINE_BYTES:
-                    return {"error": _too_large(self._num_bytes + tensor.nbytes)}
-                self._num_bytes += tensor.nbytes
+                num_bytes = self._num_bytes + tensor.nbytes
+                if num_bytes > MAX_INLINE_BYTES:
+                    raise ScopeError(
+                        f"{num_bytes:,} bytes are too many for JSON, which takes "
+                        f"{MAX_INLINE_BYTES:,} here; ask with activations_transport='binary', or "
+                        "for fewer layers."
+                    )
+                self._num_bytes = num_bytes
                 return serialize_tensor(tensor)
             body = described(tensor)
             kept = self._keep({name: tensor}, {_DESCRIBED: json.dumps(body)})
         except ScopeError as error:
             return {"error": str(error)}
         return {"handle": kept.id, "nbytes": tensor.nbytes, "transport": "binary"} | body
-
-
-def _too_large(num_bytes: int) -> str:
-    return (
-        f"{num_bytes:,} bytes are too many for JSON, which takes {MAX_INLINE_BYTES:,} here; ask "
-        "with activations_transport='binary', or for fewer layers."
-    )
 
 
 def _begin(values: Mapping[str, Any], keep: Keep) -> Reply:
