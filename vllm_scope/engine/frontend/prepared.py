@@ -1,6 +1,6 @@
 """The check of a request with a spec before it enters, off the event loop if it is large.
 
-Owns:  Prepared, `prepare`, and the asynchronous engine's wait for it.
+Owns:  Prepared, `prepare`, and `aside`.
 Runs:  in the front-end: a small request inline, a large one in a thread.
 From:  connection.   To: requests.
 
@@ -10,8 +10,7 @@ Promise: an API server's other requests do not wait for the check of a large one
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -102,38 +101,3 @@ async def aside(call: Callable[..., Result], *args: Any, if_large: Any) -> Resul
     if is_small(if_large):
         return call(*args)
     return await asyncio.to_thread(call, *args)
-
-
-async def prepare_aside(processor: Any, request: Any, parent: Any) -> AbstractContextManager[None]:
-    """Prepare a request in a thread; inside the returned context, `taken` finds the result.
-
-    Args:
-        parent: vLLM's ParentRequest of an n > 1, or None. It keeps the first completion's result.
-
-    Raises:
-        SpecError: as `prepare`.
-    """
-    found: Prepared | None = None if parent is None else parent.__dict__.get("scope_prepared")
-    if found is None:
-        connection = getattr(processor, "scope", None)
-        found = await asyncio.to_thread(prepare, connection, request)
-        if parent is not None:
-            parent.scope_prepared = found
-    return _given(processor, request.request_id, found)
-
-
-@contextmanager
-def _given(processor: Any, request_id: str, found: Prepared) -> Iterator[None]:
-    aside: dict[str, Prepared] = processor.__dict__.setdefault("scope_prepared", {})
-    aside[request_id] = found
-    try:
-        yield
-    finally:
-        aside.pop(request_id, None)
-
-
-def taken(processor: Any, request: Any) -> Prepared:
-    """What was prepared for a request; prepared now if nothing was."""
-    aside: dict[str, Prepared] = processor.__dict__.get("scope_prepared", {})
-    found = aside.get(request.request_id)
-    return prepare(getattr(processor, "scope", None), request) if found is None else found

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
@@ -32,8 +32,6 @@ from vllm_scope.engine.frontend.prepared import (
     aside,
     is_small,
     prepare,
-    prepare_aside,
-    taken,
 )  # fmt: skip
 from vllm_scope.engine.params import HANDLE, asks, concerns, names_module, params_of, with_handle
 from vllm_scope.engine.refusals import refusing
@@ -97,7 +95,7 @@ def _prepared_of(processor: Any, request: Any, parent: Any) -> Prepared:
     if found is None:
         found = _ahead.get()
         if found is None or not _is_of(found, request):
-            found = taken(processor, request)
+            found = prepare(getattr(processor, "scope", None), request)
         if parent is not None:
             parent.scope_prepared = found
     return found
@@ -236,16 +234,22 @@ async def _add_one_async(
 ) -> None:
     """AsyncLLM._add_request, whose output processor is called on the event loop."""
     params = request.sampling_params
-    prepared: AbstractContextManager[None] = nullcontext()
+    found = _ahead.get()
     if (
         asks(params)
-        and _ahead.get() is None
+        and found is None
         and not is_small((params.extra_args["scope"], request.prompt_token_ids))
     ):
-        with refusing(translators.decorators_of(params).paths):
-            prepared = await prepare_aside(self.output_processor, request, parent_req)
-    with prepared:
+        found = getattr(parent_req, "scope_prepared", None)
+        if found is None:
+            connection = getattr(self.output_processor, "scope", None)
+            with refusing(translators.decorators_of(params).paths):
+                found = await asyncio.to_thread(prepare, connection, request)
+    token = _ahead.set(found)
+    try:
         await original(self, request, prompt, parent_req, *args, **kwargs)
+    finally:
+        _ahead.reset(token)
 
 
 def wrap() -> None:

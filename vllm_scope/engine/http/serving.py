@@ -269,9 +269,7 @@ class EngineCalls:
         self._engine = engine
 
     async def describe(self) -> dict[str, Any]:
-        found = (await self._call("scope_describe"))[0]
-        assert isinstance(found, dict)
-        return found
+        return dict(await self._call("scope_describe"))
 
     async def load(self) -> tuple[int, int]:
         # All workers of a replica hold the same requests; replicas hold different ones.
@@ -280,29 +278,28 @@ class EngineCalls:
         return sum(running), num_pending()
 
     async def modules(self) -> dict[str, Any]:
-        found = (await self._call("scope_modules"))[0]
-        assert isinstance(found, dict)
-        return found
+        return dict(await self._call("scope_modules"))
 
     async def register(self, name: str, data: bytes) -> str:
-        digest = str((await self._call("scope_register", name, data))[0])
+        digest = str(await self._call("scope_register", name, data))
         _doubt_modules(self._engine)
         return digest
 
     async def unregister(self, name: str) -> bool:
-        known = bool((await self._call("scope_unregister", name))[0])
+        known = bool(await self._call("scope_unregister", name))
         _doubt_modules(self._engine)
         return known
 
     async def set_edits(self, text: str | None) -> str | None:
-        found = (await self._call("scope_set_edits", text))[0]
-        return None if found is None else str(found)
+        digest: str | None = await self._call("scope_set_edits", text)
+        return digest
 
     async def edits(self) -> str | None:
-        found = (await self._call("scope_get_edits"))[0]
-        return None if found is None else str(found)
+        text: str | None = await self._call("scope_get_edits")
+        return text
 
-    async def _call(self, name: str, *args: Any) -> list[Any]:
+    async def _call(self, name: str, *args: Any) -> Any:
+        """The first worker's answer; all give the same."""
         try:
             found = await self._engine.collective_rpc(name, args=args)
         except Exception as error:
@@ -311,7 +308,7 @@ class EngineCalls:
             if told is None:
                 raise
             raise SpecError(told[1]) from None
-        return list(found)
+        return found[0]
 
 
 # The app
