@@ -149,10 +149,11 @@ def hostile(model: str, hidden_size: int, max_tokens: int) -> dict[str, Callable
             30_000_000, frozenset({400, 413}), **with_key
         ),
         "a lone surrogate": surrogate,
-        "12,000 lists of positions": position_lists,
         "4,500 slices": slices,
         "128 completions of a long spec": completions,
     }
+    if max_tokens > 750:
+        found["12,000 lists of positions"] = position_lists
     for count in (4000, 16_000):
         if count < max_tokens:
             found[f"{count:,} tokens of their own edits"] = partial(bit_masks, count)
