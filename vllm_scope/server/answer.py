@@ -273,8 +273,8 @@ class Answer:
         filed = [c for c in everything if (number, c.label) in self._held_back]
         late = []
         for column in filed:  # held back positions and new ones, whose values the file has
-            new = [c.positions for c in here if c.label == column.label]
-            positions = np.concatenate([*self._held_back[number, column.label], *new])
+            added = [c.positions for c in here if c.label == column.label]
+            positions = np.concatenate([*self._held_back[number, column.label], *added])
             late.append(replace(column, positions=positions))
         here = [c for c in here if (number, c.label) not in self._held_back]
         body, told = encode.columns(here, True, True), encode.columns(late, False, False)

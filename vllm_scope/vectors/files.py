@@ -212,7 +212,7 @@ def _provenance_of_metadata(metadata: Mapping[str, str]) -> Provenance:
         raise SpecError(f"metadata normalised is {shown(normalised)}; it is 'True' or 'False'.")
     texts = ("model", "revision", "method", "dataset", "created_by")
     return Provenance(
-        **{name: metadata.get(name) for name in texts},  # type: ignore[arg-type]
+        **{name: metadata.get(name) for name in texts},
         scale=number,
         normalised=None if normalised is None else normalised == "True",
     )

@@ -76,7 +76,7 @@ POST, PRE = ("resid_post", 0), ("resid_pre", 1)
         (EMBED, "after", ("resid_pre", 0), False), (EMBED, "after", EMBED, True),
     ],
 )  # fmt: skip
-def test_no_name_stands_for_rows_on_the_other_side_of_an_edit(read, when, edited, same):
+def test_a_name_does_not_find_rows_from_the_other_side_of_an_edit(read, when, edited, same):
     spec = Spec(
         (Read(read[0], layer=read[1], when=when),),
         (),
@@ -101,7 +101,7 @@ def _stream_of(name: str) -> tuple[str, int]:
     return hook.removeprefix("hook_"), int(layer)
 
 
-def test_what_was_read_under_both_names_is_each_its_own():
+def test_rows_that_were_read_under_both_names_stay_apart():
     cache = ActivationCache(result_of(("resid_post", 0), ("resid_pre", 1)))
     assert cache["resid_post", 0][0, 0, 0] == 0
     assert cache["resid_pre", 1][0, 0, 0] == 1
@@ -122,7 +122,7 @@ def test_every_key_has_a_value_and_the_last_exit_begins_nothing():
         pytest.param("resid_post", "names no stream", id="no-layer"),
     ],
 )
-def test_what_was_not_read_is_a_key_error(key, message):
+def test_a_stream_that_was_not_read_is_a_key_error(key, message):
     with pytest.raises(KeyError, match=message):
         ActivationCache(FULL, num_layers=2)[key]
 
@@ -251,6 +251,6 @@ def test_a_lens_that_does_not_fit_is_refused():
         lambda cache: cache.stack_activation("resid_post", -3),
     ],
 )
-def test_a_number_of_layers_that_is_none_is_refused(act):
+def test_a_wrong_number_of_layers_is_refused(act):
     with pytest.raises(SpecError, match="layer"):
         act(ActivationCache(FULL, num_layers=2))

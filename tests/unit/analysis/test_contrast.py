@@ -109,7 +109,7 @@ SPOILED = torch.tensor([[1.0, float("nan")], [1.0, 1.0]])
         pytest.param({}, {}, "no vectors", id="nothing"),
     ],
 )
-def test_rows_that_hold_no_direction_are_refused(method, up, down, message):
+def test_rows_without_a_direction_are_refused(method, up, down, message):
     with pytest.raises(SpecError, match=message):
         method(up, down)
 
@@ -143,7 +143,7 @@ def test_each_result_becomes_one_row(pooling, expected):
 
 
 @pytest.mark.parametrize("status", ["streaming", "incomplete", "aborted", "failed"])
-def test_a_result_that_lacks_rows_is_not_pooled(status):
+def test_a_result_with_missing_rows_is_not_pooled(status):
     with pytest.raises(SpecError, match=rf"results\[1\] is '{status}'"):
         pooled_rows([result_of(1), result_of(1, status=status)])
 
@@ -160,7 +160,7 @@ def test_pooling_is_last_or_mean_of_something():
         pooled_rows([result_of(1)], pooling="max")
 
 
-def test_what_an_engine_returns_is_pooled_and_cached():
+def test_results_of_an_engine_can_be_pooled_and_cached():
     sites = Sites(num_layers=2, hidden_size=2, dtype="bfloat16", boundaries=(0, 2, 4))
     reads = Spec((Read("resid_post", tokens="prompt"),)).resolve(sites)
     pending = Pending(1, reads, sites, [7, 8, 9], max_tokens=2, num_stages=1)

@@ -1,4 +1,4 @@
-"""The lens at the last layer equals Hugging Face's models, whatever they do to their logits."""
+"""The lens at the last layer equals Hugging Face's models, with caps, scales and biases."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_cap_comes_before_the_scale():
         ({"unembedding_bias": torch.ones(3)}, r"unembedding_bias has shape \[3\]"),
     ],
 )
-def test_what_no_model_does_to_its_logits_is_refused(options, message):
+def test_wrong_caps_scales_and_shapes_are_refused(options, message):
     with pytest.raises(SpecError, match=message):
         Lens(torch.ones(2), 0.0, torch.eye(2), **options)
 

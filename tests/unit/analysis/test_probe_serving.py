@@ -117,7 +117,7 @@ def test_a_template_is_known_by_its_digest():
         probe_of().action("p", template="sha256:1")
 
 
-def test_files_keep_what_a_probe_knows(tmp_path):
+def test_files_keep_a_probes_pooling_template_and_calibration(tmp_path):
     probe = probe_of(
         pooling="generated", template=CHAT, model="org/model", calibration=Calibration(0.5, -1.0)
     )
@@ -151,7 +151,7 @@ def test_files_without_these_fields_load_and_serve_without_a_warning(tmp_path):
         ({"calibration": {"slope": float("inf"), "offset": 0}}, "slope is inf; it must be finite"),
     ],
 )
-def test_fields_that_cannot_be_are_refused(tmp_path, field, message):
+def test_wrong_fields_are_refused(tmp_path, field, message):
     save_probe(tmp_path / "p.safetensors", probe_of())
     body = {"site": "resid_post", "layer": 5} | field
     (tmp_path / "p.json").write_text(json.dumps(body))
@@ -159,7 +159,7 @@ def test_fields_that_cannot_be_are_refused(tmp_path, field, message):
         load_probe(tmp_path / "p.safetensors")
 
 
-def test_a_calibrated_probe_says_how_often_it_is_right():
+def test_a_calibrated_probability_is_the_frequency_of_the_concept():
     """Scores are logits of twice the truth's, shifted; calibration takes both back."""
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(4000, 1, generator=generator)

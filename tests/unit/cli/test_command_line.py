@@ -1,4 +1,4 @@
-"""What the command line makes of files."""
+"""The commands `read` and `steer`, and their errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_files_vectors_go_to_the_tokens_of_their_tiers(name, tmp_path):
     assert named.vector.name == "formal"
 
 
-def test_what_a_model_says_is_no_markup_and_rows_are_saved_first(tmp_path, monkeypatch, capsys):
+def test_a_models_text_is_not_markup_and_rows_are_saved_first(tmp_path, monkeypatch, capsys):
     rows = np.ones((2, 4), np.float32)
 
     class Scope(dict):
@@ -70,7 +70,7 @@ def test_what_a_model_says_is_no_markup_and_rows_are_saved_first(tmp_path, monke
     assert other.exists()
 
 
-def test_a_server_that_is_not_there_is_named(capsys):
+def test_the_error_names_a_server_that_cannot_be_reached(capsys):
     with (
         pytest.raises(SystemExit),
         asking(Server("http://127.0.0.1:9", None, 1, 0.0), Console(width=200)) as client,
@@ -79,7 +79,7 @@ def test_a_server_that_is_not_there_is_named(capsys):
     assert "no answer from http://127.0.0.1:9: " in capsys.readouterr().out
 
 
-def test_a_probe_is_watched_where_its_files_say(tmp_path):
+def test_a_probe_is_watched_at_the_place_of_its_files(tmp_path):
     """As `load_probe` has it: folded, at its own site and layer."""
     save_file(
         {"weight": np.float32([2, 4]), "bias": np.float32([1]), "mean": np.float32([10, 20]),
@@ -110,7 +110,7 @@ def answering(monkeypatch, **more):
 
 
 @pytest.mark.parametrize("run", ["read", "steer"])
-def test_a_scope_that_failed_is_no_success(run, tmp_path, monkeypatch, capsys):
+def test_a_scope_that_failed_ends_with_status_1(run, tmp_path, monkeypatch, capsys):
     scope = {"status": "failed", "error": "no room for it", "expected": 5, "rows": [], "scores": {}}
     answering(monkeypatch, scope=scope)
     server = Server("http://x", None, 4, 0.0)
@@ -136,7 +136,7 @@ def test_a_folder_to_save_in_is_looked_for_before_anything_is_asked(tmp_path, ca
     assert "there is no folder" in capsys.readouterr().out.replace("\n", " ")
 
 
-def test_an_address_that_is_none_is_told(capsys):
+def test_an_address_that_is_no_url_ends_with_a_sentence(capsys):
     with (
         pytest.raises(SystemExit),
         asking(Server("http://a b:1x", None, 1, 0.0), Console(width=200)) as client,
@@ -160,5 +160,5 @@ def test_an_address_that_is_none_is_told(capsys):
         ),
     ],
 )  # fmt: skip
-def test_what_an_engine_says_becomes_a_sentence(error, sentence):
+def test_an_error_of_the_engine_becomes_a_sentence(error, sentence):
     assert sentence_of(error) == sentence

@@ -1,4 +1,4 @@
-"""What `vllm-scope watch` sends, and what it shows on a terminal and in a pipe."""
+"""`vllm-scope watch`: its requests, and its output on a terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def sent(requests) -> dict:
         ({"pooling": "all", "template": "chat"}, ("--chat",), "all", None),
     ],
 )
-def test_a_probe_on_other_tokens_is_told(place, options, tokens, words, asked, tmp_path):
+def test_a_probe_on_other_tokens_prints_a_warning(place, options, tokens, words, asked, tmp_path):
     requests = asked(*ALIGNED)
     done = run("Once", "--probe", probe(tmp_path, **place), *options)
     assert sent(requests).get("tokens", "all") == tokens
@@ -147,7 +147,7 @@ def test_a_probe_on_other_tokens_is_told(place, options, tokens, words, asked, t
         assert "was fitted" not in done.stdout
 
 
-def test_a_scope_that_failed_is_no_success(asked, tmp_path):
+def test_a_scope_that_failed_ends_with_status_1(asked, tmp_path):
     asked(event("x", {"status": "failed", "error": "no room for it", "scores": {}}))
     done = run("Once", "--probe", probe(tmp_path), ok=False)
     assert "the request is failed: no room for it" in done.output
@@ -222,7 +222,7 @@ def test_a_probes_file_that_is_wrong_is_one_sentence(place, words, asked, tmp_pa
     assert "Traceback" not in done.output
 
 
-def test_the_command_says_what_it_lacks_without_httpx(tmp_path):
+def test_without_httpx_the_command_names_the_extra(tmp_path):
     code = (
         "import sys; sys.modules['httpx'] = None; from vllm_scope.cli import app; "
         f"app(['watch', 'Once', '--probe', {probe(tmp_path)!r}])"

@@ -1,4 +1,4 @@
-"""The client against answers that are made up here: what it sends, what it makes of them."""
+"""The client against made-up answers: its requests, and its parsing of the answers."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_handle_is_fetched_and_its_file_deleted():
     assert {r.headers["authorization"] for r in server.requests} == {"Bearer k"}
 
 
-def test_what_is_sent():
+def test_the_body_has_the_scope_the_options_and_the_model():
     server = Server(completions={"choices": []})
     server.client(base_url="http://x/v1/").complete(
         ["a", "b"], Read("embed"), max_tokens=3, scope_tensors="handle", vllm_xargs={"other": 1}
@@ -159,7 +159,7 @@ def test_errors_keep_the_servers_sentence(status, error):
         pytest.param(b"[1]", r"\[1\]", id="a-list"),
     ],
 )
-def test_errors_of_any_shape_are_told(content, sentence):
+def test_errors_of_any_shape_become_a_sentence(content, sentence):
     server = Server(completions=httpx.Response(401, content=content))
     with pytest.raises(ServerError, match=sentence):
         server.client().complete("x")
@@ -198,7 +198,7 @@ def test_streams_of_both_clients_are_the_same():
         assert (one.scope is None) == (other.scope is None)
 
 
-def test_of_a_last_chunks_file_only_what_it_tells_is_new():
+def test_only_the_positions_that_the_last_chunk_names_are_new_in_its_file():
     """The file has all scores, those of earlier chunks too."""
     file = safetensors.torch.save({
         "resid_post.5": ROWS, "resid_post.5.positions": torch.tensor([0, 1, 7]),
@@ -321,14 +321,14 @@ class TestStreams:
     ],
     ids=["complete", "stream", "delete", "clear"],
 )
-def test_a_redirect_is_no_success(act):
+def test_a_redirect_is_an_error(act):
     for run in both(act):
         elsewhere = httpx.Response(308, headers={"location": "https://other/"})
         with pytest.raises(ServerError, match="HTTP 308: it is at 'https://other/'; give"):
             run(Server(completions=elsewhere, edits=elsewhere))
 
 
-def test_a_page_instead_of_an_answer_is_told():
+def test_a_page_instead_of_an_answer_is_an_error():
     server = Server(completions=httpx.Response(200, content=b"<html>login"))
     with pytest.raises(ServerError, match="the answer is no JSON but"):
         server.client().complete("x")
@@ -431,7 +431,7 @@ def test_a_server_that_goes_away_while_it_answers_is_the_same_error(run):
 
 
 @pytest.mark.parametrize("kind", [ScopeClient, AsyncScopeClient])
-def test_an_address_that_is_none_is_refused(kind):
+def test_an_address_that_is_no_url_is_refused(kind):
     with pytest.raises(SpecError, match=r"base_url is 'http://a b:1x'; .*such as http:"):
         kind("http://a b:1x")
 
@@ -452,7 +452,7 @@ def test_the_client_loads_neither_torch_nor_vllm():
     assert done.stdout.strip() == "[]", done.stdout
 
 
-def test_a_long_event_takes_as_long_whatever_its_pieces():
+def test_the_time_of_a_long_event_does_not_depend_on_its_pieces():
     event = b"data: " + b"x" * (8 << 20) + b"\n"
     took = []
     for size in (1 << 20, 1 << 12):

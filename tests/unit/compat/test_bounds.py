@@ -1,4 +1,4 @@
-"""Bodies that say far more than a request can use are refused for what counting them costs.
+"""Bodies that are far too large are refused at the cost of counting them.
 
 The measure is `json.loads` of the same text, which a server pays for any body.
 """
@@ -160,7 +160,7 @@ def refused(face, key, value):
         *(pytest.param(steering, one, id=f"fork-{name}") for name, one in FORK.items()),
     ],
 )
-def test_what_is_too_much_is_refused_for_what_counting_it_costs(face, case):
+def test_a_body_that_is_too_large_is_refused_at_the_cost_of_counting_it(face, case):
     key, text = case
     begun = time.thread_time()
     body = json.loads(text)
@@ -172,7 +172,7 @@ def test_what_is_too_much_is_refused_for_what_counting_it_costs(face, case):
         assert took < most, f"{took:.3f} s, {unit:.3f} s for its JSON: {said}"
 
 
-def test_bombs_are_not_unpacked():
+def test_zstd_bombs_are_not_unpacked():
     zstd = pytest.importorskip("backports.zstd")
     data = base64.b64encode(zstd.compress(bytes(4 * 128 * HIDDEN))).decode()
     one = vector(activations=wire(f"[1,128,{HIDDEN}]", data, compression="zstd"))[1:-1]
@@ -207,7 +207,7 @@ def test_a_request_has_256_edits_whichever_words_bring_them():
         steering.translate(said, SITES)
 
 
-def test_what_a_model_can_use_is_let_pass_in_every_form():
+def test_vectors_that_fit_the_model_pass_in_every_form():
     row = [0.5] * HIDDEN
     layers = {str(i): row for i in range(LAYERS)}
     data = base64.b64encode(np.full((LAYERS, HIDDEN), 0.5, "<f4").tobytes()).decode()
@@ -245,7 +245,7 @@ def test_room_is_counted_over_a_whole_request():
         pytest.param("," * 2_000_000, "2,000,000 items", id="commas"),
     ],
 )
-def test_texts_that_are_no_words_are_refused(text, words):
+def test_texts_that_are_not_json_are_refused(text, words):
     with pytest.raises(SpecError, match=words):
         parsed(text, "word")
     assert parsed([1], "word") == [1]

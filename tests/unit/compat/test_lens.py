@@ -1,4 +1,4 @@
-"""SteeringVector and Hook as pydantic's users know them, and what they refuse."""
+"""SteeringVector and Hook with pydantic's methods, and their errors."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def test_a_vector_is_validated_from_every_form(form):
         pytest.param({"layer_indices": [0]}, "SteeringVector has no 'activations'", id="missing"),
     ],
 )
-def test_what_is_no_vector_is_refused(made, words):
+def test_values_that_are_no_vector_are_refused(made, words):
     with pytest.raises(SpecError) as caught:
         SteeringVector.model_validate(made)
     assert str(caught.value).startswith(words)
 
 
-def test_a_copy_has_what_it_is_updated_with_and_is_checked():
+def test_a_copy_has_the_updated_fields_and_is_checked():
     copy = VECTOR.model_copy(update={"scale": 3.0, "position_indices": None})
     assert fields(copy) == (ROWS.tolist(), [0, 2], 3.0, True, None)
     assert copy.activations is VECTOR.activations
@@ -66,7 +66,7 @@ def test_a_copy_has_what_it_is_updated_with_and_is_checked():
 
 @pytest.mark.parametrize("positions", [[-1], [3, -2], np.array([-1]), torch.tensor([-5])])
 def test_positions_count_from_the_prompts_beginning(positions):
-    """vllm-lens passed negative ones over, and nothing was steered."""
+    """vllm-lens ignored negative positions, so nothing was steered."""
     with pytest.raises(SpecError, match=r"position_indices has -\d; positions are absolute"):
         SteeringVector(ROWS, [0, 2], position_indices=positions)
 

@@ -1,4 +1,4 @@
-"""What vllm-lens's face puts into one answer."""
+"""The field `activations` of one answer."""
 
 from __future__ import annotations
 

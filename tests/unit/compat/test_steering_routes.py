@@ -1,4 +1,4 @@
-"""/v1/steering with an engine that only remembers: bodies, answers, and one truth of edits."""
+"""/v1/steering with an engine that only remembers: bodies, answers, and the one list of edits."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_layers_are_those_with_taps(http):
     }
 
 
-def test_modules_are_the_engines(http, engine):
+def test_modules_of_both_routes_are_the_engines(http, engine):
     rows = np.array([V, W], np.float32)
     packed = {"dtype": "float32", "shape": [2, 4], "layer_indices": [0, 1],
               "data": base64.b64encode(rows.tobytes()).decode()}  # fmt: skip
@@ -260,7 +260,7 @@ def test_a_body_is_counted_before_it_is_parsed_and_off_the_loop(case, http, engi
 
 
 class Slow(Remembering):
-    """Between what it says and what it takes, others have their turn."""
+    """An engine that lets other tasks run between a read and a write of edits."""
 
     async def edits(self):
         text = self.text
@@ -272,7 +272,7 @@ class Slow(Remembering):
         return await super().set_edits(text)
 
 
-def test_no_tier_is_lost_where_two_processes_set_them_at_once(tmp_path, monkeypatch):
+def test_no_tier_is_lost_if_two_processes_set_them_at_once(tmp_path, monkeypatch):
     """Two apps of one server, as in its API server processes, before one engine."""
     monkeypatch.setenv(RUN, "of-both")
     engine = Slow()
@@ -300,7 +300,7 @@ def test_no_tier_is_lost_where_two_processes_set_them_at_once(tmp_path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
-def test_a_change_that_is_given_up_gives_its_turn_back(tmp_path):
+def test_a_cancelled_change_releases_the_lock(tmp_path):
     async def changed(some):
         async with some.one():
             pass
@@ -320,7 +320,7 @@ def test_a_change_that_is_given_up_gives_its_turn_back(tmp_path):
     asyncio.run(run())
 
 
-def test_a_change_whose_turn_does_not_come_is_told_so(http, tmp_path, monkeypatch):
+def test_a_change_that_does_not_get_the_lock_is_refused(http, tmp_path, monkeypatch):
     monkeypatch.setattr(changes, "MOST_WAIT_S", 0.1)
     other = Changes(http.app.state.scope.store.folder)
 

@@ -1,4 +1,4 @@
-"""Whatever is said in the steering fork's words: what it means, or a SpecError."""
+"""The steering fork's words: each value has a meaning or is a SpecError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors name what the caller wrote: a face's key and index, wherever they are found."""
+"""Errors name the key and the index that the caller wrote, whichever part finds them."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_speculation_refuses_positions_in_the_callers_words():
     assert said.startswith("apply_steering_vectors[2].position_indices picks some of the generated")
 
 
-def test_json_is_told_as_objects_are():
+def test_errors_of_json_are_those_of_objects():
     text = {"apply_steering_vectors": json.dumps([GOOD, GOOD | {"position_indices": [9]}])}
     assert sentence(text).startswith("apply_steering_vectors[1].position_indices has 9;")
 
@@ -232,7 +232,7 @@ def test_probes_and_reads_are_counted_by_themselves():
         assert in_words(text, said) == words
 
 
-def test_what_a_variable_asks_for_is_called_by_its_name():
+def test_errors_name_the_environment_variable():
     paths = act_capture({}, SITES).paths
     said = in_words("reads[0].site is 'resid_post', which this engine does not tap.", paths)
     assert said.startswith("the stream that VLLM_ACT_CAPTURE reads is 'resid_post', which")

@@ -1,4 +1,4 @@
-"""Answers and chunks of one HTTP request, and what is left of it when its client leaves."""
+"""Answers and chunks of one HTTP request, and its files if the client leaves."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def entries(first, last, scored):
 
 
 @on_a_loop
-async def test_each_token_is_told_once_with_the_score_of_its_own_row(store):
+async def test_each_token_is_sent_once_with_the_score_of_its_own_row(store):
     found, told = answer(store, streams=True), []
     found.add_prompt()
     found.open_one(lambda: None, True)
@@ -142,7 +142,7 @@ async def test_each_token_is_told_once_with_the_score_of_its_own_row(store):
 
 
 @on_a_loop
-async def test_a_whole_answer_tells_its_tokens_too(store):
+async def test_a_whole_answer_has_its_tokens_too(store):
     found, made = answer(store), response(0)
     take(found)
     await found.fill(made)
@@ -150,7 +150,7 @@ async def test_a_whole_answer_tells_its_tokens_too(store):
 
 
 @on_a_loop
-async def test_drafts_that_may_be_taken_back_are_told_at_the_end(store):
+async def test_drafts_that_may_be_rejected_are_sent_at_the_end(store):
     found, told = answer(store, streams=True), []
     found.holds = True
     found.add_prompt()
@@ -165,7 +165,7 @@ async def test_drafts_that_may_be_taken_back_are_told_at_the_end(store):
 
 
 @on_a_loop
-async def test_too_many_tokens_with_scores_are_not_told(store, monkeypatch):
+async def test_too_many_tokens_with_scores_are_left_out(store, monkeypatch):
     monkeypatch.setattr(encode, "MAX_INLINE_SCORES", 5)
     (first, last) = await sent_in_chunks(store, "scores", 3, 9)
     assert first["tokens"] == []
@@ -182,7 +182,7 @@ async def test_without_probes_there_are_no_tokens(store):
 
 
 @on_a_loop
-async def test_chunks_of_scores_put_no_rows_together(store, monkeypatch):
+async def test_chunks_of_scores_do_not_assemble_rows(store, monkeypatch):
     """That takes milliseconds of the event loop, of every chunk."""
     rows_of, asked = ScopeResult._rows_of, []
     monkeypatch.setattr(ScopeResult, "_rows_of", lambda *a: asked.append(a) or rows_of(*a))
@@ -245,7 +245,7 @@ async def test_too_many_rows_for_a_chunk_are_in_the_file(store, monkeypatch):
 
 
 @on_a_loop
-async def test_what_is_not_a_chunk_passes(store):
+async def test_events_that_are_no_chunks_pass_unchanged(store):
     found = answer(store)
     for text in ("data: [DONE]\n\n", ": ping\n\n"):
         assert await found.chunk(text) == text
@@ -276,7 +276,7 @@ async def test_choices_share_the_room_inside_an_answer(store, monkeypatch):
 
 
 @on_a_loop
-async def test_who_leaves_while_the_file_is_written_leaves_none(store, tmp_path):
+async def test_a_client_that_leaves_while_its_file_is_written_leaves_no_file(store, tmp_path):
     found = answer(store, tensors="handle")
     take(found)
     writing, go_on, put = threading.Event(), threading.Event(), store.put
@@ -311,7 +311,7 @@ async def test_an_answer_that_fails_in_the_middle_leaves_no_file(store, tmp_path
 
 
 @on_a_loop
-async def test_why_a_file_could_not_be_written_is_told_without_its_path(store):
+async def test_the_error_of_a_file_that_cannot_be_written_has_no_path(store):
     def put(*args):
         raise PermissionError(13, "Permission denied", "/secret/place")
 
@@ -325,7 +325,7 @@ async def test_why_a_file_could_not_be_written_is_told_without_its_path(store):
 
 
 @on_a_loop
-async def test_files_of_an_answer_that_is_out_stay(store, tmp_path):
+async def test_files_of_an_answer_that_was_sent_stay(store, tmp_path):
     found, made = answer(store, tensors="handle"), response(0)
     take(found)
     await found.fill(made)
@@ -334,7 +334,7 @@ async def test_files_of_an_answer_that_is_out_stay(store, tmp_path):
 
 
 @on_a_loop
-async def test_a_name_is_one_prompts_alone(store):
+async def test_a_named_read_takes_one_prompt_only(store):
     for name, allowed in (("q", False), (None, True)):
         xargs = scope(Read("embed", to="filesystem", name=name))
         found = Answer(Options.parse(xargs), store, 1 << 20, "owner", 2, False)
@@ -346,7 +346,7 @@ async def test_a_name_is_one_prompts_alone(store):
             found.add_prompt()
 
 
-def test_a_probes_name_is_not_that_of_anothers_positions():
+def test_a_probes_name_does_not_end_like_positions():
     probe = Probe(np.ones(SIZE), layer=1, name="a.positions")
     with pytest.raises(SpecError, match=r"no name ends in '\.positions'"):
         Options.parse(scope(probe))
@@ -365,7 +365,7 @@ async def chunks_of(found, ended):
 
 
 @on_a_loop
-async def test_who_leaves_before_the_first_chunk_leaves_nothing(store):
+async def test_a_client_that_leaves_before_the_first_chunk_leaves_nothing(store):
     """The web framework then drops the generator, which has never run."""
     found, ended = answer(store, streams=True), []
     await http._stream(found, chunks_of(found, ended))
@@ -376,7 +376,7 @@ async def test_who_leaves_before_the_first_chunk_leaves_nothing(store):
 
 
 @on_a_loop
-async def test_who_leaves_later_leaves_nothing(store):
+async def test_a_client_that_leaves_later_leaves_nothing(store):
     found, ended = answer(store, streams=True), []
     made = await http._stream(found, chunks_of(found, ended))
     assert (await anext(made)).startswith("data: ")
@@ -426,7 +426,7 @@ def exchange():
 
 
 @on_a_loop
-async def test_a_file_that_nobody_was_told_of_is_deleted(store, exchange):
+async def test_a_file_that_no_sent_chunk_names_is_deleted(store, exchange):
     found, made = answer(store, tensors="handle"), response(0)
     take(found)
     await found.fill(made)
@@ -458,7 +458,7 @@ async def test_a_requests_rows_are_let_go_when_it_is_over_however_it_ends(store,
     ],
 )
 @on_a_loop
-async def test_room_is_asked_for_where_a_file_will_be_needed(
+async def test_room_is_checked_if_a_file_will_be_needed(
     streams, options, promised, needs, store, exchange, monkeypatch
 ):
     asked = []
@@ -485,9 +485,7 @@ async def test_a_full_store_refuses_what_needs_a_file_and_nothing_else(store, ex
 
 
 @on_a_loop
-async def test_rows_of_generated_tokens_alone_are_refused_a_file_before_they_are_made(
-    store, exchange
-):
+async def test_a_file_of_generated_rows_is_refused_before_they_are_computed(store, exchange):
     generated = scope(Read("resid_post", tokens="generated"))
     with suppress(CapacityError):
         while True:
@@ -503,16 +501,16 @@ async def test_rows_of_generated_tokens_alone_are_refused_a_file_before_they_are
 
 
 @on_a_loop
-async def test_words_of_faces_alone_ask_for_no_room(store, exchange):
-    """They say in their own field what could not be kept."""
+async def test_words_of_faces_without_a_scope_check_no_room(store, exchange):
+    """Their own fields report tensors that could not be kept."""
     Answer(None, store, 1 << 20, "owner", 1, False)
     exchange.expect(1 << 30)
     assert exchange.timed
 
 
 @on_a_loop
-async def test_what_became_of_reads_to_sinks_is_in_a_choice(store):
-    """Rows that go elsewhere are not among those that the answer counts."""
+async def test_a_choice_has_the_counts_of_its_sinks(store):
+    """The answer does not count rows that went to sinks."""
     kept = Manifest("partial", "1 of 9 rows did not come", 9, 8, 1, ["a.json"], {"embed.0": {}})
     told = Manifest("ok", None, 2, 2, 0, ["b"], {}, [{"paths": ["/srv/b"]}])
     found, made, done = answer(store), response(0), completion()
@@ -539,7 +537,7 @@ async def test_what_became_of_reads_to_sinks_is_in_a_choice(store):
 
 
 @on_a_loop
-async def test_without_sinks_a_choice_has_none(store):
+async def test_a_choice_without_sinks_has_no_counts_of_sinks(store):
     found, made = answer(store), response(0)
     take(found)
     await found.fill(made)

@@ -1,13 +1,12 @@
-"""Operators' changes where the disk is full: none is made out of turn, but what clears edits."""
+"""Operators' changes with a full disk: only edits can be cleared without the lock."""
 
 from __future__ import annotations
 
 import os
 
 import pytest
-from fastapi.testclient import TestClient
 
-from tests.unit.server.test_routes import ADMIN, MODULE, Remembering, app_with
+from tests.unit.server.test_routes import ADMIN, MODULE
 from vllm_scope.server import changes
 
 #: Each with the status that it has when its turn comes.
@@ -16,23 +15,6 @@ CHANGES = [
     pytest.param("DELETE", "/v1/scope/modules/a", None, 204, id="no-module"),
     pytest.param("PUT", "/v1/scope/edits", b'{"edits": [{"kind": "add"}]}', 200, id="edits"),
 ]
-
-
-@pytest.fixture
-def engine():
-    return Remembering()
-
-
-@pytest.fixture
-def app(tmp_path, monkeypatch, engine):
-    found = app_with(tmp_path, monkeypatch, engine=engine)
-    yield found
-    found.state.scope.store.close()
-
-
-@pytest.fixture
-def http(app):
-    return TestClient(app, raise_server_exceptions=False)
 
 
 @pytest.fixture
@@ -49,7 +31,7 @@ def full_disk(monkeypatch):
 
 
 @pytest.mark.parametrize(("method", "path", "body", "status"), CHANGES)
-def test_without_a_turn_nothing_is_changed(
+def test_without_the_lock_nothing_is_changed(
     method, path, body, status, app, http, engine, full_disk
 ):
     engine.held["a"], engine.text = b"kept", "kept"
@@ -67,8 +49,10 @@ def test_without_a_turn_nothing_is_changed(
 
 
 @pytest.mark.parametrize(("method", "path", "body", "status"), CHANGES)
-def test_a_disk_that_fills_later_costs_no_turn(method, path, body, status, http, engine, full_disk):
-    """What they take turns by was made when the server started."""
+def test_a_disk_that_fills_after_the_start_stops_no_change(
+    method, path, body, status, http, engine, full_disk
+):
+    """The file of the lock was made when the server started."""
     engine.held["a"] = b"kept"
     headers = ADMIN | {"Content-Type": "application/json"}
     assert http.request(method, path, content=body, headers=headers).status_code == status

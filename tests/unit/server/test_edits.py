@@ -1,4 +1,4 @@
-"""Server-wide edits over HTTP: what they cost to take, to refuse and to show."""
+"""Server-wide edits over HTTP, and the cost to accept, to refuse and to show them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from fastapi.testclient import TestClient
 
-from tests.unit.server.test_routes import ADMIN, Remembering, app_with
+from tests.unit.server.test_routes import ADMIN
 from vllm_scope.server import edits as module
 
 VECTOR = np.arange(8, dtype="<f4")
@@ -19,18 +18,6 @@ PACKED = {
     "dtype": "float32", "shape": [8], "data": base64.b64encode(VECTOR.tobytes()).decode()
 }  # fmt: skip
 EDIT = {"kind": "add", "site": "resid_post", "layers": [1], "scale": 0.5}
-
-
-@pytest.fixture
-def engine():
-    return Remembering()
-
-
-@pytest.fixture
-def http(tmp_path, monkeypatch, engine):
-    app = app_with(tmp_path, monkeypatch, engine=engine)
-    yield TestClient(app, raise_server_exceptions=False)
-    app.state.scope.store.close()
 
 
 def put(http, content, **headers):
@@ -74,7 +61,7 @@ def nested(depth):
         pytest.param(b'{"edits": [' + b"{}," * 500_000 + b"{}]}", "lists, objects", id="many"),
     ],
 )
-def test_what_is_no_list_of_edits_is_refused_with_a_sentence(content, sentence, http, engine):
+def test_a_body_without_a_list_of_edits_is_refused_with_a_sentence(content, sentence, http, engine):
     answer = put(http, content)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["type"] == "SpecError"
@@ -83,7 +70,7 @@ def test_what_is_no_list_of_edits_is_refused_with_a_sentence(content, sentence, 
     assert engine.text is None
 
 
-def test_thirty_million_numbers_are_refused_unparsed(http, engine):
+def test_thirty_million_numbers_are_refused_before_they_are_parsed(http, engine):
     """They took 13 GB."""
     content = b'{"edits": [{"kind": "add", "vector": [' + b"1," * 30_000_000 + b"1]}]}"
     tracemalloc.start()
@@ -105,7 +92,7 @@ def large(count=64):
     return {"edits": [EDIT | {"vector": body, "layers": [i]} for i in range(count)]}
 
 
-def test_base64_is_taken_to_the_bodys_limit_and_told_without_its_numbers(http, engine):
+def test_base64_up_to_the_bodys_limit_is_accepted_and_shown_without_its_numbers(http, engine):
     content = json.dumps(large()).encode()
     assert len(content) > module.MOST_SHOWN_BYTES
     put_answer = put(http, content)
@@ -117,7 +104,7 @@ def test_base64_is_taken_to_the_bodys_limit_and_told_without_its_numbers(http, e
     assert http.get("/v1/scope/edits").json() == {"edits": shown, "digest": None}
 
 
-def test_long_lists_are_told_by_their_length(http, engine, monkeypatch):
+def test_long_lists_are_shown_by_their_length(http, engine, monkeypatch):
     monkeypatch.setattr(module, "MOST_SHOWN_BYTES", 1000)
     edit = EDIT | {"vector": [0.25] * 1000, "values": [[1.0, 2.0]] * 300, "layers": [0, 1]}
     engine.text = json.dumps({"edits": [edit, EDIT | {"vector": {"module": "happy"}}]})
@@ -127,11 +114,11 @@ def test_long_lists_are_told_by_their_length(http, engine, monkeypatch):
     assert second == EDIT | {"vector": {"module": "happy"}}
 
 
-def test_nothing_is_shown_as_nothing(http):
+def test_without_edits_an_empty_list_is_shown(http):
     assert http.get("/v1/scope/edits").json() == {"edits": [], "digest": None}
 
 
-def test_the_description_says_what_a_body_is(http):
+def test_openapi_describes_the_body(http):
     described = http.get("/openapi.json").json()["paths"]["/v1/scope/edits"]["put"]
     schema = described["requestBody"]["content"]["application/json"]["schema"]
     assert schema["required"] == ["edits"]

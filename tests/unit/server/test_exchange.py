@@ -1,4 +1,4 @@
-"""How an answer goes out, on a real server: to clients that read, that do not, and that leave."""
+"""Answers of a real server to clients that read, that do not read, and that leave."""
 
 from __future__ import annotations
 
@@ -124,14 +124,14 @@ def test_a_stream_that_nobody_reads_ends_and_holds_nothing(host):
     assert 0 < len(host.undone) < 5, "what went out before was told"
 
 
-def test_a_second_request_behind_a_stream_saves_it_not(host):
+def test_a_second_request_on_the_connection_does_not_save_an_unread_stream(host):
     with asked(host, "/stream?ours=true") as connection:
         connection.sendall(b"GET /stream?ours=false HTTP/1.1\r\nHost: x\r\n\r\n")
         until(lambda: host.ended and not connections(host))
 
 
 @pytest.mark.parametrize("http", ["h11", "httptools"])
-def test_on_a_unix_socket_only_the_client_that_does_not_read_is_hung_up_on(http, tmp_path):
+def test_on_a_unix_socket_only_the_client_that_does_not_read_is_disconnected(http, tmp_path):
     with running(uds=str(tmp_path / "socket"), http=http) as host, ExitStack() as others:
         for _ in range(10):
             others.enter_context(asked(host, "/stream?ours=false"))
@@ -172,7 +172,7 @@ def test_a_plain_stream_is_left_as_it_is(host):
     until(lambda: host.ended)
 
 
-def test_who_reads_slowly_gets_everything(host):
+def test_a_client_that_reads_slowly_gets_everything(host):
     with asked(host, "/stream?ours=true&count=60", 1 << 16) as connection:
         num_bytes, started = 0, time.monotonic()
         while num_bytes < 60 * len(CHUNK):
@@ -185,13 +185,13 @@ def test_who_reads_slowly_gets_everything(host):
     assert not host.undone
 
 
-def test_what_was_told_stays(host):
+def test_a_file_that_a_sent_part_names_stays(host):
     for path in ("/v1/scope/whole", "/stream?ours=true&count=3"):
         assert httpx.get(f"http://127.0.0.1:{host.port}{path}").status_code == 200
     assert not host.undone
 
 
-def test_what_was_to_be_told_to_a_client_that_left_is_undone(host):
+def test_a_file_for_a_client_that_has_left_is_deleted(host):
     host.wait.clear()
     with asked(host, "/v1/scope/whole"):
         until(lambda: host.exchanges)
@@ -209,7 +209,7 @@ def test_what_was_to_be_told_to_a_client_that_left_is_undone(host):
         pytest.param({"X-Scope-Admin-Key": "operator"}, True, id="right"),
     ],
 )
-def test_who_asks_is_known(headers, operator, host):
+def test_the_exchange_knows_the_key_of_its_request(headers, operator, host):
     headers = {"Authorization": "Bearer mine"} | headers
     httpx.get(f"http://127.0.0.1:{host.port}/v1/scope/whole", headers=headers)
     (exchange,) = host.exchanges
@@ -217,7 +217,7 @@ def test_who_asks_is_known(headers, operator, host):
     assert exchange.timed
 
 
-def test_everything_is_closed_where_something_fails():
+def test_everything_is_closed_even_if_something_fails():
     done = []
 
     async def closed():

@@ -67,14 +67,14 @@ def toy():
         pytest.param({}, {"toy_key": 1, "toy": None}, None, {}, id="no-field-and-null"),
     ],
 )
-def test_words_are_found_where_they_may_stand(xargs, body, values, fields, toy):
+def test_words_are_found_in_vllm_xargs_and_beside_it(xargs, body, values, fields, toy):
     words = Words.find(xargs, body, toy.keys)
     assert words.values == ({"toy": values} if values is not None else {})
     assert words.fields == fields
     assert len(words.begin(lambda tensors, metadata: None)) == len(words.values)
 
 
-def test_words_that_nobody_answers_for_are_refused(toy):
+def test_words_that_no_face_understands_are_refused(toy):
     with pytest.raises(SpecError, match="'lonely', which is understood offline only"):
         Words.find({"toy": 1, "lonely": 2}, None, {"toy", "lonely"})
     with pytest.raises(SpecError, match="'toy' is both in vllm_xargs and beside it"):
@@ -137,7 +137,7 @@ def test_a_whole_answer_has_each_choices_fields_and_its_own():
     assert not hasattr(response.choices[0], "scope")
 
 
-def test_a_stream_has_them_where_choices_end():
+def test_a_stream_has_a_faces_fields_where_choices_end():
     async def main():
         answer = answer_of(1, 2)
         found = []

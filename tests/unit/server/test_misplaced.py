@@ -1,4 +1,4 @@
-"""A scope that stands where nobody looks is refused with a sentence, not passed over."""
+"""A scope in a place of the body that nobody reads is refused with a sentence."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _a_word(monkeypatch):
         pytest.param({"extra_args": {"steer": 1}}, "extra_args", id="a-faces-word"),
     ],
 )
-def test_what_stands_beside_vllm_xargs_is_refused(body, word):
+def test_a_scope_beside_vllm_xargs_is_refused(body, word):
     with pytest.raises(SpecError, match=f"the body has '{word}'.*vllm_xargs"):
         create(body)
 
@@ -51,5 +51,5 @@ def test_what_stands_beside_vllm_xargs_is_refused(body, word):
 @pytest.mark.parametrize(
     "body", [None, {}, {"extra_args": {"top_a": 1}}, {"extra_args": "x"}, {"other": {"scope": 1}}]
 )
-def test_what_is_not_ours_goes_its_way(body):
+def test_unknown_fields_of_a_body_pass(body):
     assert create(body) is ANSWER

@@ -1,4 +1,4 @@
-"""Where a server may be mounted: its authentication and its router must mean one path."""
+"""Root paths of a server: its authentication and its router must see the same path."""
 
 from __future__ import annotations
 

@@ -67,23 +67,6 @@ def app_with(tmp_path, monkeypatch, admin_key="operator", engine=None):
     return app
 
 
-@pytest.fixture
-def engine():
-    return Remembering()
-
-
-@pytest.fixture
-def app(tmp_path, monkeypatch, engine):
-    found = app_with(tmp_path, monkeypatch, engine=engine)
-    yield found
-    found.state.scope.store.close()
-
-
-@pytest.fixture
-def http(app):
-    return TestClient(app, raise_server_exceptions=False)
-
-
 CHANGES = [
     ("PUT", "/v1/scope/modules/a", MODULE),
     ("DELETE", "/v1/scope/modules/a", None),
@@ -152,7 +135,7 @@ def test_a_body_is_not_read_before_the_operators_key(method, path, body, headers
 
 
 @pytest.mark.parametrize(("method", "path", "body"), CHANGES)
-def test_without_an_operators_key_what_changes_does_not_exist(
+def test_without_an_operators_key_there_are_no_routes_that_change(
     method, path, body, tmp_path, monkeypatch
 ):
     app = app_with(tmp_path, monkeypatch, None, Remembering())
@@ -186,7 +169,7 @@ def test_modules_are_put_listed_and_deleted(http, engine):
         pytest.param(save({"direction.2": np.ones(4, np.int64)}), "dtype", id="integers"),
     ],
 )
-def test_what_is_no_module_is_refused_unheard_by_the_engine(content, sentence, http, engine):
+def test_a_wrong_module_never_reaches_the_engine(content, sentence, http, engine):
     response = http.put("/v1/scope/modules/a", content=content, headers=ADMIN)
     assert response.status_code == 400
     assert sentence in response.json()["error"]["message"]
@@ -202,7 +185,7 @@ def test_edits_are_set_shown_and_cleared(http):
     assert http.get("/v1/scope/edits").json()["edits"] == []
 
 
-def test_what_the_engine_refuses_is_400_with_its_sentence(http):
+def test_a_refusal_of_the_engine_is_400_with_its_sentence(http):
     response = http.put("/v1/scope/edits", json={"edits": [{"kind": "bad"}]}, headers=ADMIN)
     assert response.status_code == 400
     assert response.json()["error"]["message"] == "edits[0] is bad; make it good."
@@ -274,7 +257,7 @@ def test_a_result_is_streamed_with_its_length_and_deleted_if_asked(app, http):
     assert http.get(url, headers=mine).status_code == 404
 
 
-def test_the_models_sites_are_told(http):
+def test_the_models_sites_are_shown(http):
     body = http.get("/v1/scope").json()
     assert {site["site"]: site["layers"] for site in body["sites"]} == {
         "embed": [0], "resid_pre": [0, 1], "resid_post": [0, 1],
@@ -282,7 +265,7 @@ def test_the_models_sites_are_told(http):
     assert body["operator"] is True
 
 
-def test_a_server_without_an_engine_says_so(tmp_path, monkeypatch):
+def test_a_server_without_an_engine_refuses_with_a_sentence(tmp_path, monkeypatch):
     app = app_with(tmp_path, monkeypatch)
     assert TestClient(app).get("/v1/scope").status_code == 404
     app.state.scope.store.close()

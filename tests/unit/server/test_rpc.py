@@ -74,7 +74,7 @@ def test_the_operator_may_call_them(body, server):
 @pytest.mark.parametrize(
     "body", [b'{"method": "get_model_inspection"}', b"{", b"", b"[" * 100_000, b"[]", b"\xff\xfe"]
 )
-def test_all_else_is_the_routes_own(body, server):
+def test_other_methods_pass_to_vllms_route(body, server):
     """Whatever it makes of it, it gets the body as it came."""
     http, called, _ = server
     response = http.post("/collective_rpc", content=body)

@@ -1,4 +1,4 @@
-"""Results on disk: who finds them, how long, how many; and results as JSON."""
+"""Results on disk: their owners, time to live and room; and results as JSON."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_ids_are_long_and_never_the_same(store):
         pytest.param("ä" * 32, id="unicode"),
     ],
 )
-def test_what_is_no_id_finds_and_deletes_nothing(name, store, tmp_path):
+def test_a_text_that_is_no_id_finds_and_deletes_nothing(name, store, tmp_path):
     store.put(ROWS, {}, MINE)
     before = sorted(tmp_path.rglob("*"))
     assert store.open(name, MINE) is None
@@ -79,7 +79,7 @@ def test_another_owner_neither_finds_nor_deletes_it(store):
     assert owner_of(None) != MINE
 
 
-def test_a_key_is_one_owner_however_its_scheme_is_written():
+def test_the_case_of_the_scheme_does_not_change_the_owner():
     """vLLM compares the scheme without case, the key as it is."""
     assert {owner_of(f"{scheme} mine") for scheme in ("bearer", "BEARER", "bEARer")} == {MINE}
     assert len({owner_of(text) for text in ("Bearer Mine", "Bearer mine ", "Basic mine")}) == 3
@@ -151,7 +151,7 @@ def test_small_files_count_for_64_kib_each(store):
     store.put(ROWS, {}, MINE)
 
 
-def test_what_could_not_be_written_is_not_counted(store, monkeypatch):
+def test_a_file_that_could_not_be_written_is_not_counted(store, monkeypatch):
     def full(*args):
         raise OSError("disk full")
 
@@ -176,7 +176,7 @@ def zeros(num_bytes):
     return {"x": torch.zeros(num_bytes, dtype=torch.uint8)}
 
 
-def test_the_bound_is_never_passed_and_who_reaches_its_part_is_told(store):
+def test_the_bound_is_never_exceeded_and_a_key_at_its_share_is_refused(store):
     store.check_room(7_000_000, MINE)
     store.put(zeros(5_000_000), {}, MINE)
     with pytest.raises(
@@ -212,7 +212,7 @@ def test_deleting_makes_room(store):
     assert store.num_bytes == 0
 
 
-def test_what_another_process_deleted_makes_room_too(store, tmp_path):
+def test_a_file_that_another_process_deleted_makes_room_too(store, tmp_path):
     sibling = Store(tmp_path, "run", MOST, 600.0)
     kept = store.put(zeros(6_000_000), {}, MINE)
     with pytest.raises(CapacityError):
@@ -324,7 +324,7 @@ def test_a_folder_that_is_gone_is_made_and_held_again(store, tmp_path):
     store.open(kept.id, MINE).close()
 
 
-def test_who_held_a_folder_that_is_gone_leaves_its_successor_alone(store, tmp_path):
+def test_a_holder_of_a_removed_folder_leaves_the_new_folder_alone(store, tmp_path):
     sibling = Store(tmp_path, "run", MOST, 600.0)
     shutil.rmtree(next(tmp_path.iterdir()))
     kept = store.put(ROWS, {}, MINE)
@@ -352,7 +352,7 @@ def test_scores_that_are_not_finite_are_null():
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "many", "nan", "inf"])
-def test_a_limit_that_is_no_number_above_0_stops_the_start(text):
+def test_a_limit_that_is_not_above_0_stops_the_start(text):
     with pytest.raises(ConfigError, match="VLLM_SCOPE_RESULTS_MIB is"):
         Settings.from_environment({"VLLM_SCOPE_RESULTS_MIB": text})
 

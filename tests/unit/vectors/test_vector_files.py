@@ -505,7 +505,7 @@ def test_numpys_numbers_in_a_provenance_are_read_back():
     assert from_bytes(to_bytes(module)).provenance == Provenance(scale=0.5, normalised=True)
 
 
-def test_a_damaged_deflated_npz_is_told():
+def test_a_damaged_deflated_npz_is_refused():
     stream = BytesIO()
     np.savez_compressed(stream, **{"direction.1": np.arange(4096, dtype=np.float32)})
     data = bytearray(stream.getvalue())

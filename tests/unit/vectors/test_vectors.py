@@ -1,4 +1,4 @@
-"""Steering modules: what they hold, what they are called, what they refuse."""
+"""Steering modules: content, digest and errors."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_copy_through_pickle_is_the_same_and_as_read_only():
         pytest.param({STREAM: VALUES, ("post_block", 5): VALUES}, "twice", id="an-alias-twice"),
     ],
 )
-def test_what_cannot_steer_is_refused(vectors, message):
+def test_wrong_vectors_are_refused(vectors, message):
     with pytest.raises(SpecError, match=message):
         SteeringModule(vectors)
 
@@ -168,6 +168,6 @@ def test_a_module_of_tiers_is_a_mapping_of_its_vectors_for_every_token():
         pytest.param({"prompt": {("mlp_out", 1): VALUES}}, "has site 'mlp_out'", id="site"),
     ],
 )
-def test_tiers_that_cannot_be_are_refused(tiers, message):
+def test_wrong_tiers_are_refused(tiers, message):
     with pytest.raises(SpecError, match=message):
         SteeringModule({STREAM: VALUES}, tiers=tiers)
