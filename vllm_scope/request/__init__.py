@@ -3,10 +3,11 @@
 actions/         Read, Probe, Add, ...: one class each, and their JSON
 selectors.py     which tokens
 sites.py         which streams of which layers
-spec.py          all of one request's actions, as JSON on the wire
-resolve.py       what they mean on one engine
-arrays.py        numbers that are told apart by their content
-encoding.py      a read's codec, on one engine
+spec.py          all actions of one request, as JSON on the wire
+schema.py        the JSON Schema of a spec
+resolve.py       what the actions mean on one engine
+arrays.py        vectors and rows: float32 with a shape and a digest
+encoding.py      the codec of a read
 bounded_json.py  JSON of strangers, counted before it is parsed
-remembered.py    the last results of something, within a number of bytes
+remembered.py    a cache that is bounded in bytes
 """

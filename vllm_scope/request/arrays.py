@@ -1,10 +1,10 @@
-"""Numbers in a spec: vectors and rows, as bytes with a shape.
+"""Vectors and rows of a spec, as bytes with a shape.
 
-Owns:  Array, its parsing from what callers hold, and its JSON.
-Runs:  everywhere. numpy; torch tensors are understood without importing torch.
+Owns:  Array, its parsing from tensors, arrays and lists, and its JSON.
+Runs:  everywhere. numpy; torch tensors are read without importing torch.
 
-Promise: an Array is finite float32, of a bounded size that was checked before
-anything was allocated, and equal content has an equal digest.
+Promise: an Array is finite float32. Its size is checked before memory for it is allocated. Equal
+content has an equal digest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from vllm_scope.errors import SpecError, shown
 
-#: Numbers in one array. 4096 rows of 4096.
+#: Numbers in one array: 4096 rows of 4096.
 MAX_NUMBERS = 1 << 24
 DTYPES = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u2"}
 
@@ -32,7 +32,7 @@ class Array:
     """float32 numbers.
 
     Attributes:
-        shape: of 1 to 3 dimensions, none of them 0.
+        shape: 1 to 3 dimensions, none of them 0.
         data: little-endian, C order.
     """
 
@@ -41,10 +41,10 @@ class Array:
 
     @staticmethod
     def parse(value: object, where: str) -> Array:
-        """From a torch tensor, a numpy array, (nested) lists, or the JSON form.
+        """An Array of a torch tensor, a numpy array, (nested) lists, or the JSON form.
 
         Raises:
-            SpecError: not numbers, not finite, too many, or of a wrong rank.
+            SpecError: not numbers, not finite, too many, or not 1 to 3 dimensions.
         """
         if isinstance(value, Array):
             return value

@@ -1,11 +1,11 @@
-"""JSON that strangers wrote: counted before it is parsed.
+"""JSON of strangers, counted before it is parsed.
 
 Owns:  `decode`.
 Runs:  everywhere. No torch.
-To:    spec, faces, server.
+To:    spec, compat, server.
 
-Promise: to refuse a text costs a few passes over its characters, at the speed of memory. To
-parse what passes makes no more Python objects than MOST_NODES and MOST_ITEMS allow.
+Promise: a text that is refused costs a few passes over its characters. A text that is parsed makes
+at most as many Python objects as MOST_NODES and MOST_ITEMS allow.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ import msgspec
 
 from vllm_scope.errors import SpecError
 
-#: Lists, objects and fields in one text. Each takes Python 300 ns and more.
+#: Lists, objects and fields in one text. Parsing takes 300 ns or more for each.
 MOST_NODES = 1 << 14
-#: Numbers and other items in the lists of one text: 64 vectors of 4,096 numbers.
+#: Items in the lists of one text: 64 vectors of 4,096 numbers.
 MOST_ITEMS = 1 << 18
 PACKED = "Send vectors as base64 ({dtype, shape, data}), or name a steering module."
 
 
 def num_items(text: str) -> int:
-    """Items of lists and fields of objects, roughly; base64 has no comma."""
+    """About the number of list items and object fields; base64 has no comma."""
     return text.count(",")
 
 
 def decode(text: str, where: str, most_items: int = MOST_ITEMS) -> Any:
-    """What a JSON text says.
+    """The value of a JSON text.
 
     Args:
-        where: the text's name for its sender.
-        most_items: in its lists, in all.
+        where: the name of the text in error messages.
+        most_items: limit of the items in all its lists.
 
     Raises:
-        SpecError: it is no JSON, or says more than MOST_NODES and `most_items`.
+        SpecError: not JSON, or more than MOST_NODES or `most_items`.
     """
     num_nodes = text.count("[") + text.count("{") + text.count(":")
     if num_nodes > MOST_NODES:

@@ -1,12 +1,12 @@
-"""How a read's rows are made smaller before they leave the device.
+"""The codec of a read, which makes rows smaller before they leave the device.
 
-Owns:  CodecChoice (what a caller names), Encoding (what that is on one engine).
-Runs:  CodecChoice everywhere, without torch; an Encoding is made where the model's
-       sizes are known, and travels with the rows.
-From:  actions.   To: codecs.packed, layout (how large an encoded row is).
+Owns:  CodecChoice (what a caller names), Encoding (the codec on one engine).
+Runs:  CodecChoice everywhere, without torch. An Encoding is made where the model's sizes are
+       known, and travels with the rows.
+From:  actions.   To: codecs.packed, layout (the size of an encoded row).
 
-Promise: an Encoding that exists is of a codec that can be made again from it, whose
-rows can be encoded and decoded one by one, in a fixed number of bytes each.
+Promise: the codec can be made again from an Encoding. It encodes and decodes each row by itself,
+in a fixed number of bytes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 
 from vllm_scope.errors import SpecError, shown
 
-#: Codecs that a read may name -> their options. Those of codecs.CODECS whose rows can
-#: be told apart; here too, because callers may have no torch.
+#: Codecs that a read may name -> their options: the row-wise ones of codecs.CODECS. Repeated here
+#: because a caller may have no torch.
 READ_CODECS: dict[str, tuple[str, ...]] = {
     "none": (),
     "fp16": (),
@@ -35,20 +35,20 @@ READ_CODECS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class CodecChoice:
-    """A codec by its name, and the options that were given."""
+    """The name of a codec, and the options that the caller gave."""
 
     name: str
     options: tuple[tuple[str, int], ...] = ()
 
     @staticmethod
     def parse(value: object, where: str) -> CodecChoice | None:
-        """The choice that a name, or an object with a name and options, makes.
+        """The choice of a name, or of an object with a name and options.
 
         Returns:
             None for no codec.
 
         Raises:
-            SpecError: an unknown name or option, or an option that is no whole number.
+            SpecError: an unknown name or option, or an option that is not a whole number.
         """
         if value is None or isinstance(value, CodecChoice):
             return value
@@ -87,11 +87,11 @@ def _whole(value: object, where: str) -> int:
 
 @dataclass(frozen=True)
 class Encoding:
-    """The codec of some rows, by value.
+    """The codec of some rows, as data.
 
     Attributes:
-        text: its metadata (`codecs.Codec.metadata`), as JSON.
-        row_bytes: of one encoded row, without what fills its last slot.
+        text: the codec's metadata (`codecs.Codec.metadata`), as JSON.
+        row_bytes: size of one encoded row, without the padding of its last slot.
     """
 
     text: str

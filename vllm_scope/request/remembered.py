@@ -1,4 +1,4 @@
-"""What was made last, kept up to so many bytes.
+"""A cache that is bounded in bytes.
 
 Owns:  Remembered.
 Runs:  everywhere, on any thread.
@@ -16,10 +16,10 @@ Value = TypeVar("Value")
 
 
 class Remembered(Generic[Key, Value]):
-    """Values by key. Those that were asked for longest ago go first; the last one stays.
+    """Values by key. The least recently used go first; one value always stays.
 
     Args:
-        most_bytes: that all values together may have.
+        most_bytes: limit of the sizes of all values together.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -30,7 +30,7 @@ class Remembered(Generic[Key, Value]):
 
     @property
     def num_bytes(self) -> int:
-        """Of the values that are kept, as they were put."""
+        """Sum of the sizes that `put` and `grow` were given, of the values that are kept."""
         return self._num_bytes
 
     def __len__(self) -> int:
@@ -45,10 +45,10 @@ class Remembered(Generic[Key, Value]):
             return found[0]
 
     def put(self, key: Key, value: Value, num_bytes: int) -> list[Key]:
-        """Keep a value; another of the same key is replaced.
+        """Keep a value, in place of one with the same key.
 
         Returns:
-            The keys of those that went for it.
+            The keys of the values that were dropped for it.
         """
         with self._lock:
             before = self._values.pop(key, None)
@@ -57,7 +57,7 @@ class Remembered(Generic[Key, Value]):
             return self._trim()
 
     def grow(self, key: Key, value: Value, num_bytes: int) -> None:
-        """Count more bytes for a value, if it is still kept."""
+        """Add bytes to the size of a value, if it is still kept."""
         with self._lock:
             found = self._values.get(key)
             if found is not None and found[0] is value:

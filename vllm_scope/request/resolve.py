@@ -1,12 +1,12 @@
-"""What a request's actions mean on one engine: streams, vectors, encodings.
+"""The actions of a spec on one engine: streams, vectors, encodings.
 
 Owns:  Resolved, and `resolve`, which makes it.
 Runs:  in the front-end (validation), in EngineCore (the keys of edited KV blocks) and in
        workers. numpy, no torch, no vLLM.
-From:  actions, of a spec.   To: compile (what to do with a token), result (what to expect).
+From:  spec.   To: program.compiler (what to do with each token), results (which rows to expect).
 
-Promise: what is only known of an engine (its layers, its sizes, its steering modules) is
-checked here, with a sentence that names the action.
+Promise: checks that need an engine (its layers, its sizes, its steering modules) are made here. The
+error names the action.
 """
 
 from __future__ import annotations
@@ -37,31 +37,36 @@ from vllm_scope.request.selectors import Except, Ids, Selector, Word
 from vllm_scope.request.sites import SiteLayer, Sites
 from vllm_scope.vectors.module import TIERS, Place
 
-#: What one action takes at one stream, and one more stream of a read, with what is compiled and
-#: remembered of them; measured.
+#: Measured size of one action at one stream, and of each further stream of a read, with what is
+#: compiled and cached for them.
 _ACTION_BYTES, _STREAM_BYTES = 1024, 128
-#: Vectors of a steering module: by stream for every token, by (site, layer, tier) for the
-#: tier's tokens alone.
+#: Vectors of a steering module. A key (site, layer) is for every token, a key (site, layer, tier)
+#: for the tier's tokens.
 Vectors = Mapping[Place, Array]
+
+
+def _fields_alone(self: Any) -> dict[str, Any]:
+    """The state to pickle: without cached properties."""
+    return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 @dataclass(frozen=True)
 class ResolvedRead:
-    """One read as the streams it means on this engine."""
+    """One read, at its streams."""
 
     streams: tuple[SiteLayer, ...]
     tokens: Selector
     when: str = "after"
     to: str = MEMORY
-    #: Tag and name of the request at its destination.
+    #: The request's tag and name at its destination.
     called: tuple[str | None, str | None] = (None, None)
-    #: How its rows are encoded; None for rows as they are.
+    #: None for rows that are not encoded.
     encoding: Encoding | None = None
 
 
 @dataclass(frozen=True)
 class ResolvedProbe:
-    """One probe: where, what it is called, and which of its request's it is."""
+    """One probe, at its stream. `number` is its index in the request."""
 
     number: int
     stream: SiteLayer
@@ -79,10 +84,10 @@ class ResolvedEdit:
     Attributes:
         kind: add, ablate, clamp or replace.
         values: [hidden_size], or [num_positions, hidden_size] for replace.
-        numbers: scale of an add; lo, hi (infinite for no bound) and strength of a clamp.
-        positions: of the rows of a replace, as given.
-        norm_match: of an add.
-        number: of the edit among those of its spec, for what errors say.
+        numbers: (scale,) for add; (lo, hi, strength) for clamp, infinite for no bound.
+        positions: for replace, one for each row, as given.
+        norm_match: for add.
+        number: index of the edit in its spec, for error messages.
     """
 
     kind: str
@@ -94,45 +99,42 @@ class ResolvedEdit:
     norm_match: bool = False
     number: int = field(default=0, compare=False)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Without what is remembered on it.
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+    __getstate__ = _fields_alone
 
     @cached_property
     def digest(self) -> bytes:
-        """Of what it does to a token that it edits; which tokens is left out."""
+        """Digest of everything but the tokens."""
         head = repr((self.kind, self.stream, self.numbers, self.norm_match)).encode()
         return hashlib.blake2b(head + self.values.digest, digest_size=16).digest()
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A spec as it is on one engine."""
+    """A spec on one engine."""
 
     reads: tuple[ResolvedRead, ...] = ()
     probes: tuple[ResolvedProbe, ...] = ()
     edits: tuple[ResolvedEdit, ...] = ()
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Without what is remembered on it.
-        return {"reads": self.reads, "probes": self.probes, "edits": self.edits}
+    __getstate__ = _fields_alone
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes of memory, with what is compiled and remembered on it."""
+        """Estimated memory, with everything that is compiled and cached for it."""
         vectors = {id(edit.values): len(edit.values.data) for edit in self.edits}
         vectors |= {id(probe.weight): len(probe.weight.data) for probe in self.probes}
         num_streams = sum(len(read.streams) for read in self.reads)
         num_actions = len(self.reads) + len(self.probes) + len(self.edits)
-        # A direction is there once as it came, and once of length 1.
+        # A direction is kept twice: as given, and at length 1.
         return 2 * sum(vectors.values()) + _STREAM_BYTES * num_streams + _ACTION_BYTES * num_actions
 
     def joined(
         self, edits: tuple[ResolvedEdit, ...] = (), reads: tuple[ResolvedRead, ...] = ()
     ) -> Resolved:
-        """With the server's edits before its own, and global sinks' reads after its own.
+        """With the server's edits before its own, and the reads of global sinks after its own.
 
-        The same for as long as these are: what is compiled is remembered on it.
+        Returns the same object while the arguments are the same objects, because compiled programs
+        are cached on it.
         """
         if not (edits or reads):
             return self
@@ -144,12 +146,12 @@ class Resolved:
         return found
 
     def ids_of(self, prompt_ids: Sequence[int]) -> Ids:
-        """A prompt's ids for the selectors: an array where one of them may look."""
+        """A prompt's ids for `select`: as an array, unless no selector looks at them."""
         return prompt_ids if self.uniform else np.asarray(prompt_ids, np.int64)
 
     @cached_property
     def uniform(self) -> bool:
-        """What it does to a token depends on the phase (prompt or generated) alone."""
+        """Each token's actions depend on its phase (prompt or generated) alone."""
         return all(one.tokens.uniform for one in (*self.delivering, *self.edits))
 
     @property
@@ -158,12 +160,12 @@ class Resolved:
 
     @cached_property
     def read_selectors(self) -> tuple[Selector, ...]:
-        """What picks tokens that deliver something, each once."""
+        """The distinct selectors of reads and probes."""
         return tuple(dict.fromkeys(x.tokens for x in self.delivering))
 
     @cached_property
     def probes_by_selector(self) -> dict[Selector, list[ResolvedProbe]]:
-        """The probes that score the tokens that this picks."""
+        """The probes of each selector."""
         found: dict[Selector, list[ResolvedProbe]] = {}
         for probe in self.probes:
             found.setdefault(probe.tokens, []).append(probe)
@@ -171,11 +173,11 @@ class Resolved:
 
     @cached_property
     def destinations(self) -> tuple[str, ...]:
-        """Where rows and scores go, each once."""
+        """The distinct destinations of rows and scores."""
         return tuple(dict.fromkeys(x.to for x in self.delivering))
 
     def going_to(self, to: str) -> Resolved:
-        """The reads and probes of one destination, without the edits; the same each time."""
+        """The reads and probes of one destination; the same object at each call."""
         known: dict[str, Resolved] = self.__dict__.setdefault("_going_to", {})
         if to not in known:
             reads = tuple(read for read in self.reads if read.to == to)
@@ -184,7 +186,7 @@ class Resolved:
         return known[to]
 
 
-#: Of a request that asks for nothing itself.
+#: For a request without a spec.
 NOTHING = Resolved()
 
 
@@ -195,11 +197,7 @@ def resolve(
     sites: Sites,
     modules: Mapping[str, Vectors],
 ) -> Resolved:
-    """What actions mean on this engine; `Spec.resolve`, which remembers it.
-
-    Raises:
-        SpecError: as `Spec.resolve`.
-    """
+    """The actions on this engine. `Spec.resolve` caches the result and says what is raised."""
     found = tuple(
         ResolvedRead(
             sites.find(read.site, read.layer_numbers, f"reads[{i}]"),
@@ -278,7 +276,7 @@ def _resolve_edit(
 
 
 def _within(tokens: Selector, tier: str | None) -> Selector | None:
-    """Those of the tokens that are of a tier, too; None where that is known to be none."""
+    """The tokens that are also of the tier; None if there can be none."""
     if tier is None:
         return tokens
     word = Word(tier)
@@ -312,7 +310,7 @@ def _module_rows(
     layers = action.layer_numbers
     places = [p for p in vectors if layers is None or (p[0] == action.site and p[1] in layers)]
     if isinstance(action, Probe):
-        # A probe has one weight, whatever the token.
+        # A probe has one weight for all tokens.
         places = [place for place in places if len(place) == 2]
     if layers is not None and not {place[1] for place in places} >= set(layers):
         has = ", ".join(" ".join(map(str, place)) for place in sorted(vectors))
@@ -332,14 +330,13 @@ def _module_rows(
 
 
 def _one_edit(edit: Edit, stream: SiteLayer, values: Array, tokens: Selector) -> ResolvedEdit:
+    numbers: tuple[float, ...] = ()
     if isinstance(edit, Add):
-        return ResolvedEdit(
-            "add", stream, tokens, values, (edit.scale,), norm_match=edit.norm_match
-        )
-    if isinstance(edit, Replace):
-        return ResolvedEdit("replace", stream, tokens, values, positions=edit.positions)
-    if not isinstance(edit, Clamp):
-        return ResolvedEdit(edit.kind, stream, tokens, values)
-    lo = -math.inf if edit.lo is None else edit.lo
-    hi = math.inf if edit.hi is None else edit.hi
-    return ResolvedEdit(edit.kind, stream, tokens, values, (lo, hi, edit.strength))
+        numbers = (edit.scale,)
+    elif isinstance(edit, Clamp):
+        lo = -math.inf if edit.lo is None else edit.lo
+        numbers = (lo, math.inf if edit.hi is None else edit.hi, edit.strength)
+    positions = edit.positions if isinstance(edit, Replace) else ()
+    return ResolvedEdit(
+        edit.kind, stream, tokens, values, numbers, positions, norm_match=edit.norm_match
+    )

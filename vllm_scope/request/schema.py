@@ -14,7 +14,7 @@ from dataclasses import MISSING, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from vllm_scope.request.actions import KINDS, MAX_FLOAT32, MAX_NAME, Edit, Probe, Read
+from vllm_scope.request.actions import EDITS, KINDS, MAX_FLOAT32, MAX_NAME, Edit, Probe, Read
 from vllm_scope.request.arrays import DTYPES, MAX_NUMBERS
 from vllm_scope.request.encoding import READ_CODECS
 from vllm_scope.request.selectors import FAR, MAX_ITEMS, MAX_PARTS, WORDS
@@ -115,7 +115,13 @@ def _of_type(hint: Any) -> Schema:
         return _any(*map(_of_type, get_args(hint)))
     if get_origin(hint) is Literal:
         return {"enum": list(get_args(hint))}
-    return {float: _NUMBER, bool: {"type": "boolean"}, str: _NAME, NoneType: _NULL}[hint]
+    plain: dict[Any, Schema] = {
+        float: _NUMBER,
+        bool: {"type": "boolean"},
+        str: _NAME,
+        NoneType: _NULL,
+    }
+    return plain[hint]
 
 
 def _action(cls: Any) -> Schema:
@@ -163,8 +169,7 @@ def spec_schema() -> dict[str, Any]:
     another: numbers with a shape, rows with positions, `lo` with `hi`, the names of probes. The
     parser checks these too, so that a valid spec may still be refused.
     """
-    edits = [kind for kind, cls in KINDS.items() if issubclass(cls, Edit)]
-    items = {"reads": _ref("read"), "probes": _ref("probe"), "edits": _any(*map(_ref, edits))}
+    items = {"reads": _ref("read"), "probes": _ref("probe"), "edits": _any(*map(_ref, EDITS))}
     lists = {name: _list(items[name], most, least=0) for name, most in MOST.items()}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

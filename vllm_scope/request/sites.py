@@ -1,18 +1,18 @@
-"""Where in a model: sites, layers, and the boundaries at which taps sit.
+"""Places in a model: sites, layers, and the boundaries that carry taps.
 
 Owns:  the names of sites, `Sites` (what one engine taps), boundaries and points.
 Runs:  everywhere. No torch, no vLLM.
 
-A boundary is a place on the residual stream: 2k is the entry of layer k (and the
-exit of layer k - 1), 2k + 1 lies between its attention and its MLP. A tap sits at a
-boundary. Two sites may share one: `resid_post` of layer k - 1 and `resid_pre` of
-layer k. Edits of the first come before edits of the second, so a boundary has up to
-three points at which the stream may be read: before all edits (level 0), between
-(level 1) and after them (level 2).
+A boundary is the number of a place that can carry a tap. On the residual stream, 2k is the entry
+of layer k (and the exit of layer k - 1), and 2k + 1 lies between its attention and its MLP.
 
-Beside the stream, a site inside the layers has a number of its own in KINDS, and its
-boundary at layer k is that number in the upper bits and k in the lower ones. Its rows
-are as wide as its kind, and can be read alone: it has one point, at level 0.
+Two sites may share a boundary: `resid_post` of layer k - 1 and `resid_pre` of layer k. The edits of
+the first apply before the edits of the second. So the stream can be read at three points of a
+boundary: before all edits (level 0), between them (level 1) and after them (level 2).
+
+Sites inside a layer (INNER_SITES) are not on the stream. Each has an index in KINDS; its boundary
+at layer k is that index in the upper bits and k in the lower 16. All sites of one kind have rows of
+one width. They can be read, but not edited or probed, so they have one point, at level 0.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from typing import Any
 
 from vllm_scope.errors import SpecError, shown
 
-#: Sites in TransformerLens words: of the residual stream, which can be edited and probed ...
+#: Sites, by TransformerLens's names. On the residual stream; can be read, edited and probed.
 STREAM_SITES = ("embed", "resid_pre", "resid_mid", "resid_post")
-#: ... inside the attention, which can be read alone ...
+#: Inside the attention; can only be read.
 ATTENTION_SITES = ("q", "k", "v", "z")
-#: ... and what a layer's attention and its MLP add to the stream, which can be read alone, too.
+#: What a layer's attention and its MLP add to the stream; can only be read.
 BRANCH_SITES = ("attn_out", "mlp_out")
 INNER_SITES = (*ATTENTION_SITES, *BRANCH_SITES)
 SITES = (*STREAM_SITES, *INNER_SITES)
-#: Words of the field that name a site which no tap reads yet.
+#: With names of sites that other tools have and no tap reads yet.
 KNOWN_SITES = (*SITES, "mlp_post", "router_logits", "ln_final", "logits")
-#: Aliases that other tools use for them.
+#: Names that other tools use.
 ALIASES = {"pre_attn": "resid_pre", "post_attn": "resid_mid", "post_block": "resid_post"}
 
-#: One stream of rows: a site at a layer. `embed` has one place and uses layer 0.
+#: One stream of rows: a site at a layer. `embed` has layer 0.
 SiteLayer = tuple[str, int]
 
 #: Layers that one action may name.
 MAX_LAYERS = 4096
-#: Points of one boundary: before, between and after the edits of its two sites.
+#: Points of one boundary.
 LEVELS = 3
-#: What a boundary is of, by number; a new kind comes last.
+#: Site kinds. The index is part of the wire format: append only.
 KINDS = ("stream", *INNER_SITES)
 STREAM = 0
-#: Boundaries of one kind.
+#: Number of boundaries of each kind.
 _SPAN = 1 << 16
 
 
@@ -84,10 +84,10 @@ def kind_of_point(point: int) -> int:
 
 
 def canonical_site(site: object, where: str) -> str:
-    """The site's own name for a name or an alias.
+    """The site that a name or an alias means.
 
     Raises:
-        SpecError: not a string, or not a word for a site that a tap can read.
+        SpecError: not a string, or not the name of a site that a tap can read.
     """
     if not isinstance(site, str):
         raise SpecError(f"{where} is {shown(site)}; a site is a string, one of {', '.join(SITES)}.")
@@ -103,7 +103,7 @@ def canonical_site(site: object, where: str) -> str:
 
 
 def parse_layers(layers: object, site: str, where: str) -> tuple[int, ...] | None:
-    """Layers as distinct ints in the given order, or None for every tapped layer.
+    """Distinct layers in the given order, or None for every tapped layer.
 
     Raises:
         SpecError: a wrong type, an empty list, or a negative number.
@@ -144,8 +144,8 @@ class Heads:
     """The heads of a model's attention, the same in all layers.
 
     Attributes:
-        num_heads: of queries. num_kv_heads: of keys and values.
-        head_size: of queries and keys. head_size_v: of values, and of what comes out.
+        num_heads, num_kv_heads: number of query heads; of key and value heads.
+        head_size, head_size_v: size of queries and keys; of values and the attention's output.
     """
 
     num_heads: int
@@ -154,7 +154,7 @@ class Heads:
     head_size_v: int
 
     def shape(self, site: str) -> tuple[int, int]:
-        """(heads, numbers of each) of a row."""
+        """(number of heads, size of each) of a row."""
         return (
             self.num_heads if site in ("q", "z") else self.num_kv_heads,
             self.head_size if site in ("q", "k") else self.head_size_v,
@@ -166,12 +166,13 @@ class Sites:
     """What an engine taps: its layers, and the boundaries that carry a tap.
 
     Attributes:
+        dtype: of the stream's rows, without "torch.".
         boundaries: ascending.
-        guard: one of them, at which edited requests are checked and nothing can be asked for; None
-            where the last boundary on the stream was configured.
-        heads: None where no site inside the attention is tapped.
-        kernels: layer -> what the attention kernel is told beside q, k and v (`scale`,
-            `sliding_window`, ...), of the layers whose attention is tapped.
+        heads: None if no site inside the attention is tapped.
+        kernels: layer -> arguments of the attention kernel besides q, k and v (`scale`,
+            `sliding_window`, ...), for the layers whose attention is tapped.
+        guard: the boundary at which edited rows are checked for overflow, if the configuration
+            does not name it: no action may use it. None if it names the stream's last boundary.
     """
 
     num_layers: int
@@ -184,7 +185,7 @@ class Sites:
 
     @staticmethod
     def from_body(body: Mapping[str, Any], boundaries: Iterable[int]) -> Sites:
-        """What `body` said, on these boundaries; `dataclasses.asdict` made the body."""
+        """The Sites that `dataclasses.asdict` made `body` of, with other boundaries."""
         heads = body["heads"]
         given = {
             "boundaries": tuple(sorted(boundaries)),
@@ -194,20 +195,20 @@ class Sites:
         return Sites(**{**body, **given})
 
     def row_shape(self, site: str) -> tuple[int, ...]:
-        """Of one row: [hidden_size], or [heads, numbers of each]."""
+        """[hidden_size], or [number of heads, size of each]."""
         if site not in ATTENTION_SITES:
             return (self.hidden_size,)
         assert self.heads is not None
         return self.heads.shape(site)
 
     def row_size(self, site: str) -> int:
-        """Numbers of one row."""
+        """Number of numbers in one row."""
         return math.prod(self.row_shape(site))
 
     @property
     def row_sizes(self) -> tuple[int, ...]:
-        """Numbers of one row by its kind, up to the last kind that is tapped; 0 of heads that the
-        engine does not know, as it taps none."""
+        """`row_size` of each kind, up to the last one that is tapped. 0 for the attention's
+        sites if none of them is tapped."""
         last = kind_of(max(self.boundaries, default=0))
         unknown = ATTENTION_SITES if self.heads is None else ()
         sizes = (0 if site in unknown else self.row_size(site) for site in KINDS[1 : last + 1])
@@ -215,12 +216,12 @@ class Sites:
 
     @property
     def readable(self) -> set[int]:
-        """The boundaries at which something can be asked for."""
+        """The boundaries that actions may use."""
         return set(self.boundaries) - {self.guard}
 
     @property
     def last_of_stream(self) -> int | None:
-        """The last boundary on the stream that carries a tap; None where none does."""
+        """The last boundary on the stream that carries a tap, or None."""
         return max((b for b in self.boundaries if kind_of(b) == STREAM), default=None)
 
     @staticmethod
@@ -229,18 +230,18 @@ class Sites:
 
     @staticmethod
     def group_of(stream: SiteLayer) -> int:
-        """0 for the first site of a boundary, 1 for `resid_pre`, which comes after it."""
+        """0, or 1 for `resid_pre`: its edits apply after those of the boundary's other site."""
         return 1 if stream[0] == "resid_pre" else 0
 
     def point_of(self, stream: SiteLayer, when: str = "after") -> int:
-        """The point at which a read of this stream looks."""
+        """The point at which a read of this stream takes its row."""
         if stream[0] in INNER_SITES:
             return point_of(self.boundary_of(stream), 0)
         level = self.group_of(stream) + (1 if when == "after" else 0)
         return point_of(self.boundary_of(stream), level)
 
     def find(self, site: str, layers: tuple[int, ...] | None, where: str) -> tuple[SiteLayer, ...]:
-        """The streams that a site and layers mean on this engine.
+        """The streams of a site at these layers; None means every tapped layer.
 
         Raises:
             SpecError: a layer that the model does not have, or that is not tapped.

@@ -1,13 +1,12 @@
-"""Everything one request asks for, and its JSON.
+"""Everything that one request asks for, and its JSON.
 
-Owns:  Spec, `scope`.
+Owns:  Spec, `scope`, Meanings (a cache of resolved specs).
 Runs:  in the caller's process, in the front-end (validation), in EngineCore (the keys
        of edited KV blocks) and in workers. numpy, no torch, no vLLM.
-From:  actions.   To: resolve (what it means on one engine).
+From:  actions.   To: resolve (the spec on one engine).
 
-Promise: a `Spec` that exists is well formed. What only the engine knows (its layers,
-its hidden size, its steering modules) is checked by `Spec.resolve`, with the same
-kind of sentence.
+Promise: a `Spec` that exists is well formed. `Spec.resolve` checks the rest, which needs an
+engine: its layers, its hidden size, its steering modules.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions import (
-    KINDS,
+    EDITS,
     Action,
     Edit,
     Module,
@@ -34,24 +33,23 @@ from vllm_scope.request.resolve import Resolved, Vectors, resolve
 from vllm_scope.request.selectors import check_sizes
 from vllm_scope.request.sites import Sites
 
-#: To parse it takes EngineCore, and the thread that runs the model, 5 ms for each MiB. A vector for
-#: each of 80 layers of 8192 numbers takes 3.5 MB, 383 replaced rows of 4096 numbers 8 MiB.
+#: EngineCore and the worker's main thread take 5 ms to parse 1 MiB. 80 vectors of 8192 numbers are
+#: 3.5 MB, 383 replaced rows of 4096 numbers are 8 MiB.
 MAX_SPEC_BYTES = 8 << 20
 MAX_READS = 32
 MAX_PROBES = 256
 MAX_EDITS = 256
 MOST = {"reads": MAX_READS, "probes": MAX_PROBES, "edits": MAX_EDITS}
-#: What the specs that were parsed last may hold, and the longest that is among them. To look up a
-#: text takes a pass over it.
+#: Size of the cache of parsed specs, and the longest text in it. A lookup hashes the whole text.
 REMEMBERED_BYTES, LONGEST_REMEMBERED = 64 << 20, 1 << 20
-#: What a parsed spec takes beside its text: at all, and for each item of its lists, which may be
-#: a position, as Python's number, as a selector's and in the arrays made of it.
+#: Memory of a parsed spec besides its text: fixed, and for each list item. A position is kept as a
+#: Python int, in a selector, and in the selector's arrays.
 _SPEC_BYTES, _ITEM_BYTES = 4096, 96
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything one request asks for. Edits apply in their order."""
+    """Everything that one request asks for. Edits apply in their order."""
 
     reads: tuple[Read, ...] = ()
     probes: tuple[Probe, ...] = ()
@@ -94,10 +92,10 @@ class Spec:
 
     @staticmethod
     def from_json(text: object) -> Spec:
-        """Parse what travelled in `extra_args["scope"]`.
+        """The spec of the text in `extra_args["scope"]`.
 
-        Remembers what was parsed last: a request is parsed where it enters, where it is
-        scheduled and where it runs, and many requests ask for the same.
+        Cached: the front-end, EngineCore and the worker each parse a request's text, and many
+        requests have the same text.
 
         Raises:
             SpecError: not a string, too long, not JSON, or not a spec.
@@ -124,8 +122,7 @@ class Spec:
 
     @property
     def remembered(self) -> tuple[str, int] | None:
-        """The text that it is found by, and what it takes in bytes; None if it is parsed anew
-        each time."""
+        """(text, bytes) of this spec in the cache; None if it is not cached."""
         found: tuple[str, int] | None = self.__dict__.get("_remembered")
         return found
 
@@ -147,8 +144,8 @@ class Spec:
 
         Args:
             sites: what the engine taps.
-            modules: the steering modules that it holds, by name. What they make of the spec is
-                not remembered here: that is for who holds them.
+            modules: the steering modules that it holds, by name. A spec that names one is not
+                cached here; `Meanings` does that.
 
         Raises:
             SpecError: a layer that the model does not have, a site or layer that this
@@ -161,7 +158,7 @@ class Spec:
             if known_sites == sites:
                 return found
         found = resolve(self.reads, self.probes, self.edits, sites, {})
-        # The front-end's and the worker's, where both are one process.
+        # Two: the front-end and the worker may share a process, and tap different sites.
         self.__dict__["_resolved"] = (*known[-1:], (sites, found))
         if self.remembered is not None:
             _parsed.grow(self.remembered[0], self, found.num_bytes)
@@ -172,15 +169,14 @@ _parsed: Remembered[str, Spec] = Remembered(REMEMBERED_BYTES)
 
 
 class Meanings:
-    """What specs with module names mean on one engine. Bounded in bytes.
+    """A cache of resolved specs that name steering modules, for one engine. Bounded in bytes.
 
-    Whoever holds the modules forgets all of it where a name changes, so that no vectors of an
-    old version stay.
+    The owner of the modules calls `forget` when a name changes, which frees the old vectors.
     """
 
     def __init__(self, sites: Sites) -> None:
         self._sites = sites
-        #: With its spec, so that no other gets its id.
+        #: Holds the spec too, so that its id is not used again.
         self._known: Remembered[Any, tuple[Spec, Resolved]] = Remembered(REMEMBERED_BYTES)
         self.forget = self._known.clear
 
@@ -189,10 +185,10 @@ class Meanings:
         return self._known.num_bytes
 
     def of(self, spec: Spec, modules: Mapping[str, Vectors], version: Hashable = None) -> Resolved:
-        """`Spec.resolve`; the same object for the same version, if the spec is remembered.
+        """`Spec.resolve`, cached if the spec itself is cached.
 
         Args:
-            version: tells apart what the modules' names stand for.
+            version: differs if a module's name has another content.
         """
         if not spec.modules:
             return spec.resolve(self._sites)
@@ -222,12 +218,11 @@ def _parse_list(cls: type[Any] | None, body: dict[str, Any], name: str) -> list[
         if cls is not None:
             found.append(action_from_json(cls, item, where))
             continue
-        edits = {kind: c for kind, c in KINDS.items() if issubclass(c, Edit)}
         kind = item.get("kind") if isinstance(item, dict) else None
-        if not isinstance(kind, str) or kind not in edits:
-            raise SpecError(f"{where}.kind is {shown(kind)}; it is one of {', '.join(edits)}.")
+        if not isinstance(kind, str) or kind not in EDITS:
+            raise SpecError(f"{where}.kind is {shown(kind)}; it is one of {', '.join(EDITS)}.")
         fields = {key: value for key, value in item.items() if key != "kind"}
-        found.append(action_from_json(edits[kind], fields, where))
+        found.append(action_from_json(EDITS[kind], fields, where))
     return found
 
 
@@ -239,11 +234,11 @@ def scope(*actions: Action) -> dict[str, str]:
             site apply in the order given.
 
     Returns:
-        A dict with one key, "scope": the spec as a JSON string (the same string
-        goes into `vllm_xargs` over HTTP). Merge it with other extra_args freely.
+        A dict with one key, "scope": the spec as a JSON string, which also goes into
+        `vllm_xargs` over HTTP. It may be merged with other extra_args.
 
     Raises:
-        SpecError: nothing was asked for, or something that is not an action.
+        SpecError: no action, or an argument that is not an action.
     """
     for i, action in enumerate(actions):
         if not isinstance(action, Action):

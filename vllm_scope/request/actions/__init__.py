@@ -1,22 +1,22 @@
-"""What one request may ask of a tap: reads, probes and edits, and their JSON.
+"""What one request may ask of a tap: reads, probes and edits.
 
 Owns:  Read, Probe, Add, Ablate, Clamp, Replace.
 Runs:  everywhere. numpy, no torch.
-To:    spec (puts them together), resolve (what they mean on one engine).
+To:    spec (all actions of a request), resolve (what they mean on one engine).
 
-base.py         what they have in common
+base.py         the fields that all share, and their JSON
 delivering.py   Read, Probe
 edits.py        Add, Ablate, Clamp, Replace
 
 Every edit is one update of a token's row x of the residual stream:
 
     Add       x + scale * v            norm_match: x + scale * ||x|| * v / ||v||
-    Ablate    x - (x.d) * d            d of unit length
+    Ablate    x - (x.d) * d            d: the vector at length 1
     Clamp     x + strength * (clip(x.d, lo, hi) - x.d) * d
-    Replace   v, another row for each position
+    Replace   v                        a row for each position
 
-Edits of one site apply in the order in which they are given. A read or probe looks
-at the row after the edits of its own site, or before them with `when="before"`.
+Edits of one site apply in the order given. A read or probe sees the row after the edits of its own
+site; a read with `when="before"` sees it before them.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ from vllm_scope.request.actions.edits import Ablate, Add, Clamp, Edit, Replace
 from vllm_scope.request.sites import SITES
 
 __all__ = [
-    "KINDS", "MAX_FLOAT32", "MAX_NAME", "MEMORY",
+    "EDITS", "KINDS", "MAX_FLOAT32", "MAX_NAME", "MEMORY",
     "Ablate", "Action", "Add", "Clamp", "Edit", "Module", "Probe", "Read", "Replace",
     "action_from_json",
 ]  # fmt: skip
 
-#: kind -> class, of everything that the JSON form may name.
+#: kind -> class.
 KINDS: dict[str, type[Any]] = {
     action.kind: action for action in (Read, Probe, Add, Ablate, Clamp, Replace)
 }
+EDITS = {kind: action for kind, action in KINDS.items() if issubclass(action, Edit)}
 
 
 def action_from_json(cls: type[Any], body: object, where: str) -> Any:
     """One action from its JSON form.
 
     Raises:
-        SpecError: with `where` and the field, what came and what is allowed.
+        SpecError: names `where` and the field, what came and what is allowed.
     """
     if not isinstance(body, dict):
         raise SpecError(f"{where} is {shown(body)}; it is an object.")
@@ -55,12 +56,12 @@ def action_from_json(cls: type[Any], body: object, where: str) -> Any:
         raise SpecError(
             f"{where} has {shown(unknown[0])}; the fields are {', '.join(sorted(known))}."
         )
-    if cls is Read and "site" not in body:  # others have resid_post unless they name one
+    if cls is Read and "site" not in body:  # the others default to resid_post
         raise SpecError(f"{where} has no 'site'; sites are {', '.join(SITES)}.")
     try:
         return cls(**body)
     except TypeError:
-        # Nothing but a missing argument is left: the names were checked above.
+        # Only a missing argument is possible here: unknown fields were refused above.
         raise SpecError(f"{where} needs {', '.join(cls.fields)}.") from None
     except SpecError as error:
         raise SpecError(str(error).replace(f"{cls.__name__}.", f"{where}.", 1)) from None
