@@ -12,14 +12,7 @@ calls.py      every call once, for both clients: what is sent, how the response 
 transport.py  ScopeClient and AsyncScopeClient, which send the calls
 """
 
-from vllm_scope.client.answers import (
-    Choice,
-    Chunk,
-    Completion,
-    ScopeData,
-    ScoredToken,
-    Scores,
-)
+from vllm_scope.client.answers import Choice, Chunk, Completion, ScopeData, ScoredToken, Scores
 from vllm_scope.client.calls import ServerError, UnreachableError
 from vllm_scope.client.transport import AsyncScopeClient, ScopeClient
 

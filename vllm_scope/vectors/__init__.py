@@ -10,11 +10,4 @@ containers.py   arrays from safetensors, npz and GGUF; sizes are checked before 
 from vllm_scope.vectors.files import from_bytes, load_vectors, save_vectors, to_bytes
 from vllm_scope.vectors.module import Provenance, SteeringModule
 
-__all__ = [
-    "Provenance",
-    "SteeringModule",
-    "from_bytes",
-    "load_vectors",
-    "save_vectors",
-    "to_bytes",
-]
+__all__ = ["Provenance", "SteeringModule", "from_bytes", "load_vectors", "save_vectors", "to_bytes"]
