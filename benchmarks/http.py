@@ -131,7 +131,9 @@ class Clients:
         return size
 
 
-def measure(clients: Clients, work: list[Load], kinds: list[str], turns: int) -> list[dict]:
+def measure(
+    clients: Clients, work: list[Load], kinds: list[str], turns: int
+) -> list[dict[str, Any]]:
     rows = []
     for load in work:
         found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}

@@ -101,7 +101,7 @@ def running(
             process.wait()
 
 
-def _await_health(process: subprocess.Popen, url: str, log: Path, start_s: float) -> None:
+def _await_health(process: subprocess.Popen[bytes], url: str, log: Path, start_s: float) -> None:
     limit = time.monotonic() + start_s
     while time.monotonic() < limit and process.poll() is None:
         try:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5}
 _COMMON = {"torch_dtype": "bfloat16", "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2}
 
-SHAPES: dict[str, dict] = {
+SHAPES: dict[str, dict[str, Any]] = {
     # Llama-3.1-8B
     "8b": _LLAMA | _COMMON | {
         "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,

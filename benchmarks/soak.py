@@ -211,7 +211,7 @@ class Requests:
         """What the server holds once all have gone."""
         for _ in range(100):
             async with self._session.get("/v1/scope") as response:
-                load = (await response.json())["load"]
+                load: dict[str, int] = (await response.json())["load"]
             if not (load["requests"] or load["pending"]):
                 break
             await asyncio.sleep(0.2)

@@ -63,7 +63,7 @@ def time_replays(graph: torch.cuda.CUDAGraph, repeat: int = 50) -> float:
         stop.record()
         stop.synchronize()
         times.append(1e3 * start.elapsed_time(stop))
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:

@@ -99,7 +99,8 @@ class Engine:
         assert self._process.stdout is not None
         for answer in self._process.stdout:
             if answer.startswith("RESULT"):
-                return json.loads(answer[len("RESULT") :])
+                found: dict[str, Any] = json.loads(answer[len("RESULT") :])
+                return found
         raise RuntimeError("the engine ended:\n" + Path(self._log.name).read_text()[-3000:])
 
     def close(self) -> None:

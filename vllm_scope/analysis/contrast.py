@@ -75,7 +75,7 @@ def principal_difference(
             )
         # Around its midpoint a pair is plus and minus half its difference, so this is the
         # principal axis of the differences, which must not be centred again.
-        axis = torch.linalg.svd(up - down, full_matrices=False).Vh[0]
+        axis: Tensor = torch.linalg.svd(up - down, full_matrices=False).Vh[0]
         return axis * ((up - down) @ axis).mean()
 
     return _module(positives, negatives, direction, "principal_difference", normalise, provenance)

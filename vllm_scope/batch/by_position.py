@@ -97,7 +97,8 @@ def wanted_positions(
     mask = np.zeros(positions.shape, bool)
     for selector in selectors:
         mask |= selector.select(tokens).certain
-    return positions[mask]
+    found: Ints = positions[mask]
+    return found
 
 
 def last_of_each(positions: Ints) -> tuple[Ints, Ints]:

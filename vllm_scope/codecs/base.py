@@ -53,7 +53,8 @@ class Codec(BaseModel):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
 
     @property
     @abstractmethod

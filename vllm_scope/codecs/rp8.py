@@ -40,7 +40,8 @@ def projection(hidden_size: int, k: int, seed: int, device: torch.device) -> Ten
 def inverse(hidden_size: int, k: int, seed: int, device: torch.device) -> Tensor:
     """The pseudo-inverse of R, float32 [k, hidden_size]; its columns are independent."""
     forward = projection(hidden_size, k, seed, torch.device("cpu")).double()
-    return torch.linalg.pinv(forward).float().to(device)
+    found: Tensor = torch.linalg.pinv(forward)
+    return found.float().to(device)
 
 
 class RandomProjection8(KeepsK):

@@ -151,13 +151,14 @@ def _register_loader() -> None:
             with set_default_torch_dtype(model_config.dtype):
                 try:
                     with torch.device("meta"):
-                        return initialize_model(**named).eval()
+                        model: nn.Module = initialize_model(**named)
                 except (NotImplementedError, RuntimeError):
                     # Some constructors compute with values. On the CPU, parameters that are
                     # never written take no memory.
                     vllm_config.compilation_config.static_forward_context.clear()
                     with torch.device("cpu"):
-                        return initialize_model(**named).eval()
+                        model = initialize_model(**named)
+                return model.eval()
 
     register_model_loader(LOAD_FORMAT)(NoWeights)
 

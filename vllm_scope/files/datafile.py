@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import struct
 import zipfile
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -141,7 +142,7 @@ def _members(file: BinaryIO, size: int, name: str) -> dict[str, _Member]:
                     )
                 with archive.open(entry) as member:
                     version = np.lib.format.read_magic(member)
-                    read = (
+                    read: Callable[..., Any] = (
                         np.lib.format.read_array_header_1_0
                         if version == (1, 0)
                         else np.lib.format.read_array_header_2_0
@@ -169,4 +170,5 @@ def _members(file: BinaryIO, size: int, name: str) -> dict[str, _Member]:
 def _data_start(file: BinaryIO, entry: zipfile.ZipInfo) -> int:
     """Where a member's bytes begin: behind its local header, name and extra field."""
     file.seek(entry.header_offset + 26)
-    return entry.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))
+    of_name, of_extra = struct.unpack("<HH", file.read(4))
+    return entry.header_offset + 30 + int(of_name) + int(of_extra)

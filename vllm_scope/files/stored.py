@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vllm_scope.codecs import Codec
-from vllm_scope.files.manifest import Manifest, RequestRecord, StreamEntry
+from vllm_scope.files.manifest import Manifest, RequestRecord, Status, StreamEntry
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.publish import Publisher
 
@@ -147,7 +147,7 @@ def _utf8(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _status(record: RequestRecord, num_rows: int) -> tuple:
+def _status(record: RequestRecord, num_rows: int) -> tuple[Status, str | None]:
     """The record's status and reason; `partial` if the counts contradict its `ok`."""
     if record.status != "ok":
         return record.status, record.reason

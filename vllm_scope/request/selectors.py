@@ -149,7 +149,8 @@ class Selector:
 def _in(numbers: NDArray[np.int64], ascending: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Which of the numbers are in `ascending`. For few numbers faster than np.isin."""
     at = np.minimum(np.searchsorted(ascending, numbers), len(ascending) - 1)
-    return ascending[at] == numbers
+    found: NDArray[np.bool_] = ascending[at] == numbers
+    return found
 
 
 def _sure(mask: NDArray[np.bool_]) -> Masks:

@@ -120,7 +120,7 @@ async def _has_left(receive: Callable[[], Awaitable[Message]]) -> bool:
     message = asyncio.ensure_future(receive())
     await asyncio.sleep(0)
     if message.done():
-        return message.result()["type"] == "http.disconnect"
+        return bool(message.result()["type"] == "http.disconnect")
     message.cancel()
     return False
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from io import BytesIO
 from pathlib import Path
 from tokenize import TokenError
@@ -101,7 +101,9 @@ def _read_npy(data: bytes, name: str) -> NDArray[Any]:
     stream = BytesIO(data)
     try:
         version = npy.read_magic(stream)
-        read_header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+        read_header: dict[tuple[int, int], Callable[..., Any]] = {
+            (1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0,
+        }  # fmt: skip
         shape, _, dtype = read_header[version](stream)
     except (KeyError, ValueError, SyntaxError, TokenError) as error:
         # numpy reads a header as a Python literal, or else tokenizes it.

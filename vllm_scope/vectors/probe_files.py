@@ -87,10 +87,10 @@ def _said(template: str) -> str:
     return "a chat" if template == CHAT else f"prompts of the chat template {template[:19]}"
 
 
-def checked_template(template: Any) -> str | None:
+def checked_template(template: object) -> str | None:
     """The template. Raises SpecError unless it is None, "none", "chat" or a digest."""
-    if template in (None, RAW, CHAT):
-        return template
+    if template is None or template in (RAW, CHAT):
+        return None if template is None else str(template)
     if not isinstance(template, str) or not _DIGEST.fullmatch(template):
         raise SpecError(
             f"template is {shown(template)}; it is 'none', 'chat' or the 'sha256:...' that "

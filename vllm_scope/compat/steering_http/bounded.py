@@ -82,7 +82,7 @@ def _check_packed(body: Mapping[Any, Any], sites: Sites, most: int | None, where
         raise SpecError(
             f"{where}.shape is {shape}; this model's rows have {sites.hidden_size} numbers."
         )
-    num_rows = math.prod(rows)
+    num_rows: int = math.prod(rows)
     if most is not None and num_rows > most:
         raise SpecError(f"{where}.shape is {shape}; at most {most} rows.")
     check_base64(body.get("data"), num_rows * size * _DTYPES[dtype], where)

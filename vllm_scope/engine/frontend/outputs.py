@@ -172,6 +172,7 @@ async def _arrival(pending: Pending, timeout: float) -> None:
 def _step(original: Any, self: Any) -> list[Any]:
     """LLMEngine.step: a finished output whose rows are missing is returned by a later step."""
     waiting: list[tuple[Any, float]] = self.__dict__.setdefault("scope_waiting", [])
+    outputs: list[Any]
     if not waiting:
         outputs = original(self)
     elif self.output_processor.has_unfinished_requests() or not _multiprocess(self):

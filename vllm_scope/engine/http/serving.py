@@ -34,7 +34,8 @@ from vllm_scope.engine.seams import config_of
 from vllm_scope.errors import ConfigError, ScopeError, SpecError, shown
 from vllm_scope.results.inbox import inbox, limit, num_pending
 from vllm_scope.server import faces
-from vllm_scope.server.answer import Answer, Options, current
+from vllm_scope.server.answer import Answer, current
+from vllm_scope.server.options import Options
 from vllm_scope.transport.folders import RUN, end_run
 
 PATHS = ("/v1/completions", "/v1/chat/completions")

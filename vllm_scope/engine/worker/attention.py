@@ -79,7 +79,8 @@ def _attention_in(layer: nn.Module, number: int) -> nn.Module:
             "kind whose q, k, v and z can be read, not 1. Leave these sites out of "
             "additional_config['scope'].sites, or the layer out of its layers."
         )
-    return here[0]
+    found: nn.Module = here[0]
+    return found
 
 
 def _check(module: Any, number: int, tapped: list[str], sites: Sites) -> None:

@@ -156,7 +156,7 @@ class ScopeWorker:
     @property
     def is_last(self) -> bool:
         """Of the last pipeline stage, whose outputs alone EngineCore reads."""
-        return self.stage == self.num_stages - 1
+        return bool(self.stage == self.num_stages - 1)
 
     # Modules and server-wide edits
 

@@ -85,7 +85,8 @@ class _Settled(ast.NodeTransformer):
         return kept or ast.copy_location(ast.Pass(), node)
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
-        return self._kept(node)
+        kept: ast.AST = self._kept(node)
+        return kept
 
     def _kept(self, node: Any) -> Any:
         answer = self._answers.get((node.lineno, node.col_offset))

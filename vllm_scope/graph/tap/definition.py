@@ -7,6 +7,7 @@ Runs:  on the CPU, and in tests as the kernel's twin.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -186,10 +187,10 @@ def _edited(code: int, x: Tensor, op: np.ndarray, vectors: Tensor) -> Tensor:
     along = (x * v).sum(1)
     if code == OP_SET:
         return v
-    phi = {
+    ways: dict[int, Callable[[], Tensor]] = {
         OP_ADD: lambda: a,
         OP_ADD_NORM: lambda: a * x.norm(dim=1),
         OP_ABLATE: lambda: -along,
         OP_CLAMP: lambda: along.maximum(a).minimum(b) - along,
-    }[code]()
-    return x + phi[:, None] * v
+    }
+    return x + ways[code]()[:, None] * v
