@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.asking import run
+from tests.asking import rejects_drafts, run
 from tests.conftest import local_engine, preempted_in, process_engine
 from tests.engine.test_edits import (
     EDITS,
@@ -185,6 +185,7 @@ def test_preemption_and_recompute_give_the_undisturbed_run(llama, ref):
 # Speculation
 
 
+@rejects_drafts
 def test_edits_and_scores_under_ngram_speculation(llama, ref):
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
     options = {"speculative_config": config, "enforce_eager": True, "skip_tokenizer_init": True}

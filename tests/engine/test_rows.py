@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import vllm
 
-from tests.asking import check, counters, params, run
+from tests.asking import check, counters, params, rejects_drafts, run
 from tests.conftest import local_engine, preempted_in, process_engine
 from vllm_scope import Except, Read, TokenIds, Union, scope
 
@@ -147,10 +146,7 @@ def test_preemption_and_recompute(llama, ref):
     check(outputs, ref)
 
 
-@pytest.mark.skipif(
-    vllm.__version__.startswith("0.30."),
-    reason="without Triton this vLLM's sampler rejects no drafts, of plain requests neither",
-)
+@rejects_drafts
 def test_ngram_speculation_with_rejected_drafts(llama, ref):
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
     with process_engine(
