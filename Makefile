@@ -31,7 +31,7 @@ PARTS := engine server compat unit interpreter ray openapi inspect
 PYTEST = $(BIN)/python -m pytest -m "not alone$(if $(ALL),, and not long)"
 
 test: .venv/.ready
-	$(MAKE) --no-print-directory -j 2 --output-sync=target $(PARTS:%=test-%)
+	$(MAKE) --no-print-directory -j $(or $(JOBS),2) --output-sync=target $(PARTS:%=test-%)
 	$(BIN)/python -m pytest -m alone tests/server
 
 test-all:
