@@ -1,6 +1,7 @@
 """Bounds of a request in a face's words, checked before anything is built.
 
-Owns:  Room (the counts of one request), and checks of lists, JSON text, vectors and base64.
+Owns:  Room (the counts of one request), and checks of lists, objects, JSON text, vectors and
+       base64.
 Runs:  in the front-end, on the event loop of an API server.
 To:    vllm_lens and steering_http.
 
@@ -11,19 +12,19 @@ the items of a list or an object before it has compared the length.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from vllm_scope.errors import SpecError
 from vllm_scope.request.bounded_json import PACKED, decode
 from vllm_scope.request.selectors import MAX_ITEMS
 from vllm_scope.request.spec import MAX_EDITS, MAX_READS, MAX_SPEC_BYTES
+from vllm_scope.vectors.hooks import mapping
 
 #: What is counted -> how many one request may have.
 MOST = {
     "edits": MAX_EDITS,
     "reads": MAX_READS,
     "positions": MAX_ITEMS,
-    # More than 80 layers with 8192 numbers each. Python makes 20 of them in a microsecond.
+    # More than 80 layers with 8,192 numbers each. Python makes 20 numbers in a microsecond.
     "numbers in lists": 1 << 20,
     # As many float32 numbers as a spec has room for in base64.
     "numbers": MAX_SPEC_BYTES * 3 // 16,
@@ -52,13 +53,23 @@ class Room:
             )
 
 
-def few(value: Any, most: int, what: str, where: str) -> None:
+def few(value: object, most: int, what: str, where: str) -> None:
     """Raise SpecError if a list or an object has more than `most` items."""
     if isinstance(value, list | tuple | Mapping) and len(value) > most:
         raise SpecError(f"{where} has {len(value):,} {what}; at most {most:,}.")
 
 
-def parsed(value: Any, where: str) -> Any:
+def few_fields(value: object, most: int, what: str, where: str) -> Mapping[object, object]:
+    """The object itself; an empty one for None.
+
+    Raises:
+        SpecError: not an object, or one with more than `most` fields.
+    """
+    few(value, most, what, where)
+    return mapping(value, where)
+
+
+def parsed(value: object, where: str) -> object:
     """The value of a JSON text; any other value as it is.
 
     Raises:
@@ -66,30 +77,33 @@ def parsed(value: Any, where: str) -> Any:
     """
     if not isinstance(value, str):
         return value
-    found = decode(value, where, MOST["numbers in lists"])
+    found: object = decode(value, where, MOST["numbers in lists"])
     if isinstance(found, str):
         raise SpecError(f"{where} is a JSON string in a JSON string; encode it once.")
     return found
 
 
-def check_vector(value: Any, size: int, room: Room, where: str) -> None:
+def check_vector(value: object, size: int, room: Room, where: str) -> None:
     """Raise SpecError if a list or an array is not one vector of `size` numbers.
 
     A value of another type passes.
     """
-    of_lists = isinstance(value, list | tuple)
-    shape: tuple[int, ...] = (len(value),) if of_lists else getattr(value, "shape", ())
+    numbers = value if isinstance(value, list | tuple) else None
+    shape = list(getattr(value, "shape", ())) if numbers is None else [len(numbers)]
     if len(shape) == 1 and shape[0] != size:
         raise SpecError(f"{where} has {shape[0]:,} numbers; this model's rows have {size}.")
-    if not of_lists:
+    if numbers is None:
         return
     room.take("numbers in lists", size, where)
-    if any(issubclass(kind, _NO_NUMBERS) for kind in set(map(type, value))):
+    if any(issubclass(kind, _NO_NUMBERS) for kind in set(map(type, numbers))):
         raise SpecError(f"{where} has more than numbers; it is a list of {size} numbers.")
 
 
-def check_base64(text: Any, num_bytes: int, where: str) -> None:
-    """Raise SpecError if base64 has another length than that of `num_bytes` bytes."""
+def check_base64(text: object, num_bytes: int, where: str) -> None:
+    """Raise SpecError if a base64 text has another length than `num_bytes` bytes have.
+
+    A value of another type passes.
+    """
     length = 4 * -(-num_bytes // 3)
     if isinstance(text, str) and len(text) != length:
         raise SpecError(

@@ -23,8 +23,7 @@ with `additional_config={"scope": {"modules": {"formal": "formal.json"}}}`.
 
 engine.py   LLM, SamplingParams
 keys.py     what the keys mean; load_modules
-vectors.py  tiers of vectors and of clamps
-bounded.py  limits on their size, checked before they are parsed
+vectors.py  tiers of vectors and of clamps, and their bounds
 capture.py  captures, capture_results, reading files back
 http.py     the keys in a server's bodies, capture_results in its answers
 routes.py   the routes under /v1/steering

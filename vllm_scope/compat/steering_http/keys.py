@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_scope.compat.bounds import Room, parsed
 from vllm_scope.compat.steering_http.capture import decorate, reads_of
-from vllm_scope.compat.steering_http.vectors import adds_of, clamps_of, words_of
+from vllm_scope.compat.steering_http.vectors import clamps_of, stacked, vectors_of, words_of
 from vllm_scope.engine.frontend.translators import Translation, called, named
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions import Add, Edit
 from vllm_scope.request.sites import Sites
 from vllm_scope.vectors import load_vectors, to_bytes
 from vllm_scope.vectors.hooks import REQUEST_TIERS, number_of, tiers
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 #: Keys that are not supported -> what to use instead.
 REFUSED = {
@@ -32,7 +35,7 @@ REFUSED = {
 }
 
 
-def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
+def translate(values: Mapping[str, object], sites: Sites) -> Translation:
     """The edits and reads of the fork's keys of one request.
 
     Raises:
@@ -44,7 +47,7 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
     room = Room()
     edits: list[tuple[Edit, dict[str, str]]] = _module(values)
     for key, tokens in REQUEST_TIERS.items():
-        adds = adds_of(values.get(key), tokens, key, sites, room)
+        adds = stacked(vectors_of(values.get(key), key, sites, room), tokens)
         edits += [(add, words_of(add, key)) for add in adds]
     # As in the fork, clamps come after all that is added.
     for key, tokens in tiers("steering_clamps").items():
@@ -57,7 +60,7 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
     return Translation(actions, decorator, paths=named([*edits, *reads]))
 
 
-def _module(values: Mapping[str, Any]) -> list[tuple[Edit, dict[str, str]]]:
+def _module(values: Mapping[str, object]) -> list[tuple[Edit, dict[str, str]]]:
     """The edit of `steering_module_ref` or `steering_name`: (name, scale), or a name alone."""
     given = [k for k in ("steering_module_ref", "steering_name") if values.get(k) is not None]
     if not given:
@@ -74,11 +77,10 @@ def _module(values: Mapping[str, Any]) -> list[tuple[Edit, dict[str, str]]]:
         return [(Add(pair[0], scale=number_of(pair[1], f"{where}[1]")), {"": where})]
 
 
-def load_modules(llm: Any, modules: Iterable[str]) -> dict[str, str]:
+def load_modules(llm: LLM, modules: Iterable[str]) -> dict[str, str]:
     """Register modules with a running engine, as `--steering-modules name=path` did.
 
     Args:
-        llm: vllm.LLM.
         modules: "name=path" each, of files that `vllm_scope.vectors.load_vectors` reads, such
             as the fork's JSON. A known name gets the new content for later requests.
 

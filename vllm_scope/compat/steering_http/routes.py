@@ -10,15 +10,15 @@ body changes nothing.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
 from vllm_scope.compat.bounds import Room
-from vllm_scope.compat.steering_http.bounded import bounded
 from vllm_scope.compat.steering_http.tiers import Wanted, merged, status
+from vllm_scope.compat.steering_http.vectors import bounded
 from vllm_scope.errors import shown
 from vllm_scope.request.actions import MAX_NAME
 from vllm_scope.request.sites import ALIASES, Sites
@@ -34,7 +34,7 @@ _CLAMPS = (
     "hook -> layer -> a list of {vector, min, max, strength} or {vector, value}; or hook -> "
     "{dtype, shape, layer_indices, data, bounds, strengths} with base64. "
 )
-Hooks = dict[str, Any] | None
+Hooks = dict[str, object] | None
 
 
 class _Tiers(BaseModel):
@@ -47,7 +47,7 @@ class _Tiers(BaseModel):
     prefill_clamps: Hooks = Field(default=None, description="Likewise, for the prompt's tokens.")
     decode_clamps: Hooks = Field(default=None, description="Likewise, for generated tokens.")
 
-    def tiers(self) -> dict[str, Any]:
+    def tiers(self) -> dict[str, object]:
         """The given tiers. Not `model_dump`, which would copy them."""
         values = {name: getattr(self, name) for name in _Tiers.model_fields}
         return {name: value for name, value in values.items() if value is not None}
@@ -83,7 +83,7 @@ class SteeringSet(BaseModel):
 class SteeringStatus(BaseModel):
     """The steering of every request."""
 
-    active_layers: dict[str, dict[str, dict[str, Any]]] = Field(
+    active_layers: dict[str, dict[str, dict[str, int | float]]] = Field(
         description="layer -> hook -> the length of what is added: norm, prefill_norm, "
         "decode_norm; and how many clamps there are: clamps, prefill_clamps, decode_clamps."
     )
@@ -115,7 +115,7 @@ class RegisterModule(_Tiers):
 
     name: str = Field(min_length=1, max_length=MAX_NAME)
     kind: str = Field(default="additive", description="additive.")
-    sae_manifest: Any = Field(default=None, description="Refused.")
+    sae_manifest: object = Field(default=None, description="Refused.")
 
 
 class UnregisterModule(BaseModel):
@@ -164,7 +164,7 @@ async def get_steering(request: Request, target: Target = None) -> SteeringStatu
     """Of all server-wide edits, whichever route has set them."""
     _check_target(target)
     text = await asked(engine_of(request).edits())
-    return SteeringStatus(**await run_in_threadpool(status, text))
+    return SteeringStatus.model_validate(await run_in_threadpool(status, text))
 
 
 @reading.get("/layers", summary="What can be steered", responses=errors(400))
@@ -228,7 +228,7 @@ async def register_module(request: Request, body: RegisterModule) -> ModuleChang
     return ModuleChanged(name=body.name, modules=sorted(await asked(engine.modules())))
 
 
-def _module(tiers: dict[str, Any], sites: Sites) -> bytes:
+def _module(tiers: dict[str, object], sites: Sites) -> bytes:
     """A module's content. Raises SpecError for more than this model can use."""
     room = Room()
     fields = {

@@ -12,32 +12,23 @@ All other edits (modules by name, ablations ...) stay as they are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from vllm_scope.compat.bounds import Room
-from vllm_scope.compat.steering_http.bounded import bounded
-from vllm_scope.compat.steering_http.vectors import HOOKS, clamps_of, stacked
+from vllm_scope.compat.steering_http.vectors import HOOKS, clamps_of, stacked, vectors_of
 from vllm_scope.errors import SpecError
 from vllm_scope.request.actions import Add, Clamp, Edit
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.sites import SiteLayer, Sites
 from vllm_scope.request.spec import Spec, scope
-from vllm_scope.vectors.hooks import (
-    MODULE_TIERS,
-    is_packed,
-    layer_of,
-    mapping,
-    parse_hooks,
-    site_of,
-    tiers,
-)
+from vllm_scope.vectors.hooks import MODULE_TIERS, is_packed, layer_of, mapping, site_of, tiers
 
 CLAMP_TIERS = tiers("clamps")
-#: A tier's tokens -> the name of its norm.
+#: A tier's tokens -> the name of its norm, and of the number of its clamps.
 _NORMS = {tokens: name for name, tokens in tiers("norm").items()}
+_COUNTS = {tokens: name for name, tokens in CLAMP_TIERS.items()}
 
 #: Kind of edit, tokens, site, layer.
 _Place = tuple[str, str, str, int]
@@ -56,7 +47,7 @@ class Wanted:
     places: frozenset[_Place]
 
     @staticmethod
-    def parse(body: Mapping[str, Any], sites: Sites) -> Wanted:
+    def parse(body: Mapping[str, object], sites: Sites) -> Wanted:
         """From the fields of a body.
 
         Raises:
@@ -66,7 +57,7 @@ class Wanted:
         places: set[_Place] = set()
         room = Room()
         for field, tokens in MODULE_TIERS.items():
-            vectors = parse_hooks(bounded(body.get(field), sites, room, field), field)
+            vectors = vectors_of(body.get(field), field, sites, room)
             for (site, layer), vector in vectors.items():
                 _check(site, layer, len(vector), field, sites)
             places |= {("add", tokens, *stream) for stream in vectors}
@@ -97,7 +88,7 @@ class Wanted:
         return sorted({layer for *_, layer in self.places})
 
 
-def _empty(clamps: Any, where: str) -> Iterator[SiteLayer]:
+def _empty(clamps: object, where: str) -> Iterator[SiteLayer]:
     """Places with an empty list of clamps."""
     for hook, by_layer in mapping(clamps, where).items():
         if isinstance(by_layer, Mapping) and not is_packed(by_layer):
@@ -116,14 +107,14 @@ def _check(site: str, layer: int, size: int, field: str, sites: Sites) -> None:
         )
 
 
-def merged(text: str | None, wanted: Wanted, replace: bool) -> str | None:
+def merged(text: str | None, wanted: Wanted, alone: bool) -> str | None:
     """The new server-wide edits as a spec.
 
     Args:
         text: the present ones as a spec.
-        replace: end all of them; else those at other places stay.
+        alone: end all of them first; else those at other places stay.
     """
-    held = [] if replace or text is None else Spec.from_json(text).edits
+    held = [] if alone or text is None else Spec.from_json(text).edits
     left = [e for edit in held for e in _without(edit, wanted.places)]
     # As in a request, clamps come after all that is added.
     first = next((i for i, edit in enumerate(left) if isinstance(edit, Clamp)), len(left))
@@ -162,16 +153,21 @@ def _without(edit: Edit, places: Iterable[_Place]) -> list[Edit]:
     rows = [row for row, stay in zip(_rows(edit), stays, strict=True) if stay]
     if not layers:
         return []
-    more = {name: getattr(edit, name) for name in edit.fields[1:]}
-    make: Any = type(edit)
-    return [make(np.stack(rows), site=edit.site, layers=layers, tokens=edit.tokens, **more)]
+    if isinstance(edit, Add):
+        return [replace(edit, vector=np.stack(rows), layer=None, layers=layers)]
+    assert isinstance(edit, Clamp)
+    return [replace(edit, direction=np.stack(rows), layer=None, layers=layers)]
 
 
-def status(text: str | None) -> dict[str, Any]:
+def status(text: str | None) -> dict[str, object]:
     """Norms and clamps by layer and hook, and how many edits are of no tier."""
     sums: dict[_Place, np.ndarray] = {}
-    clamps: dict[_Place, int] = {}
+    active: dict[int, dict[str, dict[str, float]]] = {}
     others = 0
+
+    def entry_of(place: _Place) -> dict[str, float]:
+        return active.setdefault(place[3], {}).setdefault(HOOKS[place[2]], {})
+
     for edit in Spec.from_json(text).edits if text is not None else ():
         places = _places(edit)
         others += not places
@@ -180,13 +176,9 @@ def status(text: str | None) -> dict[str, Any]:
                 # In float64, where no length is infinite.
                 sums[place] = sums.get(place, 0) + edit.scale * row.astype(np.float64)
             else:
-                clamps[place] = clamps.get(place, 0) + 1
-    active: dict[int, dict[str, dict[str, Any]]] = {}
-    for (_, tokens, site, layer), vector in sums.items():
-        entry = active.setdefault(layer, {}).setdefault(HOOKS[site], {})
-        entry[_NORMS[tokens]] = float(np.linalg.norm(vector))
-    for (_, tokens, site, layer), count in clamps.items():
-        entry = active.setdefault(layer, {}).setdefault(HOOKS[site], {})
-        entry[_NORMS[tokens].replace("norm", "clamps")] = count
+                entry, name = entry_of(place), _COUNTS[place[1]]
+                entry[name] = entry.get(name, 0) + 1
+    for place, vector in sums.items():
+        entry_of(place)[_NORMS[place[1]]] = float(np.linalg.norm(vector))
     layers = {str(layer): hooks for layer, hooks in sorted(active.items())}
     return {"active_layers": layers, "other_edits": others}

@@ -1,23 +1,24 @@
-"""Vectors and clamps of the steering fork, as edits.
+"""Vectors and clamps of the steering fork: counted, then parsed as edits.
 
     {hook: {layer: [...] | {"vector": [...], "scale": 2.0}}}              vectors
     {hook: {layer: [{"vector": [...], "min": -2.0, "max": 4.0}, ...]}}    clamps
     {hook: {"dtype", "shape", "layer_indices", "data", ...}}              either, packed
 
-Owns:  tiers of vectors and of clamps as Adds and Clamps.
-Runs:  in the front-end.
-From:  vllm_scope.vectors.hooks.   To: keys (of a request), routes (of all requests).
+Owns:  tiers of vectors and of clamps: `bounded`, and the tiers as Adds and Clamps.
+Runs:  in the front-end, for a request on the event loop of an API server.
+From:  vllm_scope.vectors.hooks.   To: keys (of a request), tiers and routes (of all requests).
+
+Promise: a tier is counted before anything is built from it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 
-from vllm_scope.compat.bounds import Room
-from vllm_scope.compat.steering_http.bounded import bounded
+from vllm_scope.compat.bounds import Room, check_base64, check_vector, few, few_fields, parsed
 from vllm_scope.engine.frontend.translators import called
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions import MAX_FLOAT32, Add, Clamp, Edit
@@ -37,21 +38,98 @@ from vllm_scope.vectors.hooks import (
 
 HOOKS = {site: hook for hook, site in ALIASES.items()}
 _BOUNDS = {"min", "max", "value"}
+#: Numbers of fields of a packed hook, a vector with a scale, and a clamp.
+_PACKED_FIELDS, _VECTOR_FIELDS, _CLAMP_FIELDS = 7, 3, 5
+_DTYPES = {"float32": 4, "float16": 2, "float64": 8, "bfloat16": 2}
+#: A clamp: its stream, its fields, and its path for errors.
+_Entry = tuple[SiteLayer, Mapping[str, object], str]
 
 
-def adds_of(body: Any, tokens: Any, where: str, sites: Sites, room: Room) -> list[Add]:
-    """One Add for each hook of a tier.
+# Counting. Values of a wrong type pass; the parsers refuse them.
+
+
+def bounded(
+    body: object, sites: Sites, room: Room, where: str, *, clamps: bool = False
+) -> Mapping[object, object]:
+    """A tier as objects: at most one vector for each layer of a hook, or with `clamps` at most as
+    many clamps as a request can have edits.
+
+    Raises:
+        SpecError: more than that, or vectors that are not of this model's size.
+    """
+    hooks = few_fields(parsed(body, where), len(ALIASES), "hooks", where)
+    for hook, by_layer in hooks.items():
+        site_of(hook, where)
+        place = f"{where}[{hook!r}]"
+        few(by_layer, max(sites.num_layers, _PACKED_FIELDS), "layers", place)
+        if not clamps:
+            room.take("edits", 1, place)
+        if isinstance(by_layer, Mapping) and is_packed(by_layer):
+            num_rows = _check_packed(by_layer, sites, None if clamps else sites.num_layers, place)
+            room.take("edits", num_rows if clamps else 0, place)
+            continue
+        for layer, entry in few_fields(by_layer, sites.num_layers, "layers", place).items():
+            if layer_of(layer, place) >= sites.num_layers:
+                raise SpecError(
+                    f"{place} has layer {layer}; this model has layers 0 to {sites.num_layers - 1}."
+                )
+            path = f"{place}[{layer!r}]"
+            if not clamps:
+                _check_entry(entry, sites, room, path, _VECTOR_FIELDS)
+            elif isinstance(entry, list | tuple):
+                room.take("edits", len(entry), path)
+                for i, one in enumerate(entry):
+                    _check_entry(one, sites, room, f"{path}[{i}]", _CLAMP_FIELDS)
+    return hooks
+
+
+def _check_entry(entry: object, sites: Sites, room: Room, path: str, most: int) -> None:
+    if isinstance(entry, Mapping):
+        few(entry, most, "fields", path)
+        if "vector" in entry:
+            entry, path = entry["vector"], f"{path}.vector"
+    if isinstance(entry, Mapping):  # one vector, with base64
+        _check_packed(entry, sites, 1, path)
+    check_vector(entry, sites.hidden_size, room, path)
+
+
+def _check_packed(body: Mapping[object, object], sites: Sites, most: int | None, where: str) -> int:
+    """The number of rows that a packed hook claims; 0 if the parser will refuse it."""
+    few(body, _PACKED_FIELDS, "fields", where)
+    shape, dtype = body.get("shape"), body.get("dtype")
+    few(shape, 3, "numbers", f"{where}.shape")
+    if not isinstance(shape, list) or not shape or not isinstance(dtype, str):
+        return 0
+    if any(type(n) is not int or n < 1 for n in shape) or dtype not in _DTYPES:
+        return 0
+    *rows, size = shape
+    if size != sites.hidden_size:
+        raise SpecError(
+            f"{where}.shape is {shape}; this model's rows have {sites.hidden_size} numbers."
+        )
+    num_rows = math.prod(map(int, rows))
+    if most is not None and num_rows > most:
+        raise SpecError(f"{where}.shape is {shape}; at most {most} rows.")
+    check_base64(body.get("data"), num_rows * size * _DTYPES[dtype], where)
+    return num_rows
+
+
+# Parsing
+
+
+def vectors_of(body: object, where: str, sites: Sites, room: Room) -> HookVectors:
+    """The vectors of a tier, counted.
 
     Args:
-        room: counts the request's vectors.
+        room: counts the vectors and numbers of the request.
 
     Raises:
         SpecError: a wrong value, with its path.
     """
-    return stacked(parse_hooks(bounded(body, sites, room, where), where), tokens)
+    return parse_hooks(bounded(body, sites, room, where), where)
 
 
-def stacked(vectors: HookVectors, tokens: Any) -> list[Add]:
+def stacked(vectors: HookVectors, tokens: str) -> list[Add]:
     """One Add for each site."""
     by_site: dict[str, dict[int, np.ndarray]] = {}
     for (site, layer), vector in vectors.items():
@@ -62,8 +140,9 @@ def stacked(vectors: HookVectors, tokens: Any) -> list[Add]:
     ]
 
 
-def clamps_of(body: Any, tokens: Any, where: str, sites: Sites, room: Room) -> list[Clamp]:
-    """One Clamp for each direction, a layer's in their order. Arguments and errors as `adds_of`."""
+def clamps_of(body: object, tokens: str, where: str, sites: Sites, room: Room) -> list[Clamp]:
+    """One Clamp for each direction, the clamps of a layer in their order. Arguments and errors as
+    `vectors_of`."""
     hooks = bounded(body, sites, room, where, clamps=True)
     return [_clamp(*entry, tokens) for entry in _clamp_entries(hooks, where)]
 
@@ -74,26 +153,11 @@ def words_of(edit: Edit, key: str) -> dict[str, str]:
     return dict.fromkeys(("", ".layers", ".site", ".tokens", f".{edit.fields[0]}"), place)
 
 
-def _clamp_entries(
-    hooks: Mapping[Any, Any], where: str
-) -> Iterator[tuple[SiteLayer, dict[str, Any], str]]:
-    """(site, layer), an entry's fields, and its path."""
+def _clamp_entries(hooks: Mapping[object, object], where: str) -> Iterator[_Entry]:
     for hook, by_layer in hooks.items():
         site, place = site_of(hook, where), f"{where}[{hook!r}]"
-        if is_packed(by_layer):
-            rows = packed_rows(by_layer, place, {"bounds", "strengths"})
-            bounds = per_row(by_layer.get("bounds"), len(rows), f"{place}.bounds")
-            strengths = by_layer.get("strengths")
-            strengths = [1.0] * len(rows) if strengths is None else strengths
-            strengths = per_row(strengths, len(rows), f"{place}.strengths")
-            for i, (layer, row) in enumerate(rows):
-                pair = bounds[i]
-                if not isinstance(pair, list | tuple) or len(pair) != 2:
-                    raise SpecError(
-                        f"{place}.bounds[{i}] is {shown(pair)}; it is [lo, hi], null for no bound."
-                    )
-                fields = {"vector": row, "min": pair[0], "max": pair[1], "strength": strengths[i]}
-                yield (site, layer), fields, f"{place} row {i}"
+        if isinstance(by_layer, Mapping) and is_packed(by_layer):
+            yield from _packed_clamps(by_layer, site, place)
             continue
         for layer, entries in mapping(by_layer, place).items():
             path = f"{place}[{layer!r}]"
@@ -103,7 +167,23 @@ def _clamp_entries(
                 yield (site, layer_of(layer, place)), _fields(entry, f"{path}[{i}]"), f"{path}[{i}]"
 
 
-def _fields(entry: Any, where: str) -> dict[str, Any]:
+def _packed_clamps(body: Mapping[object, object], site: str, place: str) -> Iterator[_Entry]:
+    rows = packed_rows(body, place, {"bounds", "strengths"})
+    bounds = per_row(body.get("bounds"), len(rows), f"{place}.bounds")
+    given = body.get("strengths")
+    strengths = [1.0] * len(rows) if given is None else given
+    strengths = per_row(strengths, len(rows), f"{place}.strengths")
+    for i, (layer, row) in enumerate(rows):
+        pair = bounds[i]
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise SpecError(
+                f"{place}.bounds[{i}] is {shown(pair)}; it is [lo, hi], null for no bound."
+            )
+        fields = {"vector": row, "min": pair[0], "max": pair[1], "strength": strengths[i]}
+        yield (site, layer), fields, f"{place} row {i}"
+
+
+def _fields(entry: object, where: str) -> dict[str, object]:
     allowed = {"vector", "strength", *_BOUNDS}
     if not isinstance(entry, Mapping) or "vector" not in entry or not set(entry) <= allowed:
         raise SpecError(
@@ -122,16 +202,16 @@ def _fields(entry: Any, where: str) -> dict[str, Any]:
     return fields
 
 
-def _clamp(stream: SiteLayer, fields: Mapping[str, Any], where: str, tokens: Any) -> Clamp:
-    bounds = []
-    for name, none in (("min", -MAX_FLOAT32), ("max", MAX_FLOAT32)):
-        value = fields.get(name)
-        bounds.append(none if value is None else number_of(value, f"{where}.{name}"))
+def _clamp(stream: SiteLayer, fields: Mapping[str, object], where: str, tokens: str) -> Clamp:
+    lo, hi = (
+        none if fields.get(name) is None else number_of(fields[name], f"{where}.{name}")
+        for name, none in (("min", -MAX_FLOAT32), ("max", MAX_FLOAT32))
+    )
     strength = number_of(fields.get("strength", 1.0), f"{where}.strength")
     direction = one_vector(fields["vector"], f"{where}.vector")
     words = {".direction": ".vector", ".lo": ".min", ".hi": ".max", ".strength": ".strength"}
     with called({f"Clamp{ours}": f"{where}{theirs}" for ours, theirs in words.items()}):
         return Clamp(
-            direction, lo=bounds[0], hi=bounds[1], site=stream[0], layer=stream[1], tokens=tokens,
+            direction, lo=lo, hi=hi, site=stream[0], layer=stream[1], tokens=tokens,
             strength=strength,
         )  # fmt: skip
