@@ -32,7 +32,7 @@ tiers.py    the vectors set over /v1/steering, as server-wide edits
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_scope.compat.steering_http.capture import (
     CaptureEntry,
@@ -57,10 +57,11 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     # They import vLLM, which reading files back does not need.
     if name not in ("LLM", "SamplingParams"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm_scope.compat.steering_http import engine
 
-    return getattr(engine, name)
+    found: object = getattr(engine, name)
+    return found

@@ -16,25 +16,28 @@ Runs:  in the front-end; the reader runs anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from vllm_scope.compat.bounds import MOST, Room, few, parsed
+from vllm_scope.compat.bounds import MOST, Room, few, few_fields, parsed
 from vllm_scope.compat.steering_http.vectors import HOOKS
 from vllm_scope.engine.frontend.translators import called, give
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.files import open as open_files
-from vllm_scope.request.actions import MEMORY, Read
+from vllm_scope.request.actions import MEMORY, Read, action_from_json
 from vllm_scope.request.sites import ALIASES, Sites
 from vllm_scope.results.result import ScopeResult
 from vllm_scope.sinks.options import FILESYSTEM
-from vllm_scope.vectors.hooks import mapping, site_of
+from vllm_scope.vectors.hooks import site_of
 from vllm_scope.vectors.module import MAX_LAYER
+
+if TYPE_CHECKING:
+    from vllm import CompletionOutput, RequestOutput
 
 WHERE = "capture"
 #: A capture's word for positions -> a selector.
@@ -61,7 +64,7 @@ class FilesystemCaptureRequest:
 
     request_id: str
     tag: str
-    hooks: dict[str, Any]
+    hooks: dict[str, object]
     positions: str | list[int]
     layout: str | None = None
 
@@ -71,26 +74,24 @@ class CaptureResult:
     """The result of a request at one consumer.
 
     Attributes:
-        status: "pending" while the request runs (and after, if the sink has not answered in
-            time), "ok", "partial_error" (rows are missing), or "error".
+        status: "pending" while the request runs, "ok", "partial_error" (rows are missing), or
+            "error". It stays "pending" if the sink does not answer in time.
         error: why the status is not "ok".
-        payload: of `filesystem` the paths of files (over HTTP their names, and paths only with
-            the operator's key); of another sink the details of its manifest.
+        payload: of `filesystem` the paths of files; over HTTP without the operator's key their
+            names. Of another sink the details of its manifest.
     """
 
     status: str
     error: str | None = None
-    payload: Any = None
+    payload: object = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """As the fork's server sends it: the payload is an object."""
-        payload = self.payload
-        if isinstance(payload, list):
-            payload = {"items": payload}
+        payload = {"items": self.payload} if isinstance(self.payload, list) else self.payload
         return {"status": self.status, "error": self.error, "payload": payload or {}}
 
 
-def reads_of(capture: Any, sites: Sites, room: Room) -> list[tuple[Read, dict[str, str]]]:
+def reads_of(capture: object, sites: Sites, room: Room) -> list[tuple[Read, dict[str, str]]]:
     """One Read for each hook of each consumer, and its names in errors.
 
     Args:
@@ -100,22 +101,21 @@ def reads_of(capture: Any, sites: Sites, room: Room) -> list[tuple[Read, dict[st
         SpecError: a value of a wrong form, or more than a request may have. An unknown consumer
             is refused later, when the request enters the engine.
     """
-    consumers = parsed(capture, WHERE)
-    few(consumers, MOST["reads"], "consumers", WHERE)
+    consumers = few_fields(parsed(capture, WHERE), MOST["reads"], "consumers", WHERE)
     return [
         one
-        for consumer, wanted in mapping(consumers, WHERE).items()
+        for consumer, wanted in consumers.items()
         for one in _reads_to(consumer, wanted, f"{WHERE}[{shown(consumer)}]", sites, room)
     ]
 
 
 def _reads_to(
-    consumer: Any, wanted: Any, where: str, sites: Sites, room: Room
-) -> list[tuple[Read, dict[str, str]]]:
+    consumer: object, wanted: object, where: str, sites: Sites, room: Room
+) -> Iterator[tuple[Read, dict[str, str]]]:
     if is_dataclass(wanted) and not isinstance(wanted, type):
         wanted = asdict(wanted)
-    few(wanted, len(_FIELDS) + 1, "fields", where)
-    fields = {k: v for k, v in mapping(wanted, where).items() if v is not None}
+    given = few_fields(wanted, len(_FIELDS) + 1, "fields", where)
+    fields = {k: v for k, v in given.items() if v is not None}
     if consumer == MEMORY:
         raise SpecError(
             f"{WHERE} has 'memory', which is no consumer; rows come to output.scope with "
@@ -126,36 +126,33 @@ def _reads_to(
             f"{where} has the layout {shown(fields['layout'])}; a layout is the operator's: "
             "additional_config['scope'].sinks.filesystem.layout. Leave it out."
         )
-    unknown = sorted(set(fields) - set(_FIELDS), key=str)
-    if unknown or not fields.get("hooks"):
+    if not set(fields) <= set(_FIELDS) or not fields.get("hooks"):
         raise SpecError(
             f"{where} has {shown(sorted(fields, key=str))}; its fields are {', '.join(_FIELDS)}, "
             "and hooks says what is read."
         )
-    hooks, place = fields["hooks"], f"{where}['hooks']"
-    few(hooks, len(ALIASES), "hooks", place)
-    given, found = fields.get("positions", "last_prompt"), []
-    for hook, layers in mapping(hooks, place).items():
+    positions, at = fields.get("positions", "last_prompt"), f"{where}['positions']"
+    place = f"{where}['hooks']"
+    for hook, layers in few_fields(fields["hooks"], len(ALIASES), "hooks", place).items():
         room.take("reads", 1, where)
-        if isinstance(given, list | tuple):
-            room.take("positions", len(given), f"{where}['positions']")
+        if isinstance(positions, list | tuple):
+            room.take("positions", len(positions), at)
         site, path = site_of(hook, place), f"{place}[{hook!r}]"
         words = {
-            "": path, ".layers": path, ".site": path, ".tokens": f"{where}['positions']",
-            ".to": f"{WHERE}'s consumer", ".tag": f"{where}['tag']",
-            ".name": f"{where}['request_id']",
+            "": path, ".layers": path, ".site": path, ".tokens": at, ".to": f"{WHERE}'s consumer",
+            ".tag": f"{where}['tag']", ".name": f"{where}['request_id']",
         }  # fmt: skip
         with called({f"Read{end}": word for end, word in words.items()}):
-            read = Read(
-                site, layers=layers_of(layers, path, sites.num_layers),
-                tokens=positions_of(given, f"{where}['positions']"),
-                to=consumer, tag=fields.get("tag"), name=fields.get("request_id"),
-            )  # fmt: skip
-        found.append((read, words))
-    return found
+            body = {
+                "site": site, "layers": layers_of(layers, path, sites.num_layers),
+                "tokens": positions_of(positions, at), "to": consumer, "tag": fields.get("tag"),
+                "name": fields.get("request_id"),
+            }  # fmt: skip
+            read = action_from_json(Read, body, "Read")
+        yield read, words
 
 
-def positions_of(positions: Any, where: str) -> Any:
+def positions_of(positions: object, where: str) -> str | list[object]:
     """The selector of a capture's positions."""
     if isinstance(positions, str):
         if positions not in _POSITIONS:
@@ -168,7 +165,7 @@ def positions_of(positions: Any, where: str) -> Any:
     return list(positions)
 
 
-def layers_of(layers: Any, where: str, num_layers: int = MAX_LAYER + 1) -> Any:
+def layers_of(layers: object, where: str, num_layers: int = MAX_LAYER + 1) -> object:
     """The layers of a Read; ranges become numbers.
 
     Args:
@@ -198,7 +195,9 @@ def layers_of(layers: Any, where: str, num_layers: int = MAX_LAYER + 1) -> Any:
     return found
 
 
-def decorate(output: Any, completion: Any, consumers: tuple[str, ...]) -> None:
+def decorate(
+    output: RequestOutput, completion: CompletionOutput, consumers: tuple[str, ...]
+) -> None:
     """Set `output.capture_results` of one completion."""
     give(output, completion, "capture_results", results_of(completion.scope, consumers))
 
@@ -211,10 +210,9 @@ def _result_of(consumer: str, result: ScopeResult) -> CaptureResult:
     manifest = result.manifests.get(consumer)
     if manifest is None:
         return CaptureResult("error" if result.error else "pending", result.error)
-    payload: Any = manifest.details
-    if consumer == FILESYSTEM:
-        paths = [path for said in manifest.details for path in said.get("paths", ())]
-        payload = paths or manifest.files  # only the operator gets paths
+    paths = [path for said in manifest.details for path in said.get("paths", ())]
+    # Only the operator gets paths.
+    payload = (paths or manifest.files) if consumer == FILESYSTEM else manifest.details
     return CaptureResult(_STATUS[manifest.status], manifest.reason, payload)
 
 
@@ -254,14 +252,13 @@ def read_request(path: str | Path) -> dict[tuple[int, str], CaptureEntry]:
         found = open_files(folder).find(name=path.name, tag=path.parent.name)
     if len(found) != 1:
         raise KeyError(f"{len(found)} requests are at {path}; vllm_scope.open finds all.")
-    (request,) = found
     entries = {}
-    for site, layer in request.keys():
-        rows = request[site, layer]
+    for site, layer in found[0].keys():
+        rows = found[0][site, layer]
         bits = rows.view(torch.uint16) if rows.dtype == torch.bfloat16 else rows
         hook = HOOKS.get(site, site)
         entries[layer, hook] = CaptureEntry(
             layer, hook, bits.numpy(), str(rows.dtype).removeprefix("torch."),
-            request.positions(site, layer).tolist(),
+            found[0].positions(site, layer).tolist(),
         )  # fmt: skip
     return entries

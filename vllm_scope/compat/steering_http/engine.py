@@ -12,10 +12,12 @@ Runs:  in the front-end; imports vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import ParamSpec
 
 import vllm
+from vllm import RequestOutput
 
 from vllm_scope.compat.steering_http.capture import layers_of, positions_of
 from vllm_scope.errors import ConfigError, shown
@@ -36,21 +38,26 @@ _IDLE = {
 _GLOBAL = {"global_hooks", "global_positions", "default_tag"}
 
 
+#: hook -> layer -> a vector; or JSON of that.
+Tier = Mapping[str, Mapping[int | str, object]] | str
+P = ParamSpec("P")
+
+
 class SamplingParams(vllm.SamplingParams):
     """vLLM's, with the fork's fields; they move into `extra_args`."""
 
-    steering_vectors: Any = None
-    prefill_steering_vectors: Any = None
-    decode_steering_vectors: Any = None
-    steering_clamps: Any = None
-    prefill_steering_clamps: Any = None
-    decode_steering_clamps: Any = None
-    steering_module_ref: Any = None
-    capture: Any = None
-    sae_clamp_specs: Any = None
-    sae_full_reconstruction_specs: Any = None
-    patch: Any = None
-    patch_vectors: Any = None
+    steering_vectors: Tier | None = None
+    prefill_steering_vectors: Tier | None = None
+    decode_steering_vectors: Tier | None = None
+    steering_clamps: Tier | None = None
+    prefill_steering_clamps: Tier | None = None
+    decode_steering_clamps: Tier | None = None
+    steering_module_ref: tuple[str, float] | str | None = None
+    capture: Mapping[str, object] | str | None = None
+    sae_clamp_specs: object = None
+    sae_full_reconstruction_specs: object = None
+    patch: object = None
+    patch_vectors: object = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,11 +69,25 @@ class SamplingParams(vllm.SamplingParams):
             setattr(self, name, None)
 
 
+def _with_results(method: Callable[P, list[RequestOutput]]) -> Callable[P, list[RequestOutput]]:
+    """A method of vllm.LLM whose outputs all have `capture_results`."""
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> list[RequestOutput]:
+        outputs = method(*args, **kwargs)
+        for output in outputs:
+            if not hasattr(output, "capture_results"):
+                output.capture_results = {}
+        return outputs
+
+    return call
+
+
 class LLM(vllm.LLM):
     """vLLM's, with the fork's arguments; every hook can be steered and captured.
 
     Args:
-        model, kwargs: as for vllm.LLM.
+        model, vllm_kwargs: as for vllm.LLM.
         enable_steering, max_steering_configs: without effect. Requests can always be steered,
             as many as have room for their vectors (additional_config["scope"].vectors_mib).
         capture_consumers: [{"name", "params"}]: sinks. The params of `filesystem` have the
@@ -76,40 +97,28 @@ class LLM(vllm.LLM):
         ConfigError: an option of a consumer that is not supported.
     """
 
+    generate = _with_results(vllm.LLM.generate)
+    chat = _with_results(vllm.LLM.chat)
+
     def __init__(
         self,
         model: str,
         *,
         enable_steering: bool = False,
         max_steering_configs: int | None = None,
-        capture_consumers: Sequence[Mapping[str, Any]] | None = None,
-        additional_config: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        capture_consumers: Sequence[Mapping[str, object]] | None = None,
+        additional_config: Mapping[str, Mapping[str, object]] | None = None,
+        **vllm_kwargs: object,
     ) -> None:
         options = dict(additional_config or {})
         scope = {"sites": STREAM_SITES, **options.get("scope", {})}
         for one in capture_consumers or ():
             kind, name, sink = sink_of(one)
-            scope[kind] = {**scope.get(kind, {}), name: sink}
-        super().__init__(model, additional_config={**options, "scope": scope}, **kwargs)
-
-    def generate(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """As vllm.LLM's; every output has `capture_results`."""
-        return _with_results(super().generate(*args, **kwargs))
-
-    def chat(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """As vllm.LLM's; every output has `capture_results`."""
-        return _with_results(super().chat(*args, **kwargs))
+            scope[kind] = {**mapping(scope.get(kind), f"scope.{kind}"), name: sink}
+        super().__init__(model, additional_config={**options, "scope": scope}, **vllm_kwargs)
 
 
-def _with_results(outputs: list[Any]) -> list[Any]:
-    for output in outputs:
-        if not hasattr(output, "capture_results"):
-            output.capture_results = {}
-    return outputs
-
-
-def sink_of(consumer: Any) -> tuple[str, str, dict[str, Any]]:
+def sink_of(consumer: object) -> tuple[str, str, dict[str, object]]:
     """("sinks" or "global_sinks", the sink's name, its options).
 
     Raises:
@@ -137,7 +146,7 @@ def sink_of(consumer: Any) -> tuple[str, str, dict[str, Any]]:
                 f"{where}.{option} is {shown(params[option])}; files here are always made whole "
                 f"and replaced by name, so it is {value!r}."
             )
-    sink: dict[str, Any] = {_FILES[key]: params[key] for key in _FILES if key in params}
+    sink: dict[str, object] = {_FILES[key]: params[key] for key in _FILES if key in params}
     layout = params.get("default_layout", "per_file")
     if layout not in _LAYOUTS:
         raise ConfigError(

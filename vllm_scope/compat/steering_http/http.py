@@ -9,11 +9,14 @@ or several prompts), each choice has its own too.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_scope.compat import KEYS
 from vllm_scope.compat.steering_http import routes
 from vllm_scope.server.faces import FirstReply, HttpFace
+
+if TYPE_CHECKING:
+    from vllm import CompletionOutput
 
 
 class CaptureReply(FirstReply):
@@ -21,7 +24,7 @@ class CaptureReply(FirstReply):
 
     name = "capture_results"
 
-    def value(self, completion: Any) -> dict[str, Any] | None:
+    def value(self, completion: CompletionOutput) -> dict[str, object] | None:
         found = getattr(completion, "capture_results", None)
         return None if found is None else {name: one.to_json() for name, one in found.items()}
 
