@@ -8,24 +8,29 @@ Each size that the server names is checked against the bytes that it sent.
 
 from __future__ import annotations
 
-import base64
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.errors import ScopeError, shown
 from vllm_scope.request.sites import ALIASES
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 #: (site, layer, "after" or "before")
 _Stream = tuple[str, int, str]
-#: dtype in JSON and in safetensors -> numpy's; bfloat16 as its bits.
-_DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"} | {
-    "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8",
-}  # fmt: skip
+#: Positions of a probe's scores, int64 [n], and the scores, float32 [n].
+_Scored = tuple[NDArray[np.int64], NDArray[np.float32]]
+#: dtype in JSON -> numpy's; bfloat16 as its bits.
+_DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int64": "<i8"}
+#: dtype in safetensors -> in JSON.
+_FILE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64"}
 
 
 @dataclass(frozen=True)
@@ -40,39 +45,41 @@ class Rows:
     """
 
     positions: NDArray[np.int64]
-    bits: NDArray[Any]
+    bits: NDArray[np.generic]
     dtype: str
 
     @property
-    def numpy(self) -> NDArray[Any]:
+    def numpy(self) -> NDArray[np.generic]:
         """The rows in their dtype; bfloat16 becomes float32 without loss."""
         if self.dtype != "bfloat16":
             return self.bits
-        return (self.bits.astype("<u4") << 16).view("<f4")
+        return (self.bits.astype(np.uint32) << 16).view(np.float32)
 
 
-class Scores(Mapping[str, NDArray[np.float32]]):
+class Scores(dict[str, NDArray[np.float32]]):
     """Name of a probe -> its scores, float32 [n], in position order; NaN if not finite."""
 
-    def __init__(self, values: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float32]]]):
-        self._values = values
-
-    def __getitem__(self, name: str) -> NDArray[np.float32]:
-        return self._values[name][1]
+    def __init__(self, values: Mapping[str, _Scored]) -> None:
+        super().__init__({name: scores for name, (_, scores) in values.items()})
+        self._positions = {name: positions for name, (positions, _) in values.items()}
 
     def positions(self, name: str) -> NDArray[np.int64]:
         """int64 [n], ascending."""
-        return self._values[name][0]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+        return self._positions[name]
 
 
 @dataclass(frozen=True)
-class ScopeData:
+class _Counts:
+    status: str = "streaming"
+    error: str | None = None
+    expected: int = 0
+    delivered: int = 0
+    dropped: int = 0
+    sinks: Mapping[str, Mapping[str, object]] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class ScopeData(_Counts):
     """Rows and scores of one choice, or what is new of them in one chunk.
 
     `data["resid_post", 5]` is [positions, hidden_size], `data["q", 5]` [positions, heads,
@@ -85,30 +92,24 @@ class ScopeData:
         error: the reason, if status is "failed".
         expected, delivered, dropped: numbers of rows and scores; 0 while streaming.
         sinks: name of a sink -> status, reason, expected, delivered, dropped, and the names of
-            its files (paths for the operator).
+            its files (with the operator's key also `details`, which has their paths).
     """
 
-    status: str = "streaming"
-    error: str | None = None
-    expected: int = 0
-    delivered: int = 0
-    dropped: int = 0
     rows: Mapping[_Stream, Rows] = field(default_factory=dict, repr=False)
     scores: Scores = field(default_factory=lambda: Scores({}), repr=False)
-    sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)
 
     def keys(self) -> list[tuple[str, int]]:
         """(site, layer) of each stream."""
         return list(dict.fromkeys((site, layer) for site, layer, _ in self.rows))
 
-    def __getitem__(self, stream: tuple[str, int] | _Stream | str) -> NDArray[Any]:
-        return self._find(stream).numpy
+    def __getitem__(self, stream: tuple[str, int] | _Stream | str) -> NDArray[np.generic]:
+        return self._find(*((stream,) if isinstance(stream, str) else stream)).numpy
 
-    def positions(self, *stream: Any) -> NDArray[np.int64]:
+    def positions(self, site: str, layer: int = 0, when: str | None = None) -> NDArray[np.int64]:
         """int64 [n], ascending, of `data.positions("resid_post", 5)`."""
-        return self._find(stream).positions
+        return self._find(site, layer, when).positions
 
-    def tensor(self, *stream: Any) -> Any:
+    def tensor(self, site: str, layer: int = 0, when: str | None = None) -> Tensor:
         """As a torch tensor, in the model's dtype.
 
         Raises:
@@ -116,19 +117,17 @@ class ScopeData:
         """
         import torch
 
-        rows = self._find(stream)
+        rows = self._find(site, layer, when)
         found = torch.from_numpy(np.array(rows.bits))
         return found.view(torch.bfloat16) if rows.dtype == "bfloat16" else found
 
-    def _find(self, stream: Any) -> Rows:
-        words = (stream,) if isinstance(stream, str) else tuple(stream)
-        site = ALIASES.get(str(words[0]), words[0])
-        layer = words[1] if len(words) > 1 else 0
-        for when in words[2:3] or ("after", "before"):
-            if (site, layer, when) in self.rows:
-                return self.rows[site, layer, when]
+    def _find(self, site: str, layer: int = 0, when: str | None = None) -> Rows:
+        site = ALIASES.get(site, site)
+        for side in (when,) if when else ("after", "before"):
+            if (rows := self.rows.get((site, layer, side))) is not None:
+                return rows
         names = ", ".join(f"{site!r} {layer}" for site, layer in self.keys()) or "nothing"
-        raise KeyError(f"{stream} is not here; this choice read {names}.")
+        raise KeyError(f"{(site, layer, when or 'after')} is not here; this choice read {names}.")
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,15 @@ class ScoredToken:
 
 
 @dataclass(frozen=True)
-class Choice:
+class _Generated:
+    index: int
+    text: str
+    finish_reason: str | None
+    scope: ScopeData | None
+    tokens: tuple[ScoredToken, ...] = ()
+
+
+class Choice(_Generated):
     """One completion.
 
     Attributes:
@@ -157,11 +164,15 @@ class Choice:
             empty if the server does not send them.
     """
 
-    index: int
-    text: str
-    finish_reason: str | None
-    scope: ScopeData | None
-    tokens: tuple[ScoredToken, ...] = ()
+
+class Chunk(_Generated):
+    """The new part of one choice.
+
+    Attributes:
+        scope: the new scores, and the new rows if the request asks for them in chunks.
+        tokens: the tokens whose scores have arrived, each in one chunk only; mostly tokens of
+            the text of the chunk before. Empty without probes.
+    """
 
 
 @dataclass(frozen=True)
@@ -169,7 +180,7 @@ class Completion:
     """A whole answer. `raw` is its JSON."""
 
     choices: tuple[Choice, ...]
-    raw: Mapping[str, Any] = field(repr=False)
+    raw: Mapping[str, object] = field(repr=False)
 
     @property
     def text(self) -> str:
@@ -186,24 +197,34 @@ class Completion:
         return self.choices[0]
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """The new part of one choice.
+class _RowsBody(msgspec.Struct):
+    site: str
+    layer: int
+    spans: list[tuple[int, int]]
+    dtype: str
+    shape: list[int]
+    when: str = "after"
+    data: bytes | None = None
 
-    Attributes:
-        scope: the new scores, and rows if asked.
-        tokens: those whose scores have arrived, each once; mostly tokens of the text of the
-            chunk before. Empty without probes.
-    """
 
-    index: int
+class _ScoresBody(msgspec.Struct):
+    spans: list[tuple[int, int]]
+    values: list[float | None] | None = None
+
+
+class _ScopeBody(msgspec.Struct):
+    rows: list[_RowsBody] = []
+    scores: dict[str, _ScoresBody] = {}
+
+
+class _TokenBody(msgspec.Struct):
+    id: int
     text: str
-    finish_reason: str | None
-    scope: ScopeData | None
-    tokens: tuple[ScoredToken, ...] = ()
+    position: int
+    scores: dict[str, float | None]
 
 
-def parse_scope(body: Mapping[str, Any], file: bytes | None) -> ScopeData:
+def parse_scope(body: Mapping[str, object], file: bytes | None) -> ScopeData:
     """A choice's `scope`.
 
     Args:
@@ -212,94 +233,92 @@ def parse_scope(body: Mapping[str, Any], file: bytes | None) -> ScopeData:
     Raises:
         ScopeError: a server of this version does not send that.
     """
+    try:
+        counts, told = msgspec.convert(body, _Counts), msgspec.convert(body, _ScopeBody)
+    except msgspec.ValidationError as error:
+        raise ScopeError(f"the server's scope is none that this client knows: {error}.") from None
     rows: dict[_Stream, Rows] = {}
-    scores: dict[str, Any] = {}
-    # The file has all values; an entry without values says which of them are new.
-    filed_rows, filed_scores = ({}, {}) if file is None else _parse_file(file)
-    for entry in body.get("rows", ()):
-        stream = (entry["site"], entry["layer"], entry.get("when", "after"))
-        if "data" in entry:
-            rows[stream] = _rows(entry)
-        elif stream in filed_rows:
-            whole = filed_rows[stream]
-            some = np.isin(whole.positions, _positions(entry["spans"]))
-            rows[stream] = Rows(whole.positions[some], whole.bits[some], whole.dtype)
-    for name, entry in body.get("scores", {}).items():
-        if "values" in entry:
-            values = [math.nan if v is None else v for v in entry["values"]]
-            scores[name] = (_positions(entry["spans"]), np.array(values, np.float32))
-        elif name in filed_scores:
-            positions, numbers = filed_scores[name]
-            some = np.isin(positions, _positions(entry["spans"]))
-            scores[name] = (positions[some], numbers[some])
-    return ScopeData(
-        body.get("status", "streaming"), body.get("error"), body.get("expected", 0),
-        body.get("delivered", 0), body.get("dropped", 0), rows, Scores(scores),
-        body.get("sinks", {}),
-    )  # fmt: skip
+    scores: dict[str, _Scored] = {}
+    # The file has all values; an item without values says which of them are new.
+    filed = ScopeData() if file is None else parse_file(file)
+    for one in told.rows:
+        stream, positions = (one.site, one.layer, one.when), _positions(one.spans)
+        if one.data is not None:
+            rows[stream] = Rows(positions, _array(one.data, one.dtype, one.shape), one.dtype)
+        elif stream in filed.rows:
+            whole = filed.rows[stream]
+            new = np.isin(whole.positions, positions)
+            rows[stream] = Rows(whole.positions[new], whole.bits[new], whole.dtype)
+    for name, each in told.scores.items():
+        positions = _positions(each.spans)
+        if each.values is not None:  # None becomes NaN
+            scores[name] = (positions, np.array(each.values, np.float32))
+        elif name in filed.scores:
+            at = filed.scores.positions(name)
+            new = np.isin(at, positions)
+            scores[name] = (at[new], filed.scores[name][new])
+    return ScopeData(**vars(counts), rows=rows, scores=Scores(scores))
 
 
-def parse_tokens(body: Mapping[str, Any]) -> tuple[ScoredToken, ...]:
+def parse_tokens(body: Mapping[str, object]) -> tuple[ScoredToken, ...]:
     """The tokens of a choice's `scope`.
 
     Raises:
         ScopeError: a server of this version does not send that.
     """
+    given = body.get("tokens", [])
     try:
-        return tuple(
-            ScoredToken(
-                int(each["id"]), str(each["text"]), int(each["position"]),
-                {name: math.nan if v is None else float(v) for name, v in each["scores"].items()},
-            )
-            for each in body.get("tokens", ())
-        )  # fmt: skip
-    except (TypeError, KeyError, ValueError, AttributeError):
+        found = msgspec.convert(given, list[_TokenBody])
+    except msgspec.ValidationError:
         raise ScopeError(
-            f"the server's tokens are not of id, text, position and scores: "
-            f"{shown(body.get('tokens'))}."
+            f"the server's tokens are not of id, text, position and scores: {shown(given)}."
         ) from None
+    return tuple(
+        ScoredToken(
+            each.id, each.text, each.position,
+            {name: math.nan if value is None else value for name, value in each.scores.items()},
+        )
+        for each in found
+    )  # fmt: skip
 
 
 def parse_file(file: bytes) -> ScopeData:
-    """The content of a result's file."""
-    rows, scores = _parse_file(file)
+    """The content of a result's file.
+
+    Raises:
+        ScopeError: it is not a file of a server of this version.
+    """
+    import safetensors
+
+    try:
+        found = dict(safetensors.deserialize(file))
+    except safetensors.SafetensorError as error:
+        raise ScopeError(f"the server's result is not safetensors: {error}.") from None
+    dtypes = {name: _FILE_DTYPES.get(one["dtype"], one["dtype"]) for name, one in found.items()}
+    arrays = {name: _array(o["data"], dtypes[name], o["shape"]) for name, o in found.items()}
+    rows: dict[_Stream, Rows] = {}
+    scores: dict[str, _Scored] = {}
+    for name in (n for n in arrays if f"{n}.positions" in arrays):
+        positions = arrays[f"{name}.positions"].astype(np.int64, copy=False)
+        if name.startswith("scores."):
+            values = arrays[name].astype(np.float32, copy=False)
+            scores[name.removeprefix("scores.")] = (positions, values)
+            continue
+        site, layer, *when = name.split(".")
+        stream = (site, int(layer), when[0] if when else "after")
+        rows[stream] = Rows(positions, arrays[name], dtypes[name])
     return ScopeData(status="complete", rows=rows, scores=Scores(scores))
 
 
-def _positions(spans: list[list[int]]) -> NDArray[np.int64]:
+def _positions(spans: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
     parts = [np.arange(first, last, dtype=np.int64) for first, last in spans]
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
-def _rows(entry: Mapping[str, Any]) -> Rows:
-    dtype, shape = entry["dtype"], entry["shape"]
+def _array(data: bytes, dtype: str, shape: Sequence[int]) -> NDArray[np.generic]:
     if dtype not in _DTYPES:
         raise ScopeError(f"the server's rows are {shown(dtype)}, which this client does not know.")
-    bits = np.frombuffer(base64.b64decode(entry["data"]), _DTYPES[dtype])
+    bits = np.frombuffer(data, _DTYPES[dtype])
     if bits.size != math.prod(shape):
         raise ScopeError(f"the server sent {bits.size} numbers for rows of shape {shape}.")
-    return Rows(_positions(entry["spans"]), bits.reshape(shape), dtype)
-
-
-def _parse_file(file: bytes) -> tuple[dict[_Stream, Rows], dict[str, Any]]:
-    import safetensors
-
-    try:
-        entries = dict(safetensors.deserialize(file))
-    except safetensors.SafetensorError as error:
-        raise ScopeError(f"the server's result is not safetensors: {error}.") from None
-    arrays = {
-        name: np.frombuffer(e["data"], _DTYPES[e["dtype"]]).reshape(e["shape"])
-        for name, e in entries.items()
-    }
-    rows: dict[_Stream, Rows] = {}
-    scores: dict[str, Any] = {}
-    for name in (n for n in arrays if f"{n}.positions" in arrays):
-        positions = arrays[f"{name}.positions"]
-        if name.startswith("scores."):
-            scores[name.removeprefix("scores.")] = (positions, arrays[name])
-            continue
-        site, layer, *when = name.split(".")
-        dtype = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[entries[name]["dtype"]]
-        rows[site, int(layer), when[0] if when else "after"] = Rows(positions, arrays[name], dtype)
-    return rows, scores
+    return bits.reshape(shape)

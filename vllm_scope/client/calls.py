@@ -1,21 +1,25 @@
 """Every call of a client, written once, for both transports.
 
-Owns:  Calls (requests, and the parsing of responses), Call, Response, ServerError,
+Owns:  Calls (requests, and the parsing of responses), Call, Response, Method, ServerError,
        UnreachableError.
 To:    transport, which sends a Call and returns the Response.
 
-A flow is a generator that yields Calls, receives Responses, and returns the answer. It may need
-several Calls, such as one for an answer and one for the file with its rows.
+A flow is a generator that yields Calls, receives Responses, and returns the answer. Some flows need
+several Calls: one for an answer, and one for the file with its rows.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from types import MethodType
+from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, TypeVar, overload
 from urllib.parse import quote
+
+import msgspec
 
 from vllm_scope.client.answers import (
     Choice,
@@ -31,8 +35,18 @@ from vllm_scope.request.actions import Action
 from vllm_scope.request.spec import scope
 from vllm_scope.vectors import SteeringModule, from_bytes, load_vectors, to_bytes
 
+if TYPE_CHECKING:
+    from vllm_scope.client.transport import AsyncScopeClient, ScopeClient
+
 Prompt = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+Messages = Sequence[Mapping[str, object]]
 Content = bytes | bytearray | memoryview
+Json = dict[str, object]
+P = ParamSpec("P")
+T = TypeVar("T")
+SelfT = TypeVar("SelfT")
+StreamT = TypeVar("StreamT")
+PartT = TypeVar("PartT", Choice, Chunk)
 
 
 class ServerError(ScopeError):
@@ -54,7 +68,7 @@ class Call:
 
     method: str
     path: str
-    body: Any = None
+    body: object = None
     content: bytes | None = None
     admin: bool = False
 
@@ -87,9 +101,13 @@ class Response:
             raise CapacityError(message)
         raise ServerError(f"HTTP {self.status}: {message}", self.status)
 
-    def json(self) -> Any:
-        """The parsed content. Raises ServerError if it is not JSON, such as a proxy's page."""
-        return _decoded(self.content, self.status)
+    def decoded(self, kind: type[T]) -> T:
+        """The JSON of the content as a `kind`.
+
+        Raises:
+            ServerError: it is not JSON (such as a proxy's page), or not of this kind.
+        """
+        return _decoded(self.content, kind, self.status)
 
 
 def error_message(content: bytes) -> str:
@@ -102,49 +120,54 @@ def error_message(content: bytes) -> str:
         return content[:200].decode("utf-8", "replace") or "no reason was given"
 
 
-def _decoded(content: bytes | str, status: int = 200) -> Any:
+def _decoded(content: bytes | str, kind: type[T], status: int = 200) -> T:
     try:
-        return json.loads(content)
+        found = json.loads(content)
     except ValueError:
         raise ServerError(f"the answer is no JSON but {shown(content[:200])}.", status) from None
+    return _converted(found, kind, status)
 
 
-class Events:
-    """Server-sent events from the bytes of a stream. Not by `str.splitlines`, because JSON may
-    contain other line ends than LF.
-
-    Attributes:
-        done: the server has sent its last event.
-    """
-
-    def __init__(self) -> None:
-        self.done = False
-        self._rest: list[bytes] = []
-
-    def feed(self, data: bytes) -> list[str]:
-        """The data of the lines that are complete now."""
-        if b"\n" not in data:  # part of a long line, which is joined once
-            self._rest.append(data)
-            return []
-        *lines, rest = b"".join([*self._rest, data]).split(b"\n")
-        self._rest = [rest]
-        found = []
-        for line in lines:
-            if line.startswith(b"data:"):
-                found.append(line.removeprefix(b"data:").strip().decode("utf-8", "replace"))
-                self.done |= found[-1] == "[DONE]"
-        return found
-
-    def check_done(self) -> None:
-        """Raises ServerError if the stream ended before the last event."""
-        if not self.done:
-            raise ServerError("the stream ended before the answer did; send it again.", 200)
+def _converted(found: object, kind: type[T], status: int = 200) -> T:
+    try:
+        return msgspec.convert(found, kind)
+    except msgspec.ValidationError as error:
+        raise ServerError(f"the answer is none that this client knows: {error}.", status) from None
 
 
-Flow = Generator[Call, Response, Any]
+class _ChoiceBody(msgspec.Struct):
+    """A choice of an answer or of a chunk, as vLLM and vllm-scope send it."""
+
+    index: int
+    text: str | None = None
+    message: Json | None = None
+    delta: Json | None = None
+    finish_reason: str | None = None
+    scope: Json | None = None
 
 
-class Calls:
+Flow = Generator[Call, Response, T]
+
+
+class Method(Generic[P, T]):
+    """A flow as a method: a ScopeClient returns the flow's result, an AsyncScopeClient an awaitable
+    of it."""
+
+    def __init__(self, flow: Callable[Concatenate[SelfT, P], Flow[T]]) -> None:
+        self._flow = flow
+
+    @overload
+    def __get__(self, client: ScopeClient, owner: object) -> Callable[P, T]: ...
+    @overload
+    def __get__(self, client: AsyncScopeClient, owner: object) -> Callable[P, Awaitable[T]]: ...
+    def __get__(self, client: ScopeClient | AsyncScopeClient | None, owner: object) -> object:
+        if client is None:
+            return self._flow  # for help()
+        flow = MethodType(self._flow, client)
+        return wraps(flow)(lambda *args, **fields: client._run(flow(*args, **fields)))
+
+
+class Calls(Generic[StreamT]):
     """Base of both clients. They implement `_run` for a flow and `_iterate` for a stream.
 
     Args:
@@ -154,68 +177,65 @@ class Calls:
     def __init__(self, model: str | None) -> None:
         self._model = model
 
-    def _run(self, flow: Flow) -> Any:
-        raise NotImplementedError
-
-    def _iterate(self, opening: Flow) -> Any:
+    def _iterate(self, opening: Flow[Call]) -> StreamT:
         raise NotImplementedError
 
     # Completions
 
-    def complete(self, prompt: Prompt, *actions: Action, **options: Any) -> Any:
+    @Method
+    def complete(self, /, prompt: Prompt, *actions: Action, **fields: object) -> Flow[Completion]:
         """Complete a prompt, or a list of prompts.
 
         Args:
             prompt: text or token ids, or a list of either.
             actions: Read, Probe, Add, ...; without actions only the text comes back.
-            options: other fields of the request: max_tokens, temperature, n, vllm_xargs, ...;
+            fields: other fields of the request: max_tokens, temperature, n, vllm_xargs, ...;
                 and `scope_tensors="handle"`.
-
-        Returns:
-            Completion
 
         Raises:
             SpecError: the request is wrong. CapacityError: send it again later.
             ServerError: the server refused for another reason.
             UnreachableError: the server did not answer. Every call may raise this.
         """
-        return self._run(self._answered("/v1/completions", {"prompt": prompt} | options, actions))
+        return self._answered(prompt, actions, fields)
 
-    def chat(self, messages: Sequence[Any], *actions: Action, **options: Any) -> Any:
+    @Method
+    def chat(self, /, messages: Messages, *actions: Action, **fields: object) -> Flow[Completion]:
         """Answer messages, as `complete`."""
-        body = {"messages": list(messages)} | options
-        return self._run(self._answered("/v1/chat/completions", body, actions))
+        return self._answered(list(messages), actions, fields, chat=True)
 
-    def stream(self, prompt: Any, *actions: Action, **options: Any) -> Any:
+    def stream(self, prompt: Prompt | Messages, *actions: Action, **fields: object) -> StreamT:
         """Complete a prompt, or a list of messages (dicts), chunk by chunk.
 
         Args:
-            prompt, actions, options: as for `complete`. With
+            prompt, actions, fields: as for `complete`. With
                 `vllm_xargs={"scope_stream": "rows"}` chunks carry rows as well.
 
         Returns:
             An iterator of Chunks; close it to stop the request.
         """
         chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
-        body = {("messages" if chat else "prompt"): prompt, "stream": True} | options
-        path = "/v1/chat/completions" if chat else "/v1/completions"
-        return self._iterate(self._opening(path, body, actions))
+        return self._iterate(self._opening(prompt, actions, {"stream": True} | fields, chat))
 
     # The server
 
-    def info(self) -> Any:
+    @Method
+    def info(self) -> Flow[Json]:
         """The model's sites and layers, and limits: the JSON of GET /v1/scope."""
-        return self._run(self._json(Call("GET", "/v1/scope")))
+        return self._json(Call("GET", "/v1/scope"))
 
-    def result(self, result_id: str, delete: bool = False) -> Any:
-        """ScopeData of a file; its id is in the JSON of a choice, `scope.result.id`."""
-        return self._run(self._fetched(result_id, delete))
+    @Method
+    def result(self, result_id: str, delete: bool = False) -> Flow[ScopeData]:
+        """The content of a file; its id is in the JSON of a choice, `scope.result.id`."""
+        return parse_file((yield _result_call(result_id, delete)).checked().content)
 
-    def modules(self) -> Any:
-        """The steering modules that the engine holds: a list of dicts."""
-        return self._run(self._json(Call("GET", "/v1/scope/modules"), "modules"))
+    @Method
+    def modules(self) -> Flow[list[Json]]:
+        """The steering modules that the engine holds."""
+        return self._listed(Call("GET", "/v1/scope/modules"), "modules")
 
-    def put_module(self, name: str, module: SteeringModule | str | Path | Content) -> Any:
+    @Method
+    def put_module(self, name: str, module: SteeringModule | str | Path | Content) -> Flow[Json]:
         """Register a steering module: itself, a file, or the content of a safetensors file.
         Needs the operator's key.
 
@@ -228,85 +248,89 @@ class Calls:
         else:
             found = module if isinstance(module, SteeringModule) else load_vectors(module)
             content = to_bytes(found)
-        call = Call("PUT", _module_path(name), content=content, admin=True)
-        return self._run(self._json(call))
+        return self._json(Call("PUT", _module_path(name), content=content, admin=True))
 
-    def delete_module(self, name: str) -> Any:
+    @Method
+    def delete_module(self, name: str) -> Flow[None]:
         """Forget a steering module. Needs the operator's key."""
-        return self._run(self._done(Call("DELETE", _module_path(name), admin=True)))
+        return self._done(Call("DELETE", _module_path(name), admin=True))
 
-    def edits(self) -> Any:
-        """The edits of every request: a list of dicts."""
-        return self._run(self._json(Call("GET", "/v1/scope/edits"), "edits"))
+    @Method
+    def edits(self) -> Flow[list[Json]]:
+        """The edits of every request."""
+        return self._listed(Call("GET", "/v1/scope/edits"), "edits")
 
-    def set_edits(self, *actions: Action) -> Any:
+    @Method
+    def set_edits(self, *actions: Action) -> Flow[Json]:
         """Edit every request from now on. Needs the operator's key."""
         body = {"edits": json.loads(scope(*actions)["scope"]).get("edits", [])}
-        return self._run(self._json(Call("PUT", "/v1/scope/edits", body, admin=True)))
+        return self._json(Call("PUT", "/v1/scope/edits", body, admin=True))
 
-    def clear_edits(self) -> Any:
+    @Method
+    def clear_edits(self) -> Flow[None]:
         """End all server-wide edits. Needs the operator's key."""
-        return self._run(self._done(Call("DELETE", "/v1/scope/edits", admin=True)))
+        return self._done(Call("DELETE", "/v1/scope/edits", admin=True))
 
     # Flows
 
-    def _opening(self, path: str, body: dict[str, Any], actions: Sequence[Action]) -> Flow:
+    def _opening(
+        self, prompt: object, actions: Sequence[Action], fields: Json, chat: bool
+    ) -> Flow[Call]:
         if self._model is None:
-            self._model = (yield Call("GET", "/v1/models")).checked().json()["data"][0]["id"]
-        body = {"model": self._model} | body
-        xargs = dict(body.get("vllm_xargs") or {})
+            models = yield from self._listed(Call("GET", "/v1/models"), "data")
+            self._model = str(models[0]["id"])
+        path, name = "/v1/completions", "prompt"
+        if chat:
+            path, name = "/v1/chat/completions", "messages"
+        body = {"model": self._model, name: prompt} | fields
+        xargs = msgspec.convert(body.pop("vllm_xargs", None) or {}, Json)
         if "scope_tensors" in body:
             xargs["scope_tensors"] = body.pop("scope_tensors")
         if actions:
             xargs |= scope(*actions)
         return Call("POST", path, body | ({"vllm_xargs": xargs} if xargs else {}))
 
-    def _answered(self, path: str, body: dict[str, Any], actions: Sequence[Action]) -> Flow:
-        call = yield from self._opening(path, body, actions)
-        raw = (yield call).checked().json()
-        choices = []
-        for choice in raw["choices"]:
-            found = yield from self._scope_of(choice)
-            tokens = parse_tokens(choice.get("scope") or {})
-            end = choice["finish_reason"]
-            choices.append(Choice(choice["index"], _text(choice), end, found, tokens))
-        return Completion(tuple(choices), raw)
+    def _answered(
+        self, prompt: object, actions: Sequence[Action], fields: Json, chat: bool = False
+    ) -> Flow[Completion]:
+        raw = (yield (yield from self._opening(prompt, actions, fields, chat))).checked()
+        body = raw.decoded(Json)
+        return Completion(tuple((yield from self._parts(body, Choice))), body)
 
-    def _scope_of(self, choice: dict[str, Any]) -> Flow:
-        body = choice.get("scope")
-        if body is None:
-            return None
-        file = None
-        if body.get("result"):
-            file = (yield _result_call(body["result"]["id"], True)).checked().content
-        return parse_scope(body, file)
-
-    def _chunks(self, event: str) -> Flow:
+    def _chunks(self, event: str) -> Flow[list[Chunk]]:
         """The chunks of one event of a stream."""
         if not event.startswith("{"):
             return []
-        body = _decoded(event)
+        body = _decoded(event, Json)
         if "error" in body:
             error = body["error"]
             code = error.get("code") if isinstance(error, dict) else None
             status = code if isinstance(code, int) and code >= 400 else 500
             Response(status, event.encode()).checked()
-        chunks = []
-        for choice in body.get("choices", ()):
-            found = yield from self._scope_of(choice)
-            end = choice.get("finish_reason")
-            tokens = parse_tokens(choice.get("scope") or {})
-            chunks.append(Chunk(choice["index"], _text(choice), end, found, tokens))
-        return chunks
+        return (yield from self._parts(body, Chunk))
 
-    def _fetched(self, result_id: str, delete: bool) -> Generator[Call, Response, ScopeData]:
-        return parse_file((yield _result_call(result_id, delete)).checked().content)
+    def _parts(self, body: Json, kind: type[PartT]) -> Flow[list[PartT]]:
+        parts = []
+        for choice in _converted(body.get("choices", []), list[_ChoiceBody]):
+            found, told = None, choice.scope or {}
+            if choice.scope is not None:
+                file = None
+                if isinstance(result := told.get("result"), dict):
+                    file = (yield _result_call(str(result["id"]), True)).checked().content
+                found = parse_scope(told, file)
+            said = choice.message or choice.delta
+            text = str((choice.text if said is None else said.get("content")) or "")
+            end, tokens = choice.finish_reason, parse_tokens(told)
+            parts.append(kind(choice.index, text, end, found, tokens))
+        return parts
 
-    def _json(self, call: Call, name: str | None = None) -> Flow:
-        body = (yield call).checked().json()
-        return body if name is None else body[name]
+    def _json(self, call: Call) -> Flow[Json]:
+        return (yield call).checked().decoded(Json)
 
-    def _done(self, call: Call) -> Flow:
+    def _listed(self, call: Call, name: str) -> Flow[list[Json]]:
+        return _converted((yield call).checked().decoded(Json)[name], list[Json])
+
+    def _done(self, call: Call) -> Flow[None]:
         (yield call).checked()
 
 
@@ -321,8 +345,3 @@ def _module_path(name: str) -> str:
     if name in (".", ".."):  # quoting does not keep httpx from resolving them
         raise SpecError(f"no module over HTTP is called {shown(name)}; take another name.")
     return f"/v1/scope/modules/{quote(name, safe='')}"
-
-
-def _text(choice: dict[str, Any]) -> str:
-    body = choice.get("message") or choice.get("delta")
-    return (body.get("content") if body is not None else choice.get("text")) or ""

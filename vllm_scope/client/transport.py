@@ -1,16 +1,25 @@
 """The two clients: the same calls, sent by httpx with or without await.
 
-Owns:  ScopeClient, AsyncScopeClient.
+Owns:  ScopeClient, AsyncScopeClient, Events.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Generic, TypeVar
 
 from vllm_scope.client.answers import Chunk
-from vllm_scope.client.calls import Call, Calls, Events, Flow, Response, UnreachableError
+from vllm_scope.client.calls import (
+    Call,
+    Calls,
+    Flow,
+    Response,
+    ServerError,
+    StreamT,
+    T,
+    UnreachableError,
+)
 from vllm_scope.errors import SpecError, shown
 
 try:
@@ -20,9 +29,42 @@ except ImportError as error:
 
 #: For an answer; a long prompt on a busy server takes a while.
 TIMEOUT_S = 600.0
+HttpT = TypeVar("HttpT", httpx.Client, httpx.AsyncClient)
 
 
-class _Client(Calls):
+class Events:
+    """Server-sent events from the bytes of a stream. Not by `str.splitlines`, because JSON may
+    contain other line ends than LF.
+
+    Attributes:
+        done: the server has sent its last event.
+    """
+
+    def __init__(self) -> None:
+        self.done = False
+        self._rest: list[bytes] = []
+
+    def feed(self, data: bytes) -> list[str]:
+        """The data of the lines that are complete now."""
+        if b"\n" not in data:  # part of a long line, which is joined once
+            self._rest.append(data)
+            return []
+        *lines, rest = b"".join([*self._rest, data]).split(b"\n")
+        self._rest = [rest]
+        found = []
+        for line in lines:
+            if line.startswith(b"data:"):
+                found.append(line.removeprefix(b"data:").strip().decode("utf-8", "replace"))
+                self.done |= found[-1] == "[DONE]"
+        return found
+
+    def check_done(self) -> None:
+        """Raises ServerError if the stream ended before the last event."""
+        if not self.done:
+            raise ServerError("the stream ended before the answer did; send it again.", 200)
+
+
+class _Client(Calls[StreamT], Generic[HttpT, StreamT]):
     """The server's address and keys, for both clients.
 
     Args:
@@ -37,6 +79,8 @@ class _Client(Calls):
         SpecError: base_url is not a URL.
     """
 
+    _open: Callable[..., HttpT]
+
     def __init__(
         self,
         base_url: str = "http://localhost:8000",
@@ -44,14 +88,14 @@ class _Client(Calls):
         admin_key: str | None = None,
         model: str | None = None,
         timeout: float = TIMEOUT_S,
-        transport: Any = None,
+        transport: httpx.BaseTransport | httpx.AsyncBaseTransport | None = None,
     ) -> None:
         super().__init__(model)
         self._admin_key = admin_key
         self._url = base_url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:
-            self._http = self._open(
+            self._http: HttpT = self._open(
                 base_url=self._url, headers=headers, timeout=timeout, transport=transport
             )
         except httpx.InvalidURL as error:
@@ -59,9 +103,6 @@ class _Client(Calls):
                 f"base_url is {shown(base_url)}; it is a URL such as http://localhost:8000 "
                 f"({error})."
             ) from None
-
-    def _open(self, **options: Any) -> Any:
-        raise NotImplementedError
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
@@ -72,26 +113,26 @@ class _Client(Calls):
             reason = str(error).rstrip(".") or type(error).__name__
             raise UnreachableError(f"no answer from {self._url}: {reason}.") from error
 
-    def _request(self, call: Call) -> Any:
+    def _request(self, call: Call) -> httpx.Request:
         headers = {}
         if call.admin and self._admin_key:
             headers["X-Scope-Admin-Key"] = self._admin_key
-        return self._http.build_request(
+        made: httpx.Request = self._http.build_request(
             call.method, call.path, json=call.body, content=call.content, headers=headers
         )
+        return made
 
 
-def _came(response: Any, content: bytes) -> Response:
+def _came(response: httpx.Response, content: bytes) -> Response:
     return Response(response.status_code, content, response.headers.get("location"))
 
 
-class ScopeClient(_Client):
+class ScopeClient(_Client[httpx.Client, Iterator[Chunk]]):
     """A blocking client and context manager; `Calls` has its methods."""
 
-    def _open(self, **options: Any) -> httpx.Client:
-        return httpx.Client(**options)
+    _open = httpx.Client
 
-    def _run(self, flow: Flow) -> Any:
+    def _run(self, flow: Flow[T]) -> T:
         try:
             call = next(flow)
             while True:
@@ -99,9 +140,10 @@ class ScopeClient(_Client):
                     response = self._http.send(self._request(call))
                 call = flow.send(_came(response, response.content))
         except StopIteration as done:
-            return done.value
+            value: T = done.value
+            return value
 
-    def _iterate(self, opening: Flow) -> Iterator[Chunk]:
+    def _iterate(self, opening: Flow[Call]) -> Iterator[Chunk]:
         call = self._run(opening)
         with self._reaching():
             response = self._http.send(self._request(call), stream=True)
@@ -127,13 +169,12 @@ class ScopeClient(_Client):
         self.close()
 
 
-class AsyncScopeClient(_Client):
+class AsyncScopeClient(_Client[httpx.AsyncClient, AsyncIterator[Chunk]]):
     """The client for asyncio: answers are awaited, streams are for `async for`."""
 
-    def _open(self, **options: Any) -> httpx.AsyncClient:
-        return httpx.AsyncClient(**options)
+    _open = httpx.AsyncClient
 
-    async def _run(self, flow: Flow) -> Any:
+    async def _run(self, flow: Flow[T]) -> T:
         try:
             call = next(flow)
             while True:
@@ -141,9 +182,10 @@ class AsyncScopeClient(_Client):
                     response = await self._http.send(self._request(call))
                 call = flow.send(_came(response, response.content))
         except StopIteration as done:
-            return done.value
+            value: T = done.value
+            return value
 
-    async def _iterate(self, opening: Flow) -> AsyncIterator[Chunk]:
+    async def _iterate(self, opening: Flow[Call]) -> AsyncIterator[Chunk]:
         call = await self._run(opening)
         with self._reaching():
             response = await self._http.send(self._request(call), stream=True)

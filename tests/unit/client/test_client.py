@@ -18,7 +18,7 @@ import torch
 from vllm_scope import Add, CapacityError, Probe, Read, ScopeError, SpecError
 from vllm_scope.client import AsyncScopeClient, ScopeClient, ServerError, UnreachableError
 from vllm_scope.client.answers import parse_scope
-from vllm_scope.client.calls import Events
+from vllm_scope.client.transport import Events
 from vllm_scope.vectors import SteeringModule, from_bytes, to_bytes
 
 ROWS = torch.randn(3, 4)
