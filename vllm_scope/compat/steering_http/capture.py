@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import torch
 
@@ -202,6 +203,12 @@ def decorate(
     give(output, completion, "capture_results", results_of(completion.scope, consumers))
 
 
+class _Files(msgspec.Struct):
+    """What the sink `filesystem` says of a request."""
+
+    paths: list[str] = []
+
+
 def results_of(result: ScopeResult, consumers: tuple[str, ...]) -> dict[str, CaptureResult]:
     return {consumer: _result_of(consumer, result) for consumer in consumers}
 
@@ -210,9 +217,10 @@ def _result_of(consumer: str, result: ScopeResult) -> CaptureResult:
     manifest = result.manifests.get(consumer)
     if manifest is None:
         return CaptureResult("error" if result.error else "pending", result.error)
-    paths = [path for said in manifest.details for path in said.get("paths", ())]
-    # Only the operator gets paths.
-    payload = (paths or manifest.files) if consumer == FILESYSTEM else manifest.details
+    payload: object = manifest.details
+    if consumer == FILESYSTEM:  # only the operator gets paths
+        said = msgspec.convert(manifest.details, list[_Files])
+        payload = [path for one in said for path in one.paths] or manifest.files
     return CaptureResult(_STATUS[manifest.status], manifest.reason, payload)
 
 

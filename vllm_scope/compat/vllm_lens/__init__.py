@@ -34,7 +34,7 @@ Importing this package, or its client, imports neither torch nor vLLM.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm_scope.compat.vllm_lens.attention import attention_patterns, compute_attention_weights
@@ -83,7 +83,7 @@ _MODULES = {
 _MISSING = ("serialize_hook_results", "deserialize_hook_results")
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _MISSING:
         raise ImportError(
             f"{name} has nothing to do: hooks and what they save stay in one process."
@@ -93,4 +93,5 @@ def __getattr__(name: str) -> Any:
     if name == "Hook":
         importlib.import_module(f"{__name__}.persistent").attach()
     module = importlib.import_module(f"{__name__}.{_MODULES.get(name, 'wire')}")
-    return getattr(module, name)
+    found: object = getattr(module, name)
+    return found

@@ -22,7 +22,7 @@ from vllm_scope.errors import ScopeError, SpecError, shown
 from vllm_scope.request.sites import Sites
 
 
-def qk_meta(sites: Sites, layer: int) -> dict[str, Any]:
+def qk_meta(sites: Sites, layer: int) -> dict[str, object]:
     """The options of a layer's kernel under vllm-lens's names, as JSON."""
     kernel, heads = sites.kernels[layer], sites.heads
     assert heads is not None
@@ -152,7 +152,7 @@ def compute_attention_weights(
     return weights.masked_fill(~seen, 0.0)
 
 
-def _by_head(values: Any, name: str, heads: int, like: Tensor) -> Tensor:
+def _by_head(values: Tensor | Sequence[float], name: str, heads: int, like: Tensor) -> Tensor:
     """[heads, 1, 1]."""
     found = torch.as_tensor(values, dtype=like.dtype, device=like.device).flatten()
     if len(found) != heads:

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import quote
 
-from vllm_scope.client.calls import Response
+from vllm_scope.client.calls import Prompt, Response
 from vllm_scope.compat.vllm_lens.model import NO_HOOKS
 from vllm_scope.errors import SpecError
+from vllm_scope.vectors.hooks import mapping
 
 try:
     import httpx
@@ -28,6 +29,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from vllm_scope.compat.vllm_lens.steering import SteeringVector
+    from vllm_scope.compat.vllm_lens.wire import Decoded
 
 
 @dataclass
@@ -46,9 +48,9 @@ class GenerateOutput:
     """
 
     text: str
-    activations: dict[str, Any] | None = None
-    hook_results: dict[str, dict[str, Any]] | None = None
-    logprobs: dict[str, Any] | None = None
+    activations: Decoded | None = None
+    hook_results: None = None
+    logprobs: dict[str, object] | None = None
     raw: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
@@ -85,79 +87,88 @@ class VLLMLensClient:
         return self._model
 
     def generate(
-        self, prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]], **options: Any
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 16,
+        temperature: float = 0.0,
+        hooks: Sequence[object] | None = None,
+        capture_layers: Sequence[int] | bool | None = None,
+        capture_qk: Sequence[int] | bool | None = None,
+        steering_vectors: Sequence[SteeringVector] | None = None,
+        activations_transport: str | None = None,
+        logprobs: int | None = None,
+        echo: bool = False,
+        **fields: object,
     ) -> GenerateOutput:
         """Complete a prompt.
 
         Args:
-            max_tokens: 16 by default.
-            temperature: 0.0 by default.
+            hooks: refused.
             capture_layers: layers whose residual stream is wanted, or True for all.
             capture_qk: layers whose queries and keys are wanted, or True for all.
-            steering_vectors: a list of SteeringVector.
-            activations_transport: "binary": tensors are files, which are fetched here.
-            hooks: refused.
-            options: other fields of the request: n, stop, logprobs, echo, vllm_xargs, ...
+            activations_transport: "binary": the server keeps tensors as files, and this method
+                fetches them.
+            fields: other fields of the request: n, stop, vllm_xargs, ...
 
         Raises:
             SpecError: the request is wrong. CapacityError: send it again later.
             ServerError: the server refused for another reason.
             ScopeError: rows that were asked for are missing.
         """
-        return self._answer("/v1/completions", {"prompt": prompt}, **options)
+        words = _words(hooks, capture_layers, capture_qk, steering_vectors, activations_transport)
+        body = {
+            "prompt": prompt, "max_tokens": max_tokens, "temperature": temperature,
+            "logprobs": logprobs, "echo": echo, **fields,
+        }  # fmt: skip
+        return self._answer("/v1/completions", body, words)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> GenerateOutput:
-        """Answer messages, as `generate`."""
-        return self._answer("/v1/chat/completions", {"messages": list(messages)}, **options)
-
-    def _answer(
+    def chat(
         self,
-        path: str,
-        body: dict[str, Any],
+        messages: Sequence[Mapping[str, object]],
         *,
-        hooks: Sequence[Any] | None = None,
+        max_tokens: int = 16,
+        temperature: float = 0.0,
+        hooks: Sequence[object] | None = None,
         capture_layers: Sequence[int] | bool | None = None,
         capture_qk: Sequence[int] | bool | None = None,
         steering_vectors: Sequence[SteeringVector] | None = None,
         activations_transport: str | None = None,
-        **fields: Any,
+        **fields: object,
     ) -> GenerateOutput:
-        if hooks:
-            raise SpecError(NO_HOOKS)
-        if fields.get("stream"):
+        """Answer messages. Arguments and errors as `generate`."""
+        words = _words(hooks, capture_layers, capture_qk, steering_vectors, activations_transport)
+        body = {
+            "messages": list(messages), "max_tokens": max_tokens, "temperature": temperature,
+            **fields,
+        }  # fmt: skip
+        return self._answer("/v1/chat/completions", body, words)
+
+    def _answer(self, path: str, body: dict[str, object], words: dict[str, str]) -> GenerateOutput:
+        if body.get("stream"):
             raise SpecError("this client does not stream; use vllm_scope.client.ScopeClient.")
-        # In `vllm_xargs` what is more than a word is JSON.
-        words = {}
-        if capture_layers is not None:
-            words["output_residual_stream"] = json.dumps(_listed(capture_layers))
-        if capture_qk is not None:
-            words["output_qk"] = json.dumps(_listed(capture_qk))
-        if steering_vectors is not None:
-            words["apply_steering_vectors"] = json.dumps([v.model_dump() for v in steering_vectors])
-        if activations_transport is not None:
-            words["activations_transport"] = activations_transport
         if words:
-            fields["vllm_xargs"] = {**(fields.get("vllm_xargs") or {}), **words}
-        defaults = {"model": self.model, "max_tokens": 16, "temperature": 0.0}
-        raw = json.loads(self._request("POST", path, defaults | body | fields))
+            own = mapping(body.get("vllm_xargs"), "vllm_xargs")
+            body["vllm_xargs"] = dict[object, object](own) | words
+        raw = json.loads(self._request("POST", path, {"model": self.model} | body))
         choice = raw["choices"][0]
         text = (choice.get("message") or {}).get("content") or choice.get("text") or ""
         found = None
         if raw.get("activations"):
             from vllm_scope.compat.vllm_lens.wire import decode_activations
 
-            found = decode_activations(raw, fetch_bytes=self.fetch_bytes) or None
+            found = decode_activations(raw, fetch_bytes=self.fetch_bytes)
         return GenerateOutput(text, found, None, choice.get("logprobs"), raw)
 
     def fetch_bytes(self, handle: str) -> bytes:
         """The bytes of a handle. The server deletes them, so a second call fails."""
         return self._request("GET", f"/v1/activations/{quote(handle, safe='')}?delete=true")
 
-    def _request(self, method: str, path: str, body: Any = None) -> bytes:
+    def _request(self, method: str, path: str, body: object = None) -> bytes:
         response = self._http.request(method, f"{self.base_url}{path}", json=body)
         return Response(response.status_code, response.content).checked().content
 
-    def register_hooks(self, *_: Any, **__: Any) -> NoReturn:
+    def register_hooks(self, *_: object, **__: object) -> NoReturn:
         """Raises SpecError: a server runs no functions."""
         raise SpecError(NO_HOOKS)
 
@@ -174,5 +185,21 @@ class VLLMLensClient:
         self.close()
 
 
-def _listed(asked: Sequence[int] | bool) -> list[int] | bool:
-    return asked if isinstance(asked, bool) else [int(layer) for layer in asked]
+def _words(
+    hooks: Sequence[object] | None,
+    layers: Sequence[int] | bool | None,
+    qk_layers: Sequence[int] | bool | None,
+    vectors: Sequence[SteeringVector] | None,
+    transport: str | None,
+) -> dict[str, str]:
+    """The keys in `vllm_xargs`, where lists and objects are JSON strings."""
+    if hooks:
+        raise SpecError(NO_HOOKS)
+    words = {"activations_transport": transport} if transport is not None else {}
+    for key, asked in (("output_residual_stream", layers), ("output_qk", qk_layers)):
+        if asked is not None:
+            listed = asked if isinstance(asked, bool) else [int(layer) for layer in asked]
+            words[key] = json.dumps(listed)
+    if vectors is not None:
+        words["apply_steering_vectors"] = json.dumps([v.model_dump() for v in vectors])
+    return words

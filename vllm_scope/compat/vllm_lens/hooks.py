@@ -28,6 +28,9 @@ from torch import Tensor
 from vllm_scope.compat.vllm_lens.model import NO_HOOKS, Model
 from vllm_scope.errors import ScopeError, SpecError, shown
 
+#: Whatever a hook keeps.
+Saved = dict[str, Any]
+
 
 class HookContext:
     """Where a hook runs, and what it saves; one per hook and completion.
@@ -40,14 +43,15 @@ class HookContext:
         model: vLLM's.
     """
 
+    model: torch.nn.Module
+
     def __init__(self) -> None:
         self.layer_idx, self.seq_len, self.positions = 0, 0, range(0)
-        self.saved: dict[str, Any] = {}
-        self.model: Any = None
+        self.saved: Saved = {}
 
     def get_parameter(self, name: str) -> Tensor:
         """A parameter, a buffer or another tensor of the model, by its dotted name."""
-        found = self.model
+        found: object = self.model
         for part in name.split("."):
             found = getattr(found, part)
         return torch.as_tensor(found)
@@ -76,7 +80,7 @@ class Hook(Model):
             )
         layers = list(self.layer_indices)
         object.__setattr__(self, "layer_indices", layers)
-        if not layers or any(isinstance(n, bool) or not isinstance(n, int) for n in layers):
+        if {type(n) for n in layers} != {int}:
             raise SpecError(f"Hook.layer_indices is {shown(layers)}; it is a list of layers.")
 
     def model_dump(self, mode: str = "json") -> NoReturn:
@@ -100,8 +104,9 @@ class HookRun:
         self._errors: dict[int, str] = {}
 
     def call(
-        self, child: int, place: tuple[int, bool], rows: Tensor, first: int, model: Any
-    ) -> Tensor | None:
+        self, child: int, place: tuple[int, bool], rows: Tensor, first: int,
+        model: torch.nn.Module,
+    ) -> Tensor | None:  # fmt: skip
         """Call the hooks of a place (layer, pre) in turn, each with the rows of the one before.
         Returns None if no hook has returned rows."""
         layer, before = place
@@ -129,7 +134,7 @@ class HookRun:
         return HookResults(found, self._errors.get(child))
 
 
-class HookResults(Mapping[str, dict[str, Any]]):
+class HookResults(Mapping[str, Saved]):
     """`output.hook_results`: the hook's index, as text -> what it saved.
 
     Raises:
@@ -139,7 +144,7 @@ class HookResults(Mapping[str, dict[str, Any]]):
     def __init__(self, contexts: Mapping[str, HookContext], error: str | None) -> None:
         self._contexts, self._error = contexts, error
 
-    def __getitem__(self, index: str) -> dict[str, Any]:
+    def __getitem__(self, index: str) -> Saved:
         if self._error is not None:
             raise ScopeError(f"hook_results: {self._error}")
         return self._contexts[index].saved

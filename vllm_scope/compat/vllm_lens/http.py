@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import StreamingResponse
@@ -28,6 +28,9 @@ from vllm_scope.files.tensors import Header, read_header
 from vllm_scope.server.access import RefusalError, Route, errors, state_of
 from vllm_scope.server.answer import MAX_INLINE_BYTES
 from vllm_scope.server.faces import FirstReply, HttpFace, Keep, Reply
+
+if TYPE_CHECKING:
+    from vllm import CompletionOutput
 
 #: Key in the metadata of a kept file: the dtype and the shape of its tensor.
 _DESCRIBED = "activations"
@@ -46,11 +49,11 @@ class LensReply(FirstReply):
         super().__init__()
         self._keep, self._num_bytes = keep, 0
 
-    def value(self, completion: Any) -> dict[str, Any] | None:
+    def value(self, completion: CompletionOutput) -> dict[str, object] | None:
         found = getattr(completion, "activations", None)
         return None if found is None else {name: self._entry(found, name) for name in found}
 
-    def _entry(self, activations: Mapping[str, Any], name: str) -> dict[str, Any]:
+    def _entry(self, activations: Mapping[str, object], name: str) -> dict[str, object]:
         try:
             tensor = activations[name]
             if not isinstance(tensor, Tensor):
@@ -69,10 +72,10 @@ class LensReply(FirstReply):
             kept = self._keep({name: tensor}, {_DESCRIBED: json.dumps(body)})
         except ScopeError as error:
             return {"error": str(error)}
-        return {"handle": kept.id, "nbytes": tensor.nbytes, "transport": "binary"} | body
+        return {"handle": kept.id, "nbytes": tensor.nbytes, "transport": "binary", **body}
 
 
-def _begin(values: Mapping[str, Any], keep: Keep) -> Reply:
+def _begin(values: Mapping[str, object], keep: Keep) -> Reply:
     transport = values.get("activations_transport", "base64")
     if transport not in ("base64", "binary"):
         raise SpecError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +24,9 @@ from vllm_scope.request.actions import Action, Add, Read
 from vllm_scope.request.selectors import Except
 from vllm_scope.request.sites import KINDS, Sites, kind_of
 from vllm_scope.results.result import ScopeResult
+
+if TYPE_CHECKING:
+    from vllm import CompletionOutput, RequestOutput
 
 #: A tensor of `output.activations` -> its site.
 _TENSORS = {"residual_stream": SITE, "attn_q": "q", "attn_k": "k"}
@@ -47,7 +50,7 @@ class Activations(Mapping[str, Any]):
     ) -> None:  # fmt: skip
         self._result, self._sites = result, sites
         self._layers: dict[str, list[int]] = {}
-        self._others: dict[str, list[Any]] = {}
+        self._others: dict[str, list[int] | list[dict[str, object]]] = {}
         if layers is not None:
             self._layers["residual_stream"] = sorted(layers)
         if qk_layers is not None:
@@ -78,23 +81,15 @@ class Activations(Mapping[str, Any]):
         return len(self._layers) + len(self._others)
 
 
-def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
+def translate(values: Mapping[str, object], sites: Sites) -> Translation:
     """The actions and hooks of vllm-lens's keys of one request.
 
     Raises:
         SpecError: a key of a wrong type, or one that is not supported.
     """
-    of_all: PersistentHooks | None = values.get(PERSISTENT)
-    own = _hooks(_parsed(values, "apply_hooks"))
-    run = _run(of_all.hooks if of_all is not None else (), own, sites)
-    vectors = _listed(_parsed(values, "apply_steering_vectors"))
-    room = Room()
-    for i, vector in enumerate(vectors):
-        _check_size(vector, sites, room, f"apply_steering_vectors[{i}]")
-    said = [
-        one for i, vector in enumerate(vectors)
-        for one in _adds(vector, f"apply_steering_vectors[{i}]")
-    ]  # fmt: skip
+    of_all, own = values.get(PERSISTENT), _hooks(values.get("apply_hooks"))
+    run = _run(of_all.hooks if isinstance(of_all, PersistentHooks) else (), own, sites)
+    said = _steering(values.get("apply_steering_vectors"), sites)
     if run is not None:
         _check_order(run, [action for action, _ in said])
     layers = _layers(values, "output_residual_stream", sites)
@@ -108,13 +103,13 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
         none = Read(SITE, tokens=Except("prompt", "prompt"))  # of no token
         said.append((none, _of_key("apply_hooks")))
 
-    def decorate(output: Any, completion: Any) -> None:
+    def decorate(output: RequestOutput, completion: CompletionOutput) -> None:
         if layers is not None or qk_layers is not None:
             found = Activations(completion.scope, sites, layers, qk_layers)
             give(output, completion, "activations", found)
         if run is not None and own:
             give(output, completion, "hook_results", run.results(completion.index))
-        if run is not None and of_all is not None:
+        if run is not None and isinstance(of_all, PersistentHooks):
             alone = len(output.outputs) == 1
             name = output.request_id if alone else f"{completion.index}_{output.request_id}"
             of_all.results[name] = run.results(completion.index, of_all=True)
@@ -127,7 +122,8 @@ def _of_key(key: str) -> dict[str, str]:
     return dict.fromkeys(("", ".layers", ".site"), key)
 
 
-def _hooks(asked: Any) -> list[Hook]:
+def _hooks(asked: object) -> list[Hook]:
+    asked = parsed(asked, "apply_hooks")
     if not asked:
         return []
     if not isinstance(asked, list | tuple) or not all(isinstance(hook, Hook) for hook in asked):
@@ -170,8 +166,8 @@ def _check_tapped(sites: Sites) -> None:
         )
 
 
-def _layers(values: Mapping[str, Any], key: str, sites: Sites) -> list[int] | None:
-    asked = _parsed(values, key)
+def _layers(values: Mapping[str, object], key: str, sites: Sites) -> list[int] | None:
+    asked = parsed(values.get(key), key)
     if asked is None or (isinstance(asked, int) and asked == 0):
         return None
     # vLLM makes numbers of the booleans in `vllm_xargs`.
@@ -189,24 +185,26 @@ def _layers(values: Mapping[str, Any], key: str, sites: Sites) -> list[int] | No
     return sorted(set(asked))
 
 
-def _listed(asked: Any) -> Sequence[Any]:
+def _steering(asked: object, sites: Sites) -> list[tuple[Action, dict[str, str]]]:
+    """The Adds of `apply_steering_vectors`, and their names in errors."""
+    key, room = "apply_steering_vectors", Room()
+    asked = parsed(asked, key)
     if asked is None:
-        return ()
-    few(asked, MOST["edits"], "vectors", "apply_steering_vectors")
+        return []
+    few(asked, MOST["edits"], "vectors", key)
     if not isinstance(asked, list | tuple):
-        raise SpecError(
-            f"apply_steering_vectors is {shown(asked)}; it is a list of "
-            "SteeringVector, or its JSON."
-        )
-    return asked
+        raise SpecError(f"{key} is {shown(asked)}; it is a list of SteeringVector, or its JSON.")
+    for i, vector in enumerate(asked):
+        _check_size(vector, sites, room, f"{key}[{i}]")
+    return [one for i, vector in enumerate(asked) for one in _adds(vector, f"{key}[{i}]")]
 
 
-def _adds(vector: Any, where: str) -> list[tuple[Action, dict[str, str]]]:
+def _adds(given: object, where: str) -> list[tuple[Action, dict[str, str]]]:
     """The Adds of a SteeringVector or of its JSON, and their names in errors."""
     words = {"": where, ".vector": f"{where}.activations", ".layers": f"{where}.layer_indices"}
     words |= {".site": f"{where}.layer_indices", ".tokens": f"{where}.position_indices"}
     with called({"SteeringVector": where} | {f"Add{end}": path for end, path in words.items()}):
-        vector = SteeringVector.model_validate(vector)
+        vector = SteeringVector.model_validate(given)
         actions = vector.to_actions()
     if vector.position_indices is None:
         most = vector.num_edits - 1
@@ -214,7 +212,7 @@ def _adds(vector: Any, where: str) -> list[tuple[Action, dict[str, str]]]:
     return [(action, words) for action in actions]
 
 
-def _check_size(vector: Any, sites: Sites, room: Room, where: str) -> None:
+def _check_size(vector: object, sites: Sites, room: Room, where: str) -> None:
     """Raise SpecError for a vector that this model cannot use, before the vector is built."""
     if isinstance(vector, SteeringVector):
         room.take("edits", vector.num_edits, where)
@@ -245,8 +243,3 @@ def _check_size(vector: Any, sites: Sites, room: Room, where: str) -> None:
             few(rows, num_positions, "positions", f"{path}[{i}]")
             for each in rows:
                 check_vector(each, sites.hidden_size, room, f"{path}[{i}]")
-
-
-def _parsed(values: Mapping[str, Any], key: str) -> Any:
-    """The value of a key, parsed if it is JSON; None if the key is missing."""
-    return parsed(values.get(key), key)

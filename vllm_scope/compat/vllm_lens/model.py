@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import MISSING, fields
-from typing import Any, Self
+from dataclasses import MISSING, dataclass, fields
+from typing import Self
 
 from vllm_scope.errors import SpecError, shown
 
@@ -15,11 +15,12 @@ NO_HOOKS = (
 )
 
 
+@dataclass(frozen=True, eq=False)
 class Model:
-    """Base of frozen dataclasses that check their fields in `__post_init__`."""
+    """Base of dataclasses that check their fields in `__post_init__`."""
 
     @classmethod
-    def model_validate(cls, obj: Any) -> Self:
+    def model_validate(cls, obj: object) -> Self:
         """An instance: `obj` itself, or made from a mapping of its fields.
 
         Raises:
@@ -27,7 +28,7 @@ class Model:
         """
         if isinstance(obj, cls):
             return obj
-        known = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
+        known = {field.name: field for field in fields(cls)}
         name = cls.__name__
         if not isinstance(obj, Mapping):
             raise SpecError(
@@ -42,16 +43,11 @@ class Model:
                 raise SpecError(f"{name} has no {field.name!r}; give one.")
         return cls(**obj)
 
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy with other values for some fields, which are checked (pydantic does not).
+    def model_copy(self, *, update: Mapping[str, object] | None = None, deep: bool = False) -> Self:
+        """A copy with other values for some fields. The new values are checked (pydantic does not).
 
         Args:
             deep: copy the values of the other fields too.
         """
-        given = update or {}
-        stay = {
-            field.name: getattr(self, field.name)
-            for field in fields(self)  # type: ignore[arg-type]
-            if field.name not in given
-        }
-        return self.model_validate({**(deepcopy(stay) if deep else stay), **given})
+        held = {field.name: getattr(self, field.name) for field in fields(self)}
+        return self.model_validate({**(deepcopy(held) if deep else held), **(update or {})})

@@ -5,12 +5,15 @@ vllm-lens adds these methods to vllm.LLM. Here vllm.LLM gets them when Hook is i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from vllm_scope.compat import PERSISTENT
 from vllm_scope.compat.vllm_lens.hooks import Hook, HookResults
 from vllm_scope.errors import SpecError, shown
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 
 class PersistentHooks:
@@ -30,14 +33,14 @@ class PersistentHooks:
         return bool(self.hooks)
 
 
-def _of(llm: Any) -> PersistentHooks:
+def _of(llm: LLM) -> PersistentHooks:
     found = llm.llm_engine.vllm_config.__dict__.setdefault(PERSISTENT, PersistentHooks())
     assert isinstance(found, PersistentHooks)
     return found
 
 
 def register_hooks(
-    self: Any, hooks: Sequence[Hook], prefetch_params: Sequence[str] | None = None
+    self: LLM, hooks: Sequence[Hook], prefetch_params: Sequence[str] | None = None
 ) -> None:
     """Let every later request run these hooks too.
 
@@ -52,28 +55,27 @@ def register_hooks(
     _of(self).hooks.extend(hooks)
 
 
-def collect_hook_results(self: Any) -> dict[str, Mapping[str, dict[str, Any]]]:
+def collect_hook_results(self: LLM) -> dict[str, HookResults]:
     """request id -> the hook's index -> what it saved, since the last clear."""
     return dict(_of(self).results)
 
 
-def clear_hooks(self: Any) -> None:
+def clear_hooks(self: LLM) -> None:
     """Forget the hooks and their results. Running requests keep their hooks."""
-    found = _of(self)
-    found.hooks = []
-    found.results = {}
+    _of(self).hooks = []
+    clear_hook_results(self)
 
 
-def clear_hook_results(self: Any) -> None:
+def clear_hook_results(self: LLM) -> None:
     """Forget the results, and keep the hooks."""
     _of(self).results = {}
 
 
-def prefetch_params(self: Any, names: Sequence[str]) -> None:
+def prefetch_params(self: LLM, names: Sequence[str]) -> None:
     """Does nothing: the only worker has all parameters."""
 
 
-def clear_prefetched(self: Any) -> None:
+def clear_prefetched(self: LLM) -> None:
     """Does nothing."""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +26,8 @@ class SteeringVector(Model):
 
     Attributes:
         activations: [num_layers, hidden_size] for every token, or [num_layers,
-            num_positions, hidden_size] for one token per position.
+            num_positions, hidden_size] for one token per position. May be given as an array,
+            as lists, or as JSON of a tensor.
         layer_indices: one layer for each row of `activations`.
         scale: the factor of the vectors.
         norm_match: add `scale * ||h||` times the vector's direction, per token.
@@ -39,7 +39,7 @@ class SteeringVector(Model):
         SpecError: shapes and indices do not fit, or a position is negative or comes twice.
     """
 
-    activations: Any
+    activations: Tensor
     layer_indices: Sequence[int]
     scale: float = 1.0
     norm_match: bool = False
@@ -86,7 +86,7 @@ class SteeringVector(Model):
     def to_actions(self) -> list[Action]:
         """The vectors as Adds."""
 
-        def add(vectors: Tensor, tokens: Any) -> Action:
+        def add(vectors: Tensor, tokens: object) -> Action:
             return Add(
                 vectors, site=SITE, layers=self.layer_indices, scale=self.scale, tokens=tokens,
                 norm_match=self.norm_match,
@@ -100,7 +100,7 @@ class SteeringVector(Model):
             positions = range(self.activations.shape[1])
         return [add(self.activations[:, i], [position]) for i, position in enumerate(positions)]
 
-    def model_dump(self, mode: str = "json") -> dict[str, Any]:
+    def model_dump(self, mode: str = "json") -> dict[str, object]:
         """JSON in every mode; `SteeringVector.model_validate` reads it."""
         body = {name: getattr(self, name) for name in FIELDS}
         return body | {"activations": serialize_tensor(self.activations, compress=False)}
@@ -109,7 +109,7 @@ class SteeringVector(Model):
 FIELDS = tuple(field.name for field in fields(SteeringVector))
 
 
-def claimed_shape(values: Any) -> list[int] | None:
+def claimed_shape(values: object) -> list[int] | None:
     """The shape that a tensor, an array, lists or JSON of a tensor claim; None if there is none.
 
     Of lists only the first items are read.
@@ -126,7 +126,7 @@ def claimed_shape(values: Any) -> list[int] | None:
     return list(values.shape) if hasattr(values, "shape") else None
 
 
-def _numbers(values: Any, where: str) -> list[int]:
+def _numbers(values: object, where: str) -> list[int]:
     few(values, MOST["positions"], "numbers", where)
     found = as_numbers(values)
     if not isinstance(found, list) or not set(map(type, found)) <= {int}:
@@ -134,7 +134,7 @@ def _numbers(values: Any, where: str) -> list[int]:
     return found
 
 
-def _tensor(values: Any) -> Tensor:
+def _tensor(values: object) -> Tensor:
     where = "SteeringVector.activations"
     if isinstance(values, Tensor):
         return values

@@ -15,8 +15,10 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeGuard
+from types import ModuleType
+from typing import Any, TypedDict, TypeGuard
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -29,31 +31,40 @@ from vllm_scope.errors import ConfigError, ScopeError, SpecError, shown
 DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
 MAX_DIMENSIONS = 8
 FIELDS = ("data", "dtype", "original_dtype", "shape", "compression")
-#: Unknown fields, which a later version may have, are ignored up to so many in all.
+#: Fields of a tensor. Unknown fields, which a later version may have, are ignored.
 MOST_FIELDS = 16
-#: zstd may make SMALL_BYTES and MOST_TIMES as many bytes as a stranger sends.
+#: A zstd frame of n bytes may become SMALL_BYTES + MOST_TIMES * n bytes.
 MOST_TIMES, SMALL_BYTES = 64, 1 << 16
 #: The only field of a value that is not a tensor.
 PLAIN = "__json__"
 #: Handle -> its bytes.
 Fetch = Callable[[str], bytes]
+#: Name -> a tensor; of qk_layers and qk_meta their JSON.
+Decoded = dict[str, Any]
 
 
-def serialize_tensor(tensor: Tensor, compress: bool | None = None) -> dict[str, Any]:
+class Described(TypedDict):
+    """The dtype (numpy's name, and torch's) and the shape of a tensor."""
+
+    dtype: str
+    original_dtype: str
+    shape: list[int]
+
+
+def serialize_tensor(tensor: Tensor, compress: bool | None = None) -> dict[str, object]:
     """A tensor as JSON.
 
     Args:
         compress: with zstd; None: if zstd is installed.
     """
-    raw, body = _bits(tensor).numpy().tobytes(), described(tensor)
+    raw, more = _bits(tensor).numpy().tobytes(), {}
     zstd = None if compress is False else _zstd()
     if zstd is not None:
-        raw = zstd.compress(raw, 1)
-        body["compression"] = "zstd"
-    return {"data": base64.b64encode(raw).decode()} | body
+        raw, more = zstd.compress(raw, 1), {"compression": "zstd"}
+    return {"data": base64.b64encode(raw).decode(), **described(tensor), **more}
 
 
-def serialize_activations(activations: Mapping[str, Any]) -> dict[str, Any]:
+def serialize_activations(activations: Mapping[str, object]) -> dict[str, dict[str, object]]:
     """`output.activations` as the field `activations` of an answer."""
     return {
         name: serialize_tensor(value) if isinstance(value, Tensor) else {PLAIN: value}
@@ -61,14 +72,9 @@ def serialize_activations(activations: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def described(tensor: Tensor) -> dict[str, Any]:
-    """The dtype and the shape of a tensor as JSON."""
-    bits = _bits(tensor)
-    return {
-        "dtype": str(bits.numpy().dtype),
-        "original_dtype": str(tensor.dtype),
-        "shape": list(tensor.shape),
-    }
+def described(tensor: Tensor) -> Described:
+    dtype = str(_bits(tensor).numpy().dtype)
+    return {"dtype": dtype, "original_dtype": str(tensor.dtype), "shape": list(tensor.shape)}
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -76,15 +82,16 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 
-def _zstd() -> Any:
+def _zstd() -> ModuleType | None:
     try:
-        return zstd_library()
+        found: ModuleType = zstd_library()
+        return found
     except ConfigError:
         return None
 
 
 def deserialize_tensor(
-    body: Mapping[str, Any], most_bytes: int | None = None, where: str = "the tensor"
+    body: Mapping[str, object], most_bytes: int | None = None, where: str = "the tensor"
 ) -> Tensor:
     """The tensor that `serialize_tensor` wrote.
 
@@ -98,22 +105,23 @@ def deserialize_tensor(
     few(body, MOST_FIELDS, "fields", where)
     if "data" not in body:
         raise SpecError(f"{where} is {shown(body)}; over the wire it is {{{', '.join(FIELDS)}}}.")
-    dtype, shape = _described(body, most_bytes, where)
+    data, (_, _, size) = body["data"], _described(body, most_bytes, where)
     if body.get("compression") != "zstd":
-        check_base64(body["data"], dtype.itemsize * math.prod(shape), where)
+        check_base64(data, size, where)
     try:
-        raw = base64.b64decode(body["data"], validate=True)
-    except (TypeError, ValueError):
-        raise SpecError(f"{where}.data is {shown(body['data'])}; it is a base64 string.") from None
+        if not isinstance(data, str | bytes):
+            raise ValueError
+        raw = base64.b64decode(data, validate=True)
+    except ValueError:
+        raise SpecError(f"{where}.data is {shown(data)}; it is a base64 string.") from None
     return tensor_of(raw, body, most_bytes, where)
 
 
 def tensor_of(
-    raw: bytes, body: Mapping[str, Any], most_bytes: int | None = None, where: str = "the tensor"
+    raw: bytes, body: Mapping[str, object], most_bytes: int | None = None, where: str = "the tensor"
 ) -> Tensor:
     """The tensor of bytes that `body` describes. Arguments and errors as `deserialize_tensor`."""
-    dtype, shape = _described(body, most_bytes, where)
-    size = dtype.itemsize * math.prod(shape)
+    dtype, shape, size = _described(body, most_bytes, where)
     if body.get("compression") == "zstd":
         if most_bytes is not None and size > SMALL_BYTES + MOST_TIMES * len(raw):
             raise SpecError(
@@ -122,34 +130,32 @@ def tensor_of(
             )
         raw = _unzipped(raw, size, where)
     if len(raw) != size:
-        raise SpecError(
-            f"{where} has {len(raw)} bytes; {dtype} of shape {shape} takes {size}."
-        )  # fmt: skip
+        raise SpecError(f"{where} has {len(raw)} bytes; {dtype} of shape {shape} takes {size}.")
     values = torch.from_numpy(np.frombuffer(raw, dtype).reshape(shape).copy())
     bfloat16 = body.get("original_dtype") == "torch.bfloat16" and dtype.itemsize == 2
     return values.view(torch.bfloat16) if bfloat16 else values
 
 
 def _described(
-    body: Mapping[str, Any], most_bytes: int | None, where: str
-) -> tuple[np.dtype[Any], list[int]]:
-    """Dtype and shape; raises SpecError for more than `most_bytes`."""
+    body: Mapping[str, object], most_bytes: int | None, where: str
+) -> tuple[np.dtype[np.generic], list[int], int]:
+    """Dtype, shape and number of bytes; raises SpecError for more than `most_bytes`."""
     name, shape = body.get("dtype"), body.get("shape")
-    if name not in DTYPES or not is_shape(shape):
+    if not isinstance(name, str) or name not in DTYPES or not is_shape(shape):
         raise SpecError(
             f"{where} has dtype {shown(name)} and shape {shown(shape)}; dtype is one of "
             f"{', '.join(DTYPES)}, shape a list of at most {MAX_DIMENSIONS} numbers."
         )
-    dtype = np.dtype(name)
+    dtype: np.dtype[np.generic] = np.dtype(name)
     size = dtype.itemsize * math.prod(shape)
     if most_bytes is not None and size > most_bytes:
         raise SpecError(
             f"{where} of shape {shape} takes {size:,} bytes, of {most_bytes:,} at most."
         )
-    return dtype, shape
+    return dtype, shape, size
 
 
-def is_shape(shape: Any) -> TypeGuard[list[int]]:
+def is_shape(shape: object) -> TypeGuard[list[int]]:
     return (
         isinstance(shape, list)
         and len(shape) <= MAX_DIMENSIONS
@@ -173,9 +179,7 @@ def _unzipped(raw: bytes, size: int, where: str) -> bytes:
     return found
 
 
-def decode_activations(
-    body: Mapping[str, Any], *, fetch_bytes: Fetch | None = None
-) -> dict[str, Any]:
+def decode_activations(body: Mapping[str, object], *, fetch_bytes: Fetch | None = None) -> Decoded:
     """The activations of an answer or of one of its choices; {} if nothing was captured.
 
     Args:
@@ -186,8 +190,9 @@ def decode_activations(
         ScopeError: the server could not deliver a tensor, or there is a handle and no
             `fetch_bytes`.
     """
-    found: dict[str, Any] = {}
-    for name, entry in (body.get("activations") or {}).items():
+    found: Decoded = {}
+    entries = msgspec.convert(body.get("activations") or {}, dict[str, dict[str, object]])
+    for name, entry in entries.items():
         if "error" in entry:
             raise ScopeError(str(entry["error"]))
         if PLAIN in entry:
@@ -199,5 +204,5 @@ def decode_activations(
                 f"activations[{name!r}] came as a handle: give fetch_bytes, or use VLLMLensClient."
             )
         else:
-            found[name] = tensor_of(fetch_bytes(entry["handle"]), entry)
+            found[name] = tensor_of(fetch_bytes(str(entry["handle"])), entry)
     return found
