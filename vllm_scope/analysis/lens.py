@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class Lens:
 
     @staticmethod
     def from_config(
-        config: Any,
+        config: object,
         norm_weight: Tensor,
         unembedding: Tensor,
         *,
@@ -74,7 +74,8 @@ class Lens:
         Raises:
             SpecError: the configuration has no eps, or a field is not a number; or as `Lens`.
         """
-        body = config.to_dict() if hasattr(config, "to_dict") else config
+        to_dict = getattr(config, "to_dict", None)
+        body = config if to_dict is None else to_dict()
         if not isinstance(body, Mapping):
             raise SpecError(f"{shown(config)} is no configuration; pass config.json's content.")
         body = body.get("text_config") or body
@@ -133,7 +134,7 @@ def _float(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.float()
 
 
-def _logit_scale(config: Mapping[str, Any]) -> float:
+def _logit_scale(config: Mapping[str, object]) -> float:
     """The product of a configuration's factors and divisors of logits."""
     found = {
         name: _above_zero(config[name], name)
@@ -150,9 +151,8 @@ def _logit_scale(config: Mapping[str, Any]) -> float:
     return scale
 
 
-def _above_zero(value: Any, name: str) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf:
+def _above_zero(value: object, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise SpecError(f"{name} is {shown(value)}; it is a number above 0.")
     return float(value)
 

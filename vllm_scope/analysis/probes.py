@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -106,7 +105,7 @@ class LinearProbe:
         # Doubts that were warned of. Not a field, because it is no part of the probe's value.
         object.__setattr__(self, "_told", set())
 
-    def action(self, name: str, tokens: Any = None, template: str | None = None) -> Probe:
+    def action(self, name: str, tokens: object = None, template: str | None = None) -> Probe:
         """The action that scores tokens with this probe while a model is served.
 
         Args:
@@ -267,10 +266,13 @@ def load_probe(path: str | Path) -> LinearProbe:
     """
     path = probe_path(path)
     weight, bias = read_weights(path)
-    place = read_place(path.with_suffix(".json"))
-    if place.get("calibration") is not None:
-        place["calibration"] = Calibration(**place["calibration"])
-    return LinearProbe(weight, bias, **place)
+    read = read_place(path.with_suffix(".json"))
+    found = read.get("calibration")
+    calibration = None if found is None else Calibration(**found)
+    return LinearProbe(
+        weight, bias, read["site"], read["layer"], read.get("pooling"), read.get("model"),
+        read.get("threshold", 0.0), read.get("template"), calibration,
+    )  # fmt: skip
 
 
 def _checked_labels(rows: Tensor, labels: Labels) -> NDArray[np.bool_]:

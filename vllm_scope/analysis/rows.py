@@ -8,7 +8,7 @@ Promise: a result with missing rows is refused.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class Result(Protocol):
     """
 
     def keys(self) -> list[SiteLayer]: ...
-    def __getitem__(self, stream: Any, /) -> Tensor: ...
+    def __getitem__(self, stream: SiteLayer, /) -> Tensor: ...
     def positions(self, site: str, layer: int = 0) -> Tensor: ...
 
 

@@ -16,7 +16,6 @@ process, on another device. docs/codecs.md says how much each codec loses.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -38,7 +37,7 @@ _KINDS: tuple[type[Codec], ...] = (
 CODECS = {str(kind.model_fields["codec"].default): kind for kind in _KINDS}
 
 
-def make_codec(name: str, hidden_size: int, dtype: torch.dtype, **options: Any) -> Codec:
+def make_codec(name: str, hidden_size: int, dtype: torch.dtype, **options: object) -> Codec:
     """A codec for rows of one shape and dtype.
 
     Raises:
@@ -49,7 +48,7 @@ def make_codec(name: str, hidden_size: int, dtype: torch.dtype, **options: Any) 
     return codec_from({**said, **options})
 
 
-def codec_from(metadata: Mapping[str, Any]) -> Codec:
+def codec_from(metadata: Mapping[str, object]) -> Codec:
     """The codec that wrote this metadata.
 
     Raises:

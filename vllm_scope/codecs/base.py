@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
@@ -69,7 +69,7 @@ class Codec(BaseModel):
     def prepare(self, device: torch.device) -> None:
         """Make what `encode` needs on a device. After that, `encode` does not wait for the host."""
 
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, object]:
         """Name, shape, dtype and options as plain JSON, for `codec_from`."""
         return self.model_dump(mode="json")
 
@@ -139,7 +139,7 @@ class KeepsK(Codec):
 
     @model_validator(mode="before")
     @classmethod
-    def _default_k(cls, body: Any) -> Any:
+    def _default_k(cls, body: object) -> object:
         if isinstance(body, dict) and "k" not in body and type(body.get("hidden_size")) is int:
             return {**body, "k": cls.usual_k(body["hidden_size"])}
         return body

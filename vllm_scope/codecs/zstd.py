@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from importlib import import_module
+from types import ModuleType
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, StrictInt
@@ -15,28 +16,16 @@ from vllm_scope.codecs.base import Codec, RowPart
 from vllm_scope.errors import ConfigError
 
 
-def zstd_library() -> Any:
+def zstd_library() -> ModuleType:
     """Python's module `zstd` (its own from 3.14 on). Raises ConfigError if it is missing."""
     try:
-        if sys.version_info >= (3, 14):
-            from compression import zstd
-        else:
-            from backports import zstd
+        return import_module(
+            "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+        )
     except ImportError:
         raise ConfigError(
             "codec 'zstd' needs the package backports.zstd; pip install 'vllm-scope[files]'."
         ) from None
-    return zstd
-
-
-class _Compressors(threading.local):
-    """Level -> this thread's compressor. A compressor that threads share corrupts memory."""
-
-    def __init__(self) -> None:
-        self.of_level: dict[int, Any] = {}
-
-
-_compressors = _Compressors()
 
 
 class Zstd(Codec):
@@ -63,13 +52,9 @@ class Zstd(Codec):
         return ("frame",)
 
     def _encode(self, rows: Tensor) -> dict[str, Tensor]:
-        zstd = zstd_library()
-        compressor = _compressors.of_level.get(self.level)
-        if compressor is None:
-            compressor = zstd.ZstdCompressor(level=self.level)
-            _compressors.of_level[self.level] = compressor
         data = rows.contiguous().cpu().view(torch.uint8).reshape(-1).numpy()
-        frame = compressor.compress(data, compressor.FLUSH_FRAME)
+        # A compressor of its own for each call: threads that share one corrupt memory.
+        frame = zstd_library().compress(data, self.level)
         return {"frame": torch.frombuffer(bytearray(frame), dtype=torch.uint8)}
 
     def _decode(self, parts: Mapping[str, Tensor], num_rows: int) -> Tensor:

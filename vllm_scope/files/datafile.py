@@ -8,8 +8,7 @@ from __future__ import annotations
 import mmap
 import struct
 import zipfile
-from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from vllm_scope.files.manifest import MAX_INDEX_BYTES, Index
 from vllm_scope.files.npz import BITS
 from vllm_scope.files.per_request import KEY
 from vllm_scope.files.tensors import read_header
+from vllm_scope.vectors.containers import read_npy_header
 
 
 def read_index(folder: Folder, name: str) -> Index | None:
@@ -37,10 +37,10 @@ def read_index(folder: Folder, name: str) -> Index | None:
         header = read_header(file, size, name, KEY)
         if KEY in header.metadata:
             return Index.decode(header.metadata[KEY], name)
-        entry = header.tensors.get(KEY)
-        if entry is None or header.metadata.get("layout") != "sharded":
+        tensor = header.tensors.get(KEY)
+        if tensor is None or header.metadata.get("layout") != "sharded":
             return None
-        start, stop = entry.data_offsets
+        start, stop = tensor.data_offsets
         if stop - start > MAX_INDEX_BYTES:
             raise FileError(
                 f"{name} has an index of {stop - start} bytes; one has at most {MAX_INDEX_BYTES}."
@@ -65,7 +65,7 @@ class MappedFile:
         with file:
             read_header(file, size, name, KEY)
         try:
-            self._file: Any = safe_open(folder.local(name), framework="pt")
+            self._file = safe_open(folder.local(name), framework="pt")
         except (SafetensorError, OSError) as error:
             raise FileError(f"{name} cannot be read: {error}") from None
         self._names = set(self._file.keys())
@@ -141,13 +141,7 @@ def _members(file: BinaryIO, size: int, name: str) -> dict[str, _Member]:
                         "written here are neither."
                     )
                 with archive.open(entry) as member:
-                    version = np.lib.format.read_magic(member)
-                    read: Callable[..., Any] = (
-                        np.lib.format.read_array_header_1_0
-                        if version == (1, 0)
-                        else np.lib.format.read_array_header_2_0
-                    )
-                    shape, fortran, dtype = read(member)
+                    shape, fortran, dtype = read_npy_header(member)
                     header_bytes = member.tell()
                 num_bytes = dtype.itemsize * int(np.prod(shape, dtype=object))
                 start = _data_start(file, entry) + header_bytes

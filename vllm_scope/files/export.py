@@ -13,8 +13,10 @@ import json
 import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from types import ModuleType
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -27,10 +29,14 @@ from vllm_scope.files.publish import LocalPublisher, whole_writes, write_bytes
 from vllm_scope.request.sites import SiteLayer
 
 if TYPE_CHECKING:
+    from pyarrow import Array, DataType, RecordBatch, Schema
+
     from vllm_scope.files.captured import CapturedRequest
     from vllm_scope.files.reader import Capture
 
 Dtype = Literal["float32", "float16"]
+#: The type of a column, as `datasets` writes it in JSON.
+_Feature = dict[str, object]
 #: Bytes of a batch, far below the limit of Arrow's lists, which count with 32 bits.
 _BATCH_BYTES = 64 << 20
 
@@ -50,14 +56,13 @@ class Exported(int):
         return found
 
 
-def _arrow() -> Any:
+def _arrow() -> ModuleType:
     try:
-        import pyarrow
+        return import_module("pyarrow")
     except ImportError:
         raise ConfigError(
             "exports need the package pyarrow; pip install 'vllm-scope[files]'."
         ) from None
-    return pyarrow
 
 
 def export_dataset(
@@ -82,19 +87,11 @@ def export_dataset(
         [("request", pa.string()), ("position", pa.int64()), ("token_id", pa.int32())]
         + [(stream_name(stream), kind) for stream, kind in values.items()]
     )
-    features: dict[str, Any] = {
-        "request": {"dtype": "string", "_type": "Value"},
-        "position": {"dtype": "int64", "_type": "Value"},
-        "token_id": {"dtype": "int32", "_type": "Value"},
-    }
-    for stream, size in width.items():
-        features[stream_name(stream)] = {
-            "feature": {"dtype": dtype, "_type": "Value"},
-            "length": size,
-            "_type": "List",
-        }
+    features = {
+        "request": _value("string"), "position": _value("int64"), "token_id": _value("int32"),
+    } | {stream_name(stream): _list(dtype, size) for stream, size in width.items()}  # fmt: skip
 
-    def batches() -> Iterator[Any]:
+    def batches() -> Iterator[RecordBatch]:
         for request in capture:
             if not all(stream in request for stream in streams):
                 continue
@@ -162,19 +159,15 @@ def export_saelens(
             pa.field("token_ids", pa.list_(pa.int32(), context_size)),
         ]
     )
-    features = {
+    features: dict[str, _Feature] = {
         hook_name: {"shape": [context_size, width], "dtype": dtype, "_type": "Array2D"},
-        "token_ids": {
-            "feature": {"dtype": "int32", "_type": "Value"},
-            "length": context_size,
-            "_type": "List",
-        },
+        "token_ids": _list("int32", context_size),
     }
     inner = np.arange(context_size + 1, dtype=np.int32) * width
     outer = np.array([0, context_size], np.int32)
     left_out = 0
 
-    def batches() -> Iterator[Any]:
+    def batches() -> Iterator[RecordBatch]:
         nonlocal left_out
         for request in capture:
             if stream not in request:
@@ -232,19 +225,30 @@ def _check_width(request: CapturedRequest, stream: SiteLayer, width: int) -> Non
         )
 
 
-def _arrow_type(dtype: Dtype) -> Any:
+def _value(dtype: str) -> _Feature:
+    return {"dtype": dtype, "_type": "Value"}
+
+
+def _list(dtype: str, length: int) -> _Feature:
+    return {"feature": _value(dtype), "length": length, "_type": "List"}
+
+
+def _arrow_type(dtype: Dtype) -> DataType:
     if dtype not in ("float32", "float16"):
         raise ConfigError(f"dtype is {dtype!r}; exports are float32 or float16.")
     return _arrow().float32() if dtype == "float32" else _arrow().float16()
 
 
-def _numbers(rows: Tensor, dtype: Dtype) -> Any:
+def _numbers(rows: Tensor, dtype: Dtype) -> Array:
     numbers = halved(rows) if dtype == "float16" else rows.float()
     return _arrow().array(numbers.reshape(-1).numpy())
 
 
 def _save(
-    folder: Path, schema: Any, features: dict[str, Any], batches: Callable[[], Iterator[Any]]
+    folder: Path,
+    schema: Schema,
+    features: dict[str, _Feature],
+    batches: Callable[[], Iterator[RecordBatch]],
 ) -> int:
     """Write the files of `Dataset.save_to_disk`, last the one that readers look for."""
     pa = _arrow()
@@ -265,7 +269,7 @@ def _save(
 
     data = "data-00000-of-00001.arrow"
     info = {"citation": "", "description": "", "features": features, "homepage": "", "license": ""}
-    state: dict[str, Any] = {
+    state: dict[str, object] = {
         "_data_files": [{"filename": data}],
         # The key of the caches of `datasets`.
         "_fingerprint": uuid.uuid4().hex[:16],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -83,7 +83,7 @@ class StreamEntry(msgspec.Struct, frozen=True):
 
     shape: tuple[int, int]
     dtype: str
-    codec: dict[str, Any]
+    codec: dict[str, object]
     file: str
     first: int = 0
 
@@ -125,8 +125,8 @@ class Manifest(msgspec.Struct, frozen=True):
     def num_tokens(self) -> int:
         return self.num_prompt_tokens + self.num_output_tokens
 
-    def to_json(self) -> dict[str, Any]:
-        body: dict[str, Any] = msgspec.to_builtins(self)
+    def to_json(self) -> dict[str, object]:
+        body: dict[str, object] = msgspec.to_builtins(self)
         return body
 
 

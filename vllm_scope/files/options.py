@@ -6,7 +6,7 @@ Owns:  FileOptions and its checks.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
@@ -44,7 +44,7 @@ class FileOptions(BaseModel):
     root: StrictStr = Field(min_length=1)
     layout: LayoutName = "sharded"
     codec: CodecName = "none"
-    codec_options: dict[str, Any] = Field(default_factory=dict)
+    codec_options: dict[str, object] = Field(default_factory=dict)
     fsync: StrictBool = False
     file_mib: StrictInt = Field(default=256, ge=1, le=1 << 20)
     packed_requests: StrictInt = Field(default=64, ge=1)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any
 
 from torch import Tensor
 
@@ -124,7 +123,7 @@ def open(path: str | os.PathLike[str]) -> Capture:
     folder = find_folder(path)
     files = OpenFiles(folder)
     #: (what the pieces of one request have in common) -> stage -> its pieces, mostly one.
-    groups: dict[tuple[Any, ...], dict[int, list[Piece]]] = {}
+    groups: dict[tuple[str, int, int], dict[int, list[Piece]]] = {}
     for name in folder.names():
         index = read_index(folder, name)
         if index is None:

@@ -15,14 +15,17 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from vllm_scope.errors import ConfigError, FileError
 from vllm_scope.files.folder import SUFFIXES
 from vllm_scope.files.publish import LocalPublisher, Write
 
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
-def _file_system(url: str) -> tuple[Any, str]:
+
+def _file_system(url: str) -> tuple[AbstractFileSystem, str]:
     try:
         import fsspec
     except ImportError:

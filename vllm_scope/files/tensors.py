@@ -9,11 +9,10 @@ read everything back by the library.
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 import torch
@@ -58,19 +57,15 @@ def write_tensors(
     """
     # Wide dtypes first: each tensor is then aligned in the mapped file.
     names = sorted(tensors, key=lambda name: (-tensors[name][0].dtype.itemsize, name))
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
     for name in names:
         pieces = tensors[name]
         size = sum(piece.nbytes for piece in pieces)
         shape = [sum(len(piece) for piece in pieces), *pieces[0].shape[1:]]
-        header[name] = {
-            "dtype": CODE_OF[pieces[0].dtype],
-            "shape": shape,
-            "data_offsets": [at, at + size],
-        }
+        header[name] = HeaderTensor(CODE_OF[pieces[0].dtype], shape, (at, at + size))
         at += size
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = msgspec.json.encode(header)
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise FileError(
@@ -98,7 +93,7 @@ def joined(pieces: Sequence[Tensor]) -> list[Tensor]:
     return [*found, torch.cat(small)] if small else found
 
 
-class TensorEntry(msgspec.Struct, frozen=True):
+class HeaderTensor(msgspec.Struct, frozen=True):
     """A tensor in a header. Offsets count from the header's end."""
 
     dtype: str
@@ -114,7 +109,7 @@ class Header(msgspec.Struct, frozen=True):
     """
 
     metadata: dict[str, str]
-    tensors: dict[str, TensorEntry]
+    tensors: dict[str, HeaderTensor]
     num_bytes: int
 
 
@@ -146,21 +141,22 @@ def read_header(file: BinaryIO, size: int, where: str, mark: str | None = None) 
         if mark is not None and mark not in metadata and mark not in body:
             return Header(metadata, {}, 8 + length)
         tensors = {
-            name: msgspec.json.decode(entry, type=TensorEntry) for name, entry in body.items()
+            name: msgspec.json.decode(tensor, type=HeaderTensor) for name, tensor in body.items()
         }
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FileError(f"{where}: its header cannot be read: {error}") from None
-    for name, entry in tensors.items():
-        _check(name, entry, size - 8 - length, where)
+    for name, tensor in tensors.items():
+        _check(name, tensor, size - 8 - length, where)
     return Header(metadata, tensors, 8 + length)
 
 
-def _check(name: str, entry: TensorEntry, data_bytes: int, where: str) -> None:
-    dtype = DTYPE_OF.get(entry.dtype)
+def _check(name: str, tensor: HeaderTensor, data_bytes: int, where: str) -> None:
+    dtype = DTYPE_OF.get(tensor.dtype)
     if dtype is None:
-        raise FileError(f"{where}: {shown(name)} is of dtype {shown(entry.dtype)}, not one of ours")
-    start, stop = entry.data_offsets
-    shape = entry.shape
+        raise FileError(
+            f"{where}: {shown(name)} is of dtype {shown(tensor.dtype)}, not one of ours"
+        )
+    (start, stop), shape = tensor.data_offsets, tensor.shape
     if len(shape) > MAX_DIMS:
         raise FileError(
             f"{where}: {shown(name)} has {len(shape)} dimensions; tensors written here have at "

@@ -92,10 +92,11 @@ class Writer:
         return codec, [codec.encode(block) for block in blocks]
 
     def _codec(self, hidden_size: int, dtype: torch.dtype) -> Codec:
-        key = (hidden_size, dtype)
+        key, options = (hidden_size, dtype), self._options
         if key not in self._codecs:
-            options = self._options
-            self._codecs[key] = make_codec(options.codec, *key, **options.codec_options)
+            self._codecs[key] = make_codec(
+                options.codec, hidden_size, dtype, **options.codec_options
+            )
         return self._codecs[key]
 
     def flush(self) -> None:

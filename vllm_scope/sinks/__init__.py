@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -147,10 +147,10 @@ class Report:
     """
 
     files: list[str] = field(default_factory=list)
-    streams: dict[str, dict[str, Any]] = field(default_factory=dict)
+    streams: dict[str, dict[str, object]] = field(default_factory=dict)
     status: Status | None = None
     reason: str | None = None
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, object] = field(default_factory=dict)
     published: Future[None] | None = None
     public: bool = False
 
@@ -215,8 +215,8 @@ class Manifest(msgspec.Struct, frozen=True):
     delivered: int
     dropped: int
     files: list[str] = []
-    streams: dict[str, dict[str, Any]] = {}
-    details: list[dict[str, Any]] = []
+    streams: dict[str, dict[str, object]] = {}
+    details: list[dict[str, object]] = []
     said: bool = False
 
     def public(self, sink: str) -> Manifest:

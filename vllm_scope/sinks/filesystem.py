@@ -10,7 +10,7 @@ when its file is visible: at once, or together with the other requests of its sh
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 
@@ -46,9 +46,7 @@ class FilesystemSink:
         )  # fmt: skip
         stored = (writer or self._writer.begin()).finish(record)
         manifest, root = stored.manifest, self._options.root
-        streams: dict[str, dict[str, Any]] = {
-            name: msgspec.to_builtins(entry) for name, entry in manifest.streams.items()
-        }
+        streams = {name: msgspec.to_builtins(one) for name, one in manifest.streams.items()}
         paths = [f"{root}/{stored.path(file)}" for file in manifest.files]
         return Report(
             manifest.files, streams, manifest.status, manifest.reason,

@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -42,6 +41,7 @@ ALONE_S = 0.1
 
 #: Called when a request has ended at this sink.
 OnEnd = Callable[[Delivery, Manifest], None]
+_Streams = dict[str, dict[str, object]]
 
 
 @dataclass
@@ -323,9 +323,9 @@ class Lane:
             self.counters.held_bytes = self._held.num_bytes
             delivery.keep(rows.arrival)
 
-    def _write_all(self, delivery: Delivery, blocks: Iterator[Block]) -> dict[str, Any]:
+    def _write_all(self, delivery: Delivery, blocks: Iterator[Block]) -> _Streams:
         """Write blocks. Returns stream -> shape, dtype and codec of its last block."""
-        streams: dict[str, Any] = {}
+        streams: _Streams = {}
         try:
             for block in blocks:
                 error = self._call(self._sink.write, block)
@@ -355,7 +355,7 @@ class Lane:
             self._dirty_since = self._dirty_since or time.monotonic()
 
     def _finish(self, delivery: Delivery, ended: Ended) -> None:
-        streams: dict[str, Any] = {}
+        streams: _Streams = {}
         if not self._live and delivery.error is None:
             streams = self._write_all(delivery, delivery.whole_blocks(ended))
         self._held.give(delivery.info.owner, delivery.forget())
@@ -403,7 +403,7 @@ class Lane:
             self._lost(delivery, error or f"sink {self.name!r} was flushed, but published nothing")
         return error
 
-    def _call(self, call: Callable[..., Any], *args: Any) -> str | None:
+    def _call(self, call: Callable[..., object], *args: object) -> str | None:
         """Call the sink. Returns why the call failed, or None."""
         self._called_at = time.monotonic()
         try:

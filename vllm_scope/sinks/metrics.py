@@ -11,9 +11,12 @@ sum. Each worker reports to one server, so that nothing counts twice.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_scope.transport.messages import CountersHeader
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter, Gauge
 
 _COUNTERS = {
     "rows": "Rows and scores that a sink was given",
@@ -34,13 +37,13 @@ _last: dict[tuple[int, str], dict[str, float]] = {}
 
 
 @cache
-def _metrics() -> dict[str, Any]:
+def _metrics() -> dict[str, Counter | Gauge]:
     try:
         from prometheus_client import Counter, Gauge
     except ImportError:
         return {}
     labels = ["sink"]
-    found: dict[str, Any] = {
+    found: dict[str, Counter | Gauge] = {
         name: Counter(f"vllm_scope_sink_{name}", text, labels) for name, text in _COUNTERS.items()
     }
     for name, text in _GAUGES.items():
@@ -69,4 +72,4 @@ def forget_worker(worker: int) -> None:
     for key in [key for key in _last if key[0] == worker]:
         totals = _last.pop(key)
         for name in metrics.keys() & _GAUGES.keys() & totals.keys():
-            metrics[name].labels(sink=key[1]).dec(totals[name])
+            metrics[name].labels(sink=key[1]).inc(-totals[name])

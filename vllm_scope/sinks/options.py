@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     BaseModel,
@@ -34,7 +34,7 @@ from vllm_scope.sinks import Sink
 from vllm_scope.sinks.reports import plain
 
 
-def _no_bool(value: Any) -> Any:
+def _no_bool(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError("Input should be a valid number")
     return value
@@ -106,7 +106,7 @@ class SinkConfig:
 
     name: str
     options: SinkOptions
-    own: Mapping[str, Any]
+    own: Mapping[str, object]
     reads: str | None = None
 
     def factory(self) -> Callable[[], Sink]:
@@ -155,7 +155,7 @@ def parse_sinks(body: object, where: str, reads: bool) -> dict[str, SinkConfig]:
     return {name: _parse_one(name, one, f"{where}.{name}", reads) for name, one in body.items()}
 
 
-def without_secrets(body: Any) -> Any:
+def without_secrets(body: object) -> object:
     """The engine's options (`additional_config["scope"]`) for a log: without the values of
     sinks' own options, which may be tokens, or URLs with tokens."""
     if not isinstance(body, Mapping):
@@ -169,7 +169,7 @@ def without_secrets(body: Any) -> Any:
     return shown
 
 
-def _hidden(name: str, body: object) -> Any:
+def _hidden(name: str, body: object) -> object:
     if not isinstance(body, Mapping):
         return HIDDEN
     known = {*SinkOptions.model_fields, "reads"}

@@ -12,7 +12,7 @@ import time
 import traceback
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 import msgspec
 
@@ -109,7 +109,7 @@ def _size(body: object) -> int | None:
         return None
 
 
-def _cleaned(value: Any) -> Any:
+def _cleaned(value: object) -> object:
     """The same value, with text that can be encoded."""
     if isinstance(value, str):
         return plain(value, len(value))
@@ -118,7 +118,7 @@ def _cleaned(value: Any) -> Any:
     return [_cleaned(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def manifest_of(ending: Ending, streams: dict[str, Any], report: Report) -> Manifest:
+def manifest_of(ending: Ending, streams: dict[str, dict[str, object]], report: Report) -> Manifest:
     """The manifest of a request at one sink.
 
     Args:

@@ -12,15 +12,17 @@ from __future__ import annotations
 import json
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 from tokenize import TokenError
-from typing import Any
+from types import ModuleType
+from typing import IO
 
 import numpy as np
 from numpy.lib import format as npy
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from vllm_scope.errors import SpecError, shown
 
@@ -29,7 +31,7 @@ MAX_BYTES = 64 << 20
 #: Of a GGUF file. A field takes a few small reads.
 MAX_GGUF_READS = 100_000
 
-Arrays = dict[str, NDArray[Any]]
+Arrays = dict[str, np.ndarray]
 
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
@@ -97,15 +99,28 @@ def read_npz(data: bytes) -> Arrays:
     return arrays
 
 
-def _read_npy(data: bytes, name: str) -> NDArray[Any]:
+def read_npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """The shape of an .npy array, whether it is in Fortran order, and its dtype. Reads no values.
+
+    Raises:
+        ValueError, SyntaxError, TokenError: the header is malformed.
+    """
+    version = npy.read_magic(stream)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"its format is {version}, not (1, 0) or (2, 0)")
+    shape, fortran, dtype = (
+        npy.read_array_header_1_0(stream)
+        if version == (1, 0)
+        else npy.read_array_header_2_0(stream)
+    )
+    return shape, fortran, dtype
+
+
+def _read_npy(data: bytes, name: str) -> np.ndarray:
     stream = BytesIO(data)
     try:
-        version = npy.read_magic(stream)
-        read_header: dict[tuple[int, int], Callable[..., Any]] = {
-            (1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0,
-        }  # fmt: skip
-        shape, _, dtype = read_header[version](stream)
-    except (KeyError, ValueError, SyntaxError, TokenError) as error:
+        shape, _, dtype = read_npy_header(stream)
+    except (ValueError, SyntaxError, TokenError) as error:
         # numpy reads a header as a Python literal, or else tokenizes it.
         raise SpecError(f"{shown(name)} is not an .npy array: {error}.") from None
     if dtype.kind != "f":
@@ -125,21 +140,24 @@ def read_gguf(path: Path) -> tuple[Arrays, dict[str, str]]:
         SpecError: too large, malformed, or with quantised tensors.
         ImportError: the `gguf` library is not installed.
     """
-    gguf = _gguf(path)
-    base: Any = gguf.GGUFReader
+    _gguf(path)
+    import gguf
 
-    class BoundedReader(base):
+    class BoundedReader(gguf.GGUFReader):
         # The library reads past the file's end without an error, and loops over a length of
         # 2**64.
         num_reads = 0
 
-        def _get(self, offset: int, dtype: Any, count: int = 1, **options: Any) -> Any:
+        def _get(
+            self, offset: int, dtype: DTypeLike, count: int = 1, **options: object
+        ) -> np.ndarray:
             self.num_reads += 1
             if self.num_reads > MAX_GGUF_READS:
                 raise ValueError("it has more fields than a control vector needs")
             if int(offset) + np.dtype(dtype).itemsize * int(count) > len(self.data):
                 raise ValueError("it is cut short")
-            return super()._get(offset, dtype, count, **options)
+            found: np.ndarray = super()._get(offset, dtype, count, **options)
+            return found
 
     check_size(path.stat().st_size, str(path))
     try:
@@ -181,15 +199,14 @@ def write_gguf(
     writer.close()
 
 
-def _gguf(path: Path) -> Any:
+def _gguf(path: Path) -> ModuleType:
     try:
-        import gguf
+        return import_module("gguf")
     except ImportError:
         raise ImportError(
             f"{path} is a GGUF file, and the library for these is not installed: "
             "pip install 'vllm-scope[gguf]'."
         ) from None
-    return gguf
 
 
 def _bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:

@@ -21,7 +21,8 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.sites import SiteLayer
@@ -161,7 +162,7 @@ def _save_gguf(path: Path, module: SteeringModule) -> None:
 
 
 def _module(arrays: Arrays, site: str, base: int, provenance: Provenance) -> SteeringModule:
-    by_tier: dict[str | None, dict[SiteLayer, Any]] = {None: {}}
+    by_tier: dict[str | None, dict[SiteLayer, np.ndarray]] = {None: {}}
     for name, array in arrays.items():
         stream, tier = _place_of(name, site, base)
         vectors = by_tier.setdefault(tier, {})

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeGuard
 
 import numpy as np
 
@@ -35,14 +35,14 @@ def tiers(word: str) -> dict[str, str]:
 #: Fields of a module and of a request.
 MODULE_TIERS, REQUEST_TIERS = tiers("vectors"), tiers("steering_vectors")
 #: A request's fields -> a module's.
-_MODULE_NAMES = dict(zip(REQUEST_TIERS, MODULE_TIERS, strict=True))
+_MODULE_NAMES: dict[object, object] = dict(zip(REQUEST_TIERS, MODULE_TIERS, strict=True))
 _PACKED = {"dtype", "shape", "data", "layer_indices"}
 
 #: (site, layer) -> [hidden_size], float32, scales multiplied in.
 HookVectors = dict[SiteLayer, Vector]
 
 
-def parse_hooks(body: Any, where: str) -> HookVectors:
+def parse_hooks(body: object, where: str) -> HookVectors:
     """The vectors of one tier; none if the body is None or empty.
 
     Raises:
@@ -82,7 +82,7 @@ def module_from_json(data: bytes) -> SteeringModule:
     return parse_module(parsed(text, "the file"), "the file")
 
 
-def parse_module(body: Any, where: str) -> SteeringModule:
+def parse_module(body: object, where: str) -> SteeringModule:
     """A module from an object with a field for each tier, or the one tier itself.
 
     Raises:
@@ -118,7 +118,7 @@ def parse_module(body: Any, where: str) -> SteeringModule:
     return SteeringModule(everywhere, tiers=found)
 
 
-def parsed(body: Any, where: str) -> Any:
+def parsed(body: object, where: str) -> object:
     """The value of a JSON text; any other value as it is."""
     if not isinstance(body, str):
         return body
@@ -128,7 +128,7 @@ def parsed(body: Any, where: str) -> Any:
         raise SpecError(f"{where} is not JSON: {error}.") from None
 
 
-def mapping(body: Any, where: str) -> dict[Any, Any]:
+def mapping(body: object, where: str) -> dict[object, object]:
     if body is None:
         return {}
     if not isinstance(body, Mapping):
@@ -136,7 +136,7 @@ def mapping(body: Any, where: str) -> dict[Any, Any]:
     return dict(body)
 
 
-def site_of(hook: Any, where: str) -> str:
+def site_of(hook: object, where: str) -> str:
     if not isinstance(hook, str) or hook not in ALIASES:
         raise SpecError(
             f"{where} has {shown(hook)}; hooks are {', '.join(ALIASES)}, of the residual stream."
@@ -144,7 +144,7 @@ def site_of(hook: Any, where: str) -> str:
     return ALIASES[hook]
 
 
-def layer_of(layer: Any, where: str) -> int:
+def layer_of(layer: object, where: str) -> int:
     """A layer's number; JSON's keys are strings."""
     if isinstance(layer, str) and layer.isascii() and layer.isdecimal() and len(layer) < 9:
         return int(layer)
@@ -153,7 +153,7 @@ def layer_of(layer: Any, where: str) -> int:
     return int(layer)
 
 
-def number_of(value: Any, where: str) -> float:
+def number_of(value: object, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise SpecError(f"{where} is {shown(value)}; it is a number.")
     try:
@@ -162,11 +162,13 @@ def number_of(value: Any, where: str) -> float:
         raise SpecError(f"{where} is {shown(value)}; it must be finite in float32.") from None
 
 
-def is_packed(by_layer: Any) -> bool:
+def is_packed(by_layer: object) -> TypeGuard[Mapping[object, object]]:
     return isinstance(by_layer, Mapping) and not _PACKED.isdisjoint(by_layer)
 
 
-def packed_rows(body: Mapping[Any, Any], where: str, also: set[str]) -> list[tuple[int, Vector]]:
+def packed_rows(
+    body: Mapping[object, object], where: str, also: set[str]
+) -> list[tuple[int, Vector]]:
     """(layer, row) in order, of the packed form.
 
     Args:
@@ -183,13 +185,13 @@ def packed_rows(body: Mapping[Any, Any], where: str, also: set[str]) -> list[tup
     return list(zip(numbers, rows, strict=True))
 
 
-def per_row(values: Any, num_rows: int, where: str) -> list[Any]:
+def per_row(values: object, num_rows: int, where: str) -> list[object]:
     if not isinstance(values, list | tuple) or len(values) != num_rows:
         raise SpecError(f"{where} is {shown(values)}; it is a list with one for each row.")
     return list(values)
 
 
-def _unpacked(body: Mapping[Any, Any], where: str) -> list[tuple[int, Vector]]:
+def _unpacked(body: Mapping[object, object], where: str) -> list[tuple[int, Vector]]:
     rows = packed_rows(body, where, {"scales"})
     if body.get("scales") is None:
         return rows
@@ -200,8 +202,8 @@ def _unpacked(body: Mapping[Any, Any], where: str) -> list[tuple[int, Vector]]:
     ]
 
 
-def _scaled(entry: Any, where: str) -> Vector:
-    scale: Any = 1.0
+def _scaled(entry: object, where: str) -> Vector:
+    scale: object = 1.0
     if isinstance(entry, Mapping) and "vector" in entry:
         if unknown := sorted(set(entry) - {"vector", "scale"}, key=str):
             raise SpecError(f"{where} has {shown(unknown[0])}; its fields are vector and scale.")
@@ -209,7 +211,7 @@ def _scaled(entry: Any, where: str) -> Vector:
     return _times(one_vector(entry, where), scale, f"{where}.scale")
 
 
-def one_vector(value: Any, where: str) -> Vector:
+def one_vector(value: object, where: str) -> Vector:
     """[hidden_size], float32."""
     found = Array.parse(value, where)
     if len(found.shape) != 1:
@@ -217,7 +219,7 @@ def one_vector(value: Any, where: str) -> Vector:
     return found.numpy
 
 
-def _times(vector: Vector, scale: Any, where: str) -> Vector:
+def _times(vector: Vector, scale: object, where: str) -> Vector:
     with np.errstate(over="ignore", invalid="ignore"):
         product: Vector = vector * np.float32(number_of(scale, where))
     if not np.isfinite(product).all():

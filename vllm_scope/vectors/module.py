@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +60,7 @@ class Provenance:
             object.__setattr__(self, "normalised", bool(self.normalised))
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class SteeringModule(Mapping[SiteLayer, Vector]):
     """Vectors by (site, layer). Read-only, of one hidden size, equal by content.
 
@@ -80,20 +79,26 @@ class SteeringModule(Mapping[SiteLayer, Vector]):
             or type, with NaN or Inf (in float32), or of another size than the first.
     """
 
-    vectors: Mapping[SiteLayer, Any]
-    provenance: Provenance = field(default_factory=Provenance)
-    tiers: Mapping[str, Mapping[SiteLayer, Any]] = field(default_factory=dict)
+    vectors: Mapping[SiteLayer, Vector]
+    provenance: Provenance
+    tiers: Mapping[str, Mapping[SiteLayer, Vector]]
 
-    def __post_init__(self) -> None:
-        if unknown := sorted(set(self.tiers) - set(TIERS)):
+    def __init__(
+        self,
+        vectors: Mapping[SiteLayer, object],
+        provenance: Provenance | None = None,
+        tiers: Mapping[str, Mapping[SiteLayer, object]] = MappingProxyType({}),
+    ) -> None:
+        if unknown := sorted(set(tiers) - set(TIERS)):
             raise SpecError(f"the module has the tier {shown(unknown[0])}; tiers are {TIERS}.")
-        count = len(self.vectors) + sum(map(len, self.tiers.values()))
+        count = len(vectors) + sum(map(len, tiers.values()))
         if not count:
             raise SpecError("the module has no vectors; give at least one (site, layer).")
         if count > MAX_VECTORS:
             raise SpecError(f"the module has {count:,} vectors; at most {MAX_VECTORS}.")
-        object.__setattr__(self, "vectors", _kept(self.vectors, None))
-        kept = {tier: _kept(self.tiers[tier], tier) for tier in TIERS if self.tiers.get(tier)}
+        kept = {tier: _kept(tiers[tier], tier) for tier in TIERS if tiers.get(tier)}
+        object.__setattr__(self, "vectors", _kept(vectors, None))
+        object.__setattr__(self, "provenance", provenance or Provenance())
         object.__setattr__(self, "tiers", MappingProxyType(kept))
         sizes = {name_of(place): len(vector) for place, vector in self.placed()}
         first, size = next(iter(sizes.items()))
@@ -111,18 +116,17 @@ class SteeringModule(Mapping[SiteLayer, Vector]):
             for stream, vector in vectors.items():
                 yield (*stream, tier), vector
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # Made by the constructor, so that the copy is read-only too.
         tiers = {tier: dict(vectors) for tier, vectors in self.tiers.items()}
         return SteeringModule, (dict(self.vectors), self.provenance, tiers)
 
     def __getitem__(self, stream: SiteLayer) -> Vector:
         try:
-            found: Vector = self.vectors[as_stream(stream)]
+            return self.vectors[as_stream(stream)]
         except KeyError:
             held = ", ".join(map(name_of, self))
             raise KeyError(f"{stream} is not in this module, which has {held}.") from None
-        return found
 
     def __iter__(self) -> Iterator[SiteLayer]:
         return iter(self.vectors)
@@ -158,7 +162,7 @@ class SteeringModule(Mapping[SiteLayer, Vector]):
         return f"sha256:{content.hexdigest()}"
 
 
-def _kept(vectors: Mapping[SiteLayer, Any], tier: str | None) -> Mapping[SiteLayer, Vector]:
+def _kept(vectors: Mapping[SiteLayer, object], tier: str | None) -> Mapping[SiteLayer, Vector]:
     """Read-only copies, sorted by site and layer."""
     kept: dict[SiteLayer, Vector] = {}
     for key, value in vectors.items():

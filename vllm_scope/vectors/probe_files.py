@@ -15,15 +15,16 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.selectors import WORDS, Tokens, parse_selector
 from vllm_scope.vectors.containers import check_size, read_bytes, read_safetensors
-from vllm_scope.vectors.module import as_vector
+from vllm_scope.vectors.module import as_stream, as_vector
 
 #: Templates of prompts without a chat template, and of prompts with an unknown one.
 RAW, CHAT = "none", "chat"
@@ -32,12 +33,29 @@ _DIGEST = re.compile("sha256:[0-9a-f]{64}")
 _POSITIONS = 4096
 
 
+class CalibrationFields(TypedDict):
+    slope: float
+    offset: float
+
+
+class ProbeFields(TypedDict):
+    """The content of NAME.json."""
+
+    site: str
+    layer: int
+    pooling: NotRequired[str | None]
+    template: NotRequired[str | None]
+    calibration: NotRequired[CalibrationFields | None]
+    model: NotRequired[str | None]
+    threshold: NotRequired[float]
+
+
 class ProbeWarning(UserWarning):
     """A probe is served on tokens, or in a chat template, that it was not fitted to."""
 
 
 def doubts(
-    name: str, pooling: str | None, tokens: Any, fitted: str | None, template: str | None
+    name: str, pooling: str | None, tokens: object, fitted: str | None, template: str | None
 ) -> list[str]:
     """Reasons why a probe's scores may mean nothing in a request, a sentence each.
 
@@ -63,7 +81,7 @@ def doubts(
     return found
 
 
-def _covers(pooling: str, tokens: Any) -> bool:
+def _covers(pooling: str, tokens: object) -> bool:
     """Whether the tokens are a subset of those of a pooling; never if it is a mean of rows."""
     if pooling not in WORDS:
         return False
@@ -134,7 +152,7 @@ def read_weights(path: Path) -> tuple[NDArray[np.float32], float]:
     return weight, bias
 
 
-def read_place(path: Path) -> dict[str, Any]:
+def read_place(path: Path) -> ProbeFields:
     """The fields of NAME.json: site, layer, and the optional ones that are present.
 
     Raises:
@@ -165,10 +183,11 @@ def read_place(path: Path) -> dict[str, Any]:
             raise SpecError(f"calibration is {shown(calibration)}; it has slope and offset.")
         for name, value in calibration.items():
             finite(value, name)
-    return body
+    body["site"], body["layer"] = as_stream((body["site"], body["layer"]))
+    return msgspec.convert(body, ProbeFields)
 
 
-def finite(value: Any, name: str) -> float:
+def finite(value: object, name: str) -> float:
     """The value as a float. Raises SpecError unless it is a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise SpecError(f"{name} is {shown(value)}; it is a number.")
@@ -178,7 +197,7 @@ def finite(value: Any, name: str) -> float:
 
 
 def fold(
-    weight: NDArray[Any], bias: float, mean: NDArray[Any], scale: NDArray[Any]
+    weight: np.ndarray, bias: float, mean: np.ndarray, scale: np.ndarray
 ) -> tuple[NDArray[np.float64], float]:
     """((x - mean) / scale) . weight + bias, as x . folded + bias."""
     folded = np.asarray(weight, np.float64) / scale
