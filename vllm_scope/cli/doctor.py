@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 READABLE, UNREADABLE, UNKNOWN = 0, 1, 2
 
 
-def examine(model: str, options: dict[str, Any], sites: Sequence[str] | None) -> int:
+def examine(model: str, engine_args: dict[str, object], sites: Sequence[str] | None) -> int:
     """Print the findings; return the exit status.
 
     Args:
-        options: arguments of vLLM's EngineArgs.
+        engine_args: of vLLM's EngineArgs.
         sites: the sites to configure; None for the default ones.
     """
     console = Console(highlight=False)
@@ -50,7 +50,7 @@ def examine(model: str, options: dict[str, Any], sites: Sequence[str] | None) ->
         with _quiet():
             from vllm_scope.engine.describe import describe_model
 
-            report = describe_model(model, options, sites)
+            report = describe_model(model, engine_args, sites)
     except CompatError as error:
         _say_changes(console, _installed())
         _say(console, f"{model} cannot be read", str(error))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
@@ -14,6 +14,9 @@ from rich.text import Text
 from vllm_scope.cli.remote import Server, asking, check_whole, layers_of, printable
 from vllm_scope.errors import ScopeError
 from vllm_scope.request.actions import Read
+
+if TYPE_CHECKING:
+    from vllm_scope.client import ScopeData
 
 
 def read(
@@ -25,17 +28,19 @@ def read(
         if save is not None and not save.absolute().parent.is_dir():
             raise ScopeError(f"there is no folder {save.absolute().parent} to save {save.name} in.")
         found = None if site == "embed" else layers_of(layers)
-        out = client.complete(prompt, Read(site, layers=found, tokens=tokens), **server.options)
+        out = client.complete(prompt, Read(site, layers=found, tokens=tokens), **server.fields)
+        if (scope := out.scope) is None:
+            raise ScopeError(f"{server.url} sent no rows; it is a server without vllm-scope.")
         if save is not None:  # before anything that may fail: the rows are computed only once
-            _write(save, out.scope)
+            _write(save, scope)
         console.print(Text(printable(prompt)).append(printable(out.text), "bold"))
-        console.print(_table(out.scope))
-        check_whole(out.scope)
+        console.print(_table(scope))
+        check_whole(scope)
         if save is not None:
             console.print(Text(f"{save}: {save.stat().st_size:,} bytes"))
 
 
-def _table(scope: Any) -> Table:
+def _table(scope: ScopeData) -> Table:
     table = Table(title=f"{scope.status}: {scope.delivered} of {scope.expected} rows")
     for heading in ("site", "layer", "positions", "shape", "mean length"):
         table.add_column(heading, justify="left" if heading == "site" else "right")
@@ -48,7 +53,7 @@ def _table(scope: Any) -> Table:
     return table
 
 
-def _write(path: Path, scope: Any) -> None:
+def _write(path: Path, scope: ScopeData) -> None:
     from safetensors.numpy import save_file
 
     arrays = {}

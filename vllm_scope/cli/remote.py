@@ -1,4 +1,4 @@
-"""The server of `read`, `steer` and `watch`: options, errors, layers and printable text."""
+"""The server of `read`, `steer` and `watch`: its address, errors, layers and printable text."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 from rich.text import Text
 
 from vllm_scope.errors import ScopeError
 
+if TYPE_CHECKING:
+    from vllm_scope.client import ScopeClient, ScopeData
+
 
 @dataclass(frozen=True)
 class Server:
-    """A server's address, and the options of a completion."""
+    """A server's address, and the fields of each request to it."""
 
     url: str
     api_key: str | None
@@ -25,12 +28,12 @@ class Server:
     temperature: float
 
     @property
-    def options(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, float]:
         return {"max_tokens": self.max_tokens, "temperature": self.temperature}
 
 
 @contextmanager
-def asking(server: Server, console: Console) -> Iterator[Any]:
+def asking(server: Server, console: Console) -> Iterator[ScopeClient]:
     """A client. An error is printed as a sentence and ends the program with status 1."""
     try:
         from vllm_scope.client import ScopeClient, UnreachableError
@@ -53,7 +56,7 @@ def _fail(console: Console, sentence: str) -> NoReturn:
     sys.exit(1)
 
 
-def check_whole(scope: Any) -> None:
+def check_whole(scope: ScopeData | None) -> None:
     """Raises ScopeError if a request is not complete."""
     if scope is not None and scope.status != "complete":
         raise ScopeError(f"the request is {scope.status}: {scope.error or 'rows were lost'}")

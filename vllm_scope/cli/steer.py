@@ -18,7 +18,7 @@ def steer(server: Server, prompt: str, module: str, scales: list[float]) -> None
     with asking(server, console) as client:
         for scale in scales:
             actions = _additions(module, scale) if scale else []
-            out = client.complete(prompt, *actions, **server.options)
+            out = client.complete(prompt, *actions, **server.fields)
             check_whole(out.scope)  # the module may not have been added
             console.print(Text(f"{scale:+g} ", "cyan").append(printable(out.text), "default"))
 

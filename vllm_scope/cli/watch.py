@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -46,7 +45,7 @@ def watch(
         actions, scales = [p.action for p in probes], [p.scale for p in probes]
         asked, shown = (prompt, prompt) if messages is None else (messages, "")
         view, last = None, None
-        for chunk in client.stream(asked, *actions, **server.options):
+        for chunk in client.stream(asked, *actions, **server.fields):
             last = chunk.scope or last
             view = view or view_of(console, scales, shown)
             view.add(chunk)
@@ -55,11 +54,13 @@ def watch(
         check_whole(last)
 
 
-def messages_of(prompt: str, chat: bool, system: str | None) -> list[dict[str, Any]] | None:
+def messages_of(prompt: str, chat: bool, system: str | None) -> list[dict[str, object]] | None:
     """The messages of a chat; None for a plain prompt."""
     if not chat and system is None:
         return None
-    first = [] if system is None else [{"role": "system", "content": system}]
+    first: list[dict[str, object]] = []
+    if system is not None:
+        first = [{"role": "system", "content": system}]
     try:
         given = json.loads(prompt)
     except ValueError:
@@ -99,16 +100,12 @@ def load(path: Path, layer: int | None, tokens: str | None, template: str) -> Wa
         raise SpecError(f"there is no {beside} that says whose rows it scores; give --layer.")
     else:
         place = {"site": "resid_post", "layer": layer}
-    pooling = place.get("pooling")
+    pooling, calibration = place.get("pooling"), place.get("calibration")
     tokens = tokens or ("generated" if pooling == "generated" else "all")
     at = None if place["site"] == "embed" else place["layer"]
     action = Probe(weight, bias=bias, site=place["site"], layers=at, name=path.stem, tokens=tokens)
-    found = doubts(path.stem, pooling, tokens, place.get("template"), template)
-    return Watched(action, _scale(path.stem, place), found)
-
-
-def _scale(name: str, place: dict[str, Any]) -> Scale:
-    calibration = place.get("calibration")
+    scale = Scale(path.stem, 1.0, -place.get("threshold", 0.0), False)
     if calibration is not None and calibration["slope"] != 0:
-        return Scale(name, calibration["slope"], calibration["offset"], True)
-    return Scale(name, 1.0, -place.get("threshold", 0.0), False)
+        scale = Scale(path.stem, calibration["slope"], calibration["offset"], True)
+    found = doubts(path.stem, pooling, tokens, place.get("template"), template)
+    return Watched(action, scale, found)
