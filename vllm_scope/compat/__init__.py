@@ -20,9 +20,14 @@ import importlib
 import os
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_scope.request.sites import Sites
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_scope.engine.frontend.translators import Translation
 
 #: Face -> the keys of `extra_args` that it understands.
 KEYS: dict[str, tuple[str, ...]] = {
@@ -63,18 +68,20 @@ def register_http() -> None:
         faces.register(importlib.import_module(f"vllm_scope.compat.{module}").HTTP)
 
 
-def _translate(face: str, values: Mapping[str, Any], sites: Sites) -> Any:
-    return importlib.import_module(f"vllm_scope.compat.{face}").translate(values, sites)
+def _translate(face: str, values: Mapping[str, object], sites: Sites) -> Translation:
+    module = importlib.import_module(f"vllm_scope.compat.{face}")
+    found: Translation = module.translate(values, sites)
+    return found
 
 
-def _captures_all(vllm_config: Any) -> Mapping[str, Any] | None:
-    """Not None if the environment or the class of the workers turns global capture on."""
+def _captures_all(vllm_config: VllmConfig) -> Mapping[str, object] | None:
+    """Not None if the environment or the workers' class turns the capture of all requests on."""
     on = os.environ.get("VLLM_ACT_CAPTURE", "0").lower() in ("1", "true", "on", "yes")
     on = on or str(vllm_config.parallel_config.worker_cls).endswith(".WorkerCapture")
     return {} if on else None
 
 
-def _hooks_all(vllm_config: Any) -> Mapping[str, Any] | None:
-    """The hooks of `llm.register_hooks`, if it was called."""
+def _hooks_all(vllm_config: VllmConfig) -> Mapping[str, object] | None:
+    """The hooks of `llm.register_hooks`; None if it was not called."""
     found = vllm_config.__dict__.get(PERSISTENT)
     return {PERSISTENT: found} if found else None

@@ -32,9 +32,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NotRequired, TypedDict
 from zipfile import BadZipFile
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -46,11 +47,21 @@ from vllm_scope.files.names import clean, digest
 from vllm_scope.files.publish import LocalPublisher, write_bytes
 from vllm_scope.request.actions import Read
 from vllm_scope.request.sites import Sites
+from vllm_scope.results.result import ScopeResult
+
+if TYPE_CHECKING:
+    from vllm import CompletionOutput, RequestOutput
+    from vllm.v1.worker.worker_base import WorkerBase
 
 logger = logging.getLogger("vllm.vllm_scope")
 
 SITE = "resid_post"
-MODES = ("rp8", "full8", "topk8")
+#: Mode (a codec) -> its options and their variables.
+MODES = {
+    "rp8": {"k": "VLLM_ACT_RP_K", "seed": "VLLM_ACT_RP_SEED"},
+    "full8": {},
+    "topk8": {"k": "VLLM_ACT_TOPK_K"},
+}
 RETURNS = ("sharded", "gathered")
 #: In each .npz, beside the codec's arrays: its metadata, JSON as bytes.
 METADATA = "codec"
@@ -71,20 +82,14 @@ class Settings:
 
     @staticmethod
     def read(environment: Mapping[str, str]) -> Settings:
-        mode = _word(environment, "VLLM_ACT_MODE", MODES)
-        options: dict[str, int] = {}
-        if mode == "rp8":
-            options = _number(environment, "VLLM_ACT_RP_K", "k")
-            options |= _number(environment, "VLLM_ACT_RP_SEED", "seed")
-        if mode == "topk8":
-            options = _number(environment, "VLLM_ACT_TOPK_K", "k")
-        return Settings(
-            mode, options, _word(environment, "VLLM_ACT_RETURN", RETURNS),
-            environment.get("VLLM_ACT_OUTDIR", "activations"),
-        )  # fmt: skip
-
-    def codec(self, sites: Sites) -> Codec:
-        return make_codec(self.mode, sites.hidden_size, getattr(torch, sites.dtype), **self.options)
+        mode = _word(environment, "VLLM_ACT_MODE", tuple(MODES))
+        options = {
+            option: _number(environment[name], name)
+            for option, name in MODES[mode].items()
+            if name in environment
+        }
+        returned = _word(environment, "VLLM_ACT_RETURN", RETURNS)
+        return Settings(mode, options, returned, environment.get("VLLM_ACT_OUTDIR", "activations"))
 
 
 def _word(environment: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
@@ -94,16 +99,33 @@ def _word(environment: Mapping[str, str], name: str, allowed: tuple[str, ...]) -
     return value
 
 
-def _number(environment: Mapping[str, str], name: str, option: str) -> dict[str, int]:
-    if name not in environment:
-        return {}
-    value = environment[name]
+def _number(value: str, name: str) -> int:
     if not value.isdecimal():
         raise ConfigError(f"{name} is {shown(value)}; it is a whole number.")
-    return {option: int(value)}
+    return int(value)
 
 
-def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
+class LayerFile(TypedDict):
+    """The .npz of one layer. `path` is below VLLM_ACT_OUTDIR; `bytes` counts the codec's arrays."""
+
+    path: str
+    shape: list[int]
+    dtype: str
+    bytes: int
+
+
+#: manifest.json.
+Body = TypedDict(
+    "Body",
+    {
+        "request_id": str, "sequence": int, "status": str, "mode": str, "return": str, "site": str,
+        "compression": Mapping[str, object], "num_prompt_tokens": int, "token_ids": list[int],
+        "layers": dict[str, LayerFile], "path": NotRequired[str], "error": NotRequired[str],
+    },
+)  # fmt: skip
+
+
+def translate(values: Mapping[str, object], sites: Sites) -> Translation:
     """A read of every layer, and a decorator that writes the files when the request ends.
 
     Raises:
@@ -111,11 +133,12 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
     """
     try:
         settings = Settings.read(os.environ)
-        codec = settings.codec(sites)
+        dtype = getattr(torch, sites.dtype)
+        codec = make_codec(settings.mode, sites.hidden_size, dtype, **settings.options)
     except ConfigError as error:
         raise SpecError(str(error)) from None
 
-    def decorate(output: Any, completion: Any) -> None:
+    def decorate(output: RequestOutput, completion: CompletionOutput) -> None:
         ended = completion.finish_reason is not None
         manifest = _write(settings, codec, output.request_id, completion) if ended else None
         give(output, completion, "activation_manifest", manifest)
@@ -127,13 +150,13 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
     return Translation((read,), decorate, paths=named([(read, words)]))
 
 
-def _write(settings: Settings, codec: Codec, request_id: str, completion: Any) -> dict[str, Any]:
+def _write(settings: Settings, codec: Codec, request_id: str, completion: CompletionOutput) -> Body:
     """Write one completion; returns its manifest, with the error if that failed."""
-    result = completion.scope
+    result: ScopeResult = completion.scope
     # Engines count their requests from 0; a second run must not overwrite the first.
     unique = digest(f"{request_id} {secrets.token_hex(8)}")
     folder = f"{clean(str(request_id))}~{unique}"
-    manifest: dict[str, Any] = {
+    manifest: Body = {
         "request_id": request_id,
         "sequence": completion.index,
         "status": result.status,
@@ -165,8 +188,8 @@ def _write(settings: Settings, codec: Codec, request_id: str, completion: Any) -
         publisher.publish({path: partial(write_bytes, body=body)})
     except (ScopeError, OSError) as error:
         logger.error("vllm-scope: request %s was not written: %s", request_id, error)
-        return manifest | {"status": "error", "error": str(error)}
-    return manifest | {"path": str(Path(settings.folder) / path)}
+        return {**manifest, "status": "error", "error": str(error)}
+    return {**manifest, "path": str(Path(settings.folder) / path)}
 
 
 @cache
@@ -194,7 +217,7 @@ def load_npz(path: str | Path) -> tuple[Tensor, Tensor]:
             positions = torch.from_numpy(arrays["positions"])
             parts = {name: torch.from_numpy(arrays[name]) for name in codec.part_names}
         return codec.decode(parts, len(positions)), positions
-    except (OSError, ValueError, KeyError, TypeError, BadZipFile, ScopeError) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, BadZipFile, ScopeError) as error:
         raise FileError(f"{path} is not a capture that can be read: {error}.") from None
 
 
@@ -208,7 +231,7 @@ class Manifest:
     """
 
     path: Path
-    body: Mapping[str, Any]
+    body: Body
 
     @property
     def layers(self) -> list[int]:
@@ -225,23 +248,20 @@ class Manifest:
 def load_manifest(path: str | Path) -> Manifest:
     """The manifest of one completion. Raises FileError for another file."""
     try:
-        body = json.loads(Path(path).read_bytes())
-        assert isinstance(body["layers"], dict)
-    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        return Manifest(Path(path), msgspec.json.decode(Path(path).read_bytes(), type=Body))
+    except (OSError, ValueError, msgspec.DecodeError) as error:
         raise FileError(f"{path} is not a manifest of captured layers: {error!r}.") from None
-    return Manifest(Path(path), body)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type[WorkerBase]:
     """`WorkerCapture`: this platform's worker class; its name turns capture on."""
     if name != "WorkerCapture":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        from vllm.v1.worker.cpu_worker import CPUWorker
-
-        return CPUWorker
-    from vllm.v1.worker.gpu_worker import Worker
-
-    return Worker
+        from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+    else:
+        from vllm.v1.worker.gpu_worker import Worker
+    found: type[WorkerBase] = Worker
+    return found
