@@ -5,5 +5,6 @@ ring.py      host memory for rows: HostRing in the worker, RingReader in front-e
 messages.py  the messages, and the address of a front-end
 senders/     the worker's end: shared memory, TCP
 receiver.py  the front-end's end
+mapped.py    the rings that it maps
 folders.py   folders that are removed when their process ends
 """

@@ -30,6 +30,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from vllm_scope.errors import ConfigError
 from vllm_scope.program.layout import SLOT_BYTES
 from vllm_scope.transport.folders import RUN, hold, prefix, release, remove_abandoned, short
+from vllm_scope.transport.mapped import MappedRings
 from vllm_scope.transport.messages import (
     MOST_FRAME_BYTES,
     Address,
@@ -47,7 +48,7 @@ from vllm_scope.transport.messages import (
     keep_alive,
     start_of,
 )
-from vllm_scope.transport.ring import CLOSED, RingReader, RingRef
+from vllm_scope.transport.ring import CLOSED
 
 logger = logging.getLogger(__name__)
 
@@ -117,12 +118,9 @@ class Receiver:
         self._on_rows, self._on_finish = on_rows, on_finish
         self._on_counters, self._on_lost = on_counters, on_lost
         self._on_gone = on_gone
-        self._rings: dict[RingRef, RingReader] = {}
-        #: Inodes of their files: a closed ring's descriptor may be reused.
-        self._files: dict[RingRef, int] = {}
-        #: Those that get CLOSED at the end: counters in rings, sessions by their connection.
-        self._readers: dict[RingRef, int] = {}
+        self._rings = MappedRings(lambda identity: self._on_gone(identity))
         self._sessions: dict[int, _Session] = {}
+        #: The same by their connection. At the end they are told that nothing more is read.
         self._peers: dict[bytes, _Session] = {}
         self._context = zmq.Context()
         self._local = self._context.socket(zmq.ROUTER)
@@ -131,8 +129,8 @@ class Receiver:
         self._tcp: zmq.Socket[bytes] | None = None
         self._door: ThreadAuthenticator | None = None
         self._lock = threading.Lock()
-        self._stop = threading.Event()
-        #: Wakes the thread.
+        self._closing = False
+        #: Wakes the thread, which closes it under `_lock`; then it is -1.
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="vllm-scope-inbox", daemon=True)
         self._thread.start()
@@ -140,7 +138,8 @@ class Receiver:
         self._cleanup = Finalize(self, release, (folder, holder), exitpriority=0)
 
     def listen(self, host: str) -> None:
-        """Bind the TCP socket too, and put it into `address`. A second call does nothing.
+        """Bind the TCP socket too, and put it into `address`. Does nothing if the receiver
+        listens already, or is closed.
 
         Args:
             host: the address, or interface, of this host that workers reach. Only one: a port
@@ -151,7 +150,7 @@ class Receiver:
             ConfigError: there is no such address here.
         """
         with self._lock:
-            if self.address.tcp is not None:
+            if self.address.tcp is not None or self._wake < 0:
                 return
             check_curve()
             server_key, server_secret = zmq.curve_keypair()
@@ -190,9 +189,10 @@ class Receiver:
             self.address = msgspec.structs.replace(self.address, tcp=tcp)
 
     def close(self) -> None:
-        if not self._stop.is_set():
-            self._stop.set()
-            os.eventfd_write(self._wake, 1)
+        with self._lock:
+            self._closing = True
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
         self._thread.join(timeout=5)
         self._cleanup()
 
@@ -200,7 +200,7 @@ class Receiver:
         poller = zmq.Poller()
         poller.register(self._local, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
-        while not self._stop.is_set():
+        while not self._closing:
             if self._tcp is not None and self._tcp not in poller:
                 poller.register(self._tcp, zmq.POLLIN)
             for socket, _ in poller.poll():
@@ -224,8 +224,7 @@ class Receiver:
                 logger.exception("vllm-scope: a message could not be read")
 
     def _say_goodbye(self) -> None:
-        for ref, reader in self._readers.items():
-            self._rings[ref].acknowledge(reader, CLOSED)
+        self._rings.close()
         self._local.close(linger=0)
         with self._lock:
             if self._tcp is not None:
@@ -234,8 +233,15 @@ class Receiver:
                 self._tcp.close(linger=500)
             if self._door is not None:
                 self._door.stop()
+            os.close(self._wake)
+            self._wake = -1
         self._context.term()
-        os.close(self._wake)
+
+    def _take_news(self, header: object) -> None:
+        if isinstance(header, FinishHeader):
+            self._on_finish(header)
+        elif isinstance(header, CountersHeader):
+            self._on_counters(header)
 
     # Shared memory
 
@@ -243,7 +249,7 @@ class Receiver:
         peer, frame = self._local.recv_multipart(zmq.NOBLOCK)
         header = decode(frame)
         if isinstance(header, RowsHeader):
-            ring, reader = self._ring(header.ring), header.reader
+            ring, reader = self._rings.get(header.ring), header.reader
             try:
                 if not ring.revoked(reader):
                     message = header.received(ring.slots(header.start, header.stop))
@@ -253,32 +259,10 @@ class Receiver:
                 ring.acknowledge(reader, header.message)
                 if ring.revoked(reader):
                     self._on_lost(np.unique(np.frombuffer(header.keys, np.int64)))
-        elif isinstance(header, FinishHeader):
-            self._on_finish(header)
-        elif isinstance(header, CountersHeader):
-            self._on_counters(header)
         elif isinstance(header, SharedHello):
-            self._local.send_multipart([peer, encode(self._try_ring(header))])
-
-    def _try_ring(self, hello: SharedHello) -> Answer:
-        try:
-            self._ring(hello.ring)
-        except (OSError, ValueError) as error:
-            return Answer(0, str(error))
-        self._readers[hello.ring] = hello.reader
-        return Answer(0)
-
-    def _ring(self, ref: RingRef) -> RingReader:
-        ring = self._rings.get(ref)
-        if ring is None:
-            # Workers start and end with their engines. Keep the rings of those that run.
-            for other in [known for known in self._rings if _file_of(known) != self._files[known]]:
-                del self._rings[other], self._files[other]
-                self._readers.pop(other, None)
-                self._on_gone(other.identity)
-            ring = self._rings[ref] = RingReader(ref)
-            self._files[ref] = _file_of(ref)
-        return ring
+            self._local.send_multipart([peer, encode(self._rings.answer(header))])
+        else:
+            self._take_news(header)
 
     # TCP
 
@@ -327,23 +311,14 @@ class Receiver:
     def _read_tcp(self, session: _Session, frames: list[zmq.Frame]) -> None:
         try:
             header = decode(frames[0].buffer)
-            if isinstance(header, FinishHeader):
-                self._on_finish(header)
-            elif isinstance(header, CountersHeader):
-                session.worker = header.worker
-                self._on_counters(header)
-            elif isinstance(header, RowsHeader):
+            if isinstance(header, RowsHeader):
                 self._on_rows(header.received(_slots_of(header, frames[1])))
+            else:
+                if isinstance(header, CountersHeader):
+                    session.worker = header.worker
+                self._take_news(header)
         except Exception:
             logger.exception("vllm-scope: a message could not be read")
-
-
-def _file_of(ref: RingRef) -> int:
-    """The inode of a ring's file; -1 if the ring or its process is gone."""
-    try:
-        return os.stat(f"/proc/{ref.pid}/fd/{ref.fd}").st_ino
-    except OSError:
-        return -1
 
 
 def _slots_of(header: RowsHeader, frame: zmq.Frame) -> torch.Tensor:

@@ -229,10 +229,11 @@ class RingReader:
     """
 
     def __init__(self, ref: RingRef) -> None:
-        fd = os.open(f"/proc/{ref.pid}/fd/{ref.fd}", os.O_RDWR)
+        self._path = f"/proc/{ref.pid}/fd/{ref.fd}"
+        fd = os.open(self._path, os.O_RDWR)
         try:
-            size = HEADER_BYTES + ref.num_slots * SLOT_BYTES
-            self._map = mmap.mmap(fd, size)
+            self._inode = os.fstat(fd).st_ino
+            self._map = mmap.mmap(fd, HEADER_BYTES + ref.num_slots * SLOT_BYTES)
         finally:
             os.close(fd)
         if int(_identity(self._map)[0]) != ref.identity:
@@ -241,6 +242,14 @@ class RingReader:
         self._revoked = _revoked(self._map)
         raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
         self._slots = raw.view(ref.num_slots, SLOT_BYTES)
+
+    @property
+    def gone(self) -> bool:
+        """True if the worker has closed the ring, or is gone. Its descriptor may be reused."""
+        try:
+            return os.stat(self._path).st_ino != self._inode
+        except OSError:
+            return True
 
     def slots(self, start: int, stop: int) -> Tensor:
         """uint8 [stop - start, SLOT_BYTES], valid until the message is acknowledged."""

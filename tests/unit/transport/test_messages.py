@@ -278,9 +278,9 @@ def test_rings_that_are_gone_are_forgotten(inbox):
         identities.append(ring.ref.identity)
         sender.close()
         ring.close()
-    receiver = inbox.receiver
-    assert len(receiver._rings) <= 2
-    assert len(receiver._readers) <= 2
+    rings = inbox.receiver._rings
+    assert len(rings.readers) <= 2
+    assert len(rings.counters) <= 2
     assert gone == identities[: len(gone)]
     assert len(gone) >= 8
 

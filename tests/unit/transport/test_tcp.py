@@ -149,6 +149,22 @@ def test_nothing_listens_until_it_must_and_then_on_one_address_only():
     assert _listening() == before
 
 
+def test_a_receiver_wakes_its_thread_before_the_thread_closes_the_descriptor(monkeypatch):
+    """The thread may be awake for another reason, and see at once that it is to end."""
+    receiver = Receiver(print, print)
+    write = os.eventfd_write
+
+    def late(descriptor: int, value: int) -> None:
+        write(descriptor, value)
+        receiver._thread.join(0.2)
+        write(descriptor, value)
+
+    monkeypatch.setattr(os, "eventfd_write", late)
+    receiver.close()
+    receiver.listen("127.0.0.1")
+    assert receiver.address.tcp is None, "a closed receiver listens"
+
+
 @pytest.mark.parametrize(
     ("host", "endpoint"),
     [
@@ -298,7 +314,7 @@ def test_a_message_with_wrong_sizes_counts_as_read_and_the_next_ones_are_read(
     assert front_end.hears(sender)
     assert front_end.rows == [5.0]
     assert _all_free(ring)
-    assert not front_end.receiver._readers
+    assert not front_end.receiver._rings.readers
 
 
 def test_a_worker_that_cannot_reach_the_front_end_says_where_it_tried(ring, impatient):

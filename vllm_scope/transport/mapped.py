@@ -1,0 +1,53 @@
+"""The rings that a front-end maps: those of the workers of its host.
+
+Owns:  MappedRings.
+Runs:  on the receiver's thread.
+From:  receiver.   To: ring.RingReader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vllm_scope.transport.messages import Answer, SharedHello
+from vllm_scope.transport.ring import CLOSED, RingReader, RingRef
+
+
+class MappedRings:
+    """Maps each ring when its worker connects.
+
+    Args:
+        on_gone: called with the identity of a ring whose worker is gone, when another ring is
+            mapped.
+    """
+
+    def __init__(self, on_gone: Callable[[int], None]) -> None:
+        self._on_gone = on_gone
+        self.readers: dict[RingRef, RingReader] = {}
+        #: This front-end's counter in each ring. It is set to CLOSED at the end.
+        self.counters: dict[RingRef, int] = {}
+
+    def answer(self, hello: SharedHello) -> Answer:
+        """Map the ring of a worker that connects. The answer says why it cannot be mapped."""
+        try:
+            self.get(hello.ring)
+        except (OSError, ValueError) as error:
+            return Answer(0, str(error))
+        self.counters[hello.ring] = hello.reader
+        return Answer(0)
+
+    def get(self, ref: RingRef) -> RingReader:
+        """Raises OSError or ValueError, as RingReader."""
+        if ref not in self.readers:
+            # Workers start and end with their engines. Keep the rings of those that run.
+            for other in [known for known, reader in self.readers.items() if reader.gone]:
+                del self.readers[other]
+                self.counters.pop(other, None)
+                self._on_gone(other.identity)
+            self.readers[ref] = RingReader(ref)
+        return self.readers[ref]
+
+    def close(self) -> None:
+        """Tell the workers that no more is read."""
+        for ref, counter in self.counters.items():
+            self.readers[ref].acknowledge(counter, CLOSED)
