@@ -9,7 +9,7 @@ Promise: the operator's key is compared in constant time; every refusal has Open
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol, TypeVar
@@ -43,7 +43,7 @@ class Engine(Protocol):
 
     async def describe(self) -> dict[str, Any]: ...
     async def load(self) -> tuple[int, int]: ...
-    async def modules(self) -> dict[str, Any]: ...
+    async def modules(self) -> Mapping[str, Mapping[str, object]]: ...
     async def register(self, name: str, data: bytes) -> str: ...
     async def unregister(self, name: str) -> bool: ...
     async def set_edits(self, text: str | None) -> str | None: ...
@@ -95,7 +95,7 @@ async def refused(request: Request, error: Exception) -> Response:
 class _Bounded(Request):
     """A request whose JSON is counted before it is parsed, in a thread."""
 
-    async def json(self) -> Any:
+    async def json(self) -> object:
         body = await self.body()
         try:
             return (await asyncio.to_thread(decoded, body, MOST_NUMBERS))[1]
@@ -110,7 +110,7 @@ class Route(APIRoute):
     would check its dependencies after that.
     """
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    def get_route_handler(self) -> Callable[[Request], Coroutine[None, None, Response]]:
         handler = super().get_route_handler()
 
         async def handled(request: Request) -> Response:
@@ -193,6 +193,6 @@ def admin_or_bearer(
         admin(request, key)
 
 
-def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def errors(*statuses: int) -> dict[int | str, dict[str, object]]:
     """For OpenAPI: answers with these statuses are Refusals."""
     return {status: {"model": Refusal} for status in statuses}

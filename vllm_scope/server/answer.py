@@ -2,45 +2,44 @@
 
 Owns:  Answer, `current`.
 Runs:  in an API server process, on its event loop.
-From:  engine.http, which passes on each output.   To: encode, store, faces.
+From:  engine.http, which passes on each output.   To: choice, store, faces.
 
-Promise: a chunk carries all new values of its choice that have arrived, each value once and in
-position order, and each generated token once with the scores of its own row. The last chunk of a
-choice carries the rest and the counts. The fields of faces come with the last chunk. Only
-requests with a `scope` get a `scope`.
+Promise: only requests with a `scope` get a `scope`. The fields of faces come with the last chunk of
+a choice. Files that no sent part of the answer names are deleted.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
-from typing import Any
+from typing import Protocol
 
 import msgspec
-import numpy as np
 from torch import Tensor
 
 from vllm_scope.errors import CapacityError, SpecError
-from vllm_scope.results.column import Column
-from vllm_scope.results.cursor import Cursor
-from vllm_scope.results.result import ScopeResult
-from vllm_scope.server import encode
+from vllm_scope.server.choice import MAX_CHUNK_BYTES, ChoiceScope, Room
+from vllm_scope.server.encode import Json
 from vllm_scope.server.exchange import running
-from vllm_scope.server.faces import Reply
+from vllm_scope.server.faces import CompletionOutput, Reply
 from vllm_scope.server.options import Options
 from vllm_scope.server.store import Kept, Store
-from vllm_scope.server.tokens import ScoredTokens
 
-#: Rows of one chunk. Larger ones come as a file with the last chunk.
-MAX_CHUNK_BYTES = 8 << 20
 #: Rows and scores inside one answer, of all its choices. Base64 and JSON take a multiple of it
 #: in memory, and the event loop makes them.
 MAX_INLINE_BYTES = 32 << 20
-#: JSON of a score, and of a token less its scores.
-_SCORE_BYTES, _TOKEN_BYTES = 20, 80
+
+
+class _Choice(Protocol):
+    index: int
+
+
+class Response(Protocol):
+    """vLLM's response to a request that is not streamed."""
+
+    choices: Sequence[_Choice]
 
 
 class Answer:
@@ -77,20 +76,15 @@ class Answer:
             self.exchange.expect = self._expect
         #: Expected bytes of files.
         self._to_file = 0
-        self._room = MAX_INLINE_BYTES
+        self._room = Room(MAX_INLINE_BYTES)
         self._per_prompt = choices_per_prompt
         self._num_prompts = self._num_opened = 0
-        #: Index of a choice -> the completion, as offline users have it.
-        self._choices: dict[int, Any] = {}
+        #: By the index of the choice.
+        self._choices: dict[int, ChoiceScope] = {}
         self._forget: list[Callable[[], None]] = []
         #: Ids of files that no sent part of the answer names.
         self._kept: list[str] = []
         self._abandoned = False
-        #: Index of a streaming choice -> its cursor, its tokens.
-        self._cursors: dict[int, Cursor] = {}
-        self._tokens: dict[int, ScoredTokens] = {}
-        #: (index of a choice, column) -> positions of values that were too many for their chunk.
-        self._held_back: dict[tuple[int, Any], list[np.ndarray]] = {}
         #: Data waits for the end, because speculative decoding may take it back.
         self.holds = False
         #: Chunks wait for late data; False once some data was lost.
@@ -151,35 +145,35 @@ class Answer:
     async def _end(self) -> None:
         self.close()
 
-    def take(self, prompt: int, completion: Any) -> None:
+    def take(self, prompt: int, completion: CompletionOutput) -> None:
         """Keep the newest state of a completion, with its `scope`."""
-        number = self._number(prompt, completion)
-        self._choices[number] = completion
+        choice = self._choice(prompt, completion)
+        choice.completion = completion
         if self.streams and not self.holds and completion.finish_reason is None:
-            self._cursor(number).look(completion.scope)
+            choice.cursor.look(completion.scope)
 
-    def late(self, prompt: int, completion: Any, behind: int) -> bool:
+    def late(self, prompt: int, completion: CompletionOutput, behind: int) -> bool:
         """Whether a stream lacks data of tokens that are `behind` or more before the last."""
         last = len(completion.scope.transcript) - 1 - behind
-        return self._cursor(self._number(prompt, completion)).late(last)
+        return self._choice(prompt, completion).cursor.late(last)
 
-    def _number(self, prompt: int, completion: Any) -> int:
-        return int(prompt * self._per_prompt + completion.index)
+    def _choice(self, prompt: int, completion: CompletionOutput) -> ChoiceScope:
+        number = prompt * self._per_prompt + completion.index
+        if number not in self._choices:
+            self._choices[number] = ChoiceScope(
+                completion, self._options, self._inline_bytes, self._room, self.keep
+            )
+        return self._choices[number]
 
-    def _cursor(self, number: int) -> Cursor:
-        if number not in self._cursors:
-            self._cursors[number] = Cursor(rows=self._options.stream == "rows")
-        return self._cursors[number]
-
-    async def fill(self, response: Any) -> None:
+    async def fill(self, response: Response) -> None:
         """Set the fields of a whole answer and of each of its choices."""
         if not self._forget:
             return  # the faces' words ask for nothing
         with self._keeping():
             for choice in response.choices:
-                if self._native:
-                    choice.scope = await self._whole(choice.index, self._choices[choice.index])
-                for name, value in (await self._ended(choice.index)).items():
+                known = self._choices[choice.index]
+                fields: Json = {"scope": await known.whole()} if self._native else {}
+                for name, value in (fields | await self._ended(choice.index)).items():
                     setattr(choice, name, value)
             for name, value in (await self._all_ended()).items():
                 setattr(response, name, value)
@@ -195,7 +189,7 @@ class Answer:
                 if number not in self._choices:
                     continue
                 if self._native:
-                    choice["scope"] = await self._part(number, self._choices[number], ended)
+                    choice["scope"] = await self._choices[number].part(ended, self.holds)
                 if ended:
                     choice |= await self._ended(number)
                     body |= await self._all_ended()
@@ -213,19 +207,18 @@ class Answer:
             raise
         self._kept.clear()
 
-    async def _ended(self, number: int) -> dict[str, Any]:
+    async def _ended(self, number: int) -> Json:
         """The faces' fields of a choice that has ended."""
         self._num_ended += 1
-        fields: dict[str, Any] = {}
+        fields: Json = {}
+        completion = self._choices[number].completion
         for reply in self.replies:
-            fields |= await asyncio.to_thread(
-                reply.choice, number, self._num_choices, self._choices[number]
-            )
+            fields |= await asyncio.to_thread(reply.choice, number, self._num_choices, completion)
         return fields
 
-    async def _all_ended(self) -> dict[str, Any]:
+    async def _all_ended(self) -> Json:
         """The faces' fields of the response, if its last choice has ended."""
-        fields: dict[str, Any] = {}
+        fields: Json = {}
         if self._num_ended == self._num_choices:
             for reply in self.replies:
                 fields |= await asyncio.to_thread(reply.whole)
@@ -251,110 +244,6 @@ class Answer:
         if self._abandoned:  # while the file was written
             self._store.delete(kept.id, self._owner)
         return kept
-
-    async def _part(self, number: int, completion: Any, ended: bool) -> dict[str, Any]:
-        result: ScopeResult = completion.scope
-        rows_too, cursor = self._options.stream == "rows", self._cursor(number)
-        new = cursor.rest(result) if ended else cursor.take()
-        scores, rows = _split(new)
-        here: list[Column] = []
-        for some, fit in (
-            (scores, sum(len(c.positions) for c in scores) <= encode.MAX_INLINE_SCORES),
-            (rows, sum(column.nbytes for column in rows) <= MAX_CHUNK_BYTES),
-        ):
-            some = [column for column in some if len(column.positions)]
-            here += some if fit else []
-            for column in some if not fit else ():
-                self._held_back.setdefault((number, column.label), []).append(column.positions)
-        tokens = self._told(number, completion, scores, None if ended else cursor.settled)
-        if not ended:
-            return encode.columns(here, True, True) | tokens
-        everything = result.columns()
-        filed = [c for c in everything if (number, c.label) in self._held_back]
-        late = []
-        for column in filed:  # held back positions and new ones, whose values the file has
-            added = [c.positions for c in here if c.label == column.label]
-            positions = np.concatenate([*self._held_back[number, column.label], *added])
-            late.append(replace(column, positions=positions))
-        here = [c for c in here if (number, c.label) not in self._held_back]
-        body, told = encode.columns(here, True, True), encode.columns(late, False, False)
-        body["scores"] |= told["scores"]
-        rest = [] if rows_too else _split(everything)[1]
-        sent = body["rows"] + told["rows"]
-        return (
-            encode.counts(result) | body | tokens
-            | await self._rows(result, rest, sent, keep=bool(late))
-        )  # fmt: skip
-
-    def _told(
-        self, number: int, completion: Any, scores: list[Column], settled: int | None
-    ) -> dict[str, Any]:
-        """`tokens`, if there are probes and room for the tokens."""
-        result: ScopeResult = completion.scope
-        if not result.scores or (self.holds and settled is not None):
-            return {}
-        tokens = self._tokens.setdefault(number, ScoredTokens())
-        tokens.add(result, scores)
-        found = tokens.take(result, completion.scope_texts, settled)
-        if sum(max(1, len(each["scores"])) for each in found) > encode.MAX_INLINE_SCORES:
-            return {}
-        return {"tokens": found}
-
-    async def _whole(self, number: int, completion: Any) -> dict[str, Any]:
-        result: ScopeResult = completion.scope
-        scores, rows = _split(result.columns())
-        num_scores = sum(len(column.positions) for column in scores)
-        inline = num_scores <= encode.MAX_INLINE_SCORES and self._fits(num_scores * _SCORE_BYTES)
-        body = encode.counts(result) | encode.columns(scores, True, inline)
-        num_generated = len(result.transcript) - result.num_prompt
-        if inline and self._fits(num_generated * (_TOKEN_BYTES + len(scores) * _SCORE_BYTES)):
-            body |= self._told(number, completion, scores, None)
-        return body | await self._rows(result, rows, [], keep=not inline)
-
-    def _fits(self, size: int) -> bool:
-        """Take room inside the answer; False if there is not enough."""
-        if size > self._room:
-            return False
-        self._room -= size
-        return True
-
-    async def _rows(
-        self, result: ScopeResult, rows: list[Column], sent: list[Any], keep: bool = False
-    ) -> dict[str, Any]:
-        """`rows`, inline or described, and `result`, the file of what is not inline.
-
-        Args:
-            sent: entries of `rows` that are encoded already.
-            keep: write the file even if the rows are inline.
-        """
-        size = sum(column.nbytes for column in rows)
-        by_handle = size > 0 and (
-            size > self._inline_bytes or self._options.tensors == "handle" or not self._fits(size)
-        )
-        body: dict[str, Any] = {
-            "rows": sent + encode.columns(rows, not by_handle, False)["rows"], "result": None
-        }  # fmt: skip
-        if not (by_handle or keep):
-            return body
-        try:
-            kept = await asyncio.to_thread(lambda: self.keep(*encode.tensors(result)))
-        except CapacityError as error:
-            return body | {"status": "failed", "error": f"The rows could not be kept: {error}"}
-        body["result"] = {
-            "id": kept.id,
-            "url": f"/v1/scope/results/{kept.id}",
-            "num_bytes": kept.num_bytes,
-            "expires_in_s": kept.ttl_s,
-        }
-        return body
-
-
-def _split(columns: Iterable[Column]) -> tuple[list[Column], list[Column]]:
-    """The columns of scores, and those of rows."""
-    found: tuple[list[Column], list[Column]] = ([], [])
-    for column in columns:
-        found[not isinstance(column.label, str)].append(column)
-    return found
 
 
 #: The answer of the current HTTP request; the path, if the path takes no scope; None outside of

@@ -8,8 +8,6 @@ Promise: a text is counted before it is parsed, and the size of what is shown is
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from vllm_scope import errors
@@ -27,11 +25,11 @@ class _Edits(msgspec.Struct):
 
 
 class _Shown(msgspec.Struct):
-    edits: Any
+    edits: object
     digest: str | None
 
 
-def decoded(body: bytes, most_items: int = MOST_ITEMS) -> tuple[str, Any]:
+def decoded(body: bytes, most_items: int = MOST_ITEMS) -> tuple[str, object]:
     """A request's body as text, and what its JSON says.
 
     Raises:
@@ -51,13 +49,14 @@ def checked(body: bytes) -> str:
         SpecError: as `decoded`; or it is not an object with a list of edits and nothing else.
     """
     text, found = decoded(body)
-    edits = found.get("edits") if isinstance(found, dict) else None
+    body = found if isinstance(found, dict) else {}
+    edits = body.get("edits")
     if not isinstance(edits, list) or not all(isinstance(edit, dict) for edit in edits):
         raise SpecError(
             f"the body is {errors.shown(found)}; it is an object with the field 'edits', a list of "
             "edits as in a spec."
         )
-    for name in found:
+    for name in body:
         if name != "edits":
             raise SpecError(f"the body has {errors.shown(name)}; it has 'edits' alone.")
     return text
@@ -69,7 +68,7 @@ def shown(text: str | None, digest: str | None = None) -> bytes:
     Args:
         text: what `checked` returned for them; None if there are none.
     """
-    edits: Any = []
+    edits: object = []
     if text is not None:
         edits = msgspec.json.decode(text, type=_Edits).edits
         if len(text) > MOST_SHOWN_BYTES:
@@ -77,9 +76,9 @@ def shown(text: str | None, digest: str | None = None) -> bytes:
     return msgspec.json.encode(_Shown(edits, digest))
 
 
-def _short(edit: dict[str, Any]) -> dict[str, Any]:
+def _short(edit: dict[str, object]) -> dict[str, object]:
     """An edit without its numbers."""
-    found = {}
+    found: dict[str, object] = {}
     for name, value in edit.items():
         if isinstance(value, list) and len(value) > _SHORT_LIST:
             value = {"shape": [len(value)]}

@@ -12,7 +12,6 @@ import base64
 import json
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +21,10 @@ from vllm_scope.codecs.packed import EncodedRows
 from vllm_scope.results.column import Column
 from vllm_scope.results.result import ScopeResult
 from vllm_scope.sinks import Manifest
+
+Json = dict[str, object]
+#: A column's: site, layer and "after" or "before" of a stream; a probe's name.
+Label = tuple[str, int, str] | str
 
 #: At most so many scores of a choice are inside the answer.
 MAX_INLINE_SCORES = 16_384
@@ -42,42 +45,25 @@ def spans(positions: np.ndarray) -> list[list[int]]:
     return [[int(a), int(b)] for a, b in zip(starts, ends, strict=True)]
 
 
-def counts(result: ScopeResult) -> dict[str, Any]:
+def counts(result: ScopeResult) -> Json:
     """The request's status and counts; and those of each sink, which the counts leave out."""
-    body: dict[str, Any] = {
-        "status": result.status,
-        "error": result.error,
-        "expected": result.expected,
-        "delivered": result.delivered,
-        "dropped": result.dropped,
-    }
+    body = _fields(result, "status", "error")
     if result.manifests:
         body["sinks"] = {sink: _manifest(found) for sink, found in result.manifests.items()}
     return body
 
 
-def _manifest(found: Manifest) -> dict[str, Any]:
+def _fields(of: ScopeResult | Manifest, *names: str) -> Json:
+    return {name: getattr(of, name) for name in (*names, "expected", "delivered", "dropped")}
+
+
+def _manifest(found: Manifest) -> Json:
     """A sink's counts. Only the operator's manifests have `details`."""
-    body: dict[str, Any] = {
-        name: getattr(found, name)
-        for name in ("status", "reason", "expected", "delivered", "dropped")
-    }
-    body["names"] = found.files
+    body = _fields(found, "status", "reason") | {"names": found.files}
     return body | ({"details": found.details} if found.details else {})
 
 
-def columns(found: Iterable[Column], inline_rows: bool, inline_scores: bool) -> dict[str, Any]:
-    """`rows` and `scores`; without the values of what is not inline."""
-    rows, scores = [], {}
-    for column in found:
-        if isinstance(column.label, str):
-            scores[column.label] = _scores(column, inline_scores)
-        else:
-            rows.append(_rows(column, inline_rows))
-    return {"rows": rows, "scores": scores}
-
-
-def tensor_name(label: tuple[str, int, str] | str) -> str:
+def tensor_name(label: Label) -> str:
     """The name of a column's tensor in a file."""
     if isinstance(label, str):
         return f"scores.{label}"
@@ -95,10 +81,15 @@ def tensors(result: ScopeResult) -> tuple[dict[str, Tensor], dict[str, str]]:
     return found, {"scope": json.dumps(counts(result))}
 
 
-def _rows(column: Column, inline: bool) -> dict[str, Any]:
+def rows(columns: Iterable[Column], inline: bool) -> list[Json]:
+    """`rows`; without the values if they are not inline."""
+    return [_rows(column, inline) for column in columns]
+
+
+def _rows(column: Column, inline: bool) -> Json:
     assert not isinstance(column.label, str)
     site, layer, when = column.label
-    body: dict[str, Any] = {"site": site, "layer": layer}
+    body: Json = {"site": site, "layer": layer}
     if when == "before":
         body["when"] = when
     body |= {
@@ -114,8 +105,13 @@ def _rows(column: Column, inline: bool) -> dict[str, Any]:
     return body
 
 
-def _scores(column: Column, inline: bool) -> dict[str, Any]:
-    body: dict[str, Any] = {"spans": spans(column.positions)}
+def scores(columns: Iterable[Column], inline: bool) -> Json:
+    """`scores`, by the probes' names; without the values if they are not inline."""
+    return {str(column.label): _scores(column, inline) for column in columns}
+
+
+def _scores(column: Column, inline: bool) -> Json:
+    body: Json = {"spans": spans(column.positions)}
     if inline:
         values = column.values.tolist()
         body["values"] = [value if math.isfinite(value) else None for value in values]

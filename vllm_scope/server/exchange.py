@@ -15,7 +15,8 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+
+from starlette.types import Message, Receive, Scope, Send
 
 from vllm_scope.results.budget import Asker, asking
 
@@ -23,8 +24,6 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 #: Bytes sent at once. The timeout is for each such piece, not for a whole answer.
 _PIECE_BYTES = 1 << 18
-
-Message = dict[str, Any]
 
 
 @dataclass(eq=False)
@@ -43,17 +42,11 @@ class Exchange(Asker):
     operator: bool = False
     timed: bool = False
     untold: list[Callable[[], None]] = field(default_factory=list)
-    closing: list[Callable[[], Awaitable[Any]]] = field(default_factory=list)
+    closing: list[Callable[[], Awaitable[object]]] = field(default_factory=list)
     #: The client has left, or was disconnected.
     _gone: bool = False
 
-    def sender(
-        self,
-        scope: Message,
-        receive: Callable[[], Awaitable[Message]],
-        send: Callable[[Message], Awaitable[None]],
-        timeout_s: float,
-    ) -> Callable[[Message], Awaitable[None]]:
+    def sender(self, scope: Scope, receive: Receive, send: Send, timeout_s: float) -> Send:
         """ASGI's `send`, with the timeout and the record of what was sent."""
 
         async def sending(message: Message) -> None:
@@ -72,7 +65,7 @@ class Exchange(Asker):
 
         return sending
 
-    async def _send(self, scope: Message, send: Any, piece: Message, most_s: float | None) -> None:
+    async def _send(self, scope: Scope, send: Send, piece: Message, most_s: float | None) -> None:
         try:
             async with asyncio.timeout(most_s):
                 await send(piece)
@@ -109,12 +102,12 @@ def running(owner: str) -> Exchange:
 def _pieces(message: Message) -> Iterator[Message]:
     body = memoryview(message.get("body", b""))
     while len(body) > _PIECE_BYTES:
-        yield message | {"body": bytes(body[:_PIECE_BYTES]), "more_body": True}
+        yield {**message, "body": bytes(body[:_PIECE_BYTES]), "more_body": True}
         body = body[_PIECE_BYTES:]
-    yield message | {"body": bytes(body)} if "body" in message else message
+    yield {**message, "body": bytes(body)} if "body" in message else message
 
 
-async def _has_left(receive: Callable[[], Awaitable[Message]]) -> bool:
+async def _has_left(receive: Receive) -> bool:
     """Whether the server knows that the client has left. After the request's body, the only
     message is `http.disconnect`."""
     message = asyncio.ensure_future(receive())
@@ -125,7 +118,7 @@ async def _has_left(receive: Callable[[], Awaitable[Message]]) -> bool:
     return False
 
 
-def _hang_up(scope: Message) -> bool:
+def _hang_up(scope: Scope) -> bool:
     """Abort a connection and drop its unsent data; a plain close would wait until the client has
     read. Returns False if the server is not one that is known here.
 
@@ -143,7 +136,7 @@ def _hang_up(scope: Message) -> bool:
     return bool(found)
 
 
-def _is_peer(scope: Message) -> bool:
+def _is_peer(scope: Scope) -> bool:
     """Whether the scope's client is the connection's address. A unix socket has none, and behind
     a proxy the client's address comes from a header."""
     forwarded = any(name == b"x-forwarded-for" for name, _ in scope["headers"])

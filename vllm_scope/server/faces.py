@@ -1,6 +1,7 @@
 """Faces over HTTP: which words of a request are theirs, and which fields its answer gains.
 
-Owns:  HttpFace (what a face registers), Reply (its fields of one answer), Words.
+Owns:  HttpFace (what a face registers), Reply (its fields of one answer), Words,
+       CompletionOutput.
 Runs:  in each API server process, on its event loop.
 From:  compat.   To: engine.http (requests), answer (answers), routes (routers).
 
@@ -10,21 +11,38 @@ understands over HTTP is refused, never ignored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from vllm_scope.errors import SpecError, shown
+from vllm_scope.results.result import ScopeResult
+from vllm_scope.server.encode import Json
 from vllm_scope.server.store import Kept
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
+
 #: Keeps tensors and metadata as a file that the request's key can fetch. Blocks. Raises
 #: CapacityError if there is no room.
 Keep = Callable[[Mapping[str, Tensor], Mapping[str, str]], Kept]
+
+
+class CompletionOutput(Protocol):
+    """vLLM's CompletionOutput, as offline users have it: `output.outputs[i]`.
+
+    Attributes:
+        scope_texts: the text that each generated token added.
+    """
+
+    index: int
+    text: str
+    finish_reason: str | None
+    scope: ScopeResult
+    scope_texts: Sequence[str]
 
 
 class Reply:
@@ -34,7 +52,7 @@ class Reply:
     them fails the request, so they report data that is missing as a field's value.
     """
 
-    def choice(self, number: int, of: int, completion: Any) -> Mapping[str, Any]:
+    def choice(self, number: int, of: int, completion: CompletionOutput) -> Mapping[str, object]:
         """Fields of a choice that has ended. Called once for each, in the order of ends.
 
         In a stream they come with the chunk that has `finish_reason`.
@@ -42,12 +60,11 @@ class Reply:
         Args:
             number: the choice's index.
             of: how many choices the answer has: n for each prompt.
-            completion: `output.outputs[i]` of offline users, with its ScopeResult (`scope`) and
-                the attributes that the face's decorator gave it.
+            completion: also has the attributes that the face's decorator gave it.
         """
         return {}
 
-    def whole(self) -> Mapping[str, Any]:
+    def whole(self) -> Mapping[str, object]:
         """Fields of the whole response, after the last choice's.
 
         In a stream they come with the chunk that ends the last choice.
@@ -62,27 +79,27 @@ class FirstReply(Reply):
     name: str
 
     def __init__(self) -> None:
-        self._first: dict[str, Any] = {}
+        self._first: Json = {}
 
-    def value(self, completion: Any) -> Any:
+    def value(self, completion: CompletionOutput) -> object:
         """The field of one completion as JSON; None if it has none."""
         raise NotImplementedError
 
-    def choice(self, number: int, of: int, completion: Any) -> dict[str, Any]:
+    def choice(self, number: int, of: int, completion: CompletionOutput) -> Json:
         value = self.value(completion)
         found = {} if value is None else {self.name: value}
         if number == 0:
             self._first = found
         return found if of > 1 else {}
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> Json:
         return self._first
 
 
 #: (values of the face's words, how to keep files) -> Reply. Called before the request enters the
 #: engine. Raises SpecError for values that are possible offline only; the face's translator
 #: refuses all other wrong values.
-Begin = Callable[[Mapping[str, Any], Keep], Reply]
+Begin = Callable[[Mapping[str, object], Keep], Reply]
 
 
 @dataclass(frozen=True)
@@ -132,7 +149,7 @@ def registered() -> list[HttpFace]:
     return list(_faces.values())
 
 
-def has_fields(body: Mapping[str, Any]) -> bool:
+def has_fields(body: Mapping[str, object]) -> bool:
     """Whether a body has a field of a face."""
     return any(not face.fields.isdisjoint(body) for face in _faces.values())
 
@@ -145,12 +162,12 @@ class Words:
         fields: those that stood beside `vllm_xargs`; the caller moves them into it.
     """
 
-    values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    fields: Mapping[str, object] = field(default_factory=dict)
 
     @staticmethod
     def find(
-        given: Mapping[str, Any], body: Mapping[str, Any] | None, foreign: Iterable[str]
+        given: Mapping[str, object], body: Mapping[str, object] | None, foreign: Iterable[str]
     ) -> Words:
         """The words of a request.
 
@@ -162,8 +179,8 @@ class Words:
         Raises:
             SpecError: a word is said twice, or is not understood over HTTP.
         """
-        values: dict[str, dict[str, Any]] = {}
-        fields: dict[str, Any] = {}
+        values: dict[str, Json] = {}
+        fields: Json = {}
         left = given.keys() & set(foreign)
         for face in _faces.values():
             own = {key: given[key] for key in face.keys & given.keys()}

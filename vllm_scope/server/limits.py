@@ -7,12 +7,12 @@ To:    exchange, answer; rpc (which methods vLLM's development route may call).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from fastapi import HTTPException
 from starlette._utils import get_route_path
 from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_scope.results.budget import asking
 from vllm_scope.server import rpc
@@ -21,8 +21,6 @@ from vllm_scope.server.answer import current
 from vllm_scope.server.exchange import Exchange
 from vllm_scope.server.settings import ADMIN_KEY, Settings
 from vllm_scope.server.store import owner_of
-
-_Asgi = Callable[..., Awaitable[None]]
 
 
 class Door:
@@ -34,12 +32,12 @@ class Door:
     """
 
     def __init__(
-        self, app: _Asgi, limits: Mapping[str, int], settings: Settings, timed: Sequence[str] = ()
+        self, app: ASGIApp, limits: Mapping[str, int], settings: Settings, timed: Sequence[str] = ()
     ) -> None:
         self._app, self._settings, self._timed = app, settings, tuple(timed)
         self._limits = sorted(limits.items(), key=lambda item: -len(item[0]))
 
-    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -58,7 +56,7 @@ class Door:
             current.reset(tokens[0])
             asking.reset(tokens[1])
 
-    async def _enter(self, path: str, scope: dict[str, Any], receive: Any, send: Any) -> None:
+    async def _enter(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             if not asking.get().operator:
                 receive = await _guarded(path.rstrip("/"), receive)
@@ -75,7 +73,7 @@ class Door:
         await self._app(scope, receive if most is None else _bounded(receive, most), send)
 
 
-async def _guarded(path: str, receive: Any) -> Any:
+async def _guarded(path: str, receive: Receive) -> Receive:
     """What gives the body to vLLM's development routes.
 
     Raises:
@@ -90,10 +88,10 @@ async def _guarded(path: str, receive: Any) -> Any:
     return receive
 
 
-def _bounded(receive: Any, most: int) -> Any:
+def _bounded(receive: Receive, most: int) -> Receive:
     size = 0
 
-    async def bounded() -> Any:
+    async def bounded() -> Message:
         nonlocal size
         message = await receive()
         size += len(message.get("body", b""))

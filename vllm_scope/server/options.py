@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
+
+import msgspec
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions import MEMORY
@@ -36,7 +38,7 @@ class Options:
     reads: bool = False
 
     @staticmethod
-    def parse(xargs: Mapping[str, Any]) -> Options | None:
+    def parse(xargs: Mapping[str, object]) -> Options | None:
         """The options of a request; None if it has no field of ours.
 
         Raises:
@@ -45,28 +47,25 @@ class Options:
         own = {name: value for name, value in xargs.items() if name.startswith("scope")}
         if not own:
             return None
-        found: dict[str, Any] = {}
-        for name, value in own.items():
-            if name == "scope":
-                continue
+        for name in own.keys() - {"scope"}:
             if name not in _ALLOWED:
                 raise SpecError(
                     f"vllm_xargs has {shown(name)}; beside 'scope' there are {', '.join(_ALLOWED)}."
                 )
-            if value not in _ALLOWED[name]:
+            if own[name] not in _ALLOWED[name]:
                 raise SpecError(
-                    f"vllm_xargs[{name!r}] is {shown(value)}; it is one of "
+                    f"vllm_xargs[{name!r}] is {shown(own[name])}; it is one of "
                     f"{', '.join(_ALLOWED[name])}."
                 )
-            found[name.removeprefix("scope_")] = value
         if "scope" not in own:
             raise SpecError("vllm_xargs has options of a scope and no 'scope'.")
-        spec = Spec.from_json(own["scope"])
+        spec = Spec.from_json(own.pop("scope"))
         _check_answerable(spec)
-        return Options(
-            **found, named=any(read.name is not None for read in spec.reads),
-            reads=any(read.to == MEMORY for read in spec.reads),
-        )  # fmt: skip
+        found = {name.removeprefix("scope_"): value for name, value in own.items()} | {
+            "named": any(read.name is not None for read in spec.reads),
+            "reads": any(read.to == MEMORY for read in spec.reads),
+        }
+        return msgspec.convert(found, Options)
 
 
 def _check_answerable(spec: Spec) -> None:

@@ -94,7 +94,7 @@ _changing = APIRouter(prefix="/v1/scope", tags=["scope operator"], route_class=R
 
 
 class _AnyName(Convertor[str]):
-    """Any text, also with slashes and newlines, which Starlette's `path` does not match."""
+    """Text, also with slashes and newlines, which Starlette's `path` does not match."""
 
     regex = r"[\s\S]+"
 
@@ -183,7 +183,7 @@ async def get_modules(request: Request) -> ModuleList:
     """The name, the digest and the streams of every module that a spec can name."""
     found = await asked(engine_of(request).modules())
     return ModuleList(
-        modules=[ModuleInfo(name=name, **body) for name, body in sorted(found.items())]
+        modules=[ModuleInfo.model_validate({"name": n, **found[n]}) for n in sorted(found)]
     )
 
 

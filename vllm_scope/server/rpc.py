@@ -11,8 +11,8 @@ Source: vllm 0.32, entrypoints/serve/dev/rpc/api_router.py and dev/server_info/a
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
-from typing import Any
+
+from starlette.types import Message, Receive
 
 PATH = "/collective_rpc"
 INFO = "/server_info"
@@ -32,8 +32,6 @@ INFO_REFUSAL = (
 #: Prefix of our remote methods' names.
 _OURS = "scope_"
 
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-
 
 async def whole_body(receive: Receive) -> tuple[bytes, Receive]:
     """A request's body, and a `receive` that gives the body again."""
@@ -44,11 +42,11 @@ async def whole_body(receive: Receive) -> tuple[bytes, Receive]:
         if not message.get("more_body", False):
             break
     body = b"".join(pieces)
-    again = [{"type": "http.request", "body": body, "more_body": False}]
+    again: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     if message["type"] != "http.request":
         again = [message]
 
-    async def replayed() -> dict[str, Any]:
+    async def replayed() -> Message:
         return again.pop() if again else await receive()
 
     return body, replayed

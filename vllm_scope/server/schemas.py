@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import BaseModel, Field
 
 
@@ -58,7 +56,7 @@ class ServerInfo(BaseModel):
     hidden_size: int
     dtype: str = Field(description="Of rows.")
     sites: list[SiteInfo]
-    limits: dict[str, Any] = Field(
+    limits: dict[str, object] = Field(
         description="Of one request, in the engine: row_bytes, token_slots and tap_slots (of 16 "
         "bytes), vectors, programs, ops, optimistic. docs/http.md says what they are."
     )
@@ -87,7 +85,7 @@ class ModuleList(BaseModel):
 class EditsInfo(BaseModel):
     """The edits of every request."""
 
-    edits: list[dict[str, Any]] = Field(
+    edits: list[dict[str, object]] = Field(
         description="As in a spec; empty where none hold. Where they take more than 8 MiB, vectors "
         "are dtype and shape alone."
     )
@@ -97,7 +95,7 @@ class EditsInfo(BaseModel):
 class Edits(BaseModel):
     """Edits for every request from now on."""
 
-    edits: list[dict[str, Any]] = Field(
+    edits: list[dict[str, object]] = Field(
         description="As in a spec: kind, site, layers, tokens (all, prompt or generated), and "
         "the fields of their kind."
     )

@@ -12,10 +12,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TypedDict
 
 from vllm_scope.results.column import Column
 from vllm_scope.results.result import ScopeResult
+
+
+class ScoredToken(TypedDict):
+    """An item of `tokens`. A score that is not finite is None."""
+
+    id: int
+    text: str
+    position: int
+    scores: dict[str, float | None]
 
 
 class ScoredTokens:
@@ -40,7 +49,7 @@ class ScoredTokens:
 
     def take(
         self, result: ScopeResult, texts: Sequence[str], settled: int | None
-    ) -> list[dict[str, Any]]:
+    ) -> list[ScoredToken]:
         """The tokens that were not returned yet and whose scores have arrived.
 
         Args:
@@ -49,7 +58,7 @@ class ScoredTokens:
         """
         start = result.num_prompt + self._num_told
         stop = len(result.transcript) if settled is None else max(settled, start)
-        found = [
+        found: list[ScoredToken] = [
             {
                 "id": id,
                 "text": texts[i] if i < len(texts) else "",

@@ -23,7 +23,7 @@ from vllm_scope.errors import CapacityError
 from vllm_scope.results.budget import asking
 from vllm_scope.results.result import ScopeResult
 from vllm_scope.server import answer as module
-from vllm_scope.server import encode
+from vllm_scope.server import choice, encode
 from vllm_scope.server.answer import Answer
 from vllm_scope.server.exchange import Exchange
 from vllm_scope.server.options import Options
@@ -175,8 +175,9 @@ async def test_too_many_tokens_with_scores_are_left_out(store, monkeypatch):
 @on_a_loop
 async def test_without_probes_there_are_no_tokens(store):
     found, made = answer(store), response(0)
-    found._choices[0] = one = completion()
+    one = completion()
     one.scope._asked = Spec.from_json(scope(Read("resid_post", layers=[1]))["scope"]).resolve(SITES)
+    found.take(0, one)
     await found.fill(made)
     assert "tokens" not in made.choices[0].scope
 
@@ -232,7 +233,7 @@ async def test_too_many_scores_for_a_chunk_are_in_the_file(streams_rows, store, 
 
 @on_a_loop
 async def test_too_many_rows_for_a_chunk_are_in_the_file(store, monkeypatch):
-    monkeypatch.setattr(module, "MAX_CHUNK_BYTES", 3 * ROWS[0].nbytes)
+    monkeypatch.setattr(choice, "MAX_CHUNK_BYTES", 3 * ROWS[0].nbytes)
     sent = await sent_in_chunks(store, "rows", 6, 8, 9)
     told = [[(row["spans"], "data" in row) for row in body["rows"]] for body in sent]
     assert told == [[], [([[5, 7]], True)], [([[0, 5], [7, 8]], False)]]

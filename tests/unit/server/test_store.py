@@ -347,7 +347,7 @@ def test_positions_become_half_open_spans(positions, spans):
 def test_scores_that_are_not_finite_are_null():
     values = torch.tensor([1.5, torch.nan, torch.inf])
     where = np.arange(3)
-    body = encode.columns([Column("p", values, where)], True, True)
+    body = {"scores": encode.scores([Column("p", values, where)], True)}
     assert body["scores"]["p"] == {"spans": [[0, 3]], "values": [1.5, None, None]}
 
 

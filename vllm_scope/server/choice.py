@@ -1,0 +1,177 @@
+"""The `scope` of one choice: of a whole answer, or of each chunk of a stream.
+
+Owns:  ChoiceScope, Room.
+Runs:  in an API server process, on its event loop.
+From:  answer.   To: encode, tokens.
+
+Promise: a chunk carries all new values of its choice that have arrived, each value once and in
+position order, and each generated token once with the scores of its own row. The last chunk carries
+the rest and the counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from vllm_scope.errors import CapacityError
+from vllm_scope.results.column import Column
+from vllm_scope.results.cursor import Cursor
+from vllm_scope.server import encode
+from vllm_scope.server.encode import Json, Label
+from vllm_scope.server.faces import CompletionOutput, Keep
+from vllm_scope.server.options import Options
+from vllm_scope.server.tokens import ScoredTokens
+
+#: Rows of one chunk. Larger ones come as a file with the last chunk.
+MAX_CHUNK_BYTES = 8 << 20
+#: JSON of a score, and of a token without its scores.
+_SCORE_BYTES, _TOKEN_BYTES = 20, 80
+
+
+class Room:
+    """Bytes that are left inside one answer, for all its choices."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._left = num_bytes
+
+    def take(self, size: int) -> bool:
+        """Take so many bytes; False if fewer are left."""
+        if size > self._left:
+            return False
+        self._left -= size
+        return True
+
+
+class ChoiceScope:
+    """What one choice delivers.
+
+    Args:
+        inline_bytes: rows of a choice up to this are inside the answer.
+
+    Attributes:
+        completion: its newest state.
+        cursor: of a stream, which values are new.
+    """
+
+    def __init__(
+        self, completion: CompletionOutput, options: Options, inline_bytes: int, room: Room,
+        keep: Keep,
+    ) -> None:  # fmt: skip
+        self.completion, self.cursor = completion, Cursor(rows=options.stream == "rows")
+        self._options, self._inline_bytes = options, inline_bytes
+        self._room, self._keep = room, keep
+        self._tokens = ScoredTokens()
+        #: Column -> positions of values that were too many for their chunk.
+        self._held_back: dict[Label, list[np.ndarray]] = {}
+
+    async def whole(self) -> Json:
+        """The `scope` of a choice of a whole answer."""
+        result = self.completion.scope
+        scores, rows = _split(result.columns())
+        num_scores = sum(len(column.positions) for column in scores)
+        inline = num_scores <= encode.MAX_INLINE_SCORES and self._room.take(
+            num_scores * _SCORE_BYTES
+        )
+        body = encode.counts(result) | {"rows": [], "scores": encode.scores(scores, inline)}
+        num_generated = len(result.transcript) - result.num_prompt
+        token_bytes = _TOKEN_BYTES + len(scores) * _SCORE_BYTES
+        if inline and self._room.take(num_generated * token_bytes):
+            body |= self._told(scores, None)
+        return body | await self._rows(rows, [], keep=not inline)
+
+    async def part(self, ended: bool, holds: bool) -> Json:
+        """The `scope` of a chunk.
+
+        Args:
+            ended: it is the choice's last chunk.
+            holds: data waits for the last chunk.
+        """
+        result, cursor = self.completion.scope, self.cursor
+        scores, rows = _split(cursor.rest(result) if ended else cursor.take())
+        tokens: Json = {}
+        if ended or not holds:
+            tokens = self._told(scores, None if ended else cursor.settled)
+        num_scores = sum(len(column.positions) for column in scores)
+        scores = self._fitting(scores, num_scores <= encode.MAX_INLINE_SCORES)
+        rows = self._fitting(rows, sum(column.nbytes for column in rows) <= MAX_CHUNK_BYTES)
+        if not ended:
+            told: Json = {"rows": encode.rows(rows, True), "scores": encode.scores(scores, True)}
+            return told | tokens
+        # Of held back columns the file has the values: the new ones go there too.
+        everything, here = result.columns(), [*scores, *rows]
+        late = []
+        for column in everything:
+            if column.label in self._held_back:
+                added = [c.positions for c in here if c.label == column.label]
+                positions = np.concatenate([*self._held_back[column.label], *added])
+                late.append(replace(column, positions=positions))
+        scores, rows = _split(c for c in here if c.label not in self._held_back)
+        late_scores, late_rows = _split(late)
+        told = encode.scores(scores, True) | encode.scores(late_scores, False)
+        sent = encode.rows(rows, True) + encode.rows(late_rows, False)
+        rest = [] if self._options.stream == "rows" else _split(everything)[1]
+        return (
+            encode.counts(result) | {"rows": [], "scores": told} | tokens
+            | await self._rows(rest, sent, keep=bool(late))
+        )  # fmt: skip
+
+    def _fitting(self, columns: Iterable[Column], fit: bool) -> list[Column]:
+        """The columns that have values. If they do not fit, none; their positions are held back."""
+        found = [column for column in columns if len(column.positions)]
+        if fit:
+            return found
+        for column in found:
+            self._held_back.setdefault(column.label, []).append(column.positions)
+        return []
+
+    def _told(self, scores: Sequence[Column], settled: int | None) -> Json:
+        """`tokens`, if there are probes and room for the tokens."""
+        result = self.completion.scope
+        if not result.scores:
+            return {}
+        self._tokens.add(result, scores)
+        found = self._tokens.take(result, self.completion.scope_texts, settled)
+        if sum(max(1, len(token["scores"])) for token in found) > encode.MAX_INLINE_SCORES:
+            return {}
+        return {"tokens": found}
+
+    async def _rows(self, rows: list[Column], sent: list[Json], keep: bool) -> Json:
+        """`rows`, inline or described, and `result`, the file of what is not inline.
+
+        Args:
+            sent: items of `rows` that are encoded already.
+            keep: write the file even if the rows are inline.
+        """
+        size = sum(column.nbytes for column in rows)
+        in_file = size > 0 and (
+            size > self._inline_bytes
+            or self._options.tensors == "handle"
+            or not self._room.take(size)
+        )
+        body: Json = {"rows": sent + encode.rows(rows, not in_file), "result": None}
+        if not (in_file or keep):
+            return body
+        result = self.completion.scope
+        try:
+            kept = await asyncio.to_thread(lambda: self._keep(*encode.tensors(result)))
+        except CapacityError as error:
+            return body | {"status": "failed", "error": f"The rows could not be kept: {error}"}
+        body["result"] = {
+            "id": kept.id,
+            "url": f"/v1/scope/results/{kept.id}",
+            "num_bytes": kept.num_bytes,
+            "expires_in_s": kept.ttl_s,
+        }
+        return body
+
+
+def _split(columns: Iterable[Column]) -> tuple[list[Column], list[Column]]:
+    """The columns of scores, and those of rows."""
+    found: tuple[list[Column], list[Column]] = ([], [])
+    for column in columns:
+        found[not isinstance(column.label, str)].append(column)
+    return found
