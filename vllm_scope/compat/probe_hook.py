@@ -19,8 +19,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import vllm
@@ -36,6 +36,10 @@ from vllm_scope.request.selectors import Except
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.spec import Spec
 from vllm_scope.results.result import ScopeResult
+
+if TYPE_CHECKING:
+    from vllm import CompletionOutput, PromptType, RequestOutput, TokensPrompt
+    from vllm.lora.request import LoRARequest
 
 __all__ = ["LLM", "AsyncLLM", "HiddenStates", "SamplingParams"]
 
@@ -81,12 +85,6 @@ class Options:
                 "nothing is captured: include_prefill and include_decode are both False."
             )
 
-    @staticmethod
-    def taken(kwargs: dict[str, Any]) -> Options:
-        """The options among keyword arguments, which are removed from them."""
-        names = [field.name for field in fields(Options)]
-        return Options(**{name: kwargs.pop(name) for name in names if name in kwargs})
-
     @property
     def prefill(self) -> bool:
         return self.include_prefill or self.last_prefill_token
@@ -123,19 +121,19 @@ class HiddenStates(Mapping[int, Tensor]):
 
     Args:
         of_prompt: rows of the prompt's tokens, else of generated tokens.
-        last: output of the request that has processed the token sampled last.
-        last_only: only that token's row.
 
     Raises:
         ScopeError: on access, if the request has ended and rows are missing.
     """
 
-    def __init__(
-        self, result: ScopeResult, layers: Sequence[int], *,
-        of_prompt: bool, last: Any = None, last_only: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, result: ScopeResult, layers: Sequence[int], *, of_prompt: bool) -> None:
         self._result, self._layers, self._of_prompt = result, tuple(layers), of_prompt
-        self._last, self._last_only = last, last_only
+        self._last: HiddenStates | None = None
+        self._last_alone = False
+
+    def end_with(self, last: HiddenStates, alone: bool) -> None:
+        """Append the row of the token sampled last, or keep only that row."""
+        self._last, self._last_alone = last, alone
 
     def __getitem__(self, layer: int) -> Tensor:
         if layer not in self._layers:
@@ -150,8 +148,7 @@ class HiddenStates(Mapping[int, Tensor]):
         rows = result[SITE, layer][in_prompt if self._of_prompt else ~in_prompt]
         if self._last is None:
             return rows
-        last = self._last.prefill_hidden[layer]
-        return last if self._last_only else torch.cat([rows, last])
+        return self._last[layer] if self._last_alone else torch.cat([rows, self._last[layer]])
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._layers)
@@ -163,7 +160,7 @@ class HiddenStates(Mapping[int, Tensor]):
         return f"HiddenStates of layers {list(self)}"
 
 
-def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
+def translate(values: Mapping[str, object], sites: Sites) -> Translation:
     """The reads of a request of LLM or AsyncLLM.
 
     Raises:
@@ -176,8 +173,8 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
     with called(WORDS):
         layers = [layer for _, layer in sites.find(SITE, numbers, "Read")]
 
-    def decorate(output: Any, completion: Any) -> None:
-        result = completion.scope
+    def decorate(output: RequestOutput, completion: CompletionOutput) -> None:
+        result: ScopeResult = completion.scope
         decode = HiddenStates(result, layers, of_prompt=False) if options.decode else None
         prefill = HiddenStates(result, layers, of_prompt=True) if options.prefill else None
         give(output, completion, "hidden_states", decode)
@@ -188,59 +185,86 @@ def translate(values: Mapping[str, Any], sites: Sites) -> Translation:
     return Translation(tuple(reads), decorate, paths=paths)
 
 
-def _last_token_request(completion: Any) -> tuple[dict[str, Any], SamplingParams]:
+def _last_token_request(completion: CompletionOutput) -> tuple[TokensPrompt, SamplingParams]:
     """A prompt that ends in the token sampled last, and parameters that read its row."""
-    layers = list(completion.hidden_states)
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    layers = list(completion.hidden_states)
     last = Options(layers, last_prefill_token=True, include_decode=False)
     return {"prompt_token_ids": completion.scope.token_ids}, last.params(params)
-
-
-def _add_last_row(output: Any, completion: Any, last: Any, only: bool) -> None:
-    """Append the row of the token sampled last to a completion's rows, or keep `only` that row."""
-    layers = list(completion.hidden_states)
-    joined = HiddenStates(completion.scope, layers, of_prompt=False, last=last, last_only=only)
-    give(output, completion, "hidden_states", joined)
 
 
 class LLM(vllm.LLM):
     """vllm.LLM whose outputs have `hidden_states` and `prefill_hidden`.
 
     Args:
-        model: as for vllm.LLM.
-        kwargs: the fields of Options; all others are vllm.LLM's.
+        layers ... process_last_token: see Options.
+        vllm_kwargs: all others of vllm.LLM and of its methods.
     """
 
-    def __init__(self, model: str, **kwargs: Any) -> None:
-        self.capture = Options.taken(kwargs)
-        super().__init__(model, **kwargs)
+    def __init__(
+        self,
+        model: str,
+        *,
+        layers: Sequence[int] | str = "all",
+        include_prefill: bool = False,
+        include_decode: bool = True,
+        last_prefill_token: bool = False,
+        last_decode_token: bool = False,
+        process_last_token: bool = False,
+        **vllm_kwargs: object,
+    ) -> None:
+        self.capture = Options(
+            layers, include_prefill, include_decode, last_prefill_token, last_decode_token,
+            process_last_token,
+        )  # fmt: skip
+        super().__init__(model, **vllm_kwargs)
 
-    def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> list[Any]:
-        outputs = super().generate(prompts, self._params(sampling_params), **kwargs)
-        return self._with_last(outputs, kwargs.get("lora_request"))
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest] | None = None,
+        **vllm_kwargs: object,
+    ) -> list[RequestOutput]:
+        params = self._params(sampling_params)
+        outputs = super().generate(prompts, params, lora_request=lora_request, **vllm_kwargs)
+        return self._with_last(outputs, lora_request)
 
-    def chat(self, messages: Any, sampling_params: Any = None, **kwargs: Any) -> list[Any]:
-        outputs = super().chat(messages, self._params(sampling_params), **kwargs)
-        return self._with_last(outputs, kwargs.get("lora_request"))
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, object]] | Sequence[Sequence[Mapping[str, object]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest] | None = None,
+        **vllm_kwargs: object,
+    ) -> list[RequestOutput]:
+        params = self._params(sampling_params)
+        outputs = super().chat(messages, params, lora_request=lora_request, **vllm_kwargs)
+        return self._with_last(outputs, lora_request)
 
-    def _params(self, given: Any) -> Any:
+    def _params(
+        self, given: SamplingParams | Sequence[SamplingParams] | None
+    ) -> SamplingParams | list[SamplingParams]:
         if given is None:
             given = self.get_default_sampling_params()
         if isinstance(given, SamplingParams):
             return self.capture.params(given)
         return [self.capture.params(params) for params in given]
 
-    def _with_last(self, outputs: list[Any], lora: Any) -> list[Any]:
+    def _with_last(
+        self, outputs: list[RequestOutput], lora: LoRARequest | Sequence[LoRARequest] | None
+    ) -> list[RequestOutput]:
         if not self.capture.process_last_token or not self.capture.decode:
             return outputs
         if isinstance(lora, list | tuple):
             lora = [r for r, o in zip(lora, outputs, strict=True) for _ in o.outputs]
-        pairs = [(o, completion) for o in outputs for completion in o.outputs]
-        asked = [_last_token_request(completion) for _, completion in pairs]
+        completions = [completion for output in outputs for completion in output.outputs]
+        asked = [_last_token_request(completion) for completion in completions]
         prompts, params = [prompt for prompt, _ in asked], [p for _, p in asked]
         lasts = super().generate(prompts, params, lora_request=lora, use_tqdm=False)
-        for pair, last in zip(pairs, lasts, strict=True):
-            _add_last_row(*pair, last, self.capture.last_decode_token)
+        for completion, last in zip(completions, lasts, strict=True):
+            completion.hidden_states.end_with(last.prefill_hidden, self.capture.last_decode_token)
         return outputs
 
 
@@ -250,42 +274,62 @@ class AsyncLLM:
     A row arrives one or two tokens after its token; the final output has all rows.
 
     Args:
-        model: as for vllm.LLM.
-        kwargs: the fields of Options; all others are those of vLLM's AsyncEngineArgs.
+        layers ... process_last_token: see Options.
+        vllm_kwargs: the fields of vLLM's AsyncEngineArgs, and all others of its `generate`.
 
     Attributes:
         engine: vLLM's AsyncLLM.
     """
 
-    def __init__(self, model: str, **kwargs: Any) -> None:
-        self.capture = Options.taken(kwargs)
-        self.engine = Engine.from_engine_args(AsyncEngineArgs(model, **kwargs))
+    def __init__(
+        self,
+        model: str,
+        *,
+        layers: Sequence[int] | str = "all",
+        include_prefill: bool = False,
+        include_decode: bool = True,
+        last_prefill_token: bool = False,
+        last_decode_token: bool = False,
+        process_last_token: bool = False,
+        **vllm_kwargs: object,
+    ) -> None:
+        self.capture = Options(
+            layers, include_prefill, include_decode, last_prefill_token, last_decode_token,
+            process_last_token,
+        )  # fmt: skip
+        self.engine = Engine.from_engine_args(AsyncEngineArgs(model, **vllm_kwargs))
         self._numbers = itertools.count()
 
     async def generate(
         self,
-        prompt: Any,
+        prompt: PromptType,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        **kwargs: Any,
-    ) -> AsyncIterator[Any]:
+        *,
+        lora_request: LoRARequest | None = None,
+        **vllm_kwargs: object,
+    ) -> AsyncIterator[RequestOutput]:
         """One RequestOutput per token (or as `output_kind` says)."""
         name = f"{KEY}-{next(self._numbers)}" if request_id is None else request_id
-        params = self.capture.params(sampling_params)
-        stream = self.engine.generate(prompt, params, name, **kwargs)
+        stream = self.engine.generate(
+            prompt, self.capture.params(sampling_params), name, lora_request=lora_request,
+            **vllm_kwargs,
+        )  # fmt: skip
         last = self.capture.process_last_token and self.capture.decode
         async for output in stream:
             for completion in output.outputs if last else ():
                 if completion.finish_reason not in (None, "abort", "error"):
-                    await self._finish(output, completion, name, kwargs.get("lora_request"))
+                    await self._finish(completion, f"{name}-last-{completion.index}", lora_request)
             yield output
 
-    async def _finish(self, output: Any, completion: Any, name: str, lora: Any) -> None:
+    async def _finish(
+        self, completion: CompletionOutput, name: str, lora: LoRARequest | None
+    ) -> None:
         prompt, params = _last_token_request(completion)
-        request_id = f"{name}-last-{completion.index}"
-        async for last in self.engine.generate(prompt, params, request_id, lora_request=lora):
+        alone = self.capture.last_decode_token
+        async for last in self.engine.generate(prompt, params, name, lora_request=lora):
             if last.finished:
-                _add_last_row(output, completion, last, self.capture.last_decode_token)
+                completion.hidden_states.end_with(last.prefill_hidden, alone)
 
     def shutdown(self) -> None:
         self.engine.shutdown()
