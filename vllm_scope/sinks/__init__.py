@@ -5,12 +5,13 @@ Owns:  Sink, Block, RequestInfo, Ending, Report (what a sink is given, and what 
 Runs:  RowBatch on the drain thread of each worker that drains; a Sink on its own thread.
 
     drain -> router -> memory                       (rows back to the caller)
-                    -> queue -> lane -> filesystem, plugins
+                    -> sink queue -> sink thread -> filesystem, plugins
 
 router.py      which sink gets which rows, and when a request is done
 memory.py      rows to the front-end that made the request
-lane.py        one sink: its thread, its bounded queue, its overload policy
-spill.py       queued rows in a file, when the queue is full
+sink_thread.py one sink: its thread, its overload policy
+sink_queue.py  what waits for it, in bounded memory
+spill.py       queued rows in a file, when the memory is full
 quota.py       how many bytes of one API key a sink takes
 request.py     one request at one sink: its rows, and what is missing
 filesystem.py  requests into files

@@ -1,7 +1,7 @@
 """The sink `to="filesystem"`: requests into files.
 
 Owns:  FilesystemSink, which calls `vllm_scope.files`.
-Runs:  on its lane's thread. Several instances may write into one root.
+Runs:  on its sink thread. Several instances may write into one root.
 
 A request that failed leaves no file; one that lacks rows leaves a file that says so. Each API
 key has its own folder, so that no key replaces another's files. A request's end is reported

@@ -1,7 +1,7 @@
 """Limits on what one API key may give a sink.
 
-Owns:  Quota (bytes per day, for all lanes of a sink), Room (a lane's memory).
-Runs:  on the drain thread; a lane's Room of held rows on its own.
+Owns:  Quota (bytes per day, for all threads of a sink), KeyedBytes (the memory of one thread).
+Runs:  on the drain thread; the KeyedBytes of held rows on the sink's thread.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Quota:
             return True
 
 
-class Room:
-    """Bytes in a lane's memory, in all and by key. Used by one thread at a time.
+class KeyedBytes:
+    """Bytes in the memory of one sink thread, in all and by API key. Used by one thread at a time.
 
-    A key may hold three times what is left free, so that other keys find room. The operator,
+    A key may hold three times what is left free, so that other keys find some. The operator,
     who has no key, may fill it.
     """
 

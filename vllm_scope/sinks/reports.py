@@ -1,7 +1,7 @@
 """A sink's report of a request, checked, and made into the manifest that callers get.
 
 Owns:  `plain` and `failure` (bounded text that can be encoded), Log, `checked`, `manifest_of`.
-Runs:  on a lane's thread. What a plugin returns or raises is checked: it must not break the
+Runs:  on a sink's thread. What a plugin returns or raises is checked: it must not break the
        message that says that a request has ended.
 """
 

@@ -2,9 +2,9 @@
 
 Owns:  Arrival (rows on their way to a sink), Ended (the request's end, as the scheduler
        knows it), Delivery.
-Runs:  made on the worker's thread, then used on the lane's thread. The drain thread calls
+Runs:  made on the worker's thread, then used on the sink's thread. The drain thread calls
        `arrival` and `lose`.
-From:  router.   To: lane.
+From:  router.   To: sink_thread.
 
 Promise: of each stream a whole-request sink gets the last computed row of every accepted
 position that was asked for, once. The counts say what is missing.

@@ -1,9 +1,9 @@
 """From the drain to the sinks: which sink gets which rows, and when a request has ended.
 
-Owns:  Router, and the lanes of all sinks of one worker.
+Owns:  Router, and the sink threads of one worker.
 Runs:  `add_request`, `expect_end` and `counters` on the worker's thread; `write` and
        `finish` on the drain thread; a thread of its own looks for stalled sinks.
-From:  worker.drain.   To: sinks.memory, sinks.lane.
+From:  worker.drain.   To: sinks.memory, sinks.sink_thread.
 
 Promise: a request's end is sent to its caller when every sink that it named has ended it, or
 has stalled. Global sinks are not waited for.
@@ -24,12 +24,12 @@ from vllm_scope.request.resolve import Resolved
 from vllm_scope.request.sites import Sites
 from vllm_scope.sinks import Manifest, Report, RequestInfo, RowBatch
 from vllm_scope.sinks.counters import Counters
-from vllm_scope.sinks.lane import Lane
 from vllm_scope.sinks.memory import MemorySink
 from vllm_scope.sinks.options import SinkConfig
 from vllm_scope.sinks.quota import Quota
 from vllm_scope.sinks.reports import manifest_of
 from vllm_scope.sinks.request import Delivery, Ended
+from vllm_scope.sinks.sink_thread import SinkThread
 from vllm_scope.worker.plan import Ints
 
 logger = logging.getLogger("vllm.vllm_scope")
@@ -47,12 +47,12 @@ class _Routed:
     """A request with sinks beside memory.
 
     Attributes:
-        deliveries: destination -> its lane, and its delivery there.
+        deliveries: destination -> its sink thread, and its delivery there.
         waiting: destinations whose manifest has not come.
         ended: set when it has ended.
     """
 
-    deliveries: dict[str, tuple[Lane, Delivery]]
+    deliveries: dict[str, tuple[SinkThread, Delivery]]
     waiting: set[str] = field(default_factory=set)
     manifests: dict[str, Manifest] = field(default_factory=dict)
     error: str | None = None
@@ -86,28 +86,28 @@ class Router:
         self._keys: Ints = np.zeros(0, np.int64)
         self._stop = threading.Event()
         self._reported: dict[str, dict[str, float]] = {}
-        self._lanes: dict[str, list[Lane]] = {}
+        self._threads: dict[str, list[SinkThread]] = {}
         self._quotas: dict[str, Quota] = {}
         named = {GLOBAL + name: config for name, config in global_sinks.items()}
         try:
             for name, config in {**sinks, **named}.items():
                 self._open(name, config)
         except BaseException:
-            self._close_lanes()
+            self._close_threads()
             raise
-        self._thread: threading.Thread | None = None
-        if self._lanes:
-            self._thread = threading.Thread(
+        self._watcher: threading.Thread | None = None
+        if self._threads:
+            self._watcher = threading.Thread(
                 target=self._watch, name="vllm-scope-sinks", daemon=True
             )
-            self._thread.start()
+            self._watcher.start()
 
     def _open(self, name: str, config: SinkConfig) -> None:
         make = config.factory()
-        lanes = self._lanes[name] = []
+        threads = self._threads[name] = []
         quota = self._quotas[name] = Quota(name, config.options)
         for _ in range(config.options.threads):
-            lanes.append(Lane(name, make(), config.options, self._on_end, quota))
+            threads.append(SinkThread(name, make(), config.options, self._on_end, quota))
 
     def add_request(self, info: RequestInfo, asked: Resolved) -> None:
         """Register a request, before its rows come.
@@ -118,7 +118,7 @@ class Router:
         """
         deliveries = {}
         for to in asked.destinations:
-            if to not in self._lanes:
+            if to not in self._threads:
                 continue  # memory
             called = next((read.called for read in asked.reads if read.to == to), (None, None))
             # A global sink's rows are the operator's.
@@ -126,10 +126,10 @@ class Router:
             own = replace(info, tag=called[0], name=called[1], owner=owner)
             delivery = Delivery(own, asked, to, self._sites, self._here)
             if not delivery.empty:
-                lanes = self._lanes[to]
-                deliveries[to] = (lanes[info.key % len(lanes)], delivery)
-        for lane, _ in deliveries.values():
-            lane.add_request()
+                threads = self._threads[to]
+                deliveries[to] = (threads[info.key % len(threads)], delivery)
+        for thread, _ in deliveries.values():
+            thread.add_request()
         if deliveries:
             with self._lock:
                 self._routed[info.key] = _Routed(deliveries)
@@ -167,10 +167,10 @@ class Router:
         routed = self._routed.get(key)
         if routed is None:
             return
-        for lane, delivery in routed.deliveries.values():
+        for thread, delivery in routed.deliveries.values():
             arrival = delivery.arrival(layout, positions, data, widths)
             if arrival is not None:
-                lane.put(delivery, arrival)
+                thread.put(delivery, arrival)
 
     def finish(self, key: int, error: str | None) -> None:
         with self._lock:
@@ -184,50 +184,50 @@ class Router:
         if routed is None or not routed.waiting:
             self._memory.finish(key, error)
         if routed is not None:
-            for lane, delivery in routed.deliveries.values():
+            for thread, delivery in routed.deliveries.values():
                 delivery.error = delivery.error or error
-                lane.end(delivery, ended)
+                thread.end(delivery, ended)
 
     def close(self) -> None:
         """Deliver what waits."""
         self._stop.set()
-        self._close_lanes()
-        if self._thread is not None:
-            self._thread.join(5)
+        self._close_threads()
+        if self._watcher is not None:
+            self._watcher.join(5)
         self._memory.close()
 
-    def _close_lanes(self) -> None:
-        lanes = [lane for some in self._lanes.values() for lane in some]
-        for lane in lanes:  # all first, so that the waits for sinks that hang overlap
-            lane.stop()
-        for lane in lanes:
-            lane.close()
+    def _close_threads(self) -> None:
+        threads = [thread for some in self._threads.values() for thread in some]
+        for thread in threads:  # all first, so that the waits for sinks that hang overlap
+            thread.stop()
+        for thread in threads:
+            thread.close()
 
     # Any thread
 
     def flush(self) -> dict[str, str | None]:
         """Sink -> why its ended requests are not visible, or None if they are."""
         return {
-            name: next((e for e in [lane.flush() for lane in lanes] if e is not None), None)
-            for name, lanes in self._lanes.items()
+            name: next((e for e in [thread.flush() for thread in threads] if e is not None), None)
+            for name, threads in self._threads.items()
         }
 
     @property
     def takes_scores(self) -> dict[str, bool]:
         """Sink that requests may name -> True if probes may name it too."""
         return {
-            name: lanes[0].takes_scores
-            for name, lanes in self._lanes.items()
+            name: threads[0].takes_scores
+            for name, threads in self._threads.items()
             if not name.startswith(GLOBAL)
         }
 
     def counters(self) -> dict[str, dict[str, float]]:
         """Sink -> counter -> value."""
         found = {"memory": self._memory.counters()}
-        for name, lanes in self._lanes.items():
+        for name, threads in self._threads.items():
             total = Counters()
-            for lane in lanes:
-                total += lane.snapshot()
+            for thread in threads:
+                total += thread.snapshot()
             found[name] = asdict(total)
         return found
 
@@ -235,7 +235,7 @@ class Router:
         self._routed.pop(key, None)
         self._keys = np.array(sorted(self._routed), np.int64)
 
-    # Lanes' threads
+    # Sink threads
 
     def _on_end(self, delivery: Delivery, manifest: Manifest) -> None:
         key, to = delivery.info.key, delivery.to
@@ -265,7 +265,9 @@ class Router:
         self._report()
 
     def _answer_for_stalled(self) -> None:
-        stalled = {lane for lanes in self._lanes.values() for lane in lanes if lane.stalled}
+        stalled = {
+            thread for threads in self._threads.values() for thread in threads if thread.stalled
+        }
         if not stalled:
             return
         with self._lock:
@@ -275,8 +277,8 @@ class Router:
                 for to in routed.waiting
                 if routed.deliveries[to][0] in stalled
             ]
-        for (lane, delivery), ended in late:
-            lane.give_up(delivery)
+        for (thread, delivery), ended in late:
+            thread.give_up(delivery)
             ending = replace(delivery.ending(ended or _UNKNOWN_END), status="error")
             self._on_end(delivery, manifest_of(ending, {}, Report()))
 

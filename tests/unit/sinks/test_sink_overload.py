@@ -17,9 +17,9 @@ from vllm_scope.program.layout import Layout, Widths
 from vllm_scope.request.sites import Sites, point_of
 from vllm_scope.request.spec import Spec
 from vllm_scope.sinks import Manifest, Report, RequestInfo
-from vllm_scope.sinks.lane import Lane
 from vllm_scope.sinks.options import SinkOptions
 from vllm_scope.sinks.request import Arrival, Delivery, Ended
+from vllm_scope.sinks.sink_thread import SinkThread
 from vllm_scope.sinks.spill import SpillFile
 
 READ = Read("resid_post", to="mine")
@@ -171,8 +171,8 @@ def test_requests_leave_nothing_behind_at_a_sink_that_hangs(monkeypatch):
             here.add(key, READ)
             here.write(key, list(range(20)))
             here.end(key)
-        (lane,) = here.router._lanes["mine"]
-        while not lane.stalled:
+        (thread,) = here.router._threads["mine"]
+        while not thread.stalled:
             time.sleep(0.01)
         for key in range(50, 2000):
             here.add(key, READ)
@@ -180,16 +180,16 @@ def test_requests_leave_nothing_behind_at_a_sink_that_hangs(monkeypatch):
             here.end(key)
             assert here.manifest(key).status == "error"
         # The queue's 32 rows, with the ends of their requests.
-        assert len(lane._items) < 80
+        assert len(thread._queue) < 80
         stuck.go_on.set()
         here.add(2000, READ)
-        while lane.stalled:
+        while thread.stalled:
             time.sleep(0.01)
         here.write(2000, [0, 1])
         here.end(2000, output=(7,))
         assert here.manifest(2000).status == "ok"
     assert len(stuck.endings) < 100
-    assert lane._num_running == 0
+    assert thread._num_running == 0
 
 
 def test_requests_of_a_sink_that_hangs_end_even_if_counters_cannot_be_sent(monkeypatch):
@@ -438,22 +438,24 @@ def test_memory_stays_bounded_behind_a_sink_that_hangs(monkeypatch):
         options = SinkOptions(queue_mib=8, held_mib=64, patience_s=0.2)
         sink = kind()
         sink.go_on.clear()
-        lane = Lane("mine", sink, options, lambda delivery, manifest: made.append(manifest))
+        thread = SinkThread("mine", sink, options, lambda delivery, manifest: made.append(manifest))
         delivery = Delivery(info, asked, "mine", SITES, SITES.boundaries)
         before = psutil.Process(os.getpid()).memory_info().rss
         for i in range(512):
             layout = Layout((POINTS[0],))
-            lane.put(delivery, Arrival(layout, np.arange(16 * i, 16 * i + 16), row.copy(), 1 << 16))
+            thread.put(
+                delivery, Arrival(layout, np.arange(16 * i, 16 * i + 16), row.copy(), 1 << 16)
+            )
         grown = psutil.Process(os.getpid()).memory_info().rss - before
         assert grown < (most + 24) << 20, grown >> 20
-        assert lane.snapshot().drops > 0
+        assert thread.snapshot().drops > 0
         sink.go_on.set()
-        while lane.stalled:
+        while thread.stalled:
             time.sleep(0.01)
         delivery.error = "given up"
-        lane.end(delivery, Ended((), "abort"))
-        lane.close()
-        assert lane.snapshot().held_bytes == 0
+        thread.end(delivery, Ended((), "abort"))
+        thread.close()
+        assert thread.snapshot().held_bytes == 0
     assert [manifest.status for manifest in made] == ["error", "error"]
 
 

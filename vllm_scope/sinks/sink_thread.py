@@ -1,8 +1,8 @@
-"""One sink instance: its thread, its bounded queue, its policy.
+"""One sink instance: its thread, and the policy of its queue.
 
-Owns:  Lane.
-Runs:  `put` and `end` on the drain thread, the sink on the lane's own.
-From:  router.   To: a Sink.
+Owns:  SinkThread.
+Runs:  `put` and `end` on the drain thread, the sink on a thread of its own.
+From:  router.   To: a Sink, by way of sink_queue.
 
 Promise: the drain thread waits only if the policy says so, and never for a sink whose call has
 taken longer than `patience_s`. Memory is bounded by queue_mib and held_mib. Rows that are not
@@ -15,28 +15,25 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import replace
 
 from vllm_scope.errors import ConfigError
 from vllm_scope.sinks import Block, Ending, Manifest, Report, Sink
 from vllm_scope.sinks.counters import Counters
 from vllm_scope.sinks.options import SinkOptions
-from vllm_scope.sinks.quota import REQUEST_BYTES, Quota, Room
+from vllm_scope.sinks.quota import REQUEST_BYTES, KeyedBytes, Quota
 from vllm_scope.sinks.reports import Log, checked, failure, manifest_of, plain
 from vllm_scope.sinks.request import Arrival, Delivery, Ended
-from vllm_scope.sinks.spill import SpillFile
+from vllm_scope.sinks.sink_queue import QueuedEnd, QueuedFlush, QueuedRows, QueueItem, SinkQueue
 
 logger = logging.getLogger("vllm.vllm_scope")
 
 #: Interval between two checks whether the sink has stalled.
 WAIT_S = 0.05
-#: If a caller waits for its rows to be published and no other request is running, the lane
-#: waits so long for another one to be published with it.
+#: If a caller waits for its rows to be published and no other request is running, the thread
+#: waits so long for another request to be published with it.
 ALONE_S = 0.1
 
 #: Called when a request has ended at this sink.
@@ -44,40 +41,16 @@ OnEnd = Callable[[Delivery, Manifest], None]
 _Streams = dict[str, dict[str, object]]
 
 
-@dataclass
-class _Rows:
-    """Rows in the queue. Their bytes are in memory, or in the spill file."""
-
-    delivery: Delivery
-    arrival: Arrival
-    spilled: bool = False
-
-    @property
-    def num_values(self) -> int:
-        layout = self.arrival.layout
-        encoded = sum(len(points) for _, points in layout.encoded)
-        return len(self.arrival.positions) * (len(layout.points) + encoded + len(layout.scores))
-
-
-@dataclass(frozen=True)
-class _End:
-    delivery: Delivery
-    ended: Ended
-
-
-class _Flush:
-    def __init__(self) -> None:
-        self.done = threading.Event()
-        self.error: str | None = None
-
-
-class Lane:
+class SinkThread:
     """Hands blocks to a sink.
 
     Args:
-        quota: of the sink, shared by its lanes. None makes one.
+        quota: of the sink, shared by its threads. None makes one.
 
     Verbs: `add_request`, `put`, `end`, `give_up`, `flush`, `close`.
+
+    Raises:
+        ConfigError: the spill file cannot be made. The sink is closed.
     """
 
     def __init__(
@@ -89,17 +62,14 @@ class Lane:
         self._sink, self._options, self._on_end = sink, options, on_end
         self._live = bool(getattr(sink, "live", False))
         self.takes_scores = bool(getattr(sink, "takes_scores", True))
-        self._queued = Room(options.share(options.queue_mib))
-        self._held = Room(options.share(options.held_mib))
-        self._spill: SpillFile | None = None
-        if options.on_overload == "spill":
-            try:
-                self._spill = SpillFile.open(name, options)
-            except ConfigError:
-                sink.close()
-                raise
-        self._items: deque[_Rows | _End | _Flush] = deque()
-        self._changed = threading.Condition()
+        self._held = KeyedBytes(options.share(options.held_mib))
+        self._log = Log(name)
+        try:
+            self._queue = SinkQueue(name, options, self._log)
+        except ConfigError:
+            sink.close()
+            raise
+        self._changed = self._queue.changed
         self._closing = False
         #: When the present call began.
         self._called_at: float | None = None
@@ -107,7 +77,6 @@ class Lane:
         self._dirty_since: float | None = None
         self._num_running = 0
         self._worked_at = 0.0
-        self._log = Log(name)
         #: Deliveries that have ended and whose rows may still be lost.
         self._unpublished: dict[Delivery, Ending] = {}
         self._thread = threading.Thread(target=self._run, name=f"vllm-scope-{name}", daemon=True)
@@ -132,7 +101,7 @@ class Lane:
 
     def put(self, delivery: Delivery, arrival: Arrival) -> None:
         """Queue rows, or drop and count them, as the policy says."""
-        rows = _Rows(delivery, arrival)
+        rows = QueuedRows(delivery, arrival)
         with self._changed:
             if delivery.error is not None:
                 self._drop(rows, delivery.error)
@@ -143,7 +112,7 @@ class Lane:
                 self._drop(rows, self._quota.reason)
                 return
             started: float | None = None
-            while not self._accept(rows):
+            while not self._queue.accept(rows):
                 if self._options.on_overload == "drop":
                     self._drop(rows, f"the queue of sink {self.name!r} was full")
                     break
@@ -166,7 +135,7 @@ class Lane:
             if unseen:
                 self._num_running -= 1
             else:
-                self._append(_End(delivery, ended))
+                self._queue.append(QueuedEnd(delivery, ended))
         if stalled:
             self.give_up(delivery)
         if unseen:
@@ -191,9 +160,9 @@ class Lane:
 
     def flush(self) -> str | None:
         """Wait until all ended requests are visible. Returns why they are not, or None."""
-        request = _Flush()
+        request = QueuedFlush()
         with self._changed:
-            self._append(request)
+            self._queue.append(request)
         while not request.done.wait(WAIT_S):
             if self.stalled or not self._thread.is_alive():
                 return self.stall_reason
@@ -215,37 +184,13 @@ class Lane:
 
     def snapshot(self) -> Counters:
         with self._changed:
-            spilled = self._spill.num_bytes if self._spill is not None else 0
-            return replace(self.counters, spill_bytes=spilled)
+            return replace(
+                self.counters, spilled_bytes=self._queue.spilled_bytes,
+                queue_bytes=self._queue.num_bytes, held_bytes=self._held.num_bytes,
+                spill_bytes=self._queue.disk_bytes,
+            )  # fmt: skip
 
-    # The queue; `_changed` is held
-
-    def _accept(self, rows: _Rows) -> bool:
-        """Append, in memory or on disk. Returns False if there is no room."""
-        size = rows.arrival.data.nbytes
-        # Spilled rows are older, and nothing may overtake them. Rows that are larger than the
-        # whole queue are taken when it is empty.
-        first = self._spill is None or not len(self._spill)
-        # Only under `drop`: if a key waited for its share, the engine and every key would wait.
-        owner = rows.delivery.info.owner if self._options.on_overload == "drop" else ""
-        if first and (not self._queued.num_bytes or self._queued.fits(owner, size)):
-            self._queued.take(rows.delivery.info.owner, size)
-            self.counters.queue_bytes = self._queued.num_bytes
-        elif self._spill is not None and self._spill.put(rows.arrival.data):
-            rows.spilled = True
-            rows.arrival = replace(rows.arrival, data=np.empty((0, 0), np.uint8))
-            self.counters.spilled_bytes += size
-        else:
-            return False
-        rows.delivery.entered = True
-        self._append(rows)
-        return True
-
-    def _append(self, item: _Rows | _End | _Flush) -> None:
-        self._items.append(item)
-        self._changed.notify_all()
-
-    def _drop(self, rows: _Rows, reason: str) -> None:
+    def _drop(self, rows: QueuedRows, reason: str) -> None:
         rows.delivery.lose(rows.arrival, reason)
         with self._changed:
             self.counters.drops += rows.num_values
@@ -254,9 +199,9 @@ class Lane:
 
     def _run(self) -> None:
         while (item := self._next()) is not None:
-            if isinstance(item, _Rows):
+            if isinstance(item, QueuedRows):
                 self._take(item)
-            elif isinstance(item, _End):
+            elif isinstance(item, QueuedEnd):
                 self._end(item.delivery, item.ended)
             else:
                 item.error = self._flush_sink()
@@ -264,25 +209,18 @@ class Lane:
             self._worked_at = time.monotonic()
         self._flush_sink()
         self._call(self._sink.close)
-        if self._spill is not None:
-            self._spill.close()
+        self._queue.close()
 
-    def _next(self) -> _Rows | _End | _Flush | None:
+    def _next(self) -> QueueItem | None:
         """The oldest item; None at the end."""
         while True:
             with self._changed:
-                wait_s = self._flush_in()
-                if wait_s is None or wait_s > 0:
-                    if self._items:
-                        item = self._items.popleft()
-                        if isinstance(item, _Rows):
-                            self._fetch(item)
-                            self._changed.notify_all()
-                        return item
+                while (wait_s := self._flush_in()) is None or wait_s > 0:
+                    if len(self._queue):
+                        return self._queue.pop()
                     if self._closing:
                         return None
                     self._changed.wait(wait_s)
-                    continue
             self._flush_sink()
 
     def _flush_in(self) -> float | None:
@@ -290,37 +228,21 @@ class Lane:
         if self._dirty_since is None:
             return None
         at = self._dirty_since + self._options.flush_s
-        if self._unpublished and not self._num_running and not self._items:
+        if self._unpublished and not self._num_running and not len(self._queue):
             at = min(at, self._worked_at + ALONE_S)
         return at - time.monotonic()
 
-    def _fetch(self, rows: _Rows) -> None:
-        """Take its bytes out of the queue, or read them from the disk."""
-        if not rows.spilled:
-            self._queued.give(rows.delivery.info.owner, rows.arrival.data.nbytes)
-            self.counters.queue_bytes = self._queued.num_bytes
-            return
-        assert self._spill is not None
-        try:
-            data = self._spill.take()
-        except (OSError, MemoryError) as error:
-            rows.delivery.error = f"spilled rows of sink {self.name!r} were lost: {failure(error)}"
-            self._log.failure(error)
-            return
-        rows.arrival = replace(rows.arrival, data=data.reshape(len(rows.arrival.positions), -1))
-
-    def _take(self, rows: _Rows) -> None:
+    def _take(self, rows: QueuedRows) -> None:
         delivery = rows.delivery
         if delivery.error is not None:
             self._drop(rows, delivery.error)
         elif self._live:
             self._write_all(delivery, delivery.live_blocks(rows.arrival))
-        elif not self._held.fits(delivery.info.owner, rows.arrival.data.nbytes):
-            whose = "of this key's requests" if delivery.info.owner else "of requests"
+        elif not self._held.fits(rows.owner, rows.num_bytes):
+            whose = "of this key's requests" if rows.owner else "of requests"
             self._drop(rows, f"held_mib of sink {self.name!r} is full {whose} that run")
         else:
-            self._held.take(delivery.info.owner, rows.arrival.data.nbytes)
-            self.counters.held_bytes = self._held.num_bytes
+            self._held.take(rows.owner, rows.num_bytes)
             delivery.keep(rows.arrival)
 
     def _write_all(self, delivery: Delivery, blocks: Iterator[Block]) -> _Streams:
@@ -340,7 +262,7 @@ class Lane:
                 streams[name] = {"shape": list(block.source.shape), "dtype": dtype}
                 if block.encoded is not None:
                     streams[name]["codec"] = block.encoded.codec.metadata()
-        except Exception as error:  # for example no memory for the blocks; the lane goes on
+        except Exception as error:  # for example no memory for the blocks; the thread goes on
             delivery.error = delivery.error or self._failure(error, counts=True)
         return streams
 
@@ -359,7 +281,6 @@ class Lane:
         if not self._live and delivery.error is None:
             streams = self._write_all(delivery, delivery.whole_blocks(ended))
         self._held.give(delivery.info.owner, delivery.forget())
-        self.counters.held_bytes = self._held.num_bytes
         ending = delivery.ending(ended)
         reports: list[Report] = []
         error = self._call(lambda: reports.append(checked(self._sink.finish(ending))))

@@ -1,0 +1,140 @@
+"""What waits for one sink, in order: rows, ends of requests, flushes.
+
+Owns:  SinkQueue (in memory, then in a spill file), and its items.
+Runs:  on the drain thread and on the sink's thread.
+From:  sink_thread, which also takes the items.   To: spill.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from vllm_scope.sinks.options import SinkOptions
+from vllm_scope.sinks.quota import KeyedBytes
+from vllm_scope.sinks.reports import Log, failure
+from vllm_scope.sinks.request import Arrival, Delivery, Ended
+from vllm_scope.sinks.spill import SpillFile
+
+
+@dataclass
+class QueuedRows:
+    """Rows in the queue. Their bytes are in memory, or in the spill file."""
+
+    delivery: Delivery
+    arrival: Arrival
+    spilled: bool = False
+
+    @property
+    def owner(self) -> str:
+        return self.delivery.info.owner
+
+    @property
+    def num_bytes(self) -> int:
+        return self.arrival.data.nbytes
+
+    @property
+    def num_values(self) -> int:
+        layout = self.arrival.layout
+        encoded = sum(len(points) for _, points in layout.encoded)
+        return len(self.arrival.positions) * (len(layout.points) + encoded + len(layout.scores))
+
+
+@dataclass(frozen=True)
+class QueuedEnd:
+    delivery: Delivery
+    ended: Ended
+
+
+class QueuedFlush:
+    """A call of `SinkThread.flush`, which waits for `done`."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.error: str | None = None
+
+
+QueueItem = QueuedRows | QueuedEnd | QueuedFlush
+
+
+class SinkQueue:
+    """The items of one sink thread. `changed` must be held during every call but `close`.
+
+    Attributes:
+        changed: notified when an item comes, or memory becomes free.
+        spilled_bytes: bytes that have ever waited on disk.
+
+    Raises:
+        ConfigError: the spill file cannot be made.
+    """
+
+    def __init__(self, name: str, options: SinkOptions, log: Log) -> None:
+        self.changed = threading.Condition()
+        self.spilled_bytes = 0
+        self._name, self._log = name, log
+        # Only under `drop`: if a key waited for its share, the engine and every key would wait.
+        self._has_shares = options.on_overload == "drop"
+        self._items: deque[QueueItem] = deque()
+        self._memory = KeyedBytes(options.share(options.queue_mib))
+        self._spill = SpillFile.open(name, options) if options.on_overload == "spill" else None
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def num_bytes(self) -> int:
+        """In memory."""
+        return self._memory.num_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        return self._spill.num_bytes if self._spill is not None else 0
+
+    def append(self, item: QueueItem) -> None:
+        self._items.append(item)
+        self.changed.notify_all()
+
+    def accept(self, rows: QueuedRows) -> bool:
+        """Append rows, in memory or on disk. Returns False if both are full."""
+        # Spilled rows are older, and nothing may overtake them. Rows that are larger than the
+        # whole queue are taken when it is empty.
+        first = self._spill is None or not len(self._spill)
+        owner = rows.owner if self._has_shares else ""
+        if first and (not self.num_bytes or self._memory.fits(owner, rows.num_bytes)):
+            self._memory.take(rows.owner, rows.num_bytes)
+        elif self._spill is not None and self._spill.put(rows.arrival.data):
+            self.spilled_bytes += rows.num_bytes
+            rows.spilled = True
+            rows.arrival = replace(rows.arrival, data=np.empty((0, 0), np.uint8))
+        else:
+            return False
+        rows.delivery.entered = True
+        self.append(rows)
+        return True
+
+    def pop(self) -> QueueItem:
+        """Remove and return the oldest item; rows with their bytes, in memory. If the disk fails,
+        the error is set on their delivery."""
+        item = self._items.popleft()
+        if not isinstance(item, QueuedRows):
+            return item
+        self.changed.notify_all()
+        if not item.spilled:
+            self._memory.give(item.owner, item.num_bytes)
+            return item
+        assert self._spill is not None
+        try:
+            data = self._spill.take()
+        except (OSError, MemoryError) as error:
+            item.delivery.error = f"spilled rows of sink {self._name!r} were lost: {failure(error)}"
+            self._log.failure(error)
+            return item
+        item.arrival = replace(item.arrival, data=data.reshape(len(item.arrival.positions), -1))
+        return item
+
+    def close(self) -> None:
+        if self._spill is not None:
+            self._spill.close()
