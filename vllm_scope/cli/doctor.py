@@ -28,7 +28,7 @@ from vllm_scope.errors import CompatError, ScopeError
 from vllm_scope.request.sites import KNOWN_SITES, SITES, canonical_site
 
 if TYPE_CHECKING:
-    from vllm_scope.engine.describe import ModelReport, SiteReport
+    from vllm_scope.engine.describe import ModelReport
     from vllm_scope.engine.digests import Comparison
 
 #: The configured sites can be read; they cannot be read; there is no answer (an unknown model,
@@ -166,14 +166,9 @@ def _table(report: ModelReport) -> Table:
         found = report.sites[site]
         configured = "yes" if site in {*report.configured, *free} else "no"
         why = "" if found.reason is None else _bare(site, found.reason)
-        table.add_row(site, _layers(site, found), configured, Text(why))
+        layers = "yes" if site == "embed" and found.layers else _ranges(found.layers)
+        table.add_row(site, layers, configured, Text(why))
     return table
-
-
-def _layers(site: str, found: SiteReport) -> str:
-    if site == "embed" and found.layers:
-        return "yes"
-    return _ranges(found.layers)
 
 
 def _bare(site: str, reason: str) -> str:

@@ -21,15 +21,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from vllm_scope.client.answers import (
-    Choice,
-    Chunk,
-    Completion,
-    ScopeData,
-    parse_file,
-    parse_scope,
-    parse_tokens,
-)
+from vllm_scope.client import answers
+from vllm_scope.client.answers import Choice, Chunk, Completion, ScopeData
 from vllm_scope.errors import CapacityError, ScopeError, SpecError, shown
 from vllm_scope.request.actions import Action
 from vllm_scope.request.spec import scope
@@ -227,7 +220,7 @@ class Calls(Generic[StreamT]):
     @Method
     def result(self, result_id: str, delete: bool = False) -> Flow[ScopeData]:
         """The content of a file; its id is in the JSON of a choice, `scope.result.id`."""
-        return parse_file((yield _result_call(result_id, delete)).checked().content)
+        return answers.parse_file((yield _result_call(result_id, delete)).checked().content)
 
     @Method
     def modules(self) -> Flow[list[Json]]:
@@ -317,10 +310,10 @@ class Calls(Generic[StreamT]):
                 file = None
                 if isinstance(result := told.get("result"), dict):
                     file = (yield _result_call(str(result["id"]), True)).checked().content
-                found = parse_scope(told, file)
+                found = answers.parse_scope(told, file)
             said = choice.message or choice.delta
             text = str((choice.text if said is None else said.get("content")) or "")
-            end, tokens = choice.finish_reason, parse_tokens(told)
+            end, tokens = choice.finish_reason, answers.parse_tokens(told)
             parts.append(kind(choice.index, text, end, found, tokens))
         return parts
 

@@ -149,25 +149,33 @@ async def asked(call: Awaitable[T]) -> T:
 
 
 @asynccontextmanager
-async def in_turn(request: Request, clearing: bool = False) -> AsyncIterator[None]:
-    """Wait until no other process of the server changes names or server-wide edits.
+async def in_turn(request: Request, clearing: bool = False) -> AsyncIterator[Engine]:
+    """The engine, when no other process of the server changes names or server-wide edits.
 
     Args:
         clearing: the change ends edits, which must be possible with a full disk too.
     """
+    engine = engine_of(request)
     try:
         async with state_of(request).changes.one(clearing):
-            yield
+            yield engine
     except NoTurnError as error:
         raise RefusalError(503, str(error)) from None
 
 
-def admin(
-    request: Request,
-    key: Annotated[
-        str | None, Header(alias=ADMIN_KEY, description="The server's VLLM_SCOPE_ADMIN_KEY.")
-    ] = None,
-) -> None:
+AdminKey = Annotated[
+    str | None, Header(alias=ADMIN_KEY, description="The server's VLLM_SCOPE_ADMIN_KEY.")
+]
+AdminKeyOrBearer = Annotated[
+    str | None,
+    Header(
+        alias=ADMIN_KEY,
+        description="The server's VLLM_SCOPE_ADMIN_KEY; it may be the bearer instead.",
+    ),
+]
+
+
+def admin(request: Request, key: AdminKey = None) -> None:
     """A dependency of routes that need the operator's key."""
     if key is None:
         raise RefusalError(401, "this needs the operator's key in the header X-Scope-Admin-Key.")
@@ -175,16 +183,7 @@ def admin(
         raise RefusalError(403, "X-Scope-Admin-Key is not this server's operator's key.")
 
 
-def admin_or_bearer(
-    request: Request,
-    key: Annotated[
-        str | None,
-        Header(
-            alias=ADMIN_KEY,
-            description="The server's VLLM_SCOPE_ADMIN_KEY; it may be the bearer instead.",
-        ),
-    ] = None,
-) -> None:
+def admin_or_bearer(request: Request, key: AdminKeyOrBearer = None) -> None:
     """As `admin`; the operator's key may also be the bearer token. vLLM accepts that token if
     it is one of the API keys, or if there are none."""
     scheme, _, bearer = request.headers.get("authorization", "").partition(" ")

@@ -49,14 +49,14 @@ def checked(body: bytes) -> str:
         SpecError: as `decoded`; or it is not an object with a list of edits and nothing else.
     """
     text, found = decoded(body)
-    body = found if isinstance(found, dict) else {}
-    edits = body.get("edits")
+    given = found if isinstance(found, dict) else {}
+    edits = given.get("edits")
     if not isinstance(edits, list) or not all(isinstance(edit, dict) for edit in edits):
         raise SpecError(
             f"the body is {errors.shown(found)}; it is an object with the field 'edits', a list of "
             "edits as in a spec."
         )
-    for name in body:
+    for name in given:
         if name != "edits":
             raise SpecError(f"the body has {errors.shown(name)}; it has 'edits' alone.")
     return text

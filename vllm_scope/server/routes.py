@@ -23,7 +23,7 @@ from starlette.convertors import Convertor, register_url_convertor
 from vllm_scope import __version__
 from vllm_scope.request.actions import MAX_NAME
 from vllm_scope.request.sites import SITES, boundary_of
-from vllm_scope.server import edits, faces
+from vllm_scope.server import edits, faces, schemas
 from vllm_scope.server.access import (
     Engine,
     RefusalError,
@@ -40,16 +40,6 @@ from vllm_scope.server.access import (
 )
 from vllm_scope.server.changes import Changes
 from vllm_scope.server.limits import Door
-from vllm_scope.server.schemas import (
-    Edits,
-    EditsInfo,
-    HttpLimits,
-    Load,
-    ModuleInfo,
-    ModuleList,
-    ServerInfo,
-    SiteInfo,
-)
 from vllm_scope.server.settings import MAX_OPERATOR_BYTES, Settings
 from vllm_scope.server.store import Store
 from vllm_scope.transport.folders import RUN
@@ -110,14 +100,14 @@ Name = Annotated[str, Path(min_length=1, max_length=MAX_NAME, description="Of th
 
 
 @_reading.get("", summary="What this server's model can be asked")
-async def get_info(request: Request) -> ServerInfo:
+async def get_info(request: Request) -> schemas.ServerInfo:
     """Sites and layers with a tap, and the limits of requests, answers and bodies."""
-    told = await asked(engine_of(request).describe())
-    num_requests, num_pending = await asked(engine_of(request).load())
-    state, sites = state_of(request), told["sites"]
+    engine, state = engine_of(request), state_of(request)
+    told = await asked(engine.describe())
+    num_requests, num_pending = await asked(engine.load())
     await run_in_threadpool(state.store.forget_deleted)
-    settings = state.settings
-    return ServerInfo(
+    settings, sites = state.settings, told["sites"]
+    return schemas.ServerInfo(
         version=__version__,
         runner=told["runner"],
         reason=told["reason"],
@@ -126,14 +116,14 @@ async def get_info(request: Request) -> ServerInfo:
         dtype=sites["dtype"],
         sites=_sites(sites["num_layers"], set(sites["boundaries"]) - {sites.get("guard")}),
         limits=told["limits"],
-        http=HttpLimits(
+        http=schemas.HttpLimits(
             inline_bytes=settings.inline_bytes,
             results_bytes=settings.results_bytes,
             results_ttl_s=settings.results_ttl_s,
             body_bytes=settings.body_bytes,
             module_bytes=MAX_OPERATOR_BYTES,
         ),
-        load=Load(
+        load=schemas.Load(
             requests=num_requests,
             pending=num_pending,
             results=len(state.store),
@@ -143,12 +133,12 @@ async def get_info(request: Request) -> ServerInfo:
     )
 
 
-def _sites(num_layers: int, boundaries: set[int]) -> list[SiteInfo]:
-    found = [SiteInfo(site="embed", layers=[0])] if 0 in boundaries else []
+def _sites(num_layers: int, boundaries: set[int]) -> list[schemas.SiteInfo]:
+    found = [schemas.SiteInfo(site="embed", layers=[0])] if 0 in boundaries else []
     for site in SITES[1:]:
         layers = [k for k in range(num_layers) if boundary_of((site, k)) in boundaries]
         if layers:
-            found.append(SiteInfo(site=site, layers=layers))
+            found.append(schemas.SiteInfo(site=site, layers=layers))
     return found
 
 
@@ -179,15 +169,15 @@ async def get_result(
 
 
 @_reading.get("/modules", summary="The steering modules")
-async def get_modules(request: Request) -> ModuleList:
+async def get_modules(request: Request) -> schemas.ModuleList:
     """The name, the digest and the streams of every module that a spec can name."""
     found = await asked(engine_of(request).modules())
-    return ModuleList(
-        modules=[ModuleInfo.model_validate({"name": n, **found[n]}) for n in sorted(found)]
+    return schemas.ModuleList(
+        modules=[schemas.ModuleInfo.model_validate({"name": n, **found[n]}) for n in sorted(found)]
     )
 
 
-@_reading.get("/edits", response_model=EditsInfo, summary="The edits of every request")
+@_reading.get("/edits", response_model=schemas.EditsInfo, summary="The edits of every request")
 async def get_edits(request: Request) -> Response:
     """What PUT has set. Vectors come back as they were sent, or, if all edits take more than
     8 MiB, as dtype and shape alone."""
@@ -214,14 +204,14 @@ def _json(content: bytes) -> Response:
         }
     },
 )
-async def put_module(request: Request, name: Name) -> ModuleInfo:
+async def put_module(request: Request, name: Name) -> schemas.ModuleInfo:
     """From now on the name means these vectors. Running requests keep the earlier ones."""
     data = await request.body()
     module = await asked(run_in_threadpool(from_bytes, data))
-    engine = engine_of(request)
-    async with in_turn(request):
+    async with in_turn(request) as engine:
         digest = await asked(engine.register(name, data))
-    return ModuleInfo(name=name, digest=digest, streams=[place for place, _ in module.placed()])
+    streams = [place for place, _ in module.placed()]
+    return schemas.ModuleInfo(name=name, digest=digest, streams=streams)
 
 
 @_changing.delete(
@@ -232,8 +222,7 @@ async def put_module(request: Request, name: Name) -> ModuleInfo:
 )
 async def delete_module(request: Request, name: Name) -> Response:
     """Running requests keep it."""
-    engine = engine_of(request)
-    async with in_turn(request):
+    async with in_turn(request) as engine:
         known = await asked(engine.unregister(name))
     if not known:
         raise RefusalError(404, f"no steering module is called {name!r}.")
@@ -242,12 +231,12 @@ async def delete_module(request: Request, name: Name) -> Response:
 
 @_changing.put(
     "/edits",
-    response_model=EditsInfo,
+    response_model=schemas.EditsInfo,
     summary="Edit every request",
     openapi_extra={
         "requestBody": {
             "required": True,
-            "content": {"application/json": {"schema": Edits.model_json_schema()}},
+            "content": {"application/json": {"schema": schemas.Edits.model_json_schema()}},
         }
     },
 )
@@ -255,8 +244,7 @@ async def put_edits(request: Request) -> Response:
     """Replaces all server-wide edits. Running requests keep the earlier ones. The answer is what
     GET shows."""
     text = await asked(run_in_threadpool(edits.checked, await request.body()))
-    engine = engine_of(request)
-    async with in_turn(request):
+    async with in_turn(request) as engine:
         digest = await asked(engine.set_edits(text))
     return _json(await run_in_threadpool(edits.shown, text, digest))
 
@@ -264,7 +252,6 @@ async def put_edits(request: Request) -> Response:
 @_changing.delete("/edits", status_code=204, summary="End all server-wide edits")
 async def delete_edits(request: Request) -> Response:
     """Running requests keep the edits that they entered with."""
-    engine = engine_of(request)
-    async with in_turn(request, clearing=True):
+    async with in_turn(request, clearing=True) as engine:
         await asked(engine.set_edits(None))
     return Response(status_code=204)
