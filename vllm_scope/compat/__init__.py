@@ -4,7 +4,7 @@ vllm_lens/      extra_args of vllm-lens, SteeringVector, output.activations, its
 steering_http/  the steering fork's keys, capture_results, modules and /v1/steering
 probe_hook.py   LLM, AsyncLLM and SamplingParams of vllm-probe-hook
 act_capture.py  VLLM_ACT_* variables and the .npz files of the Activation Capture System
-inspect.py      a model provider, a solver and a scorer for Inspect
+inspect.py      a model provider, a solver and a scorer for Inspect; own_loop.py is its engine
 bounds.py       how much a request may say in a face's words
 
 TransformerLens's names are `out.scope.as_cache()`.

@@ -26,13 +26,14 @@ the target says that it should? The name `vllm-lens/...` is an alias.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from statistics import fmean
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from inspect_ai.model import (
@@ -60,16 +61,20 @@ from inspect_ai.scorer import (
 )
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_ai.tool import ToolChoice, ToolInfo
+from torch import Tensor
 
+from vllm_scope.compat.own_loop import OwnLoop
 from vllm_scope.errors import ScopeError, SpecError, shown
+from vllm_scope.results.result import ScopeResult
+
+if TYPE_CHECKING:
+    from vllm import CompletionOutput, RequestOutput, SamplingParams
 
 Pooling = Literal["last", "mean", "max"]
 #: Pooling -> the one score of a completion's scores.
 POOLS: dict[Pooling, Callable[[list[float]], float]] = {
-    "last": lambda scores: scores[-1],
-    "mean": lambda scores: sum(scores) / len(scores),
-    "max": max,
-}
+    "last": itemgetter(-1), "mean": fmean, "max": max,
+}  # fmt: skip
 EXTRA = ("extra_args", "lora_request")
 #: Fields of GenerateConfig -> fields of SamplingParams; and the fields that are refused.
 SAMPLING = {
@@ -78,6 +83,8 @@ SAMPLING = {
     "frequency_penalty": "frequency_penalty", "presence_penalty": "presence_penalty",
 }  # fmt: skip
 REFUSED = ("logprobs", "top_logprobs", "prompt_logprobs", "logit_bias", "response_schema")
+#: vLLM's reason for an end -> Inspect's.
+REASONS = {"stop": "stop", "length": "max_tokens"}
 
 
 @modelapi(name="vllm-scope")
@@ -88,48 +95,6 @@ def _scope_provider() -> type[ModelAPI]:
 @modelapi(name="vllm-lens")
 def _lens_provider() -> type[ModelAPI]:
     return ScopeAPI
-
-
-class _Engine:
-    """AsyncLLM on an event loop of its own, because Inspect has a new loop for each eval."""
-
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self.llm = self._submit(self._start(options)).result()
-        # Inspect keeps models for the next eval and never closes them. When the process ends, vLLM
-        # stops EngineCore, and tasks that still wait for it would log that it died. atexit calls
-        # the last registered function first, so this one runs before vLLM's.
-        atexit.register(self.close)
-
-    async def _start(self, options: Mapping[str, Any]) -> Any:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
-
-    def _submit(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    async def generate(self, prompt: Any, params: Any, name: str, lora: Any) -> Any:
-        async def last() -> Any:
-            stream = self.llm.generate(prompt, params, name, lora_request=lora)
-            return [output async for output in stream][-1]
-
-        return await asyncio.wrap_future(self._submit(last()))
-
-    async def _stop(self) -> None:
-        # On its own loop `shutdown` cancels the tasks that wait for the engine. On another thread
-        # these tasks would find the engine dead and log that.
-        self.llm.shutdown()
-        self.llm = None
-
-    def close(self) -> None:
-        atexit.unregister(self.close)
-        self._submit(self._stop()).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
 
 
 class ScopeAPI(ModelAPI):
@@ -154,14 +119,14 @@ class ScopeAPI(ModelAPI):
         model_path: str | None = None,
         chat: bool = True,
         tensors: str | None = None,
-        **model_args: Any,
+        **model_args: object,
     ) -> None:
         super().__init__(model_name, base_url, api_key, [], config or GenerateConfig())
         if base_url is not None:
             raise SpecError("base_url: this provider starts its own engine, and takes no server.")
         self._options = {"model": model_path or model_name, **model_args}
         self._chat, self._tensors = chat, tensors
-        self._engine: _Engine | None = None
+        self._engine: OwnLoop | None = None
         self._starting = threading.Lock()
         self._number = 0
 
@@ -176,50 +141,33 @@ class ScopeAPI(ModelAPI):
         tool_choice: ToolChoice,
         config: GenerateConfig,
     ) -> ModelOutput:
-        from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
-        from vllm.sampling_params import RequestOutputKind
 
         if tools:
             raise SpecError("this provider calls no tools; leave them out of the task.")
-        extra = dict(config.extra_body or {})
-        unknown = set(extra) - set(EXTRA)
-        if unknown:
+        extra = config.extra_body or {}
+        if unknown := set(extra) - set(EXTRA):
             raise SpecError(
                 f"extra_body has {shown(min(unknown))}; its fields here are {', '.join(EXTRA)}."
             )
-        for name in REFUSED:
-            if getattr(config, name, None):
-                raise SpecError(f"{name} is not given by this provider.")
-        options = {
-            ours: getattr(config, theirs)
-            for theirs, ours in SAMPLING.items()
-            if getattr(config, theirs) is not None
-        }
-        params = SamplingParams(
-            # Without a limit, up to the end of the context.
-            **({"max_tokens": None} | options),
-            extra_args=extra.get("extra_args"),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        lora = extra.get("lora_request")
+        params, lora = _params(config, extra.get("extra_args")), extra.get("lora_request")
         engine = await asyncio.to_thread(self._started)
         self._number += 1
-        output = await engine.generate(
+        stream = engine.llm.generate(
             {"prompt_token_ids": self._token_ids(engine, input)},
             params,
             f"inspect-{id(self)}-{self._number}",
-            LoRARequest(**lora) if isinstance(lora, Mapping) else lora,
+            lora_request=LoRARequest(**lora) if isinstance(lora, Mapping) else lora,
         )
-        return await asyncio.to_thread(self._model_output, output)
+        return await asyncio.to_thread(self._model_output, await engine.last(stream))
 
-    def _started(self) -> _Engine:
+    def _started(self) -> OwnLoop:
         with self._starting:
             if self._engine is None:
-                self._engine = _Engine(self._options)
+                self._engine = OwnLoop(self._options)
             return self._engine
 
-    def _token_ids(self, engine: _Engine, messages: Sequence[ChatMessage]) -> list[int]:
+    def _token_ids(self, engine: OwnLoop, messages: Sequence[ChatMessage]) -> list[int]:
         tokenizer = engine.llm.get_tokenizer()
         if not self._chat:
             return list(tokenizer("\n".join(message.text for message in messages))["input_ids"])
@@ -227,37 +175,31 @@ class ScopeAPI(ModelAPI):
         text = tokenizer.apply_chat_template(bodies, add_generation_prompt=True, tokenize=False)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _model_output(self, output: Any) -> ModelOutput:
-        reasons: dict[str, Any] = {"stop": "stop", "length": "max_tokens"}
+    def _model_output(self, output: RequestOutput) -> ModelOutput:
         choices = [
             ChatCompletionChoice(
                 message=ChatMessageAssistant(
                     content=completion.text, model=self.model_name, source="generate"
                 ),
-                stop_reason=reasons.get(completion.finish_reason, "unknown"),
+                stop_reason=REASONS.get(completion.finish_reason, "unknown"),
             )
             for completion in output.outputs
         ]
         num_input = len(output.prompt_token_ids)
         num_output = sum(len(completion.token_ids) for completion in output.outputs)
-        each = [self._metadata(output, completion) for completion in output.outputs]
-        return ModelOutput(
-            model=self.model_name,
-            choices=choices,
-            usage=ModelUsage(
-                input_tokens=num_input,
-                output_tokens=num_output,
-                total_tokens=num_input + num_output,
-            ),
-            metadata=each[0] if len(each) == 1 else {"choices": each},
+        usage = ModelUsage(
+            input_tokens=num_input, output_tokens=num_output, total_tokens=num_input + num_output
         )
+        each = [self._metadata(output, completion) for completion in output.outputs]
+        metadata = each[0] if len(each) == 1 else {"choices": each}
+        return ModelOutput(model=self.model_name, choices=choices, usage=usage, metadata=metadata)
 
-    def _metadata(self, output: Any, completion: Any) -> dict[str, Any]:
-        found: dict[str, Any] = {
+    def _metadata(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, object]:
+        found: dict[str, object] = {
             "prompt_token_ids": list(output.prompt_token_ids),
             "token_ids": list(completion.token_ids),
         }
-        result = completion.scope
+        result: ScopeResult | None = completion.scope
         if result is None:
             return found
         if result.status != "complete":
@@ -265,13 +207,10 @@ class ScopeAPI(ModelAPI):
                 f"the request's rows are {result.status}: "
                 f"{result.error or f'{result.dropped} of {result.expected} are missing'}."
             )
-        if result.scores:
+        if scores := result.scores:
             found["scores"] = {
-                name: {
-                    "scores": result.scores[name].tolist(),
-                    "positions": result.scores.positions(name).tolist(),
-                }
-                for name in result.scores
+                name: {"scores": one.tolist(), "positions": scores.positions(name).tolist()}
+                for name, one in scores.items()
             }
         if result.keys():
             found["reads"] = self._write(result)
@@ -279,23 +218,19 @@ class ScopeAPI(ModelAPI):
             found["activations"] = dict(completion.activations)
         return found
 
-    def _write(self, result: Any) -> dict[str, Any]:
+    def _write(self, result: ScopeResult) -> dict[str, dict[str, object]]:
         """Write rows to a file named by its digest; returns the place of each stream."""
         from safetensors.torch import save
 
-        tensors: dict[str, Any] = {}
-        reads: dict[str, dict[str, Any]] = {}
+        tensors: dict[str, Tensor] = {}
+        reads: dict[str, dict[str, object]] = {}
         for site, layer in result.keys():
             key = site if site == "embed" else f"{site}.{layer}"
             # Copies: streams may share memory, which safetensors refuses.
             rows = result[site, layer].clone(memory_format=torch.contiguous_format)
-            positions = result.positions(site, layer).clone()
-            tensors |= {key: rows, f"{key}.positions": positions}
-            reads[key] = {
-                "key": key,
-                "shape": list(rows.shape),
-                "dtype": str(rows.dtype).removeprefix("torch."),
-            }
+            tensors |= {key: rows, f"{key}.positions": result.positions(site, layer).clone()}
+            dtype = str(rows.dtype).removeprefix("torch.")
+            reads[key] = {"key": key, "shape": list(rows.shape), "dtype": dtype}
         logs = os.environ.get("INSPECT_LOG_DIR", "./logs")
         if self._tensors is None and "://" in logs:
             raise SpecError(f"INSPECT_LOG_DIR is {logs}; name a local folder with tensors=.")
@@ -320,8 +255,23 @@ class ScopeAPI(ModelAPI):
             self._engine = None
 
 
+def _params(config: GenerateConfig, extra_args: Mapping[str, object] | None) -> SamplingParams:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    for name in REFUSED:
+        if getattr(config, name, None):
+            raise SpecError(f"{name} is not given by this provider.")
+    given = {ours: getattr(config, theirs) for theirs, ours in SAMPLING.items()}
+    options = {name: value for name, value in given.items() if value is not None}
+    # Without a limit, up to the end of the context.
+    options.setdefault("max_tokens", None)
+    kind = RequestOutputKind.FINAL_ONLY
+    return SamplingParams(**options, extra_args=extra_args, output_kind=kind)
+
+
 @solver
-def reading(spec: Mapping[str, Any]) -> Solver:
+def reading(spec: Mapping[str, object]) -> Solver:
     """Generate, and read or steer while the model does.
 
     Args:
@@ -339,14 +289,13 @@ def auroc() -> Metric:
     """How often a sample with the concept scores above one without; 0.5 is chance."""
 
     def measure(scores: list[SampleScore]) -> float:
-        found: dict[bool, list[float]] = {True: [], False: []}
-        for each in scores:
-            metadata = each.score.metadata or {}
-            found[metadata["present"]].append(metadata["score"])
-        pairs = [(p, n) for p in found[True] for n in found[False]]
-        if not pairs:
-            return float("nan")
-        return sum((p > n) + 0.5 * (p == n) for p, n in pairs) / len(pairs)
+        found = [each.score.metadata or {} for each in scores]
+        pairs = [
+            (p["score"] > n["score"]) + 0.5 * (p["score"] == n["score"])
+            for p in found if p["present"]
+            for n in found if not n["present"]
+        ]  # fmt: skip
+        return sum(pairs) / len(pairs) if pairs else float("nan")
 
     return measure
 
