@@ -161,14 +161,9 @@ class Method(Generic[P, T]):
 
 
 class Calls(Generic[StreamT]):
-    """Base of both clients. They implement `_run` for a flow and `_iterate` for a stream.
+    """Base of both clients. They implement `_run` for a flow and `_iterate` for a stream."""
 
-    Args:
-        model: one of the server's models; None: its first one.
-    """
-
-    def __init__(self, model: str | None) -> None:
-        self._model = model
+    _model: str | None
 
     def _iterate(self, opening: Flow[Call]) -> StreamT:
         raise NotImplementedError

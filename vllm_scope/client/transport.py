@@ -90,8 +90,7 @@ class _Client(Calls[StreamT], Generic[HttpT, StreamT]):
         timeout: float = TIMEOUT_S,
         transport: httpx.BaseTransport | httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        super().__init__(model)
-        self._admin_key = admin_key
+        self._model, self._admin_key = model, admin_key
         self._url = base_url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:

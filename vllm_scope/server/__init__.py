@@ -5,6 +5,7 @@ rpc.py       vLLM's development routes, which need the operator's key for our me
 exchange.py  one HTTP request on its way through the server
 options.py   fields of `vllm_xargs` that say how a request wants its tensors
 answer.py    the results of one HTTP request, put into its answer or its chunks
+choice.py    the `scope` of one choice, whole or chunk by chunk
 tokens.py    the tokens of a choice, with text and scores
 encode.py    results as JSON
 store.py     results that are too large for an answer: files with an expiry time

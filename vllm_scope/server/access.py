@@ -1,4 +1,4 @@
-"""Who may use a route, and what a route can ask of the engine: for our routes and compat's.
+"""Who may use a route, and what a route can ask of the engine; for these routes and compat's.
 
 Owns:  Engine, ScopeState (`app.state.scope`), RefusalError, Route, `admin`, `in_turn`.
 Runs:  in each API server process, inside of vLLM's authentication.
@@ -23,7 +23,7 @@ from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.server.changes import Changes, NoTurnError
 from vllm_scope.server.edits import decoded
 from vllm_scope.server.schemas import Refusal
-from vllm_scope.server.settings import ADMIN_KEY, Settings
+from vllm_scope.server.settings import ADMIN_KEY, ServerSettings
 from vllm_scope.server.store import Store, owner_of
 from vllm_scope.sinks.reports import plain
 
@@ -59,7 +59,7 @@ class ScopeState:
         showing: held while edits are shown, which may take 8 MiB.
     """
 
-    settings: Settings
+    settings: ServerSettings
     store: Store
     engine: Callable[[], Engine | None]
     changes: Changes
@@ -150,7 +150,8 @@ async def asked(call: Awaitable[T]) -> T:
 
 @asynccontextmanager
 async def in_turn(request: Request, clearing: bool = False) -> AsyncIterator[Engine]:
-    """The engine, when no other process of the server changes names or server-wide edits.
+    """Wait until no other process of the server changes modules or server-wide edits, and give
+    the engine.
 
     Args:
         clearing: the change ends edits, which must be possible with a full disk too.

@@ -51,7 +51,7 @@ class Answer:
         streams: the answer comes in chunks.
 
     Attributes:
-        streams: chunks carry data as it comes.
+        streams: each chunk carries the data that has arrived.
         replies: of the faces whose words the request has; set before `fill` and `chunk`.
         error: of the first generation that failed.
         opened: set when the engine has accepted every generation, or has refused one.
@@ -125,7 +125,7 @@ class Answer:
         Args:
             forget: drops its rows; None if it has none. `close` calls it, because the frames
                 of a cancelled request live until the garbage collector runs.
-            sure: it cannot be refused any more.
+            sure: the engine cannot refuse it any more.
         """
         if forget is not None:
             self._forget.append(forget)
@@ -168,15 +168,16 @@ class Answer:
     async def fill(self, response: Response) -> None:
         """Set the fields of a whole answer and of each of its choices."""
         if not self._forget:
-            return  # the faces' words ask for nothing
+            return  # the faces' words ask for no rows
         with self._keeping():
             for choice in response.choices:
                 known = self._choices[choice.index]
                 fields: Json = {"scope": await known.whole()} if self._native else {}
-                for name, value in (fields | await self._ended(choice.index)).items():
+                own, whole = await self._ended(choice.index)
+                for name, value in (fields | own).items():
                     setattr(choice, name, value)
-            for name, value in (await self._all_ended()).items():
-                setattr(response, name, value)
+                for name, value in whole.items():
+                    setattr(response, name, value)
 
     async def chunk(self, text: str) -> str:
         """A server-sent event, with the fields of each of its choices."""
@@ -191,13 +192,14 @@ class Answer:
                 if self._native:
                     choice["scope"] = await self._choices[number].part(ended, self.holds)
                 if ended:
-                    choice |= await self._ended(number)
-                    body |= await self._all_ended()
+                    own, whole = await self._ended(number)
+                    choice |= own
+                    body |= whole
         return f"data: {msgspec.json.encode(body).decode()}\n\n"
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
-        """Delete the files that were kept inside if it fails: no answer names them."""
+        """If the `with` block fails, delete the files that it kept: no answer names them."""
         try:
             yield
         except BaseException:
@@ -207,22 +209,18 @@ class Answer:
             raise
         self._kept.clear()
 
-    async def _ended(self, number: int) -> Json:
-        """The faces' fields of a choice that has ended."""
+    async def _ended(self, number: int) -> tuple[Json, Json]:
+        """The faces' fields of a choice that has ended; and, if it is the last one, those of the
+        response."""
         self._num_ended += 1
-        fields: Json = {}
+        own: Json = {}
+        whole: Json = {}
         completion = self._choices[number].completion
         for reply in self.replies:
-            fields |= await asyncio.to_thread(reply.choice, number, self._num_choices, completion)
-        return fields
-
-    async def _all_ended(self) -> Json:
-        """The faces' fields of the response, if its last choice has ended."""
-        fields: Json = {}
-        if self._num_ended == self._num_choices:
-            for reply in self.replies:
-                fields |= await asyncio.to_thread(reply.whole)
-        return fields
+            own |= await asyncio.to_thread(reply.choice, number, self._num_choices, completion)
+        for reply in self.replies if self._num_ended == self._num_choices else ():
+            whole |= await asyncio.to_thread(reply.whole)
+        return own, whole
 
     @property
     def _num_choices(self) -> int:

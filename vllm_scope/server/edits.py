@@ -1,7 +1,7 @@
 """Server-wide edits as an operator sends them, and as they are shown.
 
 Owns:  `decoded` (of any body), `checked` and `shown`.
-Runs:  in a thread of an API server process: each reads all of a text.
+Runs:  in a thread of an API server process, because each function reads a whole text.
 
 Promise: a text is counted before it is parsed, and the size of what is shown is bounded.
 """

@@ -33,10 +33,11 @@ class Exchange(Asker):
     Attributes:
         timed: the client has `write_timeout_s` to read each piece of the answer. Plain
             requests are not timed.
-        untold: called at the end, unless a part of the body was sent after they were appended:
-            that part names the files that they delete.
-        closing: awaited when the request is over, the last one first. Without them the garbage
-            collector would close a generator whose client left while a chunk was sent.
+        untold: each deletes a file. Called at the end, unless a part of the body was sent after
+            it was appended: that part names the file.
+        closing: awaited when the request is over, the last one first. They close what otherwise
+            only the garbage collector would close: the generator of a stream whose client left
+            while a chunk was sent.
     """
 
     operator: bool = False

@@ -1,4 +1,4 @@
-"""Faces over HTTP: which words of a request are theirs, and which fields its answer gains.
+"""Faces over HTTP: the words of a request that are a face's, and the fields that it answers.
 
 Owns:  HttpFace (what a face registers), Reply (its fields of one answer), Words,
        CompletionOutput.
@@ -73,8 +73,8 @@ class Reply:
 
 
 class FirstReply(Reply):
-    """One field, `name`: of the response for its first choice, and if there are several choices
-    also of each choice."""
+    """Adds one field, `name`. The response has the value of its first choice. If there are several
+    choices, each choice also has its own."""
 
     name: str
 
@@ -107,9 +107,9 @@ class HttpFace:
     """What a face does over HTTP.
 
     Attributes:
-        keys: of `vllm_xargs`, which its translator understands; numbers, strings (also of
-            JSON) and lists of them.
-        fields: keys that may also be fields of the body, of any JSON.
+        keys: of `vllm_xargs` that its translator understands. Their values are numbers, strings
+            (JSON too) and lists of these.
+        fields: keys that may also be fields of the body, with any JSON as value.
         begin: makes the Reply to a request that has some of the keys.
         reading: routers for everyone with the API key. Each has a prefix of its own below /v1,
             where vLLM authenticates.

@@ -1,4 +1,4 @@
-"""The first middleware of every request: it bounds the body and records who asks, and the path.
+"""The first middleware of every request: bounds the body, records the sender and the path.
 
 Owns:  Door, an ASGI middleware. It runs behind vLLM's authentication.
 To:    exchange, answer; rpc (which methods vLLM's development route may call).
@@ -19,7 +19,7 @@ from vllm_scope.server import rpc
 from vllm_scope.server.access import refusal
 from vllm_scope.server.answer import current
 from vllm_scope.server.exchange import Exchange
-from vllm_scope.server.settings import ADMIN_KEY, Settings
+from vllm_scope.server.settings import ADMIN_KEY, ServerSettings
 from vllm_scope.server.store import owner_of
 
 
@@ -32,7 +32,11 @@ class Door:
     """
 
     def __init__(
-        self, app: ASGIApp, limits: Mapping[str, int], settings: Settings, timed: Sequence[str] = ()
+        self,
+        app: ASGIApp,
+        limits: Mapping[str, int],
+        settings: ServerSettings,
+        timed: Sequence[str] = (),
     ) -> None:
         self._app, self._settings, self._timed = app, settings, tuple(timed)
         self._limits = sorted(limits.items(), key=lambda item: -len(item[0]))
@@ -74,7 +78,7 @@ class Door:
 
 
 async def _guarded(path: str, receive: Receive) -> Receive:
-    """What gives the body to vLLM's development routes.
+    """`receive`, after the checks of vLLM's development routes.
 
     Raises:
         HTTPException: the request needs the operator's key, or its body is too long.

@@ -40,7 +40,7 @@ from vllm_scope.server.access import (
 )
 from vllm_scope.server.changes import Changes
 from vllm_scope.server.limits import Door
-from vllm_scope.server.settings import MAX_OPERATOR_BYTES, Settings
+from vllm_scope.server.settings import MAX_OPERATOR_BYTES, ServerSettings
 from vllm_scope.server.store import Store
 from vllm_scope.transport.folders import RUN
 from vllm_scope.vectors import from_bytes
@@ -55,7 +55,7 @@ def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
     Raises:
         ConfigError: a setting in the environment is wrong; the server does not start.
     """
-    settings = Settings.from_environment()
+    settings = ServerSettings.from_environment()
     run = os.environ.get(RUN) or secrets.token_hex(16)
     store = Store(settings.results_dir, run, settings.results_bytes, settings.results_ttl_s)
     app.state.scope = ScopeState(settings, store, engine, Changes(store.folder))

@@ -16,9 +16,9 @@ from starlette.types import Message, Receive
 
 PATH = "/collective_rpc"
 INFO = "/server_info"
-#: Of a body, which is kept whole until its method is known.
+#: Most bytes of a body, which is kept whole until its method is known.
 MAX_BYTES = 64 << 20
-#: Lists, objects and their items in a body that is parsed.
+#: Most lists, objects and items of these in a body that is parsed.
 MOST_ITEMS = 1 << 16
 REFUSAL = (
     "the body names a method of vllm-scope, or may do so and is too long to tell, which needs the "

@@ -27,7 +27,7 @@ MAX_OPERATOR_BYTES = MAX_BYTES + (1 << 20)
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServerSettings:
     """How the server treats results and bodies.
 
     Attributes:
@@ -57,10 +57,10 @@ class Settings:
     write_timeout_s: float
 
     @staticmethod
-    def from_environment(environ: Mapping[str, str] = os.environ) -> Settings:
+    def from_environment(environ: Mapping[str, str] = os.environ) -> ServerSettings:
         """Raises ConfigError for a limit that is not a number above 0."""
         rows = environ.get("VLLM_SCOPE_ROWS_MIB") and _number(environ, "VLLM_SCOPE_ROWS_MIB", 0)
-        return Settings(
+        return ServerSettings(
             environ.get("VLLM_SCOPE_ADMIN_KEY") or None,
             int(_number(environ, "VLLM_SCOPE_INLINE_KIB", 256) * 1024),
             int(rows * 2**20) if rows else None,

@@ -136,10 +136,14 @@ class Store:
     def check_room(self, num_bytes: int, owner: str) -> None:
         """Raises CapacityError if a file of so many bytes does not fit now."""
         charged = max(num_bytes, LEAST_BYTES)
-        if not self._fits(charged, owner) and len(self._files) <= FEW:
+        if len(self._files) <= FEW:
+            self._make_room(charged, owner)
+        self._check(charged, owner)
+
+    def _make_room(self, charged: int, owner: str) -> None:
+        if not self._fits(charged, owner):
             self.sweep()
             self.forget_deleted()
-        self._check(charged, owner)
 
     def _fits(self, charged: int, owner: str) -> bool:
         return fits(self._held.get(owner, 0), self._num_bytes, charged, self.most_bytes)
@@ -176,9 +180,7 @@ class Store:
         size = len(json.dumps([*tensors, dict(metadata)])) + _ENTRY_BYTES
         size += sum(tensor.nbytes + _ENTRY_BYTES for tensor in tensors.values())
         charged = max(size, LEAST_BYTES)
-        if not self._fits(charged, owner):
-            self.sweep()
-            self.forget_deleted()
+        self._make_room(charged, owner)
         with self._lock:
             self._check(charged, owner)
             self._hold()

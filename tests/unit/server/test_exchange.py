@@ -17,7 +17,7 @@ from fastapi.responses import Response, StreamingResponse
 from vllm_scope.results.budget import asking
 from vllm_scope.server.exchange import Exchange
 from vllm_scope.server.limits import Door
-from vllm_scope.server.settings import Settings
+from vllm_scope.server.settings import ServerSettings
 from vllm_scope.server.store import owner_of
 
 TIMEOUT_S = 1.0
@@ -39,7 +39,7 @@ class Host:
         self.wait = threading.Event()
         self.wait.set()
         self.app = FastAPI()
-        settings = Settings.from_environment(
+        settings = ServerSettings.from_environment(
             {"VLLM_SCOPE_ADMIN_KEY": "operator", "VLLM_SCOPE_WRITE_TIMEOUT_S": str(TIMEOUT_S)}
         )
         self.app.add_middleware(Door, limits={}, settings=settings, timed=["/v1/scope"])

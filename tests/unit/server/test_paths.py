@@ -11,7 +11,7 @@ from vllm_scope.engine.http.serving import _attach
 from vllm_scope.errors import ConfigError
 from vllm_scope.server.answer import current
 from vllm_scope.server.limits import Door
-from vllm_scope.server.settings import Settings
+from vllm_scope.server.settings import ServerSettings
 
 
 @pytest.mark.parametrize("root", ["/", "/v", "/v1/", "/api/", "/v1/sco", "/v1/scope"])
@@ -52,5 +52,5 @@ def test_the_door_sees_the_path_that_the_router_sees(root, path, seen):
         found.append(current.get())
 
     scope = {"type": "http", "path": path, "root_path": root, "headers": []}
-    asyncio.run(Door(app, {}, Settings.from_environment({}))(scope, None, None))
+    asyncio.run(Door(app, {}, ServerSettings.from_environment({}))(scope, None, None))
     assert found == [seen]

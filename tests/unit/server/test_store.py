@@ -19,7 +19,7 @@ from vllm_scope.errors import CapacityError, ConfigError
 from vllm_scope.results.column import Column
 from vllm_scope.server import encode
 from vllm_scope.server import store as module
-from vllm_scope.server.settings import Settings
+from vllm_scope.server.settings import ServerSettings
 from vllm_scope.server.store import Store, owner_of
 
 ROWS = {"resid_post.3": torch.randn(5, 8).bfloat16(), "resid_post.3.positions": torch.arange(5)}
@@ -354,9 +354,9 @@ def test_scores_that_are_not_finite_are_null():
 @pytest.mark.parametrize("text", ["0", "-1", "many", "nan", "inf"])
 def test_a_limit_that_is_not_above_0_stops_the_start(text):
     with pytest.raises(ConfigError, match="VLLM_SCOPE_RESULTS_MIB is"):
-        Settings.from_environment({"VLLM_SCOPE_RESULTS_MIB": text})
+        ServerSettings.from_environment({"VLLM_SCOPE_RESULTS_MIB": text})
 
 
 def test_without_an_environment_nothing_can_be_changed():
-    assert Settings.from_environment({}).admin_key is None
-    assert Settings.from_environment({"VLLM_SCOPE_ADMIN_KEY": ""}).admin_key is None
+    assert ServerSettings.from_environment({}).admin_key is None
+    assert ServerSettings.from_environment({"VLLM_SCOPE_ADMIN_KEY": ""}).admin_key is None
