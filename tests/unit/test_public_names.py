@@ -37,7 +37,7 @@ LISTED = {
         serialize_activations serialize_tensor translate
     """,
     "vllm_scope.files": """
-        Capture CapturedRequest FileOptions Manifest RequestRecord RequestWriter Writer
+        Capture CapturedRequest FileOptions IndexedRequest RequestRecord RequestWriter Writer
         export_dataset export_saelens open open_writer
     """,
     "vllm_scope.vectors": """

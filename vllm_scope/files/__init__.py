@@ -2,21 +2,21 @@
 
 Runs:  the writer where rows are drained; the reader anywhere.
 
-`open_writer` is the entry of an engine's sink, `open` the entry of an analysis.
+An engine's sink begins with `open_writer`, an analysis with `open`.
 
 writer.py options.py                          one writer, and its options
 per_request.py packed.py sharded.py npz.py    one layout each
 rows.py stored.py buffers.py                  a request on its way into a file
 tensors.py publish.py names.py roots.py       safetensors, files that appear whole, names, roots
 reader.py captured.py datafile.py folder.py   reading
-manifest.py                                   what is said beside the rows
+index.py                                      what is said beside the rows
 iterate.py export.py                          rows for training, exports to other tools
 remote.py                                     roots that are URLs
 """
 
 from vllm_scope.files.captured import CapturedRequest
 from vllm_scope.files.export import export_dataset, export_saelens
-from vllm_scope.files.manifest import Manifest, RequestRecord
+from vllm_scope.files.index import IndexedRequest, RequestRecord
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.reader import Capture, open
 from vllm_scope.files.rows import RequestWriter
@@ -26,7 +26,7 @@ __all__ = [
     "Capture",
     "CapturedRequest",
     "FileOptions",
-    "Manifest",
+    "IndexedRequest",
     "RequestRecord",
     "RequestWriter",
     "Writer",

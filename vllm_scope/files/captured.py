@@ -21,7 +21,7 @@ from vllm_scope.codecs import Codec, codec_from
 from vllm_scope.errors import ConfigError, FileError
 from vllm_scope.files.datafile import MappedFile, NpzFile, open_data
 from vllm_scope.files.folder import Folder
-from vllm_scope.files.manifest import Manifest, StreamEntry, parse_stream, stream_name
+from vllm_scope.files.index import IndexedRequest, IndexedStream, parse_stream, stream_name
 from vllm_scope.files.per_request import part_key
 from vllm_scope.request.sites import SiteLayer
 
@@ -52,7 +52,7 @@ class Piece:
 
     name: str
     prefix: str
-    manifest: Manifest
+    manifest: IndexedRequest
 
 
 class StoredStream:
@@ -231,10 +231,10 @@ class CapturedRequest:
             raise KeyError(f"{stream!r} was not captured; captured are {known}")
         piece = self._piece_of[stream]
         name = stream_name(stream)
-        entry = piece.manifest.streams[name]
-        codec = _codec(entry, piece.name)
+        indexed = piece.manifest.streams[name]
+        codec = _codec(indexed, piece.name)
         return StoredStream(
-            self._files, piece.name, piece.prefix + name, entry.first, entry.shape[0], codec
+            self._files, piece.name, piece.prefix + name, indexed.first, indexed.shape[0], codec
         )
 
     def __repr__(self) -> str:
@@ -246,29 +246,29 @@ class CapturedRequest:
         )
 
 
-def _codec(entry: StreamEntry, where: str) -> Codec:
+def _codec(stream: IndexedStream, where: str) -> Codec:
     try:
-        codec = codec_from(entry.codec)
+        codec = codec_from(stream.codec)
     except ConfigError as error:
         raise FileError(f"{where}: {error}") from None
-    said = entry.codec["hidden_size"], entry.codec["dtype"]
-    if said != (entry.shape[1], entry.dtype) or min(entry.first, *entry.shape) < 0:
-        raise FileError(f"{where}: its index contradicts itself: {entry}")
+    said = codec.hidden_size, codec.dtype
+    if said != (stream.shape[1], stream.dtype) or min(stream.first, *stream.shape) < 0:
+        raise FileError(f"{where}: its index contradicts itself: {stream}")
     return codec
 
 
-def _merge(pieces: Sequence[Piece]) -> Manifest:
+def _merge(pieces: Sequence[Piece]) -> IndexedRequest:
     """One manifest of all stages; `partial` if a stage is missing."""
     first = pieces[0].manifest
     if first.num_stages == 1:
         return msgspec.structs.replace(first, files=[pieces[0].name])
     manifests = [piece.manifest for piece in pieces]
-    streams: dict[str, StreamEntry] = {}
+    streams: dict[str, IndexedStream] = {}
     for piece in pieces:
-        for name, entry in piece.manifest.streams.items():
+        for name, stream in piece.manifest.streams.items():
             if name in streams:
                 raise FileError(f"{name} is in {streams[name].file} and in {piece.name}")
-            streams[name] = msgspec.structs.replace(entry, file=piece.name)
+            streams[name] = msgspec.structs.replace(stream, file=piece.name)
     status, reason = first.status, first.reason
     for grade in ("partial", "error"):
         for manifest in manifests:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vllm_scope.errors import FileError, shown
 from vllm_scope.files.folder import Folder
-from vllm_scope.files.manifest import MAX_INDEX_BYTES, Index
+from vllm_scope.files.index import MAX_INDEX_BYTES, Index
 from vllm_scope.files.npz import BITS
 from vllm_scope.files.per_request import KEY
 from vllm_scope.files.tensors import read_header
@@ -134,26 +134,26 @@ def _members(file: BinaryIO, size: int, name: str) -> dict[str, _Member]:
         with zipfile.ZipFile(file) as archive:
             if f"{KEY}.npy" not in archive.namelist():
                 return found
-            for entry in archive.infolist():
-                if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
+            for info in archive.infolist():
+                if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
                     raise FileError(
-                        f"{name}: {shown(entry.filename)} is compressed or encrypted; archives "
+                        f"{name}: {shown(info.filename)} is compressed or encrypted; archives "
                         "written here are neither."
                     )
-                with archive.open(entry) as member:
+                with archive.open(info) as member:
                     shape, fortran, dtype = read_npy_header(member)
                     header_bytes = member.tell()
                 num_bytes = dtype.itemsize * int(np.prod(shape, dtype=object))
-                start = _data_start(file, entry) + header_bytes
+                start = _data_start(file, info) + header_bytes
                 if (
                     fortran
                     or dtype.hasobject
                     or min(shape, default=0) < 0
-                    or num_bytes != entry.file_size - header_bytes
+                    or num_bytes != info.file_size - header_bytes
                     or start + num_bytes > size
                 ):
-                    raise FileError(f"{name}: array {shown(entry.filename)} is damaged.")
-                found[entry.filename.removesuffix(".npy")] = (start, shape, dtype)
+                    raise FileError(f"{name}: array {shown(info.filename)} is damaged.")
+                found[info.filename.removesuffix(".npy")] = (start, shape, dtype)
     except FileError:
         raise
     except Exception as error:  # zipfile and numpy's parser raise a dozen kinds
@@ -161,8 +161,8 @@ def _members(file: BinaryIO, size: int, name: str) -> dict[str, _Member]:
     return found
 
 
-def _data_start(file: BinaryIO, entry: zipfile.ZipInfo) -> int:
+def _data_start(file: BinaryIO, info: zipfile.ZipInfo) -> int:
     """Where a member's bytes begin: behind its local header, name and extra field."""
-    file.seek(entry.header_offset + 26)
+    file.seek(info.header_offset + 26)
     of_name, of_extra = struct.unpack("<HH", file.read(4))
-    return entry.header_offset + 30 + int(of_name) + int(of_extra)
+    return info.header_offset + 30 + int(of_name) + int(of_extra)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from vllm_scope.codecs.casts import halved
 from vllm_scope.errors import ConfigError, FileError
-from vllm_scope.files.manifest import stream_name
+from vllm_scope.files.index import stream_name
 from vllm_scope.files.publish import LocalPublisher, whole_writes, write_bytes
 from vllm_scope.request.sites import SiteLayer
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 
-from vllm_scope.files.manifest import RequestRecord
+from vllm_scope.files.index import RequestRecord
 
 MAX_CHARS = 100
 _PLAIN = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MAX_CHARS - 1}}}")

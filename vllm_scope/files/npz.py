@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_scope.files.manifest import Index, Manifest
+from vllm_scope.files.index import Index, IndexedRequest
 from vllm_scope.files.per_request import KEY, PerRequestLayout, publish_indexed
 from vllm_scope.files.publish import whole_writes
 
@@ -25,7 +25,9 @@ BITS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
 class NpzLayout(PerRequestLayout):
     suffix = "npz"
 
-    def _publish(self, stem: str, tensors: dict[str, list[Tensor]], manifest: Manifest) -> None:
+    def _publish(
+        self, stem: str, tensors: dict[str, list[Tensor]], manifest: IndexedRequest
+    ) -> None:
         whole = {name: torch.cat(pieces) for name, pieces in tensors.items()}
         dtypes = {
             name: str(tensor.dtype).removeprefix("torch.")

@@ -15,14 +15,14 @@ from contextlib import suppress
 from torch import Tensor
 
 from vllm_scope.errors import FileError
-from vllm_scope.files.manifest import Index, Manifest
+from vllm_scope.files.index import Index, IndexedRequest
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.per_request import publish_tensors, tensors_of
 from vllm_scope.files.publish import Publisher
-from vllm_scope.files.stored import FinishedRequest, Layout, Stored, telling
+from vllm_scope.files.stored import FileLayout, FinishedRequest, Stored, telling
 
 
-class PackedLayout(Layout):
+class PackedLayout(FileLayout):
     def __init__(self, options: FileOptions, publisher: Publisher) -> None:
         super().__init__(options, publisher)
         self._identity = secrets.token_hex(8)
@@ -33,7 +33,7 @@ class PackedLayout(Layout):
         self._published: list[Future[None]] = []
         self._stem = f"packed-{self._identity}-{self._num_files:06d}"
         self._tensors: dict[str, list[Tensor]] = {}
-        self._manifests: list[Manifest] = []
+        self._manifests: list[IndexedRequest] = []
         self._nbytes = 0
 
     def add(self, request: FinishedRequest) -> Stored:

@@ -14,10 +14,10 @@ from functools import partial
 
 from torch import Tensor
 
-from vllm_scope.files.manifest import Index, Manifest
+from vllm_scope.files.index import Index, IndexedRequest
 from vllm_scope.files.names import place
 from vllm_scope.files.publish import Publisher, Write, write_bytes
-from vllm_scope.files.stored import FinishedRequest, Layout, Stored, published
+from vllm_scope.files.stored import FileLayout, FinishedRequest, Stored, published
 from vllm_scope.files.tensors import write_tensors
 
 #: Where a safetensors file's metadata has the index.
@@ -54,7 +54,7 @@ def publish_tensors(
     publish_indexed(publisher, f"{stem}.safetensors", write, body)
 
 
-class PerRequestLayout(Layout):
+class PerRequestLayout(FileLayout):
     suffix = "safetensors"
 
     def add(self, request: FinishedRequest) -> Stored:
@@ -64,5 +64,7 @@ class PerRequestLayout(Layout):
         self._publish(stem, tensors_of(request), manifest)
         return Stored(manifest, published(), folder)
 
-    def _publish(self, stem: str, tensors: dict[str, list[Tensor]], manifest: Manifest) -> None:
+    def _publish(
+        self, stem: str, tensors: dict[str, list[Tensor]], manifest: IndexedRequest
+    ) -> None:
         publish_tensors(self._publisher, stem, tensors, Index("per_request", [manifest]))

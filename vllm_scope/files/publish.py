@@ -181,9 +181,9 @@ def _lock(root: Path, mode: int) -> tuple[str, int]:
 def _remove_leftovers(root: Path, own: str) -> None:
     """Remove locks that no process holds, and temporary files of writers without a lock."""
     alive = {own}
-    for entry in list(os.scandir(root)):
-        found = _LOCK.fullmatch(entry.name)
-        if found and found[1] != own and not _removed(entry.path):
+    for file in list(os.scandir(root)):
+        found = _LOCK.fullmatch(file.name)
+        if found and found[1] != own and not _removed(file.path):
             alive.add(found[1])
     for folder, _, names in os.walk(root):
         for name in names:

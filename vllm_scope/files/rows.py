@@ -20,7 +20,7 @@ from vllm_scope.batch.by_position import Ints, last_of_each
 from vllm_scope.codecs import Codec
 from vllm_scope.codecs.packed import EncodedRows
 from vllm_scope.files.buffers import Buffers, copy_rows
-from vllm_scope.files.manifest import RequestRecord
+from vllm_scope.files.index import RequestRecord
 from vllm_scope.files.stored import Stored
 from vllm_scope.files.tensors import joined
 from vllm_scope.request.sites import SiteLayer

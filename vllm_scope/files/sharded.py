@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from vllm_scope.codecs import Codec
-from vllm_scope.files.manifest import Index, Manifest
+from vllm_scope.files.index import Index, IndexedRequest
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.per_request import KEY, part_key, publish_indexed
 from vllm_scope.files.publish import Publisher
-from vllm_scope.files.stored import FinishedRequest, Layout, Stored, telling
+from vllm_scope.files.stored import FileLayout, FinishedRequest, Stored, telling
 from vllm_scope.files.tensors import write_tensors
 
 #: Shards that are written at once. If there is one more, the caller waits.
@@ -50,7 +50,7 @@ class _Shard:
     def __init__(self, stem: str) -> None:
         self.stem = stem
         self.nbytes = 0
-        self.manifests: list[Manifest] = []
+        self.manifests: list[IndexedRequest] = []
         self.waiting: list[Future[None]] = []
         self._pieces: dict[str, list[Tensor]] = {"token_ids": []}
         self._codecs: dict[str, Codec] = {}
@@ -99,7 +99,7 @@ class _Shard:
             publish_indexed(publisher, f"{self.stem}.safetensors", write, body)
 
 
-class ShardedLayout(Layout):
+class ShardedLayout(FileLayout):
     def __init__(self, options: FileOptions, publisher: Publisher) -> None:
         super().__init__(options, publisher)
         self._identity = secrets.token_hex(8)

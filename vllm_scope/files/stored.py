@@ -1,6 +1,6 @@
 """A request that ended, on its way into a file; and what became of it.
 
-Owns:  EncodedStream, FinishedRequest (a layout's input), Stored (its output), Layout.
+Owns:  EncodedStream, FinishedRequest (a layout's input), Stored (its output), FileLayout.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vllm_scope.codecs import Codec
-from vllm_scope.files.manifest import Manifest, RequestRecord, Status, StreamEntry
+from vllm_scope.files.index import IndexedRequest, IndexedStream, RequestRecord, Status
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.publish import Publisher
 
@@ -30,7 +30,7 @@ class Stored:
         folder: of the file, below the root.
     """
 
-    manifest: Manifest
+    manifest: IndexedRequest
     published: Future[None]
     folder: str = ""
 
@@ -79,8 +79,8 @@ class EncodedStream:
         pieces = (piece for part in self.parts.values() for piece in part)
         return self.positions.nbytes + sum(piece.nbytes for piece in pieces)
 
-    def entry(self, file: str, first: int = 0) -> StreamEntry:
-        return StreamEntry(self.shape, self.dtype, self.codec.metadata(), file, first)
+    def indexed(self, file: str, first: int = 0) -> IndexedStream:
+        return IndexedStream(self.shape, self.dtype, self.codec.metadata(), file, first)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class FinishedRequest:
         firsts: dict[str, int] | None = None,
         number: int = 0,
         first_token: int = 0,
-    ) -> Manifest:
+    ) -> IndexedRequest:
         """The manifest of this request as number `number` of `file`.
 
         Args:
@@ -115,7 +115,7 @@ class FinishedRequest:
         """
         record = self.record
         status, reason = _status(record, sum(s.shape[0] for s in self.streams.values()))
-        return Manifest(
+        return IndexedRequest(
             request_id=_utf8(record.request_id),
             owner=record.owner,
             uid=_utf8(record.uid),
@@ -129,7 +129,7 @@ class FinishedRequest:
             num_output_tokens=len(record.output_ids),
             files=[file],
             streams={
-                name: stream.entry(file, (firsts or {}).get(name, 0))
+                name: stream.indexed(file, (firsts or {}).get(name, 0))
                 for name, stream in self.streams.items()
             },
             tag=None if record.tag is None else _utf8(record.tag),
@@ -159,7 +159,7 @@ def _status(record: RequestRecord, num_rows: int) -> tuple[Status, str | None]:
     return "ok", record.reason
 
 
-class Layout(ABC):
+class FileLayout(ABC):
     """How requests become files. Called from one thread at a time."""
 
     def __init__(self, options: FileOptions, publisher: Publisher) -> None:

@@ -26,7 +26,7 @@ from vllm_scope.codecs import Codec, make_codec
 from vllm_scope.codecs.packed import Packing
 from vllm_scope.codecs.zstd import zstd_library
 from vllm_scope.files.buffers import Buffers
-from vllm_scope.files.manifest import RequestRecord, stream_name
+from vllm_scope.files.index import RequestRecord, stream_name
 from vllm_scope.files.npz import NpzLayout
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.packed import PackedLayout
@@ -35,9 +35,9 @@ from vllm_scope.files.publish import Publisher
 from vllm_scope.files.roots import make_publisher
 from vllm_scope.files.rows import RequestWriter, Stream
 from vllm_scope.files.sharded import ShardedLayout
-from vllm_scope.files.stored import EncodedStream, FinishedRequest, Layout, Stored
+from vllm_scope.files.stored import EncodedStream, FileLayout, FinishedRequest, Stored
 
-_LAYOUTS: dict[str, type[Layout]] = {
+_LAYOUTS: dict[str, type[FileLayout]] = {
     "per_request": PerRequestLayout,
     "packed": PackedLayout,
     "sharded": ShardedLayout,

@@ -82,8 +82,8 @@ class Block:
     Attributes:
         site, layer: the stream. The site of rows from before its edits ends in ".before".
         positions: int64 [n], absolute.
-        source: the rows, encoded if their read has a codec. Valid during the call: copy what
-            you keep.
+        values: the rows, encoded if their read has a codec, or the scores. Valid during the
+            call: copy what you keep.
         probe: the probe's name if these are scores.
     """
 
@@ -91,19 +91,19 @@ class Block:
     site: str
     layer: int
     positions: NDArray[np.int64]
-    source: Tensor | EncodedRows
+    values: Tensor | EncodedRows
     probe: str | None = None
 
     @cached_property
     def rows(self) -> Tensor:
         """[n, hidden_size], the model's dtype, CPU; float32 [n] for a probe. A site per head
         has its heads one after another. Decoded if the read has a codec."""
-        return decoded(self.source)
+        return decoded(self.values)
 
     @property
     def encoded(self) -> EncodedRows | None:
         """The encoded rows; None if the read has no codec."""
-        return self.source if isinstance(self.source, EncodedRows) else None
+        return self.values if isinstance(self.values, EncodedRows) else None
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Manifest(msgspec.Struct, frozen=True):
         expected, delivered, dropped: rows and scores.
         files: the files that have them.
         streams: `site.layer` (or a probe's name) -> shape, dtype, codec, file.
-        details: `Report.details`, one entry for each stage.
+        details: `Report.details` of each stage.
         said: True if reason and streams have a plugin's own words.
     """
 
@@ -231,8 +231,8 @@ class Manifest(msgspec.Struct, frozen=True):
         if self.said:
             known = ("shape", "dtype", "codec")
             streams = {
-                name: {key: entry[key] for key in known if key in entry}
-                for name, entry in streams.items()
+                name: {key: facts[key] for key in known if key in facts}
+                for name, facts in streams.items()
             }
         return msgspec.structs.replace(
             self, reason=reason, streams=streams, details=[],

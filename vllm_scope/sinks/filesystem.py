@@ -31,7 +31,7 @@ class FilesystemSink:
         request = self._requests.get(block.request.key)
         if request is None:
             request = self._requests[block.request.key] = self._writer.begin()
-        request.write(block.site, block.layer, block.positions, block.source)
+        request.write(block.site, block.layer, block.positions, block.values)
 
     def finish(self, ending: Ending) -> Report | None:
         request = ending.request

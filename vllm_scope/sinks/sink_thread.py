@@ -256,10 +256,10 @@ class SinkThread:
                 if delivery.error is not None:
                     break
                 self.counters.rows += len(block.positions)
-                self.counters.bytes += block.source.nbytes
+                self.counters.bytes += block.values.nbytes
                 name = block.probe or f"{block.site}.{block.layer}"
-                dtype = str(block.source.dtype).removeprefix("torch.")
-                streams[name] = {"shape": list(block.source.shape), "dtype": dtype}
+                dtype = str(block.values.dtype).removeprefix("torch.")
+                streams[name] = {"shape": list(block.values.shape), "dtype": dtype}
                 if block.encoded is not None:
                     streams[name]["codec"] = block.encoded.codec.metadata()
         except Exception as error:  # for example no memory for the blocks; the thread goes on

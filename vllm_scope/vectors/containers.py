@@ -4,7 +4,7 @@ Owns:  the readers of containers with their bounds, and the writer.
 To:    files.py, probe_files.py, as {name: array}.
 
 Promise: a size is compared with `MAX_BYTES` and with the container's real size before anything of
-that size is allocated or looped over. Nothing is unpickled. A SpecError names the wrong entry.
+that size is allocated or looped over. Nothing is unpickled. A SpecError names the wrong array.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ def read_safetensors(data: bytes) -> tuple[Arrays, dict[str, str]]:
     check_size(len(data), "the safetensors content")
     try:
         # Checks the header against the data: lengths, shapes, overlaps.
-        entries = safetensors.deserialize(data)
+        tensors = safetensors.deserialize(data)
     except safetensors.SafetensorError as error:
         raise SpecError(f"the content is not safetensors: {error}.") from None
     arrays: Arrays = {}
-    for name, entry in entries:
-        dtype = entry["dtype"]
+    for name, tensor in tensors:
+        dtype = tensor["dtype"]
         if dtype not in _DTYPES:
             raise SpecError(f"{shown(name)} has dtype {dtype}; {', '.join(_DTYPES)} are read.")
-        flat = np.frombuffer(entry["data"], _DTYPES[dtype])
-        arrays[name] = (_bfloat16(flat) if dtype == "BF16" else flat).reshape(entry["shape"])
+        flat = np.frombuffer(tensor["data"], _DTYPES[dtype])
+        arrays[name] = (_bfloat16(flat) if dtype == "BF16" else flat).reshape(tensor["shape"])
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return arrays, header.get("__metadata__") or {}
 

@@ -18,7 +18,7 @@ import vllm_scope
 from vllm_scope.codecs import make_codec
 from vllm_scope.codecs.packed import EncodedRows, Packing
 from vllm_scope.errors import ConfigError, FileError
-from vllm_scope.files import FileOptions, Manifest, RequestRecord, Writer, open_writer
+from vllm_scope.files import FileOptions, IndexedRequest, RequestRecord, Writer, open_writer
 
 LAYOUTS = ["per_request", "packed", "sharded", "npz"]
 CODECS = ["none", "fp16", "fp8", "int8", "full8", "rp8", "topk8"]
@@ -546,7 +546,7 @@ print(vllm_scope.open({str(tmp_path)!r})[0]["embed", 0].sum().item())
 def test_a_manifest_is_plain_json(tmp_path):
     with writer_of(tmp_path) as writer:
         manifest, _ = put(writer, 1, tag="ü", name="n")
-    assert isinstance(manifest, Manifest)
+    assert isinstance(manifest, IndexedRequest)
     assert json.loads(json.dumps(manifest.to_json()))["tag"] == "ü"
 
 

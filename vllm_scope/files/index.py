@@ -1,7 +1,7 @@
 """The facts about a captured request, beside its rows.
 
-Owns:  RequestRecord (a writer's input when a request ends), Manifest (what is stored and
-       returned), Index (the manifests of one file), and their JSON.
+Owns:  RequestRecord (a writer's input when a request ends), IndexedRequest (what is stored and
+       returned: `request.manifest`), Index (all requests of one file), and their JSON.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RequestRecord:
         return len(self.prompt_ids) + max(len(self.output_ids) - 1, 0)
 
 
-class StreamEntry(msgspec.Struct, frozen=True):
+class IndexedStream(msgspec.Struct, frozen=True):
     """Where the rows of one stream of a request are.
 
     Attributes:
@@ -88,7 +88,7 @@ class StreamEntry(msgspec.Struct, frozen=True):
     first: int = 0
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class IndexedRequest(msgspec.Struct, frozen=True):
     """One request as stored.
 
     Attributes:
@@ -111,7 +111,7 @@ class Manifest(msgspec.Struct, frozen=True):
     num_prompt_tokens: int
     num_output_tokens: int
     files: list[str]
-    streams: dict[str, StreamEntry]
+    streams: dict[str, IndexedStream]
     tag: str | None = None
     name: str | None = None
     child: int = 0
@@ -138,7 +138,7 @@ class Index(msgspec.Struct, frozen=True):
     """
 
     layout: Literal["per_request", "packed", "sharded", "npz"]
-    requests: list[Manifest]
+    requests: list[IndexedRequest]
     dtypes: dict[str, str] = {}
     format: int = FORMAT
 
