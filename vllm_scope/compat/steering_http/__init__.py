@@ -25,8 +25,7 @@ engine.py   LLM, SamplingParams
 keys.py     what the keys mean; load_modules
 vectors.py  tiers of vectors and of clamps, and their bounds
 capture.py  captures, capture_results, reading files back
-http.py     the keys in a server's bodies, capture_results in its answers
-routes.py   the routes under /v1/steering
+http.py     the keys in a server's bodies, capture_results in its answers, /v1/steering
 tiers.py    the vectors set over /v1/steering, as server-wide edits
 """
 
@@ -46,15 +45,9 @@ if TYPE_CHECKING:
     from vllm_scope.compat.steering_http.engine import LLM, SamplingParams
 
 __all__ = [
-    "LLM",
-    "CaptureEntry",
-    "CaptureResult",
-    "FilesystemCaptureRequest",
-    "SamplingParams",
-    "load_modules",
-    "read_request",
-    "translate",
-]
+    "LLM", "CaptureEntry", "CaptureResult", "FilesystemCaptureRequest", "SamplingParams",
+    "load_modules", "read_request", "translate",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

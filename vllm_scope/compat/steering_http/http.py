@@ -1,22 +1,267 @@
-"""The steering fork over HTTP: its words in bodies, `capture_results` in answers, its routes.
+"""The steering fork over HTTP: its words in bodies, `capture_results` in answers, `/v1/steering`.
 
-Owns:  HTTP, the registration of this face with the server.
-Runs:  in each API server process.
+Owns:  HTTP (the registration of this face with the server), the routers, and what their bodies
+       and answers look like.
+Runs:  in each API server process, inside of vLLM's authentication.
+From:  tiers (edits of every request), vllm_scope.vectors.hooks (modules).
 
 A response has the `capture_results` of its first choice. If there are several choices (n > 1,
 or several prompts), each choice has its own too.
+
+Promise: these routes and those below /v1/scope set and show the same edits and modules. A wrong
+body changes nothing.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.concurrency import run_in_threadpool
 
 from vllm_scope.compat import KEYS
-from vllm_scope.compat.steering_http import routes
+from vllm_scope.compat.bounds import Room
+from vllm_scope.compat.steering_http.tiers import Wanted, merged, status
+from vllm_scope.compat.steering_http.vectors import bounded
+from vllm_scope.errors import shown
+from vllm_scope.request.actions import MAX_NAME
+from vllm_scope.request.sites import ALIASES, Sites
+from vllm_scope.server.access import RefusalError, Route, asked, engine_of, errors, in_turn
 from vllm_scope.server.faces import FirstReply, HttpFace
+from vllm_scope.vectors import to_bytes
+from vllm_scope.vectors.hooks import MODULE_TIERS, parse_module
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput
+
+_VECTORS = (
+    "hook -> layer -> a list of numbers, or {vector, scale}; or hook -> {dtype, shape, "
+    "layer_indices, data, scales} with base64. "
+)
+_CLAMPS = (
+    "hook -> layer -> a list of {vector, min, max, strength} or {vector, value}; or hook -> "
+    "{dtype, shape, layer_indices, data, bounds, strengths} with base64. "
+)
+Hooks = dict[str, object] | None
+
+
+class _Tiers(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    vectors: Hooks = Field(default=None, description=_VECTORS + "For every token.")
+    prefill_vectors: Hooks = Field(default=None, description="Likewise, for the prompt's tokens.")
+    decode_vectors: Hooks = Field(default=None, description="Likewise, for generated tokens.")
+    clamps: Hooks = Field(default=None, description=_CLAMPS + "For every token.")
+    prefill_clamps: Hooks = Field(default=None, description="Likewise, for the prompt's tokens.")
+    decode_clamps: Hooks = Field(default=None, description="Likewise, for generated tokens.")
+
+    def tiers(self) -> dict[str, object]:
+        """The given tiers. Not `model_dump`, which would copy them."""
+        values = {name: getattr(self, name) for name in _Tiers.model_fields}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class SetSteering(_Tiers):
+    """Steering of every request from now on."""
+
+    replace: bool = Field(
+        default=False,
+        description="End all server-wide edits first. Else a hook and layer of a tier that is "
+        "named here gets new vectors, or clamps, and the others stay.",
+    )
+    target: str | None = Field(default=None, description="main, or left out.")
+
+
+class ClearSteering(BaseModel):
+    """What is cleared."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    target: str | None = Field(default=None, description="main, or left out.")
+
+
+class SteeringSet(BaseModel):
+    """What a `set` has changed."""
+
+    status: str = "ok"
+    hook_points: list[str] = Field(description="Hooks that the body named.")
+    layers_updated: list[int] = Field(description="Layers that the body named.")
+
+
+class SteeringStatus(BaseModel):
+    """The steering of every request."""
+
+    active_layers: dict[str, dict[str, dict[str, int | float]]] = Field(
+        description="layer -> hook -> the length of what is added: norm, prefill_norm, "
+        "decode_norm; and how many clamps there are: clamps, prefill_clamps, decode_clamps."
+    )
+    other_edits: int = Field(
+        description="Server-wide edits that are of no tier; GET /v1/scope/edits has all."
+    )
+
+
+class Cleared(BaseModel):
+    """Nothing is edited server-wide."""
+
+    status: str = "ok"
+
+
+class HookPoints(BaseModel):
+    """What a layer can be steered at."""
+
+    hook_points: list[str]
+
+
+class SteerableLayers(BaseModel):
+    """Layers and hooks that are tapped."""
+
+    layers: dict[str, HookPoints]
+
+
+class RegisterModule(_Tiers):
+    """A steering module: vectors of up to three tiers, by a name."""
+
+    name: str = Field(min_length=1, max_length=MAX_NAME)
+    kind: str = Field(default="additive", description="additive.")
+    sae_manifest: object = Field(default=None, description="Refused.")
+
+
+class UnregisterModule(BaseModel):
+    """A name to forget."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+
+
+class Modules(BaseModel):
+    """The names that requests can use."""
+
+    modules: list[str]
+    count: int
+
+
+class ModuleChanged(BaseModel):
+    """What was registered, or forgotten."""
+
+    status: str = "ok"
+    name: str
+    modules: list[str] = Field(description="The names that there are now.")
+
+
+reading = APIRouter(prefix="/v1/steering", tags=["steering"], route_class=Route)
+changing = APIRouter(prefix="/v1/steering", tags=["steering operator"], route_class=Route)
+Target = Annotated[str | None, Query(description="main, or left out.")]
+
+
+def _check_target(target: str | None) -> None:
+    if target not in (None, "main"):
+        raise RefusalError(
+            400, f"target is {shown(target)}; this server steers 'main' alone: drafts of "
+            "speculative decoding are not tapped.",
+        )  # fmt: skip
+
+
+async def _names(request: Request) -> list[str]:
+    return sorted(await asked(engine_of(request).modules()))
+
+
+async def _sites(request: Request) -> Sites:
+    told = (await asked(engine_of(request).describe()))["sites"]
+    return Sites.from_body(told, told["boundaries"])
+
+
+@reading.get("", summary="The steering of every request", responses=errors(400))
+async def get_steering(request: Request, target: Target = None) -> SteeringStatus:
+    """Of all server-wide edits, whichever route has set them."""
+    _check_target(target)
+    text = await asked(engine_of(request).edits())
+    return SteeringStatus.model_validate(await run_in_threadpool(status, text))
+
+
+@reading.get("/layers", summary="What can be steered", responses=errors(400))
+async def get_layers(request: Request, target: Target = None) -> SteerableLayers:
+    """Hooks by layer; which are tapped is decided when the engine starts."""
+    _check_target(target)
+    sites = await _sites(request)
+    found: dict[str, HookPoints] = {}
+    for layer in range(sites.num_layers):
+        hooks = [h for h, s in ALIASES.items() if sites.boundary_of((s, layer)) in sites.readable]
+        if hooks:
+            found[str(layer)] = HookPoints(hook_points=sorted(hooks))
+    return SteerableLayers(layers=found)
+
+
+@reading.get("/modules", summary="The names of steering modules")
+async def get_modules(request: Request) -> Modules:
+    """GET /v1/scope/modules says more of each."""
+    names = await _names(request)
+    return Modules(modules=names, count=len(names))
+
+
+@changing.post("/set", summary="Steer every request")
+async def set_steering(request: Request, body: SetSteering) -> SteeringSet:
+    """Tiers add up with each other and with those of requests. Running requests keep the
+    steering that they entered with."""
+    _check_target(body.target)
+    engine = engine_of(request)
+    sites = await _sites(request)
+    wanted = await asked(run_in_threadpool(Wanted.parse, body.tiers(), sites))
+    async with in_turn(request):
+        text = await asked(engine.edits())
+        text = await asked(run_in_threadpool(merged, text, wanted, body.replace))
+        await asked(engine.set_edits(text))
+    return SteeringSet(hook_points=wanted.hooks, layers_updated=wanted.layers)
+
+
+@changing.post("/clear", summary="End the steering of every request")
+async def clear_steering(request: Request, body: ClearSteering | None = None) -> Cleared:
+    """Ends all server-wide edits, whichever route has set them. Running requests keep theirs."""
+    _check_target(body.target if body is not None else None)
+    async with in_turn(request, clearing=True):
+        await asked(engine_of(request).set_edits(None))
+    return Cleared()
+
+
+@changing.post("/modules/register", summary="Register a steering module")
+async def register_module(request: Request, body: RegisterModule) -> ModuleChanged:
+    """From now on the name means these vectors. Running requests keep the earlier ones."""
+    if body.kind != "additive" or body.sae_manifest is not None:
+        raise RefusalError(
+            400, f"kind is {shown(body.kind)}; modules here are 'additive': features of sparse "
+            "autoencoders are not tapped in this version.",
+        )  # fmt: skip
+    sites = await _sites(request)
+    data = await asked(run_in_threadpool(_module, body.tiers(), sites))
+    async with in_turn(request):
+        await asked(engine_of(request).register(body.name, data))
+    return ModuleChanged(name=body.name, modules=await _names(request))
+
+
+def _module(tiers: dict[str, object], sites: Sites) -> bytes:
+    """A module's content. Raises SpecError for more than this model can use."""
+    room = Room()
+    fields = {
+        name: bounded(value, sites, room, f"the body[{name!r}]")
+        if name in MODULE_TIERS else value
+        for name, value in tiers.items()
+    }  # fmt: skip
+    return to_bytes(parse_module(fields, "the body"))
+
+
+@changing.post("/modules/unregister", summary="Forget a steering module", responses=errors(404))
+async def unregister_module(request: Request, body: UnregisterModule) -> ModuleChanged:
+    """Running requests keep it."""
+    async with in_turn(request):
+        known = await asked(engine_of(request).unregister(body.name))
+    names = await _names(request)
+    if not known:
+        raise RefusalError(
+            404, f"no steering module is called {shown(body.name)}; there are "
+            f"{', '.join(names) or 'none'}.",
+        )  # fmt: skip
+    return ModuleChanged(name=body.name, modules=names)
 
 
 class CaptureReply(FirstReply):
@@ -31,6 +276,6 @@ class CaptureReply(FirstReply):
 
 _KEYS = frozenset(KEYS["steering_http"])
 HTTP = HttpFace(
-    "steering_http", _KEYS, _KEYS, lambda values, keep: CaptureReply(),
-    (routes.reading,), (routes.changing,), bearer=True,
+    "steering_http", _KEYS, _KEYS, lambda values, keep: CaptureReply(), (reading,), (changing,),
+    bearer=True,
 )  # fmt: skip

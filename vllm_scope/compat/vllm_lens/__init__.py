@@ -20,8 +20,7 @@ Keys, in `extra_args`; over HTTP in `vllm_xargs`, as JSON strings:
 
 keys.py        what the keys mean, and Activations
 steering.py    SteeringVector
-hooks.py       Hook and HookContext
-persistent.py  hooks of every request
+hooks.py       Hook and HookContext, of one request and of all
 model.py       the pydantic methods of SteeringVector and Hook
 attention.py   attention patterns, from queries and keys
 wire.py        tensors in JSON
@@ -51,34 +50,17 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "HTTP",
-    "Activations",
-    "GenerateOutput",
-    "Hook",
-    "HookContext",
-    "SteeringVector",
-    "VLLMLensClient",
-    "attention_patterns",
-    "compute_attention_weights",
-    "decode_activations",
-    "deserialize_tensor",
-    "serialize_activations",
-    "serialize_tensor",
-    "translate",
-]
+    "HTTP", "Activations", "GenerateOutput", "Hook", "HookContext", "SteeringVector",
+    "VLLMLensClient", "attention_patterns", "compute_attention_weights", "decode_activations",
+    "deserialize_tensor", "serialize_activations", "serialize_tensor", "translate",
+]  # fmt: skip
 
+#: Name -> its module; all others are in `wire`.
 _MODULES = {
-    "HTTP": "http",
-    "Activations": "keys",
-    "GenerateOutput": "client",
-    "SteeringVector": "steering",
-    "VLLMLensClient": "client",
-    "attention_patterns": "attention",
-    "compute_attention_weights": "attention",
-    "Hook": "hooks",
-    "HookContext": "hooks",
-    "translate": "keys",
-}
+    "HTTP": "http", "Activations": "keys", "translate": "keys", "SteeringVector": "steering",
+    "GenerateOutput": "client", "VLLMLensClient": "client", "Hook": "hooks", "HookContext": "hooks",
+    "attention_patterns": "attention", "compute_attention_weights": "attention",
+}  # fmt: skip
 #: Exports of vllm-lens that are not here.
 _MISSING = ("serialize_hook_results", "deserialize_hook_results")
 
@@ -90,8 +72,8 @@ def __getattr__(name: str) -> object:
         )
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "Hook":
-        importlib.import_module(f"{__name__}.persistent").attach()
     module = importlib.import_module(f"{__name__}.{_MODULES.get(name, 'wire')}")
+    if name == "Hook":
+        module.attach()
     found: object = getattr(module, name)
     return found

@@ -15,8 +15,7 @@ import torch
 from vllm_scope.compat import PERSISTENT
 from vllm_scope.compat.bounds import MOST, Room, check_vector, few, parsed
 from vllm_scope.compat.vllm_lens.attention import qk_meta
-from vllm_scope.compat.vllm_lens.hooks import Hook, HookRun
-from vllm_scope.compat.vllm_lens.persistent import PersistentHooks
+from vllm_scope.compat.vllm_lens.hooks import Hook, HookRun, PersistentHooks
 from vllm_scope.compat.vllm_lens.steering import FIELDS, SITE, SteeringVector, claimed_shape
 from vllm_scope.engine.frontend.translators import Translation, called, give, named
 from vllm_scope.errors import ScopeError, SpecError, shown
