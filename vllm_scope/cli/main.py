@@ -52,9 +52,9 @@ def doctor(
     nothing is compiled, and it works beside a server. Each site is tried,
     also the sites that an engine taps only if they are configured.
 
-    Exits with 0 where an engine with these sites can read the model, with 1
-    where it cannot, and with 2 where there is no answer: an unknown model,
-    wrong options, or no memory.
+    Exits with 0 if an engine with these sites can read the model, with 1 if
+    it cannot, and with 2 if there is no answer: an unknown model, wrong
+    options, or no memory.
     """
     gc.disable()  # saves 1.5 of 10 s: imported objects live as long as the process
     from vllm_scope.cli.doctor import examine
@@ -117,7 +117,7 @@ def watch(
     probe: Annotated[list[Path], typer.Option(help="A probe's .safetensors; may be several.")],
     layer: Annotated[
         int | None,
-        typer.Option(min=0, help="Whose rows the probes score, where no .json beside them says."),
+        typer.Option(min=0, help="Whose rows the probes score, if no .json beside them says."),
     ] = None,
     chat: Annotated[
         bool, typer.Option(help="PROMPT is a user's message, or a JSON list of messages.")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ from vllm_scope.request.sites import ALIASES
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T")
 #: (site, layer, "after" or "before")
 _Stream = tuple[str, int, str]
 #: Positions of a probe's scores, int64 [n], and the scores, float32 [n].
@@ -224,6 +225,14 @@ class _TokenBody(msgspec.Struct):
     scores: dict[str, float | None]
 
 
+def converted(found: object, kind: type[T], what: str) -> T:
+    """The server's JSON as a `kind`. Raises ScopeError if it has another form."""
+    try:
+        return msgspec.convert(found, kind)
+    except msgspec.ValidationError as error:
+        raise ScopeError(f"the server's {what} has an unknown form: {error}.") from None
+
+
 def parse_scope(body: Mapping[str, object], file: bytes | None) -> ScopeData:
     """A choice's `scope`.
 
@@ -233,10 +242,8 @@ def parse_scope(body: Mapping[str, object], file: bytes | None) -> ScopeData:
     Raises:
         ScopeError: a server of this version does not send that.
     """
-    try:
-        counts, told = msgspec.convert(body, _Counts), msgspec.convert(body, _ScopeBody)
-    except msgspec.ValidationError as error:
-        raise ScopeError(f"the server's scope is none that this client knows: {error}.") from None
+    counts = converted(body, _Counts, "scope")
+    told = converted(body, _ScopeBody, "scope")
     rows: dict[_Stream, Rows] = {}
     scores: dict[str, _Scored] = {}
     # The file has all values; an item without values says which of them are new.

@@ -22,7 +22,7 @@ from urllib.parse import quote
 import msgspec
 
 from vllm_scope.client import answers
-from vllm_scope.client.answers import Choice, Chunk, Completion, ScopeData
+from vllm_scope.client.answers import Choice, Chunk, Completion, ScopeData, T, converted
 from vllm_scope.errors import CapacityError, ScopeError, SpecError, shown
 from vllm_scope.request.actions import Action
 from vllm_scope.request.spec import scope
@@ -36,7 +36,6 @@ Messages = Sequence[Mapping[str, object]]
 Content = bytes | bytearray | memoryview
 Json = dict[str, object]
 P = ParamSpec("P")
-T = TypeVar("T")
 SelfT = TypeVar("SelfT")
 StreamT = TypeVar("StreamT")
 PartT = TypeVar("PartT", Choice, Chunk)
@@ -98,7 +97,8 @@ class Response:
         """The JSON of the content as a `kind`.
 
         Raises:
-            ServerError: it is not JSON (such as a proxy's page), or not of this kind.
+            ServerError: it is not JSON, such as a proxy's page.
+            ScopeError: it has another form.
         """
         return _decoded(self.content, kind, self.status)
 
@@ -118,14 +118,7 @@ def _decoded(content: bytes | str, kind: type[T], status: int = 200) -> T:
         found = json.loads(content)
     except ValueError:
         raise ServerError(f"the answer is no JSON but {shown(content[:200])}.", status) from None
-    return _converted(found, kind, status)
-
-
-def _converted(found: object, kind: type[T], status: int = 200) -> T:
-    try:
-        return msgspec.convert(found, kind)
-    except msgspec.ValidationError as error:
-        raise ServerError(f"the answer is none that this client knows: {error}.", status) from None
+    return converted(found, kind, "answer")
 
 
 class _ChoiceBody(msgspec.Struct):
@@ -299,7 +292,7 @@ class Calls(Generic[StreamT]):
 
     def _parts(self, body: Json, kind: type[PartT]) -> Flow[list[PartT]]:
         parts = []
-        for choice in _converted(body.get("choices", []), list[_ChoiceBody]):
+        for choice in converted(body.get("choices", []), list[_ChoiceBody], "answer"):
             found, told = None, choice.scope or {}
             if choice.scope is not None:
                 file = None
@@ -316,7 +309,8 @@ class Calls(Generic[StreamT]):
         return (yield call).checked().decoded(Json)
 
     def _listed(self, call: Call, name: str) -> Flow[list[Json]]:
-        return _converted((yield call).checked().decoded(Json)[name], list[Json])
+        body = (yield call).checked().decoded(Json)
+        return converted(body.get(name), list[Json], "answer")
 
     def _done(self, call: Call) -> Flow[None]:
         (yield call).checked()

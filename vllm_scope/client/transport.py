@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-from vllm_scope.client.answers import Chunk
+from vllm_scope.client.answers import Chunk, T
 from vllm_scope.client.calls import (
     Call,
     Calls,
@@ -17,7 +17,6 @@ from vllm_scope.client.calls import (
     Response,
     ServerError,
     StreamT,
-    T,
     UnreachableError,
 )
 from vllm_scope.errors import SpecError, shown

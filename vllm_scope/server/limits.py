@@ -32,12 +32,9 @@ class Door:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        limits: Mapping[str, int],
-        settings: ServerSettings,
+        self, app: ASGIApp, limits: Mapping[str, int], settings: ServerSettings,
         timed: Sequence[str] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._app, self._settings, self._timed = app, settings, tuple(timed)
         self._limits = sorted(limits.items(), key=lambda item: -len(item[0]))
 

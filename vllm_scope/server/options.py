@@ -27,7 +27,7 @@ class Options:
 
     Attributes:
         tensors: "auto": small tensors are inline; "handle": all rows are a file.
-        stream: what chunks carry: "scores", or "rows" as well.
+        stream: what chunks carry: "scores" alone, or "rows" and scores.
         named: a read names the request's files, so the request may have one prompt only.
         reads: some rows come back to the caller.
     """

@@ -37,8 +37,8 @@ from vllm_scope.transport.folders import hold, is_held, prefix, release, remove_
 _ID = re.compile(r"[A-Za-z0-9_-]{32}")
 KIND = "results"
 _PIECE_BYTES = 1 << 20
-#: A tensor's entry in a file's header, less its name: dtype, shape, offsets.
-_ENTRY_BYTES = 200
+#: A tensor in a file's header, without its name: dtype, shape, offsets.
+_HEADER_BYTES = 200
 #: Every file counts for at least so many bytes, which bounds the number of files.
 LEAST_BYTES = 64 << 10
 #: Files that expire within this time of each other are removed together.
@@ -149,7 +149,7 @@ class Store:
         return fits(self._held.get(owner, 0), self._num_bytes, charged, self.most_bytes)
 
     def _charge(self, owner: str, more: int) -> None:
-        """Needs the lock."""
+        """The caller holds the lock."""
         self._num_bytes += more
         self._held[owner] = self._held.get(owner, 0) + more
         if not self._held[owner]:
@@ -177,8 +177,8 @@ class Store:
             CapacityError: it does not fit.
             OSError: it cannot be written.
         """
-        size = len(json.dumps([*tensors, dict(metadata)])) + _ENTRY_BYTES
-        size += sum(tensor.nbytes + _ENTRY_BYTES for tensor in tensors.values())
+        size = len(json.dumps([*tensors, dict(metadata)])) + _HEADER_BYTES
+        size += sum(tensor.nbytes + _HEADER_BYTES for tensor in tensors.values())
         charged = max(size, LEAST_BYTES)
         self._make_room(charged, owner)
         with self._lock:
@@ -261,17 +261,17 @@ class Store:
                 name, file = next(iter(self._files.items()))
                 if file.ends_at > now:
                     break
-                found.append(file.path)
-                self._forget(name)
+                found.append(self._forget(name))
         return found
 
-    def _forget(self, name: str) -> None:
-        """Needs the lock."""
+    def _forget(self, name: str) -> Path:
+        """The path of a file that the store no longer counts. The caller holds the lock."""
         file = self._files.pop(name)
         self._charge(file.owner, -file.charged)
+        return file.path
 
     def _arm(self) -> None:
-        """Start the timer for the oldest file. Needs the lock."""
+        """Start the timer for the oldest file. The caller holds the lock."""
         if self._timer is None and self._files:
             first = next(iter(self._files.values()))
             wait = max(0.0, first.ends_at - time.monotonic()) + SLACK_S
@@ -306,9 +306,7 @@ class Store:
     def close(self) -> None:
         """Remove this process's files, and the folder if no other process holds it."""
         with self._lock:
-            paths = [file.path for file in self._files.values()]
-            for name in list(self._files):
-                self._forget(name)
+            paths = [self._forget(name) for name in list(self._files)]
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None

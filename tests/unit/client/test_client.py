@@ -334,6 +334,23 @@ def test_a_page_instead_of_an_answer_is_an_error():
         server.client().complete("x")
 
 
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        pytest.param([], "server's answer", id="a-list"),
+        pytest.param({"choices": [{"index": "first"}]}, "server's answer", id="an-index"),
+        pytest.param({"choices": [choice({"rows": 3})]}, "server's scope", id="rows"),
+        pytest.param({"choices": [choice({"expected": None})]}, "server's scope", id="a-count"),
+        pytest.param(
+            {"choices": [choice({"rows": [entry(ROWS, data="%")]})]}, "server's scope", id="base64"
+        ),
+    ],
+)
+def test_json_of_another_form_is_one_sentence(body, words):
+    with pytest.raises(ScopeError, match=f"the {words} has an unknown form: .*[.]$"):
+        Server(completions=body).client().complete("x")
+
+
 @pytest.mark.parametrize("name", [".", "..", ""])
 def test_no_name_of_a_module_is_another_path(name):
     with pytest.raises(SpecError, match="module"):
