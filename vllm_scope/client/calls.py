@@ -93,14 +93,9 @@ class Response:
             raise CapacityError(message)
         raise ServerError(f"HTTP {self.status}: {message}", self.status)
 
-    def decoded(self, kind: type[T]) -> T:
-        """The JSON of the content as a `kind`.
-
-        Raises:
-            ServerError: it is not JSON, such as a proxy's page.
-            ScopeError: it has another form.
-        """
-        return _decoded(self.content, kind, self.status)
+    def json(self) -> Json:
+        """The parsed content. Raises ServerError if it is not JSON, such as a proxy's page."""
+        return _decoded(self.content, self.status)
 
 
 def error_message(content: bytes) -> str:
@@ -113,12 +108,12 @@ def error_message(content: bytes) -> str:
         return content[:200].decode("utf-8", "replace") or "no reason was given"
 
 
-def _decoded(content: bytes | str, kind: type[T], status: int = 200) -> T:
+def _decoded(content: bytes | str, status: int = 200) -> Json:
     try:
         found = json.loads(content)
     except ValueError:
         raise ServerError(f"the answer is no JSON but {shown(content[:200])}.", status) from None
-    return converted(found, kind, "answer")
+    return converted(found, Json, "answer")
 
 
 class _ChoiceBody(msgspec.Struct):
@@ -274,15 +269,15 @@ class Calls(Generic[StreamT]):
     def _answered(
         self, prompt: object, actions: Sequence[Action], fields: Json, chat: bool = False
     ) -> Flow[Completion]:
-        raw = (yield (yield from self._opening(prompt, actions, fields, chat))).checked()
-        body = raw.decoded(Json)
+        call = yield from self._opening(prompt, actions, fields, chat)
+        body = (yield call).checked().json()
         return Completion(tuple((yield from self._parts(body, Choice))), body)
 
     def _chunks(self, event: str) -> Flow[list[Chunk]]:
         """The chunks of one event of a stream."""
         if not event.startswith("{"):
             return []
-        body = _decoded(event, Json)
+        body = _decoded(event)
         if "error" in body:
             error = body["error"]
             code = error.get("code") if isinstance(error, dict) else None
@@ -306,10 +301,10 @@ class Calls(Generic[StreamT]):
         return parts
 
     def _json(self, call: Call) -> Flow[Json]:
-        return (yield call).checked().decoded(Json)
+        return (yield call).checked().json()
 
     def _listed(self, call: Call, name: str) -> Flow[list[Json]]:
-        body = (yield call).checked().decoded(Json)
+        body = (yield call).checked().json()
         return converted(body.get(name), list[Json], "answer")
 
     def _done(self, call: Call) -> Flow[None]:

@@ -20,7 +20,7 @@ import msgspec
 from torch import Tensor
 
 from vllm_scope.errors import CapacityError, SpecError
-from vllm_scope.server.choice import MAX_CHUNK_BYTES, ChoiceScope, Room
+from vllm_scope.server.choice import MAX_CHUNK_BYTES, ChoiceScope
 from vllm_scope.server.encode import Json
 from vllm_scope.server.exchange import running
 from vllm_scope.server.faces import CompletionOutput, Reply
@@ -76,7 +76,7 @@ class Answer:
             self.exchange.expect = self._expect
         #: Expected bytes of files.
         self._to_file = 0
-        self._room = Room(MAX_INLINE_BYTES)
+        self._room = MAX_INLINE_BYTES
         self._per_prompt = choices_per_prompt
         self._num_prompts = self._num_opened = 0
         #: By the index of the choice.
@@ -161,9 +161,15 @@ class Answer:
         number = prompt * self._per_prompt + completion.index
         if number not in self._choices:
             self._choices[number] = ChoiceScope(
-                completion, self._options, self._inline_bytes, self._room, self.keep
+                completion, self._options, self._inline_bytes, self._take_room, self.keep
             )
         return self._choices[number]
+
+    def _take_room(self, size: int) -> bool:
+        if size > self._room:
+            return False
+        self._room -= size
+        return True
 
     async def fill(self, response: Response) -> None:
         """Set the fields of a whole answer and of each of its choices."""

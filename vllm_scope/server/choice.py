@@ -1,6 +1,6 @@
 """The `scope` of one choice: of a whole answer, or of each chunk of a stream.
 
-Owns:  ChoiceScope, Room.
+Owns:  ChoiceScope.
 Runs:  in an API server process, on its event loop.
 From:  answer.   To: encode, tokens.
 
@@ -12,7 +12,7 @@ the rest and the counts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -32,25 +32,12 @@ MAX_CHUNK_BYTES = 8 << 20
 _SCORE_BYTES, _TOKEN_BYTES = 20, 80
 
 
-class Room:
-    """Bytes that are left inside one answer, for all its choices."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._left = num_bytes
-
-    def take(self, size: int) -> bool:
-        """Take so many bytes; False if fewer are left."""
-        if size > self._left:
-            return False
-        self._left -= size
-        return True
-
-
 class ChoiceScope:
     """What one choice delivers.
 
     Args:
         inline_bytes: rows of a choice up to this are inside the answer.
+        take_room: takes bytes of what may be inside the answer; False if fewer are left.
 
     Attributes:
         completion: its newest state.
@@ -58,12 +45,12 @@ class ChoiceScope:
     """
 
     def __init__(
-        self, completion: CompletionOutput, options: Options, inline_bytes: int, room: Room,
-        keep: Keep,
+        self, completion: CompletionOutput, options: Options, inline_bytes: int,
+        take_room: Callable[[int], bool], keep: Keep,
     ) -> None:  # fmt: skip
         self.completion, self.cursor = completion, Cursor(rows=options.stream == "rows")
         self._options, self._inline_bytes = options, inline_bytes
-        self._room, self._keep = room, keep
+        self._take_room, self._keep = take_room, keep
         self._tokens = ScoredTokens()
         #: Column -> positions of values that were too many for their chunk.
         self._held_back: dict[Label, list[np.ndarray]] = {}
@@ -73,13 +60,12 @@ class ChoiceScope:
         result = self.completion.scope
         scores, rows = _split(result.columns())
         num_scores = sum(len(column.positions) for column in scores)
-        inline = num_scores <= encode.MAX_INLINE_SCORES and self._room.take(
-            num_scores * _SCORE_BYTES
-        )
+        size = num_scores * _SCORE_BYTES
+        inline = num_scores <= encode.MAX_INLINE_SCORES and self._take_room(size)
         body = encode.counts(result) | {"rows": [], "scores": encode.scores(scores, inline)}
         num_generated = len(result.transcript) - result.num_prompt
         token_bytes = _TOKEN_BYTES + len(scores) * _SCORE_BYTES
-        if inline and self._room.take(num_generated * token_bytes):
+        if inline and self._take_room(num_generated * token_bytes):
             body |= self._told(scores, None)
         return body | await self._rows(rows, [], keep=not inline)
 
@@ -150,7 +136,7 @@ class ChoiceScope:
         in_file = size > 0 and (
             size > self._inline_bytes
             or self._options.tensors == "handle"
-            or not self._room.take(size)
+            or not self._take_room(size)
         )
         body: Json = {"rows": sent + encode.rows(rows, not in_file), "result": None}
         if not (in_file or keep):

@@ -35,19 +35,14 @@ _OURS = "scope_"
 
 async def whole_body(receive: Receive) -> tuple[bytes, Receive]:
     """A request's body, and a `receive` that gives the body again."""
-    pieces: list[bytes] = []
-    while True:
-        message = await receive()
-        pieces.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            break
-    body = b"".join(pieces)
-    again: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-    if message["type"] != "http.request":
-        again = [message]
+    messages = [await receive()]
+    while messages[-1].get("more_body", False):
+        messages.append(await receive())
+    body = b"".join(message.get("body", b"") for message in messages)
+    messages.reverse()
 
     async def replayed() -> Message:
-        return again.pop() if again else await receive()
+        return messages.pop() if messages else await receive()
 
     return body, replayed
 
