@@ -14,6 +14,7 @@ from vllm_scope.compat.act_capture import load_manifest
 from vllm_scope.compat.probe_hook import KEY, Options
 from vllm_scope.compat.vllm_lens import SteeringVector
 from vllm_scope.engine.frontend import translators
+from vllm_scope.engine.frontend.connection import connections
 
 LENGTHS = [40, 23, 57, 31, 38, 44]
 
@@ -150,11 +151,14 @@ def test_an_error_in_a_decorator_fails_its_own_request_alone(llm, translator, ca
 
 def test_an_engine_without_taps_refuses_the_keys(llm, monkeypatch):
     engine = llm.llm_engine
-    monkeypatch.setattr(engine.output_processor, "scope", None, raising=False)
+    connection = connections.pop(engine.output_processor)
     monkeypatch.setattr(engine.vllm_config, "additional_config", {})
-    with pytest.raises(SpecError, match="started without vllm-scope"):
-        run(llm, [{"output_residual_stream": [0]}])
-    assert run(llm, [None])[0].scope is None
+    try:
+        with pytest.raises(SpecError, match="started without vllm-scope"):
+            run(llm, [{"output_residual_stream": [0]}])
+        assert run(llm, [None])[0].scope is None
+    finally:
+        connections.put(engine.output_processor, connection)
 
 
 def test_keys_that_nobody_translates_stay_where_they_are(llm):

@@ -19,6 +19,7 @@ from tests.engine.test_edits import (
     params,
 )  # fmt: skip
 from vllm_scope import Ablate, Add, Except, Probe, Read, Replace, SpecError, TokenIds
+from vllm_scope.engine.core.scheduler import admission_of
 
 ENGINE = {
     "dtype": "float32", "max_num_batched_tokens": 32, "max_num_seqs": 16, "block_size": 32,
@@ -217,7 +218,7 @@ def test_requests_that_do_not_fit_wait_for_their_turn(llama, ref):
         specs = [params(Add(torch.stack([direction(i, 2.0), direction(i + 50)]), layer=[0, 2]),
                         *[Read("resid_post")]) for i in range(16)]  # fmt: skip
         outputs = run(llm, [PROMPT[:20]] * 16, specs)
-        admission = llm.llm_engine.engine_core.engine_core.scheduler.scope_admission
+        admission = admission_of(llm.llm_engine.engine_core.engine_core.scheduler)
         assert admission.num_waited == 12
         assert not admission.waiting
         with pytest.raises(SpecError, match=r"takes 9 vectors.*this engine has 8"):

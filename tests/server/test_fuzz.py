@@ -133,7 +133,7 @@ def test_extreme_specs_are_refused_with_a_sentence(text, stream, http):
 
 
 @pytest.mark.parametrize(
-    "field", ["scope_handle", "scope_", "scope_tensors", "scope_stream", "scope_key"]
+    "field", ["scope_ticket", "scope_", "scope_tensors", "scope_stream", "scope_key"]
 )
 def test_a_field_of_ours_cannot_be_forged(field, http):
     body = {"model": "toyworld", "prompt": "x", "vllm_xargs": {"scope": GOOD, field: "x"}}

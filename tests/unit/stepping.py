@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -15,8 +16,7 @@ import torch
 from tests.unit.oracle import apply, edits_at, first_point, known, level_of
 from vllm_scope import Spec
 from vllm_scope.config import ScopeConfig
-from vllm_scope.core.registry import Registry
-from vllm_scope.engine.params import HANDLE
+from vllm_scope.core.news import Entrant, StepNews, Told
 from vllm_scope.engine.worker.delivery import NOBODY, WorkerDelivery
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.engine.worker.worker import ScopeWorker
@@ -25,8 +25,9 @@ from vllm_scope.graph.tap.definition import tap_rows
 from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.layout import Widths
-from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.resolve import NOTHING, Resolved
 from vllm_scope.request.sites import Sites
+from vllm_scope.request.ticket import Recipient
 from vllm_scope.sinks import RequestInfo, RowBatch
 from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker.arena import Arena
@@ -44,6 +45,44 @@ SITES = Sites(NUM_LAYERS, HIDDEN_SIZE, "float32", EVERYWHERE)
 
 #: (key, "row" or "score", point or number of the probe, position)
 Label = tuple[int, str, int, int]
+
+
+@dataclass
+class Sent:
+    """A request as vLLM sends it to a worker, and what EngineCore says of it.
+
+    Attributes:
+        recipient, unchecked: as in Entrant.
+        asked: as EngineCore resolved it.
+    """
+
+    req_id: str
+    prompt_token_ids: list[int]
+    max_tokens: int
+    recipient: Recipient | None
+    asked: Resolved
+    unchecked: bool = False
+
+    @property
+    def sampling_params(self) -> SimpleNamespace:
+        return SimpleNamespace(extra_args=None, max_tokens=self.max_tokens)
+
+
+def news_of(worker: ScopeWorker, *sent: Sent) -> StepNews:
+    """What EngineCore tells a worker of these requests."""
+    news, told = StepNews(), _told.setdefault(worker, Told())
+    for one in sent:
+        if one.asked != NOTHING:
+            number = told.number_of(one.asked, news)
+            news.entrants[one.req_id] = Entrant(one.recipient, number, one.unchecked)
+    return news
+
+
+_told: WeakKeyDictionary[ScopeWorker, Told] = WeakKeyDictionary()
+
+
+def add(worker: ScopeWorker, *sent: Sent) -> None:
+    worker.add_requests(list(sent), news_of(worker, *sent))
 
 
 @dataclass
@@ -83,15 +122,10 @@ class Request:
     def running(self) -> bool:
         return self.num_computed < self.num_processed
 
-    def as_vllm_sends_it(self) -> SimpleNamespace:
-        extra = {"scope": self.spec.to_json(), HANDLE: {"key": self.key, "frontend": "f"}}
-        params = SimpleNamespace(
-            extra_args=None if self.key is None else extra,
-            max_tokens=len(self.ids) - self.num_prompt,
-        )
-        return SimpleNamespace(
-            req_id=self.req_id, sampling_params=params, prompt_token_ids=self.prompt
-        )
+    def sent(self) -> Sent:
+        recipient = None if self.key is None else Recipient(self.key, "f")
+        most = len(self.ids) - self.num_prompt
+        return Sent(self.req_id, self.prompt, most, recipient, self.asked)
 
     def program(self, here: tuple[int, ...]) -> RequestProgram:
         ids = np.array(self.prompt, np.int64)
@@ -176,7 +210,6 @@ def running_worker(
     worker = ScopeWorker(SimpleNamespace(vllm_config=None), ScopeConfig())
     worker.sites, worker.here = SITES, here
     worker.stage, worker.num_stages = 0, 1
-    worker.registry = Registry(SITES)
     worker.limits = Limits(WIDTHS.row_bytes, 0, num_slots, 1 << 16, num_programs, 1 << 16)
     worker._tables = worker_tables(num_programs)
     worker._arena = Arena(num_slots, torch.float32, CPU)

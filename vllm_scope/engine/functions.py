@@ -124,7 +124,7 @@ class StepFunctions:
     def __bool__(self) -> bool:
         return bool(self._requests)
 
-    def add_request(self, req_id: str, params: Any, handle: dict[str, Any]) -> None:
+    def add_request(self, req_id: str, params: Any, child: int) -> None:
         functions = _find(params)
         if functions is None:
             return
@@ -135,7 +135,7 @@ class StepFunctions:
                 raise SpecError(str(error)) from None
             self._installed = True
             logger.info("vllm-scope: layers call Python functions from now on.")
-        self._requests[req_id] = (functions, handle["child"])
+        self._requests[req_id] = (functions, child)
 
     def finish_request(self, req_id: str) -> str | None:
         """Why its functions failed, or None."""

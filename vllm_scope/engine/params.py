@@ -1,7 +1,7 @@
-"""Our fields in a request's SamplingParams: the spec, keys of translators, the handle.
+"""Our fields in a request's SamplingParams: the spec, keys of translators, the ticket.
 
-Owns:  the handle's place beside the spec.
-Runs:  in the front-end, EngineCore and the workers.
+Owns:  the ticket's place in them.
+Runs:  in the front-end and in EngineCore.
 
 Promise: a caller's SamplingParams are never changed; a change is made in a copy.
 """
@@ -9,38 +9,35 @@ Promise: a caller's SamplingParams are never changed; a change is made in a copy
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from copy import copy
 from typing import Any
 
 from vllm_scope.engine.frontend import translators
+from vllm_scope.request.ticket import Ticket
 
-#: Where the handle of a request with taps is, beside `scope` in `extra_args`. The front-end sets:
-#:   key, frontend   the request's rows at its front-end; uid, child: at sinks
-#:   first_position  the first that delivers something; None if none does
-#:   vectors         it edits or probes
-#:   sinks           some rows go elsewhere than to memory
-#:   follows         its caller sees outputs before the last
-#:   owner           digest of the API key
-#: EngineCore adds `modules` (name -> digest) and `server` (digest of the server-wide edits). It
-#: makes a handle for plain requests too, if server-wide edits or global sinks apply to them.
-HANDLE = "scope_handle"
+#: Where the Ticket of a request with taps is in `extra_args`, as bytes; the front-end puts it
+#: there in place of the spec.
+TICKET = "scope_ticket"
 
 
-def handle_of(sampling_params: Any) -> dict[str, Any] | None:
-    """The handle of a request with taps; None for a plain one."""
+def has_ticket(sampling_params: Any) -> bool:
     extra = getattr(sampling_params, "extra_args", None)
-    handle = extra.get(HANDLE) if extra else None
-    return handle if isinstance(handle, dict) else None
+    return extra is not None and TICKET in extra
 
 
-def with_handle(sampling_params: Any, handle: dict[str, Any] | None) -> Any:
-    """A copy of the parameters with this handle, or without one."""
+def ticket_of(sampling_params: Any) -> Ticket | None:
+    """The ticket of a request with taps; None for a plain one."""
+    if not has_ticket(sampling_params):
+        return None
+    return Ticket.decode(sampling_params.extra_args[TICKET])
+
+
+def with_ticket(sampling_params: Any, ticket: Ticket, without: Collection[str]) -> Any:
+    """A copy of the parameters with a ticket, and without some keys of `extra_args`."""
     params = copy(sampling_params)
-    params.extra_args = dict(params.extra_args or {})
-    if handle is None:
-        params.extra_args.pop(HANDLE, None)
-    else:
-        params.extra_args[HANDLE] = handle
+    kept = {key: value for key, value in params.extra_args.items() if key not in without}
+    params.extra_args = {**kept, TICKET: ticket.encode()}
     return params
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.frontend import translators
-from vllm_scope.engine.params import HANDLE, asks
+from vllm_scope.engine.params import TICKET, asks
 from vllm_scope.errors import SpecError
 
 logger = logging.getLogger("vllm.vllm_scope")
@@ -42,7 +42,7 @@ def _preprocess(original: Any, self: Any, request: Any) -> Any:
     params = request.sampling_params
     extra = getattr(params, "extra_args", None) or {}
     asked = asks(params) or translators.has_keys(extra)
-    if (asked and HANDLE not in extra) or (HANDLE in extra and serves(self.vllm_config)):
+    if (asked and TICKET not in extra) or (TICKET in extra and serves(self.vllm_config)):
         # The Rust front-end answers with a bare error, so the log has the sentence, too.
         logger.warning("vllm-scope: request %s is refused: %s", request.request_id, REFUSED)
         raise SpecError(REFUSED)

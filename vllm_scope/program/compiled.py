@@ -55,7 +55,7 @@ class _Programs:
     def put(self, of: Compiled, column: bytes, program: Program | None) -> None:
         of.built[column] = program
         size = _PROGRAM_BYTES + len(column) + (0 if program is None else _size_of(program))
-        for ref, gone in self._known.put((of.ref, column), None, size):
+        for (ref, gone), _ in self._known.put((of.ref, column), None, size):
             owner = ref()
             if owner is not None:
                 owner.built.pop(gone, None)
@@ -139,11 +139,11 @@ class Compiled:
         return np.frombuffer(secrets.token_bytes(8 * len(self.picks)), np.int64)
 
     def distinct(self, columns: NDArray[np.int32]) -> dict[bytes, Column]:
-        """The distinct columns of [num_picks, n], by their bytes."""
+        """The distinct columns of [num_picks, n], by their bytes, in their order."""
         with np.errstate(over="ignore"):
             sums = self._marks @ columns.astype(np.int64)
         _, firsts = np.unique(sums, return_index=True)
-        return {columns[:, i].tobytes(): columns[:, i] for i in firsts.tolist()}
+        return {columns[:, i].tobytes(): columns[:, i] for i in sorted(firsts.tolist())}
 
     def check_size(self, columns: Collection[Column]) -> None:
         """Raises SpecError for more programs or operations than one request may have."""

@@ -30,7 +30,7 @@ class Remembered(Generic[Key, Value]):
 
     @property
     def num_bytes(self) -> int:
-        """Sum of the sizes that `put` and `grow` were given, of the values that are kept."""
+        """Sum of the sizes that `put` was given, of the values that are kept."""
         return self._num_bytes
 
     def __len__(self) -> int:
@@ -44,11 +44,11 @@ class Remembered(Generic[Key, Value]):
             self._values.move_to_end(key)
             return found[0]
 
-    def put(self, key: Key, value: Value, num_bytes: int) -> list[Key]:
+    def put(self, key: Key, value: Value, num_bytes: int) -> list[tuple[Key, Value]]:
         """Keep a value, in place of one with the same key.
 
         Returns:
-            The keys of the values that were dropped for it.
+            The values that were dropped for it, with their keys.
         """
         with self._lock:
             before = self._values.pop(key, None)
@@ -56,21 +56,12 @@ class Remembered(Generic[Key, Value]):
             self._num_bytes += num_bytes - (before[1] if before is not None else 0)
             return self._trim()
 
-    def grow(self, key: Key, value: Value, num_bytes: int) -> None:
-        """Add bytes to the size of a value, if it is still kept."""
-        with self._lock:
-            found = self._values.get(key)
-            if found is not None and found[0] is value:
-                self._values[key] = (value, found[1] + num_bytes)
-                self._num_bytes += num_bytes
-                self._trim()
-
-    def _trim(self) -> list[Key]:
+    def _trim(self) -> list[tuple[Key, Value]]:
         gone = []
         while self._num_bytes > self.most_bytes and len(self._values) > 1:
-            key, (_, num_bytes) = self._values.popitem(last=False)
+            key, (value, num_bytes) = self._values.popitem(last=False)
             self._num_bytes -= num_bytes
-            gone.append(key)
+            gone.append((key, value))
         return gone
 
     def clear(self) -> None:

@@ -33,7 +33,7 @@ from vllm_scope.request.actions import (
 )
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.encoding import Encoding
-from vllm_scope.request.selectors import Except, Ids, Selector, Word
+from vllm_scope.request.selectors import ITEM_BYTES, Except, Ids, Selector, Word, items_of
 from vllm_scope.request.sites import SiteLayer, Sites
 from vllm_scope.vectors.module import TIERS, Place
 
@@ -124,9 +124,15 @@ class Resolved:
         vectors = {id(edit.values): len(edit.values.data) for edit in self.edits}
         vectors |= {id(probe.weight): len(probe.weight.data) for probe in self.probes}
         num_streams = sum(len(read.streams) for read in self.reads)
-        num_actions = len(self.reads) + len(self.probes) + len(self.edits)
+        actions = (*self.delivering, *self.edits)
+        items = sum(map(items_of, {one.tokens for one in actions}))
         # A direction is kept twice: as given, and at length 1.
-        return 2 * sum(vectors.values()) + _STREAM_BYTES * num_streams + _ACTION_BYTES * num_actions
+        return (
+            2 * sum(vectors.values())
+            + _STREAM_BYTES * num_streams
+            + _ACTION_BYTES * len(actions)
+            + ITEM_BYTES * items
+        )
 
     def joined(
         self, edits: tuple[ResolvedEdit, ...] = (), reads: tuple[ResolvedRead, ...] = ()

@@ -43,6 +43,8 @@ MAX_PARTS, MAX_PARTS_IN_ALL = 64, 288
 WORDS = ("all", "prompt", "generated", "last_prompt", "last")
 #: Token ids of a prompt. A list is converted to int64 [n] at each use, which takes 40 ns a token.
 Ids = Sequence[int] | NDArray[np.int64]
+#: Memory of a position or id: a Python int, in a selector, and in the selector's arrays.
+ITEM_BYTES = 96
 #: Larger than any position, and exact in int64.
 FAR = 1 << 40
 
@@ -365,11 +367,17 @@ def _check_parts(count: int, where: str) -> None:
         )
 
 
+def items_of(selector: Selector) -> int:
+    """Positions and ids that a selector names."""
+    leaves = _leaves(selector)
+    return sum(len(getattr(one, "positions", getattr(one, "ids", ()))) for one in leaves)
+
+
 def check_size(selector: Selector, where: str) -> None:
     """Raise SpecError if one selector has too many parts or items."""
     leaves = _leaves(selector)
     _check_parts(len(leaves), where)
-    items = sum(len(getattr(x, "positions", getattr(x, "ids", ()))) for x in leaves)
+    items = items_of(selector)
     if items > MAX_ITEMS:
         raise SpecError(f"{where} has {items:,} items in all; at most {MAX_ITEMS:,}.")
 

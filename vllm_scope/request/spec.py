@@ -1,9 +1,9 @@
 """Everything that one request asks for, and its JSON.
 
 Owns:  Spec, `scope`, Meanings (a cache of resolved specs).
-Runs:  in the caller's process, in the front-end (validation), in EngineCore (the keys
-       of edited KV blocks) and in workers. numpy, no torch, no vLLM.
-From:  actions.   To: resolve (the spec on one engine).
+Runs:  in the caller's process, in the front-end (which parses it) and in EngineCore (which
+       unpacks it). numpy, no torch, no vLLM.
+From:  actions.   To: resolve (the spec on one engine), packed (the spec as it travels).
 
 Promise: a `Spec` that exists is well formed. `Spec.resolve` checks the rest, which needs an
 engine: its layers, its hidden size, its steering modules.
@@ -12,7 +12,7 @@ engine: its layers, its hidden size, its steering modules.
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,13 +27,15 @@ from vllm_scope.request.actions import (
     Read,
     action_from_json,
 )
+from vllm_scope.request.arrays import Array
 from vllm_scope.request.bounded_json import decode, num_items
+from vllm_scope.request.packed import Packed, pack, unpack
 from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.resolve import Resolved, Vectors, resolve
-from vllm_scope.request.selectors import check_sizes
+from vllm_scope.request.selectors import ITEM_BYTES, check_sizes
 from vllm_scope.request.sites import Sites
 
-#: EngineCore and the worker's main thread take 5 ms to parse 1 MiB. 80 vectors of 8192 numbers are
+#: A front-end takes 5 ms to parse 1 MiB. 80 vectors of 8192 numbers are
 #: 3.5 MB, 383 replaced rows of 4096 numbers are 8 MiB.
 MAX_SPEC_BYTES = 8 << 20
 MAX_READS = 32
@@ -42,9 +44,10 @@ MAX_EDITS = 256
 MOST = {"reads": MAX_READS, "probes": MAX_PROBES, "edits": MAX_EDITS}
 #: Size of the cache of parsed specs, and the longest text in it. A lookup hashes the whole text.
 REMEMBERED_BYTES, LONGEST_REMEMBERED = 64 << 20, 1 << 20
-#: Memory of a parsed spec besides its text: fixed, and for each list item. A position is kept as a
-#: Python int, in a selector, and in the selector's arrays.
-_SPEC_BYTES, _ITEM_BYTES = 4096, 96
+#: The largest resolved spec that is cached. A module has a vector for each layer.
+LARGEST_REMEMBERED = 8 << 20
+#: Memory of a parsed spec besides its text.
+_SPEC_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,7 @@ class Spec:
     def from_json(text: object) -> Spec:
         """The spec of the text in `extra_args["scope"]`.
 
-        Cached: the front-end, EngineCore and the worker each parse a request's text, and many
-        requests have the same text.
+        Cached, because many requests have the same text.
 
         Raises:
             SpecError: not a string, too long, not JSON, or not a spec.
@@ -115,15 +117,32 @@ class Spec:
         found = _parsed.get(text)
         if found is None:
             found = Spec._parse(text)
-            size = _SPEC_BYTES + 2 * len(text) + _ITEM_BYTES * num_items(text)
-            found.__dict__["_remembered"] = text, size
+            # The text, the vectors, and the packed form, which has no vectors.
+            size = _SPEC_BYTES + 3 * len(text) + ITEM_BYTES * num_items(text)
             _parsed.put(text, found, size)
         return found
 
+    @cached_property
+    def packed(self) -> Packed:
+        """The spec as it travels to EngineCore; `arrays` has its vectors."""
+        return self._packed[0]
+
     @property
-    def remembered(self) -> tuple[str, int] | None:
-        """(text, bytes) of this spec in the cache; None if it is not cached."""
-        found: tuple[str, int] | None = self.__dict__.get("_remembered")
+    def arrays(self) -> dict[bytes, Array]:
+        """The spec's vectors and rows, by digest."""
+        return self._packed[1]
+
+    @cached_property
+    def _packed(self) -> tuple[Packed, dict[bytes, Array]]:
+        return pack((self.reads, self.probes, self.edits))
+
+    @staticmethod
+    def unpack(packed: Packed, arrays: Mapping[bytes, Array]) -> Spec:
+        """The spec that a front-end packed. It was checked there and is not checked again."""
+        found = object.__new__(Spec)
+        found.__dict__.update(
+            zip(("reads", "probes", "edits"), unpack(packed, arrays), strict=True)
+        )
         return found
 
     @staticmethod
@@ -144,62 +163,51 @@ class Spec:
 
         Args:
             sites: what the engine taps.
-            modules: the steering modules that it holds, by name. A spec that names one is not
-                cached here; `Meanings` does that.
+            modules: the steering modules that it holds, by name.
 
         Raises:
             SpecError: a layer that the model does not have, a site or layer that this
                 engine does not tap, a vector of another size, an unknown module.
         """
-        if self.modules:
-            return resolve(self.reads, self.probes, self.edits, sites, modules or {})
-        known: tuple[tuple[Sites, Resolved], ...] = self.__dict__.get("_resolved", ())
-        for known_sites, found in known:
-            if known_sites == sites:
-                return found
-        found = resolve(self.reads, self.probes, self.edits, sites, {})
-        # Two: the front-end and the worker may share a process, and tap different sites.
-        self.__dict__["_resolved"] = (*known[-1:], (sites, found))
-        if self.remembered is not None:
-            _parsed.grow(self.remembered[0], self, found.num_bytes)
-        return found
+        return resolve(self.reads, self.probes, self.edits, sites, modules or {})
 
 
 _parsed: Remembered[str, Spec] = Remembered(REMEMBERED_BYTES)
 
 
 class Meanings:
-    """A cache of resolved specs that name steering modules, for one engine. Bounded in bytes.
+    """A cache of resolved specs, for one engine. Bounded in bytes.
 
     The owner of the modules calls `forget` when a name changes, which frees the old vectors.
     """
 
     def __init__(self, sites: Sites) -> None:
         self._sites = sites
-        #: Holds the spec too, so that its id is not used again.
-        self._known: Remembered[Any, tuple[Spec, Resolved]] = Remembered(REMEMBERED_BYTES)
+        self._known: Remembered[Hashable, Resolved] = Remembered(REMEMBERED_BYTES)
         self.forget = self._known.clear
 
     @property
     def num_bytes(self) -> int:
         return self._known.num_bytes
 
-    def of(self, spec: Spec, modules: Mapping[str, Vectors], version: Hashable = None) -> Resolved:
-        """`Spec.resolve`, cached if the spec itself is cached.
+    def of(
+        self, digest: bytes, spec_of: Callable[[], Spec], modules: Mapping[str, Vectors],
+        version: Hashable = None,
+    ) -> Resolved:  # fmt: skip
+        """What a spec means, from the cache if it is there.
 
         Args:
-            version: differs if a module's name has another content.
+            digest: the spec's (`Spec.packed`).
+            spec_of: called for the spec if the cache has no answer.
+            version: differs if a name in the spec has another module.
         """
-        if not spec.modules:
-            return spec.resolve(self._sites)
-        known = self._known.get((id(spec), version))
-        if known is not None:
-            return known[1]
-        found = spec.resolve(self._sites, modules)
-        if spec.remembered is not None:
-            size = spec.remembered[1] + found.num_bytes
-            self._known.put((id(spec), version), (spec, found), size)
-        return found
+        key = (digest, version)
+        known = self._known.get(key)
+        if known is None:
+            known = spec_of().resolve(self._sites, modules)
+            if known.num_bytes <= LARGEST_REMEMBERED:
+                self._known.put(key, known, known.num_bytes)
+        return known
 
 
 def _check_count(name: str, count: int) -> None:

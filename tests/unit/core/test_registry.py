@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -9,7 +12,9 @@ from tests.unit.strategies import sentence
 from vllm_scope import Ablate, Add, Probe, Read, Replace, Spec, scope
 from vllm_scope.core import registry
 from vllm_scope.core.registry import Registry
+from vllm_scope.request.resolve import Resolved
 from vllm_scope.request.sites import Sites
+from vllm_scope.request.ticket import Recipient, Ticket
 from vllm_scope.vectors import SteeringModule, to_bytes
 
 SITES = Sites(3, 4, "float32", (0, 2, 4))
@@ -36,6 +41,15 @@ def held() -> Registry:
     return Registry(SITES)
 
 
+def _resolve(held: Registry, spec: Spec | None) -> Resolved:
+    """What a request with this spec means if it enters now."""
+    if spec is None:
+        return held.resolve(None)
+    arrays = [(array.shape, array.data) for array in spec.arrays.values()]
+    ticket = Ticket(Recipient(1, "f"), None, spec.modules, spec.packed, arrays)
+    return held.resolve(Ticket.decode(ticket.encode()))
+
+
 # Modules
 
 
@@ -56,13 +70,13 @@ def test_vectors_of_a_tier_are_added_to_its_tokens_alone(held):
         {("resid_post", 0): V},
         tiers={"prompt": {("resid_post", 0): W}, "generated": {("resid_post", 1): W}},
     )
-    names = {"m": held.register("m", to_bytes(module))}
+    held.register("m", to_bytes(module))
     assert held.modules()["m"]["streams"] == [
         ["resid_post", 0], ["resid_post", 0, "prompt"], ["resid_post", 1, "generated"]
     ]  # fmt: skip
 
     def found(edit):
-        edits = held.resolve(Spec(edits=(edit,)), names, None).edits
+        edits = _resolve(held, Spec(edits=(edit,))).edits
         return [(e.stream[1], e.values.numpy.tolist(), e.tokens.to_json()) for e in edits]
 
     assert found(Add("m")) == [(0, V, "all"), (0, W, "prompt"), (1, W, "generated")]
@@ -71,42 +85,42 @@ def test_vectors_of_a_tier_are_added_to_its_tokens_alone(held):
     within = {"except": [[3], "prompt"]}
     assert found(Add("m", layer=1, tokens=[3])) == [(1, W, within)]
     probe = Spec(probes=(Probe("m", layer=0, name="p"),))
-    assert held.resolve(probe, names, None).probes[0].weight.numpy.tolist() == V
+    assert _resolve(held, probe).probes[0].weight.numpy.tolist() == V
     with pytest.raises(ValueError, match="has no vector; it has resid_post 0, resid_post 0 prompt"):
-        held.resolve(Spec(probes=(Probe("m", layer=1, name="p"),)), names, None)
+        _resolve(held, Spec(probes=(Probe("m", layer=1, name="p"),)))
 
 
 def test_a_request_keeps_what_a_name_meant_when_it_entered(held):
     spec = Spec(edits=(Add("m", layer=0),))
-    names = {"m": held.register("m", to_bytes(_module(V)))}
+    held.register("m", to_bytes(_module(V)))
+    first = _resolve(held, spec)
     held.register("m", to_bytes(_module(W)))
-    assert _values(held.resolve(spec, names, None).edits) == [V]
-    assert _values(held.resolve(spec, held.names, None).edits) == [W]
+    assert _values(_resolve(held, spec).edits) == [W]
     held.unregister("m")
-    assert _values(held.resolve(spec, names, None).edits) == [V]
+    assert _values(first.edits) == [V]
 
 
 def test_requests_with_the_same_spec_share_its_programs(held):
-    text = _text(Add("m", layer=0))
-    names = {"m": held.register("m", to_bytes(_module(V)))}
-    server = held.set_edits(_text(Add(W, layer=1)))
-    for around in (None, server):
-        found = [held.resolve(Spec.from_json(text), dict(names), around) for _ in range(2)]
+    spec = Spec(edits=(Add("m", layer=0),))
+    held.register("m", to_bytes(_module(V)))
+    for server in (None, _text(Add(W, layer=1))):
+        held.set_edits(server)
+        # Each front-end has a Spec of its own.
+        found = [_resolve(held, Spec.from_json(spec.to_json())) for _ in range(2)]
         assert found[0] is found[1]
-    alone = [held.resolve(None, {}, server) for _ in range(2)]
+    alone = [_resolve(held, None) for _ in range(2)]
     assert alone[0] is alone[1]
     held.register("m", to_bytes(_module(W)))
-    assert _values(held.resolve(Spec.from_json(text), names, None).edits) == [V]
-    assert _values(held.resolve(Spec.from_json(text), held.names, server).edits) == [W, W]
+    assert _values(_resolve(held, spec).edits) == [W, W]
 
 
 def test_an_unknown_module_is_refused_with_the_known_ones(held):
     held.register("known", to_bytes(_module(V)))
     spec = Spec(edits=(Add("m", layer=0),))
-    text = sentence(lambda: held.resolve(spec, held.names, None))
+    text = sentence(lambda: _resolve(held, spec))
     assert "'m', which this engine does not hold. It holds: known." in text
     held.unregister("known")
-    assert "It holds: none." in sentence(lambda: held.resolve(spec, held.names, None))
+    assert "It holds: none." in sentence(lambda: _resolve(held, spec))
     assert not held.unregister("known")
 
 
@@ -148,35 +162,16 @@ def test_as_many_names_as_are_allowed(held, monkeypatch):
     held.register("c", to_bytes(_module(V)))
 
 
-def test_content_without_a_name_is_kept_up_to_a_bound_and_the_oldest_goes_first(held, monkeypatch):
-    monkeypatch.setattr(registry, "MAX_KEPT_BYTES", 3 * 16)  # three modules of one vector
-    spec = Spec(edits=(Add("m", layer=0),))
-    digests = [held.register("m", to_bytes(_module([float(i), 1, 1, 1]))) for i in range(5)]
-
-    def there() -> list[bool]:
-        found = []
-        for digest in digests:
-            try:
-                held.resolve(spec, {"m": digest}, None)
-                found.append(True)
-            except ValueError:
-                found.append(False)
-        return found
-
-    assert there() == [False, False, True, True, True]
-    held.register("m", to_bytes(_module([2.0, 1, 1, 1])))  # named again: now the youngest
-    held.register("other", to_bytes(_module([9.0, 1, 1, 1])))
-    assert there() == [False, False, True, False, True]
-
-
-def test_content_with_a_name_is_never_dropped(held, monkeypatch):
-    monkeypatch.setattr(registry, "MAX_KEPT_BYTES", 0)
+def test_content_without_a_name_is_kept_by_the_requests_that_use_it_alone(held):
+    spec, found = Spec(edits=(Add("m", layer=0),)), []
     for i in range(5):
-        held.register(f"m{i}", to_bytes(_module([float(i), 1, 1, 1])))
-    assert len(held.modules()) == 5
-    for i in range(5):
-        spec = Spec(edits=(Add(f"m{i}", layer=0),))
-        assert _values(held.resolve(spec, held.names, None).edits) == [[float(i), 1, 1, 1]]
+        held.register("m", to_bytes(_module([float(i), 1, 1, 1])))
+        found.append(_resolve(held, spec))
+    assert [_values(one.edits)[0][0] for one in found] == [0, 1, 2, 3, 4]
+    vectors = [weakref.ref(one.edits[0].values) for one in found]
+    del found
+    gc.collect()
+    assert [vector() is None for vector in vectors] == [True] * 4 + [False]
 
 
 # Edits of the server
@@ -188,20 +183,22 @@ def test_the_servers_edits_come_before_the_requests_own(held):
         server,
         _text(*Spec.from_json(held.server_text).edits),
     )
-    asked = held.resolve(Spec((Read("embed"),), (), (Add(W, layer=0),)), {}, server)
+    asked = _resolve(held, Spec((Read("embed"),), (), (Add(W, layer=0),)))
     assert [(e.kind, e.stream[1]) for e in asked.edits] == [("ablate", 0), ("add", 1), ("add", 0)]
     assert len(asked.reads) == 1
-    assert [e.kind for e in held.resolve(None, {}, server).edits] == ["ablate", "add"]
-    assert held.resolve(None, {}, None).edits == ()
+    assert [e.kind for e in _resolve(held, None).edits] == ["ablate", "add"]
+    held.set_edits(None)
+    assert _resolve(held, None).edits == ()
 
 
 def test_a_request_keeps_the_servers_edits_with_which_it_entered(held):
-    first = held.set_edits(_text(Add(V, layer=0)))
-    second = held.set_edits(_text(Add(W, layer=0)))
+    found = []
+    for vector in (V, W):
+        held.set_edits(_text(Add(vector, layer=0)))
+        found.append(_resolve(held, None))
     assert held.set_edits(None) is None
     assert (held.server, held.server_text) == (None, None)
-    assert _values(held.resolve(None, {}, first).edits) == [V]
-    assert _values(held.resolve(None, {}, second).edits) == [W]
+    assert [_values(one.edits) for one in found] == [[V], [W]]
 
 
 @pytest.mark.parametrize(
@@ -222,9 +219,9 @@ def test_the_digest_of_the_servers_edits_is_of_their_content(other, same, held):
 
 def test_the_servers_edits_keep_what_a_name_meant_when_they_were_set(held):
     held.register("m", to_bytes(_module(V)))
-    server = held.set_edits(_text(Add("m", layer=0)))
+    held.set_edits(_text(Add("m", layer=0)))
     held.register("m", to_bytes(_module(W)))
-    assert _values(held.resolve(None, {}, server).edits) == [V]
+    assert _values(_resolve(held, None).edits) == [V]
 
 
 @pytest.mark.parametrize(
@@ -257,35 +254,4 @@ def test_invalid_server_wide_edits_are_refused_and_the_earlier_ones_stay(text, w
     said = sentence(lambda: held.set_edits(text))
     assert all(word in said for word in words), said
     assert held.server == before
-    assert _values(held.resolve(None, {}, before).edits) == [W]
-
-
-def test_edits_that_were_replaced_are_kept_up_to_a_bound(held, monkeypatch):
-    monkeypatch.setattr(registry, "MAX_KEPT_EDITS", 3)
-    servers = [held.set_edits(_text(Add(V, layer=0, scale=float(i)))) for i in range(5)]
-    for server in servers[:2]:
-        assert "are gone; send it again" in sentence(lambda s=server: held.resolve(None, {}, s))
-    for server in servers[2:]:
-        assert held.resolve(None, {}, server).edits
-    held.set_edits(_text(Add(V, layer=0, scale=2.0)))  # again: now the youngest
-    held.set_edits(_text(Add(V, layer=0, scale=9.0)))
-    assert held.resolve(None, {}, servers[2]).edits
-    assert "gone" in sentence(lambda: held.resolve(None, {}, servers[3]))
-
-
-def test_a_sweep_of_edits_keeps_those_of_requests_that_wait(held):
-    first = held.set_edits(_text(Add(V, layer=0)))
-    for i in range(100):
-        held.set_edits(_text(Add(V, layer=0, scale=2.0 + i)))
-    assert held.resolve(None, {}, first).edits
-
-
-def test_edits_that_were_replaced_are_kept_up_to_so_many_bytes(held, monkeypatch):
-    monkeypatch.setattr(registry, "MAX_KEPT_EDIT_BYTES", 3 * 16)
-    # One vector at both layers is counted once.
-    servers = [held.set_edits(_text(Add(V, layer=[0, 1], scale=float(i)))) for i in range(5)]
-    assert "gone" in sentence(lambda: held.resolve(None, {}, servers[1]))
-    for server in servers[2:]:
-        assert held.resolve(None, {}, server).edits
-    held.set_edits(_text(*(Add([float(i + 1)] * 4, layer=0) for i in range(9))))
-    assert held.resolve(None, {}, held.server).edits
+    assert _values(_resolve(held, None).edits) == [W]

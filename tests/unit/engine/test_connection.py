@@ -17,6 +17,7 @@ from vllm_scope.engine.frontend.connection import (
     RETRY_S,
     Connection,
     connect_async,
+    connections,
     needs_connection,
 )
 from vllm_scope.engine.model import check_engine
@@ -130,12 +131,16 @@ def test_deepseek_in_float16_scales_its_stream_and_has_no_taps():
         anatomy_of(model, config)
 
 
+class Processor:
+    """vLLM's OutputProcessor."""
+
+
 class Engine:
     """An AsyncLLM as far as connecting knows it: one worker, whose road is there or not."""
 
     def __init__(self) -> None:
         self.vllm_config = SimpleNamespace(additional_config={"scope": {}})
-        self.output_processor = SimpleNamespace(scope=None)
+        self.output_processor = Processor()
         self.engine_core = self
         self.num_asked = 0
         self.reason: str | None = None
@@ -156,7 +161,7 @@ def test_requests_that_come_at_once_connect_once_and_again_after_rows_were_missi
     async def ask(engine):
         if needs_connection(engine):
             await connect_async(engine)
-        return engine.output_processor.scope
+        return connections.of(engine.output_processor)
 
     async def run():
         engine = Engine()
@@ -180,11 +185,11 @@ def test_a_transport_that_fails_for_a_while_does_not_end_an_engine():
     async def run():
         engine = Engine()
         await connect_async(engine)
-        first = engine.output_processor.scope
+        first = connections.of(engine.output_processor)
         inbox().renew()
         engine.reason = "this worker cannot reach the front-end"
         await connect_async(engine)
-        assert engine.output_processor.scope is first
+        assert connections.of(engine.output_processor) is first
         assert first.reason is None
         assert not needs_connection(engine), "it is not asked again at once"
         assert 0 < first.retry_at - time.monotonic() <= RETRY_S
@@ -192,7 +197,7 @@ def test_a_transport_that_fails_for_a_while_does_not_end_an_engine():
         assert needs_connection(engine)
         engine.reason = None
         await connect_async(engine)
-        assert engine.output_processor.scope is not first
+        assert connections.of(engine.output_processor) is not first
         assert not needs_connection(engine)
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""EngineCore's side: what is stamped on requests that enter, and how their KV is keyed.
+"""EngineCore's side: what requests that enter mean, and how their KV is keyed.
 What is vLLM's own here is replaced by as little as the seams need."""
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import pytest
 from vllm_scope import Add, CapacityError, Probe, Read, Replace, Spec, SpecError, scope
 from vllm_scope.core.registry import Registry
 from vllm_scope.engine.core import entry as core
+from vllm_scope.engine.core.entered import entered
 from vllm_scope.engine.core.entry import CoreScope
 from vllm_scope.engine.model import foreign_connector
-from vllm_scope.engine.params import HANDLE, handle_of
+from vllm_scope.engine.params import TICKET
 from vllm_scope.program.block_keys import BlockKeys
 from vllm_scope.program.operations import Cost
 from vllm_scope.request.resolve import Resolved
 from vllm_scope.request.sites import Sites
+from vllm_scope.request.ticket import Recipient, Ticket
 from vllm_scope.vectors import SteeringModule, to_bytes
 from vllm_scope.worker.plan import OVERSHOOT
 
@@ -41,12 +43,14 @@ def _core(most: Cost | None = None) -> CoreScope:
     return made
 
 
-def _request(*actions: Any, name: str = "r", num_prompt: int = 8, vectors: bool = True):
+def _request(*actions: Any, name: str = "r", num_prompt: int = 8, first: int | None = None):
     """A request as it enters; without actions a plain one."""
     extra: dict[str, Any] = {"mine": 1}
     if actions:
-        handle = {"key": 5, "frontend": "f", "first_position": None, "vectors": vectors}
-        extra |= scope(*actions) | {HANDLE: handle}
+        spec = Spec.from_json(scope(*actions)["scope"])
+        arrays = [(array.shape, array.data) for array in spec.arrays.values()]
+        ticket = Ticket(Recipient(5, "f"), first, spec.modules, spec.packed, arrays)
+        extra[TICKET] = ticket.encode()
     params = SimpleNamespace(extra_args=extra, max_tokens=10)
     return SimpleNamespace(
         request_id=name, sampling_params=params, prompt_token_ids=[1] * num_prompt
@@ -56,46 +60,65 @@ def _request(*actions: Any, name: str = "r", num_prompt: int = 8, vectors: bool 
 # What a request is given when it enters
 
 
-def test_a_handle_holds_what_names_and_the_servers_edits_mean():
+def test_names_and_the_servers_edits_mean_what_they_mean_when_a_request_enters():
     engine = _core()
-    digest = engine.registry.register("m", _module(V))
+    engine.registry.register("m", _module(V))
     engine.registry.register("other", _module(W))
-    server = engine.registry.set_edits(scope(Add(W, layer=1))["scope"])
-    request = _request(Add("m"), Read("embed"))
-    before = request.sampling_params
-    entry = engine.stamp(request)
-    handle = handle_of(request.sampling_params)
-    assert handle["modules"] == {"m": digest}
-    assert handle["server"] == server
-    assert Cost.of(entry.programs) == Cost(2, 1, 3 + 1)  # each token is checked, too
-    assert (handle["key"], handle["frontend"]) == (5, "f")
-    # The caller's own parameters are as they were.
-    assert "modules" not in before.extra_args[HANDLE]
-    assert request.sampling_params is not before
-    assert request.sampling_params.extra_args["mine"] == 1
-
-
-def test_requests_that_touch_no_vector_enter_as_they_are():
-    engine = _core()
-    for request in (_request(), _request(Read("embed"), vectors=False)):
-        before = request.sampling_params
-        assert engine.stamp(request) is None
-        assert request.sampling_params is before
-    pooling = SimpleNamespace(request_id="p", sampling_params=None, prompt_token_ids=[1])
-    assert engine.stamp(pooling) is None
-
-
-def test_the_servers_edits_are_stamped_on_plain_requests_too():
-    engine = _core()
-    server = engine.registry.set_edits(scope(Add(W, layer=1))["scope"])
-    request = _request()
-    entry = engine.stamp(request)
-    handle = handle_of(request.sampling_params)
-    assert handle == {"server": server, "modules": {}}
-    assert Cost.of(entry.programs) == Cost(1, 1, 1 + 1)
-    assert entry.keys.key(0, 4) is not None
+    engine.registry.set_edits(scope(Add(W, layer=1))["scope"])
+    request = _request(Add("m"), Read("embed"), first=3)
+    found = engine.enter(request)
+    engine.registry.register("m", _module(W))
     engine.registry.set_edits(None)
-    assert engine.stamp(_request()) is None
+    values = [(edit.stream[1], edit.values.numpy.tolist()) for edit in found.asked.edits]
+    assert values == [(1, W), (0, V)]
+    assert Cost.of(found.programs) == Cost(2, 1, 3 + 1)  # each token is checked, too
+    assert (found.recipient, found.first_read) == (Recipient(5, "f"), 3)
+    assert found.unchecked
+    later = engine.enter(request)
+    assert [edit.values.numpy.tolist() for edit in later.asked.edits] == [W]
+
+
+def test_a_request_that_only_reads_holds_no_places_and_keys_no_block():
+    found = _core().enter(_request(Read("embed"), first=0))
+    assert (found.programs, found.keys, found.first_edited) == ((), None, None)
+    assert (found.first_read, found.unchecked) == (0, False)
+
+
+def test_plain_requests_enter_as_they_are():
+    engine = _core()
+    assert engine.enter(_request()) is None
+    pooling = SimpleNamespace(request_id="p", sampling_params=None, prompt_token_ids=[1])
+    assert engine.enter(pooling) is None
+
+
+def test_requests_of_the_same_spec_share_what_it_means():
+    engine = _core()
+    engine.registry.register("m", _module(V))
+    for server in (None, scope(Add(W, layer=1))["scope"]):
+        engine.registry.set_edits(server)
+        found = [engine.enter(_request(Add("m"), Read("embed"))) for _ in range(2)]
+        assert found[0].asked is found[1].asked
+    alone = [engine.enter(_request()) for _ in range(2)]
+    assert alone[0].asked is alone[1].asked
+
+
+def test_the_servers_edits_concern_plain_requests_too():
+    engine = _core()
+    engine.registry.set_edits(scope(Add(W, layer=1))["scope"])
+    found = engine.enter(_request())
+    assert found.recipient is None
+    assert Cost.of(found.programs) == Cost(1, 1, 1 + 1)
+    assert found.keys.key(0, 4) is not None
+    engine.registry.set_edits(None)
+    assert engine.enter(_request()) is None
+
+
+def test_global_sinks_read_plain_requests_too():
+    engine = _core()
+    engine.everywhere = Spec((Read("embed", tokens="last_prompt"),)).resolve(SITES)
+    found = engine.enter(_request())
+    assert (found.recipient, found.first_read, found.unchecked) == (None, 7, True)
+    assert engine.enter(_request(Read("embed"), first=2)).first_read == 2
 
 
 def test_prompt_embeddings_enter_as_they_are_and_are_never_edited():
@@ -103,14 +126,12 @@ def test_prompt_embeddings_enter_as_they_are_and_are_never_edited():
     engine.everywhere = Spec((Read("embed"),)).resolve(SITES)
     request = _request()
     request.prompt_token_ids = None
-    before = request.sampling_params
-    assert engine.stamp(request) is None
-    assert request.sampling_params is before
+    assert engine.enter(request) is None
     engine.registry.set_edits(scope(Add(W, layer=1))["scope"])
     with pytest.raises(SpecError, match="prompt embeddings cannot be edited; send text"):
-        engine.stamp(request)
+        engine.enter(request)
     pooling = SimpleNamespace(request_id="p", sampling_params=None, prompt_token_ids=None)
-    assert engine.stamp(pooling) is None
+    assert engine.enter(pooling) is None
 
 
 def test_the_cost_counts_the_positions_that_a_step_may_overshoot():
@@ -118,8 +139,8 @@ def test_the_cost_counts_the_positions_that_a_step_may_overshoot():
     last = 8 + 10 + OVERSHOOT - 1
     # Tokens that are not edited are checked.
     for position, cost in ((last, Cost(1, 2, 1 + 2)), (last + 1, Cost(0, 1, 1))):
-        entry = engine.stamp(_request(Add(V, layer=0, tokens=[position])))
-        assert Cost.of(entry.programs) == cost
+        found = engine.enter(_request(Add(V, layer=0, tokens=[position])))
+        assert Cost.of(found.programs) == cost
 
 
 @pytest.mark.parametrize(
@@ -135,7 +156,7 @@ def test_the_cost_counts_the_positions_that_a_step_may_overshoot():
 def test_a_request_that_is_no_longer_possible_is_refused_when_it_enters(action, error, words):
     engine = _core(Cost(5, 5, 5))
     with pytest.raises(error, match=words):
-        engine.stamp(_request(action))
+        engine.enter(_request(action))
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
@@ -157,10 +178,19 @@ def test_server_wide_edits_that_no_request_could_hold_are_refused(count):
 class _EngineCore(SimpleNamespace):
     """The part of vLLM's EngineCore that the seams touch."""
 
+    def __init__(self, scope: CoreScope | None = None, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        if scope is not None:
+            core._scopes.put(self, scope)
+
+
+class _Request(SimpleNamespace):
+    """The Request that vLLM makes of what enters."""
+
 
 def _preprocess(engine: _EngineCore, request: Any, num_blocks: int = 4) -> tuple[Any, list]:
     """vLLM makes its own request of what came, and hashes its blocks while it does."""
-    made = SimpleNamespace(request_id=request.request_id)
+    made = _Request(request_id=request.request_id)
     hashed = []
 
     def original(self, came):
@@ -170,7 +200,7 @@ def _preprocess(engine: _EngineCore, request: Any, num_blocks: int = 4) -> tuple
 
     found, _ = core._preprocess(original, engine, request)
     assert found is made
-    assert core._entering == {}
+    assert core.entering == {}
     return made, hashed
 
 
@@ -192,16 +222,17 @@ def test_edited_blocks_are_keyed_from_their_first_hash_on():
     assert hashed == [None if key is None else (("scope", key),) for key in expected]
     # And so are the blocks that are hashed while it runs.
     assert _extra_keys(made, 8, 12) == (("scope", expected[2]),)
-    assert made.scope_first == 5
+    known = entered(made)
+    assert known.first_edited == 5
     # A program for the edited tokens, which are checked too, and one that checks the others.
-    assert Cost.of(made.scope_programs) == Cost(1, 2, 3)
+    assert Cost.of(known.programs) == Cost(1, 2, 3)
 
 
 def test_a_request_that_only_probes_holds_places_and_keys_no_block():
     engine = _EngineCore(scope=_core())
     made, hashed = _preprocess(engine, _request(Probe(V, layer=0, name="p")))
     assert hashed == [None] * 4
-    assert Cost.of(made.scope_programs) == Cost(1, 1, 1)
+    assert Cost.of(entered(made).programs) == Cost(1, 1, 1)
 
 
 def _resolved(action):
@@ -218,10 +249,9 @@ def test_vllms_own_keys_stay_beside_the_edits():
 
 def test_plain_requests_share_blocks_as_ever():
     engine = _EngineCore(scope=_core())
-    for request in (_request(), _request(Read("embed"), vectors=False)):
+    for request in (_request(), _request(Read("embed"))):
         made, hashed = _preprocess(engine, request)
         assert hashed == [None] * 4
-        assert not hasattr(made, "scope_keys")
         assert _extra_keys(made, 0, 4, ("salt",)) == ("salt",)
 
 
@@ -229,7 +259,7 @@ def test_the_registry_is_made_at_its_first_use(monkeypatch):
     monkeypatch.setattr(core, "CoreScope", lambda config: pytest.fail("set up"))
     engine = _EngineCore(vllm_config=SimpleNamespace(additional_config={}))
     _preprocess(engine, _request())
-    assert not hasattr(engine, "scope")
+    assert core._scopes.of(engine) is None
 
 
 def test_a_request_that_fails_while_it_enters_leaves_nothing_behind():
@@ -240,51 +270,50 @@ def test_a_request_that_fails_while_it_enters_leaves_nothing_behind():
 
     with pytest.raises(RuntimeError):
         core._preprocess(original, engine, _request(Add(V, layer=0)))
-    assert core._entering == {}
+    assert core.entering == {}
 
 
-def test_enginecore_registers_a_name_before_any_worker():
-    engine = _EngineCore(scope=_core())
-    heard = []
+class _Workers:
+    """EngineCore.collective_rpc, and what the workers hear of it."""
 
-    def original(self, method, timeout, args, kwargs):
-        heard.append((method, args, len(self.scope.registry.names)))
-        return ["answer"]
+    def __init__(self, reason: str | None = None) -> None:
+        self.reason, self.heard = reason, []
+        self.engine = _EngineCore(scope=_core())
 
-    def call(method, *args, **kwargs):
-        return core._collective_rpc(original, engine, method, None, args, kwargs)
+    def original(self, engine, method, timeout, args, kwargs):
+        self.heard.append(method)
+        return [{"reason": self.reason, "stage": stage} for stage in range(2)]
 
-    assert call("scope_register", "m", _module(V)) == ["answer"]
+    def call(self, method, *args, **kwargs):
+        return core._collective_rpc(self.original, self.engine, method, None, args, kwargs)
+
+
+def test_enginecore_answers_calls_about_modules_and_edits():
+    workers, text = _Workers(), scope(Add(V, layer=0))["scope"]
+    (digest,) = workers.call("scope_register", "m", _module(V))
+    (modules,) = workers.call("scope_modules")
+    assert modules == {"m": {"digest": digest, "streams": [["resid_post", 0]]}}
     with pytest.raises(SpecError):
-        call("scope_register", "m", b"noise")
-    call("scope_set_edits", text=scope(Add(V, layer=0))["scope"])
-    call("anything", 1)
-    call("scope_unregister", "m")
-    methods = ["scope_register", "scope_set_edits", "anything", "scope_unregister"]
-    assert [(m, n) for m, _, n in heard] == list(zip(methods, [1, 1, 1, 0], strict=True))
-    assert engine.scope.registry.server is not None
+        workers.call("scope_register", "m", b"noise")
+    (server,) = workers.call("scope_set_edits", text=text)
+    assert server is not None
+    assert workers.call("scope_get_edits") == [text]
+    workers.heard.clear()
+    assert [each["modules"] for each in workers.call("scope_describe")] == [modules] * 2
+    assert workers.call("anything", 1)[1] == {"reason": None, "stage": 1}
+    assert workers.call("scope_unregister", "m") == [True]
+    assert workers.heard == ["scope_describe", "anything"]
 
 
-def test_enginecore_takes_back_a_change_that_a_worker_refuses():
-    engine = _EngineCore(scope=_core())
-    held = engine.scope.registry
-    before = held.register("m", _module(V)), held.set_edits(scope(Add(V, layer=0))["scope"])
-
-    def original(self, method, timeout, args, kwargs):
-        raise RuntimeError("a worker refused")
-
-    for method, args in (
-        ("scope_register", ("m", _module(W))),
-        ("scope_register", ("new", _module(W))),
-        ("scope_unregister", ("m",)),
-        ("scope_set_edits", (None,)),
-        ("scope_set_edits", (scope(Add(W, layer=0))["scope"],)),
+def test_an_engine_without_taps_takes_no_modules_and_no_edits_of_the_server():
+    workers, text = _Workers("it is of another shape"), scope(Add(V, layer=0))["scope"]
+    for refused in (
+        lambda: workers.call("scope_set_edits", text),
+        lambda: workers.call("scope_register", "m", _module(V)),
     ):
-        with pytest.raises(RuntimeError, match="a worker refused"):
-            core._collective_rpc(original, engine, method, None, args, None)
-        assert held.names == {"m": before[0]}
-        assert held.server == before[1]
-        assert held.server_text == scope(Add(V, layer=0))["scope"]
+        with pytest.raises(SpecError, match="cannot be tapped: it is of another shape"):
+            refused()
+    assert workers.call("scope_set_edits", None) == [None]
 
 
 def test_two_threads_share_one_registry(monkeypatch):
@@ -296,7 +325,7 @@ def test_two_threads_share_one_registry(monkeypatch):
     engine = _EngineCore(vllm_config=None)
     with ThreadPoolExecutor() as pool:
         first, second = pool.map(core._scope_of, [engine, engine])
-    assert first is second is engine.scope
+    assert first is second is core._scopes.of(engine)
 
 
 def _transfer(name: str | None, path: str | None = None) -> SimpleNamespace:
@@ -324,11 +353,11 @@ def test_edited_kv_is_never_shared_under_plain_tokens():
     engine.connector = "LMCacheConnectorV1"
     text = scope(Add(V, layer=0))["scope"]
     for refused in (
-        lambda: engine.stamp(_request(Add(V, layer=0))),
+        lambda: engine.enter(_request(Add(V, layer=0))),
         lambda: engine.check_edits(text),
     ):
         with pytest.raises(SpecError, match=r"through 'LMCacheConnectorV1'.* edits need"):
             refused()
     engine.check_edits(None)
-    assert engine.stamp(_request(Probe(V, layer=0, name="p"))).keys is None
-    assert engine.stamp(_request(Read("embed"), vectors=False)) is None
+    assert engine.enter(_request(Probe(V, layer=0, name="p"))).keys is None
+    assert engine.enter(_request(Read("embed"))).keys is None

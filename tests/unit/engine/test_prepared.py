@@ -12,7 +12,7 @@ import pytest
 
 from vllm_scope import Add, Spec, scope
 from vllm_scope.engine.frontend import requests as frontend
-from vllm_scope.engine.frontend.connection import Connection
+from vllm_scope.engine.frontend.connection import Connection, connections
 from vllm_scope.engine.frontend.prepared import SMALL, is_small
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.request.sites import Sites
@@ -63,6 +63,9 @@ def test_names_in_a_large_spec_are_looked_for_off_the_event_loop(padding, monkey
         parsed_on.append(threading.current_thread())
         return original(text)
 
+    class Processor:
+        """vLLM's OutputProcessor."""
+
     class Engine:
         vllm_config = SimpleNamespace(
             additional_config={"scope": {}}, parallel_config=SimpleNamespace(worker_cls="auto")
@@ -72,7 +75,8 @@ def test_names_in_a_large_spec_are_looked_for_off_the_event_loop(padding, monkey
             limits = Limits((16,), 0, 100, 100, 100, 100, False)
             connection = Connection(Sites(2, 4, "float32", (0, 2, 4)), None, 1, 1.0, limits, {}, {})
             connection.generation = inbox().generation
-            self.output_processor = SimpleNamespace(scope=connection)
+            self.output_processor = Processor()
+            connections.put(self.output_processor, connection)
             self.asked: list[str] = []
 
         async def collective_rpc(self, name):
@@ -94,5 +98,5 @@ def test_names_in_a_large_spec_are_looked_for_off_the_event_loop(padding, monkey
 
     loop_thread = asyncio.run(run())
     assert engine.asked == ["scope_modules"]
-    assert list(engine.output_processor.scope.modules) == ["mine"]
+    assert list(connections.of(engine.output_processor).modules) == ["mine"]
     assert [thread is loop_thread for thread in parsed_on] == [not padding]

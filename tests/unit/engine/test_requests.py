@@ -14,8 +14,9 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm_scope import Add, Read, SpecError, scope
 from vllm_scope.engine.frontend import outputs
 from vllm_scope.engine.frontend import requests as frontend
-from vllm_scope.engine.frontend.connection import Connection
+from vllm_scope.engine.frontend.connection import Connection, connections
 from vllm_scope.engine.frontend.prepared import prepare
+from vllm_scope.engine.frontend.running import Live, lives, runs
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.request.actions import Module
 from vllm_scope.request.sites import Sites
@@ -34,15 +35,24 @@ class Counted(Connection):
         super().check(*args)
 
 
+class State(SimpleNamespace):
+    """vLLM's RequestState."""
+
+
+class Completion(SimpleNamespace):
+    """vLLM's CompletionOutput."""
+
+
 class Processor:
     def __init__(self) -> None:
         limits = Limits((16,), 0, 100, 100, 100, 100, False)
-        self.scope = Counted(SITES, None, 1, 1.0, limits, {}, {})
-        self.scope.generation = inbox().generation
-        self.request_states: dict[str, SimpleNamespace] = {}
+        connection = Counted(SITES, None, 1, 1.0, limits, {}, {})
+        connection.generation = inbox().generation
+        connections.put(self, connection)
+        self.request_states: dict[str, State] = {}
 
     def add_request(self, request, prompt, parent_req=None, request_index=0, queue=None):
-        state = SimpleNamespace(detokenizer=None)
+        state = State(detokenizer=None)
         self.request_states[request.request_id] = state
 
 
@@ -87,9 +97,9 @@ def _add(text: str, ids: list[int]) -> tuple[Engine, threading.Thread]:
 def test_completions_of_one_request_are_prepared_once_and_a_large_one_off_the_loop(padding):
     engine, loop_thread = _add(scope(Read("resid_post"))["scope"] + padding, [1, 2, 3])
     processor = engine.output_processor
-    assert len(processor.scope.threads) == 1
-    assert (processor.scope.threads[0] is loop_thread) == (not padding)
-    pending = [state.scope.pending for state in processor.request_states.values()]
+    (thread,) = connections.of(processor).threads
+    assert (thread is loop_thread) == (not padding)
+    pending = [runs.of(state).pending for state in processor.request_states.values()]
     assert len({one.key for one in pending}) == NUM_CHILDREN
     for one in pending:
         assert len(one.snapshot([7], None).transcript) == 4
@@ -98,10 +108,10 @@ def test_completions_of_one_request_are_prepared_once_and_a_large_one_off_the_lo
 
 def test_a_long_prompt_is_prepared_off_the_loop():
     engine, loop_thread = _add(scope(Read("resid_post"))["scope"], [1] * 5000)
-    assert len(engine.output_processor.scope.threads) == 1
-    assert engine.output_processor.scope.threads[0] is not loop_thread
+    (thread,) = connections.of(engine.output_processor).threads
+    assert thread is not loop_thread
     for state in engine.output_processor.request_states.values():
-        inbox().forget(state.scope.pending)
+        inbox().forget(runs.of(state).pending)
 
 
 def test_a_large_request_that_is_not_possible_is_refused_before_it_enters():
@@ -121,8 +131,8 @@ def test_a_prepared_request_is_not_used_for_another_prompt():
     prompt = {"type": "token", "prompt_token_ids": [1] * 5000}
     asyncio.run(frontend._add_async(Cuts.add_request, engine, "one", prompt, params))
     for state in engine.output_processor.request_states.values():
-        assert len(state.scope.pending.snapshot([], None).transcript) == 2
-        inbox().forget(state.scope.pending)
+        assert len(runs.of(state).pending.snapshot([], None).transcript) == 2
+        inbox().forget(runs.of(state).pending)
 
 
 def _named(name: str) -> SamplingParams:
@@ -145,9 +155,9 @@ class Asked(Engine):
 
     async def add_request(self, request_id, prompt, params):
         await asyncio.sleep(0)
-        ids, scope_of = prompt["prompt_token_ids"], self.output_processor.scope
+        ids, connection = prompt["prompt_token_ids"], connections.of(self.output_processor)
         request = SimpleNamespace(sampling_params=params, prompt_token_ids=ids, resumable=False)
-        prepare(scope_of, request)
+        prepare(connection, request)
 
 
 async def _enter(engine, params):
@@ -158,7 +168,8 @@ async def _enter(engine, params):
 async def _refused(engine, text):
     """A request's output that says that EngineCore refused it."""
     source = SimpleNamespace(text=text)
-    completion = SimpleNamespace(scope_refusal=SpecError("no"), scope_source=source)
+    completion = Completion()
+    lives.put(completion, Live(source, refusal=SpecError("no")))
 
     async def stream():
         yield SimpleNamespace(outputs=[completion])
@@ -194,7 +205,7 @@ def test_a_name_that_may_have_changed_while_modules_were_asked_for_is_asked_for_
         engine = Asked()
         entering = asyncio.ensure_future(_enter(engine, _named("happy")))
         await asyncio.sleep(0)
-        engine.output_processor.scope.doubt_modules()
+        connections.of(engine.output_processor).doubt_modules()
         await entering
         await _enter(engine, _named("happy"))
         return engine.num_asked

@@ -9,10 +9,10 @@ import pytest
 
 from vllm_scope import Read, SpecError, compat, scope
 from vllm_scope.engine import rust_frontend
-from vllm_scope.engine.params import HANDLE
+from vllm_scope.engine.params import TICKET
 
 SCOPE = scope(Read("resid_post", layers=[0]))
-OURS = {**SCOPE, HANDLE: {"key": 0}}
+OURS = {TICKET: b""}
 
 
 def enter(extra, rank=0):
@@ -55,7 +55,7 @@ def test_a_request_of_our_front_end_is_served(rust):
     assert enter(OURS) == "in", "LLM ignores the variable"
 
 
-def test_a_handle_that_a_client_made_itself_is_refused(rust):
+def test_a_ticket_that_a_client_made_itself_is_refused(rust):
     with pytest.raises(SpecError):
         enter(OURS, rank=-1)
 

@@ -3,7 +3,7 @@ What is vLLM's own here is replaced by as little as the seams need."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -12,18 +12,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_scope import Add, Read, Spec
 from vllm_scope.core.admission import Admission
+from vllm_scope.core.news import Heard
 from vllm_scope.engine.core import scheduler as scheduling
-from vllm_scope.engine.params import HANDLE, handle_of
+from vllm_scope.engine.core.entered import Entered, keep
 from vllm_scope.graph.tap.tables import capacity
 from vllm_scope.program.operations import OP_ADD, Cost, Op, Program, assemble
 from vllm_scope.request.arrays import Array
+from vllm_scope.request.resolve import NOTHING
+from vllm_scope.request.sites import Sites
+from vllm_scope.sinks.request import Ended
 
 
-def _request(name: str) -> SimpleNamespace:
-    """A plain one."""
-    params = SimpleNamespace(extra_args={"mine": 1}, max_tokens=10)
-    return SimpleNamespace(request_id=name, sampling_params=params, prompt_token_ids=[1] * 8)
+class Request(SimpleNamespace):
+    """vLLM's, as far as the seams know it."""
+
+
+def _request(name: str, **known: Any) -> Request:
+    """A request, and what is known of it; a plain one without."""
+    request = Request(request_id=name, num_tokens=101)
+    if known:
+        keep(request, Entered(**{"asked": NOTHING, **known}))
+    return request
 
 
 class Coordinator:
@@ -78,9 +89,7 @@ def test_a_reading_request_hits_the_cache_below_its_first_position_only(
     original, first_position, cap
 ):
     manager = SimpleNamespace(coordinator=Coordinator())
-    request = _request("r")
-    request.num_tokens = 101
-    request.sampling_params.extra_args[HANDLE] = {"first_position": first_position}
+    request = _request("r", first_read=first_position)
     assert scheduling._capped(original, manager, request).startswith("hit")
     assert manager.coordinator.asked == [cap]
     # Nothing is left behind for the next request.
@@ -90,9 +99,7 @@ def test_a_reading_request_hits_the_cache_below_its_first_position_only(
 @pytest.mark.parametrize(("given", "cap"), [(3, 3), (None, 7), (50, 7)])
 def test_a_cap_of_vllms_own_holds_too(given, cap):
     manager = SimpleNamespace(coordinator=Coordinator())
-    request = _request("r")
-    request.num_tokens = 101
-    request.sampling_params.extra_args[HANDLE] = {"first_position": 7}
+    request = _request("r", first_read=7)
     scheduling._capped(_new_lookup, manager, request, given)
     scheduling._capped(_new_lookup, manager, request, max_cache_hit_length=given)
     assert manager.coordinator.asked == [cap, cap]
@@ -113,8 +120,7 @@ class Connector:
 @pytest.mark.parametrize("looks", [True, False])
 def test_requests_that_read_or_edit_take_nothing_from_a_connector(looks):
     scheduler = Scheduler(Cost(100, 100, 100), connector=Connector(looks))
-    plain, ours = _request("plain"), _request("ours")
-    ours.sampling_params.extra_args[HANDLE] = {"first_position": None}
+    plain, ours = _request("plain"), _request("ours", first_read=None)
     for request in (plain, ours, ours):
         request.skip_reading_prefix_cache = False
         scheduling._add_to_scheduler(Scheduler.enqueue, scheduler, request)
@@ -125,10 +131,14 @@ def test_requests_that_read_or_edit_take_nothing_from_a_connector(looks):
     assert scheduler.connector.asked == 2
 
 
+class Pool:
+    """vLLM's BlockPool."""
+
+
 # Room
 
 
-@dataclass
+@dataclass(eq=False)
 class Scheduler:
     """vLLM's scheduler, as far as the seams know it."""
 
@@ -141,6 +151,8 @@ class Scheduler:
     def __post_init__(self) -> None:
         hidden_size = 4
         additional = {"scope": {"vectors_mib": self.most.vectors * 4 * hidden_size / 2**20}}
+        pool = Pool()
+        self.kv_cache_manager = SimpleNamespace(block_pool=pool)
         self.vllm_config = SimpleNamespace(
             additional_config=additional,
             model_config=SimpleNamespace(get_hidden_size=lambda: hidden_size),
@@ -163,7 +175,9 @@ class Scheduler:
 
     @property
     def admission(self) -> Admission:
-        return self.scope_admission  # type: ignore[attr-defined, no-any-return]
+        found = scheduling.admission_of(self)
+        assert found is not None
+        return found
 
 
 def _adding(name: str, num_vectors: int) -> Program:
@@ -175,9 +189,8 @@ def _adding(name: str, num_vectors: int) -> Program:
 def add(
     scheduler: Scheduler, name: str, num_vectors: int | None, content: str | None = None
 ) -> None:
-    request = _request(name)
-    if num_vectors:
-        request.scope_programs = (_adding(content or name, num_vectors),)
+    known = {"programs": (_adding(content or name, num_vectors),)} if num_vectors else {}
+    request = _request(name, **known)
     scheduling._add_to_scheduler(Scheduler.enqueue, scheduler, request)
 
 
@@ -263,30 +276,50 @@ def test_a_piece_without_vectors_waits_behind_its_session(scheduler):
     assert scheduler.added[-1] == "large"
 
 
-@pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize(("began", "came"), [(None, {"server": "b"}), ({"server": "a"}, None),
-                                            ({"server": "a"}, {"server": "b"})])  # fmt: skip
-def test_a_session_keeps_what_it_entered_with(began, came, waits, scheduler):
-    def piece(handle):
-        request = _request("session")
-        if handle is not None:
-            request.sampling_params.extra_args[HANDLE] = handle
-        if waits:
-            request.scope_programs = (_adding("session", 2),)
-        return request
+def test_a_session_keeps_what_it_entered_with(scheduler):
+    """Its pieces join the request that vLLM keeps, and the workers hear of that one."""
+    edits = Spec(edits=(Add([1.0] * 4, layer=0),)).resolve(Sites(1, 4, "float32", (0, 2)))
+    began, came = _request("s", asked=edits), _request("s", asked=NOTHING)
+    for piece in (began, came):
+        scheduling._add_to_scheduler(Scheduler.enqueue, scheduler, piece)
+    news = [step(scheduler, new=["s"]) for _ in range(2)]
+    heard = Heard()
+    for one in news:
+        heard.take(one)
+        assert heard[one.entrants["s"].spec] == edits
 
-    if waits:
-        add(scheduler, "fills", 4)
-    scheduling._add_to_scheduler(Scheduler.enqueue, scheduler, piece(began))
-    second = piece(came)
-    before = second.sampling_params
-    scheduling._add_to_scheduler(Scheduler.enqueue, scheduler, second)
-    if waits:
-        end(scheduler, "fills")
-    assert scheduler.added[-2:] == ["session", "session"]
-    assert handle_of(second.sampling_params) == began
-    assert second.sampling_params.extra_args["mine"] == 1
-    assert handle_of(before) == came, "the caller's own parameters are as they were"
+
+# News for the workers
+
+
+def step(scheduler: Scheduler, new: Sequence[str] = (), finished: Sequence[str] = ()) -> Any:
+    output = SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
+        finished_req_ids=set(finished),
+    )
+    scheduling._schedule(lambda _: output, scheduler)
+    return scheduling.news_in(output)
+
+
+def test_a_step_without_requests_of_ours_has_no_news(scheduler):
+    add(scheduler, "plain", None)
+    assert step(scheduler, new=["plain"], finished=["other"]) is None
+
+
+def test_workers_hear_how_requests_with_sinks_end(scheduler):
+    sites = Sites(1, 4, "float32", (0, 2))
+    for name, to in (("mine", "memory"), ("sunk", "filesystem")):
+        asked = Spec((Read("embed", to=to),)).resolve(sites)
+        request = _request(name, asked=asked)
+        request.output_token_ids, request.get_finished_reason = [7, 8], lambda: "stop"
+        scheduling._add_to_scheduler(Scheduler.enqueue, scheduler, request)
+    step(scheduler, new=["mine", "sunk"])
+    end(scheduler, "mine")
+    end(scheduler, "sunk")
+    assert step(scheduler, finished=["mine"]) is None
+    news = step(scheduler, finished=["mine", "sunk"])
+    assert news.ended == {"sunk": Ended((7, 8), "stop")}
+    assert step(scheduler, finished=["mine", "sunk"]) is None
 
 
 def test_if_the_first_in_line_ends_those_behind_it_enter(scheduler):
@@ -301,7 +334,7 @@ def test_without_edits_no_admission_is_kept(scheduler):
     add(scheduler, "plain", None)
     end(scheduler, "plain")
     scheduling._finish(Scheduler.finish, scheduler, "plain", "aborted")
-    assert not hasattr(scheduler, "scope_admission")
+    assert scheduling.admission_of(scheduler) is None
 
 
 @pytest.mark.parametrize(

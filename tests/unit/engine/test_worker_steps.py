@@ -24,18 +24,18 @@ from tests.unit.stepping import (
     SITES,
     Label,
     Request,
+    Sent,
     Step,
+    add,
     draw_step,
+    news_of,
     run_taps,
     running_worker,
     worker_tables,
 )
 from tests.unit.strategies import VOCAB, is_selected, specs
-from vllm_scope import Add, CapacityError, Read, Spec, SpecError, scope
-from vllm_scope.engine.params import HANDLE
-from vllm_scope.engine.worker.attach import _remote_calls
+from vllm_scope import Add, CapacityError, Read, Spec
 from vllm_scope.request.sites import LEVELS, boundary_of_point
-from vllm_scope.vectors import SteeringModule, to_bytes
 from vllm_scope.worker.plan import Planner, StepBatch
 
 #: Selectors of phases alone, whose decode rows are planned as columns.
@@ -100,7 +100,7 @@ def test_every_asked_row_comes_once_for_each_time_it_is_computed(schedule, num_s
             if step is None:
                 break
             new = [r for r, *_ in step.parts if r.req_id not in worker._planner]
-            worker.add_requests([r.as_vllm_sends_it() for r in new])
+            add(worker, *(r.sent() for r in new))
             for request in new:
                 if request.key is not None:
                     most = len(request.ids)
@@ -204,7 +204,7 @@ def test_a_request_that_cannot_be_planned_is_answered_and_the_others_are_served(
             )
             for i in range(2)
         ]
-        worker.add_requests([r.as_vllm_sends_it() for r in requests])
+        add(worker, *(r.sent() for r in requests))
         step = Step([(r, 0, 2) for r in requests], [0, 0])
         worker.steps.begin(step.batch(), torch.tensor([0, 1, 0, 1]))
         run_taps(worker, step, 5, random.Random(0))
@@ -216,24 +216,13 @@ def test_a_request_that_cannot_be_planned_is_answered_and_the_others_are_served(
     assert sink.finished[1][1] is None
 
 
-def test_a_spec_that_is_wrong_is_answered():
-    with running_worker(EVERYWHERE, 100) as (worker, sink):
-        request = Request("a", 10, Spec((Read("resid_post", layers=[99]),)), 2, [1] * 3)
-        worker.add_requests([request.as_vllm_sends_it()])
-        assert len(worker._planner) == 0
-    ((key, error),) = sink.finished
-    assert key == 10
-    assert "layers 0 to 1" in error
-
-
 def test_server_edits_reach_plain_requests_and_deliver_nothing():
     with running_worker(EVERYWHERE, 100) as (worker, sink):
         edits = Spec(edits=(Add([1.0, 0, 0, 0], layer=0),))
-        server = worker.registry.set_edits(edits.to_json())
         request = Request("a", 0, edits, 2, [1] * 3)
-        sent = request.as_vllm_sends_it()
-        sent.sampling_params.extra_args = {HANDLE: {"server": server}}
-        worker.add_requests([sent])
+        sent = request.sent()
+        sent.recipient = None
+        add(worker, sent)
         step = Step([(request, 0, 2)], [0])
         worker.steps.begin(step.batch(), torch.tensor([0, 1]))
         run_taps(worker, step, 5, random.Random(0))
@@ -246,7 +235,7 @@ def test_server_edits_reach_plain_requests_and_deliver_nothing():
 def test_edits_alone_upload_once_while_the_batch_stays_the_same():
     with running_worker(EVERYWHERE, 100) as (worker, _):
         request = Request("a", 10, Spec(edits=(Add([1.0, 0, 0, 0], layer=0),)), 2, [1] * 20)
-        worker.add_requests([request.as_vllm_sends_it()])
+        add(worker, request.sent())
         uploads = []
         for position in range(2, 8):
             step = Step([(request, position, 1)], [0])
@@ -260,20 +249,20 @@ def test_edits_alone_upload_once_while_the_batch_stays_the_same():
         assert worker._tables.num_uploads == uploads[-1] + 1
 
 
-def _edited() -> SimpleNamespace:
-    """A request that reads and edits, as vLLM sends it."""
+def _edited() -> Sent:
+    """A request that reads and edits."""
     spec = Spec((Read("embed"),), edits=(Add([1.0, 2.0, 0.0, -1.0], layer=0),))
-    return Request("r", 7, spec, 2, [1, 2, 3]).as_vllm_sends_it()
+    return Request("r", 7, spec, 2, [1, 2, 3]).sent()
 
 
 def test_a_request_whose_front_end_is_gone_keeps_its_edits(monkeypatch):
     with running_worker(EVERYWHERE, 64) as (worker, sink):
 
-        def expect(handle):
+        def expect(recipient):
             raise CapacityError("the front-end is not connected")
 
         monkeypatch.setattr(worker._delivery, "expect", expect)
-        worker.add_requests([_edited()])
+        add(worker, _edited())
         assert "r" in worker._planner
         worker.steps.begin(StepBatch(["r"], np.array([0, 2]), np.array([0])), torch.zeros(2))
         # As on a rank that delivers nothing: edited, and not read.
@@ -288,7 +277,7 @@ def test_a_fault_in_one_request_fails_that_one_alone():
     with running_worker(EVERYWHERE, 64) as (worker, sink):
         bad, good = _edited(), _edited()
         bad.prompt_token_ids, bad.req_id = None, "bad"
-        worker.add_requests([bad, good])
+        add(worker, bad, good)
         assert "bad" not in worker._planner
         assert "r" in worker._planner
         worker.close()
@@ -297,32 +286,16 @@ def test_a_fault_in_one_request_fails_that_one_alone():
     assert error == "vllm-scope failed on this request (TypeError); the log says why."
 
 
-def test_a_worker_without_taps_takes_no_modules_and_no_edits_of_the_server():
-    with running_worker(EVERYWHERE, 64) as (worker, _):
-        calls = _remote_calls(worker)
-        text = scope(Add([1.0, 2.0, 0.0, -1.0], layer=0))["scope"]
-        assert calls["scope_set_edits"](text=text) == worker.registry.server
-        worker.reason = "it is of another shape"
-        module = to_bytes(SteeringModule({("resid_post", 0): [1.0, 0.0, 0.0, 0.0]}))
-        for refused in (
-            lambda: calls["scope_set_edits"](text),
-            lambda: calls["scope_register"]("m", module),
-        ):
-            with pytest.raises(SpecError, match="cannot be tapped: it is of another shape"):
-                refused()
-        assert calls["scope_set_edits"](None) is None
-
-
-def test_a_request_is_checked_again_with_the_servers_edits():
+def test_a_request_that_may_deliver_more_than_was_checked_is_checked_again():
     reads = Spec((Read("resid_post", layer=0), Read("resid_post", layer=0, when="before")))
-    request = Request("r", 7, reads, 2, [1, 2, 3]).as_vllm_sends_it()
+    request = Request("r", 7, reads, 2, [1, 2, 3]).sent()
+    server = Spec(edits=(Add([1.0, 2.0, 0.0, -1.0], layer=0),)).resolve(SITES)
     with running_worker(EVERYWHERE, 64) as (worker, sink):
         worker.limits = replace(worker.limits, tap_slots=1)
-        worker.add_requests([request])
+        add(worker, request)
         worker.finish_requests(["r"])
-        text = scope(Add([1.0, 2.0, 0.0, -1.0], layer=0))["scope"]
-        request.sampling_params.extra_args[HANDLE]["server"] = worker.registry.set_edits(text)
-        worker.add_requests([request])
+        request.asked, request.unchecked = request.asked.joined(edits=server.edits), True
+        add(worker, request)
         assert "r" in worker._planner
         worker.close()
     assert [error is None for _, error in sink.finished] == [True, False]
@@ -332,7 +305,7 @@ def test_a_request_is_checked_again_with_the_servers_edits():
 def test_a_fault_in_planning_fails_only_the_requests_of_that_step(monkeypatch, caplog):
     with running_worker(EVERYWHERE, 64) as (worker, sink):
         waiting = Request("later", 8, Spec((Read("embed"),)), 2, [1, 2, 3])
-        worker.add_requests([_edited(), waiting.as_vllm_sends_it()])
+        add(worker, _edited(), waiting.sent())
 
         def broken(batch):
             raise ZeroDivisionError("planning")
@@ -363,10 +336,8 @@ def test_a_fault_in_planning_fails_only_the_requests_of_that_step(monkeypatch, c
 
 def test_a_request_whose_edits_cannot_be_done_is_ended(monkeypatch):
     with running_worker(EVERYWHERE, 64) as (worker, _):
-        request = _edited()
-        request.sampling_params.extra_args[HANDLE]["vectors"] = True
         monkeypatch.setattr(worker._planner, "add_request", lambda *_: 1 / 0)
-        worker.add_requests([request])
+        add(worker, _edited())
         told = worker.with_faults(SimpleNamespace(sampled_token_ids=[[1]]))
         assert "failed on this request (ZeroDivisionError" in told.scope_faults["r"]
         # Once; and a step without such requests is handed on as it is.
@@ -377,7 +348,7 @@ def test_a_request_whose_edits_cannot_be_done_is_ended(monkeypatch):
 
 def test_an_asynchronous_output_reports_faults_when_it_is_made():
     with running_worker(EVERYWHERE, 64) as (worker, _):
-        worker.add_requests([_edited()])
+        add(worker, _edited())
         (owner,) = worker._planner.owners
         made = SimpleNamespace(sampled_token_ids=[[1]])
         later = worker.with_faults(SimpleNamespace(get_output=lambda: made))
@@ -409,8 +380,9 @@ def test_a_forward_that_raises_delivers_nothing():
         runner = Runner()
         _attach_steps(runner, worker)
         output = SimpleNamespace(
-            finished_req_ids=set(), scheduled_new_reqs=[request.as_vllm_sends_it()]
-        )
+            finished_req_ids=set(), scheduled_new_reqs=[request.sent()],
+            scope_news=news_of(worker, request.sent()),
+        )  # fmt: skip
         with pytest.raises(MemoryError, match="in the middle"):
             runner.execute_model(output)
         assert not worker.steps.active

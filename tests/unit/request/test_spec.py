@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tracemalloc
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -409,26 +410,41 @@ def test_a_text_that_is_too_long_to_look_up_is_not_remembered(monkeypatch):
     assert len(spec._parsed) == 0
 
 
-def test_what_specs_mean_and_compile_to_counts_with_them(monkeypatch):
-    """Of short texts with edits at all layers."""
-    monkeypatch.setattr(spec, "_parsed", Remembered(4 << 20))
+def _as_engine_core_gets_it(text: str) -> tuple[bytes, Callable[[], Spec]]:
+    """The digest of a spec, and the way to the spec without its text."""
+    one = Spec.from_json(text)
+    contents = {digest: (array.shape, array.data) for digest, array in one.arrays.items()}
+
+    def spec_of() -> Spec:
+        arrays = {digest: Array.known(*each, digest) for digest, each in contents.items()}
+        return Spec.unpack(one.packed, arrays)
+
+    return one.packed.digest, spec_of
+
+
+#: Short texts with edits at all layers, and with many positions.
+MANY_EDITS = [
+    scope(*(Ablate([i + 1.0], layers="all", tokens=[j, i]) for j in range(32)))["scope"]
+    for i in range(41)
+]
+MANY_POSITIONS = [scope(Read("embed", tokens=list(range(i, i + 5000))))["scope"] for i in range(60)]
+
+
+@pytest.mark.parametrize("texts", [MANY_EDITS, MANY_POSITIONS], ids=["edits", "positions"])
+def test_what_specs_mean_and_compile_to_is_remembered_up_to_so_many_bytes(texts, monkeypatch):
+    monkeypatch.setattr(spec, "REMEMBERED_BYTES", 4 << 20)
     sites = Sites(32, 1, "float32", tuple(range(65)))
     here, ids = frozenset(sites.boundaries), np.ones(4, np.int64)
-    texts = [
-        scope(*(Ablate([i + 1.0], layers="all", tokens=[j, i]) for j in range(32)))["scope"]
-        for i in range(41)
-    ]
-    assert max(map(len, texts)) < 8192
-    for i, text in enumerate(texts):
-        RequestProgram.compile(Spec.from_json(text).resolve(sites), sites, here, 4, ids)
+    meanings, came = Meanings(sites), [_as_engine_core_gets_it(text) for text in texts]
+    for i, (digest, spec_of) in enumerate(came):
+        RequestProgram.compile(meanings.of(digest, spec_of, {}), sites, here, 4, ids)
         if i == 0:  # what the first one loads is no spec's
-            spec._parsed.clear()
+            meanings.forget()
             tracemalloc.start()
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert spec._parsed.num_bytes <= 4 << 20
+    assert 1 << 20 < meanings.num_bytes <= 4 << 20
     assert kept < 4 << 20
-    assert Spec.from_json(texts[-1]) is Spec.from_json(texts[-1])
 
 
 def test_server_wide_edits_that_are_compiled_with_many_requests_are_normalised_once():
@@ -446,36 +462,31 @@ def test_server_wide_edits_that_are_compiled_with_many_requests_are_normalised_o
 
 def test_meanings_with_modules_are_remembered_until_a_name_changes_and_bounded(monkeypatch):
     monkeypatch.setattr(spec, "REMEMBERED_BYTES", 1 << 20)
-    sites = Sites(2, 4096, "float32", (0, 2, 4))
-    meanings = Meanings(sites)
+    meanings = Meanings(Sites(2, 4096, "float32", (0, 2, 4)))
     inline = Add(np.ones((2, 4096), np.float32), layers=[0, 1])
-    specs = []
+    kept = []
     for i in range(200):
         modules = {"m": {("resid_post", 0): Array.parse(np.full(4096, i + 1.0), "")}}
-        one = Spec.from_json(scope(Add("m", layer=0, scale=i), inline)["scope"])
-        found = meanings.of(one, modules, i)
-        assert meanings.of(one, modules, i) is found
+        came = _as_engine_core_gets_it(scope(Add("m", layer=0, scale=i), inline)["scope"])
+        found = meanings.of(*came, modules, i)
+        assert meanings.of(*came, modules, i) is found
+        assert meanings.of(*came, modules, i + 1) is not found
         assert meanings.num_bytes <= 1 << 20
-        specs.append(weakref.ref(one))
-        spec._parsed.clear()
-    del one, found
-    # Each has a text of 44 kB, 32 kB of its own and as much of copies, and 16 kB of the module's.
-    assert 3 <= sum(one() is not None for one in specs) <= 8
+        kept.append(weakref.ref(found))
+    del found
+    # Each has 32 kB of its own, 16 kB of the module's, and as much of copies; each came twice.
+    assert 3 <= sum(one() is not None for one in kept) <= 8
     meanings.forget()
     assert meanings.num_bytes == 0
-    assert not any(one() for one in specs)
+    assert not any(one() for one in kept)
 
 
-def test_a_spec_that_is_too_long_to_look_up_has_no_meaning_that_stays():
-    meanings = Meanings(Sites(64, 4096, "float32", tuple(range(129))))
-    modules = {"m": {("resid_post", 0): Array.parse(np.ones(4096), "")}}
-    inline = Add(np.ones((64, 4096), np.float32), layers=list(range(64)))
-    one = Spec.from_json(scope(Add("m", layer=0), inline)["scope"])
-    assert len(meanings.of(one, modules).edits) == 65
+def test_a_spec_of_very_many_vectors_has_no_meaning_that_stays():
+    meanings = Meanings(Sites(128, 8192, "float32", tuple(range(257))))
+    inline = Add(np.ones((127, 8192), np.float32), layers=list(range(127)))
+    one = Spec(edits=(inline,))
+    assert len(meanings.of(one.packed.digest, lambda: one, {}).edits) == 127
     assert meanings.num_bytes == 0
-    gone = weakref.ref(one)
-    del one
-    assert gone() is None
 
 
 def _many_parts(count: int) -> list[Read]:

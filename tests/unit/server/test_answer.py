@@ -18,6 +18,7 @@ from tests.unit.roads import SITES
 from vllm_scope import Probe, Read, Spec, SpecError, scope
 from vllm_scope.batch.by_position import Part
 from vllm_scope.client.answers import parse_scope
+from vllm_scope.engine.frontend.connection import connections
 from vllm_scope.engine.http import serving as http
 from vllm_scope.errors import CapacityError
 from vllm_scope.results.budget import asking
@@ -385,11 +386,16 @@ async def test_a_client_that_leaves_later_leaves_nothing(store):
     assert sorted(ended) == ["chunks", "rows"]
 
 
+class Processor:
+    """vLLM's OutputProcessor."""
+
+
 @on_a_loop
 async def test_a_lost_row_makes_a_stream_wait_once(store):
     found, waited = answer(store, streams=True), []
     connection = SimpleNamespace(limits=SimpleNamespace(optimistic=False), deliver_timeout_s=0.2)
-    engine = SimpleNamespace(output_processor=SimpleNamespace(scope=connection))
+    engine = SimpleNamespace(output_processor=Processor())
+    connections.put(engine.output_processor, connection)
 
     async def outputs():
         for num_tokens in (7, 8, 9):

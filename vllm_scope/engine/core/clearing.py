@@ -15,13 +15,27 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_scope.engine import wrapping
+from vllm_scope.engine.beside import Beside
+from vllm_scope.engine.core.entered import entered
 from vllm_scope.errors import CompatError
+
+
+class _Unfit:
+    """Blocks that may hold NaN: those that are free, and those that were just allocated."""
+
+    def __init__(self) -> None:
+        self.free: set[int] = set()
+        self.due: set[int] = set()
+
+
+#: By vLLM's BlockPool.
+_unfit: Beside[_Unfit] = Beside()
 
 
 def first_edited(request: Any) -> int | None:
     """The first position whose KV depends on the request's edits; None without edits."""
-    first: int | None = getattr(request, "scope_first", None)
-    return first
+    known = entered(request)
+    return None if known is None else known.first_edited
 
 
 def _blocks_from(scheduler: Any, request: Any, first: int) -> set[int]:
@@ -40,7 +54,7 @@ def _withdraw(scheduler: Any, block_ids: set[int]) -> None:
     """Take blocks out of the prefix cache, and have them zeroed before their next use."""
     scheduler.kv_cache_manager.evict_blocks(block_ids)
     pool = scheduler.kv_cache_manager.block_pool
-    pool.__dict__.setdefault("scope_unfit", set()).update(block_ids)
+    (_unfit.of(pool) or _unfit.put(pool, _Unfit())).free.update(block_ids)
 
 
 def withdraw(scheduler: Any, request: Any) -> set[str]:
@@ -75,27 +89,21 @@ def _free_blocks(original: Any, self: Any, request: Any) -> Any:
 def _new_blocks(original: Any, self: Any, num_blocks: int) -> Any:
     """BlockPool.get_new_blocks: some of them may be unfit."""
     blocks = original(self, num_blocks)
-    unfit: set[int] | None = self.__dict__.get("scope_unfit")
-    if unfit:
-        found = unfit.intersection(block.block_id for block in blocks)
-        unfit -= found
-        self.__dict__.setdefault("scope_to_zero", set()).update(found)
+    unfit = _unfit.of(self)
+    if unfit is not None and unfit.free:
+        found = unfit.free.intersection(block.block_id for block in blocks)
+        unfit.free -= found
+        unfit.due |= found
     return blocks
 
 
-def send(scheduler: Any, output: Any) -> None:
-    """Add the blocks to zero to a step's scheduler output."""
-    pool = scheduler.kv_cache_manager.block_pool
-    found = pool.__dict__.get("scope_to_zero")
-    if found:
-        output.scope_zero = sorted(found)
-        pool.scope_to_zero = set()
-
-
-def sent_in(scheduler_output: Any) -> list[int]:
-    """The blocks that a worker must zero before a step."""
-    found = getattr(scheduler_output, "scope_zero", None)
-    return found if isinstance(found, list) else []
+def due(scheduler: Any) -> list[int]:
+    """The blocks that workers must zero before the step that was just scheduled."""
+    unfit = _unfit.of(scheduler.kv_cache_manager.block_pool)
+    if unfit is None or not unfit.due:
+        return []
+    found, unfit.due = sorted(unfit.due), set()
+    return found
 
 
 def warm_up(runner: Any) -> None:

@@ -1,9 +1,10 @@
 """EngineCore: what a request that enters means, and the keys of its KV blocks.
 
 Owns:  the resolution of module names and server-wide edits for a request that enters, the
-       programs that it will hold in the workers' tables, and the keys of edited KV blocks.
+       programs that it will hold in the workers' tables, the keys of edited KV blocks, and the
+       remote calls about modules and server-wide edits.
 Runs:  in EngineCore: when a request enters (input thread), and when vLLM hashes its blocks.
-To:    scheduler.
+From:  request.ticket (made by the front-end).   To: entered, scheduler.
 
 From its first edited block on, a request's KV is keyed by the edits and by the tokens that they
 apply to.
@@ -12,13 +13,15 @@ apply to.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from vllm_scope.core.registry import Registry
 from vllm_scope.engine import wrapping
+from vllm_scope.engine.beside import Beside
+from vllm_scope.engine.core.entered import Entered, entered, entering, keep
 from vllm_scope.engine.model import CONNECTORS_BY_HASH, foreign_connector, sites_of
-from vllm_scope.engine.params import handle_of, with_handle
+from vllm_scope.engine.params import has_ticket, ticket_of
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.worker.delivery import global_reads
 from vllm_scope.errors import CapacityError, SpecError, shown
@@ -27,24 +30,10 @@ from vllm_scope.program.block_keys import BlockKeys
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.operations import Cost, Program
 from vllm_scope.request.resolve import Resolved
-from vllm_scope.request.spec import Spec
+from vllm_scope.request.selectors import Ids, Selector
+from vllm_scope.request.ticket import Ticket
 from vllm_scope.vectors import load_vectors
 from vllm_scope.worker.plan import OVERSHOOT
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What a request with vectors gets when it enters, beside its handle.
-
-    Attributes:
-        keys: the keys of its KV blocks; None without edits.
-        first: the first edited position; None without edits.
-        programs: the programs that it holds in the workers' tables.
-    """
-
-    keys: BlockKeys | None
-    first: int | None
-    programs: tuple[Program, ...]
 
 
 class CoreScope:
@@ -62,57 +51,64 @@ class CoreScope:
         self.everywhere = global_reads(config, self.sites)
         self.most = capacity(self.sites.hidden_size, config.vectors_mib)
 
-    def stamp(self, request: Any) -> Entry | None:
-        """Add the present meaning of names and the server's edits to a request's handle.
+    def enter(self, request: Any) -> Entered | None:
+        """What a request means now.
+
+        Args:
+            request: vLLM's EngineCoreRequest.
 
         Returns:
-            None if it has no vectors.
+            None if nothing reads, probes or edits its tokens.
 
         Raises:
             ScopeError: the front-end accepted the request, but modules or server-wide edits
                 have changed since. vLLM ends the request with an error.
         """
-        params, server = request.sampling_params, self.registry.server
+        params, registry = request.sampling_params, self.registry
+        if params is None:  # a pooling request
+            return None
         if request.prompt_token_ids is None:  # prompt embeddings
-            if params is not None and server is not None:
+            if registry.server is not None:
                 raise SpecError(
                     "this server edits every request, and prompt embeddings cannot be edited; "
                     "send text or token ids, or send it again when the server's edits are gone."
                 )
             return None
-        if params is not None and self.everywhere.reads:
-            params = request.sampling_params = self._stamp_reads(request)
-        handle = handle_of(params)
-        if params is None or not (server is not None or (handle and handle["vectors"])):
+        ticket = ticket_of(params)
+        own = registry.resolve(ticket)
+        asked = own.joined(reads=self.everywhere.reads)
+        if ticket is None and not (asked.edits or asked.reads):
             return None
-        handle = {**(handle or {}), "server": server}
-        spec = Spec.from_json(params.extra_args["scope"]) if "key" in handle else None
-        names = self.registry.names
-        modules = spec.modules if spec is not None else ()
-        handle["modules"] = {name: names[name] for name in modules if name in names}
-        asked = self.registry.resolve(spec, handle["modules"], server)
-        asked = asked.joined(reads=self.everywhere.reads)
         if asked.edits:
             self._check_connector()
-        prompt_ids = asked.ids_of(request.prompt_token_ids)
-        program = RequestProgram.compile(
-            asked, self.sites, frozenset(self.sites.boundaries), len(prompt_ids), prompt_ids
+        ids = asked.ids_of(request.prompt_token_ids)
+        firsts = [_first({read.tokens for read in self.everywhere.reads}, ids)]
+        firsts += [] if ticket is None else [ticket.first_position]
+        return Entered(
+            asked,
+            None if ticket is None else ticket.recipient,
+            min((first for first in firsts if first is not None), default=None),
+            _first({edit.tokens for edit in asked.edits}, ids),
+            BlockKeys(asked.edits, len(ids), ids) if asked.edits else None,
+            self._programs_of(asked, ids, params.max_tokens or 1),
+            _unchecked(asked, asked is not own or registry.server is not None, ticket),
         )
-        programs: tuple[Program, ...] = ()
-        if program.has_vectors:
-            most = len(prompt_ids) + (params.max_tokens or 1) + OVERSHOOT
-            programs = tuple(program.with_drafts(most))
-            cost = Cost.of(programs)
-            if not cost.fits(self.most):
-                raise CapacityError(
-                    f"with the server's edits the request takes {cost}; this engine has "
-                    f"{self.most}. Edit fewer places, or send it again when they are gone."
-                )
-        keys = BlockKeys(asked.edits, len(prompt_ids), prompt_ids) if asked.edits else None
-        selectors = {edit.tokens for edit in asked.edits}
-        firsts = (one.first_position(len(prompt_ids), prompt_ids) for one in selectors)
-        request.sampling_params = with_handle(params, handle)
-        return Entry(keys, min(firsts, default=None), programs)
+
+    def _programs_of(self, asked: Resolved, ids: Ids, max_tokens: int) -> tuple[Program, ...]:
+        """The programs that a request with edits or probes holds while it runs."""
+        if not (asked.edits or asked.probes):
+            return ()
+        program = RequestProgram.compile(
+            asked, self.sites, frozenset(self.sites.boundaries), len(ids), ids
+        )
+        programs = tuple(program.with_drafts(len(ids) + max_tokens + OVERSHOOT))
+        cost = Cost.of(programs)
+        if not cost.fits(self.most):
+            raise CapacityError(
+                f"with the server's edits the request takes {cost}; this engine has "
+                f"{self.most}. Edit fewer places, or send it again when they are gone."
+            )
+        return programs
 
     def check_edits(self, text: str | None) -> None:
         """Raises SpecError if the tables have no room for these server-wide edits."""
@@ -141,84 +137,117 @@ class CoreScope:
                 f"without it, or with {' or '.join(CONNECTORS_BY_HASH)}. Reads and probes stay."
             )
 
-    def _stamp_reads(self, request: Any) -> Any:
-        """The request's sampling parameters, with the global sinks' reads in the handle."""
-        ids = self.everywhere.ids_of(request.prompt_token_ids)
-        firsts = [read.tokens.first_position(len(ids), ids) for read in self.everywhere.reads]
-        handle = dict(handle_of(request.sampling_params) or {})
-        if handle.get("first_position") is not None:
-            firsts.append(handle["first_position"])
-        handle |= {"first_position": min(firsts), "sinks": True, "vectors": handle.get("vectors")}
-        return with_handle(request.sampling_params, handle)
+
+def _first(selectors: set[Selector], ids: Ids) -> int | None:
+    """The first position that one of the selectors may select; None without selectors."""
+    return min((one.first_position(len(ids), ids) for one in selectors), default=None)
+
+
+def _unchecked(asked: Resolved, more: bool, ticket: Ticket | None) -> bool:
+    """True if the request may deliver more than its front-end checked."""
+    changed = more or (ticket is not None and bool(ticket.modules))
+    encoded = any(read.encoding is not None for read in asked.reads)
+    return bool(asked.delivering) and (changed or encoded)
 
 
 # Requests in
 
-#: Request -> its keys, while vLLM constructs it and already hashes its blocks.
-_entering: dict[str, BlockKeys | None] = {}
+_scopes: Beside[CoreScope] = Beside()
+#: Engines -> whether global sinks read every request.
+_reads_all: Beside[bool] = Beside()
 _making = threading.Lock()
 
 
 def _preprocess(original: Any, self: Any, request: Any) -> Any:
-    nothing_asked = "scope" not in self.__dict__ and handle_of(request.sampling_params) is None
-    if nothing_asked and not _has_global_sinks(self):
+    if not _concerns(self, request):
         return original(self, request)
-    entry = _scope_of(self).stamp(request)
-    if entry is None:
+    found = _scope_of(self).enter(request)
+    if found is None:
         return original(self, request)
-    _entering[request.request_id] = entry.keys
+    entering[request.request_id] = found
     try:
         made = original(self, request)
-        made[0].scope_keys, made[0].scope_first = entry.keys, entry.first
-        made[0].scope_programs = entry.programs
+        keep(made[0], found)
         return made
     finally:
-        del _entering[request.request_id]
+        del entering[request.request_id]
+
+
+def _concerns(engine: Any, request: Any) -> bool:
+    """False if a request is certainly plain, so that nothing needs to be made for it."""
+    if _scopes.of(engine) is not None or has_ticket(request.sampling_params):
+        return True
+    known = _reads_all.of(engine)
+    if known is None:
+        config = config_of(engine.vllm_config)
+        known = _reads_all.put(engine, config is not None and bool(config.global_sinks))
+    return known
 
 
 def _scope_of(engine: Any) -> CoreScope:
     """EngineCore's CoreScope, made at first use: by a request, on the input thread, or by a
     remote call, on another."""
     with _making:
-        if "scope" not in engine.__dict__:
-            engine.scope = CoreScope(engine.vllm_config)
-    scope: CoreScope = engine.scope
-    return scope
-
-
-def _has_global_sinks(engine: Any) -> bool:
-    if "scope_global" not in engine.__dict__:
-        config = config_of(engine.vllm_config)
-        engine.scope_global = config is not None and bool(config.global_sinks)
-    return bool(engine.scope_global)
+        return _scopes.of(engine) or _scopes.put(engine, CoreScope(engine.vllm_config))
 
 
 def _extra_keys(original: Any, request: Any, start: int, stop: int, *rest: Any) -> Any:
     found, following = original(request, start, stop, *rest)
-    keys = getattr(request, "scope_keys", None) or _entering.get(request.request_id)
-    key = keys.key(start, stop) if keys is not None else None
+    known = entered(request) or entering.get(request.request_id)
+    key = known.keys.key(start, stop) if known is not None and known.keys is not None else None
     return (found if key is None else (*(found or ()), ("scope", key))), following
+
+
+# Remote calls
+
+
+def _register(engine: Any, ask: Any, name: str, data: bytes) -> str:
+    _check_tapped(ask)
+    return _scope_of(engine).registry.register(name, data)
+
+
+def _set_edits(engine: Any, ask: Any, text: str | None) -> str | None:
+    scope = _scope_of(engine)
+    if text is not None:
+        _check_tapped(ask)
+        scope.check_edits(text)
+    return scope.registry.set_edits(text)
+
+
+def _check_tapped(ask: Any) -> None:
+    """Raises SpecError if the model has no taps, so that what is registered would do nothing."""
+    reason = next((each["reason"] for each in ask("scope_describe") if each["reason"]), None)
+    if reason is not None:
+        raise SpecError(f"this model cannot be tapped: {reason}.")
+
+
+#: Name of a remote call -> what answers it here: the workers know no names.
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    "scope_register": _register,
+    "scope_unregister": lambda engine, ask, name: _scope_of(engine).registry.unregister(name),
+    "scope_modules": lambda engine, ask: _scope_of(engine).registry.modules(),
+    "scope_set_edits": _set_edits,
+    "scope_get_edits": lambda engine, ask: _scope_of(engine).registry.server_text,
+}
+#: Remote calls whose answers get the modules.
+_WITH_MODULES = ("scope_connect", "scope_describe")
 
 
 def _collective_rpc(
     original: Any, self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
 ) -> Any:
-    """EngineCore.collective_rpc: changes of the registry are made here first. If EngineCore
-    refuses a change, no worker gets it; if a worker does, EngineCore takes it back."""
-    telling = {"scope_register": "register", "scope_unregister": "unregister",
-               "scope_set_edits": "set_edits"}  # fmt: skip
-    if method not in telling:
-        return original(self, method, timeout, args, kwargs)
-    if method == "scope_set_edits":
-        _scope_of(self).check_edits(*args, **(kwargs or {}))
-    registry = _scope_of(self).registry
-    before = registry.meant()
-    getattr(registry, telling[method])(*args, **(kwargs or {}))
-    try:
-        return original(self, method, timeout, args, kwargs)
-    except Exception:
-        registry.restore(before)
-        raise
+    """EngineCore.collective_rpc: calls about modules and edits are answered here."""
+    if method in _ANSWERS:
+
+        def ask(name: str) -> Any:
+            return original(self, name, timeout, (), None)
+
+        return [_ANSWERS[method](self, ask, *args, **(kwargs or {}))]
+    found = original(self, method, timeout, args, kwargs)
+    if method in _WITH_MODULES:
+        modules = _scope_of(self).registry.modules()
+        found = [{**each, "modules": modules} for each in found]
+    return found
 
 
 def wrap() -> None:

@@ -1,9 +1,9 @@
 """The scheduler: when a request with taps starts, how far it may hit the KV cache, how it ends.
 
 Owns:  the wait for room in the workers' tables (core.admission), the cap on a reading request's
-       prefix-cache hits, and the message to workers that a request with sinks is over.
+       prefix-cache hits, and the news that go to the workers with a step (core.news).
 Runs:  in EngineCore, on the scheduler's thread.
-From:  entry (the programs of a request).
+From:  entered (what a request means).   To: engine.worker.attach (the news).
 
 A token whose KV comes from the cache is not computed, so it has no rows: a request that reads
 from position p on may hit the cache below p only. What it computes enters the cache as usual,
@@ -15,26 +15,52 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
 from vllm_scope.core.admission import Admission
+from vllm_scope.core.news import Entrant, StepNews, Told
 from vllm_scope.engine import wrapping
+from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.core import clearing
+from vllm_scope.engine.core.entered import entered
 from vllm_scope.engine.model import hidden_size_of
-from vllm_scope.engine.params import handle_of, with_handle
 from vllm_scope.engine.seams import config_of
 from vllm_scope.graph.tap.tables import capacity
 from vllm_scope.program.operations import Program
 from vllm_scope.sinks.request import Ended
 
+
+@dataclass
+class _State:
+    """What is kept about one of vLLM's schedulers.
+
+    Attributes:
+        admission: None until a request with programs comes.
+        told: what the workers hold.
+        ended: requests with sinks that are over, until a step carries it.
+    """
+
+    admission: Admission | None = None
+    told: Told = field(default_factory=Told)
+    ended: dict[str, Ended] = field(default_factory=dict)
+
+
+_states: Beside[_State] = Beside()
+
+
+def _state_of(scheduler: Any) -> _State:
+    return _states.of(scheduler) or _states.put(scheduler, _State())
+
+
 # Room for requests
 
 
-def _admission_of(scheduler: Any) -> Admission | None:
+def admission_of(scheduler: Any) -> Admission | None:
     """None until a request with programs comes."""
-    admission: Admission | None = scheduler.__dict__.get("scope_admission")
-    return admission
+    state = _states.of(scheduler)
+    return None if state is None else state.admission
 
 
 def _new_admission(scheduler: Any) -> Admission:
@@ -42,40 +68,28 @@ def _new_admission(scheduler: Any) -> Admission:
     config = config_of(vllm_config)
     assert config is not None
     admission = Admission(capacity(hidden_size_of(vllm_config), config.vectors_mib))
-    scheduler.scope_admission = admission
+    _state_of(scheduler).admission = admission
     return admission
 
 
 def _programs_of(request: Any) -> tuple[Program, ...]:
     """The programs whose places a request holds; none for a plain one."""
-    programs: tuple[Program, ...] = getattr(request, "scope_programs", ())
-    return programs
+    found = entered(request)
+    return () if found is None else found.programs
 
 
 def _add_to_scheduler(original: Any, self: Any, request: Any) -> None:
-    if self.connector is not None and handle_of(request.sampling_params) is not None:
+    if self.connector is not None and entered(request) is not None:
         _take_nothing_from(self.connector)
-    programs, admission = _programs_of(request), _admission_of(self)
+    programs, admission = _programs_of(request), admission_of(self)
     if request.request_id not in self.requests:
         if programs and admission is None:
             admission = _new_admission(self)
         if admission is not None and not admission.enter(request, programs):
             return
-    original(self, _as_it_entered(self, request))
-
-
-def _as_it_entered(self: Any, request: Any) -> Any:
-    """Give a piece of streamed input the handle of its session, which is a request of the same id.
-
-    The workers and the admission hold what the session entered with; the server's edits may
-    have changed since.
-    """
-    session, params = self.requests.get(request.request_id), request.sampling_params
-    if session is not None and params is not None:
-        handle = handle_of(session.sampling_params)
-        if handle_of(params) != handle:
-            request.sampling_params = with_handle(params, handle)
-    return request
+    # A piece of streamed input joins its session, the request of the same id, and with it what
+    # the session entered with.
+    original(self, request)
 
 
 def _let_in(self: Any, admission: Admission) -> None:
@@ -85,16 +99,16 @@ def _let_in(self: Any, admission: Admission) -> None:
         programs = _programs_of(first)
         if programs and not admission.admit(first.request_id, programs):
             return
-        _enqueue(self, _as_it_entered(self, admission.waiting.popleft()))
+        _enqueue(self, admission.waiting.popleft())
 
 
 def _free(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     out = original(self, request, *args, **kwargs)
-    handle = handle_of(request.sampling_params)
-    if handle is not None and handle.get("sinks"):
+    known = entered(request)
+    if known is not None and known.has_sinks:
         ended = Ended(tuple(request.output_token_ids), str(request.get_finished_reason()))
-        self.__dict__.setdefault("scope_ended", {})[request.request_id] = ended
-    admission = _admission_of(self)
+        _state_of(self).ended[request.request_id] = ended
+    admission = admission_of(self)
     if admission is not None and admission.release(request.request_id):
         _let_in(self, admission)
     return out
@@ -102,13 +116,13 @@ def _free(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> 
 
 def _finish(original: Any, self: Any, request_ids: Any, status: Any) -> Any:
     """Scheduler.finish_requests: requests that wait for room end from the scheduler's queue."""
-    admission = _admission_of(self)
+    admission = admission_of(self)
     if admission is None or not admission.waiting:
         return original(self, request_ids, status)
     some = {request_ids} if isinstance(request_ids, str) else request_ids
     some = None if some is None else set(some)
     for request in admission.take_out(some):
-        _enqueue(self, _as_it_entered(self, request))
+        _enqueue(self, request)
     found = original(self, some, status)
     # If the first in line has gone, there may be room for those behind it.
     _let_in(self, admission)
@@ -118,24 +132,31 @@ def _finish(original: Any, self: Any, request_ids: Any, status: Any) -> Any:
 _enqueue: Any = None
 
 
-# The end of requests with sinks
+# News for the workers
 
 
 def _schedule(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Scheduler.schedule: add the accepted tokens of requests that are over, and the blocks that
-    workers zero before the step."""
+    """Scheduler.schedule: the step's news go with its output, in an attribute of ours, because
+    the output is what travels to every worker."""
     output = original(self, *args, **kwargs)
-    ended = self.__dict__.get("scope_ended")
-    if ended:
-        output.scope_ended = {r: ended.pop(r) for r in output.finished_req_ids if r in ended}
-    clearing.send(self, output)
+    news = StepNews(zeroed=clearing.due(self))
+    for new in output.scheduled_new_reqs:
+        known = entered(self.requests[new.req_id])
+        if known is not None:
+            number = _state_of(self).told.number_of(known.asked, news)
+            news.entrants[new.req_id] = Entrant(known.recipient, number, known.unchecked)
+    state = _states.of(self)
+    if state is not None and state.ended:
+        news.ended = {r: state.ended.pop(r) for r in output.finished_req_ids if r in state.ended}
+    if news:
+        output.scope_news = news
     return output
 
 
-def ended_in(scheduler_output: Any) -> dict[str, Ended]:
-    """Request with sinks that is over -> what the scheduler accepted."""
-    found = getattr(scheduler_output, "scope_ended", None)
-    return found if isinstance(found, dict) else {}
+def news_in(scheduler_output: Any) -> StepNews | None:
+    """None if nothing has changed."""
+    found = getattr(scheduler_output, "scope_news", None)
+    return found if isinstance(found, StepNews) else None
 
 
 # KV of other requests
@@ -148,10 +169,10 @@ def _capped(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -
     Args:
         args, kwargs: since vLLM 0.33 `max_cache_hit_length`, the same cap; none before.
     """
-    handle = handle_of(request.sampling_params)
-    if handle is None or handle.get("first_position") is None:
+    known = entered(request)
+    if known is None or known.first_read is None:
         return original(self, request, *args, **kwargs)
-    first = int(handle["first_position"])
+    first = known.first_read
     if _takes_cap(original):
         given = (*args, *kwargs.values(), None)[0]
         most = request.num_tokens - 1 if given is None else given
@@ -194,7 +215,7 @@ def _take_nothing_from(connector: Any) -> None:
 def _lookup_outside(lookup: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """get_num_new_matched_tokens -> (tokens, False). The connector is called all the same, as
     some take notes; None tokens means to ask again later."""
-    if handle_of(request.sampling_params) is None:
+    if entered(request) is None:
         return lookup(request, *args, **kwargs)
     kept, request.skip_reading_prefix_cache = request.skip_reading_prefix_cache, True
     try:

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.errors import ScopeError, SpecError, shown
@@ -113,7 +114,7 @@ class Connection:
 
     def resolve(self, spec: Spec) -> Resolved:
         """What a spec means here; stand-ins take the place of modules' vectors."""
-        return self._meanings.of(spec, self.modules)
+        return self._meanings.of(spec.packed.digest, lambda: spec, self.modules)
 
     def check(self, asked: Resolved, ids: Ids, max_tokens: int) -> None:
         """Check a request before it enters.
@@ -128,6 +129,12 @@ class Connection:
         _check_tokens(asked, ids, max(len(ids) + max_tokens - 2, len(ids) - 1), self.limits)
         _check_room(asked, ids, max_tokens, self)
         _check_sinks(asked, self)
+
+
+#: vLLM's OutputProcessor -> its engine's Connection.
+connections: Beside[Connection] = Beside()
+#: AsyncLLM -> the task that connects it.
+_connecting: Beside[asyncio.Task[None]] = Beside()
 
 
 # How it is made
@@ -161,14 +168,14 @@ def _connect(engine: Any, replies: list[dict[str, Any]], generation: int) -> Non
     assert config is not None
     inbox().on_counters = count_sinks
     found = Connection.from_replies(replies, config.deliver_timeout_s)
-    known = getattr(engine.output_processor, "scope", None)
+    known = connections.of(engine.output_processor)
     if known is not None and known.reason is None and found.reason is not None:
         # The transport worked before and may work again.
         logger.warning("vllm-scope: %s. It is tried again in %g s.", found.reason, RETRY_S)
         known.retry_at = time.monotonic() + RETRY_S
         return
     found.generation = generation
-    engine.output_processor.scope = found
+    connections.put(engine.output_processor, found)
 
 
 def connect_sync(engine: Any) -> None:
@@ -181,9 +188,9 @@ def connect_sync(engine: Any) -> None:
 
 async def connect_async(engine: Any) -> None:
     """Connect once for all requests that wait; the cancellation of one does not stop it."""
-    task = engine.__dict__.get("scope_connecting")
+    task = _connecting.of(engine)
     if task is None or task.done():
-        task = engine.scope_connecting = asyncio.ensure_future(_connect_async(engine))
+        task = _connecting.put(engine, asyncio.ensure_future(_connect_async(engine)))
     await asyncio.shield(task)
 
 
@@ -214,7 +221,7 @@ async def ask_replicas(engine: Any, name: str, *args: Any) -> list[list[dict[str
 
 
 def needs_connection(engine: Any) -> bool:
-    known = getattr(engine.output_processor, "scope", None)
+    known = connections.of(engine.output_processor)
     if known is not None:
         late = known.generation != inbox().generation
         return bool(late and time.monotonic() >= known.retry_at)

@@ -33,12 +33,13 @@ class Prepared:
     """A request that has passed the check.
 
     Attributes:
-        asked: the whole spec.
+        asked: what the whole spec means here.
         own: the reads and probes that go to memory.
         first_position: the first position that delivers something; None if none does.
         num_bytes: bytes that the prompt delivers to this process.
     """
 
+    spec: Spec
     asked: Resolved
     own: Resolved
     prompt_ids: list[int]
@@ -62,7 +63,8 @@ def prepare(connection: Connection | None, request: Any) -> Prepared:
     if request.prompt_token_ids is None:
         raise SpecError("prompt embeddings cannot be tapped; send text or token ids.")
     params = request.sampling_params
-    asked = connection.resolve(Spec.from_json(params.extra_args["scope"]))
+    spec = Spec.from_json(params.extra_args["scope"])
+    asked = connection.resolve(spec)
     prompt_ids = list(request.prompt_token_ids)
     max_tokens = params.max_tokens or 1
     ids = asked.ids_of(prompt_ids)
@@ -70,7 +72,7 @@ def prepare(connection: Connection | None, request: Any) -> Prepared:
     own = asked.going_to(MEMORY)
     firsts = (x.first_position(len(ids), ids) for x in asked.read_selectors)
     return Prepared(
-        asked, own, prompt_ids, max_tokens, min(firsts, default=None),
+        spec, asked, own, prompt_ids, max_tokens, min(firsts, default=None),
         bytes_of_prompt(own, asked, connection.sites, prompt_ids),
     )  # fmt: skip
 

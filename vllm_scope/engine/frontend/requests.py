@@ -1,8 +1,8 @@
 """Requests in: the seams on LLMEngine, AsyncLLM and their output processor.
 
-Owns:  the request's handle.
+Owns:  the request's ticket.
 Runs:  in the front-end process, on its main thread or event loop.
-From:  prepared (the checked spec).   To: results.inbox, engine.core (the handle), outputs.
+From:  prepared (the checked spec).   To: results.inbox, engine.core (the ticket), outputs.
 
 Promise: a caller's SamplingParams are never changed. A plain request takes the original path.
 """
@@ -14,18 +14,20 @@ import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 from vllm_scope.engine import functions, wrapping
+from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.frontend import translators
 from vllm_scope.engine.frontend.connection import (
     Connection,
     connect_async,
     connect_sync,
+    connections,
     needs_connection,
 )
-from vllm_scope.engine.frontend.outputs import Running
 from vllm_scope.engine.frontend.prepared import (
     NO_TAPS,
     Prepared,
@@ -33,11 +35,12 @@ from vllm_scope.engine.frontend.prepared import (
     is_small,
     prepare,
 )  # fmt: skip
-from vllm_scope.engine.params import HANDLE, asks, concerns, names_module, params_of, with_handle
+from vllm_scope.engine.frontend.running import Running, runs
+from vllm_scope.engine.params import TICKET, asks, concerns, names_module, params_of, with_ticket
 from vllm_scope.engine.refusals import refusing
 from vllm_scope.errors import ScopeError, SpecError
-from vllm_scope.request.actions import MEMORY
 from vllm_scope.request.spec import Spec
+from vllm_scope.request.ticket import Recipient, Ticket
 from vllm_scope.results.budget import asking
 from vllm_scope.results.buffer import Pending
 from vllm_scope.results.inbox import inbox
@@ -49,40 +52,55 @@ _ahead: ContextVar[Prepared | None] = ContextVar("vllm_scope_ahead", default=Non
 def _open(
     connection: Connection, prepared: Prepared, request: Any, parent: Any, child: int
 ) -> Pending:
-    """Make a request's buffer and its handle.
+    """Make a request's buffer, and put its ticket in place of its spec.
 
     Args:
         parent: vLLM's ParentRequest of an n > 1, or None.
         child: the completion's index in it.
     """
-    box, asked, params = inbox(), prepared.asked, request.sampling_params
+    box, spec, params = inbox(), prepared.spec, request.sampling_params
     pending = box.open(
         prepared.own, connection.sites, prepared.prompt_ids, prepared.max_tokens,
         connection.num_stages, prepared.num_bytes,
         parent.sampling_params.n if parent is not None else 1,
     )  # fmt: skip
-    handle = {
-        "key": pending.key,
-        "frontend": box.address.frontend,
-        "first_position": prepared.first_position,
-        "vectors": bool(asked.probes or asked.edits),
-        "sinks": any(to != MEMORY for to in asked.destinations),
-        "follows": params.output_kind.name != "FINAL_ONLY",
-        "request_id": getattr(request, "external_req_id", None) or request.request_id,
-        "uid": _uid_of(parent),
-        "child": child,
-        "owner": asking.get().owner,
-    }
-    params = with_handle(params, handle)
-    params.extra_args.pop(translators.DECORATORS, None)
-    request.sampling_params = params
+    recipient = Recipient(
+        pending.key,
+        box.address.frontend,
+        getattr(request, "external_req_id", None) or request.request_id,
+        _shared_of(parent).uid,
+        child,
+        asking.get().owner,
+        params.output_kind.name != "FINAL_ONLY",
+    )
+    arrays = [(array.shape, array.data) for array in spec.arrays.values()]
+    ticket = Ticket(recipient, prepared.first_position, spec.modules, spec.packed, arrays)
+    request.sampling_params = with_ticket(params, ticket, ("scope", translators.DECORATORS))
     return pending
 
 
-def _uid_of(parent: Any) -> str:
+@dataclass
+class _Shared:
+    """What the completions of an n > 1 share.
+
+    Attributes:
+        uid: as in Recipient.
+        prepared: None until the first of them enters.
+    """
+
+    uid: str = field(default_factory=lambda: secrets.token_hex(16))
+    prepared: Prepared | None = None
+
+
+#: By vLLM's ParentRequest.
+_shared: Beside[_Shared] = Beside()
+
+
+def _shared_of(parent: Any) -> _Shared:
+    """A new one for a request of one completion, which has no parent."""
     if parent is None:
-        return secrets.token_hex(16)
-    return str(parent.__dict__.setdefault("scope_uid", secrets.token_hex(16)))
+        return _Shared()
+    return _shared.of(parent) or _shared.put(parent, _Shared())
 
 
 def _prepared_of(processor: Any, request: Any, parent: Any) -> Prepared:
@@ -91,14 +109,13 @@ def _prepared_of(processor: Any, request: Any, parent: Any) -> Prepared:
     Raises:
         SpecError: as `prepare`.
     """
-    found: Prepared | None = None if parent is None else parent.__dict__.get("scope_prepared")
-    if found is None:
+    shared = _shared_of(parent)
+    if shared.prepared is None:
         found = _ahead.get()
         if found is None or not _is_of(found, request):
-            found = prepare(getattr(processor, "scope", None), request)
-        if parent is not None:
-            parent.scope_prepared = found
-    return found
+            found = prepare(connections.of(processor), request)
+        shared.prepared = found
+    return shared.prepared
 
 
 def _is_of(found: Prepared, request: Any) -> bool:
@@ -121,7 +138,7 @@ async def _prepare_ahead(engine: Any, params: Any, prompt: Any) -> Prepared | No
         return None
     if is_small((params.extra_args["scope"], ids)):
         return None
-    connection = getattr(engine.output_processor, "scope", None)
+    connection = connections.of(engine.output_processor)
     request = SimpleNamespace(sampling_params=params, prompt_token_ids=ids, resumable=False)
     with refusing(translators.decorators_of(params).paths):
         return await asyncio.to_thread(prepare, connection, request)
@@ -129,7 +146,7 @@ async def _prepare_ahead(engine: Any, params: Any, prompt: Any) -> Prepared | No
 
 def _unknown_modules(engine: Any, params: Any) -> bool:
     """True if the spec names a steering module that this front-end must ask about."""
-    connection = getattr(engine.output_processor, "scope", None)
+    connection = connections.of(engine.output_processor)
     text = params.extra_args["scope"] if asks(params) else None
     if connection is None or not names_module(text):
         return False
@@ -151,24 +168,26 @@ def _add_to_processor(
     """OutputProcessor.add_request: every child request of an n > 1 comes here."""
     rest = (prompt, parent_req, request_index, *args)
     extra = getattr(request.sampling_params, "extra_args", None)
-    if extra and HANDLE in extra:
+    if extra and TICKET in extra:
         with refusing():
             raise SpecError(
-                f"extra_args has {HANDLE!r}, which vllm-scope makes itself; leave it out."
+                f"extra_args has {TICKET!r}, which vllm-scope makes itself; leave it out."
             )
     if not asks(request.sampling_params):
         original(self, request, *rest, **kwargs)
         return
+    text = request.sampling_params.extra_args["scope"]
     decorators = translators.decorators_of(request.sampling_params)
     with refusing(decorators.paths):
         prepared = _prepared_of(self, request, parent_req)
-        pending = _open(self.scope, prepared, request, parent_req, request_index)
+        connection = connections.of(self)
+        assert connection is not None
+        pending = _open(connection, prepared, request, parent_req, request_index)
     functions.salt(request, request_index)
     original(self, request, *rest, **kwargs)
-    state = self.request_states[request.request_id]
-    state.scope = Running(
-        pending, decorators, state.detokenizer, request.sampling_params.extra_args["scope"]
-    )
+    state, asked = self.request_states[request.request_id], prepared.asked
+    vectors = bool(asked.edits or asked.probes)
+    runs.put(state, Running(pending, decorators, state.detokenizer, text, vectors))
 
 
 def _translated(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -176,7 +195,7 @@ def _translated(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     params = params_of(args, kwargs, 2)
     if not translators.concerned(params, engine.vllm_config):
         return params, args, kwargs
-    connection = getattr(engine.output_processor, "scope", None)
+    connection = connections.of(engine.output_processor)
     with refusing():
         if connection is None:
             raise SpecError(NO_TAPS)
@@ -194,7 +213,8 @@ def _add_sync(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
             connect_sync(self)
         params, args, kwargs = _translated(self, args, kwargs)
         if _unknown_modules(self, params):
-            connection = self.output_processor.scope
+            connection = connections.of(self.output_processor)
+            assert connection is not None
             doubts = connection.num_doubts
             connection.learn_modules(self.collective_rpc("scope_modules")[0], doubts)
     try:
@@ -216,7 +236,8 @@ def _add_async(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
             _translated, self, args, kwargs, if_large=params_of(args, kwargs, 2).extra_args
         )
         if await aside(_unknown_modules, self, params, if_large=params.extra_args):
-            connection = self.output_processor.scope
+            connection = connections.of(self.output_processor)
+            assert connection is not None
             doubts = connection.num_doubts
             connection.learn_modules((await self.collective_rpc("scope_modules"))[0], doubts)
         prompt = params_of(positional, named, 1, "prompt")
@@ -240,9 +261,9 @@ async def _add_one_async(
         and found is None
         and not is_small((params.extra_args["scope"], request.prompt_token_ids))
     ):
-        found = getattr(parent_req, "scope_prepared", None)
+        found = _shared_of(parent_req).prepared
         if found is None:
-            connection = getattr(self.output_processor, "scope", None)
+            connection = connections.of(self.output_processor)
             with refusing(translators.decorators_of(params).paths):
                 found = await asyncio.to_thread(prepare, connection, request)
     token = _ahead.set(found)

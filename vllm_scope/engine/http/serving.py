@@ -25,10 +25,11 @@ from typing import Any
 
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.frontend import translators
-from vllm_scope.engine.frontend.connection import ask_replicas
+from vllm_scope.engine.frontend.connection import ask_replicas, connections
 from vllm_scope.engine.frontend.outputs import outdated, settle
 from vllm_scope.engine.frontend.prepared import aside
-from vllm_scope.engine.params import asks, handle_of, params_of
+from vllm_scope.engine.frontend.running import runs
+from vllm_scope.engine.params import asks, params_of
 from vllm_scope.engine.refusals import refusal, refusing
 from vllm_scope.engine.seams import config_of
 from vllm_scope.errors import ConfigError, ScopeError, SpecError, shown
@@ -187,7 +188,8 @@ async def _followed(answer: Answer, prompt: int, engine: Any, stream: Any) -> An
     try:
         async with aclosing(stream):
             async for output in stream:
-                connection = engine.output_processor.scope
+                connection = connections.of(engine.output_processor)
+                assert connection is not None
                 answer.holds = connection.limits.optimistic
                 _take(answer, prompt, output)
                 if answer.streams and not answer.holds and answer.waits:
@@ -205,7 +207,7 @@ async def _followed(answer: Answer, prompt: int, engine: Any, stream: Any) -> An
 
 def _doubt_modules(engine: Any) -> None:
     """A module's name has changed: the next request that names a module asks the engine."""
-    connection = getattr(engine.output_processor, "scope", None)
+    connection = connections.of(engine.output_processor)
     if connection is not None:
         connection.doubt_modules()
 
@@ -241,11 +243,10 @@ def _admitted(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any)
     original(self, request, *args, **kwargs)
     answer = current.get()
     if isinstance(answer, Answer):
-        known = getattr(self.request_states[request.request_id], "scope", None)
+        known = runs.of(self.request_states[request.request_id])
         forget = None if known is None else partial(inbox().forget, known.pending)
         # EngineCore may still refuse a request with vectors; its first token shows that it has not.
-        handle = handle_of(request.sampling_params)
-        answer.open_one(forget, sure=handle is None or not handle["vectors"])
+        answer.open_one(forget, sure=known is None or not known.vectors)
 
 
 def _create_elsewhere(

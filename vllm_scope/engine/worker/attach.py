@@ -11,7 +11,7 @@ from typing import Any
 from vllm_scope.config import ScopeConfig
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.core import clearing
-from vllm_scope.engine.core.scheduler import ended_in
+from vllm_scope.engine.core.scheduler import news_in
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.worker.worker import ScopeWorker
 
@@ -23,12 +23,6 @@ def _remote_calls(scope: ScopeWorker) -> dict[str, Any]:
         "scope_describe": scope.describe,
         "scope_counters": scope.counters,
         "scope_flush": scope.flush,
-        # Not bound methods: the registry is made later, by `load`.
-        "scope_register": lambda name, data: scope.holding.register(name, data),
-        "scope_unregister": lambda name: scope.registry.unregister(name),
-        "scope_modules": lambda: scope.registry.modules(),
-        "scope_set_edits": scope.set_edits,
-        "scope_get_edits": lambda: scope.registry.server_text,
     }
 
 
@@ -70,13 +64,15 @@ def _attach_steps(runner: Any, scope: ScopeWorker) -> None:
     def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dummy_run"):  # Model Runner V2 calls itself for these
             return execute_model(scheduler_output, *args, **kwargs)
+        news = news_in(scheduler_output)
+        if news is not None and news.zeroed:
+            clearing.zero(runner, news.zeroed)
         # Ended requests first: the scheduler has given their places to new ones.
-        if zeroed := clearing.sent_in(scheduler_output):
-            clearing.zero(runner, zeroed)
         if scheduler_output.finished_req_ids:
-            scope.finish_requests(scheduler_output.finished_req_ids, ended_in(scheduler_output))
-        if scheduler_output.scheduled_new_reqs:
-            scope.add_requests(scheduler_output.scheduled_new_reqs)
+            ended = {} if news is None else news.ended
+            scope.finish_requests(scheduler_output.finished_req_ids, ended)
+        if news is not None and news.entrants:
+            scope.add_requests(scheduler_output.scheduled_new_reqs, news)
         if scope.steps is None:
             return execute_model(scheduler_output, *args, **kwargs)
         if not scope.has_requests():

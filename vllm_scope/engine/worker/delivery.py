@@ -24,6 +24,7 @@ from vllm_scope.request.actions import MEMORY
 from vllm_scope.request.resolve import Resolved
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.spec import Spec
+from vllm_scope.request.ticket import Recipient
 from vllm_scope.sinks import RequestInfo
 from vllm_scope.sinks.memory import MemorySink
 from vllm_scope.sinks.request import Ended
@@ -58,7 +59,6 @@ class WorkerDelivery:
 
     Attributes:
         info: the fields that all requests share: stage and model.
-        everywhere: what global sinks read.
     """
 
     ring: HostRing
@@ -66,7 +66,6 @@ class WorkerDelivery:
     router: Router
     drain: Drain
     info: RequestInfo
-    everywhere: Resolved = field(default_factory=Resolved)
     #: Keys of requests that no front-end gave one: negative, below NOBODY.
     _own_keys: Any = field(default_factory=lambda: itertools.count(NOBODY - 1, -1))
 
@@ -96,51 +95,50 @@ class WorkerDelivery:
         router = Router(memory, *configs, sites, here)
         drain = Drain(arena, ring, router, sizes.widths)
         info = RequestInfo(NOBODY, "", "", (), stage=stage[0], num_stages=stage[1], model=model)
-        return WorkerDelivery(ring, memory, router, drain, info, global_reads(config, sites))
+        return WorkerDelivery(ring, memory, router, drain, info)
 
-    def expect(self, handle: dict[str, Any]) -> None:
+    def expect(self, recipient: Recipient) -> None:
         """Announce a request, so that its front-end is answered even if it then fails.
 
         Raises:
             CapacityError: the front-end is not connected.
         """
-        if "key" in handle:
-            self.memory.add_request(handle["key"], handle["frontend"])
+        self.memory.add_request(recipient.key, recipient.frontend)
 
     def add_request(
-        self, req_id: str, prompt_ids: Sequence[int], handle: dict[str, Any], asked: Resolved
-    ) -> tuple[Resolved, int]:
-        """Prepare for a request's rows.
-
-        Returns:
-            What to read and edit, with what global sinks read; and the key of its rows.
+        self,
+        req_id: str,
+        prompt_ids: Sequence[int],
+        recipient: Recipient | None,
+        asked: Resolved,
+    ) -> int:
+        """Prepare for a request's rows, and return the key that they will have.
 
         Raises:
             CapacityError: there is no room for what its codecs need.
         """
-        key = handle.get("key", NOBODY)
+        if recipient is None:
+            # Only global sinks, or the server's edits, concern it.
+            key = next(self._own_keys) if asked.delivering else NOBODY
+            recipient = Recipient(key, "", req_id, req_id)
+        key = recipient.key
         if key >= 0 and MEMORY not in asked.destinations:
             self.memory.leave_out_rows(key)
-        if self.everywhere.reads:
-            asked = asked.joined(reads=self.everywhere.reads)
-            key = next(self._own_keys) if key < 0 else key
         encodings = [read.encoding for read in asked.reads if read.encoding is not None]
         if encodings:
             self.drain.add_request(key, encodings)
         elsewhere = any(to != MEMORY for to in asked.destinations)
-        if key != NOBODY and (elsewhere or handle.get("follows", True)):
+        if key != NOBODY and (elsewhere or recipient.follows):
             self.drain.follow(key)
         if elsewhere:
-            name = str(handle.get("request_id", req_id))
             self.router.add_request(
                 replace(
-                    self.info, key=key, request_id=name, uid=str(handle.get("uid", req_id)),
-                    child=int(handle.get("child", 0)), prompt_ids=tuple(prompt_ids),
-                    owner=str(handle.get("owner", "")),
+                    self.info, key=key, request_id=recipient.request_id, uid=recipient.uid,
+                    child=recipient.child, prompt_ids=tuple(prompt_ids), owner=recipient.owner,
                 ),
                 asked,
             )  # fmt: skip
-        return asked, key
+        return key
 
     def finish_request(self, key: int, error: str | None, ended: Ended | None) -> None:
         """Send the end of a request behind its rows."""

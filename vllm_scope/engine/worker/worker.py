@@ -20,10 +20,10 @@ from typing import Any
 import msgspec
 
 from vllm_scope.config import ScopeConfig
+from vllm_scope.core.news import Entrant, Heard, StepNews
 from vllm_scope.core.registry import Registry
 from vllm_scope.engine.functions import StepFunctions
 from vllm_scope.engine.model import anatomy_of, sites_of
-from vllm_scope.engine.params import handle_of
 from vllm_scope.engine.worker import runners
 from vllm_scope.engine.worker.attention import attention_of, kernel_of
 from vllm_scope.engine.worker.delivery import IDLE_COUNTERS, NOBODY, WorkerDelivery
@@ -31,11 +31,11 @@ from vllm_scope.engine.worker.faults import Faults
 from vllm_scope.engine.worker.loading import check_taps, load_taps
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.engine.worker.steps import Steps
-from vllm_scope.errors import CapacityError, CompatError, ScopeError, SpecError
+from vllm_scope.errors import CapacityError, CompatError, ScopeError
 from vllm_scope.graph.tap import op
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.request.resolve import Resolved
-from vllm_scope.request.spec import Spec
+from vllm_scope.request.ticket import Recipient
 from vllm_scope.sinks.request import Ended
 from vllm_scope.transport.messages import Address
 from vllm_scope.vectors import load_vectors
@@ -68,6 +68,7 @@ class ScopeWorker:
         self._functions: StepFunctions | None = None
         self.steps: Steps | None = None
         self._faults: Faults | None = None
+        self._heard = Heard()
 
     # Load
 
@@ -79,15 +80,17 @@ class ScopeWorker:
         self.num_stages = get_pp_group().world_size
         self.drains = get_tp_group().rank_in_group == 0
         self.sites = sites_of(self._vllm_config, self.config)
-        self.registry = Registry(self.sites)
         try:
             self._tap_model(self._worker.model_runner)
         except CompatError as error:
             self.reason = str(error)
             logger.warning("vllm-scope: no taps on this model: %s.", error)
             return
+        # EngineCore holds the modules, and loads them when it first needs them; a file that is
+        # not as it must be ends the start here.
+        checking = Registry(self.sites)
         for name, path in self.config.modules.items():
-            self.registry.register_module(name, load_vectors(path))
+            checking.register_module(name, load_vectors(path))
 
     def _tap_model(self, runner: Any) -> None:
         """Raises CompatError for a model that is served without taps."""
@@ -158,54 +161,42 @@ class ScopeWorker:
         """Of the last pipeline stage, whose outputs alone EngineCore reads."""
         return bool(self.stage == self.num_stages - 1)
 
-    # Modules and server-wide edits
-
-    @property
-    def holding(self) -> Registry:
-        """The registry of a worker with taps.
-
-        Raises:
-            SpecError: the model cannot be tapped, so what is registered would do nothing.
-        """
-        if self.reason is not None:
-            raise SpecError(f"this model cannot be tapped: {self.reason}.")
-        return self.registry
-
-    def set_edits(self, text: str | None) -> str | None:
-        return (self.registry if text is None else self.holding).set_edits(text)
-
     # Requests
 
     def has_requests(self) -> bool:
         return bool(self._planner)
 
-    def add_requests(self, new_requests: list[Any]) -> None:
+    def add_requests(self, new_requests: list[Any], news: StepNews) -> None:
+        """Plan the requests among the new ones that have taps.
+
+        Args:
+            new_requests: vLLM's NewRequestData.
+        """
         if self._planner is None:
             return
+        self._heard.take(news)
         for request in new_requests:
-            handle = handle_of(request.sampling_params)
+            entrant = news.entrants.get(request.req_id)
             # V2 sends a preempted request again; what it has read stays valid.
-            if handle is None or request.req_id in self._planner:
-                continue
-            self._add_request(request, handle)
+            if entrant is not None and request.req_id not in self._planner:
+                self._add_request(request, entrant)
+        self._heard.forget(news)
 
-    def _add_request(self, request: Any, handle: dict[str, Any]) -> None:
+    def _add_request(self, request: Any, entrant: Entrant) -> None:
         assert self._planner is not None
-        # Server-wide edits and global sinks also apply to requests without a key.
-        key = handle.get("key", NOBODY)
-        params = request.sampling_params
+        recipient, asked = entrant.recipient, self._heard[entrant.spec]
+        # Server-wide edits and global sinks also apply to requests without a recipient.
+        key = NOBODY if recipient is None else recipient.key
         try:
-            delivery = self._expect(request, handle)
-            spec = Spec.from_json(params.extra_args["scope"]) if key >= 0 else None
-            asked = self.registry.resolve(spec, handle.get("modules", {}), handle.get("server"))
+            delivery = self._expect(request, recipient)
             prompt_ids = request.prompt_token_ids
-            most = len(prompt_ids) + (params.max_tokens or 1)
+            most = len(prompt_ids) + (request.sampling_params.max_tokens or 1)
             program = None
             if delivery is not None:
                 try:
-                    whole, key = delivery.add_request(request.req_id, prompt_ids, handle, asked)
-                    program = self._compile(whole, prompt_ids, True)
-                    if _unchecked(handle, asked, whole):
+                    key = delivery.add_request(request.req_id, prompt_ids, recipient, asked)
+                    program = self._compile(asked, prompt_ids, True)
+                    if entrant.unchecked:
                         self.limits.check(program, most)
                 except CapacityError as error:
                     logger.warning("vllm-scope: request %s: %s", request.req_id, error)
@@ -216,14 +207,15 @@ class ScopeWorker:
                 program = self._compile(asked, prompt_ids, False)
             if delivery is not self._delivery:
                 key = NOBODY
-            if self._functions is not None:
-                self._functions.add_request(request.req_id, params, handle)
+            if self._functions is not None and recipient is not None:
+                child = recipient.child
+                self._functions.add_request(request.req_id, request.sampling_params, child)
             if key != NOBODY or not program.empty:
                 self._planner.add_request(request.req_id, key, program, most)
         except Exception as error:
-            self._refuse(request.req_id, handle, key, error)
+            self._refuse(request.req_id, bool(asked.edits or asked.probes), key, error)
 
-    def _refuse(self, req_id: str, handle: dict[str, Any], key: int, error: Exception) -> None:
+    def _refuse(self, req_id: str, vectors: bool, key: int, error: Exception) -> None:
         """Answer a request that could not be added; its neighbours and the engine go on."""
         reason = str(error)
         if isinstance(error, ScopeError):
@@ -235,15 +227,15 @@ class ScopeWorker:
             )
         if self._functions:
             self._functions.finish_request(req_id)
-        if self._faults is not None and (handle.get("vectors") or handle.get("server")):
+        if self._faults is not None and vectors:
             self._faults.fail(req_id, reason)
         self._finish(key, reason)
 
-    def _expect(self, request: Any, handle: dict[str, Any]) -> WorkerDelivery | None:
+    def _expect(self, request: Any, recipient: Recipient | None) -> WorkerDelivery | None:
         """Where the request delivers to; None if its front-end is not connected."""
-        if self._delivery is not None:
+        if self._delivery is not None and recipient is not None:
             try:
-                self._delivery.expect(handle)
+                self._delivery.expect(recipient)
             except CapacityError as error:
                 logger.warning("vllm-scope: request %s: %s", request.req_id, error)
                 return None
@@ -322,7 +314,6 @@ class ScopeWorker:
             "taps_here": list(self.here) if tapped else [],
             "arena_mib": self._arena.num_bytes / 2**20 if tapped else 0.0,
             "limits": msgspec.to_builtins(limits),
-            "modules": self.registry.modules(),
             "sinks": self._delivery.describe() if self._delivery is not None else {},
         }
 
@@ -342,12 +333,3 @@ class ScopeWorker:
     def flush(self) -> dict[str, str | None]:
         """Make ended requests visible at every sink; sink -> why that failed, or None."""
         return self._delivery.flush() if self._delivery is not None else {}
-
-
-def _unchecked(handle: dict[str, Any], asked: Resolved, whole: Resolved) -> bool:
-    """True if the request may exceed what the front-end checked: server-wide edits, modules that
-    changed meanwhile, global sinks, codecs."""
-    if not (whole.reads or whole.probes):
-        return False
-    changed = whole is not asked or handle.get("server") is not None or handle.get("modules")
-    return bool(changed) or any(read.encoding is not None for read in whole.reads)

@@ -1,0 +1,69 @@
+"""What workers hold of what EngineCore told them."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_scope import Add, Read, Spec
+from vllm_scope.core import news as module
+from vllm_scope.core.news import Entrant, Heard, StepNews, Told
+from vllm_scope.request.sites import Sites
+from vllm_scope.request.ticket import Recipient
+
+SITES = Sites(2, 64, "float32", (0, 2, 4))
+
+
+def _asked(vector: int, scale: float):
+    edit = Add([float(vector + 1)] * 64, layer=0, scale=scale)
+    return Spec((Read("embed"),), edits=(edit,)).resolve(SITES)
+
+
+def _send(news: StepNews) -> StepNews:
+    """As vLLM sends a step's output to workers in other processes."""
+    return pickle.loads(pickle.dumps(news))
+
+
+def test_a_spec_travels_once_and_so_does_a_vector():
+    told, heard = Told(), Heard()
+    first, second = _asked(0, 1.0), _asked(0, 2.0)
+    sent = []
+    for asked in (first, second, first):
+        news = StepNews()
+        number = told.number_of(asked, news)
+        sent.append((len(news.specs), len(news.arrays)))
+        heard.take(_send(news))
+        assert heard[number] == asked
+    assert sent == [(1, 1), (1, 0), (0, 0)]
+    assert heard[0].edits[0].values is heard[1].edits[0].values
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=5), max_size=30))
+def test_workers_always_hold_what_a_step_needs_and_never_more_than_the_bounds(steps):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SPEC_BYTES", 12_000)
+        patch.setattr(module, "ARRAY_BYTES", 3 * 256)
+        told, heard = Told(), Heard()
+        every = {}
+        for step in steps:
+            news, numbers = StepNews(), {}
+            for i, (vector, scale) in enumerate(step):
+                asked = every.setdefault((vector, scale), _asked(vector, scale))
+                number = numbers[i] = told.number_of(asked, news)
+                news.entrants[str(i)] = Entrant(Recipient(i, "f"), number, False)
+            came = _send(news)
+            heard.take(came)
+            for i, key in enumerate(step):
+                assert heard[came.entrants[str(i)].spec] == every[key]
+            heard.forget(came)
+            assert len(heard._arrays) <= 3
+            assert len(heard._specs) <= 8
+
+
+def test_a_step_that_changes_nothing_has_no_news():
+    assert not StepNews()
+    assert StepNews(zeroed=[1])
+    assert StepNews().entrants is not StepNews().entrants

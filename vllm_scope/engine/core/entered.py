@@ -1,0 +1,60 @@
+"""What EngineCore keeps about requests that read, probe or edit.
+
+Owns:  Entered, and the table of them.
+Runs:  in EngineCore: the input thread writes, it and the scheduler's thread read.
+From:  entry.   To: scheduler, clearing, engine.worker.faults.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_scope.engine.beside import Beside
+from vllm_scope.program.block_keys import BlockKeys
+from vllm_scope.program.operations import Program
+from vllm_scope.request.actions import MEMORY
+from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.ticket import Recipient
+
+
+@dataclass(frozen=True)
+class Entered:
+    """A request, as it was when it entered.
+
+    Attributes:
+        asked: what it reads, probes and edits, with the server's edits and global sinks' reads.
+        recipient: None if it asked for nothing itself.
+        first_read: the first position that delivers something; None if none does.
+        first_edited: the first position whose KV depends on edits; None without edits.
+        keys: the keys of its KV blocks; None without edits.
+        programs: those that it holds in the workers' tables; none if it only reads.
+        unchecked: as in core.news.Entrant.
+    """
+
+    asked: Resolved
+    recipient: Recipient | None = None
+    first_read: int | None = None
+    first_edited: int | None = None
+    keys: BlockKeys | None = None
+    programs: tuple[Program, ...] = ()
+    unchecked: bool = False
+
+    @property
+    def has_sinks(self) -> bool:
+        """Some rows go elsewhere than to memory."""
+        return any(to != MEMORY for to in self.asked.destinations)
+
+
+#: By vLLM's Request.
+_entered: Beside[Entered] = Beside()
+#: By id, while vLLM makes its Request and already hashes its blocks.
+entering: dict[str, Entered] = {}
+
+
+def entered(request: object) -> Entered | None:
+    """None for a plain request."""
+    return _entered.of(request)
+
+
+def keep(request: object, found: Entered) -> None:
+    _entered.put(request, found)

@@ -1,0 +1,116 @@
+"""Requests that have entered, and the completions that vLLM makes of them.
+
+Owns:  Running and Live, and the tables of both.
+Runs:  in the front-end process, on its main thread or event loop.
+From:  requests (which puts a Running beside vLLM's RequestState).   To: outputs, http.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_scope.engine.beside import Beside
+from vllm_scope.engine.frontend.translators import Decorators
+from vllm_scope.errors import ScopeError
+from vllm_scope.results.buffer import Pending
+
+logger = logging.getLogger("vllm.vllm_scope")
+
+
+class Running:
+    """A request that has entered, and what its outputs get.
+
+    Attributes:
+        text: the spec.
+        vectors: it edits or probes, so EngineCore may still refuse it.
+        texts: the text that each generated token added to the answer; empty without probes. A
+            stop token that is not shown has none.
+    """
+
+    def __init__(
+        self,
+        pending: Pending,
+        decorators: Decorators,
+        detokenizer: Any,
+        text: str,
+        vectors: bool,
+    ) -> None:
+        self.pending, self.decorators = pending, decorators
+        self.text, self.vectors = text, vectors
+        self._detokenizer = detokenizer
+        self._output_ids: list[int] = []
+        self.texts: list[str] = []
+        decode = getattr(detokenizer, "decode_next", None)
+        if pending.asked.probes and decode is not None:
+            detokenizer.decode_next = self._following(decode)
+
+    def _following(self, decode: Any) -> Any:
+        def decode_next(*args: Any, **kwargs: Any) -> str:
+            text: str = decode(*args, **kwargs)
+            self.texts.append(text)
+            return text
+
+        return decode_next
+
+    def output_ids(self) -> list[int]:
+        """All generated tokens so far: one list that is extended, which snapshots share."""
+        every, known = self._detokenizer.token_ids, self._output_ids
+        count = self._detokenizer.num_output_tokens()
+        if count < len(known):  # a stop string removed some
+            known = self._output_ids = known[:count]
+        known.extend(every[len(every) - count + len(known) :])
+        return known
+
+    def give(self, output: Any, completion: Any) -> None:
+        """Set the completion's result so far."""
+        # Before the snapshot: what arrives in between counts as new.
+        num_seen = self.pending.num_came
+        completion.scope = self.pending.snapshot(self.output_ids(), completion.finish_reason)
+        completion.scope_texts = self.texts
+        live = lives.of(completion)
+        if completion.finish_reason is not None:
+            lives.pop(completion)
+        elif live is not None:
+            live.num_seen = num_seen
+        for decorate in self.decorators:
+            try:
+                decorate(output, completion)
+            except Exception as error:
+                # Only this request fails; the step's other outputs go on.
+                logger.exception("vllm-scope: output %s was not decorated", output.request_id)
+                self.pending.error = self.pending.error or (
+                    "what this output was to have beside its rows could not be made "
+                    f"({type(error).__name__}); the server's log has the traceback."
+                )
+                completion.scope = self.pending.snapshot(
+                    self.output_ids(), completion.finish_reason
+                )
+
+
+@dataclass
+class Live:
+    """A completion whose result may still change.
+
+    Attributes:
+        running: its request; None if it was refused before it had any rows.
+        num_seen: `Pending.num_came` at the last snapshot; -1 before the first.
+        refusal: why EngineCore refused the request, or None.
+    """
+
+    running: Running | None
+    num_seen: int = -1
+    refusal: ScopeError | None = None
+
+
+#: vLLM's RequestState -> the request.
+runs: Beside[Running] = Beside()
+#: vLLM's CompletionOutput -> what is known of it, until it has its last result.
+lives: Beside[Live] = Beside()
+
+
+def running_of(completion: object) -> Running | None:
+    """The request of a completion whose result may still change; None for a plain one."""
+    live = lives.of(completion)
+    return None if live is None else live.running

@@ -1,0 +1,102 @@
+"""Checked actions as bytes, between the processes of one engine.
+
+Owns:  Packed, `pack`, `unpack`.
+Runs:  in front-ends and EngineCore (`pack`), in EngineCore and workers (`unpack`). No torch.
+From:  spec, resolve (whose actions are packed).   To: ticket, core.news.
+
+Promise: equal actions have equal digests. Vectors are apart from the rest, so that they travel
+once. What was checked when it was made is not checked again: nothing here comes from a caller.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+
+from vllm_scope.request.actions import Ablate, Add, Clamp, Module, Probe, Read, Replace
+from vllm_scope.request.arrays import Array
+from vllm_scope.request.encoding import CodecChoice, Encoding
+from vllm_scope.request.resolve import ResolvedEdit, ResolvedProbe, ResolvedRead
+from vllm_scope.request.selectors import Except, Positions, Span, TokenIds, Union, Word
+
+#: A packed object is a list: the number of its class, then its fields.
+_CLASSES: tuple[type[Any], ...] = (
+    Read, Probe, Add, Ablate, Clamp, Replace, Module, CodecChoice,
+    ResolvedRead, ResolvedProbe, ResolvedEdit, Encoding,
+    Word, Positions, Span, TokenIds, Union, Except,
+)  # fmt: skip
+_NUMBER_OF = {cls: number for number, cls in enumerate(_CLASSES)}
+_FIELDS = [tuple(field.name for field in fields(cls)) for cls in _CLASSES]
+#: In place of a class: a tuple of objects, a tuple of plain values, an Array by its digest.
+_TUPLE, _PLAIN, _ARRAY = -1, -2, -3
+_PLAIN_TYPES = {int, float, str, bool, type(None)}
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder().decode
+
+
+class Packed(msgspec.Struct, frozen=True, array_like=True):
+    """Reads, probes and edits, without their vectors.
+
+    Attributes:
+        digest: of everything, vectors included.
+        body: msgpack.
+        arrays: digests of the Arrays that the body names.
+    """
+
+    digest: bytes
+    body: bytes
+    arrays: list[bytes]
+
+
+def pack(actions: tuple[object, ...]) -> tuple[Packed, dict[bytes, Array]]:
+    """The actions without their Arrays, and the Arrays by digest."""
+    arrays: dict[bytes, Array] = {}
+    body = _encode(_taken_apart(actions, arrays))
+    # The body has the digests of the Arrays.
+    digest = hashlib.blake2b(body, digest_size=16).digest()
+    return Packed(digest, body, list(arrays)), arrays
+
+
+def unpack(packed: Packed, arrays: Mapping[bytes, Array]) -> tuple[Any, ...]:
+    """The actions that `pack` was given.
+
+    Raises:
+        KeyError: an Array is not among `arrays`.
+    """
+    found: tuple[Any, ...] = _put_together(_decode(packed.body), arrays)
+    return found
+
+
+def _taken_apart(value: object, arrays: dict[bytes, Array]) -> object:
+    if isinstance(value, tuple):
+        if set(map(type, value)) <= _PLAIN_TYPES:
+            return [_PLAIN, *value]
+        return [_TUPLE, *(_taken_apart(one, arrays) for one in value)]
+    if isinstance(value, Array):
+        arrays[value.digest] = value
+        return [_ARRAY, value.digest]
+    number = _NUMBER_OF.get(type(value))
+    if number is None:
+        return value
+    return [number, *(_taken_apart(getattr(value, name), arrays) for name in _FIELDS[number])]
+
+
+def _put_together(value: Any, arrays: Mapping[bytes, Array]) -> Any:
+    if type(value) is not list:
+        return value
+    number = value[0]
+    if number == _PLAIN:
+        return tuple(value[1:])
+    if number == _ARRAY:
+        return arrays[value[1]]
+    rest = [_put_together(one, arrays) for one in value[1:]]
+    if number == _TUPLE:
+        return tuple(rest)
+    found = object.__new__(_CLASSES[number])
+    found.__dict__.update(zip(_FIELDS[number], rest, strict=True))
+    return found
