@@ -32,14 +32,14 @@ from vllm_scope.server.store import Kept, Store
 MAX_INLINE_BYTES = 32 << 20
 
 
-class _Choice(Protocol):
+class _VllmChoice(Protocol):
     index: int
 
 
-class Response(Protocol):
+class VllmResponse(Protocol):
     """vLLM's response to a request that is not streamed."""
 
-    choices: Sequence[_Choice]
+    choices: Sequence[_VllmChoice]
 
 
 class Answer:
@@ -171,7 +171,7 @@ class Answer:
         self._room -= size
         return True
 
-    async def fill(self, response: Response) -> None:
+    async def fill(self, response: VllmResponse) -> None:
         """Set the fields of a whole answer and of each of its choices."""
         if not self._forget:
             return  # the faces' words ask for no rows

@@ -18,7 +18,7 @@ from vllm_scope.results.column import Column
 from vllm_scope.results.result import ScopeResult
 
 
-class ScoredToken(TypedDict):
+class TokenJson(TypedDict):
     """An item of `tokens`. A score that is not finite is None."""
 
     id: int
@@ -49,7 +49,7 @@ class ScoredTokens:
 
     def take(
         self, result: ScopeResult, texts: Sequence[str], settled: int | None
-    ) -> list[ScoredToken]:
+    ) -> list[TokenJson]:
         """The tokens that were not returned yet and whose scores have arrived.
 
         Args:
@@ -58,7 +58,7 @@ class ScoredTokens:
         """
         start = result.num_prompt + self._num_told
         stop = len(result.transcript) if settled is None else max(settled, start)
-        found: list[ScoredToken] = [
+        found: list[TokenJson] = [
             {
                 "id": id,
                 "text": texts[i] if i < len(texts) else "",
