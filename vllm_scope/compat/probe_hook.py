@@ -193,13 +193,8 @@ def _last_token_request(completion: CompletionOutput) -> tuple[TokensPrompt, Sam
     return {"prompt_token_ids": completion.scope.token_ids}, last.params(params)
 
 
-class LLM(vllm.LLM):
-    """vllm.LLM whose outputs have `hidden_states` and `prefill_hidden`.
-
-    Args:
-        layers ... process_last_token: see Options.
-        vllm_kwargs: all others of vllm.LLM and of its methods.
-    """
+class _Capturing:
+    """The constructor of LLM and AsyncLLM."""
 
     def __init__(
         self,
@@ -217,7 +212,23 @@ class LLM(vllm.LLM):
             layers, include_prefill, include_decode, last_prefill_token, last_decode_token,
             process_last_token,
         )  # fmt: skip
-        super().__init__(model, **vllm_kwargs)
+        self._start(model, vllm_kwargs)
+
+    def _start(self, model: str, options: Mapping[str, object]) -> None:
+        """Make vLLM's engine."""
+        raise NotImplementedError
+
+
+class LLM(_Capturing, vllm.LLM):
+    """vllm.LLM whose outputs have `hidden_states` and `prefill_hidden`.
+
+    Args:
+        layers ... process_last_token: see Options.
+        vllm_kwargs: all others of vllm.LLM and of its methods.
+    """
+
+    def _start(self, model: str, options: Mapping[str, object]) -> None:
+        vllm.LLM.__init__(self, model, **options)
 
     def generate(
         self,
@@ -268,7 +279,7 @@ class LLM(vllm.LLM):
         return outputs
 
 
-class AsyncLLM:
+class AsyncLLM(_Capturing):
     """An engine whose outputs, one per token, hold the rows that have arrived so far.
 
     A row arrives one or two tokens after its token; the final output has all rows.
@@ -281,23 +292,8 @@ class AsyncLLM:
         engine: vLLM's AsyncLLM.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        layers: Sequence[int] | str = "all",
-        include_prefill: bool = False,
-        include_decode: bool = True,
-        last_prefill_token: bool = False,
-        last_decode_token: bool = False,
-        process_last_token: bool = False,
-        **vllm_kwargs: object,
-    ) -> None:
-        self.capture = Options(
-            layers, include_prefill, include_decode, last_prefill_token, last_decode_token,
-            process_last_token,
-        )  # fmt: skip
-        self.engine = Engine.from_engine_args(AsyncEngineArgs(model, **vllm_kwargs))
+    def _start(self, model: str, options: Mapping[str, object]) -> None:
+        self.engine = Engine.from_engine_args(AsyncEngineArgs(model, **options))
         self._numbers = itertools.count()
 
     async def generate(

@@ -51,8 +51,8 @@ def translate(values: Mapping[str, object], sites: Sites) -> Translation:
         edits += [(add, words_of(add, key)) for add in adds]
     # As in the fork, clamps come after all that is added.
     for key, tokens in tiers("steering_clamps").items():
-        clamps = clamps_of(values.get(key), tokens, key, sites, room)
-        edits += [(clamp, words_of(clamp, key)) for clamp in clamps]
+        clamps = clamps_of(values.get(key), tokens, key, sites, room).values()
+        edits += [(clamp, words_of(clamp, key)) for some in clamps for clamp in some]
     reads = reads_of(values.get("capture"), sites, room)
     actions = (*(edit for edit, _ in edits), *(read for read, _ in reads))
     consumers = tuple(dict.fromkeys(read.to for read, _ in reads))

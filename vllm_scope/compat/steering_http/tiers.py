@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from vllm_scope.request.actions import Add, Clamp, Edit
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.sites import SiteLayer, Sites
 from vllm_scope.request.spec import Spec, scope
-from vllm_scope.vectors.hooks import MODULE_TIERS, is_packed, layer_of, mapping, site_of, tiers
+from vllm_scope.vectors.hooks import MODULE_TIERS, tiers
 
 CLAMP_TIERS = tiers("clamps")
 #: A tier's tokens -> the name of its norm, and of the number of its clamps.
@@ -56,24 +57,22 @@ class Wanted:
         edits: list[Edit] = []
         places: set[_Place] = set()
         room = Room()
+
+        def take(kind: str, tokens: str, field: str, streams: Iterable[SiteLayer]) -> None:
+            for site, layer in streams:
+                sites.find(site, (layer,), f"{field}[{HOOKS[site]!r}]")
+                places.add((kind, tokens, site, layer))
+
         for field, tokens in MODULE_TIERS.items():
             vectors = vectors_of(body.get(field), field, sites, room)
-            for (site, layer), vector in vectors.items():
-                _check(site, layer, len(vector), field, sites)
-            places |= {("add", tokens, *stream) for stream in vectors}
+            take("add", tokens, field, vectors)
             # A vector of zeros removes the old one.
             edits += stacked({s: v for s, v in vectors.items() if v.any()}, tokens)
         for field, tokens in CLAMP_TIERS.items():
             clamps = clamps_of(body.get(field), tokens, field, sites, room)
-            # An empty list removes a place's clamps.
-            for site, layer in _empty(body.get(field), field):
-                _check(site, layer, sites.hidden_size, field, sites)
-                places.add(("clamp", tokens, site, layer))
-            for clamp in clamps:
-                (place,) = _places(clamp)
-                _check(*place[2:], clamp.direction.shape[-1], field, sites)
-                places.add(place)
-                edits.append(clamp)
+            # An empty list removes the clamps of its place.
+            take("clamp", tokens, field, clamps)
+            edits += chain.from_iterable(clamps.values())
         if not places:
             fields = ", ".join((*MODULE_TIERS, *CLAMP_TIERS))
             raise SpecError(f"nothing is to be set; give vectors or clamps in one of {fields}.")
@@ -86,25 +85,6 @@ class Wanted:
     @property
     def layers(self) -> list[int]:
         return sorted({layer for *_, layer in self.places})
-
-
-def _empty(clamps: object, where: str) -> Iterator[SiteLayer]:
-    """Places with an empty list of clamps."""
-    for hook, by_layer in mapping(clamps, where).items():
-        if isinstance(by_layer, Mapping) and not is_packed(by_layer):
-            for layer, entries in by_layer.items():
-                if entries == []:
-                    yield site_of(hook, where), layer_of(layer, f"{where}[{hook!r}]")
-
-
-def _check(site: str, layer: int, size: int, field: str, sites: Sites) -> None:
-    where = f"{field}[{HOOKS[site]!r}]"
-    sites.find(site, (layer,), where)
-    if size != sites.hidden_size:
-        raise SpecError(
-            f"{where} has {size} numbers for layer {layer}; this model's rows have "
-            f"{sites.hidden_size}."
-        )
 
 
 def merged(text: str | None, wanted: Wanted, alone: bool) -> str | None:

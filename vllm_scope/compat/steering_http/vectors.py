@@ -41,8 +41,6 @@ _BOUNDS = {"min", "max", "value"}
 #: Numbers of fields of a packed hook, a vector with a scale, and a clamp.
 _PACKED_FIELDS, _VECTOR_FIELDS, _CLAMP_FIELDS = 7, 3, 5
 _DTYPES = {"float32": 4, "float16": 2, "float64": 8, "bfloat16": 2}
-#: A clamp: its stream, its fields, and its path for errors.
-_Entry = tuple[SiteLayer, Mapping[str, object], str]
 
 
 # Counting. Values of a wrong type pass; the parsers refuse them.
@@ -64,7 +62,7 @@ def bounded(
         few(by_layer, max(sites.num_layers, _PACKED_FIELDS), "layers", place)
         if not clamps:
             room.take("edits", 1, place)
-        if isinstance(by_layer, Mapping) and is_packed(by_layer):
+        if is_packed(by_layer):
             num_rows = _check_packed(by_layer, sites, None if clamps else sites.num_layers, place)
             room.take("edits", num_rows if clamps else 0, place)
             continue
@@ -140,11 +138,28 @@ def stacked(vectors: HookVectors, tokens: str) -> list[Add]:
     ]
 
 
-def clamps_of(body: object, tokens: str, where: str, sites: Sites, room: Room) -> list[Clamp]:
-    """One Clamp for each direction, the clamps of a layer in their order. Arguments and errors as
-    `vectors_of`."""
-    hooks = bounded(body, sites, room, where, clamps=True)
-    return [_clamp(*entry, tokens) for entry in _clamp_entries(hooks, where)]
+def clamps_of(
+    body: object, tokens: str, where: str, sites: Sites, room: Room
+) -> dict[SiteLayer, list[Clamp]]:
+    """The Clamps of each place of a tier, in their order; none for an empty list. Arguments and
+    errors as `vectors_of`."""
+    found: dict[SiteLayer, list[Clamp]] = {}
+    for hook, by_layer in bounded(body, sites, room, where, clamps=True).items():
+        site, place = site_of(hook, where), f"{where}[{hook!r}]"
+        if is_packed(by_layer):
+            for i, (number, fields) in enumerate(_unpacked(by_layer, place)):
+                clamp = _clamp((site, number), fields, f"{place} row {i}", tokens)
+                found.setdefault((site, number), []).append(clamp)
+            continue
+        for layer, entries in mapping(by_layer, place).items():
+            path, stream = f"{place}[{layer!r}]", (site, layer_of(layer, place))
+            if not isinstance(entries, list | tuple):
+                raise SpecError(f"{path} is {shown(entries)}; it is a list of clamps.")
+            found.setdefault(stream, []).extend(
+                _clamp(stream, _fields(entry, f"{path}[{i}]"), f"{path}[{i}]", tokens)
+                for i, entry in enumerate(entries)
+            )
+    return found
 
 
 def words_of(edit: Edit, key: str) -> dict[str, str]:
@@ -153,34 +168,19 @@ def words_of(edit: Edit, key: str) -> dict[str, str]:
     return dict.fromkeys(("", ".layers", ".site", ".tokens", f".{edit.fields[0]}"), place)
 
 
-def _clamp_entries(hooks: Mapping[object, object], where: str) -> Iterator[_Entry]:
-    for hook, by_layer in hooks.items():
-        site, place = site_of(hook, where), f"{where}[{hook!r}]"
-        if isinstance(by_layer, Mapping) and is_packed(by_layer):
-            yield from _packed_clamps(by_layer, site, place)
-            continue
-        for layer, entries in mapping(by_layer, place).items():
-            path = f"{place}[{layer!r}]"
-            if not isinstance(entries, list | tuple):
-                raise SpecError(f"{path} is {shown(entries)}; it is a list of clamps.")
-            for i, entry in enumerate(entries):
-                yield (site, layer_of(layer, place)), _fields(entry, f"{path}[{i}]"), f"{path}[{i}]"
-
-
-def _packed_clamps(body: Mapping[object, object], site: str, place: str) -> Iterator[_Entry]:
+def _unpacked(body: Mapping[object, object], place: str) -> Iterator[tuple[int, dict[str, object]]]:
+    """The layer and the fields of each clamp of the packed form."""
     rows = packed_rows(body, place, {"bounds", "strengths"})
     bounds = per_row(body.get("bounds"), len(rows), f"{place}.bounds")
     given = body.get("strengths")
     strengths = [1.0] * len(rows) if given is None else given
     strengths = per_row(strengths, len(rows), f"{place}.strengths")
-    for i, (layer, row) in enumerate(rows):
-        pair = bounds[i]
+    for i, ((layer, row), pair) in enumerate(zip(rows, bounds, strict=True)):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise SpecError(
                 f"{place}.bounds[{i}] is {shown(pair)}; it is [lo, hi], null for no bound."
             )
-        fields = {"vector": row, "min": pair[0], "max": pair[1], "strength": strengths[i]}
-        yield (site, layer), fields, f"{place} row {i}"
+        yield layer, {"vector": row, "min": pair[0], "max": pair[1], "strength": strengths[i]}
 
 
 def _fields(entry: object, where: str) -> dict[str, object]:

@@ -44,18 +44,16 @@ class Activations(Mapping[str, Any]):
     """
 
     def __init__(
-        self, result: ScopeResult, sites: Sites,
-        layers: Sequence[int] | None, qk_layers: Sequence[int] | None,
+        self, result: ScopeResult, sites: Sites, layers: list[int] | None,
+        qk_layers: list[int] | None,
     ) -> None:  # fmt: skip
-        self._result, self._sites = result, sites
-        self._layers: dict[str, list[int]] = {}
-        self._others: dict[str, list[int] | list[dict[str, object]]] = {}
-        if layers is not None:
-            self._layers["residual_stream"] = sorted(layers)
+        self._result = result
+        self._layers = {} if layers is None else {"residual_stream": layers}
+        self._others: dict[str, Sequence[object]] = {}
         if qk_layers is not None:
-            self._layers |= {"attn_q": sorted(qk_layers), "attn_k": sorted(qk_layers)}
-            self._others["qk_layers"] = sorted(qk_layers)
-            self._others["qk_meta"] = [qk_meta(sites, layer) for layer in sorted(qk_layers)]
+            self._layers |= {"attn_q": qk_layers, "attn_k": qk_layers}
+            meta = [qk_meta(sites, layer) for layer in qk_layers]
+            self._others = {"qk_layers": qk_layers, "qk_meta": meta}
 
     def __getitem__(self, key: str) -> Any:
         if key in self._others:
@@ -92,15 +90,15 @@ def translate(values: Mapping[str, object], sites: Sites) -> Translation:
     if run is not None:
         _check_order(run, [action for action, _ in said])
     layers = _layers(values, "output_residual_stream", sites)
-    if layers is not None:
-        said.append((Read(SITE, layers=layers), _of_key("output_residual_stream")))
     qk_layers = _layers(values, "output_qk", sites)
+    if layers is not None:
+        said.append(_named(Read(SITE, layers=layers), "output_residual_stream"))
     if qk_layers is not None:
         _check_tapped(sites)
-        said += [(Read(site, layers=qk_layers), _of_key("output_qk")) for site in ("q", "k")]
+        said += [_named(Read(site, layers=qk_layers), "output_qk") for site in ("q", "k")]
     if run is not None and not said:
-        none = Read(SITE, tokens=Except("prompt", "prompt"))  # of no token
-        said.append((none, _of_key("apply_hooks")))
+        of_no_token = Read(SITE, tokens=Except("prompt", "prompt"))
+        said.append(_named(of_no_token, "apply_hooks"))
 
     def decorate(output: RequestOutput, completion: CompletionOutput) -> None:
         if layers is not None or qk_layers is not None:
@@ -116,9 +114,9 @@ def translate(values: Mapping[str, object], sites: Sites) -> Translation:
     return Translation(tuple(action for action, _ in said), decorate, run, named(said))
 
 
-def _of_key(key: str) -> dict[str, str]:
-    """The names in errors of a read that a key has made."""
-    return dict.fromkeys(("", ".layers", ".site"), key)
+def _named(read: Read, key: str) -> tuple[Action, dict[str, str]]:
+    """A read that a key has made, and its names in errors."""
+    return read, dict.fromkeys(("", ".layers", ".site"), key)
 
 
 def _hooks(asked: object) -> list[Hook]:
@@ -127,10 +125,9 @@ def _hooks(asked: object) -> list[Hook]:
         return []
     if not isinstance(asked, list | tuple) or not all(isinstance(hook, Hook) for hook in asked):
         raise SpecError(
-            f"apply_hooks is {shown(asked)}; it is a list of Hook. Their functions "
-            "are arbitrary code of this process, and do not travel: a server runs none. Use Read, "
-            "Probe, Add, Ablate, Clamp and Replace of vllm_scope there; docs/faces.md has one for "
-            "each use."
+            f"apply_hooks is {shown(asked)}; it is a list of Hook. Their functions are arbitrary "
+            "code of this process, and do not travel: a server runs none. Use Read, Probe, Add, "
+            "Ablate, Clamp and Replace of vllm_scope there; docs/faces.md has one for each use."
         )
     return list(asked)
 
@@ -176,8 +173,8 @@ def _layers(values: Mapping[str, object], key: str, sites: Sites) -> list[int] |
     few(asked, sites.num_layers, "layers", key)
     if not isinstance(asked, list | tuple) or not asked:
         raise SpecError(
-            f"{key} is {shown(asked)}; it is True for all layers, "
-            "a list of layers, or False for none."
+            f"{key} is {shown(asked)}; it is True for all layers, a list of layers, or False for "
+            "none."
         )
     with called({"Read.layers": key}):
         Read(SITE, layers=list(asked))
@@ -200,8 +197,8 @@ def _steering(asked: object, sites: Sites) -> list[tuple[Action, dict[str, str]]
 
 def _adds(given: object, where: str) -> list[tuple[Action, dict[str, str]]]:
     """The Adds of a SteeringVector or of its JSON, and their names in errors."""
-    words = {"": where, ".vector": f"{where}.activations", ".layers": f"{where}.layer_indices"}
-    words |= {".site": f"{where}.layer_indices", ".tokens": f"{where}.position_indices"}
+    words = dict.fromkeys((".layers", ".site"), f"{where}.layer_indices")
+    words |= {"": where, ".vector": f"{where}.activations", ".tokens": f"{where}.position_indices"}
     with called({"SteeringVector": where} | {f"Add{end}": path for end, path in words.items()}):
         vector = SteeringVector.model_validate(given)
         actions = vector.to_actions()
