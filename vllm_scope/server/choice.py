@@ -87,7 +87,7 @@ class ChoiceScope:
         if not ended:
             told: Json = {"rows": encode.rows(rows, True), "scores": encode.scores(scores, True)}
             return told | tokens
-        # Of held back columns the file has the values: the new ones go there too.
+        # The file has all values of a column that was held back, so none of them is inline.
         everything, here = result.columns(), [*scores, *rows]
         late = []
         for column in everything:

@@ -124,6 +124,13 @@ def test_a_scope_that_failed_ends_with_status_1(run, tmp_path, monkeypatch, caps
     assert "the request is failed: no room for it" in capsys.readouterr().out
 
 
+def test_a_server_without_vllm_scope_ends_with_a_sentence(monkeypatch, capsys):
+    answering(monkeypatch)
+    with pytest.raises(SystemExit):
+        command.read(Server("http://x", None, 4, 0.0), "a", "embed", "all", "all", None)
+    assert "http://x sent no rows; it is a server without vllm-scope." in capsys.readouterr().out
+
+
 def test_a_models_text_is_printed_as_it_is(monkeypatch, capsys):
     answering(monkeypatch)
     steering.steer(Server("http://x", None, 4, 0.0), "a", "happy", [0.0])
