@@ -10,7 +10,7 @@ before it was compared with the file.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import msgspec
@@ -55,23 +55,23 @@ class Piece:
     manifest: IndexedRequest
 
 
+@dataclass(frozen=True)
 class StoredStream:
-    """Rows of one stream in one file, of one request or of several in a row.
+    """Rows of one stream in one file, of one request or of consecutive ones.
 
     Attributes:
-        name: the file's.
+        name: of the file.
         key: of the stream in the file.
         first, num_rows: the rows, in the file's stream.
-        codec: the rows' codec.
+        codec: of the rows.
     """
 
-    def __init__(
-        self, files: OpenFiles, name: str, key: str, first: int, num_rows: int, codec: Codec
-    ) -> None:
-        self.name, self.key = name, key
-        self.first, self.num_rows = first, num_rows
-        self.codec = codec
-        self._files = files
+    files: OpenFiles
+    name: str
+    key: str
+    first: int
+    num_rows: int
+    codec: Codec
 
     @property
     def positions(self) -> Tensor:
@@ -102,19 +102,18 @@ class StoredStream:
             and (self.name, self.key, self.codec) == (other.name, other.key, other.codec)
             and self.first + self.num_rows == other.first
         ):
-            num_rows = self.num_rows + other.num_rows
-            return StoredStream(self._files, self.name, self.key, self.first, num_rows, self.codec)
+            return replace(self, num_rows=self.num_rows + other.num_rows)
         return None
 
     def _parts(self) -> dict[str, Tensor]:
-        file = self._files.get(self.name)
-        names = self.codec.part_names
-        if not self.codec.rowwise:
-            return {part: file.tensor(part_key(self.key, part)) for part in names}
-        return {part: self._slice(part_key(self.key, part), None) for part in names}
+        keys = {part: part_key(self.key, part) for part in self.codec.part_names}
+        if self.codec.rowwise:
+            return {part: self._slice(key, None) for part, key in keys.items()}
+        file = self.files.get(self.name)
+        return {part: file.tensor(key) for part, key in keys.items()}
 
     def _slice(self, key: str, dtype: torch.dtype | None) -> Tensor:
-        tensor = self._files.get(self.name).tensor(key)
+        tensor = self.files.get(self.name).tensor(key)
         last = self.first + self.num_rows
         if tensor.dim() < 1 or tensor.shape[0] < last or dtype not in (None, tensor.dtype):
             raise FileError(
@@ -269,11 +268,8 @@ def _merge(pieces: Sequence[Piece]) -> IndexedRequest:
             if name in streams:
                 raise FileError(f"{name} is in {streams[name].file} and in {piece.name}")
             streams[name] = msgspec.structs.replace(stream, file=piece.name)
-    status, reason = first.status, first.reason
-    for grade in ("partial", "error"):
-        for manifest in manifests:
-            if manifest.status == grade:
-                status, reason = manifest.status, manifest.reason
+    worst = max(manifests, key=lambda m: ("ok", "partial", "error").index(m.status))
+    status, reason = worst.status, worst.reason
     missing = sorted(set(range(first.num_stages)) - {m.stage for m in manifests})
     if missing and status == "ok":
         status, reason = "partial", f"stages {missing} of {first.num_stages} are missing"

@@ -81,7 +81,7 @@ def export_dataset(
         ConfigError: pyarrow is missing.
     """
     pa = _arrow()
-    width = {stream: _hidden_size(capture, stream) for stream in streams}
+    requests, width = _chosen(capture, streams)
     values = {stream: pa.list_(_arrow_type(dtype), size) for stream, size in width.items()}
     schema = pa.schema(
         [("request", pa.string()), ("position", pa.int64()), ("token_id", pa.int32())]
@@ -92,9 +92,7 @@ def export_dataset(
     } | {stream_name(stream): _list(dtype, size) for stream, size in width.items()}  # fmt: skip
 
     def batches() -> Iterator[RecordBatch]:
-        for request in capture:
-            if not all(stream in request for stream in streams):
-                continue
+        for request in requests:
             positions = request.positions(*streams[0])
             for stream in streams[1:]:
                 if not torch.equal(request.positions(*stream), positions):
@@ -103,8 +101,6 @@ def export_dataset(
                         f"{stream_name(streams[0])}; export them one by one."
                     )
             tokens = request.token_ids[positions]
-            for stream, size in width.items():
-                _check_width(request, stream, size)
             stored = {stream: request.stored(stream) for stream in streams}
             step = max(1, _BATCH_BYTES // (4 * sum(width.values())))
             for start in range(0, len(positions), step):
@@ -146,7 +142,8 @@ def export_saelens(
     """
     pa = _arrow()
     stream = (site, layer)
-    width = _hidden_size(capture, stream)
+    requests, widths = _chosen(capture, [stream])
+    width = widths[stream]
     storage = pa.list_(pa.list_(_arrow_type(dtype)))
     # The extension type of `datasets`, as Arrow files name it.
     marks = {
@@ -169,10 +166,7 @@ def export_saelens(
 
     def batches() -> Iterator[RecordBatch]:
         nonlocal left_out
-        for request in capture:
-            if stream not in request:
-                continue
-            _check_width(request, stream, width)
+        for request in requests:
             stored = request.stored(stream)
             positions = stored.positions
             tokens = request.token_ids
@@ -205,24 +199,23 @@ def _context_starts(positions: np.ndarray, context_size: int) -> list[int]:
     return starts
 
 
-def _hidden_size(capture: Capture, stream: SiteLayer) -> int:
-    for request in capture:
-        if stream in request:
-            return _width_of(request, stream)
-    raise KeyError(f"{stream!r} was not captured; captured are {capture.keys()}")
-
-
-def _width_of(request: CapturedRequest, stream: SiteLayer) -> int:
-    return request.manifest.streams[stream_name(stream)].shape[1]
-
-
-def _check_width(request: CapturedRequest, stream: SiteLayer, width: int) -> None:
-    found = _width_of(request, stream)
-    if found != width:
-        raise FileError(
-            f"{request!r}: rows of {stream_name(stream)} have {found} numbers, those of requests "
-            f"before it {width}; export what one model wrote."
-        )
+def _chosen(
+    capture: Capture, streams: list[SiteLayer]
+) -> tuple[list[CapturedRequest], dict[SiteLayer, int]]:
+    """The requests that have all of the streams, and the numbers of a row of each stream."""
+    width: dict[SiteLayer, int] = {}
+    for stream in streams:
+        name = stream_name(stream)
+        for request in (request for request in capture if stream in request):
+            found = request.manifest.streams[name].shape[1]
+            if width.setdefault(stream, found) != found:
+                raise FileError(
+                    f"{request!r}: rows of {name} have {found} numbers, those of requests before "
+                    f"it {width[stream]}; export what one model wrote."
+                )
+        if stream not in width:
+            raise KeyError(f"{stream!r} was not captured; captured are {capture.keys()}")
+    return [request for request in capture if all(s in request for s in streams)], width
 
 
 def _value(dtype: str) -> _Feature:

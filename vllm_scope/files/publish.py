@@ -135,20 +135,16 @@ class LocalPublisher:
             _fsync_folder(folder.parent)
 
     def _make_folder(self, folder: Path) -> None:
-        for part in reversed(folder.relative_to(self._root).parents):
-            self._make_one(self._root / part)
-        self._make_one(folder)
-
-    def _make_one(self, folder: Path) -> None:
-        if folder == self._root:
-            return
-        if folder.is_symlink():
-            raise FileError(
-                f"{folder} is a symbolic link; files go into folders of the root only. "
-                "Remove it, or choose another tag."
-            )
-        with suppress(FileExistsError):
-            self._make(folder)
+        inside = folder.relative_to(self._root)
+        for part in [*reversed(inside.parents), inside][1:]:  # without the root
+            made = self._root / part
+            if made.is_symlink():
+                raise FileError(
+                    f"{made} is a symbolic link; files go into folders of the root only. "
+                    "Remove it, or choose another tag."
+                )
+            with suppress(FileExistsError):
+                self._make(made)
 
     def close(self) -> None:
         if self._lock >= 0:

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import msgspec
 from torch import Tensor
 
 from vllm_scope.codecs import Codec
@@ -79,9 +80,6 @@ class EncodedStream:
         pieces = (piece for part in self.parts.values() for piece in part)
         return self.positions.nbytes + sum(piece.nbytes for piece in pieces)
 
-    def indexed(self, file: str, first: int = 0) -> IndexedStream:
-        return IndexedStream(self.shape, self.dtype, self.codec.metadata(), file, first)
-
 
 @dataclass(frozen=True)
 class FinishedRequest:
@@ -113,33 +111,22 @@ class FinishedRequest:
             firsts: stream -> the request's first row in the file's stream; 0 if missing.
             first_token: the request's first token in the file's token ids.
         """
-        record = self.record
+        record, first_of = self.record, firsts or {}
         status, reason = _status(record, sum(s.shape[0] for s in self.streams.values()))
-        return IndexedRequest(
-            request_id=_utf8(record.request_id),
-            owner=record.owner,
-            uid=_utf8(record.uid),
-            model=_utf8(record.model),
-            status=status,
-            reason=None if reason is None else _utf8(reason),
-            expected=record.expected,
-            delivered=record.delivered,
-            dropped=record.dropped,
-            num_prompt_tokens=len(record.prompt_ids),
-            num_output_tokens=len(record.output_ids),
-            files=[file],
-            streams={
-                name: stream.indexed(file, (firsts or {}).get(name, 0))
-                for name, stream in self.streams.items()
-            },
-            tag=None if record.tag is None else _utf8(record.tag),
-            name=None if record.name is None else _utf8(record.name),
-            child=record.child,
-            stage=record.stage,
-            num_stages=record.num_stages,
-            number=number,
-            first_token=first_token,
-        )
+        facts = {
+            **vars(record), "status": status, "reason": reason, "files": [file],
+            "num_prompt_tokens": len(record.prompt_ids),
+            "num_output_tokens": len(record.output_ids),
+            "number": number, "first_token": first_token,
+        }  # fmt: skip
+        streams = {
+            name: IndexedStream(
+                stream.shape, stream.dtype, stream.codec.metadata(), file, first_of.get(name, 0)
+            )
+            for name, stream in self.streams.items()
+        }
+        texts = {name: _utf8(fact) for name, fact in facts.items() if isinstance(fact, str)}
+        return msgspec.convert({**facts, **texts, "streams": streams}, IndexedRequest)
 
 
 def _utf8(text: str) -> str:

@@ -28,6 +28,7 @@ from pydantic import (
 )  # fmt: skip
 
 from vllm_scope.errors import ConfigError, shown
+from vllm_scope.files.options import FileOptions
 from vllm_scope.request.actions import MAX_NAME, MEMORY
 from vllm_scope.request.spec import Spec
 from vllm_scope.sinks import Sink
@@ -116,7 +117,6 @@ class SinkConfig:
             ConfigError: there is no such plugin, or an option is wrong.
         """
         if self.name == FILESYSTEM:
-            from vllm_scope.files import FileOptions
             from vllm_scope.sinks.filesystem import FilesystemSink
 
             options = FileOptions.parse(self.own)
@@ -172,18 +172,13 @@ def without_secrets(body: object) -> object:
 def _hidden(name: str, body: object) -> object:
     if not isinstance(body, Mapping):
         return HIDDEN
-    known = {*SinkOptions.model_fields, "reads"}
-    if name == FILESYSTEM:
-        from vllm_scope.files import FileOptions
+    own = FileOptions.model_fields if name == FILESYSTEM else ()
+    known = {*SinkOptions.model_fields, *own, "reads"}
 
-        known |= set(FileOptions.model_fields)
-    return {
-        key: value if key in known and not _is_url(value) else HIDDEN for key, value in body.items()
-    }
+    def is_shown(key: object, value: object) -> bool:
+        return key in known and not (isinstance(value, str) and "://" in value)
 
-
-def _is_url(value: object) -> bool:
-    return isinstance(value, str) and "://" in value
+    return {key: value if is_shown(key, value) else HIDDEN for key, value in body.items()}
 
 
 def _parse_one(name: object, body: object, where: str, reads: bool) -> SinkConfig:

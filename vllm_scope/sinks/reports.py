@@ -85,28 +85,17 @@ def checked(report: object) -> Report:
         "ok", report.reason, 0, 0, 0, report.files, report.streams, [dict(report.details)]
     )
     try:
-        body = msgspec.to_builtins(manifest)
-        msgspec.convert(body, Manifest)
-        num_bytes = _size(body)
-        if num_bytes is None:
-            body = _cleaned(body)
-            num_bytes = len(msgspec.msgpack.encode(body))
+        body = _cleaned(msgspec.to_builtins(manifest))
+        cleaned = msgspec.convert(body, Manifest)
+        num_bytes = len(msgspec.msgpack.encode(cleaned))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise TypeError(f"its report cannot be sent: {failure(error)}") from None
     if num_bytes > MOST_REPORT_BYTES:
         raise TypeError(f"its report takes {num_bytes:,} bytes, of at most {MOST_REPORT_BYTES:,}")
     return replace(
-        report, files=body["files"], streams=body["streams"], reason=body["reason"],
-        details=body["details"][0],
+        report, files=cleaned.files, streams=cleaned.streams, reason=cleaned.reason,
+        details=cleaned.details[0],
     )  # fmt: skip
-
-
-def _size(body: object) -> int | None:
-    """Encoded size in bytes; None if some text cannot be encoded."""
-    try:
-        return len(msgspec.msgpack.encode(body))
-    except UnicodeEncodeError:
-        return None
 
 
 def _cleaned(value: object) -> object:
@@ -115,7 +104,7 @@ def _cleaned(value: object) -> object:
         return plain(value, len(value))
     if isinstance(value, dict):
         return {_cleaned(key): _cleaned(one) for key, one in value.items()}
-    return [_cleaned(one) for one in value] if isinstance(value, list | tuple) else value
+    return type(value)(map(_cleaned, value)) if isinstance(value, list | tuple) else value
 
 
 def manifest_of(ending: Ending, streams: dict[str, dict[str, object]], report: Report) -> Manifest:

@@ -30,6 +30,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_scope.errors import CapacityError
@@ -42,6 +43,7 @@ HEADER_BYTES = 4096
 MAX_READERS = (HEADER_BYTES // 8 - 1) // 2
 #: A counter with this value: the reader has closed, and everything counts as read.
 CLOSED = 1 << 62
+Ints = NDArray[np.int64]
 #: How long `acquire` sleeps between looks at the readers' counters.
 POLL_S = 0.0002
 
@@ -130,21 +132,18 @@ class HostRing(SpanRing[Lease]):
         size = HEADER_BYTES + num_slots * SLOT_BYTES
         os.ftruncate(self._fd, size)
         self._map = mmap.mmap(self._fd, size)
-        self.counters = np.frombuffer(self._map, np.int64, MAX_READERS)
-        self._revoked = _revoked(self._map)
+        self.counters, self._revoked, identity, self.slots = _parts(self._map, num_slots)
         self._free_readers = list(range(MAX_READERS - 1, -1, -1))
         self._leaving: list[tuple[int, Callable[[], bool]]] = []
-        raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
-        self.slots = raw.view(num_slots, SLOT_BYTES)
         self._registered = 0
         if cuda:
-            address = raw.data_ptr() - HEADER_BYTES
+            address = self.slots.data_ptr() - HEADER_BYTES
             status = torch.cuda.cudart().cudaHostRegister(address, size, 0)
             if int(status) != 0:
                 raise MemoryError(f"{size >> 20} MiB of host memory could not be pinned: {status}")
             self._registered = address
         self.ref = RingRef(secrets.randbits(62), os.getpid(), self._fd, num_slots)
-        _identity(self._map)[0] = self.ref.identity
+        identity[0] = self.ref.identity
         self.reclaim: Callable[[], None] = lambda: None
         self.give_up: Callable[[Lease], None] = lambda _: None
         self.patience_s = 60.0
@@ -212,12 +211,12 @@ class HostRing(SpanRing[Lease]):
             self._fd = -1
 
 
-def _identity(memory: mmap.mmap) -> np.ndarray:
-    return np.frombuffer(memory, np.int64, 1, offset=2 * MAX_READERS * 8)
-
-
-def _revoked(memory: mmap.mmap) -> np.ndarray:
-    return np.frombuffer(memory, np.int64, MAX_READERS, offset=MAX_READERS * 8)
+def _parts(memory: mmap.mmap, num_slots: int) -> tuple[Ints, Ints, Ints, Tensor]:
+    """Views of the counters, the revoked flags, the identity [1] and the slots."""
+    header = np.frombuffer(memory, np.int64, 2 * MAX_READERS + 1)
+    slots = torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER_BYTES)
+    counters, revoked, identity = np.split(header, [MAX_READERS, 2 * MAX_READERS])
+    return counters, revoked, identity, slots.view(num_slots, SLOT_BYTES)
 
 
 class RingReader:
@@ -236,12 +235,9 @@ class RingReader:
             self._map = mmap.mmap(fd, HEADER_BYTES + ref.num_slots * SLOT_BYTES)
         finally:
             os.close(fd)
-        if int(_identity(self._map)[0]) != ref.identity:
+        self._counters, self._revoked, identity, self._slots = _parts(self._map, ref.num_slots)
+        if int(identity[0]) != ref.identity:
             raise ValueError(f"the file {ref.fd} of process {ref.pid} is not the worker's ring")
-        self._counters = np.frombuffer(self._map, np.int64, MAX_READERS)
-        self._revoked = _revoked(self._map)
-        raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
-        self._slots = raw.view(ref.num_slots, SLOT_BYTES)
 
     @property
     def gone(self) -> bool:

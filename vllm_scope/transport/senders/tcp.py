@@ -146,17 +146,18 @@ class TcpSender(Sender):
 
     def give_up(self) -> None:
         self._num_dials = MOST_DIALS + 1
-        with self._lock:
-            if not self._dead:
-                os.eventfd_write(self._wake, 1)
+        self._wake_thread()
 
     def close(self, patience_s: float = CLOSE_S) -> None:
         """Deliver what waits, if the front-end reads it within `patience_s`."""
         self._close_at = time.monotonic() + patience_s
+        self._wake_thread()
+        self._thread.join()
+
+    def _wake_thread(self) -> None:
         with self._lock:
             if not self._dead:
                 os.eventfd_write(self._wake, 1)
-        self._thread.join()
 
     # The thread
 
