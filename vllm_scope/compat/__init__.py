@@ -5,7 +5,7 @@ steering_http/  the steering fork's keys, capture_results, modules and /v1/steer
 probe_hook.py   LLM, AsyncLLM and SamplingParams of vllm-probe-hook
 act_capture.py  VLLM_ACT_* variables and the .npz files of the Activation Capture System
 inspect.py      a model provider, a solver and a scorer for Inspect; own_loop.py is its engine
-bounds.py       how much a request may say in a face's words
+bounds.py       limits of a request in another system's words
 
 TransformerLens's names are `out.scope.as_cache()`.
 
@@ -45,9 +45,9 @@ KEYS: dict[str, tuple[str, ...]] = {
     "act_capture": (),
 }  # fmt: skip
 
-#: On an engine's VllmConfig: the hooks of vllm-lens that all its requests have.
+#: The attribute of an engine's VllmConfig that holds vllm-lens's hooks of all requests.
 PERSISTENT = "scope_persistent_hooks"
-#: Modules that have an HttpFace, called HTTP.
+#: Modules with an HttpFace, which is called HTTP.
 OVER_HTTP: tuple[str, ...] = ("vllm_lens.http", "steering_http.http")
 
 

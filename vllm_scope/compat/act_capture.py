@@ -63,7 +63,7 @@ MODES = {
     "topk8": {"k": "VLLM_ACT_TOPK_K"},
 }
 RETURNS = ("sharded", "gathered")
-#: In each .npz, beside the codec's arrays: its metadata, JSON as bytes.
+#: The array of each .npz that has the codec's metadata: JSON as bytes.
 METADATA = "codec"
 
 
@@ -72,7 +72,7 @@ class Settings:
     """The environment's variables, checked.
 
     Raises:
-        ConfigError: naming the variable, what came and what is allowed.
+        ConfigError: a variable has a value that is not allowed.
     """
 
     mode: str
@@ -194,7 +194,7 @@ def _write(settings: Settings, codec: Codec, request_id: str, completion: Comple
 
 @cache
 def _publisher(folder: str) -> LocalPublisher:
-    """The one writer of this process below a folder."""
+    """The only publisher of this process for a folder."""
     return LocalPublisher(Path(folder))
 
 
@@ -209,7 +209,7 @@ def load_npz(path: str | Path) -> tuple[Tensor, Tensor]:
     """Rows [num_positions, hidden_size] in the model's dtype, and their positions.
 
     Raises:
-        FileError: not such a file, or a damaged one.
+        FileError: the file is not a capture, or is damaged.
     """
     try:
         with np.load(path, allow_pickle=False) as arrays:

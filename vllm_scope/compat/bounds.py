@@ -19,7 +19,7 @@ from vllm_scope.request.selectors import MAX_ITEMS
 from vllm_scope.request.spec import MAX_EDITS, MAX_READS, MAX_SPEC_BYTES
 from vllm_scope.vectors.hooks import mapping
 
-#: What is counted -> how many one request may have.
+#: What is counted -> the most that one request may have.
 MOST = {
     "edits": MAX_EDITS,
     "reads": MAX_READS,
@@ -42,7 +42,7 @@ class Room:
         """Add to the count of `what`, a key of MOST.
 
         Raises:
-            SpecError: the request has more than it may have.
+            SpecError: the request has more than MOST allows.
         """
         self._taken[what] += count
         if self._taken[what] > MOST[what]:
@@ -73,7 +73,7 @@ def parsed(value: object, where: str) -> object:
     """The value of a JSON text; any other value as it is.
 
     Raises:
-        SpecError: not JSON, or more than a request may have.
+        SpecError: not JSON, or more items than MOST allows.
     """
     if not isinstance(value, str):
         return value

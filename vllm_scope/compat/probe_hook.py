@@ -59,9 +59,9 @@ class Options:
         include_decode: the generated tokens, as `output.hidden_states`.
         last_prefill_token: only the prompt's last token, even without `include_prefill`.
         last_decode_token: only the last generated token that is processed.
-        process_last_token: process the token sampled last too, in a request of its own, which
-            finds the others in the prefix cache. Not possible with edits. `max_model_len` must
-            leave room for one more token.
+        process_last_token: process the token sampled last too. A second request does that, and
+            finds the other tokens in the prefix cache. Not possible with edits. `max_model_len`
+            must leave room for one more token.
 
     Raises:
         SpecError: nothing is captured, or an option is of a wrong type.
@@ -164,7 +164,7 @@ def translate(values: Mapping[str, object], sites: Sites) -> Translation:
     """The reads of a request of LLM or AsyncLLM.
 
     Raises:
-        SpecError: a layer that the engine does not tap, or a value of another origin.
+        SpecError: a layer that the engine does not tap, or options that LLM did not set.
     """
     options = values[KEY]
     if not isinstance(options, Options):
@@ -305,7 +305,7 @@ class AsyncLLM(_Capturing):
         lora_request: LoRARequest | None = None,
         **vllm_kwargs: object,
     ) -> AsyncIterator[RequestOutput]:
-        """One RequestOutput per token (or as `output_kind` says)."""
+        """One output for each token, unless `output_kind` says otherwise."""
         name = f"{KEY}-{next(self._numbers)}" if request_id is None else request_id
         stream = self.engine.generate(
             prompt, self.capture.params(sampling_params), name, lora_request=lora_request,

@@ -25,12 +25,12 @@ from vllm_scope.request.sites import STREAM_SITES
 from vllm_scope.sinks.options import FILESYSTEM
 from vllm_scope.vectors.hooks import mapping, site_of
 
-#: Of the consumer `filesystem`: its option -> ours.
+#: Options of the consumer `filesystem` -> vllm-scope's.
 _FILES = {"root": "root", "writer_threads": "threads", "fsync": "fsync"}
 _LAYOUTS = {"per_file": "per_request", "packed": "packed", "sharded": "sharded"}
 #: Options of the consumer `filesystem` with one possible value here.
 _ALWAYS = {"on_collision": "overwrite", "atomic_publish": True}
-#: Options without effect: sizes of parts that this system does not have.
+#: Options without effect: vllm-scope has no such queues, caches and shards.
 _IDLE = {
     "queue_size", "timeout_seconds", "fd_cache_size", "coalesce_max_bytes", "num_shards",
     "shard_max_bytes",
@@ -88,13 +88,13 @@ class LLM(vllm.LLM):
 
     Args:
         model, vllm_kwargs: as for vllm.LLM.
-        enable_steering, max_steering_configs: without effect. Requests can always be steered,
-            as many as have room for their vectors (additional_config["scope"].vectors_mib).
+        enable_steering, max_steering_configs: without effect. Every request can be steered; it
+            waits until there is room for its vectors (additional_config["scope"].vectors_mib).
         capture_consumers: [{"name", "params"}]: sinks. The params of `filesystem` have the
             fork's names; a plugin gets its params as they are.
 
     Raises:
-        ConfigError: an option of a consumer that is not supported.
+        ConfigError: an option of a consumer is not supported.
     """
 
     generate = _with_results(vllm.LLM.generate)

@@ -67,8 +67,8 @@ class SetSteering(_Tiers):
 
     replace: bool = Field(
         default=False,
-        description="End all server-wide edits first. Else a hook and layer of a tier that is "
-        "named here gets new vectors, or clamps, and the others stay.",
+        description="True: end all server-wide edits first. False: only hooks and layers that "
+        "the body names in a tier get new vectors, or clamps.",
     )
     target: str | None = Field(default=None, description="main, or left out.")
 
@@ -82,7 +82,7 @@ class ClearSteering(BaseModel):
 
 
 class SteeringSet(BaseModel):
-    """What a `set` has changed."""
+    """Hooks and layers that a `set` has changed."""
 
     status: str = "ok"
     hook_points: list[str] = Field(description="Hooks that the body named.")
@@ -108,7 +108,7 @@ class Cleared(BaseModel):
 
 
 class HookPoints(BaseModel):
-    """What a layer can be steered at."""
+    """Hooks at which a layer can be steered."""
 
     hook_points: list[str]
 
@@ -143,11 +143,11 @@ class Modules(BaseModel):
 
 
 class ModuleChanged(BaseModel):
-    """What was registered, or forgotten."""
+    """The module that was registered, or forgotten."""
 
     status: str = "ok"
     name: str
-    modules: list[str] = Field(description="The names that there are now.")
+    modules: list[str] = Field(description="The names of all modules.")
 
 
 reading = APIRouter(prefix="/v1/steering", tags=["steering"], route_class=Route)
@@ -174,7 +174,7 @@ async def _sites(request: Request) -> Sites:
 
 @reading.get("", summary="The steering of every request", responses=errors(400))
 async def get_steering(request: Request, target: Target = None) -> SteeringStatus:
-    """Of all server-wide edits, whichever route has set them."""
+    """Norms and clamps of all server-wide edits, whichever route set them."""
     _check_target(target)
     text = await asked(engine_of(request).edits())
     return SteeringStatus.model_validate(await run_in_threadpool(status, text))
@@ -182,7 +182,7 @@ async def get_steering(request: Request, target: Target = None) -> SteeringStatu
 
 @reading.get("/layers", summary="What can be steered", responses=errors(400))
 async def get_layers(request: Request, target: Target = None) -> SteerableLayers:
-    """Hooks by layer; which are tapped is decided when the engine starts."""
+    """The hooks that are tapped at each layer. They do not change while the engine runs."""
     _check_target(target)
     sites = await _sites(request)
     found: dict[str, HookPoints] = {}
@@ -195,7 +195,7 @@ async def get_layers(request: Request, target: Target = None) -> SteerableLayers
 
 @reading.get("/modules", summary="The names of steering modules")
 async def get_modules(request: Request) -> Modules:
-    """GET /v1/scope/modules says more of each."""
+    """GET /v1/scope/modules has the digest and the streams of each."""
     names = await _names(request)
     return Modules(modules=names, count=len(names))
 
@@ -217,7 +217,7 @@ async def set_steering(request: Request, body: SetSteering) -> SteeringSet:
 
 @changing.post("/clear", summary="End the steering of every request")
 async def clear_steering(request: Request, body: ClearSteering | None = None) -> Cleared:
-    """Ends all server-wide edits, whichever route has set them. Running requests keep theirs."""
+    """Ends all server-wide edits, whichever route set them. Running requests keep theirs."""
     _check_target(body.target if body is not None else None)
     async with in_turn(request, clearing=True):
         await asked(engine_of(request).set_edits(None))
@@ -226,7 +226,7 @@ async def clear_steering(request: Request, body: ClearSteering | None = None) ->
 
 @changing.post("/modules/register", summary="Register a steering module")
 async def register_module(request: Request, body: RegisterModule) -> ModuleChanged:
-    """From now on the name means these vectors. Running requests keep the earlier ones."""
+    """Later requests that name the module get these vectors. Running requests keep theirs."""
     if body.kind != "additive" or body.sae_manifest is not None:
         raise RefusalError(
             400, f"kind is {shown(body.kind)}; modules here are 'additive': features of sparse "
@@ -252,7 +252,7 @@ def _module(tiers: dict[str, object], sites: Sites) -> bytes:
 
 @changing.post("/modules/unregister", summary="Forget a steering module", responses=errors(404))
 async def unregister_module(request: Request, body: UnregisterModule) -> ModuleChanged:
-    """Running requests keep it."""
+    """Running requests keep the module."""
     async with in_turn(request):
         known = await asked(engine_of(request).unregister(body.name))
     names = await _names(request)

@@ -49,7 +49,7 @@ def translate(values: Mapping[str, object], sites: Sites) -> Translation:
     for key, tokens in REQUEST_TIERS.items():
         adds = stacked(vectors_of(values.get(key), key, sites, room), tokens)
         edits += [(add, words_of(add, key)) for add in adds]
-    # As in the fork, clamps come after all that is added.
+    # As in the fork, clamps apply after all vectors are added.
     for key, tokens in tiers("steering_clamps").items():
         clamps = clamps_of(values.get(key), tokens, key, sites, room).values()
         edits += [(clamp, words_of(clamp, key)) for some in clamps for clamp in some]

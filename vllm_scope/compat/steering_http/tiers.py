@@ -4,9 +4,9 @@ Owns:  Wanted (the body of `set`), `merged` and `status`.
 Runs:  in an API server process.
 To:    routes.
 
-Promise: the engine has the only list of server-wide edits. A tier's vectors are its Adds with
-numbers, layers and the tier's tokens, whichever route set them; a tier's clamps are its Clamps.
-All other edits (modules by name, ablations ...) stay as they are.
+Promise: the engine has the only list of server-wide edits. An Add or a Clamp in that list belongs
+to a tier if it has numbers, layers and the tier's tokens, whichever route set it. All other edits
+(modules by name, ablations ...) stay as they are.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Wanted:
 
     Attributes:
         edits: Adds, then Clamps.
-        places: where they replace earlier edits.
+        places: those whose earlier edits are replaced.
     """
 
     edits: tuple[Edit, ...]

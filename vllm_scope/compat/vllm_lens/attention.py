@@ -6,7 +6,7 @@
 Owns:  `attention_patterns`, `compute_attention_weights`, and `qk_meta` of a layer.
 Runs:  anywhere; on the device of the tensors.
 
-No kernel holds these weights as a whole, so they are computed here: the softmax of
+An attention kernel never holds all weights at once. They are computed here: the softmax of
 cap(scale * q.k) + bias over the keys that a query sees.
 """
 

@@ -11,8 +11,8 @@
     llm.generate(prompt, params)[0].hook_results["0"]["before"]
 
 A function is called once per layer and step that has tokens of its request: for each chunk of
-the prompt, then for each token; with async scheduling maybe for one token that is not kept.
-The model continues with the rows that the function returns. A function is never pickled and
+the prompt, then for each token. With async scheduling the last call may be for a token that is not
+kept. The model continues with the rows that the function returns. A function is never pickled and
 never leaves this process; it has this process's rights.
 
 vllm-lens adds `llm.register_hooks(...)` and the methods beside it to vllm.LLM. Here vllm.LLM gets
@@ -114,8 +114,10 @@ class HookRun:
         self, child: int, place: tuple[int, bool], rows: Tensor, first: int,
         model: torch.nn.Module,
     ) -> Tensor | None:  # fmt: skip
-        """Call the hooks of a place (layer, pre) in turn, each with the rows of the one before.
-        Returns None if no hook has returned rows."""
+        """The rows that the hooks of a place (layer, pre) return; None if no hook returns rows.
+
+        Each hook gets the rows that the hook before it returned.
+        """
         layer, before = place
         contexts = self._contexts.setdefault(child, {})
         changed = None

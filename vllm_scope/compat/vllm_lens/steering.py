@@ -85,20 +85,22 @@ class SteeringVector(Model):
 
     def to_actions(self) -> list[Action]:
         """The vectors as Adds."""
-
-        def add(vectors: Tensor, tokens: object) -> Action:
-            return Add(
+        values, positions = self.activations, self.position_indices
+        parts: list[tuple[Tensor, Sequence[int] | str]]
+        if values.dim() == 2:
+            parts = [(values, "all" if positions is None else positions)]
+        else:
+            parts = [
+                (values[:, i], [position])
+                for i, position in enumerate(positions or range(values.shape[1]))
+            ]
+        return [
+            Add(
                 vectors, site=SITE, layers=self.layer_indices, scale=self.scale, tokens=tokens,
                 norm_match=self.norm_match,
-            )  # fmt: skip
-
-        if self.activations.dim() == 2:
-            whole = self.position_indices is None
-            return [add(self.activations, "all" if whole else self.position_indices)]
-        positions = self.position_indices
-        if positions is None:
-            positions = range(self.activations.shape[1])
-        return [add(self.activations[:, i], [position]) for i, position in enumerate(positions)]
+            )
+            for vectors, tokens in parts
+        ]  # fmt: skip
 
     def model_dump(self, mode: str = "json") -> dict[str, object]:
         """JSON in every mode; `SteeringVector.model_validate` reads it."""

@@ -5,9 +5,9 @@
 
 bfloat16 travels as int16, because numpy has no bfloat16. `compression` is present if the bytes
 are a zstd frame. Instead of `data` there may be a `handle`, whose bytes the client fetches, or
-`error`, the reason why there is no tensor. Any other value is `{"__json__": value}`.
+`error`, the reason why there is no tensor. Values that are no tensors are `{"__json__": value}`.
 
-Promise: nothing is unpickled, and sizes are compared before anything is allocated.
+Promise: nothing is unpickled. Sizes are compared before memory is allocated.
 """
 
 from __future__ import annotations
