@@ -157,23 +157,15 @@ def _write(settings: Settings, codec: Codec, request_id: str, completion: Comple
     unique = digest(f"{request_id} {secrets.token_hex(8)}")
     folder = f"{clean(str(request_id))}~{unique}"
     manifest: Body = {
-        "request_id": request_id,
-        "sequence": completion.index,
-        "status": result.status,
-        "mode": settings.mode,
-        "return": settings.returned,
-        "site": SITE,
-        "compression": codec.metadata(),
-        "num_prompt_tokens": result.num_prompt,
-        "token_ids": result.token_ids,
-        "layers": {},
-    }
+        "request_id": request_id, "sequence": completion.index, "status": result.status,
+        "mode": settings.mode, "return": settings.returned, "site": SITE,
+        "compression": codec.metadata(), "num_prompt_tokens": result.num_prompt,
+        "token_ids": result.token_ids, "layers": {},
+    }  # fmt: skip
     try:
         publisher = _publisher(settings.folder)
-        for site, layer in result.keys():
-            if site != SITE:
-                continue
-            rows, positions = result[site, layer], result.positions(site, layer).numpy()
+        for layer in (layer for site, layer in result.keys() if site == SITE):
+            rows, positions = result[SITE, layer], result.positions(SITE, layer).numpy()
             name = f"{folder}/sequence_{completion.index}_layer_{layer:03d}.npz"
             parts = {k: v.numpy() for k, v in codec.encode(rows.contiguous()).items()}
             publisher.publish({name: partial(_save, parts, positions, codec)})

@@ -1,7 +1,6 @@
 """Bounds of a request in a face's words, checked before anything is built.
 
-Owns:  Room (the counts of one request), and checks of lists, objects, JSON text, vectors and
-       base64.
+Owns:  Room (the counts of one request), and checks of lists, objects, JSON text and vectors.
 Runs:  in the front-end, on the event loop of an API server.
 To:    vllm_lens and steering_http.
 
@@ -97,16 +96,3 @@ def check_vector(value: object, size: int, room: Room, where: str) -> None:
     room.take("numbers in lists", size, where)
     if any(issubclass(kind, _NO_NUMBERS) for kind in set(map(type, numbers))):
         raise SpecError(f"{where} has more than numbers; it is a list of {size} numbers.")
-
-
-def check_base64(text: object, num_bytes: int, where: str) -> None:
-    """Raise SpecError if a base64 text has another length than `num_bytes` bytes have.
-
-    A value of another type passes.
-    """
-    length = 4 * -(-num_bytes // 3)
-    if isinstance(text, str) and len(text) != length:
-        raise SpecError(
-            f"{where}.data has {len(text):,} characters; the {num_bytes:,} bytes that dtype and "
-            f"shape say take {length:,} in base64."
-        )

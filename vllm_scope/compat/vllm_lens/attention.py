@@ -28,17 +28,15 @@ def qk_meta(sites: Sites, layer: int) -> dict[str, object]:
     assert heads is not None
     window = kernel["sliding_window"]
     return {
-        "layer_name": kernel["layer_name"],
-        "scale": kernel["scale"],
+        **{
+            name: kernel[name] for name in ("layer_name", "scale", "alibi_slopes", "sinks", "exact")
+        },
         "logits_soft_cap": kernel["logits_soft_cap"] or 0.0,
         "sliding_window": [-1, -1] if window is None else [window - 1, 0],
-        "alibi_slopes": kernel["alibi_slopes"],
-        "sinks": kernel["sinks"],
         "num_heads_local": heads.num_heads,
         "num_kv_heads_local": heads.num_kv_heads,
         "num_kv_heads_total": heads.num_kv_heads,
         "head_size": heads.head_size,
-        "exact": kernel["exact"],
     }
 
 
