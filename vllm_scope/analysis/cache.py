@@ -206,7 +206,7 @@ class ActivationCache(Mapping[str, Tensor]):
         for each in range(self._up_to(layer)):
             labels |= {f"{each}_{site}": (site, each) for site in sites[mode]}
         if not labels:
-            raise SpecError("nothing is added before layer 0 but the embedding; incl_embeds it.")
+            raise SpecError("nothing is added before layer 0 but the embedding; set incl_embeds.")
         return self._stacked(labels, return_labels)
 
     def _stacked(

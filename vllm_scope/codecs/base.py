@@ -28,7 +28,7 @@ class RowPart(NamedTuple):
 class Codec(BaseModel):
     """Makes rows smaller, and decodes them again.
 
-    A codec is its options: immutable, compared and hashed by them, shared between threads.
+    A codec is immutable and equals every codec with the same options. Threads may share it.
 
     A row with NaN or infinity in it: `none`, `fp16` and `zstd` keep each value. The
     8-bit codecs have one scale per row, so they return the whole row as NaN.
@@ -59,7 +59,7 @@ class Codec(BaseModel):
     @property
     @abstractmethod
     def row_parts(self) -> tuple[RowPart, ...]:
-        """What `encode` makes of each row. Only where `rowwise`."""
+        """What `encode` makes of each row. Only if `rowwise`."""
 
     @property
     def part_names(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ DEFAULT_K = 512
 #: Largest number of elements of a projection, also of one that a file names: it takes at
 #: most 0.2 s and 32 MiB to make.
 MAX_PROJECTION = 1 << 23
-#: Projections that a process keeps: those of its requests (packer), and its writer's one.
+#: Projections that a process keeps: those of its requests (packer), and that of its writer.
 MOST_KEPT = 16
 
 
@@ -29,8 +29,8 @@ MOST_KEPT = 16
 def projection(hidden_size: int, k: int, seed: int, device: torch.device) -> Tensor:
     """R = randn(hidden_size, k) / sqrt(k), float32, the same on every device.
 
-    From numpy's RandomState, whose stream is frozen for good (NEP 19); torch promises
-    none across releases, nor between CPU and CUDA.
+    From numpy's RandomState, whose numbers never change (NEP 19). Those of torch may change with
+    a release, and differ between CPU and CUDA.
     """
     numbers = np.random.RandomState(seed).standard_normal((hidden_size, k)) / np.sqrt(k)
     return torch.from_numpy(numbers.astype(np.float32)).to(device)
@@ -86,7 +86,8 @@ class RandomProjection8(KeepsK):
         projection(self.hidden_size, self.k, self.seed, device)
 
     def projections(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """float32 [num_rows, k]: rows @ R, to half a step. What to compare."""
+        """float32 [num_rows, k]: rows @ R, exact to half a step of the quantisation. Distances and
+        inner products of rows are best computed from these."""
         return dequantise(parts["q"], parts["scale"], parts["zero"])
 
     def _encode(self, rows: Tensor) -> dict[str, Tensor]:

@@ -1,10 +1,10 @@
-"""One captured request, read from however many files hold it.
+"""One captured request, read from its files: one for each pipeline stage.
 
 Owns:  CapturedRequest, StoredStream, and the files that are open.
 From:  reader (which finds the files).
 
-Promise: rows are read only when they are asked for. No size that a file claims is believed
-before it was compared with the file.
+Promise: rows are read only when they are asked for. Every size that a file states is compared
+with the file before it is used.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Piece:
     """The part of a request that is in one file.
 
     Attributes:
-        name: the file's, below the folder's root.
-        prefix: of the request's tensors in the file.
+        name: of the file, below the folder's root.
+        prefix: of the names of the request's tensors in the file.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The facts about a captured request, beside its rows.
+"""What is stored about requests, beside their rows.
 
 Owns:  RequestRecord (a writer's input when a request ends), IndexedRequest (what is stored and
        returned: `request.manifest`), Index (all requests of one file), and their JSON.
@@ -40,8 +40,8 @@ class RequestRecord:
         tag: a folder for requests that belong together.
         name: the caller's. A later request replaces an earlier one of the same owner, tag and
             name.
-        uid: unique among all requests; the same for all stages and completions of one.
-        child: index of the completion, of a request with n > 1.
+        uid: unique among all requests; the same for all stages and completions of a request.
+        child: index of the completion, if the request has n > 1.
         stage, num_stages: the pipeline stage of these rows.
         owner: of the request, if several owners share a root: letters and digits.
     """
@@ -65,8 +65,8 @@ class RequestRecord:
 
     @property
     def num_positions(self) -> int:
-        """Number of processed positions. The token sampled last is not processed; rows from its
-        position on are of rejected drafts."""
+        """Number of processed positions. The token sampled last is not processed: rows from its
+        position on belong to rejected drafts."""
         return len(self.prompt_ids) + max(len(self.output_ids) - 1, 0)
 
 

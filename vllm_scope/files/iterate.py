@@ -2,9 +2,9 @@
 
 Owns:  `iter_rows`, and the meaning of "shuffled".
 
-Single rows are not permuted: disks are slowest at reading 8 KB here and there. Runs of
+Single rows are not permuted, because disks are slowest at small reads from many places. Runs of
 neighbouring rows are put in random order, a pool of POOL_RUNS runs is read, and rows are drawn
-from the pool in random order. So a batch mixes rows from POOL_RUNS places of the data set.
+from the pool in random order. A batch thus mixes rows from POOL_RUNS places of the data set.
 """
 
 from __future__ import annotations

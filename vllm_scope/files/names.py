@@ -16,7 +16,7 @@ from vllm_scope.files.index import RequestRecord
 MAX_CHARS = 100
 _PLAIN = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MAX_CHARS - 1}}}")
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
-#: A folder with such a name could be in the place of a data file.
+#: A folder with such an ending could stand where a data file is to be.
 _OURS = (".json", ".safetensors", ".npz", ".")
 
 
@@ -36,9 +36,9 @@ def digest(text: str) -> str:
 def place(record: RequestRecord) -> str:
     """The path of a request's file, below the root and without its suffix.
 
-    A named request always gets the same path in its owner's folder: a later one replaces its
-    file, and no other owner's. The path of a request without a name has its uid, because
-    every engine counts its requests from zero, and a second run must not overwrite the first.
+    A request with a name always gets the same path in its owner's folder, so a later request of
+    this owner and name replaces its file. The path of a request without a name has its uid: every
+    engine counts its requests from zero, and a second run must not overwrite the first.
     """
     stem = clean(record.name) if record.name is not None else clean(record.request_id)
     if record.name is None:

@@ -29,12 +29,12 @@ class FileOptions(BaseModel):
             requests, each with its own tensors. `sharded`: large files in which the rows of
             all requests follow each other.
         codec: see docs/codecs.md.
-        codec_options: the codec's own.
+        codec_options: options of the codec.
         fsync: wait for the disk before a file becomes visible, and for its folder after.
         file_mib: size at which `packed` and `sharded` begin a new file.
         packed_requests: number of requests after which `packed` begins a new file.
-        mode: of local files, in octal. Who may read them may enter the folders that are
-            made. An existing root keeps its mode.
+        mode: of local files, in octal. Users who may read the files may enter the folders
+            that the writer makes. An existing root keeps its mode.
         key_folders: True: files of requests over HTTP (`per_request`, `npz`) are in a folder
             of their API key, `key-` and a digest. False: keys may replace each other's files.
     """

@@ -19,7 +19,7 @@ from vllm_scope.files.index import Index, IndexedRequest
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.per_request import publish_tensors, tensors_of
 from vllm_scope.files.publish import Publisher
-from vllm_scope.files.stored import FileLayout, FinishedRequest, Stored, telling
+from vllm_scope.files.stored import FileLayout, FinishedRequest, Stored, settling
 
 
 class PackedLayout(FileLayout):
@@ -46,7 +46,7 @@ class PackedLayout(FileLayout):
         self._published.append(stored.published)
         full = self._nbytes >= self._options.file_bytes
         if full or len(self._manifests) >= self._options.packed_requests:
-            # The requests' own futures tell of a failure.
+            # A failure is set on the requests' futures.
             with suppress(FileError):
                 self.flush()
         return stored
@@ -58,5 +58,5 @@ class PackedLayout(FileLayout):
         waiting = self._published
         self._num_files += 1
         self._begin()
-        with telling(waiting):
+        with settling(waiting):
             publish_tensors(self._publisher, stem, tensors, index)

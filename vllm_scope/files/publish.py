@@ -40,9 +40,9 @@ class Publisher(Protocol):
                 below the root, all in one folder, `/` between folders (`names.place`).
 
         Raises:
-            FileError: a file cannot be written. None is visible then, except if a rename or
-                the folder's fsync failed: the files before it are visible, because those
-                that they replaced are gone.
+            FileError: a file cannot be written. If a rename or the folder's fsync failed, the
+                files before it are visible, because the files that they replaced are gone.
+                Else none is visible.
         """
         ...
 
@@ -70,8 +70,8 @@ class LocalPublisher:
     """Publishes below a local folder, which is made if it is missing.
 
     Args:
-        mode: of files. Who may read them may enter the folders that are made. Files may have
-            private text, so that by default only the writer may read them.
+        mode: of files. Users who may read them may enter the folders that are made. Files may
+            have private text: by default only this user may read them.
 
     Attributes:
         identity: part of the names of this writer's temporary files and lock.
@@ -191,10 +191,10 @@ def _remove_leftovers(root: Path, own: str) -> None:
 
 
 def _removed(path: str) -> bool:
-    """Remove a lock that no process holds. Returns False if one does.
+    """Remove a lock that no process holds. Returns False if a process holds it.
 
-    It is unlinked while it is locked here: a writer that has made it and not locked it yet then
-    sees that it is gone.
+    The lock is unlinked while this process holds it. A writer that has just made the lock, and
+    has not taken it yet, then sees that it is gone.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

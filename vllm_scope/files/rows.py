@@ -42,7 +42,7 @@ class Stream:
 
 
 class RequestWriter:
-    """One request. Nothing is written before `finish`; dropping it leaves no trace."""
+    """Collects the rows of one request. Without a call of `finish` no file is made."""
 
     def __init__(
         self, buffers: Buffers, store: Callable[[RequestRecord, RequestWriter], Stored]

@@ -30,10 +30,10 @@ from vllm_scope.files.index import Index, IndexedRequest
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.per_request import KEY, part_key, publish_indexed
 from vllm_scope.files.publish import Publisher
-from vllm_scope.files.stored import FileLayout, FinishedRequest, Stored, telling
+from vllm_scope.files.stored import FileLayout, FinishedRequest, Stored, settling
 from vllm_scope.files.tensors import write_tensors
 
-#: Shards that are written at once. If there is one more, the caller waits.
+#: Shards that are written at once. If one more is full, the caller waits.
 NUM_WRITERS = 2
 #: Shards that are filled at once: rows of one stream under different codecs need different
 #: shards. If one more is needed, the oldest is written.
@@ -91,7 +91,7 @@ class _Shard:
         return stored
 
     def publish(self, publisher: Publisher) -> None:
-        with telling(self.waiting):
+        with settling(self.waiting):
             body = Index("sharded", self.manifests).encode()
             index = torch.frombuffer(bytearray(body), dtype=torch.uint8)
             tensors = {**self._pieces, KEY: [index]}
@@ -130,7 +130,7 @@ class ShardedLayout(FileLayout):
         self._open.remove(shard)
         if not shard.manifests:  # adding its first request failed
             return
-        # The requests' own futures tell of a failure.
+        # A failure is set on the requests' futures.
         while self._writing and self._writing[0].done():
             self._writing.popleft()
         self._writing.append(self._threads.submit(shard.publish, self._publisher))

@@ -27,7 +27,8 @@ class Stored:
     Attributes:
         manifest: true once `published` is done; until then the rows are only in this
             process's memory.
-        published: done when the file is visible. Its exception says why the file is not.
+        published: done when the file is visible. If it has an exception, that says why the file
+            will not be visible.
         folder: of the file, below the root.
     """
 
@@ -48,7 +49,7 @@ def published() -> Future[None]:
 
 
 @contextmanager
-def telling(waiting: Sequence[Future[None]]) -> Iterator[None]:
+def settling(waiting: Sequence[Future[None]]) -> Iterator[None]:
     """Set the futures' result when the block ends, or their exception if it raises."""
     try:
         yield
@@ -155,11 +156,10 @@ class FileLayout(ABC):
 
     @abstractmethod
     def add(self, request: FinishedRequest) -> Stored:
-        """Take a request. Raises FileError if it is known to be lost already."""
+        """Take a request. Raises FileError if its file is written now, and cannot be."""
 
     def flush(self) -> None:  # noqa: B027
-        """Return once every request is published, or has failed to be. Raises the first
-        FileError of the files that it waited for."""
+        """Wait until every request is published or has failed. Raises the first FileError."""
 
     def close(self) -> None:
         """`flush`, and end the layout's threads."""

@@ -1,4 +1,4 @@
-"""Safetensors files: written from pieces; their headers checked before they are believed.
+"""Safetensors files: written from pieces, and read after their headers are checked.
 
 Owns:  `write_tensors`, Header and its checks.
 
@@ -121,7 +121,7 @@ def read_header(file: BinaryIO, size: int, where: str, mark: str | None = None) 
         size: of the file, in bytes.
         where: the file's name, for messages.
         mark: if neither the metadata nor the tensors have this name, the file is not ours,
-            and its tensors are not looked at. None: every file's are.
+            and its tensors are not looked at. None: the tensors of every file are checked.
 
     Raises:
         FileError: not safetensors, or sizes that contradict the file's.

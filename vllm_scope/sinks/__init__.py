@@ -141,9 +141,9 @@ class Report:
         streams: `site.layer` -> shape, dtype, and other facts.
         status, reason: replace those of an Ending that is `ok`.
         details: any JSON object.
-        published: of a sink that may still lose the rows: done when it cannot any more. The
-            caller waits for it. If it fails, the request ends with status `error` and its
-            exception as the reason.
+        published: set by a sink that may still lose the rows; done when the rows can no longer
+            be lost. The caller waits for it. If it fails, the request ends with status `error`
+            and its exception as the reason.
         public: True if reason and streams may be shown to every API key.
     """
 
@@ -189,8 +189,8 @@ class Sink(Protocol):
 
     def flush(self) -> None:
         """Make finished requests visible: every `published` is done when this returns. Called
-        `flush_s` after a request has ended; sooner if a request waits to be published and
-        none is running; and by the remote call `scope_flush`."""
+        `flush_s` after a request has ended; earlier if a request waits to be published and no
+        request is running; and by the remote call `scope_flush`."""
 
     def close(self) -> None: ...
 

@@ -56,7 +56,7 @@ class SinkOptions(BaseModel):
     Attributes:
         on_overload: what happens to rows if the queue is full. `block`: the engine waits.
             `drop`: they are dropped and counted, and their request is `partial`. `spill`:
-            they wait on a local disk, in order; if that is full too, the engine waits.
+            they wait on a local disk, in order; if the disk is full too, the engine waits.
         queue_mib: limit of the rows that wait for the sink in memory.
         held_mib: limit of the rows of running requests, for a sink that takes whole requests.
             Rows beyond it are dropped and counted under any policy, because only the end of
@@ -70,7 +70,7 @@ class SinkOptions(BaseModel):
             the call returns: nothing waits for it, new rows are dropped, and its requests
             end with the reason.
         flush_s: how long an ended request may wait until the sink makes it visible, together
-            with others. If its caller waits, it is sooner once no other request is running.
+            with others. If its caller waits and no other request is running, it waits less.
         key_mib: rows that one API key may give the sink within 24 hours, in each worker. A
             request counts 8 KiB beside its rows. Rows beyond it are dropped and counted, and
             their request is `partial`. A request without any row at the sink leaves nothing
@@ -100,7 +100,7 @@ class SinkConfig:
 
     Attributes:
         options: the general ones.
-        own: the sink's own.
+        own: the options of this sink alone.
         reads: JSON of a global sink's reads of every request; None for a sink that requests
             name.
     """

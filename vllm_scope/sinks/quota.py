@@ -44,8 +44,8 @@ class Quota:
         )
 
     def take(self, owner: str, num_bytes: int) -> bool:
-        """Count the bytes and return True, if the key may give them. The operator, who has no
-        key, always may."""
+        """Count the bytes and return True if the key may give them, else False. Always True for
+        the operator, who has no key."""
         if self._most_bytes is None or not owner:
             return True
         hour = int(hours())

@@ -12,7 +12,8 @@ position that was asked for, once. The counts say what is missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,9 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_scope.batch.by_position import Ints, Part, assemble, wanted_positions
+from vllm_scope.batch.by_position import Ints, Part, last_values, wanted_positions
 from vllm_scope.codecs.packed import EncodedRows, packing_of
-from vllm_scope.program.compiler import canonical_point, edited_places
 from vllm_scope.program.layout import SLOT, SLOT_BYTES, Layout, Widths
 from vllm_scope.request.encoding import Encoding
 from vllm_scope.request.resolve import Resolved
@@ -80,7 +80,7 @@ class Delivery:
     """A request's life at one sink.
 
     Args:
-        asked: the whole request: its edits say which points have the same row.
+        asked: the whole request.
         to: the destination.
         here: boundaries of this stage.
 
@@ -142,12 +142,15 @@ class Delivery:
 
     def _part_of(self, layout: Layout, widths: Widths) -> tuple[Layout, Ints | slice] | None:
         """The part of a layout that is taken, and its slots; a slice if they are consecutive."""
-        wanted = {(stream.encoding, stream.point) for stream in self._streams}
+        wanted: dict[Encoding | None, set[int]] = defaultdict(set)
+        for stream in self._streams:
+            if stream.point is not None:
+                wanted[stream.encoding].add(stream.point)
         numbers = {stream.number for stream in self._streams}
         taken: list[int] = []
         slots: list[Ints] = []
         for _, points, first, num_slots in layout.rows_at(widths):
-            own = [i for i, point in enumerate(points) if (None, point) in wanted]
+            own = _wanted_of(points, wanted[None], layout)
             slots += [first + i * num_slots + np.arange(num_slots) for i in own]
             taken += [points[i] for i in own]
         has_scores = any(number in numbers for _, number in layout.scores)
@@ -155,13 +158,14 @@ class Delivery:
             slots.append(np.arange(layout.score_slot(widths), layout.plain_slots(widths)))
         encoded = []
         for encoding, points, first, num_slots in layout.encoded_at(widths):
-            own = [i for i, point in enumerate(points) if (encoding, point) in wanted]
+            own = _wanted_of(points, wanted[encoding], layout)
             slots += [first + i * num_slots + np.arange(num_slots) for i in own]
             if own:
                 encoded.append((encoding, tuple(points[i] for i in own)))
         if not slots:
             return None
-        own_layout = Layout(tuple(taken), layout.scores if has_scores else (), tuple(encoded))
+        scores = layout.scores if has_scores else ()
+        own_layout = Layout(tuple(taken), scores, tuple(encoded), layout.also)
         listed = np.concatenate(slots)
         together = bool((np.diff(listed) == 1).all())
         return own_layout, slice(int(listed[0]), int(listed[-1]) + 1) if together else listed
@@ -244,7 +248,7 @@ class Delivery:
                     positions, arrivals, rows = positions[true], arrivals[true], rows[true]
                 parts.append(Part(positions, arrivals, rows))
             if parts:
-                rows, positions = assemble(parts, self._wanted(stream, ended), parts[0].rows[:0])
+                rows, positions = last_values(parts, self._wanted(stream, ended), parts[0].rows[:0])
                 if len(positions):
                     yield self._block(stream, positions, rows)
                     last = np.full(len(positions), self._num_arrivals)
@@ -299,17 +303,23 @@ class Delivery:
         return Block(self.info, *stream.name, positions, source, stream.probe)
 
 
+def _wanted_of(points: Sequence[int], wanted: Set[int], layout: Layout) -> list[int]:
+    """The indices of the rows that stand for a wanted point."""
+    return [i for i, row in enumerate(points) if not wanted.isdisjoint(layout.names_of(row))]
+
+
 def _bytes_of(layout: Layout, stream: _Stream, widths: Widths) -> slice | None:
     """Where a token of this layout has the stream's row or score; None if it has none."""
+    row = None if stream.point is None else layout.row_of(stream.point)
     if stream.encoding is not None:
         for encoding, points, first, num_slots in layout.encoded_at(widths):
-            if encoding == stream.encoding and stream.point in points:
-                first = (first + points.index(stream.point) * num_slots) * SLOT_BYTES
+            if encoding == stream.encoding and row in points:
+                first = (first + points.index(row) * num_slots) * SLOT_BYTES
                 return slice(first, first + num_slots * SLOT_BYTES)
-    elif stream.point is not None:
-        if stream.point in layout.points:
-            first = layout.slot_of(stream.point, widths) * SLOT_BYTES
-            return slice(first, first + widths.row_bytes[kind_of_point(stream.point)])
+    elif row is not None:
+        if row in layout.points:
+            first = layout.slot_of(row, widths) * SLOT_BYTES
+            return slice(first, first + widths.row_bytes[kind_of_point(row)])
     elif stream.number in (numbers := [number for _, number in layout.scores]):
         first = layout.score_slot(widths) * SLOT_BYTES + 4 * numbers.index(stream.number)
         return slice(first, first + 4)
@@ -318,14 +328,13 @@ def _bytes_of(layout: Layout, stream: _Stream, widths: Widths) -> slice | None:
 
 def _streams_of(asked: Resolved, to: str, sites: Sites, here: Sequence[int]) -> Iterator[_Stream]:
     going = asked.going_to(to)
-    edited = edited_places(asked, sites)
     selectors: dict[tuple[SiteLayer, str, Encoding | None], list[Selector]] = {}
     for read in going.reads:
         for stream in read.streams:
             if sites.boundary_of(stream) in here:
                 selectors.setdefault((stream, read.when, read.encoding), []).append(read.tokens)
     for ((site, layer), when, encoding), some in selectors.items():
-        point = canonical_point(sites.point_of((site, layer), when), edited)
+        point = sites.point_of((site, layer), when)
         name = (site if when == "after" else f"{site}.before", layer)
         yield _Stream(name, tuple(some), point, encoding=encoding)
     for probe in asked.probes:

@@ -53,7 +53,7 @@ class SpillFile:
         return len(self._spans)
 
     def put(self, data: Bytes) -> bool:
-        """Append. Returns False if there is no room in the ring or on the disk."""
+        """Append. Returns False if the ring or the disk is full."""
         start = self._room(data.nbytes)
         if start is None:
             return False
@@ -86,7 +86,7 @@ class SpillFile:
         return data
 
     def _room(self, num_bytes: int) -> int | None:
-        """The offset behind the newest span where so many bytes fit; None if nowhere."""
+        """Where the next span begins; None if so many bytes do not fit."""
         if not self._spans:
             return 0 if num_bytes <= self._most_bytes else None
         first, last = self._spans[0][0], self._spans[-1][1]

@@ -6,5 +6,6 @@ messages.py  the messages, and the address of a front-end
 senders/     the worker's end: shared memory, TCP
 receiver.py  the front-end's end
 mapped.py    the rings that it maps
+listener.py  its TCP socket, and the check of who connects
 folders.py   folders that are removed when their process ends
 """

@@ -90,7 +90,7 @@ def end_run(run: str, owner: int, *parents: str | None) -> None:
 
 
 def _left(run: str, parents: set[str]) -> list[Path]:
-    """Folders of other processes of the run; this process's are removed by their owners."""
+    """Folders of other processes of the run. This process removes its own elsewhere."""
     name = f"vllm-scope-*-{os.getuid()}-{short(run)}*"
     return [
         folder for parent in parents for folder in Path(parent).glob(name) if folder not in _own

@@ -174,6 +174,7 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
         boundary: the tap whose rows these are, or None for whole tokens.
         row_bytes: of one row, by its kind, as in layout.Widths.
         layouts: points and scores of each.
+        also: as in Layout, of each layout; empty if no layout has any.
         encoded: of each layout (codec as text, bytes of a row, points) per codec; empty if no
             layout has any.
     """
@@ -190,6 +191,7 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
     positions: bytes
     layout_of: bytes
     encoded: list[list[tuple[str, int, tuple[int, ...]]]] = []
+    also: list[tuple[tuple[int, int], ...]] = []
 
     @staticmethod
     def of(
@@ -209,6 +211,7 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
                 [(encoding.text, encoding.row_bytes, points) for encoding, points in x.encoded]
                 for x in labels.layouts
             ] if labels.encodes else [],
+            [x.also for x in labels.layouts] if any(x.also for x in labels.layouts) else [],
         )  # fmt: skip
 
     def received(self, slots: torch.Tensor) -> RowsMessage:
@@ -223,11 +226,14 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
         )
 
     def _layouts(self) -> list[Layout]:
-        if not self.encoded:
-            return [Layout(points, scores) for points, scores in self.layouts]
+        none: list[tuple[()]] = [()] * len(self.layouts)
         return [
-            Layout(points, scores, tuple((Encoding(text, size), at) for text, size, at in groups))
-            for (points, scores), groups in zip(self.layouts, self.encoded, strict=True)
+            Layout(
+                points, scores, tuple((Encoding(text, size), at) for text, size, at in some), also
+            )
+            for (points, scores), some, also in zip(
+                self.layouts, self.encoded or none, self.also or none, strict=True
+            )
         ]
 
 

@@ -1,6 +1,6 @@
 """The front-end's end: receives what all workers send.
 
-Owns:  the sockets that workers connect to, and the check of who connects.
+Owns:  the sockets that workers connect to, and what each worker has sent.
 Runs:  on a thread of the front-end.
 From:  senders.   To: results.inbox.
 
@@ -25,14 +25,12 @@ import msgspec
 import numpy as np
 import torch
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
-from vllm_scope.errors import ConfigError
 from vllm_scope.program.layout import SLOT_BYTES
 from vllm_scope.transport.folders import RUN, hold, prefix, release, remove_abandoned, short
+from vllm_scope.transport.listener import TcpListener
 from vllm_scope.transport.mapped import MappedRings
 from vllm_scope.transport.messages import (
-    MOST_FRAME_BYTES,
     Address,
     Answer,
     CountersHeader,
@@ -40,20 +38,15 @@ from vllm_scope.transport.messages import (
     RowsHeader,
     RowsMessage,
     SharedHello,
-    TcpAddress,
     TcpHello,
-    check_curve,
     decode,
     encode,
-    keep_alive,
     start_of,
 )
 from vllm_scope.transport.ring import CLOSED
 
 logger = logging.getLogger(__name__)
 
-#: Messages of one worker that wait at the front-end before TCP makes the worker wait.
-MOST_WAITING = 8
 #: Messages that are read from one socket before the other socket's turn.
 MOST_IN_TURN = 16
 #: A worker whose connection is gone for so long does not dial again (senders.tcp).
@@ -78,16 +71,6 @@ class _Session:
     num_read: int = 0
     worker: int | None = None
     lost_at: float | None = None
-
-
-@dataclass
-class _Doorman:
-    """Accepts one key; zmq calls `callback`."""
-
-    client_key: bytes
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self.client_key
 
 
 class Receiver:
@@ -127,7 +110,7 @@ class Receiver:
         self._local.setsockopt(zmq.RCVHWM, 0)
         self._local.bind(f"ipc://{self.address.path}")
         self._tcp: zmq.Socket[bytes] | None = None
-        self._door: ThreadAuthenticator | None = None
+        self._listener = TcpListener(self._context)
         self._lock = threading.Lock()
         self._closing = False
         #: Wakes the thread, which closes it under `_lock`; then it is -1.
@@ -152,39 +135,7 @@ class Receiver:
         with self._lock:
             if self.address.tcp is not None or self._wake < 0:
                 return
-            check_curve()
-            server_key, server_secret = zmq.curve_keypair()
-            client_key, client_secret = zmq.curve_keypair()
-            if self._door is None:
-                self._door = ThreadAuthenticator(self._context)
-                self._door.start()
-            self._door.configure_curve_callback("*", _Doorman(client_key))
-            socket = self._context.socket(zmq.ROUTER)
-            socket.curve_server = True
-            socket.curve_publickey, socket.curve_secretkey = server_key, server_secret
-            # Unbounded: answers are small, and each answers a message.
-            socket.setsockopt(zmq.SNDHWM, 0)
-            socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
-            socket.setsockopt(zmq.MAXMSGSIZE, MOST_FRAME_BYTES + 1024)  # CURVE adds some
-            keep_alive(socket)
-            # A connection keeps the linger that the socket had at `bind`. With zmq's own -1, an
-            # answer to a worker that is gone blocks `term` for ever, whatever `close` sets.
-            socket.linger = 0
-            socket.ipv6 = ":" in host
-            try:
-                socket.bind(f"tcp://{f'[{host}]' if socket.ipv6 else host}:*")
-            except zmq.ZMQError as error:
-                socket.close()
-                raise ConfigError(
-                    f"rows cannot come over TCP to {host!r}: {error.strerror}. Set "
-                    "additional_config['scope'].road_host to the address of the front-end's "
-                    "host that workers reach, or to an interface of it."
-                ) from None
-            tcp = TcpAddress(
-                bytes(socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode(),
-                server_key.decode(), client_key.decode(), client_secret.decode(),
-            )  # fmt: skip
-            self._tcp = socket  # from here on the thread's
+            self._tcp, tcp = self._listener.open(host)  # from here on the thread's
             os.eventfd_write(self._wake, 1)
             self.address = msgspec.structs.replace(self.address, tcp=tcp)
 
@@ -231,8 +182,7 @@ class Receiver:
                 for peer in self._peers:
                     self._tcp.send_multipart([peer, encode(Answer(CLOSED))])
                 self._tcp.close(linger=500)
-            if self._door is not None:
-                self._door.stop()
+            self._listener.close()
             os.close(self._wake)
             self._wake = -1
         self._context.term()

@@ -45,7 +45,7 @@ class SpanRing(ABC, Generic[S]):
         if num_slots > self.num_slots:
             raise ValueError(f"{num_slots} slots asked of {self.name} of {self.num_slots}")
         if num_slots == 0:
-            # Not queued: it would hide the span behind it from the search below.
+            # Not queued: `acquire` would stop its search at an empty span.
             return self._new_span(self._head, self._head)
         start = self._head
         if start + num_slots > self.num_slots:

@@ -1,0 +1,82 @@
+"""The TCP socket of a front-end, and the check of who connects.
+
+Owns:  TcpListener.
+Runs:  `open` on the thread that calls `Receiver.listen`, the check on a thread of zmq's.
+From:  receiver.
+
+Promise: a peer without the keys of the front-end's address is disconnected in the handshake.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from vllm_scope.errors import ConfigError
+from vllm_scope.transport.messages import MOST_FRAME_BYTES, TcpAddress, check_curve, keep_alive
+
+#: Messages of one worker that wait at the front-end before TCP makes the worker wait.
+MOST_WAITING = 8
+
+
+@dataclass
+class _OneKey:
+    """Accepts one key; zmq calls `callback`."""
+
+    client_key: bytes
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self.client_key
+
+
+class TcpListener:
+    """Opens the socket. `close` it before the context ends."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._context = context
+        self._authenticator: ThreadAuthenticator | None = None
+
+    def open(self, host: str) -> tuple[zmq.Socket[bytes], TcpAddress]:
+        """A bound socket, and its address with new keys. If it fails, call it again.
+
+        Raises:
+            CompatError: this zmq cannot encrypt.
+            ConfigError: there is no such address here.
+        """
+        check_curve()
+        server_key, server_secret = zmq.curve_keypair()
+        client_key, client_secret = zmq.curve_keypair()
+        if self._authenticator is None:
+            self._authenticator = ThreadAuthenticator(self._context)
+            self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", _OneKey(client_key))
+        socket = self._context.socket(zmq.ROUTER)
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = server_key, server_secret
+        # Unbounded: answers are small, and each answers a message.
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
+        socket.setsockopt(zmq.MAXMSGSIZE, MOST_FRAME_BYTES + 1024)  # CURVE adds some
+        keep_alive(socket)
+        # A connection keeps the linger that the socket had at `bind`. With zmq's own -1, an
+        # answer to a worker that is gone blocks `term` for ever, whatever `close` sets.
+        socket.linger = 0
+        socket.ipv6 = ":" in host
+        try:
+            socket.bind(f"tcp://{f'[{host}]' if socket.ipv6 else host}:*")
+        except zmq.ZMQError as error:
+            socket.close()
+            raise ConfigError(
+                f"rows cannot come over TCP to {host!r}: {error.strerror}. Set "
+                "additional_config['scope'].road_host to the address of the front-end's "
+                "host that workers reach, or to an interface of it."
+            ) from None
+        endpoint = bytes(socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+        keys = (key.decode() for key in (server_key, client_key, client_secret))
+        return socket, TcpAddress(endpoint, *keys)
+
+    def close(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
