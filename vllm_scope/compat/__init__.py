@@ -1,4 +1,4 @@
-"""Other systems' words for what this package does: change an import, keep the code.
+"""The keys, classes and routes of other systems: change an import, keep the code.
 
 vllm_lens/      extra_args of vllm-lens, SteeringVector, output.activations, its client
 steering_http/  the steering fork's keys, capture_results, modules and /v1/steering
@@ -9,9 +9,9 @@ bounds.py       limits of a request in another system's words
 
 TransformerLens's names are `out.scope.as_cache()`.
 
-A face is a file or a folder here; it uses the public API. docs/faces.md lists how each face
-differs from the other system. Keys of `extra_args` need no import: a face is imported when a
-request first uses it.
+Each face is a file or a folder here and uses the public API. docs/faces.md lists how each face
+differs from the other system. Keys of `extra_args` need no import: the package imports a face when
+a request first uses one of its keys.
 """
 
 from __future__ import annotations

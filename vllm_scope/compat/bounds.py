@@ -4,8 +4,8 @@ Owns:  Room (the counts of one request), and checks of lists, objects, JSON text
 Runs:  in the front-end, on the event loop of an API server.
 To:    vllm_lens and steering_http.
 
-Promise: a refusal costs a few comparisons of lengths, or a count of characters. No check reads
-the items of a list or an object before it has compared the length.
+Promise: a refusal costs a few comparisons of lengths, or a count of characters. Each check compares
+the length of a list or an object before it reads the items.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ Then `ModelOutput.metadata` has
 
 If there are several choices, metadata["choices"] has one such object for each.
 
-`reading(...)` is a solver that reads. `probe_scorer(...)` is a scorer: does a probe fire where
-the target says that it should? The name `vllm-lens/...` is an alias.
+`reading(...)` is a solver that reads. `probe_scorer(...)` is a scorer: it compares whether a probe
+fires with the target. The name `vllm-lens/...` is an alias.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ class LLM(_Capturing, vllm.LLM):
 
     Args:
         layers ... process_last_token: see Options.
-        vllm_kwargs: all others of vllm.LLM and of its methods.
+        vllm_kwargs: the other arguments of vllm.LLM, or of its methods.
     """
 
     def _start(self, model: str, options: Mapping[str, object]) -> None:
@@ -286,7 +286,7 @@ class AsyncLLM(_Capturing):
 
     Args:
         layers ... process_last_token: see Options.
-        vllm_kwargs: the fields of vLLM's AsyncEngineArgs, and all others of its `generate`.
+        vllm_kwargs: fields of vLLM's AsyncEngineArgs, or other arguments of its `generate`.
 
     Attributes:
         engine: vLLM's AsyncLLM.

@@ -22,7 +22,7 @@ Steering modules are loaded with `load_modules(llm, ["formal=formal.json"])`, or
 with `additional_config={"scope": {"modules": {"formal": "formal.json"}}}`.
 
 engine.py   LLM, SamplingParams
-keys.py     what the keys mean; load_modules
+keys.py     the keys of a request as actions; load_modules
 vectors.py  tiers of vectors and of clamps, and their bounds
 capture.py  captures, capture_results, reading files back
 http.py     the keys in a server's bodies, capture_results in its answers, /v1/steering

@@ -122,7 +122,7 @@ def sink_of(consumer: object) -> tuple[str, str, dict[str, object]]:
     """("sinks" or "global_sinks", the sink's name, its options).
 
     Raises:
-        ConfigError: it is not {"name", "params"}, or an option is not supported.
+        ConfigError: `consumer` is not {"name", "params"}, or an option is not supported.
     """
     where = "capture_consumers"
     known = {"name", "params", "instance_name"}

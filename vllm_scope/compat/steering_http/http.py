@@ -1,7 +1,7 @@
 """The steering fork over HTTP: its words in bodies, `capture_results` in answers, `/v1/steering`.
 
-Owns:  HTTP (the registration of this face with the server), the routers, and what their bodies
-       and answers look like.
+Owns:  HTTP (the registration of this face with the server), the routers, and the types of their
+       bodies and answers.
 Runs:  in each API server process, inside of vLLM's authentication.
 From:  tiers (edits of every request), vllm_scope.vectors.hooks (modules).
 
@@ -93,8 +93,8 @@ class SteeringStatus(BaseModel):
     """The steering of every request."""
 
     active_layers: dict[str, dict[str, dict[str, int | float]]] = Field(
-        description="layer -> hook -> the length of what is added: norm, prefill_norm, "
-        "decode_norm; and how many clamps there are: clamps, prefill_clamps, decode_clamps."
+        description="layer -> hook -> the length of the sum of the vectors: norm, prefill_norm, "
+        "decode_norm; and the number of clamps: clamps, prefill_clamps, decode_clamps."
     )
     other_edits: int = Field(
         description="Server-wide edits that are of no tier; GET /v1/scope/edits has all."

@@ -24,7 +24,7 @@ from vllm_scope.vectors.hooks import REQUEST_TIERS, number_of, tiers
 if TYPE_CHECKING:
     from vllm import LLM
 
-#: Keys that are not supported -> what to use instead.
+#: Keys that are not supported -> the end of the error: why, and the alternative.
 REFUSED = {
     "sae_clamp_specs": "features of a sparse autoencoder are not tapped in this version; clamp "
     "along a decoder direction with steering_clamps",

@@ -52,7 +52,7 @@ class Wanted:
         """From the fields of a body.
 
         Raises:
-            SpecError: at the path of what is wrong; nothing is set.
+            SpecError: a wrong value, with its path; nothing is set.
         """
         edits: list[Edit] = []
         places: set[_Place] = set()

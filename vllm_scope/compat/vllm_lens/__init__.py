@@ -13,12 +13,12 @@ Rows are read after all steering. Layer k is Hugging Face's `hidden_states[k + 1
 Keys, in `extra_args`; over HTTP in `vllm_xargs`, as JSON strings:
     output_residual_stream   Read("resid_post", layers): True for all layers, a list of
                              them, False or None for nothing
-    apply_steering_vectors   an Add per vector, and per position where it has positions
+    apply_steering_vectors   an Add for each vector; for 3-D activations one for each position
     apply_hooks              Python between the layers: offline, in this process, eager
     output_qk                Read("q", layers) and Read("k", layers), where they are tapped
     activations_transport    over HTTP "binary": rows as a file; changes nothing offline
 
-keys.py        what the keys mean, and Activations
+keys.py        the keys of a request as actions, and Activations
 steering.py    SteeringVector
 hooks.py       Hook and HookContext, of one request and of all
 model.py       the pydantic methods of SteeringVector and Hook

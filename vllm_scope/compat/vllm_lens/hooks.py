@@ -46,7 +46,7 @@ class HookContext:
         layer_idx: the layer.
         seq_len: number of rows.
         positions: absolute, of the rows.
-        saved: the hook may put anything here; it becomes `output.hook_results[index]`.
+        saved: whatever the hook puts here; becomes `output.hook_results[index]`.
         model: vLLM's.
     """
 
@@ -106,7 +106,7 @@ class HookRun:
     def __init__(self, of_all: Sequence[Hook], own: Sequence[Hook]) -> None:
         self._hooks, self._num_of_all = [*of_all, *own], len(of_all)
         self.places = {(layer, hook.pre) for hook in self._hooks for layer in hook.layer_indices}
-        #: index of a completion -> index of a hook -> its context, once it was called
+        #: Index of a completion -> index of a hook that was called -> its context.
         self._contexts: dict[int, dict[int, HookContext]] = {}
         self._errors: dict[int, str] = {}
 

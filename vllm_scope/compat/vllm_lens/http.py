@@ -99,11 +99,11 @@ _hooks = APIRouter(prefix="/v1/hooks", tags=["vllm-lens"], route_class=Route)
 async def get_activation(
     request: Request,
     handle: Annotated[str, Path(description="`handle` of a tensor in an answer.")],
-    delete: Annotated[bool, Query(description="Delete it once it was read.")] = False,
+    delete: Annotated[bool, Query(description="Delete the tensor after this answer.")] = False,
 ) -> StreamingResponse:
     """Little-endian numbers of the dtype and the shape that the answer has.
 
-    It needs the Authorization header of the request that made it.
+    Send the Authorization header of the request that made the tensor.
     """
     opened = await run_in_threadpool(_open, request, handle)
     if opened is None:

@@ -1,7 +1,7 @@
 """vllm-lens's keys of one request as actions, and `output.activations`.
 
 Owns:  `translate`, Activations.
-Runs:  in the front-end: before a request is checked, and when its outputs are returned.
+Runs:  in the front-end, before a request is checked and when its outputs are returned.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def translate(values: Mapping[str, object], sites: Sites) -> Translation:
     """The actions and hooks of vllm-lens's keys of one request.
 
     Raises:
-        SpecError: a key of a wrong type, or one that is not supported.
+        SpecError: a key has a wrong value, or this engine cannot do what the key asks.
     """
     of_all, own = values.get(PERSISTENT), _hooks(values.get("apply_hooks"))
     run = _run(of_all.hooks if isinstance(of_all, PersistentHooks) else (), own, sites)
