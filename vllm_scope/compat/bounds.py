@@ -59,11 +59,7 @@ def few(value: object, most: int, what: str, where: str) -> None:
 
 
 def few_fields(value: object, most: int, what: str, where: str) -> Mapping[object, object]:
-    """The object itself; an empty one for None.
-
-    Raises:
-        SpecError: not an object, or one with more than `most` fields.
-    """
+    """The fields of an object; none for None. Raises SpecError for more than `most` fields."""
     few(value, most, what, where)
     return mapping(value, where)
 

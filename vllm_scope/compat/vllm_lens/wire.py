@@ -16,7 +16,7 @@ import base64
 import math
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, TypedDict, TypeGuard
+from typing import Any, TypeGuard
 
 import msgspec
 import numpy as np
@@ -43,14 +43,6 @@ Fetch = Callable[[str], bytes]
 Decoded = dict[str, Any]
 
 
-class Described(TypedDict):
-    """The dtype (numpy's name, and torch's) and the shape of a tensor."""
-
-    dtype: str
-    original_dtype: str
-    shape: list[int]
-
-
 def serialize_tensor(tensor: Tensor, compress: bool | None = None) -> dict[str, object]:
     """A tensor as JSON.
 
@@ -72,7 +64,8 @@ def serialize_activations(activations: Mapping[str, object]) -> dict[str, dict[s
     }
 
 
-def described(tensor: Tensor) -> Described:
+def described(tensor: Tensor) -> dict[str, object]:
+    """The dtype (numpy's name, and torch's) and the shape of a tensor."""
     dtype = str(_bits(tensor).numpy().dtype)
     return {"dtype": dtype, "original_dtype": str(tensor.dtype), "shape": list(tensor.shape)}
 
