@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import zip_longest
 from operator import attrgetter
 
 from torch import Tensor
@@ -141,10 +142,5 @@ def open(path: str | os.PathLike[str]) -> Capture:
 
 def _requests(stages: dict[int, list[Piece]]) -> list[list[Piece]]:
     """The pieces of each request, by stage. A request that was stored twice counts as two."""
-    requests: list[list[Piece]] = []
-    for stage in sorted(stages):
-        for number, piece in enumerate(stages[stage]):
-            if number == len(requests):
-                requests.append([])
-            requests[number].append(piece)
-    return requests
+    of_requests = zip_longest(*(stages[stage] for stage in sorted(stages)))
+    return [[piece for piece in pieces if piece is not None] for pieces in of_requests]

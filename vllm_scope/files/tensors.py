@@ -165,8 +165,7 @@ def _check(name: str, tensor: HeaderTensor, data_bytes: int, where: str) -> None
     if min(shape, default=0) < 0 or not 0 <= start <= stop <= data_bytes:
         raise FileError(f"{where}: {shown(name)} does not lie within the file")
     # torch multiplies the other lengths of an empty tensor too, for its strides.
-    too_long = max(shape, default=0) > _MAX_NUMBERS
-    numbers = _MAX_NUMBERS + 1 if too_long else math.prod(max(length, 1) for length in shape)
+    numbers = math.prod(max(length, 1) for length in shape)
     num_bytes = 0 if 0 in shape else numbers * dtype.itemsize
     if num_bytes != stop - start or numbers > _MAX_NUMBERS:
         raise FileError(

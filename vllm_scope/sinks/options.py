@@ -182,13 +182,11 @@ def _hidden(name: str, body: object) -> object:
 
 
 def _parse_one(name: object, body: object, where: str, reads: bool) -> SinkConfig:
-    sane = isinstance(name, str) and 0 < len(name) <= MAX_NAME and plain(name, MAX_NAME) == name
-    if not sane or name == MEMORY:
+    if not isinstance(name, str) or name in ("", MEMORY) or plain(name, MAX_NAME) != name:
         raise ConfigError(
             f"{shown(name)} is no name of a sink, which is a string of 1 to {MAX_NAME} characters; "
             "memory is always there."
         )
-    assert isinstance(name, str)
     if not isinstance(body, Mapping):
         raise ConfigError(f"{where} is {shown(body)}; it is an object of options.")
     own = dict(body)
