@@ -20,7 +20,7 @@ import torch
 from vllm_scope.graph.tap import kernel
 from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.layout import SLOT_BYTES, Widths
-from vllm_scope.program.operations import OP_ADD, OP_DOT, Op, Program, assemble
+from vllm_scope.program.operations import OP_ADD, OP_DOT, Op, Program, build_program
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.sites import point_of
 
@@ -38,8 +38,8 @@ def programs(hidden_size: int) -> dict[str, Program | None]:
         "idle": None,
         "read 1": Program.reading(points[16:17]),
         "read all": Program.reading(points),
-        "add 1": assemble((), {}, {(32, 0): [Op(OP_ADD, 0, vector(1), 1.0)]}),
-        "64 probes": assemble((), probes, {}),
+        "add 1": build_program((), {}, {(32, 0): [Op(OP_ADD, 0, vector(1), 1.0)]}),
+        "64 probes": build_program((), probes, {}),
     }
 
 

@@ -17,8 +17,8 @@ ROW_BYTES = 16
 
 
 def reads_at(*boundaries: int, scores: tuple[tuple[int, int], ...] = ()) -> Layout:
-    """Rows at some boundaries, before any edit there."""
-    return Layout(tuple(point_of(boundary, 0) for boundary in boundaries), scores)
+    """Rows at some boundaries, after the edits of `embed`, `resid_mid` or `resid_post` there."""
+    return Layout(tuple(point_of(boundary, 1) for boundary in boundaries), scores)
 
 
 def labels_of(

@@ -80,10 +80,6 @@ def level_of(sites: Sites, stream: SiteLayer, when: str = "after") -> int:
     return sites.group_of(stream) + (1 if when == "after" else 0)
 
 
-def first_point(asked: Resolved, sites: Sites, stream: SiteLayer, when: str = "after") -> int:
-    """The first point whose row is the one that a read of this stream means."""
-    boundary, level = sites.boundary_of(stream), level_of(sites, stream, when)
-    edited = {
-        sites.group_of(e.stream) for e in asked.edits if sites.boundary_of(e.stream) == boundary
-    }
-    return point_of(boundary, max((g + 1 for g in edited if g < level), default=0))
+def named_point(sites: Sites, stream: SiteLayer, when: str = "after") -> int:
+    """The point that a read of this stream names; its rows have it as their label."""
+    return point_of(sites.boundary_of(stream), level_of(sites, stream, when))

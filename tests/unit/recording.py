@@ -28,7 +28,7 @@ from vllm_scope.worker.plan import Labels
 PATIENCE_S = 20
 SITES = Sites(2, 4, "float32", (0, 2, 4))
 #: Points of embed, resid_post 0 and resid_post 1.
-POINTS = tuple(point_of(boundary, 0) for boundary in SITES.boundaries)
+POINTS = tuple(point_of(boundary, 1) for boundary in SITES.boundaries)
 #: Of one row at each of two layers.
 TOKEN_BYTES = 2 * 16
 EVERYTHING = Layout(POINTS)

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from tests.unit.oracle import apply, edits_at, first_point, known, level_of
+from tests.unit.oracle import apply, edits_at, known, level_of, named_point
 from vllm_scope import Spec
 from vllm_scope.config import ScopeConfig
 from vllm_scope.core.news import Entrant, StepNews, Told
@@ -144,7 +144,7 @@ class Request:
             for stream in read.streams:
                 boundary = SITES.boundary_of(stream)
                 if boundary in here and known(read.tokens, position, self.prompt)[1]:
-                    point = first_point(asked, SITES, stream, read.when)
+                    point = named_point(SITES, stream, read.when)
                     level = level_of(SITES, stream, read.when)
                     found[self.key, "row", point, position] = row(boundary, level).tolist()
         for i, probe in enumerate(asked.probes):
@@ -181,8 +181,9 @@ class RecordingSink:
         ):
             layout = labels.layouts[at]
             local = layout if batch.boundary is None else layout.at(batch.boundary)
-            for i, point in enumerate(local.points):
-                self._keep((key, "row", point, position), words[slot + i].tolist())
+            for i, row in enumerate(local.points):
+                for point in local.names_of(row):
+                    self._keep((key, "row", point, position), words[slot + i].tolist())
             scores = words[slot + len(local.points) :].flatten()
             for i, (_, number) in enumerate(local.scores):
                 self._keep((key, "score", number, position), [float(scores[i])])

@@ -107,7 +107,7 @@ def last_of_each(positions: Ints) -> tuple[Ints, Ints]:
     return distinct, len(positions) - 1 - from_end
 
 
-def assemble(parts: list[Part], wanted: Ints, empty: Tensor) -> tuple[Tensor, Ints]:
+def last_values(parts: list[Part], wanted: Ints, empty: Tensor) -> tuple[Tensor, Ints]:
     """Values and their positions, ascending: of each wanted position the last computed value.
 
     Args:

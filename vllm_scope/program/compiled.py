@@ -2,7 +2,7 @@
 
 Owns:  Compiled, the bounds of one request, and which programs stay in memory.
 Runs:  in workers, in EngineCore and in the front-end. numpy, no torch.
-From:  compiler (which makes a Compiled of actions), picks.   To: operations (which assembles).
+From:  compiler (which makes a Compiled of actions), picks.   To: operations (which builds them).
 
 Promise: a request beyond the bounds is refused before a program of it is built.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.errors import SpecError
-from vllm_scope.program.operations import OP_SET, Op, Program, assemble
+from vllm_scope.program.operations import OP_SET, Op, Program, build_program
 from vllm_scope.program.picks import Pick
 from vllm_scope.request.encoding import Encoding
 from vllm_scope.request.remembered import Remembered
@@ -80,11 +80,12 @@ class Compiled:
     """What a spec does at some boundaries, for any prompt; requests share it.
 
     Attributes:
-        reads: (index of the pick, points, encoding).
+        reads: (index of the pick, points that were named, encoding).
         scores: (index of the pick, point, number of the probe, operation).
         edits: (index of the pick, (boundary, group), operation by the value of the pick).
         check: the boundary at which every token of a request with edits is checked; None if
             it has no edits, or is checked on another pipeline stage.
+        rows: as `compiler.rows_of`, of all reads.
         of_phase: False (prompt) or True (generated) -> the program of all of its tokens. Filled
             only if all picks are uniform.
         built: bytes of a column -> its program, while `programs` keeps it.
@@ -95,6 +96,7 @@ class Compiled:
     scores: tuple[tuple[int, int, int, Op], ...]
     edits: tuple[tuple[int, tuple[int, int], Callable[[int], Op]], ...]
     check: int | None
+    rows: Mapping[int, int]
     of_phase: dict[bool, Program | None] = field(default_factory=dict)
     built: dict[bytes, Program | None] = field(default_factory=dict)
 
@@ -164,10 +166,17 @@ class Compiled:
             )
 
     def _build(self, column: Column) -> Program | None:
+        reads = [(points, encoding) for pick, points, encoding in self.reads if column[pick]]
+        #: Row -> the first point that was named for it.
+        labels: dict[int, int] = {}
+        for point in sorted(point for points, _ in reads for point in points):
+            labels.setdefault(self.rows[point], point)
         points: dict[Encoding | None, set[int]] = {}
-        for pick, some, encoding in self.reads:
-            if column[pick]:
-                points.setdefault(encoding, set()).update(some)
+        also: set[tuple[int, int]] = set()
+        for named, encoding in reads:
+            rows = [labels[self.rows[point]] for point in named]
+            points.setdefault(encoding, set()).update(rows)
+            also |= {pair for pair in zip(named, rows, strict=True) if pair[0] != pair[1]}
         scores: dict[int, list[tuple[int, Op]]] = {}
         for pick, point, number, op in self.scores:
             if column[pick]:
@@ -181,4 +190,4 @@ class Compiled:
         plain = tuple(sorted(points.pop(None, ())))
         encoded = [(e, tuple(sorted(some))) for e, some in points.items() if e is not None]
         listed = tuple(sorted(encoded, key=lambda x: x[0].text))
-        return assemble(plain, scores, edits, listed, self.check)
+        return build_program(plain, scores, edits, listed, self.check, tuple(sorted(also)))

@@ -21,25 +21,29 @@ from numpy.typing import NDArray
 from vllm_scope.program.compiled import Column, Compiled
 from vllm_scope.program.operations import OP_DOT, Cost, Op, Program, edit_op
 from vllm_scope.program.picks import Pick
-from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.resolve import Resolved, ResolvedRead
 from vllm_scope.request.selectors import Ids, Selector, Tokens
-from vllm_scope.request.sites import LEVELS, Sites, point_of
+from vllm_scope.request.sites import LEVELS, Sites
 
 #: Positions whose columns are made at once.
 _POSITIONS_AT_ONCE = 4096
 
 
-def edited_places(asked: Resolved, sites: Sites) -> set[tuple[int, int]]:
-    """(boundary, group) of every edit."""
-    return {(sites.boundary_of(e.stream), sites.group_of(e.stream)) for e in asked.edits}
+def rows_of(asked: Resolved, reads: Iterable[ResolvedRead], sites: Sites) -> dict[int, int]:
+    """Each point that some reads name -> the first of them with the same row.
 
-
-def canonical_point(point: int, edited: set[tuple[int, int]]) -> int:
-    """The first point of the boundary with no edit between it and `point`: the same row."""
-    boundary, level = divmod(point, LEVELS)
-    while level and (boundary, level - 1) not in edited:
-        level -= 1
-    return point_of(boundary, level)
+    Two points of a boundary have the same row if no edit of the request is between them.
+    """
+    edited = {(sites.boundary_of(e.stream), sites.group_of(e.stream)) for e in asked.edits}
+    named = {sites.point_of(stream, read.when) for read in reads for stream in read.streams}
+    firsts: dict[tuple[int, int], int] = {}
+    found = {}
+    for point in sorted(named):
+        boundary, level = divmod(point, LEVELS)
+        while level and (boundary, level - 1) not in edited:
+            level -= 1
+        found[point] = firsts.setdefault((boundary, level), point)
+    return found
 
 
 def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) -> Compiled:
@@ -50,21 +54,21 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
     ) -> int:
         return picks.setdefault(Pick(selector, use, positions), len(picks))
 
-    edited = edited_places(asked, sites)
+    rows = rows_of(asked, asked.reads, sites)
     reads, scores, edits = [], [], []
     made: dict[Any, Op] = {}
     for read in asked.reads if drains else ():
-        points = {
-            canonical_point(sites.point_of(stream, read.when), edited)
+        points = tuple(
+            sites.point_of(stream, read.when)
             for stream in read.streams
             if sites.boundary_of(stream) in here
-        }
+        )
         if points:
-            reads.append((pick(read.tokens, "deliver"), tuple(sorted(points)), read.encoding))
+            reads.append((pick(read.tokens, "deliver"), points, read.encoding))
     for probe in asked.probes if drains else ():
         if sites.boundary_of(probe.stream) in here:
             op = Op(OP_DOT, 0, probe.weight, probe.bias)
-            point = canonical_point(sites.point_of(probe.stream), edited)
+            point = sites.point_of(probe.stream)
             scores.append((pick(probe.tokens, "deliver"), point, probe.number, op))
     for edit in asked.edits:
         place = (sites.boundary_of(edit.stream), sites.group_of(edit.stream))
@@ -73,8 +77,9 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
             edits.append((at, place, edit_op(edit, made)))
     check = sites.last_of_stream if asked.edits else None
     return Compiled(
-        tuple(picks), tuple(reads), tuple(scores), tuple(edits), check if check in here else None
-    )
+        tuple(picks), tuple(reads), tuple(scores), tuple(edits), check if check in here else None,
+        rows,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

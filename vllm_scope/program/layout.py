@@ -58,15 +58,19 @@ class Layout:
     Taps write raw rows to the arena, in the layout `arena`; rows are encoded when they leave it.
 
     Attributes:
-        points: where its raw rows are read, ascending; one row each.
+        points: the points of its raw rows, ascending; one row each. A row is labelled with the
+            first point that the request named for it.
         scores: (boundary, probe number) of its scores, ascending.
         encoded: encodings, each with the points of its rows, ascending. A point may be both here
             and in `points`.
+        also: (another point that the request named, the point of the same row), ascending: no
+            edit is between them, so the row is delivered once.
     """
 
     points: tuple[int, ...] = ()
     scores: tuple[tuple[int, int], ...] = ()
     encoded: tuple[tuple[Encoding, tuple[int, ...]], ...] = ()
+    also: tuple[tuple[int, int], ...] = ()
 
     def slots(self, widths: Widths) -> int:
         """Slots of one token."""
@@ -79,6 +83,14 @@ class Layout:
         if self.points and kind_of_point(self.points[-1]) == STREAM:  # the usual case, fast
             return ((STREAM, self.points),)
         return tuple((kind, tuple(some)) for kind, some in groupby(self.points, kind_of_point))
+
+    def row_of(self, point: int) -> int:
+        """The point whose row is that of a point."""
+        return dict(self.also).get(point, point)
+
+    def names_of(self, row: int) -> tuple[int, ...]:
+        """The points whose row is the one of a point in `points` or `encoded`."""
+        return (row, *(point for point, first in self.also if first == row))
 
     @cached_property
     def probes(self) -> tuple[int, ...]:
@@ -147,6 +159,7 @@ class Layout:
                 for encoding, points in self.encoded
                 if (here := _points_at(points, boundary))
             ),
+            tuple(pair for pair in self.also if boundary_of_point(pair[0]) == boundary),
         )
 
 

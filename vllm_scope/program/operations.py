@@ -68,7 +68,7 @@ class Program:
     @staticmethod
     def reading(points: tuple[int, ...]) -> Program:
         """A program that reads these points and does nothing else."""
-        return assemble(tuple(sorted(points)), {}, {})
+        return build_program(tuple(sorted(points)), {}, {})
 
     def __hash__(self) -> int:
         return self._hash
@@ -116,12 +116,13 @@ class Cost:
         )
 
 
-def assemble(
+def build_program(
     points: tuple[int, ...],
     scores: dict[int, list[tuple[int, Op]]],
     edits: dict[tuple[int, int], list[Op]],
     encoded: tuple[tuple[Encoding, tuple[int, ...]], ...] = (),
     check: int | None = None,
+    also: tuple[tuple[int, int], ...] = (),
 ) -> Program:
     """The program of these reads, scores and edits.
 
@@ -129,13 +130,13 @@ def assemble(
         points: where the row is read, ascending.
         scores: point -> (probe number, its operation).
         edits: (boundary, group) -> the edits of that site, in order.
-        encoded: as in Layout.
+        encoded, also: as in Layout.
         check: the boundary after whose edits the row is checked, or None.
     """
     listed = sorted(
         (boundary_of_point(point), number) for point, ops in scores.items() for number, _ in ops
     )
-    layout = Layout(points, tuple(listed), encoded)
+    layout = Layout(points, tuple(listed), encoded, also)
     read_at = {point: i for i, point in enumerate(layout.arena.points)}
     score_at = {score: i for i, score in enumerate(listed)}
     boundaries = {boundary_of_point(p) for p in (*read_at, *scores)} | {b for b, _ in edits}

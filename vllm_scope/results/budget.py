@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from vllm_scope.errors import CapacityError, SpecError
-from vllm_scope.program.compiler import canonical_point, edited_places
+from vllm_scope.program.compiler import rows_of
 from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
 from vllm_scope.request.encoding import Encoding
 from vllm_scope.request.resolve import Resolved
@@ -181,15 +181,14 @@ def bytes_of_prompt(own: Resolved, whole: Resolved, sites: Sites, prompt_ids: Se
     """
     ids = np.asarray(prompt_ids, np.int64)
     tokens = Tokens(np.arange(len(ids)), len(ids), ids, None)
-    edited = edited_places(whole, sites)
+    rows = rows_of(whole, own.reads, sites)
     itemsize = getattr(torch, sites.dtype).itemsize
     masks: dict[tuple[Encoding | None, int], np.ndarray] = {}
     sizes: dict[tuple[Encoding | None, int], int] = {}
     for read in own.reads:
         mask = read.tokens.select(tokens).possible
         for stream in read.streams:
-            point = canonical_point(sites.point_of(stream, read.when), edited)
-            key = read.encoding, point
+            key = read.encoding, rows[sites.point_of(stream, read.when)]
             masks[key] = masks[key] | mask if key in masks else mask
             if read.encoding is None:
                 sizes[key] = sites.row_size(stream[0]) * itemsize

@@ -19,7 +19,7 @@ import torch
 from vllm_scope.batch.by_position import Transcript
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.request.resolve import Resolved
-from vllm_scope.request.sites import LEVELS, Sites, boundary_of, point_of
+from vllm_scope.request.sites import Sites
 from vllm_scope.results.budget import FULL, Share
 from vllm_scope.results.result import ScopeResult, Status, What, dtype_of
 from vllm_scope.results.table import ArrivedParts, Table, TableKey
@@ -66,17 +66,19 @@ def pieces_of(layout: Layout, local: Layout, data: np.ndarray, widths: Widths) -
 
     found = []
     for kind, points, first, num_slots in local.rows_at(widths):
-        key = None, points if local is layout else layout.points_of(kind)
+        whole = points if local is layout else layout.points_of(kind)
+        key = TableKey(None, whole, layout.also)
         size, start = num_slots * SLOT_BYTES, first * SLOT_BYTES
         found.append(piece(key, points, start, size, widths.row_bytes[kind]))
     if local.scores:
         start = local.score_slot(widths) * SLOT_BYTES
-        found.append(piece(("scores", layout.probes), local.probes, start, 4, 4))
+        found.append(piece(TableKey("scores", layout.probes), local.probes, start, 4, 4))
     if local.encoded:
         points_of = dict(layout.encoded)
         for encoding, points, first, num_slots in local.encoded_at(widths):
             size, start = num_slots * SLOT_BYTES, first * SLOT_BYTES
-            found.append(piece((encoding, points_of[encoding]), points, start, size, size))
+            key = TableKey(encoding, points_of[encoding], layout.also)
+            found.append(piece(key, points, start, size, size))
     return found
 
 
@@ -141,7 +143,7 @@ class Pending:
         for key, columns, values in pieces:
             table = self._table(key, values.shape[2])
             here = values[some]
-            if len(table.columns) < len(key[1]):
+            if len(table.columns) < len(key.columns):
                 # The other columns are for other sinks.
                 at = [i for i, column in enumerate(columns) if column in table.columns]
                 if not at:
@@ -171,13 +173,18 @@ class Pending:
     def _table(self, key: TableKey, value_bytes: int) -> Table:
         """The table, with those of the key's columns that were asked for; maybe none."""
         if key not in self._tables:
-            what, whole = key
-            wanted = _columns_of(self.asked, what)
-            columns = tuple(column for column in whole if column in wanted)
-            dtype = torch.float32 if what == "scores" else torch.uint8
-            dtype = dtype_of(self.sites) if what is None else dtype
-            self._tables[key] = Table(columns, value_bytes, dtype)
+            dtype = torch.float32 if key.what == "scores" else torch.uint8
+            dtype = dtype_of(self.sites) if key.what is None else dtype
+            names = key.names(self._wanted(key.what))
+            self._tables[key] = Table(names, value_bytes, dtype)
         return self._tables[key]
+
+    def _wanted(self, what: What) -> set[int]:
+        """The points, or the numbers of the probes, that were asked for."""
+        if what == "scores":
+            return {probe.number for probe in self.asked.probes}
+        reads = [read for read in self.asked.reads if read.encoding == what]
+        return {self.sites.point_of(s, read.when) for read in reads for s in read.streams}
 
     def finish(
         self, stage: int, error: str | None, manifests: Mapping[str, Manifest] | None = None
@@ -235,19 +242,3 @@ class Pending:
             return "aborted"
         whole = all(manifest.status == "ok" for manifest in self.manifests.values())
         return "complete" if whole and self.done.done() else "incomplete"
-
-
-def _columns_of(asked: Resolved, what: What) -> set[int]:
-    """The probes' numbers; or all points at which a worker may have read the rows of an encoding
-    (it reads each row once, at the first point that sees it)."""
-    known: dict[What, set[int]] = asked.__dict__.setdefault("_columns", {})
-    if what not in known:
-        if what == "scores":
-            known[what] = {probe.number for probe in asked.probes}
-        else:
-            reads = [read for read in asked.reads if read.encoding == what]
-            known[what] = {
-                point_of(boundary_of(stream), level)
-                for read in reads for stream in read.streams for level in range(LEVELS)
-            }  # fmt: skip
-    return known[what]

@@ -11,7 +11,7 @@ steps may arrive in any order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_scope.batch.by_position import Part, assemble, num_processed, wanted_positions
+from vllm_scope.batch.by_position import Part, last_values, num_processed, wanted_positions
 from vllm_scope.codecs.packed import EncodedRows, packing_of
 from vllm_scope.program.layout import SLOT_BYTES
 from vllm_scope.request.encoding import Encoding
 from vllm_scope.request.resolve import Resolved, ResolvedProbe
 from vllm_scope.request.selectors import Selector
-from vllm_scope.request.sites import ALIASES, LEVELS, SiteLayer, Sites
+from vllm_scope.request.sites import ALIASES, SiteLayer, Sites
 from vllm_scope.results.column import Column, shaped
 from vllm_scope.sinks import Manifest
 
@@ -52,13 +52,13 @@ class Source:
 
     Attributes:
         label, row_shape: as in Column.
-        places: points, or the number of a probe; the first with parts has all of them.
+        place: the point, or the number of the probe.
     """
 
     label: _Stream | str
     selectors: tuple[Selector, ...]
     what: What
-    places: Sequence[int]
+    place: int
     row_shape: tuple[int, ...] = ()
 
 
@@ -240,13 +240,13 @@ class ScopeResult:
         """
         streams = [
             Source(
-                s, self._selectors_of(s), self._encoding_of(s), self._points_of(s),
+                s, self._selectors_of(s), self._encoding_of(s), self._point_of(s),
                 self._sites.row_shape(s[0]),
             )
             for s in (self._read_streams() if rows else ())
         ]  # fmt: skip
         probes = [
-            Source(probe.name, (probe.tokens,), "scores", (probe.number,))
+            Source(probe.name, (probe.tokens,), "scores", probe.number)
             for probe in self._asked.probes
         ]
         return [*streams, *probes]
@@ -254,8 +254,8 @@ class ScopeResult:
     def parts_of(self, source: Source) -> list[Part]:
         """What arrived so far, in order of arrival; a later snapshot has these and more."""
         if source.what == "scores":
-            return self._score_parts(source.places[0])
-        return self._found(source.what, source.places)
+            return self._score_parts(source.place)
+        return self._found(source.what, source.place)
 
     def wanted(self, selectors: Sequence[Selector], first: int = 0) -> np.ndarray:
         """int64, ascending: the processed positions from `first` on that any selector selects."""
@@ -313,7 +313,7 @@ class ScopeResult:
         for selector, probes in self._asked.probes_by_selector.items():
             wanted = self._wanted([selector])
             for probe in probes:
-                parts = self._found("scores", (probe.number,))
+                parts = self._found("scores", probe.number)
                 add(wanted, _arrived(self._scores.get(probe.number), parts))
         return list(found.values())
 
@@ -334,22 +334,18 @@ class ScopeResult:
             if site_layer in read.streams and read.when == when
         )  # fmt: skip
 
-    def _points_of(self, stream: _Stream) -> range:
-        """The points at which a worker may have read the stream, its own first. A worker reads
-        each row once, at the first point of the boundary that sees it."""
-        point = self._sites.point_of(stream[:2], stream[2])
-        return range(point, point - point % LEVELS - 1, -1)
+    def _point_of(self, stream: _Stream) -> int:
+        return self._sites.point_of(stream[:2], stream[2])
 
     def _parts_of(self, stream: _Stream) -> list[Part]:
-        return self._found(self._encoding_of(stream), self._points_of(stream))
+        return self._found(self._encoding_of(stream), self._point_of(stream))
 
     def _score_parts(self, number: int) -> list[Part]:
-        parts = self._found("scores", (number,))
+        parts = self._found("scores", number)
         return [Part(part.positions, part.arrivals, part.rows[:, 0]) for part in parts]
 
-    def _found(self, what: What, places: Iterable[int]) -> list[Part]:
-        of_kind = self._parts.get(what, {})
-        return next((of_kind[place] for place in places if place in of_kind), [])
+    def _found(self, what: What, place: int) -> list[Part]:
+        return self._parts.get(what, {}).get(place, [])
 
     def _encoding_of(self, stream: _Stream) -> Encoding | None:
         return next(
@@ -368,7 +364,7 @@ class ScopeResult:
             else:
                 packing = packing_of(encoding)
                 size, dtype = packing.num_slots * SLOT_BYTES, torch.uint8
-            data, positions = assemble(
+            data, positions = last_values(
                 self._parts_of(stream), self._wanted_of(stream), torch.empty((0, size), dtype=dtype)
             )
             rows = data if encoding is None else EncodedRows(packing.codec, data)
@@ -393,7 +389,7 @@ class ScopeResult:
 
     def _score(self, probe: ResolvedProbe) -> _Values:
         if probe.number not in self._scores:
-            self._scores[probe.number] = assemble(
+            self._scores[probe.number] = last_values(
                 self._score_parts(probe.number), self._wanted([probe.tokens]), torch.empty(0)
             )
         return self._scores[probe.number]

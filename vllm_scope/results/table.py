@@ -9,8 +9,9 @@ Promise: memory that a snapshot shares is never written again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +19,29 @@ import torch
 from vllm_scope.batch.by_position import Part
 from vllm_scope.results.result import What
 
-#: A table of one request: what it holds, and the points or probe numbers of the layout.
-TableKey = tuple[What, tuple[int, ...]]
+
+class TableKey(NamedTuple):
+    """A table of one request.
+
+    Attributes:
+        what: what it holds.
+        columns: all points, or all numbers of probes, of the layout.
+        also: as in Layout.
+    """
+
+    what: What
+    columns: tuple[int, ...]
+    also: tuple[tuple[int, int], ...] = ()
+
+    def names(self, wanted: Set[int]) -> dict[int, tuple[int, ...]]:
+        """Column -> what it is called among the wanted points or probes; without columns that
+        nobody wants."""
+        called = {column: [column] for column in self.columns}
+        for name, column in self.also:
+            if column in called:
+                called[column].append(name)
+        found = {column: tuple(n for n in names if n in wanted) for column, names in called.items()}
+        return {column: names for column, names in found.items() if names}
 
 
 class Table:
@@ -27,15 +49,20 @@ class Table:
 
     A column is a point (rows) or a probe (scores). Append-only, so snapshots share its memory.
 
+    Args:
+        names: as of TableKey.names.
+
     Attributes:
         columns: the points, or the numbers of the probes.
     """
 
-    def __init__(self, columns: tuple[int, ...], value_bytes: int, dtype: torch.dtype) -> None:
-        self.columns = columns
+    def __init__(
+        self, names: Mapping[int, tuple[int, ...]], value_bytes: int, dtype: torch.dtype
+    ) -> None:
+        self.columns, self._names = tuple(names), tuple(names.values())
         self._dtype = dtype
         # As bytes, in numpy: it has no bf16, and it releases the GIL while it copies.
-        self._values = np.empty((0, len(columns), value_bytes), np.uint8)
+        self._values = np.empty((0, len(names), value_bytes), np.uint8)
         #: int64 [2, num_sets, room]: positions, and arrival numbers among all of the request's
         #: values. Columns share one set until one of them gets values alone.
         self._labels = np.empty((2, 1, 0), np.int64)
@@ -111,21 +138,21 @@ class Table:
         """The values so far."""
         # The counts first: another thread may replace the arrays by larger ones meanwhile.
         counts = tuple(self._counts)
-        return _Frozen(self.columns, counts, self._labels, self._values, self._dtype)
+        return _Frozen(self._names, counts, self._labels, self._values, self._dtype)
 
 
 @dataclass(frozen=True)
 class _Frozen:
     """The contents of a table at one time."""
 
-    columns: tuple[int, ...]
+    names: tuple[tuple[int, ...], ...]
     counts: tuple[int, ...]
     labels: np.ndarray
     values: np.ndarray
     dtype: torch.dtype
 
     def parts(self) -> dict[int, Part]:
-        """column -> its values, views."""
+        """Name of a column -> its values, views."""
         if not self.values.size:
             return {}
         labels, counts = self.labels, self.counts
@@ -134,12 +161,14 @@ class _Frozen:
             # A shared view, so that ScopeResult counts each table once.
             positions, arrivals = labels[:, 0, : counts[0]]
             return {
-                column: Part(positions, arrivals, rows)
-                for column, rows in zip(self.columns, values[: counts[0]].unbind(1), strict=True)
+                name: Part(positions, arrivals, rows)
+                for names, rows in zip(self.names, values[: counts[0]].unbind(1), strict=True)
+                for name in names
             }
         return {
-            column: Part(labels[0, at, :count], labels[1, at, :count], values[:count, at])
-            for at, (column, count) in enumerate(zip(self.columns, counts, strict=True))
+            name: Part(labels[0, at, :count], labels[1, at, :count], values[:count, at])
+            for at, (names, count) in enumerate(zip(self.names, counts, strict=True))
+            for name in names
         }
 
 
@@ -148,7 +177,7 @@ class ArrivedParts(Mapping[What, Mapping[int, list[Part]]]):
     read."""
 
     def __init__(self, tables: Mapping[TableKey, Table]) -> None:
-        self._tables = [(what, table.freeze()) for (what, _), table in list(tables.items())]
+        self._tables = [(key.what, table.freeze()) for key, table in list(tables.items())]
         self._made: dict[What, dict[int, list[Part]]] = {}
 
     def __getitem__(self, what: What) -> Mapping[int, list[Part]]:

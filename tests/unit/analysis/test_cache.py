@@ -13,7 +13,6 @@ from vllm_scope.analysis.cache import ActivationCache
 from vllm_scope.analysis.lens import Lens, top_tokens
 from vllm_scope.batch.by_position import Part
 from vllm_scope.errors import SpecError
-from vllm_scope.program.compiler import canonical_point, edited_places
 from vllm_scope.results.result import ScopeResult
 
 EMBED = ("embed", 0)
@@ -84,9 +83,8 @@ def test_a_name_does_not_find_rows_from_the_other_side_of_an_edit(read, when, ed
     )
     at = np.arange(3)
     result = ScopeResult(
-        (asked := spec.resolve(SITES)), SITES, [1, 2, 3, 4], 3,
-        {None: {canonical_point(SITES.point_of(read, when), edited_places(asked, SITES)):
-            [Part(at, at, torch.ones(3, 4))]}}, "complete", None,
+        spec.resolve(SITES), SITES, [1, 2, 3, 4], 3,
+        {None: {SITES.point_of(read, when): [Part(at, at, torch.ones(3, 4))]}}, "complete", None,
     )  # fmt: skip
     other = {POST: PRE, PRE: POST, EMBED: ("resid_pre", 0)}[read]
     cache = ActivationCache(result)

@@ -165,7 +165,7 @@ def test_results_of_an_engine_can_be_pooled_and_cached():
     reads = Spec((Read("resid_post", tokens="prompt"),)).resolve(sites)
     pending = Pending(1, reads, sites, [7, 8, 9], max_tokens=2, num_stages=1)
     rows = torch.arange(12.0).reshape(3, 2, 2).bfloat16()
-    layout, order = Layout((point_of(2, 0), point_of(4, 0))), np.arange(3)
+    layout, order = Layout((point_of(2, 1), point_of(4, 1))), np.arange(3)
     slots = torch.zeros(3, 2, SLOT_BYTES, dtype=torch.uint8)
     slots[..., :4] = rows.view(torch.uint8)
     pieces = pieces_of(layout, layout, slots.view(3, -1).numpy(), Widths((4,)))

@@ -15,7 +15,7 @@ from vllm_scope.core.admission import Admission
 from vllm_scope.errors import CapacityError
 from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.layout import Widths
-from vllm_scope.program.operations import OP_ADD, OP_DOT, Cost, Op, Program, assemble
+from vllm_scope.program.operations import OP_ADD, OP_DOT, Cost, Op, Program, build_program
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.sites import point_of
 
@@ -36,7 +36,7 @@ def _program(ops: list[tuple[int, int, bool]]) -> Program:
             scores.setdefault(point_of(boundary, 0), []).append(one)
         else:
             edits.setdefault((boundary, 0), []).append(Op(OP_ADD, 0, _vector(vector), 1.0))
-    return assemble((), scores, edits)
+    return build_program((), scores, edits)
 
 
 OPS = st.tuples(st.sampled_from(BOUNDARIES), st.integers(1, 4), st.booleans())

@@ -18,7 +18,7 @@ from vllm_scope.core.news import Heard
 from vllm_scope.engine.core import scheduler as scheduling
 from vllm_scope.engine.core.entered import Entered, keep
 from vllm_scope.graph.tap.tables import capacity
-from vllm_scope.program.operations import OP_ADD, Cost, Op, Program, assemble
+from vllm_scope.program.operations import OP_ADD, Cost, Op, Program, build_program
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.resolve import NOTHING
 from vllm_scope.request.sites import Sites
@@ -183,7 +183,7 @@ class Scheduler:
 def _adding(name: str, num_vectors: int) -> Program:
     """A program whose vectors no request of another name has."""
     rows = [f"{name}-{i}".encode().ljust(16, b" ") for i in range(num_vectors)]
-    return assemble((), {}, {(0, 0): [Op(OP_ADD, 0, Array((4,), row), 1.0) for row in rows]})
+    return build_program((), {}, {(0, 0): [Op(OP_ADD, 0, Array((4,), row), 1.0) for row in rows]})
 
 
 def add(

@@ -33,7 +33,7 @@ from vllm_scope.program.operations import (
     OP_SET,
     Op,
     Program,
-    assemble,
+    build_program,
 )
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.sites import point_of
@@ -63,7 +63,7 @@ def _reads(*points: int) -> Program:
 
 def _adds(*numbers: float, boundary: int = 2) -> Program:
     edits = {(boundary, 0): [Op(OP_ADD, 0, _vector(n), n) for n in numbers]}
-    return assemble((), {}, edits)
+    return build_program((), {}, edits)
 
 
 def _on_the_device(tables: Tables, program_id: int) -> dict[int, list[tuple]]:
@@ -130,7 +130,7 @@ def programs(draw) -> Program:
         code = draw(st.sampled_from([OP_ADD, OP_ABLATE, OP_CLAMP, OP_SET]))
         op = Op(code, 0, _vector(draw(st.integers(1, 4))), draw(st.integers(-4, 4)) / 2, 2.5)
         edits.setdefault((boundary, group), []).append(op)
-    return assemble(tuple(sorted(points)), scores, edits)
+    return build_program(tuple(sorted(points)), scores, edits)
 
 
 @given(st.lists(programs(), min_size=1, max_size=3))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.oracle import Edited, edits_at, first_point, known, level_of
+from tests.unit.oracle import Edited, edits_at, known, level_of, named_point
 from tests.unit.strategies import VOCAB, is_selected, selectors, specs
 from vllm_scope import Ablate, Add, Clamp, Probe, Read, Replace, Spec, SpecError, TokenIds
 from vllm_scope.program import compiled as compiling
@@ -145,7 +145,6 @@ def _check_token(
     position: int,
     prompt: Sequence[int],
     here: tuple[int, ...],
-    all_points: set[int],
 ) -> None:
     """One token's program does what its actions say, and nothing else."""
     walked = _walk(program)
@@ -155,10 +154,11 @@ def _check_token(
             boundary = SITES.boundary_of(stream)
             if boundary not in here or not known(read.tokens, position, prompt)[1]:
                 continue
-            # The front-end takes the highest point that is known, from the named one down.
-            point = SITES.point_of(stream, read.when)
-            point = max(p for p in all_points if point_of(boundary, 0) <= p <= point)
-            assert point == first_point(asked, SITES, stream, read.when)
+            # The front-end finds a row by the point that it named.
+            assert program is not None
+            named = named_point(SITES, stream, read.when)
+            point = program.layout.row_of(named)
+            assert named in program.layout.names_of(point)
             due_points.add(point)
             level = level_of(SITES, stream, read.when)
             expected = edits_at(asked, SITES, boundary, level, position, prompt)
@@ -199,9 +199,8 @@ def test_each_token_gets_its_actions_whatever_the_chunks(spec, prompt, here, dat
     program = _compile(spec, prompt, here)
     num_positions = len(prompt) + 6
     whole = _by_position(program, 0, num_positions)
-    all_points = {p for one in whole if one is not None for p in one.layout.points}
     for position, one in enumerate(whole):
-        _check_token(one, asked, position, prompt, here, all_points)
+        _check_token(one, asked, position, prompt, here)
     first = 0
     while first < num_positions:
         count = data.draw(st.integers(1, num_positions - first))
@@ -248,7 +247,8 @@ def test_every_row_that_may_be_wanted_is_delivered(spec, probed, prompt, data):
                 if not is_selected(form, position, len(prompt), ids[position], len(ids)):
                     continue
                 for stream in getattr(item, "streams", ()):
-                    assert point_of(SITES.boundary_of(stream), 0) in walked.points
+                    boundary = SITES.boundary_of(stream)
+                    assert boundary in map(boundary_of_point, walked.points)
                 if hasattr(item, "name"):
                     assert int(item.name) in walked.scores
 
@@ -257,25 +257,30 @@ def test_every_row_that_may_be_wanted_is_delivered(spec, probed, prompt, data):
 
 
 @pytest.mark.parametrize(
-    ("actions", "points"),
+    ("actions", "points", "also"),
     [
-        pytest.param([Read("resid_post", layer=0)], [(2, 0)], id="nothing-edits"),
+        pytest.param([Read("resid_post", layer=0)], [(2, 1)], [], id="nothing-edits"),
         pytest.param(
             [
                 Read("resid_post", layer=0),
                 Read("resid_pre", layer=1),
                 Read("resid_pre", layer=1, when="before"),
             ],
-            [(2, 0)],
+            [(2, 1)],
+            [((2, 2), (2, 1))],
             id="three-names-of-one-row",
         ),
         pytest.param(
             [Read("resid_post", layer=0), Add(V, layer=0)],
             [(2, 1)],
+            [],
             id="after-an-edit-of-its-own-site",
         ),
         pytest.param(
-            [Read("resid_post", layer=0, when="before"), Add(V, layer=0)], [(2, 0)], id="before-it"
+            [Read("resid_post", layer=0, when="before"), Add(V, layer=0)],
+            [(2, 0)],
+            [],
+            id="before-it",
         ),
         pytest.param(
             [
@@ -284,16 +289,19 @@ def test_every_row_that_may_be_wanted_is_delivered(spec, probed, prompt, data):
                 Add(V, layer=0),
             ],
             [(2, 0), (2, 1)],
+            [],
             id="on-both-sides",
         ),
         pytest.param(
             [Read("resid_pre", layer=1), Add(V, layer=0)],
-            [(2, 1)],
+            [(2, 2)],
+            [],
             id="the-next-entry-sees-the-edit",
         ),
         pytest.param(
             [Read("resid_post", layer=0), Add(V, site="resid_pre", layer=1)],
-            [(2, 0)],
+            [(2, 1)],
+            [],
             id="an-exit-does-not-see-the-next-entry's-edit",
         ),
         pytest.param(
@@ -302,7 +310,8 @@ def test_every_row_that_may_be_wanted_is_delivered(spec, probed, prompt, data):
                 Read("resid_pre", layer=1),
                 Add(V, site="resid_pre", layer=1),
             ],
-            [(2, 0), (2, 2)],
+            [(2, 1), (2, 2)],
+            [],
             id="around-the-entry's-edit",
         ),
         pytest.param(
@@ -314,6 +323,7 @@ def test_every_row_that_may_be_wanted_is_delivered(spec, probed, prompt, data):
                 Add(V, site="resid_pre", layer=1),
             ],
             [(2, 0), (2, 1), (2, 2)],
+            [],
             id="all-three",
         ),
         pytest.param(
@@ -323,29 +333,33 @@ def test_every_row_that_may_be_wanted_is_delivered(spec, probed, prompt, data):
                 Add(V, site="resid_pre", layer=1),
             ],
             [(2, 1)],
+            [],
             id="between-the-two",
         ),
-        pytest.param([Read("embed"), Add(V, site="embed")], [(0, 1)], id="the-embedding"),
+        pytest.param([Read("embed"), Add(V, site="embed")], [(0, 1)], [], id="the-embedding"),
         pytest.param(
             [Read("resid_pre", layer=0), Add(V, site="embed")],
-            [(0, 1)],
+            [(0, 2)],
+            [],
             id="the-first-entry-after-it",
         ),
         pytest.param(
             [Read("resid_mid", layer=0), Add(V, site="resid_mid", layer=0)],
             [(1, 1)],
+            [],
             id="the-middle",
         ),
         pytest.param(
-            [Read("resid_post", layer=1), Add(V, layer=0)], [(4, 0)], id="an-edit-elsewhere"
+            [Read("resid_post", layer=1), Add(V, layer=0)], [(4, 1)], [], id="an-edit-elsewhere"
         ),
     ],
 )
-def test_a_row_is_read_once_at_the_first_point_that_sees_it(actions, points):
+def test_a_row_is_read_once_and_has_all_names_that_were_asked_for(actions, points, also):
     program = _compile(_spec(*actions), [1, 1, 1])
     ((_, count, one),) = program.runs(0, 5)
     assert count == 5
     assert one.layout.points == tuple(point_of(*place) for place in points)
+    assert one.layout.also == tuple((point_of(*a), point_of(*b)) for a, b in also)
 
 
 def test_where_a_read_looks_does_not_depend_on_which_tokens_an_edit_takes():
@@ -370,7 +384,7 @@ def test_a_layout_is_rows_and_then_scores():
         *(Probe(V, layer=i % 2, name=f"{i}") for i in range(5)),
     )  # fmt: skip
     ((_, _, program),) = _compile(spec, [1]).runs(0, 1)
-    points = tuple(point_of(b, 0) for b in (0, 2, 4))
+    points = tuple(point_of(b, 1) for b in (0, 2, 4))
     assert program.layout == Layout(points, ((2, 0), (2, 2), (2, 4), (4, 1), (4, 3)))
     # Five scores of 4 bytes take two slots.
     assert [program.layout.slots(Widths((16 * n,))) for n in (1, 7)] == [3 + 2, 21 + 2]
@@ -552,7 +566,7 @@ def test_a_request_whose_tokens_are_treated_in_too_many_ways_builds_nothing(
         for i, r in enumerate(reads[: bits * probes])
     ]
     asked = _spec(*reads, *probes).resolve(sites)
-    monkeypatch.setattr(compiling, "assemble", lambda *_: pytest.fail("built"))
+    monkeypatch.setattr(compiling, "build_program", lambda *_: pytest.fail("built"))
     ids = np.ones(4096, np.int64)
     program = RequestProgram.compile(asked, sites, frozenset(sites.boundaries), 4096, ids)
     started = time.thread_time()

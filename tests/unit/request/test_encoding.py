@@ -17,7 +17,7 @@ from vllm_scope.codecs.packed import EncodedRows, Packing, encoding_of, packing_
 from vllm_scope.codecs.rp8 import MAX_PROJECTION
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
-from vllm_scope.program.operations import Program, assemble
+from vllm_scope.program.operations import Program, build_program
 from vllm_scope.request.encoding import READ_CODECS, CodecChoice
 from vllm_scope.request.sites import Sites, point_of
 from vllm_scope.request.spec import scope
@@ -153,12 +153,13 @@ def test_a_program_reads_each_point_once_however_many_codecs_it_has():
         spec.resolve(SITES), SITES, frozenset(SITES.boundaries), 3, ids
     )
     (one,) = program.all_programs(5)
-    first, second = point_of(2, 0), point_of(4, 0)
+    first, second = point_of(2, 1), point_of(4, 1)
     encoded = {reads[0].encoding: (first, second), reads[2].encoding: (second,)}
     assert one.layout.points == (first,)
     assert dict(one.layout.encoded) == encoded
+    assert one.layout.also == ((point_of(2, 2), first),)
     assert one.taps == Program.reading((first, second)).taps
-    assert one != assemble((first,), {}, {}, one.layout.encoded[:1])
+    assert one != build_program((first,), {}, {}, one.layout.encoded[:1])
 
 
 def test_naming_a_codec_needs_no_torch():

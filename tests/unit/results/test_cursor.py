@@ -14,6 +14,7 @@ from tests.unit.roads import SITES
 from vllm_scope import Except, Probe, Read, Spec, TokenIds, Union
 from vllm_scope.results.buffer import Pending, Piece
 from vllm_scope.results.cursor import Cursor
+from vllm_scope.results.table import TableKey
 
 SIZE = SITES.hidden_size
 POINT = SITES.point_of(("resid_post", 1))
@@ -40,10 +41,12 @@ def deliver(pending, positions, number, rows=True, scores=True):
     found = []
     if rows:
         values = np.repeat(value.astype(np.float32), SIZE).view(np.uint8)
-        found.append(Piece((None, (POINT,)), (POINT,), values.reshape(len(at), 1, SIZE * 4)))
+        found.append(
+            Piece(TableKey(None, (POINT,)), (POINT,), values.reshape(len(at), 1, SIZE * 4))
+        )
     if scores:
         values = value.astype(np.float32).view(np.uint8).reshape(len(at), 1, 4)
-        found.append(Piece(("scores", (0,)), (0,), values))
+        found.append(Piece(TableKey("scores", (0,)), (0,), values))
     pending.add(found, labels, slice(None))
 
 
@@ -137,7 +140,9 @@ def test_encoded_rows_are_joined_without_decoding():
     for at, count in (([0, 1], 1), ([2], 2), ([4, 3], 4)):
         labels = np.stack([np.array(at), np.array(at)])
         pending.add(
-            [Piece((read.encoding, (POINT,)), (POINT,), data[at][:, None])], labels, slice(None)
+            [Piece(TableKey(read.encoding, (POINT,)), (POINT,), data[at][:, None])],
+            labels,
+            slice(None),
         )
         cursor.look(pending.snapshot(list(range(count)), None))
     (column,) = cursor.take()
@@ -158,7 +163,7 @@ def test_streams_of_one_table_are_followed_together(monkeypatch):
     for i in range(20):
         at = [0, 1] if i == 0 else [i + 1]
         values = np.repeat(np.array(at, np.float32), 3 * SIZE).view(np.uint8)
-        piece = Piece((None, points), points, values.reshape(len(at), 3, SIZE * 4))
+        piece = Piece(TableKey(None, points), points, values.reshape(len(at), 3, SIZE * 4))
         pending.add([piece], np.array([at, at]), slice(None))
         cursor.look(pending.snapshot([7] * (i + 1), None))
     assert len(asked) == 20

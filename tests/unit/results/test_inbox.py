@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from vllm_scope import Probe, Read
 from vllm_scope.batch.by_request import by_key, by_layout
-from vllm_scope.program.compiler import canonical_point, edited_places
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.request.sites import ATTENTION_SITES, Heads, Sites, boundary_of
 from vllm_scope.request.spec import Spec
@@ -39,9 +38,8 @@ SOME = [0, NUM_TOKENS // 2, NUM_TOKENS - 1]
 def layouts_of(spec):
     """What most tokens deliver, and what SOME do, with reads of all tokens first."""
     asked = spec.resolve(SITES)
-    edited = edited_places(asked, SITES)
     every, some = (
-        {canonical_point(SITES.point_of(s, read.when), edited) for s in read.streams}
+        {SITES.point_of(s, read.when) for s in read.streams}
         for read in (*asked.reads, *asked.reads[:1])[:2]
     )
     scores = tuple((SITES.boundary_of(p.stream), i) for i, p in enumerate(asked.probes))
@@ -138,7 +136,7 @@ def test_every_place_of_a_key_is_found_in_order(keys):
 
 
 def test_a_column_that_lost_a_message_leaves_the_others_at_their_places():
-    table = Table((3, 8), 4, torch.float32)
+    table = Table({3: (3,), 8: (8,)}, 4, torch.float32)
 
     def labels(*positions):
         return np.array([positions, [100 + p for p in positions]])
@@ -181,7 +179,7 @@ class _Growing(Table):
 
 
 def test_a_snapshot_while_rows_arrive_has_a_row_for_each_position():
-    table = _Growing((1,), 4, torch.float32)
+    table = _Growing({1: (1,)}, 4, torch.float32)
 
     def append(first, count):
         positions = np.arange(first, first + count)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.oracle import first_point
+from tests.unit.oracle import named_point
 from tests.unit.roads import SITES, Road, score_of
 from tests.unit.strategies import VOCAB, is_selected, specs
 from vllm_scope import Read, Spec, Union
@@ -55,7 +55,7 @@ class Sent:
     def delivers(self, boundaries: set[int]) -> Layout:
         """All that any token may deliver at some boundaries."""
         points = {
-            first_point(self.asked, SITES, stream, read.when)
+            named_point(SITES, stream, read.when)
             for read in self.asked.reads
             for stream in read.streams
             if SITES.boundary_of(stream) in boundaries
@@ -139,7 +139,7 @@ def test_any_interleaving_gives_each_wanted_row_and_score_once(road, asked, seed
         expected = delivered = 0
         assert set(result.keys()) == {key[:2] for key in one.streams()}
         for key, selectors in one.streams().items():
-            point = first_point(one.asked, SITES, key[:2], key[2])
+            point = named_point(SITES, key[:2], key[2])
             wanted = one.wanted(selectors)
             arrived = [p for p in wanted if (point, p) in one.rows]
             expected, delivered = expected + len(wanted), delivered + len(arrived)
@@ -233,7 +233,7 @@ def test_stages_that_hold_different_boundaries_are_one_result(road):
     road.finish(pending, num_stages=2)
     result = pending.snapshot([5], "stop")
     assert [result[s][0, 1:3].tolist() for s in result.keys()] == [
-        [point_of(0, 0), 10], [point_of(2, 0), 10], [point_of(4, 0), 20], [point_of(6, 0), 20],
+        [point_of(0, 1), 10], [point_of(2, 1), 10], [point_of(4, 1), 20], [point_of(6, 1), 20],
     ]  # fmt: skip
     assert result.status == "complete"
 
@@ -243,7 +243,9 @@ def test_one_boundary_asked_under_two_names_keeps_the_tokens_of_each(road):
         Read("resid_post", layers=[0], tokens=[0]),
         Read("resid_pre", layers=[1], tokens="last_prompt"),
     )
-    road.send([(pending.key, p, (2,), 0) for p in (0, 1, 2)])
+    exit_, entry = point_of(2, 1), point_of(2, 2)
+    layouts = [Layout((exit_,)), Layout(), Layout((entry,))]
+    road.send([(pending.key, p, layouts[p], 0) for p in (0, 2)])
     road.finish(pending)
     result = pending.snapshot([5], "stop")
     assert result.positions("resid_post", 0).tolist() == [0]
@@ -268,13 +270,13 @@ def test_a_snapshot_stays_as_it_was_while_rows_keep_coming(road):
 
 def test_a_streaming_result_counts_only_what_cannot_change(road):
     pending = road.open(
-        Read("embed", tokens="last"), Read("resid_pre", layers=[0], tokens="generated")
+        Read("embed", tokens="last"), Read("resid_post", layers=[0], tokens="generated")
     )
-    road.send([(pending.key, p, (0,), 0) for p in (0, 1, 2, 3)])
+    road.send([(pending.key, p, (0, 2), 0) for p in (0, 1, 2, 3)])
     road.settle()
     running = pending.snapshot([5, 6], None)
     assert running.positions("embed").tolist() == []  # who is last is not known yet
-    assert running.positions("resid_pre").tolist() == [3]
+    assert running.positions("resid_post").tolist() == [3]
     assert (running.expected, running.delivered, running.dropped) == (1, 1, 0)
     # Rows that are still on their way are not dropped.
     behind = pending.snapshot([5, 6, 7], None)
@@ -311,7 +313,7 @@ def test_a_result_is_the_callers_after_its_request_and_the_ring_went_on(road):
     for _ in range(3):  # the ring comes round
         road.send([(-1, 0, (0, 2, 4, 6), 0)] * (road.ring.num_slots // 4 // 2))
     road.settle()
-    assert result["resid_post", 1].tolist() == [[p, point_of(4, 0), 7, 7] for p in (0, 1, 2)]
+    assert result["resid_post", 1].tolist() == [[p, point_of(4, 1), 7, 7] for p in (0, 1, 2)]
     assert (result.expected, result.delivered, result.status) == (6, 6, "complete")
 
 
@@ -333,9 +335,9 @@ def test_a_result_grows_with_its_request(num_tokens, tap_by_tap, road):
     assert result.status == "complete"
     for stream, boundary in ((("embed", 0), 0), (("resid_post", 1), 4)):
         assert result[stream].tolist() == [
-            [p, point_of(boundary, 0), p, 7] for p in range(num_tokens + 1)
+            [p, point_of(boundary, 1), p, 7] for p in range(num_tokens + 1)
         ]
-        assert early[stream].tolist() == [[p, point_of(boundary, 0), p, 7] for p in range(2)]
+        assert early[stream].tolist() == [[p, point_of(boundary, 1), p, 7] for p in range(2)]
 
 
 def test_a_result_may_be_looked_at_before_the_first_of_its_taps_has_come(road):
@@ -347,7 +349,7 @@ def test_a_result_may_be_looked_at_before_the_first_of_its_taps_has_come(road):
     road.send([(pending.key, p, (4,), 1) for p in (0, 1, 2)], boundary=4)
     road.finish(pending)
     result = pending.snapshot([5], "stop")
-    assert result["resid_post", 1].tolist() == [[p, point_of(4, 0), 1, 7] for p in (0, 1, 2)]
+    assert result["resid_post", 1].tolist() == [[p, point_of(4, 1), 1, 7] for p in (0, 1, 2)]
     assert result.status == "complete"
 
 
@@ -359,9 +361,9 @@ def test_a_tap_whose_rows_were_lost_leaves_the_others_in_their_places(lost, road
     road.finish(pending)
     result = pending.snapshot([5], "stop")
     streams = {0: result["embed"].tolist(), 4: result["resid_post", 1].tolist()}
-    assert streams[lost] == [[2, point_of(lost, 0), 2, 7]]
+    assert streams[lost] == [[2, point_of(lost, 1), 2, 7]]
     assert streams[4 - lost] == [
-        [p, point_of(4 - lost, 0), number, 7] for p, number in ((0, 1), (1, 1), (2, 2))
+        [p, point_of(4 - lost, 1), number, 7] for p, number in ((0, 1), (1, 1), (2, 2))
     ]
     assert (result.dropped, result.status) == (2, "incomplete")
 
@@ -370,7 +372,7 @@ def test_a_prompt_longer_than_the_first_room_is_kept_whole(road):
     pending = road.open(Read("embed", tokens=slice(None)), num_prompt=500, max_tokens=1)
     road.send([(pending.key, p, (0,), p) for p in range(500)])
     road.finish(pending)
-    assert pending.snapshot([5], "stop")["embed"].tolist() == [[p, 0, p, 7] for p in range(500)]
+    assert pending.snapshot([5], "stop")["embed"].tolist() == [[p, 1, p, 7] for p in range(500)]
 
 
 def test_tokens_of_two_requests_may_be_mixed_in_any_way(road):
@@ -444,7 +446,7 @@ def test_a_request_that_nobody_holds_is_forgotten_with_its_rows(road):
     road.send([(kept.key, 2, (0,), 3)])
     road.finish(kept)
     result = kept.snapshot([5], "stop")
-    assert result["embed"].tolist() == [[p, 0, p + 1, 7] for p in (0, 1, 2)]
+    assert result["embed"].tolist() == [[p, 1, p + 1, 7] for p in (0, 1, 2)]
     assert len(road.inbox) == before - 1
 
 

@@ -25,7 +25,7 @@ def test_scores_are_found_by_name_in_the_order_asked(road):
         Probe(V, bias=2.0, layer=0, name="early"),
         Read("resid_post", layers=[0]),
     )
-    both = Layout((point_of(2, 0),), ((2, 1), (4, 0)))
+    both = Layout((point_of(2, 1),), ((2, 1), (4, 0)))
     road.send([(pending.key, p, reads_at(2, scores=((2, 1),)), 0) for p in (0, 1, 2)])
     road.send([(pending.key, 3, both, 0), (pending.key, 4, both, 0)])
     road.finish(pending)
@@ -91,44 +91,30 @@ def test_rows_before_and_after_an_edit_have_keys_of_their_own(road):
     assert (result.expected, result.delivered, result.status) == (11, 11, "complete")
 
 
-@pytest.mark.parametrize(
-    ("read", "edits", "point"),
-    [
-        pytest.param(Read("resid_pre", layer=1), [], point_of(2, 0), id="nothing-edits"),
-        pytest.param(
-            Read("resid_pre", layer=1), [Add(V, layer=0)], point_of(2, 1), id="the-exit-edited"
-        ),
-        pytest.param(
-            Read("resid_pre", layer=1),
-            [Add(V, site="resid_pre", layer=1)],
-            point_of(2, 2),
-            id="the-entry-edited",
-        ),
-        pytest.param(
-            Read("resid_pre", layer=1, when="before"),
-            [Add(V, site="resid_pre", layer=1)],
-            point_of(2, 0),
-            id="before-the-entry",
-        ),
-    ],
-)
-def test_a_row_is_found_at_the_first_point_that_sees_it(read, edits, point, road):
-    pending = road.open(read, *edits)
-    road.send([(pending.key, p, Layout((point,)), 0) for p in (0, 1, 2)])
+def test_a_row_that_two_reads_name_is_found_by_both(road):
+    """The exit of a layer and the entry of the next: no edit is between them, says the layout."""
+    pending = road.open(Read("resid_post", layer=0), Read("resid_pre", layer=1, tokens=[1, 2]))
+    exit_, entry = point_of(2, 1), point_of(2, 2)
+    both, second = Layout((exit_,), (), (), ((entry, exit_),)), Layout((exit_, entry))
+    road.send([(pending.key, 0, Layout((exit_,)), 0), (pending.key, 1, both, 1)])
+    road.send([(pending.key, 2, second, 2)])
     road.finish(pending)
     result = pending.snapshot([5], "stop")
-    assert result["resid_pre", 1][:, :2].tolist() == [[p, point] for p in (0, 1, 2)]
+    assert result["resid_post", 0][:, :2].tolist() == [[p, exit_] for p in (0, 1, 2)]
+    assert result["resid_pre", 1][:, :2].tolist() == [[1, exit_], [2, entry]]
+    assert (result.expected, result.delivered, result.status) == (5, 5, "complete")
 
 
-def test_server_edits_move_rows_to_a_point_that_the_caller_never_named(road):
-    # The caller asked for no edit, so its front-end cannot tell where workers read.
-    pending = road.open(Read("resid_post", layer=0), Read("resid_post", layer=0, when="before"))
-    layout = Layout((point_of(2, 0), point_of(2, 1)))
+def test_rows_that_no_read_to_memory_names_are_left_out(road):
+    pending = road.open(Read("resid_pre", layer=1))
+    exit_, entry = point_of(2, 1), point_of(2, 2)
+    # A sink reads the exit: one row for both.
+    layout = Layout((exit_, point_of(4, 1)), (), (), ((entry, exit_),))
     road.send([(pending.key, p, layout, 0) for p in (0, 1, 2)])
     road.finish(pending)
     result = pending.snapshot([5], "stop")
-    assert result["resid_post", 0][:, 1].tolist() == [point_of(2, 1)] * 3
-    assert result["resid_post", 0, "before"][:, 1].tolist() == [point_of(2, 0)] * 3
+    assert result["resid_pre", 1][:, :2].tolist() == [[p, exit_] for p in (0, 1, 2)]
+    assert (result.expected, result.delivered, result.status) == (3, 3, "complete")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +130,8 @@ def test_server_edits_move_rows_to_a_point_that_the_caller_never_named(road):
 def test_a_key_may_be_an_alias(key, alias, road):
     pending = road.open("embed", *(Read(s, layers=k) for s, k in (
         ("post_block", 1), ("resid_mid", 0), ("resid_pre", 2))))  # fmt: skip
-    road.send([(pending.key, p, (0, 1, 4), 0) for p in (0, 1, 2)])
+    layout = Layout((point_of(0, 1), point_of(1, 1), point_of(4, 1), point_of(4, 2)))
+    road.send([(pending.key, p, layout, 0) for p in (0, 1, 2)])
     road.finish(pending)
     result = pending.snapshot([5], "stop")
     assert torch.equal(result[alias], result[key])
@@ -166,19 +153,19 @@ def test_tap_by_tap_tokens_of_unlike_layouts_have_equal_room(road):
         Read("resid_post", layer=0), *(Probe(V, layer=0, name=f"{i}") for i in range(5))
     )
     two = road.open("embed", Read("resid_post", layer=0, when="before"), Add(V, layer=0))
-    many = Layout((point_of(2, 0),), tuple((2, i) for i in range(5)))
-    few = reads_at(0, 2)
+    many = Layout((point_of(2, 1),), tuple((2, i) for i in range(5)))
+    few = Layout((point_of(0, 1), point_of(2, 0)))
     step = [(p.key, at, many if p is one else few, at) for at in (0, 1, 2) for p in (one, two)]
     for boundary in (0, 2):
         road.send([*step, (-1, 0, (6,), 9)], boundary)
     road.finish(one)
     road.finish(two)
     result = one.snapshot([5], "stop")
-    assert result["resid_post", 0].tolist() == [[p, point_of(2, 0), p, 7] for p in (0, 1, 2)]
+    assert result["resid_post", 0].tolist() == [[p, point_of(2, 1), p, 7] for p in (0, 1, 2)]
     for i in range(5):
         assert result.scores[f"{i}"].tolist() == [score_of(p, i, p) for p in (0, 1, 2)]
     other = two.snapshot([5], "stop")
-    assert other["embed"].tolist() == [[p, 0, p, 7] for p in (0, 1, 2)]
+    assert other["embed"].tolist() == [[p, point_of(0, 1), p, 7] for p in (0, 1, 2)]
     assert other["resid_post", 0].tolist() == [[p, point_of(2, 0), p, 7] for p in (0, 1, 2)]
     assert result.status == other.status == "complete"
 

@@ -363,7 +363,7 @@ def test_a_key_that_takes_all_it_can_leaves_another_its_room(monkeypatch, waits)
 
 def test_the_end_of_a_request_of_many_drops_is_quick():
     """It is told on the drain's thread, where a sink has seen nothing of it."""
-    layout = Layout(tuple(point_of(2 * i, 0) for i in range(65)))
+    layout = Layout(tuple(point_of(2 * i, 1) for i in range(65)))
     sites = Sites(64, 4, "float32", tuple(2 * i for i in range(65)))
     asked = Spec((Read("resid_post", to="mine"),)).resolve(sites)
     delivery = Delivery(RequestInfo(0, "r", "u", (5, 6)), asked, "mine", sites, sites.boundaries)

@@ -27,6 +27,7 @@ from vllm_scope import ConfigError, Probe, Read
 from vllm_scope.codecs import make_codec
 from vllm_scope.config import ScopeConfig
 from vllm_scope.program.layout import Layout, Widths
+from vllm_scope.request.sites import point_of
 from vllm_scope.request.spec import Spec
 from vllm_scope.sinks import Manifest, quota
 from vllm_scope.sinks.quota import REQUEST_BYTES
@@ -105,6 +106,26 @@ class KeepsBlocks(Live):
 
 class KeepsWholeBlocks(KeepsBlocks):
     live = False
+
+
+@pytest.mark.parametrize("kind", [KeepsBlocks, KeepsWholeBlocks])
+def test_a_row_that_two_reads_name_comes_under_both_names(kind, monkeypatch):
+    """The exit of layer 0 and the entry of layer 1; the first goes to memory, too."""
+    reads = Read("resid_pre", layer=1, to="mine"), Read("resid_post", layer=0, to="mine")
+    exit_, entry = point_of(2, 1), point_of(2, 2)
+    layout, count = Layout((exit_,), (), (), ((entry, exit_),)), np.arange(3)
+    raw = torch.randn(3, 4)
+    with side(monkeypatch, {"mine": {}}, mine=kind) as here:
+        here.add(1, *reads, Read("resid_post", layer=0))
+        data = raw.view(torch.uint8).numpy().reshape(3, -1)
+        here.router._route(1, layout, count, data, Widths((16,)))
+        here.end(1)
+        manifest = here.manifest(1)
+    (sink,) = kind.made
+    assert {stream: torch.equal(rows, raw) for stream, (rows, _) in sink.rows.items()} == {
+        ("resid_pre", 1): True, ("resid_post", 0): True,
+    }  # fmt: skip
+    assert (manifest.status, manifest.delivered) == ("ok", 6)
 
 
 @pytest.mark.parametrize("kind", [KeepsBlocks, KeepsWholeBlocks])

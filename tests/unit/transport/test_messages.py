@@ -212,6 +212,15 @@ def test_layouts_with_encodings_arrive_and_their_rows_are_cut_where_they_end(roa
     assert len(messages) == (1 if road == "shared" else 2)
 
 
+def test_layouts_with_further_names_of_rows_arrive(road, inbox):
+    layouts = reads_at(0), Layout((7,), (), (), ((8, 7),))
+    labels = labels_of(range(6), range(6), np.arange(6) % 2, layouts)
+    ring = HostRing(6, cuda=False)
+    sender = inbox.open(road, ring)
+    sender.send_rows(RowBatch(labels, ring.acquire(6), Widths((ROW_BYTES,))))
+    assert inbox.next().layouts == list(layouts)
+
+
 def test_batches_of_different_layouts_are_cut_between_tokens(inbox):
     row_bytes, row_slots = 32_768, 2048
     layouts = (

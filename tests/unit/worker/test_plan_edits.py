@@ -31,10 +31,10 @@ def test_rows_that_are_only_edited_take_no_slots_and_have_no_label():
     assert np.diff([*plan.offsets, plan.num_slots]).tolist() == [0, 0, 1, 2, 1, 2]
     scores = ((2, 0),)
     assert [plan.labels.layouts[i] for i in plan.labels.layout_of] == [
-        Layout((point_of(0, 0),)),
-        Layout((point_of(0, 0), point_of(8, 0))),
+        Layout((point_of(0, 1),)),
+        Layout((point_of(0, 1), point_of(8, 1))),
         Layout((), scores),
-        Layout((point_of(0, 0),), scores),
+        Layout((point_of(0, 1),), scores),
     ]
     assert (plan.program_ids != NO_PROGRAM).all()
 
@@ -60,7 +60,7 @@ def test_tokens_of_one_layout_share_it_whatever_edits_they_get():
     engine.add("b", Read("embed"), Add([2.0, 0, 0, 0], layer=3))
     plan, _ = engine.step(a=(6, 1), b=(5, 1))
     assert len(set(plan.program_ids.tolist())) == 2
-    assert plan.labels.layouts == (Layout((point_of(0, 0),)),)
+    assert plan.labels.layouts == (Layout((point_of(0, 1),)),)
     assert plan.labels.layout_of.tolist() == [0, 0]
 
 
@@ -162,7 +162,7 @@ def test_where_positions_are_guessed_probes_of_single_tokens_are_all_scored():
     engine.add("a", Probe(V, layer=0, name="p", tokens=[8]), Read("embed", tokens=[9]))
     plan, failures = engine.step(optimistic=True, a=(7, 3))
     assert failures == []
-    assert plan.labels.layouts == (Layout((point_of(0, 0),), ((2, 0),)),)
+    assert plan.labels.layouts == (Layout((point_of(0, 1),), ((2, 0),)),)
 
 
 def test_a_request_that_enters_has_room_where_the_last_step_read_much():
