@@ -22,9 +22,8 @@ from pydantic import ValidationError
 
 from vllm_scope.codecs.base import Codec
 from vllm_scope.codecs.casts import Fp16, NoCodec
-from vllm_scope.codecs.full8 import Full8
 from vllm_scope.codecs.rp8 import RandomProjection8
-from vllm_scope.codecs.scaled import Fp8, Int8
+from vllm_scope.codecs.scaled import Fp8, Full8, Int8
 from vllm_scope.codecs.topk8 import TopK8
 from vllm_scope.codecs.zstd import Zstd
 from vllm_scope.errors import ConfigError, shown

@@ -15,7 +15,7 @@ from pydantic import Field, StrictInt, model_validator
 from torch import Tensor
 
 from vllm_scope.codecs.base import KeepsK, RowPart
-from vllm_scope.codecs.full8 import dequantise, quantise, quantised_parts
+from vllm_scope.codecs.scaled import dequantise, quantise, quantised_parts
 
 DEFAULT_K = 512
 #: Largest number of elements of a projection, also of one that a file names: it takes at

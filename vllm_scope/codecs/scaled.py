@@ -1,4 +1,7 @@
-"""8 bits a value and one float32 scale per row: x = q * scale."""
+"""8 bits a value, and float32 numbers per row: x = q * scale, or x = (q - zero) * scale.
+
+Owns:  Fp8, Int8, Full8; `quantise` and its inverse, which rp8 and topk8 use too.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,15 @@ from torch import Tensor
 from vllm_scope.codecs.base import Codec, RowPart
 
 #: The smallest normal float32: scales below it would lose bits, or be flushed to zero.
-TINY = torch.finfo(torch.float32).tiny
+_TINY = torch.finfo(torch.float32).tiny
+#: A step finer than this share of the largest value is finer than float32 itself. A
+#: power of two, so that a constant row comes back exactly.
+_FINEST = 2.0**-23
+#: Multiplied with, for the same scale on a GPU as on a CPU (see `_Scaled`).
+_STEP = 1 / 255
 
 
-def finite_scale(scale: Tensor) -> Tensor:
+def _finite_scale(scale: Tensor) -> Tensor:
     """A row's scale; NaN if the row held NaN or infinity, so that it decodes to NaN."""
     return torch.where(scale.isfinite(), scale, torch.nan)
 
@@ -34,9 +42,9 @@ class _Scaled(Codec):
         values = rows.float()
         # Multiplied with the inverse of `limit`: a GPU divides by a constant in this way. If a
         # scale differs in its last bit, ties round to other sides than on a CPU.
-        scale = (values.abs().amax(-1, keepdim=True) * (1 / self.limit)).clamp(min=TINY)
+        scale = (values.abs().amax(-1, keepdim=True) * (1 / self.limit)).clamp(min=_TINY)
         q = self._rounded(values / scale).clamp(-self.limit, self.limit)
-        return {"q": q.to(self.q_dtype), "scale": finite_scale(scale)}
+        return {"q": q.to(self.q_dtype), "scale": _finite_scale(scale)}
 
     def _rounded(self, values: Tensor) -> Tensor:
         return values
@@ -65,3 +73,45 @@ class Int8(_Scaled):
     def _rounded(self, values: Tensor) -> Tensor:
         # NaN has no integer. The row's scale says that it had one.
         return values.round().nan_to_num(0.0)
+
+
+def quantise(values: Tensor) -> dict[str, Tensor]:
+    """float32 [n, m] -> uint8 `q` [n, m]; float32 `scale` and `zero` [n, 1].
+
+    A constant row has no range. Its scale is then a tiny share of the constant, and
+    (0 - zero) * scale is the constant.
+    """
+    low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
+    largest = torch.maximum(low.abs(), high.abs())
+    # Divided before the subtraction: the width of float32's range is no float32.
+    scale = torch.maximum(high * _STEP - low * _STEP, largest * _FINEST).clamp(min=_TINY)
+    zero = -low / scale
+    q = (values / scale + zero).round().clamp(0, 255).nan_to_num(0.0)
+    return {"q": q.to(torch.uint8), "scale": _finite_scale(scale), "zero": zero.nan_to_num(0.0)}
+
+
+def dequantise(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """float32 [n, m]; a row that held NaN or infinity is NaN throughout."""
+    return (q.float() - zero) * scale
+
+
+def quantised_parts(name: str, size: int) -> tuple[RowPart, ...]:
+    """What `quantise` makes of a row of `size` numbers; `name` is that of its `q`."""
+    of_row = (RowPart(part, torch.float32, 1) for part in ("scale", "zero"))
+    return RowPart(name, torch.uint8, size), *of_row
+
+
+class Full8(Codec):
+    """uint8 values, and a float32 scale and zero per row: x = (q - zero) * scale."""
+
+    codec: Literal["full8"] = "full8"
+
+    @property
+    def row_parts(self) -> tuple[RowPart, ...]:
+        return quantised_parts("q", self.hidden_size)
+
+    def _encode(self, rows: Tensor) -> dict[str, Tensor]:
+        return quantise(rows.float())
+
+    def _decode(self, parts: Mapping[str, Tensor], num_rows: int) -> Tensor:
+        return self._cast(dequantise(parts["q"], parts["scale"], parts["zero"]))

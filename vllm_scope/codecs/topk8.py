@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_scope.codecs.base import KeepsK, RowPart
-from vllm_scope.codecs.full8 import dequantise, quantise, quantised_parts
+from vllm_scope.codecs.scaled import dequantise, quantise, quantised_parts
 
 DEFAULT_K = 64
 
