@@ -24,7 +24,7 @@ from vllm_scope.server.choice import MAX_CHUNK_BYTES, ChoiceScope
 from vllm_scope.server.encode import Json
 from vllm_scope.server.exchange import running
 from vllm_scope.server.faces import CompletionOutput, Reply
-from vllm_scope.server.options import Options
+from vllm_scope.server.options import ScopeOptions
 from vllm_scope.server.store import Kept, Store
 
 #: Rows and scores inside one answer, of all its choices. Base64 and JSON take a multiple of it
@@ -59,10 +59,10 @@ class Answer:
     """
 
     def __init__(
-        self, options: Options | None, store: Store, inline_bytes: int, owner: str,
+        self, options: ScopeOptions | None, store: Store, inline_bytes: int, owner: str,
         choices_per_prompt: int, streams: bool,
     ) -> None:  # fmt: skip
-        self._native, self._options = options is not None, options or Options()
+        self._native, self._options = options is not None, options or ScopeOptions()
         self.streams = streams and self._native
         self.replies: Sequence[Reply] = ()
         self._num_ended = 0

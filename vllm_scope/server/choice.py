@@ -23,7 +23,7 @@ from vllm_scope.results.cursor import Cursor
 from vllm_scope.server import encode
 from vllm_scope.server.encode import Json, Label
 from vllm_scope.server.faces import CompletionOutput, Keep
-from vllm_scope.server.options import Options
+from vllm_scope.server.options import ScopeOptions
 from vllm_scope.server.tokens import ScoredTokens
 
 #: Rows of one chunk. Larger ones come as a file with the last chunk.
@@ -45,7 +45,7 @@ class ChoiceScope:
     """
 
     def __init__(
-        self, completion: CompletionOutput, options: Options, inline_bytes: int,
+        self, completion: CompletionOutput, options: ScopeOptions, inline_bytes: int,
         take_room: Callable[[int], bool], keep: Keep,
     ) -> None:  # fmt: skip
         self.completion, self.cursor = completion, Cursor(rows=options.stream == "rows")

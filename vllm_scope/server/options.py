@@ -1,6 +1,6 @@
 """Fields of `vllm_xargs` that say how a request wants its tensors.
 
-Owns:  Options.
+Owns:  ScopeOptions.
 Runs:  in each API server process, before the request enters the engine.
 To:    engine.http.serving, answer.
 """
@@ -22,7 +22,7 @@ _ALLOWED = {"scope_tensors": ("auto", "handle"), "scope_stream": ("scores", "row
 
 
 @dataclass(frozen=True)
-class Options:
+class ScopeOptions:
     """How a request wants its tensors.
 
     Attributes:
@@ -38,7 +38,7 @@ class Options:
     reads: bool = False
 
     @staticmethod
-    def parse(xargs: Mapping[str, object]) -> Options | None:
+    def parse(xargs: Mapping[str, object]) -> ScopeOptions | None:
         """The options of a request; None if it has no field of ours.
 
         Raises:
@@ -65,7 +65,7 @@ class Options:
             "named": any(read.name is not None for read in spec.reads),
             "reads": any(read.to == MEMORY for read in spec.reads),
         }
-        return msgspec.convert(found, Options)
+        return msgspec.convert(found, ScopeOptions)
 
 
 def _check_answerable(spec: Spec) -> None:

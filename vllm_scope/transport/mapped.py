@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vllm_scope.transport.messages import Answer, SharedHello
+from vllm_scope.transport.messages import Ack, SharedHello
 from vllm_scope.transport.ring import CLOSED, RingReader, RingRef
 
 
@@ -27,14 +27,14 @@ class MappedRings:
         #: This front-end's counter in each ring. It is set to CLOSED at the end.
         self.counters: dict[RingRef, int] = {}
 
-    def answer(self, hello: SharedHello) -> Answer:
+    def answer(self, hello: SharedHello) -> Ack:
         """Map the ring of a worker that connects. The answer says why it cannot be mapped."""
         try:
             self.get(hello.ring)
         except (OSError, ValueError) as error:
-            return Answer(0, str(error))
+            return Ack(0, str(error))
         self.counters[hello.ring] = hello.reader
-        return Answer(0)
+        return Ack(0)
 
     def get(self, ref: RingRef) -> RingReader:
         """Raises OSError or ValueError, as RingReader."""

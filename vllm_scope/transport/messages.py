@@ -129,7 +129,7 @@ def keep_alive(socket: zmq.Socket[bytes]) -> None:
 
 
 class SharedHello(msgspec.Struct, array_like=True, tag="shared"):
-    """A worker asks the front-end to try its ring. Answered by an Answer.
+    """A worker asks the front-end to try its ring. Answered by an Ack.
 
     Attributes:
         ring: where it is.
@@ -141,7 +141,7 @@ class SharedHello(msgspec.Struct, array_like=True, tag="shared"):
 
 
 class TcpHello(msgspec.Struct, array_like=True, tag="tcp"):
-    """First message of a TCP connection. Answered by an Answer.
+    """First message of a TCP connection. Answered by an Ack.
 
     Attributes:
         session: random; the same when a worker dials again after a lost connection.
@@ -150,7 +150,7 @@ class TcpHello(msgspec.Struct, array_like=True, tag="tcp"):
     session: int
 
 
-class Answer(msgspec.Struct, array_like=True, tag="answer"):
+class Ack(msgspec.Struct, array_like=True, tag="answer"):
     """From the front-end to a worker.
 
     Attributes:
@@ -284,7 +284,7 @@ class RowsMessage(msgspec.Struct):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_answer = msgspec.msgpack.Decoder(Answer).decode
+decode_answer = msgspec.msgpack.Decoder(Ack).decode
 decode = msgspec.msgpack.Decoder(
     SharedHello | TcpHello | RowsHeader | FinishHeader | CountersHeader
 ).decode

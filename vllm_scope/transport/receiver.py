@@ -31,8 +31,8 @@ from vllm_scope.transport.folders import RUN, hold, prefix, release, remove_aban
 from vllm_scope.transport.listener import TcpListener
 from vllm_scope.transport.mapped import MappedRings
 from vllm_scope.transport.messages import (
+    Ack,
     Address,
-    Answer,
     CountersHeader,
     FinishHeader,
     RowsHeader,
@@ -180,7 +180,7 @@ class Receiver:
         with self._lock:
             if self._tcp is not None:
                 for peer in self._peers:
-                    self._tcp.send_multipart([peer, encode(Answer(CLOSED))])
+                    self._tcp.send_multipart([peer, encode(Ack(CLOSED))])
                 self._tcp.close(linger=500)
             self._listener.close()
             os.close(self._wake)
@@ -233,7 +233,7 @@ class Receiver:
         else:
             session.num_read += 1
             self._read_tcp(session, frames)
-        self._tcp.send_multipart([peer, encode(Answer(session.num_read))])
+        self._tcp.send_multipart([peer, encode(Ack(session.num_read))])
 
     def _forget_sessions(self, coming: int) -> None:
         """Forget workers whose connection is gone for FORGET_S.
@@ -246,7 +246,7 @@ class Receiver:
         try:
             for number, session in list(self._sessions.items()):
                 try:
-                    self._tcp.send_multipart([session.peer, encode(Answer(session.num_read))])
+                    self._tcp.send_multipart([session.peer, encode(Ack(session.num_read))])
                 except zmq.ZMQError:
                     session.lost_at = session.lost_at or time.monotonic()
                     late = time.monotonic() - session.lost_at >= FORGET_S

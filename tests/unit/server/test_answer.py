@@ -27,7 +27,7 @@ from vllm_scope.server import answer as module
 from vllm_scope.server import choice, encode
 from vllm_scope.server.answer import Answer
 from vllm_scope.server.exchange import Exchange
-from vllm_scope.server.options import Options
+from vllm_scope.server.options import ScopeOptions
 from vllm_scope.server.store import Store
 from vllm_scope.sinks import Manifest
 
@@ -58,7 +58,7 @@ def store(tmp_path):
 
 def answer(store, streams=False, n=1, **options):
     """On a running loop, as it is made by a request."""
-    found = Answer(Options(**options), store, 1 << 20, "owner", n, streams)
+    found = Answer(ScopeOptions(**options), store, 1 << 20, "owner", n, streams)
     if not streams:
         found.add_prompt()
         found.open_one(lambda: None, True)
@@ -339,7 +339,7 @@ async def test_files_of_an_answer_that_was_sent_stay(store, tmp_path):
 async def test_a_named_read_takes_one_prompt_only(store):
     for name, allowed in (("q", False), (None, True)):
         xargs = scope(Read("embed", to="filesystem", name=name))
-        found = Answer(Options.parse(xargs), store, 1 << 20, "owner", 2, False)
+        found = Answer(ScopeOptions.parse(xargs), store, 1 << 20, "owner", 2, False)
         assert found.add_prompt() == 0
         if allowed:
             assert found.add_prompt() == 1
@@ -351,7 +351,7 @@ async def test_a_named_read_takes_one_prompt_only(store):
 def test_a_probes_name_does_not_end_like_positions():
     probe = Probe(np.ones(SIZE), layer=1, name="a.positions")
     with pytest.raises(SpecError, match=r"no name ends in '\.positions'"):
-        Options.parse(scope(probe))
+        ScopeOptions.parse(scope(probe))
 
 
 async def chunks_of(found, ended):
@@ -481,7 +481,7 @@ async def test_a_full_store_refuses_what_needs_a_file_and_nothing_else(store, ex
     with suppress(CapacityError):
         while True:
             store.put({"x": torch.zeros(100_000)}, {}, "owner")
-    Answer(Options(), store, 1000, "owner", 1, False)
+    Answer(ScopeOptions(), store, 1000, "owner", 1, False)
     exchange.expect(1000)
     with pytest.raises(CapacityError, match="of this key wait to be fetched"):
         exchange.expect(700_000)
@@ -497,12 +497,14 @@ async def test_a_file_of_generated_rows_is_refused_before_they_are_computed(stor
     with suppress(CapacityError):
         while True:
             store.put({"x": torch.zeros(10)}, {}, "owner")
-    Answer(Options.parse(generated), store, 1000, "owner", 1, False)
+    Answer(ScopeOptions.parse(generated), store, 1000, "owner", 1, False)
     exchange.expect(0)
     probe = scope(Probe(np.ones(SITES.hidden_size), layer=0, name="p"))
-    Answer(Options.parse(probe | {"scope_tensors": "handle"}), store, 1000, "owner", 1, False)
+    Answer(ScopeOptions.parse(probe | {"scope_tensors": "handle"}), store, 1000, "owner", 1, False)
     exchange.expect(100)  # scores are part of the answer
-    Answer(Options.parse(generated | {"scope_tensors": "handle"}), store, 1000, "owner", 1, False)
+    Answer(
+        ScopeOptions.parse(generated | {"scope_tensors": "handle"}), store, 1000, "owner", 1, False
+    )
     with pytest.raises(CapacityError, match="of this key wait to be fetched"):
         exchange.expect(0)
 

@@ -16,7 +16,7 @@ from vllm_scope.server import faces
 from vllm_scope.server.access import asked, engine_of
 from vllm_scope.server.answer import Answer
 from vllm_scope.server.faces import HttpFace, Reply, Words
-from vllm_scope.server.options import Options
+from vllm_scope.server.options import ScopeOptions
 from vllm_scope.server.settings import MAX_OPERATOR_BYTES
 
 reading = APIRouter(prefix="/v1/toy")
@@ -155,6 +155,6 @@ def test_a_stream_has_a_faces_fields_where_choices_end():
 
 
 def test_a_request_without_words_has_no_options_and_needs_none():
-    assert Options.parse({"toy": 1}) is None
+    assert ScopeOptions.parse({"toy": 1}) is None
     with pytest.raises(SpecError, match="options of a scope and no 'scope'"):
-        Options.parse({"scope_tensors": "handle"})
+        ScopeOptions.parse({"scope_tensors": "handle"})

@@ -36,7 +36,7 @@ from vllm_scope.errors import ConfigError, ScopeError, SpecError, shown
 from vllm_scope.results.inbox import inbox, limit, num_pending
 from vllm_scope.server import faces
 from vllm_scope.server.answer import Answer, current
-from vllm_scope.server.options import Options
+from vllm_scope.server.options import ScopeOptions
 from vllm_scope.transport.folders import RUN, end_run
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -88,7 +88,7 @@ async def _create_with_scope(original: Any, self: Any, request: Any, raw_request
     limit(state.settings.rows_of(engine.vllm_config.parallel_config._api_process_count))
     with refusing():
         xargs = request.vllm_xargs or {}
-        options = await aside(Options.parse, xargs, if_large=xargs)
+        options = await aside(ScopeOptions.parse, xargs, if_large=xargs)
         words = faces.Words.find(xargs, request.model_extra, translators.keys())
         answer = Answer(
             options, state.store, state.settings.inline_bytes, state.owner_of(raw_request),
