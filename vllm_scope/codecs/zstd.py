@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from importlib import import_module
 from types import ModuleType
 from typing import ClassVar, Literal
 
@@ -19,13 +18,16 @@ from vllm_scope.errors import ConfigError
 def zstd_library() -> ModuleType:
     """Python's module `zstd` (its own from 3.14 on). Raises ConfigError if it is missing."""
     try:
-        return import_module(
-            "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
-        )
+        if sys.version_info >= (3, 14):
+            from compression import zstd
+        else:
+            from backports import zstd
     except ImportError:
         raise ConfigError(
             "codec 'zstd' needs the package backports.zstd; pip install 'vllm-scope[files]'."
         ) from None
+    library: ModuleType = zstd
+    return library
 
 
 class Zstd(Codec):

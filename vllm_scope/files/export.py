@@ -13,7 +13,6 @@ import json
 import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, BinaryIO, Literal
@@ -58,11 +57,13 @@ class Exported(int):
 
 def _arrow() -> ModuleType:
     try:
-        return import_module("pyarrow")
+        import pyarrow
     except ImportError:
         raise ConfigError(
             "exports need the package pyarrow; pip install 'vllm-scope[files]'."
         ) from None
+    library: ModuleType = pyarrow
+    return library
 
 
 def export_dataset(

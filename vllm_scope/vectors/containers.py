@@ -13,7 +13,6 @@ import json
 import zipfile
 import zlib
 from collections.abc import Mapping
-from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 from tokenize import TokenError
@@ -201,12 +200,14 @@ def write_gguf(
 
 def _gguf(path: Path) -> ModuleType:
     try:
-        return import_module("gguf")
+        import gguf
     except ImportError:
         raise ImportError(
             f"{path} is a GGUF file, and the library for these is not installed: "
             "pip install 'vllm-scope[gguf]'."
         ) from None
+    library: ModuleType = gguf
+    return library
 
 
 def _bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
