@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 from vllm_scope.errors import ConfigError, SpecError
-from vllm_scope.request.sites import ATTENTION_SITES, INNER_SITES, boundary_of, canonical_site
+from vllm_scope.request.sites import ATTENTION_SITES, INNER_SITES, Place, canonical_site
 from vllm_scope.sinks.options import Number, SinkConfig, parse_sinks
 
 #: Where the dict lives inside vLLM's `additional_config`.
@@ -171,7 +171,7 @@ class ScopeConfig(BaseModel):
                 found.add(2 * layer + 1)
             if "resid_pre" in self.sites:
                 found.add(2 * layer)
-            found |= {boundary_of((site, layer)) for site in INNER_SITES if site in self.sites}
+            found |= {Place(site, layer).boundary for site in INNER_SITES if site in self.sites}
         if "embed" in self.sites:
             found.add(0)
         return tuple(sorted(found))

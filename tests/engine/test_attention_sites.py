@@ -241,11 +241,11 @@ def as_if(module, name, value):
 
 def test_layers_whose_attention_is_not_of_the_shape_stop_the_engine(llm):
     from vllm_scope.engine.worker.attention import attention_of
-    from vllm_scope.request.sites import Heads, Sites, boundary_of
+    from vllm_scope.request.sites import Heads, Place, Sites
 
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     layer = worker.model_runner.get_model().model.layers[1]
-    boundaries = tuple(boundary_of((s, 1)) for s in SITES)
+    boundaries = tuple(Place(s, 1).boundary for s in SITES)
     sites = Sites(3, 128, "float32", boundaries, Heads(4, 2, 32, 32))
     of = partial(Anatomy, num_layers=3, convention=Convention.SUM, path="layers")
     attention = attention_of(of({1: layer}), sites)[1]
@@ -259,5 +259,5 @@ def test_layers_whose_attention_is_not_of_the_shape_stop_the_engine(llm):
     with as_if(attention, "kv_sharing_target_layer_name", "model.layers.0"):
         with pytest.raises(ConfigError, match="and has none of its own"):
             attention_of(of({1: layer}), sites)
-        alone = tuple(boundary_of((s, 1)) for s in ("q", "z"))
+        alone = tuple(Place(s, 1).boundary for s in ("q", "z"))
         assert attention_of(of({1: layer}), replace(sites, boundaries=alone))

@@ -279,7 +279,7 @@ BAD = [
     pytest.param(8, "is 8; it is a name, or an object", id="number"),
     pytest.param({"name": "topk8", "k": 129}, "k is 129; a row has 128 values", id="too-large"),
     pytest.param({"name": "rp8", "k": 0}, "k is 0", id="too-small"),
-    pytest.param({"name": "rp8", "k": 1 << 70}, "a row has 128 values", id="huge"),
+    pytest.param({"name": "rp8", "k": 1 << 70}, "whole number of at most 64 bits", id="huge"),
     pytest.param({"name": "rp8", "seed": -1}, "seed is -1", id="seed"),
 ]
 

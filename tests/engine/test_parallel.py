@@ -13,7 +13,7 @@ from tests.engine import test_branch_sites as branches
 from tests.engine.test_edits import EDITS, check, direction, params
 from tests.engine.test_sinks import check_equal
 from vllm_scope import Add, Probe, Read
-from vllm_scope.request.sites import boundary_of
+from vllm_scope.request.sites import Place
 
 WEIGHT = direction(7)
 
@@ -62,7 +62,7 @@ def test_ranks_and_stages_are_put_together(
         outputs = llm.generate(prompts, asked, use_tqdm=False)
     # One rank of each stage drains, and so writes; a boundary belongs to one stage.
     assert [rank["drains"] for rank in ranks] == [True, False][:tensor] * pipeline
-    beside = [boundary_of((site, k)) for site in branches.SITES for k in range(3)]
+    beside = [Place(site, k).boundary for site in branches.SITES for k in range(3)]
     taps = sorted(b for r in ranks if r["drains"] for b in r["taps_here"])
     assert taps == [0, 2, 4, 6, *beside]
     ref = reference(path, torch.float32)

@@ -9,7 +9,7 @@ import numpy as np
 from vllm_scope.program.operations import OP_ABLATE, OP_ADD, OP_ADD_NORM, OP_CLAMP, OP_SET
 from vllm_scope.request.resolve import Resolved, ResolvedEdit
 from vllm_scope.request.selectors import Selector, Tokens
-from vllm_scope.request.sites import SiteLayer, Sites, point_of
+from vllm_scope.request.sites import Place, SiteLayer, Sites, point_of
 
 #: An edit of one token: code, its two numbers, and its vector in float64.
 Edited = tuple[int, float, float, np.ndarray]
@@ -31,8 +31,8 @@ def edits_at(
         _edit_of(edit, position, len(prompt))
         for group in range(groups)
         for edit in asked.edits
-        if sites.boundary_of(edit.stream) == boundary
-        and sites.group_of(edit.stream) == group
+        if edit.stream.boundary == boundary
+        and edit.stream.group == group
         and known(edit.tokens, position, prompt)[0]
     ]
 
@@ -77,9 +77,9 @@ def apply(edits: list[Edited], x: np.ndarray) -> np.ndarray:
 
 def level_of(sites: Sites, stream: SiteLayer, when: str = "after") -> int:
     """How many sites of its boundary have been edited where a read looks."""
-    return sites.group_of(stream) + (1 if when == "after" else 0)
+    return Place(*stream).group + (1 if when == "after" else 0)
 
 
 def named_point(sites: Sites, stream: SiteLayer, when: str = "after") -> int:
     """The point that a read of this stream names; its rows have it as their label."""
-    return point_of(sites.boundary_of(stream), level_of(sites, stream, when))
+    return point_of(Place(*stream).boundary, level_of(sites, stream, when))

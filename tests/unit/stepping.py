@@ -142,13 +142,13 @@ class Request:
 
         for read in asked.reads:
             for stream in read.streams:
-                boundary = SITES.boundary_of(stream)
+                boundary = stream.boundary
                 if boundary in here and known(read.tokens, position, self.prompt)[1]:
                     point = named_point(SITES, stream, read.when)
                     level = level_of(SITES, stream, read.when)
                     found[self.key, "row", point, position] = row(boundary, level).tolist()
         for i, probe in enumerate(asked.probes):
-            boundary = SITES.boundary_of(probe.stream)
+            boundary = probe.stream.boundary
             if boundary in here and known(probe.tokens, position, self.prompt)[1]:
                 seen = row(boundary, level_of(SITES, probe.stream))
                 score = seen @ probe.weight.numpy.astype(np.float64) + probe.bias

@@ -22,7 +22,7 @@ from vllm_scope.request.sites import Sites
 from vllm_scope.request.spec import Meanings, Spec
 from vllm_scope.request.ticket import Ticket
 from vllm_scope.vectors import SteeringModule, from_bytes
-from vllm_scope.vectors.module import Place
+from vllm_scope.vectors.module import VectorKey
 
 MAX_MODULES = 4096
 #: The selectors that server-wide edits may have.
@@ -77,7 +77,7 @@ class Registry:
                 f"the vectors of {shown(name)} have {module.hidden_size} numbers; this model's "
                 f"rows have {self._sites.hidden_size}."
             )
-        vectors: dict[Place, Array] = {}
+        vectors: dict[VectorKey, Array] = {}
         for place, values in module.placed():
             if not values.any():
                 raise SpecError(f"the vector of {shown(name)} at {place} is zero.")

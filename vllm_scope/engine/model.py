@@ -16,7 +16,7 @@ from vllm_scope.engine.worker.attention import heads_of
 from vllm_scope.errors import CompatError
 from vllm_scope.graph.anatomy.convention import treats_half_apart
 from vllm_scope.graph.anatomy.layers import Anatomy, find_anatomy
-from vllm_scope.request.sites import STREAM, Sites, boundary_of, kind_of
+from vllm_scope.request.sites import STREAM, Place, Sites, kind_of
 
 #: vLLM's KV connectors that find KV by block hashes, which include our keys of edits.
 #: vllm 0.32, kv_connector/v1/offloading/scheduler.py; v1/simple_kv_offload/manager.py
@@ -59,7 +59,7 @@ def sites_of(vllm_config: Any, config: ScopeConfig) -> Sites:
     num_layers = num_layers_of(vllm_config)
     boundaries = set(config.boundaries(num_layers))
     # Edited requests are checked after the last layer.
-    last = boundary_of(("resid_post", num_layers - 1))
+    last = Place("resid_post", num_layers - 1).boundary
     edits = any(kind_of(boundary) == STREAM for boundary in boundaries)
     guard = last if edits and last not in boundaries else None
     return Sites(

@@ -29,13 +29,13 @@ from vllm_scope.request.sites import LEVELS, Sites
 _POSITIONS_AT_ONCE = 4096
 
 
-def rows_of(asked: Resolved, reads: Iterable[ResolvedRead], sites: Sites) -> dict[int, int]:
+def rows_of(asked: Resolved, reads: Iterable[ResolvedRead]) -> dict[int, int]:
     """Each point that some reads name -> the first of them with the same row.
 
     Two points of a boundary have the same row if no edit of the request is between them.
     """
-    edited = {(sites.boundary_of(e.stream), sites.group_of(e.stream)) for e in asked.edits}
-    named = {sites.point_of(stream, read.when) for read in reads for stream in read.streams}
+    edited = {(e.stream.boundary, e.stream.group) for e in asked.edits}
+    named = {stream.point(read.when) for read in reads for stream in read.streams}
     firsts: dict[tuple[int, int], int] = {}
     found = {}
     for point in sorted(named):
@@ -54,24 +54,22 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
     ) -> int:
         return picks.setdefault(Pick(selector, use, positions), len(picks))
 
-    rows = rows_of(asked, asked.reads, sites)
+    rows = rows_of(asked, asked.reads)
     reads, scores, edits = [], [], []
     made: dict[Any, Op] = {}
     for read in asked.reads if drains else ():
         points = tuple(
-            sites.point_of(stream, read.when)
-            for stream in read.streams
-            if sites.boundary_of(stream) in here
+            stream.point(read.when) for stream in read.streams if stream.boundary in here
         )
         if points:
             reads.append((pick(read.tokens, "deliver"), points, read.encoding))
     for probe in asked.probes if drains else ():
-        if sites.boundary_of(probe.stream) in here:
+        if probe.stream.boundary in here:
             op = Op(OP_DOT, 0, probe.weight, probe.bias)
-            point = sites.point_of(probe.stream)
+            point = probe.stream.point()
             scores.append((pick(probe.tokens, "deliver"), point, probe.number, op))
     for edit in asked.edits:
-        place = (sites.boundary_of(edit.stream), sites.group_of(edit.stream))
+        place = (edit.stream.boundary, edit.stream.group)
         if place[0] in here:
             at = pick(edit.tokens, "edit", edit.positions)
             edits.append((at, place, edit_op(edit, made)))

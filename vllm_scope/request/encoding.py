@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -78,11 +79,11 @@ class CodecChoice:
 
 def _whole(value: object, where: str) -> int:
     if not isinstance(value, bool):
-        try:
-            return operator.index(value)  # type: ignore[arg-type]
-        except TypeError:
-            pass
-    raise SpecError(f"{where} is {shown(value)}; it is a whole number.")
+        with suppress(TypeError):
+            number = operator.index(value)  # type: ignore[arg-type]
+            if abs(number) >> 63 == 0:
+                return number
+    raise SpecError(f"{where} is {shown(value)}; it is a whole number of at most 64 bits.")
 
 
 @dataclass(frozen=True)

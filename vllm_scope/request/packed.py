@@ -22,6 +22,7 @@ from vllm_scope.request.arrays import Array
 from vllm_scope.request.encoding import CodecChoice, Encoding
 from vllm_scope.request.resolve import ResolvedEdit, ResolvedProbe, ResolvedRead
 from vllm_scope.request.selectors import Except, Positions, Span, TokenIds, Union, Word
+from vllm_scope.request.sites import Place
 
 #: A packed object is a list: the number of its class, then its fields.
 _CLASSES: tuple[type[Any], ...] = (
@@ -31,8 +32,9 @@ _CLASSES: tuple[type[Any], ...] = (
 )  # fmt: skip
 _NUMBER_OF = {cls: number for number, cls in enumerate(_CLASSES)}
 _FIELDS = [tuple(field.name for field in fields(cls)) for cls in _CLASSES]
-#: In place of a class: a tuple of objects, a tuple of plain values, an Array by its digest.
-_TUPLE, _PLAIN, _ARRAY = -1, -2, -3
+#: In the place of a class: a tuple of objects, a tuple of plain values, an Array by its digest,
+#: a Place.
+_TUPLE, _PLAIN, _ARRAY, _PLACE = -1, -2, -3, -4
 _PLAIN_TYPES = {int, float, str, bool, type(None)}
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -73,6 +75,8 @@ def unpack(packed: Packed, arrays: Mapping[bytes, Array]) -> tuple[Any, ...]:
 
 
 def _taken_apart(value: object, arrays: dict[bytes, Array]) -> object:
+    if isinstance(value, Place):
+        return [_PLACE, *value]
     if isinstance(value, tuple):
         if set(map(type, value)) <= _PLAIN_TYPES:
             return [_PLAIN, *value]
@@ -92,6 +96,8 @@ def _put_together(value: Any, arrays: Mapping[bytes, Array]) -> Any:
     number = value[0]
     if number == _PLAIN:
         return tuple(value[1:])
+    if number == _PLACE:
+        return Place(value[1], value[2])
     if number == _ARRAY:
         return arrays[value[1]]
     rest = [_put_together(one, arrays) for one in value[1:]]

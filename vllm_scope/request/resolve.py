@@ -34,15 +34,15 @@ from vllm_scope.request.actions import (
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.encoding import Encoding
 from vllm_scope.request.selectors import ITEM_BYTES, Except, Ids, Selector, Word, items_of
-from vllm_scope.request.sites import SiteLayer, Sites
-from vllm_scope.vectors.module import TIERS, Place
+from vllm_scope.request.sites import Phase, Place, Sites
+from vllm_scope.vectors.module import TIERS, VectorKey
 
 #: Measured size of one action at one stream, and of each further stream of a read, with what is
 #: compiled and cached for them.
 _ACTION_BYTES, _STREAM_BYTES = 1024, 128
 #: Vectors of a steering module. A key (site, layer) is for every token, a key (site, layer, tier)
 #: for the tier's tokens.
-Vectors = Mapping[Place, Array]
+Vectors = Mapping[VectorKey, Array]
 
 
 def _fields_alone(self: Any) -> dict[str, Any]:
@@ -54,9 +54,9 @@ def _fields_alone(self: Any) -> dict[str, Any]:
 class ResolvedRead:
     """One read, at its streams."""
 
-    streams: tuple[SiteLayer, ...]
+    streams: tuple[Place, ...]
     tokens: Selector
-    when: str = "after"
+    when: Phase = "after"
     to: str = MEMORY
     #: The request's tag and name at its destination.
     called: tuple[str | None, str | None] = (None, None)
@@ -69,7 +69,7 @@ class ResolvedProbe:
     """One probe, at its stream. `number` is its index in the request."""
 
     number: int
-    stream: SiteLayer
+    stream: Place
     tokens: Selector
     name: str
     weight: Array
@@ -91,7 +91,7 @@ class ResolvedEdit:
     """
 
     kind: str
-    stream: SiteLayer
+    stream: Place
     tokens: Selector
     values: Array
     numbers: tuple[float, ...] = ()
@@ -240,7 +240,7 @@ def _encoding(read: Read, sites: Sites, where: str) -> Encoding | None:
 
 
 def _check_encodings(reads: tuple[ResolvedRead, ...]) -> None:
-    known: dict[tuple[str, SiteLayer, str], Encoding | None] = {}
+    known: dict[tuple[str, Place, Phase], Encoding | None] = {}
     for i, read in enumerate(reads):
         for stream in read.streams:
             one = known.setdefault((read.to, stream, read.when), read.encoding)
@@ -265,7 +265,7 @@ def _resolve_edit(
 ) -> list[ResolvedEdit]:
     key = edit.fields[0]
     values = getattr(edit, key)
-    rows: list[tuple[SiteLayer, Array, str | None]]
+    rows: list[tuple[Place, Array, str | None]]
     if isinstance(values, Module):
         rows = _module_rows(edit, values, sites, modules, where)
     else:
@@ -305,7 +305,7 @@ def _module_rows(
     sites: Sites,
     modules: Mapping[str, Vectors],
     where: str,
-) -> list[tuple[SiteLayer, Array, str | None]]:
+) -> list[tuple[Place, Array, str | None]]:
     if module.name not in modules:
         known = ", ".join(sorted(modules)[:8]) or "none"
         raise SpecError(
@@ -330,12 +330,12 @@ def _module_rows(
     if needs_direction and not all(vectors[place].numpy.any() for place in places):
         raise SpecError(f"{where}: a vector of {shown(module.name)} is zero; it has no direction.")
     return [
-        ((place[0], place[1]), vectors[place], place[2] if len(place) == 3 else None)
+        (Place(place[0], place[1]), vectors[place], place[2] if len(place) == 3 else None)
         for place in places
     ]
 
 
-def _one_edit(edit: Edit, stream: SiteLayer, values: Array, tokens: Selector) -> ResolvedEdit:
+def _one_edit(edit: Edit, stream: Place, values: Array, tokens: Selector) -> ResolvedEdit:
     numbers: tuple[float, ...] = ()
     if isinstance(edit, Add):
         numbers = (edit.scale,)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from vllm_scope.errors import SpecError, shown
 
@@ -37,8 +37,10 @@ KNOWN_SITES = (*SITES, "mlp_post", "router_logits", "ln_final", "logits")
 #: Names that other tools use.
 ALIASES = {"pre_attn": "resid_pre", "post_attn": "resid_mid", "post_block": "resid_post"}
 
-#: One stream of rows: a site at a layer. `embed` has layer 0.
+#: A place as callers write it: (site, layer). `embed` has layer 0.
 SiteLayer = tuple[str, int]
+#: The side of a site's edits on which its row is read.
+Phase = Literal["before", "after"]
 
 #: Layers that one action may name.
 MAX_LAYERS = 4096
@@ -59,19 +61,40 @@ def boundary_of_point(point: int) -> int:
     return point // LEVELS
 
 
-def boundary_of(stream: SiteLayer) -> int:
-    site, layer = stream
-    if site in INNER_SITES:
-        return KINDS.index(site) * _SPAN + layer
-    return 2 * layer + {"embed": 0, "resid_pre": 0, "resid_mid": 1, "resid_post": 2}[site]
+class Place(NamedTuple):
+    """A site at a layer: where one stream of rows comes from. Equal to the pair (site, layer)."""
+
+    site: str
+    layer: int
+
+    @property
+    def boundary(self) -> int:
+        if self.site in INNER_SITES:
+            return KINDS.index(self.site) * _SPAN + self.layer
+        return 2 * self.layer + _ON_STREAM[self.site]
+
+    @property
+    def group(self) -> int:
+        """0, or 1 for `resid_pre`: its edits apply after those of the boundary's other site."""
+        return 1 if self.site == "resid_pre" else 0
+
+    def point(self, phase: Phase = "after") -> int:
+        """The point at which a read of this place takes its row."""
+        if self.site in INNER_SITES:
+            return point_of(self.boundary, 0)
+        return point_of(self.boundary, self.group + (1 if phase == "after" else 0))
 
 
-def stream_at(boundary: int) -> SiteLayer:
+#: Site on the stream -> its boundary at layer 0.
+_ON_STREAM = {"embed": 0, "resid_pre": 0, "resid_mid": 1, "resid_post": 2}
+
+
+def place_at(boundary: int) -> Place:
     """The first site of a boundary on the stream."""
     if boundary == 0:
-        return "embed", 0
+        return Place("embed", 0)
     layer, middle = divmod(boundary, 2)
-    return ("resid_mid", layer) if middle else ("resid_post", layer - 1)
+    return Place("resid_mid", layer) if middle else Place("resid_post", layer - 1)
 
 
 def kind_of(boundary: int) -> int:
@@ -224,24 +247,8 @@ class Sites:
         """The last boundary on the stream that carries a tap, or None."""
         return max((b for b in self.boundaries if kind_of(b) == STREAM), default=None)
 
-    @staticmethod
-    def boundary_of(stream: SiteLayer) -> int:
-        return boundary_of(stream)
-
-    @staticmethod
-    def group_of(stream: SiteLayer) -> int:
-        """0, or 1 for `resid_pre`: its edits apply after those of the boundary's other site."""
-        return 1 if stream[0] == "resid_pre" else 0
-
-    def point_of(self, stream: SiteLayer, when: str = "after") -> int:
-        """The point at which a read of this stream takes its row."""
-        if stream[0] in INNER_SITES:
-            return point_of(self.boundary_of(stream), 0)
-        level = self.group_of(stream) + (1 if when == "after" else 0)
-        return point_of(self.boundary_of(stream), level)
-
-    def find(self, site: str, layers: tuple[int, ...] | None, where: str) -> tuple[SiteLayer, ...]:
-        """The streams of a site at these layers; None means every tapped layer.
+    def find(self, site: str, layers: tuple[int, ...] | None, where: str) -> tuple[Place, ...]:
+        """The places of a site at these layers; None means every tapped layer.
 
         Raises:
             SpecError: a layer that the model does not have, or that is not tapped.
@@ -253,10 +260,10 @@ class Sites:
                     f"{where}.site is 'embed', which this engine does not tap; start it with "
                     "additional_config={'scope': {'sites': ['embed', 'resid_post']}}."
                 )
-            return (("embed", 0),)
+            return (Place("embed", 0),)
         if layers is None:
-            streams = tuple((site, layer) for layer in range(self.num_layers))
-            found = tuple(s for s in streams if self.boundary_of(s) in tapped)
+            every = (Place(site, layer) for layer in range(self.num_layers))
+            found = tuple(place for place in every if place.boundary in tapped)
             if not found:
                 raise SpecError(
                     f"{where}.site is {site!r}, which this engine does not tap; start it with "
@@ -269,10 +276,10 @@ class Sites:
                     f"{where}.layers has {layer}; this model has layers 0 to "
                     f"{self.num_layers - 1}. For the embedding output use site='embed'."
                 )
-            if self.boundary_of((site, layer)) not in tapped:
+            if Place(site, layer).boundary not in tapped:
                 raise SpecError(
                     f"{where}.layers has {layer}; this engine does not tap {site!r} there. "
                     f"Start it with {site!r} and that layer in "
                     "additional_config={'scope': {'sites': ..., 'layers': ...}}."
                 )
-        return tuple((site, layer) for layer in layers)
+        return tuple(Place(site, layer) for layer in layers)

@@ -181,14 +181,14 @@ def bytes_of_prompt(own: Resolved, whole: Resolved, sites: Sites, prompt_ids: Se
     """
     ids = np.asarray(prompt_ids, np.int64)
     tokens = Tokens(np.arange(len(ids)), len(ids), ids, None)
-    rows = rows_of(whole, own.reads, sites)
+    rows = rows_of(whole, own.reads)
     itemsize = getattr(torch, sites.dtype).itemsize
     masks: dict[tuple[Encoding | None, int], np.ndarray] = {}
     sizes: dict[tuple[Encoding | None, int], int] = {}
     for read in own.reads:
         mask = read.tokens.select(tokens).possible
         for stream in read.streams:
-            key = read.encoding, rows[sites.point_of(stream, read.when)]
+            key = read.encoding, rows[stream.point(read.when)]
             masks[key] = masks[key] | mask if key in masks else mask
             if read.encoding is None:
                 sizes[key] = sites.row_size(stream[0]) * itemsize
@@ -203,6 +203,6 @@ def bytes_of_prompt(own: Resolved, whole: Resolved, sites: Sites, prompt_ids: Se
     total += LABEL_BYTES * sum(int(np.count_nonzero(mask)) for mask in labelled.values())
     for selector, probes in own.probes_by_selector.items():
         count = int(np.count_nonzero(selector.select(tokens).possible))
-        boundaries = {sites.boundary_of(probe.stream) for probe in probes}
+        boundaries = {probe.stream.boundary for probe in probes}
         total += count * (4 * len(probes) + LABEL_BYTES * len(boundaries))
     return total

@@ -184,7 +184,7 @@ class Pending:
         if what == "scores":
             return {probe.number for probe in self.asked.probes}
         reads = [read for read in self.asked.reads if read.encoding == what]
-        return {self.sites.point_of(s, read.when) for read in reads for s in read.streams}
+        return {s.point(read.when) for read in reads for s in read.streams}
 
     def finish(
         self, stage: int, error: str | None, manifests: Mapping[str, Manifest] | None = None

@@ -26,15 +26,15 @@ from vllm_scope.program.layout import SLOT_BYTES
 from vllm_scope.request.encoding import Encoding
 from vllm_scope.request.resolve import Resolved, ResolvedProbe
 from vllm_scope.request.selectors import Selector
-from vllm_scope.request.sites import ALIASES, SiteLayer, Sites
+from vllm_scope.request.sites import ALIASES, Phase, Place, SiteLayer, Sites
 from vllm_scope.results.column import Column, shaped
 from vllm_scope.sinks import Manifest
 
 if TYPE_CHECKING:
     from vllm_scope.analysis.cache import ActivationCache
 
-#: A stream on one side of the edits of its site: site, layer, "before" or "after".
-_Stream = tuple[str, int, str]
+#: A stream on one side of the edits of its site: site, layer, phase.
+_Stream = tuple[str, int, Phase]
 #: Rows [n, ...] or scores [n], and their positions, int64 [n].
 _Values = tuple[Tensor, np.ndarray]
 #: The same of a stream, whose rows may be encoded.
@@ -189,12 +189,12 @@ class ScopeResult:
             rows = self._decoded[key]
         return shaped(rows, self._sites.row_shape(key[0]))
 
-    def encoded(self, site: str, layer: int = 0, when: str | None = None) -> EncodedRows | None:
+    def encoded(self, site: str, layer: int = 0, when: Phase | None = None) -> EncodedRows | None:
         """The encoded rows, with their `codec` and its `parts`; None without a codec."""
         rows = self._stream(_key(site, layer, when))[0]
         return rows if isinstance(rows, EncodedRows) else None
 
-    def positions(self, site: str, layer: int = 0, when: str | None = None) -> Tensor:
+    def positions(self, site: str, layer: int = 0, when: Phase | None = None) -> Tensor:
         """int64 [num_positions], ascending: the absolute positions of the rows."""
         return torch.from_numpy(self._stream(_key(site, layer, when))[1])
 
@@ -335,7 +335,7 @@ class ScopeResult:
         )  # fmt: skip
 
     def _point_of(self, stream: _Stream) -> int:
-        return self._sites.point_of(stream[:2], stream[2])
+        return Place(*stream[:2]).point(stream[2])
 
     def _parts_of(self, stream: _Stream) -> list[Part]:
         return self._found(self._encoding_of(stream), self._point_of(stream))
@@ -395,7 +395,7 @@ class ScopeResult:
         return self._scores[probe.number]
 
 
-def _key(site: str, layer: int, when: str | None) -> SiteLayer | _Stream:
+def _key(site: str, layer: int, when: Phase | None) -> SiteLayer | _Stream:
     return (site, layer) if when is None else (site, layer, when)
 
 

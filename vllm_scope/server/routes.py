@@ -22,7 +22,7 @@ from starlette.convertors import Convertor, register_url_convertor
 
 from vllm_scope import __version__
 from vllm_scope.request.actions import MAX_NAME
-from vllm_scope.request.sites import SITES, boundary_of
+from vllm_scope.request.sites import SITES, Place
 from vllm_scope.server import edits, faces, schemas
 from vllm_scope.server.access import (
     Engine,
@@ -136,7 +136,7 @@ async def get_info(request: Request) -> schemas.ServerInfo:
 def _sites(num_layers: int, boundaries: set[int]) -> list[schemas.SiteInfo]:
     found = [schemas.SiteInfo(site="embed", layers=[0])] if 0 in boundaries else []
     for site in SITES[1:]:
-        layers = [k for k in range(num_layers) if boundary_of((site, k)) in boundaries]
+        layers = [k for k in range(num_layers) if Place(site, k).boundary in boundaries]
         if layers:
             found.append(schemas.SiteInfo(site=site, layers=layers))
     return found

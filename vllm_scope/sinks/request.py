@@ -27,7 +27,7 @@ from vllm_scope.program.layout import SLOT, SLOT_BYTES, Layout, Widths
 from vllm_scope.request.encoding import Encoding
 from vllm_scope.request.resolve import Resolved
 from vllm_scope.request.selectors import Selector
-from vllm_scope.request.sites import SiteLayer, Sites, kind_of_point
+from vllm_scope.request.sites import Phase, Place, Sites, kind_of_point
 from vllm_scope.sinks import Block, Ending, RequestInfo, Status
 
 
@@ -68,7 +68,7 @@ class _Stream:
     """Rows of one point under one encoding, or scores of one probe: `point` is then None, and
     `number` the probe's."""
 
-    name: SiteLayer
+    name: Place
     selectors: tuple[Selector, ...]
     point: int | None
     number: int = -1
@@ -101,7 +101,7 @@ class Delivery:
         self.held_bytes = 0
         self.entered = self.refused = False
         self._dtype: torch.dtype = getattr(torch, sites.dtype)
-        self._streams = list(_streams_of(asked, to, sites, here))
+        self._streams = list(_streams_of(asked, to, here))
         self._kept: list[Arrival] = []
         self._parts: dict[Layout, tuple[Layout, Ints | slice] | None] = {}
         #: Stream -> (delivered positions, the numbers of their arrivals).
@@ -326,17 +326,16 @@ def _bytes_of(layout: Layout, stream: _Stream, widths: Widths) -> slice | None:
     return None
 
 
-def _streams_of(asked: Resolved, to: str, sites: Sites, here: Sequence[int]) -> Iterator[_Stream]:
+def _streams_of(asked: Resolved, to: str, here: Sequence[int]) -> Iterator[_Stream]:
     going = asked.going_to(to)
-    selectors: dict[tuple[SiteLayer, str, Encoding | None], list[Selector]] = {}
+    selectors: dict[tuple[Place, Phase, Encoding | None], list[Selector]] = {}
     for read in going.reads:
         for stream in read.streams:
-            if sites.boundary_of(stream) in here:
+            if stream.boundary in here:
                 selectors.setdefault((stream, read.when, read.encoding), []).append(read.tokens)
-    for ((site, layer), when, encoding), some in selectors.items():
-        point = sites.point_of((site, layer), when)
-        name = (site if when == "after" else f"{site}.before", layer)
-        yield _Stream(name, tuple(some), point, encoding=encoding)
+    for (place, when, encoding), some in selectors.items():
+        name = place if when == "after" else Place(f"{place.site}.before", place.layer)
+        yield _Stream(name, tuple(some), place.point(when), encoding=encoding)
     for probe in asked.probes:
-        if probe.to == to and sites.boundary_of(probe.stream) in here:
+        if probe.to == to and probe.stream.boundary in here:
             yield _Stream(probe.stream, (probe.tokens,), None, probe.number, probe.name)

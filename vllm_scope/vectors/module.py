@@ -29,7 +29,7 @@ TIERS = ("prompt", "generated")
 
 Vector = NDArray[np.float32]
 #: (site, layer), or (site, layer, tier).
-Place = tuple[str, int] | tuple[str, int, str]
+VectorKey = tuple[str, int] | tuple[str, int, str]
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class SteeringModule(Mapping[SiteLayer, Vector]):
                     "module are of one hidden size."
                 )
 
-    def placed(self) -> Iterator[tuple[Place, Vector]]:
+    def placed(self) -> Iterator[tuple[VectorKey, Vector]]:
         """All vectors, by (site, layer), and those of tiers by (site, layer, tier)."""
         yield from self.vectors.items()
         for tier, vectors in self.tiers.items():
@@ -174,7 +174,7 @@ def _kept(vectors: Mapping[SiteLayer, object], tier: str | None) -> Mapping[Site
     return MappingProxyType(dict(ordered))
 
 
-def name_of(place: Place) -> str:
+def name_of(place: VectorKey) -> str:
     """A vector's name in files and errors: "resid_post.5", or "generated:resid_post.5"."""
     return "".join(f"{tier}:" for tier in place[2:]) + f"{place[0]}.{place[1]}"
 

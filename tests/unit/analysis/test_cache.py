@@ -13,6 +13,7 @@ from vllm_scope.analysis.cache import ActivationCache
 from vllm_scope.analysis.lens import Lens, top_tokens
 from vllm_scope.batch.by_position import Part
 from vllm_scope.errors import SpecError
+from vllm_scope.request.sites import Place
 from vllm_scope.results.result import ScopeResult
 
 EMBED = ("embed", 0)
@@ -84,7 +85,7 @@ def test_a_name_does_not_find_rows_from_the_other_side_of_an_edit(read, when, ed
     at = np.arange(3)
     result = ScopeResult(
         spec.resolve(SITES), SITES, [1, 2, 3, 4], 3,
-        {None: {SITES.point_of(read, when): [Part(at, at, torch.ones(3, 4))]}}, "complete", None,
+        {None: {Place(*read).point(when): [Part(at, at, torch.ones(3, 4))]}}, "complete", None,
     )  # fmt: skip
     other = {POST: PRE, PRE: POST, EMBED: ("resid_pre", 0)}[read]
     cache = ActivationCache(result)

@@ -20,7 +20,7 @@ from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.program.operations import Cost
 from vllm_scope.request.encoding import Encoding
 from vllm_scope.request.resolve import Resolved
-from vllm_scope.request.sites import LEVELS, Sites, boundary_of, point_of
+from vllm_scope.request.sites import LEVELS, Place, Sites, point_of
 
 #: bf16 rows of 100 numbers: 200 bytes, 13 slots.
 CPU = Sizes(Widths((200,)), tuple(range(5)), max_rows=64, graph_rows=0, cuda=False)
@@ -88,7 +88,7 @@ def test_the_host_ring_is_twice_the_arena_within_bounds_and_never_smaller(arena_
 
 def test_taps_of_several_widths_have_room_for_a_row_of_each():
     """The stream's rows take 13 slots, those of q 25, those of k 7."""
-    boundaries = (0, 2, boundary_of(("q", 0)), boundary_of(("k", 0)))
+    boundaries = (0, 2, Place("q", 0).boundary, Place("k", 0).boundary)
     sizes = Sizes(Widths((200, 400, 100, 100, 400)), boundaries, 64, 32, True)
     assert sizes.slots_of_all == 13 + 13 + 25 + 7
     whole = STEPS_IN_ARENA * 32 * sizes.slots_of_all

@@ -158,7 +158,7 @@ def _assert_covers(request: Request, here: tuple[int, ...], due: dict[Label, lis
     for item in (*asked.reads, *asked.probes):
         streams = item.streams if hasattr(item, "streams") else (item.stream,)
         for stream in streams:
-            if SITES.boundary_of(stream) not in here:
+            if stream.boundary not in here:
                 continue
             for position in range(request.num_processed):
                 if is_selected(
@@ -167,7 +167,7 @@ def _assert_covers(request: Request, here: tuple[int, ...], due: dict[Label, lis
                 ):  # fmt: skip
                     if hasattr(item, "when"):
                         point = named_point(SITES, stream, item.when)
-                        assert point // LEVELS == SITES.boundary_of(stream)
+                        assert point // LEVELS == stream.boundary
                         assert (key, "row", point, position) in due
                     else:
                         assert (key, "score", asked.probes.index(item), position) in due

@@ -18,7 +18,7 @@ from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.layout import Widths
 from vllm_scope.program.operations import OP_ADD, Op, Program, build_program
 from vllm_scope.request.arrays import Array
-from vllm_scope.request.sites import BRANCH_SITES, Sites, boundary_of, point_of
+from vllm_scope.request.sites import BRANCH_SITES, Place, Sites, point_of
 from vllm_scope.worker.arena import Arena
 
 HIDDEN_SIZE = 4
@@ -292,12 +292,12 @@ def test_attention_and_mlp_outputs_are_read_without_the_edits_of_the_stream(site
         for site, part in (("attn_out", layer.attn), ("mlp_out", layer.mlp)):
 
             def see(module, args, out, stream=(site, number)):
-                expected[boundary_of(stream)] = out.clone()
+                expected[Place(*stream).boundary] = out.clone()
 
             part.register_forward_hook(see)
     streams = _run(plain, embedding, added=added)
 
-    reads = tuple(sorted(boundary_of((site, i)) for site in sites for i in range(NUM_LAYERS)))
+    reads = tuple(sorted(Place(site, i).boundary for site in sites for i in range(NUM_LAYERS)))
     layers, arena, tables, here = tapped(SumLayer, Convention.SUM, (*edited, *reads))
     assert here == (*edited, *reads)
     _plan(tables, build_program(tuple(point_of(b, 0) for b in reads), {}, edits), [row], [4])
@@ -313,7 +313,7 @@ def test_the_branches_of_a_layer_that_adds_by_itself_cannot_be_tapped(kind, tapp
     for site in BRANCH_SITES:
         words = rf"sites has '{site}', .*: {layer_class.__name__} adds .* Leave it out"
         with pytest.raises(ConfigError, match=words):
-            tapped(layer_class, convention, (2, boundary_of((site, 1))))
+            tapped(layer_class, convention, (2, Place(site, 1).boundary))
 
 
 class ParallelLayer(SumLayer):
@@ -329,7 +329,7 @@ class ParallelLayer(SumLayer):
 @pytest.mark.parametrize("site", BRANCH_SITES)
 def test_the_branches_of_a_parallel_layer_cannot_be_tapped(site, tapped):
     with pytest.raises(ConfigError, match=r"ParallelLayer\.forward has none where one norm"):
-        tapped(ParallelLayer, Convention.SUM, (2, boundary_of((site, 1))))
+        tapped(ParallelLayer, Convention.SUM, (2, Place(site, 1).boundary))
     assert tapped(ParallelLayer, Convention.SUM, (2, 4))[3] == (2, 4)
 
 
@@ -363,7 +363,7 @@ class ChoosingLayer(SumLayer):
 
 @pytest.mark.parametrize("site", BRANCH_SITES)
 def test_the_branches_of_a_layer_that_may_skip_its_attention_cannot_be_tapped(site, tapped):
-    place = boundary_of((site, 1))
+    place = Place(site, 1).boundary
     with pytest.raises(ConfigError, match=r"SkippingLayer\.forward may leave out its attention"):
         tapped(SkippingLayer, Convention.SUM, (2, place))
     assert tapped(ChoosingLayer, Convention.SUM, (2, place))[3] == (2, place)
@@ -388,7 +388,7 @@ class SparseLayer(SumLayer):
 
 
 def test_the_layers_with_attention_are_tapped_if_others_have_none(tapped, monkeypatch):
-    places = (2, boundary_of(("attn_out", 0)), boundary_of(("attn_out", 1)))
+    places = (2, Place("attn_out", 0).boundary, Place("attn_out", 1).boundary)
     assert tapped(SparseLayer, Convention.SUM, places)[3] == places
     monkeypatch.setattr(SparseLayer, "missing", True)
     assert tapped(SparseLayer, Convention.SUM, places[:2])[3] == places[:2]
@@ -416,7 +416,7 @@ def test_branches_are_read_before_functions_change_the_stream(tapped):
             lambda module, args, out, number=number: expected.update({number: out.clone()})
         )
     _run(plain, embedding)
-    reads = tuple(boundary_of(("mlp_out", i)) for i in range(NUM_LAYERS))
+    reads = tuple(Place("mlp_out", i).boundary for i in range(NUM_LAYERS))
     layers, arena, tables, _ = tapped(SumLayer, Convention.SUM, (0, 2, *reads))
     calls = []
 

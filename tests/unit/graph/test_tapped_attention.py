@@ -15,7 +15,7 @@ from vllm_scope.graph.tap import op
 from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.layout import SLOT_BYTES, Widths
 from vllm_scope.program.operations import Program
-from vllm_scope.request.sites import ATTENTION_SITES, Heads, Sites, boundary_of, kind_of, point_of
+from vllm_scope.request.sites import ATTENTION_SITES, Heads, Place, Sites, kind_of, point_of
 
 HEADS = Heads(num_heads=4, num_kv_heads=2, head_size=3, head_size_v=5)
 NUM_ROWS = 6
@@ -41,7 +41,7 @@ def projected(in_heads: bool) -> tuple[Tensor, Tensor, Tensor]:
 class Tapped:
     def __init__(self, sites: tuple[str, ...], heads: Heads = HEADS) -> None:
         op.register()
-        self.boundaries = tuple(sorted(boundary_of((site, 1)) for site in sites))
+        self.boundaries = tuple(sorted(Place(site, 1).boundary for site in sites))
         self.sites = Sites(2, 8, "float32", self.boundaries, heads)
         widths = Widths(tuple(4 * size for size in self.sites.row_sizes))
         self.tables = Tables(self.boundaries, 8, 8, widths, torch.device("cpu"), 1.0, 8, 64)
@@ -62,8 +62,8 @@ class Tapped:
 
     def read(self, site: str) -> Tensor:
         """[2, numbers of a row]."""
-        point = point_of(boundary_of((site, 1)), 0)
-        size = self.sites.row_sizes[kind_of(boundary_of((site, 1)))]
+        point = point_of(Place(site, 1).boundary, 0)
+        size = self.sites.row_sizes[kind_of(Place(site, 1).boundary)]
         found = self.arena.view(2, -1)[:, self.slots[point] * SLOT_BYTES // 4 :]
         return found[:, :size]
 

@@ -32,7 +32,7 @@ from vllm_scope.program.operations import (
 )
 from vllm_scope.request.actions import Action
 from vllm_scope.request.resolve import Resolved
-from vllm_scope.request.sites import SiteLayer, Sites, boundary_of_point, point_of
+from vllm_scope.request.sites import Place, SiteLayer, Sites, boundary_of_point, point_of
 
 NUM_LAYERS, HIDDEN_SIZE = 2, 4
 EVERYWHERE = tuple(range(2 * NUM_LAYERS + 1))
@@ -151,7 +151,7 @@ def _check_token(
     due_points, due_scores = set(), set()
     for read in asked.reads:
         for stream in read.streams:
-            boundary = SITES.boundary_of(stream)
+            boundary = stream.boundary
             if boundary not in here or not known(read.tokens, position, prompt)[1]:
                 continue
             # The front-end finds a row by the point that it named.
@@ -164,7 +164,7 @@ def _check_token(
             expected = edits_at(asked, SITES, boundary, level, position, prompt)
             assert _same_edits(walked.points[point], expected)
     for number, probe in enumerate(asked.probes):
-        boundary = SITES.boundary_of(probe.stream)
+        boundary = probe.stream.boundary
         if boundary in here and known(probe.tokens, position, prompt)[1]:
             due_scores.add(number)
             op, at, applied = walked.scores[number]
@@ -247,7 +247,7 @@ def test_every_row_that_may_be_wanted_is_delivered(spec, probed, prompt, data):
                 if not is_selected(form, position, len(prompt), ids[position], len(ids)):
                     continue
                 for stream in getattr(item, "streams", ()):
-                    boundary = SITES.boundary_of(stream)
+                    boundary = stream.boundary
                     assert boundary in map(boundary_of_point, walked.points)
                 if hasattr(item, "name"):
                     assert int(item.name) in walked.scores
@@ -511,7 +511,7 @@ def test_a_stream_is_at_its_boundary():
         ("embed", 0): 0, ("resid_pre", 0): 0, ("resid_mid", 0): 1, ("resid_post", 0): 2,
         ("resid_pre", 1): 2, ("resid_mid", 1): 3, ("resid_post", 1): 4,
     }  # fmt: skip
-    assert {stream: SITES.boundary_of(stream) for stream in streams} == streams
+    assert {stream: Place(*stream).boundary for stream in streams} == streams
 
 
 def test_token_ids_are_looked_up_in_the_prompt_alone():

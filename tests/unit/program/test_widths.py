@@ -28,8 +28,8 @@ from vllm_scope.request.sites import (
     SITES,
     STREAM_SITES,
     Heads,
+    Place,
     Sites,
-    boundary_of,
     kind_of,
     kind_of_point,
     point_of,
@@ -43,7 +43,7 @@ from vllm_scope.worker.plan import Planner, StepBatch
 CPU = torch.device("cpu")
 NUM_LAYERS, HIDDEN_SIZE = 2, 6
 EVERYWHERE = tuple(sorted(
-    {boundary_of((site, k)) for site in SITES[1:] for k in range(NUM_LAYERS)}
+    {Place(site, k).boundary for site in SITES[1:] for k in range(NUM_LAYERS)}
 ))  # fmt: skip
 HEADS = Heads(num_heads=4, num_kv_heads=2, head_size=3, head_size_v=5)
 #: Three rows of each request: a step of one prompt, or of three decodes.
@@ -94,10 +94,10 @@ def sites_of(dtype: str) -> Sites:
 
 def test_a_layer_has_six_places_beside_the_stream_and_all_are_distinct():
     streams = [(site, layer) for site in INNER_SITES for layer in range(300)]
-    places = [boundary_of(stream) for stream in streams]
+    places = [Place(*stream).boundary for stream in streams]
     assert len({*places, *range(601)}) == len(places) + 601
     assert [KINDS[kind_of(place)] for place in places] == [site for site, _ in streams]
-    assert {kind_of(boundary_of((site, 299))) for site in STREAM_SITES} == {0}
+    assert {kind_of(Place(site, 299).boundary) for site in STREAM_SITES} == {0}
     sites = sites_of("float32")
     assert {s: sites.row_shape(s) for s in ("embed", *INNER_SITES)} == {
         "embed": (6,), "q": (4, 3), "k": (2, 3), "v": (2, 5), "z": (4, 5),
@@ -107,9 +107,9 @@ def test_a_layer_has_six_places_beside_the_stream_and_all_are_distinct():
     attention = tuple(b for b in EVERYWHERE if kind_of(b) <= KINDS.index("z"))
     assert replace(sites, boundaries=attention).row_sizes == (6, 12, 6, 10, 20)
     # Where no heads are known, none are tapped.
-    branches = (2, boundary_of(("attn_out", 0)))
+    branches = (2, Place("attn_out", 0).boundary)
     assert Sites(NUM_LAYERS, HIDDEN_SIZE, "float32", branches).row_sizes == (6, 0, 0, 0, 0, 6)
-    assert sites.point_of(("q", 1), "after") == sites.point_of(("q", 1), "before")
+    assert Place("q", 1).point("after") == Place("q", 1).point("before")
 
 
 _READS = st.lists(
@@ -242,7 +242,7 @@ class Step:
 
     def expected(self, key: int, site: str, layer: int) -> torch.Tensor:
         """[TOKENS, numbers of a row], as its tap saw them; then as its codec leaves them."""
-        rows = self.hidden[boundary_of((site, layer))][key * TOKENS :][:TOKENS]
+        rows = self.hidden[Place(site, layer).boundary][key * TOKENS :][:TOKENS]
         encoding = next(
             read.encoding for read in self.asked[key].reads if (site, layer) in read.streams
         )
@@ -274,7 +274,7 @@ def test_every_row_comes_back_as_its_tap_saw_it(asked, dtype, tap_by_tap, seed):
             for position, row in zip(positions.tolist(), expected, strict=True):
                 assert torch.equal(at_sink[position], row)
         for probe in step.asked[key].probes:
-            rows = step.hidden[boundary_of(probe.stream)][key * TOKENS :][:TOKENS]
+            rows = step.hidden[Place(*probe.stream).boundary][key * TOKENS :][:TOKENS]
             expected = rows.float() @ torch.from_numpy(probe.weight.numpy.copy())
             torch.testing.assert_close(result.scores[probe.name], expected)
 
@@ -282,7 +282,7 @@ def test_every_row_comes_back_as_its_tap_saw_it(asked, dtype, tap_by_tap, seed):
 @pytest.mark.parametrize("deaf", ["q", "v", "z", "resid_post"])
 def test_the_canary_names_a_tap_that_wrote_nothing_whatever_its_width(deaf):
     step = Step([Spec((Read("resid_post", layer=0),))], torch.float32, 0)
-    silent = boundary_of((deaf, 1))
+    silent = Place(deaf, 1).boundary
     num_slots = sum(step.widths.row_slots[kind_of(boundary)] for boundary in EVERYWHERE)
     arena = step.arena(num_slots + 3)
 

@@ -10,7 +10,7 @@ import pytest
 from vllm_scope.config import ScopeConfig
 from vllm_scope.engine.model import sites_of
 from vllm_scope.errors import SpecError
-from vllm_scope.request.sites import Sites, boundary_of, stream_at
+from vllm_scope.request.sites import Place, Sites, place_at
 
 
 def _sites(**options: object) -> Sites:
@@ -30,7 +30,7 @@ def _sites(**options: object) -> Sites:
         pytest.param({"sites": ["embed"]}, (0, 8), 8, id="the-embedding"),
         pytest.param({"sites": ["resid_post"], "layers": [3]}, (8,), None, id="the-last-one"),
         pytest.param(
-            {"sites": ["attn_out"], "layers": [3]}, (boundary_of(("attn_out", 3)),), None,
+            {"sites": ["attn_out"], "layers": [3]}, (Place("attn_out", 3).boundary,), None,
             id="nothing-that-can-be-edited",
         ),
     ],
@@ -51,7 +51,7 @@ def test_nothing_can_be_asked_for_where_edits_are_only_checked():
 
 
 def test_a_boundary_is_named_by_its_first_site():
-    named = [stream_at(boundary) for boundary in range(5)]
+    named = [place_at(boundary) for boundary in range(5)]
     assert named == [
         ("embed", 0), ("resid_mid", 0), ("resid_post", 0), ("resid_mid", 1), ("resid_post", 1),
     ]  # fmt: skip

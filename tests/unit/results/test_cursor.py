@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from tests.unit.roads import SITES
 from vllm_scope import Except, Probe, Read, Spec, TokenIds, Union
+from vllm_scope.request.sites import Place
 from vllm_scope.results.buffer import Pending, Piece
 from vllm_scope.results.cursor import Cursor
 from vllm_scope.results.table import TableKey
 
 SIZE = SITES.hidden_size
-POINT = SITES.point_of(("resid_post", 1))
+POINT = Place("resid_post", 1).point()
 PROBE = Probe(np.ones(SIZE), layer=1, name="p")
 SELECTORS = [
     "all", "prompt", "generated", "last_prompt", "last", [0, 2, 5], slice(1, None, 2),
@@ -158,7 +159,7 @@ def test_streams_of_one_table_are_followed_together(monkeypatch):
     monkeypatch.setattr(module, "_next", lambda *a: asked.append(a) or next_of(*a))
     layers = [0, 1, 2]
     pending = pending_of(Read("resid_post", layers=layers), prompt_ids=[1, 2])
-    points = tuple(SITES.point_of(("resid_post", layer)) for layer in layers)
+    points = tuple(Place("resid_post", layer).point() for layer in layers)
     cursor = Cursor(rows=True)
     for i in range(20):
         at = [0, 1] if i == 0 else [i + 1]

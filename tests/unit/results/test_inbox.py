@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from vllm_scope import Probe, Read
 from vllm_scope.batch.by_request import by_key, by_layout
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
-from vllm_scope.request.sites import ATTENTION_SITES, Heads, Sites, boundary_of
+from vllm_scope.request.sites import ATTENTION_SITES, Heads, Place, Sites
 from vllm_scope.request.spec import Spec
 from vllm_scope.results.budget import Asker, asking
 from vllm_scope.results.inbox import PARALLEL_BYTES, Inbox
@@ -25,7 +25,7 @@ SITES = Sites(
     len(LAYERS), 512, "float32",
     (
         *(2 * layer + 2 for layer in LAYERS),
-        *sorted(boundary_of((site, layer)) for site in ATTENTION_SITES for layer in LAYERS),
+        *sorted(Place(site, layer).boundary for site in ATTENTION_SITES for layer in LAYERS),
     ),
     HEADS,
 )  # fmt: skip
@@ -39,10 +39,9 @@ def layouts_of(spec):
     """What most tokens deliver, and what SOME do, with reads of all tokens first."""
     asked = spec.resolve(SITES)
     every, some = (
-        {SITES.point_of(s, read.when) for s in read.streams}
-        for read in (*asked.reads, *asked.reads[:1])[:2]
+        {s.point(read.when) for s in read.streams} for read in (*asked.reads, *asked.reads[:1])[:2]
     )
-    scores = tuple((SITES.boundary_of(p.stream), i) for i, p in enumerate(asked.probes))
+    scores = tuple((p.stream.boundary, i) for i, p in enumerate(asked.probes))
     return asked, [Layout(tuple(sorted(every))), Layout(tuple(sorted(every | some)), scores)]
 
 

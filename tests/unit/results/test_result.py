@@ -58,12 +58,9 @@ class Sent:
             named_point(SITES, stream, read.when)
             for read in self.asked.reads
             for stream in read.streams
-            if SITES.boundary_of(stream) in boundaries
+            if stream.boundary in boundaries
         }
-        scores = {
-            (SITES.boundary_of(probe.stream), number)
-            for number, probe in enumerate(self.asked.probes)
-        }
+        scores = {(probe.stream.boundary, number) for number, probe in enumerate(self.asked.probes)}
         here = (score for score in sorted(scores) if score[0] in boundaries)
         return Layout(tuple(sorted(points)), tuple(here))
 

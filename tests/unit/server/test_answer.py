@@ -21,6 +21,7 @@ from vllm_scope.client.answers import parse_scope
 from vllm_scope.engine.frontend.connection import connections
 from vllm_scope.engine.http import serving as http
 from vllm_scope.errors import CapacityError
+from vllm_scope.request.sites import Place
 from vllm_scope.results.budget import asking
 from vllm_scope.results.result import ScopeResult
 from vllm_scope.server import answer as module
@@ -41,7 +42,7 @@ def result(num_tokens=NUM_TOKENS, num_arrived=None, status="complete"):
     """Of a request that has processed all tokens but the last, and got some of its values."""
     n = num_tokens - 1 if num_arrived is None else num_arrived
     at = np.arange(n)
-    point = SITES.point_of(("resid_post", 1))
+    point = Place("resid_post", 1).point()
     return ScopeResult(
         Spec.from_json(SPEC["scope"]).resolve(SITES), SITES, list(range(num_tokens)), NUM_PROMPT,
         {None: {point: [Part(at, at, ROWS[:n])]}, "scores": {0: [Part(at, at, ROWS[:n, :1])]}},

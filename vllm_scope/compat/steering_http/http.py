@@ -26,7 +26,7 @@ from vllm_scope.compat.steering_http.tiers import Wanted, merged, status
 from vllm_scope.compat.steering_http.vectors import bounded
 from vllm_scope.errors import shown
 from vllm_scope.request.actions import MAX_NAME
-from vllm_scope.request.sites import ALIASES, Sites
+from vllm_scope.request.sites import ALIASES, Place, Sites
 from vllm_scope.server.access import RefusalError, Route, asked, engine_of, errors, in_turn
 from vllm_scope.server.faces import FirstReply, HttpFace
 from vllm_scope.vectors import to_bytes
@@ -187,7 +187,7 @@ async def get_layers(request: Request, target: Target = None) -> SteerableLayers
     sites = await _sites(request)
     found: dict[str, HookPoints] = {}
     for layer in range(sites.num_layers):
-        hooks = [h for h, s in ALIASES.items() if sites.boundary_of((s, layer)) in sites.readable]
+        hooks = [h for h, s in ALIASES.items() if Place(s, layer).boundary in sites.readable]
         if hooks:
             found[str(layer)] = HookPoints(hook_points=sorted(hooks))
     return SteerableLayers(layers=found)

@@ -17,7 +17,7 @@ from torch import nn
 
 from vllm_scope.errors import ConfigError
 from vllm_scope.graph.anatomy.layers import Anatomy
-from vllm_scope.request.sites import ATTENTION_SITES, Heads, Sites, boundary_of
+from vllm_scope.request.sites import ATTENTION_SITES, Heads, Place, Sites
 
 
 def heads_of(vllm_config: Any, sites: Sequence[str]) -> Heads:
@@ -58,7 +58,7 @@ def attention_of(anatomy: Anatomy, sites: Sites) -> dict[int, nn.Module]:
     """
     found: dict[int, nn.Module] = {}
     for number, layer in anatomy.layers.items():
-        tapped = [s for s in ATTENTION_SITES if boundary_of((s, number)) in sites.boundaries]
+        tapped = [s for s in ATTENTION_SITES if Place(s, number).boundary in sites.boundaries]
         if tapped:
             found[number] = _attention_in(layer, number)
             _check(found[number], number, tapped, sites)

@@ -24,7 +24,7 @@ from vllm_scope.engine.refusals import refused
 from vllm_scope.errors import SpecError
 from vllm_scope.graph.tap.definition import fault_at
 from vllm_scope.graph.tap.tables import Tables
-from vllm_scope.request.sites import Sites, stream_at
+from vllm_scope.request.sites import Sites, place_at
 from vllm_scope.worker.plan import Planner
 
 
@@ -78,7 +78,7 @@ class Faults:
 
     def _sentence(self, fault: int) -> str:
         tap, edited = fault_at(fault)
-        site, layer = stream_at(self._sites.boundaries[tap])
+        site, layer = place_at(self._sites.boundaries[tap])
         where = f"{site!r}" if site == "embed" else f"{site!r} of layer {layer}"
         what = f"an edit at {where} makes" if edited else f"after the request's edits {where} has"
         return (

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.graph.anatomy.tapped import give_buffers, named, read_rows
 from vllm_scope.graph.tap.tables import Tables
-from vllm_scope.request.sites import ATTENTION_SITES, Sites, boundary_of
+from vllm_scope.request.sites import ATTENTION_SITES, Place, Sites
 
 
 def install_attention_taps(
@@ -33,7 +33,7 @@ def install_attention_taps(
     """
     tapped: list[int] = []
     for number, module in sorted(anatomy.attention.items()):
-        every = {site: boundary_of((site, number)) for site in ATTENTION_SITES}
+        every = {site: Place(site, number).boundary for site in ATTENTION_SITES}
         here = {site: boundary for site, boundary in every.items() if boundary in tap_of}
         if here:
             give_buffers(module, here, tap_of, arena, tables)

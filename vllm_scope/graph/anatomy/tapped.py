@@ -21,7 +21,7 @@ from vllm_scope.graph.anatomy.convention import Convention
 from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.graph.anatomy.middle import norm_before_mlp
 from vllm_scope.graph.tap.tables import Tables
-from vllm_scope.request.sites import BRANCH_SITES, boundary_of
+from vllm_scope.request.sites import BRANCH_SITES, Place
 
 
 def install_taps(
@@ -69,7 +69,7 @@ def _places_of(number: int, tap_of: Mapping[int, int]) -> dict[str, int]:
     # The entry of layer 0 only: any other is the exit of the layer before.
     places = {"entry": 0 if number == 0 else -1, "middle": 2 * number + 1}
     places["exit"] = 2 * number + 2
-    places |= {site: boundary_of((site, number)) for site in BRANCH_SITES}
+    places |= {site: Place(site, number).boundary for site in BRANCH_SITES}
     return {name: boundary for name, boundary in places.items() if boundary in tap_of}
 
 
