@@ -29,10 +29,24 @@ class BlockKeys:
         self._picks = tuple(picks)
         digests = b"".join(edit.digest for edit in edits)
         self._digests = np.frombuffer(digests, np.uint8).reshape(len(edits), -1)
-        self._num_prompt, self._ids = num_prompt, np.asarray(prompt_ids, np.int64)
+        self._uniform = all(pick.uniform for pick in self._picks)
+        ids = np.zeros(num_prompt, np.int64) if self._uniform else np.asarray(prompt_ids, np.int64)
+        self._num_prompt, self._ids = num_prompt, ids
+        #: (length, generated) of a block of one phase -> its key, if the edits depend on the phase
+        #: alone.
+        self._of_phase: dict[tuple[int, bool], bytes | None] = {}
 
     def key(self, start: int, stop: int) -> bytes | None:
         """The key of positions `start` to `stop` - 1; None if none of them is edited."""
+        generated = start >= self._num_prompt
+        if not self._uniform or (not generated and stop > self._num_prompt):
+            return self._key(start, stop)
+        block = stop - start, generated
+        if block not in self._of_phase:
+            self._of_phase[block] = self._key(start, stop)
+        return self._of_phase[block]
+
+    def _key(self, start: int, stop: int) -> bytes | None:
         positions = np.arange(start, stop, dtype=np.int64)
         tokens = Tokens.running(positions, self._num_prompt, self._ids)
         #: The distinct sets of tokens that are picked here -> their numbers, from 1.

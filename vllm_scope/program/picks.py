@@ -48,8 +48,7 @@ class Pick:
 
     def value_in(self, generated: bool) -> int:
         """The value of every token of a phase, if the pick is uniform."""
-        one = np.zeros(1, np.int64)
-        return int(self.values(Tokens(one, 0 if generated else 1, one, None))[0])
+        return int(self.selector.picks_phase(generated))
 
     @cached_property
     def _rows(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:

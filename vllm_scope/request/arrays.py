@@ -9,7 +9,6 @@ content has an equal digest.
 
 from __future__ import annotations
 
-import base64
 import binascii
 import hashlib
 import math
@@ -18,6 +17,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import pybase64
 from numpy.typing import NDArray
 
 from vllm_scope.errors import SpecError, shown
@@ -78,10 +78,15 @@ class Array:
 
     @cached_property
     def digest(self) -> bytes:
-        return hashlib.blake2b(repr(self.shape).encode() + self.data, digest_size=16).digest()
+        found = hashlib.sha256(repr(self.shape).encode())
+        found.update(self.data)
+        return found.digest()[:16]
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
     def to_json(self) -> dict[str, Any]:
-        text = base64.b64encode(self.data).decode()
+        text = pybase64.b64encode_as_string(self.data)
         return {"dtype": "float32", "shape": list(self.shape), "data": text}
 
     def __repr__(self) -> str:
@@ -121,7 +126,7 @@ def _from_json(body: dict[Any, Any], where: str) -> Array:
             f"{shape} take {4 * -(-size // 3):,}."
         )
     try:
-        data = base64.b64decode(text, validate=True)
+        data = pybase64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise SpecError(f"{where}.data is not base64.") from None
     if len(data) != size:

@@ -108,6 +108,10 @@ class Selector:
         """The answer depends on the phase (prompt or generated) alone."""
         return bool(self.parts) and all(part.uniform for part in self.parts)
 
+    def picks_phase(self, generated: bool) -> bool:
+        """Of a uniform selector: the answer for all tokens of a phase."""
+        raise NotImplementedError
+
     def select(self, tokens: Tokens) -> Masks:
         raise NotImplementedError
 
@@ -166,6 +170,9 @@ class Word(Selector):
     @property
     def uniform(self) -> bool:
         return self.word in ("all", "prompt", "generated")
+
+    def picks_phase(self, generated: bool) -> bool:
+        return self.word == "all" or (self.word == "generated") is generated
 
     def select(self, tokens: Tokens) -> Masks:
         p, n = tokens.positions, tokens.num_prompt
@@ -298,6 +305,9 @@ class Union(Selector):
         object.__setattr__(self, "parts", _merged(found))
         _check_depth(self)
 
+    def picks_phase(self, generated: bool) -> bool:
+        return any(part.picks_phase(generated) for part in self.parts)
+
     def select(self, tokens: Tokens) -> Masks:
         masks = [part.select(tokens) for part in self.parts]
         return Masks(
@@ -324,6 +334,9 @@ class Except(Selector):
     @property
     def parts(self) -> tuple[Selector, ...]:  # type: ignore[override]
         return self.base, self.without
+
+    def picks_phase(self, generated: bool) -> bool:
+        return self.base.picks_phase(generated) and not self.without.picks_phase(generated)
 
     def select(self, tokens: Tokens) -> Masks:
         base, without = self.base.select(tokens), self.without.select(tokens)

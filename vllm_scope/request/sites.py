@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from vllm_scope.errors import SpecError, shown
@@ -237,12 +238,12 @@ class Sites:
         sizes = (0 if site in unknown else self.row_size(site) for site in KINDS[1 : last + 1])
         return (self.hidden_size, *sizes)
 
-    @property
+    @cached_property
     def readable(self) -> set[int]:
         """The boundaries that actions may use."""
         return set(self.boundaries) - {self.guard}
 
-    @property
+    @cached_property
     def last_of_stream(self) -> int | None:
         """The last boundary on the stream that carries a tap, or None."""
         return max((b for b in self.boundaries if kind_of(b) == STREAM), default=None)

@@ -8,12 +8,12 @@ no NaN: a score that is not finite is null.
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 from collections.abc import Iterable
 
 import numpy as np
+import pybase64
 import torch
 from torch import Tensor
 
@@ -101,7 +101,7 @@ def _rows(column: Column, inline: bool) -> Json:
         body["codec"] = column.source.codec.codec
     if inline:
         data = column.values.contiguous().view(torch.uint8).numpy()
-        body["data"] = base64.b64encode(data.data).decode()
+        body["data"] = pybase64.b64encode_as_string(data.data)
     return body
 
 

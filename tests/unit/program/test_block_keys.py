@@ -33,6 +33,22 @@ def _chain(keys: BlockKeys, num_positions: int) -> list[bytes | None]:
     return [keys.key(start, start + BLOCK) for start in range(0, num_positions, BLOCK)]
 
 
+@given(st.lists(edits(2, 4), min_size=1, max_size=3), st.integers(1, 20))
+def test_a_key_that_was_made_for_another_block_of_the_phase_is_this_blocks_own(some, num_prompt):
+    keys, ids = _keys(*some, num_prompt=num_prompt), [1] * num_prompt
+    for start in range(0, 32, BLOCK):
+        alone = _keys(*some, num_prompt=num_prompt, ids=ids)
+        assert keys.key(start, start + BLOCK) == alone._key(start, start + BLOCK)
+
+
+def test_the_blocks_of_a_long_prompt_with_edits_of_a_phase_cost_next_to_nothing():
+    keys = _keys(Add(V, layer=0), num_prompt=100_000)
+    started = time.process_time()
+    found = {keys.key(start, start + 16) for start in range(0, 100_000, 16)}
+    assert len(found) == 1
+    assert time.process_time() - started < 0.05
+
+
 @pytest.mark.parametrize(
     ("edit", "edited"),
     [

@@ -12,7 +12,6 @@ Promise: nothing is unpickled. Sizes are compared before memory is allocated.
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -20,6 +19,7 @@ from typing import Any, TypeGuard
 
 import msgspec
 import numpy as np
+import pybase64
 import torch
 from torch import Tensor
 
@@ -53,7 +53,7 @@ def serialize_tensor(tensor: Tensor, compress: bool | None = None) -> dict[str, 
     zstd = None if compress is False else _zstd()
     if zstd is not None:
         raw, more = zstd.compress(raw, 1), {"compression": "zstd"}
-    return {"data": base64.b64encode(raw).decode(), **described(tensor), **more}
+    return {"data": pybase64.b64encode_as_string(raw), **described(tensor), **more}
 
 
 def serialize_activations(activations: Mapping[str, object]) -> dict[str, dict[str, object]]:
@@ -108,7 +108,7 @@ def deserialize_tensor(
     try:
         if not isinstance(data, str | bytes):
             raise ValueError
-        raw = base64.b64decode(data, validate=True)
+        raw = pybase64.b64decode(data, validate=True)
     except ValueError:
         raise SpecError(f"{where}.data is {shown(data)}; it is a base64 string.") from None
     return tensor_of(raw, body, most_bytes, where)

@@ -12,7 +12,9 @@ earlier steps still run: writes reach the device in stream order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import lru_cache
+from struct import Struct
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,9 +25,10 @@ from vllm_scope.errors import CapacityError, ScopeError
 from vllm_scope.graph.tap.definition import OWNER, PROGRAM, SLOT, TO_HOST, WORDS_PER_SLOT
 from vllm_scope.graph.tap.places import Places
 from vllm_scope.graph.tap.staging import Staging
-from vllm_scope.program.layout import Layout, Widths
+from vllm_scope.program.layout import Layout, Widths, boundaries_of
 from vllm_scope.program.operations import NO_PROGRAM, OP_DOT, OP_READ, Cost, Op, Program
 from vllm_scope.request.arrays import Array
+from vllm_scope.request.sites import boundary_of_point
 
 #: Programs that requests with edits may hold, and further ones for programs that only read.
 HELD_PROGRAMS, FREE_PROGRAMS = 8192, 4096
@@ -38,6 +41,46 @@ HELD_OPS = 1 << 17
 def capacity(hidden_size: int, vectors_mib: float) -> Cost:
     """What all requests together may hold of the tables."""
     return Cost(max(1, int(vectors_mib * 2**20) // (4 * hidden_size)), HELD_PROGRAMS, HELD_OPS)
+
+
+class _Words(NamedTuple):
+    """Where the operations of a layout store, in words of 4 bytes.
+
+    Attributes:
+        rows: of each point of the arena's layout, in the token's slots and in those of one tap.
+        scores: the same of each score.
+        num_slots, num_delivered: slots of a token, in the arena and encoded.
+    """
+
+    rows: list[tuple[int, int]]
+    scores: list[tuple[int, int]]
+    num_slots: int
+    num_delivered: int
+
+    def of(self, op: Op) -> tuple[int, int]:
+        if op.code == OP_READ:
+            return self.rows[op.at]
+        return self.scores[op.at] if op.code == OP_DOT else (0, 0)
+
+
+@lru_cache(maxsize=4096)  # many requests have the same layouts
+def _words_of(layout: Layout, widths: Widths) -> _Words:
+    arena = layout.arena
+    local = {boundary: arena.at(boundary) for boundary in boundaries_of(arena)}
+    here = {b: (one.row_slots(widths), one.score_slot(widths)) for b, one in local.items()}
+    slots, first = arena.row_slots(widths), arena.score_slot(widths) * WORDS_PER_SLOT
+    rows = [
+        (slots[p] * WORDS_PER_SLOT, here[boundary_of_point(p)][0][p] * WORDS_PER_SLOT)
+        for p in arena.points
+    ]
+    scores = [
+        (first + i, here[b][1] * WORDS_PER_SLOT + local[b].scores.index((b, number)))
+        for i, (b, number) in enumerate(arena.scores)
+    ]
+    return _Words(rows, scores, arena.slots(widths), layout.slots(widths))
+
+
+_FLOATS, _AS_INTS = Struct("=2f"), Struct("=2i")
 
 
 class Tables:
@@ -102,7 +145,7 @@ class Tables:
         #: Program id -> slots of a token once its rows are encoded.
         self.num_delivered = np.zeros(num_programs, np.int64)
         self._pending_programs: dict[int, NDArray[np.int32]] = {}
-        self._pending_ops: dict[int, NDArray[np.int32]] = {}
+        self._pending_ops: dict[int, tuple[int, ...]] = {}
         self._pending_vectors: dict[int, NDArray[np.float32]] = {}
         self._staging = Staging(self.tokens)
         self._rows_written = 0
@@ -200,39 +243,21 @@ class Tables:
     def _write(self, program_id: int, program: Program) -> None:
         entry = np.full(self.programs.shape[1], -1, np.int32)
         taken: list[int] = []
-        arena = program.layout.arena
-        slots = arena.row_slots(self._widths)
+        words = _words_of(program.layout, self._widths)
         for boundary, ops in program.taps:
             following = -1
-            local = arena.at(boundary)
-            slots_here = local.row_slots(self._widths)
             for op in reversed(ops):
                 taken.append(self._free_ops.pop())
                 vector = -1 if op.vector is None else self._vector_places.at(op.vector)
-                numbers = np.array([op.a, op.b], np.float32).view(np.int32).tolist()
-                words = self._words(op, arena, local, slots, slots_here)
-                entry_of_op = (op.code, *words, vector, *numbers, following, 0)
-                self._pending_ops[taken[-1]] = np.array(entry_of_op, np.int32)
+                numbers = _AS_INTS.unpack(_FLOATS.pack(op.a, op.b))
+                stored = words.of(op)
+                self._pending_ops[taken[-1]] = (op.code, *stored, vector, *numbers, following, 0)
                 following = taken[-1]
             entry[self._tap_of[boundary]] = following
         self._ops_of[program_id] = taken
         self._pending_programs[program_id] = entry
-        self.num_slots[program_id] = arena.slots(self._widths)
-        self.num_delivered[program_id] = program.layout.slots(self._widths)
-
-    def _words(
-        self, op: Op, layout: Layout, local: Layout,
-        slots: dict[int, int], slots_here: dict[int, int],
-    ) -> tuple[int, int]:  # fmt: skip
-        """Where the op stores, in the token's slots and in those of one tap."""
-        if op.code == OP_READ:
-            point = layout.points[op.at]
-            return slots[point] * WORDS_PER_SLOT, slots_here[point] * WORDS_PER_SLOT
-        if op.code == OP_DOT:
-            at = local.scores.index(layout.scores[op.at])
-            first = layout.score_slot(self._widths), local.score_slot(self._widths)
-            return first[0] * WORDS_PER_SLOT + op.at, first[1] * WORDS_PER_SLOT + at
-        return 0, 0
+        self.num_slots[program_id] = words.num_slots
+        self.num_delivered[program_id] = words.num_delivered
 
     def _flush(self) -> None:
         """Copy what changed in programs, ops and vectors to the device, one copy each."""
@@ -242,11 +267,11 @@ class Tables:
             (self.programs, self._pending_programs),
         ):
             if pending:
-                self._send(table, pending.keys(), np.stack(list(pending.values())))
+                self._send(table, list(pending), np.array(list(pending.values())))
                 pending.clear()
 
-    def _send(self, table: Tensor, places: Iterable[int], rows: np.ndarray) -> None:
-        index = torch.tensor(list(places))
+    def _send(self, table: Tensor, places: list[int], rows: np.ndarray) -> None:
+        index = torch.from_numpy(np.array(places))
         values = torch.as_tensor(rows, dtype=table.dtype)
         if table.is_cuda:
             # A copy from pageable memory would wait for the whole stream.

@@ -1,0 +1,239 @@
+"""A thousand hostile specs: what each costs the event loop, and the thread that runs the model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pybase64
+import pytest
+import torch
+
+from tests.unit.engine.test_requests import Processor, State
+from vllm_scope import ScopeError
+from vllm_scope.core.news import Heard, StepNews, Told
+from vllm_scope.core.registry import Registry
+from vllm_scope.engine.frontend import requests as frontend
+from vllm_scope.engine.frontend.connection import Connection, connections
+from vllm_scope.engine.frontend.running import runs
+from vllm_scope.engine.params import ticket_of
+from vllm_scope.engine.worker.sizes import Limits
+from vllm_scope.graph.tap.tables import FREE_PROGRAMS, HELD_OPS, HELD_PROGRAMS, Tables
+from vllm_scope.program.compiler import RequestProgram
+from vllm_scope.program.layout import Widths
+from vllm_scope.request.sites import Sites
+from vllm_scope.results.inbox import inbox
+from vllm_scope.worker.plan import Planner
+
+HIDDEN, LAYERS, PROMPT, MAX_TOKENS = 64, 8, 3000, 200
+SITES = Sites(LAYERS, HIDDEN, "float32", tuple(range(2 * LAYERS + 1)))
+LONGEST = 1 << 20
+NUM_SPECS = 1000
+#: Seconds of CPU of one callback of the event loop.
+MOST_OF_A_CALLBACK = 0.005
+
+
+class Source(random.Random):
+    """Where a spec comes from.
+
+    Attributes:
+        wild: False for a spec that is large and strange, and yet possible.
+    """
+
+    wild = True
+
+
+def _junk(rng: Source, size: int) -> str:
+    return "".join(rng.choices('[]{}:,"0123456789.eE-+ nulltrue\\', k=size))
+
+
+def _numbers(rng: Source, size: int) -> list[Any]:
+    one = rng.choice([rng.randrange(-9, 9), rng.random() * 10.0 ** rng.randrange(-40, 39), None])
+    return [one] * max(1, size)
+
+
+def _vector(rng: Source, size: int) -> Any:
+    kind = rng.randrange(6) if rng.wild else 0
+    if kind < 3:
+        shape = rng.choice([[HIDDEN], [LAYERS, HIDDEN], [size // 256 + 1, HIDDEN]])
+        shape = shape if rng.wild else [HIDDEN]
+        count = shape[0] * (shape[1] if len(shape) == 2 else 1)
+        data = pybase64.b64encode_as_string(rng.randbytes(count) * 4)
+        if kind == 0:  # finite
+            data = pybase64.b64encode_as_string(np.full(count, rng.random(), "<f4").tobytes())
+        return {"dtype": "float32", "shape": shape, "data": data}
+    if kind == 3:
+        return {"dtype": 7, "shape": [1] * 5, "data": "A" * size}
+    return _numbers(rng, HIDDEN if kind == 4 else size // 8)
+
+
+def _tokens(rng: Source, size: int, depth: int = 0) -> Any:
+    kind = rng.randrange(7 if depth < (12 if rng.wild else 2) else 5)
+    if kind == 0:
+        words = ["all", "prompt", "generated", "last_prompt", "last", "never"]
+        return rng.choice(words if rng.wild else words[:4])
+    if kind == 1:
+        return [rng.randrange(PROMPT)]
+    if kind == 2:
+        return {"slice": [rng.randrange(9), None, rng.randrange(1, 9)]}
+    if kind in (3, 4):
+        positions = [rng.randrange(PROMPT)] * (size // 6) or [0]
+        return positions if kind == 3 or not rng.wild else {"token_ids": positions}
+    count = rng.randrange(1, 4) if rng.wild else 2
+    inner = [_tokens(rng, size // 4, depth + 1) for _ in range(count)]
+    return {"union": inner} if kind == 5 else {"except": inner[:2]}
+
+
+def _action(rng: Source, size: int) -> dict[str, Any]:
+    sites = ["resid_post", "resid_post", "resid_pre", "resid_mid", "embed", "q", 5]
+    site = rng.choice(sites if rng.wild else sites[:4])
+    body: dict[str, Any] = {"site": site, "tokens": _tokens(rng, size)}
+    if site != "embed":
+        body["layers"] = rng.choice(["all", [rng.randrange(LAYERS)], [0, 3], [99]][: 3 + rng.wild])
+    return body
+
+
+def _spec(rng: Source, size: int) -> str:
+    rng.wild = rng.random() < 0.6
+    if rng.wild and rng.random() < 0.2:
+        return rng.choice([_junk(rng, size), "[" * size])
+    most = {"reads": 32, "probes": 256, "edits": 256}
+    counts = {name: rng.choice([0, 1, 2, 8, 32, 256, 300]) for name in most}
+    if not rng.wild:
+        counts = {name: min(count, most[name]) for name, count in counts.items()}
+    each = size // (1 + sum(counts.values()))
+    body: dict[str, list[Any]] = {name: [] for name in counts}
+    body["reads"] = [_action(rng, each) for _ in range(counts["reads"])]
+    for i in range(counts["probes"]):
+        body["probes"].append(
+            {
+                **_action(rng, each),
+                "weight": _vector(rng, each),
+                "name": f"{i}",
+                "layers": [i % LAYERS],
+            }
+        )
+    for _ in range(counts["edits"]):
+        kind, one = rng.choice(["add", "ablate", "clamp", "replace"]), _action(rng, each)
+        if kind == "replace":
+            rows = rng.randrange(1, 2 + each // (4 * HIDDEN))
+            one |= {"values": np.ones((rows, HIDDEN)).tolist(), "positions": list(range(rows))}
+            del one["tokens"]
+        else:
+            one["vector" if kind == "add" else "direction"] = _vector(rng, each)
+        body["edits"].append({"kind": kind, **one, **({"lo": 0.0} if kind == "clamp" else {})})
+    return json.dumps(body)[:LONGEST]
+
+
+def specs() -> list[str]:
+    rng = Source(7)
+    found = [_spec(rng, int(2 ** rng.uniform(6, 20))) for _ in range(NUM_SPECS)]
+    assert max(map(len, found)) > LONGEST // 2
+    return found
+
+
+class Engine:
+    """AsyncLLM, as far as adding a request goes."""
+
+    def __init__(self) -> None:
+        self.vllm_config = SimpleNamespace(
+            additional_config={"scope": {}}, parallel_config=SimpleNamespace(worker_cls="auto")
+        )
+        self.output_processor = Processor()
+        limits = Limits((4 * HIDDEN,), 0, 10_000, 100_000, HELD_PROGRAMS, HELD_OPS)
+        connection = Connection(SITES, None, 1, 1.0, limits, {}, {})
+        connection.generation = inbox().generation
+        connections.put(self.output_processor, connection)
+
+    async def collective_rpc(self, name: str) -> list[dict[str, Any]]:
+        return [{}]
+
+    async def add_request(self, request_id: str, prompt: Any, params: Any) -> Any:
+        request = SimpleNamespace(
+            request_id=request_id, external_req_id=request_id, resumable=False,
+            prompt_token_ids=[1] * PROMPT, params=params, sampling_params=params,
+        )  # fmt: skip
+        await frontend._add_one_async(Engine._add_request, self, request, prompt, None, 0, None)
+        return request
+
+    async def _add_request(self, request: Any, prompt: Any, parent: Any, index: int, queue: Any):
+        frontend._add_to_processor(
+            Processor.add_request, self.output_processor, request, None, parent, index, queue
+        )
+
+
+@pytest.fixture(scope="module")
+def entered() -> tuple[list[Any], list[float], int]:
+    """(the requests that entered, CPU seconds of the slowest callback of each, refusals)."""
+    slowest, requests, refused = [], [], 0
+    run = asyncio.Handle._run
+
+    def timed(self: asyncio.Handle) -> None:
+        began = time.thread_time()
+        run(self)
+        slowest[-1] = max(slowest[-1], time.thread_time() - began)
+
+    async def all_of(texts: list[str]) -> None:
+        nonlocal refused
+        engine = Engine()
+        for i, text in enumerate(texts):
+            params = SimpleNamespace(
+                extra_args={"scope": text}, n=1, max_tokens=MAX_TOKENS,
+                output_kind=SimpleNamespace(name="DELTA"),
+            )  # fmt: skip
+            slowest.append(0.0)
+            try:
+                task = frontend._add_async(Engine.add_request, engine, str(i), "prompt", params)
+                requests.append(await task)
+            except ScopeError:
+                refused += 1
+            state: State | None = engine.output_processor.request_states.pop(str(i), None)
+            known = None if state is None else runs.of(state)
+            if known is not None:
+                inbox().forget(known.pending)
+
+    texts = specs()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio.Handle, "_run", timed)
+        asyncio.run(all_of(texts))
+    return requests, slowest, refused
+
+
+def test_no_callback_of_the_event_loop_takes_long(entered):
+    requests, slowest, refused = entered
+    print(f"\n{len(requests)} entered, {refused} were refused; slowest {1e3 * max(slowest):.2f} ms")
+    assert len(requests) > 50
+    assert refused > 500
+    # Another process may take the core's caches away once.
+    assert sorted(slowest)[-3] < MOST_OF_A_CALLBACK, sorted(slowest)[-5:]
+
+
+def test_the_thread_that_runs_the_model_admits_each_quickly(entered):
+    requests, _, _ = entered
+    registry, told, heard = Registry(SITES), Told(), Heard()
+    tables = Tables(
+        SITES.boundaries, 16, HIDDEN, Widths((4 * HIDDEN,)), torch.device("cpu"), 64.0,
+        HELD_PROGRAMS + FREE_PROGRAMS,
+    )  # fmt: skip
+    planner, here, took = Planner(tables), frozenset(SITES.boundaries), []
+    for i, request in enumerate(requests):
+        ids = [1] * PROMPT
+        ticket = ticket_of(request.sampling_params)
+        asked = registry.resolve(ticket)
+        news = StepNews()
+        number = told.number_of(asked, news)
+        began = time.thread_time()
+        heard.take(news)
+        program = RequestProgram.compile(heard[number], SITES, here, PROMPT, ids)
+        planner.add_request(str(i), i, program, PROMPT + MAX_TOKENS)
+        tables._flush()
+        took.append(time.thread_time() - began)
+        planner.finish_request(str(i))
+        heard.forget(news)
+    print(f"\nslowest admissions, ms: {[round(1e3 * x, 2) for x in sorted(took)[-5:]]}; "
+          f"median {1e3 * sorted(took)[len(took) // 2]:.2f}")  # fmt: skip
