@@ -27,12 +27,13 @@ test: $(VENV)/.ready
 else
 # Two parts at a time, which are what two cores carry; then what measures time, by itself. `make
 # test` leaves out the tests marked long, `make test-all` leaves out nothing.
-PARTS := engine server compat unit interpreter ray openapi inspect
-PYTEST = $(BIN)/python -m pytest -m "not alone$(if $(ALL),, and not long)"
+PARTS := engine server compat unit interpreter inspect $(if $(ALL),ray openapi)
+SHORT := $(if $(ALL),, and not long)
+PYTEST = $(BIN)/python -m pytest -m "not alone$(SHORT)"
 
 test: .venv/.ready
 	$(MAKE) --no-print-directory -j $(or $(JOBS),2) --output-sync=target $(PARTS:%=test-%)
-	$(BIN)/python -m pytest -m alone tests/server
+	$(BIN)/python -m pytest -m "alone$(SHORT)" tests/server
 
 test-all:
 	$(MAKE) --no-print-directory test ALL=1
@@ -40,7 +41,8 @@ test-all:
 test-engine test-server test-compat test-unit: test-%:
 	$(PYTEST) tests/$*
 test-inspect:
-	PYTHONPATH=.venv/inspect $(PYTEST) tests/compat/test_inspect.py
+	PYTHONPATH=.venv/inspect $(PYTEST) tests/compat/test_inspect.py \
+		tests/unit/compat/test_inspect_provider.py
 test-openapi:
 	PYTHONPATH=.venv/openapi $(PYTEST) tests/server/test_openapi.py
 test-ray:

@@ -98,10 +98,12 @@ def off_then_on(cache):
     return start(cache, on=False), start(cache, on=True)
 
 
+@pytest.mark.long
 def test_off_then_on(off_then_on):
     check_reads(off_then_on[1])
 
 
+@pytest.mark.long
 def test_on_then_off_then_on(off_then_on, cache):
     # The cache now holds both graphs; each start must find its own.
     off, on = off_then_on
@@ -111,6 +113,7 @@ def test_on_then_off_then_on(off_then_on, cache):
     check_reads(again_on)
 
 
+@pytest.mark.long
 def test_the_plugin_leaves_greedy_tokens_and_logprobs_within_rounding(off_then_on):
     off, on = off_then_on
     assert on["tokens"] == off["tokens"]

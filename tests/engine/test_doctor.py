@@ -106,10 +106,24 @@ def test_it_says_why_not(tmp_path):
 @pytest.mark.parametrize(
     ("model", "options", "words"),
     [
-        pytest.param("nothing", (), "nothing: ", id="a-model-that-is-not-there"),
+        pytest.param(
+            "nothing", (), "nothing: ", id="a-model-that-is-not-there", marks=pytest.mark.long
+        ),
         pytest.param("", ("--sites", "resid"), "--sites is 'resid'; sites are embed", id="a-site"),
-        pytest.param("", ("--sites", "logits"), "does not tap; it reads", id="a-site-without-taps"),
-        pytest.param("", ("--dtype", "float9"), "dtype: Input should be", id="a-dtype"),
+        pytest.param(
+            "",
+            ("--sites", "logits"),
+            "does not tap; it reads",
+            id="a-site-without-taps",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "",
+            ("--dtype", "float9"),
+            "dtype: Input should be",
+            id="a-dtype",
+            marks=pytest.mark.long,
+        ),
         # No machine has all of its memory free. Beside a server the same is said earlier.
         pytest.param("", ("--gpu-memory-utilization", "1"), "; leave --gpu-mem", id="memory"),
     ],

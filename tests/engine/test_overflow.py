@@ -194,6 +194,7 @@ def test_the_servers_edits_that_overflow_end_each_request_with_the_sentence(llm)
     _said(_run(llm, PROMPTS[:1], _params())[0])
 
 
+@pytest.mark.long
 def test_a_stream_ends_with_the_error_where_steps_overlap(checkpoints):
     """Under async scheduling, in processes of their own."""
     late = Add(HUGE, layer=0, tokens=[42])

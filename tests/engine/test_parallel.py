@@ -23,7 +23,7 @@ WEIGHT = direction(7)
     [
         pytest.param(2, 1, "per_request", id="tp2"),
         pytest.param(1, 2, "sharded", id="pp2"),
-        pytest.param(2, 2, "per_request", id="tp2-pp2"),
+        pytest.param(2, 2, "per_request", id="tp2-pp2", marks=pytest.mark.long),
     ],
 )
 def test_ranks_and_stages_are_put_together(
@@ -82,6 +82,7 @@ def test_ranks_and_stages_are_put_together(
     branches.check(last.scope, last.prompt_token_ids, last.outputs[0].token_ids, ref)
 
 
+@pytest.mark.long
 def test_an_edit_of_the_first_stage_that_overflows_ends_its_request(
     checkpoints, monkeypatch: pytest.MonkeyPatch
 ):

@@ -23,6 +23,7 @@ OF_TWO = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
         pytest.param("0", 1, "tcp", "tcp", id="compiled-graph-over-tcp"),
     ],
 )
+@pytest.mark.long
 def test_rows_of_ray_actors_arrive(executor_v2, num_stages, road, expected, tmp_path):
     pytest.importorskip("ray")
     if executor_v2 == "0" and OF_TWO not in vllm.envs.environment_variables:

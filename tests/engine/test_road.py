@@ -46,7 +46,7 @@ def test_rows_of_a_worker_in_this_process_come_over_tcp(llama, ref):
         check(run(llm, [range(5, 90), [7]], params(SPEC)), ref)
 
 
-@pytest.mark.parametrize("road", ["auto", "tcp"])
+@pytest.mark.parametrize("road", ["auto", pytest.param("tcp", marks=pytest.mark.long)])
 def test_a_front_end_that_does_not_read_holds_the_engine_for_a_while_and_comes_back(
     road, llama, ref
 ):

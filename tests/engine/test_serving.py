@@ -154,6 +154,7 @@ def allocated(worker=None):
     return heap.uordblks + heap.hblkhd, sys.getallocatedblocks()
 
 
+@pytest.mark.long
 def test_twenty_thousand_reading_requests_leave_memory_flat(llm):
     """By what is allocated, not by what is resident: pages are touched late, and freed late."""
     from vllm_scope.results.inbox import inbox

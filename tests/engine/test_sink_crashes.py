@@ -133,7 +133,7 @@ def check_goes_on(model, root: Path, layout: str, num_before: int) -> None:
             check_equal(output.scope, stored)
 
 
-@pytest.mark.parametrize("layout", ["sharded", "per_request"])
+@pytest.mark.parametrize("layout", ["sharded", pytest.param("per_request", marks=pytest.mark.long)])
 def test_a_killed_core_loses_nothing_that_was_called_ok(checkpoints, tmp_path, layout):
     model, me = checkpoints("llama"), psutil.Process()
     before = set(me.children(recursive=True))

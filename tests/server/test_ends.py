@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from tests.server.conftest import API_KEY, serving
 from vllm_scope import Read
 from vllm_scope.client import ScopeClient
 
 
+@pytest.mark.long
 def test_two_api_servers_leave_no_folder(tmp_path):
     place = tmp_path / "t"
     place.mkdir()

@@ -240,7 +240,15 @@ def alone(ours: Server) -> tuple[Answer, float]:
     return answers[-1], statistics.median(answer.seconds for answer in answers)
 
 
-@pytest.mark.parametrize("name", [*REQUESTS, *OTHERS])
+#: The first of each kind; the others are as these.
+FIRST = {*list(REQUESTS)[:4], *list(OTHERS)[:2]}
+
+
+def named(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in FIRST else pytest.mark.long) for name in names]
+
+
+@pytest.mark.parametrize("name", named(*REQUESTS, *OTHERS))
 def test_a_plain_request_is_what_it_is_alone(name, ours, bare, alone):
     expected, usual = alone
     do = OTHERS[name] if name in OTHERS else partial(refused, REQUESTS[name]())
@@ -266,7 +274,7 @@ def test_a_plain_request_is_what_it_is_alone(name, ours, bare, alone):
     assert ours.at_rest()["requests"] == 0
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("name", named(*REQUESTS))
 def test_the_server_answers_as_one_that_only_reads_the_body(name, ours, bare):
     one = REQUESTS[name]()
     if not one.alike:

@@ -34,6 +34,7 @@ def operations(server):
     return [each.ok() for each in ours]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", GenerationMode)
 def test_every_route_does_what_its_description_says(mode, operations):
     """With what it allows, and with what it does not."""

@@ -57,7 +57,7 @@ def clients(server, count=12, **options):
             yield found
 
 
-@pytest.mark.parametrize("model", ["adapted", "toyworld"])
+@pytest.mark.parametrize("model", [pytest.param("adapted", marks=pytest.mark.long), "toyworld"])
 def test_an_adapters_requests_read_and_score_its_model(model, client, adapter, ref):
     out = client.complete(TEXT, *READS, PROBE, model=model, **OPTIONS)
     prompt_ids, ids = ids_of(out.raw["choices"][0], out.raw)

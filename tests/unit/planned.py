@@ -12,9 +12,10 @@ from vllm_scope import Ablate, Add, Probe, Read, Replace, Spec
 from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.layout import Widths
+from vllm_scope.program.operations import Program
 from vllm_scope.request.actions import Action
 from vllm_scope.request.sites import Sites, boundary_of_point
-from vllm_scope.worker.plan import Planner, StepBatch
+from vllm_scope.worker.plan import OVERSHOOT, Planner, StepBatch
 
 CPU = torch.device("cpu")
 HIDDEN_SIZE = 4
@@ -28,6 +29,13 @@ def compile_actions(*actions: Action, num_prompt: int = 4, here=SITES.boundaries
     spec = Spec(*(tuple(a for a in actions if isinstance(a, kind)) for kind in kinds))
     ids = np.ones(num_prompt, np.int64)
     return RequestProgram.compile(spec.resolve(SITES), SITES, frozenset(here), num_prompt, ids)
+
+
+def held(program: RequestProgram, num_positions: int) -> list[Program]:
+    """What a request holds from its start: nothing if it only reads."""
+    if not program.has_vectors:
+        return []
+    return program.programs_of(program.columns(num_positions + OVERSHOOT))
 
 
 @dataclass
@@ -53,7 +61,7 @@ class Engine:
 
     def add(self, req_id: str, *actions: Action, num_prompt: int = 4, most: int = 64) -> None:
         program = compile_actions(*actions, num_prompt=num_prompt)
-        self.planner.add_request(req_id, zlib.crc32(req_id.encode()), program, most)
+        self.planner.add_request(req_id, zlib.crc32(req_id.encode()), program, held(program, most))
 
     def step(self, optimistic: bool = False, **at: tuple[int, int]):
         """Plan a batch of name=(first position, count)."""

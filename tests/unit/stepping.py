@@ -32,7 +32,7 @@ from vllm_scope.sinks import RequestInfo, RowBatch
 from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker.arena import Arena
 from vllm_scope.worker.drain import Drain
-from vllm_scope.worker.plan import Labels, StepBatch
+from vllm_scope.worker.plan import OVERSHOOT, Labels, StepBatch
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 2
@@ -74,7 +74,10 @@ def news_of(worker: ScopeWorker, *sent: Sent) -> StepNews:
     for one in sent:
         if one.asked != NOTHING:
             number = told.number_of(one.asked, news)
-            news.entrants[one.req_id] = Entrant(one.recipient, number, one.unchecked)
+            ids = np.array(one.prompt_token_ids or [], np.int64)
+            whole = RequestProgram.compile(one.asked, SITES, frozenset(EVERYWHERE), len(ids), ids)
+            columns = whole.columns(len(ids) + one.max_tokens + OVERSHOOT)
+            news.entrants[one.req_id] = Entrant(one.recipient, number, columns, one.unchecked)
     return news
 
 

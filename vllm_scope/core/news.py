@@ -33,13 +33,15 @@ class Entrant(msgspec.Struct, frozen=True):
     Attributes:
         recipient: None if only the server's edits or global sinks concern it.
         spec: number of what it asks for, in StepNews.specs of this or an earlier step.
+        columns: of a request with vectors, or an unchecked one, `RequestProgram.columns`.
         unchecked: it may deliver more at once than its front-end checked: with the server's
             edits, modules, global sinks or codecs.
     """
 
     recipient: Recipient | None
     spec: int
-    unchecked: bool
+    columns: tuple[bytes, ...] = ()
+    unchecked: bool = False
 
 
 class StepNews(msgspec.Struct):

@@ -110,9 +110,22 @@ class Compiled:
         return bool(self.scores or self.edits)
 
     @cached_property
+    def used(self) -> tuple[int, ...]:
+        """The picks of actions that are here; a column has 0 for the others."""
+        found = {read[0] for read in self.reads} | {score[0] for score in self.scores}
+        return tuple(sorted(found | {edit[0] for edit in self.edits}))
+
+    @cached_property
+    def uses(self) -> NDArray[np.bool_]:
+        """[num_picks], the same as a mask."""
+        found = np.zeros(len(self.picks), bool)
+        found[list(self.used)] = True
+        return found
+
+    @cached_property
     def uniform(self) -> bool:
         """All tokens of a phase (prompt or generated) get the same program."""
-        return all(pick.uniform for pick in self.picks)
+        return all(self.picks[i].uniform for i in self.used)
 
     def program(self, column: Column) -> Program | None:
         key = column.tobytes()

@@ -57,22 +57,21 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
     rows = rows_of(asked, asked.reads)
     reads, scores, edits = [], [], []
     made: dict[Any, Op] = {}
-    for read in asked.reads if drains else ():
-        points = tuple(
-            stream.point(read.when) for stream in read.streams if stream.boundary in here
-        )
-        if points:
-            reads.append((pick(read.tokens, "deliver"), points, read.encoding))
-    for probe in asked.probes if drains else ():
-        if probe.stream.boundary in here:
+    # All picks are there, whatever is here: a column means the same in every process.
+    for read in asked.reads:
+        at = pick(read.tokens, "deliver")
+        points = tuple(s.point(read.when) for s in read.streams if s.boundary in here)
+        if points and drains:
+            reads.append((at, points, read.encoding))
+    for probe in asked.probes:
+        at, place = pick(probe.tokens, "deliver"), probe.stream
+        if place.boundary in here and drains:
             op = Op(OP_DOT, 0, probe.weight, probe.bias)
-            point = probe.stream.point()
-            scores.append((pick(probe.tokens, "deliver"), point, probe.number, op))
+            scores.append((at, place.point(), probe.number, op))
     for edit in asked.edits:
-        place = (edit.stream.boundary, edit.stream.group)
-        if place[0] in here:
-            at = pick(edit.tokens, "edit", edit.positions)
-            edits.append((at, place, edit_op(edit, made)))
+        at, place = pick(edit.tokens, "edit", edit.positions), edit.stream
+        if place.boundary in here:
+            edits.append((at, (place.boundary, place.group), edit_op(edit, made)))
     check = sites.last_of_stream if asked.edits else None
     return Compiled(
         tuple(picks), tuple(reads), tuple(scores), tuple(edits), check if check in here else None,
@@ -129,7 +128,7 @@ class RequestProgram:
 
     @property
     def empty(self) -> bool:
-        return not self._compiled.picks and self._compiled.check is None
+        return not self._compiled.used and self._compiled.check is None
 
     @property
     def generated_is_uniform(self) -> bool:
@@ -140,8 +139,8 @@ class RequestProgram:
         """[num_picks, num_positions]."""
         tokens = Tokens.running(positions, self.num_prompt, self.prompt_ids)
         columns = np.zeros((len(self._compiled.picks), len(positions)), np.int32)
-        for i, pick in enumerate(self._compiled.picks):
-            columns[i] = pick.values(tokens)
+        for i in self._compiled.used:
+            columns[i] = self._compiled.picks[i].values(tokens)
         return columns
 
     def runs(self, first: int, count: int) -> list[tuple[int, int, Program]]:
@@ -173,11 +172,34 @@ class RequestProgram:
         """
         if self.generated_is_uniform:
             return self._of_phase(True)
+        return self._compiled.program(self._superset_column())
+
+    def _superset_column(self) -> Column:
+        if self.generated_is_uniform:
+            return self._phase_column(True)
         column = self._columns(np.array([self.num_prompt], np.int64))[:, 0]
-        for i, pick in enumerate(self._compiled.picks):
+        for i in self._compiled.used:
+            pick = self._compiled.picks[i]
             if pick.use == "deliver" and not pick.uniform:
                 column[i] = 1
-        return self._compiled.program(column)
+        return column
+
+    def columns(self, num_positions: int) -> tuple[bytes, ...]:
+        """The distinct columns of all positions of the request, and that of the superset: with
+        them another process knows every program that the request may need.
+
+        Raises:
+            SpecError: more programs than one request may have.
+        """
+        found = self._distinct_columns(num_positions)
+        superset = self._superset_column()
+        return tuple(found | {superset.tobytes(): superset})
+
+    def programs_of(self, columns: Iterable[bytes]) -> list[Program]:
+        """The distinct programs of some columns, which may come from another process."""
+        compiled = self._compiled
+        rows = (np.frombuffer(column, np.int32) for column in columns)
+        return _distinct(compiled.program(np.where(compiled.uses, row, 0)) for row in rows)
 
     def all_programs(self, num_positions: int) -> list[Program]:
         """Every program that some position of the request may get.
@@ -185,38 +207,38 @@ class RequestProgram:
         Raises:
             SpecError: more of them than one request may have.
         """
+        return self.programs_of(self._distinct_columns(num_positions))
+
+    def _distinct_columns(self, num_positions: int) -> dict[bytes, Column]:
         if self.generated_is_uniform:
-            return _distinct(
-                self._of_phase(generated) for generated, some in
-                ((False, self.num_prompt > 0), (True, num_positions > self.num_prompt)) if some
-            )  # fmt: skip
+            phases = (False, self.num_prompt > 0), (True, num_positions > self.num_prompt)
+            given = [self._phase_column(generated) for generated, some in phases if some]
+            return {column.tobytes(): column for column in given}
         found: dict[bytes, Column] = {}
         for first in range(0, num_positions, _POSITIONS_AT_ONCE):
             last = min(first + _POSITIONS_AT_ONCE, num_positions)
             columns = self._columns(np.arange(first, last, dtype=np.int64))
             found |= self._compiled.distinct(columns)
             self._compiled.check_size(found.values())
-        return _distinct(self._compiled.program(column) for column in found.values())
-
-    def with_drafts(self, num_positions: int) -> list[Program]:
-        """`all_programs` and `generated_superset`: what a request with vectors holds."""
-        return _distinct([*self.all_programs(num_positions), self.generated_superset()])
+        return found
 
     def _of_phase(self, generated: bool) -> Program | None:
         """The program of all tokens of a phase, if the picks are uniform."""
         known = self._compiled.of_phase
         if generated not in known:
-            column = [pick.value_in(generated) for pick in self._compiled.picks]
-            known[generated] = self._compiled.program(np.array(column, np.int32))
+            known[generated] = self._compiled.program(self._phase_column(generated))
         return known[generated]
+
+    def _phase_column(self, generated: bool) -> Column:
+        compiled = self._compiled
+        column = np.zeros(len(compiled.picks), np.int32)
+        for i in compiled.used:
+            column[i] = compiled.picks[i].value_in(generated)
+        return column
 
     def cost(self, num_positions: int) -> Cost:
         """What the request takes of the device tables, with what drafts may need."""
-        return self.cost_of(self.all_programs(num_positions))
-
-    def cost_of(self, programs: list[Program]) -> Cost:
-        """`cost`, from the result of `all_programs`."""
-        return Cost.of(_distinct([*programs, self.generated_superset()]))
+        return Cost.of(self.programs_of(self.columns(num_positions)))
 
 
 def _distinct(programs: Iterable[Program | None]) -> list[Program]:

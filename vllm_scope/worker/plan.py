@@ -15,6 +15,7 @@ Objects of each step are msgspec.Structs: a frozen dataclass takes ten times as 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -26,7 +27,7 @@ from vllm_scope.errors import ScopeError
 from vllm_scope.graph.tap.tables import MOST_OWNERS, Tables
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.layout import Layout
-from vllm_scope.program.operations import NO_PROGRAM
+from vllm_scope.program.operations import NO_PROGRAM, Program
 
 Ints = NDArray[np.int64]
 
@@ -183,13 +184,13 @@ class Planner:
         return req_id in self._requests.index_of
 
     def add_request(
-        self, req_id: str, key: int, program: RequestProgram, num_positions: int
+        self, req_id: str, key: int, program: RequestProgram, held_programs: Sequence[Program]
     ) -> None:
         """Plan a request's tokens from now on.
 
         Args:
-            num_positions: upper bound of the request's length. A request with vectors holds
-                every program of its tokens from the start, so none can lack room later.
+            held_programs: of a request with vectors, every program that a token of it may get,
+                so that none can lack room later.
 
         Raises:
             CapacityError: the tables have no room.
@@ -201,14 +202,12 @@ class Planner:
         held: list[int] = []
         generated = NO_PROGRAM
         try:
-            if program.has_vectors:
-                for one in program.all_programs(num_positions + OVERSHOOT):
-                    held.append(self._tables.program_id(one, hold=True))
-            # Drafts of a request with vectors may need it.
-            superset = program.generated_superset() if fixed or program.has_vectors else None
+            for one in held_programs:
+                held.append(self._tables.program_id(one, hold=True))
+            superset = program.generated_superset() if fixed else None
             if superset is not None:
                 held.append(self._tables.program_id(superset, hold=True))
-                generated = held[-1] if fixed else NO_PROGRAM
+                generated = held[-1]
         except Exception:
             for program_id in held:
                 self._tables.release(program_id)

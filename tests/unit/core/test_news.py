@@ -53,7 +53,7 @@ def test_workers_always_hold_what_a_step_needs_and_never_more_than_the_bounds(st
             for i, (vector, scale) in enumerate(step):
                 asked = every.setdefault((vector, scale), _asked(vector, scale))
                 number = numbers[i] = told.number_of(asked, news)
-                news.entrants[str(i)] = Entrant(Recipient(i, "f"), number, False)
+                news.entrants[str(i)] = Entrant(Recipient(i, "f"), number)
             came = _send(news)
             heard.take(came)
             for i, key in enumerate(step):

@@ -172,9 +172,9 @@ def test_a_request_is_checked_with_what_global_sinks_read_beside_it():
         return RequestProgram.compile(asked, sites, frozenset(sites.boundaries), 3, ids)
 
     whole = program(own.joined(reads=more.reads))
-    Limits((128,), 16, 13, 0, 0, 0).check(program(own), 5)
-    Limits((128,), 18, 13, 0, 0, 0).check(whole, 5)
+    Limits((128,), 16, 13, 0, 0, 0).check(program(own).all_programs(5))
+    Limits((128,), 18, 13, 0, 0, 0).check(whole.all_programs(5))
     with pytest.raises(CapacityError, match="18 slots a token, of 17"):
-        Limits((128,), 17, 13, 0, 0, 0).check(whole, 5)
+        Limits((128,), 17, 13, 0, 0, 0).check(whole.all_programs(5))
     with pytest.raises(CapacityError, match="13 slots a token at one tap, of 12"):
-        Limits((128,), 18, 12, 0, 0, 0).check(whole, 5)
+        Limits((128,), 18, 12, 0, 0, 0).check(whole.all_programs(5))

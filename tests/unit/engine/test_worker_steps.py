@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.unit.oracle import named_point
+from tests.unit.planned import held
 from tests.unit.stepping import (
     EVERYWHERE,
     MAX_ROWS,
@@ -104,7 +105,8 @@ def test_every_asked_row_comes_once_for_each_time_it_is_computed(schedule, num_s
             for request in new:
                 if request.key is not None:
                     most = len(request.ids)
-                    twin.add_request(request.req_id, request.key, request.program(here), most)
+                    program = request.program(here)
+                    twin.add_request(request.req_id, request.key, program, held(program, most))
             positions = torch.tensor([p for _, p in step.rows()])
             planned = worker.steps.num_planned
             if worker.has_requests():

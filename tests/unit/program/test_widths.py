@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.planned import held
 from tests.unit.strategies import selectors
 from vllm_scope import Add, Probe, Read, Spec, SpecError
 from vllm_scope.batch.by_request import by_key, by_layout
@@ -155,7 +156,7 @@ class Step:
             program = RequestProgram.compile(
                 resolved, self.sites, frozenset(EVERYWHERE), TOKENS, ids
             )
-            planner.add_request(f"r{key}", key, program, TOKENS + 1)
+            planner.add_request(f"r{key}", key, program, held(program, TOKENS + 1))
         starts = np.arange(len(asked) + 1) * TOKENS
         names = [f"r{key}" for key in range(len(asked))]
         self.plan, failures = planner.begin_step(StepBatch(names, starts, starts[:-1] * 0))

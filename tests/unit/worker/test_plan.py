@@ -10,7 +10,7 @@ import zlib
 import numpy as np
 import pytest
 
-from tests.unit.planned import Engine, asked_rows, compile_actions
+from tests.unit.planned import Engine, asked_rows, compile_actions, held
 from vllm_scope import (
     Add,
     CapacityError,
@@ -142,7 +142,7 @@ def test_a_token_of_two_reads_gets_both_and_each_row_once():
 def test_a_request_whose_layers_are_all_on_another_stage_takes_no_row():
     engine = Engine()
     program = compile_actions(Read("resid_post", layers=[9]), here=(0, 2, 4))
-    engine.planner.add_request("a", 1, program, 64)
+    engine.planner.add_request("a", 1, program, held(program, 64))
     assert engine.step(a=(0, 4)) == (None, [])
     assert engine.step(a=(4, 1)) == (None, [])
     assert engine.planner.finish_request("a") == 1
@@ -237,7 +237,7 @@ def test_finished_requests_leave_nothing_behind():
     for i in range(8_000):
         if i == 3_000:  # Python's own lists of freed objects are full by now
             tracemalloc.start()
-        engine.planner.add_request(f"r{i}", i, program, 9)
+        engine.planner.add_request(f"r{i}", i, program, held(program, 9))
         engine.planner.finish_request(f"r{i}")
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()

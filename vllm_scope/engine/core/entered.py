@@ -28,7 +28,7 @@ class Entered:
         first_edited: the first position whose KV depends on edits; None without edits.
         keys: the keys of its KV blocks; None without edits.
         programs: those that it holds in the workers' tables; none if it only reads.
-        unchecked: as in core.news.Entrant.
+        columns, unchecked: as in core.news.Entrant.
     """
 
     asked: Resolved
@@ -37,6 +37,7 @@ class Entered:
     first_edited: int | None = None
     keys: BlockKeys | None = None
     programs: tuple[Program, ...] = ()
+    columns: tuple[bytes, ...] = ()
     unchecked: bool = False
 
     @property

@@ -84,31 +84,39 @@ class CoreScope:
         ids = asked.ids_of(request.prompt_token_ids)
         firsts = [_first({read.tokens for read in self.everywhere.reads}, ids)]
         firsts += [] if ticket is None else [ticket.first_position]
+        unchecked = _unchecked(asked, asked is not own or registry.server is not None, ticket)
+        programs, columns = self._programs_of(asked, ids, params.max_tokens or 1, unchecked)
         return Entered(
             asked,
             None if ticket is None else ticket.recipient,
             min((first for first in firsts if first is not None), default=None),
             _first({edit.tokens for edit in asked.edits}, ids),
             BlockKeys(asked.edits, len(ids), ids) if asked.edits else None,
-            self._programs_of(asked, ids, params.max_tokens or 1),
-            _unchecked(asked, asked is not own or registry.server is not None, ticket),
-        )
+            programs, columns, unchecked,
+        )  # fmt: skip
 
-    def _programs_of(self, asked: Resolved, ids: Ids, max_tokens: int) -> tuple[Program, ...]:
-        """The programs that a request with edits or probes holds while it runs."""
-        if not (asked.edits or asked.probes):
-            return ()
+    def _programs_of(
+        self, asked: Resolved, ids: Ids, max_tokens: int, unchecked: bool
+    ) -> tuple[tuple[Program, ...], tuple[bytes, ...]]:
+        """The programs that a request with vectors holds while it runs; and the columns of all
+        programs, if the workers need them."""
+        vectors = bool(asked.edits or asked.probes)
+        if not (vectors or unchecked):
+            return (), ()
         program = RequestProgram.compile(
             asked, self.sites, frozenset(self.sites.boundaries), len(ids), ids
         )
-        programs = tuple(program.with_drafts(len(ids) + max_tokens + OVERSHOOT))
+        columns = program.columns(len(ids) + max_tokens + OVERSHOOT)
+        if not vectors:
+            return (), columns
+        programs = tuple(program.programs_of(columns))
         cost = Cost.of(programs)
         if not cost.fits(self.most):
             raise CapacityError(
                 f"with the server's edits the request takes {cost}; this engine has "
                 f"{self.most}. Edit fewer places, or send it again when they are gone."
             )
-        return programs
+        return programs, columns
 
     def check_edits(self, text: str | None) -> None:
         """Raises SpecError if the tables have no room for these server-wide edits."""

@@ -144,7 +144,8 @@ def _schedule(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         known = entered(self.requests[new.req_id])
         if known is not None:
             number = _state_of(self).told.number_of(known.asked, news)
-            news.entrants[new.req_id] = Entrant(known.recipient, number, known.unchecked)
+            entrant = Entrant(known.recipient, number, known.columns, known.unchecked)
+            news.entrants[new.req_id] = entrant
     state = _states.of(self)
     if state is not None and state.ended:
         news.ended = {r: state.ended.pop(r) for r in output.finished_req_ids if r in state.ended}

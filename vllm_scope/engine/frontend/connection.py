@@ -26,6 +26,7 @@ from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.errors import ScopeError, SpecError, shown
 from vllm_scope.program.compiler import RequestProgram
+from vllm_scope.program.operations import Cost
 from vllm_scope.request.actions import MEMORY
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.resolve import Resolved, Vectors
@@ -293,14 +294,14 @@ def _check_room(asked: Resolved, ids: Ids, max_tokens: int, connection: Connecti
     encodes = any(read.encoding for read in asked.reads)
     if asked.edits or asked.probes or len(asked.reads) > 1 or encodes:
         program = RequestProgram.compile(asked, sites, frozenset(sites.boundaries), len(ids), ids)
-        programs = program.all_programs(len(ids) + max_tokens + OVERSHOOT)
+        programs = program.programs_of(program.columns(len(ids) + max_tokens + OVERSHOOT))
         excess = limits.excess(*(one.layout for one in programs))
         if excess is not None:
             raise SpecError(
                 f"the request delivers too much at once ({excess}); read fewer layers, or "
                 "start the engine with a larger additional_config['scope'].arena_mib."
             )
-        cost = program.cost_of(programs)
+        cost = Cost.of(programs)
         if program.has_vectors and not cost.fits(limits.capacity):
             raise SpecError(
                 f"the request takes {cost}; this engine has {limits.capacity}. Edit fewer places, "

@@ -6,6 +6,7 @@ Runs:  in every worker, at load; `Limits` travels to front-ends.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,9 +14,8 @@ import msgspec
 
 from vllm_scope.config import ScopeConfig
 from vllm_scope.errors import CapacityError, ConfigError
-from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, boundaries_of
-from vllm_scope.program.operations import Cost
+from vllm_scope.program.operations import Cost, Program
 from vllm_scope.request.sites import kind_of
 
 #: Bound of an arena on a CPU, if one tap of the largest step fits.
@@ -59,13 +59,13 @@ class Limits(msgspec.Struct, frozen=True):
         """Why a token may not deliver one of these layouts, or None."""
         return next(filter(None, (_excess(self, one) for one in layouts)), None)
 
-    def check(self, program: RequestProgram, num_positions: int) -> None:
+    def check(self, programs: Sequence[Program]) -> None:
         """Raises CapacityError if a step could deliver more than the ring holds.
 
         The front-end checked the request alone. Global sinks may read more, server-wide edits
         may make two points' rows differ, and one row may be delivered under several codecs.
         """
-        excess = self.excess(*(one.layout for one in program.with_drafts(num_positions)))
+        excess = self.excess(*(program.layout for program in programs))
         if excess is not None:
             raise CapacityError(
                 "with the server's edits and what global sinks read, the request delivers too "

@@ -189,15 +189,13 @@ class ScopeWorker:
         key = NOBODY if recipient is None else recipient.key
         try:
             delivery = self._expect(request, recipient)
-            prompt_ids = request.prompt_token_ids
-            most = len(prompt_ids) + (request.sampling_params.max_tokens or 1)
-            program = None
+            prompt_ids, program = request.prompt_token_ids, None
             if delivery is not None:
                 try:
                     key = delivery.add_request(request.req_id, prompt_ids, recipient, asked)
                     program = self._compile(asked, prompt_ids, True)
                     if entrant.unchecked:
-                        self.limits.check(program, most)
+                        self.limits.check(program.programs_of(entrant.columns))
                 except CapacityError as error:
                     logger.warning("vllm-scope: request %s: %s", request.req_id, error)
                     self._finish(key, str(error))
@@ -211,7 +209,8 @@ class ScopeWorker:
                 child = recipient.child
                 self._functions.add_request(request.req_id, request.sampling_params, child)
             if key != NOBODY or not program.empty:
-                self._planner.add_request(request.req_id, key, program, most)
+                held = program.programs_of(entrant.columns) if program.has_vectors else ()
+                self._planner.add_request(request.req_id, key, program, held)
         except Exception as error:
             self._refuse(request.req_id, bool(asked.edits or asked.probes), key, error)
 
