@@ -11,6 +11,7 @@ import torch
 from tests.conftest import local_engine
 from tests.gpu.test_rows import GRAPHS, IDS, OPTIONS, params, run
 from vllm_scope import Read, scope
+from vllm_scope.batch.labels import Labels
 from vllm_scope.codecs import CODECS, codec_from, make_codec
 from vllm_scope.codecs.packed import encoding_of
 from vllm_scope.program.layout import Layout, Widths
@@ -20,7 +21,6 @@ from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker.arena import Arena
 from vllm_scope.worker.drain import Drain
 from vllm_scope.worker.packer import Packer
-from vllm_scope.worker.plan import Labels
 
 pytestmark = pytest.mark.gpu
 

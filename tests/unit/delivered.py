@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_scope.batch.labels import Labels
 from vllm_scope.program.layout import Layout, Widths
 from vllm_scope.request.sites import boundary_of_point, point_of
-from vllm_scope.worker.plan import Labels
 
 ROW_BYTES = 16
 

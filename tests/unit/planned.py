@@ -9,13 +9,14 @@ import numpy as np
 import torch
 
 from vllm_scope import Ablate, Add, Probe, Read, Replace, Spec
+from vllm_scope.batch.labels import StepBatch
 from vllm_scope.graph.tap.tables import Tables
-from vllm_scope.program.compiler import RequestProgram
+from vllm_scope.program.compiler import OVERSHOOT, RequestProgram
 from vllm_scope.program.layout import Widths
 from vllm_scope.program.operations import Program
 from vllm_scope.request.actions import Action
 from vllm_scope.request.sites import Sites, boundary_of_point
-from vllm_scope.worker.plan import OVERSHOOT, Planner, StepBatch
+from vllm_scope.worker.plan import Planner
 
 CPU = torch.device("cpu")
 HIDDEN_SIZE = 4

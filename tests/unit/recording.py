@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_scope.batch.labels import Labels
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.request.resolve import Resolved
 from vllm_scope.request.sites import Sites, point_of
@@ -23,7 +24,6 @@ from vllm_scope.sinks import Block, Ending, Manifest, Report, RequestInfo, RowBa
 from vllm_scope.sinks import options as sink_options
 from vllm_scope.sinks.request import Ended
 from vllm_scope.sinks.router import Router
-from vllm_scope.worker.plan import Labels
 
 PATIENCE_S = 20
 SITES = Sites(2, 4, "float32", (0, 2, 4))

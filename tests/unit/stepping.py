@@ -15,6 +15,7 @@ import torch
 
 from tests.unit.oracle import apply, edits_at, known, level_of, named_point
 from vllm_scope import Spec
+from vllm_scope.batch.labels import Labels, StepBatch
 from vllm_scope.config import ScopeConfig
 from vllm_scope.core.news import Entrant, StepNews, Told
 from vllm_scope.engine.worker.delivery import NOBODY, WorkerDelivery
@@ -23,7 +24,7 @@ from vllm_scope.engine.worker.worker import ScopeWorker
 from vllm_scope.graph.tap import op
 from vllm_scope.graph.tap.definition import tap_rows
 from vllm_scope.graph.tap.tables import Tables
-from vllm_scope.program.compiler import RequestProgram
+from vllm_scope.program.compiler import OVERSHOOT, RequestProgram
 from vllm_scope.program.layout import Widths
 from vllm_scope.request.resolve import NOTHING, Resolved
 from vllm_scope.request.sites import Sites
@@ -32,7 +33,6 @@ from vllm_scope.sinks import RequestInfo, RowBatch
 from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker.arena import Arena
 from vllm_scope.worker.drain import Drain
-from vllm_scope.worker.plan import OVERSHOOT, Labels, StepBatch
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 2

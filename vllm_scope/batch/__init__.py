@@ -1,5 +1,6 @@
-"""Batches of rows, taken apart and put together.
+"""Batches of rows: labelled, taken apart and put together.
 
+labels.py       what one step computes, and whose rows a batch holds
 by_request.py   splits a batch into the parts of its requests
 by_position.py  makes one row per position from all rows of a stream; the last computed row holds
 """

@@ -21,10 +21,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from vllm_scope.batch.labels import StepBatch
 from vllm_scope.errors import CompatError, SpecError
 from vllm_scope.graph.anatomy.hooked import install_calls
 from vllm_scope.graph.anatomy.layers import Anatomy
-from vllm_scope.worker.plan import StepBatch
 
 logger = logging.getLogger("vllm.vllm_scope")
 

@@ -25,6 +25,9 @@ from vllm_scope.request.resolve import Resolved, ResolvedRead
 from vllm_scope.request.selectors import Ids, Selector, Tokens
 from vllm_scope.request.sites import LEVELS, Sites
 
+#: Positions past a request's end that a step may still compute: drafts, and the step that
+#: async scheduling has already started.
+OVERSHOOT = 64
 #: Positions whose columns are made at once.
 _POSITIONS_AT_ONCE = 4096
 

@@ -38,10 +38,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vllm_scope.batch.labels import Labels
 from vllm_scope.codecs.packed import EncodedRows, decoded
 from vllm_scope.program.layout import SLOT_BYTES, Widths
 from vllm_scope.transport.ring import Lease
-from vllm_scope.worker.plan import Labels
 
 #: `ok`: all rows that were asked for; `partial`: some of them; `error`: see the reason.
 Status = Literal["ok", "partial", "error"]

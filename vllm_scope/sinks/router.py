@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
+from vllm_scope.batch.by_position import Ints
 from vllm_scope.batch.by_request import by_key, by_layout
 from vllm_scope.program.layout import Layout, Widths
 from vllm_scope.request.resolve import Resolved
@@ -30,7 +31,6 @@ from vllm_scope.sinks.quota import Quota
 from vllm_scope.sinks.reports import manifest_of
 from vllm_scope.sinks.request import Delivery, Ended
 from vllm_scope.sinks.sink_thread import SinkThread
-from vllm_scope.worker.plan import Ints
 
 logger = logging.getLogger("vllm.vllm_scope")
 

@@ -28,12 +28,12 @@ import numpy as np
 import torch
 import zmq
 
+from vllm_scope.batch.labels import Labels
 from vllm_scope.errors import CompatError
 from vllm_scope.program.layout import Layout, Widths
 from vllm_scope.request.encoding import Encoding
 from vllm_scope.sinks import Manifest
 from vllm_scope.transport.ring import RingRef
-from vllm_scope.worker.plan import Labels
 
 #: The largest frame that is accepted over TCP. zmq allocates a frame when it sees its size,
 #: before it knows the sender.

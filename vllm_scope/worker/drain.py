@@ -31,13 +31,13 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from vllm_scope.batch.labels import Labels
 from vllm_scope.program.layout import SLOT_BYTES, Widths
 from vllm_scope.request.encoding import Encoding
 from vllm_scope.sinks import BatchSink, RowBatch
 from vllm_scope.transport.ring import HostRing, JoinedLease, Lease
 from vllm_scope.worker.arena import Arena, HostFence, Region, StreamFence
 from vllm_scope.worker.packer import Packer
-from vllm_scope.worker.plan import Labels
 
 logger = logging.getLogger(__name__)
 

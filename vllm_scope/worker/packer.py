@@ -20,12 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_scope.batch.by_position import Ints
+from vllm_scope.batch.labels import Labels
 from vllm_scope.codecs.packed import packing_of
 from vllm_scope.errors import CapacityError
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.request.encoding import Encoding
 from vllm_scope.request.sites import kind_of_point
-from vllm_scope.worker.plan import Ints, Labels
 
 #: Arena bytes that are encoded at once; encoding takes about ten times as much memory.
 CHUNK_BYTES = 16 << 20

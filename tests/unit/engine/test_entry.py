@@ -19,12 +19,12 @@ from vllm_scope.engine.core.entry import CoreScope
 from vllm_scope.engine.model import foreign_connector
 from vllm_scope.engine.params import TICKET
 from vllm_scope.program.block_keys import BlockKeys
+from vllm_scope.program.compiler import OVERSHOOT
 from vllm_scope.program.operations import Cost
 from vllm_scope.request.resolve import Resolved
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.ticket import Recipient, Ticket
 from vllm_scope.vectors import SteeringModule, to_bytes
-from vllm_scope.worker.plan import OVERSHOOT
 
 SITES = Sites(2, 4, "float32", (0, 2, 4))
 V, W = [1.0, 2.0, 0.0, -1.0], [0.0, 3.0, 0.0, 4.0]

@@ -36,8 +36,9 @@ from tests.unit.stepping import (
 )
 from tests.unit.strategies import VOCAB, is_selected, specs
 from vllm_scope import Add, CapacityError, Read, Spec
+from vllm_scope.batch.labels import StepBatch
 from vllm_scope.request.sites import LEVELS, boundary_of_point
-from vllm_scope.worker.plan import Planner, StepBatch
+from vllm_scope.worker.plan import Planner
 
 #: Selectors of phases alone, whose decode rows are planned as columns.
 _PHASES = st.sampled_from(["all", "generated", "prompt"])

@@ -16,6 +16,7 @@ from tests.unit.planned import held
 from tests.unit.strategies import selectors
 from vllm_scope import Add, Probe, Read, Spec, SpecError
 from vllm_scope.batch.by_request import by_key, by_layout
+from vllm_scope.batch.labels import StepBatch
 from vllm_scope.codecs.packed import packing_of
 from vllm_scope.engine.worker.canary import silent_taps
 from vllm_scope.graph.tap.definition import tap_rows
@@ -39,7 +40,7 @@ from vllm_scope.results.buffer import Pending, pieces_of
 from vllm_scope.sinks import RequestInfo
 from vllm_scope.sinks.request import Delivery
 from vllm_scope.worker.packer import Packer
-from vllm_scope.worker.plan import Planner, StepBatch
+from vllm_scope.worker.plan import Planner
 
 CPU = torch.device("cpu")
 NUM_LAYERS, HIDDEN_SIZE = 2, 6

@@ -24,6 +24,7 @@ from tests.unit.recording import (
     small_disk,
 )  # fmt: skip
 from vllm_scope import ConfigError, Probe, Read
+from vllm_scope.batch.labels import Labels
 from vllm_scope.codecs import make_codec
 from vllm_scope.config import ScopeConfig
 from vllm_scope.program.layout import Layout, Widths
@@ -32,7 +33,6 @@ from vllm_scope.request.spec import Spec
 from vllm_scope.sinks import Manifest, quota
 from vllm_scope.sinks.quota import REQUEST_BYTES
 from vllm_scope.worker.packer import Packer
-from vllm_scope.worker.plan import Labels
 
 READ = Read("resid_post", to="mine")
 

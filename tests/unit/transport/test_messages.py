@@ -21,6 +21,7 @@ import zmq
 
 from tests.unit.delivered import ROW_BYTES, labels_of, reads_at, slots_per_token
 from vllm_scope import CompatError
+from vllm_scope.batch.labels import Labels
 from vllm_scope.program.layout import Layout, Widths
 from vllm_scope.request.encoding import Encoding
 from vllm_scope.sinks import RowBatch
@@ -29,7 +30,6 @@ from vllm_scope.transport.receiver import Receiver
 from vllm_scope.transport.ring import CLOSED, HostRing, Lease, RingRef
 from vllm_scope.transport.senders import Sender, SharedSender, TcpSender
 from vllm_scope.transport.senders.tcp import PIECE_BYTES
-from vllm_scope.worker.plan import Labels
 
 #: Generous: what must arrive has arrived by then.
 PATIENCE_S = 3

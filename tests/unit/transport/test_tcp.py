@@ -481,7 +481,7 @@ WORKER = """
 import json, sys
 import msgspec, numpy as np, torch
 from vllm_scope.transport.ring import HostRing
-from vllm_scope.worker.plan import Labels
+from vllm_scope.batch.labels import Labels
 from vllm_scope.program.layout import Layout, Widths
 from vllm_scope.transport.messages import Address
 from vllm_scope.sinks import RowBatch

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from vllm_scope.batch.labels import Labels
 from vllm_scope.codecs.packed import encoding_of, packing_of
 from vllm_scope.errors import CapacityError
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, slots_of_row
@@ -14,7 +15,6 @@ from vllm_scope.request.encoding import CodecChoice, Encoding
 from vllm_scope.request.sites import point_of
 from vllm_scope.worker import packer as packer_module
 from vllm_scope.worker.packer import Packer
-from vllm_scope.worker.plan import Labels
 
 CPU = torch.device("cpu")
 #: Odd, so that a row does not fill its last slot.

@@ -19,7 +19,7 @@ from vllm_scope import (
     TokenIds,
     Union,
 )
-from vllm_scope.worker.plan import StepBatch
+from vllm_scope.batch.labels import StepBatch
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ import pytest
 
 from tests.unit.planned import HIDDEN_SIZE, Engine
 from vllm_scope import Ablate, Add, CapacityError, Probe, Read, Replace
+from vllm_scope.program.compiler import OVERSHOOT
 from vllm_scope.program.layout import Layout
 from vllm_scope.program.operations import NO_PROGRAM
 from vllm_scope.request.sites import point_of
 from vllm_scope.worker import plan as planning
-from vllm_scope.worker.plan import OVERSHOOT
 
 V = [1.0, 2.0, 0.0, -1.0]
 

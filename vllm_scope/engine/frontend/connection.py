@@ -25,7 +25,7 @@ from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.errors import ScopeError, SpecError, shown
-from vllm_scope.program.compiler import RequestProgram
+from vllm_scope.program.compiler import OVERSHOOT, RequestProgram
 from vllm_scope.program.operations import Cost
 from vllm_scope.request.actions import MEMORY
 from vllm_scope.request.arrays import Array
@@ -35,7 +35,6 @@ from vllm_scope.request.sites import Sites
 from vllm_scope.request.spec import Meanings, Spec
 from vllm_scope.results.inbox import inbox
 from vllm_scope.sinks.metrics import count_sinks
-from vllm_scope.worker.plan import OVERSHOOT
 
 logger = logging.getLogger("vllm.vllm_scope")
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
-import re
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -25,15 +24,16 @@ from typing import Any
 
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.frontend import translators
-from vllm_scope.engine.frontend.connection import ask_replicas, connections
+from vllm_scope.engine.frontend.connection import connections
 from vllm_scope.engine.frontend.outputs import outdated, settle
 from vllm_scope.engine.frontend.prepared import aside
 from vllm_scope.engine.frontend.running import runs
+from vllm_scope.engine.http.calls import EngineCalls
 from vllm_scope.engine.params import asks, params_of
 from vllm_scope.engine.refusals import refusal, refusing
 from vllm_scope.engine.seams import config_of
 from vllm_scope.errors import ConfigError, ScopeError, SpecError, shown
-from vllm_scope.results.inbox import inbox, limit, num_pending
+from vllm_scope.results.inbox import inbox, limit
 from vllm_scope.server import faces
 from vllm_scope.server.answer import Answer, current
 from vllm_scope.server.options import ScopeOptions
@@ -205,13 +205,6 @@ async def _followed(answer: Answer, prompt: int, engine: Any, stream: Any) -> An
         # generator would log a traceback for each refused stream.
 
 
-def _doubt_modules(engine: Any) -> None:
-    """A module's name has changed: the next request that names a module asks the engine."""
-    connection = connections.of(engine.output_processor)
-    if connection is not None:
-        connection.doubt_modules()
-
-
 def _take(answer: Answer, prompt: int, output: Any) -> None:
     for completion in output.outputs:
         if completion.scope is not None:
@@ -256,61 +249,6 @@ def _create_elsewhere(
     if _asks_us(request):
         raise refusal()(_no_place(path))
     return original(self, request, *args, **kwargs)
-
-
-# The engine, for the routes
-
-
-class EngineCalls:
-    """The engine calls of the operator's routes.
-
-    EngineCore returns the registry's errors as text; they become SpecErrors again here.
-    """
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    async def describe(self) -> dict[str, Any]:
-        return dict(await self._call("scope_describe"))
-
-    async def load(self) -> tuple[int, int]:
-        # All workers of a replica hold the same requests; replicas hold different ones.
-        replicas = await ask_replicas(self._engine, "scope_counters")
-        running = (max(each["requests"] for each in replies) for replies in replicas)
-        return sum(running), num_pending()
-
-    async def modules(self) -> dict[str, Any]:
-        return dict(await self._call("scope_modules"))
-
-    async def register(self, name: str, data: bytes) -> str:
-        digest = str(await self._call("scope_register", name, data))
-        _doubt_modules(self._engine)
-        return digest
-
-    async def unregister(self, name: str) -> bool:
-        known = bool(await self._call("scope_unregister", name))
-        _doubt_modules(self._engine)
-        return known
-
-    async def set_edits(self, text: str | None) -> str | None:
-        digest: str | None = await self._call("scope_set_edits", text)
-        return digest
-
-    async def edits(self) -> str | None:
-        text: str | None = await self._call("scope_get_edits")
-        return text
-
-    async def _call(self, name: str, *args: Any) -> Any:
-        """The first worker's answer; all give the same."""
-        try:
-            found = await self._engine.collective_rpc(name, args=args)
-        except Exception as error:
-            # vllm 0.32, v1/engine/core.py, EngineCoreProc._handle_client_request
-            told = re.fullmatch(r"Call to \w+ method failed: (.*)", str(error), re.DOTALL)
-            if told is None:
-                raise
-            raise SpecError(told[1]) from None
-        return found[0]
 
 
 # The app

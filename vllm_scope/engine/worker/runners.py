@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from vllm_scope.batch.labels import StepBatch
 from vllm_scope.errors import CompatError
-from vllm_scope.worker.plan import StepBatch
 
 #: (batch, positions on the device by row, maybe padded); called only while a request has taps.
 BeginStep = Callable[[StepBatch, Tensor], None]

@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from vllm_scope.batch.labels import StepBatch
 from vllm_scope.engine.functions import StepFunctions
 from vllm_scope.engine.worker.delivery import WorkerDelivery
 from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.layout import SLOT_BYTES, Widths
 from vllm_scope.transport.ring import Lease
 from vllm_scope.worker.arena import Arena, Region
-from vllm_scope.worker.plan import Planner, StepBatch, StepPlan
+from vllm_scope.worker.plan import Planner, StepPlan
 
 logger = logging.getLogger("vllm.vllm_scope")
 

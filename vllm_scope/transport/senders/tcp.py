@@ -18,6 +18,7 @@ import numpy as np
 import zmq
 from msgspec.structs import replace
 
+from vllm_scope.batch.labels import Labels
 from vllm_scope.errors import CompatError
 from vllm_scope.program.layout import SLOT_BYTES
 from vllm_scope.sinks import RowBatch
@@ -35,7 +36,6 @@ from vllm_scope.transport.messages import (
 )
 from vllm_scope.transport.ring import CLOSED, HostRing, Lease
 from vllm_scope.transport.senders.base import ANSWER_S, Sender
-from vllm_scope.worker.plan import Labels
 
 logger = logging.getLogger(__name__)
 
