@@ -3,8 +3,8 @@
 Owns:  StepBatch, Labels.
 Runs:  StepBatch in the worker; Labels there, and in messages to front-ends.
 
-Objects of each step are msgspec.Structs: a frozen dataclass takes ten times as long to make
-(1.4 us; three in each step, on the thread that launches the model).
+The objects that each step makes are msgspec.Structs. A frozen dataclass takes ten times as long to
+make (1.4 us). A step makes three of them, on the thread that launches the model.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class StepBatch(msgspec.Struct, frozen=True, eq=False):
         req_ids: the requests, in the order of their rows.
         query_start: int [num_reqs + 1], first row of each request.
         num_computed: int [num_reqs], position of each request's first row.
-        optimistic: `num_computed` counts draft tokens that may have been rejected;
-            the true positions are on the device.
+        optimistic: True if `num_computed` counts draft tokens that may have been rejected;
+            the true positions are then on the device.
     """
 
     req_ids: list[str]
@@ -53,5 +53,5 @@ class Labels(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def encodes(self) -> bool:
-        """Some rows are encoded on their way out of the arena."""
+        """True if some rows are encoded on their way out of the arena."""
         return any(layout.encoded for layout in self.layouts)

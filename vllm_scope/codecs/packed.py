@@ -101,17 +101,17 @@ class EncodedRows:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the rows, decoded."""
+        """The shape of the decoded rows."""
         return len(self.data), self.codec.hidden_size
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the rows, decoded."""
+        """The dtype of the decoded rows."""
         return self.codec.torch_dtype
 
     @property
     def nbytes(self) -> int:
-        """Of the encoded rows."""
+        """Bytes of the encoded rows."""
         return self.data.nbytes
 
     @property

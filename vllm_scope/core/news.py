@@ -5,9 +5,9 @@ Owns:  StepNews and Entrant (what travels), Told (what EngineCore remembers of i
 Runs:  Told in EngineCore, on the scheduler's thread; Heard in every worker, on its main thread.
 From:  engine.core.entry (resolved requests).   To: engine.worker.worker.
 
-Promise: EngineCore knows what every worker holds, because all workers hear the same in the same
-order. So a spec that many requests share travels once, and so does a vector. Both are bounded in
-bytes: EngineCore says what a worker may forget.
+Promise: EngineCore knows what every worker holds, because all workers get the same news in the
+same order. While workers hold a resolved spec or a vector, EngineCore does not send it again.
+The memory for both is bounded: EngineCore tells the workers which specs and vectors to forget.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_scope.request.resolve import Resolved
 from vllm_scope.request.ticket import Recipient
 from vllm_scope.sinks.request import Ended
 
-#: Memory of a worker for specs, and for vectors that no spec of these has.
+#: Bounds on a worker's memory: for specs with their vectors, and for vectors of no kept spec.
 SPEC_BYTES, ARRAY_BYTES = 64 << 20, 64 << 20
 
 
@@ -32,10 +32,11 @@ class Entrant(msgspec.Struct, frozen=True):
 
     Attributes:
         recipient: None if only the server's edits or global sinks concern it.
-        spec: number of what it asks for, in StepNews.specs of this or an earlier step.
-        columns: of a request with vectors, or an unchecked one, `RequestProgram.columns`.
-        unchecked: it may deliver more at once than its front-end checked: with the server's
-            edits, modules, global sinks or codecs.
+        spec: the number of its spec in the StepNews.specs of this step or of an earlier one.
+        columns: `RequestProgram.columns` if the request edits or probes, or is unchecked; else
+            empty.
+        unchecked: True if the request may deliver more at once than its front-end checked
+            (server-wide edits, modules, global sinks, codecs).
     """
 
     recipient: Recipient | None
@@ -48,12 +49,13 @@ class StepNews(msgspec.Struct):
     """What changed since the last step. Applied before the step's forward.
 
     Attributes:
-        entrants: by request.
-        specs: number -> reads, probes and edits, with the server's and those of global sinks.
+        entrants: request id -> a request that enters.
+        specs: number -> reads, probes and edits. The server's edits and the reads of global
+            sinks are among them.
         arrays: digest -> shape and data of vectors that workers do not hold.
         forgotten_specs, forgotten_arrays: what workers drop once the entrants have entered.
-        ended: requests with sinks that are over -> what the scheduler accepted.
-        zeroed: KV blocks that are zeroed before they are used again.
+        ended: id of an ended request that has sinks -> what the scheduler accepted.
+        zeroed: KV blocks that the workers must zero before the step's forward.
     """
 
     entrants: dict[str, Entrant] = {}
@@ -73,12 +75,14 @@ class Told:
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        #: Has the Resolved too, so that its id is not used again.
+        #: By id of the Resolved. The entry keeps the Resolved alive: Python could otherwise give
+        #: its id to another object.
         self._specs: Remembered[int, tuple[Resolved, int]] = Remembered(SPEC_BYTES)
         self._arrays: Remembered[bytes, bool] = Remembered(ARRAY_BYTES)
 
     def number_of(self, asked: Resolved, news: StepNews) -> int:
-        """The number of a spec; `news` gets what the workers need for it."""
+        """The number of a spec. If the workers do not hold the spec, `news` gets it, with those of
+        its vectors that they do not hold."""
         known = self._specs.get(id(asked))
         if known is not None:
             return known[1]
@@ -98,7 +102,7 @@ class Told:
 
 
 class Heard:
-    """What a worker holds of what it was told."""
+    """The specs and vectors that a worker holds."""
 
     def __init__(self) -> None:
         self._specs: dict[int, Resolved] = {}
@@ -114,7 +118,7 @@ class Heard:
             self._specs[number] = Resolved(*unpack(packed, self._arrays))
 
     def forget(self, news: StepNews) -> None:
-        """Call it when the requests of the news have entered."""
+        """Drop what the news says. Call it after the requests of the news have entered."""
         for number in news.forgotten_specs:
             del self._specs[number]
         for digest in news.forgotten_arrays:

@@ -34,8 +34,8 @@ class Registry:
 
     Attributes:
         names: name -> digest of its module.
-        server: digest of the server-wide edits; None for none.
-        server_text: their spec, as it was sent.
+        server: digest of the server-wide edits; None if there are none.
+        server_text: the spec of the server-wide edits, as the caller sent it.
     """
 
     def __init__(self, sites: Sites) -> None:
@@ -103,13 +103,14 @@ class Registry:
         }
 
     def set_edits(self, text: str | None) -> str | None:
-        """Edit every request that enters from now on; None ends it.
+        """Set the edits of every request that enters from now on; None removes them.
 
         Args:
-            text: a spec with edits only, as `scope(...)["scope"]`, whose tokens are in TIERS.
+            text: a spec with edits only, in the form of `scope(...)["scope"]`. The tokens of each
+                edit are one of TIERS.
 
         Returns:
-            The edits' digest; None for none.
+            The edits' digest; None if `text` is None.
 
         Raises:
             SpecError: not a spec of edits, or one that this engine cannot do.
@@ -142,7 +143,7 @@ class Registry:
         """What a request that enters now means, with the server's edits first.
 
         Args:
-            ticket: None for a request that asks for nothing itself.
+            ticket: None for a request without a spec.
 
         Raises:
             SpecError: the spec is not possible here, because modules have changed.

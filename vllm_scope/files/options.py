@@ -30,7 +30,7 @@ class FileOptions(BaseModel):
             all requests follow each other.
         codec: see docs/codecs.md.
         codec_options: options of the codec.
-        fsync: wait for the disk before a file becomes visible, and for its folder after.
+        fsync: call fsync on each file before the file becomes visible, and on its folder after.
         file_mib: size at which `packed` and `sharded` begin a new file.
         packed_requests: number of requests after which `packed` begins a new file.
         mode: of local files, in octal. Users who may read the files may enter the folders

@@ -4,8 +4,8 @@ Owns:  BlockKeys.
 Runs:  in EngineCore, when vLLM hashes a request's blocks. numpy, no torch.
 From:  request.resolve (the edits).   To: engine.core.entry.
 
-Promise: two requests share a block's KV only if the same edits apply to the same tokens of it
-and of all blocks before it (vLLM chains the keys).
+Promise: two requests share a block's KV only if the same edits apply to the same tokens of that
+block and of all blocks before it (vLLM chains the keys).
 """
 
 from __future__ import annotations

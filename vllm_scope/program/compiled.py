@@ -1,4 +1,4 @@
-"""A spec's programs, found by what its picks say of a token.
+"""A spec's programs, found by the values of its picks for a token.
 
 Owns:  Compiled, the bounds of one request, and which programs stay in memory.
 Runs:  in workers, in EngineCore and in the front-end. numpy, no torch.
@@ -24,10 +24,10 @@ from vllm_scope.program.picks import Pick
 from vllm_scope.request.encoding import Encoding
 from vllm_scope.request.remembered import Remembered
 
-#: What one request may have: distinct programs, and operations of all of them together. To build
-#: a program takes each process 15 us, and 1.3 us for each operation. Those of a request that
-#: scores or edits are written to the device's tables before its first step, by the thread that
-#: runs the model: 15 us for each program more, and 3 us for each operation; 45 ms at the most.
+#: Limits of one request: distinct programs, and operations of all its programs together. Each
+#: process builds the programs: 15 us per program, and 1.3 us per operation. If the request scores
+#: or edits, the thread that runs the model also writes the programs to the device's tables before
+#: the request's first step: 15 us more per program, and 3 us per operation; at most 45 ms.
 MOST_PROGRAMS, MOST_OPS = 1024, 1 << 14
 MOST_PROGRAMS_WITH_VECTORS, MOST_OPS_WITH_VECTORS = 512, 1 << 13
 #: Bound of the programs of all specs that this process keeps.
@@ -41,8 +41,8 @@ Column = NDArray[np.int32]
 class _Programs:
     """Bounds the memory of all built programs; those unused for longest go first.
 
-    A Compiled holds its own programs, and they go with it. A dropped program is built again
-    when it is next needed; running requests keep theirs.
+    A Compiled holds its own programs, and they are freed with it. A dropped program is built again
+    when it is next needed. Running requests keep their programs.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class _Programs:
 
 
 def _size_of(program: Program) -> int:
-    """Bytes of its operations, and of the rows of replacements, which are copied for them."""
+    """Bytes of a program: of its operations, and of replacement rows, which are copied for it."""
     ops = [op for _, ops in program.taps for op in ops]
     rows = (len(op.vector.data) for op in ops if op.code == OP_SET and op.vector is not None)
     return _OP_BYTES * len(ops) + sum(rows)
@@ -82,10 +82,11 @@ class Compiled:
     Attributes:
         reads: (index of the pick, points that were named, encoding).
         scores: (index of the pick, point, number of the probe, operation).
-        edits: (index of the pick, (boundary, group), operation by the value of the pick).
+        edits: (index of the pick, (boundary, group), function from the pick's value to the
+            operation).
         check: the boundary at which every token of a request with edits is checked; None if
             it has no edits, or is checked on another pipeline stage.
-        rows: as `compiler.rows_of`, of all reads.
+        rows: `compiler.rows_of` of all reads.
         of_phase: False (prompt) or True (generated) -> the program of all of its tokens. Filled
             only if all picks are uniform.
         built: bytes of a column -> its program, while `programs` keeps it.
@@ -111,20 +112,20 @@ class Compiled:
 
     @cached_property
     def used(self) -> tuple[int, ...]:
-        """The picks of actions that are here; a column has 0 for the others."""
+        """Indices of the picks that actions here use; a column has 0 for all other picks."""
         found = {read[0] for read in self.reads} | {score[0] for score in self.scores}
         return tuple(sorted(found | {edit[0] for edit in self.edits}))
 
     @cached_property
     def uses(self) -> NDArray[np.bool_]:
-        """[num_picks], the same as a mask."""
+        """`used` as a mask, [num_picks]."""
         found = np.zeros(len(self.picks), bool)
         found[list(self.used)] = True
         return found
 
     @cached_property
     def uniform(self) -> bool:
-        """All tokens of a phase (prompt or generated) get the same program."""
+        """True if all tokens of a phase (prompt or generated) get the same program."""
         return all(self.picks[i].uniform for i in self.used)
 
     def program(self, column: Column) -> Program | None:
@@ -140,7 +141,7 @@ class Compiled:
 
     @cached_property
     def _ops_of_picks(self) -> NDArray[np.int64]:
-        """[num_picks]: the operations that each pick gives a token."""
+        """[num_picks]: how many operations a token gets from each pick."""
         found = np.zeros(len(self.picks), np.int64)
         for pick, points, _ in self.reads:
             found[pick] += len(points)
@@ -150,7 +151,8 @@ class Compiled:
 
     @cached_property
     def _marks(self) -> NDArray[np.int64]:
-        """[num_picks] random numbers: columns with different sums are different."""
+        """[num_picks] random weights. Equal columns have equal weighted sums; different columns
+        practically never have."""
         return np.frombuffer(secrets.token_bytes(8 * len(self.picks)), np.int64)
 
     def distinct(self, columns: NDArray[np.int32]) -> dict[bytes, Column]:

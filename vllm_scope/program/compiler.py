@@ -33,7 +33,7 @@ _POSITIONS_AT_ONCE = 4096
 
 
 def rows_of(asked: Resolved, reads: Iterable[ResolvedRead]) -> dict[int, int]:
-    """Each point that some reads name -> the first of them with the same row.
+    """Each point that some reads name -> the first of these points that has the same row.
 
     Two points of a boundary have the same row if no edit of the request is between them.
     """
@@ -60,7 +60,8 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
     rows = rows_of(asked, asked.reads)
     reads, scores, edits = [], [], []
     made: dict[Any, Op] = {}
-    # All picks are there, whatever is here: a column means the same in every process.
+    # Every action gets a pick, also an action at boundaries that are not here: a column then means
+    # the same in every process.
     for read in asked.reads:
         at = pick(read.tokens, "deliver")
         points = tuple(s.point(read.when) for s in read.streams if s.boundary in here)
@@ -106,9 +107,9 @@ class RequestProgram:
         """Compile the actions at the boundaries of a worker's stage.
 
         Args:
-            asked: reads, probes and edits, the server's edits first. The Compiled is kept on it,
-                for other requests of the same spec.
-            here: the boundaries.
+            asked: reads, probes and edits, the server's edits first. The Compiled is cached on
+                this object, for other requests of the same spec.
+            here: the boundaries of the stage.
             drains: False on a rank that edits like the others and delivers nothing.
         """
         known: dict[Any, Compiled] = asked.__dict__.setdefault("_compiled", {})
@@ -121,12 +122,12 @@ class RequestProgram:
 
     @property
     def has_vectors(self) -> bool:
-        """It has scores or edits."""
+        """True if it scores or edits at its boundaries."""
         return self._compiled.has_vectors
 
     @property
     def checks(self) -> bool:
-        """Its tokens may be reported as faulty, because something edits them."""
+        """True if its tokens may be reported as faulty: it edits or checks rows here."""
         return bool(self._compiled.edits) or self._compiled.check is not None
 
     @property
@@ -135,7 +136,8 @@ class RequestProgram:
 
     @property
     def generated_is_uniform(self) -> bool:
-        """All generated tokens get one program, and all prompt tokens get one."""
+        """True if all generated tokens get one program, and all prompt tokens get one (the two may
+        differ)."""
         return self._compiled.uniform
 
     def _columns(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -188,8 +190,9 @@ class RequestProgram:
         return column
 
     def columns(self, num_positions: int) -> tuple[bytes, ...]:
-        """The distinct columns of all positions of the request, and that of the superset: with
-        them another process knows every program that the request may need.
+        """The distinct columns of all positions of the request, and the column of
+        `generated_superset`. With them another process can build every program that the request
+        may need.
 
         Raises:
             SpecError: more programs than one request may have.

@@ -63,8 +63,8 @@ class Layout:
         scores: (boundary, probe number) of its scores, ascending.
         encoded: encodings, each with the points of its rows, ascending. A point may be both here
             and in `points`.
-        also: (another point that the request named, the point of the same row), ascending: no
-            edit is between them, so the row is delivered once.
+        also: (another point that the request named, the point whose row it shares), ascending. No
+            edit is between the two points, so their row is delivered once.
     """
 
     points: tuple[int, ...] = ()
@@ -85,11 +85,11 @@ class Layout:
         return tuple((kind, tuple(some)) for kind, some in groupby(self.points, kind_of_point))
 
     def row_of(self, point: int) -> int:
-        """The point whose row is that of a point."""
+        """The point, in `points` or `encoded`, whose row is also the row of `point`."""
         return dict(self.also).get(point, point)
 
     def names_of(self, row: int) -> tuple[int, ...]:
-        """The points whose row is the one of a point in `points` or `encoded`."""
+        """All points that share the row of the point `row`, which is in `points` or `encoded`."""
         return (row, *(point for point, first in self.also if first == row))
 
     @cached_property

@@ -82,6 +82,9 @@ class Array:
         found.update(self.data)
         return found.digest()[:16]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"shape": self.shape, "data": self.data}  # without cached properties
+
     def __hash__(self) -> int:
         return hash(self.digest)
 

@@ -4,8 +4,9 @@ Owns:  Packed, `pack`, `unpack`.
 Runs:  in front-ends and EngineCore (`pack`), in EngineCore and workers (`unpack`). No torch.
 From:  spec, resolve (whose actions are packed).   To: ticket, core.news.
 
-Promise: equal actions have equal digests. Vectors are apart from the rest, so that they travel
-once. What was checked when it was made is not checked again: nothing here comes from a caller.
+Promise: equal actions have equal digests. Vectors are kept apart from the rest, so that a
+worker gets a vector only if it does not hold it (core.news). `unpack` does not check the actions
+again: they were checked when they were made, and packed bytes never come from a caller.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _CLASSES: tuple[type[Any], ...] = (
 )  # fmt: skip
 _NUMBER_OF = {cls: number for number, cls in enumerate(_CLASSES)}
 _FIELDS = [tuple(field.name for field in fields(cls)) for cls in _CLASSES]
-#: In the place of a class: a tuple of objects, a tuple of plain values, an Array by its digest,
-#: a Place.
+#: Stand in place of a class's number: for a tuple of objects, a tuple of plain values, an Array
+#: (by its digest), a Place.
 _TUPLE, _PLAIN, _ARRAY, _PLACE = -1, -2, -3, -4
 _PLAIN_TYPES = {int, float, str, bool, type(None)}
 
@@ -59,7 +60,7 @@ def pack(actions: tuple[object, ...]) -> tuple[Packed, dict[bytes, Array]]:
     """The actions without their Arrays, and the Arrays by digest."""
     arrays: dict[bytes, Array] = {}
     body = _encode(_taken_apart(actions, arrays))
-    # The body has the digests of the Arrays.
+    # The body contains the digests of the Arrays, so this digest covers the Arrays too.
     digest = hashlib.blake2b(body, digest_size=16).digest()
     return Packed(digest, body, list(arrays)), arrays
 

@@ -37,8 +37,8 @@ from vllm_scope.request.selectors import ITEM_BYTES, Except, Ids, Selector, Word
 from vllm_scope.request.sites import Phase, Place, Sites
 from vllm_scope.vectors.module import TIERS, VectorKey
 
-#: Measured size of one action at one stream, and of each further stream of a read, with what is
-#: compiled and cached for them.
+#: Measured bytes of one action at one stream, and of each further stream of a read. What is
+#: compiled and cached for the action is included.
 _ACTION_BYTES, _STREAM_BYTES = 1024, 128
 #: Vectors of a steering module. A key (site, layer) is for every token, a key (site, layer, tier)
 #: for the tier's tokens.

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -33,14 +33,14 @@ ATTENTION_SITES = ("q", "k", "v", "z")
 BRANCH_SITES = ("attn_out", "mlp_out")
 INNER_SITES = (*ATTENTION_SITES, *BRANCH_SITES)
 SITES = (*STREAM_SITES, *INNER_SITES)
-#: With names of sites that other tools have and no tap reads yet.
+#: SITES, and the names of sites that other tools have but no tap of this package reads yet.
 KNOWN_SITES = (*SITES, "mlp_post", "router_logits", "ln_final", "logits")
-#: Names that other tools use.
+#: Name in other tools -> site.
 ALIASES = {"pre_attn": "resid_pre", "post_attn": "resid_mid", "post_block": "resid_post"}
 
 #: A place as callers write it: (site, layer). `embed` has layer 0.
 SiteLayer = tuple[str, int]
-#: The side of a site's edits on which its row is read.
+#: Whether a read takes its row before or after the edits of its site.
 Phase = Literal["before", "after"]
 
 #: Layers that one action may name.
@@ -91,7 +91,8 @@ _ON_STREAM = {"embed": 0, "resid_pre": 0, "resid_mid": 1, "resid_post": 2}
 
 
 def place_at(boundary: int) -> Place:
-    """The first site of a boundary on the stream."""
+    """The Place of a boundary on the stream. If two sites share the boundary, the one whose edits
+    apply first."""
     if boundary == 0:
         return Place("embed", 0)
     layer, middle = divmod(boundary, 2)
@@ -195,8 +196,9 @@ class Sites:
         heads: None if no site inside the attention is tapped.
         kernels: layer -> arguments of the attention kernel besides q, k and v (`scale`,
             `sliding_window`, ...), for the layers whose attention is tapped.
-        guard: the boundary at which edited rows are checked for overflow, if the configuration
-            does not name it: no action may use it. None if it names the stream's last boundary.
+        guard: the last boundary of the stream, if the configuration does not name it. The engine
+            taps it to check edited rows for overflow, and no action may use it. None if the
+            configuration names it, or names no site on the stream.
     """
 
     num_layers: int
@@ -207,9 +209,13 @@ class Sites:
     kernels: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, compare=False)
     guard: int | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Without cached properties.
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
     @staticmethod
     def from_body(body: Mapping[str, Any], boundaries: Iterable[int]) -> Sites:
-        """The Sites that `dataclasses.asdict` made `body` of, with other boundaries."""
+        """Sites from a `body` that `dataclasses.asdict` made, with these boundaries instead."""
         heads = body["heads"]
         given = {
             "boundaries": tuple(sorted(boundaries)),
@@ -226,7 +232,7 @@ class Sites:
         return self.heads.shape(site)
 
     def row_size(self, site: str) -> int:
-        """Number of numbers in one row."""
+        """How many numbers one row has."""
         return math.prod(self.row_shape(site))
 
     @property

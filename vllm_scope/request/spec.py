@@ -35,8 +35,8 @@ from vllm_scope.request.resolve import Resolved, Vectors, resolve
 from vllm_scope.request.selectors import ITEM_BYTES, check_sizes
 from vllm_scope.request.sites import Sites
 
-#: A front-end takes 5 ms to parse 1 MiB. 80 vectors of 8192 numbers are
-#: 3.5 MB, 383 replaced rows of 4096 numbers are 8 MiB.
+#: A front-end takes 5 ms to parse 1 MiB. In base64, 80 vectors of 8192 numbers take 3.5 MB, and
+#: 383 replaced rows of 4096 numbers take 8 MiB.
 MAX_SPEC_BYTES = 8 << 20
 MAX_READS = 32
 MAX_PROBES = 256
@@ -44,7 +44,8 @@ MAX_EDITS = 256
 MOST = {"reads": MAX_READS, "probes": MAX_PROBES, "edits": MAX_EDITS}
 #: Size of the cache of parsed specs, and the longest text in it. A lookup hashes the whole text.
 REMEMBERED_BYTES, LONGEST_REMEMBERED = 64 << 20, 1 << 20
-#: The largest resolved spec that is cached. A module has a vector for each layer.
+#: The largest resolved spec that is cached. A resolved spec that names a module may have a vector
+#: for each layer.
 LARGEST_REMEMBERED = 8 << 20
 #: Memory of a parsed spec besides its text.
 _SPEC_BYTES = 4096
@@ -117,7 +118,7 @@ class Spec:
         found = _parsed.get(text)
         if found is None:
             found = Spec._parse(text)
-            # The text, the vectors, and the packed form, which has no vectors.
+            # Three times the text: for the text, the vectors, and the packed form without vectors.
             size = _SPEC_BYTES + 3 * len(text) + ITEM_BYTES * num_items(text)
             _parsed.put(text, found, size)
         return found
@@ -194,12 +195,12 @@ class Meanings:
         self, digest: bytes, spec_of: Callable[[], Spec], modules: Mapping[str, Vectors],
         version: Hashable = None,
     ) -> Resolved:  # fmt: skip
-        """What a spec means, from the cache if it is there.
+        """The resolved spec, from the cache if the cache has it.
 
         Args:
             digest: the spec's (`Spec.packed`).
-            spec_of: called for the spec if the cache has no answer.
-            version: differs if a name in the spec has another module.
+            spec_of: returns the spec; called only if the cache does not have it resolved.
+            version: changes when a module name in the spec gets another module.
         """
         key = (digest, version)
         known = self._known.get(key)

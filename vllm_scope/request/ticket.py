@@ -17,13 +17,13 @@ class Recipient(msgspec.Struct, frozen=True, array_like=True):
     """Where a request's rows and scores go.
 
     Attributes:
-        key: the request's key, unique among all front-ends; its rows have it.
+        key: the request's key, unique among all front-ends. Labels of the request's rows carry it.
         frontend: identity of the front-end (transport.messages.Address).
         request_id: the caller's.
         uid: the request's id at sinks, the same for all its completions.
         child: index of the completion.
         owner: digest of the API key; empty without one.
-        follows: its caller sees outputs before the last.
+        follows: True if the caller sees outputs before the last one.
     """
 
     key: int
@@ -42,7 +42,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
         first_position: the first position that delivers something; None if none does.
         modules: the names of steering modules that it refers to; EngineCore has their vectors.
         spec: what it asks for.
-        arrays: (shape, data) of the spec's Arrays, in its order.
+        arrays: (shape, data) of the spec's Arrays, in the order of `spec.arrays`.
     """
 
     recipient: Recipient

@@ -25,9 +25,9 @@ from vllm_scope.results.result import ScopeResult, Status, What, dtype_of
 from vllm_scope.results.table import ArrivedParts, Table, TableKey
 from vllm_scope.sinks import Manifest
 
-#: Positions that a table first has room for, if a request may read fewer tokens than all.
+#: Positions for which a new table has room, if the request may read only some of its tokens.
 FIRST_ROOM = 64
-#: The same if it reads all tokens: all of its positions, up to this many.
+#: If the request reads all tokens, a new table has room for all positions, up to this many.
 MOST_ROOM = 4096
 
 LATE = (
@@ -41,7 +41,8 @@ class Piece(NamedTuple):
 
     Attributes:
         key: what they are, and the columns of the whole layout.
-        columns: the columns that are here; the same unless a step is drained tap by tap.
+        columns: the columns that are here: those of `key`, or fewer if the step was drained tap
+            by tap.
         values: uint8 [num_tokens, num_columns, bytes of a value]; memory that is reused later.
     """
 
@@ -87,7 +88,7 @@ class Pending:
 
     Args:
         asked: the reads and probes that go to memory.
-        share: None offline, where there is no limit.
+        share: the request's part of the budget; None offline, where there is no limit.
 
     Attributes:
         key: the request's key, unique among all front-ends.
@@ -131,13 +132,13 @@ class Pending:
         """Copy in what some tokens of one layout delivered.
 
         Args:
-            labels: int64 [2, num_tokens]: positions, and arrivals, which grow with the
-                computation.
+            labels: int64 [2, num_tokens]: positions, and arrival numbers. A row that was computed
+                later has a larger arrival number.
             some: which of the tokens are this request's.
             valid: called after the copy; False if the worker may have overwritten the values.
         """
         if not self._reading:
-            return  # its rows are for other sinks, in one batch with a neighbour's
+            return  # its rows are for other sinks; another request's rows are in the same batch
         own, coming = labels[:, some], 0
         mine: list[tuple[Table, tuple[int, ...], np.ndarray]] = []
         for key, columns, values in pieces:
@@ -168,7 +169,7 @@ class Pending:
             return
         for table, counts in written:
             table.commit(counts)
-        self.num_came += 1  # last: a thread that sees it finds the values
+        self.num_came += 1  # last: a thread that sees the new number finds the values
 
     def _table(self, key: TableKey, value_bytes: int) -> Table:
         """The table, with those of the key's columns that were asked for; maybe none."""
@@ -202,7 +203,7 @@ class Pending:
         """Drop what arrived and what still arrives; the request goes on.
 
         Args:
-            over: `finish` will not be called for every stage.
+            over: True if `finish` will not be called for every stage.
         """
         self.error = self.error or why
         self.clear()

@@ -1,6 +1,6 @@
 """All requests of this process whose rows arrive, and the receiver that brings them.
 
-Owns:  Inbox, and the one of this process.
+Owns:  Inbox, and `inbox`, which returns the only Inbox of this process.
 Runs:  in the front-end. Messages are handled on the receiver's thread; `open` and `forget` are
        called on any.
 From:  transport.receiver (RowsMessage, FinishHeader).   To: buffer.

@@ -21,11 +21,11 @@ from vllm_scope.results.result import What
 
 
 class TableKey(NamedTuple):
-    """A table of one request.
+    """Identifies a table of one request.
 
     Attributes:
-        what: what it holds.
-        columns: all points, or all numbers of probes, of the layout.
+        what: what the table holds.
+        columns: all points of the layout with such rows, or all numbers of its probes.
         also: as in Layout.
     """
 
@@ -34,8 +34,8 @@ class TableKey(NamedTuple):
     also: tuple[tuple[int, int], ...] = ()
 
     def names(self, wanted: Set[int]) -> dict[int, tuple[int, ...]]:
-        """Column -> what it is called among the wanted points or probes; without columns that
-        nobody wants."""
+        """Column -> the wanted points or probes whose values it has. Columns with none are left
+        out."""
         called = {column: [column] for column in self.columns}
         for name, column in self.also:
             if column in called:
@@ -50,7 +50,7 @@ class Table:
     A column is a point (rows) or a probe (scores). Append-only, so snapshots share its memory.
 
     Args:
-        names: as of TableKey.names.
+        names: as TableKey.names returns them.
 
     Attributes:
         columns: the points, or the numbers of the probes.
@@ -61,7 +61,7 @@ class Table:
     ) -> None:
         self.columns, self._names = tuple(names), tuple(names.values())
         self._dtype = dtype
-        # As bytes, in numpy: it has no bf16, and it releases the GIL while it copies.
+        # numpy releases the GIL while it copies. The values are bytes, because it has no bf16.
         self._values = np.empty((0, len(names), value_bytes), np.uint8)
         #: int64 [2, num_sets, room]: positions, and arrival numbers among all of the request's
         #: values. Columns share one set until one of them gets values alone.
@@ -105,10 +105,10 @@ class Table:
         """Add tokens with a value of one column, uint8 [num_tokens, bytes].
 
         Args:
-            counts: as returned for columns that are written and not committed.
+            counts: what the last call returned, if its values are not committed yet.
         """
         if len(self._counts) < len(self.columns):
-            # The counts last: a snapshot on another thread finds a set for each count.
+            # Set the counts last: a snapshot on another thread then finds a set for each count.
             self._labels = self._labels.repeat(len(self.columns), axis=1)
             self._counts = self._counts * len(self.columns)
         at = self.columns.index(column)
@@ -136,7 +136,7 @@ class Table:
 
     def freeze(self) -> _Frozen:
         """The values so far."""
-        # The counts first: another thread may replace the arrays by larger ones meanwhile.
+        # Read the counts first: another thread may replace the arrays by larger ones meanwhile.
         counts = tuple(self._counts)
         return _Frozen(self._names, counts, self._labels, self._values, self._dtype)
 
@@ -152,7 +152,7 @@ class _Frozen:
     dtype: torch.dtype
 
     def parts(self) -> dict[int, Part]:
-        """Name of a column -> its values, views."""
+        """Name of a column -> its values, as views."""
         if not self.values.size:
             return {}
         labels, counts = self.labels, self.counts

@@ -26,9 +26,10 @@ from vllm_scope.server.faces import CompletionOutput, Keep
 from vllm_scope.server.options import ScopeOptions
 from vllm_scope.server.tokens import ScoredTokens
 
-#: Rows of one chunk. Larger ones come as a file with the last chunk.
+#: Limit of the rows in one chunk. If the new rows are larger, the chunk has none of them: they
+#: come as a file with the last chunk.
 MAX_CHUNK_BYTES = 8 << 20
-#: JSON of a score, and of a token without its scores.
+#: Estimated size in JSON: of a score, and of a token without its scores.
 _SCORE_BYTES, _TOKEN_BYTES = 20, 80
 
 
@@ -36,12 +37,12 @@ class ChoiceScope:
     """What one choice delivers.
 
     Args:
-        inline_bytes: rows of a choice up to this are inside the answer.
-        take_room: takes bytes of what may be inside the answer; False if fewer are left.
+        inline_bytes: rows of a choice are inside the answer if they take at most this much.
+        take_room: takes bytes of the room inside the answer; False if fewer are left.
 
     Attributes:
         completion: its newest state.
-        cursor: of a stream, which values are new.
+        cursor: knows which values of a stream's next chunk are new.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class ChoiceScope:
         self._options, self._inline_bytes = options, inline_bytes
         self._take_room, self._keep = take_room, keep
         self._tokens = ScoredTokens()
-        #: Column -> positions of values that were too many for their chunk.
+        #: Column -> positions of values that did not fit into their chunk.
         self._held_back: dict[Label, list[np.ndarray]] = {}
 
     async def whole(self) -> Json:
@@ -73,8 +74,8 @@ class ChoiceScope:
         """The `scope` of a chunk.
 
         Args:
-            ended: it is the choice's last chunk.
-            holds: data waits for the last chunk.
+            ended: True if it is the choice's last chunk.
+            holds: True if the choice's data waits for the last chunk.
         """
         result, cursor = self.completion.scope, self.cursor
         scores, rows = _split(cursor.rest(result) if ended else cursor.take())
@@ -106,7 +107,8 @@ class ChoiceScope:
         )  # fmt: skip
 
     def _fitting(self, columns: Iterable[Column], fit: bool) -> list[Column]:
-        """The columns that have values. If they do not fit, none; their positions are held back."""
+        """The columns that have values. If `fit` is False, none: their positions are held back for
+        the last chunk."""
         found = [column for column in columns if len(column.positions)]
         if fit:
             return found
@@ -115,7 +117,7 @@ class ChoiceScope:
         return []
 
     def _told(self, scores: Sequence[Column], settled: int | None) -> Json:
-        """`tokens`, if there are probes and room for the tokens."""
+        """The field `tokens`; empty if there are no probes, or too many scores."""
         result = self.completion.scope
         if not result.scores:
             return {}
@@ -126,7 +128,7 @@ class ChoiceScope:
         return {"tokens": found}
 
     async def _rows(self, rows: list[Column], sent: list[Json], keep: bool) -> Json:
-        """`rows`, inline or described, and `result`, the file of what is not inline.
+        """The fields `rows` (with values, if they are inline) and `result` (the file, or None).
 
         Args:
             sent: items of `rows` that are encoded already.

@@ -46,7 +46,7 @@ Number = Annotated[FiniteFloat, BeforeValidator(_no_bool)]
 
 FILESYSTEM = "filesystem"
 GROUP = "vllm_scope.sinks"
-#: Stands in a log for a value.
+#: Replaces the value of an option in a log.
 HIDDEN = "***"
 
 

@@ -75,7 +75,8 @@ class SinkQueue:
         self.changed = threading.Condition()
         self.spilled_bytes = 0
         self._name, self._log = name, log
-        # Only under `drop`: if a key waited for its share, the engine and every key would wait.
+        # Each key has a share under `drop` only. Under the other policies rows beyond a share
+        # would make the engine wait, and with it every key.
         self._has_shares = options.on_overload == "drop"
         self._items: deque[QueueItem] = deque()
         self._memory = KeyedBytes(options.share(options.queue_mib))
@@ -86,7 +87,7 @@ class SinkQueue:
 
     @property
     def num_bytes(self) -> int:
-        """In memory."""
+        """Bytes of the rows in memory."""
         return self._memory.num_bytes
 
     @property
@@ -116,8 +117,8 @@ class SinkQueue:
         return True
 
     def pop(self) -> QueueItem:
-        """Remove and return the oldest item; rows with their bytes, in memory. If the disk fails,
-        the error is set on their delivery."""
+        """Remove and return the oldest item. The bytes of rows are then in memory; if the disk
+        fails, the rows' delivery gets the error."""
         item = self._items.popleft()
         if not isinstance(item, QueuedRows):
             return item

@@ -33,7 +33,7 @@ logger = logging.getLogger("vllm.vllm_scope")
 #: Interval between two checks whether the sink has stalled.
 WAIT_S = 0.05
 #: If a caller waits for its rows to be published and no other request is running, the thread
-#: waits so long for another request to be published with it.
+#: waits this long for a further request, to publish both together.
 ALONE_S = 0.1
 
 #: Called when a request has ended at this sink.
@@ -45,7 +45,7 @@ class SinkThread:
     """Hands blocks to a sink.
 
     Args:
-        quota: of the sink, shared by its threads. None makes one.
+        quota: of the sink, shared by its threads. If None, the thread makes its own.
 
     Verbs: `add_request`, `put`, `end`, `give_up`, `flush`, `close`.
 
@@ -71,9 +71,9 @@ class SinkThread:
             raise
         self._changed = self._queue.changed
         self._closing = False
-        #: When the present call began.
+        #: When the current call to the sink began; None between calls.
         self._called_at: float | None = None
-        #: When the first request ended that is not flushed.
+        #: When the first of the requests that are not flushed yet ended; None if there are none.
         self._dirty_since: float | None = None
         self._num_running = 0
         self._worked_at = 0.0
@@ -95,7 +95,7 @@ class SinkThread:
         )
 
     def add_request(self) -> None:
-        """Count one more running request, until its end was handled."""
+        """Count one more running request, until its end is handled."""
         with self._changed:
             self._num_running += 1
 
@@ -129,7 +129,7 @@ class SinkThread:
     def end(self, delivery: Delivery, ended: Ended) -> None:
         """Queue a request's end. Never waits."""
         with self._changed:
-            # However long a sink hangs, a request that it has no rows of takes no memory.
+            # While the sink hangs, a request without rows at the sink must take no memory.
             stalled = self.stalled and not delivery.entered
             unseen = stalled or self._is_refused(delivery)
             if unseen:
@@ -145,7 +145,8 @@ class SinkThread:
             self._tell(delivery, manifest_of(ending, {}, Report()))
 
     def _is_refused(self, delivery: Delivery) -> bool:
-        """True if the key's limit forbids even an end without rows, which may make a file."""
+        """True if the key's limit forbids even the end of a request without rows: the sink may
+        make a file for it."""
         if delivery.entered or delivery.error is not None:
             return False
         if not delivery.refused:
@@ -336,7 +337,7 @@ class SinkThread:
         return None
 
     def _failure(self, error: BaseException, counts: bool = False) -> str:
-        """The reason for requests, cut; the log has more of it."""
+        """The reason that requests are told, shortened; the log has more of it."""
         if counts:
             self._count_error()
         self._log.failure(error)

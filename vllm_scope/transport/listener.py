@@ -1,4 +1,4 @@
-"""The TCP socket of a front-end, and the check of who connects.
+"""The TCP socket of a front-end, and the check of the peers that connect.
 
 Owns:  TcpListener.
 Runs:  `open` on the thread that calls `Receiver.listen`, the check on a thread of zmq's.
@@ -17,7 +17,8 @@ from zmq.auth.thread import ThreadAuthenticator
 from vllm_scope.errors import ConfigError
 from vllm_scope.transport.messages import MOST_FRAME_BYTES, TcpAddress, check_curve, keep_alive
 
-#: Messages of one worker that wait at the front-end before TCP makes the worker wait.
+#: How many messages of one worker may wait at the front-end. If more come, TCP makes the worker
+#: wait.
 MOST_WAITING = 8
 
 
@@ -32,18 +33,18 @@ class _OneKey:
 
 
 class TcpListener:
-    """Opens the socket. `close` it before the context ends."""
+    """Opens the socket. Call `close` before the zmq context ends."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._context = context
         self._authenticator: ThreadAuthenticator | None = None
 
     def open(self, host: str) -> tuple[zmq.Socket[bytes], TcpAddress]:
-        """A bound socket, and its address with new keys. If it fails, call it again.
+        """A bound socket, and its address with new keys. If `open` fails, it can be called again.
 
         Raises:
             CompatError: this zmq cannot encrypt.
-            ConfigError: there is no such address here.
+            ConfigError: this host has no such address.
         """
         check_curve()
         server_key, server_secret = zmq.curve_keypair()
@@ -58,7 +59,7 @@ class TcpListener:
         # Unbounded: answers are small, and each answers a message.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
-        socket.setsockopt(zmq.MAXMSGSIZE, MOST_FRAME_BYTES + 1024)  # CURVE adds some
+        socket.setsockopt(zmq.MAXMSGSIZE, MOST_FRAME_BYTES + 1024)  # CURVE adds some bytes
         keep_alive(socket)
         # A connection keeps the linger that the socket had at `bind`. With zmq's own -1, an
         # answer to a worker that is gone blocks `term` for ever, whatever `close` sets.

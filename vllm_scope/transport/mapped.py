@@ -17,8 +17,8 @@ class MappedRings:
     """Maps each ring when its worker connects.
 
     Args:
-        on_gone: called with the identity of a ring whose worker is gone, when another ring is
-            mapped.
+        on_gone: called when a new ring is mapped, with the identity of each mapped ring whose
+            worker is gone.
     """
 
     def __init__(self, on_gone: Callable[[int], None]) -> None:
@@ -37,7 +37,8 @@ class MappedRings:
         return Ack(0)
 
     def get(self, ref: RingRef) -> RingReader:
-        """Raises OSError or ValueError, as RingReader."""
+        """The reader of a ring, which is mapped at the first call. Raises OSError or ValueError,
+        as RingReader."""
         if ref not in self.readers:
             # Workers start and end with their engines. Keep the rings of those that run.
             for other in [known for known, reader in self.readers.items() if reader.gone]:
@@ -48,6 +49,6 @@ class MappedRings:
         return self.readers[ref]
 
     def close(self) -> None:
-        """Tell the workers that no more is read."""
+        """Tell the workers that this front-end reads no more."""
         for ref, counter in self.counters.items():
             self.readers[ref].acknowledge(counter, CLOSED)

@@ -37,8 +37,8 @@ from vllm_scope.errors import CapacityError
 from vllm_scope.program.layout import SLOT_BYTES
 from vllm_scope.transport.spans import SpanRing
 
-#: Bytes before the rows, int64 each: a counter of every reader, which it writes; its revoked
-#: flag, which the worker writes; the ring's identity.
+#: Size of the header before the rows. Its int64 numbers are the readers' counters (each reader
+#: writes its own), their revoked flags (the worker writes them), and the ring's identity.
 HEADER_BYTES = 4096
 MAX_READERS = (HEADER_BYTES // 8 - 1) // 2
 #: A counter with this value: the reader has closed, and everything counts as read.

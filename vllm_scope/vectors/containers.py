@@ -27,7 +27,7 @@ from vllm_scope.errors import SpecError, shown
 
 #: A vector for every layer of a large model at three sites takes 20 MiB.
 MAX_BYTES = 64 << 20
-#: Of a GGUF file. A field takes a few small reads.
+#: Limit of the reads of one GGUF file. Each field of the file takes a few small reads.
 MAX_GGUF_READS = 100_000
 
 Arrays = dict[str, np.ndarray]

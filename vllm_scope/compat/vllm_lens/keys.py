@@ -166,7 +166,7 @@ def _layers(values: Mapping[str, object], key: str, sites: Sites) -> list[int] |
     asked = parsed(values.get(key), key)
     if asked is None or (isinstance(asked, int) and asked == 0):
         return None
-    # vLLM makes numbers of the booleans in `vllm_xargs`.
+    # vLLM turns the booleans in `vllm_xargs` into numbers.
     if isinstance(asked, int) and asked == 1:
         # All layers of the model: a layer without a tap is an error, and not left out.
         return list(range(sites.num_layers))

@@ -28,7 +28,7 @@ class Buffer:
         holds: the array of the program ids that it has; compared by identity.
         to_host: the TO_HOST column of its rows.
         rows: its rows with a program.
-        num_rows: no row from here on has a program.
+        num_rows: rows with this index or a larger one have no program.
         first: `tensor`'s first rows, as many as the last upload had.
     """
 

@@ -150,7 +150,8 @@ class Tables:
         self._staging = Staging(self.tokens)
         self._rows_written = 0
         self._loaded: NDArray[np.int32] | None = None
-        #: The taps that do anything for these program ids; set on the first `acts_at`.
+        #: The program ids for which `acts_at` was last worked out, and the taps that do anything
+        #: for them.
         self._acting_of: NDArray[np.int32] | None = None
         self._acting: set[int] = set()
 

@@ -29,8 +29,9 @@ class Edit(Action):
         """Set the vector, site and layers.
 
         Args:
-            value: [hidden_size] for all layers, or [num_layers, hidden_size], one for each; with
-                `most_dims` 3, blocks of rows: [n, hidden_size], or [num_layers, n, hidden_size].
+            value: one vector for all layers, [hidden_size], or one for each layer, [num_layers,
+                hidden_size]. If `most_dims` is 3, a block of n rows takes the place of a vector:
+                [n, hidden_size] for all layers, or [num_layers, n, hidden_size].
         """
         name, kind = self.fields[0], type(self).__name__
         if isinstance(value, Array) and self.site != "embed" and self._given_layers() is None:
@@ -147,8 +148,8 @@ class Replace(Edit):
     """Patch: at these positions the row becomes another one.
 
     Args:
-        values: [num_positions, hidden_size] (or [hidden_size] for one position), for
-            every layer; [num_layers, num_positions, hidden_size] for each layer its own.
+        values: the same rows for every layer, [num_positions, hidden_size] (or [hidden_size] for
+            one position), or other rows for each layer, [num_layers, num_positions, hidden_size].
         positions: absolute positions, distinct, one for each row; negative ones count from the
             prompt's end.
         site, layer: where.
