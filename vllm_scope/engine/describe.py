@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +19,7 @@ from torch import nn
 from vllm_scope.config import KEY, ScopeConfig
 from vllm_scope.engine import plugin
 from vllm_scope.engine.model import anatomy_of, sites_of
+from vllm_scope.engine.vllm_types import ModelConfig, VllmConfig, Worker
 from vllm_scope.engine.worker import runners
 from vllm_scope.engine.worker.attention import attention_of
 from vllm_scope.engine.worker.sizes import Sizes
@@ -29,7 +29,7 @@ from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.graph.anatomy.tapped import install_taps
 from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.layout import SLOT_BYTES, Widths
-from vllm_scope.request.sites import SITES
+from vllm_scope.request.sites import SITES, Sites
 
 #: vLLM's name for the loader below.
 LOAD_FORMAT = "scope_no_weights"
@@ -72,7 +72,7 @@ class ModelReport:
 
 
 def describe_model(
-    model: str, options: dict[str, Any], sites: Sequence[str] | None = None
+    model: str, options: dict[str, object], sites: Sequence[str] | None = None
 ) -> ModelReport:
     """Build a model without weights and tap each site of it.
 
@@ -100,11 +100,11 @@ def describe_model(
         return _report(worker, vllm_config, config)
 
 
-def _configs(model: str, options: dict[str, Any]) -> tuple[Any, ScopeConfig]:
+def _configs(model: str, options: dict[str, object]) -> tuple[VllmConfig, ScopeConfig]:
     """vLLM's configuration without our part (its worker gets no taps), and our part."""
     from vllm.engine.arg_utils import EngineArgs
 
-    arguments: dict[str, Any] = {
+    arguments: dict[str, object] = {
         "load_format": LOAD_FORMAT,
         "skip_tokenizer_init": True,
         "gpu_memory_utilization": LEAST_MEMORY,
@@ -114,7 +114,7 @@ def _configs(model: str, options: dict[str, Any]) -> tuple[Any, ScopeConfig]:
 
 
 @contextmanager
-def _worker(vllm_config: Any) -> Iterator[Any]:
+def _worker(vllm_config: VllmConfig) -> Iterator[Worker]:
     """vLLM's worker with the model, in this process."""
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -140,13 +140,15 @@ def _register_loader() -> None:
     class NoWeights(BaseModelLoader):
         """The model's modules, with parameters that have shapes and no values."""
 
-        def download_model(self, model_config: Any) -> None:
+        def download_model(self, model_config: ModelConfig) -> None:
             pass
 
-        def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
             pass
 
-        def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
+        def load_model(
+            self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
+        ) -> nn.Module:
             named = {"vllm_config": vllm_config, "model_config": model_config, "prefix": prefix}
             with set_default_torch_dtype(model_config.dtype):
                 try:
@@ -163,7 +165,7 @@ def _register_loader() -> None:
     register_model_loader(LOAD_FORMAT)(NoWeights)
 
 
-def _report(worker: Any, vllm_config: Any, config: ScopeConfig) -> ModelReport:
+def _report(worker: Worker, vllm_config: VllmConfig, config: ScopeConfig) -> ModelReport:
     import vllm
 
     runner = worker.model_runner
@@ -184,7 +186,7 @@ def _report(worker: Any, vllm_config: Any, config: ScopeConfig) -> ModelReport:
     return ModelReport(*head, None, found, config.sites, num_taps, arena_mib)
 
 
-def _site_report(anatomy: Anatomy, vllm_config: Any, site: str) -> SiteReport:
+def _site_report(anatomy: Anatomy, vllm_config: VllmConfig, site: str) -> SiteReport:
     """Try all layers at once; if that is refused, each layer by itself."""
     layers = (0,) if site == "embed" else tuple(range(anatomy.num_layers))
     refused = _refusal(anatomy, vllm_config, site, layers)
@@ -196,7 +198,9 @@ def _site_report(anatomy: Anatomy, vllm_config: Any, site: str) -> SiteReport:
     return SiteReport(good, reasons[0] if reasons else refused)
 
 
-def _refusal(anatomy: Anatomy, vllm_config: Any, site: str, layers: tuple[int, ...]) -> str | None:
+def _refusal(
+    anatomy: Anatomy, vllm_config: VllmConfig, site: str, layers: tuple[int, ...]
+) -> str | None:
     try:
         _tap(anatomy, vllm_config, ScopeConfig(sites=(site,), layers=layers))
     except (CompatError, ConfigError) as error:
@@ -204,7 +208,7 @@ def _refusal(anatomy: Anatomy, vllm_config: Any, site: str, layers: tuple[int, .
     return None
 
 
-def _tap(anatomy: Anatomy, vllm_config: Any, config: ScopeConfig) -> int:
+def _tap(anatomy: Anatomy, vllm_config: VllmConfig, config: ScopeConfig) -> int:
     """The number of taps of a configuration, which are installed and taken off again.
 
     Raises:
@@ -237,12 +241,12 @@ def _classes_kept(anatomy: Anatomy) -> Iterator[None]:
             module.__class__ = own
 
 
-def _widths(sites: Any, vllm_config: Any) -> Widths:
+def _widths(sites: Sites, vllm_config: VllmConfig) -> Widths:
     itemsize = vllm_config.model_config.dtype.itemsize
     return Widths(tuple(size * itemsize for size in sites.row_sizes))
 
 
-def _arena_mib(vllm_config: Any, config: ScopeConfig) -> float:
+def _arena_mib(vllm_config: VllmConfig, config: ScopeConfig) -> float:
     """The size of the arena that `ScopeWorker` makes."""
     sites = sites_of(vllm_config, config)
     captured = vllm_config.compilation_config.cudagraph_capture_sizes or [0]

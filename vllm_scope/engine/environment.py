@@ -6,7 +6,7 @@ vLLM warns of every variable VLLM_* that it does not know, and refuses to start 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 from vllm_scope.engine import wrapping
 
@@ -19,7 +19,7 @@ VARIABLES = (
 )  # fmt: skip
 
 
-def _validate(original: Any, hard_fail: bool) -> None:
+def _validate(original: Callable[[bool], object], hard_fail: bool) -> None:
     from vllm.envs import environment_variables as known
 
     ours = [name for name in VARIABLES if name not in known]

@@ -15,13 +15,14 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Set
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm_scope.batch.labels import StepBatch
+from vllm_scope.engine.vllm_types import Engine, EngineCoreRequest
 from vllm_scope.errors import CompatError, SpecError
 from vllm_scope.graph.anatomy.hooked import install_calls
 from vllm_scope.graph.anatomy.layers import Anatomy
@@ -43,7 +44,7 @@ class Functions(Protocol):
     def places(self) -> Set[tuple[int, bool]]: ...
 
     def call(
-        self, child: int, place: tuple[int, bool], rows: Tensor, first: int, model: Any
+        self, child: int, place: tuple[int, bool], rows: Tensor, first: int, model: nn.Module
     ) -> Tensor | None:
         """Read rows of the stream; return new rows of the same shape, or None.
 
@@ -68,18 +69,18 @@ def keep(functions: Functions) -> str:
     return token
 
 
-def _find(params: Any) -> Functions | None:
+def _find(params: object) -> Functions | None:
     token = (getattr(params, "extra_args", None) or {}).get(FUNCTIONS)
     return _kept.get(token) if isinstance(token, str) else None
 
 
-def check(params: Any, engine: Any) -> None:
+def check(params: object, engine: Engine) -> None:
     """Raises SpecError if a request has functions and this engine cannot run them."""
     if _find(params) is not None:
         check_engine(engine)
 
 
-def check_engine(engine: Any) -> None:
+def check_engine(engine: Engine) -> None:
     """Raises SpecError if an engine cannot run Python functions."""
     config, inner = engine.vllm_config, getattr(engine.engine_core, "engine_core", None)
     executor = type(inner.model_executor).__name__ if inner is not None else None
@@ -103,7 +104,7 @@ def check_engine(engine: Any) -> None:
             )
 
 
-def salt(request: Any, child: int) -> None:
+def salt(request: EngineCoreRequest, child: int) -> None:
     """Keep the KV of a request with functions to itself: vLLM keys blocks by the salt."""
     if _find(request.sampling_params) is not None:
         token = request.sampling_params.extra_args[FUNCTIONS]
@@ -113,7 +114,7 @@ def salt(request: Any, child: int) -> None:
 class StepFunctions:
     """The functions of a worker's requests, and which of them the running step has."""
 
-    def __init__(self, anatomy: Anatomy, model: Any) -> None:
+    def __init__(self, anatomy: Anatomy, model: nn.Module) -> None:
         self._anatomy, self._model = anatomy, model
         self._installed = False
         self._requests: dict[str, tuple[Functions, int]] = {}
@@ -124,7 +125,7 @@ class StepFunctions:
     def __bool__(self) -> bool:
         return bool(self._requests)
 
-    def add_request(self, req_id: str, params: Any, child: int) -> None:
+    def add_request(self, req_id: str, params: object, child: int) -> None:
         functions = _find(params)
         if functions is None:
             return
@@ -171,7 +172,7 @@ class StepFunctions:
                 functions.fail(child, text)
 
 
-def _check(found: Any, rows: Tensor) -> None:
+def _check(found: object, rows: Tensor) -> None:
     if not isinstance(found, Tensor) or found.shape != rows.shape:
         what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise SpecError(f"it returned {what}; None or a tensor of {list(rows.shape)} is expected.")

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from vllm_scope.config import ScopeConfig
+from vllm_scope.engine.vllm_types import VllmConfig
 from vllm_scope.engine.worker.attention import heads_of
 from vllm_scope.errors import CompatError
 from vllm_scope.graph.anatomy.convention import treats_half_apart
@@ -25,7 +26,7 @@ CONNECTORS_BY_HASH = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 
 #: Attribute of VllmConfig, its value if the feature is off, and the feature. Not every version
 #: of vLLM has all.
-_UNFIT: tuple[tuple[str, Any, str], ...] = (
+_UNFIT: tuple[tuple[str, object, str], ...] = (
     ("parallel_config.use_ubatching", False,
      "dual batch overlap (each half reads the plan from row 0)"),
     ("parallel_config.prefill_context_parallel_size", 1,
@@ -41,15 +42,15 @@ _UNFIT: tuple[tuple[str, Any, str], ...] = (
 )  # fmt: skip
 
 
-def num_layers_of(vllm_config: Any) -> int:
+def num_layers_of(vllm_config: VllmConfig) -> int:
     return int(vllm_config.model_config.get_total_num_hidden_layers())
 
 
-def hidden_size_of(vllm_config: Any) -> int:
+def hidden_size_of(vllm_config: VllmConfig) -> int:
     return int(vllm_config.model_config.get_hidden_size())
 
 
-def sites_of(vllm_config: Any, config: ScopeConfig) -> Sites:
+def sites_of(vllm_config: VllmConfig, config: ScopeConfig) -> Sites:
     """What the configuration asks this engine to tap.
 
     Raises:
@@ -72,10 +73,10 @@ def sites_of(vllm_config: Any, config: ScopeConfig) -> Sites:
     )
 
 
-def check_engine(vllm_config: Any) -> None:
+def check_engine(vllm_config: VllmConfig) -> None:
     """Raises CompatError if a feature of this engine would make rows wrong."""
     for path, off, reason in _UNFIT:
-        found: Any = vllm_config
+        found: object = vllm_config
         for name in path.split("."):
             found = getattr(found, name, off)
         if (found or off) != off:
@@ -84,7 +85,7 @@ def check_engine(vllm_config: Any) -> None:
         raise CompatError("this is a pooling model; taps read generating models")
 
 
-def foreign_connector(vllm_config: Any) -> str | None:
+def foreign_connector(vllm_config: VllmConfig) -> str | None:
     """The KV connector that may mix edited KV with plain KV of the same tokens, or None."""
     transfer: Any = vllm_config.kv_transfer_config
     name = None if transfer is None else transfer.kv_connector
@@ -93,7 +94,7 @@ def foreign_connector(vllm_config: Any) -> str | None:
     return str(name)
 
 
-def anatomy_of(model: nn.Module, vllm_config: Any) -> Anatomy:
+def anatomy_of(model: nn.Module, vllm_config: VllmConfig) -> Anatomy:
     """The model's decoder layers.
 
     Raises:

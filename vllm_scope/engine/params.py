@@ -9,19 +9,22 @@ Promise: a caller's SamplingParams are never changed; a change is made in a copy
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from copy import copy
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_scope.engine.frontend import translators
+from vllm_scope.engine.vllm_types import Engine, SamplingParams
 from vllm_scope.request.ticket import Ticket
+
+Params = TypeVar("Params", bound=SamplingParams)
 
 #: Where the Ticket of a request with taps is in `extra_args`, as bytes; the front-end puts it
 #: there in place of the spec.
 TICKET = "scope_ticket"
 
 
-def has_ticket(sampling_params: Any) -> bool:
+def has_ticket(sampling_params: object) -> bool:
     extra = getattr(sampling_params, "extra_args", None)
     return extra is not None and TICKET in extra
 
@@ -33,7 +36,7 @@ def ticket_of(sampling_params: Any) -> Ticket | None:
     return Ticket.decode(sampling_params.extra_args[TICKET])
 
 
-def with_ticket(sampling_params: Any, ticket: Ticket, without: Collection[str]) -> Any:
+def with_ticket(sampling_params: Params, ticket: Ticket, without: Collection[str]) -> Params:
     """A copy of the parameters with a ticket, and without some keys of `extra_args`."""
     params = copy(sampling_params)
     kept = {key: value for key, value in params.extra_args.items() if key not in without}
@@ -41,7 +44,16 @@ def with_ticket(sampling_params: Any, ticket: Ticket, without: Collection[str]) 
     return params
 
 
-def asks(params: Any) -> bool:
+def without_ticket(sampling_params: Any) -> Any:
+    """A copy of the parameters without their ticket; the same object if they have none."""
+    if not has_ticket(sampling_params):
+        return sampling_params
+    params = copy(sampling_params)
+    params.extra_args = {k: value for k, value in params.extra_args.items() if k != TICKET}
+    return params
+
+
+def asks(params: object) -> bool:
     extra = getattr(params, "extra_args", None)
     return extra is not None and "scope" in extra
 
@@ -56,11 +68,11 @@ _NAME = re.compile(r'"module"|"(?:vector|direction|values|weight)"\s*:\s*"')
 
 
 def params_of(
-    args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str = "params"
+    args: tuple[object, ...], kwargs: Mapping[str, object], place: int, name: str = "params"
 ) -> Any:
     return kwargs[name] if name in kwargs else args[place]
 
 
-def concerns(params: Any, engine: Any) -> bool:
+def concerns(params: object, engine: Engine) -> bool:
     """True if the request has a spec, or keys of a translator."""
     return asks(params) or translators.concerned(params, engine.vllm_config)

@@ -11,11 +11,16 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
+from collections.abc import Callable
+from types import ModuleType
+from typing import TypeVar
 
 from vllm_scope.config import KEY, ScopeConfig
 from vllm_scope.engine import wrapping
+from vllm_scope.engine.vllm_types import EngineArgs
 from vllm_scope.sinks.options import without_secrets
+
+T = TypeVar("T")
 
 logger = logging.getLogger("vllm.vllm_scope")
 
@@ -64,7 +69,9 @@ def register() -> None:
 def wrap_engine_args() -> None:
     """Put the whole configuration into additional_config, for workers and the compile key."""
 
-    def create_engine_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    def create_engine_config(
+        original: Callable[..., T], self: EngineArgs, *args: object, **kwargs: object
+    ) -> T:
         additional = dict(self.additional_config or {})
         additional[KEY] = ScopeConfig.parse(additional.get(KEY, {})).with_graph_key()
         self.additional_config = additional
@@ -73,7 +80,7 @@ def wrap_engine_args() -> None:
     wrapping.wrap("EngineArgs.create_engine_config", create_engine_config)
 
 
-def startup_module() -> Any:
+def startup_module() -> type | ModuleType:
     """The module in which vLLM logs an engine's arguments."""
     return wrapping.owners("redact_sensitive_args")[0]
 
@@ -81,8 +88,10 @@ def startup_module() -> Any:
 def wrap_log() -> None:
     """Keep the sinks' options, some of which are secret, out of the log of the arguments."""
 
-    def redact(original: Any, args: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = original(args)
+    def redact(
+        original: Callable[..., dict[str, object]], args: dict[str, object]
+    ) -> dict[str, object]:
+        found = original(args)
         additional = found.get("additional_config")
         if not isinstance(additional, dict) or KEY not in additional:
             return found

@@ -11,13 +11,13 @@ the output's `stop_reason`, which vLLM leaves empty for an error.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from http import HTTPStatus
-from typing import Any
 
 from vllm_scope.engine import wrapping
+from vllm_scope.engine.vllm_types import CompletionOutput, EngineCoreProc, EngineCoreRequest
 from vllm_scope.errors import CapacityError, ScopeError, SpecError
 
 _MARK = "vllm-scope refuses "
@@ -61,7 +61,7 @@ def refusing(paths: Mapping[str, str] = NO_PATHS) -> Iterator[None]:
         raise busy(str(error)) from None
 
 
-def refusal_in(completion: Any) -> ScopeError | None:
+def refusal_in(completion: CompletionOutput) -> ScopeError | None:
     """Why EngineCore refused a completion's request; None if it did not."""
     text = completion.stop_reason
     if completion.finish_reason != "error" or not str(text).startswith(_MARK):
@@ -70,7 +70,7 @@ def refusal_in(completion: Any) -> ScopeError | None:
     return busy(sentence) if kind == CapacityError.__name__ else refusal()(sentence)
 
 
-def refused(request_id: str, error: ScopeError) -> Any:
+def refused(request_id: str, error: ScopeError) -> object:
     """EngineCore's last output of a request, with the error; `refusal_in` reads it."""
     from vllm.v1.engine import EngineCoreOutput, FinishReason
 
@@ -78,7 +78,9 @@ def refused(request_id: str, error: ScopeError) -> Any:
     return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=text)
 
 
-def _refuse(original: Any, self: Any, request: Any) -> None:
+def _refuse(
+    original: Callable[..., object], self: EngineCoreProc, request: EngineCoreRequest
+) -> None:
     """EngineCoreProc._handle_request_preproc_error: send our errors with their sentence."""
     error = sys.exception()
     if not isinstance(error, ScopeError):

@@ -10,12 +10,16 @@ scope, nobody receives its rows, and a client may send a handle of its own makin
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.frontend import translators
 from vllm_scope.engine.params import TICKET, asks
+from vllm_scope.engine.vllm_types import EngineCore, EngineCoreRequest
 from vllm_scope.errors import SpecError
+
+T = TypeVar("T")
 
 logger = logging.getLogger("vllm.vllm_scope")
 
@@ -37,7 +41,7 @@ def serves(vllm_config: Any) -> bool:
     return bool(envs.VLLM_USE_RUST_FRONTEND) and rank == -1
 
 
-def _preprocess(original: Any, self: Any, request: Any) -> Any:
+def _preprocess(original: Callable[..., T], self: EngineCore, request: EngineCoreRequest) -> T:
     """EngineCore.preprocess_add_request, before entry.py's wrapper."""
     params = request.sampling_params
     extra = getattr(params, "extra_args", None) or {}
@@ -49,7 +53,7 @@ def _preprocess(original: Any, self: Any, request: Any) -> Any:
     return original(self, request)
 
 
-def _start(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+def _start(original: Callable[..., object], self: object, *args: object, **kwargs: object) -> None:
     """RustFrontendProcessManager.__init__."""
     logger.warning(
         "vllm-scope: VLLM_USE_RUST_FRONTEND is set, and vLLM's Rust front-end runs no Python. "

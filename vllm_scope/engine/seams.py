@@ -7,9 +7,9 @@ To:    wrapping.py (replaces symbols), digests.py (compares a vLLM with those th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from vllm_scope.config import KEY, ScopeConfig
+from vllm_scope.engine.vllm_types import VllmConfig
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ CONTRACT: tuple[Seam, ...] = tuple(
 )
 
 
-def config_of(vllm_config: Any) -> ScopeConfig | None:
+def config_of(vllm_config: VllmConfig) -> ScopeConfig | None:
     """The configuration that this engine was started with, or None without one."""
     additional = vllm_config.additional_config
     body = additional.get(KEY) if isinstance(additional, dict) else None

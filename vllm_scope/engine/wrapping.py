@@ -25,7 +25,7 @@ from vllm_scope.errors import CompatError
 FIRST, LAST = (0, 30), (0, 33)
 
 
-def wrap(name: str, wrapper: Callable[..., Any]) -> None:
+def wrap(name: str, wrapper: Callable[..., object]) -> None:
     """Replace a symbol of CONTRACT by `wrapper(original, ...)`.
 
     Args:
@@ -49,7 +49,7 @@ def require(*names: str) -> None:
         _original(owners(name)[0], name.rpartition(".")[2])
 
 
-def owners(name: str) -> list[Any]:
+def owners(name: str) -> list[type | ModuleType]:
     """The class of a method of CONTRACT; the modules that hold a function.
 
     Raises:
@@ -81,7 +81,7 @@ def replace_in(
     owners: Sequence[type | ModuleType],
     name: str,
     parameters: Sequence[str],
-    wrapper: Callable[..., Any],
+    wrapper: Callable[..., object],
 ) -> None:
     """Replace a function in all of its owners by the same wrapped one.
 
@@ -107,8 +107,8 @@ def _original(owner: type | ModuleType, name: str) -> Any:
 
 
 def _wrapped(
-    owner: type | ModuleType, name: str, parameters: Sequence[str], wrapper: Callable[..., Any]
-) -> Callable[..., Any]:
+    owner: type | ModuleType, name: str, parameters: Sequence[str], wrapper: Callable[..., object]
+) -> Callable[..., object]:
     original = _original(owner, name)
     signature = inspect.signature(original)
     missing = set(parameters) - set(signature.parameters)
@@ -127,14 +127,14 @@ def _wrapped(
         )
 
     @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: object, **kwargs: object) -> object:
         return wrapper(original, *args, **kwargs)
 
     return wrapped
 
 
 def _refused_parameter(
-    original: inspect.Signature, wrapper: Callable[..., Any], given: list[Any]
+    original: inspect.Signature, wrapper: Callable[..., object], given: list[object]
 ) -> str | None:
     """A parameter that callers may give to the original and the wrapper cannot take, or None.
 

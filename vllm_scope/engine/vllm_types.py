@@ -1,0 +1,341 @@
+"""The parts of vLLM's objects that engine/ uses, as Protocols.
+
+Owns:  one Protocol for each class of vLLM, and one for both model runners.
+Runs:  nowhere. Only mypy reads these types, and they import no module of vLLM.
+To:    the other files of engine/.
+
+seams.py declares these classes and attributes for the check at start. vllm-scope sets the
+attributes named `scope...` itself. An attribute has type Any if a Protocol would need a cast
+wherever it is used: most are None in some requests or engines, which the code checks elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from queue import Queue
+
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+    from torch import Tensor, nn
+
+    from vllm_scope.core.news import StepNews
+
+# The configuration
+
+
+class EngineArgs(Protocol):
+    """vllm.engine.arg_utils.EngineArgs"""
+
+    additional_config: dict[str, object] | None
+
+
+class ModelConfig(Protocol):
+    """vllm.config.model.ModelConfig"""
+
+    model: str
+    dtype: torch.dtype
+    runner_type: str
+    enforce_eager: bool
+    use_mla: bool
+
+    def get_hidden_size(self) -> int: ...
+    def get_total_num_hidden_layers(self) -> int: ...
+    def get_head_size(self) -> int: ...
+    def get_num_attention_heads(self, parallel_config: ParallelConfig, /) -> int: ...
+    def get_num_kv_heads(self, parallel_config: ParallelConfig, /) -> int: ...
+
+
+class ParallelConfig(Protocol):
+    """vllm.config.parallel.ParallelConfig"""
+
+    world_size: int
+    tensor_parallel_size: int
+    _api_process_count: int
+
+
+class SchedulerConfig(Protocol):
+    """vllm.config.scheduler.SchedulerConfig"""
+
+    max_num_batched_tokens: int
+
+
+class CompilationConfig(Protocol):
+    """vllm.config.compilation.CompilationConfig"""
+
+    cudagraph_capture_sizes: list[int] | None
+    static_forward_context: dict[str, object]
+
+
+class VllmConfig(Protocol):
+    """vllm.config.vllm.VllmConfig"""
+
+    additional_config: object
+    model_config: ModelConfig
+    parallel_config: ParallelConfig
+    scheduler_config: SchedulerConfig
+    compilation_config: CompilationConfig
+    speculative_config: object
+    kv_transfer_config: Any
+    device_config: Any
+
+
+# The front-end
+
+
+class SamplingParams(Protocol):
+    """vllm.sampling_params.SamplingParams"""
+
+    n: int
+    max_tokens: int | None
+    extra_args: Any
+    output_kind: Any
+
+
+class EngineCoreRequest(Protocol):
+    """vllm.v1.engine.EngineCoreRequest"""
+
+    request_id: str
+    sampling_params: Any
+    prompt_token_ids: list[int] | None
+    resumable: bool
+    cache_salt: str | None
+    client_index: int
+
+
+class ParentRequest(Protocol):
+    """vllm.v1.engine.parallel_sampling.ParentRequest"""
+
+    sampling_params: SamplingParams
+
+
+class Detokenizer(Protocol):
+    """vllm.v1.engine.detokenizer.BaseIncrementalDetokenizer"""
+
+    token_ids: list[int]
+    decode_next: Callable[..., str]
+
+    def num_output_tokens(self) -> int: ...
+
+
+class RequestState(Protocol):
+    """vllm.v1.engine.output_processor.RequestState"""
+
+    detokenizer: Detokenizer
+
+
+class OutputProcessor(Protocol):
+    """vllm.v1.engine.output_processor.OutputProcessor"""
+
+    request_states: dict[str, RequestState]
+
+    def has_unfinished_requests(self) -> bool: ...
+
+
+class CompletionOutput(Protocol):
+    """vllm.outputs.CompletionOutput"""
+
+    finish_reason: str | None
+    stop_reason: Any
+    scope: object
+    scope_texts: Sequence[str]
+
+
+class RequestOutput(Protocol):
+    """vllm.outputs.RequestOutput"""
+
+    request_id: str
+    outputs: list[CompletionOutput]
+
+
+class Engine(Protocol):
+    """What vllm.v1.engine.llm_engine.LLMEngine and vllm.v1.engine.async_llm.AsyncLLM share"""
+
+    vllm_config: VllmConfig
+    engine_core: Any
+    output_processor: OutputProcessor
+
+
+class LLMEngine(Engine, Protocol):
+    """vllm.v1.engine.llm_engine.LLMEngine"""
+
+    def abort_request(self, request_ids: list[Any], /) -> object: ...
+    def collective_rpc(self, method: str, *, args: tuple[object, ...] = ()) -> list[Any]: ...
+
+
+class AsyncLLM(Engine, Protocol):
+    """vllm.v1.engine.async_llm.AsyncLLM"""
+
+    def collective_rpc(
+        self, method: str, *, args: tuple[object, ...] = ()
+    ) -> Awaitable[list[Any]]: ...
+
+
+# EngineCore
+
+
+class EngineCore(Protocol):
+    """vllm.v1.engine.core.EngineCore"""
+
+    vllm_config: VllmConfig
+
+
+class EngineCoreProc(EngineCore, Protocol):
+    """vllm.v1.engine.core.EngineCoreProc"""
+
+    output_queue: Queue[tuple[int, object]]
+
+
+class EngineCoreOutputs(Protocol):
+    """vllm.v1.engine.EngineCoreOutputs"""
+
+    outputs: list[object]
+
+
+class Request(Protocol):
+    """vllm.v1.request.Request"""
+
+    request_id: str
+    output_token_ids: Sequence[int]
+    num_tokens: int
+    num_computed_tokens: int
+    num_in_flight_tokens: int
+    client_index: int
+    skip_reading_prefix_cache: bool
+
+    def get_finished_reason(self) -> object: ...
+
+
+class NewRequestData(Protocol):
+    """vllm.v1.core.sched.output.NewRequestData"""
+
+    req_id: str
+    sampling_params: object
+    prompt_token_ids: Sequence[int]  # None without token ids; no such request has taps
+
+
+class SchedulerOutput(Protocol):
+    """vllm.v1.core.sched.output.SchedulerOutput"""
+
+    finished_req_ids: set[str]
+    scheduled_new_reqs: list[NewRequestData]
+    scope_news: StepNews
+
+
+class KVCacheBlock(Protocol):
+    """vllm.v1.core.kv_cache_utils.KVCacheBlock"""
+
+    block_id: int
+    is_null: bool
+
+
+class KVCacheBlocks(Protocol):
+    """vllm.v1.core.kv_cache_manager.KVCacheBlocks"""
+
+    blocks: Sequence[Sequence[KVCacheBlock]]
+
+
+class SingleTypeKVCacheManager(Protocol):
+    """vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager"""
+
+    block_size: int
+
+
+class KVCacheCoordinator(Protocol):
+    """vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator"""
+
+    single_type_managers: Sequence[SingleTypeKVCacheManager]
+
+
+class KVCacheManager(Protocol):
+    """vllm.v1.core.kv_cache_manager.KVCacheManager"""
+
+    coordinator: KVCacheCoordinator
+    block_pool: object
+
+    def get_blocks(self, request_id: str, /) -> KVCacheBlocks: ...
+    def evict_blocks(self, block_ids: set[int], /) -> object: ...
+
+
+class KVConnector(Protocol):
+    """vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1"""
+
+    get_num_new_matched_tokens: Callable[..., tuple[int | None, bool]]
+
+
+class Scheduler(Protocol):
+    """vllm.v1.core.sched.scheduler.Scheduler"""
+
+    vllm_config: VllmConfig
+    requests: Mapping[str, Request]
+    connector: KVConnector | None
+    kv_cache_manager: KVCacheManager
+
+    def finish_requests(
+        self, request_ids: Iterable[str], finished_status: object, /
+    ) -> Iterable[Request]: ...
+
+
+# Workers
+
+
+class InputBatchV1(Protocol):
+    """vllm.v1.worker.gpu_input_batch.InputBatch"""
+
+    req_ids: list[str]
+    num_reqs: int
+    num_computed_tokens_cpu: NDArray[np.int32]
+
+
+class InputBatchV2(Protocol):
+    """vllm.v1.worker.gpu.input_batch.InputBatch"""
+
+    req_ids: list[str]
+    num_reqs: int
+    query_start_loc_np: NDArray[np.int32]
+    num_computed_tokens_np: NDArray[np.int32]
+    positions: Tensor
+
+
+class ModelState(Protocol):
+    """vllm.v1.worker.gpu.model_states.interface.ModelState"""
+
+    prepare_inputs: Callable[..., object]
+
+
+class ModelRunner(Protocol):
+    """vllm.v1.worker.gpu_model_runner.GPUModelRunner (V1), vllm.v1.worker.gpu.model_runner (V2)"""
+
+    vllm_config: VllmConfig
+    device: torch.device
+    execute_model: Callable[..., object]
+    sample_tokens: Callable[..., object]
+    scope_dummy_run: Callable[..., object]
+    _dummy_run: Callable[..., object]
+    # V1
+    _model_forward: Callable[..., object]
+    _kv_block_zeroer: Any
+    input_batch: InputBatchV1
+    positions: Tensor
+    query_start_loc: Any
+    use_async_spec_decode: bool
+    # V2
+    model_state: ModelState
+    num_speculative_steps: int
+
+    def get_model(self) -> nn.Module: ...
+    def _init_kv_zero_meta(self) -> object: ...
+
+
+class Worker(Protocol):
+    """vllm.v1.worker.worker_base.WorkerBase"""
+
+    vllm_config: VllmConfig
+    device: torch.device
+    model_runner: ModelRunner
+    load_model: Callable[..., object]
+    compile_or_warm_up_model: Callable[..., object]
+    shutdown: Callable[..., object]
