@@ -12,12 +12,19 @@ step is in flight, the blocks that this step writes count as unfit.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.core.entered import entered
+from vllm_scope.engine.vllm_types import KVCacheBlock, ModelRunner, Request, Scheduler
 from vllm_scope.errors import CompatError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
 
 
 class _Unfit:
@@ -32,13 +39,13 @@ class _Unfit:
 _unfit: Beside[_Unfit] = Beside()
 
 
-def first_edited(request: Any) -> int | None:
+def first_edited(request: object) -> int | None:
     """The first position whose KV depends on the request's edits; None without edits."""
     known = entered(request)
     return None if known is None else known.first_edited
 
 
-def _blocks_from(scheduler: Any, request: Any, first: int) -> set[int]:
+def _blocks_from(scheduler: Scheduler, request: Request, first: int) -> set[int]:
     """The ids of a request's blocks from position `first` on."""
     manager = scheduler.kv_cache_manager
     found: set[int] = set()
@@ -50,14 +57,14 @@ def _blocks_from(scheduler: Any, request: Any, first: int) -> set[int]:
     return found
 
 
-def _withdraw(scheduler: Any, block_ids: set[int]) -> None:
+def _withdraw(scheduler: Scheduler, block_ids: set[int]) -> None:
     """Take blocks out of the prefix cache, and have them zeroed before their next use."""
     scheduler.kv_cache_manager.evict_blocks(block_ids)
     pool = scheduler.kv_cache_manager.block_pool
     (_unfit.of(pool) or _unfit.put(pool, _Unfit())).free.update(block_ids)
 
 
-def withdraw(scheduler: Any, request: Any) -> set[str]:
+def withdraw(scheduler: Scheduler, request: Request) -> set[str]:
     """Withdraw the edited KV of a faulty request.
 
     Returns:
@@ -77,7 +84,7 @@ def withdraw(scheduler: Any, request: Any) -> set[str]:
     }
 
 
-def _free_blocks(original: Any, self: Any, request: Any) -> Any:
+def _free_blocks(original: Callable[..., T], self: Scheduler, request: Request) -> T:
     """Scheduler._free_request_blocks: a request ends or is preempted."""
     first = first_edited(request)
     if first is not None and request.num_in_flight_tokens:
@@ -86,7 +93,9 @@ def _free_blocks(original: Any, self: Any, request: Any) -> Any:
     return original(self, request)
 
 
-def _new_blocks(original: Any, self: Any, num_blocks: int) -> Any:
+def _new_blocks(
+    original: Callable[..., list[KVCacheBlock]], self: object, num_blocks: int
+) -> list[KVCacheBlock]:
     """BlockPool.get_new_blocks: some of them may be unfit."""
     blocks = original(self, num_blocks)
     unfit = _unfit.of(self)
@@ -97,7 +106,7 @@ def _new_blocks(original: Any, self: Any, num_blocks: int) -> Any:
     return blocks
 
 
-def due(scheduler: Any) -> list[int]:
+def due(scheduler: Scheduler) -> list[int]:
     """The blocks that workers must zero before the step that was just scheduled."""
     unfit = _unfit.of(scheduler.kv_cache_manager.block_pool)
     if unfit is None or not unfit.due:
@@ -106,7 +115,7 @@ def due(scheduler: Any) -> list[int]:
     return found
 
 
-def warm_up(runner: Any) -> None:
+def warm_up(runner: ModelRunner) -> None:
     """Zero the null block now, so that no kernel is compiled inside a step.
 
     Raises:
@@ -121,7 +130,7 @@ def warm_up(runner: Any) -> None:
         ) from error
 
 
-def zero(runner: Any, block_ids: list[int]) -> None:
+def zero(runner: ModelRunner, block_ids: list[int]) -> None:
     """Zero blocks of a worker's KV cache, on the current stream."""
     if runner.device.type == "cpu":
         for cache in _caches_of(runner):
@@ -140,7 +149,7 @@ def zero(runner: Any, block_ids: list[int]) -> None:
         torch.cuda.current_stream().synchronize()
 
 
-def _caches_of(runner: Any) -> list[Any]:
+def _caches_of(runner: ModelRunner) -> list[Tensor]:
     """[num_blocks, ...] of each attention layer; layers may share one."""
     import torch
 

@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_scope.core.registry import Registry
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.core.entered import Entered, entered, entering, keep
 from vllm_scope.engine.model import CONNECTORS_BY_HASH, foreign_connector, sites_of
-from vllm_scope.engine.params import has_ticket, ticket_of
+from vllm_scope.engine.params import has_ticket, ticket_of, without_ticket
 from vllm_scope.engine.seams import config_of
+from vllm_scope.engine.vllm_types import EngineCore, EngineCoreRequest, Request, VllmConfig
 from vllm_scope.engine.worker.delivery import global_reads
+from vllm_scope.engine.worker.replies import Described
 from vllm_scope.errors import CapacityError, SpecError, shown
 from vllm_scope.graph.tap.tables import capacity
 from vllm_scope.program.block_keys import BlockKeys
@@ -34,11 +36,13 @@ from vllm_scope.request.selectors import Ids, Selector
 from vllm_scope.request.ticket import Ticket
 from vllm_scope.vectors import load_vectors
 
+T = TypeVar("T")
+
 
 class CoreScope:
     """The registry, and the preparation of requests that enter."""
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, vllm_config: VllmConfig) -> None:
         config = config_of(vllm_config)
         assert config is not None
         self.connector = foreign_connector(vllm_config)
@@ -50,7 +54,7 @@ class CoreScope:
         self.everywhere = global_reads(config, self.sites)
         self.most = capacity(self.sites.hidden_size, config.vectors_mib)
 
-    def enter(self, request: Any) -> Entered | None:
+    def enter(self, request: EngineCoreRequest) -> Entered | None:
         """What a request means now.
 
         Args:
@@ -63,19 +67,19 @@ class CoreScope:
             ScopeError: the front-end accepted the request, but modules or server-wide edits
                 have changed since. vLLM ends the request with an error.
         """
-        params, registry = request.sampling_params, self.registry
+        params = request.sampling_params
         if params is None:  # a pooling request
             return None
         if request.prompt_token_ids is None:  # prompt embeddings
-            if registry.server is not None:
+            if self.registry.server is not None:
                 raise SpecError(
                     "this server edits every request, and prompt embeddings cannot be edited; "
                     "send text or token ids, or send it again when the server's edits are gone."
                 )
             return None
         ticket = ticket_of(params)
-        own = registry.resolve(ticket)
-        asked = own.joined(reads=self.everywhere.reads)
+        own, edited = self.registry.resolve(ticket)
+        asked = edited.joined(reads=self.everywhere.reads)
         if ticket is None and not (asked.edits or asked.reads):
             return None
         if asked.edits:
@@ -83,7 +87,7 @@ class CoreScope:
         ids = asked.ids_of(request.prompt_token_ids)
         firsts = [_first({read.tokens for read in self.everywhere.reads}, ids)]
         firsts += [] if ticket is None else [ticket.first_position]
-        unchecked = _unchecked(asked, asked is not own or registry.server is not None, ticket)
+        unchecked = _unchecked(asked, asked is not own, ticket)
         programs, columns = self._programs_of(asked, ids, params.max_tokens or 1, unchecked)
         return Entered(
             asked,
@@ -165,12 +169,16 @@ _reads_all: Beside[bool] = Beside()
 _making = threading.Lock()
 
 
-def _preprocess(original: Any, self: Any, request: Any) -> Any:
+def _preprocess(
+    original: Callable[..., tuple[T, int]], self: EngineCore, request: EngineCoreRequest
+) -> tuple[T, int]:
     if not _concerns(self, request):
         return original(self, request)
     found = _scope_of(self).enter(request)
     if found is None:
         return original(self, request)
+    # The workers are told what they need of it (core.news).
+    request.sampling_params = without_ticket(request.sampling_params)
     entering[request.request_id] = found
     try:
         made = original(self, request)
@@ -180,7 +188,7 @@ def _preprocess(original: Any, self: Any, request: Any) -> Any:
         del entering[request.request_id]
 
 
-def _concerns(engine: Any, request: Any) -> bool:
+def _concerns(engine: EngineCore, request: EngineCoreRequest) -> bool:
     """False if a request is certainly plain, so that nothing needs to be made for it."""
     if _scopes.of(engine) is not None or has_ticket(request.sampling_params):
         return True
@@ -191,14 +199,20 @@ def _concerns(engine: Any, request: Any) -> bool:
     return known
 
 
-def _scope_of(engine: Any) -> CoreScope:
+def _scope_of(engine: EngineCore) -> CoreScope:
     """EngineCore's CoreScope, made at first use: by a request, on the input thread, or by a
     remote call, on another."""
     with _making:
         return _scopes.of(engine) or _scopes.put(engine, CoreScope(engine.vllm_config))
 
 
-def _extra_keys(original: Any, request: Any, start: int, stop: int, *rest: Any) -> Any:
+def _extra_keys(
+    original: Callable[..., tuple[tuple[object, ...] | None, T]],
+    request: Request,
+    start: int,
+    stop: int,
+    *rest: object,
+) -> tuple[tuple[object, ...] | None, T]:
     found, following = original(request, start, stop, *rest)
     known = entered(request) or entering.get(request.request_id)
     key = known.keys.key(start, stop) if known is not None and known.keys is not None else None
@@ -207,13 +221,16 @@ def _extra_keys(original: Any, request: Any, start: int, stop: int, *rest: Any) 
 
 # Remote calls
 
+#: Asks every worker.
+Ask = Callable[[str], list[Described]]
 
-def _register(engine: Any, ask: Any, name: str, data: bytes) -> str:
+
+def _register(engine: EngineCore, ask: Ask, name: str, data: bytes) -> str:
     _check_tapped(ask)
     return _scope_of(engine).registry.register(name, data)
 
 
-def _set_edits(engine: Any, ask: Any, text: str | None) -> str | None:
+def _set_edits(engine: EngineCore, ask: Ask, text: str | None) -> str | None:
     scope = _scope_of(engine)
     if text is not None:
         _check_tapped(ask)
@@ -221,7 +238,7 @@ def _set_edits(engine: Any, ask: Any, text: str | None) -> str | None:
     return scope.registry.set_edits(text)
 
 
-def _check_tapped(ask: Any) -> None:
+def _check_tapped(ask: Ask) -> None:
     """Raises SpecError if the model has no taps, so that what is registered would do nothing."""
     reason = next((each["reason"] for each in ask("scope_describe") if each["reason"]), None)
     if reason is not None:
@@ -229,7 +246,7 @@ def _check_tapped(ask: Any) -> None:
 
 
 #: Name of a remote call -> what answers it here: the workers know no names.
-_ANSWERS: dict[str, Callable[..., Any]] = {
+_ANSWERS: dict[str, Callable[..., object]] = {
     "scope_register": _register,
     "scope_unregister": lambda engine, ask, name: _scope_of(engine).registry.unregister(name),
     "scope_modules": lambda engine, ask: _scope_of(engine).registry.modules(),
@@ -241,12 +258,17 @@ _WITH_MODULES = ("scope_connect", "scope_describe")
 
 
 def _collective_rpc(
-    original: Any, self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
-) -> Any:
+    original: Callable[..., list[Any]],
+    self: EngineCore,
+    method: Any,
+    timeout: object = None,
+    args: tuple[object, ...] = (),
+    kwargs: dict[str, object] | None = None,
+) -> list[Any]:
     """EngineCore.collective_rpc: calls about modules and edits are answered here."""
     if method in _ANSWERS:
 
-        def ask(name: str) -> Any:
+        def ask(name: str) -> list[Described]:
             return original(self, name, timeout, (), None)
 
         return [_ANSWERS[method](self, ask, *args, **(kwargs or {}))]

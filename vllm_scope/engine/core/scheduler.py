@@ -13,11 +13,11 @@ and plain requests hit it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_scope.core.admission import Admission
 from vllm_scope.core.news import Entrant, StepNews, Told
@@ -27,9 +27,18 @@ from vllm_scope.engine.core import clearing
 from vllm_scope.engine.core.entered import entered
 from vllm_scope.engine.model import hidden_size_of
 from vllm_scope.engine.seams import config_of
+from vllm_scope.engine.vllm_types import (
+    KVCacheManager,
+    KVConnector,
+    Request,
+    Scheduler,
+    SchedulerOutput,
+)
 from vllm_scope.graph.tap.tables import capacity
 from vllm_scope.program.operations import Program
 from vllm_scope.sinks.request import Ended
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -50,20 +59,20 @@ class _State:
 _states: Beside[_State] = Beside()
 
 
-def _state_of(scheduler: Any) -> _State:
+def _state_of(scheduler: object) -> _State:
     return _states.of(scheduler) or _states.put(scheduler, _State())
 
 
 # Room for requests
 
 
-def admission_of(scheduler: Any) -> Admission | None:
+def admission_of(scheduler: object) -> Admission | None:
     """None until a request with programs comes."""
     state = _states.of(scheduler)
     return None if state is None else state.admission
 
 
-def _new_admission(scheduler: Any) -> Admission:
+def _new_admission(scheduler: Scheduler) -> Admission:
     vllm_config = scheduler.vllm_config
     config = config_of(vllm_config)
     assert config is not None
@@ -72,13 +81,13 @@ def _new_admission(scheduler: Any) -> Admission:
     return admission
 
 
-def _programs_of(request: Any) -> tuple[Program, ...]:
+def _programs_of(request: object) -> tuple[Program, ...]:
     """The programs whose places a request holds; none for a plain one."""
     found = entered(request)
     return () if found is None else found.programs
 
 
-def _add_to_scheduler(original: Any, self: Any, request: Any) -> None:
+def _add_to_scheduler(original: Callable[..., object], self: Scheduler, request: Request) -> None:
     if self.connector is not None and entered(request) is not None:
         _take_nothing_from(self.connector)
     programs, admission = _programs_of(request), admission_of(self)
@@ -92,7 +101,7 @@ def _add_to_scheduler(original: Any, self: Any, request: Any) -> None:
     original(self, request)
 
 
-def _let_in(self: Any, admission: Admission) -> None:
+def _let_in(self: Scheduler, admission: Admission) -> None:
     """Move waiting requests to the scheduler, in order, while there is room."""
     while admission.waiting:
         first = admission.waiting[0]
@@ -102,7 +111,9 @@ def _let_in(self: Any, admission: Admission) -> None:
         _enqueue(self, admission.waiting.popleft())
 
 
-def _free(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+def _free(
+    original: Callable[..., T], self: Scheduler, request: Request, *args: object, **kwargs: object
+) -> T:
     out = original(self, request, *args, **kwargs)
     known = entered(request)
     if known is not None and known.has_sinks:
@@ -114,7 +125,12 @@ def _free(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> 
     return out
 
 
-def _finish(original: Any, self: Any, request_ids: Any, status: Any) -> Any:
+def _finish(
+    original: Callable[..., T],
+    self: Scheduler,
+    request_ids: str | Iterable[str] | None,
+    status: object,
+) -> T:
     """Scheduler.finish_requests: requests that wait for room end from the scheduler's queue."""
     admission = admission_of(self)
     if admission is None or not admission.waiting:
@@ -135,7 +151,9 @@ _enqueue: Any = None
 # News for the workers
 
 
-def _schedule(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _schedule(
+    original: Callable[..., SchedulerOutput], self: Scheduler, *args: object, **kwargs: object
+) -> SchedulerOutput:
     """Scheduler.schedule: the step's news go with its output, in an attribute of ours, because
     the output is what travels to every worker."""
     output = original(self, *args, **kwargs)
@@ -154,7 +172,7 @@ def _schedule(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return output
 
 
-def news_in(scheduler_output: Any) -> StepNews | None:
+def news_in(scheduler_output: object) -> StepNews | None:
     """None if nothing has changed."""
     found = getattr(scheduler_output, "scope_news", None)
     return found if isinstance(found, StepNews) else None
@@ -163,7 +181,13 @@ def news_in(scheduler_output: Any) -> StepNews | None:
 # KV of other requests
 
 
-def _capped(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+def _capped(
+    original: Callable[..., T],
+    self: KVCacheManager,
+    request: Request,
+    *args: int | None,
+    **kwargs: int | None,
+) -> T:
     """KVCacheManager.get_computed_blocks and its twin for KV connectors: hits end below the
     request's first position.
 
@@ -183,12 +207,12 @@ def _capped(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -
 
 
 @cache
-def _takes_cap(original: Any) -> bool:
+def _takes_cap(original: Callable[..., object]) -> bool:
     return "max_cache_hit_length" in inspect.signature(original).parameters
 
 
 @contextmanager
-def _lookups_end(coordinator: Any, first: int) -> Iterator[None]:
+def _lookups_end(coordinator: object, first: int) -> Iterator[None]:
     """Cap the hits of a KV-cache coordinator. On the instance, as vLLM tests its class.
     vllm 0.32, v1/core/kv_cache_manager.py, get_computed_blocks_for_connector"""
     names = ("find_longest_cache_hit", "find_longest_cache_hit_per_group")
@@ -205,7 +229,7 @@ def _lookups_end(coordinator: Any, first: int) -> Iterator[None]:
             delattr(coordinator, name)
 
 
-def _take_nothing_from(connector: Any) -> None:
+def _take_nothing_from(connector: KVConnector) -> None:
     """Give requests with taps no KV of a KV connector: their tokens would not be computed, and it
     may hold KV of a request with the same edits that failed."""
     if "get_num_new_matched_tokens" not in connector.__dict__:
@@ -213,7 +237,12 @@ def _take_nothing_from(connector: Any) -> None:
         connector.get_num_new_matched_tokens = partial(_lookup_outside, lookup)
 
 
-def _lookup_outside(lookup: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+def _lookup_outside(
+    lookup: Callable[..., tuple[int | None, bool]],
+    request: Request,
+    *args: object,
+    **kwargs: object,
+) -> tuple[int | None, bool]:
     """get_num_new_matched_tokens -> (tokens, False). The connector is called all the same, as
     some take notes; None tokens means to ask again later."""
     if entered(request) is None:
@@ -226,7 +255,9 @@ def _lookup_outside(lookup: Any, request: Any, *args: Any, **kwargs: Any) -> Any
     return (None if tokens is None else 0), False
 
 
-def _lookup_below(lookup: Any, first: int, block_hashes: Any, max_cache_hit_length: int) -> Any:
+def _lookup_below(
+    lookup: Callable[..., T], first: int, block_hashes: object, max_cache_hit_length: int
+) -> T:
     return lookup(block_hashes, min(max_cache_hit_length, first))
 
 
