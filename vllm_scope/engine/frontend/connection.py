@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,15 @@ import numpy as np
 
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.seams import config_of
+from vllm_scope.engine.vllm_types import AsyncLLM, Engine, LLMEngine
+from vllm_scope.engine.worker.replies import Connected, Module
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.errors import ScopeError, SpecError, shown
 from vllm_scope.program.compiler import OVERSHOOT, RequestProgram
 from vllm_scope.program.operations import Cost
 from vllm_scope.request.actions import MEMORY
 from vllm_scope.request.arrays import Array
-from vllm_scope.request.resolve import Resolved, Vectors
+from vllm_scope.request.resolve import Resolved, ResolvedProbe, ResolvedRead, Vectors
 from vllm_scope.request.selectors import Ids, Selector, Tokens
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.spec import Meanings, Spec
@@ -72,7 +74,7 @@ class Connection:
         self._meanings = Meanings(self.sites)
 
     @staticmethod
-    def from_replies(replies: list[dict[str, Any]], deliver_timeout_s: float) -> Connection:
+    def from_replies(replies: list[Connected], deliver_timeout_s: float) -> Connection:
         first = replies[0]
         kernels = {k: v for r in replies for k, v in r["sites"]["kernels"].items()}
         sites = Sites.from_body(
@@ -98,7 +100,7 @@ class Connection:
             self.num_doubts != self.num_asked or not wanted <= self.modules.keys()
         )
 
-    def learn_modules(self, modules: dict[str, Any], num_doubts: int = 0) -> None:
+    def learn_modules(self, modules: Mapping[str, Module], num_doubts: int = 0) -> None:
         """Replace what is known of modules.
 
         Args:
@@ -114,7 +116,7 @@ class Connection:
 
     def resolve(self, spec: Spec) -> Resolved:
         """What a spec means here; stand-ins take the place of modules' vectors."""
-        return self._meanings.of(spec.packed.digest, lambda: spec, self.modules)
+        return self._meanings.of(spec.packed.digest, lambda: spec, self.modules, spec.modules)
 
     def check(self, asked: Resolved, ids: Ids, max_tokens: int) -> None:
         """Check a request before it enters.
@@ -140,13 +142,13 @@ _connecting: Beside[asyncio.Task[None]] = Beside()
 # How it is made
 
 
-def _address() -> dict[str, Any]:
+def _address() -> dict[str, object]:
     body = msgspec.to_builtins(inbox().address)
     assert isinstance(body, dict)
     return body
 
 
-def _may_listen(engine: Any, replies: list[dict[str, Any]]) -> bool:
+def _may_listen(engine: Engine, replies: list[Connected]) -> bool:
     """Listen on TCP if a worker needs it; True if the workers must be asked again."""
     if not any(reply["needs_tcp"] for reply in replies):
         return False
@@ -163,7 +165,7 @@ def _may_listen(engine: Any, replies: list[dict[str, Any]]) -> bool:
     return True
 
 
-def _connect(engine: Any, replies: list[dict[str, Any]], generation: int) -> None:
+def _connect(engine: Engine, replies: list[Connected], generation: int) -> None:
     config = config_of(engine.vllm_config)
     assert config is not None
     inbox().on_counters = count_sinks
@@ -178,7 +180,7 @@ def _connect(engine: Any, replies: list[dict[str, Any]], generation: int) -> Non
     connections.put(engine.output_processor, found)
 
 
-def connect_sync(engine: Any) -> None:
+def connect_sync(engine: LLMEngine) -> None:
     generation = inbox().generation
     replies = engine.collective_rpc("scope_connect", args=(_address(),))
     if _may_listen(engine, replies):
@@ -186,7 +188,7 @@ def connect_sync(engine: Any) -> None:
     _connect(engine, replies, generation)
 
 
-async def connect_async(engine: Any) -> None:
+async def connect_async(engine: AsyncLLM) -> None:
     """Connect once for all requests that wait; the cancellation of one does not stop it."""
     task = _connecting.of(engine)
     if task is None or task.done():
@@ -194,7 +196,7 @@ async def connect_async(engine: Any) -> None:
     await asyncio.shield(task)
 
 
-async def _connect_async(engine: Any) -> None:
+async def _connect_async(engine: AsyncLLM) -> None:
     generation = inbox().generation
     replies = await _ask_all(engine)
     if _may_listen(engine, replies):
@@ -202,12 +204,12 @@ async def _connect_async(engine: Any) -> None:
     _connect(engine, replies, generation)
 
 
-async def _ask_all(engine: Any) -> list[dict[str, Any]]:
+async def _ask_all(engine: AsyncLLM) -> list[Connected]:
     replicas = await ask_replicas(engine, "scope_connect", _address())
     return [reply for replies in replicas for reply in replies]
 
 
-async def ask_replicas(engine: Any, name: str, *args: Any) -> list[list[dict[str, Any]]]:
+async def ask_replicas(engine: Engine, name: str, *args: object) -> list[list[Any]]:
     """The answers to a remote call, by data-parallel replica and worker.
 
     AsyncLLM.collective_rpc returns the answers of the first replica only.
@@ -220,7 +222,7 @@ async def ask_replicas(engine: Any, name: str, *args: Any) -> list[list[dict[str
     return list(await asyncio.gather(*calls))
 
 
-def needs_connection(engine: Any) -> bool:
+def needs_connection(engine: Engine) -> bool:
     known = connections.of(engine.output_processor)
     if known is not None:
         late = known.generation != inbox().generation
@@ -234,7 +236,7 @@ def needs_connection(engine: Any) -> bool:
 def _check_sinks(asked: Resolved, connection: Connection) -> None:
     """Raises SpecError for a destination that the operator did not set up."""
     for name in ("reads", "probes"):
-        actions: tuple[Any, ...] = getattr(asked, name)
+        actions: tuple[ResolvedRead | ResolvedProbe, ...] = getattr(asked, name)
         for i, action in enumerate(actions):
             if action.to == MEMORY:
                 continue
@@ -293,14 +295,17 @@ def _check_room(asked: Resolved, ids: Ids, max_tokens: int, connection: Connecti
     encodes = any(read.encoding for read in asked.reads)
     if asked.edits or asked.probes or len(asked.reads) > 1 or encodes:
         program = RequestProgram.compile(asked, sites, frozenset(sites.boundaries), len(ids), ids)
-        programs = program.programs_of(program.columns(len(ids) + max_tokens + OVERSHOOT))
-        excess = limits.excess(*(one.layout for one in programs))
+        programs = program.all_programs(len(ids) + max_tokens + OVERSHOOT)
+        superset = program.generated_superset()
+        every = [*programs, *([] if superset is None else [superset])]
+        delivered = every if limits.optimistic else programs
+        excess = limits.excess(*(one.layout for one in delivered))
         if excess is not None:
             raise SpecError(
                 f"the request delivers too much at once ({excess}); read fewer layers, or "
                 "start the engine with a larger additional_config['scope'].arena_mib."
             )
-        cost = Cost.of(programs)
+        cost = Cost.of(set(every))
         if program.has_vectors and not cost.fits(limits.capacity):
             raise SpecError(
                 f"the request takes {cost}; this engine has {limits.capacity}. Edit fewer places, "

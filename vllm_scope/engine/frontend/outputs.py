@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
-from typing import Any
 
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.beside import Beside
@@ -22,17 +22,22 @@ from vllm_scope.engine.frontend.running import Live, lives, running_of, runs
 from vllm_scope.engine.frontend.translators import in_words
 from vllm_scope.engine.params import concerns, names_module, params_of
 from vllm_scope.engine.refusals import refusal, refusal_in
+from vllm_scope.engine.vllm_types import AsyncLLM, CompletionOutput, LLMEngine, RequestOutput
 from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.results.buffer import Pending
 from vllm_scope.results.inbox import inbox
 
+#: What AsyncLLM.generate returns.
+Outputs = AsyncGenerator[RequestOutput, None]
 #: How long a synchronous step waits for rows before it looks again.
 POLL_S = 0.05
 #: If due rows have not arrived after so long, their worker may have disconnected.
 LONG_S = 5.0
 
 
-def _new_completion(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _new_completion(
+    original: Callable[..., CompletionOutput], self: object, *args: object, **kwargs: object
+) -> CompletionOutput:
     """RequestState._new_completion_output: connect the completion with its rows."""
     completion = original(self, *args, **kwargs)
     known, refused = runs.of(self), refusal_in(completion)
@@ -47,7 +52,7 @@ def _new_completion(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return completion
 
 
-def _waiting_for(output: Any) -> list[Pending]:
+def _waiting_for(output: RequestOutput) -> list[Pending]:
     """The rows that a finished output still waits for."""
     found = []
     for completion in output.outputs:
@@ -58,7 +63,7 @@ def _waiting_for(output: Any) -> list[Pending]:
     return found
 
 
-def settle(output: Any) -> Any:
+def settle(output: RequestOutput) -> RequestOutput:
     """Give every completion a snapshot of its rows as of now."""
     for completion in output.outputs:
         running = running_of(completion)
@@ -67,7 +72,7 @@ def settle(output: Any) -> Any:
     return output
 
 
-def outdated(output: Any) -> bool:
+def outdated(output: RequestOutput) -> bool:
     """True if something has arrived for a completion since `settle`."""
     return any(
         live is not None and live.running is not None
@@ -76,13 +81,15 @@ def outdated(output: Any) -> bool:
     )  # fmt: skip
 
 
-def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _generate(
+    original: Callable[..., Outputs], self: AsyncLLM, *args: object, **kwargs: object
+) -> Outputs:
     params = params_of(args, kwargs, 1, "sampling_params")
     stream = original(self, *args, **kwargs)
     return _settled(self, stream) if concerns(params, self) else stream
 
 
-async def _settled(engine: Any, stream: Any) -> Any:
+async def _settled(engine: AsyncLLM, stream: Outputs) -> Outputs:
     async with aclosing(stream):
         async for output in stream:
             connection = connections.of(engine.output_processor)
@@ -109,15 +116,15 @@ async def _arrival(pending: Pending, timeout: float) -> None:
 
 
 #: LLMEngine -> finished outputs whose rows are missing, and until when each waits.
-_waiting: Beside[list[tuple[Any, float]]] = Beside()
+_waiting: Beside[list[tuple[RequestOutput, float]]] = Beside()
 
 
-def _step(original: Any, self: Any) -> list[Any]:
+def _step(original: Callable[..., list[RequestOutput]], self: LLMEngine) -> list[RequestOutput]:
     """LLMEngine.step: a finished output whose rows are missing is returned by a later step."""
     waiting = _waiting.of(self)
     if waiting is None:
         waiting = _waiting.put(self, [])
-    outputs: list[Any]
+    outputs: list[RequestOutput]
     if not waiting:
         outputs = original(self)
     elif self.output_processor.has_unfinished_requests() or not _multiprocess(self):
@@ -150,15 +157,15 @@ def _wait(pending: Pending, timeout: float) -> None:
         pending.done.result(timeout)
 
 
-def _multiprocess(engine: Any) -> bool:
+def _multiprocess(engine: LLMEngine) -> bool:
     return not hasattr(engine.engine_core, "engine_core")
 
 
-def _has_unfinished(original: Any, self: Any) -> bool:
+def _has_unfinished(original: Callable[..., bool], self: object) -> bool:
     return bool(original(self)) or bool(_waiting.of(self))
 
 
-def _scope_of(self: Any) -> Any:
+def _scope_of(self: RequestOutput) -> object:
     """RequestOutput.scope: the result of a request with one completion."""
     if len(self.outputs) != 1:
         raise ScopeError(

@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from vllm_scope.engine.frontend.connection import Connection
+from vllm_scope.engine.vllm_types import EngineCoreRequest
 from vllm_scope.errors import SpecError
 from vllm_scope.request.actions import MEMORY
 from vllm_scope.request.resolve import Resolved
@@ -48,7 +49,7 @@ class Prepared:
     num_bytes: int
 
 
-def prepare(connection: Connection | None, request: Any) -> Prepared:
+def prepare(connection: Connection | None, request: EngineCoreRequest) -> Prepared:
     """Check a request of vLLM's against the engine. On any thread.
 
     Raises:
@@ -77,7 +78,7 @@ def prepare(connection: Connection | None, request: Any) -> Prepared:
     )  # fmt: skip
 
 
-def is_small(values: Any) -> bool:
+def is_small(values: object) -> bool:
     """True if characters and items together are at most SMALL; a thread would cost more.
 
     Args:
@@ -98,7 +99,7 @@ def is_small(values: Any) -> bool:
     return True
 
 
-async def aside(call: Callable[..., Result], *args: Any, if_large: Any) -> Result:
+async def aside(call: Callable[..., Result], *args: object, if_large: object) -> Result:
     """The result of a call, which runs in a thread if `if_large` is large."""
     if is_small(if_large):
         return call(*args)

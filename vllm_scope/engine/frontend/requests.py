@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_scope.engine import functions, wrapping
 from vllm_scope.engine.beside import Beside
@@ -38,6 +38,15 @@ from vllm_scope.engine.frontend.prepared import (
 from vllm_scope.engine.frontend.running import Running, runs
 from vllm_scope.engine.params import TICKET, asks, concerns, names_module, params_of, with_ticket
 from vllm_scope.engine.refusals import refusing
+from vllm_scope.engine.vllm_types import (
+    AsyncLLM,
+    Engine,
+    EngineCoreRequest,
+    LLMEngine,
+    OutputProcessor,
+    ParentRequest,
+    SamplingParams,
+)
 from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.request.spec import Spec
 from vllm_scope.request.ticket import Recipient, Ticket
@@ -45,12 +54,17 @@ from vllm_scope.results.budget import asking
 from vllm_scope.results.buffer import Pending
 from vllm_scope.results.inbox import inbox
 
+T = TypeVar("T")
 #: What was prepared for the request that the running code adds to the engine.
 _ahead: ContextVar[Prepared | None] = ContextVar("vllm_scope_ahead", default=None)
 
 
 def _open(
-    connection: Connection, prepared: Prepared, request: Any, parent: Any, child: int
+    connection: Connection,
+    prepared: Prepared,
+    request: EngineCoreRequest,
+    parent: ParentRequest | None,
+    child: int,
 ) -> Pending:
     """Make a request's buffer, and put its ticket in place of its spec.
 
@@ -96,14 +110,16 @@ class _Shared:
 _shared: Beside[_Shared] = Beside()
 
 
-def _shared_of(parent: Any) -> _Shared:
+def _shared_of(parent: ParentRequest | None) -> _Shared:
     """A new one for a request of one completion, which has no parent."""
     if parent is None:
         return _Shared()
     return _shared.of(parent) or _shared.put(parent, _Shared())
 
 
-def _prepared_of(processor: Any, request: Any, parent: Any) -> Prepared:
+def _prepared_of(
+    processor: object, request: EngineCoreRequest, parent: ParentRequest | None
+) -> Prepared:
     """The checked request; the same object for all completions of an n > 1.
 
     Raises:
@@ -118,13 +134,15 @@ def _prepared_of(processor: Any, request: Any, parent: Any) -> Prepared:
     return shared.prepared
 
 
-def _is_of(found: Prepared, request: Any) -> bool:
+def _is_of(found: Prepared, request: EngineCoreRequest) -> bool:
     """True if the request has the prompt and the length that were prepared."""
     same_length = found.max_tokens == (request.sampling_params.max_tokens or 1)
     return same_length and found.prompt_ids == request.prompt_token_ids
 
 
-async def _prepare_ahead(engine: Any, params: Any, prompt: Any) -> Prepared | None:
+async def _prepare_ahead(
+    engine: AsyncLLM, params: SamplingParams, prompt: object
+) -> Prepared | None:
     """Prepare a large request of several completions in a thread; None for any other.
 
     vLLM adds all completions without an await, so this is the last point where the event loop
@@ -139,12 +157,12 @@ async def _prepare_ahead(engine: Any, params: Any, prompt: Any) -> Prepared | No
     if is_small((params.extra_args["scope"], ids)):
         return None
     connection = connections.of(engine.output_processor)
-    request = SimpleNamespace(sampling_params=params, prompt_token_ids=ids, resumable=False)
+    request: Any = SimpleNamespace(sampling_params=params, prompt_token_ids=ids, resumable=False)
     with refusing(translators.decorators_of(params).paths):
         return await asyncio.to_thread(prepare, connection, request)
 
 
-def _unknown_modules(engine: Any, params: Any) -> bool:
+def _unknown_modules(engine: Engine, params: SamplingParams) -> bool:
     """True if the spec names a steering module that this front-end must ask about."""
     connection = connections.of(engine.output_processor)
     text = params.extra_args["scope"] if asks(params) else None
@@ -156,14 +174,14 @@ def _unknown_modules(engine: Any, params: Any) -> bool:
 
 
 def _add_to_processor(
-    original: Any,
-    self: Any,
-    request: Any,
-    prompt: Any,
-    parent_req: Any = None,
+    original: Callable[..., object],
+    self: OutputProcessor,
+    request: EngineCoreRequest,
+    prompt: object,
+    parent_req: ParentRequest | None = None,
     request_index: int = 0,
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> None:
     """OutputProcessor.add_request: every child request of an n > 1 comes here."""
     rest = (prompt, parent_req, request_index, *args)
@@ -190,7 +208,9 @@ def _add_to_processor(
     runs.put(state, Running(pending, decorators, state.detokenizer, text, vectors))
 
 
-def _translated(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _translated(
+    engine: Engine, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[Any, tuple[object, ...], dict[str, object]]:
     """(params, args, kwargs), with a spec in place of other systems' keys."""
     params = params_of(args, kwargs, 2)
     if not translators.concerned(params, engine.vllm_config):
@@ -206,7 +226,7 @@ def _translated(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return params, (*args[:2], params, *args[3:]), kwargs
 
 
-def _add_sync(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _add_sync(original: Callable[..., T], self: LLMEngine, *args: object, **kwargs: object) -> T:
     params = params_of(args, kwargs, 2)
     if concerns(params, self):
         if needs_connection(self):
@@ -225,11 +245,13 @@ def _add_sync(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         raise
 
 
-def _add_async(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _add_async(
+    original: Callable[..., Awaitable[T]], self: AsyncLLM, *args: object, **kwargs: object
+) -> Awaitable[T]:
     if not concerns(params_of(args, kwargs, 2), self):
         return original(self, *args, **kwargs)
 
-    async def ask_first() -> Any:
+    async def ask_first() -> T:
         if needs_connection(self):
             await connect_async(self)
         params, positional, named = await aside(
@@ -251,7 +273,13 @@ def _add_async(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 async def _add_one_async(
-    original: Any, self: Any, request: Any, prompt: Any, parent_req: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Awaitable[object]],
+    self: AsyncLLM,
+    request: EngineCoreRequest,
+    prompt: object,
+    parent_req: ParentRequest | None,
+    *args: object,
+    **kwargs: object,
 ) -> None:
     """AsyncLLM._add_request, whose output processor is called on the event loop."""
     params = request.sampling_params

@@ -8,11 +8,12 @@ From:  requests (which puts a Running beside vLLM's RequestState).   To: outputs
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.frontend.translators import Decorators
+from vllm_scope.engine.vllm_types import CompletionOutput, Detokenizer, RequestOutput
 from vllm_scope.errors import ScopeError
 from vllm_scope.results.buffer import Pending
 
@@ -33,7 +34,7 @@ class Running:
         self,
         pending: Pending,
         decorators: Decorators,
-        detokenizer: Any,
+        detokenizer: Detokenizer,
         text: str,
         vectors: bool,
     ) -> None:
@@ -46,9 +47,9 @@ class Running:
         if pending.asked.probes and decode is not None:
             detokenizer.decode_next = self._following(decode)
 
-    def _following(self, decode: Any) -> Any:
-        def decode_next(*args: Any, **kwargs: Any) -> str:
-            text: str = decode(*args, **kwargs)
+    def _following(self, decode: Callable[..., str]) -> Callable[..., str]:
+        def decode_next(*args: object, **kwargs: object) -> str:
+            text = decode(*args, **kwargs)
             self.texts.append(text)
             return text
 
@@ -63,7 +64,7 @@ class Running:
         known.extend(every[len(every) - count + len(known) :])
         return known
 
-    def give(self, output: Any, completion: Any) -> None:
+    def give(self, output: RequestOutput, completion: CompletionOutput) -> None:
         """Set the completion's result so far."""
         # Before the snapshot: what arrives in between counts as new.
         num_seen = self.pending.num_came

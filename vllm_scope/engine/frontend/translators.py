@@ -17,20 +17,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NoReturn, TypeVar
 
 from vllm_scope.engine.functions import FUNCTIONS, Functions, keep
+from vllm_scope.engine.vllm_types import CompletionOutput, RequestOutput, SamplingParams, VllmConfig
 from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.request.actions import Action, Probe, Read
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.spec import Spec, scope
 
+Params = TypeVar("Params", bound=SamplingParams)
 #: Where a request's Decorators are in `extra_args` until the front-end removes them.
 DECORATORS = "scope_decorators"
 
 #: (output, completion): called after each snapshot, `completion.scope`, on the event loop. Must
 #: be quick.
-Decorator = Callable[[Any, Any], None]
+Decorator = Callable[[RequestOutput, CompletionOutput], None]
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,10 @@ class Decorators:
 
 #: (those of the translator's keys that a request has, with their values; the engine's sites).
 #: Raises SpecError if they ask for what is not possible.
-Translator = Callable[[Mapping[str, Any], Sites], Translation]
+Translator = Callable[[Mapping[str, object], Sites], Translation]
 #: An engine's VllmConfig -> values that are added to every request; None to translate only
 #: requests with keys.
-Everywhere = Callable[[Any], Mapping[str, Any] | None]
+Everywhere = Callable[[VllmConfig], Mapping[str, object] | None]
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def register(
     _everywhere = tuple(e.everywhere for e in _entries.values() if e.everywhere is not None)
 
 
-def concerned(params: Any, vllm_config: Any) -> bool:
+def concerned(params: object, vllm_config: VllmConfig) -> bool:
     """True if a translator applies to a request."""
     if not hasattr(params, "extra_args"):
         return False
@@ -112,7 +114,7 @@ def concerned(params: Any, vllm_config: Any) -> bool:
     return any(everywhere(vllm_config) is not None for everywhere in _everywhere)
 
 
-def has_keys(extra: Mapping[str, Any] | None) -> bool:
+def has_keys(extra: Mapping[str, object] | None) -> bool:
     return bool(extra) and not _keys.isdisjoint(extra or ())
 
 
@@ -121,7 +123,7 @@ def keys() -> frozenset[str]:
     return _keys
 
 
-def translated(params: Any, vllm_config: Any, sites: Sites) -> Any:
+def translated(params: Params, vllm_config: VllmConfig, sites: Sites) -> Params:
     """A copy of SamplingParams with a spec in place of the keys.
 
     Raises:
@@ -155,7 +157,7 @@ def translated(params: Any, vllm_config: Any, sites: Sites) -> Any:
     return params
 
 
-def decorators_of(params: Any) -> Decorators:
+def decorators_of(params: object) -> Decorators:
     """The decorators and paths of a request; empty without translations."""
     found = (getattr(params, "extra_args", None) or {}).get(DECORATORS)
     return found if isinstance(found, Decorators) else Decorators()
@@ -222,25 +224,25 @@ def _moved(paths: Mapping[str, str], before: Iterable[Action]) -> dict[str, str]
     return moved
 
 
-class OfEach(Mapping[Any, Any]):
+class OfEach(Mapping[object, object]):
     """Stands on an output of several completions for an attribute of each."""
 
     def __init__(self, name: str, number: int) -> None:
         self._name, self._number = name, number
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> NoReturn:
         raise ScopeError(
             f"this output has {self._number} completions; use output.outputs[i].{self._name}."
         )
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return iter(self[None])
 
     def __len__(self) -> int:
         return len(self[None])
 
 
-def give(output: Any, completion: Any, name: str, value: Any) -> None:
+def give(output: RequestOutput, completion: CompletionOutput, name: str, value: object) -> None:
     """Set an attribute of a completion, and of its output if it is the only one."""
     setattr(completion, name, value)
     alone = len(output.outputs) == 1
