@@ -11,6 +11,8 @@ import re
 from typing import Any
 
 from vllm_scope.engine.frontend.connection import ask_replicas, connections
+from vllm_scope.engine.vllm_types import AsyncLLM
+from vllm_scope.engine.worker.replies import Module
 from vllm_scope.errors import SpecError
 from vllm_scope.results.inbox import num_pending
 
@@ -21,10 +23,10 @@ class EngineCalls:
     EngineCore returns the registry's errors as text; they become SpecErrors again here.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
 
-    async def describe(self) -> dict[str, Any]:
+    async def describe(self) -> dict[str, object]:
         return dict(await self._call("scope_describe"))
 
     async def load(self) -> tuple[int, int]:
@@ -33,7 +35,7 @@ class EngineCalls:
         running = (max(each["requests"] for each in replies) for replies in replicas)
         return sum(running), num_pending()
 
-    async def modules(self) -> dict[str, Any]:
+    async def modules(self) -> dict[str, Module]:
         return dict(await self._call("scope_modules"))
 
     async def register(self, name: str, data: bytes) -> str:
@@ -54,7 +56,7 @@ class EngineCalls:
         text: str | None = await self._call("scope_get_edits")
         return text
 
-    async def _call(self, name: str, *args: Any) -> Any:
+    async def _call(self, name: str, *args: object) -> Any:
         """The first worker's answer; all give the same."""
         try:
             found = await self._engine.collective_rpc(name, args=args)
@@ -67,7 +69,7 @@ class EngineCalls:
         return found[0]
 
 
-def _doubt_modules(engine: Any) -> None:
+def _doubt_modules(engine: AsyncLLM) -> None:
     """A module's name has changed: the next request that names a module asks the engine."""
     connection = connections.of(engine.output_processor)
     if connection is not None:

@@ -17,21 +17,22 @@ import atexit
 import os
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.frontend import translators
 from vllm_scope.engine.frontend.connection import connections
-from vllm_scope.engine.frontend.outputs import outdated, settle
+from vllm_scope.engine.frontend.outputs import Outputs, outdated, settle
 from vllm_scope.engine.frontend.prepared import aside
 from vllm_scope.engine.frontend.running import runs
 from vllm_scope.engine.http.calls import EngineCalls
 from vllm_scope.engine.params import asks, params_of
 from vllm_scope.engine.refusals import refusal, refusing
 from vllm_scope.engine.seams import config_of
+from vllm_scope.engine.vllm_types import AsyncLLM, EngineCoreRequest, OutputProcessor
 from vllm_scope.errors import ConfigError, ScopeError, SpecError, shown
 from vllm_scope.results.inbox import inbox, limit
 from vllm_scope.server import faces
@@ -39,6 +40,10 @@ from vllm_scope.server.answer import Answer, current
 from vllm_scope.server.options import ScopeOptions
 from vllm_scope.transport.folders import RUN, end_run
 
+if TYPE_CHECKING:
+    from fastapi import FastAPI, Request
+
+T = TypeVar("T")
 PATHS = ("/v1/completions", "/v1/chat/completions")
 #: A token's data comes with the text of the second token after it, at the latest.
 MOST_BEHIND = 2
@@ -48,7 +53,12 @@ _LATE_POLL_S, _LATE_POLL_MOST_S = 0.002, 0.02
 # Answers
 
 
-def _create(original: Any, self: Any, request: Any, raw_request: Any = None) -> Any:
+def _create(
+    original: Callable[..., Awaitable[object]],
+    self: object,
+    request: Any,
+    raw_request: Request | None = None,
+) -> Awaitable[object]:
     """OpenAIServingCompletion.create_completion and OpenAIServingChat's twin."""
     if raw_request is None or not _asks_us(request):
         return original(self, request, raw_request)
@@ -67,7 +77,7 @@ def _asks_us(request: Any) -> bool:
     return bool(body) and (_misplaced(body) is not None or faces.has_fields(body))
 
 
-def _misplaced(body: Any) -> str | None:
+def _misplaced(body: Mapping[str, object]) -> str | None:
     """The error text for a scope in the wrong field of a body, or None."""
     extra = body.get("extra_args")
     if "scope" in body:
@@ -79,7 +89,9 @@ def _misplaced(body: Any) -> str | None:
     return f"the body has {what} in 'vllm_xargs': {{'vllm_xargs': {{'scope': ...}}}}."
 
 
-async def _create_with_scope(original: Any, self: Any, request: Any, raw_request: Any) -> Any:
+async def _create_with_scope(
+    original: Callable[..., Awaitable[Any]], self: object, request: Any, raw_request: Request
+) -> object:
     _check_place(request, raw_request)
     if (why := _misplaced(request.model_extra or {})) is not None:
         raise refusal()(why)
@@ -113,7 +125,7 @@ async def _create_with_scope(original: Any, self: Any, request: Any, raw_request
             answer.close()
 
 
-def _check_place(request: Any, raw_request: Any) -> None:
+def _check_place(request: Any, raw_request: Request) -> None:
     path = current.get()
     if not isinstance(path, str) or path not in PATHS:
         raise refusal()(_no_place(raw_request.url.path))
@@ -125,7 +137,7 @@ def _no_place(path: str) -> str:
     return f"answers of {path} have no place for a scope; use {' or '.join(PATHS)}."
 
 
-async def _stream(answer: Answer, chunks: AsyncGenerator[str, None]) -> Any:
+async def _stream(answer: Answer, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
     """The chunks with their scopes, after the engine has accepted the whole request.
 
     Without the wait, vLLM would answer 200 and put a refusal into the first chunk.
@@ -169,7 +181,9 @@ async def _chunks(
         answer.close()
 
 
-def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _generate(
+    original: Callable[..., Outputs], self: AsyncLLM, *args: object, **kwargs: object
+) -> Outputs:
     """AsyncLLM.generate, outside of the front-end's wrapper: outputs have their results."""
     place, params = current.get(), params_of(args, kwargs, 1, "sampling_params")
     extra = getattr(params, "extra_args", None)
@@ -184,7 +198,7 @@ def _generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return _followed(place, prompt, self, original(self, *args, **kwargs))
 
 
-async def _followed(answer: Answer, prompt: int, engine: Any, stream: Any) -> Any:
+async def _followed(answer: Answer, prompt: int, engine: AsyncLLM, stream: Outputs) -> Outputs:
     try:
         async with aclosing(stream):
             async for output in stream:
@@ -231,7 +245,13 @@ async def _catch_up(answer: Answer, prompt: int, output: Any, timeout: float) ->
     return True
 
 
-def _admitted(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+def _admitted(
+    original: Callable[..., object],
+    self: OutputProcessor,
+    request: EngineCoreRequest,
+    *args: object,
+    **kwargs: object,
+) -> None:
     """OutputProcessor.add_request, outside of the front-end's wrapper, which may refuse."""
     original(self, request, *args, **kwargs)
     answer = current.get()
@@ -243,8 +263,13 @@ def _admitted(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any)
 
 
 def _create_elsewhere(
-    path: str, original: Any, self: Any, request: Any, *args: Any, **kwargs: Any
-) -> Any:
+    path: str,
+    original: Callable[..., T],
+    self: object,
+    request: Any,
+    *args: object,
+    **kwargs: object,
+) -> T:
     """Refuse a scope on a path whose answers have no place for it, before anything is streamed."""
     if _asks_us(request):
         raise refusal()(_no_place(path))
@@ -254,7 +279,7 @@ def _create_elsewhere(
 # The app
 
 
-def _attach(original: Any, app: Any) -> None:
+def _attach(original: Callable[..., object], app: FastAPI) -> None:
     from vllm_scope.compat import register_http
     from vllm_scope.server.routes import attach
 
@@ -279,7 +304,7 @@ def _check_root_path(root: str | None) -> None:
         )
 
 
-def _engine_of(app: Any) -> EngineCalls | None:
+def _engine_of(app: FastAPI) -> EngineCalls | None:
     engine = getattr(app.state, "engine_client", None)
     if engine is None or config_of(engine.vllm_config) is None:
         return None
