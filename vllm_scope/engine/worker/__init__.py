@@ -4,6 +4,7 @@ attach.py     seams on vLLM's worker and its model runner
 worker.py     ScopeWorker: requests, close, remote calls
 loading.py    installs taps on a loaded model, and checks that they write
 attention.py  which attention layers can be tapped, and how wide their rows are
+replies.py    what a worker answers to the front-end's remote calls
 sizes.py      sizes of the arena, the ring and the tables; limits of one request
 canary.py     reads one row at every tap before the worker serves
 runners.py    what a forward computes, for Model Runner V1 and V2

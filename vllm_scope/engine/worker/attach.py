@@ -6,17 +6,18 @@ Runs:  in every worker process, when vLLM makes its worker.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 from vllm_scope.config import ScopeConfig
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.core import clearing
 from vllm_scope.engine.core.scheduler import news_in
 from vllm_scope.engine.seams import config_of
+from vllm_scope.engine.vllm_types import ModelRunner, SchedulerOutput, VllmConfig, Worker
 from vllm_scope.engine.worker.worker import ScopeWorker
 
 
-def _remote_calls(scope: ScopeWorker) -> dict[str, Any]:
+def _remote_calls(scope: ScopeWorker) -> dict[str, Callable[..., object]]:
     """Name of a remote call -> the function; vLLM returns its errors to the caller as text."""
     return {
         "scope_connect": scope.connect,
@@ -26,26 +27,26 @@ def _remote_calls(scope: ScopeWorker) -> dict[str, Any]:
     }
 
 
-def _attach(worker: Any, config: ScopeConfig) -> None:
+def _attach(worker: Worker, config: ScopeConfig) -> None:
     """Wrap one worker instance; its class may be the user's (`worker_cls`)."""
     scope = ScopeWorker(worker, config)
     load_model = worker.load_model
     warm_up, shutdown = worker.compile_or_warm_up_model, worker.shutdown
 
-    def load(*args: Any, **kwargs: Any) -> Any:
+    def load(*args: object, **kwargs: object) -> object:
         out = load_model(*args, **kwargs)
         scope.load()
         _attach_steps(worker.model_runner, scope)
         return out
 
-    def warm(*args: Any, **kwargs: Any) -> Any:
+    def warm(*args: object, **kwargs: object) -> object:
         out = warm_up(*args, **kwargs)
         scope.check_canary()
         if scope.steps is not None:
             clearing.warm_up(worker.model_runner)
         return out
 
-    def close(*args: Any, **kwargs: Any) -> Any:
+    def close(*args: object, **kwargs: object) -> object:
         scope.close()
         return shutdown(*args, **kwargs)
 
@@ -55,13 +56,13 @@ def _attach(worker: Any, config: ScopeConfig) -> None:
         setattr(worker, name, call)
 
 
-def _attach_steps(runner: Any, scope: ScopeWorker) -> None:
+def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
     """Wrap the runner's steps: with Ray's compiled graph, the worker's `execute_model` is not
     called. vllm 0.32, v1/executor/ray_utils.py, RayWorkerWrapper.execute_model_ray
     """
     execute_model = runner.execute_model
 
-    def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def execute(scheduler_output: SchedulerOutput, *args: object, **kwargs: object) -> object:
         if kwargs.get("dummy_run"):  # Model Runner V2 calls itself for these
             return execute_model(scheduler_output, *args, **kwargs)
         news = news_in(scheduler_output)
@@ -87,14 +88,20 @@ def _attach_steps(runner: Any, scope: ScopeWorker) -> None:
 
     sample_tokens = runner.sample_tokens
 
-    def sample(*args: Any, **kwargs: Any) -> Any:
+    def sample(*args: object, **kwargs: object) -> object:
         return scope.with_faults(sample_tokens(*args, **kwargs))
 
     runner.execute_model, runner.sample_tokens = execute, sample
 
 
 def wrap() -> None:
-    def init(original: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    def init(
+        original: Callable[..., object],
+        self: Worker,
+        vllm_config: VllmConfig,
+        *args: object,
+        **kwargs: object,
+    ) -> None:
         original(self, vllm_config, *args, **kwargs)
         config = config_of(vllm_config)
         if config is not None:

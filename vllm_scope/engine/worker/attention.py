@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_scope.engine.vllm_types import VllmConfig
 from vllm_scope.errors import ConfigError
 from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.request.sites import ATTENTION_SITES, Heads, Place, Sites
 
 
-def heads_of(vllm_config: Any, sites: Sequence[str]) -> Heads:
+def heads_of(vllm_config: VllmConfig, sites: Sequence[str]) -> Heads:
     """The model's heads, by its configuration; `attention_of` compares them with the modules.
 
     Args:
@@ -101,7 +102,7 @@ def _check(module: Any, number: int, tapped: list[str], sites: Sites) -> None:
         )
 
 
-def kernel_of(module: Any) -> dict[str, Any]:
+def kernel_of(module: Any) -> dict[str, object]:
     """The parameters of an attention module's kernel beside q, k and v, as plain numbers.
 
     Returns:
@@ -125,7 +126,7 @@ def kernel_of(module: Any) -> dict[str, Any]:
     }
 
 
-def _numbers(values: Any) -> list[float] | None:
+def _numbers(values: object) -> list[float] | None:
     if values is None:
         return None
     found: list[float] = torch.as_tensor(values).detach().float().flatten().tolist()

@@ -12,7 +12,7 @@ faults with the step's output. EngineCore ends the requests before it takes a to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any
 
@@ -21,6 +21,8 @@ import numpy as np
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.core import clearing
 from vllm_scope.engine.refusals import refused
+from vllm_scope.engine.vllm_types import EngineCoreOutputs as Outputs
+from vllm_scope.engine.vllm_types import Scheduler
 from vllm_scope.errors import SpecError
 from vllm_scope.graph.tap.definition import fault_at
 from vllm_scope.graph.tap.tables import Tables
@@ -40,7 +42,7 @@ class Faults:
         """End a request whose edits cannot be done: its plain KV has the keys of edited KV."""
         self._failed[req_id] = reason
 
-    def with_faults(self, output: Any) -> Any:
+    def with_faults(self, output: object) -> object:
         """A step's output, with the faults so far as `scope_faults`.
 
         Args:
@@ -87,12 +89,12 @@ class Faults:
         )
 
 
-def _faults_in(model_runner_output: Any) -> Mapping[str, str]:
+def _faults_in(model_runner_output: object) -> Mapping[str, str]:
     found = getattr(model_runner_output, "scope_faults", None)
     return found if isinstance(found, dict) else {}
 
 
-def _with_sharers(scheduler: Any, faults: Mapping[str, str]) -> dict[str, str]:
+def _with_sharers(scheduler: Scheduler, faults: Mapping[str, str]) -> dict[str, str]:
     """The faults, and the same for requests that share KV with a faulty request."""
     found, left = dict(faults), list(faults)
     while left:
@@ -104,7 +106,12 @@ def _with_sharers(scheduler: Any, faults: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def end_faulty(original: Any, self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+def end_faulty(
+    original: Callable[..., dict[int, Outputs]],
+    self: Scheduler,
+    scheduler_output: object,
+    model_runner_output: object,
+) -> dict[int, Outputs]:
     """Scheduler.update_from_output: end requests with a fault before their tokens are taken."""
     faults = _faults_in(model_runner_output)
     if not faults:

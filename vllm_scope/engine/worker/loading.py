@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from vllm_scope.config import ScopeConfig
+from vllm_scope.engine.vllm_types import Worker
 from vllm_scope.engine.worker.canary import silent_taps
 from vllm_scope.engine.worker.sizes import Limits, Sizes
 from vllm_scope.errors import CompatError
@@ -51,7 +51,7 @@ class Loaded:
 
 
 def load_taps(
-    worker: Any,
+    worker: Worker,
     config: ScopeConfig,
     sites: Sites,
     anatomy: Anatomy,

@@ -11,19 +11,20 @@ Both runners reorder batches, so rows never follow from the scheduler's order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_scope.batch.labels import StepBatch
+from vllm_scope.engine.vllm_types import InputBatchV1, InputBatchV2, ModelRunner, ModelState
 from vllm_scope.errors import CompatError
 
 #: (batch, positions on the device by row, maybe padded); called only while a request has taps.
 BeginStep = Callable[[StepBatch, Tensor], None]
 
 
-def version_of(runner: Any) -> str:
+def version_of(runner: object) -> str:
     """ "V1" or "V2".
 
     Raises:
@@ -42,7 +43,7 @@ def version_of(runner: Any) -> str:
 
 
 def attach(
-    runner: Any,
+    runner: ModelRunner,
     has_requests: Callable[[], bool],
     begin_step: BeginStep,
     before_dummy: Callable[[], None],
@@ -53,7 +54,7 @@ def attach(
     """
     dummy_run = runner._dummy_run
 
-    def guarded_dummy_run(*args: Any, **kwargs: Any) -> Any:
+    def guarded_dummy_run(*args: object, **kwargs: object) -> object:
         before_dummy()
         return dummy_run(*args, **kwargs)
 
@@ -65,7 +66,7 @@ def attach(
         _attach_v1(runner, has_requests, begin_step)
 
 
-def dummy_forward(runner: Any, version: str, plan: Callable[[], None]) -> None:
+def dummy_forward(runner: ModelRunner, version: str, plan: Callable[[], None]) -> None:
     """One forward of one dummy token, without attention, KV cache or graph, as `plan` says."""
     plan()
     if version == "V2":
@@ -74,7 +75,7 @@ def dummy_forward(runner: Any, version: str, plan: Callable[[], None]) -> None:
         runner.scope_dummy_run(1, skip_eplb=True, is_profile=True)
 
 
-def is_optimistic(runner: Any, version: str) -> bool:
+def is_optimistic(runner: ModelRunner, version: str) -> bool:
     """True if the host's positions may count draft tokens that are not verified yet.
     vllm 0.32, v1/worker/gpu_model_runner.py, _prepare_inputs"""
     if version == "V2":
@@ -82,10 +83,12 @@ def is_optimistic(runner: Any, version: str) -> bool:
     return bool(runner.use_async_spec_decode)
 
 
-def _attach_v1(runner: Any, has_requests: Callable[[], bool], begin_step: BeginStep) -> None:
+def _attach_v1(
+    runner: ModelRunner, has_requests: Callable[[], bool], begin_step: BeginStep
+) -> None:
     forward = runner._model_forward
 
-    def model_forward(*args: Any, **kwargs: Any) -> Any:
+    def model_forward(*args: object, **kwargs: object) -> object:
         if has_requests():
             batch = runner.input_batch
             step = _step(
@@ -99,11 +102,14 @@ def _attach_v1(runner: Any, has_requests: Callable[[], bool], begin_step: BeginS
 
 
 def _attach_v2(
-    runner: Any, model_state: Any, has_requests: Callable[[], bool], begin_step: BeginStep
+    runner: ModelRunner,
+    model_state: ModelState,
+    has_requests: Callable[[], bool],
+    begin_step: BeginStep,
 ) -> None:
     prepare = model_state.prepare_inputs
 
-    def prepare_inputs(input_batch: Any, req_states: Any) -> Any:
+    def prepare_inputs(input_batch: InputBatchV2, req_states: object) -> object:
         if has_requests():
             step = _step(
                 input_batch, input_batch.query_start_loc_np, input_batch.num_computed_tokens_np,
@@ -115,7 +121,12 @@ def _attach_v2(
     model_state.prepare_inputs = prepare_inputs
 
 
-def _step(batch: Any, query_start: Any, num_computed: Any, optimistic: bool) -> StepBatch:
+def _step(
+    batch: InputBatchV1 | InputBatchV2,
+    query_start: NDArray[np.int32],
+    num_computed: NDArray[np.int32],
+    optimistic: bool,
+) -> StepBatch:
     num_reqs = batch.num_reqs
     return StepBatch(
         batch.req_ids[:num_reqs],

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_scope.batch.labels import StepBatch
@@ -114,7 +114,7 @@ class Steps:
         first = self._take_room(plan)
         if first is None:
             # Drained tap by tap: a token's slot is its index among those that deliver.
-            slots: Any = np.cumsum(plan.delivers) - plan.delivers
+            slots: NDArray[np.int64] = np.cumsum(plan.delivers) - plan.delivers
         else:
             slots = first + plan.offsets
         in_ring = self._lease is not None

@@ -1,0 +1,58 @@
+"""What a worker answers to the remote calls about what it can do.
+
+Owns:  Described, Connected, and the shape of their modules, which EngineCore adds.
+From:  worker (which makes them).   To: core.entry, frontend.connection.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NotRequired, TypedDict
+
+from vllm_scope.transport.senders.base import Road
+
+
+class Module(TypedDict):
+    """A steering module. `streams`: [site, layer] or [site, layer, tier] of each vector."""
+
+    digest: str
+    streams: list[Any]
+
+
+class Described(TypedDict):
+    """The answer to `scope_describe`.
+
+    Attributes:
+        reason: why the model cannot be tapped; None if it can.
+        runner: "V1" or "V2".
+        stage, num_stages: of the pipeline.
+        drains: the worker delivers rows.
+        sites: fields of request.sites.Sites, for Sites.from_body.
+        taps_here: boundaries with a tap on this worker.
+        limits: fields of worker.sizes.Limits.
+        sinks: sinks that requests may name -> whether they take scores.
+        modules: by name.
+    """
+
+    reason: str | None
+    runner: str
+    stage: int
+    num_stages: int
+    drains: bool
+    sites: dict[str, Any]
+    taps_here: list[int]
+    arena_mib: float
+    limits: object
+    sinks: dict[str, bool]
+    modules: NotRequired[dict[str, Module]]
+
+
+class Connected(Described):
+    """The answer to `scope_connect`.
+
+    Attributes:
+        road: the transport of the worker's rows; None if there is none.
+        needs_tcp: the front-end must call again with a TCP address.
+    """
+
+    road: Road | None
+    needs_tcp: bool
