@@ -1,5 +1,6 @@
 """What EngineCore keeps for requests. Does not import vLLM.
 
 registry.py   steering modules by name, and server-wide edits
+news.py       what EngineCore tells its workers with a step
 admission.py  which requests have places in the workers' tables, and which wait for room
 """

@@ -117,8 +117,9 @@ class Registry:
         """
         edits = () if text is None else self.parse_edits(text)
         digest = hashlib.sha256(b"".join(e.digest + repr(e.tokens).encode() for e in edits))
-        self._edits, self.server_text = edits, text
-        self.server = None if text is None else digest.hexdigest()
+        with self._lock:
+            self._edits, self.server_text = edits, text
+            self.server = None if text is None else digest.hexdigest()
         return self.server
 
     def parse_edits(self, text: str) -> tuple[ResolvedEdit, ...]:
@@ -139,20 +140,23 @@ class Registry:
                 )
         return spec.resolve(self._sites, self._vectors).edits
 
-    def resolve(self, ticket: Ticket | None) -> Resolved:
-        """What a request that enters now means, with the server's edits first.
+    def resolve(self, ticket: Ticket | None) -> tuple[Resolved, Resolved]:
+        """What a request that enters now asks for, alone and with the server's edits first.
 
         Args:
             ticket: None for a request without a spec.
+
+        Returns:
+            The same object twice if the server has no edits.
 
         Raises:
             SpecError: the spec is not possible here, because modules have changed.
         """
         own = NOTHING
-        if ticket is not None:
-            with self._lock:
+        with self._lock:
+            if ticket is not None:
                 own = self._meanings.of(
                     ticket.spec.digest, lambda: Spec.unpack(ticket.spec, ticket.held_arrays()),
                     self._vectors, tuple(map(self.names.get, ticket.modules)),
                 )  # fmt: skip
-        return own.joined(edits=self._edits)
+            return own, own.joined(edits=self._edits)

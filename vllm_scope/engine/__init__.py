@@ -7,6 +7,7 @@ http/             `vllm serve`: a scope in each answer, our routes beside vLLM's
 plugin.py         the entry point
 seams.py          the contract: every symbol of vLLM that is wrapped or used
 vllm_types.py     the parts of vLLM's objects that are used, for mypy
+beside.py         what this package keeps about an object of vLLM's
 wrapping.py       replaces a symbol of vLLM after a check that it has not changed
 digests.py        which symbols of the installed vLLM differ from the releases that were read
 environment.py    makes our environment variables known to vLLM

@@ -1,9 +1,9 @@
-"""What this package keeps about objects of vLLM's.
+"""State that this package keeps about vLLM's objects, beside them.
 
 Owns:  Beside.
 Runs:  in every process.
 
-Promise: vLLM's objects get no attributes of ours, and what is kept about one goes with it.
+Promise: such state needs no attribute on vLLM's object, and is dropped when that object is freed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ State = TypeVar("State")
 
 
 class Beside(Generic[State]):
-    """One State for each of some objects, while these live.
+    """A State for each of some objects, for as long as the object lives.
 
-    By identity: some of vLLM's objects are equal to others, or have no hash.
+    Objects are told apart by identity: some of vLLM's objects equal others, or have no hash.
+
+    A State must not refer to its object, also not by way of a traceback: both would stay.
     """
 
     def __init__(self) -> None:

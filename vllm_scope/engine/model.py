@@ -6,6 +6,7 @@ Runs:  in every worker, after load; the parts that need only the configuration, 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,10 @@ from vllm_scope.engine.worker.attention import heads_of
 from vllm_scope.errors import CompatError
 from vllm_scope.graph.anatomy.convention import treats_half_apart
 from vllm_scope.graph.anatomy.layers import Anatomy, find_anatomy
+from vllm_scope.request.resolve import Resolved
 from vllm_scope.request.sites import STREAM, Place, Sites, kind_of
+from vllm_scope.request.spec import Spec
+from vllm_scope.sinks.router import GLOBAL
 
 #: vLLM's KV connectors that find KV by block hashes, which include our keys of edits.
 #: vllm 0.32, kv_connector/v1/offloading/scheduler.py; v1/simple_kv_offload/manager.py
@@ -71,6 +75,21 @@ def sites_of(vllm_config: VllmConfig, config: ScopeConfig) -> Sites:
         heads_of(vllm_config, config.attention_sites) if config.attention_sites else None,
         guard=guard,
     )
+
+
+def global_reads(config: ScopeConfig, sites: Sites) -> Resolved:
+    """The reads that global sinks add to every request.
+
+    Raises:
+        SpecError: this engine does not tap a site of theirs.
+    """
+    reads = [
+        replace(read, to=GLOBAL + name)
+        for name, sink in config.global_sink_configs().items()
+        if sink.reads is not None
+        for read in Spec.from_json(sink.reads).resolve(sites).reads
+    ]
+    return Resolved(tuple(reads))
 
 
 def check_engine(vllm_config: VllmConfig) -> None:

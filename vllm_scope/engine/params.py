@@ -1,6 +1,6 @@
 """Our fields in a request's SamplingParams: the spec, keys of translators, the ticket.
 
-Owns:  the ticket's place in them.
+Owns:  the ticket's place in SamplingParams.
 Runs:  in the front-end and in EngineCore.
 
 Promise: a caller's SamplingParams are never changed; a change is made in a copy.
@@ -19,8 +19,8 @@ from vllm_scope.request.ticket import Ticket
 
 Params = TypeVar("Params", bound=SamplingParams)
 
-#: Where the Ticket of a request with taps is in `extra_args`, as bytes; the front-end puts it
-#: there in place of the spec.
+#: The key of `extra_args` that holds the Ticket of a request with taps, as bytes. The front-end
+#: puts the Ticket there in place of the spec.
 TICKET = "scope_ticket"
 
 
@@ -63,7 +63,7 @@ def names_module(text: object) -> bool:
     return isinstance(text, str) and _NAME.search(text) is not None
 
 
-#: A module's field, or a string (a module's name) where numbers may stand.
+#: Finds a field `module`, or a string where numbers may stand: that string is a module's name.
 _NAME = re.compile(r'"module"|"(?:vector|direction|values|weight)"\s*:\s*"')
 
 

@@ -4,7 +4,7 @@ Owns:  the refusal of such requests, and the warning when that front-end is star
 Runs:  the refusal in EngineCore (input thread), the warning in `vllm serve`.
 
 `VLLM_USE_RUST_FRONTEND=1 vllm serve` runs no Python between HTTP and EngineCore: nothing checks a
-scope, nobody receives its rows, and a client may send a handle of its own making.
+scope, nobody receives its rows, and a client may send a ticket of its own making.
 """
 
 from __future__ import annotations

@@ -219,8 +219,10 @@ class RequestProgram:
         if self.generated_is_uniform:
             phases = (False, self.num_prompt > 0), (True, num_positions > self.num_prompt)
             given = [self._phase_column(generated) for generated, some in phases if some]
-            return {column.tobytes(): column for column in given}
-        found: dict[bytes, Column] = {}
+            found = {column.tobytes(): column for column in given}
+            self._compiled.check_size(found.values())
+            return found
+        found = {}
         for first in range(0, num_positions, _POSITIONS_AT_ONCE):
             last = min(first + _POSITIONS_AT_ONCE, num_positions)
             columns = self._columns(np.arange(first, last, dtype=np.int64))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -65,6 +65,10 @@ class Remembered(Generic[Key, Value]):
         return gone
 
     def clear(self) -> None:
+        self.drop(lambda key: True)
+
+    def drop(self, which: Callable[[Key], bool]) -> None:
+        """Drop the values of some keys."""
         with self._lock:
-            self._values.clear()
-            self._num_bytes = 0
+            for key in [key for key in self._values if which(key)]:
+                self._num_bytes -= self._values.pop(key)[1]

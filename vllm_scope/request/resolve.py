@@ -1,8 +1,8 @@
 """The actions of a spec on one engine: streams, vectors, encodings.
 
 Owns:  Resolved, and `resolve`, which makes it.
-Runs:  in the front-end (validation), in EngineCore (the keys of edited KV blocks) and in
-       workers. numpy, no torch, no vLLM.
+Runs:  `resolve` in the front-end (to check a request) and in EngineCore; workers get what it
+       returns. numpy, no torch, no vLLM.
 From:  spec.   To: program.compiler (what to do with each token), results (which rows to expect).
 
 Promise: checks that need an engine (its layers, its sizes, its steering modules) are made here. The
@@ -40,6 +40,8 @@ from vllm_scope.vectors.module import TIERS, VectorKey
 #: Measured bytes of one action at one stream, and of each further stream of a read. What is
 #: compiled and cached for the action is included.
 _ACTION_BYTES, _STREAM_BYTES = 1024, 128
+#: Edits of one request, each layer counted. As many operations may a request with edits have.
+MAX_EDITED = 1 << 13
 #: Vectors of a steering module. A key (site, layer) is for every token, a key (site, layer, tier)
 #: for the tier's tokens.
 Vectors = Mapping[VectorKey, Array]
@@ -223,12 +225,17 @@ def resolve(
         scored.append(
             ResolvedProbe(i, stream, probe.tokens, probe.name, weight, probe.bias, probe.to)
         )
-    edited = tuple(
-        replace(one, number=i)
-        for i, edit in enumerate(edits)
-        for one in _resolve_edit(edit, sites, modules, f"edits[{i}]")
-    )
-    return Resolved(found, tuple(scored), edited)
+    edited: list[ResolvedEdit] = []
+    for i, edit in enumerate(edits):
+        edited += (
+            replace(one, number=i) for one in _resolve_edit(edit, sites, modules, f"edits[{i}]")
+        )
+        if len(edited) > MAX_EDITED:
+            raise SpecError(
+                f"the edits change more than {MAX_EDITED:,} places, each layer counted for each "
+                "edit; name fewer layers, or send several requests."
+            )
+    return Resolved(found, tuple(scored), tuple(edited))
 
 
 def _encoding(read: Read, sites: Sites, where: str) -> Encoding | None:

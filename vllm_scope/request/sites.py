@@ -43,8 +43,8 @@ SiteLayer = tuple[str, int]
 #: Whether a read takes its row before or after the edits of its site.
 Phase = Literal["before", "after"]
 
-#: Layers that one action may name.
-MAX_LAYERS = 4096
+#: Layers that one action may name, and a number that is larger than any layer's.
+MAX_LAYERS, MAX_LAYER = 4096, 1 << 31
 #: Points of one boundary.
 LEVELS = 3
 #: Site kinds. The index is part of the wire format: append only.
@@ -156,6 +156,8 @@ def parse_layers(layers: object, site: str, where: str) -> tuple[int, ...] | Non
     for layer in found:
         if isinstance(layer, bool) or not isinstance(layer, int):
             raise SpecError(f"{where} has {shown(layer)}; layers are whole numbers from 0.")
+        if layer >= MAX_LAYER:
+            raise SpecError(f"{where} has {layer}; layers are below {MAX_LAYER:,}.")
         if layer < 0:
             raise SpecError(
                 f"{where} has {layer}; layers count from 0 and cannot be negative."

@@ -46,7 +46,7 @@ MOST = {"reads": MAX_READS, "probes": MAX_PROBES, "edits": MAX_EDITS}
 REMEMBERED_BYTES, LONGEST_REMEMBERED = 64 << 20, 1 << 20
 #: The largest resolved spec that is cached. A resolved spec that names a module may have a vector
 #: for each layer.
-LARGEST_REMEMBERED = 8 << 20
+LARGEST_REMEMBERED = 32 << 20
 #: Memory of a parsed spec besides its text.
 _SPEC_BYTES = 4096
 
@@ -184,16 +184,20 @@ class Meanings:
 
     def __init__(self, sites: Sites) -> None:
         self._sites = sites
-        self._known: Remembered[Hashable, Resolved] = Remembered(REMEMBERED_BYTES)
-        self.forget = self._known.clear
+        self._known: Remembered[tuple[bytes, tuple[Hashable, ...]], Resolved]
+        self._known = Remembered(REMEMBERED_BYTES)
 
     @property
     def num_bytes(self) -> int:
         return self._known.num_bytes
 
+    def forget(self) -> None:
+        """Drop the specs that name modules."""
+        self._known.drop(lambda key: bool(key[1]))
+
     def of(
         self, digest: bytes, spec_of: Callable[[], Spec], modules: Mapping[str, Vectors],
-        version: Hashable = None,
+        version: tuple[Hashable, ...] = (),
     ) -> Resolved:  # fmt: skip
         """The resolved spec, from the cache if the cache has it.
 

@@ -66,7 +66,7 @@ class Address(msgspec.Struct, frozen=True):
     """How workers find a front-end.
 
     Attributes:
-        frontend: identity of the front-end; part of every request's handle.
+        frontend: identity of the front-end; part of every request's Recipient.
         path: the socket's file. Its folder has a file named by `frontend`, by which a
             worker sees that it is on the same host.
         pid: the front-end's process.

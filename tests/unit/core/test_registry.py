@@ -44,10 +44,10 @@ def held() -> Registry:
 def _resolve(held: Registry, spec: Spec | None) -> Resolved:
     """What a request with this spec means if it enters now."""
     if spec is None:
-        return held.resolve(None)
+        return held.resolve(None)[1]
     arrays = [(array.shape, array.data) for array in spec.arrays.values()]
     ticket = Ticket(Recipient(1, "f"), None, spec.modules, spec.packed, arrays)
-    return held.resolve(Ticket.decode(ticket.encode()))
+    return held.resolve(Ticket.decode(ticket.encode()))[1]
 
 
 # Modules

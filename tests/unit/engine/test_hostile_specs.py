@@ -227,7 +227,7 @@ def test_the_thread_that_runs_the_model_admits_each_quickly(entered):
     for i, request in enumerate(requests):
         ids = [1] * PROMPT
         ticket = ticket_of(request.sampling_params)
-        asked = registry.resolve(ticket)
+        asked, _ = registry.resolve(ticket)
         news = StepNews()
         number = told.number_of(asked, news)
         whole = RequestProgram.compile(asked, SITES, here, PROMPT, ids)

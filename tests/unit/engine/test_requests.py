@@ -169,6 +169,7 @@ async def _refused(engine, text):
     """A request's output that says that EngineCore refused it."""
     source = SimpleNamespace(text=text)
     completion = Completion()
+    before = len(lives)
     lives.put(completion, Live(source, refusal=SpecError("no")))
 
     async def stream():
@@ -176,6 +177,7 @@ async def _refused(engine, text):
 
     with pytest.raises(SpecError, match="no"):
         await anext(outputs._settled(engine, stream()))
+    assert len(lives) == before, "the error's traceback would keep the completion, and its rows"
 
 
 @pytest.mark.parametrize(

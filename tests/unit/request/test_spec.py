@@ -481,9 +481,10 @@ def test_meanings_with_modules_are_remembered_until_a_name_changes_and_bounded(m
     assert not any(one() for one in kept)
 
 
-def test_a_spec_of_very_many_vectors_has_no_meaning_that_stays():
-    meanings = Meanings(Sites(128, 8192, "float32", tuple(range(257))))
-    inline = Add(np.ones((127, 8192), np.float32), layers=list(range(127)))
+def test_a_spec_of_very_many_vectors_has_no_meaning_that_stays(monkeypatch):
+    monkeypatch.setattr(spec, "LARGEST_REMEMBERED", 1 << 20)
+    meanings = Meanings(Sites(128, 2048, "float32", tuple(range(257))))
+    inline = Add(np.ones((127, 2048), np.float32), layers=list(range(127)))
     one = Spec(edits=(inline,))
     assert len(meanings.of(one.packed.digest, lambda: one, {}).edits) == 127
     assert meanings.num_bytes == 0

@@ -1,6 +1,7 @@
 """In vLLM's EngineCore: what requests mean, when they run, which KV they share.
 
 entry.py      what a request that enters means, and the keys of its edited KV blocks
+entered.py    what EngineCore keeps about a request that reads, probes or edits
 scheduler.py  when the request may run, and the message that it is over
 clearing.py   KV blocks that must be zeroed before they are used again
 """

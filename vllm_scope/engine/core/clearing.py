@@ -3,11 +3,11 @@
 Owns:  the set of unfit blocks, in EngineCore, and their zeroing, in the worker.
 From:  worker.faults (a request that failed), the scheduler (blocks that are freed).
 
-An attention kernel may read the whole block that a token is in, and a NaN there spoils the
-token's own result (vLLM's CPU kernel does; 0 * NaN is NaN). So the blocks of a faulty request
-are zeroed when they are next allocated, before the forward of the step that first uses them.
-A fault is known only when its step ends. So if an edited request ends or is preempted while a
-step is in flight, the blocks that this step writes count as unfit.
+An attention kernel may read the whole block that holds a token (vLLM's CPU kernel does). A NaN
+anywhere in that block then spoils the token's result, because 0 * NaN is NaN. The blocks of a
+faulty request are therefore zeroed when they are next allocated, before the forward of the step
+that first uses them. A fault is known only when its step ends. If an edited request ends or is
+preempted while a step is in flight, the blocks that this step writes count as unfit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Unfit:
         self.due: set[int] = set()
 
 
-#: By vLLM's BlockPool.
+#: vLLM's BlockPool -> its unfit blocks.
 _unfit: Beside[_Unfit] = Beside()
 
 
@@ -68,7 +68,7 @@ def withdraw(scheduler: Scheduler, request: Request) -> set[str]:
     """Withdraw the edited KV of a faulty request.
 
     Returns:
-        The ids of other requests with the same edits that share some of it.
+        The ids of other requests that have the same edits and share some of that KV.
     """
     first = first_edited(request)
     if first is None:
@@ -96,7 +96,7 @@ def _free_blocks(original: Callable[..., T], self: Scheduler, request: Request) 
 def _new_blocks(
     original: Callable[..., list[KVCacheBlock]], self: object, num_blocks: int
 ) -> list[KVCacheBlock]:
-    """BlockPool.get_new_blocks: some of them may be unfit."""
+    """BlockPool.get_new_blocks: note the unfit blocks among the new ones, for `due`."""
     blocks = original(self, num_blocks)
     unfit = _unfit.of(self)
     if unfit is not None and unfit.free:
@@ -119,7 +119,7 @@ def warm_up(runner: ModelRunner) -> None:
     """Zero the null block now, so that no kernel is compiled inside a step.
 
     Raises:
-        CompatError: this KV cache cannot be zeroed by blocks.
+        CompatError: this KV cache cannot be zeroed block by block.
     """
     try:
         zero(runner, [0])
@@ -136,7 +136,8 @@ def zero(runner: ModelRunner, block_ids: list[int]) -> None:
         for cache in _caches_of(runner):
             cache[block_ids] = 0
         return
-    # vLLM makes it if it zeroes blocks itself; the names are those of V2 and of V1.
+    # vLLM has made the zeroer if vLLM zeroes blocks itself. Its name is the first on V2, the
+    # second on V1.
     zeroer = getattr(runner, "kv_block_zeroer", None) or getattr(runner, "_kv_block_zeroer", None)
     if zeroer is None:
         runner._init_kv_zero_meta()
@@ -145,12 +146,13 @@ def zero(runner: ModelRunner, block_ids: list[int]) -> None:
     if runner.vllm_config.kv_transfer_config is not None:
         import torch
 
-        # A connector may fill a block from another stream.
+        # A connector may fill a block on another CUDA stream: the zeros must be there before.
         torch.cuda.current_stream().synchronize()
 
 
 def _caches_of(runner: ModelRunner) -> list[Tensor]:
-    """[num_blocks, ...] of each attention layer; layers may share one."""
+    """The KV caches of the attention layers, [num_blocks, ...] each. Layers may share a cache;
+    each cache is listed once."""
     import torch
 
     layers = runner.vllm_config.compilation_config.static_forward_context.values()

@@ -1,7 +1,7 @@
 """What EngineCore keeps about requests that read, probe or edit.
 
 Owns:  Entered, and the table of them.
-Runs:  in EngineCore: the input thread writes, it and the scheduler's thread read.
+Runs:  in EngineCore: the input thread writes; the input thread and the scheduler's thread read.
 From:  entry.   To: scheduler, clearing, engine.worker.faults.
 """
 
@@ -27,7 +27,7 @@ class Entered:
         first_read: the first position that delivers something; None if none does.
         first_edited: the first position whose KV depends on edits; None without edits.
         keys: the keys of its KV blocks; None without edits.
-        programs: those that it holds in the workers' tables; none if it only reads.
+        programs: the programs that it holds in the workers' tables; empty if it only reads.
         columns, unchecked: as in core.news.Entrant.
     """
 
@@ -42,13 +42,14 @@ class Entered:
 
     @property
     def has_sinks(self) -> bool:
-        """Some rows go elsewhere than to memory."""
+        """True if some rows or scores go to a sink other than `memory`."""
         return any(to != MEMORY for to in self.asked.destinations)
 
 
-#: By vLLM's Request.
+#: vLLM's Request -> its Entered.
 _entered: Beside[Entered] = Beside()
-#: By id, while vLLM makes its Request and already hashes its blocks.
+#: Request id -> Entered, while vLLM makes the Request. vLLM hashes the request's blocks then,
+#: before `_entered` can have the Request.
 entering: dict[str, Entered] = {}
 
 

@@ -20,11 +20,10 @@ from vllm_scope.core.registry import Registry
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.core.entered import Entered, entered, entering, keep
-from vllm_scope.engine.model import CONNECTORS_BY_HASH, foreign_connector, sites_of
+from vllm_scope.engine.model import CONNECTORS_BY_HASH, foreign_connector, global_reads, sites_of
 from vllm_scope.engine.params import has_ticket, ticket_of, without_ticket
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import EngineCore, EngineCoreRequest, Request, VllmConfig
-from vllm_scope.engine.worker.delivery import global_reads
 from vllm_scope.engine.worker.replies import Described
 from vllm_scope.errors import CapacityError, SpecError, shown
 from vllm_scope.graph.tap.tables import capacity
@@ -55,7 +54,7 @@ class CoreScope:
         self.most = capacity(self.sites.hidden_size, config.vectors_mib)
 
     def enter(self, request: EngineCoreRequest) -> Entered | None:
-        """What a request means now.
+        """What a request that enters asks for, with the modules and server-wide edits of now.
 
         Args:
             request: vLLM's EngineCoreRequest.
@@ -101,8 +100,8 @@ class CoreScope:
     def _programs_of(
         self, asked: Resolved, ids: Ids, max_tokens: int, unchecked: bool
     ) -> tuple[tuple[Program, ...], tuple[bytes, ...]]:
-        """The programs that a request with vectors holds while it runs; and the columns of all
-        programs, if the workers need them."""
+        """The programs that a request with vectors holds while it runs, and the columns of all its
+        programs. Each is empty if the workers do not need it."""
         vectors = bool(asked.edits or asked.probes)
         if not (vectors or unchecked):
             return (), ()
@@ -127,7 +126,8 @@ class CoreScope:
             return
         self._check_connector()
         asked = Resolved(edits=self.registry.parse_edits(text))
-        # One prompt token and some generated ones: these edits pick phases (registry.TIERS).
+        # One prompt token and some generated tokens are enough to count: these edits apply to
+        # whole phases (registry.TIERS).
         program = RequestProgram.compile(
             asked, self.sites, frozenset(self.sites.boundaries), 1, [0]
         )
@@ -164,7 +164,7 @@ def _unchecked(asked: Resolved, more: bool, ticket: Ticket | None) -> bool:
 # Requests in
 
 _scopes: Beside[CoreScope] = Beside()
-#: Engines -> whether global sinks read every request.
+#: vLLM's EngineCore -> True if global sinks read every request.
 _reads_all: Beside[bool] = Beside()
 _making = threading.Lock()
 
@@ -189,7 +189,7 @@ def _preprocess(
 
 
 def _concerns(engine: EngineCore, request: EngineCoreRequest) -> bool:
-    """False if a request is certainly plain, so that nothing needs to be made for it."""
+    """False if a request is certainly plain. EngineCore then makes no CoreScope for it."""
     if _scopes.of(engine) is not None or has_ticket(request.sampling_params):
         return True
     known = _reads_all.of(engine)
@@ -200,8 +200,8 @@ def _concerns(engine: EngineCore, request: EngineCoreRequest) -> bool:
 
 
 def _scope_of(engine: EngineCore) -> CoreScope:
-    """EngineCore's CoreScope, made at first use: by a request, on the input thread, or by a
-    remote call, on another."""
+    """EngineCore's CoreScope, made at its first use. The first use is a request (on the input
+    thread) or a remote call (on another thread)."""
     with _making:
         return _scopes.of(engine) or _scopes.put(engine, CoreScope(engine.vllm_config))
 
@@ -239,13 +239,14 @@ def _set_edits(engine: EngineCore, ask: Ask, text: str | None) -> str | None:
 
 
 def _check_tapped(ask: Ask) -> None:
-    """Raises SpecError if the model has no taps, so that what is registered would do nothing."""
+    """Raises SpecError if the model has no taps: modules and edits would then do nothing."""
     reason = next((each["reason"] for each in ask("scope_describe") if each["reason"]), None)
     if reason is not None:
         raise SpecError(f"this model cannot be tapped: {reason}.")
 
 
-#: Name of a remote call -> what answers it here: the workers know no names.
+#: Name of a remote call -> the function that answers it in EngineCore. Workers know no names of
+#: modules.
 _ANSWERS: dict[str, Callable[..., object]] = {
     "scope_register": _register,
     "scope_unregister": lambda engine, ask, name: _scope_of(engine).registry.unregister(name),

@@ -1,13 +1,13 @@
-"""The scheduler: when a request with taps starts, how far it may hit the KV cache, how it ends.
+"""Requests with taps in the scheduler: when one starts, which cached KV it uses, how it ends.
 
 Owns:  the wait for room in the workers' tables (core.admission), the cap on a reading request's
        prefix-cache hits, and the news that go to the workers with a step (core.news).
 Runs:  in EngineCore, on the scheduler's thread.
 From:  entered (what a request means).   To: engine.worker.attach (the news).
 
-A token whose KV comes from the cache is not computed, so it has no rows: a request that reads
-from position p on may hit the cache below p only. What it computes enters the cache as usual,
-and plain requests hit it.
+A token whose KV comes from the cache is not computed and has no rows. If a request reads from
+position p on, it therefore takes KV from the cache for positions below p only. The KV that it
+computes enters the cache as usual, and plain requests may use it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class _State:
     Attributes:
         admission: None until a request with programs comes.
         told: what the workers hold.
-        ended: requests with sinks that are over, until a step carries it.
+        ended: id of an ended request that has sinks -> what was accepted; kept until a step's
+            news carry it.
     """
 
     admission: Admission | None = None
@@ -82,7 +83,7 @@ def _new_admission(scheduler: Scheduler) -> Admission:
 
 
 def _programs_of(request: object) -> tuple[Program, ...]:
-    """The programs whose places a request holds; none for a plain one."""
+    """The programs that a request holds in the workers' tables; empty for a plain request."""
     found = entered(request)
     return () if found is None else found.programs
 
@@ -96,8 +97,8 @@ def _add_to_scheduler(original: Callable[..., object], self: Scheduler, request:
             admission = _new_admission(self)
         if admission is not None and not admission.enter(request, programs):
             return
-    # A piece of streamed input joins its session, the request of the same id, and with it what
-    # the session entered with.
+    # A piece of streamed input joins its session, which is the request with the same id. What the
+    # session entered with holds for the piece too.
     original(self, request)
 
 
@@ -131,7 +132,8 @@ def _finish(
     request_ids: str | Iterable[str] | None,
     status: object,
 ) -> T:
-    """Scheduler.finish_requests: requests that wait for room end from the scheduler's queue."""
+    """Scheduler.finish_requests: move requests that wait for room to the scheduler's queue first,
+    so that the scheduler can end them."""
     admission = admission_of(self)
     if admission is None or not admission.waiting:
         return original(self, request_ids, status)
@@ -154,8 +156,8 @@ _enqueue: Any = None
 def _schedule(
     original: Callable[..., SchedulerOutput], self: Scheduler, *args: object, **kwargs: object
 ) -> SchedulerOutput:
-    """Scheduler.schedule: the step's news go with its output, in an attribute of ours, because
-    the output is what travels to every worker."""
+    """Scheduler.schedule: add the step's news to the output, as an attribute of ours. vLLM sends
+    the output to every worker."""
     output = original(self, *args, **kwargs)
     news = StepNews(zeroed=clearing.due(self))
     for new in output.scheduled_new_reqs:
@@ -173,7 +175,7 @@ def _schedule(
 
 
 def news_in(scheduler_output: object) -> StepNews | None:
-    """None if nothing has changed."""
+    """The news of a step; None if nothing has changed."""
     found = getattr(scheduler_output, "scope_news", None)
     return found if isinstance(found, StepNews) else None
 
@@ -188,11 +190,11 @@ def _capped(
     *args: int | None,
     **kwargs: int | None,
 ) -> T:
-    """KVCacheManager.get_computed_blocks and its twin for KV connectors: hits end below the
-    request's first position.
+    """KVCacheManager.get_computed_blocks and its twin for KV connectors: cache hits end below the
+    first position that the request reads.
 
     Args:
-        args, kwargs: since vLLM 0.33 `max_cache_hit_length`, the same cap; none before.
+        args, kwargs: `max_cache_hit_length`, vLLM's own cap, since vLLM 0.33; empty before.
     """
     known = entered(request)
     if known is None or known.first_read is None:
@@ -213,10 +215,12 @@ def _takes_cap(original: Callable[..., object]) -> bool:
 
 @contextmanager
 def _lookups_end(coordinator: object, first: int) -> Iterator[None]:
-    """Cap the hits of a KV-cache coordinator. On the instance, as vLLM tests its class.
+    """Cap the hits of a KV-cache coordinator while the `with` block runs. The methods are replaced
+    on the instance, because vLLM tests the coordinator's class.
     vllm 0.32, v1/core/kv_cache_manager.py, get_computed_blocks_for_connector"""
     names = ("find_longest_cache_hit", "find_longest_cache_hit_per_group")
-    # A lookup for connectors may call the other one for the same request, which is then capped.
+    # The lookup for connectors may call the plain lookup for the same request. The cap is then set
+    # already.
     nested = any(name in coordinator.__dict__ for name in names)
     here = [name for name in names if hasattr(coordinator, name) and not nested]
     lookups = {name: getattr(coordinator, name) for name in here}
@@ -230,8 +234,8 @@ def _lookups_end(coordinator: object, first: int) -> Iterator[None]:
 
 
 def _take_nothing_from(connector: KVConnector) -> None:
-    """Give requests with taps no KV of a KV connector: their tokens would not be computed, and it
-    may hold KV of a request with the same edits that failed."""
+    """Make requests with taps take no KV from a KV connector. Tokens with such KV would not be
+    computed, and the connector may hold KV of a failed request with the same edits."""
     if "get_num_new_matched_tokens" not in connector.__dict__:
         lookup = connector.get_num_new_matched_tokens
         connector.get_num_new_matched_tokens = partial(_lookup_outside, lookup)
@@ -243,8 +247,11 @@ def _lookup_outside(
     *args: object,
     **kwargs: object,
 ) -> tuple[int | None, bool]:
-    """get_num_new_matched_tokens -> (tokens, False). The connector is called all the same, as
-    some take notes; None tokens means to ask again later."""
+    """A connector's get_num_new_matched_tokens; (0, False) for a request with taps.
+
+    The connector is called all the same, because some connectors record the call. If it answers
+    None tokens ("ask again later"), None is returned.
+    """
     if entered(request) is None:
         return lookup(request, *args, **kwargs)
     kept, request.skip_reading_prefix_cache = request.skip_reading_prefix_cache, True

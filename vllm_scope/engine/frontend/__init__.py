@@ -4,5 +4,6 @@ connection.py   what the workers can read, asked once, and the check of a spec a
 requests.py     seams on LLMEngine and AsyncLLM: a request's spec, checked and opened
 prepared.py     the check of a large request, outside the event loop
 translators.py  requests in other systems' words
+running.py      requests that have entered, and their completions
 outputs.py      outputs, each with the rows that have arrived
 """

@@ -40,7 +40,7 @@ from vllm_scope.sinks.metrics import count_sinks
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: How long a front-end waits after a failed attempt to connect again.
+#: If an attempt to reconnect fails, the front-end waits this long before the next attempt.
 RETRY_S = 10.0
 
 
@@ -51,7 +51,7 @@ class Connection:
     Attributes:
         sinks: where reads may go beside memory -> whether probes may go there too.
         modules: name of a steering module -> stand-ins for its vectors, for the checks;
-            EngineCore and the workers have the content.
+            EngineCore has the content.
         generation: the inbox's, when the workers were asked.
         retry_at: monotonic seconds, the earliest next attempt after a failed one.
         num_doubts: how many times the names of modules may have changed elsewhere.
@@ -193,6 +193,7 @@ async def connect_async(engine: AsyncLLM) -> None:
     task = _connecting.of(engine)
     if task is None or task.done():
         task = _connecting.put(engine, asyncio.ensure_future(_connect_async(engine)))
+        task.add_done_callback(lambda _: _connecting.pop(engine))
     await asyncio.shield(task)
 
 

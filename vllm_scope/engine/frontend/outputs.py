@@ -4,8 +4,8 @@ Owns:  the wait for rows that are still on their way when a request ends.
 Runs:  in the front-end process, on its main thread or event loop.
 From:  running, results.buffer.   To: the caller; http.
 
-Promise: a finished output waits for its own rows, and no other output waits for it. The cost of
-an output does not grow with its prompt.
+Promise: a finished output waits for its own rows and delays no other output. The cost of an
+output does not grow with its prompt.
 """
 
 from __future__ import annotations
@@ -93,11 +93,14 @@ async def _settled(engine: AsyncLLM, stream: Outputs) -> Outputs:
     async with aclosing(stream):
         async for output in stream:
             connection = connections.of(engine.output_processor)
-            for live in map(lives.of, output.outputs):
+            for completion in output.outputs:
+                live = lives.of(completion)
                 if live is not None and live.refusal is not None:
                     if connection and live.running and names_module(live.running.text):
                         # Another front-end may have changed a name that this one knew.
                         connection.doubt_modules()
+                    # The traceback of what is raised holds this frame, and so the completion.
+                    lives.pop(completion)
                     raise live.refusal
             for pending in _waiting_for(output):
                 assert connection is not None
@@ -106,7 +109,8 @@ async def _settled(engine: AsyncLLM, stream: Outputs) -> Outputs:
 
 
 async def _arrival(pending: Pending, timeout: float) -> None:
-    """Wait for a request's last row. After LONG_S, have the engine connect again."""
+    """Wait for a request's last row, at most `timeout` seconds. If it is still missing after a wait
+    of LONG_S or more (or of `timeout`, if that is less), the engines connect again."""
     limit = time.monotonic() + min(timeout, LONG_S)
     try:
         await asyncio.wait([asyncio.wrap_future(pending.done)], timeout=timeout)

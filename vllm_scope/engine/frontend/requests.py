@@ -69,8 +69,8 @@ def _open(
     """Make a request's buffer, and put its ticket in place of its spec.
 
     Args:
-        parent: vLLM's ParentRequest of an n > 1, or None.
-        child: the completion's index in it.
+        parent: vLLM's ParentRequest if the request has several completions (n > 1), or None.
+        child: the completion's index in the request.
     """
     box, spec, params = inbox(), prepared.spec, request.sampling_params
     pending = box.open(
@@ -95,23 +95,24 @@ def _open(
 
 @dataclass
 class _Shared:
-    """What the completions of an n > 1 share.
+    """What the completions of one request share.
 
     Attributes:
         uid: as in Recipient.
-        prepared: None until the first of them enters.
+        prepared: None until the first completion enters.
     """
 
     uid: str = field(default_factory=lambda: secrets.token_hex(16))
     prepared: Prepared | None = None
 
 
-#: By vLLM's ParentRequest.
+#: vLLM's ParentRequest -> what its completions share.
 _shared: Beside[_Shared] = Beside()
 
 
 def _shared_of(parent: ParentRequest | None) -> _Shared:
-    """A new one for a request of one completion, which has no parent."""
+    """What the completions of a parent share. A request with one completion has no parent, and gets
+    a new _Shared."""
     if parent is None:
         return _Shared()
     return _shared.of(parent) or _shared.put(parent, _Shared())
@@ -120,7 +121,7 @@ def _shared_of(parent: ParentRequest | None) -> _Shared:
 def _prepared_of(
     processor: object, request: EngineCoreRequest, parent: ParentRequest | None
 ) -> Prepared:
-    """The checked request; the same object for all completions of an n > 1.
+    """The checked request; the same object for all its completions.
 
     Raises:
         SpecError: as `prepare`.
@@ -145,8 +146,9 @@ async def _prepare_ahead(
 ) -> Prepared | None:
     """Prepare a large request of several completions in a thread; None for any other.
 
-    vLLM adds all completions without an await, so this is the last point where the event loop
-    can go on meanwhile. vllm 0.31 to 0.33, v1/engine/async_llm.py, AsyncLLM.add_request
+    vLLM adds all completions without an await. This is the last point at which the event loop can
+    serve other requests during the check.
+    vllm 0.31 to 0.33, v1/engine/async_llm.py, AsyncLLM.add_request
 
     Raises:
         SpecError: as `prepare`.
@@ -183,7 +185,7 @@ def _add_to_processor(
     *args: object,
     **kwargs: object,
 ) -> None:
-    """OutputProcessor.add_request: every child request of an n > 1 comes here."""
+    """OutputProcessor.add_request: called for each completion of a request."""
     rest = (prompt, parent_req, request_index, *args)
     extra = getattr(request.sampling_params, "extra_args", None)
     if extra and TICKET in extra:

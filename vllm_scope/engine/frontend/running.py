@@ -25,7 +25,7 @@ class Running:
 
     Attributes:
         text: the spec.
-        vectors: it edits or probes, so EngineCore may still refuse it.
+        vectors: True if it edits or probes. EngineCore may still refuse such a request.
         texts: the text that each generated token added to the answer; empty without probes. A
             stop token that is not shown has none.
     """
@@ -56,7 +56,7 @@ class Running:
         return decode_next
 
     def output_ids(self) -> list[int]:
-        """All generated tokens so far: one list that is extended, which snapshots share."""
+        """All generated tokens so far. Snapshots share this list, and later calls extend it."""
         every, known = self._detokenizer.token_ids, self._output_ids
         count = self._detokenizer.num_output_tokens()
         if count < len(known):  # a stop string removed some
@@ -66,7 +66,7 @@ class Running:
 
     def give(self, output: RequestOutput, completion: CompletionOutput) -> None:
         """Set the completion's result so far."""
-        # Before the snapshot: what arrives in between counts as new.
+        # Read before the snapshot is taken: values that arrive in between then count as new.
         num_seen = self.pending.num_came
         completion.scope = self.pending.snapshot(self.output_ids(), completion.finish_reason)
         completion.scope_texts = self.texts

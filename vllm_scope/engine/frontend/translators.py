@@ -243,7 +243,8 @@ class OfEach(Mapping[object, object]):
 
 
 def give(output: RequestOutput, completion: CompletionOutput, name: str, value: object) -> None:
-    """Set an attribute of a completion, and of its output if it is the only one."""
+    """Set an attribute of a completion and of its output. If the output has several completions,
+    its attribute is an OfEach."""
     setattr(completion, name, value)
     alone = len(output.outputs) == 1
     setattr(output, name, value if alone else OfEach(name, len(output.outputs)))

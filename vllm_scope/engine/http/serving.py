@@ -1,7 +1,6 @@
 """`vllm serve`: a scope in each answer, and our routes beside vLLM's.
 
-Owns:  the seams on vLLM's HTTP server: its app, its two completion paths, and the engine calls
-       of our routes.
+Owns:  the seams on vLLM's HTTP server: its app, and its two completion paths.
 Runs:  in each API server process.
 To:    server (which does not import vLLM).
 

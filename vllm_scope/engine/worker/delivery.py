@@ -5,57 +5,42 @@ Runs:  in workers that drain, on the worker's thread; the drain and the sinks ha
        their own.
 From:  worker.   To: worker.drain, sinks.router.
 
-The end of a request: the scheduler, in EngineCore, accepts tokens. When a request with sinks is
-over, the scheduler sends its accepted tokens with that message (engine.core.scheduler): the same
-for both runners, every pipeline stage, aborts and preemptions. Sinks then leave out the rows of
-tokens that were never accepted.
+The end of a request: the scheduler, in EngineCore, decides which tokens are accepted. When a
+request with sinks ends, the scheduler sends the accepted tokens with the step's news
+(engine.core.scheduler). This is the same for both runners, for every pipeline stage, and for
+aborts and preemptions. Sinks then leave out the rows of tokens that were never accepted.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from vllm_scope.config import ScopeConfig
 from vllm_scope.engine.worker.sizes import Sizes
 from vllm_scope.request.actions import MEMORY
 from vllm_scope.request.resolve import Resolved
 from vllm_scope.request.sites import Sites
-from vllm_scope.request.spec import Spec
 from vllm_scope.request.ticket import Recipient
 from vllm_scope.sinks import RequestInfo
 from vllm_scope.sinks.memory import MemorySink
 from vllm_scope.sinks.request import Ended
-from vllm_scope.sinks.router import GLOBAL, Router
+from vllm_scope.sinks.router import Router
 from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker.arena import Arena
 from vllm_scope.worker.drain import Drain
 
 #: The key of a request that delivers nothing.
 NOBODY = -1
-IDLE_COUNTERS: dict[str, Any] = {"requests_routed": 0, "roads": [], "sinks": {}}
-
-
-def global_reads(config: ScopeConfig, sites: Sites) -> Resolved:
-    """The reads that global sinks add to every request.
-
-    Raises:
-        SpecError: this engine does not tap a site of theirs.
-    """
-    reads = [
-        replace(read, to=GLOBAL + name)
-        for name, sink in config.global_sink_configs().items()
-        if sink.reads is not None
-        for read in Spec.from_json(sink.reads).resolve(sites).reads
-    ]
-    return Resolved(tuple(reads))
+IDLE_COUNTERS: dict[str, object] = {"requests_routed": 0, "roads": [], "sinks": {}}
 
 
 @dataclass
 class WorkerDelivery:
-    """Verbs: `add_request`, `finish_request`, `close`; steps go to `drain`.
+    """The ring, the drain and the sinks of one worker.
+
+    Verbs: `add_request`, `finish_request`, `close`. Steps are submitted to `drain`.
 
     Attributes:
         info: the fields that all requests share: stage and model.
@@ -66,8 +51,8 @@ class WorkerDelivery:
     router: Router
     drain: Drain
     info: RequestInfo
-    #: Keys of requests that no front-end gave one: negative, below NOBODY.
-    _own_keys: Any = field(default_factory=lambda: itertools.count(NOBODY - 1, -1))
+    #: Keys for requests to which no front-end gave a key: negative, below NOBODY.
+    _own_keys: Iterator[int] = field(default_factory=lambda: itertools.count(NOBODY - 1, -1))
 
     @staticmethod
     def open(
@@ -98,7 +83,7 @@ class WorkerDelivery:
         return WorkerDelivery(ring, memory, router, drain, info)
 
     def expect(self, recipient: Recipient) -> None:
-        """Announce a request, so that its front-end is answered even if it then fails.
+        """Announce a request, so that its front-end is answered even if the request then fails.
 
         Raises:
             CapacityError: the front-end is not connected.
@@ -141,16 +126,16 @@ class WorkerDelivery:
         return key
 
     def finish_request(self, key: int, error: str | None, ended: Ended | None) -> None:
-        """Send the end of a request behind its rows."""
+        """Send the end of a request after its rows."""
         if ended is not None:
             self.router.expect_end(key, ended)
         self.drain.finish_request(key, error)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, bool]:
         """The sinks that requests may name -> whether they take scores."""
         return self.router.takes_scores
 
-    def counters(self) -> dict[str, Any]:
+    def counters(self) -> dict[str, object]:
         return {
             "requests_routed": self.memory.num_requests,
             "roads": self.memory.roads,

@@ -4,9 +4,9 @@ Owns:  ScopeWorker, one per vLLM worker.
 Runs:  in every worker process, on its main thread.
 From:  attach (vLLM's calls).   To: loading, steps, delivery.
 
-Promise: with nothing asked, a step costs a few attribute tests; it uploads nothing
-and looks at no request. A request whose reads or edits fail is answered with the
-reason; its neighbours and the engine go on.
+Promise: if no request has taps, a step costs a few attribute tests: it uploads nothing
+and looks at no request. If the reads or edits of a request fail, that request is
+answered with the reason; all other requests and the engine go on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 import msgspec
 
@@ -23,12 +22,14 @@ from vllm_scope.config import ScopeConfig
 from vllm_scope.core.news import Entrant, Heard, StepNews
 from vllm_scope.core.registry import Registry
 from vllm_scope.engine.functions import StepFunctions
-from vllm_scope.engine.model import anatomy_of, sites_of
+from vllm_scope.engine.model import anatomy_of, global_reads, sites_of
+from vllm_scope.engine.vllm_types import ModelRunner, NewRequestData, Worker
 from vllm_scope.engine.worker import runners
 from vllm_scope.engine.worker.attention import attention_of, kernel_of
 from vllm_scope.engine.worker.delivery import IDLE_COUNTERS, NOBODY, WorkerDelivery
 from vllm_scope.engine.worker.faults import Faults
 from vllm_scope.engine.worker.loading import check_taps, load_taps
+from vllm_scope.engine.worker.replies import Connected, Described
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.engine.worker.steps import Steps
 from vllm_scope.errors import CapacityError, CompatError, ScopeError
@@ -56,7 +57,7 @@ class ScopeWorker:
         here: boundaries with a tap on this worker.
     """
 
-    def __init__(self, worker: Any, config: ScopeConfig) -> None:
+    def __init__(self, worker: Worker, config: ScopeConfig) -> None:
         self._worker = worker
         self._vllm_config = worker.vllm_config
         self.config = config
@@ -69,6 +70,8 @@ class ScopeWorker:
         self.steps: Steps | None = None
         self._faults: Faults | None = None
         self._heard = Heard()
+        #: Requests that EngineCore has named and that are not over, also those that failed.
+        self._entered: set[str] = set()
 
     # Load
 
@@ -86,14 +89,14 @@ class ScopeWorker:
             self.reason = str(error)
             logger.warning("vllm-scope: no taps on this model: %s.", error)
             return
-        # EngineCore holds the modules, and loads them when it first needs them; a file that is
-        # not as it must be ends the start here.
+        # EngineCore uses both, from its first request on. What is wrong with them ends the start.
+        global_reads(self.config, self.sites)
         checking = Registry(self.sites)
         for name, path in self.config.modules.items():
             checking.register_module(name, load_vectors(path))
 
-    def _tap_model(self, runner: Any) -> None:
-        """Raises CompatError for a model that is served without taps."""
+    def _tap_model(self, runner: ModelRunner) -> None:
+        """Raises CompatError if the model cannot be tapped; it is then served without taps."""
         anatomy = anatomy_of(runner.get_model(), self._vllm_config)
         if self.sites.heads is not None:
             attention = attention_of(anatomy, self.sites)
@@ -158,7 +161,7 @@ class ScopeWorker:
 
     @property
     def is_last(self) -> bool:
-        """Of the last pipeline stage, whose outputs alone EngineCore reads."""
+        """True on the last pipeline stage. EngineCore reads the outputs of that stage only."""
         return bool(self.stage == self.num_stages - 1)
 
     # Requests
@@ -166,7 +169,7 @@ class ScopeWorker:
     def has_requests(self) -> bool:
         return bool(self._planner)
 
-    def add_requests(self, new_requests: list[Any], news: StepNews) -> None:
+    def add_requests(self, new_requests: Sequence[NewRequestData], news: StepNews) -> None:
         """Plan the requests among the new ones that have taps.
 
         Args:
@@ -178,16 +181,19 @@ class ScopeWorker:
         for request in new_requests:
             entrant = news.entrants.get(request.req_id)
             # V2 sends a preempted request again; what it has read stays valid.
-            if entrant is not None and request.req_id not in self._planner:
+            if entrant is not None and request.req_id not in self._entered:
+                self._entered.add(request.req_id)
                 self._add_request(request, entrant)
         self._heard.forget(news)
 
-    def _add_request(self, request: Any, entrant: Entrant) -> None:
+    def _add_request(self, request: NewRequestData, entrant: Entrant) -> None:
         assert self._planner is not None
-        recipient, asked = entrant.recipient, self._heard[entrant.spec]
+        recipient, vectors = entrant.recipient, True
         # Server-wide edits and global sinks also apply to requests without a recipient.
         key = NOBODY if recipient is None else recipient.key
         try:
+            asked = self._heard[entrant.spec]
+            vectors = bool(asked.edits or asked.probes)
             delivery = self._expect(request, recipient)
             prompt_ids, program = request.prompt_token_ids, None
             if delivery is not None:
@@ -201,7 +207,8 @@ class ScopeWorker:
                     self._finish(key, str(error))
                     program, key = None, NOBODY
             if program is None:
-                # Its edits stay: ranks that deliver nothing do not see the lack of room.
+                # The edits still apply: ranks that deliver nothing do not know of the lack of
+                # room, and they edit.
                 program = self._compile(asked, prompt_ids, False)
             if delivery is not self._delivery:
                 key = NOBODY
@@ -212,7 +219,7 @@ class ScopeWorker:
                 held = program.programs_of(entrant.columns) if program.has_vectors else ()
                 self._planner.add_request(request.req_id, key, program, held)
         except Exception as error:
-            self._refuse(request.req_id, bool(asked.edits or asked.probes), key, error)
+            self._refuse(request.req_id, vectors, key, error)
 
     def _refuse(self, req_id: str, vectors: bool, key: int, error: Exception) -> None:
         """Answer a request that could not be added; its neighbours and the engine go on."""
@@ -230,8 +237,11 @@ class ScopeWorker:
             self._faults.fail(req_id, reason)
         self._finish(key, reason)
 
-    def _expect(self, request: Any, recipient: Recipient | None) -> WorkerDelivery | None:
-        """Where the request delivers to; None if its front-end is not connected."""
+    def _expect(
+        self, request: NewRequestData, recipient: Recipient | None
+    ) -> WorkerDelivery | None:
+        """This worker's delivery. None if this worker has none, or if the request's front-end is
+        not connected."""
         if self._delivery is not None and recipient is not None:
             try:
                 self._delivery.expect(recipient)
@@ -250,17 +260,20 @@ class ScopeWorker:
         """Forget requests that are over.
 
         Args:
-            ended: what the scheduler accepted, of requests with sinks.
+            ended: id of a request with sinks -> what the scheduler accepted.
         """
-        if self._planner is None or not (len(self._planner) or self._functions):
+        if self._planner is None or not self._entered:
             return
         for req_id in req_ids:
+            if req_id not in self._entered:
+                continue
+            self._entered.remove(req_id)
             error = self._functions.finish_request(req_id) if self._functions else None
             key = self._planner.finish_request(req_id)
             if key is not None:
                 self._finish(key, error, (ended or {}).get(req_id))
 
-    def with_faults(self, output: Any) -> Any:
+    def with_faults(self, output: object) -> object:
         """A step's output, with the requests whose edits made rows that are not finite."""
         return output if self._faults is None else self._faults.with_faults(output)
 
@@ -285,12 +298,13 @@ class ScopeWorker:
 
     # Remote calls (`collective_rpc` finds them on the worker)
 
-    def connect(self, address: dict[str, Any]) -> dict[str, Any]:
-        """Connect to a front-end; `describe`, and the transport that its rows take.
+    def connect(self, address: dict[str, object]) -> Connected:
+        """Connect to a front-end. Returns what `describe` returns, and two fields more.
 
-        If a worker answers `needs_tcp`, the front-end calls again with a TCP address.
+        `road` is the transport of the front-end's rows. If `needs_tcp` is True, the front-end
+        calls again with a TCP address.
         """
-        body = self.describe() | {"road": None, "needs_tcp": False}
+        body: Connected = {**self.describe(), "road": None, "needs_tcp": False}
         if self._delivery is not None:
             try:
                 body["road"] = self._delivery.memory.connect(msgspec.convert(address, Address))
@@ -299,7 +313,7 @@ class ScopeWorker:
                 body["reason"] = str(error)
         return body
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Described:
         """What can be read and edited here, and the limits of a request."""
         tapped = self._planner is not None
         limits = self.limits if tapped else Limits((1,), 0, 0, 0, 0, 0)
@@ -316,7 +330,7 @@ class ScopeWorker:
             "sinks": self._delivery.describe() if self._delivery is not None else {},
         }
 
-    def counters(self) -> dict[str, Any]:
+    def counters(self) -> dict[str, object]:
         """Work done so far, for tests and metrics."""
         planner, steps = self._planner, self.steps
         return {
@@ -330,5 +344,5 @@ class ScopeWorker:
         }
 
     def flush(self) -> dict[str, str | None]:
-        """Make ended requests visible at every sink; sink -> why that failed, or None."""
+        """Make ended requests visible at every sink. Returns sink -> why that failed, or None."""
         return self._delivery.flush() if self._delivery is not None else {}
