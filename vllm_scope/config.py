@@ -142,7 +142,7 @@ class ScopeConfig(BaseModel):
         """The sinks that every request delivers to."""
         return parse_sinks(self.global_sinks, "global_sinks", True)
 
-    def with_graph_key(self) -> dict[str, Any]:
+    def with_graph_key(self) -> dict[str, object]:
         """The options for `additional_config`, as plain JSON."""
         return self.model_copy(update={"graph_key": graph_key()}).model_dump(mode="json")
 

@@ -11,14 +11,23 @@ vectors.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections.abc import Collection, Hashable, Iterable
+from typing import Generic, Protocol, TypeVar
 
 from vllm_scope.program.operations import Cost, Program
 from vllm_scope.request.arrays import Array
 
 
-class Admission:
+class Waits(Protocol):
+    """A request that may wait: vLLM's Request."""
+
+    request_id: str
+
+
+Waiting = TypeVar("Waiting", bound=Waits)
+
+
+class Admission(Generic[Waiting]):
     """Places in the workers' tables that requests hold, from their entry to their end.
 
     A request that does not fit waits outside the scheduler, first come, first served. The
@@ -32,7 +41,7 @@ class Admission:
 
     def __init__(self, most: Cost) -> None:
         self.most = most
-        self.waiting: deque[Any] = deque()
+        self.waiting: deque[Waiting] = deque()
         self.num_waited = 0
         self._held: dict[str, tuple[Program, ...]] = {}
         #: Held program -> requests that hold it; vector -> held programs that use it.
@@ -40,7 +49,7 @@ class Admission:
         self._vectors: Counter[Array] = Counter()
         self._num_ops = 0
 
-    def enter(self, request: Any, programs: Collection[Program]) -> bool:
+    def enter(self, request: Waiting, programs: Collection[Program]) -> bool:
         """Whether a new request may go to the scheduler now; if not, it waits in line."""
         if not programs:
             # A piece of streamed input may not overtake an earlier piece that waits.
@@ -52,7 +61,7 @@ class Admission:
         self.num_waited += 1
         return False
 
-    def take_out(self, request_ids: Collection[str] | None) -> list[Any]:
+    def take_out(self, request_ids: Collection[str] | None) -> list[Waiting]:
         """Remove waiting requests from the line and return them in order; None takes all."""
         taken = [r for r in self.waiting if request_ids is None or r.request_id in request_ids]
         self.waiting = deque(r for r in self.waiting if r not in taken)
@@ -97,7 +106,10 @@ class Admission:
         return True
 
 
-def _last_gone(counter: Counter[Any], key: Any) -> bool:
+Key = TypeVar("Key", bound=Hashable)
+
+
+def _last_gone(counter: Counter[Key], key: Key) -> bool:
     """Count one down, and drop the key at zero; whether it was dropped."""
     counter[key] -= 1
     return not counter[key] and counter.pop(key) == 0

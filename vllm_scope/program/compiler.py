@@ -11,9 +11,9 @@ prefill and recompute read and edit the same rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,7 +59,7 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
 
     rows = rows_of(asked, asked.reads)
     reads, scores, edits = [], [], []
-    made: dict[Any, Op] = {}
+    made: dict[Hashable, Op] = {}
     # Every action gets a pick, also an action at boundaries that are not here: a column then means
     # the same in every process.
     for read in asked.reads:
@@ -112,7 +112,7 @@ class RequestProgram:
             here: the boundaries of the stage.
             drains: False on a rank that edits like the others and delivers nothing.
         """
-        known: dict[Any, Compiled] = asked.__dict__.setdefault("_compiled", {})
+        known: dict[Hashable, Compiled] = asked.__dict__.setdefault("_compiled", {})
         key = (sites, here, drains)
         if key not in known:
             known[key] = _compile(asked, sites, here, drains)

@@ -9,10 +9,9 @@ From:  compiled, layout.   To: plan (per token), tap.tables (on the device).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,7 +157,7 @@ def build_program(
     return Program(layout, tuple(taps))
 
 
-def edit_op(edit: ResolvedEdit, made: dict[Any, Op]) -> Callable[[int], Op]:
+def edit_op(edit: ResolvedEdit, made: dict[Hashable, Op]) -> Callable[[int], Op]:
     """An edit's operation on a token, by the token's row of a replacement (from 1).
 
     Args:

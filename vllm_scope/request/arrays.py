@@ -82,13 +82,13 @@ class Array:
         found.update(self.data)
         return found.digest()[:16]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"shape": self.shape, "data": self.data}  # without cached properties
 
     def __hash__(self) -> int:
         return hash(self.digest)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         text = pybase64.b64encode_as_string(self.data)
         return {"dtype": "float32", "shape": list(self.shape), "data": text}
 

@@ -10,8 +10,6 @@ at most as many Python objects as MOST_NODES and MOST_ITEMS allow.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from vllm_scope.errors import SpecError
@@ -28,7 +26,7 @@ def num_items(text: str) -> int:
     return text.count(",")
 
 
-def decode(text: str, where: str, most_items: int = MOST_ITEMS) -> Any:
+def decode(text: str, where: str, most_items: int = MOST_ITEMS) -> object:
     """The value of a JSON text.
 
     Args:

@@ -73,7 +73,7 @@ class CodecChoice:
             options.append((option, _whole(body[option], f"{where}.{option}")))
         return None if name == "none" else CodecChoice(name, tuple(options))
 
-    def to_json(self) -> str | dict[str, Any]:
+    def to_json(self) -> str | dict[str, object]:
         return {"name": self.name, **dict(self.options)} if self.options else self.name
 
 

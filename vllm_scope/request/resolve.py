@@ -16,7 +16,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -47,7 +46,7 @@ MAX_EDITED = 1 << 13
 Vectors = Mapping[VectorKey, Array]
 
 
-def _fields_alone(self: Any) -> dict[str, Any]:
+def _fields_alone(self: ResolvedEdit | Resolved) -> dict[str, object]:
     """The state to pickle: without cached properties."""
     return {each.name: getattr(self, each.name) for each in fields(self)}
 

@@ -91,16 +91,16 @@ class Selector:
     #: Makes numpy leave `array | selector` and `array - selector` to the methods below.
     __array_ufunc__ = None
 
-    def __or__(self, other: Any) -> Union:
+    def __or__(self, other: object) -> Union:
         return Union(self, other)
 
-    def __ror__(self, other: Any) -> Union:
+    def __ror__(self, other: object) -> Union:
         return Union(other, self)
 
-    def __sub__(self, other: Any) -> Except:
+    def __sub__(self, other: object) -> Except:
         return Except(self, other)
 
-    def __rsub__(self, other: Any) -> Except:
+    def __rsub__(self, other: object) -> Except:
         return Except(other, self)
 
     @property
@@ -115,7 +115,7 @@ class Selector:
     def select(self, tokens: Tokens) -> Masks:
         raise NotImplementedError
 
-    def to_json(self) -> Any:
+    def to_json(self) -> object:
         raise NotImplementedError
 
     def first_position(self, num_prompt: int, prompt_ids: Ids) -> int:
@@ -209,7 +209,7 @@ class Positions(Selector):
 
     positions: tuple[int, ...]
 
-    def __init__(self, *positions: Any) -> None:
+    def __init__(self, *positions: object) -> None:
         """From whole numbers, or from one list, range or array of them."""
         one = as_numbers(positions[0]) if len(positions) == 1 else positions
         found = tuple(as_numbers(one)) if isinstance(one, list | tuple) else (one,)
@@ -259,7 +259,7 @@ class Span(Selector):
         start = max(start, 0)
         return _sure((p >= start) & (p < stop) & ((p - start) % (self.step or 1) == 0))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {"slice": [self.start, self.stop, self.step]}
 
 
@@ -282,7 +282,7 @@ class TokenIds(Selector):
         hit = _in(tokens.ids, self._sorted)
         return Masks(hit, hit | (tokens.ids < 0))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {"token_ids": list(self.ids)}
 
 
@@ -297,7 +297,7 @@ class Union(Selector):
 
     parts: tuple[Selector, ...]
 
-    def __init__(self, *parts: Any) -> None:
+    def __init__(self, *parts: object) -> None:
         if not parts:
             raise SpecError("Union() is empty; give it at least one selector.")
         _check_parts(len(parts), "Union")
@@ -315,7 +315,7 @@ class Union(Selector):
             np.logical_or.reduce([m.possible for m in masks]),
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {"union": [part.to_json() for part in self.parts]}
 
 
@@ -326,7 +326,7 @@ class Except(Selector):
     base: Selector
     without: Selector
 
-    def __init__(self, base: Any, without: Any) -> None:
+    def __init__(self, base: object, without: object) -> None:
         object.__setattr__(self, "base", parse_selector(base, "Except[0]"))
         object.__setattr__(self, "without", parse_selector(without, "Except[1]"))
         _check_depth(self)
@@ -342,7 +342,7 @@ class Except(Selector):
         base, without = self.base.select(tokens), self.without.select(tokens)
         return Masks(base.certain & ~without.possible, base.possible & ~without.certain)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {"except": [part.to_json() for part in self.parts]}
 
 
@@ -425,7 +425,7 @@ def _check_ints(items: tuple[Any, ...], where: str, least: int = 1 - FAR) -> Non
             raise SpecError(f"{where} has {item}; its numbers are not negative.")
 
 
-def _parse_slice(parts: Any, where: str) -> Span:
+def _parse_slice(parts: object, where: str) -> Span:
     if not isinstance(parts, list | tuple) or len(parts) != 3:
         raise SpecError(f"{where} is {shown(parts)}; a slice is [start, stop, step].")
     for part in parts:
@@ -436,14 +436,14 @@ def _parse_slice(parts: Any, where: str) -> Span:
     return Span(*parts)
 
 
-def as_numbers(value: Any) -> Any:
+def as_numbers(value: object) -> Any:
     """Positions or ids of a range, numpy or torch as Python ints; any other value as it is."""
     if isinstance(value, range | tuple | list):
         return [as_numbers(item) if hasattr(item, "tolist") else item for item in value]
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def parse_selector(value: Any, where: str, depth: int = 0) -> Selector:
+def parse_selector(value: object, where: str, depth: int = 0) -> Selector:
     """A selector from its Python or JSON form.
 
     Raises:
@@ -489,7 +489,7 @@ def _parse_object(kind: str, body: list[Any], where: str, depth: int) -> Selecto
     return Except(*parts)
 
 
-def _no_selector(value: Any, where: str) -> SpecError:
+def _no_selector(value: object, where: str) -> SpecError:
     return SpecError(
         f"{where} is {shown(value)}; give one of {', '.join(WORDS)}, a list of positions, a slice, "
         "TokenIds(...), Union(...) or Except(..., ...)."

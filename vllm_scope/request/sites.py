@@ -211,7 +211,7 @@ class Sites:
     kernels: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, compare=False)
     guard: int | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Without cached properties.
         return {each.name: getattr(self, each.name) for each in fields(self)}
 

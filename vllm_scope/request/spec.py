@@ -85,7 +85,7 @@ class Spec:
         return tuple(dict.fromkeys(x.name for x in found if isinstance(x, Module)))
 
     def to_json(self) -> str:
-        body: dict[str, Any] = {}
+        body: dict[str, object] = {}
         if self.reads:
             body["reads"] = [read.to_json() for read in self.reads]
         if self.probes:
@@ -220,7 +220,7 @@ def _check_count(name: str, count: int) -> None:
         raise SpecError(f"the spec has {count:,} {name}; at most {MOST[name]}.")
 
 
-def _parse_list(cls: type[Any] | None, body: dict[str, Any], name: str) -> list[Any]:
+def _parse_list(cls: type[Any] | None, body: dict[str, object], name: str) -> list[Any]:
     items = body.get(name, [])
     if not isinstance(items, list):
         raise SpecError(f"{name} is {shown(items)}; it is a list.")

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -280,7 +280,7 @@ class ScopeResult:
             f"{self.delivered} of {self.expected} values)"
         )
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Copies: a view would be pickled with the whole table.
         for stream in self._read_streams():
             rows, positions = self._stream(stream)

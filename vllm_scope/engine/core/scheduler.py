@@ -52,7 +52,7 @@ class _State:
             news carry it.
     """
 
-    admission: Admission | None = None
+    admission: Admission[Request] | None = None
     told: Told = field(default_factory=Told)
     ended: dict[str, Ended] = field(default_factory=dict)
 
@@ -67,17 +67,19 @@ def _state_of(scheduler: object) -> _State:
 # Room for requests
 
 
-def admission_of(scheduler: object) -> Admission | None:
+def admission_of(scheduler: object) -> Admission[Request] | None:
     """None until a request with programs comes."""
     state = _states.of(scheduler)
     return None if state is None else state.admission
 
 
-def _new_admission(scheduler: Scheduler) -> Admission:
+def _new_admission(scheduler: Scheduler) -> Admission[Request]:
     vllm_config = scheduler.vllm_config
     config = config_of(vllm_config)
     assert config is not None
-    admission = Admission(capacity(hidden_size_of(vllm_config), config.vectors_mib))
+    admission: Admission[Request] = Admission(
+        capacity(hidden_size_of(vllm_config), config.vectors_mib)
+    )
     _state_of(scheduler).admission = admission
     return admission
 
@@ -102,7 +104,7 @@ def _add_to_scheduler(original: Callable[..., object], self: Scheduler, request:
     original(self, request)
 
 
-def _let_in(self: Scheduler, admission: Admission) -> None:
+def _let_in(self: Scheduler, admission: Admission[Request]) -> None:
     """Move waiting requests to the scheduler, in order, while there is room."""
     while admission.waiting:
         first = admission.waiting[0]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -40,7 +39,7 @@ def _hooked_layer(base: type, convention: Convention, number: int, call: Call) -
     pair = convention is not Convention.TENSOR
 
     class Hooked(base):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def forward(self, *args: Tensor, **kwargs: Tensor) -> object:
             given = dict(zip(names, args, strict=False)) | kwargs
             residual = given.get("residual") if sums else None
             _call(call, number, True, given["hidden_states"], residual)

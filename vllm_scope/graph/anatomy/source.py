@@ -28,7 +28,7 @@ _Place = tuple[int, int]
 
 
 @cache
-def function_of(function: Callable[..., Any], owner: type) -> ast.FunctionDef:
+def function_of(function: Callable[..., object], owner: type) -> ast.FunctionDef:
     """The syntax tree of a method.
 
     Raises:
@@ -67,7 +67,7 @@ def forward_of(module: nn.Module, owner: type | None = None) -> ast.FunctionDef:
 
 @cache  # a model has many layers, whose flags differ in few ways
 def _settled(
-    function: Callable[..., Any], owner: type, answers: frozenset[tuple[_Place, bool]]
+    function: Callable[..., object], owner: type, answers: frozenset[tuple[_Place, bool]]
 ) -> ast.FunctionDef:
     settled = _Settled(dict(answers)).visit(deepcopy(function_of(function, owner)))
     assert isinstance(settled, ast.FunctionDef)

@@ -166,7 +166,7 @@ def _tapped_layer(base: type, convention: Convention, places: frozenset[str]) ->
     pair = convention is not Convention.TENSOR
 
     class Tapped(base):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def forward(self, *args: Tensor, **kwargs: Tensor) -> object:
             if entry:
                 # Layer 0 gets the embedding output, and no residual yet.
                 hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[at]
@@ -188,7 +188,7 @@ def _branching_layer(base: type) -> type[nn.Module]:
     """
 
     class Tapped(base):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def forward(self, *args: Tensor, **kwargs: Tensor) -> object:
             out = super().forward(*args, **kwargs)
             read_rows(self, out[0], self.scope_mlp_out, self.scope_vectors.shape[1])
             return out
@@ -210,7 +210,7 @@ def _tapped_norm(base: type, places: frozenset[str]) -> type[nn.Module]:
     middle, branch = (name in places for name in ("middle", "attn_out"))
 
     class Tapped(base):
-        def forward(self, hidden: Tensor, residual: Tensor | None = None) -> Any:
+        def forward(self, hidden: Tensor, residual: Tensor | None = None) -> object:
             if branch:  # before edits of the stream are written to it
                 read_rows(self, hidden, self.scope_attn_out, self.scope_vectors.shape[1])
             if middle:

@@ -91,7 +91,7 @@ class Action:
     layers: Layers = None
     tokens: Any = "all"
 
-    def _set(self, **values: Any) -> None:
+    def _set(self, **values: object) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -125,8 +125,8 @@ class Action:
         """None for every tapped layer."""
         return self.layers if isinstance(self.layers, tuple) else None
 
-    def to_json(self) -> dict[str, Any]:
-        body: dict[str, Any] = {"site": self.site}
+    def to_json(self) -> dict[str, object]:
+        body: dict[str, object] = {"site": self.site}
         if self.site != "embed":
             body["layers"] = self.layers
         if self.tokens != Word("all"):

@@ -186,7 +186,7 @@ class Replace(Edit):
         self._set(positions=tuple(positions), tokens=chosen)
         self._place_vector(values, most_dims=3)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         body = super().to_json()
         body.pop("tokens", None)
         return body
