@@ -12,11 +12,19 @@ from __future__ import annotations
 
 from dataclasses import MISSING, fields
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from vllm_scope.request.actions import EDITS, KINDS, MAX_FLOAT32, MAX_NAME, Edit, Probe, Read
 from vllm_scope.request.arrays import DTYPES, MAX_NUMBERS
-from vllm_scope.request.encoding import READ_CODECS
+from vllm_scope.request.heads import READ_CODECS
+from vllm_scope.request.nets import (
+    AGGREGATES,
+    HIDDEN,
+    MAX_HIDDEN_LAYERS,
+    MAX_WINDOW,
+    AttentionPool,
+    Mlp,
+)
 from vllm_scope.request.selectors import FAR, MAX_ITEMS, MAX_PARTS, WORDS
 from vllm_scope.request.sites import ALIASES, MAX_LAYERS
 from vllm_scope.request.spec import MOST
@@ -40,6 +48,10 @@ def _list(items: Schema, most: int, least: int = 1, **more: Any) -> Schema:
     return {"type": "array", "items": items, "minItems": least, "maxItems": most, **more}
 
 
+def _tuple(*items: Schema) -> Schema:
+    return {**_list({}, len(items), len(items)), "prefixItems": list(items), "items": False}
+
+
 def _object(required: list[str], properties: Schema) -> Schema:
     return {
         "type": "object",
@@ -57,41 +69,67 @@ _MODULE = _any(_NAME, _object(["module"], {"module": _NAME}))
 _LAYER = {"type": "integer", "minimum": 0}
 
 
+def _said(cls: type[Any], schema: Schema) -> Schema:
+    """The schema, with the first line of a class's docstring."""
+    return {"description": (cls.__doc__ or "").partition("\n")[0], **schema}
+
+
+def _array(least: int, most: int) -> Schema:
+    """Numbers of `least` to `most` dimensions."""
+    rows = _NUMBER
+    nested = [rows := _list(rows, MAX_NUMBERS) for _ in range(most)]
+    size = {"type": "integer", "minimum": 1, "maximum": MAX_NUMBERS}
+    packed = {
+        "dtype": {"enum": list(DTYPES)},
+        "shape": _list(size, most, least),
+        "data": {"type": "string", "contentEncoding": "base64", "pattern": _BASE64},
+    }
+    return _any(_object(list(packed), packed), *nested[least - 1 :])
+
+
 def _definitions() -> Schema:
     """What several fields have in common."""
-    end, rows, codecs = _any(_whole(), _NULL), _NUMBER, []
-    nested = [rows := _list(rows, MAX_NUMBERS) for _ in range(3)]
-    shape = _list({"type": "integer", "minimum": 1, "maximum": MAX_NUMBERS}, 3)
-    data = {"type": "string", "contentEncoding": "base64", "pattern": _BASE64}
-    dtype = {"enum": list(DTYPES)}
+    end, codecs = _any(_whole(), _NULL), []
     for name, options in READ_CODECS.items():
         given: Schema = {option: {"type": "integer"} for option in options}
         codecs.append(_object(["name"], {"name": {"const": name}, **given}))
     return {
-        "array": _any(
-            _object(["dtype", "shape", "data"], {"dtype": dtype, "shape": shape, "data": data}),
-            *nested,
-        ),
+        "array": _array(1, 3),
         "vector": _any(_MODULE, _ref("array")),
+        **_of_probes(),
         "codec": _any(_NULL, {"enum": list(READ_CODECS)}, *codecs),
         "layers": _any(_NULL, {"const": "all"}, _LAYER, _list(_LAYER, MAX_LAYERS)),
         "tokens": _any(
             {"enum": list(WORDS)},
             _whole(),
             _list(_whole(), MAX_ITEMS),
-            _object(
-                ["slice"],
-                {
-                    "slice": {
-                        **_list({}, 3, 3),
-                        "prefixItems": [end, end, _any(_whole(1), _NULL)],
-                        "items": False,
-                    }
-                },
-            ),
+            _object(["slice"], {"slice": _tuple(end, end, _any(_whole(1), _NULL))}),
             _object(["token_ids"], {"token_ids": _list(_whole(0), MAX_ITEMS)}),
             _object(["union"], {"union": _list(_ref("tokens"), MAX_PARTS)}),
             _object(["except"], {"except": _list(_ref("tokens"), 2, 2)}),
+        ),
+    }
+
+
+def _of_probes() -> Schema:
+    """Weights and aggregates."""
+    both = {"query": _array(1, 2), "value": _array(1, 2)}
+    layers = _list(_tuple(_array(2, 2), _array(1, 1)), MAX_HIDDEN_LAYERS + 1, 2)
+    decay = {"type": "number", "minimum": 0, "exclusiveMaximum": 1}
+    window = {"type": "integer", "minimum": 1, "maximum": MAX_WINDOW}
+    shaped = [_ref("mlp"), _ref("attention")]
+    hidden = {"enum": list(HIDDEN), "default": Mlp.hidden}
+    return {
+        "mlp": _said(Mlp, _object(["mlp"], {"mlp": layers, "hidden": hidden})),
+        "attention": _said(
+            AttentionPool, _object(["attention"], {"attention": _object(list(both), both)})
+        ),
+        "weight": _any(_MODULE, _array(1, 2), *shaped, *(_list(one, MAX_LAYERS) for one in shaped)),
+        "aggregate": _any(
+            _NULL,
+            {"enum": list(AGGREGATES)},
+            _object(["ema"], {"ema": decay}),
+            _object(["rolling_mean"], {"rolling_mean": window, "then": {"enum": [None, "max"]}}),
         ),
     }
 
@@ -101,7 +139,8 @@ _FIELDS = {
     "tokens": _ref("tokens"),
     "layers": _ref("layers"),
     "codec": _ref("codec"),
-    "weight": _ref("vector"),
+    "weight": _ref("weight"),
+    "aggregate": _ref("aggregate"),
     "vector": _ref("vector"),
     "direction": _ref("vector"),
     "values": _ref("array"),
@@ -111,7 +150,7 @@ _FIELDS = {
 
 
 def _of_type(hint: Any) -> Schema:
-    if get_origin(hint) is UnionType:
+    if get_origin(hint) in (UnionType, Union):  # a Literal with None is a Union
         return _any(*map(_of_type, get_args(hint)))
     if get_origin(hint) is Literal:
         return {"enum": list(get_args(hint))}
@@ -143,8 +182,7 @@ def _action(cls: Any) -> Schema:
         elif each.default is not None:
             properties[name]["default"] = each.default
     return {
-        "description": cls.__doc__.partition("\n")[0],
-        **_object(required, properties),
+        **_said(cls, _object(required, properties)),
         "if": {"properties": {"site": {"const": "embed"}}, "required": ["site"]},
         "then": {"properties": {"layers": {"enum": [None, "all", 0, [0]]}}},
         "else": _layers_of(cls),
@@ -155,9 +193,8 @@ def _layers_of(cls: Any) -> Schema:
     """The layers of an action at another site than `embed`."""
     if cls is Read:
         return {}
-    one = _any(_LAYER, _list(_LAYER, 1))
     if cls is Probe:
-        return {"required": ["layers"], "properties": {"layers": one}}
+        return {"required": ["layers"], "properties": {"layers": {"not": {"enum": [None, "all"]}}}}
     named = {"required": ["layers"], "properties": {"layers": {"not": _NULL}}}
     return _any(named, {"properties": {cls.fields[0]: _MODULE}})
 
@@ -166,8 +203,9 @@ def spec_schema() -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of a spec, the text in `extra_args["scope"]`.
 
     The schema knows no engine (layers, sites, modules), and does not compare one field with
-    another: numbers with a shape, rows with positions, `lo` with `hi`, the names of probes. The
-    parser checks these too, so that a valid spec may still be refused.
+    another: numbers with a shape, rows with positions, the weights of a probe with its layers, its
+    destination with its kind, `lo` with `hi`, the names of probes. The parser checks these too, so
+    that a valid spec may still be refused.
     """
     items = {"reads": _ref("read"), "probes": _ref("probe"), "edits": _any(*map(_ref, EDITS))}
     lists = {name: _list(items[name], most, least=0) for name, most in MOST.items()}

@@ -165,13 +165,21 @@ NAN, INF = float("nan"), float("inf")
         ),
         pytest.param(lambda: Probe(V, layer=1), "''", "1 to 200 characters", id="probe-no-name"),
         pytest.param(lambda: Probe(V, name=7, layer=1), "7", "a string", id="a-number-as-name"),
-        pytest.param(lambda: Probe([V, V], name="p", layer=1), "(2, 4)", "one vector", id="two"),
+        pytest.param(
+            lambda: Probe([V, V], name="p", layer=1), "2 weights", "for each layer", id="two-rows"
+        ),
+        pytest.param(
+            lambda: Probe([[V]], name="p", layer=1), "(1, 1, 4)", "[num_layers, width]", id="cube"
+        ),
         pytest.param(lambda: Probe(V, name="p"), "None", "one layer", id="probe-without-a-layer"),
         pytest.param(
             lambda: Probe(V, name="p", layer="all"), "'all'", "one layer", id="probe-everywhere"
         ),
         pytest.param(
-            lambda: Probe(V, name="p", layer=[1, 2]), "[1, 2]", "one layer", id="probe-at-two"
+            lambda: Probe(V, name="p", layer=[1, 2]), "1 weight", "each layer", id="probe-at-two"
+        ),
+        pytest.param(
+            lambda: Probe(V, name="p", site="logits", layer=1), "'logits'", "mlp_out", id="no-tap"
         ),
         pytest.param(
             lambda: Probe(V, bias=INF, layer=1, name="p"), "inf", "finite", id="bias-infinite"
@@ -295,8 +303,9 @@ def test_a_huge_array_is_refused_before_it_is_copied():
             "two probes are called 'p'", ".", id="two-of-a-name",
         ),
         pytest.param(
-            {"probes": [{"site": "embed", "weight": V, "name": f"{i}"} for i in range(257)]},
-            "257 probes", f"at most {MAX_PROBES}", id="many-probes",
+            {"probes": [{"site": "embed", "weight": V, "name": f"{i}"}
+                        for i in range(MAX_PROBES + 1)]},
+            f"{MAX_PROBES + 1:,} probes", "at most", id="many-probes",
         ),
         pytest.param(
             {"edits": [{"kind": "add", "site": "embed", "vector": V}] * 257},
@@ -332,6 +341,8 @@ def test_a_dtype_that_is_a_list_is_a_sentence_about_the_dtype():
     assert text.startswith("edits[0].vector.dtype is ['float32']")
 
 
-def test_a_probe_at_two_layers_in_json_is_told_what_came():
+def test_a_probe_with_one_weight_for_two_layers_in_json_is_told_both_numbers():
     body = {"site": "resid_post", "layers": [1, 2], "weight": V, "name": "p"}
-    assert "[1, 2]" in sentence(lambda: Spec.from_json(json.dumps({"probes": [body]})))
+    text = sentence(lambda: Spec.from_json(json.dumps({"probes": [body]})))
+    assert text.startswith("probes[0].weight has 1 weight")
+    assert "2 layers" in text

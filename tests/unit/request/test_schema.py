@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 import vllm_scope
+from tests.unit.request.probe_forms import probe_specs
 from tests.unit.strategies import as_json, specs
 from vllm_scope import Spec, SpecError, scope, spec_schema
 
@@ -44,7 +45,7 @@ def test_the_schema_is_a_schema_and_is_json():
 
 
 @settings(max_examples=500, deadline=None)
-@given(specs(num_layers=4))
+@given(specs(num_layers=4) | probe_specs(num_layers=4))
 def test_what_scope_writes_is_valid(spec):
     VALIDATOR.validate(json.loads(spec.to_json()))
 
@@ -103,6 +104,18 @@ def _probe(**fields: Any) -> dict:
     return {"probes": [{"weight": [1.0, 2.0], "layers": [1], "name": "p", **fields}]}
 
 
+def _mlp(*layers: Any, **fields: Any) -> dict:
+    return {"mlp": list(layers), **fields}
+
+
+def _pool(**fields: Any) -> dict:
+    return {"attention": {"query": [1.0, 2.0], "value": [3.0, 4.0], **fields}}
+
+
+#: An Mlp's layer of three numbers from rows of two, and one of the score.
+FIRST, LAST = [[[1, 2], [3, 4], [5, 6]], [0, 0, 0.5]], [[[1, 2, 3]], [-1]]
+
+
 def _edit(kind: str = "add", **fields: Any) -> dict:
     first = {"add": "vector", "replace": "values"}.get(kind, "direction")
     body = {"kind": kind, "layers": [1], first: [1.0, 2.0], **fields}
@@ -119,6 +132,21 @@ def _edit(kind: str = "add", **fields: Any) -> dict:
         _read(to="filesystem", tag="a", name=None), _read(codec="none"), _read(codec=None),
         _read(codec={"name": "rp8", "k": 8}), _read(when="before"),
         _probe(layers=1), _probe(weight="m", bias=-1), _probe(weight=as_json(), site="resid_mid"),
+        _probe(site="q"), _probe(site="mlp_out"), _probe(site="embed", layers="all"),
+        _probe(layers=[0, 1], weight=[[1, 2], [3, 4]]), _probe(layers=[2, 0], weight="m"),
+        _probe(weight=as_json(shape=(2, 2)), layers=[2, 0]), _probe(weight=[[1, 2]]),
+        _probe(weight=_mlp(FIRST, LAST)), _probe(weight=_mlp(FIRST, LAST, hidden="gelu")),
+        _probe(weight=_mlp([as_json(shape=(1, 4)), as_json(shape=(1,), data="AACAPw==")],
+                           [[[1]], [0]], [[[1]], [0]])),
+        _probe(weight=[_mlp(FIRST, LAST)]), _probe(weight=[_mlp(FIRST, LAST)] * 2, layers=[0, 1]),
+        _probe(weight=_pool()), _probe(weight=_pool(query=[[1, 2]])),
+        _probe(weight=_pool(query=as_json(shape=(2, 2)), value=[[1, 2], [3, 4]])),
+        _probe(weight=[_pool()] * 3, layers=[0, 1, 2]), _probe(activation="sigmoid"),
+        _probe(activation=None, to="my_sink"), _probe(aggregate=None), _probe(aggregate="max"),
+        _probe(aggregate="mean", activation="sigmoid"), _probe(aggregate={"ema": 0}),
+        _probe(aggregate={"ema": 0.999}), _probe(aggregate={"rolling_mean": 1}),
+        _probe(aggregate={"rolling_mean": 1 << 16, "then": "max"}),
+        _probe(aggregate={"rolling_mean": 8, "then": None}),
         _edit(vector="m", layers="absent"), _edit(vector={"module": "m"}, layers=None),
         _edit(site="embed", layers="absent"), _edit(vector=[[1, 2], [3, 4]], layers=[0, 2]),
         _edit("clamp", lo=None, hi=2, strength=0.5), _edit("replace", positions=3),
@@ -148,9 +176,29 @@ def test_what_the_parser_takes_is_valid(body):
         _read(when=None), _read(to=""), _read(to=None), _read(to="s", tag="x" * 201),
         _read(codec="zstd"), _read(codec={"name": "int8", "k": 3}), _read(codec={"k": 3}),
         _read(codec={"name": "rp8", "k": "3"}), _read(kind="read"),
-        _probe(name=""), _probe(name=None), _probe(layers="all"), _probe(layers=[0, 1]),
-        _probe(layers=None), _probe(site="q"), _probe(bias="1"), _probe(bias=1e39),
+        _probe(name=""), _probe(name=None), _probe(layers="all"), _probe(layers=[]),
+        _probe(layers=None), _probe(site="logits"), _probe(bias="1"), _probe(bias=1e39),
         _probe(weight=[]), _probe(weight=None), _probe(weight=["a"]), _probe(when="after"),
+        _probe(weight=[[[1.0]]]), _probe(weight=as_json(shape=(1, 1, 4))),
+        _probe(weight=["m", "n"]), _probe(weight=_mlp()), _probe(weight=_mlp(LAST)),
+        _probe(weight={"mlp": 7}),
+        _probe(weight=_mlp(FIRST, *[LAST] * 3)), _probe(weight=_mlp(FIRST, LAST[:1])),
+        _probe(weight=_mlp(FIRST, [*LAST, 1])), _probe(weight=_mlp(FIRST, [[1, 2, 3], [-1]])),
+        _probe(weight=_mlp(FIRST, [LAST[0], -1])), _probe(weight=_mlp(FIRST, [LAST[0], [[-1]]])),
+        _probe(weight=_mlp(FIRST, LAST, hidden="elu")), _probe(weight=_mlp(FIRST, LAST, bias=1)),
+        _probe(weight=_mlp(FIRST, LAST, hidden=None)), _probe(weight={"hidden": "relu"}),
+        _probe(weight={"attention": {}}), _probe(weight={"attention": [1, 2]}),
+        _probe(weight=_pool(key=[1, 2])), _probe(weight=_pool(query=[[[1]]])),
+        _probe(weight=_pool(value="m")), _probe(weight=_pool() | {"hidden": "relu"}),
+        _probe(weight=_pool() | _mlp(FIRST, LAST)), _probe(weight=[_pool(), _mlp(FIRST, LAST)]),
+        _probe(weight=[_pool(), [1, 2]]), _probe(weight=[[1, 2], _pool()]),
+        _probe(activation="relu"), _probe(activation=True), _probe(aggregate="min"),
+        _probe(aggregate=0.5), _probe(aggregate={}), _probe(aggregate={"ema": 1}),
+        _probe(aggregate={"ema": -0.1}), _probe(aggregate={"ema": "0.5"}),
+        _probe(aggregate={"ema": True}), _probe(aggregate={"rolling_mean": 0}),
+        _probe(aggregate={"rolling_mean": (1 << 16) + 1}), _probe(aggregate={"rolling_mean": 1.5}),
+        _probe(aggregate={"rolling_mean": 2, "then": "min"}), _probe(aggregate={"then": "max"}),
+        _probe(aggregate={"ema": 0.5, "then": "max"}), _probe(aggregate=["max"]),
         _edit("scale"), _edit(None), _edit(kind="absent"), _edit(layers="absent"),
         _edit(layers=None), _edit(vector="absent"), _edit(vector=""), _edit(vector={"name": "m"}),
         _edit(vector=as_json(dtype="int8")), _edit(vector=as_json(shape=(0,))),
@@ -172,8 +220,10 @@ def test_what_the_parser_refuses_for_its_shape_is_invalid(body):
 #: What the parser says of a spec that is valid: it compares fields, or knows a sum.
 BEYOND = re.compile(
     r"rows for|has \d+ bytes|characters; the|NaN or infinite|is zero; a direction|not above hi|has "
-    r"no bound|two probes|differ in tag|go to memory|a probe has one layer|one row for each layer|"
-    r"at most \d dimensions|one vector|nested|parts|items in all|ragged|at most 16,777,216"
+    r"no bound|two probes|differ in tag|go to memory|one weight for each layer|"
+    r"one row for each layer|at most \d dimensions|nested|parts|items in all|ragged|"
+    r"at most 16,777,216|\[out, \d+\]|has a bias of shape|the last layer makes one|"
+    r"both are \[num_heads|the same number of heads"
 )
 ANYTHING = st.sampled_from(
     [None, True, 0, -1, 1.5, 1 << 50, "", "all", "x", [], [0], [0, 0], ["x"], {}, {"x": 1}]
@@ -187,8 +237,8 @@ def _places(body: Any) -> list[tuple[Any, Any]]:
     return [(body, key) for key in keys] + [place for one in inner for place in _places(one)]
 
 
-@settings(max_examples=200, deadline=None)
-@given(specs(num_layers=4), st.data())
+@settings(max_examples=400, deadline=None)
+@given(specs(num_layers=4) | probe_specs(num_layers=4), st.data())
 def test_one_wrong_value_is_seen_by_the_schema_and_the_parser_alike(spec, data):
     body = copy.deepcopy(json.loads(spec.to_json()))
     where, key = data.draw(st.sampled_from(_places(body)))

@@ -1,0 +1,65 @@
+"""Random probes of every form: linear, Mlp, AttentionPool; of one layer or several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tests.unit.strategies import NUMBERS, arrays, selectors
+from vllm_scope import AttentionPool, Ema, Mlp, Probe, RollingMean, Spec
+from vllm_scope.request.nets import HIDDEN
+from vllm_scope.request.sites import SITES
+
+
+@st.composite
+def mlps(draw: Any, width: int) -> Mlp:
+    sizes = [width, *draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)), 1]
+    pairs = zip(sizes[1:], sizes[:-1], strict=True)
+    layers = [(draw(arrays(out, size)), draw(arrays(out))) for out, size in pairs]
+    return Mlp(layers, draw(st.sampled_from(HIDDEN)))
+
+
+def pools(width: int, num_heads: int) -> st.SearchStrategy[AttentionPool]:
+    one = arrays(num_heads, width)
+    return st.builds(AttentionPool, one, one)
+
+
+def aggregates() -> st.SearchStrategy[Any]:
+    return st.one_of(
+        st.sampled_from([None, "max", "mean"]),
+        st.floats(0, 1, exclude_max=True).map(Ema),
+        st.builds(RollingMean, st.integers(1, 9), st.sampled_from([None, "max"])),
+    )
+
+
+@st.composite
+def any_probes(draw: Any, num_layers: int, width: int) -> Probe:
+    site = draw(st.sampled_from(SITES))
+    some = st.lists(st.integers(0, num_layers - 1), min_size=1, max_size=num_layers, unique=True)
+    layers = [0] if site == "embed" else draw(some)
+    heads = draw(st.integers(1, 2))
+    one = draw(st.sampled_from([mlps(width), pools(width, heads)]))
+    weights = st.one_of(
+        st.just("module"),
+        arrays(len(layers), width),
+        st.lists(one, min_size=len(layers), max_size=len(layers)),
+    )
+    return Probe(
+        draw(weights),
+        bias=draw(NUMBERS),
+        site=site,
+        layers=layers,
+        name=draw(st.text(min_size=8, max_size=12)),
+        tokens=draw(selectors()),
+        activation=draw(st.sampled_from([None, "sigmoid"])),
+        aggregate=draw(aggregates()),
+    )
+
+
+def probe_specs(num_layers: int, width: int = 4) -> st.SearchStrategy[Spec]:
+    """One or two probes, and nothing else."""
+    some = st.lists(
+        any_probes(num_layers, width), min_size=1, max_size=2, unique_by=lambda probe: probe.name
+    )
+    return some.map(lambda found: Spec((), tuple(found)))
