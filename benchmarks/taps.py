@@ -4,7 +4,7 @@
 
 One graph holds one tap for each of 33 boundaries. Times are of one replay, by CUDA
 events, in all and divided by the taps; the stream between the taps is not computed, so this
-is the taps' own time. What is read or scored goes to the arena, or straight to the host.
+is the taps' own time. What is read goes to the arena, or straight to the host.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from vllm_scope.graph.tap import kernel
 from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.layout import SLOT_BYTES, Widths
-from vllm_scope.program.operations import OP_ADD, OP_DOT, Op, Program, build_program
+from vllm_scope.program.operations import OP_ADD, Op, Program, build_program
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.sites import point_of
 
@@ -33,13 +33,11 @@ def programs(hidden_size: int) -> dict[str, Program | None]:
         return Array((hidden_size,), numbers.tobytes())
 
     points = tuple(point_of(2 * i, 0) for i in range(NUM_TAPS))
-    probes = {points[16]: [(i, Op(OP_DOT, 0, vector(i))) for i in range(64)]}
     return {
         "idle": None,
         "read 1": Program.reading(points[16:17]),
         "read all": Program.reading(points),
-        "add 1": build_program((), {}, {(32, 0): [Op(OP_ADD, 0, vector(1), 1.0)]}),
-        "64 probes": build_program((), probes, {}),
+        "add 1": build_program((), {(32, 0): [Op(OP_ADD, 0, vector(1), 1.0)]}),
     }
 
 

@@ -22,6 +22,7 @@ from vllm_scope.errors import (
     SpecError,
 )
 from vllm_scope.request.actions import Ablate, Add, Clamp, Probe, Read, Replace
+from vllm_scope.request.nets import AttentionPool, Ema, Mlp, RollingMean
 from vllm_scope.request.schema import spec_schema
 from vllm_scope.request.selectors import Except, Positions, TokenIds, Union
 from vllm_scope.request.spec import Spec, scope
@@ -34,16 +35,20 @@ __version__ = "0.1.0"
 __all__ = [
     "Ablate",
     "Add",
+    "AttentionPool",
     "CapacityError",
     "Clamp",
     "CompatError",
     "ConfigError",
+    "Ema",
     "Except",
     "FileError",
+    "Mlp",
     "Positions",
     "Probe",
     "Read",
     "Replace",
+    "RollingMean",
     "ScopeError",
     "Spec",
     "SpecError",

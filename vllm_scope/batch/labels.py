@@ -53,5 +53,5 @@ class Labels(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def encodes(self) -> bool:
-        """True if some rows are encoded on their way out of the arena."""
+        """True if heads work on some rows on their way out of the arena."""
         return any(layout.encoded for layout in self.layouts)

@@ -2,7 +2,7 @@
 
 Owns:  Packing (where each part lies), EncodedRows (rows that are decoded on request).
 Runs:  wherever rows are.
-From:  request.encoding.   To: worker.packer (encodes on the device), sinks and results (decode).
+From:  request.heads.   To: worker.packer (encodes on the device), sinks and results (decode).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from vllm_scope.codecs import Codec, codec_from, make_codec
 from vllm_scope.errors import ConfigError, SpecError
 from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
-from vllm_scope.request.encoding import CodecChoice, Encoding
+from vllm_scope.request.heads import CodecChoice, Encoding
 
 
 class Packing:

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Hashable, Iterable
 from typing import Generic, Protocol, TypeVar
 
-from vllm_scope.program.operations import Cost, Program
+from vllm_scope.program.operations import Cost, Program, num_vectors
 from vllm_scope.request.arrays import Array
 
 
@@ -46,8 +46,8 @@ class Admission(Generic[Waiting]):
         self._held: dict[str, tuple[Program, ...]] = {}
         #: Held program -> requests that hold it; vector -> held programs that use it.
         self._programs: Counter[Program] = Counter()
-        self._vectors: Counter[Array] = Counter()
-        self._num_ops = 0
+        self._arrays: Counter[Array] = Counter()
+        self._num_ops = self._num_vectors = 0
 
     def enter(self, request: Waiting, programs: Collection[Program]) -> bool:
         """Whether a new request may go to the scheduler now; if not, it waits in line."""
@@ -69,7 +69,7 @@ class Admission(Generic[Waiting]):
 
     @property
     def held(self) -> Cost:
-        return Cost(len(self._vectors), len(self._programs), self._num_ops)
+        return Cost(self._num_vectors, len(self._programs), self._num_ops)
 
     def admit(self, request_id: str, programs: Iterable[Program]) -> bool:
         """Take places for a request; False if there is no room.
@@ -81,17 +81,18 @@ class Admission(Generic[Waiting]):
             return True
         programs = tuple(dict.fromkeys(programs))
         new = [program for program in programs if program not in self._programs]
-        vectors: set[Array] = set().union(*(program.vectors for program in new))
-        # Not `vectors - self._vectors.keys()`, which walks every held vector.
-        num_vectors = sum(vector not in self._vectors for vector in vectors)
-        more = Cost(num_vectors, len(new), sum(one.num_ops for one in new))
+        arrays: set[Array] = set().union(*(program.arrays for program in new))
+        # Not `arrays - self._arrays.keys()`, which walks every held array.
+        added = sum(num_vectors(array) for array in arrays if array not in self._arrays)
+        more = Cost(added, len(new), sum(one.num_ops for one in new))
         if self._held and not (self.held + more).fits(self.most):
             return False
         self._held[request_id] = programs
         self._programs.update(programs)
         for program in new:
-            self._vectors.update(program.vectors)
+            self._arrays.update(program.arrays)
         self._num_ops += more.ops
+        self._num_vectors += more.vectors
         return True
 
     def release(self, request_id: str) -> bool:
@@ -101,8 +102,9 @@ class Admission(Generic[Waiting]):
         for program in self._held.pop(request_id):
             if _last_gone(self._programs, program):
                 self._num_ops -= program.num_ops
-                for vector in program.vectors:
-                    _last_gone(self._vectors, vector)
+                for array in program.arrays:
+                    if _last_gone(self._arrays, array):
+                        self._num_vectors -= num_vectors(array)
         return True
 
 

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from vllm_scope.errors import SpecError
 from vllm_scope.program.operations import OP_SET, Op, Program, build_program
 from vllm_scope.program.picks import Pick
-from vllm_scope.request.encoding import Encoding
+from vllm_scope.request.heads import Bank, Head
+from vllm_scope.request.nets import Net
 from vllm_scope.request.remembered import Remembered
 
 #: Limits of one request: distinct programs, and operations of all its programs together. Each
@@ -80,24 +81,25 @@ class Compiled:
     """What a spec does at some boundaries, for any prompt; requests share it.
 
     Attributes:
-        reads: (index of the pick, points that were named, encoding).
-        scores: (index of the pick, point, number of the probe, operation).
+        reads: (index of the pick, points that were named, what is made of the rows; None for
+            plain rows).
         edits: (index of the pick, (boundary, group), function from the pick's value to the
             operation).
         check: the boundary at which every token of a request with edits is checked; None if
             it has no edits, or is checked on another pipeline stage.
-        rows: `compiler.rows_of` of all reads.
+        rows: `compiler.rows_of` of all reads and probes.
+        banks: as in Resolved.
         of_phase: False (prompt) or True (generated) -> the program of all of its tokens. Filled
             only if all picks are uniform.
         built: bytes of a column -> its program, while `programs` keeps it.
     """
 
     picks: tuple[Pick, ...]
-    reads: tuple[tuple[int, tuple[int, ...], Encoding | None], ...]
-    scores: tuple[tuple[int, int, int, Op], ...]
+    reads: tuple[tuple[int, tuple[int, ...], Head | None], ...]
     edits: tuple[tuple[int, tuple[int, int], Callable[[int], Op]], ...]
     check: int | None
     rows: Mapping[int, int]
+    banks: Mapping[Bank, tuple[Net, ...]]
     of_phase: dict[bool, Program | None] = field(default_factory=dict)
     built: dict[bytes, Program | None] = field(default_factory=dict)
 
@@ -108,13 +110,13 @@ class Compiled:
 
     @property
     def has_vectors(self) -> bool:
-        return bool(self.scores or self.edits)
+        return bool(self.edits)
 
     @cached_property
     def used(self) -> tuple[int, ...]:
         """Indices of the picks that actions here use; a column has 0 for all other picks."""
-        found = {read[0] for read in self.reads} | {score[0] for score in self.scores}
-        return tuple(sorted(found | {edit[0] for edit in self.edits}))
+        found = {read[0] for read in self.reads} | {edit[0] for edit in self.edits}
+        return tuple(sorted(found))
 
     @cached_property
     def uses(self) -> NDArray[np.bool_]:
@@ -145,8 +147,8 @@ class Compiled:
         found = np.zeros(len(self.picks), np.int64)
         for pick, points, _ in self.reads:
             found[pick] += len(points)
-        for pick in [score[0] for score in self.scores] + [edit[0] for edit in self.edits]:
-            found[pick] += 1
+        for edit in self.edits:
+            found[edit[0]] += 1
         return found
 
     @cached_property
@@ -181,28 +183,28 @@ class Compiled:
             )
 
     def _build(self, column: Column) -> Program | None:
-        reads = [(points, encoding) for pick, points, encoding in self.reads if column[pick]]
+        reads = [(points, head) for pick, points, head in self.reads if column[pick]]
         #: Row -> the first point that was named for it.
         labels: dict[int, int] = {}
         for point in sorted(point for points, _ in reads for point in points):
             labels.setdefault(self.rows[point], point)
-        points: dict[Encoding | None, set[int]] = {}
+        points: dict[Head | None, set[int]] = {}
         also: set[tuple[int, int]] = set()
-        for named, encoding in reads:
+        for named, head in reads:
             rows = [labels[self.rows[point]] for point in named]
-            points.setdefault(encoding, set()).update(rows)
+            points.setdefault(head, set()).update(rows)
             also |= {pair for pair in zip(named, rows, strict=True) if pair[0] != pair[1]}
-        scores: dict[int, list[tuple[int, Op]]] = {}
-        for pick, point, number, op in self.scores:
-            if column[pick]:
-                scores.setdefault(point, []).append((number, op))
         edits: dict[tuple[int, int], list[Op]] = {}
         for pick, place, op_of in self.edits:
             if column[pick]:
                 edits.setdefault(place, []).append(op_of(int(column[pick])))
-        if not (points or scores or edits) and self.check is None:
+        if not (points or edits) and self.check is None:
             return None
         plain = tuple(sorted(points.pop(None, ())))
-        encoded = [(e, tuple(sorted(some))) for e, some in points.items() if e is not None]
-        listed = tuple(sorted(encoded, key=lambda x: x[0].text))
-        return build_program(plain, scores, edits, listed, self.check, tuple(sorted(also)))
+        made = [(head, tuple(sorted(some))) for head, some in points.items() if head is not None]
+        listed = tuple(sorted(made, key=lambda x: x[0].text))
+        nets = [net for head, _ in made if isinstance(head, Bank) for net in self.banks[head]]
+        return build_program(
+            plain, edits, listed, self.check, tuple(sorted(also)),
+            frozenset(weight for net in nets for weight, _ in net.layers),
+        )  # fmt: skip

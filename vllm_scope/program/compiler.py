@@ -11,7 +11,7 @@ prefill and recompute read and edit the same rows.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,11 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.program.compiled import Column, Compiled
-from vllm_scope.program.operations import OP_DOT, Cost, Op, Program, edit_op
+from vllm_scope.program.operations import Cost, Op, Program, edit_op
 from vllm_scope.program.picks import Pick
-from vllm_scope.request.resolve import Resolved, ResolvedRead
+from vllm_scope.request.heads import Head
+from vllm_scope.request.resolve import Resolved
 from vllm_scope.request.selectors import Ids, Selector, Tokens
-from vllm_scope.request.sites import LEVELS, Sites
+from vllm_scope.request.sites import LEVELS, Sites, boundary_of_point
 
 #: Positions past a request's end that a step may still compute: drafts, and the step that
 #: async scheduling has already started.
@@ -32,13 +33,23 @@ OVERSHOOT = 64
 _POSITIONS_AT_ONCE = 4096
 
 
-def rows_of(asked: Resolved, reads: Iterable[ResolvedRead]) -> dict[int, int]:
-    """Each point that some reads name -> the first of these points that has the same row.
+def points_of(asked: Resolved) -> Iterator[tuple[Selector, int, Head | None]]:
+    """The distinct points of reads and probes: (tokens, point, what is made of the row there)."""
+    for read in asked.reads:
+        for stream in read.streams:
+            yield read.tokens, stream.point(read.when), read.encoding
+    cells = ((probe.tokens, cell) for probe in asked.probes for cell in probe.cells)
+    # Many probes share a bank.
+    yield from dict.fromkeys((tokens, cell.place.point(), cell.bank) for tokens, cell in cells)
 
-    Two points of a boundary have the same row if no edit of the request is between them.
+
+def rows_of(asked: Resolved, some: Resolved) -> dict[int, int]:
+    """Each point of some actions -> the first of these points that has the same row.
+
+    Two points of a boundary have the same row if no edit of the request `asked` is between them.
     """
     edited = {(e.stream.boundary, e.stream.group) for e in asked.edits}
-    named = {stream.point(read.when) for read in reads for stream in read.streams}
+    named = {point for _, point, _ in points_of(some)}
     firsts: dict[tuple[int, int], int] = {}
     found = {}
     for point in sorted(named):
@@ -57,29 +68,25 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
     ) -> int:
         return picks.setdefault(Pick(selector, use, positions), len(picks))
 
-    rows = rows_of(asked, asked.reads)
-    reads, scores, edits = [], [], []
+    rows = rows_of(asked, asked)
+    #: (pick, what is made of the row) -> points. Many probes share one bank.
+    reads: dict[tuple[int, Head | None], dict[int, None]] = {}
+    edits = []
     made: dict[Hashable, Op] = {}
     # Every action gets a pick, also an action at boundaries that are not here: a column then means
     # the same in every process.
-    for read in asked.reads:
-        at = pick(read.tokens, "deliver")
-        points = tuple(s.point(read.when) for s in read.streams if s.boundary in here)
-        if points and drains:
-            reads.append((at, points, read.encoding))
-    for probe in asked.probes:
-        at, place = pick(probe.tokens, "deliver"), probe.stream
-        if place.boundary in here and drains:
-            op = Op(OP_DOT, 0, probe.weight, probe.bias)
-            scores.append((at, place.point(), probe.number, op))
+    for tokens, point, head in points_of(asked):
+        at = pick(tokens, "deliver")
+        if boundary_of_point(point) in here and drains:
+            reads.setdefault((at, head), {})[point] = None
     for edit in asked.edits:
         at, place = pick(edit.tokens, "edit", edit.positions), edit.stream
         if place.boundary in here:
             edits.append((at, (place.boundary, place.group), edit_op(edit, made)))
     check = sites.last_of_stream if asked.edits else None
     return Compiled(
-        tuple(picks), tuple(reads), tuple(scores), tuple(edits), check if check in here else None,
-        rows,
+        tuple(picks), tuple((at, tuple(points), head) for (at, head), points in reads.items()),
+        tuple(edits), check if check in here else None, rows, asked.banks,
     )  # fmt: skip
 
 
@@ -122,7 +129,7 @@ class RequestProgram:
 
     @property
     def has_vectors(self) -> bool:
-        """True if it scores or edits at its boundaries."""
+        """True if it edits at its boundaries."""
         return self._compiled.has_vectors
 
     @property

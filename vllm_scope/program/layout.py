@@ -3,7 +3,7 @@
 Owns:  Layout, and the slot: the unit in which rows are placed.
 Runs:  in workers, in EngineCore (what a request needs), in front-ends (what arrived). numpy,
        no torch.
-From:  request.encoding.   To: operations, worker.packer, and every reader of a batch.
+From:  request.heads.   To: operations, worker.packer, and every reader of a batch.
 
 Promise: the offsets of a token's parts follow from its layout and the widths of raw rows; no
 batch carries them.
@@ -11,7 +11,6 @@ batch carries them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,15 +18,13 @@ from itertools import groupby
 
 import numpy as np
 
-from vllm_scope.request.encoding import Encoding
+from vllm_scope.request.heads import Head
 from vllm_scope.request.sites import STREAM, boundary_of_point, kind_of_point
 
 #: The unit of the arena. Rows and a token's scores start at a multiple of it.
 SLOT_BYTES = 16
 #: numpy's element of that size: gathering slots byte by byte takes ten times as long.
 SLOT = np.dtype(np.complex128)
-#: float32 scores in a slot.
-SCORES_PER_SLOT = SLOT_BYTES // 4
 
 
 def slots_of_row(row_bytes: int) -> int:
@@ -53,28 +50,26 @@ class Widths:
 
 @dataclass(frozen=True)
 class Layout:
-    """What one token delivers: its rows, then its scores, then its encoded rows.
+    """What one token delivers: its rows, then what heads make of rows.
 
-    Taps write raw rows to the arena, in the layout `arena`; rows are encoded when they leave it.
+    Taps write raw rows to the arena, in the layout `arena`; heads work on them when they leave it.
 
     Attributes:
         points: the points of its raw rows, ascending; one row each. A row is labelled with the
             first point that the request named for it.
-        scores: (boundary, probe number) of its scores, ascending.
-        encoded: encodings, each with the points of its rows, ascending. A point may be both here
-            and in `points`.
+        encoded: heads, each with the points of its rows, ascending. A point may be both here and in
+            `points`.
         also: (another point that the request named, the point whose row it shares), ascending. No
             edit is between the two points, so their row is delivered once.
     """
 
     points: tuple[int, ...] = ()
-    scores: tuple[tuple[int, int], ...] = ()
-    encoded: tuple[tuple[Encoding, tuple[int, ...]], ...] = ()
+    encoded: tuple[tuple[Head, tuple[int, ...]], ...] = ()
     also: tuple[tuple[int, int], ...] = ()
 
     def slots(self, widths: Widths) -> int:
         """Slots of one token."""
-        encoded = (len(some) * slots_of_row(encoding.row_bytes) for encoding, some in self.encoded)
+        encoded = (len(some) * slots_of_row(head.row_bytes) for head, some in self.encoded)
         return self.plain_slots(widths) + sum(encoded)
 
     @cached_property
@@ -91,11 +86,6 @@ class Layout:
     def names_of(self, row: int) -> tuple[int, ...]:
         """All points that share the row of the point `row`, which is in `points` or `encoded`."""
         return (row, *(point for point, first in self.also if first == row))
-
-    @cached_property
-    def probes(self) -> tuple[int, ...]:
-        """The probe numbers of `scores`."""
-        return tuple(number for _, number in self.scores)
 
     def points_of(self, kind: int) -> tuple[int, ...]:
         """The points whose rows are of this kind."""
@@ -125,38 +115,33 @@ class Layout:
                 return first + points.index(point) * num_slots
         raise ValueError(f"point {point} is not of this layout")
 
-    def score_slot(self, widths: Widths) -> int:
-        """The first slot of the scores, which follow the raw rows."""
+    def plain_slots(self, widths: Widths) -> int:
+        """Slots of the raw rows, which come first."""
         return sum(len(points) * widths.row_slots[kind] for kind, points in self._kinds)
 
-    def plain_slots(self, widths: Widths) -> int:
-        """Slots before the first encoded row."""
-        return self.score_slot(widths) + math.ceil(len(self.scores) / SCORES_PER_SLOT)
-
-    def encoded_at(self, widths: Widths) -> Iterator[tuple[Encoding, tuple[int, ...], int, int]]:
-        """(encoding, its points, the first slot of their rows, slots of one row)."""
+    def encoded_at(self, widths: Widths) -> Iterator[tuple[Head, tuple[int, ...], int, int]]:
+        """(head, its points, the first slot of their rows, slots of one row)."""
         first = self.plain_slots(widths)
-        for encoding, points in self.encoded:
-            num_slots = slots_of_row(encoding.row_bytes)
-            yield encoding, points, first, num_slots
+        for head, points in self.encoded:
+            num_slots = slots_of_row(head.row_bytes)
+            yield head, points, first, num_slots
             first += len(points) * num_slots
 
     @cached_property
     def arena(self) -> Layout:
-        """What taps write: each point's row once, and the scores."""
+        """What taps write: each point's row once."""
         if not self.encoded:
             return self
         points = {*self.points, *(point for _, some in self.encoded for point in some)}
-        return Layout(tuple(sorted(points)), self.scores)
+        return Layout(tuple(sorted(points)))
 
     def at(self, boundary: int) -> Layout:
         """The part that one tap delivers."""
         return Layout(
             _points_at(self.points, boundary),
-            tuple(s for s in self.scores if s[0] == boundary),
             tuple(
-                (encoding, here)
-                for encoding, points in self.encoded
+                (head, here)
+                for head, points in self.encoded
                 if (here := _points_at(points, boundary))
             ),
             tuple(pair for pair in self.also if boundary_of_point(pair[0]) == boundary),
@@ -169,4 +154,4 @@ def _points_at(points: tuple[int, ...], boundary: int) -> tuple[int, ...]:
 
 def boundaries_of(layout: Layout) -> set[int]:
     """The boundaries at which a token of this layout delivers something."""
-    return {boundary_of_point(p) for p in layout.arena.points} | {b for b, _ in layout.scores}
+    return {boundary_of_point(p) for p in layout.arena.points}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import numpy as np
@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from vllm_scope.program.layout import Layout
 from vllm_scope.request.arrays import Array
-from vllm_scope.request.encoding import Encoding
+from vllm_scope.request.heads import Head
 from vllm_scope.request.resolve import ResolvedEdit
 from vllm_scope.request.sites import LEVELS, boundary_of_point, point_of
 
-#: Copy the row out; copy a score of it out.
-OP_READ, OP_DOT = 1, 2
+#: Copy the row out.
+OP_READ = 1
 #: Edits, in this order: x + a * v; x + a * ||x|| * v; x - (x.v) * v;
 #: x + (clip(x.v, a, b) - x.v) * v; v.
 OP_ADD, OP_ADD_NORM, OP_ABLATE, OP_CLAMP, OP_SET = 3, 4, 5, 6, 7
@@ -40,8 +40,8 @@ class Op:
 
     Attributes:
         code: OP_...
-        at: index into the arena layout's points (OP_READ) or scores (OP_DOT).
-        vector: float32 [hidden_size], the weight, direction or replacement.
+        at: index into the arena layout's points (OP_READ).
+        vector: float32 [hidden_size], the direction or replacement.
         a, b: the operation's numbers, as in the formulas above.
     """
 
@@ -59,15 +59,17 @@ class Program:
     Attributes:
         layout: what it delivers.
         taps: (boundary, operations in order), for the boundaries with operations.
+        weights: of the layout's probes, [out, in] each. The layout identifies them.
     """
 
     layout: Layout
     taps: tuple[tuple[int, tuple[Op, ...]], ...]
+    weights: frozenset[Array] = field(default=frozenset(), compare=False)
 
     @staticmethod
     def reading(points: tuple[int, ...]) -> Program:
         """A program that reads these points and does nothing else."""
-        return build_program(tuple(sorted(points)), {}, {})
+        return build_program(tuple(sorted(points)), {})
 
     def __hash__(self) -> int:
         return self._hash
@@ -81,13 +83,20 @@ class Program:
         return sum(len(ops) for _, ops in self.taps)
 
     @cached_property
+    def arrays(self) -> set[Array]:
+        """All that it needs on the device: its operations' vectors and its probes' weights."""
+        return self.vectors | self.weights
+
+    @cached_property
     def vectors(self) -> set[Array]:
+        """The vectors of its operations."""
         return {op.vector for _, ops in self.taps for op in ops if op.vector is not None}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a request takes of the device tables while it runs."""
+    """What a request takes of the device tables while it runs. A probe's weight counts as its
+    vectors do, though it has memory of its own."""
 
     vectors: int = 0
     programs: int = 0
@@ -96,8 +105,8 @@ class Cost:
     @staticmethod
     def of(programs: Collection[Program]) -> Cost:
         """The cost of distinct programs; a vector that several of them use counts once."""
-        vectors: set[Array] = set().union(*(program.vectors for program in programs))
-        return Cost(len(vectors), len(programs), sum(program.num_ops for program in programs))
+        arrays: set[Array] = set().union(*(program.arrays for program in programs))
+        return Cost(sum(map(num_vectors, arrays)), len(programs), sum(p.num_ops for p in programs))
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
@@ -115,30 +124,31 @@ class Cost:
         )
 
 
+def num_vectors(array: Array) -> int:
+    """How many vectors an array has."""
+    return math.prod(array.shape[:-1])
+
+
 def build_program(
     points: tuple[int, ...],
-    scores: dict[int, list[tuple[int, Op]]],
     edits: dict[tuple[int, int], list[Op]],
-    encoded: tuple[tuple[Encoding, tuple[int, ...]], ...] = (),
+    encoded: tuple[tuple[Head, tuple[int, ...]], ...] = (),
     check: int | None = None,
     also: tuple[tuple[int, int], ...] = (),
+    weights: frozenset[Array] = frozenset(),
 ) -> Program:
-    """The program of these reads, scores and edits.
+    """The program of these reads and edits.
 
     Args:
         points: where the row is read, ascending.
-        scores: point -> (probe number, its operation).
         edits: (boundary, group) -> the edits of that site, in order.
         encoded, also: as in Layout.
         check: the boundary after whose edits the row is checked, or None.
+        weights: as in Program.
     """
-    listed = sorted(
-        (boundary_of_point(point), number) for point, ops in scores.items() for number, _ in ops
-    )
-    layout = Layout(points, tuple(listed), encoded, also)
+    layout = Layout(points, encoded, also)
     read_at = {point: i for i, point in enumerate(layout.arena.points)}
-    score_at = {score: i for i, score in enumerate(listed)}
-    boundaries = {boundary_of_point(p) for p in (*read_at, *scores)} | {b for b, _ in edits}
+    boundaries = {boundary_of_point(p) for p in read_at} | {b for b, _ in edits}
     boundaries |= set() if check is None else {check}
     taps = []
     for boundary in sorted(boundaries):
@@ -149,12 +159,10 @@ def build_program(
             point = point_of(boundary, level)
             if point in read_at:
                 ops.append(Op(OP_READ, read_at[point]))
-            for number, op in scores.get(point, []):
-                ops.append(replace(op, at=score_at[boundary, number]))
         if boundary == check:
             ops.append(Op(OP_CHECK))
         taps.append((boundary, tuple(ops)))
-    return Program(layout, tuple(taps))
+    return Program(layout, tuple(taps), weights)
 
 
 def edit_op(edit: ResolvedEdit, made: dict[Hashable, Op]) -> Callable[[int], Op]:

@@ -1,22 +1,24 @@
-"""The codec of a read, which makes rows smaller before they leave the device.
+"""Heads: what is computed of rows before they leave the device.
 
-Owns:  CodecChoice (what a caller names), Encoding (the codec on one engine).
-Runs:  CodecChoice everywhere, without torch. An Encoding is made where the model's sizes are
-       known, and travels with the rows.
-From:  actions.   To: codecs.packed, layout (the size of an encoded row).
+Owns:  CodecChoice (what a caller names), Head and its two kinds: Encoding (the codec of a read)
+       and Bank (the probes at one place).
+Runs:  CodecChoice everywhere, without torch. A Head is made where the model's sizes are known,
+       and travels with what it makes.
+From:  actions, resolve.   To: codecs.packed, worker.probe_bank, layout (the size of its values).
 
-Promise: the codec can be made again from an Encoding. It encodes and decodes each row by itself,
-in a fixed number of bytes.
+Promise: a head works on each row by itself, and makes a fixed number of bytes of it. The codec can
+be made again from an Encoding. A Bank has a digest of its weights, not the weights.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from vllm_scope.errors import SpecError, shown
@@ -87,18 +89,49 @@ def _whole(value: object, where: str) -> int:
 
 
 @dataclass(frozen=True)
-class Encoding:
-    """The codec of some rows, as data.
+class Head:
+    """What is made of one row, as data.
 
     Attributes:
-        text: the codec's metadata (`codecs.Codec.metadata`), as JSON.
-        row_bytes: size of one encoded row, without the padding of its last slot.
+        text: equal for heads that make the same of a row.
+        row_bytes: size of what it makes, without the padding of its last slot.
     """
 
     text: str
     row_bytes: int
 
+
+@dataclass(frozen=True)
+class Encoding(Head):
+    """The codec of some rows. `text` is the codec's metadata (`codecs.Codec.metadata`), as JSON."""
+
     @cached_property
     def metadata(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.text)
         return found
+
+
+#: `text` of a Bank begins so; that of an Encoding is a JSON object.
+_BANK = "probes "
+
+
+@dataclass(frozen=True)
+class Bank(Head):
+    """The probes of one request at one place: float32 numbers, side by side."""
+
+    @staticmethod
+    def of(digests: Iterable[bytes], num_values: int) -> Bank:
+        """The bank of some nets.
+
+        Args:
+            digests: of the nets, in order.
+            num_values: how many numbers they make of a row together.
+        """
+        digest = hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()
+        return Bank(_BANK + digest, 4 * num_values)
+
+
+@lru_cache(maxsize=4096)
+def known_head(text: str, row_bytes: int) -> Head:
+    """The head with these attributes, which came from another process of the engine."""
+    return (Bank if text.startswith(_BANK) else Encoding)(text, row_bytes)

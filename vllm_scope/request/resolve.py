@@ -31,7 +31,8 @@ from vllm_scope.request.actions import (
     Replace,
 )
 from vllm_scope.request.arrays import Array
-from vllm_scope.request.encoding import Encoding
+from vllm_scope.request.heads import Bank, Encoding
+from vllm_scope.request.nets import Aggregate, Net, net_of
 from vllm_scope.request.selectors import ITEM_BYTES, Except, Ids, Selector, Word, items_of
 from vllm_scope.request.sites import Phase, Place, Sites
 from vllm_scope.vectors.module import TIERS, VectorKey
@@ -66,16 +67,43 @@ class ResolvedRead:
 
 
 @dataclass(frozen=True)
-class ResolvedProbe:
-    """One probe, at its stream. `number` is its index in the request."""
+class Cell:
+    """A probe at one layer.
 
-    number: int
-    stream: Place
-    tokens: Selector
+    Attributes:
+        bank: all probes of the request at this place.
+        first: the first of the bank's numbers that are this probe's.
+    """
+
+    place: Place
+    net: Net
+    bank: Bank
+    first: int
+
+
+@dataclass(frozen=True)
+class ResolvedProbe:
+    """One probe. The numbers of its cells are added, and then become its score.
+
+    Attributes:
+        cells: one for each layer.
+        pools: True for an AttentionPool.
+        bias, activation, aggregate: as in Probe.
+    """
+
     name: str
-    weight: Array
-    bias: float
+    tokens: Selector
+    cells: tuple[Cell, ...]
+    bias: float = 0.0
+    activation: str | None = None
+    pools: bool = False
+    aggregate: Aggregate | None = None
     to: str = MEMORY
+
+    @property
+    def num_values(self) -> int:
+        """How many numbers of a row the score is made of."""
+        return self.cells[0].net.num_values
 
 
 @dataclass(frozen=True)
@@ -123,7 +151,8 @@ class Resolved:
     def num_bytes(self) -> int:
         """Estimated memory, with everything that is compiled and cached for it."""
         vectors = {id(edit.values): len(edit.values.data) for edit in self.edits}
-        vectors |= {id(probe.weight): len(probe.weight.data) for probe in self.probes}
+        nets = {id(cell.net): cell.net for probe in self.probes for cell in probe.cells}
+        vectors |= {key: net.num_bytes for key, net in nets.items()}
         num_streams = sum(len(read.streams) for read in self.reads)
         actions = (*self.delivering, *self.edits)
         items = sum(map(items_of, {one.tokens for one in actions}))
@@ -131,7 +160,7 @@ class Resolved:
         return (
             2 * sum(vectors.values())
             + _STREAM_BYTES * num_streams
-            + _ACTION_BYTES * len(actions)
+            + _ACTION_BYTES * (len(actions) + len(nets))
             + ITEM_BYTES * items
         )
 
@@ -179,6 +208,20 @@ class Resolved:
         return found
 
     @cached_property
+    def banks(self) -> dict[Bank, tuple[Net, ...]]:
+        """The nets of each bank, in the order of their numbers."""
+        return self.banks_at(None)
+
+    def banks_at(self, boundaries: frozenset[int] | None) -> dict[Bank, tuple[Net, ...]]:
+        """The same of the banks at some boundaries."""
+        found: dict[Bank, dict[int, Net]] = {}
+        for probe in self.probes:
+            for cell in probe.cells:
+                if boundaries is None or cell.place.boundary in boundaries:
+                    found.setdefault(cell.bank, {})[cell.first] = cell.net
+        return {bank: tuple(nets[at] for at in sorted(nets)) for bank, nets in found.items()}
+
+    @cached_property
     def destinations(self) -> tuple[str, ...]:
         """The distinct destinations of rows and scores."""
         return tuple(dict.fromkeys(x.to for x in self.delivering))
@@ -214,16 +257,7 @@ def resolve(
         for i, read in enumerate(reads)
     )  # fmt: skip
     _check_encodings(found)
-    scored = []
-    for i, probe in enumerate(probes):
-        (stream,) = sites.find(probe.site, probe.layer_numbers, f"probes[{i}]")
-        weight = probe.weight
-        if isinstance(weight, Module):
-            ((_, weight, _),) = _module_rows(probe, weight, sites, modules, f"probes[{i}]")
-        _check_size(weight, sites, f"probes[{i}].weight")
-        scored.append(
-            ResolvedProbe(i, stream, probe.tokens, probe.name, weight, probe.bias, probe.to)
-        )
+    scored = _resolve_probes(probes, sites, modules)
     edited: list[ResolvedEdit] = []
     for i, edit in enumerate(edits):
         edited += (
@@ -234,7 +268,56 @@ def resolve(
                 f"the edits change more than {MAX_EDITED:,} places, each layer counted for each "
                 "edit; name fewer layers, or send several requests."
             )
-    return Resolved(found, tuple(scored), tuple(edited))
+    return Resolved(found, scored, tuple(edited))
+
+
+def _resolve_probes(
+    probes: tuple[Probe, ...], sites: Sites, modules: Mapping[str, Vectors]
+) -> tuple[ResolvedProbe, ...]:
+    nets = [
+        _nets_of(probe, sites, modules, f"probes[{i}]") for i, probe in enumerate(probes)
+    ]  # fmt: skip
+    at_place: dict[Place, list[Net]] = {}
+    for some in nets:
+        for place, net in some:
+            at_place.setdefault(place, []).append(net)
+    banks = {
+        place: Bank.of((net.digest for net in some), sum(net.num_values for net in some))
+        for place, some in at_place.items()
+    }
+    firsts = dict.fromkeys(banks, 0)
+    found = []
+    for probe, some in zip(probes, nets, strict=True):
+        cells = []
+        for place, net in some:
+            cells.append(Cell(place, net, banks[place], firsts[place]))
+            firsts[place] += net.num_values
+        found.append(
+            ResolvedProbe(
+                probe.name, probe.tokens, tuple(cells), probe.bias, probe.activation, probe.pools,
+                probe.aggregate, probe.to,
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+def _nets_of(
+    probe: Probe, sites: Sites, modules: Mapping[str, Vectors], where: str
+) -> list[tuple[Place, Net]]:
+    """What a probe computes at each of its layers."""
+    places = sites.find(probe.site, probe.layer_numbers, where)
+    if isinstance(probe.weight, Module):
+        named = {p: row for p, row, _ in _module_rows(probe, probe.weight, sites, modules, where)}
+        nets = [net_of(named[place]) for place in places]
+    else:
+        nets = [net_of(weight) for weight in probe.weights()]
+    width = sites.row_size(probe.site)
+    for net in nets:
+        if net.width != width:
+            raise SpecError(
+                f"{where}.weight has {net.width} numbers; rows of {probe.site!r} have {width}."
+            )
+    return list(zip(places, nets, strict=True))
 
 
 def _encoding(read: Read, sites: Sites, where: str) -> Encoding | None:

@@ -39,7 +39,7 @@ from vllm_scope.request.sites import Sites
 #: 383 replaced rows of 4096 numbers take 8 MiB.
 MAX_SPEC_BYTES = 8 << 20
 MAX_READS = 32
-MAX_PROBES = 256
+MAX_PROBES = 1024
 MAX_EDITS = 256
 MOST = {"reads": MAX_READS, "probes": MAX_PROBES, "edits": MAX_EDITS}
 #: Size of the cache of parsed specs, and the longest text in it. A lookup hashes the whole text.

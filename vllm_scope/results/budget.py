@@ -23,12 +23,12 @@ import numpy as np
 import torch
 
 from vllm_scope.errors import CapacityError, SpecError
-from vllm_scope.program.compiler import rows_of
+from vllm_scope.program.compiler import points_of, rows_of
 from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
-from vllm_scope.request.encoding import Encoding
+from vllm_scope.request.heads import Bank, Head
 from vllm_scope.request.resolve import Resolved
 from vllm_scope.request.selectors import Tokens
-from vllm_scope.request.sites import Sites, boundary_of_point
+from vllm_scope.request.sites import Sites, boundary_of_point, kind_of_point
 
 #: A value's position and its arrival number.
 LABEL_BYTES = 16
@@ -181,19 +181,20 @@ def bytes_of_prompt(own: Resolved, whole: Resolved, sites: Sites, prompt_ids: Se
     """
     ids = np.asarray(prompt_ids, np.int64)
     tokens = Tokens(np.arange(len(ids)), len(ids), ids, None)
-    rows = rows_of(whole, own.reads)
+    rows = rows_of(whole, own)
     itemsize = getattr(torch, sites.dtype).itemsize
-    masks: dict[tuple[Encoding | None, int], np.ndarray] = {}
-    sizes: dict[tuple[Encoding | None, int], int] = {}
-    for read in own.reads:
-        mask = read.tokens.select(tokens).possible
-        for stream in read.streams:
-            key = read.encoding, rows[stream.point(read.when)]
-            masks[key] = masks[key] | mask if key in masks else mask
-            if read.encoding is None:
-                sizes[key] = sites.row_size(stream[0]) * itemsize
-            else:
-                sizes[key] = slots_of_row(read.encoding.row_bytes) * SLOT_BYTES
+    masks: dict[tuple[Head | None, int], np.ndarray] = {}
+    sizes: dict[tuple[Head | None, int], int] = {}
+    selected = {one.tokens: one.tokens.select(tokens).possible for one in own.delivering}
+    for selector, point, head in points_of(own):
+        key, mask = (head, rows[point]), selected[selector]
+        masks[key] = masks[key] | mask if key in masks else mask
+        if head is None:
+            sizes[key] = sites.row_sizes[kind_of_point(point)] * itemsize
+        elif isinstance(head, Bank):
+            sizes[key] = head.row_bytes
+        else:
+            sizes[key] = slots_of_row(head.row_bytes) * SLOT_BYTES
     total = sum(int(np.count_nonzero(mask)) * sizes[key] for key, mask in masks.items())
     # The upper bound: drained tap by tap, every tap brings labels of its own.
     labelled: dict[int, np.ndarray] = {}
@@ -201,8 +202,4 @@ def bytes_of_prompt(own: Resolved, whole: Resolved, sites: Sites, prompt_ids: Se
         boundary = boundary_of_point(point)
         labelled[boundary] = labelled[boundary] | mask if boundary in labelled else mask
     total += LABEL_BYTES * sum(int(np.count_nonzero(mask)) for mask in labelled.values())
-    for selector, probes in own.probes_by_selector.items():
-        count = int(np.count_nonzero(selector.select(tokens).possible))
-        boundaries = {probe.stream.boundary for probe in probes}
-        total += count * (4 * len(probes) + LABEL_BYTES * len(boundaries))
     return total

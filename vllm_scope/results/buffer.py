@@ -17,7 +17,9 @@ import numpy as np
 import torch
 
 from vllm_scope.batch.by_position import Transcript
+from vllm_scope.program.compiler import points_of
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
+from vllm_scope.request.heads import Bank
 from vllm_scope.request.resolve import Resolved
 from vllm_scope.request.sites import Sites
 from vllm_scope.results.budget import FULL, Share
@@ -71,15 +73,13 @@ def pieces_of(layout: Layout, local: Layout, data: np.ndarray, widths: Widths) -
         key = TableKey(None, whole, layout.also)
         size, start = num_slots * SLOT_BYTES, first * SLOT_BYTES
         found.append(piece(key, points, start, size, widths.row_bytes[kind]))
-    if local.scores:
-        start = local.score_slot(widths) * SLOT_BYTES
-        found.append(piece(TableKey("scores", layout.probes), local.probes, start, 4, 4))
     if local.encoded:
-        points_of = dict(layout.encoded)
-        for encoding, points, first, num_slots in local.encoded_at(widths):
+        whole_of = dict(layout.encoded)
+        for head, points, first, num_slots in local.encoded_at(widths):
             size, start = num_slots * SLOT_BYTES, first * SLOT_BYTES
-            key = TableKey(encoding, points_of[encoding], layout.also)
-            found.append(piece(key, points, start, size, size))
+            key = TableKey(head, whole_of[head], layout.also)
+            used = head.row_bytes if isinstance(head, Bank) else size
+            found.append(piece(key, points, start, size, used))
     return found
 
 
@@ -174,18 +174,15 @@ class Pending:
     def _table(self, key: TableKey, value_bytes: int) -> Table:
         """The table, with those of the key's columns that were asked for; maybe none."""
         if key not in self._tables:
-            dtype = torch.float32 if key.what == "scores" else torch.uint8
+            dtype = torch.float32 if isinstance(key.what, Bank) else torch.uint8
             dtype = dtype_of(self.sites) if key.what is None else dtype
             names = key.names(self._wanted(key.what))
             self._tables[key] = Table(names, value_bytes, dtype)
         return self._tables[key]
 
     def _wanted(self, what: What) -> set[int]:
-        """The points, or the numbers of the probes, that were asked for."""
-        if what == "scores":
-            return {probe.number for probe in self.asked.probes}
-        reads = [read for read in self.asked.reads if read.encoding == what]
-        return {s.point(read.when) for read in reads for s in read.streams}
+        """The points that were asked for."""
+        return {point for _, point, head in points_of(self.asked) if head == what}
 
     def finish(
         self, stage: int, error: str | None, manifests: Mapping[str, Manifest] | None = None

@@ -25,12 +25,14 @@ class Column:
         source: the values; encoded rows, if the read has a codec.
         positions: int64 [n], ascending.
         row_shape: of one row; `()` for scores.
+        aggregates: float32 [n], of a probe with an aggregate.
     """
 
     label: tuple[str, int, str] | str
     source: Tensor | EncodedRows
     positions: np.ndarray
     row_shape: tuple[int, ...] = ()
+    aggregates: Tensor | None = None
 
     @property
     def values(self) -> Tensor:
@@ -44,8 +46,11 @@ class Column:
 
     def at(self, places: np.ndarray) -> Column:
         """A copy of the values at these indices, int64 [m]."""
-        source = self.source[torch.from_numpy(places)]
-        return replace(self, source=source, positions=self.positions[places])
+        some = torch.from_numpy(places)
+        aggregates = None if self.aggregates is None else self.aggregates[some]
+        return replace(
+            self, source=self.source[some], positions=self.positions[places], aggregates=aggregates
+        )
 
 
 def shaped(rows: Tensor, shape: tuple[int, ...]) -> Tensor:

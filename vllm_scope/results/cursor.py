@@ -12,16 +12,20 @@ was returned first stays: it is of the same token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from vllm_scope.batch.by_position import Ints, Part, last_of_each
+from vllm_scope.batch.readout import Readout
 from vllm_scope.codecs.packed import EncodedRows, packing_of
+from vllm_scope.request.heads import Encoding
+from vllm_scope.request.resolve import ResolvedProbe
 from vllm_scope.request.selectors import Selector
 from vllm_scope.results.column import Column
 from vllm_scope.results.result import ScopeResult, Source, What
+from vllm_scope.results.scores import cells_of, summed
 
 _NONE: Ints = np.zeros(0, np.int64)
 #: Where values are, int64 [n] each: the index of the part, and the index in it.
@@ -105,11 +109,53 @@ def _in_order(
 
 @dataclass
 class _Track:
+    """A stream, or the numbers of a bank.
+
+    Attributes:
+        new: what `take` looks at next.
+        sent: positions that `take` has returned, of a stream.
+    """
+
     source: Source
-    state: _State
-    #: What `take` returns next, and the positions that it has returned.
-    new: list[Column]
-    sent: list[Ints]
+    state: _State = _START
+    new: list[Column] = field(default_factory=list)
+    sent: list[Ints] = field(default_factory=list)
+
+
+@dataclass
+class _ProbeTrack:
+    """A probe, whose numbers are in one track for each of its cells.
+
+    Attributes:
+        waiting: of each cell, numbers of positions that another cell does not have yet.
+    """
+
+    probe: ResolvedProbe
+    cells: list[_Track]
+    readout: Readout
+    waiting: list[Column | None]
+    sent: list[Ints] = field(default_factory=list)
+
+    def take(self, came: dict[int, Column]) -> Column | None:
+        """What is new. `came`: id of a track -> its new values."""
+        parts: list[Column] = []
+        for i, track in enumerate(self.cells):
+            some = [column for column in (self.waiting[i], came.get(id(track))) if column]
+            if some:
+                parts.append(_joined(some))
+                self.waiting[i] = parts[-1]
+        if len(parts) < len(self.cells):
+            return None
+        count = min(len(part.positions) for part in parts)
+        self.waiting = [
+            part.at(np.arange(count, len(part.positions))) if len(part.positions) > count else None
+            for part in parts
+        ]
+        if not count:
+            return None
+        read = self.readout.read(summed(self.probe, [part.values[:count] for part in parts]))
+        self.sent.append(parts[0].positions[:count])
+        return Column(self.probe.name, read.scores, self.sent[-1], aggregates=read.aggregates)
 
 
 class Cursor:
@@ -122,6 +168,7 @@ class Cursor:
     def __init__(self, rows: bool) -> None:
         self._rows = rows
         self._tracks: list[_Track] | None = None
+        self._probes: list[_ProbeTrack] = []
 
     def look(self, result: ScopeResult) -> None:
         """Take in a later snapshot of the request."""
@@ -146,28 +193,32 @@ class Cursor:
     @property
     def settled(self) -> int:
         """The scores of all positions below it were returned, or are not wanted."""
-        probes = [t.state.settled for t in self._tracks or () if t.source.what == "scores"]
-        return min(probes, default=0)
+        numbers = [t.state.settled for t in self._tracks or () if t.source.label is None]
+        return min(numbers, default=0)
 
     def take(self) -> list[Column]:
         """What is new since the last call: a column for each stream and probe with new values."""
-        found = []
+        found, came = [], {}
         for track in self._tracks or ():
             if track.new:
-                found.append(_joined(track.new))
-                track.sent.append(found[-1].positions)
+                column = _joined(track.new)
+                if track.source.label is None:
+                    came[id(track)] = column
+                else:
+                    found.append(column)
+                    track.sent.append(column.positions)
                 track.new = []
-        return found
+        scores = (probe.take(came) for probe in self._probes) if came else ()
+        return [*found, *(column for column in scores if column is not None)]
 
     def rest(self, result: ScopeResult) -> list[Column]:
         """What was not taken of the request's last snapshot: some selectors (`last`) are decided
         only now."""
-        labels = {track.source.label: track.sent for track in self._of(result)}
-        return [
-            _without(column, labels[column.label])
-            for column in result.columns()
-            if column.label in labels
-        ]
+        sent: dict[tuple[str, int, str] | str, list[Ints]] = {
+            t.source.label: t.sent for t in self._of(result) if t.source.label is not None
+        }
+        sent |= {track.probe.name: track.sent for track in self._probes}
+        return [_without(c, sent[c.label]) for c in result.columns() if c.label in sent]
 
     def _of(self, result: ScopeResult) -> list[_Track]:
         if self._tracks is None:
@@ -175,7 +226,12 @@ class Cursor:
             self._tracks = []
             for source in result.sources(self._rows):
                 selectors = alike.setdefault(source.selectors, source.selectors)
-                self._tracks.append(_Track(replace(source, selectors=selectors), _START, [], []))
+                self._tracks.append(_Track(replace(source, selectors=selectors)))
+            numbers = {(t.source.what, t.source.place, t.source.selectors): t for t in self._tracks}
+            for probe in result.probes:
+                cells = [numbers[bank, point, (tokens,)] for bank, point, tokens in cells_of(probe)]
+                track = _ProbeTrack(probe, cells, Readout(probe), [None] * len(cells))
+                self._probes.append(track)
         return self._tracks
 
 
@@ -189,14 +245,12 @@ def _column(source: Source, parts: Sequence[Part], positions: Ints, places: _Pla
         values = rows[start:stop] if in_order else rows[torch.from_numpy(at)]
     else:
         values = torch.stack([parts[i].rows[j] for i, j in zip(which, at, strict=True)])
-    return Column(source.label, _as(source.what, values), positions, source.row_shape)
+    shape = source.row_shape if source.label is not None else tuple(values.shape[1:])
+    return Column(source.label or "", _as(source.what, values), positions, shape)
 
 
 def _as(what: What, values: torch.Tensor) -> torch.Tensor | EncodedRows:
-    if what is None or what == "scores":
-        return values
-    assert not isinstance(what, str)
-    return EncodedRows(packing_of(what).codec, values)
+    return EncodedRows(packing_of(what).codec, values) if isinstance(what, Encoding) else values
 
 
 def _joined(columns: Sequence[Column]) -> Column:

@@ -1,6 +1,6 @@
 """The rows and scores of one completion, as the caller reads them.
 
-Owns:  ScopeResult (a snapshot) and Scores.
+Owns:  ScopeResult (a snapshot).
 Runs:  in the front-end, on any thread, and in every process that it is pickled to.
 From:  buffer.
 
@@ -23,11 +23,12 @@ from torch import Tensor
 from vllm_scope.batch.by_position import Part, last_values, num_processed, wanted_positions
 from vllm_scope.codecs.packed import EncodedRows, packing_of
 from vllm_scope.program.layout import SLOT_BYTES
-from vllm_scope.request.encoding import Encoding
+from vllm_scope.request.heads import Encoding, Head
 from vllm_scope.request.resolve import Resolved, ResolvedProbe
 from vllm_scope.request.selectors import Selector
 from vllm_scope.request.sites import ALIASES, Phase, Place, SiteLayer, Sites
 from vllm_scope.results.column import Column, shaped
+from vllm_scope.results.scores import Scores, ScoreTable, cells_of, positions_of
 from vllm_scope.sinks import Manifest
 
 if TYPE_CHECKING:
@@ -35,61 +36,30 @@ if TYPE_CHECKING:
 
 #: A stream on one side of the edits of its site: site, layer, phase.
 _Stream = tuple[str, int, Phase]
-#: Rows [n, ...] or scores [n], and their positions, int64 [n].
-_Values = tuple[Tensor, np.ndarray]
-#: The same of a stream, whose rows may be encoded.
+#: Rows [n, ...], maybe encoded, and their positions, int64 [n].
 _Rows = tuple[Tensor | EncodedRows, np.ndarray]
-#: The kind of values: rows of an encoding, raw rows (None), or scores.
-What = Encoding | Literal["scores"] | None
-#: Kind of values -> point (rows) or number of a probe (scores) -> what arrived.
+#: The kind of values: raw rows (None), encoded rows, or numbers of a bank of probes.
+What = Head | None
+#: Kind of values -> point -> what arrived.
 Parts = Mapping[What, Mapping[int, list[Part]]]
 Status = Literal["streaming", "complete", "incomplete", "aborted", "failed"]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where the values of a stream or probe are.
+    """Where the values of a stream, or the numbers of a bank, are.
 
     Attributes:
-        label, row_shape: as in Column.
-        place: the point, or the number of the probe.
+        label: as in Column; None for the numbers of a bank.
+        place: the point.
+        row_shape: as in Column.
     """
 
-    label: _Stream | str
+    label: _Stream | None
     selectors: tuple[Selector, ...]
     what: What
     place: int
     row_shape: tuple[int, ...] = ()
-
-
-class Scores(Mapping[str, Tensor]):
-    """Name of the probe -> its scores: float32 [num_positions], CPU, in position order."""
-
-    def __init__(self, result: ScopeResult, probes: Sequence[ResolvedProbe]) -> None:
-        self._result = result
-        self._probes = {probe.name: probe for probe in probes}
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._result._score(self._probe(name))[0]
-
-    def positions(self, name: str) -> Tensor:
-        """int64 [num_positions], ascending: the absolute positions of the scores."""
-        return torch.from_numpy(self._result._score(self._probe(name))[1])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._probes)
-
-    def __len__(self) -> int:
-        return len(self._probes)
-
-    def __repr__(self) -> str:
-        return f"Scores({', '.join(f'{name}: {len(self[name])} values' for name in self)})"
-
-    def _probe(self, name: str) -> ResolvedProbe:
-        if name not in self._probes:
-            asked = ", ".join(self._probes) or "none"
-            raise KeyError(f"no probe of this request is called {name!r}; its probes: {asked}.")
-        return self._probes[name]
 
 
 class ScopeResult:
@@ -106,6 +76,8 @@ class ScopeResult:
 
     Attributes:
         scores: by the probes' names, float32 [num_positions]; `scores.positions(name)`.
+        aggregates: the same for probes with an aggregate: at each position, the aggregate of all
+            scores up to there.
         status: "streaming" while the request runs, "complete" if everything that
             was asked for has arrived, "incomplete" if not, "aborted" if the request
             was, "failed" if its reads or edits failed (see `error`).
@@ -137,7 +109,7 @@ class ScopeResult:
         self._wanted_by: dict[tuple[Selector, ...], np.ndarray] = {}
         self._streams: dict[_Stream, _Rows] = {}
         self._decoded: dict[_Stream, Tensor] = {}
-        self._scores: dict[int, _Values] = {}
+        self._score_table = ScoreTable(asked.probes, self._found, self._wanted)
 
     @property
     def num_processed(self) -> int:
@@ -160,7 +132,16 @@ class ScopeResult:
 
     @property
     def scores(self) -> Scores:
-        return Scores(self, self._asked.probes)
+        return Scores(self._score_table)
+
+    @property
+    def aggregates(self) -> Scores:
+        return Scores(self._score_table, aggregates=True)
+
+    @property
+    def probes(self) -> tuple[ResolvedProbe, ...]:
+        """As they were asked for."""
+        return self._asked.probes
 
     @property
     def edited(self) -> frozenset[SiteLayer]:
@@ -230,10 +211,15 @@ class ScopeResult:
         streams = [
             Column(s, *self._rows_of(s), self._sites.row_shape(s[0])) for s in self._read_streams()
         ]
-        return [*streams, *(Column(p.name, *self._score(p)) for p in self._asked.probes)]
+        return [*streams, *map(self.column_of, self._score_table.probes)]
+
+    def column_of(self, probe: str) -> Column:
+        """The scores of a probe."""
+        found = self._score_table[probe]
+        return Column(probe, found.scores, found.positions, aggregates=found.aggregates)
 
     def sources(self, rows: bool = True) -> list[Source]:
-        """The sources of `columns`, in the same order.
+        """The streams, then the distinct numbers of which `probes` are made.
 
         Args:
             rows: False leaves the streams out.
@@ -245,16 +231,11 @@ class ScopeResult:
             )
             for s in (self._read_streams() if rows else ())
         ]  # fmt: skip
-        probes = [
-            Source(probe.name, (probe.tokens,), "scores", probe.number)
-            for probe in self._asked.probes
-        ]
-        return [*streams, *probes]
+        keys = dict.fromkeys(key for probe in self._asked.probes for key in cells_of(probe))
+        return [*streams, *(Source(None, (tokens,), bank, point) for bank, point, tokens in keys)]
 
     def parts_of(self, source: Source) -> list[Part]:
         """What arrived so far, in order of arrival; a later snapshot has these and more."""
-        if source.what == "scores":
-            return self._score_parts(source.place)
         return self._found(source.what, source.place)
 
     def wanted(self, selectors: Sequence[Selector], first: int = 0) -> np.ndarray:
@@ -286,11 +267,12 @@ class ScopeResult:
             rows, positions = self._stream(stream)
             own = rows.kept() if isinstance(rows, EncodedRows) else rows.contiguous().clone()
             self._streams[stream] = (own, positions)
-        for probe in self._asked.probes:
-            values, positions = self._score(probe)
-            self._scores[probe.number] = (values.clone(), positions)
         ids = list(self._token_ids)
         return {**self.__dict__, "_token_ids": ids, "_parts": {}, "_decoded": {}}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._score_table.follow(self._wanted)
 
     def _read_streams(self) -> list[_Stream]:
         found = ((*s, read.when) for read in self._asked.reads for s in read.streams)
@@ -309,13 +291,9 @@ class ScopeResult:
 
         for stream in self._read_streams():
             known = self._streams.get(stream)
-            add(self._wanted_of(stream), _arrived(known, self._parts_of(stream)))
-        for selector, probes in self._asked.probes_by_selector.items():
-            wanted = self._wanted([selector])
-            for probe in probes:
-                parts = self._found("scores", probe.number)
-                add(wanted, _arrived(self._scores.get(probe.number), parts))
-        return list(found.values())
+            arrived = positions_of(self._parts_of(stream)) if known is None else known[1]
+            add(self._wanted_of(stream), arrived)
+        return [*found.values(), *self._score_table.accounts()]
 
     def _wanted(self, selectors: Sequence[Selector]) -> np.ndarray:
         """The processed positions that any selector selects."""
@@ -339,10 +317,6 @@ class ScopeResult:
 
     def _parts_of(self, stream: _Stream) -> list[Part]:
         return self._found(self._encoding_of(stream), self._point_of(stream))
-
-    def _score_parts(self, number: int) -> list[Part]:
-        parts = self._found("scores", number)
-        return [Part(part.positions, part.arrivals, part.rows[:, 0]) for part in parts]
 
     def _found(self, what: What, place: int) -> list[Part]:
         return self._parts.get(what, {}).get(place, [])
@@ -387,13 +361,6 @@ class ScopeResult:
         names = ", ".join(f"{site!r} {layer}" for site, layer in self.keys()) or "nothing"
         raise KeyError(f"{key} was not asked for; this request read {names}.")
 
-    def _score(self, probe: ResolvedProbe) -> _Values:
-        if probe.number not in self._scores:
-            self._scores[probe.number] = last_values(
-                self._score_parts(probe.number), self._wanted([probe.tokens]), torch.empty(0)
-            )
-        return self._scores[probe.number]
-
 
 def _key(site: str, layer: int, when: Phase | None) -> SiteLayer | _Stream:
     return (site, layer) if when is None else (site, layer, when)
@@ -403,14 +370,6 @@ def _num_in(wanted: np.ndarray, arrived: np.ndarray) -> int:
     if np.array_equal(wanted, arrived[: len(wanted)]):  # the usual case
         return len(wanted)
     return int(np.isin(wanted, arrived).sum())
-
-
-def _arrived(known: _Rows | None, parts: list[Part]) -> np.ndarray:
-    if known is not None:
-        return known[1]
-    if len(parts) == 1:
-        return parts[0].positions
-    return np.concatenate([p.positions for p in parts]) if parts else np.zeros(0, np.int64)
 
 
 def dtype_of(sites: Sites) -> torch.dtype:

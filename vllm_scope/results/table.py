@@ -25,7 +25,7 @@ class TableKey(NamedTuple):
 
     Attributes:
         what: what the table holds.
-        columns: all points of the layout with such rows, or all numbers of its probes.
+        columns: all points of the layout with such rows.
         also: as in Layout.
     """
 
@@ -34,8 +34,7 @@ class TableKey(NamedTuple):
     also: tuple[tuple[int, int], ...] = ()
 
     def names(self, wanted: Set[int]) -> dict[int, tuple[int, ...]]:
-        """Column -> the wanted points or probes whose values it has. Columns with none are left
-        out."""
+        """Column -> the wanted points whose values it has. Columns with none are left out."""
         called = {column: [column] for column in self.columns}
         for name, column in self.also:
             if column in called:
@@ -47,13 +46,13 @@ class TableKey(NamedTuple):
 class Table:
     """Values of some columns of one request, in the order of their arrival.
 
-    A column is a point (rows) or a probe (scores). Append-only, so snapshots share its memory.
+    A column is a point. Append-only, so snapshots share its memory.
 
     Args:
         names: as TableKey.names returns them.
 
     Attributes:
-        columns: the points, or the numbers of the probes.
+        columns: the points.
     """
 
     def __init__(

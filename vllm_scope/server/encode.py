@@ -78,6 +78,8 @@ def tensors(result: ScopeResult) -> tuple[dict[str, Tensor], dict[str, str]]:
         name = tensor_name(column.label)
         found[name] = column.values.contiguous()
         found[f"{name}{POSITIONS}"] = torch.from_numpy(np.ascontiguousarray(column.positions))
+        if column.aggregates is not None:
+            found[f"aggregates.{column.label}"] = column.aggregates.contiguous()
     return found, {"scope": json.dumps(counts(result))}
 
 
@@ -113,6 +115,11 @@ def scores(columns: Iterable[Column], inline: bool) -> Json:
 def _scores(column: Column, inline: bool) -> Json:
     body: Json = {"spans": spans(column.positions)}
     if inline:
-        values = column.values.tolist()
-        body["values"] = [value if math.isfinite(value) else None for value in values]
+        body["values"] = _numbers(column.values)
+        if column.aggregates is not None:
+            body["aggregates"] = _numbers(column.aggregates)
     return body
+
+
+def _numbers(values: Tensor) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in values.tolist()]

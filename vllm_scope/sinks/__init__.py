@@ -271,7 +271,7 @@ class RowBatch:
     @property
     def slots(self) -> Tensor:
         """uint8 [num_slots, SLOT_BYTES], host. A token's slots are consecutive: its rows
-        in the order of its layout's points, then its scores, then its encoded rows."""
+        in the order of its layout's points, then what heads made of rows."""
         return self.lease.slots
 
     @property

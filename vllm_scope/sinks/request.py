@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_scope.batch.by_position import Ints, Part, last_values, wanted_positions
+from vllm_scope.batch.readout import scores_of
 from vllm_scope.codecs.packed import EncodedRows, packing_of
 from vllm_scope.program.layout import SLOT, SLOT_BYTES, Layout, Widths
-from vllm_scope.request.encoding import Encoding
-from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.heads import Encoding, Head
+from vllm_scope.request.resolve import Resolved, ResolvedProbe
 from vllm_scope.request.selectors import Selector
 from vllm_scope.request.sites import Phase, Place, Sites, kind_of_point
 from vllm_scope.sinks import Block, Ending, RequestInfo, Status
@@ -65,15 +66,13 @@ class Ended:
 
 @dataclass(frozen=True)
 class _Stream:
-    """Rows of one point under one encoding, or scores of one probe: `point` is then None, and
-    `number` the probe's."""
+    """Rows of one point, or what one head makes of them; of a bank, the scores of one probe."""
 
     name: Place
     selectors: tuple[Selector, ...]
-    point: int | None
-    number: int = -1
-    probe: str | None = None
-    encoding: Encoding | None = None
+    point: int
+    head: Head | None = None
+    probe: ResolvedProbe | None = None
 
 
 class Delivery:
@@ -142,30 +141,24 @@ class Delivery:
 
     def _part_of(self, layout: Layout, widths: Widths) -> tuple[Layout, Ints | slice] | None:
         """The part of a layout that is taken, and its slots; a slice if they are consecutive."""
-        wanted: dict[Encoding | None, set[int]] = defaultdict(set)
+        wanted: dict[Head | None, set[int]] = defaultdict(set)
         for stream in self._streams:
-            if stream.point is not None:
-                wanted[stream.encoding].add(stream.point)
-        numbers = {stream.number for stream in self._streams}
+            wanted[stream.head].add(stream.point)
         taken: list[int] = []
         slots: list[Ints] = []
         for _, points, first, num_slots in layout.rows_at(widths):
             own = _wanted_of(points, wanted[None], layout)
             slots += [first + i * num_slots + np.arange(num_slots) for i in own]
             taken += [points[i] for i in own]
-        has_scores = any(number in numbers for _, number in layout.scores)
-        if has_scores:
-            slots.append(np.arange(layout.score_slot(widths), layout.plain_slots(widths)))
         encoded = []
-        for encoding, points, first, num_slots in layout.encoded_at(widths):
-            own = _wanted_of(points, wanted[encoding], layout)
+        for head, points, first, num_slots in layout.encoded_at(widths):
+            own = _wanted_of(points, wanted[head], layout)
             slots += [first + i * num_slots + np.arange(num_slots) for i in own]
             if own:
-                encoded.append((encoding, tuple(points[i] for i in own)))
+                encoded.append((head, tuple(points[i] for i in own)))
         if not slots:
             return None
-        scores = layout.scores if has_scores else ()
-        own_layout = Layout(tuple(taken), scores, tuple(encoded), layout.also)
+        own_layout = Layout(tuple(taken), tuple(encoded), layout.also)
         listed = np.concatenate(slots)
         together = bool((np.diff(listed) == 1).all())
         return own_layout, slice(int(listed[0]), int(listed[-1]) + 1) if together else listed
@@ -292,15 +285,16 @@ class Delivery:
         if found is None:
             return None
         values = torch.from_numpy(data[:, found])
-        if stream.point is None:
-            return values.view(torch.float32)[:, 0]
-        return values if stream.encoding is not None else values.view(self._dtype)
+        if stream.probe is not None:
+            return scores_of(stream.probe, values.view(torch.float32))
+        return values if stream.head is not None else values.view(self._dtype)
 
     def _block(self, stream: _Stream, positions: Ints, rows: Tensor) -> Block:
         source: Tensor | EncodedRows = rows
-        if stream.encoding is not None:
-            source = EncodedRows(packing_of(stream.encoding).codec, rows)
-        return Block(self.info, *stream.name, positions, source, stream.probe)
+        if isinstance(stream.head, Encoding):
+            source = EncodedRows(packing_of(stream.head).codec, rows)
+        probe = None if stream.probe is None else stream.probe.name
+        return Block(self.info, *stream.name, positions, source, probe)
 
 
 def _wanted_of(points: Sequence[int], wanted: Set[int], layout: Layout) -> list[int]:
@@ -309,20 +303,18 @@ def _wanted_of(points: Sequence[int], wanted: Set[int], layout: Layout) -> list[
 
 
 def _bytes_of(layout: Layout, stream: _Stream, widths: Widths) -> slice | None:
-    """Where a token of this layout has the stream's row or score; None if it has none."""
-    row = None if stream.point is None else layout.row_of(stream.point)
-    if stream.encoding is not None:
-        for encoding, points, first, num_slots in layout.encoded_at(widths):
-            if encoding == stream.encoding and row in points:
+    """Where a token of this layout has the stream's row, or what the head made of it; None if it
+    has none."""
+    row = layout.row_of(stream.point)
+    if stream.head is not None:
+        for head, points, first, num_slots in layout.encoded_at(widths):
+            if head == stream.head and row in points:
                 first = (first + points.index(row) * num_slots) * SLOT_BYTES
-                return slice(first, first + num_slots * SLOT_BYTES)
-    elif row is not None:
-        if row in layout.points:
-            first = layout.slot_of(row, widths) * SLOT_BYTES
-            return slice(first, first + widths.row_bytes[kind_of_point(row)])
-    elif stream.number in (numbers := [number for _, number in layout.scores]):
-        first = layout.score_slot(widths) * SLOT_BYTES + 4 * numbers.index(stream.number)
-        return slice(first, first + 4)
+                size = num_slots * SLOT_BYTES
+                return slice(first, first + (size if stream.probe is None else head.row_bytes))
+    elif row in layout.points:
+        first = layout.slot_of(row, widths) * SLOT_BYTES
+        return slice(first, first + widths.row_bytes[kind_of_point(row)])
     return None
 
 
@@ -335,7 +327,9 @@ def _streams_of(asked: Resolved, to: str, here: Sequence[int]) -> Iterator[_Stre
                 selectors.setdefault((stream, read.when, read.encoding), []).append(read.tokens)
     for (place, when, encoding), some in selectors.items():
         name = place if when == "after" else Place(f"{place.site}.before", place.layer)
-        yield _Stream(name, tuple(some), place.point(when), encoding=encoding)
-    for probe in asked.probes:
-        if probe.to == to and probe.stream.boundary in here:
-            yield _Stream(probe.stream, (probe.tokens,), None, probe.number, probe.name)
+        yield _Stream(name, tuple(some), place.point(when), encoding)
+    for probe in going.probes:
+        (cell,) = probe.cells  # Probe refuses others for a sink
+        if cell.place.boundary in here:
+            point = cell.place.point()
+            yield _Stream(cell.place, (probe.tokens,), point, cell.bank, probe)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from vllm_scope.request.heads import Bank
 from vllm_scope.sinks.options import SinkOptions
 from vllm_scope.sinks.quota import KeyedBytes
 from vllm_scope.sinks.reports import Log, failure
@@ -39,8 +40,11 @@ class QueuedRows:
     @property
     def num_values(self) -> int:
         layout = self.arrival.layout
-        encoded = sum(len(points) for _, points in layout.encoded)
-        return len(self.arrival.positions) * (len(layout.points) + encoded + len(layout.scores))
+        encoded = sum(
+            len(points) * (head.row_bytes // 4 if isinstance(head, Bank) else 1)
+            for head, points in layout.encoded
+        )
+        return len(self.arrival.positions) * (len(layout.points) + encoded)
 
 
 @dataclass(frozen=True)

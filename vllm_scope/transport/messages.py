@@ -31,7 +31,7 @@ import zmq
 from vllm_scope.batch.labels import Labels
 from vllm_scope.errors import CompatError
 from vllm_scope.program.layout import Layout, Widths
-from vllm_scope.request.encoding import Encoding
+from vllm_scope.request.heads import known_head
 from vllm_scope.sinks import Manifest
 from vllm_scope.transport.ring import RingRef
 
@@ -173,10 +173,9 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
         message: the counter's value once the rows are read.
         boundary: the tap whose rows these are, or None for whole tokens.
         row_bytes: of one row, by its kind, as in layout.Widths.
-        layouts: points and scores of each.
+        layouts: points of each.
         also: as in Layout, of each layout; empty if no layout has any.
-        encoded: of each layout (codec as text, bytes of a row, points) per codec; empty if no
-            layout has any.
+        encoded: of each layout (text, bytes of a row, points) per head; empty if no layout has any.
     """
 
     ring: RingRef
@@ -186,7 +185,7 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
     message: int
     boundary: int | None
     row_bytes: tuple[int, ...]
-    layouts: list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]
+    layouts: list[tuple[int, ...]]
     keys: bytes
     positions: bytes
     layout_of: bytes
@@ -205,10 +204,10 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
     ) -> RowsHeader:
         return RowsHeader(
             ring, *span, reader, message, boundary, widths.row_bytes,
-            [(layout.points, layout.scores) for layout in labels.layouts],
+            [layout.points for layout in labels.layouts],
             labels.keys.tobytes(), labels.positions.tobytes(), labels.layout_of.tobytes(),
             [
-                [(encoding.text, encoding.row_bytes, points) for encoding, points in x.encoded]
+                [(head.text, head.row_bytes, points) for head, points in x.encoded]
                 for x in labels.layouts
             ] if labels.encodes else [],
             [x.also for x in labels.layouts] if any(x.also for x in labels.layouts) else [],
@@ -228,10 +227,8 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
     def _layouts(self) -> list[Layout]:
         none: list[tuple[()]] = [()] * len(self.layouts)
         return [
-            Layout(
-                points, scores, tuple((Encoding(text, size), at) for text, size, at in some), also
-            )
-            for (points, scores), some, also in zip(
+            Layout(points, tuple((known_head(text, size), at) for text, size, at in some), also)
+            for points, some, also in zip(
                 self.layouts, self.encoded or none, self.also or none, strict=True
             )
         ]

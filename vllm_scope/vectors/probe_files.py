@@ -2,7 +2,7 @@
 
 Owns:  their content, and `doubts`: does a request fit the data that the probe was fitted to?
        Imports no torch, because clients read the files too.
-To:    analysis.probes, cli.watch.
+To:    analysis.probes, cli.watch, probe_weights.
 
 NAME.safetensors has `weight` [hidden_size] and `bias` [1], and if a scaler comes first, its
 `mean` and `scale`, which are folded into them. NAME.json has the probe's `site` and `layer`, and if
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
@@ -144,10 +145,10 @@ def read_weights(path: Path) -> tuple[NDArray[np.float32], float]:
         raise SpecError(f"{path}: bias has shape {list(arrays['bias'].shape)}; it is one number.")
     bias = float(arrays["bias"].reshape(()))
     if "mean" in arrays:
-        mean, scale = (as_vector(arrays[name], name) for name in ("mean", "scale"))
-        if not len(mean) == len(scale) == len(weight) or not (scale > 0).all():
-            raise SpecError(f"{path}: mean and scale are of {len(weight)} values, scale above 0.")
-        folded, bias = fold(weight, bias, mean, scale)
+        try:
+            folded, bias = fold_tensors(weight, bias, arrays)
+        except SpecError as error:
+            raise SpecError(f"{path}: {error}") from None
         weight = folded.astype(np.float32)
     return weight, bias
 
@@ -194,6 +195,16 @@ def finite(value: object, name: str) -> float:
     if not np.isfinite(value):
         raise SpecError(f"{name} is {value}; it must be finite.")
     return float(value)
+
+
+def fold_tensors(
+    weight: np.ndarray, bias: float, tensors: Mapping[str, object]
+) -> tuple[NDArray[np.float64], float]:
+    """`fold`, with `mean` and `scale` of some tensors. Raises SpecError if they do not fit."""
+    mean, scale = (as_vector(tensors[name], name) for name in ("mean", "scale"))
+    if not len(mean) == len(scale) == len(weight) or not (scale > 0).all():
+        raise SpecError(f"mean and scale are of {len(weight)} values, scale above 0.")
+    return fold(weight, bias, mean, scale)
 
 
 def fold(

@@ -21,7 +21,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -33,7 +33,8 @@ from torch import Tensor
 
 from vllm_scope.batch.labels import Labels
 from vllm_scope.program.layout import SLOT_BYTES, Widths
-from vllm_scope.request.encoding import Encoding
+from vllm_scope.request.heads import Bank, Encoding
+from vllm_scope.request.nets import Net
 from vllm_scope.sinks import BatchSink, RowBatch
 from vllm_scope.transport.ring import HostRing, JoinedLease, Lease
 from vllm_scope.worker.arena import Arena, HostFence, Region, StreamFence
@@ -112,15 +113,17 @@ class Drain:
         self._thread = threading.Thread(target=self._run, name="vllm-scope-drain", daemon=True)
         self._thread.start()
 
-    def add_request(self, key: int, encodings: Sequence[Encoding]) -> None:
-        """Make what a request's codecs need.
+    def add_request(
+        self, key: int, encodings: Sequence[Encoding], banks: Mapping[Bank, Sequence[Net]]
+    ) -> None:
+        """Make what a request's codecs and probes need.
 
         Raises:
             CapacityError: there is no room for it.
         """
         # On the stream that uses it and frees it.
         with torch.cuda.stream(self._stream) if self._cuda else nullcontext():
-            self._packer.hold(key, encodings)
+            self._packer.hold(key, encodings, banks)
 
     def follow(self, key: int) -> None:
         """Deliver rows after LINGER_S until this request ends: its caller looks at them."""
@@ -175,7 +178,6 @@ class Drain:
         return self._main
 
     def finish_request(self, key: int, error: str | None = None) -> None:
-        self._packer.release(key)
         self._followed.discard(key)
         self._put(_Finish(key, error))
         for news in (self._ended, self._soon):
@@ -281,6 +283,7 @@ class Drain:
                 self._guard(lambda: self._write(steps))  # noqa: B023
                 steps = []
             if isinstance(item, _Finish):
+                self._packer.release(item.key)
                 self._guard(lambda: self._sink.finish(item.key, item.error))  # noqa: B023
             else:
                 steps.append(item)

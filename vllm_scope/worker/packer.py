@@ -1,11 +1,11 @@
-"""Rows gathered and encoded on their way out of the arena.
+"""Rows gathered, and worked on by heads, on their way out of the arena.
 
-Owns:  Packer: which rows of a region go where in the batch, and what their codecs need.
-Runs:  `hold`, `release` and `num_slots` on the worker's thread; `pack` on a GPU there too,
-       enqueued on the drain's stream, else on the drain thread.
-From:  drain.   To: codecs.packed.
+Owns:  Packer: which rows of a region go where in the batch, and what their heads need.
+Runs:  `hold` and `num_slots` on the worker's thread; `pack` on a GPU there too, enqueued on the
+       drain's stream, else on the drain thread; `release` on the drain thread.
+From:  drain.   To: codecs.packed, probe_bank.
 
-Promise: work and kernel launches grow with (layout, codec) pairs and with bytes, not with rows,
+Promise: work and kernel launches grow with (layout, head) pairs and with bytes, not with rows,
 and the host never waits for the device. Memory beside the region is bounded: a batch is encoded
 in chunks of CHUNK_BYTES of raw rows, as float32 copies of a whole region of a large step would
 not fit beside a model.
@@ -13,7 +13,7 @@ not fit beside a model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,8 +25,10 @@ from vllm_scope.batch.labels import Labels
 from vllm_scope.codecs.packed import packing_of
 from vllm_scope.errors import CapacityError
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
-from vllm_scope.request.encoding import Encoding
+from vllm_scope.request.heads import Bank, Encoding, Head
+from vllm_scope.request.nets import Net
 from vllm_scope.request.sites import kind_of_point
+from vllm_scope.worker.probe_bank import Banks
 
 #: Arena bytes that are encoded at once; encoding takes about ten times as much memory.
 CHUNK_BYTES = 16 << 20
@@ -35,22 +37,22 @@ MOST_PROJECTIONS = 8
 #: int64 words of a slot; all rows are moved as int64.
 WORDS = SLOT_BYTES // 8
 #: The first three fields of a _Move.
-_Kind = tuple[Encoding | None, int, int]
+_Kind = tuple[Head | None, int, int]
 
 
 @dataclass(frozen=True)
 class _Move:
-    """Rows or scores of one kind, from a region to a batch.
+    """Rows of one kind, from a region to a batch.
 
     Attributes:
-        encoding: None for rows and scores that are not encoded.
+        head: works on them; None for raw rows.
         num_slots: slots of one of them in the region.
-        row_bytes: bytes of a row to encode, without padding.
+        row_bytes: bytes of a row for the head, without padding.
         sources: int64 [n], first slots, relative to the region.
         targets: int64 [n], first slots, relative to the chunk.
     """
 
-    encoding: Encoding | None
+    head: Head | None
     num_slots: int
     row_bytes: int
     sources: Tensor
@@ -59,11 +61,16 @@ class _Move:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Consecutive tokens: slots `start` to `stop` - 1 of the batch."""
+    """Consecutive tokens: slots `start` to `stop` - 1 of the batch.
+
+    Attributes:
+        in_order: the targets of the one move are ascending; not known if there are several.
+    """
 
     start: int
     stop: int
     moves: list[_Move]
+    in_order: bool
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,7 @@ class _Plan:
 
 @dataclass
 class Packer:
-    """Encodes regions of one worker's arena.
+    """Works on regions of one worker's arena.
 
     Args:
         dtype, device: of the arena.
@@ -94,13 +101,33 @@ class Packer:
     _plan: _Plan | None = None
     #: Request key -> the projections that it may need.
     _held: dict[int, frozenset[Encoding]] = field(default_factory=dict)
+    #: Request key -> its probes' nets.
+    _probing: dict[int, Mapping[Bank, Sequence[Net]]] = field(default_factory=dict)
 
-    def hold(self, key: int, encodings: Sequence[Encoding]) -> None:
-        """Make what a request's codecs need, before its first step.
+    def __post_init__(self) -> None:
+        self._banks = Banks(self.device)
+
+    def hold(
+        self, key: int, encodings: Sequence[Encoding], banks: Mapping[Bank, Sequence[Net]]
+    ) -> None:
+        """Make what a request's codecs and probes need, before its first step.
 
         Raises:
-            CapacityError: too many distinct projections, or no device memory for one.
+            CapacityError: too many distinct projections, or no device memory.
         """
+        self._hold_projections(key, encodings)
+        if not banks:
+            return
+        try:
+            self._banks.hold(banks)
+        except torch.OutOfMemoryError:
+            raise CapacityError(
+                "the device has no room for the probes' weights; send fewer of them, or send the "
+                "request again when others have finished."
+            ) from None
+        self._probing[key] = banks
+
+    def _hold_projections(self, key: int, encodings: Sequence[Encoding]) -> None:
         large = frozenset(e for e in encodings if e.metadata["codec"] == "rp8")
         if not large:
             return
@@ -121,7 +148,11 @@ class Packer:
         self._held[key] = large
 
     def release(self, key: int) -> None:
+        """Forget a request, after its last rows."""
         self._held.pop(key, None)
+        banks = self._probing.pop(key, None)
+        if banks is not None:
+            self._banks.release(banks)
 
     def num_slots(self, labels: Labels, boundary: int | None) -> int:
         """Slots of the batch that `pack` makes. On any thread."""
@@ -131,7 +162,7 @@ class Packer:
         return int(_sizes(labels, boundary, self.widths)[1].sum())
 
     def pack(self, region: Tensor, labels: Labels, boundary: int | None, into: Tensor) -> None:
-        """Encode a region into a batch; on a GPU, enqueued on the current stream.
+        """Make a batch of a region; on a GPU, enqueued on the current stream.
 
         Args:
             region: [num_slots, elements of a slot], of the arena.
@@ -143,26 +174,36 @@ class Packer:
             plan = self._plan = _Plan(labels, boundary, list(self._chunks(labels, boundary)))
         words = region.view(torch.int64)
         for chunk in plan.chunks:
-            batch = torch.zeros(
-                (chunk.stop - chunk.start, WORDS), dtype=torch.int64, device=self.device
-            )
-            for move in chunk.moves:
-                self._move(move, words, batch)
-            into[chunk.start : chunk.stop].copy_(batch.view(torch.uint8), non_blocking=True)
+            batch = self._batch(chunk, words).view(torch.uint8)
+            into[chunk.start : chunk.stop].copy_(batch, non_blocking=True)
 
-    def _move(self, move: _Move, words: Tensor, batch: Tensor) -> None:
+    def _batch(self, chunk: _Chunk, words: Tensor) -> Tensor:
+        """int64 [num_slots, WORDS]"""
+        num_slots = chunk.stop - chunk.start
+        if len(chunk.moves) == 1:
+            found = self._made(chunk.moves[0], words)
+            # The rows of one layout come in the order of their targets.
+            if chunk.in_order and found.numel() == num_slots * WORDS:
+                return found.view(num_slots, WORDS)
+        batch = torch.zeros((num_slots, WORDS), dtype=torch.int64, device=self.device)
+        for move in chunk.moves:
+            found = self._made(move, words)
+            within = torch.arange(found.shape[1] // WORDS, device=self.device)
+            slots = (move.targets[:, None] + within).view(-1)
+            batch.index_copy_(0, slots, found.view(-1, WORDS))
+        return batch
+
+    def _made(self, move: _Move, words: Tensor) -> Tensor:
+        """int64 [n, words of each]: raw rows, or what the head makes of them."""
         # Row i of this view begins at slot i; the rows overlap.
         size = move.num_slots * WORDS
         places = (len(words) - move.num_slots + 1, size)
         rows = words.as_strided(places, (WORDS, 1)).index_select(0, move.sources)
-        if move.encoding is not None:
-            packing = packing_of(move.encoding)
-            row_size = move.row_bytes // self.dtype.itemsize
-            rows = packing.pack(rows.view(self.dtype)[:, :row_size]).view(torch.int64)
-        num_slots = rows.shape[1] // WORDS
-        within = torch.arange(num_slots, device=self.device)
-        slots = (move.targets[:, None] + within).view(-1)
-        batch.index_copy_(0, slots, rows.view(-1, WORDS))
+        if move.head is None:
+            return rows
+        bank = self._banks[move.head] if isinstance(move.head, Bank) else packing_of(move.head)
+        row_size = move.row_bytes // self.dtype.itemsize
+        return bank.pack(rows.view(self.dtype)[:, :row_size]).view(torch.int64)
 
     def _chunks(self, labels: Labels, boundary: int | None) -> Iterator[_Chunk]:
         before, after = _sizes(labels, boundary, self.widths)
@@ -182,7 +223,9 @@ class Packer:
                         (sources[some][:, None] + source).ravel(),
                         (targets[some][:, None] + target).ravel() - start,
                     ))  # fmt: skip
-            yield _Chunk(start, stop, self._moves(found))
+            (one,) = found.values() if len(found) == 1 else (None,)
+            in_order = one is not None and all((np.diff(targets) > 0).all() for _, targets in one)
+            yield _Chunk(start, stop, self._moves(found), in_order and len(one or ()) == 1)
             first = last
 
     def _moves(self, found: dict[_Kind, list[tuple[Ints, Ints]]]) -> list[_Move]:
@@ -229,12 +272,8 @@ def _places(layout: Layout, widths: Widths) -> Iterator[tuple[_Kind, Ints, Ints]
     for _, points, first, num_slots in layout.rows_at(widths):
         targets = first + np.arange(len(points)) * num_slots
         yield (None, num_slots, 0), sources(points), targets
-    if layout.scores:
-        target = layout.score_slot(widths)
-        num_slots = layout.plain_slots(widths) - target
-        yield (None, num_slots, 0), np.array([arena.score_slot(widths)]), np.array([target])
-    for encoding, points, first, num_slots in layout.encoded_at(widths):
+    for head, points, first, num_slots in layout.encoded_at(widths):
         targets = first + np.arange(len(points)) * num_slots
-        kind = kind_of_point(points[0])  # an encoding is for rows of one width
+        kind = kind_of_point(points[0])  # a head is for rows of one width
         raw = widths.row_slots[kind], widths.row_bytes[kind]
-        yield (encoding, *raw), sources(points), targets
+        yield (head, *raw), sources(points), targets

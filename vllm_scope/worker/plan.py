@@ -41,7 +41,6 @@ class StepPlan(msgspec.Struct, frozen=True, eq=False):
         num_slots: of all rows, in the arena.
         num_delivered: of all rows, encoded.
         delivers: bool [num_rows], the rows that `labels` describe.
-        most_scores: upper bound of the scores that are delivered.
     """
 
     rows: Ints
@@ -53,7 +52,6 @@ class StepPlan(msgspec.Struct, frozen=True, eq=False):
     delivers: NDArray[np.bool_]
     labels: Labels
     optimistic: bool
-    most_scores: int
 
 
 @dataclass
@@ -313,9 +311,8 @@ class _Parts:
         labels = Labels(requests.key[index], positions, layout_of, layouts, rows_of)
         size = int(ends[-1])
         delivered = int(tables.num_delivered[ids].sum()) if labels.encodes else size
-        scores = max((len(layout.scores) for layout in layouts), default=0) * len(rows_of)
         return StepPlan(
-            rows, ids, owners, ends - slots, size, delivered, delivers, labels, optimistic, scores
+            rows, ids, owners, ends - slots, size, delivered, delivers, labels, optimistic
         )
 
 

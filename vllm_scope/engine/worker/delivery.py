@@ -44,6 +44,7 @@ class WorkerDelivery:
 
     Attributes:
         info: the fields that all requests share: stage and model.
+        here: boundaries with a tap on this worker.
     """
 
     ring: HostRing
@@ -51,6 +52,7 @@ class WorkerDelivery:
     router: Router
     drain: Drain
     info: RequestInfo
+    here: frozenset[int]
     #: Keys for requests to which no front-end gave a key: negative, below NOBODY.
     _own_keys: Iterator[int] = field(default_factory=lambda: itertools.count(NOBODY - 1, -1))
 
@@ -80,7 +82,7 @@ class WorkerDelivery:
         router = Router(memory, *configs, sites, here)
         drain = Drain(arena, ring, router, sizes.widths)
         info = RequestInfo(NOBODY, "", "", (), stage=stage[0], num_stages=stage[1], model=model)
-        return WorkerDelivery(ring, memory, router, drain, info)
+        return WorkerDelivery(ring, memory, router, drain, info, frozenset(here))
 
     def expect(self, recipient: Recipient) -> None:
         """Announce a request, so that its front-end is answered even if the request then fails.
@@ -100,7 +102,7 @@ class WorkerDelivery:
         """Prepare for a request's rows, and return the key that they will have.
 
         Raises:
-            CapacityError: there is no room for what its codecs need.
+            CapacityError: there is no room for what its codecs and probes need.
         """
         if recipient is None:
             # Only global sinks, or the server's edits, concern it.
@@ -110,8 +112,8 @@ class WorkerDelivery:
         if key >= 0 and MEMORY not in asked.destinations:
             self.memory.leave_out_rows(key)
         encodings = [read.encoding for read in asked.reads if read.encoding is not None]
-        if encodings:
-            self.drain.add_request(key, encodings)
+        if encodings or asked.probes:
+            self.drain.add_request(key, encodings, asked.banks_at(self.here))
         elsewhere = any(to != MEMORY for to in asked.destinations)
         if key != NOBODY and (elsewhere or recipient.follows):
             self.drain.follow(key)

@@ -31,9 +31,6 @@ logger = logging.getLogger("vllm.vllm_scope")
 #: In a step that delivers up to this much, the taps write host memory themselves. They then wait
 #: for PCIe (20 us for 1 MiB), which is less than a copy costs the host.
 MOST_DIRECT_BYTES = 1 << 20
-#: The same for scores: each is a four-byte write across PCIe of 80 to 270 ns more than a write to
-#: the arena (H200, 64 probes on 64 and on 256 rows).
-MOST_DIRECT_SCORES = 512
 
 
 class Steps:
@@ -124,10 +121,7 @@ class Steps:
         """The step's first slot, in the ring (`_lease`) or the arena (`_region`); None if it must
         be drained tap by tap."""
         assert self._delivery is not None
-        direct = (
-            plan.num_slots * SLOT_BYTES <= MOST_DIRECT_BYTES
-            and plan.most_scores <= MOST_DIRECT_SCORES
-        )
+        direct = plan.num_slots * SLOT_BYTES <= MOST_DIRECT_BYTES
         if direct and self._arena.slots.is_cuda and not plan.labels.encodes:
             self._lease = self._delivery.ring.acquire(plan.num_slots)
             return self._lease.start

@@ -21,7 +21,6 @@ from vllm_scope.program.operations import (
     OP_ADD_NORM,
     OP_CHECK,
     OP_CLAMP,
-    OP_DOT,
     OP_READ,
     OP_SET,
 )
@@ -59,8 +58,8 @@ def tap_rows(
 ) -> None:
     """Run each row's program at one tap.
 
-    The row is the residual stream x = hidden + residual, added in float32. READ and
-    DOT see x rounded to the model's dtype; edits compute in float32.
+    The row is the residual stream x = hidden + residual, added in float32. READ sees x rounded to
+    the model's dtype; edits compute in float32.
 
     An edited row is written back, rounded once: residual = x and hidden = 0, or hidden = x
     if there is no residual. Two edited rows are not written:
@@ -118,13 +117,13 @@ def tap_rows(
                     for which, how in (edited[bad], 0), (~edited[bad], CHECKED):
                         _report(host, table[rows[bad[which]], OWNER], how | int(tap) + 1)
                     edited[bad] = True
-            elif code in (OP_READ, OP_DOT):
+            elif code == OP_READ:
                 slot = table[rows[here], SLOT].astype(np.int64)
                 if slots_per_token:
                     slot = slot_base + slot * slots_per_token
                 column = WORD_IN_TAP if slots_per_token else WORD
                 start = slot * WORDS_PER_SLOT + op[:, column]
-                _store(code, x[some].to(hidden.dtype), op, vectors, words, start)
+                _store(x[some].to(hidden.dtype), words, start)
             else:
                 x = x.clone() if x is came else x
                 x[some] = _edited(code, x[some], op, vectors)
@@ -159,18 +158,12 @@ def _report(host: Tensor, owners: NDArray[np.int32], fault: int) -> None:
         ctypes.c_int32.from_address(int(host[1]) + 4 * owner).value = fault
 
 
-def _store(
-    code: int, x: Tensor, op: np.ndarray, vectors: Tensor, words: np.ndarray, start: np.ndarray
-) -> None:
-    if code == OP_READ:
-        if x.shape[1] * x.element_size() % 4:
-            x = torch.nn.functional.pad(x, (0, 1))  # fills the last word; not read
-        out = x.contiguous().view(torch.int32).numpy()
-        for first, row in zip(start.tolist(), out, strict=True):
-            words[first : first + len(row)] = row
-    else:
-        score = (x.float() * vectors[_vectors_of(op)]).sum(1) + _number(op, NUMBER_A)
-        words[start] = score.view(torch.int32).numpy()
+def _store(x: Tensor, words: np.ndarray, start: np.ndarray) -> None:
+    if x.shape[1] * x.element_size() % 4:
+        x = torch.nn.functional.pad(x, (0, 1))  # fills the last word; not read
+    out = x.contiguous().view(torch.int32).numpy()
+    for first, row in zip(start.tolist(), out, strict=True):
+        words[first : first + len(row)] = row
 
 
 def _vectors_of(op: np.ndarray) -> Tensor:

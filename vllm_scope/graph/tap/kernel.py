@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 # The opcodes of program/operations.py. A test in tests/interpreter compares them.
 OP_READ = tl.constexpr(1)
-OP_DOT = tl.constexpr(2)
 OP_ADD = tl.constexpr(3)
 OP_ADD_NORM = tl.constexpr(4)
 OP_ABLATE = tl.constexpr(5)
@@ -102,23 +101,20 @@ def _tap_kernel(
             vector = vectors_ptr + tl.load(op + 3).to(tl.int64) * hidden_size + column
             v = tl.load(vector, keep, 0.0)
             a = tl.load(op + 4).to(tl.float32, bitcast=True)
-            if code == OP_DOT:
-                tl.store(out, tl.sum(x.to(dtype).to(tl.float32) * v, 0) + a)
+            edited = 1
+            if code == OP_SET:
+                x = v
             else:
-                edited = 1
-                if code == OP_SET:
-                    x = v
-                else:
-                    phi = a
-                    if code == OP_ADD_NORM:
-                        phi = a * tl.sqrt(tl.sum(x * x, 0))
-                    elif code != OP_ADD:
-                        along = tl.sum(x * v, 0)
-                        phi = -along
-                        if code == OP_CLAMP:
-                            b = tl.load(op + 5).to(tl.float32, bitcast=True)
-                            phi = tl.minimum(tl.maximum(along, a), b) - along
-                    x += phi * v
+                phi = a
+                if code == OP_ADD_NORM:
+                    phi = a * tl.sqrt(tl.sum(x * x, 0))
+                elif code != OP_ADD:
+                    along = tl.sum(x * v, 0)
+                    phi = -along
+                    if code == OP_CLAMP:
+                        b = tl.load(op + 5).to(tl.float32, bitcast=True)
+                        phi = tl.minimum(tl.maximum(along, a), b) - along
+                x += phi * v
         at = tl.load(op + 6)
     if edited == 1:
         came = tl.load(hidden, keep, 0.0).to(tl.float32)

@@ -26,7 +26,7 @@ from vllm_scope.graph.tap.definition import OWNER, PROGRAM, SLOT, TO_HOST, WORDS
 from vllm_scope.graph.tap.places import Places
 from vllm_scope.graph.tap.staging import Staging
 from vllm_scope.program.layout import Layout, Widths, boundaries_of
-from vllm_scope.program.operations import NO_PROGRAM, OP_DOT, OP_READ, Cost, Op, Program
+from vllm_scope.program.operations import NO_PROGRAM, OP_READ, Cost, Op, Program
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.sites import boundary_of_point
 
@@ -48,36 +48,27 @@ class _Words(NamedTuple):
 
     Attributes:
         rows: of each point of the arena's layout, in the token's slots and in those of one tap.
-        scores: the same of each score.
         num_slots, num_delivered: slots of a token, in the arena and encoded.
     """
 
     rows: list[tuple[int, int]]
-    scores: list[tuple[int, int]]
     num_slots: int
     num_delivered: int
 
     def of(self, op: Op) -> tuple[int, int]:
-        if op.code == OP_READ:
-            return self.rows[op.at]
-        return self.scores[op.at] if op.code == OP_DOT else (0, 0)
+        return self.rows[op.at] if op.code == OP_READ else (0, 0)
 
 
 @lru_cache(maxsize=4096)  # many requests have the same layouts
 def _words_of(layout: Layout, widths: Widths) -> _Words:
     arena = layout.arena
-    local = {boundary: arena.at(boundary) for boundary in boundaries_of(arena)}
-    here = {b: (one.row_slots(widths), one.score_slot(widths)) for b, one in local.items()}
-    slots, first = arena.row_slots(widths), arena.score_slot(widths) * WORDS_PER_SLOT
+    slots = arena.row_slots(widths)
+    here = {boundary: arena.at(boundary).row_slots(widths) for boundary in boundaries_of(arena)}
     rows = [
-        (slots[p] * WORDS_PER_SLOT, here[boundary_of_point(p)][0][p] * WORDS_PER_SLOT)
+        (slots[p] * WORDS_PER_SLOT, here[boundary_of_point(p)][p] * WORDS_PER_SLOT)
         for p in arena.points
     ]
-    scores = [
-        (first + i, here[b][1] * WORDS_PER_SLOT + local[b].scores.index((b, number)))
-        for i, (b, number) in enumerate(arena.scores)
-    ]
-    return _Words(rows, scores, arena.slots(widths), layout.slots(widths))
+    return _Words(rows, arena.slots(widths), layout.slots(widths))
 
 
 _FLOATS, _AS_INTS = Struct("=2f"), Struct("=2i")

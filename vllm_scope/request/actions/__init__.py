@@ -5,7 +5,8 @@ Runs:  everywhere. numpy, no torch.
 To:    spec (all actions of a request), resolve (what they mean on one engine).
 
 base.py         the fields that all share, and their JSON
-delivering.py   Read, Probe
+delivering.py   Read
+probing.py      Probe
 edits.py        Add, Ablate, Clamp, Replace
 
 Every edit is one update of a token's row x of the residual stream:
@@ -25,8 +26,9 @@ from typing import Any
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions.base import MAX_FLOAT32, MAX_NAME, MEMORY, Action, Module
-from vllm_scope.request.actions.delivering import Probe, Read
+from vllm_scope.request.actions.delivering import Read
 from vllm_scope.request.actions.edits import Ablate, Add, Clamp, Edit, Replace
+from vllm_scope.request.actions.probing import Probe
 from vllm_scope.request.sites import SITES
 
 __all__ = [

@@ -14,7 +14,7 @@ import numpy as np
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.arrays import Array
-from vllm_scope.request.encoding import CodecChoice
+from vllm_scope.request.heads import CodecChoice
 from vllm_scope.request.selectors import Word, check_size, parse_selector
 from vllm_scope.request.sites import STREAM_SITES, canonical_site, parse_layers
 
@@ -101,8 +101,8 @@ class Action:
         site = canonical_site(self.site, f"{name}.site")
         if site not in self.sites:
             raise SpecError(
-                f"{name}.site is {shown(site)}, which can be read alone; edits and "
-                f"probes take {', '.join(self.sites)}."
+                f"{name}.site is {shown(site)}, which can be read and probed; edits take "
+                f"{', '.join(self.sites)}."
             )
         found = parse_layers(self._given_layers(), site, f"{name}.layers")
         layers = "all" if found is None else found

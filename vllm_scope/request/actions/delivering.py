@@ -1,6 +1,6 @@
-"""Actions that deliver rows, or scores of rows, and leave the rows as they are.
+"""The action that delivers rows, and leaves them as they are.
 
-Owns:  Read, Probe.
+Owns:  Read.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ from vllm_scope.request.actions.base import (
     MEMORY,
     Action,
     checked_name,
-    number,
-    vector_or_module,
 )
-from vllm_scope.request.arrays import Array
-from vllm_scope.request.encoding import CodecChoice
+from vllm_scope.request.heads import CodecChoice
 from vllm_scope.request.sites import SITES
 
 WHEN = ("after", "before")
@@ -82,44 +79,3 @@ class Read(Action):
                     f"Read.{word} is {shown(value)}, and the rows go to memory; it is for "
                     "sinks, such as to='filesystem'."
                 )
-
-
-@dataclass(frozen=True)
-class Probe(Action):
-    """Score each token's row on the device: `x.weight + bias`, float32.
-
-    Args:
-        weight: [hidden_size], or the name of a steering module that the engine holds,
-            which has a vector at this site and layer.
-        bias: added to each score.
-        site, layer: where; one layer.
-        name: of the scores in the result.
-        tokens: which tokens.
-        to: as for `Read`. Not all sinks take scores; "filesystem" does not.
-
-    Raises:
-        SpecError: a wrong type or shape, no name, or not exactly one layer.
-    """
-
-    kind: ClassVar[str] = "probe"
-    fields: ClassVar[tuple[str, ...]] = ("weight", "bias", "name", "to")
-
-    weight: Any
-    _: KW_ONLY
-    bias: float = 0.0
-    name: str = ""
-    to: str = MEMORY
-
-    def __post_init__(self) -> None:
-        checked_name(self.to, "Probe.to")
-        weight = vector_or_module(self.weight, "Probe.weight")
-        if isinstance(weight, Array) and len(weight.shape) != 1:
-            raise SpecError(
-                f"Probe.weight has shape {weight.shape}; it is one vector, [hidden_size]."
-            )
-        self._set(weight=weight, bias=number(self.bias, "Probe.bias"))
-        checked_name(self.name, "Probe.name")
-        given = self._given_layers()
-        self._place()
-        if self.layer_numbers is None or len(self.layer_numbers) != 1:
-            raise SpecError(f"Probe.layers is {shown(given)}; a probe has one layer.")

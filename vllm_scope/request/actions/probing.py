@@ -1,0 +1,145 @@
+"""The action that scores rows on the device.
+
+Owns:  Probe.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, Literal
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.actions.base import (
+    MEMORY,
+    Action,
+    Module,
+    checked_name,
+    number,
+    vector_or_module,
+)
+from vllm_scope.request.arrays import Array
+from vllm_scope.request.nets import AttentionPool, Mlp, parse_aggregate, shaped_weight
+from vllm_scope.request.sites import SITES
+
+ACTIVATIONS = (None, "sigmoid")
+
+
+@dataclass(frozen=True)
+class Probe(Action):
+    """Score each token's row on the device: `x . weight + bias`, float32.
+
+    Args:
+        weight: one of
+            [width of a row], for one layer; [num_layers, width of a row], one for each of
+            `layers`, whose scores are added;
+            an `Mlp`, or an `AttentionPool` (over the positions so far); for several layers a list
+            of them, one for each;
+            the name of a steering module that the engine holds, which has a vector at this site
+            and each layer.
+        bias: added to each score.
+        site: any tapped site. A row of `q`, `k`, `v` or `z` has its heads one after another.
+        layer, layers: where; a number or a list.
+        name: of the scores in the result.
+        tokens: which tokens.
+        to: as for `Read`. Not all sinks take scores; "filesystem" does not. A sink takes scores of
+            one layer, without an AttentionPool or an aggregate.
+        activation: None, or "sigmoid" of the score with its bias.
+        aggregate: what is also delivered at each position, of all scores up to there: "max",
+            "mean", `Ema(decay)` or `RollingMean(window, then="max")`. None for nothing.
+
+    Raises:
+        SpecError: a wrong type or shape, no name, no layer, or not one weight for each layer.
+    """
+
+    kind: ClassVar[str] = "probe"
+    sites: ClassVar[tuple[str, ...]] = SITES
+    fields: ClassVar[tuple[str, ...]] = ("weight", "bias", "name", "to", "activation", "aggregate")
+
+    weight: Any
+    _: KW_ONLY
+    bias: float = 0.0
+    name: str = ""
+    to: str = MEMORY
+    activation: Literal["sigmoid"] | None = None
+    aggregate: Any = None
+
+    def __post_init__(self) -> None:
+        checked_name(self.to, "Probe.to")
+        self._set(weight=_parsed(self.weight, "Probe.weight"))
+        self._set(bias=number(self.bias, "Probe.bias"))
+        checked_name(self.name, "Probe.name")
+        given = self._given_layers()
+        self._place()
+        if self.layer_numbers is None:
+            raise SpecError(f"Probe.layers is {shown(given)}; name one layer, or a list of them.")
+        if self.activation not in ACTIVATIONS:
+            raise SpecError(
+                f"Probe.activation is {shown(self.activation)}; it is 'sigmoid' or None."
+            )
+        self._set(aggregate=parse_aggregate(self.aggregate, "Probe.aggregate"))
+        self._check_weights(len(self.layer_numbers))
+        alone = self.aggregate is None and not self.pools and len(self.layer_numbers) == 1
+        if self.to != MEMORY and not alone:
+            raise SpecError(
+                f"Probe.to is {shown(self.to)}; a sink takes scores of one layer, without an "
+                "AttentionPool or an aggregate. Let them go to memory."
+            )
+
+    def _check_weights(self, num_layers: int) -> None:
+        weight = self.weight
+        if isinstance(weight, Module):
+            return
+        found = len(weight) if isinstance(weight, tuple) else _num_weights(weight)
+        if found != num_layers:
+            raise SpecError(
+                f"Probe.weight has {found} weights and Probe.layers {num_layers} layers; give one "
+                "weight for each layer."
+            )
+
+    @property
+    def pools(self) -> bool:
+        """True if scores depend on earlier positions."""
+        return isinstance(self.weight, tuple) and isinstance(self.weight[0], AttentionPool)
+
+    def weights(self) -> list[Array | Mlp | AttentionPool]:
+        """One for each layer; not of a Module."""
+        if isinstance(self.weight, tuple):
+            return list(self.weight)
+        assert isinstance(self.weight, Array)
+        return [Array((row.size,), row.tobytes()) for row in self.weight.numpy.reshape(
+            -1, self.weight.shape[-1]
+        )]  # fmt: skip
+
+    def to_json(self) -> dict[str, object]:
+        body = super().to_json()
+        if isinstance(self.weight, tuple):
+            some = [each.to_json() for each in self.weight]
+            body["weight"] = some[0] if len(some) == 1 else some
+        if self.aggregate is not None and not isinstance(self.aggregate, str):
+            body["aggregate"] = self.aggregate.to_json()
+        return body
+
+
+def _num_weights(weight: Array) -> int:
+    return 1 if len(weight.shape) == 1 else weight.shape[0]
+
+
+def _parsed(value: object, where: str) -> Array | Module | tuple[Mlp | AttentionPool, ...]:
+    one = shaped_weight(value, where)
+    if one is not None:
+        return (one,)
+    if isinstance(value, list | tuple) and len(value) and shaped_weight(value[0], where):
+        found = [shaped_weight(each, f"{where}[{i}]") for i, each in enumerate(value)]
+        alike = all(type(each) is type(found[0]) for each in found)
+        if not alike or len({each.net.num_values for each in found if each is not None}) > 1:
+            raise SpecError(
+                f"{where} is {shown(value)}; it is a list of Mlp, or one of AttentionPool with "
+                "the same number of heads."
+            )
+        return tuple(each for each in found if each is not None)
+    vector = vector_or_module(value, where)
+    if isinstance(vector, Array) and len(vector.shape) > 2:
+        raise SpecError(
+            f"{where} has shape {vector.shape}; it is [width of a row], or [num_layers, width]."
+        )
+    return vector

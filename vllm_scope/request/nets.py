@@ -1,0 +1,279 @@
+"""What a probe computes of one row, and what becomes of these numbers over a request.
+
+Owns:  Mlp and AttentionPool (weights that a caller gives), Net (the same on one engine),
+       Ema and RollingMean (aggregates), and their JSON.
+Runs:  everywhere. numpy, no torch.
+To:    actions.probing, resolve; worker.probe_bank (computes nets), results.scores (aggregates).
+
+A net makes one or more numbers of a row x:
+
+    linear           x . weight                              1 number
+    Mlp              W2 f(W1 x + b1) + b2, or one layer more 1 number
+    AttentionPool    query_h . x and value_h . x             2 numbers for each head h
+
+The numbers of several layers are added, number by number. Then they become a score.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.arrays import Array
+
+#: The function between the layers of an Mlp.
+Hidden = Literal["relu", "gelu", "silu", "tanh"]
+HIDDEN: tuple[str, ...] = get_args(Hidden)
+MAX_HIDDEN_LAYERS = 2
+#: Longest window of a RollingMean.
+MAX_WINDOW = 1 << 16
+
+
+@dataclass(frozen=True)
+class Net:
+    """The computation on one row.
+
+    Attributes:
+        layers: (weight [out, in], bias [out] or None) of each, the first one at the row.
+        hidden: the function between them; None if there is one layer.
+    """
+
+    layers: tuple[tuple[Array, Array | None], ...]
+    hidden: str | None = None
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row."""
+        return self.layers[0][0].shape[1]
+
+    @property
+    def num_values(self) -> int:
+        return self.layers[-1][0].shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(part.data) for layer in self.layers for part in layer if part is not None)
+
+    @cached_property
+    def digest(self) -> bytes:
+        found = hashlib.blake2b(repr(self.hidden).encode(), digest_size=16)
+        for weight, bias in self.layers:
+            found.update(weight.digest + (b"-" if bias is None else bias.digest))
+        return found.digest()
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """A perceptron with one or two hidden layers, as a probe's weight.
+
+    Args:
+        layers: (weight [out, in], bias [out]) of each layer, as torch.nn.Linear has them. The
+            first one takes a row, the last one makes one number.
+        hidden: the function between the layers: relu, gelu (exact), silu or tanh.
+
+    Raises:
+        SpecError: shapes that do not fit, or not two or three layers.
+    """
+
+    layers: Any
+    hidden: Hidden = "relu"
+
+    def __post_init__(self) -> None:
+        where = "Mlp.layers"
+        if not isinstance(self.layers, list | tuple):
+            raise SpecError(f"{where} is {shown(self.layers)}; it is a list of (weight, bias).")
+        if not 2 <= len(self.layers) <= MAX_HIDDEN_LAYERS + 1:
+            raise SpecError(
+                f"{where} has {len(self.layers)} items; it has 2 or {MAX_HIDDEN_LAYERS + 1}, for "
+                "one or two hidden layers. A linear probe takes a plain weight."
+            )
+        found: list[tuple[Array, Array]] = []
+        for i, layer in enumerate(self.layers):
+            if not isinstance(layer, list | tuple) or len(layer) != 2:
+                raise SpecError(f"{where}[{i}] is {shown(layer)}; it is (weight, bias).")
+            weight = Array.parse(layer[0], f"{where}[{i}] weight")
+            bias = Array.parse(layer[1], f"{where}[{i}] bias")
+            takes = found[-1][0].shape[0] if found else None
+            if len(weight.shape) != 2 or (takes is not None and weight.shape[1] != takes):
+                raise SpecError(
+                    f"{where}[{i}] has a weight of shape {weight.shape}; it is "
+                    f"[out, {'width of a row' if takes is None else takes}]."
+                )
+            if bias.shape != weight.shape[:1]:
+                raise SpecError(
+                    f"{where}[{i}] has a bias of shape {bias.shape} beside a weight of shape "
+                    f"{weight.shape}; it is [{weight.shape[0]}]."
+                )
+            found.append((weight, bias))
+        if found[-1][0].shape[0] != 1:
+            raise SpecError(
+                f"{where}[{len(found) - 1}] makes {found[-1][0].shape[0]} numbers; the last layer "
+                "makes one, the score."
+            )
+        if self.hidden not in HIDDEN:
+            raise SpecError(f"Mlp.hidden is {shown(self.hidden)}; it is one of {_words(HIDDEN)}.")
+        object.__setattr__(self, "layers", tuple(found))
+
+    @property
+    def net(self) -> Net:
+        return Net(self.layers, self.hidden)
+
+    def to_json(self) -> dict[str, object]:
+        layers = [[weight.to_json(), bias.to_json()] for weight, bias in self.layers]
+        return {"mlp": layers, "hidden": self.hidden}
+
+
+@dataclass(frozen=True)
+class AttentionPool:
+    """Attention over a request's positions so far, as a probe's weight.
+
+    The score at a position is the sum over heads of an average of `x . value`, over this and all
+    earlier positions that the probe scores. The weights of the average are the softmax of
+    `x . query`.
+
+    Args:
+        query, value: [num_heads, width of a row], or [width] for one head. A scale such as
+            `1 / sqrt(width)` belongs into the query.
+
+    Raises:
+        SpecError: shapes that differ, or not one or two dimensions.
+    """
+
+    query: Any
+    value: Any
+
+    def __post_init__(self) -> None:
+        for name in ("query", "value"):
+            found = Array.parse(getattr(self, name), f"AttentionPool.{name}")
+            if len(found.shape) == 1:
+                found = Array((1, *found.shape), found.data)
+            object.__setattr__(self, name, found)
+        if len(self.query.shape) != 2 or self.query.shape != self.value.shape:
+            raise SpecError(
+                f"AttentionPool has a query of shape {self.query.shape} and a value of shape "
+                f"{self.value.shape}; both are [num_heads, width of a row]."
+            )
+
+    @property
+    def net(self) -> Net:
+        num_heads, width = self.query.shape
+        both = Array((2 * num_heads, width), self.query.data + self.value.data)
+        return Net(((both, None),))
+
+    def to_json(self) -> dict[str, object]:
+        return {"attention": {"query": self.query.to_json(), "value": self.value.to_json()}}
+
+
+def net_of(weight: Array | Mlp | AttentionPool) -> Net:
+    """The computation of a probe's weight at one layer; an Array is [width of a row]."""
+    if isinstance(weight, Array):
+        return Net(((Array((1, *weight.shape), weight.data), None),))
+    return weight.net
+
+
+def shaped_weight(value: object, where: str) -> Mlp | AttentionPool | None:
+    """The Mlp or AttentionPool of a value or of its JSON; None if it is neither.
+
+    Raises:
+        SpecError: malformed.
+    """
+    if isinstance(value, Mlp | AttentionPool):
+        return value
+    if not isinstance(value, Mapping) or not {"mlp", "attention"} & set(value):
+        return None
+    try:
+        if set(value) <= {"mlp", "hidden"}:
+            return Mlp(value["mlp"], value.get("hidden", "relu"))
+        pool = value.get("attention") if set(value) == {"attention"} else None
+        if isinstance(pool, Mapping) and set(pool) == {"query", "value"}:
+            return AttentionPool(pool["query"], pool["value"])
+    except SpecError as error:
+        raise SpecError(f"{where}: {error}") from None
+    raise SpecError(
+        f"{where} is {shown(value)}; it is {{mlp: [[weight, bias], ...], hidden}} or "
+        "{attention: {query, value}}."
+    )
+
+
+# Aggregates
+
+
+@dataclass(frozen=True)
+class Ema:
+    """The exponential moving average: `a = decay * a + (1 - decay) * score`; it begins with the
+    first score.
+
+    Args:
+        decay: from 0 to below 1.
+    """
+
+    decay: float
+
+    def __post_init__(self) -> None:
+        sane = isinstance(self.decay, int | float) and not isinstance(self.decay, bool)
+        if not sane or not 0 <= self.decay < 1:
+            raise SpecError(f"Ema.decay is {shown(self.decay)}; it is a number from 0 to below 1.")
+        object.__setattr__(self, "decay", float(self.decay))
+
+    def to_json(self) -> dict[str, object]:
+        return {"ema": self.decay}
+
+
+@dataclass(frozen=True)
+class RollingMean:
+    """The mean of the last `window` scores. Before there are as many, it is the mean of all.
+
+    Args:
+        window: 1 or more.
+        then: "max" for the largest mean of a full window so far; before the first full window,
+            the mean of all.
+    """
+
+    window: int
+    then: Literal["max"] | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.window) is not int or not 1 <= self.window <= MAX_WINDOW:
+            raise SpecError(
+                f"RollingMean.window is {shown(self.window)}; it is a whole number from 1 to "
+                f"{MAX_WINDOW:,}."
+            )
+        if self.then not in (None, "max"):
+            raise SpecError(f"RollingMean.then is {shown(self.then)}; it is None or 'max'.")
+
+    def to_json(self) -> dict[str, object]:
+        return {"rolling_mean": self.window} | ({"then": self.then} if self.then else {})
+
+
+AGGREGATES = ("max", "mean")
+Aggregate = Literal["max", "mean"] | Ema | RollingMean
+
+
+def parse_aggregate(value: object, where: str) -> Aggregate | None:
+    """An aggregate, or what its JSON means.
+
+    Raises:
+        SpecError: neither.
+    """
+    if value is None or isinstance(value, Ema | RollingMean) or value in ("max", "mean"):
+        return value
+    if isinstance(value, Mapping):
+        try:
+            if set(value) == {"ema"}:
+                return Ema(value["ema"])
+            if "rolling_mean" in value and set(value) <= {"rolling_mean", "then"}:
+                return RollingMean(value["rolling_mean"], value.get("then"))
+        except SpecError as error:
+            raise SpecError(f"{where}: {error}") from None
+    raise SpecError(
+        f"{where} is {shown(value)}; it is 'max', 'mean', Ema(decay) or RollingMean(window), in "
+        "JSON {ema: decay} or {rolling_mean: window, then: 'max'}."
+    )
+
+
+def _words(words: Sequence[str]) -> str:
+    return ", ".join(words)

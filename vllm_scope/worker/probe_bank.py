@@ -1,0 +1,136 @@
+"""The probes of one place, computed on the device for many rows at once.
+
+Owns:  DeviceBank (the weights of one bank), Banks (those that requests hold).
+Runs:  in workers that drain: weights are loaded on the worker's thread; computed on a GPU there
+       too, on the drain's stream, else on the drain thread.
+From:  request.nets (weights).   To: packer.
+
+Promise: all nets' first layers are one matrix product, in float32. The weights of a request's banks
+stay until its last rows were computed; after that at most IDLE_BYTES stay.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
+from vllm_scope.request.arrays import Array
+from vllm_scope.request.heads import Bank
+from vllm_scope.request.nets import Net
+
+#: Weights that no request holds, kept for the next one.
+IDLE_BYTES = 64 << 20
+_HIDDEN = {
+    "relu": torch.relu,
+    "gelu": torch.nn.functional.gelu,
+    "silu": torch.nn.functional.silu,
+    "tanh": torch.tanh,
+}
+
+
+class DeviceBank:
+    """The weights of one bank.
+
+    Args:
+        nets: in the order of their numbers.
+    """
+
+    def __init__(self, nets: Sequence[Net], device: torch.device) -> None:
+        self.num_bytes = sum(net.num_bytes for net in nets)
+        firsts = [net.layers[0] for net in nets]
+        #: [width of a row, outputs of all first layers together], and the biases.
+        weight = torch.cat([_tensor(weight) for weight, _ in firsts])
+        self._weight = _to(weight, device).t()
+        self._bias: Tensor | None = None
+        if any(bias is not None for _, bias in firsts):
+            biases = [
+                torch.zeros(weight.shape[0]) if bias is None else _tensor(bias)
+                for weight, bias in firsts
+            ]
+            self._bias = _to(torch.cat(biases), device)
+        self._sizes = [weight.shape[0] for weight, _ in firsts]
+        #: Of each net its function, and its layers after the first.
+        self._rest = [
+            (net.hidden, [(_to(_tensor(w), device), _on(b, device)) for w, b in net.layers[1:]])
+            for net in nets
+        ]
+        self._linear = not any(layers for _, layers in self._rest)
+        self._num_bytes = 4 * sum(net.num_values for net in nets)
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """uint8 [num_rows, bytes in whole slots] of [num_rows, width], on their device: the nets'
+        numbers, float32. Does not synchronise."""
+        x = rows.float()
+        found = x @ self._weight if self._bias is None else torch.addmm(self._bias, x, self._weight)
+        if not self._linear:
+            parts = found.split(self._sizes, dim=1)
+            found = torch.cat(list(map(self._finish, parts, self._rest)), dim=1)
+        filling = slots_of_row(self._num_bytes) * SLOT_BYTES - self._num_bytes
+        if filling:
+            found = torch.nn.functional.pad(found, (0, filling // 4))
+        return found.contiguous().view(torch.uint8)
+
+    @staticmethod
+    def _finish(x: Tensor, rest: tuple[str | None, list[tuple[Tensor, Tensor | None]]]) -> Tensor:
+        hidden, layers = rest
+        for weight, bias in layers:
+            assert hidden is not None
+            x = torch.nn.functional.linear(_HIDDEN[hidden](x), weight, bias)
+        return x
+
+
+def _tensor(array: Array) -> Tensor:
+    return torch.from_numpy(array.numpy.copy())
+
+
+def _on(array: Array | None, device: torch.device) -> Tensor | None:
+    return None if array is None else _to(_tensor(array), device)
+
+
+def _to(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        # A copy from pageable memory would wait for the stream.
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor
+
+
+class Banks:
+    """The banks that running requests hold, and some that were held last."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        #: Requests are added on the worker's thread and released on the drain thread.
+        self._lock = threading.Lock()
+        #: The one that was used longest ago comes first.
+        self._loaded: dict[Bank, DeviceBank] = {}
+        self._holders: Counter[Bank] = Counter()
+
+    def hold(self, banks: Mapping[Bank, Sequence[Net]]) -> None:
+        """Raises torch.OutOfMemoryError if the device has no room; then none is held."""
+        with self._lock:
+            for bank, nets in banks.items():
+                if bank not in self._loaded:
+                    self._loaded[bank] = DeviceBank(nets, self._device)
+            self._holders.update(banks.keys())
+
+    def release(self, banks: Mapping[Bank, Sequence[Net]]) -> None:
+        with self._lock:
+            for bank in banks:
+                self._holders[bank] -= 1
+                if not self._holders[bank]:
+                    del self._holders[bank]
+                    self._loaded[bank] = self._loaded.pop(bank)
+            idle = [bank for bank in self._loaded if bank not in self._holders]
+            size = sum(self._loaded[bank].num_bytes for bank in idle)
+            for bank in idle:
+                if size <= IDLE_BYTES:
+                    break
+                size -= self._loaded.pop(bank).num_bytes
+
+    def __getitem__(self, bank: Bank) -> DeviceBank:
+        return self._loaded[bank]
