@@ -9,6 +9,7 @@ import torch
 import vllm_scope
 from tests.checkpoints import check_completion, reference
 from tests.conftest import process_engine
+from tests.engine import probing
 from tests.engine import test_branch_sites as branches
 from tests.engine.test_edits import EDITS, check, direction, params
 from tests.engine.test_sinks import check_equal
@@ -16,6 +17,7 @@ from vllm_scope import Add, Probe, Read
 from vllm_scope.request.sites import Place
 
 WEIGHT = direction(7)
+PROBED = ("resid_post", *branches.SITES)
 
 
 @pytest.mark.parametrize(
@@ -38,6 +40,7 @@ def test_ranks_and_stages_are_put_together(
     add = EDITS["add"][0]
     # In the first stage, whose edit the second one gets, and in the last.
     places = [("resid_post", 0), ("resid_post", 2)]
+    probes = probing.every_kind(dict.fromkeys(PROBED, 128))
     asked = [
         *(params(*reads, max_tokens=12) for _ in range(6)),
         *(
@@ -46,6 +49,8 @@ def test_ranks_and_stages_are_put_together(
         ),
         params(*(Probe(WEIGHT, layer=i, name=f"layer-{i}") for i in range(3)), reads[0]),
         params(*map(Read, branches.SITES)),
+        # Layers of both stages are added.
+        params(*probes, *map(Read, PROBED)),
     ]
     with process_engine(
         path, dtype="float32", tensor_parallel_size=tensor, pipeline_parallel_size=pipeline,
@@ -78,6 +83,7 @@ def test_ranks_and_stages_are_put_together(
     check(outputs[6], ref, [(*place, mean) for place in places])
     check(outputs[7], ref, [(*place, mean) for place in places[:1]])
     check_scores(outputs[8].scope)
+    probing.check(outputs[10].scope, probes, probing.TOLERANCE[torch.float32])
     last = outputs[9]
     branches.check(last.scope, last.prompt_token_ids, last.outputs[0].token_ids, ref)
 
