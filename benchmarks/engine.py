@@ -75,7 +75,10 @@ def register(llm: Any, num_probes: int) -> None:
     from vllm_scope.vectors import SteeringModule, to_bytes
 
     config = llm.llm_engine.vllm_config.model_config
+    known = llm.collective_rpc("scope_modules")[0]
     for i in range(num_probes):
+        if f"probe-{i}" in known:
+            continue
         module = SteeringModule({("resid_post", middle_of(config)): vector_of(config, i)})
         llm.collective_rpc("scope_register", args=(f"probe-{i}", to_bytes(module)))
 

@@ -128,6 +128,8 @@ def modes_of(engines: dict[str, Engine], num_layers: int) -> Modes:
     found["own vector each"] = ("scope", {"edits": "own"})
     found["one vector for all"] = ("scope", {"edits": "one"})
     found["64 probes"] = ("scope", {"probes": 64, "named": True})
+    found["1,024 probes"] = ("scope", {"probes": 1024, "named": True})
+    found["1 probe"] = ("scope", {"probes": 1})
     found["64 probes inline"] = ("scope", {"probes": 64})
     found["eager vLLM"] = ("eager", {})
     found["vllm-lens idle"] = ("lens", {})
