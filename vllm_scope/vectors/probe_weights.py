@@ -34,6 +34,10 @@ Kind = Literal["linear", "mlp", "attention"]
 KINDS = ("linear", "mlp", "attention")
 #: Usual names of an attention probe's query and value.
 QUERY_AND_VALUE = (("query", "value"), ("q", "v"))
+#: Tensors of a scaler that comes before a linear probe.
+SCALER = ("mean", "scale")
+#: Hidden layers of scikit-learn -> those of an Mlp.
+_HIDDEN: dict[str, Hidden] = {"relu": "relu", "tanh": "tanh", "logistic": "tanh"}
 
 _Floats = NDArray[np.float64]
 #: (weight [out, in], bias [out]) of each layer.
@@ -77,16 +81,18 @@ def from_sklearn(estimator: object) -> ProbeWeights:
         raise ImportError(
             "an estimator needs scikit-learn: pip install 'vllm-scope[probes]'."
         ) from None
-    *before, last = _steps(estimator)
-    layers, hidden, activation = _layers_of(last)
+    *before, last = _steps(estimator) or [estimator]
+    layers, hidden, activation = _read(last)
     for scaler in reversed(before):
         if not isinstance(scaler, sklearn.preprocessing.StandardScaler):
             raise SpecError(
-                f"the pipeline has {shown(scaler)} before its last step; only a StandardScaler "
+                f"the pipeline has a {_kind(scaler)} before its last step; only a StandardScaler "
                 "becomes a part of a probe."
             )
         _check_fitted(scaler)
-        layers[0] = _scaled(*layers[0], scaler)
+        # A scaler that does not subtract its mean may still have one.
+        mean = scaler.mean_ if scaler.with_mean else None
+        layers[0] = _scaled(*layers[0], mean, scaler.scale_ if scaler.with_std else None)
     return _made(layers, hidden, activation)
 
 
@@ -118,22 +124,26 @@ def from_state_dict(
     if kind not in KINDS:
         raise SpecError(f"kind is {shown(kind)}; it is one of {', '.join(KINDS)}.")
     if not isinstance(state, Mapping):
-        raise SpecError(f"state is {shown(state)}; it is a module's state_dict(), names to tensors.")
+        raise SpecError(f"state is {shown(state)}; it is a module's state_dict().")
     found = list(_names_of(state, kind) if names is None else names)
-    least, most = {"linear": (1, 1), "mlp": (2, 3), "attention": (2, 2)}[kind]
-    if not least <= len(found) <= most:
+    allowed = {"linear": (1,), "mlp": (2, 3), "attention": (2,)}[kind]
+    if len(found) not in allowed:
         raise SpecError(
-            f"the layers are {shown(found)}; kind={kind!r} takes {least}"
-            f"{'' if least == most else f' to {most}'}: "
-            f"{'query and value' if kind == 'attention' else 'the first one at the row'}."
+            f"the layers are {shown(found)}; kind={kind!r} has {' or '.join(map(str, allowed))} of "
+            f"them. The state has {_listed(state)}."
         )
     rest = dict(state)
     layers = [_taken(rest, name) for name in found]
-    made = _pooled(layers, rest) if kind == "attention" else _stacked(layers, rest, kind, hidden)
+    if kind == "attention":
+        made = _pool(layers, _numbers(rest.pop("bias"), "bias") if "bias" in rest else np.zeros(1))
+    elif kind == "mlp":
+        made = _made(layers, hidden)
+    else:
+        made = _linear(layers[0], {name: rest.pop(name) for name in SCALER if name in rest})
     if rest:
         raise SpecError(
-            f"the state has {shown(sorted(rest))} besides {shown(found)}; kind={kind!r} does not "
-            "use these: leave them out if the score does not need them."
+            f"the state has {_listed(rest)}, which kind={kind!r} does not use; leave out what the "
+            "score does not need."
         )
     return made
 
@@ -163,6 +173,22 @@ def from_safetensors(
         raise SpecError(f"{path}: {error}") from None
 
 
+def _made(
+    layers: _Layers, hidden: Hidden, activation: Literal["sigmoid"] | None = None
+) -> ProbeWeights:
+    num_scores = layers[-1][0].shape[0]
+    if num_scores != 1:
+        raise SpecError(
+            f"the last layer makes {num_scores} scores; a probe makes one. Make a probe of each."
+        )
+    if len(layers) > 1:
+        return ProbeWeights(Mlp(layers, hidden), activation=activation)
+    ((weight, bias),) = layers
+    if bias.shape != (1,):
+        raise SpecError(f"the bias has shape {bias.shape} beside one score; it is one number.")
+    return ProbeWeights(as_vector(weight[0], "weight"), finite(bias[0], "bias"), activation)
+
+
 # scikit-learn
 
 
@@ -176,42 +202,76 @@ def _steps(estimator: object) -> list[object]:
     return [one for step in steps for one in _steps(step)]
 
 
-def _layers_of(
-    estimator: object,
-) -> tuple[_Layers, str | None, Literal["sigmoid"] | None]:
+def _read(estimator: object) -> tuple[_Layers, Hidden, Literal["sigmoid"] | None]:
     """The layers of an estimator, the function between them, and that of the score."""
     from sklearn import discriminant_analysis, linear_model, neural_network, svm
 
-    if isinstance(estimator, neural_network.MLPClassifier | neural_network.MLPRegressor):
-        _check_fitted(estimator)
-        layers = [
-            (np.asarray(weight, np.float64).T, np.asarray(bias, np.float64))
-            for weight, bias in zip(estimator.coefs_, estimator.intercepts_, strict=True)
-        ]
-        return _perceptron(estimator, layers)
-    logits = linear_model.LogisticRegression, discriminant_analysis.LinearDiscriminantAnalysis
-    plain = (
-        svm.LinearSVC, linear_model.LinearRegression, linear_model.Ridge, linear_model.RidgeCV,
-        linear_model.RidgeClassifier, linear_model.RidgeClassifierCV,
+    logits = (linear_model.LogisticRegression, discriminant_analysis.LinearDiscriminantAnalysis)
+    linear = (
+        *logits, svm.LinearSVC, linear_model.RidgeClassifier, linear_model.RidgeClassifierCV,
+        linear_model.LinearRegression, linear_model.Ridge, linear_model.RidgeCV,
     )  # fmt: skip
-    # In old releases, the probability of a binary multinomial is the sigmoid of twice the score.
-    strange = getattr(estimator, "multi_class", None) == "multinomial"
-    if not isinstance(estimator, (*logits, *plain)) or strange:
-        names = ", ".join(one.__name__ for one in (*logits, *plain))
+    perceptrons = (neural_network.MLPClassifier, neural_network.MLPRegressor)
+    if not isinstance(estimator, (*linear, *perceptrons)):
+        names = ", ".join(one.__name__ for one in (*linear, *perceptrons))
         raise SpecError(
-            f"the estimator is {shown(estimator)}; a probe is made of {names}, MLPClassifier, "
-            "MLPRegressor, or a Pipeline of StandardScaler and one of these."
+            f"the estimator is a {_kind(estimator)}; a probe is made of {names}, or of a Pipeline "
+            "of StandardScaler and one of these."
         )
     _check_fitted(estimator)
+    if isinstance(estimator, perceptrons):
+        pairs = zip(estimator.coefs_, estimator.intercepts_, strict=True)
+        layers = [(_floats(weight).T, _floats(bias)) for weight, bias in pairs]
+        return _perceptron(layers, estimator.activation, estimator.out_activation_)
     weight, bias = estimator.coef_, np.atleast_1d(estimator.intercept_)
-    if hasattr(weight, "toarray"):  # of `sparsify`
+    if hasattr(weight, "toarray"):  # after `sparsify`
         weight = weight.toarray()
-    found = np.atleast_2d(np.asarray(weight, np.float64)), np.asarray(bias, np.float64)
-    return [found], None, "sigmoid" if isinstance(estimator, logits) else None
+    # An option of old releases. The probability is then the sigmoid of twice the score.
+    twice = getattr(estimator, "multi_class", None) == "multinomial"
+    found = [(np.atleast_2d(_floats(weight)), _floats(bias))]
+    return found, "relu", "sigmoid" if isinstance(estimator, logits) and not twice else None
 
 
-def _perceptron(estimator, layers):
-    ...
+def _perceptron(
+    layers: _Layers, between: str, after: str
+) -> tuple[_Layers, Hidden, Literal["sigmoid"] | None]:
+    hidden = _HIDDEN.get(between)
+    if hidden is None and len(layers) > 1:
+        raise SpecError(
+            f"the estimator has activation={between!r}; hidden layers of a probe have one of "
+            f"{', '.join(_HIDDEN)}."
+        )
+    if after not in ("identity", "logistic"):
+        raise SpecError(
+            f"the estimator ends in {after!r}; a probe has one score, and ends in identity or "
+            "logistic."
+        )
+    if between == "logistic":
+        layers = _with_tanh(layers)
+    return layers, hidden or "relu", "sigmoid" if after == "logistic" else None
+
+
+def _with_tanh(layers: _Layers) -> _Layers:
+    """The same layers for tanh between them instead of logistic(z) = (1 + tanh(z / 2)) / 2."""
+    found = []
+    for i, (weight, bias) in enumerate(layers):
+        if i:
+            weight, bias = weight / 2, bias + weight.sum(axis=1) / 2
+        if i < len(layers) - 1:
+            weight, bias = weight / 2, bias / 2
+        found.append((weight, bias))
+    return found
+
+
+def _scaled(
+    weight: _Floats, bias: _Floats, mean: _Floats | None, scale: _Floats | None
+) -> tuple[_Floats, _Floats]:
+    """The layer that takes rows before a scaler."""
+    width = weight.shape[1]
+    mean = np.zeros(width) if mean is None else mean
+    scale = np.ones(width) if scale is None else scale
+    rows = [fold(row, float(b), mean, scale) for row, b in zip(weight, bias, strict=True)]
+    return np.stack([row for row, _ in rows]), np.array([b for _, b in rows])
 
 
 def _check_fitted(estimator: object) -> None:
@@ -221,4 +281,86 @@ def _check_fitted(estimator: object) -> None:
     try:
         check_is_fitted(estimator)
     except NotFittedError:
-        raise SpecError(f"{shown(estimator)} is not fitted; call its fit first.") from None
+        raise SpecError(f"the {_kind(estimator)} is not fitted; call its fit first.") from None
+
+
+def _kind(estimator: object) -> str:
+    # Not its repr, which has several lines.
+    return type(estimator).__name__
+
+
+def _floats(value: object) -> _Floats:
+    return np.asarray(value, np.float64)
+
+
+# Tensors by name
+
+
+def _names_of(state: Mapping[str, object], kind: str) -> Sequence[str]:
+    """The layers, in their order; or the query and the value."""
+    if kind == "attention":
+        for pair in QUERY_AND_VALUE:
+            if all(name in state or f"{name}.weight" in state for name in pair):
+                return pair
+        raise SpecError(
+            f"the state has {_listed(state)}; call the query and the value with "
+            "names=(query, value), unless they are query and value, or q and v."
+        )
+    found = [
+        key.removesuffix("weight").removesuffix(".")
+        for key in state
+        if key == "weight" or key.endswith(".weight")
+    ]
+    if kind == "mlp" and len({re.sub(r"\d+", "#", name) for name in found}) > 1:
+        raise SpecError(
+            f"the layers are {shown(found)}; give their order with names=[...], unless their names "
+            "differ only in a number."
+        )
+    return sorted(found, key=lambda name: [int(digits) for digits in re.findall(r"\d+", name)])
+
+
+def _taken(rest: dict[str, object], name: str) -> tuple[_Floats, _Floats]:
+    """The weight and the bias of a layer, which go out of `rest`. No bias is a bias of zeros."""
+    prefix = f"{name}." if name else ""
+    key = name if name in rest else f"{prefix}weight"
+    if key not in rest:
+        raise SpecError(f"the state has no {shown(key)}; it has {_listed(rest)}.")
+    weight = _numbers(rest.pop(key), key)
+    key = f"{prefix}bias"
+    if key in rest:
+        return weight, _numbers(rest.pop(key), key)
+    return weight, np.zeros(np.atleast_2d(weight).shape[0])
+
+
+def _numbers(value: object, name: str) -> _Floats:
+    """The tensor; [1] if it is one number. Raises SpecError unless it is finite in float32."""
+    if getattr(value, "shape", None) == ():
+        return np.array([number(value, name)])
+    return Array.parse(value, name).numpy.astype(np.float64)
+
+
+def _linear(layer: tuple[_Floats, _Floats], scaler: dict[str, object]) -> ProbeWeights:
+    found = _made([(np.atleast_2d(layer[0]), layer[1])], "relu")
+    if not scaler:
+        return found
+    if set(scaler) != set(SCALER):
+        raise SpecError(f"the state has {_listed(scaler)}; a scaler has mean and scale.")
+    assert isinstance(found.weight, np.ndarray)
+    weight, bias = fold_tensors(found.weight, found.bias, scaler)
+    return ProbeWeights(as_vector(weight, "weight"), bias)
+
+
+def _pool(layers: _Layers, bias: _Floats) -> ProbeWeights:
+    # A bias of the query is the same at all positions, which leaves the softmax as it is. The
+    # weights of each average are 1 together, so that it has the bias of its value.
+    (query, _), (value, of_value) = layers
+    if bias.size != 1 or of_value.shape != np.atleast_2d(value).shape[:1]:
+        raise SpecError(
+            f"the bias has shape {bias.shape} and that of the value {of_value.shape}; they are one "
+            "number, and one for each head."
+        )
+    return ProbeWeights(AttentionPool(query, value), finite(of_value.sum() + bias.sum(), "bias"))
+
+
+def _listed(state: Mapping[str, object]) -> str:
+    return shown(sorted(map(str, state)))
