@@ -78,7 +78,7 @@ def test_a_probe_by_name_scores_as_its_numbers_do(llm):
         exact = result["resid_post", 1].double() @ weights.double().T + 0.5
         for i in range(3):
             torch.testing.assert_close(result.scores[f"n{i}"], exact[:, i].float())
-            assert torch.equal(result.scores[f"n{i}"], result.scores[f"s{i}"])
+            torch.testing.assert_close(result.scores[f"n{i}"], result.scores[f"s{i}"])
 
 
 def test_a_probes_name_registered_anew_scores_with_the_new_numbers(llm):

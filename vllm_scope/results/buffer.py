@@ -77,8 +77,9 @@ def pieces_of(layout: Layout, local: Layout, data: np.ndarray, widths: Widths) -
         whole_of = dict(layout.encoded)
         for head, points, first, num_slots in local.encoded_at(widths):
             size, start = num_slots * SLOT_BYTES, first * SLOT_BYTES
-            key = TableKey(head, whole_of[head], layout.also)
             used = head.row_bytes if isinstance(head, Bank) else size
+            what = head.nameless if isinstance(head, Bank) else head
+            key = TableKey(what, whole_of[head], layout.also)
             found.append(piece(key, points, start, size, used))
     return found
 
@@ -182,7 +183,10 @@ class Pending:
 
     def _wanted(self, what: What) -> set[int]:
         """The points that were asked for."""
-        return {point for _, point, head in points_of(self.asked) if head == what}
+        return {
+            point for _, point, head in points_of(self.asked)
+            if what == (head.nameless if isinstance(head, Bank) else head)
+        }  # fmt: skip
 
     def finish(
         self, stage: int, error: str | None, manifests: Mapping[str, Manifest] | None = None

@@ -46,7 +46,7 @@ class Scored(NamedTuple):
 
 def cells_of(probe: ResolvedProbe) -> list[CellKey]:
     """Where the numbers of a probe are; probes of one bank have the same key."""
-    return [(cell.bank, cell.place.point(), probe.tokens) for cell in probe.cells]
+    return [(cell.bank.nameless, cell.place.point(), probe.tokens) for cell in probe.cells]
 
 
 def summed(probe: ResolvedProbe, numbers: Sequence[Tensor]) -> Tensor:
