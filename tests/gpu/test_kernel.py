@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from tests.unit.taps import CODES, COPIES, OVERFLOWING, POISON, check, outcome, random_tap
-from vllm_scope.program.operations import OP_DOT, OP_READ
+from vllm_scope.program.operations import OP_READ
 
 pytestmark = pytest.mark.gpu
-#: Of a case in which rows are read, scored and edited.
+#: Of a case in which rows are read and edited.
 SEED = 7
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SIZES = [64, 127, 896, 4096, 5000, 8191, 16_384]
-#: Programs of copies and scores, of copies, and of everything.
-MIXES = [(OP_READ, OP_DOT), COPIES, CODES]
+#: Programs of reads, of copies, and of everything.
+MIXES = [(OP_READ,), COPIES, CODES]
 
 
 def _case(number: int, hidden_size: int, dtype: torch.dtype, codes: tuple[int, ...]):

@@ -19,7 +19,7 @@ from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program import operations as program
 from vllm_scope.program.layout import Widths
 
-#: Of a case in which rows are read, scored and edited.
+#: Of a case in which rows are read and edited.
 SEED = 7
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = {

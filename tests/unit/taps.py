@@ -21,12 +21,11 @@ from vllm_scope.program.operations import (
     OP_ADD_NORM,
     OP_CHECK,
     OP_CLAMP,
-    OP_DOT,
     OP_READ,
     OP_SET,
 )
 
-CODES = (OP_READ, OP_DOT, OP_ADD, OP_ADD_NORM, OP_ABLATE, OP_CLAMP, OP_SET, OP_CHECK)
+CODES = (OP_READ, OP_ADD, OP_ADD_NORM, OP_ABLATE, OP_CLAMP, OP_SET, OP_CHECK)
 #: Codes whose overflow is the same however sums are ordered.
 OVERFLOWING = (OP_READ, OP_ADD, OP_SET, OP_CHECK)
 #: Codes whose result is a copy, bit by bit.
@@ -138,7 +137,8 @@ def random_tap(
         vectors[0] *= 2.0**125  # float32 ends below 2**128
         vectors[1] *= torch.finfo(dtype).max / 4
 
-    row_words = slots_of_row(hidden_size * dtype.itemsize) * SLOT_BYTES // 4
+    row_slots = slots_of_row(hidden_size * dtype.itemsize)
+    row_words = row_slots * SLOT_BYTES // 4
     some = (0, 0, 1, 2, 3, 4, 5)
     chains = [
         [rng.choices(codes, k=rng.choice(some)) for _ in range(num_taps)]
@@ -150,20 +150,15 @@ def random_tap(
     ops = torch.full((num_ops + 2, 8), -9, dtype=torch.int32)
     token_slots = tap_slots = 1
     for p, program in enumerate(chains):
-        num_reads = sum(chain.count(OP_READ) for chain in program)
-        read = score = 0
+        read = 0
         for t, chain in enumerate(program):
-            reads_here, read_here, score_here = chain.count(OP_READ), 0, 0
+            read_here = 0
             following, places = -1, []
             for code in chain:
                 word = word_in_tap = -9
                 if code == OP_READ:
                     word, word_in_tap = read * row_words, read_here * row_words
                     read, read_here = read + 1, read_here + 1
-                elif code == OP_DOT:
-                    word = num_reads * row_words + score
-                    word_in_tap = reads_here * row_words + score_here
-                    score, score_here = score + 1, score_here + 1
                 direction = code in (OP_ADD_NORM, OP_ABLATE, OP_CLAMP)
                 vector = rng.randrange(half) + (half if direction else 0)
                 a = rng.randint(-32, 32) / 16
@@ -175,8 +170,8 @@ def random_tap(
                 following = at
             programs[p, t] = following
             if t == tap:
-                tap_slots = max(tap_slots, _slots(read_here, score_here, row_words))
-        token_slots = max(token_slots, _slots(num_reads, score, row_words))
+                tap_slots = max(tap_slots, read_here * row_slots)
+        token_slots = max(token_slots, read * row_slots)
 
     places_of = rng.sample(range(num_rows + PADDING), num_rows + PADDING)
     stride = 1 if tap_by_tap else token_slots
@@ -194,17 +189,13 @@ def random_tap(
     ).with_faults(torch.zeros(num_rows + PADDING + 2, dtype=torch.int32))  # fmt: skip
 
 
-def _slots(num_reads: int, num_scores: int, row_words: int) -> int:
-    return num_reads * row_words * 4 // SLOT_BYTES + -(-num_scores * 4 // SLOT_BYTES)
-
-
 @dataclass(frozen=True)
 class Stored:
-    """A row or a score in the arena.
+    """A row in the arena.
 
     Attributes:
         word: where it begins.
-        values: [hidden_size] of the model's dtype, or [1] float32.
+        values: [hidden_size] of the model's dtype.
         slack: by how much another way to compute it may differ; 0 for a copy.
     """
 
@@ -250,12 +241,8 @@ def outcome(tap: Tap) -> Outcome:
             a, b = tap.ops[at, 4:6].view(torch.float32).tolist()
             v = tap.vectors[vector].double()
             word = slot * SLOT_BYTES // 4 + (word_in_tap if tap.slots_per_token else word)
-            row_slack, score_slack = _slack(x, v, dtype, is_copy)
             if code == OP_READ:
-                found.stored.append(Stored(word, x.to(dtype), row_slack))
-            elif code == OP_DOT:
-                score = (x.to(dtype).double() * v).sum() + a
-                found.stored.append(Stored(word, score.float()[None], score_slack))
+                found.stored.append(Stored(word, x.to(dtype), _slack(x, dtype, is_copy)))
             elif code == OP_CHECK:
                 if not x.to(dtype).isfinite().all():
                     found.faults[owner] = (0 if edited else CHECKED) | int(tap.tap) + 1
@@ -267,7 +254,7 @@ def outcome(tap: Tap) -> Outcome:
         if edited and not x.to(dtype).isfinite().all():
             found.faults[owner] = int(tap.tap) + 1
         elif edited:
-            slack, _ = _slack(x, x, dtype, is_copy)
+            slack = _slack(x, dtype, is_copy)
             barely = not is_copy and ((x - came).abs() <= 1e-5 * (float(x.norm()) + 1)).all()
             if barely:
                 found.barely.add(row)
@@ -287,14 +274,12 @@ def _edit(code: int, x: Tensor, v: Tensor, a: float, b: float) -> Tensor:
     }[code]()
 
 
-def _slack(x: Tensor, v: Tensor, dtype: torch.dtype, is_copy: bool) -> tuple[Tensor, Tensor]:
-    """Of a row and of a score of it: one unit in the last place, and float32's sums."""
-    terms = float((x * v).abs().sum())
-    score = torch.tensor([1e-6 * (terms + 2)])
+def _slack(x: Tensor, dtype: torch.dtype, is_copy: bool) -> Tensor:
+    """Of a row: one unit in the last place, and float32's sums."""
     if is_copy:
-        return torch.zeros(x.shape), score
+        return torch.zeros(x.shape)
     ulp, sums = torch.finfo(dtype).eps, 1e-5 * (float(x.norm()) + 1)
-    return (ulp * x.abs() + sums).float(), score + ulp * terms + sums * float(v.norm())
+    return (ulp * x.abs() + sums).float()
 
 
 def check(ran: Tap, before: Tap, expected: Outcome, twin: Tap | None = None) -> None:

@@ -28,7 +28,6 @@ from vllm_scope.program.operations import (
     OP_ABLATE,
     OP_ADD,
     OP_CLAMP,
-    OP_DOT,
     OP_READ,
     OP_SET,
     Op,
@@ -36,6 +35,7 @@ from vllm_scope.program.operations import (
     build_program,
 )
 from vllm_scope.request.arrays import Array
+from vllm_scope.request.heads import Bank, Encoding, Head
 from vllm_scope.request.sites import point_of
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def _reads(*points: int) -> Program:
 
 def _adds(*numbers: float, boundary: int = 2) -> Program:
     edits = {(boundary, 0): [Op(OP_ADD, 0, _vector(n), n) for n in numbers]}
-    return build_program((), {}, edits)
+    return build_program((), edits)
 
 
 def _on_the_device(tables: Tables, program_id: int) -> dict[int, list[tuple]]:
@@ -85,17 +85,14 @@ def _on_the_device(tables: Tables, program_id: int) -> dict[int, list[tuple]]:
 
 
 def _as_told(program: Program) -> dict[int, list[tuple]]:
-    """The same, from what the program says; words of 4 to a row."""
-    layout, found = program.layout, {}
+    """The same, from what the program says; words of 4 to a row. What heads need is read."""
+    layout, found = program.layout.arena, {}
     for boundary, ops in program.taps:
         local = layout.at(boundary)
         for op in ops:
             words = (0, 0)
             if op.code == OP_READ:
                 words = (4 * op.at, 4 * local.points.index(layout.points[op.at]))
-            elif op.code == OP_DOT:
-                at = local.scores.index(layout.scores[op.at])
-                words = (4 * len(layout.points) + op.at, 4 * len(local.points) + at)
             vector = None if op.vector is None else float(op.vector.numpy[0])
             found.setdefault(boundary, []).append((op.code, *words, vector, op.a, op.b))
     return found
@@ -116,13 +113,13 @@ def _flush(tables: Tables) -> None:
 
 @st.composite
 def programs(draw) -> Program:
-    """Any mix of reads, scores and edits at these boundaries."""
+    """Any mix of reads, heads and edits at these boundaries."""
     levels = st.tuples(st.sampled_from(BOUNDARIES), st.integers(0, 2))
     points = {point_of(*place) for place in draw(st.lists(levels, max_size=4))}
-    scores: dict[int, list] = {}
-    for number, place in enumerate(draw(st.lists(levels, max_size=5))):
-        op = Op(OP_DOT, 0, _vector(draw(st.integers(1, 4))), 0.5 * number)
-        scores.setdefault(point_of(*place), []).append((number, op))
+    heads = st.sampled_from([Bank.of([b"a"], 1), Bank.of([b"b"], 9), Encoding("{}", 20)])
+    probed: dict[Head, set[int]] = {}
+    for place in draw(st.lists(levels, max_size=5)):
+        probed.setdefault(draw(heads), set()).add(point_of(*place))
     edits: dict[tuple[int, int], list[Op]] = {}
     for boundary, group in draw(
         st.lists(st.tuples(st.sampled_from(BOUNDARIES), st.integers(0, 1)))
@@ -130,7 +127,8 @@ def programs(draw) -> Program:
         code = draw(st.sampled_from([OP_ADD, OP_ABLATE, OP_CLAMP, OP_SET]))
         op = Op(code, 0, _vector(draw(st.integers(1, 4))), draw(st.integers(-4, 4)) / 2, 2.5)
         edits.setdefault((boundary, group), []).append(op)
-    return build_program(tuple(sorted(points)), scores, edits)
+    encoded = tuple((head, tuple(sorted(some))) for head, some in probed.items())
+    return build_program(tuple(sorted(points)), edits, encoded)
 
 
 @given(st.lists(programs(), min_size=1, max_size=3))
@@ -140,7 +138,8 @@ def test_a_program_is_on_the_device_as_chains_of_its_operations(some):
     _flush(tables)
     for program, found in ids.items():
         assert _on_the_device(tables, found) == _as_told(program)
-        assert tables.num_slots[found] == program.layout.slots(Widths((16,)))
+        assert tables.num_slots[found] == len(program.layout.arena.points)
+        assert tables.num_delivered[found] == program.layout.slots(Widths((16,)))
         assert tables.program_of(found) == program
 
 

@@ -229,7 +229,7 @@ def test_an_edit_goes_on_through_the_model_as_if_the_stream_had_been_so(kind, bo
     layers, arena, tables, _ = tapped(layer_class, convention, boundaries)
     edits = {(b, 0): [Op(OP_ADD, 0, Array.parse(v, ""), 1.0)] for b, v in vectors.items()}
     reads = tuple(point_of(b, 1) for b in boundaries)
-    _plan(tables, build_program(reads, {}, edits), [row], [4])
+    _plan(tables, build_program(reads, edits), [row], [4])
     found = _run(layers, embedding)
     torch.testing.assert_close(found[-1], streams[-1])
     for j, boundary in enumerate(boundaries):
@@ -300,7 +300,7 @@ def test_attention_and_mlp_outputs_are_read_without_the_edits_of_the_stream(site
     reads = tuple(sorted(Place(site, i).boundary for site in sites for i in range(NUM_LAYERS)))
     layers, arena, tables, here = tapped(SumLayer, Convention.SUM, (*edited, *reads))
     assert here == (*edited, *reads)
-    _plan(tables, build_program(tuple(point_of(b, 0) for b in reads), {}, edits), [row], [4])
+    _plan(tables, build_program(tuple(point_of(b, 0) for b in reads), edits), [row], [4])
     torch.testing.assert_close(_run(layers, embedding)[-1], streams[-1])
     for j, boundary in enumerate(reads):
         torch.testing.assert_close(arena.slots[4 + j], expected[boundary][row])
