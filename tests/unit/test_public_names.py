@@ -17,8 +17,9 @@ ROOT = Path(__file__).parents[2]
 #: Module -> the names of its `__all__`.
 LISTED = {
     "vllm_scope": """
-        Ablate Add CapacityError Clamp CompatError ConfigError Except FileError Positions Probe Read
-        Replace ScopeError Spec SpecError TokenIds Union __version__ open scope spec_schema
+        Ablate Add AttentionPool CapacityError Clamp CompatError ConfigError Ema Except FileError
+        Mlp Positions Probe Read Replace RollingMean ScopeError Spec SpecError TokenIds Union
+        __version__ open scope spec_schema
     """,
     "vllm_scope.cli": "app",
     "vllm_scope.client": """
@@ -56,6 +57,7 @@ DOCUMENTED = {
     "vllm_scope.request.actions": "Action",
     "vllm_scope.results.result": "ScopeResult",
     "vllm_scope.sinks": "Block Ending Report",
+    "vllm_scope.vectors.probe_weights": "from_safetensors from_sklearn from_state_dict",
 }
 #: Modules whose `__all__` is for the package itself.
 PRIVATE = {"vllm_scope.request.actions", "vllm_scope.transport.senders"}
