@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from vllm_scope.program.operations import OP_ABLATE, OP_ADD, OP_ADD_NORM, OP_CLAMP, OP_SET
+from vllm_scope.request.nets import Net
 from vllm_scope.request.resolve import Resolved, ResolvedEdit
 from vllm_scope.request.selectors import Selector, Tokens
 from vllm_scope.request.sites import Place, SiteLayer, Sites, point_of
@@ -72,6 +74,27 @@ def apply(edits: list[Edited], x: np.ndarray) -> np.ndarray:
             x = x + (np.clip(along, a, b) - along) * v
         else:
             x = v
+    return x
+
+
+_HIDDEN = {
+    "relu": lambda x: np.maximum(x, 0),
+    "gelu": lambda x: 0.5 * x * (1 + np.vectorize(math.erf, otypes=[float])(x / math.sqrt(2))),
+    "silu": lambda x: x * 0.5 * (1 + np.tanh(x / 2)),
+    "tanh": np.tanh,
+}
+
+
+def numbers_of(net: Net, rows: np.ndarray) -> np.ndarray:
+    """What a net makes of rows, float64 [n, numbers] of [n, width]."""
+    x = np.asarray(rows, np.float64)
+    for i, (weight, bias) in enumerate(net.layers):
+        if i:
+            assert net.hidden is not None
+            x = _HIDDEN[net.hidden](x)
+        x = x @ weight.numpy.astype(np.float64).T
+        if bias is not None:
+            x = x + bias.numpy
     return x
 
 

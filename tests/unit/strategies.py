@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from vllm_scope import (
     Ablate,
     Add,
+    AttentionPool,
     Clamp,
     Except,
+    Mlp,
     Probe,
     Read,
     Replace,
@@ -25,6 +27,7 @@ from vllm_scope import (
     Union,
 )
 from vllm_scope.request.actions import Edit
+from vllm_scope.request.nets import HIDDEN
 from vllm_scope.request.selectors import WORDS, Selector, parse_selector
 
 #: Few token ids, so that a random sequence repeats them.
@@ -138,16 +141,28 @@ def reads(num_layers: int) -> st.SearchStrategy[Read]:
     )
 
 
-def probes(num_layers: int, hidden_size: int) -> st.SearchStrategy[Probe]:
-    """Their names are distinct with near certainty."""
+def _mlps(width: int) -> st.SearchStrategy[Mlp]:
+    """With one hidden layer of three."""
     return st.builds(
-        Probe,
-        arrays(hidden_size),
-        bias=NUMBERS,
-        site=_SITES,
-        layer=st.integers(0, num_layers - 1),
-        name=st.text(min_size=8, max_size=12),
-        tokens=selectors(),
+        lambda first, bias, last, hidden: Mlp([(first, bias), (last, [0.5])], hidden),
+        arrays(3, width), arrays(3), arrays(1, 3), st.sampled_from(HIDDEN),
+    )  # fmt: skip
+
+
+@st.composite
+def probes(draw: Any, num_layers: int, hidden_size: int) -> Probe:
+    """All kinds, of one layer or several. Their names are distinct with near certainty."""
+    layers = draw(_layers(num_layers))
+    one = arrays(1, hidden_size)
+    shaped = draw(st.sampled_from([_mlps(hidden_size), st.builds(AttentionPool, one, one)]))
+    weights = st.lists(shaped, min_size=len(layers), max_size=len(layers))
+    return Probe(
+        draw(arrays(len(layers), hidden_size) | weights),
+        bias=draw(NUMBERS),
+        site=draw(_SITES),
+        layers=layers,
+        name=draw(st.text(min_size=8, max_size=12)),
+        tokens=draw(selectors()),
     )
 
 

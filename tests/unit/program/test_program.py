@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.unit.oracle import Edited, edits_at, known, level_of, named_point
 from tests.unit.strategies import VOCAB, is_selected, selectors, specs
-from vllm_scope import Ablate, Add, Clamp, Probe, Read, Replace, Spec, SpecError, TokenIds
+from vllm_scope import Ablate, Add, Clamp, Mlp, Probe, Read, Replace, Spec, SpecError, TokenIds
 from vllm_scope.program import compiled as compiling
 from vllm_scope.program import operations
 from vllm_scope.program.compiler import RequestProgram
@@ -24,15 +24,22 @@ from vllm_scope.program.operations import (
     OP_ABLATE,
     OP_ADD,
     OP_CHECK,
-    OP_DOT,
     OP_READ,
     Cost,
     Op,
     Program,
 )
 from vllm_scope.request.actions import Action
-from vllm_scope.request.resolve import Resolved
-from vllm_scope.request.sites import Place, SiteLayer, Sites, boundary_of_point, point_of
+from vllm_scope.request.heads import Bank, Head
+from vllm_scope.request.resolve import Resolved, ResolvedProbe, ResolvedRead
+from vllm_scope.request.sites import (
+    Phase,
+    Place,
+    SiteLayer,
+    Sites,
+    boundary_of_point,
+    point_of,
+)
 
 NUM_LAYERS, HIDDEN_SIZE = 2, 4
 EVERYWHERE = tuple(range(2 * NUM_LAYERS + 1))
@@ -98,32 +105,30 @@ def _same_edits(ops: list[Op], expected: list[Edited]) -> bool:
 
 @dataclass
 class Walked:
-    """A program, walked: what each row and score sees, and all edits of a boundary.
+    """A program, walked: what each row sees, what is made of it, and all edits of a boundary.
 
     Attributes:
+        points: of the rows that taps write.
+        made: (what is made of the row, None for the row itself; point).
         check: the boundary at whose end the row is checked.
     """
 
     points: dict[int, list[Op]]
-    scores: dict[int, tuple[Op, int, list[Op]]]
+    made: set[tuple[Head | None, int]]
     edits: dict[int, list[Op]]
     check: int | None = None
 
 
 def _walk(program: Program | None) -> Walked:
-    found = Walked({}, {}, {})
+    found = Walked({}, set(), {})
     for boundary, ops in program.taps if program is not None else ():
         applied: list[Op] = []
         for op in ops:
             if op.code == OP_READ:
-                point = program.layout.points[op.at]
+                point = program.layout.arena.points[op.at]
                 assert boundary_of_point(point) == boundary
                 assert point not in found.points
                 found.points[point] = list(applied)
-            elif op.code == OP_DOT:
-                at, number = program.layout.scores[op.at]
-                assert (at, number not in found.scores) == (boundary, True)
-                found.scores[number] = (op, boundary, list(applied))
             elif op.code == OP_CHECK:
                 assert found.check is None
                 assert op is ops[-1]
@@ -132,10 +137,13 @@ def _walk(program: Program | None) -> Walked:
                 applied.append(op)
         found.edits[boundary] = applied
     if program is not None:
-        assert sorted(found.points) == list(program.layout.points)
-        assert sorted((b, n) for n, (_, b, _) in found.scores.items()) == list(
-            program.layout.scores
-        )
+        layout = program.layout
+        assert sorted(found.points) == list(layout.arena.points)
+        listed = [(None, layout.points), *layout.encoded]
+        assert all(list(points) == sorted(points) for _, points in listed)
+        found.made = {(head, point) for head, points in listed for point in points}
+        assert len(found.made) == sum(len(points) for _, points in listed)
+        assert {point for _, point in found.made} == set(found.points)
     return found
 
 
@@ -147,38 +155,38 @@ def _check_token(
     here: tuple[int, ...],
 ) -> None:
     """One token's program does what its actions say, and nothing else."""
-    walked = _walk(program)
-    due_points, due_scores = set(), set()
-    for read in asked.reads:
-        for stream in read.streams:
-            boundary = stream.boundary
-            if boundary not in here or not known(read.tokens, position, prompt)[1]:
-                continue
-            # The front-end finds a row by the point that it named.
-            assert program is not None
-            named = named_point(SITES, stream, read.when)
-            point = program.layout.row_of(named)
-            assert named in program.layout.names_of(point)
-            due_points.add(point)
-            level = level_of(SITES, stream, read.when)
-            expected = edits_at(asked, SITES, boundary, level, position, prompt)
-            assert _same_edits(walked.points[point], expected)
-    for number, probe in enumerate(asked.probes):
-        boundary = probe.stream.boundary
-        if boundary in here and known(probe.tokens, position, prompt)[1]:
-            due_scores.add(number)
-            op, at, applied = walked.scores[number]
-            level = level_of(SITES, probe.stream)
-            expected = edits_at(asked, SITES, boundary, level, position, prompt)
-            assert _same_edits(applied, expected)
-            assert (at, op.vector, op.a) == (boundary, probe.weight, probe.bias)
+    walked, due = _walk(program), set()
+    for item, stream, when, head in _delivered(asked):
+        boundary = stream.boundary
+        if boundary not in here or not known(item.tokens, position, prompt)[1]:
+            continue
+        # The front-end finds a row, and the numbers of a bank, by the point that it named.
+        assert program is not None
+        named = named_point(SITES, stream, when)
+        point = program.layout.row_of(named)
+        assert named in program.layout.names_of(point)
+        due.add((head, point))
+        expected = edits_at(asked, SITES, boundary, level_of(SITES, stream, when), position, prompt)
+        assert _same_edits(walked.points[point], expected)
     checked = bool(asked.edits) and EVERYWHERE[-1] in here
     assert walked.check == (EVERYWHERE[-1] if checked else None)
-    assert set(walked.points) == due_points
-    assert set(walked.scores) == due_scores
+    assert walked.made == due
+    if program is not None:
+        banks = {head for head, _ in due if isinstance(head, Bank)}
+        nets = [net for bank in banks for net in asked.banks[bank]]
+        assert program.weights == {weight for net in nets for weight, _ in net.layers}
     for boundary in EVERYWHERE:
         expected = edits_at(asked, SITES, boundary, 2, position, prompt) if boundary in here else []
         assert _same_edits(walked.edits.get(boundary, []), expected)
+
+
+def _delivered(
+    asked: Resolved,
+) -> list[tuple[ResolvedRead | ResolvedProbe, Place, Phase, Head | None]]:
+    """(who asks, where, on which side of the edits, what is made of the row)"""
+    reads = [(r, stream, r.when, r.encoding) for r in asked.reads for stream in r.streams]
+    cells = [(p, cell.place, "after", cell.bank) for p in asked.probes for cell in p.cells]
+    return [*reads, *cells]
 
 
 def _by_position(program: RequestProgram, first: int, count: int) -> list[Program | None]:
@@ -211,8 +219,9 @@ def test_each_token_gets_its_actions_whatever_the_chunks(spec, prompt, here, dat
         assert set(whole[len(prompt) :]) == {program.generated_superset()}
     # Of a request with vectors plan.py holds all of these.
     distinct = {one for one in (*whole, program.generated_superset()) if one is not None}
-    vectors = {vector.digest for one in distinct for vector in one.vectors}
-    takes = Cost(len(vectors), len(distinct), sum(one.num_ops for one in distinct))
+    arrays = {array.digest: array for one in distinct for array in one.vectors | one.weights}
+    num_vectors = sum(len(array.data) // (4 * array.shape[-1]) for array in arrays.values())
+    takes = Cost(num_vectors, len(distinct), sum(one.num_ops for one in distinct))
     assert takes == program.cost(num_positions)
 
 
@@ -224,7 +233,8 @@ def test_a_rank_that_delivers_nothing_edits_like_the_others(spec, prompt):
     for one, other in zip(_by_position(silent, 0, len(prompt) + 4), loud, strict=True):
         walked = _walk(one)
         assert not walked.points
-        assert not walked.scores
+        assert not walked.made
+        assert one is None or not one.weights
         whole = _walk(other)
         assert {b: ops for b, ops in walked.edits.items() if ops} == {
             b: ops for b, ops in whole.edits.items() if ops
@@ -234,7 +244,9 @@ def test_a_rank_that_delivers_nothing_edits_like_the_others(spec, prompt):
 
 @given(specs(NUM_LAYERS, only_reads=True), st.lists(selectors(), max_size=2), _PROMPTS, st.data())
 def test_every_row_that_may_be_wanted_is_delivered(spec, probed, prompt, data):
-    probes = tuple(Probe(V, layer=0, name=f"{i}", tokens=s) for i, s in enumerate(probed))
+    probes = tuple(
+        Probe([V, W], layers=[0, 1], name=f"{i}", tokens=s) for i, s in enumerate(probed)
+    )
     asked = Spec(spec.reads, probes).resolve(SITES)
     program = _compile(asked, prompt)
     ids = [*prompt, *data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=6))]
@@ -242,15 +254,30 @@ def test_every_row_that_may_be_wanted_is_delivered(spec, probed, prompt, data):
     for position, one in enumerate(_by_position(program, 0, len(ids))):
         # Where positions are guessed, every generated token gets the superset.
         for walked in (_walk(one), *([_walk(superset)] if position >= len(prompt) else [])):
-            for item in (*asked.reads, *asked.probes):
+            for item, stream, _, head in _delivered(asked):
                 form = item.tokens.to_json()
-                if not is_selected(form, position, len(prompt), ids[position], len(ids)):
-                    continue
-                for stream in getattr(item, "streams", ()):
-                    boundary = stream.boundary
-                    assert boundary in map(boundary_of_point, walked.points)
-                if hasattr(item, "name"):
-                    assert int(item.name) in walked.scores
+                if is_selected(form, position, len(prompt), ids[position], len(ids)):
+                    came = {(made, boundary_of_point(point)) for made, point in walked.made}
+                    assert (head, stream.boundary) in came
+
+
+@given(specs(NUM_LAYERS))
+def test_the_numbers_of_a_bank_are_those_of_its_probes_in_order(spec):
+    asked = spec.resolve(SITES)
+    assert len(asked.probes) == len(spec.probes)
+    seen: dict[Place, dict[int, object]] = {}
+    for probe, given_probe in zip(asked.probes, spec.probes, strict=True):
+        assert [cell.place.layer for cell in probe.cells] == list(given_probe.layer_numbers)
+        for cell in probe.cells:
+            nets = asked.banks[cell.bank]
+            assert cell.bank.row_bytes == 4 * sum(net.num_values for net in nets)
+            firsts = np.cumsum([0, *(net.num_values for net in nets)]).tolist()
+            assert nets[firsts.index(cell.first)] == cell.net
+            # No two probes have the same numbers of a place.
+            assert seen.setdefault(cell.place, {}).setdefault(cell.first, cell) is cell
+    for place, cells in seen.items():
+        (bank,) = {cell.bank for cell in cells.values()}
+        assert len(asked.banks[bank]) == len(cells), place
 
 
 # Points and layouts
@@ -378,21 +405,46 @@ def test_edits_of_a_site_apply_in_the_order_given():
     assert (last, [op.code for op in checks]) == (EVERYWHERE[-1], [OP_CHECK])
 
 
-def test_a_layout_is_rows_and_then_scores():
+def test_a_layout_is_rows_and_then_the_numbers_of_each_bank():
     spec = _spec(
         Read("resid_post", layers=[0, 1]), Read("embed"),
-        *(Probe(V, layer=i % 2, name=f"{i}") for i in range(5)),
+        *(Probe([i + 1.0, 0, 0, 0], layer=int(i > 4), name=f"{i}") for i in range(7)),
     )  # fmt: skip
-    ((_, _, program),) = _compile(spec, [1]).runs(0, 1)
+    asked = spec.resolve(SITES)
+    ((_, _, program),) = _compile(asked, [1]).runs(0, 1)
     points = tuple(point_of(b, 1) for b in (0, 2, 4))
-    assert program.layout == Layout(points, ((2, 0), (2, 2), (2, 4), (4, 1), (4, 3)))
-    # Five scores of 4 bytes take two slots.
-    assert [program.layout.slots(Widths((16 * n,))) for n in (1, 7)] == [3 + 2, 21 + 2]
-    assert program.layout.at(2) == Layout((points[1],), ((2, 0), (2, 2), (2, 4)))
+    five, two = (asked.probes[i].cells[0].bank for i in (0, 6))
+    made = sorted([(five, points[1:2]), (two, points[2:])], key=lambda pair: pair[0].text)
+    assert program.layout == Layout(points, tuple(made))
+    # Five numbers of 4 bytes take two slots, two numbers one.
+    assert (five.row_bytes, two.row_bytes) == (20, 8)
+    assert [program.layout.slots(Widths((16 * n,))) for n in (1, 7)] == [3 + 3, 21 + 3]
+    assert program.layout.at(2) == Layout((points[1],), ((five, points[1:2]),))
     assert program.layout.at(3) == Layout()
     assert Layout().slots(Widths((112,))) == 0
-    at = {op.at: op.vector for _, ops in program.taps for op in ops if op.code == OP_DOT}
-    assert sorted(at) == [0, 1, 2, 3, 4]
+    # What probes need is read where it is read anyway.
+    assert program.taps == Program.reading(points).taps
+
+
+def test_equal_probes_at_two_layers_are_one_bank():
+    asked = _spec(*(Probe(V, layer=i, name=f"{i}") for i in (0, 1))).resolve(SITES)
+    ((_, _, program),) = _compile(asked, [1]).runs(0, 1)
+    (bank,) = asked.banks
+    assert program.layout == Layout((), ((bank, (point_of(2, 1), point_of(4, 1))),))
+
+
+def test_a_probe_sees_a_row_that_a_read_names_otherwise():
+    """The exit of a layer is the entry of the next, unless an edit is between them."""
+    probe, read = Probe(V, site="resid_pre", layer=1, name="p"), Read("resid_post", layer=0)
+    exit_, entry = point_of(2, 1), point_of(2, 2)
+    for edits, point, also in (
+        ((), exit_, ((entry, exit_),)),
+        ((Add(V, site="resid_pre", layer=1),), entry, ()),
+    ):
+        asked = _spec(probe, read, *edits).resolve(SITES)
+        ((_, _, program),) = _compile(asked, [1]).runs(0, 1)
+        (bank,) = asked.banks
+        assert program.layout == Layout((exit_,), ((bank, (point,)),), also)
 
 
 def test_the_rows_of_a_replacement_go_to_their_positions():
@@ -435,8 +487,23 @@ def test_the_rows_of_a_replacement_go_to_their_positions():
                 Probe(V, layer=0, name="b"),
                 Clamp(V, lo=0, hi=1, layer=0),
             ],
-            Cost(2, 1, 3 + 1),
+            # One read, of which all probes are computed.
+            Cost(2, 1, 2 + 1),
             id="probes-and-a-clamp",
+        ),
+        pytest.param(
+            [Probe([V, W], layers=[0, 1], name="p")], Cost(2, 1, 2), id="a-probe-of-two-layers"
+        ),
+        pytest.param(
+            [Probe(Mlp([([V, W, V], [0, 0, 0]), ([[1, 2, 3]], [0])]), layer=0, name="p")],
+            Cost(3 + 1, 1, 1),
+            id="an-mlp-has-the-rows-of-its-matrices",
+        ),
+        pytest.param(
+            [Probe(V, layer=0, name="p", tokens="prompt"), Probe(W, layer=0, name="q")],
+            # One bank: a token that is scored by one of them is scored by both.
+            Cost(2, 1, 1),
+            id="probes-of-unlike-tokens",
         ),
     ],
 )
@@ -465,25 +532,33 @@ def test_a_cost_fits_where_each_of_its_parts_does():
 
 
 @pytest.mark.parametrize(
-    ("actions", "has", "uniform"),
+    ("actions", "edits", "uniform"),
     [
         ([Read("embed")], False, True),
         ([Read("embed", tokens=[0])], False, False),
         ([Read("embed", tokens="last")], False, False),
-        ([Probe(V, layer=0, name="p", tokens="generated")], True, True),
+        ([Probe(V, layer=0, name="p", tokens="generated")], False, True),
+        ([Probe(V, layer=0, name="p", tokens=[0])], False, False),
         ([Add(V, layer=0)], True, True),
         ([Read("embed"), Add(V, layer=0, tokens=[0])], True, False),
         ([Replace(V, positions=[0], layer=0)], True, False),
     ],
 )
-def test_a_request_knows_what_it_needs(actions, has, uniform):
+def test_a_request_knows_what_it_needs(actions, edits, uniform):
     program = _compile(_spec(*actions), [1, 1])
-    assert (program.has_vectors, program.generated_is_uniform) == (has, uniform)
+    assert (program.has_vectors, program.generated_is_uniform) == (edits, uniform)
     assert not program.empty
 
 
 NOTHING_HERE = [
     pytest.param((Read("resid_post", layer=1),), (0, 1), True, id="a-read-of-another-stage"),
+    pytest.param((Probe(V, layer=1, name="p"),), (0, 1), True, id="a-probe-of-another-stage"),
+    pytest.param(
+        (Probe(V, layer=1, name="p"),),
+        EVERYWHERE,
+        False,
+        id="a-probe-on-a-rank-that-delivers-nothing",
+    ),
     pytest.param((Add(V, layer=0), Read("embed")), (1,), True, id="edits-of-another-stage"),
     pytest.param((Read("embed"),), EVERYWHERE, False, id="reads-on-a-rank-that-delivers-nothing"),
 ]
@@ -545,27 +620,29 @@ def test_programs_are_remembered_up_to_so_many_bytes_of_all_specs(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("bits", "layers", "probes", "words"),
+    ("bits", "layers", "beside", "words"),
     [
-        pytest.param(12, [0], False, "in more than 1,024 different ways", id="programs"),
-        pytest.param(10, "all", False, "and edits together; at most 16,384", id="operations"),
-        pytest.param(10, [0], True, "in more than 512 different ways", id="with-vectors"),
-        pytest.param(9, "all", True, "and edits together; at most 8,192", id="ops-with-vectors"),
+        pytest.param(12, [0], None, "in more than 1,024 different ways", id="programs"),
+        pytest.param(10, "all", None, "and edits together; at most 16,384", id="operations"),
+        pytest.param(12, [0], Probe, "in more than 1,024 different ways", id="with-probes"),
+        pytest.param(10, [0], Add, "in more than 512 different ways", id="with-vectors"),
+        pytest.param(9, "all", Add, "and edits together; at most 8,192", id="ops-with-vectors"),
     ],
 )
 def test_a_request_whose_tokens_are_treated_in_too_many_ways_builds_nothing(
-    bits, layers, probes, words, monkeypatch
+    bits, layers, beside, words, monkeypatch
 ):
     sites = Sites(32, 4, "float32", tuple(range(65)))
     reads = [
         Read("resid_post", layers=layers, tokens=[p for p in range(4096) if p >> bit & 1])
         for bit in range(bits)
     ]
-    probes = [
-        Probe(V, layer=i % 32, name=str(i), tokens=r.tokens)
-        for i, r in enumerate(reads[: bits * probes])
-    ]
-    asked = _spec(*reads, *probes).resolve(sites)
+    named = [{"name": str(i)} if beside is Probe else {} for i in range(bits)]
+    others = [
+        beside(V, layer=i % 32, tokens=read.tokens, **named[i])
+        for i, read in enumerate(reads) if beside
+    ]  # fmt: skip
+    asked = _spec(*reads, *others).resolve(sites)
     monkeypatch.setattr(compiling, "build_program", lambda *_: pytest.fail("built"))
     ids = np.ones(4096, np.int64)
     program = RequestProgram.compile(asked, sites, frozenset(sites.boundaries), 4096, ids)

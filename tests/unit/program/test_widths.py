@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.oracle import numbers_of
 from tests.unit.planned import held
 from tests.unit.strategies import selectors
-from vllm_scope import Add, Probe, Read, Spec, SpecError
+from vllm_scope import Add, Mlp, Probe, Read, Spec, SpecError
 from vllm_scope.batch.by_request import by_key, by_layout
 from vllm_scope.batch.labels import StepBatch
 from vllm_scope.codecs.packed import packing_of
@@ -23,7 +24,7 @@ from vllm_scope.graph.tap.definition import tap_rows
 from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, boundaries_of
-from vllm_scope.request.encoding import Encoding
+from vllm_scope.request.heads import Bank, Encoding
 from vllm_scope.request.sites import (
     INNER_SITES,
     KINDS,
@@ -48,6 +49,7 @@ EVERYWHERE = tuple(sorted(
     {Place(site, k).boundary for site in SITES[1:] for k in range(NUM_LAYERS)}
 ))  # fmt: skip
 HEADS = Heads(num_heads=4, num_kv_heads=2, head_size=3, head_size_v=5)
+WIDTHS_OF_ROWS = Sites(NUM_LAYERS, HIDDEN_SIZE, "float32", EVERYWHERE, HEADS).row_sizes
 #: Three rows of each request: a step of one prompt, or of three decodes.
 TOKENS = 3
 
@@ -62,13 +64,12 @@ kinds = st.integers(0, len(KINDS) - 1)
 
 @st.composite
 def layouts(draw: Any) -> Layout:
-    scores = draw(st.sets(st.tuples(st.sampled_from([0, 2, 3]), st.integers(0, 9)), max_size=6))
     encoded = tuple(
-        (Encoding(f"{kind} {size}", size), points)
-        for kind, size in draw(st.sets(st.tuples(kinds, sizes), max_size=3))
+        (Bank.of([bytes([kind])], size) if bank else Encoding(f"{kind} {size}", size), points)
+        for kind, size, bank in draw(st.sets(st.tuples(kinds, sizes, st.booleans()), max_size=5))
         if (points := tuple(p for p in draw(points_of_any_kind) if kind_of_point(p) == kind))
     )  # fmt: skip
-    return Layout(draw(points_of_any_kind), tuple(sorted(scores)), encoded)
+    return Layout(draw(points_of_any_kind), encoded)
 
 
 @settings(max_examples=100, deadline=None)
@@ -80,12 +81,9 @@ def test_no_two_parts_of_a_token_share_a_slot_and_none_is_spare(layout, row_byte
         for point, first in one.row_slots(widths).items():
             assert one.slot_of(point, widths) == first
             taken += range(first, first + -(-row_bytes[kind_of_point(point)] // SLOT_BYTES))
-        taken += range(one.score_slot(widths), one.plain_slots(widths))
-        assert 4 * len(one.scores) <= SLOT_BYTES * (
-            one.plain_slots(widths) - one.score_slot(widths)
-        )
-        for encoding, points, first, num_slots in one.encoded_at(widths):
-            assert num_slots * SLOT_BYTES >= encoding.row_bytes
+        assert len(taken) == one.plain_slots(widths)
+        for head, points, first, num_slots in one.encoded_at(widths):
+            assert 0 <= num_slots * SLOT_BYTES - head.row_bytes < SLOT_BYTES
             taken += range(first, first + len(points) * num_slots)
         assert sorted(taken) == list(range(one.slots(widths)))
 
@@ -125,20 +123,34 @@ _READS = st.lists(
     min_size=1,
     max_size=6,
 )
-_PROBES = st.lists(st.integers(0, NUM_LAYERS - 1), max_size=5)
+_PROBES = st.lists(
+    st.tuples(
+        st.sampled_from([site for site in SITES if site != "embed"]),
+        st.sampled_from([[0], [1], [1, 0]]),
+        st.booleans(),
+    ),
+    max_size=5,
+)
+_WIDTH_OF = {site: WIDTHS_OF_ROWS[kind_of(Place(site, 0).boundary)] for site in SITES}
 
 
 @st.composite
 def specs(draw: Any) -> Spec:
-    probes = tuple(
-        Probe(torch.full((HIDDEN_SIZE,), i + 1.0), layer=layer, name=f"p{i}")
-        for i, layer in enumerate(draw(_PROBES))
-    )
+    """Probes at any site, of rows of any width; those of one layer go to a sink too."""
+    probes = []
+    for i, (site, layers, is_mlp) in enumerate(draw(_PROBES)):
+        width, linear = _WIDTH_OF[site], []
+        for layer in layers:
+            weight = np.linspace(-1, i + 1, width) + layer
+            linear.append(weight)
+        mlps = [Mlp([(np.stack([w, -w]), [0.5, i]), ([[1, -2]], [3])], "tanh") for w in linear]
+        weights = mlps if is_mlp else np.stack(linear)
+        probes.append(Probe(weights, site=site, layers=layers, name=f"p{i}", bias=i / 4))
     reads, known = [], {}
     for read in draw(_READS):  # a stream has one codec
         if all(known.setdefault((read.site, k), read.codec) == read.codec for k in read.layers):
             reads.append(read)
-    return Spec(tuple(reads), probes)
+    return Spec(tuple(reads), tuple(probes))
 
 
 class Step:
@@ -175,11 +187,19 @@ class Step:
             for key, resolved in enumerate(self.asked)
         ]
         info = RequestInfo(0, "", "", tuple(ids.tolist()))
+        #: A sink takes probes of one layer.
         self.at_sinks = [
-            Delivery(info, resolved, "memory", self.sites, EVERYWHERE) for resolved in self.asked
-        ]
-        self.blocks: list[dict[tuple[str, int], Any]] = [{} for _ in asked]
+            Delivery(
+                info, replace(one, probes=tuple(p for p in one.probes if len(p.cells) == 1)),
+                "memory", self.sites, EVERYWHERE,
+            )
+            for one in self.asked
+        ]  # fmt: skip
+        #: By request, (site, layer, probe) -> position -> row, or score.
+        self.blocks: list[dict[tuple[str, int, str | None], Any]] = [{} for _ in asked]
         self.packer = Packer(dtype, CPU, self.widths)
+        for key, one in enumerate(self.asked):
+            self.packer.hold(key, (), one.banks)
 
     def tap(self, boundary: int, arena: torch.Tensor, base: int, per_token: int) -> None:
         tables, tap = self.tables, EVERYWHERE.index(boundary)
@@ -238,9 +258,9 @@ class Step:
                 arrival = self.at_sinks[key].arrival(local, positions, data[some], self.widths)
                 if arrival is not None:
                     for block in self.at_sinks[key].live_blocks(arrival):
-                        named = self.blocks[key].setdefault((block.site, block.layer), {})
-                        if block.probe is None:
-                            named |= dict(zip(positions.tolist(), block.rows, strict=True))
+                        name = (block.site, block.layer, block.probe)
+                        named = self.blocks[key].setdefault(name, {})
+                        named |= dict(zip(positions.tolist(), block.rows, strict=True))
 
     def expected(self, key: int, site: str, layer: int) -> torch.Tensor:
         """[TOKENS, numbers of a row], as its tap saw them; then as its codec leaves them."""
@@ -272,13 +292,18 @@ def test_every_row_comes_back_as_its_tap_saw_it(asked, dtype, tap_by_tap, seed):
             rows = result[site, layer]
             assert rows.shape == (len(positions), *step.sites.row_shape(site))
             assert torch.equal(rows.flatten(1), expected)
-            at_sink = step.blocks[key].get((site, layer), {})
+            at_sink = step.blocks[key].get((site, layer, None), {})
             for position, row in zip(positions.tolist(), expected, strict=True):
                 assert torch.equal(at_sink[position], row)
         for probe in step.asked[key].probes:
-            rows = step.hidden[Place(*probe.stream).boundary][key * TOKENS :][:TOKENS]
-            expected = rows.float() @ torch.from_numpy(probe.weight.numpy.copy())
-            torch.testing.assert_close(result.scores[probe.name], expected)
+            numbers = [
+                numbers_of(
+                    cell.net, step.hidden[cell.place.boundary][key * TOKENS :][:TOKENS].double()
+                )
+                for cell in probe.cells
+            ]
+            expected = torch.from_numpy(sum(numbers)[:, 0] + probe.bias).float()
+            torch.testing.assert_close(result.scores[probe.name], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("deaf", ["q", "v", "z", "resid_post"])
@@ -299,22 +324,27 @@ def test_the_canary_names_a_tap_that_wrote_nothing_whatever_its_width(deaf):
 
 
 @pytest.mark.parametrize("site", INNER_SITES)
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(lambda site: Add([1.0] * 6, site=site, layer=0), id="edit"),
-        pytest.param(lambda site: Probe([1.0] * 6, site=site, layer=0, name="p"), id="probe"),
-    ],
-)
-def test_sites_inside_the_attention_can_only_be_read(make, site):
-    words = f"site is '{site}', which can be read alone.*take embed, resid_pre"
+def test_sites_beside_the_stream_can_be_read_and_probed_and_not_edited(site):
+    words = f"site is '{site}', which can be read and probed; edits take embed, resid_pre"
     with pytest.raises(SpecError, match=words):
-        make(site)
+        Add([1.0] * 6, site=site, layer=0)
+    probe = Probe([1.0] * _WIDTH_OF[site], site=site, layer=0, name="p")
+    (found,) = Spec(probes=(probe,)).resolve(sites_of("float32")).probes
+    assert found.cells[0].place == Place(site, 0)
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_a_probe_of_another_width_than_the_rows_of_its_site_is_refused(site):
+    width = _WIDTH_OF[site]
+    probe = Probe([1.0] * (width + 1), site=site, layer=0, name="p")
+    words = rf"probes\[0\]\.weight has {width + 1} numbers; rows of '{site}' have {width}\."
+    with pytest.raises(SpecError, match=words):
+        Spec(probes=(probe,)).resolve(sites_of("float32"))
 
 
 def test_an_edit_in_json_is_refused_at_its_path():
     body = '{"edits": [{"kind": "add", "site": "z", "layers": [0], "vector": [1, 2]}]}'
-    with pytest.raises(SpecError, match=r"edits\[0\]\.site is 'z', which can be read alone"):
+    with pytest.raises(SpecError, match=r"edits\[0\]\.site is 'z', which can be read and probed;"):
         Spec.from_json(body)
 
 
