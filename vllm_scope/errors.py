@@ -15,6 +15,7 @@ Every message says what came, what is allowed, and what to do next.
 
 from __future__ import annotations
 
+import re
 import reprlib
 from itertools import islice
 from typing import Any
@@ -39,8 +40,8 @@ _short.maxlist = _short.maxtuple = _short.maxdict = 8
 
 
 def shown(value: object) -> str:
-    """The repr of what came, shortened, for an error text."""
-    return _short.repr(value)
+    """The repr of what came, shortened and on one line, for an error text."""
+    return re.sub(r"\n\s*", " ", _short.repr(value))
 
 
 class ScopeError(Exception):

@@ -7,7 +7,8 @@ spec.py          all actions of one request, as JSON on the wire
 schema.py        the JSON Schema of a spec
 resolve.py       what the actions mean on one engine
 arrays.py        vectors and rows: float32 with a shape and a digest
-encoding.py      the codec of a read
+nets.py          what a probe computes of a row, and its aggregates
+heads.py         what is computed of rows on the device: codecs, and the probes of one place
 bounded_json.py  JSON of strangers, counted before it is parsed
 remembered.py    a cache that is bounded in bytes
 """

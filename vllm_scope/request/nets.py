@@ -259,7 +259,9 @@ def parse_aggregate(value: object, where: str) -> Aggregate | None:
     Raises:
         SpecError: neither.
     """
-    if value is None or isinstance(value, Ema | RollingMean) or value in ("max", "mean"):
+    if value is None or isinstance(value, Ema | RollingMean):
+        return value
+    if isinstance(value, str) and value in ("max", "mean"):
         return value
     if isinstance(value, Mapping):
         try:
