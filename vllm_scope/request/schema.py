@@ -204,8 +204,8 @@ def spec_schema() -> dict[str, Any]:
 
     The schema knows no engine (layers, sites, modules), and does not compare one field with
     another: numbers with a shape, rows with positions, the weights of a probe with its layers, its
-    destination with its kind, `lo` with `hi`, the names of probes. The parser checks these too, so
-    that a valid spec may still be refused.
+    destination with its kind, its action with its threshold and tokens, `lo` with `hi`, the names
+    of probes. The parser checks these too, so that a valid spec may still be refused.
     """
     items = {"reads": _ref("read"), "probes": _ref("probe"), "edits": _any(*map(_ref, EDITS))}
     lists = {name: _list(items[name], most, least=0) for name, most in MOST.items()}

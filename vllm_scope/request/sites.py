@@ -12,7 +12,7 @@ boundary: before all edits (level 0), between them (level 1) and after them (lev
 
 Sites inside a layer (INNER_SITES) are not on the stream. Each has an index in KINDS; its boundary
 at layer k is that index in the upper bits and k in the lower 16. All sites of one kind have rows of
-one width. They can be read, but not edited or probed, so they have one point, at level 0.
+one width. They can be read and probed, but not edited, so they have one point, at level 0.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import Any, Literal, NamedTuple
 
 from vllm_scope.errors import SpecError, shown
 
-#: Sites, by TransformerLens's names. On the residual stream; can be read, edited and probed.
+#: Sites, by TransformerLens's names. On the residual stream; can be read, probed and edited.
 STREAM_SITES = ("embed", "resid_pre", "resid_mid", "resid_post")
-#: Inside the attention; can only be read.
+#: Inside the attention; can be read and probed.
 ATTENTION_SITES = ("q", "k", "v", "z")
-#: What a layer's attention and its MLP add to the stream; can only be read.
+#: What a layer's attention and its MLP add to the stream; can be read and probed.
 BRANCH_SITES = ("attn_out", "mlp_out")
 INNER_SITES = (*ATTENTION_SITES, *BRANCH_SITES)
 SITES = (*STREAM_SITES, *INNER_SITES)
@@ -80,7 +80,7 @@ class Place(NamedTuple):
         return 1 if self.site == "resid_pre" else 0
 
     def point(self, phase: Phase = "after") -> int:
-        """The point at which a read of this place takes its row."""
+        """The point at which a read or a probe of this place takes its row."""
         if self.site in INNER_SITES:
             return point_of(self.boundary, 0)
         return point_of(self.boundary, self.group + (1 if phase == "after" else 0))
