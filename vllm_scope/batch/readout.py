@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vllm_scope.batch.by_position import Ints
 from vllm_scope.request.nets import Aggregate, Ema, RollingMean
 from vllm_scope.request.resolve import ResolvedProbe
 
@@ -38,16 +39,46 @@ class Read(NamedTuple):
     aggregates: Tensor | None
 
 
+class Verdict(NamedTuple):
+    """The first position at which a probe's value is above its threshold.
+
+    Attributes:
+        value: the aggregate there, or the score if there is no aggregate.
+    """
+
+    position: int
+    value: float
+
+
 class Readout:
-    """A probe over one request. Each call of `read` takes later positions."""
+    """A probe over one request. Each call of `read` takes later positions.
+
+    Attributes:
+        verdict: None so far, or without a threshold.
+    """
 
     def __init__(self, probe: ResolvedProbe) -> None:
         self._probe = probe
         self._pool = _Pool(probe.num_values // 2) if probe.pools else None
         self._aggregate = None if probe.aggregate is None else _running(probe.aggregate)
+        self.verdict: Verdict | None = None
 
-    def read(self, numbers: Tensor) -> Read:
-        """Of float32 [n, num_values], the sums over the probe's cells."""
+    def read(self, numbers: Tensor, positions: Ints) -> Read:
+        """Of float32 [n, num_values], the sums over the probe's cells.
+
+        Args:
+            positions: int64 [n], ascending.
+        """
+        found = self._read(numbers)
+        if self._probe.threshold is not None and self.verdict is None:
+            values = (found.scores if found.aggregates is None else found.aggregates).numpy()
+            above = np.flatnonzero(values > self._probe.threshold)
+            if len(above):
+                first = int(above[0])
+                self.verdict = Verdict(int(positions[first]), float(values[first]))
+        return found
+
+    def _read(self, numbers: Tensor) -> Read:
         if self._pool is None:
             scores = scores_of(self._probe, numbers)
         else:

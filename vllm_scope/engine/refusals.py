@@ -18,6 +18,7 @@ from http import HTTPStatus
 
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.vllm_types import CompletionOutput, EngineCoreProc, EngineCoreRequest
+from vllm_scope.engine.vllm_types import EngineCoreOutput as Last
 from vllm_scope.errors import CapacityError, ScopeError, SpecError
 
 _MARK = "vllm-scope refuses "
@@ -70,12 +71,15 @@ def refusal_in(completion: CompletionOutput) -> ScopeError | None:
     return busy(sentence) if kind == CapacityError.__name__ else refusal()(sentence)
 
 
-def refused(request_id: str, error: ScopeError) -> object:
+def refused(request_id: str, error: ScopeError) -> Last:
     """EngineCore's last output of a request, with the error; `refusal_in` reads it."""
     from vllm.v1.engine import EngineCoreOutput, FinishReason
 
     text = f"{_MARK}{type(error).__name__}: {error}"
-    return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=text)
+    last: Last = EngineCoreOutput(
+        request_id, [], finish_reason=FinishReason.ERROR, stop_reason=text
+    )
+    return last
 
 
 def _refuse(

@@ -150,13 +150,13 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
               "resumable cache_salt client_index"),
         _uses("EngineCoreOutput", "request_id new_token_ids finish_reason stop_reason"),
         _uses("EngineCoreOutputs", "outputs finished_requests"),
-        _uses("FinishReason", "ERROR"),
+        _uses("FinishReason", "ERROR STOP"),
     ),
     "v1.request": (
         _uses("Request", "request_id sampling_params prompt_token_ids output_token_ids num_tokens "
               "num_computed_tokens num_in_flight_tokens client_index skip_reading_prefix_cache "
               "get_finished_reason"),
-        _uses("RequestStatus", "FINISHED_ERROR"),
+        _uses("RequestStatus", "FINISHED_ERROR FINISHED_STOPPED"),
     ),
     "v1.core.sched.scheduler": (
         _wraps("Scheduler.add_request", "request",

@@ -189,10 +189,18 @@ class EngineCoreProc(EngineCore, Protocol):
     output_queue: Queue[tuple[int, object]]
 
 
+class EngineCoreOutput(Protocol):
+    """vllm.v1.engine.EngineCoreOutput"""
+
+    request_id: str
+    finish_reason: object
+    stop_reason: Any
+
+
 class EngineCoreOutputs(Protocol):
     """vllm.v1.engine.EngineCoreOutputs"""
 
-    outputs: list[object]
+    outputs: list[EngineCoreOutput]
 
 
 class Request(Protocol):

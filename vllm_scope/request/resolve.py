@@ -88,7 +88,8 @@ class ResolvedProbe:
     Attributes:
         cells: one for each layer.
         pools: True for an AttentionPool.
-        bias, activation, aggregate: as in Probe.
+        bias, activation, aggregate, threshold: as in Probe.
+        stops: True if a verdict ends the request.
     """
 
     name: str
@@ -99,6 +100,13 @@ class ResolvedProbe:
     pools: bool = False
     aggregate: Aggregate | None = None
     to: str = MEMORY
+    threshold: float | None = None
+    stops: bool = False
+
+    @property
+    def judges(self) -> bool:
+        """True if it has verdicts."""
+        return self.threshold is not None
 
     @property
     def num_values(self) -> int:
@@ -208,6 +216,11 @@ class Resolved:
         return found
 
     @cached_property
+    def stopping(self) -> tuple[ResolvedProbe, ...]:
+        """The probes that may end the request."""
+        return tuple(probe for probe in self.probes if probe.stops)
+
+    @cached_property
     def banks(self) -> dict[Bank, tuple[Net, ...]]:
         """The nets of each bank, in the order of their numbers."""
         return self.banks_at(None)
@@ -295,7 +308,7 @@ def _resolve_probes(
         found.append(
             ResolvedProbe(
                 probe.name, probe.tokens, tuple(cells), probe.bias, probe.activation, probe.pools,
-                probe.aggregate, probe.to,
+                probe.aggregate, probe.to, probe.threshold, probe.action == "stop",
             )
         )  # fmt: skip
     return tuple(found)

@@ -5,6 +5,7 @@ buffer.py  the rows of one request
 table.py   its values by column, in order of arrival; what a snapshot sees of them
 budget.py  how many bytes all requests, and the requests of one key, may hold
 result.py  ScopeResult, which the caller reads
+scores.py  the scores of its probes
 column.py  one stream or probe of a result, for the server
 cursor.py  what is new in a request that streams
 """

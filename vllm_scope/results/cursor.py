@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from vllm_scope.batch.by_position import Ints, Part, last_of_each
-from vllm_scope.batch.readout import Readout
+from vllm_scope.batch.readout import Readout, Verdict
 from vllm_scope.codecs.packed import EncodedRows, packing_of
 from vllm_scope.request.heads import Encoding
 from vllm_scope.request.resolve import ResolvedProbe
@@ -153,8 +153,9 @@ class _ProbeTrack:
         ]
         if not count:
             return None
-        read = self.readout.read(summed(self.probe, [part.values[:count] for part in parts]))
         self.sent.append(parts[0].positions[:count])
+        numbers = summed(self.probe, [part.values[:count] for part in parts])
+        read = self.readout.read(numbers, self.sent[-1])
         return Column(self.probe.name, read.scores, self.sent[-1], aggregates=read.aggregates)
 
 
@@ -210,6 +211,11 @@ class Cursor:
                 track.new = []
         scores = (probe.take(came) for probe in self._probes) if came else ()
         return [*found, *(column for column in scores if column is not None)]
+
+    def verdicts(self) -> dict[str, Verdict]:
+        """Of the probes whose values that were taken have been above their thresholds."""
+        found = ((track.probe.name, track.readout.verdict) for track in self._probes)
+        return {name: verdict for name, verdict in found if verdict is not None}
 
     def rest(self, result: ScopeResult) -> list[Column]:
         """What was not taken of the request's last snapshot: some selectors (`last`) are decided

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from vllm_scope.batch.by_position import Part, last_values, num_processed, wanted_positions
+from vllm_scope.batch.readout import Verdict
 from vllm_scope.codecs.packed import EncodedRows, packing_of
 from vllm_scope.program.layout import SLOT_BYTES
 from vllm_scope.request.heads import Encoding, Head
@@ -78,6 +79,8 @@ class ScopeResult:
         scores: by the probes' names, float32 [num_positions]; `scores.positions(name)`.
         aggregates: the same for probes with an aggregate: at each position, the aggregate of all
             scores up to there.
+        verdicts: by the names of probes with a threshold, the first position where the value was
+            above it, and the value.
         status: "streaming" while the request runs, "complete" if everything that
             was asked for has arrived, "incomplete" if not, "aborted" if the request
             was, "failed" if its reads or edits failed (see `error`).
@@ -137,6 +140,12 @@ class ScopeResult:
     @property
     def aggregates(self) -> Scores:
         return Scores(self._score_table, aggregates=True)
+
+    @property
+    def verdicts(self) -> dict[str, Verdict]:
+        """Name of the probe -> position and value of its verdict, for the probes that have one."""
+        known = {p.name: self._score_table[p.name].verdict for p in self._asked.probes if p.judges}
+        return {name: verdict for name, verdict in known.items() if verdict is not None}
 
     @property
     def probes(self) -> tuple[ResolvedProbe, ...]:

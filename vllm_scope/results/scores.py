@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vllm_scope.batch.by_position import Ints, Part, last_values
-from vllm_scope.batch.readout import Readout
+from vllm_scope.batch.readout import Readout, Verdict
 from vllm_scope.request.heads import Bank
 from vllm_scope.request.resolve import ResolvedProbe
 from vllm_scope.request.selectors import Selector
@@ -32,16 +32,18 @@ class Scored(NamedTuple):
         scores: float32 [n], CPU.
         positions: int64 [n], ascending.
         aggregates: float32 [n]; None without an aggregate.
+        verdict: None if there is none so far.
     """
 
     scores: Tensor
     positions: Ints
     aggregates: Tensor | None = None
+    verdict: Verdict | None = None
 
     def copied(self) -> Scored:
         """The same in memory of its own."""
         aggregates = None if self.aggregates is None else self.aggregates.clone()
-        return Scored(self.scores.clone(), self.positions, aggregates)
+        return self._replace(scores=self.scores.clone(), aggregates=aggregates)
 
 
 def cells_of(probe: ResolvedProbe) -> list[CellKey]:
@@ -93,8 +95,9 @@ class ScoreTable:
                 numbers = [
                     values[torch.from_numpy(at.searchsorted(positions))] for values, at in cells
                 ]
-            read = Readout(probe).read(summed(probe, numbers))
-            self._found[name] = Scored(read.scores, positions, read.aggregates)
+            readout = Readout(probe)
+            read = readout.read(summed(probe, numbers), positions)
+            self._found[name] = Scored(read.scores, positions, read.aggregates, readout.verdict)
         return self._found[name]
 
     def _of(self, key: CellKey) -> tuple[Tensor, Ints]:

@@ -63,7 +63,8 @@ class ChoiceScope:
         num_scores = sum(len(column.positions) for column in scores)
         size = num_scores * _SCORE_BYTES
         inline = num_scores <= encode.MAX_INLINE_SCORES and self._take_room(size)
-        body = encode.counts(result) | {"rows": [], "scores": encode.scores(scores, inline)}
+        told = {"rows": [], "scores": encode.scores(scores, inline)}
+        body = encode.counts(result) | told | encode.verdicts(result.verdicts)
         num_generated = len(result.transcript) - result.num_prompt
         token_bytes = _TOKEN_BYTES + len(scores) * _SCORE_BYTES
         if inline and self._take_room(num_generated * token_bytes):
@@ -87,7 +88,7 @@ class ChoiceScope:
         rows = self._fitting(rows, sum(column.nbytes for column in rows) <= MAX_CHUNK_BYTES)
         if not ended:
             told: Json = {"rows": encode.rows(rows, True), "scores": encode.scores(scores, True)}
-            return told | tokens
+            return told | tokens | encode.verdicts(cursor.verdicts())
         # The file has all values of a column that was held back, so none of them is inline.
         everything, here = result.columns(), [*scores, *rows]
         late = []
@@ -103,6 +104,7 @@ class ChoiceScope:
         rest = [] if self._options.stream == "rows" else _split(everything)[1]
         return (
             encode.counts(result) | {"rows": [], "scores": told} | tokens
+            | encode.verdicts(result.verdicts)
             | await self._rows(rest, sent, keep=bool(late))
         )  # fmt: skip
 

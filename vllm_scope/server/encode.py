@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import pybase64
 import torch
 from torch import Tensor
 
+from vllm_scope.batch.readout import Verdict
 from vllm_scope.codecs.packed import EncodedRows
 from vllm_scope.results.column import Column
 from vllm_scope.results.result import ScopeResult
@@ -119,6 +120,13 @@ def _scores(column: Column, inline: bool) -> Json:
         if column.aggregates is not None:
             body["aggregates"] = _numbers(column.aggregates)
     return body
+
+
+def verdicts(found: Mapping[str, Verdict]) -> Json:
+    """The field `verdicts`; absent if there is none."""
+    if not found:
+        return {}
+    return {"verdicts": {name: verdict._asdict() for name, verdict in found.items()}}
 
 
 def _numbers(values: Tensor) -> list[float | None]:

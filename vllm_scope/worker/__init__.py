@@ -1,7 +1,9 @@
 """What a worker does around each forward. Does not import vLLM.
 
-plan.py    from a batch to the program of each row and its slots in the arena
-arena.py   a ring of rows in device memory
-drain.py   from the arena to host memory and labelled batches, on its own thread and stream
-packer.py  rows gathered and encoded on their way out of the arena
+plan.py        from a batch to the program of each row and its slots in the arena
+arena.py       a ring of rows in device memory
+drain.py       from the arena to host memory and labelled batches, on its own thread and stream
+packer.py      rows gathered, and worked on by heads, on their way out of the arena
+probe_bank.py  the probes of one place, computed for many rows at once
+watch.py       which running requests a probe stops
 """

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -39,6 +40,7 @@ from vllm_scope.sinks import BatchSink, RowBatch
 from vllm_scope.transport.ring import HostRing, JoinedLease, Lease
 from vllm_scope.worker.arena import Arena, HostFence, Region, StreamFence
 from vllm_scope.worker.packer import Packer
+from vllm_scope.worker.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +62,7 @@ class _Rows(msgspec.Struct, frozen=True, eq=False):
 
     Attributes:
         boundary: as in RowBatch.
-        region: of the arena; None if the taps wrote into the ring.
+        region: of the arena; None if the rows are in the ring already, or are written there.
         copied: on a GPU, the event after which the rows are in the ring.
         positions: int64 [num_rows], the true positions of the batch's rows; None if the
             labels' positions are true.
@@ -83,11 +85,21 @@ class _Finish:
 class Drain:
     """Copies regions of the arena to the host ring and hands them to a sink, in order.
 
+    Args:
+        watch: sees the rows of each step too, while it has requests.
+
     Verbs: `add_request`, `submit` (a written region), `finish_request`, `close`.
     """
 
-    def __init__(self, arena: Arena, ring: HostRing, sink: BatchSink, widths: Widths) -> None:
-        self._widths = widths
+    def __init__(
+        self,
+        arena: Arena,
+        ring: HostRing,
+        sink: BatchSink,
+        widths: Widths,
+        watch: Watch | None = None,
+    ) -> None:
+        self._widths, self._watch = widths, watch
         self._arena, self._ring, self._sink = arena, ring, sink
         # Bounded by the ring: each step in it holds a lease.
         self._items: deque[_Rows | _Finish] = deque()
@@ -184,7 +196,24 @@ class Drain:
             if not news.is_set():  # many end in one step, and asking takes less time
                 news.set()
 
+    def _show(self, step: _Rows) -> _Rows:
+        """Let the watch see a step. It may wait for the rows, so on a CPU they are copied now."""
+        assert self._watch is not None
+        if step.copied is None:
+            try:
+                self._copy_on_host(step)
+            except Exception:
+                # As in `_guard`.
+                logger.exception("vllm-scope: rows could not be encoded")
+                return step
+            step = replace(step, region=None)
+        wait = step.copied.synchronize if step.copied is not None else _nothing_to_wait_for
+        self._watch.add(partial(_true_labels, step), wait, step.lease, step.boundary)
+        return step
+
     def _put(self, item: _Rows | _Finish) -> None:
+        if self._watch and isinstance(item, _Rows):
+            item = self._show(item)
         self._items.append(item)
         if isinstance(item, _Rows):
             held = 0 if item.region is None else item.region.num_slots
@@ -301,7 +330,7 @@ class Drain:
     def _write(self, steps: list[_Rows]) -> None:
         try:
             for step in steps:
-                if step.copied is None:
+                if step.copied is None and step.region is not None:
                     self._copy_on_host(step)
             # Copies are on one stream, taps that write into the ring on another. On each, the
             # last event follows all earlier ones.
@@ -337,6 +366,10 @@ class Drain:
             self._fill(step.region, step.labels, step.boundary, step.lease)
         finally:
             step.region.fence.set()
+
+
+def _nothing_to_wait_for() -> None:
+    pass
 
 
 def _may_join(steps: list[_Rows], item: _Rows) -> bool:

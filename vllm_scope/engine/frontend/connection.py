@@ -131,6 +131,12 @@ class Connection:
         _check_tokens(asked, ids, max(len(ids) + max_tokens - 2, len(ids) - 1), self.limits)
         _check_room(asked, ids, max_tokens, self)
         _check_sinks(asked, self)
+        if asked.stopping and self.num_stages > 1:
+            raise SpecError(
+                f"the probe {asked.stopping[0].name!r} stops its request, and this engine has "
+                f"{self.num_stages} pipeline stages, which cannot do that; take action 'flag', or "
+                "start with pipeline_parallel_size 1."
+            )
 
 
 #: vLLM's OutputProcessor -> its engine's Connection.

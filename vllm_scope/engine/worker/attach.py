@@ -84,12 +84,12 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
             scope.steps.fail()
             raise
         scope.steps.end()
-        return scope.with_faults(output)
+        return scope.with_endings(output)
 
     sample_tokens = runner.sample_tokens
 
     def sample(*args: object, **kwargs: object) -> object:
-        return scope.with_faults(sample_tokens(*args, **kwargs))
+        return scope.with_endings(sample_tokens(*args, **kwargs))
 
     runner.execute_model, runner.sample_tokens = execute, sample
 

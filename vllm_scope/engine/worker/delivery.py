@@ -30,6 +30,7 @@ from vllm_scope.sinks.router import Router
 from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker.arena import Arena
 from vllm_scope.worker.drain import Drain
+from vllm_scope.worker.watch import Watch
 
 #: The key of a request that delivers nothing.
 NOBODY = -1
@@ -51,6 +52,7 @@ class WorkerDelivery:
     memory: MemorySink
     router: Router
     drain: Drain
+    watch: Watch
     info: RequestInfo
     here: frozenset[int]
     #: Keys for requests to which no front-end gave a key: negative, below NOBODY.
@@ -65,12 +67,14 @@ class WorkerDelivery:
         here: Sequence[int],
         stage: tuple[int, int],
         model: str,
+        drafts: bool,
     ) -> WorkerDelivery:
         """Start the drain and the sinks.
 
         Args:
             here: boundaries with a tap on this worker.
             stage: this pipeline stage's number, and the number of stages.
+            drafts: as in Watch.
 
         Raises:
             ScopeError: a sink cannot be made; the engine does not start.
@@ -80,9 +84,10 @@ class WorkerDelivery:
         memory = MemorySink(stage[0], ring, config.road)
         configs = config.sink_configs(), config.global_sink_configs()
         router = Router(memory, *configs, sites, here)
-        drain = Drain(arena, ring, router, sizes.widths)
+        watch = Watch(sizes.widths, drafts)
+        drain = Drain(arena, ring, router, sizes.widths, watch)
         info = RequestInfo(NOBODY, "", "", (), stage=stage[0], num_stages=stage[1], model=model)
-        return WorkerDelivery(ring, memory, router, drain, info, frozenset(here))
+        return WorkerDelivery(ring, memory, router, drain, watch, info, frozenset(here))
 
     def expect(self, recipient: Recipient) -> None:
         """Announce a request, so that its front-end is answered even if the request then fails.
@@ -114,6 +119,8 @@ class WorkerDelivery:
         encodings = [read.encoding for read in asked.reads if read.encoding is not None]
         if encodings or asked.probes:
             self.drain.add_request(key, encodings, asked.banks_at(self.here))
+        if asked.stopping:
+            self.watch.add_request(key, req_id, len(prompt_ids), asked.stopping)
         elsewhere = any(to != MEMORY for to in asked.destinations)
         if key != NOBODY and (elsewhere or recipient.follows):
             self.drain.follow(key)
@@ -129,6 +136,7 @@ class WorkerDelivery:
 
     def finish_request(self, key: int, error: str | None, ended: Ended | None) -> None:
         """Send the end of a request after its rows."""
+        self.watch.finish_request(key)
         if ended is not None:
             self.router.expect_end(key, ended)
         self.drain.finish_request(key, error)

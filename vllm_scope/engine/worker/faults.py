@@ -13,8 +13,6 @@ faults with the step's output. EngineCore ends the requests before it takes a to
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import copy
-from typing import Any
 
 import numpy as np
 
@@ -23,6 +21,7 @@ from vllm_scope.engine.core import clearing
 from vllm_scope.engine.refusals import refused
 from vllm_scope.engine.vllm_types import EngineCoreOutputs as Outputs
 from vllm_scope.engine.vllm_types import Scheduler
+from vllm_scope.engine.worker.carrying import carried, carrying
 from vllm_scope.errors import SpecError
 from vllm_scope.graph.tap.definition import fault_at
 from vllm_scope.graph.tap.tables import Tables
@@ -51,18 +50,7 @@ class Faults:
         """
         if not self._planner.owners and not self._failed:
             return output
-        if hasattr(output, "get_output"):
-            make = output.get_output
-            output.get_output = lambda: self._add_faults(make())
-            return output
-        return self._add_faults(output) if hasattr(output, "sampled_token_ids") else output
-
-    def _add_faults(self, output: Any) -> Any:
-        found = self._take()
-        if found:
-            output = copy(output)  # vLLM has one object for all steps without tokens
-            output.scope_faults = found
-        return output
+        return carrying(output, "scope_faults", self._take)
 
     def _take(self) -> dict[str, str]:
         """Request -> why it fails, each once. On the thread that makes outputs."""
@@ -89,11 +77,6 @@ class Faults:
         )
 
 
-def _faults_in(model_runner_output: object) -> Mapping[str, str]:
-    found = getattr(model_runner_output, "scope_faults", None)
-    return found if isinstance(found, dict) else {}
-
-
 def _with_sharers(scheduler: Scheduler, faults: Mapping[str, str]) -> dict[str, str]:
     """The faults, and the same for requests that share KV with a faulty request."""
     found, left = dict(faults), list(faults)
@@ -113,7 +96,7 @@ def end_faulty(
     model_runner_output: object,
 ) -> dict[int, Outputs]:
     """Scheduler.update_from_output: end requests with a fault before their tokens are taken."""
-    faults = _faults_in(model_runner_output)
+    faults = carried(model_runner_output, "scope_faults")
     if not faults:
         return original(self, scheduler_output, model_runner_output)
     from vllm.v1.engine import EngineCoreOutputs

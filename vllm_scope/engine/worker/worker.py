@@ -21,6 +21,7 @@ import msgspec
 from vllm_scope.config import ScopeConfig
 from vllm_scope.core.news import Entrant, Heard, StepNews
 from vllm_scope.core.registry import Registry
+from vllm_scope.engine.core.verdicts import with_verdicts
 from vllm_scope.engine.functions import StepFunctions
 from vllm_scope.engine.model import anatomy_of, global_reads, sites_of
 from vllm_scope.engine.vllm_types import ModelRunner, NewRequestData, Worker
@@ -115,6 +116,7 @@ class ScopeWorker:
             self._delivery = WorkerDelivery.open(
                 self.config, self._arena, loaded.sizes, self.sites, self.here,
                 (self.stage, self.num_stages), str(self._vllm_config.model_config.model),
+                self._vllm_config.speculative_config is not None,
             )  # fmt: skip
             if self._arena.slots.is_cuda:
                 self._tables.host[0] = self._delivery.ring.slots.data_ptr()
@@ -273,9 +275,14 @@ class ScopeWorker:
             if key is not None:
                 self._finish(key, error, (ended or {}).get(req_id))
 
-    def with_faults(self, output: object) -> object:
-        """A step's output, with the requests whose edits made rows that are not finite."""
-        return output if self._faults is None else self._faults.with_faults(output)
+    def with_endings(self, output: object) -> object:
+        """A step's output, with the requests that end by it: whose edits made rows that are not
+        finite, or that a probe stops."""
+        if self._faults is None:  # EngineCore does not see the outputs of this stage
+            return output
+        if self._delivery is not None:
+            output = with_verdicts(output, self._delivery.watch)
+        return self._faults.with_faults(output)
 
     def _fail(self, req_id: str, reason: str) -> None:
         """End a request that cannot be planned; its neighbours go on."""

@@ -22,6 +22,7 @@ from vllm_scope.request.nets import AttentionPool, Mlp, parse_aggregate, shaped_
 from vllm_scope.request.sites import SITES
 
 ACTIVATIONS = (None, "sigmoid")
+PROBE_ACTIONS = ("flag", "stop")
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,21 @@ class Probe(Action):
         activation: None, or "sigmoid" of the score with its bias.
         aggregate: what is also delivered at each position, of all scores up to there: "max",
             "mean", `Ema(decay)` or `RollingMean(window, then="max")`. None for nothing.
+        threshold: the request gets a verdict at the first position where the aggregate, or the
+            score if there is none, is above it. None for no verdict.
+        action: "flag" (the verdict is told) or "stop" (it also ends the request: the next token is
+            its last one). "stop" takes `tokens` that are "all", "prompt" or "generated".
 
     Raises:
-        SpecError: a wrong type or shape, no name, no layer, or not one weight for each layer.
+        SpecError: a wrong type or shape, no name, no layer, not one weight for each layer, or an
+            action without a threshold.
     """
 
     kind: ClassVar[str] = "probe"
     sites: ClassVar[tuple[str, ...]] = SITES
-    fields: ClassVar[tuple[str, ...]] = ("weight", "bias", "name", "to", "activation", "aggregate")
+    fields: ClassVar[tuple[str, ...]] = (
+        "weight", "bias", "name", "to", "activation", "aggregate", "threshold", "action",
+    )  # fmt: skip
 
     weight: Any
     _: KW_ONLY
@@ -62,6 +70,8 @@ class Probe(Action):
     to: str = MEMORY
     activation: Literal["sigmoid"] | None = None
     aggregate: Any = None
+    threshold: float | None = None
+    action: Literal["flag", "stop"] = "flag"
 
     def __post_init__(self) -> None:
         checked_name(self.to, "Probe.to")
@@ -78,11 +88,31 @@ class Probe(Action):
             )
         self._set(aggregate=parse_aggregate(self.aggregate, "Probe.aggregate"))
         self._check_weights(len(self.layer_numbers))
+        self._check_verdict()
         alone = self.aggregate is None and not self.pools and len(self.layer_numbers) == 1
         if self.to != MEMORY and not alone:
             raise SpecError(
                 f"Probe.to is {shown(self.to)}; a sink takes scores of one layer, without an "
                 "AttentionPool or an aggregate. Let them go to memory."
+            )
+
+    def _check_verdict(self) -> None:
+        if self.action not in PROBE_ACTIONS:
+            raise SpecError(f"Probe.action is {shown(self.action)}; it is 'flag' or 'stop'.")
+        if self.threshold is None:
+            if self.action != "flag":
+                raise SpecError(f"Probe.action is {self.action!r}; give a threshold with it.")
+            return
+        self._set(threshold=number(self.threshold, "Probe.threshold"))
+        if self.to != MEMORY:
+            raise SpecError(
+                f"Probe.threshold is {self.threshold}, and the scores go to {shown(self.to)}; "
+                "verdicts are told of scores that go to memory."
+            )
+        if self.action == "stop" and not self.tokens.uniform:
+            raise SpecError(
+                f"Probe.tokens is {shown(self.tokens.to_json())}; a probe that stops its request "
+                "takes 'all', 'prompt' or 'generated'."
             )
 
     def _check_weights(self, num_layers: int) -> None:
@@ -92,8 +122,8 @@ class Probe(Action):
         found = len(weight) if isinstance(weight, tuple) else _num_weights(weight)
         if found != num_layers:
             raise SpecError(
-                f"Probe.weight has {found} weights and Probe.layers {num_layers} layers; give one "
-                "weight for each layer."
+                f"Probe.weight has {found} weights for {num_layers} layers; give one weight for "
+                "each layer."
             )
 
     @property
@@ -115,6 +145,8 @@ class Probe(Action):
         if isinstance(self.weight, tuple):
             some = [each.to_json() for each in self.weight]
             body["weight"] = some[0] if len(some) == 1 else some
+        if self.action == "flag":
+            del body["action"]
         if self.aggregate is not None and not isinstance(self.aggregate, str):
             body["aggregate"] = self.aggregate.to_json()
         return body

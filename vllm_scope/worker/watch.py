@@ -1,0 +1,216 @@
+"""Verdicts while the model runs: which requests a probe stops.
+
+Owns:  Watch.
+Runs:  `add` and `take` on the worker's thread, behind a step's rows; `judge` where the step's
+       output is made, maybe on a thread of vLLM's.
+From:  drain (each step's rows, as they leave the arena).   To: engine.core.verdicts.
+
+Promise: a verdict is the one that the front-end finds in the same scores (batch.readout). Each
+position counts once, in order: a position that is computed again does not count, and of a token
+that may be rejected nothing counts before the step after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_scope.batch.by_position import Ints, last_of_each
+from vllm_scope.batch.by_request import by_key, by_layout
+from vllm_scope.batch.labels import Labels
+from vllm_scope.batch.readout import Readout, Verdict
+from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
+from vllm_scope.request.resolve import Cell, ResolvedProbe
+from vllm_scope.request.selectors import Tokens
+from vllm_scope.transport.ring import Lease
+
+#: Numbers of one cell: positions, and float32 [n, numbers of the probe].
+_Numbers = tuple[Ints, torch.Tensor]
+
+
+@dataclass
+class _Probe:
+    """One probe of one request.
+
+    Attributes:
+        waiting: of each cell, what has arrived at positions that were not read yet.
+        next: positions below it were read.
+    """
+
+    probe: ResolvedProbe
+    readout: Readout
+    waiting: list[list[_Numbers]]
+    next: int = 0
+
+    def read(self, before: int) -> Verdict | None:
+        """Read the positions below `before` that have arrived at every cell."""
+        cells = [_joined(some) for some in self.waiting]
+        if any(cell is None for cell in cells):
+            return None
+        known = [cell for cell in cells if cell is not None]
+        positions = known[0][0]
+        for other, _ in known[1:]:
+            positions = np.intersect1d(positions, other)
+        positions = positions[(positions >= self.next) & (positions < before)]
+        if not len(positions):
+            return None
+        numbers = sum(values[torch.from_numpy(at.searchsorted(positions))] for at, values in known)
+        assert isinstance(numbers, torch.Tensor)
+        self.next = int(positions[-1]) + 1
+        self.waiting = [[(at[at >= self.next], v[at.searchsorted(self.next) :])] for at, v in known]
+        self.readout.read(numbers, positions)
+        return self.readout.verdict
+
+
+@dataclass
+class _Watched:
+    """A request whose probes may stop it.
+
+    Attributes:
+        accepted: positions below it have tokens that were accepted.
+    """
+
+    req_id: str
+    num_prompt: int
+    probes: list[_Probe]
+    accepted: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """Rows on their way.
+
+    Attributes:
+        labels: called once the rows are there; the true labels.
+        wait: returns when they are.
+    """
+
+    labels: Callable[[], Labels]
+    wait: Callable[[], None]
+    lease: Lease
+    boundary: int | None
+
+
+class Watch:
+    """The requests that a probe may stop.
+
+    Args:
+        widths: of raw rows.
+        drafts: True if a computed token may be rejected (speculative decoding).
+    """
+
+    def __init__(self, widths: Widths, drafts: bool) -> None:
+        self._widths, self._drafts = widths, drafts
+        self._watched: dict[int, _Watched] = {}
+        self._steps: list[Step] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._watched)
+
+    def add_request(
+        self, key: int, req_id: str, num_prompt: int, probes: Sequence[ResolvedProbe]
+    ) -> None:
+        """Watch a request, whose rows have this key."""
+        self._watched[key] = _Watched(
+            req_id, num_prompt,
+            [_Probe(probe, Readout(probe), [[] for _ in probe.cells]) for probe in probes],
+        )  # fmt: skip
+
+    def finish_request(self, key: int) -> None:
+        self._watched.pop(key, None)
+
+    def add(
+        self,
+        labels: Callable[[], Labels],
+        wait: Callable[[], None],
+        lease: Lease,
+        boundary: int | None,
+    ) -> None:
+        """Rows that are on their way to `lease`; arguments as in Step."""
+        lease.retain()
+        self._steps.append(Step(labels, wait, lease, boundary))
+
+    def take(self) -> list[Step]:
+        """The steps that were added since the last call, for `judge`."""
+        found, self._steps = self._steps, []
+        return found
+
+    def judge(self, steps: Sequence[Step]) -> dict[str, str]:
+        """Request -> why it is stopped, each once. Waits for the rows of these steps, the next ones
+        in order."""
+        found: dict[str, str] = {}
+        for step in steps:
+            try:
+                step.wait()
+                some = self._collect(step.labels(), step.lease, step.boundary)
+            finally:
+                step.lease.release()
+            for key, watched in some.items():
+                reason = self._reason(watched)
+                # It may have ended on the other thread.
+                if reason is not None and self._watched.pop(key, None) is not None:
+                    found[watched.req_id] = reason
+        return found
+
+    def _collect(self, labels: Labels, lease: Lease, boundary: int | None) -> dict[int, _Watched]:
+        """By key, the watched requests that have rows there."""
+        found = {}
+        for layout, tokens, data in by_layout(
+            labels.layouts, labels.layout_of, boundary, self._widths, lease.slots
+        ):
+            local = layout if boundary is None else layout.at(boundary)
+            for key, some in by_key(labels.keys[tokens]):
+                watched = self._watched.get(key)
+                if watched is None:
+                    continue
+                positions = labels.positions[tokens[some]]
+                found[key] = watched
+                # A row that is computed after a draft begins where the accepted tokens end.
+                last = int(positions.min()) if self._drafts else int(positions.max()) + 1
+                watched.accepted = max(watched.accepted, last)
+                for one in watched.probes:
+                    wanted = _of_tokens(one.probe, positions, watched.num_prompt)
+                    for cell, waiting in zip(one.probe.cells, one.waiting, strict=True):
+                        numbers = self._numbers(local, cell, one.probe.num_values, data[some])
+                        if numbers is not None and wanted.any():
+                            waiting.append((positions[wanted], numbers[torch.from_numpy(wanted)]))
+        return found
+
+    def _numbers(
+        self, layout: Layout, cell: Cell, count: int, data: np.ndarray
+    ) -> torch.Tensor | None:
+        """float32 [n, count], in memory of its own; None if they are not in this layout."""
+        row = layout.row_of(cell.place.point())
+        for head, points, first, num_slots in layout.encoded_at(self._widths):
+            if head == cell.bank and row in points:
+                start = (first + points.index(row) * num_slots) * SLOT_BYTES + 4 * cell.first
+                values = np.ascontiguousarray(data[:, start : start + 4 * count])
+                return torch.from_numpy(values.view(np.float32).copy())
+        return None
+
+    @staticmethod
+    def _reason(watched: _Watched) -> str | None:
+        for one in watched.probes:
+            verdict = one.read(watched.accepted)
+            if verdict is not None:
+                name, (position, value) = one.probe.name, verdict
+                return f"probe {name!r}: {value:.6g} at position {position}"
+        return None
+
+
+def _of_tokens(probe: ResolvedProbe, positions: Ints, num_prompt: int) -> NDArray[np.bool_]:
+    """bool [n]: the tokens that the probe scores; a probe that stops takes whole phases."""
+    # The ids are not looked at: the phase alone decides.
+    return probe.tokens.select(Tokens(positions, num_prompt, positions, None)).certain
+
+
+def _joined(some: list[_Numbers]) -> _Numbers | None:
+    """In the order of positions; of each the numbers that came last."""
+    if not some:
+        return None
+    positions, at = last_of_each(np.concatenate([positions for positions, _ in some]))
+    return positions, torch.cat([values for _, values in some])[torch.from_numpy(at)]
