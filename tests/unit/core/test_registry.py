@@ -85,7 +85,8 @@ def test_vectors_of_a_tier_are_added_to_its_tokens_alone(held):
     within = {"except": [[3], "prompt"]}
     assert found(Add("m", layer=1, tokens=[3])) == [(1, W, within)]
     probe = Spec(probes=(Probe("m", layer=0, name="p"),))
-    assert _resolve(held, probe).probes[0].weight.numpy.tolist() == V
+    (cell,) = _resolve(held, probe).probes[0].cells
+    assert [weight.numpy.tolist() for weight, _ in cell.net.layers] == [[V]]
     with pytest.raises(ValueError, match="has no vector; it has resid_post 0, resid_post 0 prompt"):
         _resolve(held, Spec(probes=(Probe("m", layer=1, name="p"),)))
 

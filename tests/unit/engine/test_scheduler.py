@@ -183,7 +183,7 @@ class Scheduler:
 def _adding(name: str, num_vectors: int) -> Program:
     """A program whose vectors no request of another name has."""
     rows = [f"{name}-{i}".encode().ljust(16, b" ") for i in range(num_vectors)]
-    return build_program((), {}, {(0, 0): [Op(OP_ADD, 0, Array((4,), row), 1.0) for row in rows]})
+    return build_program((), {(0, 0): [Op(OP_ADD, 0, Array((4,), row), 1.0) for row in rows]})
 
 
 def add(

@@ -18,7 +18,7 @@ from vllm_scope.engine.worker.sizes import (
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.program.operations import Cost
-from vllm_scope.request.encoding import Encoding
+from vllm_scope.request.heads import Bank, Encoding
 from vllm_scope.request.resolve import Resolved
 from vllm_scope.request.sites import LEVELS, Place, Sites, point_of
 
@@ -113,6 +113,10 @@ def _rows(*boundaries: int) -> tuple[int, ...]:
     return tuple(point_of(boundary, 0) for boundary in boundaries)
 
 
+def _bank(num_values: int) -> Bank:
+    return Bank.of([b"a"], num_values)
+
+
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
@@ -120,34 +124,42 @@ def _rows(*boundaries: int) -> tuple[int, ...]:
         pytest.param(Layout(_rows(0, 2, 4)), None, id="as-much-as-a-token-may"),
         pytest.param(Layout(_rows(0, 2, 4, 6)), "40 slots a token, of 30", id="a-row-more"),
         pytest.param(
-            Layout(_rows(0, 2, 4), ((4, 0),)), "31 slots a token, of 30", id="a-score-more"
+            Layout(_rows(0, 2, 4), ((_bank(1), _rows(4)),)), "31 slots a token, of 30",
+            id="a-score-more",
         ),
         pytest.param(
             Layout((point_of(2, 0), point_of(2, 1))), "20 slots a token at one tap, of 15",
             id="two-points-of-one-tap",
         ),
         pytest.param(
-            Layout(_rows(0), tuple((2, i) for i in range(64))), "16 slots a token at one tap",
+            Layout(_rows(0), ((_bank(64), _rows(2)),)), "16 slots a token at one tap",
             id="many-scores-at-one-tap",
         ),
         pytest.param(
-            Layout(_rows(0), tuple((b, i) for i in range(32) for b in (2, 4))), None,
+            Layout(_rows(0), tuple((_bank(32), _rows(b)) for b in (2, 4))), None,
             id="as-many-at-two",
         ),
         pytest.param(
-            Layout((), (), ((Encoding("small", 16), _rows(0, 2, 4)),)), None,
+            Layout((), ((_bank(1), _rows(0, 2, 4)),)), None, id="rows-of-probes-are-in-the-arena"
+        ),
+        pytest.param(
+            Layout((), ((_bank(1), _rows(0, 2, 4, 6)),)), "40 slots a token, of 30",
+            id="too-many-rows-of-probes",
+        ),
+        pytest.param(
+            Layout((), ((Encoding("small", 16), _rows(0, 2, 4)),)), None,
             id="encoded-rows-are-whole-in-the-arena",
         ),
         pytest.param(
-            Layout((), (), ((Encoding("small", 16), _rows(0, 2, 4, 6)),)),
+            Layout((), ((Encoding("small", 16), _rows(0, 2, 4, 6)),)),
             "40 slots a token, of 30", id="too-many-for-the-arena",
         ),
         pytest.param(
-            Layout(_rows(0, 2), (), ((Encoding("large", 176), _rows(2)),)),
+            Layout(_rows(0, 2), ((Encoding("large", 176), _rows(2)),)),
             "31 slots a token, of 30", id="a-row-raw-and-encoded",
         ),
         pytest.param(
-            Layout(_rows(2), (), ((Encoding("half", 96), _rows(2)),)),
+            Layout(_rows(2), ((Encoding("half", 96), _rows(2)),)),
             "16 slots a token at one tap", id="the-same-at-one-tap",
         ),
     ],

@@ -18,7 +18,7 @@ from vllm_scope.codecs.rp8 import MAX_PROJECTION
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.program.operations import Program, build_program
-from vllm_scope.request.encoding import READ_CODECS, CodecChoice
+from vllm_scope.request.heads import READ_CODECS, Bank, CodecChoice, known_head
 from vllm_scope.request.sites import Sites, point_of
 from vllm_scope.request.spec import scope
 
@@ -128,13 +128,15 @@ def test_a_layout_has_its_place_in_the_arena_and_behind_it():
     a, b, c = point_of(0, 0), point_of(2, 0), point_of(2, 1)
     int8 = resolved(Read("embed", codec="int8"))[0].encoding
     fp8 = resolved(Read("embed", codec="fp8"))[0].encoding
-    layout = Layout((b,), ((2, 0),), ((fp8, (a, c)), (int8, (b,))))
-    assert layout.arena == Layout((a, b, c), ((2, 0),))
+    probes = Bank.of([b"one", b"other"], 3)
+    layout = Layout((b,), ((probes, (b, c)), (fp8, (a, c)), (int8, (b,))))
+    assert layout.arena == Layout((a, b, c))
     widths = Widths((8 * 16,))
-    assert (layout.arena.slots(widths), layout.slots(widths)) == (25, 8 + 1 + 3 * 5)
-    assert [x[2:] for x in layout.encoded_at(widths)] == [(9, 5), (19, 5)]
-    assert layout.at(0) == Layout((), (), ((fp8, (a,)),))
-    assert layout.at(2) == Layout((b,), ((2, 0),), ((fp8, (c,)), (int8, (b,))))
+    # What probes make of a row, three float32, takes a slot.
+    assert (layout.arena.slots(widths), layout.slots(widths)) == (24, 8 + 2 * 1 + 3 * 5)
+    assert [x[2:] for x in layout.encoded_at(widths)] == [(8, 1), (10, 5), (20, 5)]
+    assert layout.at(0) == Layout((), ((fp8, (a,)),))
+    assert layout.at(2) == Layout((b,), ((probes, (b, c)), (fp8, (c,)), (int8, (b,))))
     plain = Layout((a,))
     assert plain.arena is plain
 
@@ -159,7 +161,24 @@ def test_a_program_reads_each_point_once_however_many_codecs_it_has():
     assert dict(one.layout.encoded) == encoded
     assert one.layout.also == ((point_of(2, 2), first),)
     assert one.taps == Program.reading((first, second)).taps
-    assert one != build_program((first,), {}, {}, one.layout.encoded[:1])
+    assert one != build_program((first,), {}, one.layout.encoded[:1])
+
+
+def test_a_head_is_known_in_another_process_by_its_text_and_size():
+    encoding = resolved(Read("embed", codec="int8"))[0].encoding
+    for head in (encoding, Bank.of([b"one", b"other"], 3)):
+        again = known_head(head.text, head.row_bytes)
+        assert (again, type(again)) == (head, type(head))
+
+
+def test_a_bank_is_its_nets_in_their_order():
+    assert Bank.of([b"one", b"other"], 3) == Bank.of([b"one", b"other"], 3)
+    assert Bank.of([b"one", b"other"], 3) != Bank.of([b"other", b"one"], 3)
+    assert Bank.of([b"one"], 3) != Bank.of([b"one", b"one"], 3)
+    assert Bank.of([b"one"], 3).row_bytes == 12
+    # A front-end has no weights of modules; it knows a bank by its place and size.
+    assert Bank.of([b"one"], 3).nameless == Bank.of([b"other"], 3).nameless
+    assert Bank.of([b"one"], 3).nameless != Bank.of([b"one"], 4).nameless
 
 
 def test_naming_a_codec_needs_no_torch():

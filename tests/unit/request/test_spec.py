@@ -358,9 +358,16 @@ def test_every_action_at_known_layers_resolves_on_a_full_engine(spec):
         assert found.streams == tuple((read.site, layer) for layer in layers)
         assert (found.tokens, found.when) == (read.tokens, read.when)
     for probe, found in zip(spec.probes, resolved.probes, strict=True):
-        assert found.stream == (probe.site, probe.layers[0])
-        assert found.weight.numpy.tolist() == probe.weight.numpy.tolist()
-        assert (found.name, found.bias, found.tokens) == (probe.name, probe.bias, probe.tokens)
+        assert [cell.place for cell in found.cells] == [(probe.site, k) for k in probe.layers]
+        for i, cell in enumerate(found.cells):
+            if isinstance(probe.weight, Array):
+                (one,) = cell.net.layers
+                row = probe.weight.numpy.reshape(len(found.cells), -1)[i]
+                assert (one[0].numpy.tolist(), one[1]) == ([row.tolist()], None)
+            else:
+                assert cell.net == probe.weight[i].net
+        for name in ("name", "bias", "tokens", "activation", "pools", "aggregate", "to"):
+            assert getattr(found, name) == getattr(probe, name)
     # One edit for each layer, in the order of the spec.
     expected = [(edit, layer) for edit in spec.edits for layer in edit.layers]
     for (edit, layer), found in zip(expected, resolved.edits, strict=True):
