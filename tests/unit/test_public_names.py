@@ -24,7 +24,7 @@ LISTED = {
     "vllm_scope.cli": "app",
     "vllm_scope.client": """
         AsyncScopeClient Choice Chunk Completion ScopeClient ScopeData ScoredToken Scores
-        ServerError UnreachableError
+        ServerError UnreachableError Verdict
     """,
     "vllm_scope.codecs": "CODECS Codec codec_from make_codec",
     "vllm_scope.compat.probe_hook": "AsyncLLM HiddenStates LLM SamplingParams",

@@ -7,12 +7,20 @@
         out = client.complete("The capital of ", Read("resid_post", layers=[5]), max_tokens=8)
         out.scope["resid_post", 5]  # float32 [positions, hidden_size]
 
-answers.py    the answers: Completion, Choice, Chunk, ScoredToken, ScopeData
+answers.py    the answers: Completion, Choice, Chunk, ScoredToken, ScopeData, Verdict
 calls.py      every call once, for both clients: what is sent, how the response is parsed
 transport.py  ScopeClient and AsyncScopeClient, which send the calls
 """
 
-from vllm_scope.client.answers import Choice, Chunk, Completion, ScopeData, ScoredToken, Scores
+from vllm_scope.client.answers import (
+    Choice,
+    Chunk,
+    Completion,
+    ScopeData,
+    ScoredToken,
+    Scores,
+    Verdict,
+)
 from vllm_scope.client.calls import ServerError, UnreachableError
 from vllm_scope.client.transport import AsyncScopeClient, ScopeClient
 
@@ -27,4 +35,5 @@ __all__ = [
     "Scores",
     "ServerError",
     "UnreachableError",
+    "Verdict",
 ]

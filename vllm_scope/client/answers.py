@@ -1,6 +1,7 @@
 """The server's answers: choices with their rows and scores, as numpy.
 
-Owns:  Completion, Choice, Chunk, ScoredToken, ScopeData, and the parsing of a choice's `scope`.
+Owns:  Completion, Choice, Chunk, ScoredToken, ScopeData, Verdict, and the parsing of a choice's
+       `scope`.
 From:  server.encode (the JSON), server.store (the files).
 
 Each size that the server names is checked against the bytes that it sent.
@@ -58,7 +59,8 @@ class Rows:
 
 
 class Scores(dict[str, NDArray[np.float32]]):
-    """Name of a probe -> its scores, float32 [n], in position order; NaN if not finite."""
+    """Name of a probe -> its scores or its aggregates, float32 [n], in position order; NaN if not
+    finite."""
 
     def __init__(self, values: Mapping[str, _Scored]) -> None:
         super().__init__({name: scores for name, (_, scores) in values.items()})
@@ -67,6 +69,19 @@ class Scores(dict[str, NDArray[np.float32]]):
     def positions(self, name: str) -> NDArray[np.int64]:
         """int64 [n], ascending."""
         return self._positions[name]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The first position at which a probe's value is above its threshold.
+
+    Attributes:
+        position: absolute, counted from the prompt's first token.
+        value: the aggregate there, or the score if there is no aggregate; inf if it overflowed.
+    """
+
+    position: int
+    value: float
 
 
 @dataclass(frozen=True)
@@ -94,10 +109,15 @@ class ScopeData(_Counts):
         expected, delivered, dropped: numbers of rows and scores; 0 while streaming.
         sinks: name of a sink -> status, reason, expected, delivered, dropped, and the names of
             its files (with the operator's key also `details`, which has their paths).
+        aggregates: as `scores`, of the probes with an aggregate.
+        verdicts: name of a probe -> its verdict, for the probes that have one. A chunk has those
+            of the earlier chunks too.
     """
 
     rows: Mapping[_Stream, Rows] = field(default_factory=dict, repr=False)
     scores: Scores = field(default_factory=lambda: Scores({}), repr=False)
+    aggregates: Scores = field(default_factory=lambda: Scores({}), repr=False)
+    verdicts: Mapping[str, Verdict] = field(default_factory=dict, repr=False)
 
     def keys(self) -> list[tuple[str, int]]:
         """(site, layer) of each stream."""
@@ -211,11 +231,18 @@ class _RowsBody(msgspec.Struct):
 class _ScoresBody(msgspec.Struct):
     spans: list[tuple[int, int]]
     values: list[float | None] | None = None
+    aggregates: list[float | None] | None = None
+
+
+class _VerdictBody(msgspec.Struct):
+    position: int
+    value: float | None
 
 
 class _ScopeBody(msgspec.Struct):
     rows: list[_RowsBody] = []
     scores: dict[str, _ScoresBody] = {}
+    verdicts: dict[str, _VerdictBody] = {}
 
 
 class _TokenBody(msgspec.Struct):
@@ -246,6 +273,7 @@ def parse_scope(body: Mapping[str, object], file: bytes | None) -> ScopeData:
     told = converted(body, _ScopeBody, "scope")
     rows: dict[_Stream, Rows] = {}
     scores: dict[str, _Scored] = {}
+    aggregates: dict[str, _Scored] = {}
     # The file has all values; an item without values says which of them are new.
     filed = ScopeData() if file is None else parse_file(file)
     for one in told.rows:
@@ -258,13 +286,24 @@ def parse_scope(body: Mapping[str, object], file: bytes | None) -> ScopeData:
             rows[stream] = Rows(whole.positions[new], whole.bits[new], whole.dtype)
     for name, each in told.scores.items():
         positions = _positions(each.spans)
-        if each.values is not None:  # None becomes NaN
-            scores[name] = (positions, np.array(each.values, np.float32))
+        if each.values is not None:
+            scores[name] = (positions, _numbers(each.values))
+            if each.aggregates is not None:
+                aggregates[name] = (positions, _numbers(each.aggregates))
         elif name in filed.scores:
             at = filed.scores.positions(name)
             new = np.isin(at, positions)
             scores[name] = (at[new], filed.scores[name][new])
-    return ScopeData(**vars(counts), rows=rows, scores=Scores(scores))
+            if name in filed.aggregates:
+                aggregates[name] = (at[new], filed.aggregates[name][new])
+    verdicts = {
+        name: Verdict(each.position, math.inf if each.value is None else each.value)
+        for name, each in told.verdicts.items()
+    }
+    return ScopeData(
+        **vars(counts), rows=rows, scores=Scores(scores), aggregates=Scores(aggregates),
+        verdicts=verdicts,
+    )  # fmt: skip
 
 
 def parse_tokens(body: Mapping[str, object]) -> tuple[ScoredToken, ...]:
@@ -305,16 +344,26 @@ def parse_file(file: bytes) -> ScopeData:
     arrays = {name: _array(o["data"], dtypes[name], o["shape"]) for name, o in found.items()}
     rows: dict[_Stream, Rows] = {}
     scores: dict[str, _Scored] = {}
+    aggregates: dict[str, _Scored] = {}
     for name in (n for n in arrays if f"{n}.positions" in arrays):
         positions = arrays[f"{name}.positions"].astype(np.int64, copy=False)
         if name.startswith("scores."):
-            values = arrays[name].astype(np.float32, copy=False)
-            scores[name.removeprefix("scores.")] = (positions, values)
+            probe = name.removeprefix("scores.")
+            for tensor, into in ((name, scores), (f"aggregates.{probe}", aggregates)):
+                if tensor in arrays:
+                    into[probe] = (positions, arrays[tensor].astype(np.float32, copy=False))
             continue
         site, layer, *when = name.split(".")
         stream = (site, int(layer), when[0] if when else "after")
         rows[stream] = Rows(positions, arrays[name], dtypes[name])
-    return ScopeData(status="complete", rows=rows, scores=Scores(scores))
+    return ScopeData(
+        status="complete", rows=rows, scores=Scores(scores), aggregates=Scores(aggregates)
+    )
+
+
+def _numbers(values: Sequence[float | None]) -> NDArray[np.float32]:
+    """None becomes NaN."""
+    return np.array(values, np.float32)
 
 
 def _positions(spans: Sequence[tuple[int, int]]) -> NDArray[np.int64]:

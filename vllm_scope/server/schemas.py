@@ -21,7 +21,7 @@ class Refusal(BaseModel):
 
 
 class SiteInfo(BaseModel):
-    """Where rows can be read; rows of the residual stream can also be edited and probed."""
+    """Where rows can be read and probed; rows of the residual stream can also be edited."""
 
     site: str
     layers: list[int] = Field(description="Layers with a tap, from 0; [0] for `embed`.")

@@ -16,7 +16,13 @@ import safetensors.torch
 import torch
 
 from vllm_scope import Add, CapacityError, Probe, Read, ScopeError, SpecError
-from vllm_scope.client import AsyncScopeClient, ScopeClient, ServerError, UnreachableError
+from vllm_scope.client import (
+    AsyncScopeClient,
+    ScopeClient,
+    ServerError,
+    UnreachableError,
+    Verdict,
+)
 from vllm_scope.client.answers import parse_scope
 from vllm_scope.client.transport import Events
 from vllm_scope.vectors import SteeringModule, from_bytes, to_bytes
@@ -92,10 +98,29 @@ def test_scores_that_were_not_finite_are_nan():
     assert np.isnan(data.scores["p"][1])
 
 
+def test_aggregates_are_beside_the_scores_of_their_probe():
+    summed = {"spans": [[3, 5]], "values": [1.5, None], "aggregates": [1.5, None]}
+    plain = {"spans": [[3, 5]], "values": [0.5, 1.0]}
+    data = parse_scope({"scores": {"summed": summed, "plain": plain}}, None)
+    assert list(data.aggregates) == ["summed"]
+    assert data.aggregates.positions("summed").tolist() == [3, 4]
+    assert data.aggregates["summed"].dtype == np.float32
+    assert np.array_equal(data.aggregates["summed"], [1.5, np.nan], equal_nan=True)
+
+
+def test_a_verdict_is_a_position_and_a_value():
+    told = {"p": {"position": 7, "value": 0.75}, "overflow": {"position": 2, "value": None}}
+    server = Server(completions={"choices": [choice(COUNTS | {"verdicts": told})]})
+    out = server.client().complete("x", Probe(np.ones(4), layer=5, name="p", threshold=0.5))
+    assert out.scope.verdicts == {"p": Verdict(7, 0.75), "overflow": Verdict(2, np.inf)}
+    assert parse_scope(COUNTS, None).verdicts == {}
+
+
 def test_a_handle_is_fetched_and_its_file_deleted():
     file = safetensors.torch.save({
         "resid_post.5": ROWS.bfloat16(), "resid_post.5.positions": torch.tensor([0, 1, 7]),
         "scores.p.q": torch.ones(2), "scores.p.q.positions": torch.tensor([3, 4]),
+        "aggregates.p.q": torch.tensor([1.0, 2.0]),
     })  # fmt: skip
     told = {name: value for name, value in entry(ROWS).items() if name != "data"}
     scope = COUNTS | {
@@ -106,8 +131,11 @@ def test_a_handle_is_fetched_and_its_file_deleted():
     assert torch.equal(out.scope.tensor("resid_post", 5), ROWS.bfloat16())
     assert out.scope.positions("resid_post", 5).tolist() == [0, 1, 7]
     assert out.scope.scores["p.q"].tolist() == [1, 1]
+    assert out.scope.aggregates["p.q"].tolist() == [1, 2]
+    assert out.scope.aggregates.positions("p.q").tolist() == [3, 4]
     assert str(server.requests[-1].url.query, "ascii") == "delete=true"
     assert {r.headers["authorization"] for r in server.requests} == {"Bearer k"}
+    assert server.client().result("abc").aggregates["p.q"].tolist() == [1, 2]
 
 
 def test_the_body_has_the_scope_the_options_and_the_model():
@@ -204,15 +232,20 @@ def test_only_the_positions_that_the_last_chunk_names_are_new_in_its_file():
         "resid_post.5": ROWS, "resid_post.5.positions": torch.tensor([0, 1, 7]),
         "scores.p": torch.arange(4.0), "scores.p.positions": torch.arange(4),
         "scores.late": torch.arange(4.0), "scores.late.positions": torch.arange(4),
+        "aggregates.p": torch.arange(4.0) / 2, "aggregates.late": torch.arange(4.0) / 2,
     })  # fmt: skip
     told = {name: value for name, value in entry(ROWS).items() if name != "data"}
     end = COUNTS | {
         "result": {"id": "abc"}, "rows": [told | {"spans": [[1, 2], [7, 8]]}],
-        "scores": {"p": {"spans": [[3, 4]], "values": [3.0]}, "late": {"spans": [[1, 4]]}},
+        "scores": {"p": {"spans": [[3, 4]], "values": [3.0], "aggregates": [1.5]},
+                   "late": {"spans": [[1, 4]]}},
     }  # fmt: skip
     found = parse_scope(end, file)
     assert found.scores.positions("p").tolist() == [3]
     assert found.scores["late"].tolist() == [1.0, 2.0, 3.0]
+    assert found.aggregates["p"].tolist() == [1.5]
+    assert found.aggregates["late"].tolist() == [0.5, 1.0, 1.5]
+    assert found.aggregates.positions("late").tolist() == [1, 2, 3]
     assert found.positions("resid_post", 5).tolist() == [1, 7]
     assert np.array_equal(found["resid_post", 5], ROWS.numpy()[1:])
 
@@ -258,6 +291,18 @@ class TestStreams:
         assert np.isnan(first.tokens[0].scores["q"])
         assert first.tokens[1].scores == {}
         assert second.tokens == last.tokens == ()
+
+    def test_chunks_have_their_aggregates_and_the_verdicts_so_far(self, run):
+        def scores(position, value):
+            some = {"spans": [[position, position + 1]], "values": [value], "aggregates": [value]}
+            return {"scores": {"p": some}}
+
+        told = {"verdicts": {"p": {"position": 1, "value": 3.0}}}
+        parts = scores(0, 2.0), scores(1, 3.0) | told, COUNTS | scores(2, 1.0) | told
+        chunks = run(Server(completions=sse(*({"choices": [choice(part)]} for part in parts))))
+        found = [chunk.scope for chunk in chunks]
+        assert [one.aggregates["p"].tolist() for one in found] == [[2.0], [3.0], [1.0]]
+        assert [one.verdicts.get("p") for one in found] == [None, *[Verdict(1, 3.0)] * 2]
 
     @pytest.mark.parametrize(
         "tokens", [3, [3], [{"id": 5}], [TOKENS[0] | {"scores": {"p": "much"}}]]
@@ -341,6 +386,9 @@ def test_a_page_instead_of_an_answer_is_an_error():
         pytest.param({"choices": [{"index": "first"}]}, "server's answer", id="an-index"),
         pytest.param({"choices": [choice({"rows": 3})]}, "server's scope", id="rows"),
         pytest.param({"choices": [choice({"expected": None})]}, "server's scope", id="a-count"),
+        pytest.param(
+            {"choices": [choice({"verdicts": {"p": 7}})]}, "server's scope", id="a-verdict"
+        ),
         pytest.param(
             {"choices": [choice({"rows": [entry(ROWS, data="%")]})]}, "server's scope", id="base64"
         ),
