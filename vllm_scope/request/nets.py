@@ -259,10 +259,10 @@ def parse_aggregate(value: object, where: str) -> Aggregate | None:
     Raises:
         SpecError: neither.
     """
-    if value is None or isinstance(value, Ema | RollingMean):
-        return value
-    if isinstance(value, str) and value in ("max", "mean"):
-        return value
+    if isinstance(value, str | None | Ema | RollingMean):  # an array is not compared with words
+        match value:
+            case None | Ema() | RollingMean() | "max" | "mean":
+                return value
     if isinstance(value, Mapping):
         try:
             if set(value) == {"ema"}:

@@ -1,4 +1,4 @@
-"""Random probes of every form: linear, Mlp, AttentionPool; of one layer or several."""
+"""Random probes of every form: linear, Mlp, AttentionPool; of one layer or several; thresholds."""
 
 from __future__ import annotations
 
@@ -34,6 +34,15 @@ def aggregates() -> st.SearchStrategy[Any]:
 
 
 @st.composite
+def _verdicts(draw: Any) -> dict[str, Any]:
+    """Tokens, threshold and action that go together."""
+    found = {"tokens": draw(selectors()), "threshold": draw(st.none() | NUMBERS)}
+    if found["threshold"] is not None and draw(st.booleans()):
+        found |= {"action": "stop", "tokens": draw(st.sampled_from(["all", "prompt", "generated"]))}
+    return found
+
+
+@st.composite
 def any_probes(draw: Any, num_layers: int, width: int) -> Probe:
     site = draw(st.sampled_from(SITES))
     some = st.lists(st.integers(0, num_layers - 1), min_size=1, max_size=num_layers, unique=True)
@@ -51,9 +60,9 @@ def any_probes(draw: Any, num_layers: int, width: int) -> Probe:
         site=site,
         layers=layers,
         name=draw(st.text(min_size=8, max_size=12)),
-        tokens=draw(selectors()),
         activation=draw(st.sampled_from([None, "sigmoid"])),
         aggregate=draw(aggregates()),
+        **draw(_verdicts()),
     )
 
 

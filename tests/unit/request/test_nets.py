@@ -1,4 +1,5 @@
-"""Probes of other kinds: an Mlp, an AttentionPool, several layers, an aggregate; and their JSON."""
+"""Probes of other kinds: an Mlp, an AttentionPool, several layers, an aggregate, a threshold; and
+their JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +14,17 @@ from hypothesis import given
 
 from tests.unit.request.probe_forms import any_probes, mlps, pools, probe_specs
 from tests.unit.strategies import as_json, sentence
-from vllm_scope import AttentionPool, Ema, Mlp, Probe, RollingMean, Spec, scope
+from vllm_scope import (
+    AttentionPool,
+    Ema,
+    Mlp,
+    Probe,
+    RollingMean,
+    Spec,
+    TokenIds,
+    Union,
+    scope,
+)
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.nets import HIDDEN, MAX_WINDOW, net_of, parse_aggregate, shaped_weight
 from vllm_scope.request.sites import SITES
@@ -81,6 +92,12 @@ def test_a_spec_with_probes_of_any_form_is_equal_after_its_json(spec):
             id="rolling-max",
         ),
         pytest.param(probe(V, site="mlp_out"), {"site": "mlp_out"}, id="another-site"),
+        pytest.param(probe(V, threshold=0), {"threshold": 0.0}, id="flag"),
+        pytest.param(
+            probe(V, threshold=-1.5, action="stop"),
+            {"threshold": -1.5, "action": "stop"},
+            id="stop",
+        ),
     ],
 )
 def test_the_json_of_a_probe_has_what_differs_from_the_default(action, fields):
@@ -89,6 +106,25 @@ def test_the_json_of_a_probe_has_what_differs_from_the_default(action, fields):
     assert body.pop("weight") == Array.parse(V, "").to_json()
     assert body == plain | fields
     assert again(action) == action
+
+
+@pytest.mark.parametrize("threshold", [0.5, np.float32(0.5), np.array(0.5), torch.tensor(0.5)])
+def test_a_threshold_is_a_python_number(threshold):
+    found = probe(V, threshold=threshold)
+    assert (type(found.threshold), found.threshold) == (float, 0.5)
+    assert found.action == "flag"
+
+
+@pytest.mark.parametrize("tokens", ["all", "prompt", "generated", Union("prompt", "generated")])
+def test_a_probe_that_stops_takes_whole_phases(tokens):
+    found = probe(V, threshold=1, action="stop", tokens=tokens)
+    assert again(found) == found
+
+
+@pytest.mark.parametrize("tokens", ["last_prompt", "last", [0, -1], slice(4, 9), TokenIds(3)])
+def test_a_probe_that_flags_takes_any_tokens(tokens):
+    found = probe(POOL, threshold=1, aggregate="max", activation="sigmoid", tokens=tokens)
+    assert again(found) == found
 
 
 def test_the_json_of_a_shaped_weight_has_its_arrays():
@@ -255,7 +291,10 @@ def test_a_sink_takes_scores_that_need_one_row_alone(action):
     ("make", "came", "allowed"),
     [
         pytest.param(lambda: Mlp(7), "Mlp.layers is 7", "list of (weight, bias)", id="a-number"),
-        pytest.param(lambda: Mlp(np.ones(2)), "is array([1., 1.])", "list of (", id="an-array"),
+        pytest.param(
+            lambda: Mlp(np.ones((2, 2))), "is array([[1., 1.], [1., 1.]])", "list of (",
+            id="an-array",
+        ),
         pytest.param(lambda: Mlp([]), "has 0 items", "2 or 3", id="no-layer"),
         pytest.param(lambda: Mlp([layer(1, 4)]), "1 items", "plain weight", id="one-layer"),
         pytest.param(
@@ -339,13 +378,13 @@ def test_a_sink_takes_scores_that_need_one_row_alone(action):
         pytest.param(lambda: probe(V, layer="all"), "'all'", "a list of them", id="everywhere"),
         pytest.param(lambda: probe("m", layer=None), "None", "name one layer", id="module-nowhere"),
         pytest.param(
-            lambda: probe(MLP, layer=[0, 1]), "1 weight", "one weight for each layer", id="one-mlp"
+            lambda: probe(MLP, layer=[0, 1]), "1 weights for 2 layers", "each layer", id="one-mlp"
         ),
         pytest.param(
-            lambda: probe([POOL, POOL]), "2 weights", "one weight for each layer", id="two-pools"
+            lambda: probe([POOL, POOL]), "2 weights for 1 layers", "each layer", id="two-pools"
         ),
         pytest.param(
-            lambda: probe([V, V], layer=[0, 1, 2]), "2 weights", "each layer", id="two-of-three"
+            lambda: probe([V, V], layer=[0, 1, 2]), "2 weights for 3", "each layer", id="two-of-3"
         ),
         pytest.param(
             lambda: probe([MLP, POOL], layer=[0, 1]), "Probe.weight is [Mlp", "a list of Mlp",
@@ -368,7 +407,47 @@ def test_a_sink_takes_scores_that_need_one_row_alone(action):
         ),
         pytest.param(lambda: probe(V, aggregate=0.5), "aggregate is 0.5", "Ema(decay)", id="half"),
         pytest.param(
+            lambda: probe(V, aggregate=np.array(["max", "mean"])), "aggregate is array(['max'",
+            "'max', 'mean'", id="an-array-as-aggregate",
+        ),
+        pytest.param(
             lambda: probe(V, aggregate=Ema), "aggregate is <class", "Ema(decay)", id="the-class"
+        ),
+        pytest.param(
+            lambda: probe(V, threshold=NAN), "threshold is nan", "finite in float32", id="nan-above"
+        ),
+        pytest.param(
+            lambda: probe(V, threshold=1e39), "threshold is 1e+39", "finite", id="beyond-float32"
+        ),
+        pytest.param(
+            lambda: probe(V, threshold="high"), "threshold is 'high'", "a number", id="high"
+        ),
+        pytest.param(
+            lambda: probe(V, threshold=True), "threshold is True", "a number", id="threshold-bool"
+        ),
+        pytest.param(
+            lambda: probe(V, threshold=1, action="abort"), "action is 'abort'", "'flag' or 'stop'",
+            id="abort",
+        ),
+        pytest.param(
+            lambda: probe(V, threshold=1, action=None), "action is None", "'flag' or 'stop'",
+            id="no-action",
+        ),
+        pytest.param(
+            lambda: probe(V, action="stop"), "action is 'stop'", "give a threshold with it",
+            id="stop-at-nothing",
+        ),
+        pytest.param(
+            lambda: probe(V, threshold=0.5, to="hook"), "threshold is 0.5, and the scores go to",
+            "scores that go to memory", id="threshold-at-a-sink",
+        ),
+        pytest.param(
+            lambda: probe(V, threshold=1, action="stop", tokens="last_prompt"),
+            "tokens is 'last_prompt'", "'all', 'prompt' or 'generated'", id="stop-at-one-token",
+        ),
+        pytest.param(
+            lambda: probe(V, threshold=1, action="stop", tokens=Union("prompt", [9])),
+            "tokens is {'union'", "'all', 'prompt' or 'generated'", id="stop-in-half-a-phase",
         ),
         pytest.param(
             lambda: probe(V, to="hook", aggregate="max"), "to is 'hook'", "or an aggregate",
@@ -449,6 +528,16 @@ def test_what_cannot_be_names_what_came_and_what_is_allowed(make, came, allowed)
         ),
         pytest.param(
             {"aggregate": {}}, "probes[0].aggregate is {}", "{ema: decay}", id="an-empty-object"
+        ),
+        pytest.param(
+            {"action": "stop"}, "probes[0].action is 'stop'", "give a threshold", id="no-threshold"
+        ),
+        pytest.param(
+            {"threshold": [1]}, "probes[0].threshold is [1]", "a number", id="a-list-as-threshold"
+        ),
+        pytest.param(
+            {"threshold": 1, "action": "stop", "tokens": [3]}, "probes[0].tokens is [3]",
+            "takes 'all', 'prompt' or 'generated'", id="stop-at-a-position",
         ),
         pytest.param(
             {"aggregate": ["max"]}, "probes[0].aggregate is ['max']", "'max', 'mean'", id="a-list"

@@ -147,6 +147,9 @@ def _edit(kind: str = "add", **fields: Any) -> dict:
         _probe(aggregate={"ema": 0.999}), _probe(aggregate={"rolling_mean": 1}),
         _probe(aggregate={"rolling_mean": 1 << 16, "then": "max"}),
         _probe(aggregate={"rolling_mean": 8, "then": None}),
+        _probe(threshold=None), _probe(threshold=-0.5), _probe(threshold=0, action="flag"),
+        _probe(action="flag"), _probe(threshold=3, action="stop", tokens="generated"),
+        _probe(threshold=1, action="stop", aggregate={"ema": 0.5}, weight=_pool()),
         _edit(vector="m", layers="absent"), _edit(vector={"module": "m"}, layers=None),
         _edit(site="embed", layers="absent"), _edit(vector=[[1, 2], [3, 4]], layers=[0, 2]),
         _edit("clamp", lo=None, hi=2, strength=0.5), _edit("replace", positions=3),
@@ -199,6 +202,9 @@ def test_what_the_parser_takes_is_valid(body):
         _probe(aggregate={"rolling_mean": (1 << 16) + 1}), _probe(aggregate={"rolling_mean": 1.5}),
         _probe(aggregate={"rolling_mean": 2, "then": "min"}), _probe(aggregate={"then": "max"}),
         _probe(aggregate={"ema": 0.5, "then": "max"}), _probe(aggregate=["max"]),
+        _probe(threshold="1"), _probe(threshold=True), _probe(threshold=[1]),
+        _probe(threshold=-1e39), _probe(threshold=1, action="abort"),
+        _probe(threshold=1, action=None), _probe(threshold=1, action=["stop"]),
         _edit("scale"), _edit(None), _edit(kind="absent"), _edit(layers="absent"),
         _edit(layers=None), _edit(vector="absent"), _edit(vector=""), _edit(vector={"name": "m"}),
         _edit(vector=as_json(dtype="int8")), _edit(vector=as_json(shape=(0,))),
@@ -223,7 +229,7 @@ BEYOND = re.compile(
     r"no bound|two probes|differ in tag|go to memory|one weight for each layer|"
     r"one row for each layer|at most \d dimensions|nested|parts|items in all|ragged|"
     r"at most 16,777,216|\[out, \d+\]|has a bias of shape|the last layer makes one|"
-    r"both are \[num_heads|the same number of heads"
+    r"both are \[num_heads|the same number of heads|give a threshold|that stops its request"
 )
 ANYTHING = st.sampled_from(
     [None, True, 0, -1, 1.5, 1 << 50, "", "all", "x", [], [0], [0, 0], ["x"], {}, {"x": 1}]
