@@ -11,14 +11,30 @@ from torch import Tensor
 
 from vllm_scope.batch.labels import Labels
 from vllm_scope.program.layout import Layout, Widths
+from vllm_scope.request.heads import Bank, Head
+from vllm_scope.request.resolve import Resolved
 from vllm_scope.request.sites import boundary_of_point, point_of
 
 ROW_BYTES = 16
 
 
-def reads_at(*boundaries: int, scores: tuple[tuple[int, int], ...] = ()) -> Layout:
+#: `Layout.encoded`.
+Encoded = tuple[tuple[Head, tuple[int, ...]], ...]
+
+
+def reads_at(*boundaries: int, encoded: Encoded = ()) -> Layout:
     """Rows at some boundaries, after the edits of `embed`, `resid_mid` or `resid_post` there."""
-    return Layout(tuple(point_of(boundary, 1) for boundary in boundaries), scores)
+    return Layout(tuple(point_of(boundary, 1) for boundary in boundaries), encoded)
+
+
+def banks_of(asked: Resolved, *names: str) -> Encoded:
+    """The banks of the probes with these names; of all without a name."""
+    found: dict[Bank, set[int]] = {}
+    for probe in asked.probes:
+        for cell in probe.cells if not names or probe.name in names else ():
+            found.setdefault(cell.bank, set()).add(cell.place.point())
+    made = [(bank, tuple(sorted(points))) for bank, points in found.items()]
+    return tuple(sorted(made, key=lambda pair: pair[0].text))
 
 
 def labels_of(

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from vllm_scope.program.operations import OP_ABLATE, OP_ADD, OP_ADD_NORM, OP_CLAMP, OP_SET
-from vllm_scope.request.nets import Net
-from vllm_scope.request.resolve import Resolved, ResolvedEdit
+from vllm_scope.request.nets import Aggregate, Ema, Net, RollingMean
+from vllm_scope.request.resolve import Resolved, ResolvedEdit, ResolvedProbe
 from vllm_scope.request.selectors import Selector, Tokens
 from vllm_scope.request.sites import Place, SiteLayer, Sites, point_of
 
@@ -96,6 +96,49 @@ def numbers_of(net: Net, rows: np.ndarray) -> np.ndarray:
         if bias is not None:
             x = x + bias.numpy
     return x
+
+
+def scores_of(probe: ResolvedProbe, numbers: np.ndarray) -> list[float]:
+    """A probe's scores, float64, of the sums over its cells, [n, numbers of a cell]."""
+    rows = np.asarray(numbers, np.float64)
+    found = [_pooled(rows[: n + 1]) if probe.pools else float(rows[n, 0]) for n in range(len(rows))]
+    found = [score + probe.bias for score in found]
+    if probe.activation == "sigmoid":
+        # The half of a tanh does not overflow.
+        return [0.5 + 0.5 * math.tanh(score / 2) for score in found]
+    return found
+
+
+def _pooled(rows: np.ndarray) -> float:
+    """The sum over heads of the softmax-weighted average of values, of all rows."""
+    total = 0.0
+    for logits, values in zip(*np.split(rows.T, 2), strict=True):
+        weights = np.exp(logits - logits.max())
+        total += float(weights @ values / weights.sum())
+    return total
+
+
+def aggregates_of(aggregate: Aggregate, scores: Sequence[float]) -> list[float]:
+    """The aggregate at each position of all scores up to there."""
+    found: list[float] = []
+    for n in range(1, len(scores) + 1):
+        some = list(scores[:n])
+        if aggregate == "max":
+            found.append(max(some))
+        elif aggregate == "mean":
+            found.append(math.fsum(some) / n)
+        elif isinstance(aggregate, Ema):
+            last = some[-1] if n == 1 else found[-1]
+            found.append(aggregate.decay * last + (1 - aggregate.decay) * some[-1])
+        else:
+            assert isinstance(aggregate, RollingMean)
+            size = aggregate.window
+            means = [math.fsum(some[i - size : i]) / size for i in range(size, n + 1)]
+            if not means:
+                found.append(math.fsum(some) / n)
+            else:
+                found.append(max(means) if aggregate.then == "max" else means[-1])
+    return found
 
 
 def level_of(sites: Sites, stream: SiteLayer, when: str = "after") -> int:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
+from torch import Tensor
 
 from tests.unit.delivered import ROW_BYTES, labels_of, reads_at, slots_per_token, tokens_in
 from vllm_scope import Add, Probe, Read, Spec
 from vllm_scope.program.layout import Layout, Widths
 from vllm_scope.request.actions import Action
+from vllm_scope.request.resolve import ResolvedProbe
 from vllm_scope.request.sites import Sites
 from vllm_scope.results.buffer import Pending
 from vllm_scope.results.inbox import Inbox
@@ -18,14 +22,32 @@ from vllm_scope.transport.ring import HostRing
 from vllm_scope.transport.senders import SharedSender
 
 PATIENCE_S = 10
+WIDTHS = Widths((ROW_BYTES,))
 SITES = Sites(3, 4, "float32", tuple(range(7)))
 
 #: What a token delivers: a layout, or just the boundaries at which it is read.
 Delivers = Layout | tuple[int, ...]
 
 
-def score_of(position: int, probe: int, number: int) -> float:
-    return 1000.0 * probe + 10.0 * position + number / 1024
+def number_of(point: int, at: int, position: int, number: int) -> float:
+    """What stands in place `at` of a bank's numbers."""
+    return 1024 * at + 32 * position + point + number / 1024
+
+
+def numbers_of(
+    probe: ResolvedProbe, position: int, number: Callable[[int], int] | int = 0
+) -> Tensor:
+    """float32 [numbers of a cell]: what was sent for a probe, summed over its cells.
+
+    Args:
+        number: of the computation; a function of the point, if cells came from several.
+    """
+    found = []
+    for cell in probe.cells:
+        point, places = cell.place.point(), range(cell.first, cell.first + probe.num_values)
+        which = number if isinstance(number, int) else number(point)
+        found.append(torch.tensor([number_of(point, at, position, which) for at in places]))
+    return reduce(torch.add, found)
 
 
 @dataclass
@@ -41,7 +63,8 @@ class Road:
     ) -> None:
         """One step: (key, position, what it delivers, number of the computation).
 
-        A row holds its position, point, number and a 7; nobody's slots hold -1.
+        A row holds its position, point, number and a 7, and a bank what `number_of` says; nobody's
+        slots hold -1.
         """
         listed = [d if isinstance(d, Layout) else reads_at(*d) for _, _, d, _ in tokens]
         layouts = list(dict.fromkeys(listed))
@@ -55,10 +78,12 @@ class Road:
         for (_, position, here, words), (*_, number) in zip(told, tokens, strict=True):
             for row, point in enumerate(here.points):
                 words[row] = torch.tensor([position, point, number, 7])
-            scores = words[len(here.points) :].view(-1)
-            for at, (_, probe) in enumerate(here.scores):
-                scores[at] = score_of(position, probe, number)
-        self.sender.send_rows(RowBatch(labels, lease, Widths((ROW_BYTES,)), boundary))
+            for bank, points, first, size in here.encoded_at(WIDTHS):
+                for i, point in enumerate(points):
+                    made = words[first + i * size : first + (i + 1) * size].view(-1)
+                    for at in range(bank.row_bytes // 4):
+                        made[at] = number_of(point, at, position, number)
+        self.sender.send_rows(RowBatch(labels, lease, WIDTHS, boundary))
         lease.release()
 
     def finish(self, pending: Pending, num_stages: int = 1, error: str | None = None) -> None:

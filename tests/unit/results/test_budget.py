@@ -11,6 +11,7 @@ import torch
 from vllm_scope import Add, CapacityError, Probe, Read, Spec, SpecError
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.layout import SLOT_BYTES, Widths
+from vllm_scope.request.heads import Bank
 from vllm_scope.request.sites import Sites
 from vllm_scope.results.budget import LABEL_BYTES, Asker, Budget, asking, bytes_of_prompt
 from vllm_scope.results.inbox import Inbox
@@ -165,15 +166,16 @@ def test_a_request_that_delivers_more_than_there_is_room_for_loses_only_its_own_
 
 
 def test_rows_and_scores_of_other_destinations_are_not_kept(inbox):
-    """They come along: a worker reads a row once, for all."""
-    elsewhere = Probe([2.0] * HIDDEN_SIZE, layer=1, name="q", to="plugin")
+    """They come along: a worker reads a row once, for all. A bank is kept whole."""
+    elsewhere = [Probe([2.0] * HIDDEN_SIZE, layer=k, name=f"q{k}", to="plugin") for k in (1, 3)]
     spec = Spec(
-        (Read("resid_post", to="files"), Read("resid_post", layers=[2])), (elsewhere, PROBE)
+        (Read("resid_post", to="files"), Read("resid_post", layers=[2])), (*elsewhere, PROBE)
     )
     pending = opened(inbox, spec, 10)
     deliver(inbox, pending, spec, 10, 0, 10)
-    widths = {key.what: table._values.shape[1] for key, table in pending._tables.items()}
-    assert widths == {None: 1, "scores": 1}
+    sizes = {key.what: table._values.shape[1:] for key, table in pending._tables.items()}
+    shared, other = (Bank.of([b""], count).nameless for count in (2, 1))
+    assert sizes == {None: (1, ROW), shared: (1, 8), other: (0, 4)}
     alone = Spec((Read("resid_post", to="files"),), (PROBE,))
     other = opened(inbox, alone, 10)
     deliver(inbox, other, alone, 10, 0, 10)
@@ -184,7 +186,10 @@ def test_rows_and_scores_of_other_destinations_are_not_kept(inbox):
     assert list(result.scores) == ["p"]
     assert (result.status, result.delivered) == ("complete", 20)
     assert (result["resid_post", 2][:, 0] == 2 * HIDDEN_SIZE).all(), "the third of four rows"
-    assert (result.scores["p"] == 4 * HIDDEN_SIZE + 1).all(), "the second of two scores"
+    # Of the two banks, which follow the rows, the one whose text comes first is the first.
+    listed = sorted(spec.resolve(SITES).banks, key=lambda bank: bank.text)
+    first = 4 * HIDDEN_SIZE + 4 * [bank.row_bytes for bank in listed].index(8)
+    assert (result.scores["p"] == first + 1).all(), "the second of two scores"
 
 
 def test_a_copy_for_a_forgotten_request_takes_no_bytes(inbox):

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.oracle import aggregates_of
 from tests.unit.roads import SITES
-from vllm_scope import Except, Probe, Read, Spec, TokenIds, Union
+from vllm_scope import Ema, Except, Probe, Read, RollingMean, Spec, TokenIds, Union
 from vllm_scope.request.sites import Place
 from vllm_scope.results.buffer import Pending, Piece
 from vllm_scope.results.cursor import Cursor
@@ -20,6 +21,9 @@ from vllm_scope.results.table import TableKey
 SIZE = SITES.hidden_size
 POINT = Place("resid_post", 1).point()
 PROBE = Probe(np.ones(SIZE), layer=1, name="p")
+#: Layers of a probe, and what comes with its scores.
+LAYERS = [[1], [0, 2], [2, 0, 1]]
+AGGREGATES = [None, "max", "mean", Ema(0.5), RollingMean(2), RollingMean(3, "max")]
 SELECTORS = [
     "all", "prompt", "generated", "last_prompt", "last", [0, 2, 5], slice(1, None, 2),
     TokenIds(3, 7), Union("prompt", TokenIds(4)), Except("all", TokenIds(3)),
@@ -34,8 +38,12 @@ def pending_of(*actions, prompt_ids, max_tokens=64):
     return Pending(1, asked, SITES, prompt_ids, max_tokens, 1)
 
 
-def deliver(pending, positions, number, rows=True, scores=True):
-    """Computation `number` of some positions: a value is its position, and a bit of it."""
+def deliver(pending, positions, number, rows=True, layers=None):
+    """Computation `number` of some positions: a value is its position, and a bit of it.
+
+    Args:
+        layers: of the probe, whose numbers come; None for all.
+    """
     at = np.array(positions, np.int64)
     labels = np.stack([at, np.full(len(at), number)])
     value = at + number / 1024
@@ -45,9 +53,12 @@ def deliver(pending, positions, number, rows=True, scores=True):
         found.append(
             Piece(TableKey(None, (POINT,)), (POINT,), values.reshape(len(at), 1, SIZE * 4))
         )
-    if scores:
-        values = value.astype(np.float32).view(np.uint8).reshape(len(at), 1, 4)
-        found.append(Piece(TableKey("scores", (0,)), (0,), values))
+    for probe in pending.asked.probes:
+        for cell in probe.cells:
+            if layers is None or cell.place.layer in layers:
+                point = (cell.place.point(),)
+                values = value.astype(np.float32).view(np.uint8).reshape(len(at), 1, 4)
+                found.append(Piece(TableKey(cell.bank.nameless, point), point, values))
     pending.add(found, labels, slice(None))
 
 
@@ -66,10 +77,15 @@ def test_each_value_is_returned_once_in_order_as_soon_as_all_before_it_have_arri
     selector = data.draw(st.sampled_from(SELECTORS))
     ids = data.draw(st.lists(st.integers(0, 9), min_size=14, max_size=14))
     read = Read("resid_post", layers=[1], tokens=selector)
-    probe = Probe(np.ones(SIZE), layer=1, name="p", tokens=selector)
+    layers = data.draw(st.sampled_from(LAYERS))
+    probe = Probe(
+        np.ones((len(layers), SIZE)), layers=layers, name="p", tokens=selector,
+        aggregate=data.draw(st.sampled_from(AGGREGATES)),
+    )  # fmt: skip
     pending = pending_of(read, probe, prompt_ids=ids[:num_prompt])
     output = []
     cursor, handed, times = Cursor(rows=True), {}, dict.fromkeys(range(14), 0)
+    aggregates = []
     todo, number = list(range(num_prompt + num_output - 1)), 0
     if data.draw(st.booleans()):  # preempted: computed again from the start
         again = data.draw(st.integers(0, len(todo)))
@@ -78,44 +94,63 @@ def test_each_value_is_returned_once_in_order_as_soon_as_all_before_it_have_arri
         count = data.draw(st.integers(1, len(todo)))
         step, todo = todo[:count], todo[count:]
         number += 1
-        for kind in data.draw(st.permutations(["rows", "scores"])):
+        for kind in data.draw(st.permutations(["rows", *layers])):
             part = data.draw(st.permutations(step)) if data.draw(st.booleans()) else step
             half = data.draw(st.integers(0, len(part)))
             for some in (part[:half], part[half:]):
-                deliver(pending, some, number, kind == "rows", kind == "scores")
+                deliver(pending, some, number, kind == "rows", [kind])
                 if data.draw(st.booleans()):
                     at_least = max(0, max(step) + 1 - num_prompt)
                     count = max(len(output), at_least, data.draw(st.integers(0, num_output)))
                     output += ids[num_prompt + len(output) : num_prompt + count]
-                    look(cursor, pending.snapshot(output, None), selector, handed)
+                    look(cursor, pending.snapshot(output, None), handed, aggregates)
         for position in step:
             times[position] += 1
     output += ids[num_prompt + len(output) : num_prompt + num_output]
     pending.finish(0, None)
     result = pending.snapshot(output, "length")
     for column in cursor.rest(result):
-        handed.setdefault(column.label, []).extend(pairs(column))
+        take(column, handed, aggregates)
     for column in result.columns():
         full, sent = dict(pairs(column)), handed.get(column.label, [])
         assert sorted(p for p, _ in sent) == list(full), "each position once, none too much"
+        added = len(layers) if column.label == "p" else 1
         for position, value in sent:
-            assert int(value) == position
+            assert int(value / added) == position
             if times[position] == 1:
                 assert value == full[position]
+        in_order = aggregates == sorted(aggregates)  # not if `last` adds an earlier one at the end
+        if column.aggregates is not None and max(times.values()) == 1 and in_order:
+            told = zip(column.positions.tolist(), column.aggregates.tolist(), strict=True)
+            assert aggregates == list(told)
+            scores = column.values.double().tolist()
+            expected = torch.tensor(aggregates_of(probe.aggregate, scores), dtype=torch.float32)
+            torch.testing.assert_close(column.aggregates, expected, rtol=1e-6, atol=1e-6)
 
 
-def look(cursor, result, selector, handed):
-    """One look, and what is to be handed on after it."""
+def take(column, handed, aggregates):
+    handed.setdefault(column.label, []).extend(pairs(column))
+    if column.aggregates is not None:
+        aggregates += zip(column.positions.tolist(), column.aggregates.tolist(), strict=True)
+
+
+def look(cursor, result, handed, aggregates):
+    """One look, and what is to be handed on after it: of a probe, what all of its layers have."""
     cursor.look(result)
     for column in cursor.take():
-        handed.setdefault(column.label, []).extend(pairs(column))
+        take(column, handed, aggregates)
+    came, late = {}, []
     for source in result.sources():
-        wanted = result.wanted(source.selectors).tolist()
-        came = {p for part in result.parts_of(source) for p in part.positions.tolist()}
-        missing = next((i for i, p in enumerate(wanted) if p not in came), len(wanted))
-        assert [p for p, _ in handed.get(source.label, [])] == wanted[:missing]
-    late = [p for s in result.sources() for p in result.wanted(s.selectors).tolist()
-            if p not in {q for q, _ in handed.get(s.label, [])}]  # fmt: skip
+        some = {p for part in result.parts_of(source) for p in part.positions.tolist()}
+        label = source.label or "p"
+        came[label] = came[label] & some if label in came else some
+    for label, some in came.items():
+        wanted = result.wanted(result.sources()[0].selectors).tolist()
+        missing = next((i for i, p in enumerate(wanted) if p not in some), len(wanted))
+        assert [p for p, _ in handed.get(label, [])] == wanted[:missing]
+        late += wanted[missing:]
+        if label == "p":
+            assert cursor.settled == min([*wanted[missing:], result.num_processed])
     assert not cursor.late(min(late, default=99) - 1)
     assert cursor.late(99) == bool(late)
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.unit.delivered import banks_of
 from vllm_scope import Probe, Read
 from vllm_scope.batch.by_request import by_key, by_layout
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
@@ -41,15 +42,15 @@ def layouts_of(spec):
     every, some = (
         {s.point(read.when) for s in read.streams} for read in (*asked.reads, *asked.reads[:1])[:2]
     )
-    scores = tuple((p.stream.boundary, i) for i, p in enumerate(asked.probes))
-    return asked, [Layout(tuple(sorted(every))), Layout(tuple(sorted(every | some)), scores)]
+    banks = banks_of(asked)
+    return asked, [Layout(tuple(sorted(every))), Layout(tuple(sorted(every | some)), banks)]
 
 
 @pytest.mark.parametrize(
     "spec",
     [
         Spec((Read("q"), Read("resid_post", layers=[2], tokens=SOME))),
-        Spec((Read("resid_post"),), (Probe([0.0] * 512, layer=1, name="p", tokens=SOME),)),
+        Spec((Read("resid_post"),), (Probe([1.0] * 512, layer=1, name="p", tokens=SOME),)),
     ],
     ids=["a-read-of-some", "a-probe-of-some"],
 )
@@ -76,6 +77,8 @@ def test_layouts_of_one_request_that_share_a_table_are_not_mixed_up(spec):
             for stream in result:
                 rows = result[stream].flatten(1)
                 assert torch.equal(rows[:, 0], result.positions(*stream).float())
+            for name in result.scores:
+                assert result.scores[name].tolist() == SOME
     finally:
         inbox.close()
 

@@ -14,14 +14,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.oracle import named_point
-from tests.unit.roads import SITES, Road, score_of
+from tests.unit.delivered import banks_of
+from tests.unit.oracle import named_point, scores_of
+from tests.unit.roads import SITES, Road, numbers_of
 from tests.unit.strategies import VOCAB, is_selected, specs
 from vllm_scope import Read, Spec, Union
 from vllm_scope.program.layout import Layout
+from vllm_scope.request.heads import Head
 from vllm_scope.request.resolve import Resolved
 from vllm_scope.request.selectors import Selector
-from vllm_scope.request.sites import point_of
+from vllm_scope.request.sites import boundary_of_point, point_of
 from vllm_scope.results.buffer import Pending
 from vllm_scope.results.inbox import Inbox
 from vllm_scope.results.result import ScopeResult
@@ -41,8 +43,8 @@ class Sent:
     pending: Pending
     #: (point, position) -> number of the row that was sent last.
     rows: dict[tuple[int, int], int] = field(default_factory=dict)
-    #: (probe, position) -> number of the score that was sent last.
-    scores: dict[tuple[int, int], int] = field(default_factory=dict)
+    #: (bank, point, position) -> number of the computation that was sent last.
+    scores: dict[tuple[Head, int, int], int] = field(default_factory=dict)
 
     @property
     def asked(self) -> Resolved:
@@ -60,9 +62,11 @@ class Sent:
             for stream in read.streams
             if stream.boundary in boundaries
         }
-        scores = {(probe.stream.boundary, number) for number, probe in enumerate(self.asked.probes)}
-        here = (score for score in sorted(scores) if score[0] in boundaries)
-        return Layout(tuple(sorted(points)), tuple(here))
+        banks = (
+            (bank, tuple(p for p in some if boundary_of_point(p) in boundaries))
+            for bank, some in banks_of(self.asked)
+        )
+        return Layout(tuple(sorted(points)), tuple((bank, some) for bank, some in banks if some))
 
     def wanted(self, selectors: list[Selector]) -> list[int]:
         ids = [*self.prompt, *self.output]
@@ -125,7 +129,7 @@ def test_any_interleaving_gives_each_wanted_row_and_score_once(road, asked, seed
             tokens.append((one.pending.key, position, layout, number))
             came = layout if boundary is None else layout.at(boundary)
             one.rows |= {(point, position): number for point in came.points}
-            one.scores |= {(probe, position): number for _, probe in came.scores}
+            one.scores |= {(b, p, position): number for b, some in came.encoded for p in some}
         tokens.insert(rng.randint(0, len(tokens)), (-1, 0, tuple(here), 0))  # of nobody
         road.send(tokens, boundary)
     for one in sent:
@@ -144,13 +148,23 @@ def test_any_interleaving_gives_each_wanted_row_and_score_once(road, asked, seed
             assert result[key].tolist() == [[p, point, one.rows[point, p], 7] for p in arrived]
             assert result[key].shape == (len(arrived), SITES.hidden_size)
         assert list(result.scores) == [probe.name for probe in one.asked.probes]
-        for number, probe in enumerate(one.asked.probes):
+        for probe in one.asked.probes:
             wanted = one.wanted([probe.tokens])
-            arrived = [p for p in wanted if (number, p) in one.scores]
+            cells = {cell.place.point(): cell.bank for cell in probe.cells}
+            # A score is there once the numbers of all its layers are.
+            arrived = [
+                p for p in wanted if all((b, at, p) in one.scores for at, b in cells.items())
+            ]
             expected, delivered = expected + len(wanted), delivered + len(arrived)
             assert result.scores.positions(probe.name).tolist() == arrived
-            scores = [score_of(p, number, one.scores[number, p]) for p in arrived]
-            assert torch.equal(result.scores[probe.name], torch.tensor(scores))
+            numbers = torch.empty((len(arrived), probe.num_values))
+            for i, p in enumerate(arrived):
+                numbers[i] = numbers_of(probe, p, lambda at: one.scores[cells[at], at, p])  # noqa: B023
+            if probe.pools:
+                scores = torch.tensor(scores_of(probe, numbers), dtype=torch.float32)
+                torch.testing.assert_close(result.scores[probe.name], scores)
+            else:
+                assert torch.equal(result.scores[probe.name], numbers[:, 0] + probe.bias)
         assert (result.expected, result.delivered) == (expected, delivered)
         assert result.dropped == expected - delivered
         assert result.status == ("complete" if expected == delivered else "incomplete")

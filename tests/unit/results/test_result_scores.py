@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.delivered import labels_of, reads_at
-from tests.unit.roads import SITES, score_of
+from tests.unit.delivered import banks_of, labels_of, reads_at
+from tests.unit.roads import SITES, number_of
 from vllm_scope import Add, Probe, Read, Spec
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.layout import Layout, Widths
@@ -25,16 +25,18 @@ def test_scores_are_found_by_name_in_the_order_asked(road):
         Probe(V, bias=2.0, layer=0, name="early"),
         Read("resid_post", layers=[0]),
     )
-    both = Layout((point_of(2, 1),), ((2, 1), (4, 0)))
-    road.send([(pending.key, p, reads_at(2, scores=((2, 1),)), 0) for p in (0, 1, 2)])
+    one, both = (reads_at(2, encoded=banks_of(pending.asked, *names)) for names in (["early"], ()))
+    road.send([(pending.key, p, one, 0) for p in (0, 1, 2)])
     road.send([(pending.key, 3, both, 0), (pending.key, 4, both, 0)])
     road.finish(pending)
     result = pending.snapshot([5, 6, 7], "stop")
     assert list(result.scores) == ["late", "early"]
     assert len(result.scores) == 2
-    assert result.scores["late"].tolist() == [30, 40]
+    at = {"late": point_of(4, 1), "early": point_of(2, 1)}
+    late, early = ([number_of(at[name], 0, p, 0) for p in range(5)] for name in at)
+    assert result.scores["late"].tolist() == late[3:]
     assert result.scores.positions("late").tolist() == [3, 4]
-    assert result.scores["early"].tolist() == [1000, 1010, 1020, 1030, 1040]
+    assert result.scores["early"].tolist() == [score + 2.0 for score in early]
     assert result.scores["early"].dtype == torch.float32
     assert "late" in result.scores
     assert "never" not in result.scores
@@ -58,7 +60,7 @@ def test_a_score_that_was_not_asked_for_is_a_key_error_that_names_those_that_wer
 
 def test_a_missing_score_is_counted_and_reported(road):
     pending = road.open(Probe(V, layer=1, name="a"))
-    road.send([(pending.key, p, Layout((), ((4, 0),)), 0) for p in (0, 2)])
+    road.send([(pending.key, p, Layout((), banks_of(pending.asked)), 0) for p in (0, 2)])
     road.finish(pending)
     result = pending.snapshot([5], "stop")
     assert (result.expected, result.delivered, result.dropped) == (3, 2, 1)
@@ -95,7 +97,7 @@ def test_a_row_that_two_reads_name_is_found_by_both(road):
     """The exit of a layer and the entry of the next: no edit is between them, says the layout."""
     pending = road.open(Read("resid_post", layer=0), Read("resid_pre", layer=1, tokens=[1, 2]))
     exit_, entry = point_of(2, 1), point_of(2, 2)
-    both, second = Layout((exit_,), (), (), ((entry, exit_),)), Layout((exit_, entry))
+    both, second = Layout((exit_,), (), ((entry, exit_),)), Layout((exit_, entry))
     road.send([(pending.key, 0, Layout((exit_,)), 0), (pending.key, 1, both, 1)])
     road.send([(pending.key, 2, second, 2)])
     road.finish(pending)
@@ -109,7 +111,7 @@ def test_rows_that_no_read_to_memory_names_are_left_out(road):
     pending = road.open(Read("resid_pre", layer=1))
     exit_, entry = point_of(2, 1), point_of(2, 2)
     # A sink reads the exit: one row for both.
-    layout = Layout((exit_, point_of(4, 1)), (), (), ((entry, exit_),))
+    layout = Layout((exit_, point_of(4, 1)), (), ((entry, exit_),))
     road.send([(pending.key, p, layout, 0) for p in (0, 1, 2)])
     road.finish(pending)
     result = pending.snapshot([5], "stop")
@@ -153,7 +155,7 @@ def test_tap_by_tap_tokens_of_unlike_layouts_have_equal_room(road):
         Read("resid_post", layer=0), *(Probe(V, layer=0, name=f"{i}") for i in range(5))
     )
     two = road.open("embed", Read("resid_post", layer=0, when="before"), Add(V, layer=0))
-    many = Layout((point_of(2, 1),), tuple((2, i) for i in range(5)))
+    many = Layout((point_of(2, 1),), banks_of(one.asked))
     few = Layout((point_of(0, 1), point_of(2, 0)))
     step = [(p.key, at, many if p is one else few, at) for at in (0, 1, 2) for p in (one, two)]
     for boundary in (0, 2):
@@ -163,7 +165,8 @@ def test_tap_by_tap_tokens_of_unlike_layouts_have_equal_room(road):
     result = one.snapshot([5], "stop")
     assert result["resid_post", 0].tolist() == [[p, point_of(2, 1), p, 7] for p in (0, 1, 2)]
     for i in range(5):
-        assert result.scores[f"{i}"].tolist() == [score_of(p, i, p) for p in (0, 1, 2)]
+        numbers = [number_of(point_of(2, 1), i, p, p) for p in (0, 1, 2)]
+        assert result.scores[f"{i}"].tolist() == numbers
     other = two.snapshot([5], "stop")
     assert other["embed"].tolist() == [[p, point_of(0, 1), p, 7] for p in (0, 1, 2)]
     assert other["resid_post", 0].tolist() == [[p, point_of(2, 0), p, 7] for p in (0, 1, 2)]
@@ -177,7 +180,8 @@ def test_rows_come_without_the_padding_of_their_last_slot(road):
         (Read("embed"), Read("resid_post", layer=0)), (Probe([1.0] * 5, layer=0, name="p"),)
     )
     pending = road.inbox.open(spec.resolve(sites), sites, [1] * 3, 4, 1)
-    labels = labels_of([pending.key] * 3, range(3), layouts=(reads_at(0, 2, scores=((2, 0),)),))
+    layout = reads_at(0, 2, encoded=banks_of(pending.asked))
+    labels = labels_of([pending.key] * 3, range(3), layouts=(layout,))
     lease = road.ring.acquire(9)
     content = torch.randn(3, 3, 8).bfloat16()
     content[:, 2, :2] = torch.tensor([[1.5], [2.5], [3.5]]).view(torch.bfloat16)
@@ -197,13 +201,14 @@ def test_a_pickled_result_has_its_scores_and_both_sides(road):
         Read("resid_post", layer=0), Read("resid_post", layer=0, when="before"), Add(V, layer=0),
         Probe(V, layer=0, name="p"),
     )  # fmt: skip
-    layout = Layout((point_of(2, 0), point_of(2, 1)), ((2, 0),))
+    layout = Layout((point_of(2, 0), point_of(2, 1)), banks_of(pending.asked))
     road.send([(pending.key, p, layout, 0) for p in (0, 1, 2)])
     road.finish(pending)
     result = pending.snapshot([5], "stop")
     again = pickle.loads(pickle.dumps(result))
     assert repr(again) == repr(result)
-    assert again.scores["p"].tolist() == [0, 10, 20]
+    numbers = [number_of(point_of(2, 1), 0, p, 0) for p in (0, 1, 2)]
+    assert again.scores["p"].tolist() == numbers
     assert again.scores.positions("p").tolist() == [0, 1, 2]
     for when in ("before", "after"):
         assert torch.equal(again["resid_post", 0, when], result["resid_post", 0, when])
@@ -212,7 +217,7 @@ def test_a_pickled_result_has_its_scores_and_both_sides(road):
 
 def test_a_pickled_result_holds_its_scores_and_not_the_whole_table(road):
     pending = road.open(*(Probe(V, layer=0, name=f"{i}") for i in range(8)), max_tokens=4000)
-    layout = Layout((), tuple((2, i) for i in range(8)))
+    layout = Layout((), banks_of(pending.asked))
     road.send([(pending.key, p, layout, 0) for p in (0, 1, 2)])
     road.finish(pending)
     assert len(pickle.dumps(pending.snapshot([5], "stop"))) < 10_000
