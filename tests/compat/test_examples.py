@@ -60,7 +60,9 @@ def test_requests_leave_files(llm, monkeypatch, tmp_path):
     assert len(list(tmp_path.rglob("*.npz"))) == 12
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/editing.md", "docs/analysis.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/editing.md", "docs/probes.md", "docs/analysis.md"]
+)
 def test_what_a_page_shows_runs(page, llm, monkeypatch, tmp_path):
     """All Python of a page, top to bottom, as one script."""
     root = TOYWORLD.parents[1]
