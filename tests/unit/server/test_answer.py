@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from tests.unit.roads import SITES
@@ -38,16 +39,22 @@ ROWS = torch.arange(NUM_TOKENS * SIZE, dtype=torch.float32).view(NUM_TOKENS, SIZ
 SPEC = scope(Read("resid_post", layers=[1]), Probe(np.ones(SIZE), layer=1, name="p"))
 
 
-def result(num_tokens=NUM_TOKENS, num_arrived=None, status="complete"):
+#: The mean of all scores up to each.
+MEAN = scope(Probe(np.ones(SIZE), layer=1, name="p", aggregate="mean"))
+MEANS = [ROWS[: n + 1, 0].mean().item() for n in range(NUM_TOKENS)]
+
+
+def result(num_tokens=NUM_TOKENS, num_arrived=None, status="complete", spec=SPEC):
     """Of a request that has processed all tokens but the last, and got some of its values."""
     n = num_tokens - 1 if num_arrived is None else num_arrived
-    at = np.arange(n)
+    at, asked = np.arange(n), Spec.from_json(spec["scope"]).resolve(SITES)
     point = Place("resid_post", 1).point()
-    return ScopeResult(
-        Spec.from_json(SPEC["scope"]).resolve(SITES), SITES, list(range(num_tokens)), NUM_PROMPT,
-        {None: {point: [Part(at, at, ROWS[:n])]}, "scores": {0: [Part(at, at, ROWS[:n, :1])]}},
-        status, None,
-    )  # fmt: skip
+    parts = {None: {point: [Part(at, at, ROWS[:n])]}}
+    for probe in asked.probes:
+        (cell,) = probe.cells
+        parts[cell.bank.nameless] = {cell.place.point(): [Part(at, at, ROWS[:n, :1])]}
+    ids = list(range(num_tokens))
+    return ScopeResult(asked, SITES, ids, NUM_PROMPT, parts, status, None)
 
 
 @pytest.fixture
@@ -177,9 +184,7 @@ async def test_too_many_tokens_with_scores_are_left_out(store, monkeypatch):
 @on_a_loop
 async def test_without_probes_there_are_no_tokens(store):
     found, made = answer(store), response(0)
-    one = completion()
-    one.scope._asked = Spec.from_json(scope(Read("resid_post", layers=[1]))["scope"]).resolve(SITES)
-    found.take(0, one)
+    take(found, 0, NUM_TOKENS, None, "complete", scope(Read("resid_post", layers=[1])))
     await found.fill(made)
     assert "tokens" not in made.choices[0].scope
 
@@ -201,17 +206,52 @@ async def test_chunks_of_scores_do_not_assemble_rows(store, monkeypatch):
     assert [[row["spans"] for row in body["rows"]] for body in sent] == [[], [[[0, 8]]]]
 
 
-async def sent_in_chunks(store, stream, *num_tokens):
+async def sent_in_chunks(store, stream, *num_tokens, spec=SPEC):
     """The scope of each chunk, at so many tokens; the last one ends."""
     found, sent = answer(store, streams=True, stream=stream), []
     found.add_prompt()
     found.open_one(lambda: None, True)
     for tokens in num_tokens:
         end = "length" if tokens == num_tokens[-1] else None
-        take(found, 0, tokens, None, "complete" if end else "streaming")
+        take(found, 0, tokens, None, "complete" if end else "streaming", spec)
         chunk = await found.chunk(text_of(end=end))
         sent.append(json.loads(chunk.removeprefix("data: "))["choices"][0]["scope"])
     return sent
+
+
+@on_a_loop
+async def test_aggregates_are_beside_the_values_of_a_whole_answer(store):
+    found, made = answer(store), response(0)
+    take(found, 0, NUM_TOKENS, None, "complete", MEAN)
+    await found.fill(made)
+    told = made.choices[0].scope
+    values = {"spans": [[0, 8]], "values": ROWS[:8, 0].tolist(), "aggregates": MEANS[:8]}
+    assert told["scores"] == {"p": values}
+    # A token has its score alone.
+    assert told["tokens"] == entries(3, 9, range(3, 8))
+
+
+@on_a_loop
+async def test_aggregates_of_a_chunk_are_of_all_scores_up_to_there(store):
+    sent = await sent_in_chunks(store, "scores", 3, 8, 9, spec=MEAN)
+    told = [body["scores"]["p"] for body in sent]
+    assert [one["spans"] for one in told] == [[[0, 2]], [[2, 7]], [[7, 8]]]
+    assert [one["aggregates"] for one in told] == [MEANS[:2], MEANS[2:7], MEANS[7:8]]
+
+
+@on_a_loop
+async def test_aggregates_of_scores_that_are_in_the_file_are_there_too(store, monkeypatch):
+    monkeypatch.setattr(encode, "MAX_INLINE_SCORES", 3)
+    *_, last = await sent_in_chunks(store, "scores", 3, 8, 9, spec=MEAN)
+    assert last["scores"] == {"p": {"spans": [[2, 8]]}}
+    with store.open(last["result"]["id"], "owner") as file:
+        data = file.read()
+    found = safetensors.torch.load(data)
+    assert set(found) == {"scores.p", "scores.p.positions", "aggregates.p"}
+    assert found["aggregates.p"].tolist() == MEANS[:8]
+    end = parse_scope(last, data)
+    assert end.aggregates["p"].tolist() == MEANS[2:8]
+    assert end.aggregates.positions("p").tolist() == list(range(2, 8))
 
 
 @pytest.mark.parametrize("streams_rows", [True, False])

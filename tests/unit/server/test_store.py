@@ -349,6 +349,14 @@ def test_scores_that_are_not_finite_are_null():
     where = np.arange(3)
     body = {"scores": encode.scores([Column("p", values, where)], True)}
     assert body["scores"]["p"] == {"spans": [[0, 3]], "values": [1.5, None, None]}
+    body = encode.scores([Column("p", values, where, aggregates=values.flip(0))], True)["p"]
+    assert (body["values"], body["aggregates"]) == ([1.5, None, None], [None, None, 1.5])
+
+
+def test_aggregates_whose_scores_are_in_the_file_are_not_inline():
+    values = torch.arange(3.0)
+    column = Column("p", values, np.arange(3), aggregates=values)
+    assert encode.scores([column], False) == {"p": {"spans": [[0, 3]]}}
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "many", "nan", "inf"])
