@@ -74,12 +74,14 @@ def test_a_sink_of_whole_requests_has_the_last_row_of_each_accepted_position_in_
     assert manifest.streams["resid_post.1"] == {"shape": [3, 4], "dtype": "float32"}
 
 
-def test_scores_go_to_a_sink_with_their_probe(monkeypatch):
-    probe = Probe([1.0, 0, 0, 0], layer=1, name="truth", to="mine")
-    layout = Layout(POINTS[:1], ((4, 0),))
-    with side(monkeypatch, {"mine": {}}, mine=Live) as here:
+@pytest.mark.parametrize("kind", [Live, Whole])
+def test_scores_go_to_a_sink_with_their_probe(kind, monkeypatch):
+    probe = Probe([1.0, 0, 0, 0], bias=0.5, layer=1, name="truth", to="mine")
+    (bank,) = Spec(probes=(probe,)).resolve(SITES).banks
+    layout = Layout(POINTS[:1], ((bank, POINTS[2:]),))
+    with side(monkeypatch, {"mine": {}}, mine=kind) as here:
         here.add(1, probe)
-        # The score is in the slot behind the row; `write` fills both as rows.
+        # The score is in the slot behind the row.
         here.write(1, [0, 1, 2], layout=Layout((POINTS[0], POINTS[1])))
         here.end(1)
         assert here.manifest(1).status == "partial"  # there was no score in that layout
@@ -93,7 +95,7 @@ def test_scores_go_to_a_sink_with_their_probe(monkeypatch):
         )
         here.end(2)
         assert here.manifest(2).status == "ok"
-    assert Live.made[0].rows == {(2, "resid_post", "truth"): [(0, 4), (1, 12), (2, 20)]}
+    assert kind.made[0].rows == {(2, "resid_post", "truth"): [(0, 4.5), (1, 12.5), (2, 20.5)]}
 
 
 class KeepsBlocks(Live):
@@ -113,7 +115,7 @@ def test_a_row_that_two_reads_name_comes_under_both_names(kind, monkeypatch):
     """The exit of layer 0 and the entry of layer 1; the first goes to memory, too."""
     reads = Read("resid_pre", layer=1, to="mine"), Read("resid_post", layer=0, to="mine")
     exit_, entry = point_of(2, 1), point_of(2, 2)
-    layout, count = Layout((exit_,), (), (), ((entry, exit_),)), np.arange(3)
+    layout, count = Layout((exit_,), (), ((entry, exit_),)), np.arange(3)
     raw = torch.randn(3, 4)
     with side(monkeypatch, {"mine": {}}, mine=kind) as here:
         here.add(1, *reads, Read("resid_post", layer=0))
@@ -138,7 +140,7 @@ def test_a_plugin_gets_encoded_rows_encoded_and_decoded(kind, monkeypatch):
     )
     embed, first, second = POINTS
     int8, fp16, full8 = (r.encoding for r in Spec(reads).resolve(SITES).reads[1:])
-    layout = Layout((embed,), (), ((fp16, (first, second)), (full8, (second,)), (int8, (first,))))
+    layout = Layout((embed,), ((fp16, (first, second)), (full8, (second,)), (int8, (first,))))
     raw = torch.randn(3, 3, 4)
     packer = Packer(torch.float32, torch.device("cpu"), Widths((16,)))
     count = np.arange(3)
