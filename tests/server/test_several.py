@@ -169,7 +169,7 @@ def test_server_wide_edits_that_no_request_could_hold_are_refused(client):
 
 
 def test_a_request_that_could_never_fit_is_400(client):
-    with pytest.raises(SpecError, match="Edit fewer places, or raise"):
+    with pytest.raises(SpecError, match="Edit or probe fewer places, or raise"):
         client.complete(TEXT, *vectors(ROOM + 1, 1), max_tokens=4)
 
 

@@ -16,6 +16,7 @@ import itertools
 
 import msgspec
 
+from vllm_scope.core.score_index import ScoreKey
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.packed import Packed, pack, unpack
 from vllm_scope.request.remembered import Remembered
@@ -37,12 +38,19 @@ class Entrant(msgspec.Struct, frozen=True):
             empty.
         unchecked: True if the request may deliver more at once than its front-end checked
             (server-wide edits, modules, global sinks, codecs).
+        scores: the digest of its probes, if its scores are kept with KV blocks; else empty.
+        cached: hashes of its first blocks, whose KV comes from the cache and whose scores the
+            workers hold.
+        block_size: tokens of a block.
     """
 
     recipient: Recipient | None
     spec: int
     columns: tuple[bytes, ...] = ()
     unchecked: bool = False
+    scores: bytes = b""
+    cached: tuple[bytes, ...] = ()
+    block_size: int = 0
 
 
 class StepNews(msgspec.Struct):
@@ -56,6 +64,9 @@ class StepNews(msgspec.Struct):
         forgotten_specs, forgotten_arrays: what workers drop once the entrants have entered.
         ended: id of an ended request that has sinks -> what the scheduler accepted.
         zeroed: KV blocks that the workers must zero before the step's forward.
+        filled: request id -> the first of the blocks that it fills with this step, and their
+            hashes: their scores are kept.
+        forgotten_scores: what is dropped for them.
     """
 
     entrants: dict[str, Entrant] = {}
@@ -65,9 +76,11 @@ class StepNews(msgspec.Struct):
     forgotten_arrays: set[bytes] = set()
     ended: dict[str, Ended] = {}
     zeroed: list[int] = []
+    filled: dict[str, tuple[int, list[bytes]]] = {}
+    forgotten_scores: list[ScoreKey] = []
 
     def __bool__(self) -> bool:
-        return bool(self.entrants or self.ended or self.zeroed)
+        return bool(self.entrants or self.ended or self.zeroed or self.filled)
 
 
 class Told:

@@ -154,13 +154,13 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     ),
     "v1.request": (
         _uses("Request", "request_id sampling_params prompt_token_ids output_token_ids num_tokens "
-              "num_computed_tokens num_in_flight_tokens client_index skip_reading_prefix_cache "
-              "get_finished_reason"),
+              "num_computed_tokens num_in_flight_tokens block_hashes client_index "
+              "skip_reading_prefix_cache get_finished_reason"),
         _uses("RequestStatus", "FINISHED_ERROR FINISHED_STOPPED"),
     ),
     "v1.core.sched.scheduler": (
         _wraps("Scheduler.add_request", "request",
-               "vllm_config requests connector kv_cache_manager", _SCHEDULER),
+               "vllm_config requests connector kv_cache_manager block_size", _SCHEDULER),
         _wraps("Scheduler.schedule", instead=_SCHEDULER),
         _wraps("Scheduler.finish_requests", "request_ids finished_status", "", _SCHEDULER),
         _wraps("Scheduler._free_request", "request", "", _SCHEDULER),
@@ -169,13 +169,13 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
                _SCHEDULER),
     ),
     "v1.core.sched.output": (
-        _uses("SchedulerOutput", "finished_req_ids scheduled_new_reqs"),
-        _uses("NewRequestData", "req_id sampling_params prompt_token_ids"),
+        _uses("SchedulerOutput", "finished_req_ids scheduled_new_reqs num_scheduled_tokens"),
+        _uses("NewRequestData", "req_id sampling_params prompt_token_ids num_computed_tokens"),
     ),
     "v1.core.kv_cache_manager": (
         _wraps("KVCacheManager.get_computed_blocks", "request", "coordinator block_pool", _CAP),
         _wraps("KVCacheManager.get_computed_blocks_for_connector", "request", "", _CAP),
-        _uses("KVCacheManager", "get_blocks evict_blocks"),
+        _uses("KVCacheManager", "get_blocks evict_blocks enable_caching"),
         _uses("KVCacheBlocks", "blocks"),
     ),
     "v1.core.kv_cache_coordinator": (

@@ -211,6 +211,7 @@ class Request(Protocol):
     num_tokens: int
     num_computed_tokens: int
     num_in_flight_tokens: int
+    block_hashes: Sequence[bytes]
     client_index: int
     skip_reading_prefix_cache: bool
 
@@ -221,6 +222,7 @@ class NewRequestData(Protocol):
     """vllm.v1.core.sched.output.NewRequestData"""
 
     req_id: str
+    num_computed_tokens: int
     sampling_params: object
     prompt_token_ids: Sequence[int]  # None without token ids; no such request has taps
 
@@ -229,6 +231,7 @@ class SchedulerOutput(Protocol):
     """vllm.v1.core.sched.output.SchedulerOutput"""
 
     finished_req_ids: set[str]
+    num_scheduled_tokens: Mapping[str, int]
     scheduled_new_reqs: list[NewRequestData]
     scope_news: StepNews
 
@@ -263,6 +266,7 @@ class KVCacheManager(Protocol):
 
     coordinator: KVCacheCoordinator
     block_pool: object
+    enable_caching: bool
 
     def get_blocks(self, request_id: str, /) -> KVCacheBlocks: ...
     def evict_blocks(self, block_ids: set[int], /) -> object: ...
@@ -281,6 +285,7 @@ class Scheduler(Protocol):
     requests: Mapping[str, Request]
     connector: KVConnector | None
     kv_cache_manager: KVCacheManager
+    block_size: int
 
     def finish_requests(
         self, request_ids: Iterable[str], finished_status: object, /

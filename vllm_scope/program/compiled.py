@@ -26,9 +26,9 @@ from vllm_scope.request.nets import Net
 from vllm_scope.request.remembered import Remembered
 
 #: Limits of one request: distinct programs, and operations of all its programs together. Each
-#: process builds the programs: 15 us per program, and 1.3 us per operation. If the request scores
-#: or edits, the thread that runs the model also writes the programs to the device's tables before
-#: the request's first step: 15 us more per program, and 3 us per operation; at most 45 ms.
+#: process builds the programs: 15 us per program, and 1.3 us per operation. If the request edits,
+#: the thread that runs the model also writes the programs to the device's tables before the
+#: request's first step: 15 us more per program, and 3 us per operation; at most 45 ms.
 MOST_PROGRAMS, MOST_OPS = 1024, 1 << 14
 MOST_PROGRAMS_WITH_VECTORS, MOST_OPS_WITH_VECTORS = 512, 1 << 13
 #: Bound of the programs of all specs that this process keeps.

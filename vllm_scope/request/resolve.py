@@ -216,6 +216,16 @@ class Resolved:
         return found
 
     @cached_property
+    def scores_alone(self) -> bytes | None:
+        """A digest of the probes, if all tokens get the same scores and nothing else is asked for:
+        such scores can be kept with KV blocks. None otherwise."""
+        alike = all(p.tokens == Word("all") and p.to == MEMORY for p in self.probes)
+        if self.reads or not self.probes or not alike:
+            return None
+        cells = dict.fromkeys((c.place, c.bank.text) for p in self.probes for c in p.cells)
+        return hashlib.blake2b(repr(list(cells)).encode(), digest_size=16).digest()
+
+    @cached_property
     def stopping(self) -> tuple[ResolvedProbe, ...]:
         """The probes that may end the request."""
         return tuple(probe for probe in self.probes if probe.stops)

@@ -126,7 +126,11 @@ def verdicts(found: Mapping[str, Verdict]) -> Json:
     """The field `verdicts`; absent if there is none."""
     if not found:
         return {}
-    return {"verdicts": {name: verdict._asdict() for name, verdict in found.items()}}
+    told = {
+        name: {"position": position, "value": value if math.isfinite(value) else None}
+        for name, (position, value) in found.items()
+    }
+    return {"verdicts": told}
 
 
 def _numbers(values: Tensor) -> list[float | None]:

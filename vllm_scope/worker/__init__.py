@@ -5,5 +5,6 @@ arena.py       a ring of rows in device memory
 drain.py       from the arena to host memory and labelled batches, on its own thread and stream
 packer.py      rows gathered, and worked on by heads, on their way out of the arena
 probe_bank.py  the probes of one place, computed for many rows at once
+score_store.py scores of KV blocks, for requests that use the prefix cache
 watch.py       which running requests a probe stops
 """

@@ -40,6 +40,7 @@ from vllm_scope.sinks import BatchSink, RowBatch
 from vllm_scope.transport.ring import HostRing, JoinedLease, Lease
 from vllm_scope.worker.arena import Arena, HostFence, Region, StreamFence
 from vllm_scope.worker.packer import Packer
+from vllm_scope.worker.score_store import ScoreStore
 from vllm_scope.worker.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -82,11 +83,31 @@ class _Finish:
     error: str | None
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """Scores of cached tokens.
+
+    Attributes:
+        write: writes them to the lease; False if they are not there.
+        written: set after that.
+    """
+
+    labels: Labels
+    lease: Lease
+    write: Callable[[Lease], bool]
+    written: threading.Event
+
+
+#: What the thread does, in order. A call has no rows.
+_Item = _Rows | _Finish | _Stored | Callable[[], None]
+
+
 class Drain:
     """Copies regions of the arena to the host ring and hands them to a sink, in order.
 
     Args:
         watch: sees the rows of each step too, while it has requests.
+        store: sees them on the drain thread.
 
     Verbs: `add_request`, `submit` (a written region), `finish_request`, `close`.
     """
@@ -98,11 +119,12 @@ class Drain:
         sink: BatchSink,
         widths: Widths,
         watch: Watch | None = None,
+        store: ScoreStore | None = None,
     ) -> None:
-        self._widths, self._watch = widths, watch
+        self._widths, self._watch, self._store = widths, watch, store
         self._arena, self._ring, self._sink = arena, ring, sink
         # Bounded by the ring: each step in it holds a lease.
-        self._items: deque[_Rows | _Finish] = deque()
+        self._items: deque[_Item] = deque()
         self._sleeping = False
         self._closing = False
         self._wake = threading.Event()
@@ -189,6 +211,25 @@ class Drain:
             self._main = torch.cuda.current_stream(self._main.device)
         return self._main
 
+    def submit_stored(self, labels: Labels, write: Callable[[Lease], bool]) -> None:
+        """Deliver scores that were kept.
+
+        Args:
+            labels: of one layout.
+            write: called on the drain thread, see _Stored.
+        """
+        num_slots = len(labels.keys) * labels.layouts[0].slots(self._widths)
+        item = _Stored(labels, self._ring.acquire(num_slots), write, threading.Event())
+        if self._watch:
+            self._watch.add(lambda: labels, partial(_wait_for, item.written), item.lease, None)
+            self._ended.set()
+            self._soon.set()
+        self._put(item)
+
+    def later(self, call: Callable[[], None]) -> None:
+        """Call something on the drain thread, after the rows that were submitted so far."""
+        self._put(call)
+
     def finish_request(self, key: int, error: str | None = None) -> None:
         self._followed.discard(key)
         self._put(_Finish(key, error))
@@ -211,7 +252,7 @@ class Drain:
         self._watch.add(partial(_true_labels, step), wait, step.lease, step.boundary)
         return step
 
-    def _put(self, item: _Rows | _Finish) -> None:
+    def _put(self, item: _Item) -> None:
         if self._watch and isinstance(item, _Rows):
             item = self._show(item)
         self._items.append(item)
@@ -305,7 +346,7 @@ class Drain:
         if not self._followed:
             self._soon.wait(max(0.0, LINGER_UNSEEN_S - max(least, LINGER_S)))
 
-    def _deliver(self, items: list[_Rows | _Finish]) -> None:
+    def _deliver(self, items: list[_Item]) -> None:
         steps: list[_Rows] = []
         for item in items:
             if steps and not (isinstance(item, _Rows) and _may_join(steps, item)):
@@ -314,8 +355,12 @@ class Drain:
             if isinstance(item, _Finish):
                 self._packer.release(item.key)
                 self._guard(lambda: self._sink.finish(item.key, item.error))  # noqa: B023
-            else:
+            elif isinstance(item, _Stored):
+                self._guard(lambda: self._write_stored(item))  # noqa: B023
+            elif isinstance(item, _Rows):
                 steps.append(item)
+            else:
+                self._guard(item)
         if steps:
             self._guard(lambda: self._write(steps))
 
@@ -339,6 +384,9 @@ class Drain:
                 if events:
                     events[-1].synchronize()
             labels = [_true_labels(step) for step in steps]
+            if self._store:
+                for one, step in zip(labels, steps, strict=True):
+                    self._store.collect(one, step.lease, step.boundary)
             if len(steps) == 1:
                 self._sink.write(
                     RowBatch(labels[0], steps[0].lease, self._widths, steps[0].boundary)
@@ -359,6 +407,14 @@ class Drain:
                 if step.region is None and step.copied is not None:
                     self._events.append(step.copied)
 
+    def _write_stored(self, item: _Stored) -> None:
+        try:
+            if item.write(item.lease):
+                self._sink.write(RowBatch(item.labels, item.lease, self._widths))
+        finally:
+            item.written.set()
+            item.lease.release()
+
     def _copy_on_host(self, step: _Rows) -> None:
         assert step.region is not None
         assert isinstance(step.region.fence, HostFence)
@@ -366,6 +422,10 @@ class Drain:
             self._fill(step.region, step.labels, step.boundary, step.lease)
         finally:
             step.region.fence.set()
+
+
+def _wait_for(event: threading.Event) -> None:
+    event.wait()
 
 
 def _nothing_to_wait_for() -> None:

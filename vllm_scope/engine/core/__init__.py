@@ -3,6 +3,7 @@
 entry.py      what a request that enters means, and the keys of its edited KV blocks
 entered.py    what EngineCore keeps about a request that reads, probes or edits
 scheduler.py  when the request may run, and the message that it is over
+scores.py     scores that are kept with KV blocks
 verdicts.py   requests that a probe stops
 clearing.py   KV blocks that must be zeroed before they are used again
 """

@@ -116,7 +116,7 @@ class CoreScope:
         if not cost.fits(self.most):
             raise CapacityError(
                 f"with the server's edits the request takes {cost}; this engine has "
-                f"{self.most}. Edit fewer places, or send it again when they are gone."
+                f"{self.most}. Edit or probe fewer places, or send it again when they are gone."
             )
         return programs, columns
 

@@ -25,6 +25,7 @@ from vllm_scope.engine import wrapping
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.core import clearing
 from vllm_scope.engine.core.entered import entered
+from vllm_scope.engine.core.scores import fill_blocks, index_of, new_index, scores_of
 from vllm_scope.engine.model import hidden_size_of
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import (
@@ -91,8 +92,11 @@ def _programs_of(request: object) -> tuple[Program, ...]:
 
 
 def _add_to_scheduler(original: Callable[..., object], self: Scheduler, request: Request) -> None:
-    if self.connector is not None and entered(request) is not None:
+    known = entered(request)
+    if self.connector is not None and known is not None:
         _take_nothing_from(self.connector)
+    if known is not None and known.asked.scores_alone is not None:
+        new_index(self)
     programs, admission = _programs_of(request), admission_of(self)
     if request.request_id not in self.requests:
         if programs and admission is None:
@@ -122,6 +126,9 @@ def _free(
     if known is not None and known.has_sinks:
         ended = Ended(tuple(request.output_token_ids), str(request.get_finished_reason()))
         _state_of(self).ended[request.request_id] = ended
+    index = index_of(self.kv_cache_manager)
+    if index is not None:
+        index.forget_request(request.request_id)
     admission = admission_of(self)
     if admission is not None and admission.release(request.request_id):
         _let_in(self, admission)
@@ -163,12 +170,16 @@ def _schedule(
     output = original(self, *args, **kwargs)
     news = StepNews(zeroed=clearing.due(self))
     for new in output.scheduled_new_reqs:
-        known = entered(self.requests[new.req_id])
+        request = self.requests[new.req_id]
+        known = entered(request)
         if known is not None:
             number = _state_of(self).told.number_of(known.asked, news)
-            entrant = Entrant(known.recipient, number, known.columns, known.unchecked)
-            news.entrants[new.req_id] = entrant
+            news.entrants[new.req_id] = Entrant(
+                known.recipient, number, known.columns, known.unchecked,
+                *scores_of(self, request, known.asked, new.num_computed_tokens),
+            )  # fmt: skip
     state = _states.of(self)
+    fill_blocks(self, output, news)
     if state is not None and state.ended:
         news.ended = {r: state.ended.pop(r) for r in output.finished_req_ids if r in state.ended}
     if news:
@@ -201,7 +212,9 @@ def _capped(
     known = entered(request)
     if known is None or known.first_read is None:
         return original(self, request, *args, **kwargs)
-    first = known.first_read
+    first, index, probes = known.first_read, index_of(self), known.asked.scores_alone
+    if index is not None and probes is not None:
+        first = max(first, index.num_known(request.block_hashes, probes) * index.block_size)
     if _takes_cap(original):
         given = (*args, *kwargs.values(), None)[0]
         most = request.num_tokens - 1 if given is None else given

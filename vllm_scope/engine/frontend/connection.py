@@ -313,8 +313,8 @@ def _check_room(asked: Resolved, ids: Ids, max_tokens: int, connection: Connecti
                 "start the engine with a larger additional_config['scope'].arena_mib."
             )
         cost = Cost.of(set(every))
-        if program.has_vectors and not cost.fits(limits.capacity):
+        if (program.has_vectors or asked.probes) and not cost.fits(limits.capacity):
             raise SpecError(
-                f"the request takes {cost}; this engine has {limits.capacity}. Edit fewer places, "
-                "or raise additional_config['scope'].vectors_mib."
+                f"the request takes {cost}; this engine has {limits.capacity}. Edit or probe fewer "
+                "places, or raise additional_config['scope'].vectors_mib."
             )

@@ -84,6 +84,8 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
             scope.steps.fail()
             raise
         scope.steps.end()
+        if news is not None and news.filled:
+            scope.keep_blocks(news)
         return scope.with_endings(output)
 
     sample_tokens = runner.sample_tokens

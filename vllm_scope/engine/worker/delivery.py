@@ -16,9 +16,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
+import numpy as np
+
+from vllm_scope.batch.labels import Labels
 from vllm_scope.config import ScopeConfig
+from vllm_scope.core.news import Entrant
+from vllm_scope.core.score_index import ScoreKey
 from vllm_scope.engine.worker.sizes import Sizes
+from vllm_scope.program.layout import Layout
 from vllm_scope.request.actions import MEMORY
 from vllm_scope.request.resolve import Resolved
 from vllm_scope.request.sites import Sites
@@ -30,6 +37,7 @@ from vllm_scope.sinks.router import Router
 from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker.arena import Arena
 from vllm_scope.worker.drain import Drain
+from vllm_scope.worker.score_store import ScoreStore
 from vllm_scope.worker.watch import Watch
 
 #: The key of a request that delivers nothing.
@@ -53,8 +61,11 @@ class WorkerDelivery:
     router: Router
     drain: Drain
     watch: Watch
+    store: ScoreStore
     info: RequestInfo
     here: frozenset[int]
+    #: Keys of running requests whose scores are kept.
+    _keeping: set[int] = field(default_factory=set)
     #: Keys for requests to which no front-end gave a key: negative, below NOBODY.
     _own_keys: Iterator[int] = field(default_factory=lambda: itertools.count(NOBODY - 1, -1))
 
@@ -84,10 +95,10 @@ class WorkerDelivery:
         memory = MemorySink(stage[0], ring, config.road)
         configs = config.sink_configs(), config.global_sink_configs()
         router = Router(memory, *configs, sites, here)
-        watch = Watch(sizes.widths, drafts)
-        drain = Drain(arena, ring, router, sizes.widths, watch)
+        watch, store = Watch(sizes.widths, drafts), ScoreStore(sizes.widths)
+        drain = Drain(arena, ring, router, sizes.widths, watch, store)
         info = RequestInfo(NOBODY, "", "", (), stage=stage[0], num_stages=stage[1], model=model)
-        return WorkerDelivery(ring, memory, router, drain, watch, info, frozenset(here))
+        return WorkerDelivery(ring, memory, router, drain, watch, store, info, frozenset(here))
 
     def expect(self, recipient: Recipient) -> None:
         """Announce a request, so that its front-end is answered even if the request then fails.
@@ -134,12 +145,40 @@ class WorkerDelivery:
             )  # fmt: skip
         return key
 
+    def keep_scores(self, key: int, entrant: Entrant, layout: Layout) -> None:
+        """Keep the scores of a request with KV blocks, and deliver those of its cached tokens.
+
+        Args:
+            layout: of all of its tokens, at this stage.
+        """
+        self._keeping.add(key)
+        self.drain.later(partial(self.store.begin, key, layout, entrant.block_size))
+        if entrant.cached:
+            count = len(entrant.cached) * entrant.block_size
+            labels = Labels(
+                np.full(count, key, np.int64), np.arange(count, dtype=np.int64),
+                np.zeros(count, np.int32), (layout,), np.arange(count, dtype=np.int64),
+            )  # fmt: skip
+            self.drain.submit_stored(
+                labels, partial(self.store.fill, entrant.cached, entrant.scores)
+            )
+
+    def keep_blocks(self, key: int, first: int, hashes: Sequence[bytes], scores: bytes) -> None:
+        """Keep the scores of blocks that a request has filled."""
+        self.drain.later(partial(self.store.keep, key, first, hashes, scores))
+
+    def forget_scores(self, keys: Sequence[ScoreKey]) -> None:
+        self.drain.later(partial(self.store.forget, keys))
+
     def finish_request(self, key: int, error: str | None, ended: Ended | None) -> None:
         """Send the end of a request after its rows."""
         self.watch.finish_request(key)
         if ended is not None:
             self.router.expect_end(key, ended)
         self.drain.finish_request(key, error)
+        if key in self._keeping:
+            self._keeping.remove(key)
+            self.drain.later(partial(self.store.end, key))
 
     def describe(self) -> dict[str, bool]:
         """The sinks that requests may name -> whether they take scores."""

@@ -73,6 +73,8 @@ class ScopeWorker:
         self._heard = Heard()
         #: Requests that EngineCore has named and that are not over, also those that failed.
         self._entered: set[str] = set()
+        #: Those whose scores are kept with KV blocks -> key, and digest of the probes.
+        self._keeping: dict[str, tuple[int, bytes]] = {}
 
     # Load
 
@@ -220,6 +222,11 @@ class ScopeWorker:
             if key != NOBODY or not program.empty:
                 held = program.programs_of(entrant.columns) if program.has_vectors else ()
                 self._planner.add_request(request.req_id, key, program, held)
+            # Without probes at this stage there is no program.
+            every = program.generated_superset() if entrant.scores and key != NOBODY else None
+            if every is not None and self._delivery is not None:
+                self._delivery.keep_scores(key, entrant, every.layout)
+                self._keeping[request.req_id] = key, entrant.scores
         except Exception as error:
             self._refuse(request.req_id, vectors, key, error)
 
@@ -270,10 +277,22 @@ class ScopeWorker:
             if req_id not in self._entered:
                 continue
             self._entered.remove(req_id)
+            self._keeping.pop(req_id, None)
             error = self._functions.finish_request(req_id) if self._functions else None
             key = self._planner.finish_request(req_id)
             if key is not None:
                 self._finish(key, error, (ended or {}).get(req_id))
+
+    def keep_blocks(self, news: StepNews) -> None:
+        """Keep the scores of blocks that were filled by the forward that was just enqueued."""
+        if self._delivery is None:
+            return
+        for req_id, (first, hashes) in news.filled.items():
+            if req_id in self._keeping:
+                key, scores = self._keeping[req_id]
+                self._delivery.keep_blocks(key, first, hashes, scores)
+        if news.forgotten_scores:
+            self._delivery.forget_scores(news.forgotten_scores)
 
     def with_endings(self, output: object) -> object:
         """A step's output, with the requests that end by it: whose edits made rows that are not

@@ -1,0 +1,79 @@
+"""Scores that are kept with KV blocks, so that a request that only probes may use the prefix cache.
+
+Owns:  one ScoreIndex for each of vLLM's KV-cache managers, and what workers are told of it.
+Runs:  in EngineCore, on the scheduler's thread.
+From:  scheduler.   To: core.news.
+"""
+
+from __future__ import annotations
+
+from vllm_scope.core.news import StepNews
+from vllm_scope.core.score_index import ScoreIndex
+from vllm_scope.engine.beside import Beside
+from vllm_scope.engine.core.entered import entered
+from vllm_scope.engine.seams import config_of
+from vllm_scope.engine.vllm_types import Request, Scheduler, SchedulerOutput
+from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
+from vllm_scope.request.resolve import Resolved
+
+#: vLLM's KVCacheManager -> the blocks whose scores the workers hold.
+_indices: Beside[ScoreIndex] = Beside()
+
+
+def index_of(manager: object) -> ScoreIndex | None:
+    return _indices.of(manager)
+
+
+def new_index(scheduler: Scheduler) -> None:
+    """Make the index, if there is none and scores are to be kept."""
+    config = config_of(scheduler.vllm_config)
+    assert config is not None
+    manager = scheduler.kv_cache_manager
+    if index_of(manager) is None and config.scores_mib and manager.enable_caching:
+        index = ScoreIndex(_hash_block_size(scheduler), int(config.scores_mib * 2**20))
+        _indices.put(manager, index)
+
+
+def _hash_block_size(scheduler: Scheduler) -> int:
+    """Tokens of a block that has a hash. vllm 0.32, v1/core/sched/scheduler.py"""
+    return int(getattr(scheduler, "hash_block_size", scheduler.block_size))
+
+
+def scores_of(
+    scheduler: Scheduler, request: Request, asked: Resolved, num_cached: int
+) -> tuple[bytes, tuple[bytes, ...], int]:
+    """Entrant.scores, Entrant.cached and Entrant.block_size."""
+    index = index_of(scheduler.kv_cache_manager)
+    if index is None or asked.scores_alone is None:
+        return b"", (), 0
+    num_blocks = num_cached // index.block_size
+    index.begin(request.request_id, num_blocks)
+    return asked.scores_alone, tuple(request.block_hashes[:num_blocks]), index.block_size
+
+
+def fill_blocks(scheduler: Scheduler, output: SchedulerOutput, news: StepNews) -> None:
+    """Tell the workers which blocks are full once this step has run."""
+    index = index_of(scheduler.kv_cache_manager)
+    if not index:
+        return
+    for request_id in index.running:
+        if request_id not in output.num_scheduled_tokens:
+            continue
+        request = scheduler.requests[request_id]
+        known = entered(request)
+        assert known is not None
+        asked = known.asked
+        # Drafts may be rejected: tokens that are not known yet fill no block.
+        num_tokens = min(request.num_computed_tokens, request.num_tokens)
+        found, gone = index.fill(
+            request_id, request.block_hashes, num_tokens, asked.scores_alone or b"",
+            _score_bytes(asked),
+        )  # fmt: skip
+        if found is not None:
+            news.filled[request_id] = found
+            news.forgotten_scores += gone
+
+
+def _score_bytes(asked: Resolved) -> int:
+    cells = {(c.place, c.bank.text): c.bank for probe in asked.probes for c in probe.cells}
+    return sum(slots_of_row(bank.row_bytes) * SLOT_BYTES for bank in cells.values())

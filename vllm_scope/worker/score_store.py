@@ -1,0 +1,227 @@
+"""Scores of KV blocks, for requests that take the blocks' KV from the prefix cache.
+
+Owns:  ScoreStore.
+Runs:  on the drain thread, in the order of steps.
+From:  drain (each step's rows), core.score_index (what to keep and to forget).
+To:    drain (the scores of cached tokens).
+
+What is kept of a token are its bytes as they were delivered: nothing but scores, in one layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_scope.batch.by_position import Ints
+from vllm_scope.batch.by_request import by_key, by_layout
+from vllm_scope.batch.labels import Labels
+from vllm_scope.core.score_index import ScoreKey
+from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
+from vllm_scope.transport.ring import Lease
+
+Bytes = NDArray[np.uint8]
+#: Steps of single tokens are kept for so many blocks: EngineCore names a block a few steps after
+#: its last token was computed.
+_BLOCKS_BACK = 4
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Several tokens of one step.
+
+    Attributes:
+        step: steps are numbered; a later one has the true values of a position.
+        slots: which of a token's bytes these are; None for all.
+    """
+
+    step: int
+    positions: Ints
+    data: Bytes
+    slots: Ints | None
+
+
+@dataclass
+class _Collected:
+    """The tokens of one request that are in no block yet.
+
+    Attributes:
+        row: its row in the ring of single tokens.
+    """
+
+    layout: Layout
+    row: int
+    runs: list[_Run] = field(default_factory=list)
+
+
+class _Singles:
+    """Steps with one token of each request: the last few positions of every request."""
+
+    def __init__(self, span: int, token_bytes: int) -> None:
+        self._span = span
+        #: [num_rows, span], of a position at its remainder by `span`.
+        self.positions = np.full((0, span), -1, np.int64)
+        self.steps = np.zeros((0, span), np.int64)
+        self.values = np.zeros((0, span, token_bytes), np.uint8)
+        self._free: list[int] = []
+
+    def take(self) -> int:
+        if not self._free:
+            old = len(self.positions)
+            new = max(16, 2 * old)
+            positions = np.full((new, self._span), -1, np.int64)
+            self.steps = np.resize(self.steps, positions.shape)
+            values = np.zeros((new, *self.values.shape[1:]), np.uint8)
+            positions[:old], values[:old] = self.positions, self.values
+            self.positions, self.values = positions, values
+            self._free = list(range(new - 1, old - 1, -1))
+        row = self._free.pop()
+        self.positions[row] = -1
+        return row
+
+    def give_back(self, row: int) -> None:
+        self._free.append(row)
+
+    def put(self, step: int, rows: Ints, positions: Ints, data: Bytes) -> None:
+        at = positions % self._span
+        self.positions[rows, at], self.steps[rows, at] = positions, step
+        self.values[rows, at] = data
+
+
+class ScoreStore:
+    """The scores of blocks, by block hash and probes.
+
+    Args:
+        widths: of raw rows.
+    """
+
+    def __init__(self, widths: Widths) -> None:
+        self._widths = widths
+        #: Tokens of a block; the same for all requests.
+        self._block_size = 0
+        self._blocks: dict[ScoreKey, Bytes] = {}
+        self._requests: dict[int, _Collected] = {}
+        self._singles: dict[Layout, _Singles] = {}
+        self._step = 0
+        #: The keys of the last step of single tokens, and their rows.
+        self._last: tuple[NDArray[np.int64], Ints] | None = None
+
+    def __bool__(self) -> bool:
+        """True if some request's scores are collected."""
+        return bool(self._requests)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(block.nbytes for block in self._blocks.values())
+
+    def begin(self, key: int, layout: Layout, block_size: int) -> None:
+        """Collect the scores of a request, all of whose tokens have this layout."""
+        self._block_size = block_size
+        singles = self._singles.get(layout)
+        if singles is None:
+            size = layout.slots(self._widths) * SLOT_BYTES
+            singles = self._singles[layout] = _Singles(_BLOCKS_BACK * self._block_size, size)
+        self._requests[key] = _Collected(layout, singles.take())
+        self._last = None
+
+    def end(self, key: int) -> None:
+        collected = self._requests.pop(key, None)
+        if collected is None:
+            return
+        self._singles[collected.layout].give_back(collected.row)
+        self._last = None
+        if not any(one.layout == collected.layout for one in self._requests.values()):
+            del self._singles[collected.layout]
+
+    def collect(self, labels: Labels, lease: Lease, boundary: int | None) -> None:
+        """Take the scores of a step, or of one tap of it."""
+        self._step += 1
+        for layout, tokens, data in by_layout(
+            labels.layouts, labels.layout_of, boundary, self._widths, lease.slots
+        ):
+            singles = self._singles.get(layout)
+            if singles is None:
+                continue
+            keys, positions = labels.keys[tokens], labels.positions[tokens]
+            rows = self._rows_of(keys) if boundary is None else None
+            if rows is not None:
+                singles.put(self._step, rows, positions, data)
+                continue
+            slots = None if boundary is None else self._slots_at(layout, boundary)
+            for key, some in by_key(keys):
+                collected = self._requests.get(key)
+                if collected is not None and collected.layout == layout:
+                    part = data[some] if slots is None else data[some][:, : len(slots)]
+                    run = _Run(self._step, positions[some].copy(), part.copy(), slots)
+                    collected.runs.append(run)
+
+    def _rows_of(self, keys: NDArray[np.int64]) -> Ints | None:
+        """The rows of single tokens; None if a request has several, or is not collected."""
+        if self._last is not None and np.array_equal(self._last[0], keys):
+            return self._last[1]
+        known = [self._requests.get(key) for key in keys.tolist()]
+        if None in known or len(set(keys.tolist())) < len(keys):
+            return None
+        rows = np.array([one.row for one in known if one is not None], np.int64)
+        self._last = (keys.copy(), rows)
+        return rows
+
+    def _slots_at(self, layout: Layout, boundary: int) -> Ints:
+        """Where the bytes of one tap are in a token's bytes."""
+        whole = {head: (points, at) for head, points, at, _ in layout.encoded_at(self._widths)}
+        found = []
+        for head, points, _, num_slots in layout.at(boundary).encoded_at(self._widths):
+            everything, first = whole[head]
+            for point in points:
+                start = (first + everything.index(point) * num_slots) * SLOT_BYTES
+                found.append(np.arange(start, start + num_slots * SLOT_BYTES))
+        return np.concatenate([np.zeros(0, np.int64), *found])
+
+    def keep(self, key: int, first: int, hashes: Sequence[bytes], probes: bytes) -> None:
+        """Make blocks of what was collected. A block that lacks a token is not kept."""
+        collected = self._requests.get(key)
+        if collected is None:
+            return
+        size = self._block_size
+        for i, block_hash in enumerate(hashes, first):
+            block = self._block(collected, i * size)
+            if block is not None:
+                self._blocks[block_hash, probes] = block
+        stop = (first + len(hashes)) * size
+        collected.runs = [run for run in collected.runs if run.positions.max() >= stop]
+
+    def _block(self, collected: _Collected, start: int) -> Bytes | None:
+        size, singles = self._block_size, self._singles[collected.layout]
+        block = np.zeros((size, singles.values.shape[2]), np.uint8)
+        #: Which bytes are there, and of each single token, of which step.
+        filled, steps = np.zeros(block.shape, bool), np.zeros(size, np.int64)
+        wanted = np.arange(start, start + size)
+        at = wanted % singles.positions.shape[1]
+        there = singles.positions[collected.row, at] == wanted
+        block[there] = singles.values[collected.row, at[there]]
+        filled[there] = True
+        steps[there] = singles.steps[collected.row, at[there]]
+        for run in collected.runs:
+            tokens = run.positions - start
+            some = np.flatnonzero((tokens >= 0) & (tokens < size))
+            some = some[steps[tokens[some]] < run.step]
+            tokens = tokens[some]
+            where = (tokens,) if run.slots is None else (tokens[:, None], run.slots)
+            block[where], filled[where] = run.data[some], True
+        return block if filled.all() else None
+
+    def fill(self, hashes: Sequence[bytes], probes: bytes, lease: Lease) -> bool:
+        """Write the scores of consecutive blocks; False if one of them is missing."""
+        found = [self._blocks.get((block_hash, probes)) for block_hash in hashes]
+        if any(block is None for block in found):
+            return False
+        data = np.concatenate([block for block in found if block is not None])
+        lease.slots.numpy()[:] = data.reshape(-1, SLOT_BYTES)
+        return True
+
+    def forget(self, keys: Iterable[ScoreKey]) -> None:
+        for key in keys:
+            self._blocks.pop(key, None)
