@@ -23,7 +23,8 @@ from tests.unit.delivered import ROW_BYTES, labels_of, reads_at, slots_per_token
 from vllm_scope import CompatError
 from vllm_scope.batch.labels import Labels
 from vllm_scope.program.layout import Layout, Widths
-from vllm_scope.request.encoding import Encoding
+from vllm_scope.request.heads import Bank, Encoding
+from vllm_scope.request.sites import point_of
 from vllm_scope.sinks import RowBatch
 from vllm_scope.transport.messages import FinishHeader, RowsHeader, RowsMessage, start_of
 from vllm_scope.transport.receiver import Receiver
@@ -33,6 +34,9 @@ from vllm_scope.transport.senders.tcp import PIECE_BYTES
 
 #: Generous: what must arrive has arrived by then.
 PATIENCE_S = 3
+
+#: Of three probes: one slot.
+BANK = Bank.of([b"one", b"two", b"three"], 3)
 
 _receivers: list[Receiver] = []
 
@@ -157,8 +161,8 @@ def _freed(sender: Sender, lease: Lease, patience_s: float = PATIENCE_S) -> bool
     ],
 )
 def test_rows_and_scores_arrive_bit_by_bit(num_tokens, row_bytes, boundary, road, inbox):
-    # Two rows and a score; at boundary 3 one row and no score.
-    labels = _labels(num_tokens, (reads_at(0, 3, scores=((0, 4),)),))
+    # Two rows and three scores; at boundary 3 one row and no score.
+    labels = _labels(num_tokens, (reads_at(0, 3, encoded=((BANK, (point_of(0, 1),)),)),))
     per_token = slots_per_token(labels, boundary, row_bytes)[0]
     assert per_token == -(-row_bytes // 16) * (1 if boundary else 2) + (0 if boundary else 1)
     ring = HostRing(num_tokens * per_token + 2, cuda=False)
@@ -187,12 +191,12 @@ def test_rows_and_scores_arrive_bit_by_bit(num_tokens, row_bytes, boundary, road
     ring.close()
 
 
-def test_layouts_with_encodings_arrive_and_their_rows_are_cut_where_they_end(road, inbox):
+def test_layouts_with_heads_arrive_and_their_rows_are_cut_where_they_end(road, inbox):
     int8, half = Encoding('{"codec": "int8"}', 20), Encoding("half", 4096)
     layouts = (
-        reads_at(0, scores=((0, 4),)),
-        Layout((), (), ((int8, (0, 9)),)),
-        Layout((3,), ((0, 1),), ((half, (3,)), (int8, (0,)))),
+        reads_at(0, encoded=((BANK, (1,)),)),
+        Layout((), ((int8, (0, 9)),)),
+        Layout((3,), ((half, (3,)), (BANK, (0,)), (int8, (0,)))),
     )
     labels = labels_of(range(9000), range(9000), np.arange(9000) % 3, layouts)
     counts = np.array(slots_per_token(labels, None))
@@ -207,13 +211,15 @@ def test_layouts_with_encodings_arrive_and_their_rows_are_cut_where_they_end(roa
     while sum(len(m.keys) for m in messages) < 9000:
         messages.append(inbox.next())
         assert messages[-1].layouts == list(layouts)
+        heads = [[type(head) for head, _ in x.encoded] for x in messages[-1].layouts]
+        assert heads == [[Bank], [Encoding], [Encoding, Bank, Encoding]]
         assert len(messages[-1].slots) == sum(slots_per_token(messages[-1], None))
     assert torch.equal(torch.cat([m.slots for m in messages]), content)
     assert len(messages) == (1 if road == "shared" else 2)
 
 
 def test_layouts_with_further_names_of_rows_arrive(road, inbox):
-    layouts = reads_at(0), Layout((7,), (), (), ((8, 7),))
+    layouts = reads_at(0), Layout((7,), (), ((8, 7),))
     labels = labels_of(range(6), range(6), np.arange(6) % 2, layouts)
     ring = HostRing(6, cuda=False)
     sender = inbox.open(road, ring)
@@ -226,8 +232,8 @@ def test_batches_of_different_layouts_are_cut_between_tokens(inbox):
     layouts = (
         reads_at(0),
         reads_at(0, 1, 2),
-        reads_at(1, 2, scores=((1, 0),)),
-        Layout((), ((1, 0),)),
+        reads_at(1, 2, encoded=((BANK, (point_of(1, 0),)),)),
+        Layout((), ((BANK, (point_of(1, 0),)),)),
     )
     labels = labels_of(range(600), range(600), np.arange(600) % 4, layouts)
     counts = np.array(slots_per_token(labels, None, row_bytes))
