@@ -7,13 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.oracle import numbers_of
+from vllm_scope import AttentionPool, Mlp
 from vllm_scope.batch.labels import Labels
 from vllm_scope.codecs.packed import encoding_of, packing_of
 from vllm_scope.errors import CapacityError
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, slots_of_row
-from vllm_scope.request.encoding import CodecChoice, Encoding
+from vllm_scope.request.arrays import Array
+from vllm_scope.request.heads import Bank, CodecChoice, Encoding
+from vllm_scope.request.nets import Net, net_of
 from vllm_scope.request.sites import point_of
 from vllm_scope.worker import packer as packer_module
+from vllm_scope.worker import probe_bank
 from vllm_scope.worker.packer import Packer
 
 CPU = torch.device("cpu")
@@ -27,15 +32,33 @@ def encoding(name: str, dtype: torch.dtype, **options: int) -> Encoding:
     return encoding_of(choice, HIDDEN_SIZE, str(dtype).removeprefix("torch."), "codec")
 
 
+def weight(seed: int, *shape: int) -> Array:
+    return Array.parse(np.random.default_rng(seed).normal(size=shape), "weight")
+
+
+def bank_of(*nets: Net) -> Bank:
+    return Bank.of([net.digest for net in nets], sum(net.num_values for net in nets))
+
+
+#: Three vectors, an AttentionPool, and an Mlp: six numbers, which fill one slot and a half.
+NETS = (
+    *(net_of(weight(seed, HIDDEN_SIZE)) for seed in range(3)),
+    AttentionPool(weight(3, HIDDEN_SIZE), weight(4, HIDDEN_SIZE)).net,
+    Mlp([(weight(5, 3, HIDDEN_SIZE), weight(6, 3)), (weight(7, 1, 3), weight(8, 1))], "gelu").net,
+)
+SIX, ONE = bank_of(*NETS), bank_of(NETS[4])
+BANKS = {SIX: NETS, ONE: NETS[4:]}
+
+
 def layouts_of(dtype: torch.dtype) -> tuple[Layout, ...]:
     int8, fp16 = encoding("int8", dtype), encoding("fp16", dtype)
     topk8, full8 = encoding("topk8", dtype, k=5), encoding("full8", dtype)
     return (
-        Layout((A, B), ((0, 0),)),
-        Layout((), (), ((int8, (A, B)),)),
-        Layout((B,), tuple((2, i) for i in range(5)), ((fp16, (C,)), (topk8, (B, C)))),
-        Layout((), ((2, 1),)),
-        Layout((A,), (), ((full8, (A,)),)),
+        Layout((A, B), ((ONE, (A,)),)),
+        Layout((), ((int8, (A, B)),)),
+        Layout((B,), ((SIX, (B, C)), (fp16, (C,)), (topk8, (B, C)))),
+        Layout((), ((SIX, (B,)),)),
+        Layout((A,), ((full8, (A,)),)),
     )
 
 
@@ -46,8 +69,9 @@ def labels_of(layout_of: list[int], layouts: tuple[Layout, ...]) -> Labels:
 
 def token_by_token(
     region: Tensor, labels: Labels, boundary: int | None, dtype: torch.dtype
-) -> Tensor:
-    """The same, written down plainly: uint8 [num_slots, SLOT_BYTES]."""
+) -> tuple[Tensor, Tensor]:
+    """The same, written down plainly: uint8 [num_slots, SLOT_BYTES]; and the slots with numbers of
+    banks, which are float64 products, rounded."""
     row_bytes = HIDDEN_SIZE * dtype.itemsize
     row_slots, widths = slots_of_row(row_bytes), Widths((row_bytes,))
     here = [x if boundary is None else x.at(boundary) for x in labels.layouts]
@@ -56,6 +80,7 @@ def token_by_token(
     if boundary is not None:
         room, width = [max(room)] * len(here), [max(width)] * len(here)
     slots, found, at = region.view(torch.uint8), [], 0
+    numbers: list[int] = []
     for which in labels.layout_of:
         layout, token = here[which], slots[at : at + width[which]]
         at += width[which]
@@ -64,18 +89,23 @@ def token_by_token(
             for i, point in enumerate(layout.arena.points)
         }
         parts = [raw[point] for point in layout.points]
-        if layout.scores:
-            first = len(raw) * row_slots
-            parts.append(token[first : layout.arena.slots(widths)])
         for one, points in layout.encoded:
             for point in points:
                 row = raw[point].reshape(1, -1)[:, :row_bytes].view(dtype)
-                parts.append(packing_of(one).pack(row).view(-1, SLOT_BYTES))
+                if isinstance(one, Bank):
+                    made = [numbers_of(net, row.double())[0] for net in BANKS[one]]
+                    words = torch.zeros(slots_of_row(one.row_bytes) * SLOT_BYTES // 4)
+                    words[: one.row_bytes // 4] = torch.from_numpy(np.concatenate(made))
+                    parts.append(words.view(torch.uint8).view(-1, SLOT_BYTES))
+                    first = sum(map(len, found)) + sum(map(len, parts[:-1]))
+                    numbers += range(first, first + len(parts[-1]))
+                else:
+                    parts.append(packing_of(one).pack(row).view(-1, SLOT_BYTES))
         size = sum(len(part) for part in parts)
         parts.append(torch.zeros((room[which] - size, SLOT_BYTES), dtype=torch.uint8))
         found += parts
     assert at == len(slots)
-    return torch.cat(found)
+    return torch.cat(found), torch.tensor(numbers, dtype=torch.int64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -97,13 +127,18 @@ def test_every_row_and_score_goes_to_its_place(
     labels = labels_of(layout_of, layouts_of(dtype))
     row_bytes = HIDDEN_SIZE * dtype.itemsize
     packer = Packer(dtype, CPU, Widths((row_bytes,)))
+    packer.hold(1, (), BANKS)
     before, _ = packer_module._sizes(labels, boundary, Widths((row_bytes,)))
     arena = torch.randn(int(before.sum()) + 9, SLOT_BYTES // dtype.itemsize).to(dtype)
     region = arena[4:-5]
     for _ in range(2):  # as the step after it, whose labels are of the same shape
         into = torch.full((packer.num_slots(labels, boundary), SLOT_BYTES), 7, dtype=torch.uint8)
         packer.pack(region, labels, boundary, into)
-        assert torch.equal(into, token_by_token(region, labels, boundary, dtype))
+        expected, numbers = token_by_token(region, labels, boundary, dtype)
+        found, wanted = (slots[numbers].view(torch.float32) for slots in (into, expected))
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
+        expected[numbers] = into[numbers]
+        assert torch.equal(into, expected)
         arena.normal_()
 
 
@@ -125,7 +160,7 @@ def test_the_work_does_not_grow_with_the_rows():
         packer = Packer(dtype, CPU, Widths((4 * HIDDEN_SIZE,)))
         (chunk,) = packer._chunks(labels_of([0, 1, 2, 3, 4] * count, layouts), None)
         moves.append(len(chunk.moves))
-    assert moves[0] == moves[1] == 7  # raw rows, scores in one slot and in two, four codecs
+    assert moves[0] == moves[1] == 7  # raw rows, two banks, four codecs
 
 
 def test_the_next_step_of_the_same_requests_needs_no_new_plan():
@@ -145,12 +180,46 @@ def test_the_next_step_of_the_same_requests_needs_no_new_plan():
 def test_as_many_projections_as_allowed_are_held_until_their_requests_end():
     packer = Packer(torch.float32, CPU, Widths((4 * HIDDEN_SIZE,)))
     many = [encoding("rp8", torch.float32, k=3, seed=seed) for seed in range(9)]
-    packer.hold(1, many[:4])
-    packer.hold(2, many[2:8])
-    packer.hold(3, [*many[5:7], encoding("int8", torch.float32)])
+    packer.hold(1, many[:4], {})
+    packer.hold(2, many[2:8], {})
+    packer.hold(3, [*many[5:7], encoding("int8", torch.float32)], {})
     with pytest.raises(CapacityError, match="use 8 projections of rp8, and this one 1 more"):
-        packer.hold(4, many[8:])
-    packer.hold(4, [encoding("int8", torch.float32)])
+        packer.hold(4, many[8:], BANKS)
+    packer.hold(4, [encoding("int8", torch.float32)], {})
     packer.release(2)
     packer.release(99)
-    packer.hold(5, many[8:])
+    packer.hold(5, many[8:], {})
+
+
+def _pack_six(packer: Packer) -> Tensor:
+    labels = labels_of([3, 3], layouts_of(torch.float32))
+    into = torch.empty((packer.num_slots(labels, None), SLOT_BYTES), dtype=torch.uint8)
+    packer.pack(torch.ones(18, 4), labels, None, into)
+    return into
+
+
+def test_weights_stay_until_the_last_request_that_needs_them_has_ended(monkeypatch):
+    monkeypatch.setattr(probe_bank, "IDLE_BYTES", 0)
+    packer = Packer(torch.float32, CPU, Widths((4 * HIDDEN_SIZE,)))
+    packer.hold(1, (), BANKS)
+    packer.hold(2, (), {SIX: NETS})
+    packer.release(1)
+    assert _pack_six(packer).view(torch.float32).any()
+    packer.release(2)
+    packer.release(2)  # nothing is held any more
+    with pytest.raises(KeyError):
+        _pack_six(packer)
+
+
+def test_if_weights_find_no_room_the_request_is_refused_and_others_go_on(monkeypatch):
+    packer = Packer(torch.float32, CPU, Widths((4 * HIDDEN_SIZE,)))
+    packer.hold(1, (), {SIX: NETS})
+
+    def full(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(probe_bank, "DeviceBank", full)
+    with pytest.raises(CapacityError, match="no room for the probes' weights; send fewer of them"):
+        packer.hold(2, (), BANKS)
+    packer.release(2)
+    assert _pack_six(packer).view(torch.float32).any()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.unit.planned import HIDDEN_SIZE, Engine
-from vllm_scope import Ablate, Add, CapacityError, Probe, Read, Replace
+from tests.unit.planned import HIDDEN_SIZE, SITES, Engine
+from vllm_scope import Ablate, Add, CapacityError, Probe, Read, Replace, Spec
 from vllm_scope.program.compiler import OVERSHOOT
 from vllm_scope.program.layout import Layout
 from vllm_scope.program.operations import NO_PROGRAM
@@ -14,6 +14,8 @@ from vllm_scope.request.sites import point_of
 from vllm_scope.worker import plan as planning
 
 V = [1.0, 2.0, 0.0, -1.0]
+#: Of one probe, V.
+(BANK,) = Spec(probes=(Probe(V, layer=0, name="p"),)).resolve(SITES).banks
 
 
 def test_rows_that_are_only_edited_take_no_slots_and_have_no_label():
@@ -27,9 +29,10 @@ def test_rows_that_are_only_edited_take_no_slots_and_have_no_label():
     assert plan.delivers.tolist() == [False, False, True, True, True, True]
     assert plan.labels.rows.tolist() == [2, 3, 4, 5]
     assert plan.labels.positions.tolist() == [3, 4, 0, 1]
-    # A row; two rows; a score; a row and a score.
+    # A row; two rows; the row of a score; two rows, one of them for a score.
     assert np.diff([*plan.offsets, plan.num_slots]).tolist() == [0, 0, 1, 2, 1, 2]
-    scores = ((2, 0),)
+    assert plan.num_delivered == 1 + 2 + 1 + 2
+    scores = ((BANK, (point_of(2, 1),)),)
     assert [plan.labels.layouts[i] for i in plan.labels.layout_of] == [
         Layout((point_of(0, 1),)),
         Layout((point_of(0, 1), point_of(8, 1))),
@@ -162,7 +165,7 @@ def test_where_positions_are_guessed_probes_of_single_tokens_are_all_scored():
     engine.add("a", Probe(V, layer=0, name="p", tokens=[8]), Read("embed", tokens=[9]))
     plan, failures = engine.step(optimistic=True, a=(7, 3))
     assert failures == []
-    assert plan.labels.layouts == (Layout((point_of(0, 1),), ((2, 0),)),)
+    assert plan.labels.layouts == (Layout((point_of(0, 1),), ((BANK, (point_of(2, 1),)),)),)
 
 
 def test_a_request_that_enters_has_room_where_the_last_step_read_much():
