@@ -98,6 +98,16 @@ def numbers_of(net: Net, rows: np.ndarray) -> np.ndarray:
     return x
 
 
+def terms_of(net: Net, rows: np.ndarray) -> np.ndarray:
+    """How large the terms are that `numbers_of` adds, [n, numbers], whatever their signs."""
+    x = np.abs(np.asarray(rows, np.float64))
+    for weight, bias in net.layers:
+        x = x @ np.abs(weight.numpy.astype(np.float64)).T
+        if bias is not None:
+            x = x + np.abs(bias.numpy)
+    return x
+
+
 def scores_of(probe: ResolvedProbe, numbers: np.ndarray) -> list[float]:
     """A probe's scores, float64, of the sums over its cells, [n, numbers of a cell]."""
     rows = np.asarray(numbers, np.float64)

@@ -7,13 +7,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
-from tests.unit.oracle import apply, edits_at, known, level_of, named_point
+from tests.unit.oracle import (
+    apply,
+    edits_at,
+    known,
+    level_of,
+    named_point,
+    numbers_of,
+    terms_of,
+)
 from vllm_scope import Spec
 from vllm_scope.batch.labels import Labels, StepBatch
 from vllm_scope.config import ScopeConfig
@@ -33,6 +41,8 @@ from vllm_scope.sinks import RequestInfo, RowBatch
 from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker.arena import Arena
 from vllm_scope.worker.drain import Drain
+from vllm_scope.worker.score_store import ScoreStore
+from vllm_scope.worker.watch import Watch
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 2
@@ -43,7 +53,7 @@ WIDTHS = Widths((16,))
 EVERYWHERE = tuple(range(2 * NUM_LAYERS + 1))
 SITES = Sites(NUM_LAYERS, HIDDEN_SIZE, "float32", EVERYWHERE)
 
-#: (key, "row" or "score", point or number of the probe, position)
+#: (key, "row" or a bank's text, point, position)
 Label = tuple[int, str, int, int]
 
 
@@ -86,6 +96,13 @@ _told: WeakKeyDictionary[ScopeWorker, Told] = WeakKeyDictionary()
 
 def add(worker: ScopeWorker, *sent: Sent) -> None:
     worker.add_requests(list(sent), news_of(worker, *sent))
+
+
+class Due(NamedTuple):
+    """What must come, and by how much it may differ, [n] each."""
+
+    values: np.ndarray
+    slack: np.ndarray
 
 
 @dataclass
@@ -134,8 +151,8 @@ class Request:
         ids = np.array(self.prompt, np.int64)
         return RequestProgram.compile(self.asked, SITES, frozenset(here), len(ids), ids)
 
-    def due(self, position: int, number: int, here: tuple[int, ...]) -> dict[Label, list[float]]:
-        """The rows and scores that a token's computation in one step must deliver."""
+    def due(self, position: int, number: int, here: tuple[int, ...]) -> dict[Label, Due]:
+        """The rows and numbers of banks that a token's computation in one step must deliver."""
         asked, found = self.asked, {}
         assert self.key is not None
 
@@ -149,18 +166,25 @@ class Request:
                 if boundary in here and known(read.tokens, position, self.prompt)[1]:
                     point = named_point(SITES, stream, read.when)
                     level = level_of(SITES, stream, read.when)
-                    found[self.key, "row", point, position] = row(boundary, level).tolist()
-        for i, probe in enumerate(asked.probes):
-            boundary = probe.stream.boundary
-            if boundary in here and known(probe.tokens, position, self.prompt)[1]:
-                seen = row(boundary, level_of(SITES, probe.stream))
-                score = seen @ probe.weight.numpy.astype(np.float64) + probe.bias
-                found[self.key, "score", i, position] = [float(score)]
+                    values = row(boundary, level)
+                    slack = 2e-3 + 1e-4 * np.abs(values)
+                    found[self.key, "row", point, position] = Due(values, slack)
+        for probe in asked.probes:
+            for cell in probe.cells:
+                boundary, bank = cell.place.boundary, cell.bank
+                if boundary not in here or not known(probe.tokens, position, self.prompt)[1]:
+                    continue
+                seen, nets = row(boundary, level_of(SITES, cell.place)), asked.banks[bank]
+                values = np.concatenate([numbers_of(net, seen) for net in nets])
+                # Of the products, and of the row that they see.
+                terms = np.concatenate([terms_of(net, np.abs(seen) + 20) for net in nets])
+                label = self.key, bank.text, cell.place.point(), position
+                found[label] = Due(values, 1e-4 * terms)
         return found
 
 
 class RecordingSink:
-    """Every row and score it is given, under its label, in order.
+    """Every row, and all numbers of a bank, that it is given, under its label, in order.
 
     Attributes:
         found: label -> what came.
@@ -187,9 +211,12 @@ class RecordingSink:
             for i, row in enumerate(local.points):
                 for point in local.names_of(row):
                     self._keep((key, "row", point, position), words[slot + i].tolist())
-            scores = words[slot + len(local.points) :].flatten()
-            for i, (_, number) in enumerate(local.scores):
-                self._keep((key, "score", number, position), [float(scores[i])])
+            for head, points, first, size in local.encoded_at(WIDTHS):
+                for i, row in enumerate(points):
+                    at = slot + first + i * size
+                    numbers = words[at : at + size].flatten()[: head.row_bytes // 4].tolist()
+                    for point in local.names_of(row):
+                        self._keep((key, head.text, point, position), numbers)
             slot += local.slots(WIDTHS) if batch.boundary is None else per_token
         assert slot == len(words)
 
@@ -219,8 +246,10 @@ def running_worker(
     worker._arena = Arena(num_slots, torch.float32, CPU)
     sink: Any = RecordingSink()
     ring = HostRing(num_slots, cuda=False)
-    drain = Drain(worker._arena, ring, sink, WIDTHS)
-    worker._delivery = WorkerDelivery(ring, sink, sink, drain, RequestInfo(NOBODY, "", "", ()))
+    watch, store = Watch(WIDTHS, False), ScoreStore(WIDTHS)
+    drain = Drain(worker._arena, ring, sink, WIDTHS, watch, store)
+    info = RequestInfo(NOBODY, "", "", ())
+    worker._delivery = WorkerDelivery(ring, sink, sink, drain, watch, store, info, frozenset(here))
     op.register()
     worker._begin_steps()
     try:

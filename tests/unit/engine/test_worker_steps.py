@@ -23,6 +23,7 @@ from tests.unit.stepping import (
     MAX_ROWS,
     NUM_LAYERS,
     SITES,
+    Due,
     Label,
     Request,
     Sent,
@@ -84,7 +85,7 @@ def schedules(draw):
 
 @given(
     schedules(),
-    # Room for one tap of the largest step: three points and two scores; or for more.
+    # Room for one tap of the largest step: three points and a bank; or for more.
     st.sampled_from([4 * MAX_ROWS, 60, 600]),
     st.sampled_from([EVERYWHERE, (0, 1, 2), (3, 4), (4,), ()]),
 )
@@ -92,7 +93,7 @@ def test_every_asked_row_comes_once_for_each_time_it_is_computed(schedule, num_s
     requests, speculates, seed = schedule
     rng = random.Random(seed)
     #: What must come: label -> what each step that computed it gives; and what may come.
-    due: dict[Label, list[list[float]]] = {}
+    due: dict[Label, list[Due]] = {}
     may: set[tuple[int, int]] = set()
     twin = Planner(worker_tables())
     with running_worker(here, num_slots) as (worker, sink):
@@ -138,12 +139,14 @@ def test_every_asked_row_comes_once_for_each_time_it_is_computed(schedule, num_s
         assert not any(r.running for r in requests)
         assert len(worker._planner) == 0
 
-    for label, values in due.items():
-        np.testing.assert_allclose(sink.found[label], values, rtol=1e-4, atol=2e-3)
+    for label, expected in due.items():
+        for found, (values, slack) in zip(sink.found[label], expected, strict=True):
+            assert (np.abs(np.array(found) - values) <= slack).all(), (label, found, values)
     for label, rows in sink.found.items():
         if label in due:
             continue
-        key, _, point, position = label
+        key, kind, point, position = label
+        assert kind == "row"
         assert (key, position) in may, f"nobody asked for {label}"
         for row in rows:
             assert row[:3] == [key, position, boundary_of_point(point)]
@@ -158,22 +161,19 @@ def test_every_asked_row_comes_once_for_each_time_it_is_computed(schedule, num_s
 def _assert_covers(request: Request, here: tuple[int, ...], due: dict[Label, list]) -> None:
     """What turns out to be asked for, once everything is known, is among what was due."""
     asked, key = request.asked, request.key
-    for item in (*asked.reads, *asked.probes):
-        streams = item.streams if hasattr(item, "streams") else (item.stream,)
-        for stream in streams:
-            if stream.boundary not in here:
-                continue
-            for position in range(request.num_processed):
-                if is_selected(
-                    item.tokens.to_json(), position, request.num_prompt,
-                    request.ids[position], request.num_processed,
-                ):  # fmt: skip
-                    if hasattr(item, "when"):
-                        point = named_point(SITES, stream, item.when)
-                        assert point // LEVELS == stream.boundary
-                        assert (key, "row", point, position) in due
-                    else:
-                        assert (key, "score", asked.probes.index(item), position) in due
+    reads = [(r.tokens, "row", s, r.when) for r in asked.reads for s in r.streams]
+    cells = [(p.tokens, c.bank.text, c.place, "after") for p in asked.probes for c in p.cells]
+    for tokens, kind, stream, when in (*reads, *cells):
+        if stream.boundary not in here:
+            continue
+        point = named_point(SITES, stream, when)
+        assert point // LEVELS == stream.boundary
+        for position in range(request.num_processed):
+            if is_selected(
+                tokens.to_json(), position, request.num_prompt, request.ids[position],
+                request.num_processed,
+            ):  # fmt: skip
+                assert (key, kind, point, position) in due
 
 
 def _assert_same_plan(one, found) -> None:
@@ -322,7 +322,7 @@ def test_a_fault_in_planning_fails_only_the_requests_of_that_step(monkeypatch, c
         worker.steps.end()
         assert "r" not in worker._planner
         # Its edits are not done, so EngineCore ends it: its KV would pass for edited KV.
-        told = worker.with_faults(SimpleNamespace(sampled_token_ids=[[1]]))
+        told = worker.with_endings(SimpleNamespace(sampled_token_ids=[[1]]))
         assert list(told.scope_faults) == ["r"]
         told_why = "vllm-scope failed in a step (ZeroDivisionError); the log says why."
         assert told.scope_faults["r"] == told_why
@@ -341,11 +341,11 @@ def test_a_request_whose_edits_cannot_be_done_is_ended(monkeypatch):
     with running_worker(EVERYWHERE, 64) as (worker, _):
         monkeypatch.setattr(worker._planner, "add_request", lambda *_: 1 / 0)
         add(worker, _edited())
-        told = worker.with_faults(SimpleNamespace(sampled_token_ids=[[1]]))
+        told = worker.with_endings(SimpleNamespace(sampled_token_ids=[[1]]))
         assert "failed on this request (ZeroDivisionError" in told.scope_faults["r"]
         # Once; and a step without such requests is handed on as it is.
         output = SimpleNamespace(sampled_token_ids=[[1]])
-        assert worker.with_faults(output) is output
+        assert worker.with_endings(output) is output
         assert not hasattr(output, "scope_faults")
 
 
@@ -354,7 +354,7 @@ def test_an_asynchronous_output_reports_faults_when_it_is_made():
         add(worker, _edited())
         (owner,) = worker._planner.owners
         made = SimpleNamespace(sampled_token_ids=[[1]])
-        later = worker.with_faults(SimpleNamespace(get_output=lambda: made))
+        later = worker.with_endings(SimpleNamespace(get_output=lambda: made))
         worker._tables.faults[owner] = 1 + 2
         told = later.get_output()
         assert told.scope_faults == {
@@ -362,7 +362,7 @@ def test_an_asynchronous_output_reports_faults_when_it_is_made():
             "so the request was ended. Use a smaller scale or vector."
         }
         assert not hasattr(made, "scope_faults")  # vLLM may have one for many steps
-        assert worker.with_faults(made) is made
+        assert worker.with_endings(made) is made
 
 
 def test_a_forward_that_raises_delivers_nothing():
