@@ -28,6 +28,10 @@ from vllm_scope.request.selectors import Except, Positions, TokenIds, Union
 from vllm_scope.request.spec import Spec, scope
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm import LLM
+
     from vllm_scope.files import Capture
 
 __version__ = "0.1.0"
@@ -57,8 +61,25 @@ __all__ = [
     "__version__",
     "open",
     "scope",
+    "set_monitors",
     "spec_schema",
 ]
+
+
+def set_monitors(llm: LLM, monitors: Mapping[str, object]) -> None:
+    """Replace the probes that an `LLM` adds to every request, for requests from now on.
+
+    Args:
+        llm: vllm.LLM. A server has `PUT /v1/scope/monitors` for it.
+        monitors: name -> the fields of a probe with a threshold, as in JSON (docs/probes.md); empty
+            for none.
+
+    Raises:
+        SpecError: one of them is malformed, or this engine cannot have it. All stay as they were.
+    """
+    from vllm_scope.engine.monitors import set_on
+
+    set_on(llm.llm_engine, monitors)
 
 
 def open(path: str | os.PathLike[str]) -> Capture:

@@ -47,6 +47,8 @@ class ScopeConfig(BaseModel):
             times the largest step that a CUDA graph can hold.
         vectors_mib: device memory for the vectors of edits and probes of running
             requests. If it is full, a request waits for its turn.
+        monitors: an operator's probes on every request: name -> the fields of a probe with a
+            threshold (engine.monitors.parse; docs/probes.md).
         scores_mib: host memory of each worker for scores of tokens whose KV is in the prefix
             cache. A request that only probes takes KV from the cache where its scores are there.
             0: it takes none.
@@ -72,6 +74,7 @@ class ScopeConfig(BaseModel):
     arena_mib: Number | None = Field(default=None, gt=0)
     vectors_mib: Number = Field(default=128.0, gt=0)
     scores_mib: Number = Field(default=256.0, ge=0)
+    monitors: dict[str, Any] = Field(default_factory=dict)
     modules: dict[str, str] = Field(default_factory=dict)
     deliver_timeout_s: Number = Field(default=60.0, gt=0)
     road: Literal["auto", "shared", "tcp"] = "auto"

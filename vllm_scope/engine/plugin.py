@@ -42,7 +42,7 @@ def register() -> None:
 
     wrapping.check_version(vllm.__version__)
     from vllm_scope import compat as faces
-    from vllm_scope.engine import environment, refusals, rust_frontend
+    from vllm_scope.engine import environment, monitors, refusals, rust_frontend
     from vllm_scope.engine.core import clearing, scheduler, verdicts
     from vllm_scope.engine.core import entry as core
     from vllm_scope.engine.frontend import outputs
@@ -65,6 +65,7 @@ def register() -> None:
     attach.wrap()
     http.wrap()
     faces.register()
+    monitors.register()
 
 
 def wrap_engine_args() -> None:

@@ -74,7 +74,8 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
               "get_num_kv_heads"),
     ),
     "config.parallel": (
-        _uses("ParallelConfig", "world_size tensor_parallel_size prefill_context_parallel_size "
+        _uses("ParallelConfig", "world_size tensor_parallel_size pipeline_parallel_size "
+              "prefill_context_parallel_size "
               "use_ubatching use_sequence_parallel_moe _api_process_count"),
     ),
     "config.cache": (_uses("CacheConfig", "kv_sharing_fast_prefill"),),
@@ -115,7 +116,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
         _uses("BaseIncrementalDetokenizer", "decode_next"),
     ),
     "outputs": (
-        _uses("CompletionOutput", "finish_reason stop_reason"),
+        _uses("CompletionOutput", "index finish_reason stop_reason"),
         _uses("RequestOutput", "request_id outputs"),
     ),
     "sampling_params": (

@@ -54,6 +54,7 @@ class ParallelConfig(Protocol):
 
     world_size: int
     tensor_parallel_size: int
+    pipeline_parallel_size: int
     _api_process_count: int
 
 
@@ -138,6 +139,7 @@ class OutputProcessor(Protocol):
 class CompletionOutput(Protocol):
     """vllm.outputs.CompletionOutput"""
 
+    index: int
     finish_reason: str | None
     stop_reason: Any
     scope: object

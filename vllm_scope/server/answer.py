@@ -4,7 +4,8 @@ Owns:  Answer, `current`.
 Runs:  in an API server process, on its event loop.
 From:  engine.http, which passes on each output.   To: choice, store, faces.
 
-Promise: only requests with a `scope` get a `scope`. The fields of faces come with the last chunk of
+Promise: only requests with a `scope` get a `scope`; others get the verdicts of an operator's
+monitors in it, if there are any. The fields of faces come with the last chunk of
 a choice. Files that no sent part of the answer names are deleted.
 """
 
@@ -178,7 +179,7 @@ class Answer:
         with self._keeping():
             for choice in response.choices:
                 known = self._choices[choice.index]
-                fields: Json = {"scope": await known.whole()} if self._native else {}
+                fields: Json = {"scope": await known.whole()} if self._native else known.flags()
                 own, whole = await self._ended(choice.index)
                 for name, value in (fields | own).items():
                     setattr(choice, name, value)
@@ -197,6 +198,8 @@ class Answer:
                     continue
                 if self._native:
                     choice["scope"] = await self._choices[number].part(ended, self.holds)
+                elif ended:
+                    choice |= self._choices[number].flags()
                 if ended:
                     own, whole = await self._ended(number)
                     choice |= own

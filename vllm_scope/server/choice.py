@@ -56,6 +56,11 @@ class ChoiceScope:
         #: Column -> positions of values that did not fit into their chunk.
         self._held_back: dict[Label, list[np.ndarray]] = {}
 
+    def flags(self) -> Json:
+        """The field `scope` of a choice that asked for nothing: verdicts of monitors, or absent."""
+        found = encode.verdicts(self.completion.scope.verdicts)
+        return {"scope": found} if found else {}
+
     async def whole(self) -> Json:
         """The `scope` of a choice of a whole answer."""
         result = self.completion.scope
@@ -90,7 +95,7 @@ class ChoiceScope:
             told: Json = {"rows": encode.rows(rows, True), "scores": encode.scores(scores, True)}
             return told | tokens | encode.verdicts(cursor.verdicts())
         # The file has all values of a column that was held back, so none of them is inline.
-        everything, here = result.columns(), [*scores, *rows]
+        everything, here = encode.for_callers(result.columns()), [*scores, *rows]
         late = []
         for column in everything:
             if column.label in self._held_back:
@@ -162,6 +167,6 @@ class ChoiceScope:
 def _split(columns: Iterable[Column]) -> tuple[list[Column], list[Column]]:
     """The columns of scores, and those of rows."""
     found: tuple[list[Column], list[Column]] = ([], [])
-    for column in columns:
+    for column in encode.for_callers(columns):
         found[not isinstance(column.label, str)].append(column)
     return found

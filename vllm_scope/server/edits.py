@@ -1,6 +1,6 @@
 """Server-wide edits as an operator sends them, and as they are shown.
 
-Owns:  `decoded` (of any body), `checked` and `shown`.
+Owns:  `decoded` (of any body), `checked`, `shown`, and `monitors` (the same of monitors).
 Runs:  in a thread of an API server process, because each function reads a whole text.
 
 Promise: a text is counted before it is parsed, and the size of what is shown is bounded.
@@ -60,6 +60,21 @@ def checked(body: bytes) -> str:
         if name != "edits":
             raise SpecError(f"the body has {errors.shown(name)}; it has 'edits' alone.")
     return text
+
+
+def monitors(body: bytes) -> object:
+    """The monitors of a body, by name.
+
+    Raises:
+        SpecError: as `decoded`; or it is not an object with `monitors` and nothing else.
+    """
+    _, found = decoded(body)
+    if not isinstance(found, dict) or set(found) != {"monitors"}:
+        raise SpecError(
+            f"the body is {errors.shown(found)}; it is an object with the field 'monitors', name "
+            "to monitor."
+        )
+    return found["monitors"]
 
 
 def shown(text: str | None, digest: str | None = None) -> bytes:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vllm_scope.batch.readout import Verdict
 from vllm_scope.codecs.packed import EncodedRows
+from vllm_scope.request.actions.probing import MONITOR
 from vllm_scope.results.column import Column
 from vllm_scope.results.result import ScopeResult
 from vllm_scope.sinks import Manifest
@@ -31,6 +32,11 @@ Label = tuple[str, int, str] | str
 MAX_INLINE_SCORES = 16_384
 #: In a file, a tensor's positions have its name and this ending.
 POSITIONS = ".positions"
+
+
+def for_callers(columns: Iterable[Column]) -> list[Column]:
+    """The columns without the scores of an operator's monitors."""
+    return [c for c in columns if not (isinstance(c.label, str) and c.label.startswith(MONITOR))]
 
 
 def spans(positions: np.ndarray) -> list[list[int]]:
@@ -75,7 +81,7 @@ def tensor_name(label: Label) -> str:
 def tensors(result: ScopeResult) -> tuple[dict[str, Tensor], dict[str, str]]:
     """A whole result as the tensors and the metadata of a safetensors file."""
     found = {}
-    for column in result.columns():
+    for column in for_callers(result.columns()):
         name = tensor_name(column.label)
         found[name] = column.values.contiguous()
         found[f"{name}{POSITIONS}"] = torch.from_numpy(np.ascontiguousarray(column.positions))

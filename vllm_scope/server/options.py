@@ -15,6 +15,7 @@ import msgspec
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions import MEMORY
+from vllm_scope.request.actions.probing import MONITOR
 from vllm_scope.request.spec import Spec
 from vllm_scope.server import encode
 
@@ -72,6 +73,11 @@ def _check_answerable(spec: Spec) -> None:
     """Raises SpecError for codec rp8, whose rows take this process seconds to decode (an inverse
     of the whole projection), and for a score's name that a file uses for positions."""
     for i, probe in enumerate(spec.probes):
+        if probe.name.startswith(MONITOR):
+            raise SpecError(
+                f"probes[{i}].name is {shown(probe.name)}; names that begin with {MONITOR!r} are "
+                "the operator's. Take another."
+            )
         if probe.name.endswith(encode.POSITIONS):
             raise SpecError(
                 f"probes[{i}].name is {shown(probe.name)}; over HTTP no name ends in "

@@ -186,6 +186,13 @@ async def get_edits(request: Request) -> Response:
         return _json(await run_in_threadpool(edits.shown, text))
 
 
+@_changing.get("/monitors", summary="The operator's probes on every request")
+async def get_monitors(request: Request) -> dict[str, dict[str, object]]:
+    """Name to site, layers, tokens, activation, aggregate, threshold and action."""
+    found = await asked(engine_of(request).monitors())
+    return {name: dict(monitor) for name, monitor in found.items()}
+
+
 def _json(content: bytes) -> Response:
     return Response(content, media_type="application/json")
 
@@ -247,6 +254,25 @@ async def put_edits(request: Request) -> Response:
     async with in_turn(request) as engine:
         digest = await asked(engine.set_edits(text))
     return _json(await run_in_threadpool(edits.shown, text, digest))
+
+
+@_changing.put(
+    "/monitors",
+    summary="Probe every request",
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": schemas.Monitors.model_json_schema()}},
+        }
+    },
+)
+async def put_monitors(request: Request) -> dict[str, dict[str, object]]:
+    """Replaces all monitors, for requests that enter from now on; `{"monitors": {}}` ends them. The
+    answer is what GET shows."""
+    found = await asked(run_in_threadpool(edits.monitors, await request.body()))
+    async with in_turn(request) as engine:
+        await asked(engine.set_monitors(found))
+        return {name: dict(body) for name, body in (await asked(engine.monitors())).items()}
 
 
 @_changing.delete("/edits", status_code=204, summary="End all server-wide edits")

@@ -92,6 +92,14 @@ class EditsInfo(BaseModel):
     digest: str | None = Field(default=None, description="Of what was set just now.")
 
 
+class Monitors(BaseModel):
+    """Probes on every request from now on."""
+
+    monitors: dict[str, dict[str, object]] = Field(
+        description="Name to the fields of a probe with a threshold; action is flag or stop."
+    )
+
+
 class Edits(BaseModel):
     """Edits for every request from now on."""
 

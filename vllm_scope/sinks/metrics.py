@@ -11,12 +11,12 @@ sum. Each worker reports to one server, so that nothing counts twice.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_scope.transport.messages import CountersHeader
 
 if TYPE_CHECKING:
-    from prometheus_client import Counter, Gauge
+    from prometheus_client import Counter, Gauge, Histogram
 
 _COUNTERS = {
     "rows": "Rows and scores that a sink was given",
@@ -49,6 +49,50 @@ def _metrics() -> dict[str, Counter | Gauge]:
     for name, text in _GAUGES.items():
         found[name] = Gauge(f"vllm_scope_sink_{name}", text, labels, multiprocess_mode="livesum")
     return found
+
+
+class _OfMonitors(NamedTuple):
+    scores: Histogram
+    verdicts: Counter
+    escalations: Counter
+
+
+@cache
+def _of_monitors() -> _OfMonitors | None:
+    try:
+        from prometheus_client import Counter, Histogram
+    except ImportError:
+        return None
+    return _OfMonitors(
+        Histogram(
+            "vllm_scope_monitor_score", "The largest value of a request that has ended",
+            ["monitor"], buckets=[i / 10 for i in range(-10, 21)],
+        ),
+        Counter(
+            "vllm_scope_monitor_verdicts", "Requests with a value above the threshold", ["monitor"]
+        ),
+        Counter("vllm_scope_monitor_escalations", "Verdicts for webhooks", ["outcome"]),
+    )  # fmt: skip
+
+
+def count_verdict(monitor: str, value: float | None, above: bool) -> None:
+    """Count a request that has ended.
+
+    Args:
+        value: its largest; None if nothing was scored.
+        above: True if it has a verdict.
+    """
+    metrics = _of_monitors()
+    if metrics and value is not None:
+        metrics.scores.labels(monitor=monitor).observe(value)
+    if metrics and above:
+        metrics.verdicts.labels(monitor=monitor).inc()
+
+
+def count_escalation(outcome: str) -> None:
+    """Count a verdict for a webhook: sent, failed or dropped."""
+    if metrics := _of_monitors():
+        metrics.escalations.labels(outcome=outcome).inc()
 
 
 def count_sinks(header: CountersHeader) -> None:

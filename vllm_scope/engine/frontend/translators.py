@@ -23,6 +23,7 @@ from vllm_scope.engine.functions import FUNCTIONS, Functions, keep
 from vllm_scope.engine.vllm_types import CompletionOutput, RequestOutput, SamplingParams, VllmConfig
 from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.request.actions import Action, Probe, Read
+from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.spec import Spec, scope
 
@@ -143,18 +144,40 @@ def translated(params: Params, vllm_config: VllmConfig, sites: Sites) -> Params:
         if translation.functions is not None:
             extra[FUNCTIONS] = keep(translation.functions)
     if translations:
-        own = Spec.from_json(extra["scope"]) if "scope" in extra else None
-        actions = [*own.reads, *own.probes, *own.edits] if own is not None else []
-        paths: dict[str, str] = {}
-        for each in translations:
-            paths |= _moved(each.paths, actions)
-            actions += each.actions
-        extra |= scope(*actions)
+        text, paths = _joined(extra.get("scope"), translations)
+        extra["scope"] = text
         decorators = (each.decorate for each in translations)
         extra[DECORATORS] = Decorators(tuple(d for d in decorators if d is not None), paths)
     params = copy(params)
     params.extra_args = extra or None
     return params
+
+
+#: (a request's spec, ids of added actions) -> the actions, which keep their ids, the joined spec
+#: and its paths. Monitors add the same actions to every request.
+_known: Remembered[tuple[object, ...], tuple[list[Action], str, dict[str, str]]]
+_known = Remembered(16 << 20)
+#: Longest spec that is remembered.
+_LONGEST = 1 << 16
+
+
+def _joined(text: object, translations: list[Translation]) -> tuple[str, dict[str, str]]:
+    """A spec's text with the actions of translations after its own; and the paths of errors."""
+    added = [action for each in translations for action in each.actions]
+    key = (text, *map(id, added))
+    known = None if any(each.paths for each in translations) else _known.get(key)
+    if known is not None:
+        return known[1], known[2]
+    own = None if text is None else Spec.from_json(text)
+    actions: list[Action] = [] if own is None else [*own.reads, *own.probes, *own.edits]
+    paths: dict[str, str] = {}
+    for each in translations:
+        paths |= _moved(each.paths, actions)
+        actions += each.actions
+    made = scope(*actions)["scope"]
+    if not paths and (text is None or len(str(text)) <= _LONGEST):
+        _known.put(key, (added, made, paths), 2 * len(made))
+    return made, paths
 
 
 def decorators_of(params: object) -> Decorators:

@@ -7,10 +7,12 @@ From:  serving (which makes it for an app).   To: engine.frontend.connection.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any
 
-from vllm_scope.engine.frontend.connection import ask_replicas, connections
+from vllm_scope.engine.frontend.connection import ask_replicas, connect_async, connections
+from vllm_scope.engine.monitors import set_monitors, told
 from vllm_scope.engine.vllm_types import AsyncLLM
 from vllm_scope.engine.worker.replies import Module
 from vllm_scope.errors import SpecError
@@ -55,6 +57,22 @@ class EngineCalls:
     async def edits(self) -> str | None:
         text: str | None = await self._call("scope_get_edits")
         return text
+
+    async def set_monitors(self, bodies: object) -> None:
+        """Raises SpecError also if there are several API servers: the others would not know."""
+        if self._engine.vllm_config.parallel_config._api_process_count > 1:
+            raise SpecError(
+                "this is one of several API servers, and monitors are set in one; start with "
+                "additional_config['scope'].monitors, or with one API server."
+            )
+        if connections.of(self._engine.output_processor) is None:
+            await connect_async(self._engine)
+        connection = connections.of(self._engine.output_processor)
+        assert connection is not None
+        await asyncio.to_thread(set_monitors, self._engine, bodies, connection.sites)
+
+    async def monitors(self) -> dict[str, dict[str, object]]:
+        return told(self._engine.vllm_config)
 
     async def _call(self, name: str, *args: object) -> Any:
         """The first worker's answer; all give the same."""

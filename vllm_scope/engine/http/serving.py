@@ -28,6 +28,7 @@ from vllm_scope.engine.frontend.outputs import Outputs, outdated, settle
 from vllm_scope.engine.frontend.prepared import aside
 from vllm_scope.engine.frontend.running import runs
 from vllm_scope.engine.http.calls import EngineCalls
+from vllm_scope.engine.monitors import monitors_of
 from vllm_scope.engine.params import asks, params_of
 from vllm_scope.engine.refusals import refusal, refusing
 from vllm_scope.engine.seams import config_of
@@ -59,7 +60,7 @@ def _create(
     raw_request: Request | None = None,
 ) -> Awaitable[object]:
     """OpenAIServingCompletion.create_completion and OpenAIServingChat's twin."""
-    if raw_request is None or not _asks_us(request):
+    if raw_request is None or not (_asks_us(request) or _monitored(request, raw_request)):
         return original(self, request, raw_request)
     return _create_with_scope(original, self, request, raw_request)
 
@@ -74,6 +75,13 @@ def _asks_us(request: Any) -> bool:
     ):
         return True
     return bool(body) and (_misplaced(body) is not None or faces.has_fields(body))
+
+
+def _monitored(request: Any, raw_request: Request) -> bool:
+    """True if an operator's monitors may have verdicts for the answer."""
+    if current.get() not in PATHS or request.use_beam_search:
+        return False
+    return bool(monitors_of(raw_request.app.state.engine_client.vllm_config))
 
 
 def _misplaced(body: Mapping[str, object]) -> str | None:
@@ -186,7 +194,10 @@ def _generate(
     """AsyncLLM.generate, outside of the front-end's wrapper: outputs have their results."""
     place, params = current.get(), params_of(args, kwargs, 1, "sampling_params")
     extra = getattr(params, "extra_args", None)
-    if place is None or not (asks(params) or translators.has_keys(extra)):
+    ours = asks(params) or translators.has_keys(extra)
+    if not ours and isinstance(place, Answer):
+        ours = bool(monitors_of(self.vllm_config))
+    if place is None or not ours:
         return original(self, *args, **kwargs)
     if isinstance(place, str):
         raise refusal()(_no_place(place))

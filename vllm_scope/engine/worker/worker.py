@@ -24,6 +24,8 @@ from vllm_scope.core.registry import Registry
 from vllm_scope.engine.core.verdicts import with_verdicts
 from vllm_scope.engine.functions import StepFunctions
 from vllm_scope.engine.model import anatomy_of, global_reads, sites_of
+from vllm_scope.engine.monitors import check as check_monitors
+from vllm_scope.engine.monitors import configured
 from vllm_scope.engine.vllm_types import ModelRunner, NewRequestData, Worker
 from vllm_scope.engine.worker import runners
 from vllm_scope.engine.worker.attention import attention_of, kernel_of
@@ -94,6 +96,7 @@ class ScopeWorker:
             return
         # EngineCore uses both, from its first request on. What is wrong with them ends the start.
         global_reads(self.config, self.sites)
+        check_monitors(configured(self._vllm_config), self.sites, self.num_stages)
         checking = Registry(self.sites)
         for name, path in self.config.modules.items():
             checking.register_module(name, load_vectors(path))

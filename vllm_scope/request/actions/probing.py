@@ -22,6 +22,8 @@ from vllm_scope.request.nets import AttentionPool, Mlp, parse_aggregate, shaped_
 from vllm_scope.request.sites import SITES
 
 ACTIVATIONS = (None, "sigmoid")
+#: Names of an operator's monitors begin so (engine.monitors).
+MONITOR = "monitor/"
 PROBE_ACTIONS = ("flag", "stop")
 
 

@@ -1,0 +1,246 @@
+"""Monitors: an operator's probes on every request.
+
+Owns:  Monitor, `monitors_of`, `set_monitors`, and the translator that adds them to requests.
+Runs:  in the front-end, for each request; in workers at load, to check what the engine starts with.
+From:  config (`monitors`).   To: frontend.translators, sinks.metrics, webhook.
+
+A monitor is a probe with a threshold. In a request it is called `monitor/NAME`.
+
+Promise: a monitor harms no request. One that this model cannot have ends the engine's start, or is
+refused when it is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_scope.engine.beside import Beside
+from vllm_scope.engine.frontend import translators
+from vllm_scope.engine.frontend.connection import connect_sync, connections, needs_connection
+from vllm_scope.engine.frontend.prepared import NO_TAPS
+from vllm_scope.engine.seams import config_of
+from vllm_scope.engine.vllm_types import (
+    CompletionOutput,
+    Engine,
+    LLMEngine,
+    RequestOutput,
+    VllmConfig,
+)
+from vllm_scope.engine.webhook import Webhook
+from vllm_scope.errors import ConfigError, SpecError, shown
+from vllm_scope.request.actions import Module, Probe, action_from_json
+from vllm_scope.request.actions.base import checked_name
+from vllm_scope.request.actions.probing import MONITOR
+from vllm_scope.request.sites import Sites
+from vllm_scope.request.spec import Spec
+from vllm_scope.sinks.metrics import count_verdict
+from vllm_scope.vectors.probe_weights import from_safetensors
+
+#: What a monitor may do when its value is above the threshold.
+ACTIONS = ("flag", "stop", "escalate")
+MOST_MONITORS = 64
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """One of an operator's probes.
+
+    Attributes:
+        probe: its name begins with MONITOR, its action is "flag" or "stop".
+        webhook: is told of each verdict; None if nobody is.
+    """
+
+    name: str
+    probe: Probe
+    webhook: Webhook | None = None
+
+
+def parse(name: str, body: object) -> Monitor:
+    """A monitor of its JSON.
+
+    Args:
+        body: the fields of a probe (`weight`, `layers`, `threshold`, ...), without name and to.
+            `file` in place of `weight`: a safetensors file (vectors.probe_weights), with `kind`.
+            `action` may be "escalate", which needs `url`: the address that is told of a verdict.
+
+    Raises:
+        SpecError: malformed; the sentence names the monitor and the field.
+        OSError: the file cannot be read.
+    """
+    where = f"monitors[{name!r}]"
+    checked_name(name, where)
+    if not isinstance(body, Mapping):
+        raise SpecError(f"{where} is {shown(body)}; it is an object.")
+    fields: dict[str, Any] = dict(body)
+    for field in ("name", "to"):
+        if field in fields:
+            raise SpecError(f"{where} has {field!r}; a monitor has its name, and goes to memory.")
+    action, url = fields.pop("action", "flag"), fields.pop("url", None)
+    if action not in ACTIONS:
+        raise SpecError(f"{where}.action is {shown(action)}; it is one of {', '.join(ACTIONS)}.")
+    if (action == "escalate") != (url is not None):
+        raise SpecError(f"{where}: 'url' goes with action 'escalate', and with it alone.")
+    if fields.get("threshold") is None:
+        raise SpecError(f"{where} has no threshold; without one a monitor has no verdict.")
+    if "file" in fields:
+        kind = fields.pop("kind", "linear")
+        found = from_safetensors(str(fields.pop("file")), kind=kind)
+        given = {"bias": found.bias, "activation": found.activation}
+        fields = {"weight": found.weight} | given | fields
+    fields |= {"name": MONITOR + name, "action": "stop" if action == "stop" else "flag"}
+    probe = action_from_json(Probe, fields, where)
+    if isinstance(probe.weight, Module):
+        raise SpecError(f"{where}.weight names a module; give the numbers, or a file.")
+    return Monitor(name, probe, None if url is None else Webhook.parse(url, f"{where}.url"))
+
+
+def parse_all(bodies: object) -> tuple[Monitor, ...]:
+    """Monitors by name, from JSON."""
+    if not isinstance(bodies, Mapping):
+        raise SpecError(f"monitors is {shown(bodies)}; it is an object: name to monitor.")
+    if len(bodies) > MOST_MONITORS:
+        raise SpecError(f"there are {len(bodies)} monitors; at most {MOST_MONITORS}.")
+    return tuple(parse(name, body) for name, body in bodies.items())
+
+
+def check(monitors: tuple[Monitor, ...], sites: Sites, num_stages: int) -> None:
+    """Raises SpecError for a monitor that this engine cannot have."""
+    for monitor in monitors:
+        try:
+            Spec(probes=(monitor.probe,)).resolve(sites)
+        except SpecError as error:
+            text = str(error).replace("probes[0]", f"monitors[{monitor.name!r}]")
+            raise SpecError(text) from None
+        if num_stages > 1 and monitor.probe.action == "stop":
+            raise SpecError(
+                f"monitors[{monitor.name!r}].action is 'stop', and this engine has {num_stages} "
+                "pipeline stages, which cannot do that; take 'flag'."
+            )
+
+
+#: An engine's VllmConfig -> its monitors, once they were looked up or set.
+_monitors: Beside[tuple[Monitor, ...]] = Beside()
+
+
+def configured(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
+    """The monitors that the engine starts with.
+
+    Raises:
+        ConfigError: one of them is malformed.
+    """
+    config = config_of(vllm_config)
+    try:
+        return () if config is None else parse_all(config.monitors)
+    except (SpecError, OSError) as error:
+        raise ConfigError(f"additional_config['scope'].{error}") from error
+
+
+def told(vllm_config: VllmConfig) -> dict[str, dict[str, object]]:
+    """Name -> what a monitor is, without its weights."""
+    found = {}
+    for monitor in monitors_of(vllm_config):
+        body = monitor.probe.to_json()
+        shown_fields = ("site", "layers", "activation", "aggregate", "threshold", "tokens")
+        action = "escalate" if monitor.webhook is not None else monitor.probe.action
+        kept = {field: body[field] for field in shown_fields if field in body}
+        found[monitor.name] = kept | {"action": action}
+    return found
+
+
+def monitors_of(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
+    """The monitors that requests get now."""
+    found = _monitors.of(vllm_config)
+    return _monitors.put(vllm_config, configured(vllm_config)) if found is None else found
+
+
+def set_monitors(engine: Engine, bodies: object, sites: Sites) -> None:
+    """Replace an engine's monitors, for requests of this process that enter from now on.
+
+    Args:
+        bodies: name -> JSON as for `parse`, without `file` and `url`: from outside come numbers,
+            no paths and addresses. Empty for no monitors.
+        sites: what the engine taps.
+
+    Raises:
+        SpecError: one of them is malformed, or this engine cannot have it. All stay as they were.
+    """
+    for name, body in bodies.items() if isinstance(bodies, Mapping) else ():
+        for field in ("file", "url"):
+            if isinstance(body, Mapping) and field in body:
+                raise SpecError(
+                    f"monitors[{name!r}] has {field!r}, which is for monitors that the engine "
+                    "starts with; send the weight's numbers."
+                )
+    monitors = parse_all(bodies)
+    check(monitors, sites, engine.vllm_config.parallel_config.pipeline_parallel_size)
+    _monitors.put(engine.vllm_config, monitors)
+
+
+def set_on(engine: LLMEngine, bodies: object) -> None:
+    """`set_monitors` on an engine that is not connected yet, perhaps."""
+    if needs_connection(engine):
+        connect_sync(engine)
+    connection = connections.of(engine.output_processor)
+    if connection is None:
+        raise SpecError(NO_TAPS)
+    set_monitors(engine, bodies, connection.sites)
+
+
+# In requests
+
+
+def _everywhere(vllm_config: VllmConfig) -> Mapping[str, object] | None:
+    monitors = monitors_of(vllm_config)
+    return {_KEY: monitors} if monitors else None
+
+
+#: No caller's key: it has a space, and it is not registered as one.
+_KEY = "scope monitors"
+
+
+def _translate(values: Mapping[str, object], sites: Sites) -> translators.Translation:
+    monitors = values[_KEY]
+    assert isinstance(monitors, tuple)
+    return translators.Translation(
+        tuple(monitor.probe for monitor in monitors), _Judge(monitors).told
+    )
+
+
+class _Judge:
+    """Counts the verdicts of one request, and tells webhooks."""
+
+    def __init__(self, monitors: tuple[Monitor, ...]) -> None:
+        self._left = {monitor.name: monitor for monitor in monitors}
+        self._counted: set[tuple[int, str]] = set()
+
+    def told(self, output: RequestOutput, completion: CompletionOutput) -> None:
+        """Called with each snapshot. A score of a running request is looked at when it ends, so
+        that a step's cost does not grow with the tokens so far."""
+        if completion.finish_reason is None:
+            return
+        result: Any = completion.scope
+        for name, monitor in self._left.items():
+            if (completion.index, name) in self._counted:
+                continue
+            self._counted.add((completion.index, name))
+            called = MONITOR + name
+            values = (result.scores if monitor.probe.aggregate is None else result.aggregates)[
+                called
+            ]
+            verdict = result.verdicts.get(called)
+            count_verdict(name, float(values.max()) if len(values) else None, verdict is not None)
+            if verdict is not None and monitor.webhook is not None:
+                monitor.webhook.tell(
+                    {
+                        "monitor": name, "request_id": output.request_id,
+                        "completion": completion.index, "position": verdict.position,
+                        "value": verdict.value,
+                    }
+                )  # fmt: skip
+
+
+def register() -> None:
+    """Add the monitors to every request of this process's engines."""
+    translators.register("monitors", (), _translate, _everywhere)

@@ -1,0 +1,76 @@
+"""Verdicts told to an address outside, from a thread of its own.
+
+Owns:  Webhook.
+Runs:  in the front-end. `tell` on the event loop; it only queues.
+
+Promise: an address that hangs or fails delays nothing. What does not fit into the queue is dropped
+and counted. A body has numbers and names, never a request's text.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from functools import cached_property
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.sinks.metrics import count_escalation
+
+logger = logging.getLogger("vllm.vllm_scope")
+#: Verdicts that wait for an address, and how long one may take.
+MOST_WAITING, TIMEOUT_S = 1024, 5.0
+
+
+class Webhook:
+    """One address.
+
+    Args:
+        url: http or https. The operator's, never a caller's.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._waiting: queue.Queue[bytes] = queue.Queue(MOST_WAITING)
+
+    def __deepcopy__(self, memo: object) -> Webhook:
+        # vLLM copies SamplingParams, which hold it until the request enters.
+        return self
+
+    @staticmethod
+    def parse(url: object, where: str) -> Webhook:
+        """Raises SpecError unless it is a URL of http or https."""
+        if not isinstance(url, str) or urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+            raise SpecError(f"{where} is {shown(url)}; it is a URL of http or https.")
+        return Webhook(url)
+
+    def tell(self, body: Mapping[str, object]) -> None:
+        """Send a JSON object, later. Never blocks."""
+        assert self._thread.daemon
+        try:
+            self._waiting.put_nowait(json.dumps(body).encode())
+        except queue.Full:
+            count_escalation("dropped")
+
+    @cached_property
+    def _thread(self) -> threading.Thread:
+        found = threading.Thread(target=self._run, name="vllm-scope-webhook", daemon=True)
+        found.start()
+        return found
+
+    def _run(self) -> None:
+        while True:
+            body = self._waiting.get()
+            headers = {"Content-Type": "application/json"}
+            request = urllib.request.Request(self.url, body, headers)
+            try:
+                with urllib.request.urlopen(request, timeout=TIMEOUT_S):
+                    count_escalation("sent")
+            except Exception as error:
+                # urllib raises OSError, and HTTPException for malformed answers.
+                count_escalation("failed")
+                logger.warning("vllm-scope: a webhook failed: %s", type(error).__name__)
