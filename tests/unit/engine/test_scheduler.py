@@ -294,7 +294,7 @@ def test_a_session_keeps_what_it_entered_with(scheduler):
 
 def step(scheduler: Scheduler, new: Sequence[str] = (), finished: Sequence[str] = ()) -> Any:
     output = SimpleNamespace(
-        scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
+        scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=0) for name in new],
         finished_req_ids=set(finished),
     )
     scheduling._schedule(lambda _: output, scheduler)
