@@ -15,9 +15,10 @@ import vllm_scope
 from tests import asking
 from tests.asking import check, run
 from tests.conftest import local_engine, preempted_in
+from tests.engine import probing
 from tests.engine import test_attention_sites as attention
 from tests.engine import test_branch_sites as branches
-from vllm_scope import Read, scope
+from vllm_scope import Probe, Read, scope
 from vllm_scope.compat.vllm_lens import Hook
 
 FILES = "filesystem"
@@ -114,6 +115,33 @@ def test_hooks_see_and_change_their_own_requests_rows(llm, ref):
     assert torch.equal(rows, before + 1)
     ids = [*range(5, 75), *outputs[0].outputs[0].token_ids][:-1]
     torch.testing.assert_close(before, ref.streams(ids)[2], rtol=1e-3, atol=1e-3)
+
+
+def test_probes_equal_float64_and_one_stops_its_request(llm):
+    sites = ["resid_post"]
+    probes = probing.every_kind(dict.fromkeys(sites, 128))
+    ids = [range(5, 75), range(90, 100), range(200, 240)]
+    specs = [scope(*probes, *map(Read, sites)), None, scope(*probes, *map(Read, sites))]
+    outputs = run(llm, ids, [params(spec) for spec in specs])
+    for output in (outputs[0], outputs[2]):
+        probing.check(output.scope, probes, probing.TOLERANCE[torch.float32])
+    stop = Probe(
+        probing.numbers(1, 128), layer=1, name="p", threshold=-1e30, action="stop",
+        tokens="generated",
+    )  # fmt: skip
+    plain, stopped, beside = run(llm, [ids[0]] * 3, [params(), params(scope(stop)), params()])
+    assert stopped.outputs[0].finish_reason == "stop"
+    # The verdict is on the first generated token; the next one is the last.
+    assert stopped.outputs[0].token_ids == plain.outputs[0].token_ids[:2]
+    assert beside.outputs[0].token_ids == plain.outputs[0].token_ids
+
+
+def test_a_request_that_only_probes_takes_kv_from_the_cache(llm):
+    asked = params(scope(Probe(probing.numbers(2, 128), layer=1, name="p")))
+    first, second = (run(llm, [range(310, 390)], asked)[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 64)
+    torch.testing.assert_close(first.scope.scores["p"], second.scope.scores["p"])
+    assert second.scope.status == "complete"
 
 
 def test_idle_steps_do_nothing(llm):
