@@ -10,7 +10,7 @@ in parts, each is added in float64 in the order of positions, so parts change no
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -23,8 +23,9 @@ from vllm_scope.request.nets import Aggregate, Ema, RollingMean
 from vllm_scope.request.resolve import ResolvedProbe
 
 Floats = NDArray[np.float64]
-#: exp of a float64 is above 0 for larger numbers than minus this.
-_SPREAD = 600.0
+#: Weights of a pool are relative to a multiple of this, so that it seldom changes. exp of minus
+#: twice this is far above the smallest float64.
+_STEP = 256.0
 
 
 class Read(NamedTuple):
@@ -83,7 +84,7 @@ class Readout:
             scores = scores_of(self._probe, numbers)
         else:
             pooled = self._pool.add(numbers.double().numpy()) + self._probe.bias
-            scores = _activated(self._probe, torch.from_numpy(pooled)).float()
+            scores = _activated(self._probe, torch.from_numpy(pooled))
         if self._aggregate is None or not len(scores):
             return Read(scores, None if self._aggregate is None else scores[:0])
         return Read(scores, torch.from_numpy(self._aggregate.add(scores.double().numpy())).float())
@@ -95,38 +96,43 @@ def scores_of(probe: ResolvedProbe, numbers: Tensor) -> Tensor:
 
 
 def _activated(probe: ResolvedProbe, scores: Tensor) -> Tensor:
-    return torch.sigmoid(scores) if probe.activation == "sigmoid" else scores
+    """float32 of float32 or float64."""
+    if probe.activation == "sigmoid":
+        # torch.sigmoid rounds the last few elements of a tensor in another way than the others.
+        with np.errstate(over="ignore"):
+            scores = torch.from_numpy(1 / (1 + np.exp(-scores.double().numpy())))
+    return scores.float()
 
 
 class _Pool:
     """The softmax-weighted average of values so far, for some heads; their sum."""
 
     def __init__(self, num_heads: int) -> None:
-        #: Per head: the largest logit, and the sums of weights and of weighted values, relative
-        #: to the weight of that logit.
-        self._top = np.full(num_heads, -np.inf)
-        self._weights, self._values = np.zeros(num_heads), np.zeros(num_heads)
+        #: Per head: the largest logit, the multiple of _STEP at or above it, and the sums of
+        #: weights and of weighted values, relative to the weight of that multiple.
+        self._top = np.full((2, num_heads), -np.inf)
+        self._sums = np.zeros((2, num_heads))
 
     def add(self, numbers: Floats) -> Floats:
         """[n], of [n, 2 * num_heads]: logits, then values."""
         logits, values = np.split(numbers, 2, axis=1)
-        if not len(logits):
-            return np.zeros(0)
-        top = np.maximum(self._top, logits.max(axis=0))
-        known, least = self._weights > 0, logits.min(axis=0)
-        least = np.where(known, np.minimum(self._top, least), least)
-        if not (top - least <= _SPREAD).all() and len(logits) > 1:
-            # The smallest weights would be 0 beside the largest.
-            half = len(logits) // 2
-            return np.concatenate([self.add(numbers[:half]), self.add(numbers[half:])])
-        kept = np.exp(np.where(known, self._top - top, -np.inf))
-        weights = np.exp(logits - top)
         with np.errstate(invalid="ignore"):
-            sums = np.cumsum(np.vstack([self._weights * kept, weights]), axis=0)[1:]
-            found = np.cumsum(np.vstack([self._values * kept, weights * values]), axis=0)[1:]
-            self._top, self._weights, self._values = top, sums[-1], found[-1]
-            averages = found / sums
-        total: Floats = averages.sum(axis=1)
+            tops = np.maximum.accumulate(np.vstack([self._top[:1], logits]))
+            bases = np.vstack([self._top[1:], np.ceil(tops[1:] / _STEP) * _STEP])
+            # A logit of minus infinity has no weight, also if no other logit has come yet.
+            weights = np.exp(np.where(np.isneginf(logits), -np.inf, logits - bases[1:]))
+            terms = np.stack([weights, weights * values], axis=1)
+            found = np.empty(terms.shape)
+            changed = (bases[1:] != bases[:-1]) & ~np.isnan(bases[:-1])
+            starts = np.flatnonzero(changed.any(axis=1)).tolist()
+            for start, stop in pairwise(sorted({0, *starts, len(logits)})):
+                if start in starts:
+                    kept = np.exp(bases[start] - bases[start + 1])
+                    self._sums = self._sums * np.where(changed[start], kept, 1.0)
+                sums = np.cumsum(np.concatenate([self._sums[None], terms[start:stop]]), axis=0)
+                found[start:stop], self._sums = sums[1:], sums[-1]
+            self._top = np.stack([tops[-1], bases[-1]])
+            total: Floats = (found[:, 1] / found[:, 0]).sum(axis=1)
         return total
 
 
@@ -160,42 +166,80 @@ class _Ema:
 
 
 class _Mean:
-    """The mean of the last `window` scores; of all if `window` is None.
+    """The mean of all scores."""
+
+    def __init__(self) -> None:
+        self._sum, self._count = 0.0, 0
+
+    def add(self, scores: Floats) -> Floats:
+        counts = self._count + 1 + np.arange(len(scores))
+        sums = _running_sums(self._sum, scores)
+        self._sum, self._count = sums[-1], int(counts[-1])
+        found: Floats = sums / counts
+        return found
+
+
+class _RollingMean:
+    """The mean of the last `window` scores.
+
+    The positions are cut into blocks of `window`. The window that ends at a position is the end of
+    one block and the beginning of the next; the sums of both are running sums. Differences of one
+    running sum would keep the rounding of large scores, and each NaN, that have left the window.
 
     Args:
         largest: return the largest mean of a full window so far.
     """
 
-    def __init__(self, window: int | None, largest: bool = False) -> None:
-        self._window = window
-        #: Sums of the scores up to a position, of the last `window` positions and one before.
-        self._sums = np.zeros(1)
-        self._count = 0
+    def __init__(self, window: int, largest: bool) -> None:
+        self._window, self._count = window, 0
+        #: The scores of the block that is not full, as many as `_begun`, and their sum. Memory that
+        #: was not written to takes no room.
+        self._block, self._begun, self._sum = np.zeros(window), 0, 0.0
+        #: [window + 1], the sums of the block before, from each place to its end.
+        self._ends = np.zeros(window + 1)
         self._max = _Max() if largest else None
 
     def add(self, scores: Floats) -> Floats:
-        # The sum goes on from the last one, so that parts change no rounding.
-        later = np.cumsum(np.append(self._sums[-1], scores))[1:]
-        sums = np.concatenate([self._sums, later])
-        ends = np.arange(len(self._sums), len(sums))
-        lengths = self._count + 1 + np.arange(len(scores))
+        lengths = np.minimum(self._count + 1 + np.arange(len(scores)), self._window)
         self._count += len(scores)
-        if self._window is None:
-            found: Floats = sums[ends] / lengths
-            self._sums = sums[-1:]
-            return found
-        lengths = np.minimum(lengths, self._window)
-        found = (sums[ends] - sums[ends - lengths]) / lengths
-        self._sums = sums[-self._window - 1 :]
+        found: Floats = self._sums(scores) / lengths
         full = np.flatnonzero(lengths == self._window)
         if self._max is not None and len(full):
             found[full] = self._max.add(found[full])
         return found
+
+    def _sums(self, scores: Floats) -> Floats:
+        begun, self._begun = self._begun, self._begun + len(scores)
+        if self._begun < self._window:
+            self._block[begun : self._begun] = scores
+            sums = _running_sums(self._sum, scores)
+            self._sum = sums[-1]
+            with np.errstate(invalid="ignore"):
+                return sums + self._ends[begun + 1 : self._begun + 1]
+        num_full, self._begun = divmod(self._begun, self._window)
+        blocks = np.zeros((num_full + 1, self._window))
+        blocks.ravel()[begun : begun + len(scores)] = scores
+        blocks[0, :begun] = self._block[:begun]
+        with np.errstate(invalid="ignore"):
+            ends = np.zeros((num_full + 1, self._window + 1))
+            ends[0] = self._ends
+            ends[1:, :-1] = np.cumsum(blocks[:-1, ::-1], axis=1)[:, ::-1]
+            sums = np.cumsum(blocks, axis=1)
+            found: Floats = (sums + ends[:, 1:]).ravel()[begun : begun + len(scores)]
+        self._ends, self._block = ends[-1].copy(), blocks[-1].copy()
+        self._sum = sums[-1, self._begun - 1] if self._begun else 0.0
+        return found
+
+
+def _running_sums(first: float, scores: Floats) -> Floats:
+    with np.errstate(invalid="ignore"):
+        found: Floats = np.cumsum(np.append(first, scores))[1:]
+    return found
 
 
 def _running(aggregate: Aggregate) -> _Running:
     if isinstance(aggregate, Ema):
         return _Ema(aggregate.decay)
     if isinstance(aggregate, RollingMean):
-        return _Mean(aggregate.window, aggregate.then == "max")
-    return _Max() if aggregate == "max" else _Mean(None)
+        return _RollingMean(aggregate.window, aggregate.then == "max")
+    return _Max() if aggregate == "max" else _Mean()
