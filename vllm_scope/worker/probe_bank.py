@@ -113,9 +113,13 @@ class Banks:
     def hold(self, banks: Mapping[Bank, Sequence[Net]]) -> None:
         """Raises torch.OutOfMemoryError if the device has no room; then none is held."""
         with self._lock:
-            for bank, nets in banks.items():
-                if bank not in self._loaded:
-                    self._loaded[bank] = DeviceBank(nets, self._device)
+            try:
+                for bank, nets in banks.items():
+                    if bank not in self._loaded:
+                        self._loaded[bank] = DeviceBank(nets, self._device)
+            except torch.OutOfMemoryError:
+                self._drop_idle(0)
+                raise
             self._holders.update(banks.keys())
 
     def release(self, banks: Mapping[Bank, Sequence[Net]]) -> None:
@@ -125,12 +129,15 @@ class Banks:
                 if not self._holders[bank]:
                     del self._holders[bank]
                     self._loaded[bank] = self._loaded.pop(bank)
-            idle = [bank for bank in self._loaded if bank not in self._holders]
-            size = sum(self._loaded[bank].num_bytes for bank in idle)
-            for bank in idle:
-                if size <= IDLE_BYTES:
-                    break
-                size -= self._loaded.pop(bank).num_bytes
+            self._drop_idle(IDLE_BYTES)
+
+    def _drop_idle(self, most_bytes: int) -> None:
+        idle = [bank for bank in self._loaded if bank not in self._holders]
+        size = sum(self._loaded[bank].num_bytes for bank in idle)
+        for bank in idle:
+            if size <= most_bytes:
+                break
+            size -= self._loaded.pop(bank).num_bytes
 
     def __getitem__(self, bank: Bank) -> DeviceBank:
         return self._loaded[bank]
