@@ -1,4 +1,5 @@
-"""Codecs on a GPU: the same parts as on a CPU, and the host waits for nothing."""
+"""Codecs and probes on a GPU: the same parts and numbers as on a CPU, and the host waits for
+nothing."""
 
 from __future__ import annotations
 
@@ -10,12 +11,14 @@ import torch
 
 from tests.conftest import local_engine
 from tests.gpu.test_rows import GRAPHS, IDS, OPTIONS, params, run
-from vllm_scope import Read, scope
+from vllm_scope import AttentionPool, Mlp, Read, scope
 from vllm_scope.batch.labels import Labels
 from vllm_scope.codecs import CODECS, codec_from, make_codec
 from vllm_scope.codecs.packed import encoding_of
 from vllm_scope.program.layout import Layout, Widths
-from vllm_scope.request.encoding import READ_CODECS, CodecChoice
+from vllm_scope.request.arrays import Array
+from vllm_scope.request.heads import READ_CODECS, Bank, CodecChoice, Encoding
+from vllm_scope.request.nets import HIDDEN, Net, net_of
 from vllm_scope.request.sites import point_of
 from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker.arena import Arena
@@ -81,12 +84,36 @@ class _Keeper:
 def _layouts() -> tuple[Layout, ...]:
     codecs = [CodecChoice.parse(name, "codec") for name in ENCODING]
     encodings = [encoding_of(c, HIDDEN_SIZE, "bfloat16", "codec") for c in codecs]
-    every = tuple(sorted(((e, POINTS) for e in encodings), key=lambda x: x[0].text))
+    every = tuple(sorted(((e, POINTS) for e in (*encodings, MANY)), key=lambda x: x[0].text))
     return (
-        Layout(POINTS, ((0, 0), (2, 1))),
-        Layout((), (), ((encodings[2], POINTS),)),
-        Layout(POINTS[:1], ((0, 0),), every),
+        Layout(POINTS, ((ONE, POINTS[:1]), (MANY, POINTS[1:]))),
+        Layout((), ((encodings[2], POINTS),)),
+        Layout(POINTS[:1], every),
     )
+
+
+def _nets(num_linear: int) -> list[Net]:
+    """Vectors, an AttentionPool, and an Mlp with each function."""
+
+    def weight(*shape: int) -> np.ndarray:
+        return generator.normal(size=shape) / shape[-1] ** 0.5
+
+    generator = np.random.default_rng(num_linear)
+    probes = [net_of(Array.parse(weight(HIDDEN_SIZE), "")) for _ in range(num_linear)]
+    pool = AttentionPool(weight(2, HIDDEN_SIZE), weight(2, HIDDEN_SIZE))
+    mlps = [
+        Mlp([(weight(7, HIDDEN_SIZE), weight(7)), (weight(1, 7), weight(1))], hidden)
+        for hidden in HIDDEN
+    ]
+    return [*probes, pool.net, *(mlp.net for mlp in mlps)]
+
+
+def _bank(nets: list[Net]) -> Bank:
+    return Bank.of([net.digest for net in nets], sum(net.num_values for net in nets))
+
+
+NETS = {_bank(nets): nets for nets in (_nets(1)[:1], _nets(50))}
+ONE, MANY = NETS
 
 
 def _labels(layout_of: list[int], first: int = 0) -> Labels:
@@ -108,7 +135,8 @@ def test_the_side_stream_makes_of_a_region_what_a_cpu_makes_of_it(layout_of, bou
     ring = HostRing(16 * num_slots, cuda=True)  # holds all steps
     keeper = _Keeper()
     drain = Drain(arena, ring, keeper, WIDTHS)
-    drain.add_request(1, [e for layout in labels.layouts for e, _ in layout.encoded])
+    heads = [head for layout in labels.layouts for head, _ in layout.encoded]
+    drain.add_request(1, [head for head in heads if isinstance(head, Encoding)], NETS)
     contents = [torch.randn(num_slots, 8).bfloat16() for _ in range(6)]
     on_gpu = [content.to(device) for content in contents]
 
@@ -133,6 +161,7 @@ def test_the_side_stream_makes_of_a_region_what_a_cpu_makes_of_it(layout_of, bou
     assert keeper.finished
     print(f"\n  {launched / 5 * 1e3:.2f} ms of the host's time a step")
     packer = Packer(torch.bfloat16, torch.device("cpu"), WIDTHS)
+    packer.hold(1, (), NETS)
     expected = []
     for content in contents:
         into = torch.empty((packer.num_slots(labels, boundary), 16), dtype=torch.uint8)
@@ -148,7 +177,8 @@ def test_the_side_stream_makes_of_a_region_what_a_cpu_makes_of_it(layout_of, bou
 
 
 def _compare(found, expected, labels, boundary, contents) -> None:
-    """Token by token: rows as they are bit for bit, encoded ones as near as on a CPU."""
+    """Token by token: rows as they are bit for bit, encoded ones as near as on a CPU, and numbers
+    of probes in float32."""
     layouts = [x if boundary is None else x.at(boundary) for x in labels.layouts]
     most = max(x.slots(WIDTHS) for x in layouts)
     for step in range(len(contents)):
@@ -157,13 +187,17 @@ def _compare(found, expected, labels, boundary, contents) -> None:
             layout = layouts[which]
             plain = layout.plain_slots(WIDTHS)
             assert torch.equal(found[step, at : at + plain], expected[step, at : at + plain])
-            for encoding, points, first, size in layout.encoded_at(WIDTHS):
+            for head, points, first, size in layout.encoded_at(WIDTHS):
                 here = slice(at + first, at + first + len(points) * size)
                 one, two = (x[step, here].reshape(len(points), -1) for x in (found, expected))
-                decoded = [_decode(encoding, data).float() for data in (one, two)]
+                if isinstance(head, Bank):
+                    numbers = [data.contiguous().view(torch.float32) for data in (one, two)]
+                    torch.testing.assert_close(*numbers, rtol=1e-5, atol=1e-5)
+                    continue
+                decoded = [_decode(head, data).float() for data in (one, two)]
                 scale = decoded[1].norm(dim=1) + 1e-6
                 error = (decoded[0] - decoded[1]).norm(dim=1) / scale
-                name = encoding.metadata["codec"]
+                name = head.metadata["codec"]
                 assert float(error.max()) < (0.4 if name in INEXACT else 0.01), name
             at += layout.slots(WIDTHS) if boundary is None else most
 

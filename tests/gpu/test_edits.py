@@ -8,6 +8,7 @@ import torch
 from tests.asking import run
 from tests.checkpoints import reference, row_error
 from tests.conftest import local_engine
+from tests.engine import probing
 from tests.engine.test_edits import EDITS, PROMPT, READ_ALL, SITES, D, V, direction, params
 from tests.gpu.test_rows import GRAPHS, OPTIONS
 from vllm_scope import Add, Probe, Read
@@ -80,6 +81,14 @@ def test_scores_equal_a_dot_product_with_the_rows(llm):
             expected = rows @ direction(i).double()
             error = (output.scope.scores[f"p{i}"] - expected).abs()
             assert float((error / expected.abs().clamp(min=1)).max()) < 1e-3
+
+
+def test_probes_of_every_kind_equal_float64_on_the_rows(llm):
+    """Of one layer and of several: linear, Mlps, pools; with aggregates."""
+    probes = probing.every_kind(dict.fromkeys(SITES, len(V)))
+    spec = params(Add(V, layer=0), *probes, *READ_ALL, logprobs=None)
+    for output in run(llm, [PROMPT, PROMPT[:9]], spec):
+        probing.check(output.scope, probes, probing.TOLERANCE[torch.bfloat16])
 
 
 def test_graphs_do_not_change_a_bit_of_an_edited_run(llama):
