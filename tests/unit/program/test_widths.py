@@ -38,6 +38,7 @@ from vllm_scope.request.sites import (
     point_of,
 )
 from vllm_scope.results.buffer import Pending, pieces_of
+from vllm_scope.results.result import ScopeResult
 from vllm_scope.sinks import RequestInfo
 from vllm_scope.sinks.request import Delivery
 from vllm_scope.worker.packer import Packer
@@ -295,15 +296,37 @@ def test_every_row_comes_back_as_its_tap_saw_it(asked, dtype, tap_by_tap, seed):
             at_sink = step.blocks[key].get((site, layer, None), {})
             for position, row in zip(positions.tolist(), expected, strict=True):
                 assert torch.equal(at_sink[position], row)
-        for probe in step.asked[key].probes:
-            numbers = [
-                numbers_of(
-                    cell.net, step.hidden[cell.place.boundary][key * TOKENS :][:TOKENS].double()
-                )
-                for cell in probe.cells
-            ]
-            expected = torch.from_numpy(sum(numbers)[:, 0] + probe.bias).float()
-            torch.testing.assert_close(result.scores[probe.name], expected, rtol=1e-4, atol=1e-4)
+        check_scores(step, key, result)
+
+
+def check_scores(step: Step, key: int, result: ScopeResult) -> None:
+    for probe in step.asked[key].probes:
+        rows = [step.hidden[cell.place.boundary][key * TOKENS :][:TOKENS] for cell in probe.cells]
+        numbers = [
+            numbers_of(cell.net, some.double())
+            for cell, some in zip(probe.cells, rows, strict=True)
+        ]
+        expected = torch.from_numpy(sum(numbers)[:, 0] + probe.bias).float()
+        torch.testing.assert_close(result.scores[probe.name], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tap_by_tap", [False, True])
+def test_probes_of_two_sites_that_share_a_row_have_scores_of_their_own(tap_by_tap):
+    """The exit of layer 0 is the entry of layer 1."""
+    weights = np.linspace(-1, 1, HIDDEN_SIZE), np.linspace(3, 2, HIDDEN_SIZE)
+    probes = (
+        Probe(weights[0], site="resid_post", layer=0, name="exit"),
+        Probe(weights[1], site="resid_pre", layer=1, name="entry"),
+        Probe(np.stack(weights), site="resid_post", layers=[1, 0], name="both"),
+    )
+    for some in (probes, probes[:2]):
+        step = Step([Spec(probes=some)] * 2, torch.float32, 0)
+        step.run(tap_by_tap)
+        for key, pending in enumerate(step.pending):
+            pending.finish(0, None)
+            result = pending.snapshot([9], "length")
+            assert (result.status, result.dropped) == ("complete", 0)
+            check_scores(step, key, result)
 
 
 @pytest.mark.parametrize("deaf", ["q", "v", "z", "resid_post"])
