@@ -21,7 +21,7 @@ from tests.checkpoints import (
     row_error,
 )
 from tests.conftest import local_engine, preempted_in
-from vllm_scope import Add, Probe, Read, SpecError, scope
+from vllm_scope import Add, Read, SpecError, scope
 from vllm_scope.errors import ConfigError
 from vllm_scope.graph.anatomy.convention import Convention
 from vllm_scope.graph.anatomy.layers import Anatomy
@@ -169,13 +169,11 @@ def test_a_result_that_travels_has_its_heads(llm):
         assert torch.equal(again[site, 2], output.scope[site, 2])
 
 
-def test_they_are_read_alone(llm):
-    with pytest.raises(SpecError, match="'k', which can be read alone"):
-        Probe([1.0] * 64, site="k", layer=0, name="p")
+def test_they_are_not_edited(llm):
     body = {
         "scope": '{"edits": [{"kind": "ablate", "site": "q", "layers": [0], "direction": [1]}]}'
     }
-    with pytest.raises(SpecError, match=r"edits\[0\]\.site is 'q', which can be read alone"):
+    with pytest.raises(SpecError, match=r"edits\[0\]\.site is 'q', which can be read and probed"):
         run(llm, PROMPTS[:1], asking.params(body))
 
 

@@ -213,3 +213,69 @@ def test_with_drafts_and_processes_of_its_own(llama):
     assert second.num_cached_tokens >= 96
     same(first.scope, second.scope)
     same(exact.scope, second.scope)
+
+
+def test_two_sites_of_one_boundary_keep_their_own_scores(llm):
+    """`resid_post` of layer 0 and `resid_pre` of layer 1 are the same row without edits."""
+    probes = [
+        Probe(numbers(1, 128), layer=0, name="a"),
+        Probe(numbers(2, 128), site="resid_pre", layer=1, name="b"),
+        Probe(numbers(1, 128), site="resid_pre", layer=1, name="c"),
+    ]
+    reads = [Read("resid_post", layers=[0]), Read("resid_pre", layers=[1])]
+    first, second = (run(llm, [prompt(60)], params(*probes))[0] for _ in range(2))
+    assert second.num_cached_tokens == 128
+    same(first.scope, second.scope)
+    (exact,) = run(llm, [prompt(60)], params(*probes, *reads))
+    probing.check(exact.scope, probes, TOLERANCE[torch.float32])
+    same(exact.scope, second.scope)
+    edited = Add(numbers(9, 128), layer=0)
+    (moved,) = run(llm, [prompt(60)], params(edited, *probes, *reads))
+    probing.check(moved.scope, probes, TOLERANCE[torch.float32])
+
+
+def test_after_a_reset_of_the_prefix_cache_no_old_score_is_delivered(llm):
+    """vLLM resets it where the model's weights change."""
+    asked = params(Probe(numbers(1, 128), layer=1, name="p"))
+    run(llm, [prompt(61)], asked)
+    assert llm.reset_prefix_cache()
+    run(llm, [prompt(61)], params())
+    (plain,) = run(llm, [prompt(61)], params())
+    assert plain.num_cached_tokens == 128
+    (after,) = run(llm, [prompt(61)], asked)
+    assert after.num_cached_tokens == 0
+    assert after.scope.status == "complete"
+    (again,) = run(llm, [prompt(61)], asked)
+    assert again.num_cached_tokens == 128
+    same(after.scope, again.scope)
+
+
+def test_scores_that_a_worker_lost_are_computed_again(llm, monkeypatch: pytest.MonkeyPatch):
+    from vllm_scope.worker.score_store import ScoreStore
+
+    asked = params(Probe(numbers(1, 128), layer=1, name="p"))
+    with monkeypatch.context() as patch:
+        patch.setattr(ScoreStore, "keep", lambda *_: None)
+        (first,) = run(llm, [prompt(62)], asked)
+    (missing,) = run(llm, [prompt(62)], asked)
+    assert missing.scope.status == "incomplete"
+    assert missing.scope.dropped == 128
+    for cached in (0, 128):
+        (again,) = run(llm, [prompt(62)], asked)
+        assert again.num_cached_tokens == cached
+        assert again.scope.status == "complete"
+        same(first.scope, again.scope)
+
+
+def test_a_hit_that_is_larger_than_the_ring_is_delivered_in_pieces(llama):
+    config = {"scope": CONFIG["scope"] | {"arena_mib": 0.6}}
+    with local_engine(
+        llama, dtype="float32", block_size=BLOCK, max_num_batched_tokens=64,
+        additional_config=config,
+    ) as llm:  # fmt: skip
+        probes = params(*(Probe(numbers(i, 128), layer=1, name=str(i)) for i in range(600)))
+        long = prompt(63, 480)
+        first, second = (run(llm, [long], probes)[0] for _ in range(2))
+    assert second.num_cached_tokens == 448
+    assert second.scope.status == "complete"
+    torch.testing.assert_close(first.scope.scores["599"], second.scope.scores["599"])

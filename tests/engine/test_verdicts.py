@@ -12,7 +12,7 @@ from tests.asking import rejects_drafts, run
 from tests.conftest import async_engine, local_engine, preempted_in, process_engine
 from tests.engine.probing import mlp, numbers, pool
 from tests.engine.test_edits import params
-from vllm_scope import Ema, Probe, RollingMean, scope
+from vllm_scope import Ema, Probe, Read, RollingMean, scope
 
 PROMPT = list(range(5, 75))
 MANY = [PROMPT, list(range(90, 130)), [7] * 9]
@@ -226,3 +226,40 @@ def test_what_stops_takes_whole_phases_and_a_threshold(llm):
         asked = {"threshold": 1.0, "action": "stop", "name": "p", "layer": 1} | options
         with pytest.raises(Exception, match=sentence):
             Probe(numbers(1, 128), **asked)
+
+
+def test_the_text_has_every_token_of_a_stopped_request():
+    from tests.conftest import TOYWORLD
+
+    text = "My father told me about the book Goldette. Happily, it was"
+    weight = numbers(1, 256)
+    with local_engine(TOYWORLD, dtype="float32", skip_tokenizer_init=False) as llm:
+        stop = Probe(weight, layer=2, name="p", threshold=-1e30, action="stop", tokens="generated")
+        sampling = params(stop, max_tokens=9, detokenize=True)
+        (output,) = llm.generate(text, sampling, use_tqdm=False)
+        (completion,) = output.outputs
+        assert len(completion.token_ids) == 2
+        assert completion.text == llm.get_tokenizer().decode(completion.token_ids)
+
+
+def test_a_stop_beside_steps_that_are_larger_than_the_arena_hangs_nothing(llama):
+    """Those are drained tap by tap, and wait for room that the watch holds."""
+    config = {"scope": {"sites": ["embed", "resid_post", "resid_mid"], "arena_mib": 0.3}}
+    with local_engine(
+        llama, dtype="float32", max_num_batched_tokens=256, additional_config=config
+    ) as llm:
+        readers = params(*(Read(site) for site in ("resid_post", "resid_mid", "embed")))
+        asked = [params(probe("score", 1e30, tokens="all"), max_tokens=12), readers, readers]
+        prompts = [PROMPT, list(range(5, 205)), list(range(100, 300))]
+        for _ in range(3):
+            outputs = run(llm, prompts, asked)
+        assert llm.collective_rpc("scope_describe")[0]["arena_mib"] < 0.4
+    assert [output.scope.status for output in outputs] == ["complete"] * 3
+
+
+def test_too_many_probes_that_stop_are_refused(llm):
+    many = [
+        Probe(numbers(i, 128), layer=1, name=str(i), threshold=1.0, action="stop") for i in range(9)
+    ]
+    with pytest.raises(Exception, match="9 probes have action 'stop'; at most 8"):
+        params(*many)

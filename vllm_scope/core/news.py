@@ -80,7 +80,9 @@ class StepNews(msgspec.Struct):
     forgotten_scores: list[ScoreKey] = []
 
     def __bool__(self) -> bool:
-        return bool(self.entrants or self.ended or self.zeroed or self.filled)
+        return bool(
+            self.entrants or self.ended or self.zeroed or self.filled or self.forgotten_scores
+        )
 
 
 class Told:

@@ -13,10 +13,12 @@ they hold. The memory is bounded; what was used longest ago is forgotten first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from vllm_scope.request.remembered import Remembered
 
+#: Bytes of a block besides its scores, here and in a worker.
+_BLOCK_BYTES = 512
 #: (block hash, digest of the probes).
 ScoreKey = tuple[bytes, bytes]
 
@@ -34,6 +36,8 @@ class ScoreIndex:
         self._known: Remembered[ScoreKey, bool] = Remembered(most_bytes)
         #: Running request -> its blocks that workers were told to keep.
         self._told: dict[str, int] = {}
+        #: What workers must forget with the next news.
+        self._forgotten: list[ScoreKey] = []
 
     def __bool__(self) -> bool:
         """True if a running request's scores are kept."""
@@ -49,15 +53,23 @@ class ScoreIndex:
 
     def num_known(self, hashes: Sequence[bytes], probes: bytes) -> int:
         """How many blocks from the first on have scores."""
-        for i, one in enumerate(hashes):
-            if self._known.get((one, probes)) is None:
-                return i
-        return len(hashes)
+        count = 0
+        for one in hashes:
+            if (one, probes) not in self._known:
+                break
+            count += 1
+        for one in reversed(hashes[:count]):  # as in `fill`
+            self._known.get((one, probes))
+        return count
+
+    def num_told(self, request_id: str) -> int | None:
+        """How many blocks a running request has filled; None for one that is new."""
+        return self._told.get(request_id)
 
     def fill(
         self, request_id: str, hashes: Sequence[bytes], num_tokens: int, probes: bytes,
         token_bytes: int,
-    ) -> tuple[tuple[int, list[bytes]] | None, list[ScoreKey]]:  # fmt: skip
+    ) -> tuple[int, list[bytes]] | None:  # fmt: skip
         """Note the blocks that a request has filled.
 
         Args:
@@ -66,19 +78,34 @@ class ScoreIndex:
             token_bytes: of the scores of one token.
 
         Returns:
-            The first of the newly filled blocks and their hashes, None if there is none; and what
-            is forgotten for them.
+            The first of the newly filled blocks and their hashes; None if there is none.
         """
         first = self._told[request_id]
         stop = min(num_tokens // self.block_size, len(hashes))
         if stop <= first:
-            return None, []
+            return None
         self._told[request_id] = stop
-        gone: list[ScoreKey] = []
-        for one in hashes[first:stop]:
-            size = self.block_size * token_bytes
-            gone += [key for key, _ in self._known.put((one, probes), True, size)]
-        return (first, list(hashes[first:stop])), gone
+        # Backwards, so that of a chain its end is forgotten first.
+        for one in reversed(hashes[first:stop]):
+            size = self.block_size * token_bytes + _BLOCK_BYTES
+            self._forgotten += [key for key, _ in self._known.put((one, probes), True, size)]
+        return first, list(hashes[first:stop])
+
+    def lose(self, keys: Iterable[ScoreKey]) -> None:
+        """Some scores are not held after all."""
+        lost = set(keys)
+        self._known.drop(lost.__contains__)
+
+    def clear(self) -> None:
+        """Forget everything: the model's weights may have changed."""
+        self._forgotten += [key for key, _ in self._known.clear()]
+        # Their blocks are computed again.
+        self._told = dict.fromkeys(self._told, 0)
+
+    def take_forgotten(self) -> list[ScoreKey]:
+        """What workers must forget, once: not what was kept again meanwhile."""
+        found, self._forgotten = self._forgotten, []
+        return [key for key in found if key not in self._known]
 
     def forget_request(self, request_id: str) -> None:
         self._told.pop(request_id, None)

@@ -34,7 +34,7 @@ from vllm_scope.request.actions import Module, Probe, action_from_json
 from vllm_scope.request.actions.base import checked_name
 from vllm_scope.request.actions.probing import MONITOR
 from vllm_scope.request.sites import Sites
-from vllm_scope.request.spec import Spec
+from vllm_scope.request.spec import Spec, check_stopping
 from vllm_scope.sinks.metrics import count_verdict
 from vllm_scope.vectors.probe_weights import from_safetensors
 
@@ -102,7 +102,9 @@ def parse_all(bodies: object) -> tuple[Monitor, ...]:
         raise SpecError(f"monitors is {shown(bodies)}; it is an object: name to monitor.")
     if len(bodies) > MOST_MONITORS:
         raise SpecError(f"there are {len(bodies)} monitors; at most {MOST_MONITORS}.")
-    return tuple(parse(name, body) for name, body in bodies.items())
+    found = tuple(parse(name, body) for name, body in bodies.items())
+    check_stopping(monitor.probe for monitor in found)
+    return found
 
 
 def check(monitors: tuple[Monitor, ...], sites: Sites, num_stages: int) -> None:

@@ -43,7 +43,7 @@ def register() -> None:
     wrapping.check_version(vllm.__version__)
     from vllm_scope import compat as faces
     from vllm_scope.engine import environment, monitors, refusals, rust_frontend
-    from vllm_scope.engine.core import clearing, scheduler, verdicts
+    from vllm_scope.engine.core import clearing, scheduler, scores, verdicts
     from vllm_scope.engine.core import entry as core
     from vllm_scope.engine.frontend import outputs
     from vllm_scope.engine.frontend import requests as frontend
@@ -60,6 +60,7 @@ def register() -> None:
     scheduler.wrap()
     faults.wrap()
     verdicts.wrap()
+    scores.wrap()
     clearing.wrap()
     refusals.wrap()
     attach.wrap()

@@ -176,6 +176,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     "v1.core.kv_cache_manager": (
         _wraps("KVCacheManager.get_computed_blocks", "request", "coordinator block_pool", _CAP),
         _wraps("KVCacheManager.get_computed_blocks_for_connector", "request", "", _CAP),
+        _wraps("KVCacheManager.reset_prefix_cache", "", "", _CAP),
         _uses("KVCacheManager", "get_blocks evict_blocks enable_caching"),
         _uses("KVCacheBlocks", "blocks"),
     ),

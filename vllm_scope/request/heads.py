@@ -120,21 +120,22 @@ class Bank(Head):
     """The probes of one request at one place: float32 numbers, side by side."""
 
     @staticmethod
-    def of(digests: Iterable[bytes], num_values: int) -> Bank:
+    def of(digests: Iterable[bytes], num_values: int, group: int = 0) -> Bank:
         """The bank of some nets.
 
         Args:
             digests: of the nets, in order.
             num_values: how many numbers they make of a row together.
+            group: as in Place: two sites may share a boundary and its row.
         """
         digest = hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()
-        return Bank(_BANK + digest, 4 * num_values)
+        return Bank(f"{_BANK}{group} {digest}", 4 * num_values)
 
     @property
     def nameless(self) -> Bank:
         """The same without its digest. A front-end does not have the weights of steering modules,
         so it knows the numbers of its request by the place and their count."""
-        return Bank(_BANK, self.row_bytes)
+        return Bank(self.text.rpartition(" ")[0], self.row_bytes)
 
 
 @lru_cache(maxsize=4096)

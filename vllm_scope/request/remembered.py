@@ -36,6 +36,9 @@ class Remembered(Generic[Key, Value]):
     def __len__(self) -> int:
         return len(self._values)
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._values
+
     def get(self, key: Key) -> Value | None:
         with self._lock:
             found = self._values.get(key)
@@ -64,8 +67,13 @@ class Remembered(Generic[Key, Value]):
             gone.append((key, value))
         return gone
 
-    def clear(self) -> None:
-        self.drop(lambda key: True)
+    def clear(self) -> list[tuple[Key, Value]]:
+        """Drop everything; returns what it was."""
+        with self._lock:
+            gone = [(key, value) for key, (value, _) in self._values.items()]
+            self._values.clear()
+            self._num_bytes = 0
+            return gone
 
     def drop(self, which: Callable[[Key], bool]) -> None:
         """Drop the values of some keys."""

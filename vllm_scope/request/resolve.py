@@ -226,6 +226,13 @@ class Resolved:
         return hashlib.blake2b(repr(list(cells)).encode(), digest_size=16).digest()
 
     @cached_property
+    def score_bytes(self) -> int:
+        """Bytes of the scores of one token that gets them all, in whole slots."""
+        cells = {(c.place, c.bank.text): c.bank for p in self.probes for c in p.cells}
+        # A slot of the arena has 16 bytes (program.layout).
+        return sum(-(-bank.row_bytes // 16) * 16 for bank in cells.values())
+
+    @cached_property
     def stopping(self) -> tuple[ResolvedProbe, ...]:
         """The probes that may end the request."""
         return tuple(probe for probe in self.probes if probe.stops)
@@ -305,7 +312,9 @@ def _resolve_probes(
         for place, net in some:
             at_place.setdefault(place, []).append(net)
     banks = {
-        place: Bank.of((net.digest for net in some), sum(net.num_values for net in some))
+        place: Bank.of(
+            (net.digest for net in some), sum(net.num_values for net in some), place.group
+        )
         for place, some in at_place.items()
     }
     firsts = dict.fromkeys(banks, 0)

@@ -12,7 +12,7 @@ engine: its layers, its hidden size, its steering modules.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,6 +27,7 @@ from vllm_scope.request.actions import (
     Read,
     action_from_json,
 )
+from vllm_scope.request.actions.probing import MONITOR
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.bounded_json import decode, num_items
 from vllm_scope.request.packed import Packed, pack, unpack
@@ -41,6 +42,7 @@ MAX_SPEC_BYTES = 8 << 20
 MAX_READS = 32
 MAX_PROBES = 1024
 MAX_EDITS = 256
+MAX_STOPPING = 8
 MOST = {"reads": MAX_READS, "probes": MAX_PROBES, "edits": MAX_EDITS}
 #: Size of the cache of parsed specs, and the longest text in it. A lookup hashes the whole text.
 REMEMBERED_BYTES, LONGEST_REMEMBERED = 64 << 20, 1 << 20
@@ -65,6 +67,7 @@ class Spec:
         for name in MOST:
             _check_count(name, len(getattr(self, name)))
         check_sizes(one.tokens for one in (*self.reads, *self.probes, *self.edits))
+        check_stopping(probe for probe in self.probes if not probe.name.startswith(MONITOR))
         names = [probe.name for probe in self.probes]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
@@ -213,6 +216,16 @@ class Meanings:
             if known.num_bytes <= LARGEST_REMEMBERED:
                 self._known.put(key, known, known.num_bytes)
         return known
+
+
+def check_stopping(probes: Iterable[Probe]) -> None:
+    """Raises SpecError for too many probes that may end a request."""
+    count = sum(probe.action == "stop" for probe in probes)
+    if count > MAX_STOPPING:
+        raise SpecError(
+            f"{count} probes have action 'stop'; at most {MAX_STOPPING}, because the output of "
+            "each step waits for them."
+        )
 
 
 def _check_count(name: str, count: int) -> None:

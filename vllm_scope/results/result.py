@@ -112,7 +112,7 @@ class ScopeResult:
         self._wanted_by: dict[tuple[Selector, ...], np.ndarray] = {}
         self._streams: dict[_Stream, _Rows] = {}
         self._decoded: dict[_Stream, Tensor] = {}
-        self._score_table = ScoreTable(asked.probes, self._found, self._wanted)
+        self._score_table = ScoreTable(asked.probes)
 
     @property
     def num_processed(self) -> int:
@@ -135,16 +135,20 @@ class ScopeResult:
 
     @property
     def scores(self) -> Scores:
-        return Scores(self._score_table)
+        return Scores(self._score_table, self)
 
     @property
     def aggregates(self) -> Scores:
-        return Scores(self._score_table, aggregates=True)
+        return Scores(self._score_table, self, aggregates=True)
 
     @property
     def verdicts(self) -> dict[str, Verdict]:
         """Name of the probe -> position and value of its verdict, for the probes that have one."""
-        known = {p.name: self._score_table[p.name].verdict for p in self._asked.probes if p.judges}
+        known = {
+            p.name: self._score_table.score(p.name, self).verdict
+            for p in self._asked.probes
+            if p.judges
+        }
         return {name: verdict for name, verdict in known.items() if verdict is not None}
 
     @property
@@ -224,7 +228,7 @@ class ScopeResult:
 
     def column_of(self, probe: str) -> Column:
         """The scores of a probe."""
-        found = self._score_table[probe]
+        found = self._score_table.score(probe, self)
         return Column(probe, found.scores, found.positions, aggregates=found.aggregates)
 
     def sources(self, rows: bool = True) -> list[Source]:
@@ -245,7 +249,7 @@ class ScopeResult:
 
     def parts_of(self, source: Source) -> list[Part]:
         """What arrived so far, in order of arrival; a later snapshot has these and more."""
-        return self._found(source.what, source.place)
+        return self.arrived(source.what, source.place)
 
     def wanted(self, selectors: Sequence[Selector], first: int = 0) -> np.ndarray:
         """int64, ascending: the processed positions from `first` on that any selector selects."""
@@ -276,12 +280,9 @@ class ScopeResult:
             rows, positions = self._stream(stream)
             own = rows.kept() if isinstance(rows, EncodedRows) else rows.contiguous().clone()
             self._streams[stream] = (own, positions)
-        ids = list(self._token_ids)
-        return {**self.__dict__, "_token_ids": ids, "_parts": {}, "_decoded": {}}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
-        self._score_table.follow(self._wanted)
+        table, ids = self._score_table.own(self), list(self._token_ids)
+        state = {**self.__dict__, "_token_ids": ids, "_parts": {}, "_decoded": {}}
+        return state | {"_score_table": table}
 
     def _read_streams(self) -> list[_Stream]:
         found = ((*s, read.when) for read in self._asked.reads for s in read.streams)
@@ -302,9 +303,9 @@ class ScopeResult:
             known = self._streams.get(stream)
             arrived = positions_of(self._parts_of(stream)) if known is None else known[1]
             add(self._wanted_of(stream), arrived)
-        return [*found.values(), *self._score_table.accounts()]
+        return [*found.values(), *self._score_table.accounts(self)]
 
-    def _wanted(self, selectors: Sequence[Selector]) -> np.ndarray:
+    def wanted_by(self, selectors: Sequence[Selector]) -> np.ndarray:
         """The processed positions that any selector selects."""
         key = tuple(selectors)
         if key not in self._wanted_by:
@@ -312,7 +313,7 @@ class ScopeResult:
         return self._wanted_by[key]
 
     def _wanted_of(self, stream: _Stream) -> np.ndarray:
-        return self._wanted(self._selectors_of(stream))
+        return self.wanted_by(self._selectors_of(stream))
 
     def _selectors_of(self, stream: _Stream) -> tuple[Selector, ...]:
         site_layer, when = stream[:2], stream[2]
@@ -325,9 +326,9 @@ class ScopeResult:
         return Place(*stream[:2]).point(stream[2])
 
     def _parts_of(self, stream: _Stream) -> list[Part]:
-        return self._found(self._encoding_of(stream), self._point_of(stream))
+        return self.arrived(self._encoding_of(stream), self._point_of(stream))
 
-    def _found(self, what: What, place: int) -> list[Part]:
+    def arrived(self, what: What, place: int) -> list[Part]:
         return self._parts.get(what, {}).get(place, [])
 
     def _encoding_of(self, stream: _Stream) -> Encoding | None:

@@ -7,9 +7,9 @@ From:  table (the numbers of each bank), batch.readout.   To: result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -64,29 +64,31 @@ def summed(probe: ResolvedProbe, numbers: Sequence[Tensor]) -> Tensor:
     return reduce(torch.add, parts)
 
 
+class Snapshot(Protocol):
+    """Where the numbers are: a ScopeResult."""
+
+    def arrived(self, bank: Bank, point: int) -> list[Part]:
+        """The parts of a bank at a point."""
+
+    def wanted_by(self, selectors: Sequence[Selector]) -> Ints:
+        """The processed positions that some selectors select."""
+
+
 class ScoreTable:
     """All probes' scores in one snapshot, computed when they are asked for.
 
-    Args:
-        arrived: the parts of a bank at a point.
-        wanted: the processed positions that some selectors select.
+    It does not hold the snapshot, which holds it: memory is freed without the garbage collector.
     """
 
-    def __init__(
-        self,
-        probes: Sequence[ResolvedProbe],
-        arrived: Callable[[Bank, int], list[Part]],
-        wanted: Callable[[tuple[Selector, ...]], Ints],
-    ) -> None:
-        self._arrived, self._wanted = arrived, wanted
+    def __init__(self, probes: Sequence[ResolvedProbe]) -> None:
         self.probes = {probe.name: probe for probe in probes}
         self._found: dict[str, Scored] = {}
         self._numbers: dict[CellKey, tuple[Tensor, Ints]] = {}
 
-    def __getitem__(self, name: str) -> Scored:
+    def score(self, name: str, of: Snapshot) -> Scored:
         if name not in self._found:
             probe = self.probes[name]
-            cells = [self._of(key) for key in cells_of(probe)]
+            cells = [self._of(key, of) for key in cells_of(probe)]
             positions = cells[0][1]
             numbers = [values for values, _ in cells]
             if not all(np.array_equal(positions, other) for _, other in cells):
@@ -100,37 +102,35 @@ class ScoreTable:
             self._found[name] = Scored(read.scores, positions, read.aggregates, readout.verdict)
         return self._found[name]
 
-    def _of(self, key: CellKey) -> tuple[Tensor, Ints]:
+    def _of(self, key: CellKey, of: Snapshot) -> tuple[Tensor, Ints]:
         if key not in self._numbers:
             bank, point, selector = key
             empty = torch.empty((0, bank.row_bytes // 4))
-            parts = self._arrived(bank, point)
-            self._numbers[key] = last_values(parts, self._wanted((selector,)), empty)
+            parts = of.arrived(bank, point)
+            self._numbers[key] = last_values(parts, of.wanted_by((selector,)), empty)
         return self._numbers[key]
 
-    def accounts(self) -> Iterator[tuple[Ints, Ints, int]]:
+    def accounts(self, of: Snapshot) -> Iterator[tuple[Ints, Ints, int]]:
         """(positions that are wanted, those that arrived, number of probes)"""
         alike: dict[tuple[CellKey, ...], list[str]] = {}
         for name, probe in self.probes.items():
             alike.setdefault(tuple(cells_of(probe)), []).append(name)
         for keys, names in alike.items():
             known = self._found.get(names[0])
-            arrived = self._came(keys) if known is None else known.positions
-            yield self._wanted(keys[0][2:]), arrived, len(names)
+            arrived = self._came(keys, of) if known is None else known.positions
+            yield of.wanted_by(keys[0][2:]), arrived, len(names)
 
-    def _came(self, keys: Sequence[CellKey]) -> Ints:
+    @staticmethod
+    def _came(keys: Sequence[CellKey], of: Snapshot) -> Ints:
         if len(keys) == 1:
-            return positions_of(self._arrived(*keys[0][:2]))
-        return reduce(np.intersect1d, (positions_of(self._arrived(*key[:2])) for key in keys))
+            return positions_of(of.arrived(*keys[0][:2]))
+        return reduce(np.intersect1d, (positions_of(of.arrived(*key[:2])) for key in keys))
 
-    def __getstate__(self) -> dict[str, object]:
-        # Every score, in memory of its own; the result brings `_wanted` back.
-        found = {name: self[name].copied() for name in self.probes}
-        return {"probes": self.probes, "_found": found, "_numbers": {}}
-
-    def follow(self, wanted: Callable[[tuple[Selector, ...]], Ints]) -> None:
-        """After unpickling: the result's positions."""
-        self._wanted = wanted
+    def own(self, of: Snapshot) -> ScoreTable:
+        """A copy with every score, in memory of its own."""
+        found = ScoreTable(tuple(self.probes.values()))
+        found._found = {name: self.score(name, of).copied() for name in self.probes}
+        return found
 
 
 def positions_of(parts: Sequence[Part]) -> Ints:
@@ -147,8 +147,8 @@ class Scores(Mapping[str, Tensor]):
         aggregates: the aggregates of these scores instead, of the probes that have one.
     """
 
-    def __init__(self, table: ScoreTable, aggregates: bool = False) -> None:
-        self._table, self._aggregates = table, aggregates
+    def __init__(self, table: ScoreTable, of: Snapshot, aggregates: bool = False) -> None:
+        self._table, self._of, self._aggregates = table, of, aggregates
         self._names = [
             name for name, probe in table.probes.items() if probe.aggregate or not aggregates
         ]
@@ -178,4 +178,4 @@ class Scores(Mapping[str, Tensor]):
             asked = ", ".join(self._names) or "none"
             what = "probe with an aggregate" if self._aggregates else "probe"
             raise KeyError(f"no {what} of this request is called {name!r}; its probes: {asked}.")
-        return self._table[name]
+        return self._table.score(name, self._of)

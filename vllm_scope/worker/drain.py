@@ -83,19 +83,21 @@ class _Finish:
     error: str | None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Stored:
     """Scores of cached tokens.
 
     Attributes:
         write: writes them to the lease; False if they are not there.
         written: set after that.
+        whole: True if they are in the lease.
     """
 
     labels: Labels
     lease: Lease
     write: Callable[[Lease], bool]
     written: threading.Event
+    whole: bool = False
 
 
 #: What the thread does, in order. A call has no rows.
@@ -221,10 +223,12 @@ class Drain:
         num_slots = len(labels.keys) * labels.layouts[0].slots(self._widths)
         item = _Stored(labels, self._ring.acquire(num_slots), write, threading.Event())
         if self._watch:
-            self._watch.add(lambda: labels, partial(_wait_for, item.written), item.lease, None)
+            found = partial(_labels_of, item)
+            self._watch.add(found, partial(_wait_for, item.written), item.lease, None)
+        self._put(item)
+        if self._watch:  # it waits for them
             self._ended.set()
             self._soon.set()
-        self._put(item)
 
     def later(self, call: Callable[[], None]) -> None:
         """Call something on the drain thread, after the rows that were submitted so far."""
@@ -410,6 +414,7 @@ class Drain:
     def _write_stored(self, item: _Stored) -> None:
         try:
             if item.write(item.lease):
+                item.whole = True
                 self._sink.write(RowBatch(item.labels, item.lease, self._widths))
         finally:
             item.written.set()
@@ -422,6 +427,10 @@ class Drain:
             self._fill(step.region, step.labels, step.boundary, step.lease)
         finally:
             step.region.fence.set()
+
+
+def _labels_of(item: _Stored) -> Labels | None:
+    return item.labels if item.whole else None
 
 
 def _wait_for(event: threading.Event) -> None:

@@ -25,6 +25,8 @@ from vllm_scope.request.nets import Net
 
 #: Weights that no request holds, kept for the next one.
 IDLE_BYTES = 64 << 20
+#: Outputs of all first layers that are computed at once.
+MOST_BYTES = 64 << 20
 _HIDDEN = {
     "relu": torch.relu,
     "gelu": torch.nn.functional.gelu,
@@ -60,11 +62,14 @@ class DeviceBank:
             for net in nets
         ]
         self._linear = not any(layers for _, layers in self._rest)
+        self._most_rows = max(1, MOST_BYTES // (4 * sum(self._sizes)))
         self._num_bytes = 4 * sum(net.num_values for net in nets)
 
     def pack(self, rows: Tensor) -> Tensor:
         """uint8 [num_rows, bytes in whole slots] of [num_rows, width], on their device: the nets'
         numbers, float32. Does not synchronise."""
+        if len(rows) > self._most_rows:
+            return torch.cat([self.pack(some) for some in rows.split(self._most_rows)])
         x = rows.float()
         found = x @ self._weight if self._bias is None else torch.addmm(self._bias, x, self._weight)
         if not self._linear:

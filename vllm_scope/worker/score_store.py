@@ -106,6 +106,7 @@ class ScoreStore:
         self._requests: dict[int, _Collected] = {}
         self._singles: dict[Layout, _Singles] = {}
         self._step = 0
+        self._missing: list[ScoreKey] = []
         #: The keys of the last step of single tokens, and their rows.
         self._last: tuple[NDArray[np.int64], Ints] | None = None
 
@@ -215,12 +216,20 @@ class ScoreStore:
 
     def fill(self, hashes: Sequence[bytes], probes: bytes, lease: Lease) -> bool:
         """Write the scores of consecutive blocks; False if one of them is missing."""
-        found = [self._blocks.get((block_hash, probes)) for block_hash in hashes]
-        if any(block is None for block in found):
+        keys = [(block_hash, probes) for block_hash in hashes]
+        found = [self._blocks.get(key) for key in keys]
+        missing = [key for key, block in zip(keys, found, strict=True) if block is None]
+        if missing:
+            self._missing += missing
             return False
         data = np.concatenate([block for block in found if block is not None])
         lease.slots.numpy()[:] = data.reshape(-1, SLOT_BYTES)
         return True
+
+    def take_missing(self) -> list[ScoreKey]:
+        """What `fill` did not find since the last call. On any thread."""
+        found, self._missing = self._missing, []
+        return found
 
     def forget(self, keys: Iterable[ScoreKey]) -> None:
         for key in keys:

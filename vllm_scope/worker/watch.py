@@ -12,7 +12,9 @@ that may be rejected nothing counts before the step after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,8 +30,11 @@ from vllm_scope.request.resolve import Cell, ResolvedProbe
 from vllm_scope.request.selectors import Tokens
 from vllm_scope.transport.ring import Lease
 
+logger = logging.getLogger(__name__)
+
 #: Numbers of one cell: positions, and float32 [n, numbers of the probe].
 _Numbers = tuple[Ints, torch.Tensor]
+_Found = tuple[int, Ints, list["torch.Tensor | None"]]
 
 
 @dataclass
@@ -80,19 +85,20 @@ class _Watched:
     accepted: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Step:
     """Rows on their way.
 
     Attributes:
-        labels: called once the rows are there; the true labels.
+        labels: called once the rows are there; the true labels, None if no rows came.
         wait: returns when they are.
     """
 
-    labels: Callable[[], Labels]
+    labels: Callable[[], Labels | None]
     wait: Callable[[], None]
     lease: Lease
     boundary: int | None
+    found: list[_Found] | None = None
 
 
 class Watch:
@@ -107,9 +113,14 @@ class Watch:
         self._widths, self._drafts = widths, drafts
         self._watched: dict[int, _Watched] = {}
         self._steps: list[Step] = []
+        self._open: list[Step] = []
+        self._lock = threading.Lock()
 
     def __bool__(self) -> bool:
         return bool(self._watched)
+
+    def __contains__(self, req_id: str) -> bool:
+        return any(watched.req_id == req_id for watched in self._watched.values())
 
     def add_request(
         self, key: int, req_id: str, num_prompt: int, probes: Sequence[ResolvedProbe]
@@ -125,7 +136,7 @@ class Watch:
 
     def add(
         self,
-        labels: Callable[[], Labels],
+        labels: Callable[[], Labels | None],
         wait: Callable[[], None],
         lease: Lease,
         boundary: int | None,
@@ -133,6 +144,25 @@ class Watch:
         """Rows that are on their way to `lease`; arguments as in Step."""
         lease.retain()
         self._steps.append(Step(labels, wait, lease, boundary))
+        self._open.append(self._steps[-1])
+
+    def settle(self) -> None:
+        """Copy what is watched, and release the leases: `acquire` waits for one."""
+        for step in tuple(self._open):
+            self._look(step)
+
+    def _look(self, step: Step) -> None:
+        with self._lock:
+            if step.found is None:
+                step.found = []
+                self._open.remove(step)
+                try:
+                    step.wait()
+                    labels = step.labels()
+                    if labels is not None:
+                        step.found = self._collect(labels, step.lease, step.boundary)
+                finally:
+                    step.lease.release()
 
     def take(self) -> list[Step]:
         """The steps that were added since the last call, for `judge`."""
@@ -145,39 +175,58 @@ class Watch:
         found: dict[str, str] = {}
         for step in steps:
             try:
-                step.wait()
-                some = self._collect(step.labels(), step.lease, step.boundary)
-            finally:
-                step.lease.release()
-            for key, watched in some.items():
-                reason = self._reason(watched)
-                # It may have ended on the other thread.
-                if reason is not None and self._watched.pop(key, None) is not None:
-                    found[watched.req_id] = reason
+                self._look(step)
+                for key, watched in self._take_in(step.found or ()).items():
+                    reason = self._reason(watched)
+                    # It may have ended on the other thread.
+                    if reason is not None and self._watched.pop(key, None) is not None:
+                        found[watched.req_id] = reason
+            except Exception:
+                # A fault of ours must not end the engine, whose outputs are made here.
+                logger.exception("vllm-scope: verdicts of a step could not be made")
         return found
 
-    def _collect(self, labels: Labels, lease: Lease, boundary: int | None) -> dict[int, _Watched]:
-        """By key, the watched requests that have rows there."""
-        found = {}
+    def _collect(self, labels: Labels, lease: Lease, boundary: int | None) -> list[_Found]:
+        """What the watched requests have there."""
+        found: list[_Found] = []
         for layout, tokens, data in by_layout(
             labels.layouts, labels.layout_of, boundary, self._widths, lease.slots
         ):
             local = layout if boundary is None else layout.at(boundary)
             for key, some in by_key(labels.keys[tokens]):
                 watched = self._watched.get(key)
-                if watched is None:
-                    continue
-                positions = labels.positions[tokens[some]]
-                found[key] = watched
-                # A row that is computed after a draft begins where the accepted tokens end.
-                last = int(positions.min()) if self._drafts else int(positions.max()) + 1
-                watched.accepted = max(watched.accepted, last)
-                for one in watched.probes:
-                    wanted = _of_tokens(one.probe, positions, watched.num_prompt)
-                    for cell, waiting in zip(one.probe.cells, one.waiting, strict=True):
-                        numbers = self._numbers(local, cell, one.probe.num_values, data[some])
-                        if numbers is not None and wanted.any():
-                            waiting.append((positions[wanted], numbers[torch.from_numpy(wanted)]))
+                if watched is not None:
+                    found.append(
+                        (
+                            key,
+                            labels.positions[tokens[some]],
+                            [
+                                self._numbers(local, cell, one.probe.num_values, data[some])
+                                for one in watched.probes
+                                for cell in one.probe.cells
+                            ],
+                        )
+                    )
+        return found
+
+    def _take_in(self, some: Iterable[_Found]) -> dict[int, _Watched]:
+        """By key, the requests that got something."""
+        found = {}
+        for key, positions, numbers in some:
+            watched = self._watched.get(key)
+            if watched is None:
+                continue
+            found[key] = watched
+            # A row that is computed after a draft begins where the accepted tokens end.
+            last = int(positions.min()) if self._drafts else int(positions.max()) + 1
+            watched.accepted = max(watched.accepted, last)
+            each = iter(numbers)
+            for one in watched.probes:
+                wanted = _of_tokens(one.probe, positions, watched.num_prompt)
+                for waiting in one.waiting:
+                    values = next(each)
+                    if values is not None and wanted.any():
+                        waiting.append((positions[wanted], values[torch.from_numpy(wanted)]))
         return found
 
     def _numbers(
@@ -212,5 +261,7 @@ def _joined(some: list[_Numbers]) -> _Numbers | None:
     """In the order of positions; of each the numbers that came last."""
     if not some:
         return None
+    if len(some) == 1 and len(some[0][0]) == 1:  # the usual step of decoding
+        return some[0]
     positions, at = last_of_each(np.concatenate([positions for positions, _ in some]))
     return positions, torch.cat([values for _, values in some])[torch.from_numpy(at)]

@@ -214,7 +214,10 @@ def _capped(
         return original(self, request, *args, **kwargs)
     first, index, probes = known.first_read, index_of(self), known.asked.scores_alone
     if index is not None and probes is not None:
-        first = max(first, index.num_known(request.block_hashes, probes) * index.block_size)
+        count = index.num_known(request.block_hashes, probes)
+        # One that was preempted has its scores up to where it came; no others are sent again.
+        told = index.num_told(request.request_id)
+        first = max(first, min(count, count if told is None else told) * index.block_size)
     if _takes_cap(original):
         given = (*args, *kwargs.values(), None)[0]
         most = request.num_tokens - 1 if given is None else given

@@ -7,13 +7,15 @@ From:  scheduler.   To: core.news.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from vllm_scope.core.news import StepNews
-from vllm_scope.core.score_index import ScoreIndex
+from vllm_scope.core.score_index import ScoreIndex, ScoreKey
+from vllm_scope.engine import wrapping
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.core.entered import entered
 from vllm_scope.engine.seams import config_of
-from vllm_scope.engine.vllm_types import Request, Scheduler, SchedulerOutput
-from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
+from vllm_scope.engine.vllm_types import KVCacheManager, Request, Scheduler, SchedulerOutput
 from vllm_scope.request.resolve import Resolved
 
 #: vLLM's KVCacheManager -> the blocks whose scores the workers hold.
@@ -54,7 +56,7 @@ def scores_of(
 def fill_blocks(scheduler: Scheduler, output: SchedulerOutput, news: StepNews) -> None:
     """Tell the workers which blocks are full once this step has run."""
     index = index_of(scheduler.kv_cache_manager)
-    if not index:
+    if index is None:
         return
     for request_id in index.running:
         if request_id not in output.num_scheduled_tokens:
@@ -65,15 +67,30 @@ def fill_blocks(scheduler: Scheduler, output: SchedulerOutput, news: StepNews) -
         asked = known.asked
         # Drafts may be rejected: tokens that are not known yet fill no block.
         num_tokens = min(request.num_computed_tokens, request.num_tokens)
-        found, gone = index.fill(
+        found = index.fill(
             request_id, request.block_hashes, num_tokens, asked.scores_alone or b"",
-            _score_bytes(asked),
+            asked.score_bytes,
         )  # fmt: skip
         if found is not None:
             news.filled[request_id] = found
-            news.forgotten_scores += gone
+    news.forgotten_scores = index.take_forgotten()
 
 
-def _score_bytes(asked: Resolved) -> int:
-    cells = {(c.place, c.bank.text): c.bank for probe in asked.probes for c in probe.cells}
-    return sum(slots_of_row(bank.row_bytes) * SLOT_BYTES for bank in cells.values())
+def lose(scheduler: Scheduler, keys: Iterable[ScoreKey]) -> None:
+    """A worker does not hold some scores: their blocks are computed again."""
+    index = index_of(scheduler.kv_cache_manager)
+    if index is not None:
+        index.lose(keys)
+
+
+def _reset(original: Callable[..., bool], self: KVCacheManager) -> bool:
+    """KVCacheManager.reset_prefix_cache: the model's weights may have changed."""
+    done = original(self)
+    index = index_of(self)
+    if done and index is not None:
+        index.clear()
+    return done
+
+
+def wrap() -> None:
+    wrapping.wrap("KVCacheManager.reset_prefix_cache", _reset)

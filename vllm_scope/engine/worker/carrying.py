@@ -17,7 +17,7 @@ def is_output(output: object) -> bool:
     return hasattr(output, "get_output") or hasattr(output, "sampled_token_ids")
 
 
-def carrying(output: Any, name: str, find: Callable[[], dict[str, str]]) -> Any:
+def carrying(output: Any, name: str, find: Callable[[], dict[str, Any]]) -> Any:
     """The output with what `find` returns, by request, as an attribute; without it if that is
     empty.
 
@@ -36,7 +36,7 @@ def carrying(output: Any, name: str, find: Callable[[], dict[str, str]]) -> Any:
     return output
 
 
-def carried(output: object, name: str) -> Mapping[str, str]:
+def carried(output: object, name: str) -> Mapping[str, Any]:
     """What an output carries, by request."""
     found = getattr(output, name, None)
     return found if isinstance(found, dict) else {}

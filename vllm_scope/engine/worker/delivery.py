@@ -25,7 +25,7 @@ from vllm_scope.config import ScopeConfig
 from vllm_scope.core.news import Entrant
 from vllm_scope.core.score_index import ScoreKey
 from vllm_scope.engine.worker.sizes import Sizes
-from vllm_scope.program.layout import Layout
+from vllm_scope.program.layout import Layout, Widths
 from vllm_scope.request.actions import MEMORY
 from vllm_scope.request.resolve import Resolved
 from vllm_scope.request.sites import Sites
@@ -52,6 +52,7 @@ class WorkerDelivery:
     Verbs: `add_request`, `finish_request`, `close`. Steps are submitted to `drain`.
 
     Attributes:
+        widths: of raw rows.
         info: the fields that all requests share: stage and model.
         here: boundaries with a tap on this worker.
     """
@@ -62,6 +63,7 @@ class WorkerDelivery:
     drain: Drain
     watch: Watch
     store: ScoreStore
+    widths: Widths
     info: RequestInfo
     here: frozenset[int]
     #: Keys of running requests whose scores are kept.
@@ -97,8 +99,16 @@ class WorkerDelivery:
         router = Router(memory, *configs, sites, here)
         watch, store = Watch(sizes.widths, drafts), ScoreStore(sizes.widths)
         drain = Drain(arena, ring, router, sizes.widths, watch, store)
+
+        def reclaim() -> None:
+            memory.reclaim()
+            watch.settle()
+
+        ring.reclaim = reclaim
         info = RequestInfo(NOBODY, "", "", (), stage=stage[0], num_stages=stage[1], model=model)
-        return WorkerDelivery(ring, memory, router, drain, watch, store, info, frozenset(here))
+        return WorkerDelivery(
+            ring, memory, router, drain, watch, store, sizes.widths, info, frozenset(here)
+        )
 
     def expect(self, recipient: Recipient) -> None:
         """Announce a request, so that its front-end is answered even if the request then fails.
@@ -153,15 +163,17 @@ class WorkerDelivery:
         """
         self._keeping.add(key)
         self.drain.later(partial(self.store.begin, key, layout, entrant.block_size))
-        if entrant.cached:
-            count = len(entrant.cached) * entrant.block_size
+        block_slots = layout.slots(self.widths) * entrant.block_size
+        # A quarter of the ring at once leaves room for the step's rows.
+        at_once = max(1, len(self.ring.slots) // 4 // block_slots)
+        for first in range(0, len(entrant.cached), at_once):
+            some = entrant.cached[first : first + at_once]
+            rows = np.arange(len(some) * entrant.block_size, dtype=np.int64)
             labels = Labels(
-                np.full(count, key, np.int64), np.arange(count, dtype=np.int64),
-                np.zeros(count, np.int32), (layout,), np.arange(count, dtype=np.int64),
+                np.full(len(rows), key, np.int64), first * entrant.block_size + rows,
+                np.zeros(len(rows), np.int32), (layout,), rows,
             )  # fmt: skip
-            self.drain.submit_stored(
-                labels, partial(self.store.fill, entrant.cached, entrant.scores)
-            )
+            self.drain.submit_stored(labels, partial(self.store.fill, some, entrant.scores))
 
     def keep_blocks(self, key: int, first: int, hashes: Sequence[bytes], scores: bytes) -> None:
         """Keep the scores of blocks that a request has filled."""

@@ -21,7 +21,7 @@ import msgspec
 from vllm_scope.config import ScopeConfig
 from vllm_scope.core.news import Entrant, Heard, StepNews
 from vllm_scope.core.registry import Registry
-from vllm_scope.engine.core.verdicts import with_verdicts
+from vllm_scope.engine.core.verdicts import with_lost, with_verdicts
 from vllm_scope.engine.functions import StepFunctions
 from vllm_scope.engine.model import anatomy_of, global_reads, sites_of
 from vllm_scope.engine.monitors import check as check_monitors
@@ -211,6 +211,7 @@ class ScopeWorker:
                         self.limits.check(program.programs_of(entrant.columns))
                 except CapacityError as error:
                     logger.warning("vllm-scope: request %s: %s", request.req_id, error)
+                    self._end_unwatched(request.req_id, asked, str(error))
                     self._finish(key, str(error))
                     program, key = None, NOBODY
             if program is None:
@@ -232,6 +233,11 @@ class ScopeWorker:
                 self._keeping[request.req_id] = key, entrant.scores
         except Exception as error:
             self._refuse(request.req_id, vectors, key, error)
+
+    def _end_unwatched(self, req_id: str, asked: Resolved, reason: str) -> None:
+        """End a request that a probe may stop and whose scores cannot be made."""
+        if asked.stopping and self._faults is not None:
+            self._faults.fail(req_id, reason)
 
     def _refuse(self, req_id: str, vectors: bool, key: int, error: Exception) -> None:
         """Answer a request that could not be added; its neighbours and the engine go on."""
@@ -304,12 +310,14 @@ class ScopeWorker:
             return output
         if self._delivery is not None:
             output = with_verdicts(output, self._delivery.watch)
+            output = with_lost(output, self._delivery.store)
         return self._faults.with_faults(output)
 
     def _fail(self, req_id: str, reason: str) -> None:
         """End a request that cannot be planned; its neighbours go on."""
         assert self._planner is not None
-        if self._faults is not None and req_id in self._planner.owners.values():
+        watched = self._delivery is not None and req_id in self._delivery.watch
+        if self._faults is not None and (watched or req_id in self._planner.owners.values()):
             self._faults.fail(req_id, reason)
         key = self._planner.finish_request(req_id)
         if key is not None:
