@@ -7,10 +7,14 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export VLLM_NO_USAGE_STATS = 1
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test test-all lint bench soak clean test-gpu bench-gpu $(PARTS:%=test-%)
+.PHONY: demo monitor test test-all lint bench soak clean test-gpu bench-gpu $(PARTS:%=test-%)
 
 demo: .venv/.ready
 	$(BIN)/python -m examples.demo
+
+# A monitor flags lying speakers and stops them: one minute.
+monitor: .venv/.ready
+	$(BIN)/python -m examples.monitor
 
 # With VLLM: what another vLLM could break. Everything is run with the vLLM of the lock.
 CORE := tests/unit tests/engine/test_rows.py tests/engine/test_values.py \

@@ -1,6 +1,6 @@
-"""The figures: where each concept can be read, and where a review can be steered.
+"""The figures: where each concept can be read, where a review can be steered, what a monitor sees.
 
-From:  demo.py, which has fitted the probes and steered.   To: PNG files.
+From:  demo.py, which has fitted the probes and steered; monitor.py.   To: PNG files.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 
 # Not pyplot: that would look for a screen.
@@ -124,3 +125,41 @@ def _draw_steering(axes: Axes, scales: Sequence[float], figures: Sequence[Steeri
     axes.set_ylim(-0.05, 1.05)
     axes.grid(axis="y", color="0.92")
     axes.set_axisbelow(True)
+
+
+def write_monitor_figure(
+    path: Path,
+    honest: Sequence[np.ndarray],
+    lying: Sequence[np.ndarray],
+    threshold: float,
+    first: int = 2,
+) -> None:
+    """The monitor's value over the tokens of each statement, and the mean of each kind.
+
+    Args:
+        honest, lying: the values of each statement, float32 [num_tokens].
+        first: index of the statement's first token in them.
+    """
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(8, 4.2), layout="constrained")
+        axes = figure.add_subplot()
+    tokens = np.arange(1 - first, 11)
+    kinds = {"honest": honest, "lying": lying}
+    for (name, of_kind), mark in zip(kinds.items(), MARKS, strict=True):
+        values = np.full((len(of_kind), len(tokens)), np.nan)
+        for row, curve in zip(values, of_kind, strict=True):
+            row[: len(curve)] = curve[: len(row)]
+        axes.plot(tokens, values.T, color=mark.colour, linewidth=0.6, alpha=0.2)
+        axes.plot(
+            tokens, np.nanmean(values, axis=0), color=mark.colour, linewidth=2.5,
+            marker=mark.marker, markersize=5, label=f"{name}: mean of {len(of_kind)} speakers",
+        )  # fmt: skip
+    axes.axhline(threshold, color="0.3", linewidth=1, linestyle="--", label="threshold")
+    axes.axvspan(tokens[0] - 0.5, 0.5, color="0.95", zorder=0)
+    axes.set_xlim(tokens[0] - 0.5, tokens[-1] + 0.5)
+    axes.set_xticks(tokens, [":", "quote", *map(str, tokens[first:])])
+    axes.set_xlabel("generated token; 1 is the first token of the statement")
+    axes.set_ylabel("value of the monitor")
+    figure.suptitle("A monitor's value while a statement is said", weight="bold")
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=10)
+    figure.savefig(path, dpi=200)
