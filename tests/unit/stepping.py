@@ -249,7 +249,9 @@ def running_worker(
     watch, store = Watch(WIDTHS, False), ScoreStore(WIDTHS)
     drain = Drain(worker._arena, ring, sink, WIDTHS, watch, store)
     info = RequestInfo(NOBODY, "", "", ())
-    worker._delivery = WorkerDelivery(ring, sink, sink, drain, watch, store, info, frozenset(here))
+    worker._delivery = WorkerDelivery(
+        ring, sink, sink, drain, watch, store, WIDTHS, info, frozenset(here)
+    )
     op.register()
     worker._begin_steps()
     try:

@@ -19,7 +19,7 @@ LISTED = {
     "vllm_scope": """
         Ablate Add AttentionPool CapacityError Clamp CompatError ConfigError Ema Except FileError
         Mlp Positions Probe Read Replace RollingMean ScopeError Spec SpecError TokenIds Union
-        __version__ open scope spec_schema
+        __version__ open scope set_monitors spec_schema
     """,
     "vllm_scope.cli": "app",
     "vllm_scope.client": """

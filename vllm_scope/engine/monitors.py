@@ -20,7 +20,7 @@ from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.frontend import translators
 from vllm_scope.engine.frontend.connection import connect_sync, connections, needs_connection
 from vllm_scope.engine.frontend.prepared import NO_TAPS
-from vllm_scope.engine.seams import config_of
+from vllm_scope.engine.seams import KEY, config_of
 from vllm_scope.engine.vllm_types import (
     CompletionOutput,
     Engine,
@@ -154,7 +154,14 @@ def told(vllm_config: VllmConfig) -> dict[str, dict[str, object]]:
 def monitors_of(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
     """The monitors that requests get now."""
     found = _monitors.of(vllm_config)
-    return _monitors.put(vllm_config, configured(vllm_config)) if found is None else found
+    if found is not None:
+        return found
+    # Asked for each request, so the configuration is not parsed for it.
+    additional = vllm_config.additional_config
+    body = additional.get(KEY) if isinstance(additional, dict) else None
+    if not isinstance(body, Mapping) or not body.get("monitors"):
+        return ()
+    return _monitors.put(vllm_config, configured(vllm_config))
 
 
 def set_monitors(engine: Engine, bodies: object, sites: Sites) -> None:

@@ -58,7 +58,8 @@ class ChoiceScope:
 
     def flags(self) -> Json:
         """The field `scope` of a choice that asked for nothing: verdicts of monitors, or absent."""
-        found = encode.verdicts(self.completion.scope.verdicts)
+        result = self.completion.scope
+        found = {} if result is None else encode.verdicts(result.verdicts)
         return {"scope": found} if found else {}
 
     async def whole(self) -> Json:

@@ -14,6 +14,8 @@ from vllm_scope.server.answer import current
 
 SCOPE = '{"reads": [{"site": "embed"}]}'
 ANSWER = object()
+#: An engine's configuration without monitors.
+SERVED = SimpleNamespace(additional_config={"scope": {}}, parallel_config=None)
 
 
 def create(body, xargs=None, path="/v1/completions"):
@@ -25,7 +27,9 @@ def create(body, xargs=None, path="/v1/completions"):
 
     async def run():
         current.set(path)
-        return await http._create(original, None, request, SimpleNamespace())
+        state = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=SERVED))
+        raw = SimpleNamespace(app=SimpleNamespace(state=state), url=SimpleNamespace(path=path))
+        return await http._create(original, None, request, raw)
 
     return asyncio.run(run())
 

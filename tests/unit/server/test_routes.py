@@ -273,7 +273,7 @@ def test_a_server_without_an_engine_refuses_with_a_sentence(tmp_path, monkeypatc
 
 def test_every_route_has_a_summary_a_description_and_its_errors(http):
     paths = http.get("/openapi.json").json()["paths"]
-    assert len(paths) == 5
+    assert len(paths) == 6
     for path, methods in paths.items():
         for method, found in methods.items():
             assert found["summary"], path
