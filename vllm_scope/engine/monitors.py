@@ -16,11 +16,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_scope.config import KEY
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.frontend import translators
 from vllm_scope.engine.frontend.connection import connect_sync, connections, needs_connection
 from vllm_scope.engine.frontend.prepared import NO_TAPS
-from vllm_scope.engine.seams import KEY, config_of
+from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import (
     CompletionOutput,
     Engine,
