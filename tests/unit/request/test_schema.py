@@ -229,7 +229,8 @@ BEYOND = re.compile(
     r"no bound|two probes|differ in tag|go to memory|one weight for each layer|"
     r"one row for each layer|at most \d dimensions|nested|parts|items in all|ragged|"
     r"at most 16,777,216|\[out, \d+\]|has a bias of shape|the last layer makes one|"
-    r"both are \[num_heads|the same number of heads|give a threshold|that stops its request"
+    r"both are \[num_heads|the same number of heads|give a threshold|that stops its request|"
+    r"have action 'stop'"
 )
 ANYTHING = st.sampled_from(
     [None, True, 0, -1, 1.5, 1 << 50, "", "all", "x", [], [0], [0, 0], ["x"], {}, {"x": 1}]
