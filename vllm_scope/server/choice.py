@@ -66,9 +66,9 @@ class ChoiceScope:
         """The `scope` of a choice of a whole answer."""
         result = self.completion.scope
         scores, rows = _split(result.columns())
-        num_scores = sum(len(column.positions) for column in scores)
-        size = num_scores * _SCORE_BYTES
-        inline = num_scores <= encode.MAX_INLINE_SCORES and self._take_room(size)
+        num_numbers = _num_numbers(scores)
+        size = num_numbers * _SCORE_BYTES
+        inline = num_numbers <= encode.MAX_INLINE_SCORES and self._take_room(size)
         told = {"rows": [], "scores": encode.scores(scores, inline)}
         body = encode.counts(result) | told | encode.verdicts(result.verdicts)
         num_generated = len(result.transcript) - result.num_prompt
@@ -89,8 +89,7 @@ class ChoiceScope:
         tokens: Json = {}
         if ended or not holds:
             tokens = self._told(scores, None if ended else cursor.settled)
-        num_scores = sum(len(column.positions) for column in scores)
-        scores = self._fitting(scores, num_scores <= encode.MAX_INLINE_SCORES)
+        scores = self._fitting(scores, _num_numbers(scores) <= encode.MAX_INLINE_SCORES)
         rows = self._fitting(rows, sum(column.nbytes for column in rows) <= MAX_CHUNK_BYTES)
         if not ended:
             told: Json = {"rows": encode.rows(rows, True), "scores": encode.scores(scores, True)}
@@ -163,6 +162,11 @@ class ChoiceScope:
             "expires_in_s": kept.ttl_s,
         }
         return body
+
+
+def _num_numbers(scores: Iterable[Column]) -> int:
+    """Numbers in JSON: scores, and their aggregates."""
+    return sum(len(c.positions) * (1 if c.aggregates is None else 2) for c in scores)
 
 
 def _split(columns: Iterable[Column]) -> tuple[list[Column], list[Column]]:

@@ -310,8 +310,10 @@ def _bytes_of(layout: Layout, stream: _Stream, widths: Widths) -> slice | None:
         for head, points, first, num_slots in layout.encoded_at(widths):
             if head == stream.head and row in points:
                 first = (first + points.index(row) * num_slots) * SLOT_BYTES
-                size = num_slots * SLOT_BYTES
-                return slice(first, first + (size if stream.probe is None else head.row_bytes))
+                if stream.probe is None:
+                    return slice(first, first + num_slots * SLOT_BYTES)
+                (cell,) = stream.probe.cells
+                return slice(first + 4 * cell.first, first + 4 * (cell.first + 1))
     elif row in layout.points:
         first = layout.slot_of(row, widths) * SLOT_BYTES
         return slice(first, first + widths.row_bytes[kind_of_point(row)])

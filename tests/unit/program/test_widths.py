@@ -297,6 +297,10 @@ def test_every_row_comes_back_as_its_tap_saw_it(asked, dtype, tap_by_tap, seed):
             for position, row in zip(positions.tolist(), expected, strict=True):
                 assert torch.equal(at_sink[position], row)
         check_scores(step, key, result)
+        for probe in step.asked[key].probes:
+            if len(probe.cells) == 1:
+                at_sink = step.blocks[key][*probe.cells[0].place, probe.name]
+                assert [at_sink[p] for p in range(TOKENS)] == result.scores[probe.name].tolist()
 
 
 def check_scores(step: Step, key: int, result: ScopeResult) -> None:

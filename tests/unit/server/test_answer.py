@@ -241,8 +241,10 @@ async def test_aggregates_of_a_chunk_are_of_all_scores_up_to_there(store):
 
 @on_a_loop
 async def test_aggregates_of_scores_that_are_in_the_file_are_there_too(store, monkeypatch):
-    monkeypatch.setattr(encode, "MAX_INLINE_SCORES", 3)
-    *_, last = await sent_in_chunks(store, "scores", 3, 8, 9, spec=MEAN)
+    # Of 2 scores with their aggregates there are 4 numbers, of 5 there are 10.
+    monkeypatch.setattr(encode, "MAX_INLINE_SCORES", 9)
+    first, _, last = await sent_in_chunks(store, "scores", 3, 8, 9, spec=MEAN)
+    assert first["scores"]["p"]["aggregates"] == MEANS[:2]
     assert last["scores"] == {"p": {"spans": [[2, 8]]}}
     with store.open(last["result"]["id"], "owner") as file:
         data = file.read()

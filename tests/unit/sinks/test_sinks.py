@@ -98,6 +98,28 @@ def test_scores_go_to_a_sink_with_their_probe(kind, monkeypatch):
     assert kind.made[0].rows == {(2, "resid_post", "truth"): [(0, 4.5), (1, 12.5), (2, 20.5)]}
 
 
+@pytest.mark.parametrize("kind", [Live, Whole])
+def test_each_probe_of_a_place_gets_its_own_scores_at_a_sink(kind, monkeypatch):
+    probes = [
+        Probe([i + 1.0, 0, 0, 0], layer=1, name=f"p{i}", to="memory" if i == 2 else "mine")
+        for i in range(6)
+    ]
+    (bank,) = Spec(probes=tuple(probes)).resolve(SITES).banks
+    layout = Layout((), ((bank, POINTS[2:]),))
+    with side(monkeypatch, {"mine": {}}, mine=kind) as here:
+        here.add(1, *probes)
+        # Six numbers in two slots.
+        data = torch.arange(24.0).view(3, 8).view(torch.uint8).numpy()
+        here.router._route(1, layout, np.arange(3), data, Widths((16,)))
+        here.end(1)
+        manifest = here.manifest(1)
+    assert (manifest.status, manifest.expected, manifest.delivered) == ("ok", 15, 15)
+    assert kind.made[0].rows == {
+        (1, "resid_post", f"p{i}"): [(position, 8 * position + i) for position in range(3)]
+        for i in (0, 1, 3, 4, 5)
+    }
+
+
 class KeepsBlocks(Live):
     """What blocks hold, copied."""
 
