@@ -260,11 +260,15 @@ def test_scores_that_a_worker_lost_are_computed_again(llm, monkeypatch: pytest.M
     (missing,) = run(llm, [prompt(62)], asked)
     assert missing.scope.status == "incomplete"
     assert missing.scope.dropped == 128
-    for cached in (0, 128):
+    # The worker reports the loss while it goes on: a request in between may miss them as well.
+    for _ in range(10):
         (again,) = run(llm, [prompt(62)], asked)
-        assert again.num_cached_tokens == cached
-        assert again.scope.status == "complete"
-        same(first.scope, again.scope)
+        if again.scope.status == "complete":
+            break
+    for answer, cached in ((again, 0), (run(llm, [prompt(62)], asked)[0], 128)):
+        assert answer.num_cached_tokens == cached
+        assert answer.scope.status == "complete"
+        same(first.scope, answer.scope)
 
 
 def test_a_hit_that_is_larger_than_the_ring_is_delivered_in_pieces(llama):

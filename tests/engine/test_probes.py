@@ -1,4 +1,4 @@
-"""Probes of every kind, at every site, equal float64 on the rows that the same request read."""
+"""Scores of every kind of probe, at every site, equal float64 on the rows that a request read."""
 
 from __future__ import annotations
 

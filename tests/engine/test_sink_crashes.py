@@ -36,6 +36,7 @@ class Killer(threading.Thread):
     """Kills processes once they are seen in the middle of writing.
 
     Args:
+        victims: the process that writes comes first.
         told: requests whose callers were told ok; it waits for some.
         after: called when they are dead.
 
@@ -57,14 +58,30 @@ class Killer(threading.Thread):
     def run(self) -> None:
         while len(self._told) < 20:
             time.sleep(0.002)
-        while not names_of(self._root, ".tmp"):
-            pass
+        self._stop_in_mid_write()
         for victim in self._victims:
             victim.send_signal(signal.SIGKILL)
         while any(alive(victim) for victim in self._victims):
             time.sleep(0.01)
         self.caught = names_of(self._root, ".tmp")
         self._after()
+
+    def _stop_in_mid_write(self) -> None:
+        """Stops the first victim at a moment when it has a hidden file.
+
+        A process that is seen to write may have ended the file before a signal reaches it, so
+        what counts is what is there while it stands still.
+        """
+        writer = self._victims[0]
+        while True:
+            while not names_of(self._root, ".tmp"):
+                pass
+            writer.send_signal(signal.SIGSTOP)
+            while writer.status() != psutil.STATUS_STOPPED:
+                time.sleep(0.001)
+            if names_of(self._root, ".tmp"):
+                return
+            writer.send_signal(signal.SIGCONT)
 
 
 def alive(process: psutil.Process) -> bool:

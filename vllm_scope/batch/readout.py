@@ -55,7 +55,7 @@ class Readout:
     """A probe over one request. Each call of `read` takes later positions.
 
     Attributes:
-        verdict: None so far, or without a threshold.
+        verdict: None as long as no value was above the threshold.
     """
 
     def __init__(self, probe: ResolvedProbe) -> None:

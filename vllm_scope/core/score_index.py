@@ -39,10 +39,6 @@ class ScoreIndex:
         #: What workers must forget with the next news.
         self._forgotten: list[ScoreKey] = []
 
-    def __bool__(self) -> bool:
-        """True if a running request's scores are kept."""
-        return bool(self._told)
-
     @property
     def running(self) -> list[str]:
         return list(self._told)

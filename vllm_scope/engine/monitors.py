@@ -222,24 +222,22 @@ class _Judge:
     """Counts the verdicts of one request, and tells webhooks."""
 
     def __init__(self, monitors: tuple[Monitor, ...]) -> None:
-        self._left = {monitor.name: monitor for monitor in monitors}
-        self._counted: set[tuple[int, str]] = set()
+        self._monitors = monitors
+        #: Completions that have been counted.
+        self._counted: set[int] = set()
 
     def told(self, output: RequestOutput, completion: CompletionOutput) -> None:
         """Called with each snapshot. A score of a running request is looked at when it ends, so
         that a step's cost does not grow with the tokens so far."""
-        if completion.finish_reason is None:
+        if completion.finish_reason is None or completion.index in self._counted:
             return
+        self._counted.add(completion.index)
         result: Any = completion.scope
-        for name, monitor in self._left.items():
-            if (completion.index, name) in self._counted:
-                continue
-            self._counted.add((completion.index, name))
-            called = MONITOR + name
-            values = (result.scores if monitor.probe.aggregate is None else result.aggregates)[
-                called
-            ]
-            verdict = result.verdicts.get(called)
+        verdicts = result.verdicts
+        for monitor in self._monitors:
+            name, called = monitor.name, monitor.probe.name
+            found = result.scores if monitor.probe.aggregate is None else result.aggregates
+            values, verdict = found[called], verdicts.get(called)
             count_verdict(name, float(values.max()) if len(values) else None, verdict is not None)
             if verdict is not None and monitor.webhook is not None:
                 monitor.webhook.tell(

@@ -127,6 +127,14 @@ class Layout:
             yield head, points, first, num_slots
             first += len(points) * num_slots
 
+    def made_at(self, head: Head, point: int, widths: Widths) -> int | None:
+        """The first slot of what a head makes of a point's row; None if it makes nothing of it."""
+        row = self.row_of(point)
+        for one, points, first, num_slots in self.encoded_at(widths):
+            if one == head and row in points:
+                return first + points.index(row) * num_slots
+        return None
+
     @cached_property
     def arena(self) -> Layout:
         """What taps write: each point's row once."""

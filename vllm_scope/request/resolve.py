@@ -208,14 +208,6 @@ class Resolved:
         return tuple(dict.fromkeys(x.tokens for x in self.delivering))
 
     @cached_property
-    def probes_by_selector(self) -> dict[Selector, list[ResolvedProbe]]:
-        """The probes of each selector."""
-        found: dict[Selector, list[ResolvedProbe]] = {}
-        for probe in self.probes:
-            found.setdefault(probe.tokens, []).append(probe)
-        return found
-
-    @cached_property
     def scores_alone(self) -> bytes | None:
         """A digest of the probes, if all tokens get the same scores and nothing else is asked for:
         such scores can be kept with KV blocks. None otherwise."""

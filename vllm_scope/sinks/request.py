@@ -24,7 +24,7 @@ from torch import Tensor
 from vllm_scope.batch.by_position import Ints, Part, last_values, wanted_positions
 from vllm_scope.batch.readout import scores_of
 from vllm_scope.codecs.packed import EncodedRows, packing_of
-from vllm_scope.program.layout import SLOT, SLOT_BYTES, Layout, Widths
+from vllm_scope.program.layout import SLOT, SLOT_BYTES, Layout, Widths, slots_of_row
 from vllm_scope.request.heads import Encoding, Head
 from vllm_scope.request.resolve import Resolved, ResolvedProbe
 from vllm_scope.request.selectors import Selector
@@ -305,19 +305,20 @@ def _wanted_of(points: Sequence[int], wanted: Set[int], layout: Layout) -> list[
 def _bytes_of(layout: Layout, stream: _Stream, widths: Widths) -> slice | None:
     """Where a token of this layout has the stream's row, or what the head made of it; None if it
     has none."""
-    row = layout.row_of(stream.point)
-    if stream.head is not None:
-        for head, points, first, num_slots in layout.encoded_at(widths):
-            if head == stream.head and row in points:
-                first = (first + points.index(row) * num_slots) * SLOT_BYTES
-                if stream.probe is None:
-                    return slice(first, first + num_slots * SLOT_BYTES)
-                (cell,) = stream.probe.cells
-                return slice(first + 4 * cell.first, first + 4 * (cell.first + 1))
-    elif row in layout.points:
+    if stream.head is None:
+        row = layout.row_of(stream.point)
+        if row not in layout.points:
+            return None
         first = layout.slot_of(row, widths) * SLOT_BYTES
         return slice(first, first + widths.row_bytes[kind_of_point(row)])
-    return None
+    slot = layout.made_at(stream.head, stream.point, widths)
+    if slot is None:
+        return None
+    first = slot * SLOT_BYTES
+    if stream.probe is None:
+        return slice(first, first + slots_of_row(stream.head.row_bytes) * SLOT_BYTES)
+    (cell,) = stream.probe.cells
+    return slice(first + 4 * cell.first, first + 4 * (cell.first + 1))
 
 
 def _streams_of(asked: Resolved, to: str, here: Sequence[int]) -> Iterator[_Stream]:

@@ -1,4 +1,4 @@
-"""Rows gathered, and worked on by heads, on their way out of the arena.
+"""Gathers rows, and applies heads to them, on their way out of the arena.
 
 Owns:  Packer: which rows of a region go where in the batch, and what their heads need.
 Runs:  `hold` and `num_slots` on the worker's thread; `pack` on a GPU there too, enqueued on the

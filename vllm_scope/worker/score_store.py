@@ -5,7 +5,7 @@ Runs:  on the drain thread, in the order of steps.
 From:  drain (each step's rows), core.score_index (what to keep and to forget).
 To:    drain (the scores of cached tokens).
 
-What is kept of a token are its bytes as they were delivered: nothing but scores, in one layout.
+The store keeps each token's bytes as they were delivered. They are scores only, all in one layout.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _Singles:
 
 
 class ScoreStore:
-    """The scores of blocks, by block hash and probes.
+    """The scores of KV blocks, by block hash and digest of the probes.
 
     Args:
         widths: of raw rows.
@@ -113,10 +113,6 @@ class ScoreStore:
     def __bool__(self) -> bool:
         """True if some request's scores are collected."""
         return bool(self._requests)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(block.nbytes for block in self._blocks.values())
 
     def begin(self, key: int, layout: Layout, block_size: int) -> None:
         """Collect the scores of a request, all of whose tokens have this layout."""
@@ -172,13 +168,12 @@ class ScoreStore:
 
     def _slots_at(self, layout: Layout, boundary: int) -> Ints:
         """Where the bytes of one tap are in a token's bytes."""
-        whole = {head: (points, at) for head, points, at, _ in layout.encoded_at(self._widths)}
         found = []
         for head, points, _, num_slots in layout.at(boundary).encoded_at(self._widths):
-            everything, first = whole[head]
             for point in points:
-                start = (first + everything.index(point) * num_slots) * SLOT_BYTES
-                found.append(np.arange(start, start + num_slots * SLOT_BYTES))
+                slot = layout.made_at(head, point, self._widths)
+                assert slot is not None
+                found.append(slot * SLOT_BYTES + np.arange(num_slots * SLOT_BYTES))
         return np.concatenate([np.zeros(0, np.int64), *found])
 
     def keep(self, key: int, first: int, hashes: Sequence[bytes], probes: bytes) -> None:
@@ -227,7 +222,7 @@ class ScoreStore:
         return True
 
     def take_missing(self) -> list[ScoreKey]:
-        """What `fill` did not find since the last call. On any thread."""
+        """The blocks that `fill` has looked for in vain since the last call. On any thread."""
         found, self._missing = self._missing, []
         return found
 

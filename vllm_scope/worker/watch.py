@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 #: Numbers of one cell: positions, and float32 [n, numbers of the probe].
 _Numbers = tuple[Ints, torch.Tensor]
+#: Of one request in one step: its key, positions, and the numbers of each cell of its probes; None
+#: for a cell that is not in this batch.
 _Found = tuple[int, Ints, list["torch.Tensor | None"]]
 
 
@@ -92,6 +94,7 @@ class Step:
     Attributes:
         labels: called once the rows are there; the true labels, None if no rows came.
         wait: returns when they are.
+        found: what watched requests have there; None until it was copied.
     """
 
     labels: Callable[[], Labels | None]
@@ -196,17 +199,12 @@ class Watch:
             for key, some in by_key(labels.keys[tokens]):
                 watched = self._watched.get(key)
                 if watched is not None:
-                    found.append(
-                        (
-                            key,
-                            labels.positions[tokens[some]],
-                            [
-                                self._numbers(local, cell, one.probe.num_values, data[some])
-                                for one in watched.probes
-                                for cell in one.probe.cells
-                            ],
-                        )
-                    )
+                    numbers = [
+                        self._numbers(local, cell, one.probe.num_values, data[some])
+                        for one in watched.probes
+                        for cell in one.probe.cells
+                    ]
+                    found.append((key, labels.positions[tokens[some]], numbers))
         return found
 
     def _take_in(self, some: Iterable[_Found]) -> dict[int, _Watched]:
@@ -233,13 +231,12 @@ class Watch:
         self, layout: Layout, cell: Cell, count: int, data: np.ndarray
     ) -> torch.Tensor | None:
         """float32 [n, count], in memory of its own; None if they are not in this layout."""
-        row = layout.row_of(cell.place.point())
-        for head, points, first, num_slots in layout.encoded_at(self._widths):
-            if head == cell.bank and row in points:
-                start = (first + points.index(row) * num_slots) * SLOT_BYTES + 4 * cell.first
-                values = np.ascontiguousarray(data[:, start : start + 4 * count])
-                return torch.from_numpy(values.view(np.float32).copy())
-        return None
+        slot = layout.made_at(cell.bank, cell.place.point(), self._widths)
+        if slot is None:
+            return None
+        start = slot * SLOT_BYTES + 4 * cell.first
+        values = np.ascontiguousarray(data[:, start : start + 4 * count])
+        return torch.from_numpy(values.view(np.float32).copy())
 
     @staticmethod
     def _reason(watched: _Watched) -> str | None:
@@ -258,7 +255,7 @@ def _of_tokens(probe: ResolvedProbe, positions: Ints, num_prompt: int) -> NDArra
 
 
 def _joined(some: list[_Numbers]) -> _Numbers | None:
-    """In the order of positions; of each the numbers that came last."""
+    """Sorted by position; of a position that came several times, the last numbers."""
     if not some:
         return None
     if len(some) == 1 and len(some[0][0]) == 1:  # the usual step of decoding

@@ -25,7 +25,7 @@ from vllm_scope.engine import wrapping
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.core import clearing
 from vllm_scope.engine.core.entered import entered
-from vllm_scope.engine.core.scores import fill_blocks, index_of, new_index, scores_of
+from vllm_scope.engine.core.scores import fill_blocks, index_of, kept_of, new_index
 from vllm_scope.engine.model import hidden_size_of
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import (
@@ -176,7 +176,7 @@ def _schedule(
             number = _state_of(self).told.number_of(known.asked, news)
             news.entrants[new.req_id] = Entrant(
                 known.recipient, number, known.columns, known.unchecked,
-                *scores_of(self, request, known.asked, new.num_computed_tokens),
+                *kept_of(self, request, known.asked, new.num_computed_tokens),
             )  # fmt: skip
     state = _states.of(self)
     fill_blocks(self, output, news)

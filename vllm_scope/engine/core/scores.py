@@ -41,7 +41,7 @@ def _hash_block_size(scheduler: Scheduler) -> int:
     return int(getattr(scheduler, "hash_block_size", scheduler.block_size))
 
 
-def scores_of(
+def kept_of(
     scheduler: Scheduler, request: Request, asked: Resolved, num_cached: int
 ) -> tuple[bytes, tuple[bytes, ...], int]:
     """Entrant.scores, Entrant.cached and Entrant.block_size."""

@@ -47,8 +47,8 @@ class Probe(Action):
         to: as for `Read`. Not all sinks take scores; "filesystem" does not. A sink takes scores of
             one layer, without an AttentionPool or an aggregate.
         activation: None, or "sigmoid" of the score with its bias.
-        aggregate: what is also delivered at each position, of all scores up to there: "max",
-            "mean", `Ema(decay)` or `RollingMean(window, then="max")`. None for nothing.
+        aggregate: a second value at each position, made of all scores up to there: "max",
+            "mean", `Ema(decay)` or `RollingMean(window, then="max")`. None for no such value.
         threshold: the request gets a verdict at the first position where the aggregate, or the
             score if there is none, is above it. None for no verdict.
         action: "flag" (the verdict is told) or "stop" (it also ends the request: the next token is
