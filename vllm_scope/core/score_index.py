@@ -36,6 +36,8 @@ class ScoreIndex:
         self._known: Remembered[ScoreKey, bool] = Remembered(most_bytes)
         #: Running request -> its blocks that workers were told to keep.
         self._told: dict[str, int] = {}
+        #: Running request that has filled blocks -> the hashes of its blocks, and its probes.
+        self._chains: dict[str, tuple[Sequence[bytes], bytes]] = {}
         #: What workers must forget with the next news.
         self._forgotten: list[ScoreKey] = []
 
@@ -54,7 +56,8 @@ class ScoreIndex:
             if (one, probes) not in self._known:
                 break
             count += 1
-        for one in reversed(hashes[:count]):  # as in `fill`
+        # Backwards, so that of a chain its end is forgotten first: it is of no use alone.
+        for one in reversed(hashes[:count]):
             self._known.get((one, probes))
         return count
 
@@ -69,7 +72,7 @@ class ScoreIndex:
         """Note the blocks that a request has filled.
 
         Args:
-            hashes: of the request's blocks so far.
+            hashes: of the request's blocks so far; kept until the request is forgotten.
             num_tokens: tokens that are computed once the coming step has run.
             token_bytes: of the scores of one token.
 
@@ -80,17 +83,19 @@ class ScoreIndex:
         stop = min(num_tokens // self.block_size, len(hashes))
         if stop <= first:
             return None
-        self._told[request_id] = stop
-        # Backwards, so that of a chain its end is forgotten first.
-        for one in reversed(hashes[first:stop]):
+        self._told[request_id], self._chains[request_id] = stop, (hashes, probes)
+        for one in reversed(hashes[first:stop]):  # as in `num_known`
             size = self.block_size * token_bytes + _BLOCK_BYTES
             self._forgotten += [key for key, _ in self._known.put((one, probes), True, size)]
         return first, list(hashes[first:stop])
 
     def lose(self, keys: Iterable[ScoreKey]) -> None:
-        """Some scores are not held after all."""
+        """A worker does not hold some scores. All workers forget them: other stages hold their
+        part, and a late report may be of scores that were kept again since."""
         lost = set(keys)
-        self._known.drop(lost.__contains__)
+        if lost:  # `drop` looks at every block
+            self._known.drop(lost.__contains__)
+            self._forgotten += lost
 
     def clear(self) -> None:
         """Forget everything: the model's weights may have changed."""
@@ -105,3 +110,6 @@ class ScoreIndex:
 
     def forget_request(self, request_id: str) -> None:
         self._told.pop(request_id, None)
+        if request_id in self._chains:
+            # It filled its chain from the beginning on, step by step: put it in order.
+            self.num_known(*self._chains.pop(request_id))

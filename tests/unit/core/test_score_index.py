@@ -1,0 +1,174 @@
+"""EngineCore knows exactly which scores the workers hold, and that is never more than allowed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_scope.core.score_index import _BLOCK_BYTES, ScoreIndex, ScoreKey
+from vllm_scope.request.remembered import Remembered
+
+SIZE, TOKEN_BYTES = 4, 16
+BLOCK_BYTES = SIZE * TOKEN_BYTES + _BLOCK_BYTES
+P, Q = b"probes", b"other probes"
+
+
+def chain(name: str, count: int) -> list[bytes]:
+    """The hashes of a prompt's blocks."""
+    return [f"{name}{i}".encode() for i in range(count)]
+
+
+def index_of(num_blocks: int) -> ScoreIndex:
+    return ScoreIndex(SIZE, num_blocks * BLOCK_BYTES)
+
+
+def run(index: ScoreIndex, hashes: list[bytes], *chunks: int, probes: bytes = P) -> None:
+    """A whole request; `chunks`: how many blocks are filled after each of its steps."""
+    index.begin("r", 0)
+    for count in chunks or (len(hashes),):
+        index.fill("r", hashes, count * SIZE, probes, TOKEN_BYTES)
+    index.forget_request("r")
+
+
+def test_blocks_are_known_from_the_first_on_and_for_their_probes_alone():
+    index, hashes = index_of(9), chain("a", 4)
+    run(index, hashes[:3])
+    assert index.num_known(hashes, P) == 3
+    assert index.num_known([hashes[0], b"x", hashes[1]], P) == 1
+    assert index.num_known([b"x", *hashes], P) == index.num_known([], P) == 0
+    assert index.num_known(hashes, Q) == 0
+
+
+@pytest.mark.parametrize(
+    ("num_cached", "num_tokens", "filled"),
+    [
+        pytest.param(0, [3, 4, 7], [None, (0, 1), None], id="as-blocks-fill"),
+        pytest.param(0, [13], [(0, 3)], id="several-at-once"),
+        pytest.param(2, [8, 11, 12], [None, None, (2, 3)], id="not-those-from-the-cache"),
+        pytest.param(0, [24, 28], [(0, 5), None], id="not-those-without-a-hash"),
+        pytest.param(0, [8, 4, 8, 12], [(0, 2), None, None, (2, 3)], id="once-after-a-preemption"),
+    ],
+)
+def test_each_block_that_a_request_fills_is_named_once(num_cached, num_tokens, filled):
+    index, hashes = index_of(9), chain("a", 5)
+    index.begin("r", num_cached)
+    found = [index.fill("r", hashes, count, P, TOKEN_BYTES) for count in num_tokens]
+    assert found == [some and (some[0], hashes[slice(*some)]) for some in filled]
+    assert index.num_told("r") == max(num_cached, *(some[1] for some in filled if some))
+
+
+def test_a_request_is_known_while_it_runs():
+    index = index_of(9)
+    assert index.num_told("r") is None
+    index.begin("r", 3)
+    assert (index.running, index.num_told("r")) == (["r"], 3)
+    index.forget_request("r")
+    index.forget_request("r")
+    assert (index.running, index.num_told("r")) == ([], None)
+
+
+def test_workers_are_told_once_what_was_used_longest_ago():
+    index, (a, b, c) = index_of(2), chain("a", 3)
+    for one in (a, b):
+        run(index, [one])
+    index.num_known([a], P)
+    run(index, [c])
+    assert index.take_forgotten() == [(b, P)]
+    assert index.take_forgotten() == []
+    assert [index.num_known([one], P) for one in (a, b, c)] == [1, 0, 1]
+
+
+def test_what_is_kept_again_before_workers_are_told_is_not_forgotten():
+    index, (a, b) = index_of(1), chain("a", 2)
+    for one in (a, b, a):
+        run(index, [one])
+    assert index.take_forgotten() == [(b, P)]
+
+
+@pytest.mark.parametrize("chunks", [(6,), (2, 4, 6), (1, 2, 3, 4, 5, 6)], ids=str)
+def test_of_a_chain_its_end_is_forgotten_first(chunks):
+    """A block is of use only with all blocks before it."""
+    for num_others in range(7):
+        index, hashes = index_of(6), chain("a", 6)
+        run(index, hashes, *chunks)
+        run(index, chain("x", num_others))
+        assert index.num_known(hashes, P) == 6 - num_others
+
+
+def test_a_block_of_many_bytes_takes_the_room_of_many():
+    index, hashes = index_of(4), chain("a", 4)
+    run(index, hashes)
+    index.begin("large", 0)
+    index.fill("large", [b"x"], SIZE, Q, TOKEN_BYTES + 2 * BLOCK_BYTES // SIZE)
+    assert (index.num_known(hashes, P), index.num_known([b"x"], Q)) == (1, 1)
+
+
+def test_scores_that_one_worker_lost_are_forgotten_by_all():
+    """Other stages hold their part of them, and the one that lost them may hold them again."""
+    index, hashes = index_of(9), chain("a", 3)
+    run(index, hashes)
+    index.lose([(hashes[1], P), (b"x", P)])
+    assert index.num_known(hashes, P) == 1
+    assert (hashes[1], P) in index.take_forgotten()
+    run(index, hashes)
+    assert index.num_known(hashes, P) == 3
+
+
+def test_a_step_without_losses_looks_at_no_block(monkeypatch: pytest.MonkeyPatch):
+    """EngineCore reports the losses of each step, and a full index has some 100,000 blocks."""
+    index = index_of(9)
+    monkeypatch.setattr(Remembered, "drop", lambda *_: pytest.fail("it looked at all of them"))
+    index.lose([])
+
+
+def test_after_a_reset_nothing_is_known_and_running_requests_begin_again():
+    index, hashes = index_of(9), chain("a", 3)
+    run(index, hashes)
+    index.begin("s", 2)
+    index.clear()
+    assert index.num_known(hashes, P) == 0
+    assert index.fill("s", hashes, 2 * SIZE, P, TOKEN_BYTES) == (0, hashes[:2])
+    assert index.take_forgotten() == [(hashes[2], P)]
+
+
+#: The hashes of requests: two have the same first 3 blocks of 6, and other probes.
+CHAINS = [chain("a", 6), [*chain("a", 3), *chain("b", 3)], chain("a", 6), chain("c", 6)]
+PROBES = [P, P, Q, P]
+EVENTS = ["computes"] * 5 + ["ends", "loses", "lost-late", "resets", "step", "step"]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(EVENTS), st.integers(0, 3), st.integers(1, 3 * SIZE)),
+        min_size=10, max_size=80,
+    ),
+    st.integers(1, 12),
+)  # fmt: skip
+def test_after_each_step_the_workers_hold_what_is_known_and_no_more_than_allowed(events, most):
+    index, held, kept = index_of(most), set[ScoreKey](), set[ScoreKey]()
+    num_tokens = [0] * 4
+    for event, i, count in [*events, ("step", 0, 0)]:
+        request, hashes, probes = str(i), CHAINS[i], PROBES[i]
+        keys = {(one, probes) for one in hashes}
+        if event == "computes":
+            if request not in index.running:
+                num_known = index.num_known(hashes, probes)
+                index.begin(request, num_known)
+                num_tokens[i] = num_known * SIZE
+            num_tokens[i] += count
+            found = index.fill(request, hashes, num_tokens[i], probes, TOKEN_BYTES)
+            kept |= {(one, probes) for one in found[1]} if found else set()
+        elif event == "ends":
+            index.forget_request(request)
+        elif event in ("loses", "lost-late"):  # if late, they were kept again
+            held -= keys if event == "loses" else set()
+            index.lose(keys)
+        elif event == "resets":
+            index.clear()
+            num_tokens = [0] * 4
+        else:  # workers keep, then forget
+            held, kept = (held | kept) - set(index.take_forgotten()), set()
+            every = {(one, p) for some in CHAINS for one in some for p in (P, Q)}
+            assert held == {(one, p) for one, p in every if index.num_known([one], p)}
+            assert len(held) <= most
