@@ -251,3 +251,45 @@ def test_many_streams_over_both_processes_are_right(several, ref):
         np.testing.assert_allclose(scores, whole.scope.scores["ramp"], rtol=1e-4, atol=1e-4)
         prompt_ids, ids = ids_of(whole.raw["choices"][0], whole.raw)
         check_scores(whole.scope.scores, [*prompt_ids, *ids][:-1], ref)
+
+
+def test_monitors_that_one_process_has_set_hold_in_all(several):
+    """At once: the next request of each process has them."""
+    flag = {"weight": RAMP.tolist(), "layers": [2], "threshold": -1e30}
+    url, headers = "/v1/scope/monitors", {"X-Scope-Admin-Key": ADMIN_KEY}
+
+    def put(names):
+        body = {"monitors": dict.fromkeys(names, flag)}
+        with several.http() as http:
+            response = http.put(url, json=body, headers=headers)
+        assert response.status_code == 200, response.text
+        assert set(response.json()) == set(names)
+
+    def flagged(one):
+        out = one.complete(TEXT, max_tokens=2)
+        return set(out.raw["choices"][0].get("scope", {"verdicts": {}})["verdicts"])
+
+    def counted():
+        with several.http() as http:
+            metrics = http.get("/metrics").text
+        return re.findall(r'monitor_score_count{monitor="first"} (\S+)', metrics)
+
+    try:
+        for names in (["first"], ["second", "third"], []):
+            put(names)
+            assert [flagged(one) for one in clients(several, 16)] == [
+                {f"monitor/{name}" for name in names}
+            ] * 16
+        assert counted() == ["16.0"], "one page has the sum of both processes"
+        with ThreadPoolExecutor(6) as threads:
+            list(threads.map(put, [[f"at-once-{i}"] for i in range(6)]))
+        held = {tuple(one._http.get(url, headers=headers).json()) for one in clients(several, 16)}
+        assert len(held) == 1
+        with several.http() as http:
+            wrong = {"monitors": {"a": flag | {"layers": [9]}}}
+            assert http.put(url, json=wrong, headers=headers).status_code == 400
+        assert {
+            tuple(one._http.get(url, headers=headers).json()) for one in clients(several)
+        } == held
+    finally:
+        put([])

@@ -1,8 +1,9 @@
 """Monitors: an operator's probes on every request.
 
-Owns:  Monitor, `monitors_of`, `set_monitors`, and the translator that adds them to requests.
+Owns:  Monitor, `monitors_of`, `set_monitors`, `share` (with other API servers), and the translator
+       that adds monitors to requests.
 Runs:  in the front-end, for each request; in workers at load, to check what the engine starts with.
-From:  config (`monitors`).   To: frontend.translators, sinks.metrics, webhook.
+From:  config (`monitors`), server.shared.   To: frontend.translators, sinks.metrics, webhook.
 
 A monitor is a probe with a threshold. In a request it is called `monitor/NAME`.
 
@@ -12,6 +13,8 @@ refused when it is set.
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +39,7 @@ from vllm_scope.request.actions.base import checked_name
 from vllm_scope.request.actions.probing import MONITOR
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.spec import Spec, check_stopping
+from vllm_scope.server.shared import Shared
 from vllm_scope.sinks.metrics import count_verdict
 from vllm_scope.vectors.probe_weights import from_safetensors
 
@@ -125,6 +129,21 @@ def check(monitors: tuple[Monitor, ...], sites: Sites, num_stages: int) -> None:
 
 #: An engine's VllmConfig -> its monitors, once they were looked up or set.
 _monitors: Beside[tuple[Monitor, ...]] = Beside()
+#: The file by which several API servers share their monitors; None outside of servers.
+_file: Shared | None = None
+_learning = threading.Lock()
+
+
+def share(file: Shared) -> None:
+    """Share this process's monitors by a file, if its server has several API servers."""
+    global _file
+    _file = file
+
+
+def _shared(vllm_config: VllmConfig) -> Shared | None:
+    if _file is None or vllm_config.parallel_config._api_process_count == 1:
+        return None
+    return _file
 
 
 def configured(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
@@ -154,6 +173,10 @@ def told(vllm_config: VllmConfig) -> dict[str, dict[str, object]]:
 
 def monitors_of(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
     """The monitors that requests get now."""
+    if (shared := _shared(vllm_config)) is not None:
+        with _learning:
+            if (text := shared.news()) is not None:
+                _monitors.put(vllm_config, parse_all(json.loads(text)))
     found = _monitors.of(vllm_config)
     if found is not None:
         return found
@@ -166,7 +189,8 @@ def monitors_of(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
 
 
 def set_monitors(engine: Engine, bodies: object, sites: Sites) -> None:
-    """Replace an engine's monitors, for requests of this process that enter from now on.
+    """Replace an engine's monitors, for requests that enter from now on: those of this process, and
+    of the other API servers of its server.
 
     Args:
         bodies: name -> JSON as for `parse`, without `file` and `url`: from outside come numbers,
@@ -175,6 +199,7 @@ def set_monitors(engine: Engine, bodies: object, sites: Sites) -> None:
 
     Raises:
         SpecError: one of them is malformed, or this engine cannot have it. All stay as they were.
+        OSError: the file that API servers share cannot be written. All stay as they were.
     """
     for name, body in bodies.items() if isinstance(bodies, Mapping) else ():
         for field in ("file", "url"):
@@ -185,7 +210,11 @@ def set_monitors(engine: Engine, bodies: object, sites: Sites) -> None:
                 )
     monitors = parse_all(bodies)
     check(monitors, sites, engine.vllm_config.parallel_config.pipeline_parallel_size)
-    _monitors.put(engine.vllm_config, monitors)
+    if (shared := _shared(engine.vllm_config)) is None:
+        _monitors.put(engine.vllm_config, monitors)
+        return
+    with _learning:
+        shared.set(json.dumps(bodies).encode())  # `monitors_of` reads it here too
 
 
 def set_on(engine: LLMEngine, bodies: object) -> None:

@@ -17,6 +17,7 @@ from vllm_scope.engine.vllm_types import AsyncLLM
 from vllm_scope.engine.worker.replies import Module
 from vllm_scope.errors import SpecError
 from vllm_scope.results.inbox import num_pending
+from vllm_scope.server.changes import NoTurnError
 
 
 class EngineCalls:
@@ -59,17 +60,18 @@ class EngineCalls:
         return text
 
     async def set_monitors(self, bodies: object) -> None:
-        """Raises SpecError also if there are several API servers: the others would not know."""
-        if self._engine.vllm_config.parallel_config._api_process_count > 1:
-            raise SpecError(
-                "this is one of several API servers, and monitors are set in one; start with "
-                "additional_config['scope'].monitors, or with one API server."
-            )
         if connections.of(self._engine.output_processor) is None:
             await connect_async(self._engine)
         connection = connections.of(self._engine.output_processor)
         assert connection is not None
-        await asyncio.to_thread(set_monitors, self._engine, bodies, connection.sites)
+        try:
+            await asyncio.to_thread(set_monitors, self._engine, bodies, connection.sites)
+        except OSError as error:
+            raise NoTurnError(
+                "the server's folder of results cannot be written "
+                f"({error.strerror or type(error).__name__}), by which its API servers share "
+                "monitors; make room there (VLLM_SCOPE_RESULTS_DIR), and send this again."
+            ) from None
 
     async def monitors(self) -> dict[str, dict[str, object]]:
         return told(self._engine.vllm_config)

@@ -28,7 +28,7 @@ from vllm_scope.engine.frontend.outputs import Outputs, outdated, settle
 from vllm_scope.engine.frontend.prepared import aside
 from vllm_scope.engine.frontend.running import runs
 from vllm_scope.engine.http.calls import EngineCalls
-from vllm_scope.engine.monitors import monitors_of
+from vllm_scope.engine.monitors import monitors_of, share
 from vllm_scope.engine.params import asks, params_of
 from vllm_scope.engine.refusals import refusal, refusing
 from vllm_scope.engine.seams import config_of
@@ -38,6 +38,7 @@ from vllm_scope.results.inbox import inbox, limit
 from vllm_scope.server import faces
 from vllm_scope.server.answer import Answer, current
 from vllm_scope.server.options import ScopeOptions
+from vllm_scope.server.shared import Shared
 from vllm_scope.transport.folders import RUN, end_run
 
 if TYPE_CHECKING:
@@ -298,6 +299,7 @@ def _attach(original: Callable[..., object], app: FastAPI) -> None:
     _wrap_serving()
     register_http()
     attach(app, lambda: _engine_of(app))
+    share(Shared(app.state.scope.store.folder))
 
 
 def _check_root_path(root: str | None) -> None:

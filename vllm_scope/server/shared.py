@@ -1,0 +1,58 @@
+"""A text that the API server processes of a server share: the operator's monitors.
+
+Owns:  Shared.
+Runs:  in each API server process: `set` when its turn has come (changes), `news` for each request.
+To:    engine.monitors.
+
+EngineCore holds modules and server-wide edits for all processes. Monitors are added to requests by
+the front-end, so every process needs them.
+
+Promise: when `set` has returned, the next `news` of every process returns the text.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+class Shared:
+    """A file in the folder of the server's processes. The caller serialises the calls.
+
+    Args:
+        folder: returns the folder, and makes it.
+    """
+
+    def __init__(self, folder: Callable[[], Path]) -> None:
+        self._folder = folder
+        self._path = folder() / "monitors"
+        #: When the text was set that `news` returned last.
+        self._seen = 0
+
+    def set(self, text: bytes) -> None:
+        """Replace the text. Raises OSError if it cannot be written; the earlier text stays."""
+        part = self._folder() / f"monitors.{os.getpid()}"
+        part.write_bytes(text)
+        # The file system's own time is the same for changes within some milliseconds.
+        os.utime(part, ns=(0, time.time_ns()))
+        part.replace(self._path)
+
+    def news(self) -> bytes | None:
+        """The text, if it was set since the last call; else None. Takes a microsecond."""
+        try:
+            at = self._path.stat().st_mtime_ns
+            if at == self._seen:
+                return None
+            text = self._path.read_bytes()
+        except FileNotFoundError:  # nothing was set, or a program that cleans /tmp was here
+            return None
+        except OSError as error:
+            logger.warning("vllm-scope: monitors cannot be read and stay: %s", error.strerror)
+            return None
+        self._seen = at
+        return text
