@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from tests.server.conftest import ADMIN_KEY
+from tests.server.conftest import ADMIN_KEY, API_KEY
 from vllm_scope import Probe, scope
+from vllm_scope.cli import app
 
 ADMIN = {"X-Scope-Admin-Key": ADMIN_KEY}
 WEIGHT = np.random.default_rng(0).normal(size=256).tolist()
@@ -100,9 +103,21 @@ def test_only_the_operator_sees_and_sets_them(http):
     assert "are the operator's" in response.json()["error"]["message"]
 
 
-def test_metrics_count_them(http):
+def test_metrics_count_them_and_the_command_shows_them(http, server):
     put(http, {"low": FLAG})
     http.post("/v1/completions", json=BODY)
     text = http.get("/metrics").text
     assert 'vllm_scope_monitor_verdicts_total{monitor="low"}' in text
     assert 'vllm_scope_monitor_score_count{monitor="low"}' in text
+    keys = {"VLLM_API_KEY": API_KEY, "VLLM_SCOPE_ADMIN_KEY": ADMIN_KEY, "COLUMNS": "200"}
+    done = CliRunner().invoke(app, ["monitor", server.url, "--once"], env=keys)
+    assert done.exit_code == 0, done.output
+    _, heading, low, place, escalations = done.output.splitlines()
+    (count,) = re.findall(r'monitor_score_count{monitor="low"} (\d+)', text)
+    assert low.split()[:5] == ["low", "flag", count, count, "100.0%"]
+    assert place.split() == ["resid_post", "2", "above", "-1e+30"]
+    assert "-1 to 2" in heading
+    assert "█" in low
+    assert escalations == "escalations: 0 sent, 0 failed, 0 dropped"
+    refused = CliRunner().invoke(app, ["monitor", server.url], env=keys | {"VLLM_API_KEY": "x"})
+    assert (refused.exit_code, "HTTP 401" in refused.output) == (1, True)

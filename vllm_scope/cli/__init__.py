@@ -5,6 +5,7 @@ doctor.py   which sites and layers of a model can be read, without a server
 read.py     rows of one prompt, from a server, as a table and a file
 steer.py    one prompt without and with a steering module
 watch.py    an answer as it streams, each token with its probe scores
+monitor.py  what a server's monitors have counted, live
 display.py  how `watch` shows tokens: coloured, or one line each
 remote.py   the server that `read`, `steer` and `watch` ask, and its errors
 """
