@@ -1,0 +1,191 @@
+"""The token strip: the tokens of an answer, each coloured by a probe's score.
+
+Owns:  TokenStrip, its figure and its legend.
+From:  texts of tokens, and their scores.   To: a notebook, a file, page.
+
+Colour is never the only sign. A token above the threshold is underlined; the verdict's token has a
+flag and a frame. Each token has its value as a title and as text, which screen readers read, and
+which is seen while the token has the keyboard's focus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Protocol, SupportsIndex
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.vectors.probe_files import finite
+from vllm_scope.views.document import View, safe
+
+
+class HasPosition(Protocol):
+    """A `Verdict`, of a result or of a client's answer."""
+
+    @property
+    def position(self) -> int: ...
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TokenStrip(View):
+    """The tokens of an answer with a score each; a notebook shows them in colour.
+
+    Attributes:
+        scores: float32 [num_tokens]; NaN: the token has none.
+        threshold: the middle of the colours; None: their middle is 0, and no token is above.
+        verdict: index of the token that has the verdict, or None.
+        first_position: position of `tokens[0]`.
+        caption: above the tokens; may be empty.
+    """
+
+    tokens: tuple[str, ...]
+    scores: NDArray[np.float32]
+    threshold: float | None
+    verdict: int | None
+    first_position: int
+    caption: str
+
+    @property
+    def spread(self) -> float:
+        """Distance from the middle at which a colour is strongest: that of the farthest score."""
+        finite = self.scores[np.isfinite(self.scores)].astype(np.float64)
+        return float(np.abs(finite - (self.threshold or 0)).max(initial=0)) or 1.0
+
+    def body(self) -> str:
+        return f"{legend(self.threshold, self.spread)}\n{self.figure(self.spread)}"
+
+    def heading(self) -> str:
+        return self.caption or "Tokens by score"
+
+    def figure(self, spread: float) -> str:
+        """HTML of the tokens, without style and legend.
+
+        Args:
+            spread: as the property; of all strips that share a legend.
+        """
+        tokens = "".join(self._token(i, spread) for i in range(len(self.tokens)))
+        caption = f"<figcaption>{safe(self.caption)}</figcaption>\n" if self.caption else ""
+        return (
+            f'<figure>{caption}<div class="tokens" role="list" dir="auto">{tokens}</div></figure>'
+        )
+
+    def _token(self, i: int, spread: float) -> str:
+        marks, style, flag = ["t", "unscored"], "", ""
+        if not np.isnan(self.scores[i]):
+            part = np.clip((float(self.scores[i]) - (self.threshold or 0)) / spread, -1, 1)
+            marks, style = ["t", "scored"], f' style="--p:{part:.3f}"'
+        if self._is_above(i):
+            marks.append("above")
+        if i == self.verdict:
+            marks.append("verdict")
+            flag = '<span class="flag" aria-hidden="true">⚑</span>'
+        said, text = self._said(i), safe(self.tokens[i])
+        # A line ends behind the frame of its last token.
+        end = "\n" if text.endswith("\n") else ""
+        return (
+            f'<span class="{" ".join(marks)}" role="listitem" tabindex="0" title="{said}"{style}>'
+            f'{flag}<span class="text">{text.removesuffix(end)}</span>'
+            f'<span class="value" dir="ltr"> {said} </span></span>{end}'
+        )
+
+    def _is_above(self, i: int) -> bool:
+        # In float32, as the engine judges.
+        return self.threshold is not None and bool(self.scores[i] > self.threshold)
+
+    def _said(self, i: int) -> str:
+        said = ["no score"]
+        if not np.isnan(self.scores[i]):
+            said = [f"{self.scores[i]:.4g}"]
+            if self.threshold is not None:
+                said.append(f"{'above' if self._is_above(i) else 'not above'} the threshold")
+        if i == self.verdict:
+            said.append("verdict")
+        return ", ".join([*said, f"position {self.first_position + i}"])
+
+    def __repr__(self) -> str:
+        return f"TokenStrip({len(self.tokens)} tokens, threshold {self.threshold})"
+
+
+def token_strip(
+    tokens: Sequence[str],
+    scores: ArrayLike,
+    *,
+    threshold: float | None = None,
+    verdict: SupportsIndex | HasPosition | None = None,
+    first_position: int = 0,
+    caption: str = "",
+) -> TokenStrip:
+    """The tokens coloured by score: the last expression of a notebook's cell, or `.save(path)`.
+
+    Args:
+        tokens: the text of each token, such as `tokenizer.decode([i])`.
+        scores: [num_tokens] numbers on the CPU: scores, or aggregates. NaN or None: the token has
+            none. One less than tokens: the last one, sampled but not processed, has none.
+        threshold: the probe's; None: the middle of the colours is 0, and no token is above.
+        verdict: the position that has the verdict, or the `Verdict`.
+        first_position: the position of `tokens[0]`: the number of prompt tokens, if the tokens are
+            the generated ones.
+        caption: plain text above the tokens.
+
+    Raises:
+        SpecError: tokens and scores do not fit each other, or one of them is no text or number; the
+            verdict is at none of the tokens; the threshold is no finite number.
+    """
+    texts = tuple(tokens)
+    if isinstance(tokens, str) or not all(isinstance(text, str) for text in texts):
+        raise SpecError(
+            f"tokens are {shown(tokens)}; pass a list with the text of each token, such as "
+            "[tokenizer.decode([i]) for i in token_ids]."
+        )
+    values = _as_scores(scores, len(texts))
+    at = _as_index(verdict, first_position, len(texts))
+    threshold = None if threshold is None else finite(threshold, "threshold")
+    return TokenStrip(texts, values, threshold, at, first_position, caption)
+
+
+def _as_scores(scores: ArrayLike, num_tokens: int) -> NDArray[np.float32]:
+    try:
+        values = np.array(scores, np.float32)
+    except (TypeError, ValueError, RuntimeError):
+        raise SpecError(f"scores are {shown(scores)}; pass a list of numbers.") from None
+    if values.ndim != 1 or len(values) not in (num_tokens, num_tokens - 1):
+        raise SpecError(
+            f"scores have the shape {list(values.shape)}; {num_tokens} tokens have {num_tokens} "
+            f"scores, or {num_tokens - 1} if the last token was not processed."
+        )
+    return np.pad(values, (0, num_tokens - len(values)), constant_values=np.nan)
+
+
+def _as_index(
+    verdict: SupportsIndex | HasPosition | None, first_position: int, num_tokens: int
+) -> int | None:
+    if verdict is None:
+        return None
+    try:
+        position = index(verdict if isinstance(verdict, SupportsIndex) else verdict.position)
+    except (AttributeError, TypeError):
+        raise SpecError(f"verdict is {shown(verdict)}; pass a position or a Verdict.") from None
+    if not 0 <= position - first_position < num_tokens:
+        raise SpecError(
+            f"verdict is at position {position}; the {num_tokens} tokens begin at position "
+            f"{first_position}. Pass the position of the first token as first_position."
+        )
+    return position - first_position
+
+
+def legend(threshold: float | None, spread: float) -> str:
+    """HTML of what colours and marks mean."""
+    middle = threshold or 0.0
+    low, high = f"{middle - spread:.3g}", f"{middle + spread:.3g}"
+    name = "the middle is 0" if threshold is None else f"the middle is the threshold, {middle:.4g}"
+    above = '<span class="t above">above the threshold</span>' if threshold is not None else ""
+    return f"""<p class="legend">
+<span>{low}<i class="scale"></i>{high}: {name}</span>
+{above}
+<span class="t verdict">⚑verdict</span>
+<span class="t unscored">no score</span>
+</p>"""
