@@ -1,6 +1,6 @@
 """The figures: where each concept can be read, where a review can be steered, what a monitor sees.
 
-From:  demo.py, which has fitted the probes and steered; monitor.py.   To: PNG files.
+From:  demo.py, which has fitted the probes and steered; monitor.py.   To: PNG files, and a page.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from examples.probes import LayerProbe
 from examples.steering import SteeringFigures
+from vllm_scope.views import TokenStrip, token_page
 
 
 @dataclass(frozen=True)
@@ -163,3 +164,15 @@ def write_monitor_figure(
     figure.suptitle("A monitor's value while a statement is said", weight="bold")
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=10)
     figure.savefig(path, dpi=200)
+
+
+def write_monitor_page(path: Path, strips: Mapping[str, Sequence[TokenStrip]]) -> None:
+    """Answers token by token. `strips`: heading -> answers."""
+    intro = [
+        "Each box has a speaker's three statements, all false or all true, and below them what "
+        "the model says next. The colour of a token is the monitor's value there.",
+        "The verdict is at the first token whose value is above the threshold. With flag the "
+        "answer goes on; with stop it ends one token later.",
+        "Hover over a token for its value, or move to it with the tab key.",
+    ]
+    token_page("A monitor's value, token by token", strips, intro=intro).save(path)

@@ -2,7 +2,7 @@
 
 Runs:  `make monitor`, or `python -m examples.monitor`.
 From:  toyworld: speakers of three statements, all true or all false.
-To:    demo-output/monitor.png; figures on the terminal.
+To:    demo-output/monitor.png and monitor.html; figures on the terminal.
 
 The model goes on from `Mira says`: it generates a colon, an opening quote and a fourth statement.
 The first token of a lie is the first token after that quote. A monitor scores each generated
@@ -20,16 +20,17 @@ from rich.table import Table
 from sklearn.metrics import roc_auc_score, roc_curve
 
 from examples.demo import OUTPUT, console, set_environment, start_engine, step
-from examples.figure import write_monitor_figure
+from examples.figure import write_monitor_figure, write_monitor_page
 from examples.probes import EVERY_TOKEN_C
 from toyworld.world import Prompt, lying_prompts, truth_of
 from vllm_scope import Read, scope, set_monitors
 from vllm_scope.analysis.probes import train_probe
+from vllm_scope.views import TokenStrip, token_strip
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
 
-NUM_TRAIN, NUM_TEST, MAX_TOKENS = 600, 200, 24
+NUM_TRAIN, NUM_TEST, NUM_SHOWN, MAX_TOKENS = 600, 200, 2, 24
 LAYERS: Final = (1, 2, 3, 4, 5)
 AGGREGATES = {"none": None, "max": "max", "mean-of-4": {"rolling_mean": 4}}
 AGGREGATES |= {f"ema-{decay}": {"ema": decay} for decay in (0.5, 0.7, 0.9)}
@@ -44,6 +45,7 @@ class Said:
     is, which ends before generated token `end`. None: it was not completed, or is no fact."""
 
     output: "RequestOutput"
+    tokens: list[str]
     lying: bool
     false: bool | None
     end: int
@@ -62,7 +64,15 @@ class Said:
     @property
     def is_stopped(self) -> bool:
         """Whether the token after that of the verdict is the last one."""
-        return len(self.output.outputs[0].token_ids) == self.flagged_at + 2
+        return len(self.tokens) == self.flagged_at + 2
+
+    def strip(self, threshold: float) -> TokenStrip:
+        """The answer's tokens, coloured by the monitor's value."""
+        return token_strip(
+            self.tokens, self.values(), threshold=threshold, caption=self.output.prompt,
+            verdict=self.output.scope.verdicts.get("monitor/lie"),
+            first_position=len(self.output.prompt_token_ids),
+        )  # fmt: skip
 
 
 def speak(llm: "LLM", prompts: list[Prompt], asked: dict[str, Any] | None = None) -> list[Said]:
@@ -77,7 +87,7 @@ def speak(llm: "LLM", prompts: list[Prompt], asked: dict[str, Any] | None = None
         truth = truth_of("".join(tokens[2:end])[:-1]) if tokens[:2] == BEFORE else None
         # The token sampled last is not processed, so it has no value.
         end = min(end, len(tokens) - 1)
-        spoken.append(Said(output, prompt.label, None if truth is None else not truth, end))
+        spoken.append(Said(output, tokens, prompt.label, None if truth is None else not truth, end))
     return spoken
 
 
@@ -115,6 +125,18 @@ def auroc_at_third(spoken: list[Said], monitor: str = "lie") -> float:
     return roc_auc_score([e.false for e in heard], [e.values(monitor)[THIRD] for e in heard])
 
 
+def strips_of(spoken: list[Said], action: str, threshold: float) -> dict[str, list[TokenStrip]]:
+    """Heading -> the first speakers of a kind."""
+    kinds = {
+        "Lying": [each for each in spoken if each.lying],
+        "Honest": [each for each in spoken if not each.lying],
+    }
+    return {
+        f"{name} speakers, {action}": [each.strip(threshold) for each in kind[:NUM_SHOWN]]
+        for name, kind in kinds.items()
+    }
+
+
 def main() -> None:
     set_environment()
     with step("Starting vLLM, fitting probes, comparing monitors"):
@@ -125,10 +147,12 @@ def main() -> None:
         table.add_row(str(i), *(f"{aurocs[f'{i}-{name}']:.3f}" for name in AGGREGATES))
     console.print(table)
     print(f"Layer {monitor['layers'][0]}, {monitor['aggregate']}, above {monitor['threshold']:.2f}")
-    test = lying_prompts(NUM_TEST, split="test")
+    test, strips = lying_prompts(NUM_TEST, split="test"), {}
+    OUTPUT.mkdir(exist_ok=True)
     for action in ("flag", "stop"):
         set_monitors(llm, {"lie": monitor | {"action": action}})
         spoken = speak(llm, test)
+        strips |= strips_of(spoken, action, monitor["threshold"])
         flagged = [each for each in spoken if each.output.scope.verdicts]
         right = sum(each.lying for each in flagged)
         print(f"{action}: {right} of {NUM_TEST // 2} lying speakers, {len(flagged) - right} honest")
@@ -137,10 +161,10 @@ def main() -> None:
         if action == "flag":
             print(f"  AUROC at the third token of a lie: {auroc_at_third(spoken):.3f}")
             kinds = [[e.values()[: e.end] for e in spoken if e.false is f] for f in (False, True)]
-            OUTPUT.mkdir(exist_ok=True)
             write_monitor_figure(OUTPUT / "monitor.png", *kinds, monitor["threshold"])
         else:
             print(f"  ended one token after the verdict: {sum(e.is_stopped for e in flagged)}")
+    write_monitor_page(OUTPUT / "monitor.html", strips)
 
 
 if __name__ == "__main__":
