@@ -177,17 +177,20 @@ class ScoreStore:
         return np.concatenate([np.zeros(0, np.int64), *found])
 
     def keep(self, key: int, first: int, hashes: Sequence[bytes], probes: bytes) -> None:
-        """Make blocks of what was collected. A block that lacks a token is not kept."""
-        collected = self._requests.get(key)
-        if collected is None:
-            return
-        size = self._block_size
+        """Make blocks of what was collected. A block that lacks a token is not kept: EngineCore,
+        which believes that it is, must hear of it before a request wants it."""
+        collected, size = self._requests.get(key), self._block_size
         for i, block_hash in enumerate(hashes, first):
-            block = self._block(collected, i * size)
+            block = None if collected is None else self._block(collected, i * size)
             if block is not None:
                 self._blocks[block_hash, probes] = block
-        stop = (first + len(hashes)) * size
-        collected.runs = [run for run in collected.runs if run.positions.max() >= stop]
+            else:
+                # What was kept before may be of other weights of the model.
+                self._blocks.pop((block_hash, probes), None)
+                self._missing.append((block_hash, probes))
+        if collected is not None:
+            stop = (first + len(hashes)) * size
+            collected.runs = [run for run in collected.runs if run.positions.max() >= stop]
 
     def _block(self, collected: _Collected, start: int) -> Bytes | None:
         size, singles = self._block_size, self._singles[collected.layout]
@@ -222,7 +225,7 @@ class ScoreStore:
         return True
 
     def take_missing(self) -> list[ScoreKey]:
-        """The blocks that `fill` has looked for in vain since the last call. On any thread."""
+        """The blocks that were not kept, or not found, since the last call. On any thread."""
         found, self._missing = self._missing, []
         return found
 

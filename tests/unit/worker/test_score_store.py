@@ -1,0 +1,291 @@
+"""The scores of a KV block are delivered again byte by byte, or not at all."""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.delivered import labels_of
+from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, boundaries_of, slots_of_row
+from vllm_scope.request.heads import Bank
+from vllm_scope.request.sites import boundary_of_point, point_of
+from vllm_scope.transport.ring import Lease
+from vllm_scope.worker.score_store import ScoreStore
+
+WIDTHS = Widths((64,))
+SIZE = 4
+P, Q = b"probes", b"other probes"
+SIX, ONE = Bank.of([b"six"], 6), Bank.of([b"one"], 1)
+A, B = point_of(0, 1), point_of(2, 1)
+#: Two slots at the boundary 0, three at 2; and one at 2.
+WIDE, NARROW = Layout((), ((SIX, (A, B)), (ONE, (B,)))), Layout((), ((ONE, (B,)),))
+
+
+class Token(NamedTuple):
+    key: int
+    position: int
+    layout: Layout = WIDE
+
+
+def slots_at(layout: Layout, boundary: int | None) -> list[int]:
+    """Which of a token's slots one tap delivers; all of them without."""
+    at, found = 0, []
+    for head, points in layout.encoded:
+        for point in points:
+            here = boundary in (None, boundary_of_point(point))
+            found += list(range(at, at + slots_of_row(head.row_bytes))) if here else []
+            at += slots_of_row(head.row_bytes)
+    return found
+
+
+def lease_of(slots: np.ndarray) -> Lease:
+    return Lease(0, len(slots), torch.from_numpy(slots), threading.Lock())
+
+
+class Worker:
+    """A ScoreStore, and what it must know.
+
+    Attributes:
+        last: the bytes of each token as they came last, [slots of a token, SLOT_BYTES].
+    """
+
+    def __init__(self, *keys: int, layout: Layout = WIDE) -> None:
+        self.store, self.last = ScoreStore(WIDTHS), dict[Token, np.ndarray]()
+        self._random = np.random.default_rng(0)
+        for key in keys:
+            self.store.begin(key, layout, SIZE)
+
+    def step(self, *tokens: Token, by_tap: bool = False, lost: tuple[int | None, ...] = ()) -> None:
+        """The tokens of one forward, as a whole or tap by tap, whose rows come unless lost."""
+        layouts = tuple(dict.fromkeys(token.layout for token in tokens))
+        taps = sorted(set[int]().union(*map(boundaries_of, layouts))) if by_tap else [None]
+        data = {
+            token: self._random.integers(0, 256, (len(slots_at(token.layout, None)), SLOT_BYTES))
+            .astype(np.uint8)
+            for token in tokens
+        }  # fmt: skip
+        keys, positions, _ = zip(*tokens, strict=True)
+        labels = labels_of(keys, positions, [layouts.index(x.layout) for x in tokens], layouts)
+        for tap in taps:
+            room = max(len(slots_at(layout, tap)) for layout in layouts) if by_tap else 0
+            parts = [data[token][slots_at(token.layout, tap)] for token in tokens]
+            parts = [np.pad(part, ((0, max(0, room - len(part))), (0, 0))) for part in parts]
+            slots = np.concatenate(parts)
+            if tap not in lost:
+                self.store.collect(labels, lease_of(slots), tap)
+            slots[:] = 0  # the ring's memory is used again
+        self.last |= data
+
+    def keep(self, key: int, first: int = 0, count: int = 1, probes: bytes = P) -> list[bytes]:
+        hashes = [b"%d:%d" % (key, i) for i in range(first, first + count)]
+        self.store.keep(key, first, hashes, probes)
+        return hashes
+
+    def stored(self, *hashes: bytes, layout: Layout = WIDE, probes: bytes = P) -> np.ndarray | None:
+        """[num_tokens, slots of a token, SLOT_BYTES]; None if some are missing."""
+        num_slots = len(slots_at(layout, None))
+        slots = np.full((len(hashes) * SIZE * num_slots, SLOT_BYTES), 7, np.uint8)
+        if not self.store.fill(hashes, probes, lease_of(slots)):
+            assert (slots == 7).all()
+            return None
+        return slots.reshape(-1, num_slots, SLOT_BYTES)
+
+    def check(self, key: int, *hashes: bytes, first: int = 0, layout: Layout = WIDE) -> None:
+        """These blocks have what came last of their tokens."""
+        found = self.stored(*hashes, layout=layout)
+        assert found is not None
+        for position, slots in enumerate(found, first * SIZE):
+            assert (slots == self.last[Token(key, position, layout)]).all(), position
+
+
+def tokens(key: int, *positions: int, layout: Layout = WIDE) -> list[Token]:
+    return [Token(key, position, layout) for position in positions]
+
+
+@pytest.mark.parametrize("by_tap", [False, True], ids=["whole", "by-tap"])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param([range(8)], id="at-once"),
+        pytest.param([range(50)], id="many-at-once"),
+        pytest.param([[p] for p in range(8)], id="one-by-one"),
+        pytest.param([range(3), [3], [4], range(5, 8)], id="mixed"),
+        pytest.param([range(6), range(2, 8), [7]], id="computed-again-at-once"),
+        pytest.param([[p] for p in range(6)] + [range(4), [4], range(5, 8)], id="computed-again"),
+        pytest.param([range(4), [4], range(5, 8), [5], [6], [7]], id="drafts-that-were-rejected"),
+    ],
+)
+def test_blocks_have_the_last_bytes_of_their_tokens(steps, by_tap):
+    worker = Worker(1)
+    for positions in steps:
+        worker.step(*tokens(1, *positions), by_tap=by_tap)
+    hashes = worker.keep(1, 0, 2)
+    worker.check(1, *hashes)
+    worker.check(1, hashes[1], first=1)
+    assert worker.store.take_missing() == []
+
+
+def test_a_block_without_all_its_tokens_is_not_kept_and_is_reported_at_once():
+    """EngineCore believes that it is there: the next request would miss its scores."""
+    worker = Worker(1)
+    worker.step(*tokens(1, *range(6)))
+    worker.step(*tokens(1, *range(7, 12)))
+    first, second, third = worker.keep(1, 0, 3)
+    assert worker.store.take_missing() == [(second, P)]
+    worker.check(1, first)
+    worker.check(1, third, first=2)
+    assert worker.stored(first, second, third) is None
+
+
+def test_a_block_that_lost_the_rows_of_one_tap_is_not_kept():
+    worker = Worker(1)
+    worker.step(*tokens(1, *range(4)), by_tap=True, lost=(2,))
+    assert worker.stored(*worker.keep(1)) is None
+
+
+def test_blocks_of_a_request_that_is_not_collected_are_reported():
+    worker = Worker(1)
+    worker.step(*tokens(2, *range(4)))
+    (block,) = worker.keep(2)
+    assert worker.store.take_missing() == [(block, P)]
+    assert worker.stored(block) is None
+
+
+def test_a_block_that_is_kept_again_without_its_tokens_is_gone():
+    """Between the two the model's weights may have changed."""
+    worker = Worker(1)
+    worker.step(*tokens(1, *range(4)))
+    (block,) = worker.keep(1)
+    worker.store.end(1)
+    worker.keep(1)
+    assert worker.stored(block) is None
+
+
+def test_what_was_looked_for_in_vain_is_reported_once():
+    worker = Worker(1)
+    worker.step(*tokens(1, *range(4)))
+    (block,) = worker.keep(1)
+    assert worker.stored(b"x", block, b"y") is None
+    assert worker.store.take_missing() == [(b"x", P), (b"y", P)]
+    assert worker.store.take_missing() == []
+
+
+def test_scores_are_kept_for_their_probes_until_they_are_forgotten():
+    worker = Worker(1)
+    worker.step(*tokens(1, *range(4)))
+    (block,) = worker.keep(1)
+    assert worker.stored(block, probes=Q) is None
+    worker.store.forget([(block, Q), (b"x", P)])
+    worker.check(1, block)
+    worker.store.forget([(block, P)])
+    assert worker.stored(block) is None
+
+
+def test_an_ended_request_leaves_nothing_to_the_next():
+    worker = Worker(1, 9)
+    for position in range(8):
+        worker.step(Token(1, position))
+    worker.store.end(1)
+    worker.store.end(1)
+    worker.store.begin(2, WIDE, SIZE)
+    worker.step(Token(1, 7))
+    for position in range(4, 7):
+        worker.step(Token(2, position))
+    assert worker.stored(*worker.keep(2, 0)) is worker.stored(*worker.keep(2, 1)) is None
+
+
+def test_nothing_is_collected_once_all_have_ended():
+    worker = Worker(1, 2)
+    for key in (1, 2):
+        assert worker.store
+        worker.store.end(key)
+    assert not worker.store
+    assert not worker.store._singles
+
+
+def test_many_requests_come_and_go_with_rows_of_their_own():
+    """One token of each in a step, which are kept together."""
+    worker = Worker(*range(20))
+    for position in range(6):
+        worker.step(*(Token(key, position) for key in range(20)))
+    worker.store.end(7)
+    for key in range(20, 60):
+        worker.store.begin(key, WIDE, SIZE)
+    here = [key for key in range(20) if key != 7]
+    for position in (6, 7):
+        worker.step(*(Token(key, position) for key in here))
+    for key in here:
+        worker.check(key, *worker.keep(key, 0, 2))
+
+
+def test_a_long_request_takes_no_more_memory_than_a_short_one():
+    worker = Worker(1)
+    for position in range(100 * SIZE):
+        worker.step(Token(1, position))
+        if position % SIZE == SIZE - 1:
+            block = position // SIZE
+            worker.check(1, *worker.keep(1, block), first=block)
+    (collected,), (singles,) = worker.store._requests.values(), worker.store._singles.values()
+    assert not collected.runs
+    assert singles.values.shape[1] <= 4 * SIZE
+    for first in range(100 * SIZE, 120 * SIZE, SIZE):
+        worker.step(*tokens(1, *range(first, first + SIZE)))
+        worker.keep(1, first // SIZE)
+    assert not collected.runs
+
+
+@st.composite
+def forwards(draw: st.DrawFn) -> list[tuple[dict[int, tuple[int, int]], bool, str]]:
+    """Of each: key -> how many positions it goes back and how many tokens it computes; whether it
+    is drained tap by tap; what of it is lost."""
+    back = st.sampled_from([0, 0, 0, 1, 2, 6])
+    some = st.dictionaries(
+        st.integers(0, 3), st.tuples(back, st.sampled_from([1, 1, 1, 2, 3, 9])), min_size=1
+    )
+    lost = st.sampled_from(["nothing"] * 8 + ["a tap", "all"])
+    return draw(st.lists(st.tuples(some, st.booleans(), lost), min_size=1, max_size=30))
+
+
+@given(forwards(), st.integers(0, 2))
+def test_whatever_is_computed_in_whatever_order_a_block_is_right_or_missing(steps, late):
+    """Requests 0 to 2 are collected, and 2 has a layout of its own."""
+    worker = Worker(0, 1)
+    worker.store.begin(2, NARROW, SIZE)
+    ends, named, lost_tokens = [0] * 4, [0] * 4, set[Token]()
+    history: list[list[int]] = []  # of `ends`, as blocks are named `late` steps later
+    for some, by_tap, lost in steps:
+        computed: list[Token] = []
+        for key, (back, count) in some.items():
+            first = max(0, ends[key] - (back if lost == "nothing" else 0))
+            ends[key] = max(ends[key], first + count)
+            computed += tokens(
+                key, *range(first, first + count), layout=NARROW if key == 2 else WIDE
+            )
+        gone = {"nothing": (), "a tap": (2,), "all": (0, 2, None)}[lost]
+        worker.step(*computed, by_tap=by_tap, lost=gone)
+        if None in gone or (gone and by_tap):
+            lost_tokens |= set(computed)
+        else:
+            lost_tokens -= set(computed)
+        history.append(list(ends))
+        for key, end in enumerate(history[max(0, len(history) - 1 - late)]):
+            count = end // SIZE - named[key]
+            if count:
+                _check_kept(worker, key, named[key], count, lost_tokens)
+                named[key] += count
+
+
+def _check_kept(worker: Worker, key: int, first: int, count: int, lost: set[Token]) -> None:
+    layout = NARROW if key == 2 else WIDE
+    for i, block in enumerate(worker.keep(key, first, count), first):
+        here = tokens(key, *range(i * SIZE, (i + 1) * SIZE), layout=layout)
+        if key == 3 or lost & set(here):
+            assert worker.stored(block, layout=layout) is None
+        else:
+            worker.check(key, block, first=i, layout=layout)
