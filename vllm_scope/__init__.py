@@ -21,7 +21,7 @@ from vllm_scope.errors import (
     ScopeError,
     SpecError,
 )
-from vllm_scope.request.actions import Ablate, Add, Clamp, Probe, Read, Replace
+from vllm_scope.request.actions import Ablate, Add, Clamp, Gate, Probe, Read, Replace
 from vllm_scope.request.nets import AttentionPool, Ema, Mlp, RollingMean
 from vllm_scope.request.schema import spec_schema
 from vllm_scope.request.selectors import Except, Positions, TokenIds, Union
@@ -47,6 +47,7 @@ __all__ = [
     "Ema",
     "Except",
     "FileError",
+    "Gate",
     "Mlp",
     "Positions",
     "Probe",

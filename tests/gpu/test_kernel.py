@@ -12,7 +12,7 @@ from vllm_scope.program.operations import OP_READ
 
 pytestmark = pytest.mark.gpu
 #: Of a case in which rows are read and edited.
-SEED = 7
+SEED = 3
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SIZES = [64, 127, 896, 4096, 5000, 8191, 16_384]
 #: Programs of reads, of copies, and of everything.
@@ -68,7 +68,7 @@ def test_slots_in_host_memory_are_written_there_and_not_in_the_arena(dtype):
     host = before.arena.clone().pin_memory()
     tokens = before.tokens.clone()
     tokens[:, definition.TO_HOST] = 1
-    address = torch.tensor([host.data_ptr(), 0])
+    address = torch.tensor([host.data_ptr(), 0, 0])
     ran = replace(before, tokens=tokens, host=address).to("cuda").run(kernel.tap_rows)
     torch.cuda.synchronize()
     assert (ran.arena.view(torch.int32) == POISON).all()

@@ -20,7 +20,7 @@ from vllm_scope.program import operations as program
 from vllm_scope.program.layout import Widths
 
 #: Of a case in which rows are read and edited.
-SEED = 7
+SEED = 3
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = {
     "seed": st.integers(0, 1 << 31),
@@ -65,9 +65,8 @@ def test_rows_that_overflow_are_reported_and_left_as_they_were(arguments):
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.builds(dict, **SHAPES, codes=st.just(OVERFLOWING), huge=st.just(True)))
 def test_where_nobody_reads_faults_rows_that_overflow_go_on(arguments):
-    nobody = torch.zeros(2, dtype=torch.int64)
     ran, twin = (
-        replace(random_tap(**arguments), host=nobody).run(run)
+        random_tap(**arguments).unreported().run(run)
         for run in (kernel.tap_rows, definition.tap_rows)
     )
     for name in ("wide_hidden", "wide_residual"):
@@ -94,7 +93,7 @@ def test_slots_in_host_memory_are_written_there_and_not_in_the_arena():
     tokens = before.tokens.clone()
     tokens[:, definition.TO_HOST] = 1
     there = before.to("cpu")
-    address = torch.tensor([host.data_ptr(), there.faults.data_ptr()])
+    address = torch.cat([torch.tensor([host.data_ptr()]), there.host[1:]])
     ran = replace(there, tokens=tokens, host=address).run(kernel.tap_rows)
     assert (ran.arena.view(torch.int32) == POISON).all()
     twin = before.to("cpu").run(definition.tap_rows)

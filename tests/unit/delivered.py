@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm_scope.batch.labels import Labels
 from vllm_scope.program.layout import Layout, Widths
 from vllm_scope.request.heads import Bank, Head
-from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import boundary_of_point, point_of
 
 ROW_BYTES = 16

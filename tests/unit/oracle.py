@@ -9,7 +9,7 @@ import numpy as np
 
 from vllm_scope.program.operations import OP_ABLATE, OP_ADD, OP_ADD_NORM, OP_CLAMP, OP_SET
 from vllm_scope.request.nets import Aggregate, Ema, Net, RollingMean
-from vllm_scope.request.resolve import Resolved, ResolvedEdit, ResolvedProbe
+from vllm_scope.request.resolved import Resolved, ResolvedEdit, ResolvedProbe
 from vllm_scope.request.selectors import Selector, Tokens
 from vllm_scope.request.sites import Place, SiteLayer, Sites, point_of
 

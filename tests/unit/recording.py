@@ -17,7 +17,7 @@ import torch
 
 from vllm_scope.batch.labels import Labels
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
-from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Sites, point_of
 from vllm_scope.request.spec import Spec
 from vllm_scope.sinks import Block, Ending, Manifest, Report, RequestInfo, RowBatch

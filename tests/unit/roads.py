@@ -13,7 +13,7 @@ from tests.unit.delivered import ROW_BYTES, labels_of, reads_at, slots_per_token
 from vllm_scope import Add, Probe, Read, Spec
 from vllm_scope.program.layout import Layout, Widths
 from vllm_scope.request.actions import Action
-from vllm_scope.request.resolve import ResolvedProbe
+from vllm_scope.request.resolved import ResolvedProbe
 from vllm_scope.request.sites import Sites
 from vllm_scope.results.buffer import Pending
 from vllm_scope.results.inbox import Inbox

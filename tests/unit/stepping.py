@@ -34,7 +34,7 @@ from vllm_scope.graph.tap.definition import tap_rows
 from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.compiler import OVERSHOOT, RequestProgram
 from vllm_scope.program.layout import Widths
-from vllm_scope.request.resolve import NOTHING, Resolved
+from vllm_scope.request.resolved import NOTHING, Resolved
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.ticket import Recipient
 from vllm_scope.sinks import RequestInfo, RowBatch

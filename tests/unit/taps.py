@@ -6,6 +6,7 @@ the kernel on a GPU.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -13,19 +14,28 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from vllm_scope.graph.tap.definition import CHECKED
+from vllm_scope.graph.tap.definition import CHECKED, NUM_COLUMNS
 from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
 from vllm_scope.program.operations import (
+    GATES,
     OP_ABLATE,
     OP_ADD,
+    OP_ADD_BOUND,
     OP_ADD_NORM,
     OP_CHECK,
     OP_CLAMP,
+    OP_FEATURE,
+    OP_GATE,
+    OP_GATE_CAST,
     OP_READ,
     OP_SET,
+    REGISTERS,
 )
 
-CODES = (OP_READ, OP_ADD, OP_ADD_NORM, OP_ABLATE, OP_CLAMP, OP_SET, OP_CHECK)
+CODES = (
+    OP_READ, OP_ADD, OP_ADD_NORM, OP_ABLATE, OP_CLAMP, OP_SET, OP_CHECK, OP_ADD_BOUND, OP_FEATURE,
+    *GATES,
+)  # fmt: skip
 #: Codes whose overflow is the same however sums are ordered.
 OVERFLOWING = (OP_READ, OP_ADD, OP_SET, OP_CHECK)
 #: Codes whose result is a copy, bit by bit.
@@ -52,6 +62,7 @@ class Tap:
     tap: Tensor
     host: Tensor
     faults: Tensor
+    registers: Tensor
     slot_base: int
     slots_per_token: int
 
@@ -81,11 +92,17 @@ class Tap:
         }
         return replace(self, **moved).with_faults(self.faults.clone())
 
+    def unreported(self) -> Tap:
+        """The same where nobody reads faults."""
+        host = self.host.clone()
+        host[1] = 0
+        return replace(self, host=host)
+
     def with_faults(self, faults: Tensor) -> Tap:
         """The same with its own memory for faults: the host's, which a GPU can write."""
         faults = faults.pin_memory() if self.host.is_cuda else faults
         host = self.host.clone()
-        host[1] = faults.data_ptr()
+        host[1], host[2] = faults.data_ptr(), self.registers.data_ptr()
         return replace(self, host=host, faults=faults)
 
 
@@ -113,6 +130,7 @@ def random_tap(
             not finite.
     """
     rng = random.Random(seed)
+    telling, gated = 0.0 if huge else 0.5, bool(set(codes) & set(GATES))
     generator = torch.Generator().manual_seed(seed)
     num_taps, num_programs = rng.randint(1, 4), rng.randint(1, 5)
     tap = rng.randrange(num_taps)
@@ -147,7 +165,7 @@ def random_tap(
     programs = torch.full((num_programs, num_taps), -1, dtype=torch.int32)
     num_ops = sum(len(chain) for program in chains for chain in program)
     free = rng.sample(range(num_ops + 2), num_ops + 2)
-    ops = torch.full((num_ops + 2, 8), -9, dtype=torch.int32)
+    ops = torch.full((num_ops + 2, NUM_COLUMNS), -9, dtype=torch.int32)
     token_slots = tap_slots = 1
     for p, program in enumerate(chains):
         read = 0
@@ -155,18 +173,30 @@ def random_tap(
             read_here = 0
             following, places = -1, []
             for code in chain:
-                word = word_in_tap = -9
-                if code == OP_READ:
+                word = word_in_tap = -1
+                # A number that is told takes the place of a row.
+                if code == OP_READ or (code not in COPIES and rng.random() < telling):
                     word, word_in_tap = read * row_words, read_here * row_words
                     read, read_here = read + 1, read_here + 1
-                direction = code in (OP_ADD_NORM, OP_ABLATE, OP_CLAMP)
-                vector = rng.randrange(half) + (half if direction else 0)
+                free_length = (OP_ADD, OP_SET, OP_FEATURE, OP_GATE)
+                vector = rng.randrange(half) + (0 if code in free_length else half)
                 a = rng.randint(-32, 32) / 16
-                numbers = torch.tensor([a, a + rng.randint(0, 32) / 16]).view(torch.int32)
-                places.append((code, word, word_in_tap, vector, *numbers.tolist()))
-            for entry in reversed(places):
+                b = a + rng.randint(0, 32) / 16
+                c, d = rng.choice((0, 0.5, 4)), rng.choice((-1, 1))
+                if code in (OP_ADD_BOUND, OP_FEATURE):
+                    b, d = abs(b), rng.randint(-16, 16) / 16
+                register = rng.randrange(4)
+                if code not in GATES and (not gated or rng.random() < 0.5):
+                    register = -1
+                bits = torch.tensor([a, b, c, d], dtype=torch.float32).view(torch.int32).tolist()
+                reads = rng.randrange(half)
+                places.append(
+                    (code, word, word_in_tap, vector, *bits[:2], register, reads, *bits[2:])
+                )
+            for *entry, register, reads, c_bits, d_bits in reversed(places):
                 at = free.pop()
-                ops[at] = torch.tensor([*entry, following, 0], dtype=torch.int32)
+                columns = [*entry, following, register, reads, c_bits, d_bits, -9]
+                ops[at] = torch.tensor(columns, dtype=torch.int32)
                 following = at
             programs[p, t] = following
             if t == tap:
@@ -184,8 +214,10 @@ def random_tap(
     arena = torch.full((num_slots, SLOT_BYTES // 4), POISON, dtype=torch.int32).view(dtype)
     return Tap(
         hidden_size, stream(), stream() if with_residual else None, arena, tokens, programs,
-        ops, vectors, torch.tensor(tap, dtype=torch.int32), torch.zeros(2, dtype=torch.int64),
-        torch.zeros(0), 1 if tap_by_tap else 0, tap_slots if tap_by_tap else 0,
+        ops, vectors, torch.tensor(tap, dtype=torch.int32), torch.zeros(3, dtype=torch.int64),
+        torch.zeros(0), torch.tensor(rng.choices((0.0, 0.5, 1.0), k=REGISTERS)).repeat(
+            num_rows + PADDING, 1
+        ), 1 if tap_by_tap else 0, tap_slots if tap_by_tap else 0,
     ).with_faults(torch.zeros(num_rows + PADDING + 2, dtype=torch.int32))  # fmt: skip
 
 
@@ -209,6 +241,7 @@ class Outcome:
     """What one run of a tap leaves behind.
 
     Attributes:
+        told: (word, value, slack) of single numbers in the arena.
         stored: all that it writes to the arena.
         edited: row -> (values, slack) of the stream where it changed, or may have.
         barely: of these, rows that may be left as they were: rounding tells whether they changed.
@@ -216,6 +249,7 @@ class Outcome:
     """
 
     stored: list[Stored]
+    told: list[tuple[int, float, float]]
     edited: dict[int, tuple[Tensor, Tensor]]
     barely: set[int]
     faults: dict[int, int]
@@ -223,8 +257,8 @@ class Outcome:
 
 def outcome(tap: Tap) -> Outcome:
     """What the tap must do, one row and one operation at a time, in float64."""
-    found = Outcome([], {}, set(), {})
-    dtype = tap.hidden.dtype
+    found = Outcome([], [], {}, set(), {})
+    dtype, registers = tap.hidden.dtype, tap.registers.clone()
     for row in range(tap.hidden.shape[0]):
         program, slot, _, owner = tap.tokens[row].tolist()
         if program < 0:
@@ -237,19 +271,33 @@ def outcome(tap: Tap) -> Outcome:
         if tap.slots_per_token:
             slot = tap.slot_base + slot * tap.slots_per_token
         while at >= 0:
-            code, word, word_in_tap, vector, *_, following, _ = tap.ops[at].tolist()
-            a, b = tap.ops[at, 4:6].view(torch.float32).tolist()
-            v = tap.vectors[vector].double()
-            word = slot * SLOT_BYTES // 4 + (word_in_tap if tap.slots_per_token else word)
-            if code == OP_READ:
+            entry = tap.ops[at].tolist()
+            code, vector, following, register, reads = (entry[i] for i in (0, 3, 6, 7, 8))
+            numbers = tap.ops[at, [4, 5, 9, 10]].view(torch.float32).tolist()
+            v, encoder = tap.vectors[vector].double(), tap.vectors[reads].double()
+            offset = entry[2] if tap.slots_per_token else entry[1]
+            word = slot * SLOT_BYTES // 4 + offset
+            if code in GATES:
+                registers[row, register] = value = _condition(code, x.double(), v, *numbers)
+                if offset >= 0:
+                    found.told.append((word, value, 1e-4))
+            elif code == OP_READ:
                 found.stored.append(Stored(word, x.to(dtype), _slack(x, dtype, is_copy)))
             elif code == OP_CHECK:
                 if not x.to(dtype).isfinite().all():
                     found.faults[owner] = (0 if edited else CHECKED) | int(tap.tap) + 1
                     x, is_copy, edited = torch.zeros_like(x), True, True
             else:
-                x = _edit(code, x, v, a, b).float().double()
-                is_copy, edited = code == OP_SET, True
+                part = 1.0 if register < 0 else float(registers[row, register])
+                old, x = x.double(), x.double()
+                if part:
+                    x = old + part * (_edit(code, old, v, encoder, *numbers) - old)
+                    x = (v if code == OP_SET and part == 1 else x).float().double()
+                    is_copy, edited = code == OP_SET and part == 1, True
+                if offset >= 0:
+                    length = float(old.norm())
+                    change = float((x - old).norm()) / length if length else 0.0
+                    found.told.append((word, change, 1e-4 * (change + 1)))
             at = following
         if edited and not x.to(dtype).isfinite().all():
             found.faults[owner] = int(tap.tap) + 1
@@ -263,9 +311,24 @@ def outcome(tap: Tap) -> Outcome:
     return found
 
 
-def _edit(code: int, x: Tensor, v: Tensor, a: float, b: float) -> Tensor:
-    along = float(x @ v)
+def _condition(code: int, x: Tensor, v: Tensor, a: float, b: float, c: float, d: float) -> float:
+    score = float(x @ v) + b
+    if code != OP_GATE:
+        w = torch.tanh(float(x @ v) * v) if code == OP_GATE_CAST else v
+        lengths = float(x.norm()) * float(w.norm())
+        score = float(x @ w) / lengths if lengths else 0.0
+    beyond = d * (score - a)
+    return 1 / (1 + math.exp(-max(c * beyond, -700.0))) if c else float(beyond > 0)
+
+
+def _edit(
+    code: int, x: Tensor, v: Tensor, encoder: Tensor, a: float, b: float, c: float, d: float
+) -> Tensor:
+    along, before = float(x @ v), float(x @ encoder) + b
+    most = b * float(x.norm())
     return {
+        OP_ADD_BOUND: lambda: x + min(max(a, -most), most) * v,
+        OP_FEATURE: lambda: x + (a + d * (before if before > c else 0.0)) * v,
         OP_ADD: lambda: x + a * v,
         OP_ADD_NORM: lambda: x + a * x.norm() * v,
         OP_ABLATE: lambda: x - along * v,
@@ -304,6 +367,12 @@ def check(ran: Tap, before: Tap, expected: Outcome, twin: Tap | None = None) -> 
         _near(got, wanted, stored.slack, f"word {stored.word}")
         # Of an odd row the last half word is nobody's.
         blank[stored.word : stop] = words[stored.word : stop]
+    floats = words.view(torch.float32)
+    other = None if twin is None else twin.arena.view(torch.float32).view(-1)
+    for word, value, slack in expected.told:
+        wanted = value if other is None else float(other[word])
+        assert abs(float(floats[word]) - wanted) <= slack, f"word {word} tells {floats[word]}"
+        blank[word] = words[word]
     assert torch.equal(words, blank), "a word outside the plan was written"
 
     for name in ("wide_hidden", "wide_residual"):

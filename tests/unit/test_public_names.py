@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 LISTED = {
     "vllm_scope": """
         Ablate Add AttentionPool CapacityError Clamp CompatError ConfigError Ema Except FileError
-        Mlp Positions Probe Read Replace RollingMean ScopeError Spec SpecError TokenIds Union
+        Gate Mlp Positions Probe Read Replace RollingMean ScopeError Spec SpecError TokenIds Union
         __version__ open scope set_monitors spec_schema
     """,
     "vllm_scope.cli": "app",
@@ -44,6 +44,7 @@ LISTED = {
     "vllm_scope.vectors": """
         Provenance SteeringModule from_bytes load_vectors save_vectors to_bytes
     """,
+    "vllm_scope.views": "TokenPage TokenStrip token_page token_strip",
 }
 #: Module -> the names that the docs and the examples import from it, beside those above.
 DOCUMENTED = {

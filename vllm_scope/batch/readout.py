@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vllm_scope.batch.by_position import Ints
 from vllm_scope.request.nets import Aggregate, Ema, RollingMean
-from vllm_scope.request.resolve import ResolvedProbe
+from vllm_scope.request.resolved import ResolvedProbe
 
 Floats = NDArray[np.float64]
 #: Weights of a pool are relative to a multiple of this, so that it seldom changes. exp of minus

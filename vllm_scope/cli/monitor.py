@@ -136,7 +136,7 @@ def look(client: ScopeClient, url: str) -> Look:
     from vllm_scope.client.answers import converted
 
     try:
-        told = client._run(_get("/v1/scope/monitors", admin=True)).json()
+        told = client.monitors()
     except ServerError as error:
         if error.status in (401, 403):
             said = str(error).rstrip(".")
@@ -149,10 +149,10 @@ def look(client: ScopeClient, url: str) -> Look:
     return Look(monitors, *counted(text), time.monotonic())
 
 
-def _get(path: str, admin: bool = False) -> Flow[Response]:
+def _get(path: str) -> Flow[Response]:
     from vllm_scope.client.calls import Call
 
-    return (yield Call("GET", path, admin=admin)).checked()
+    return (yield Call("GET", path)).checked()
 
 
 def _explain(client: ScopeClient, url: str) -> None:

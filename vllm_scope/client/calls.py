@@ -247,6 +247,16 @@ class Calls(Generic[StreamT]):
         """End all server-wide edits. Needs the operator's key."""
         return self._done(Call("DELETE", "/v1/scope/edits", admin=True))
 
+    @Method
+    def monitors(self) -> Flow[Json]:
+        """The monitors, by name. Needs the operator's key."""
+        return self._json(Call("GET", "/v1/scope/monitors", admin=True))
+
+    @Method
+    def set_monitors(self, monitors: Mapping[str, object]) -> Flow[Json]:
+        """Replace all monitors; {} ends them. Needs the operator's key."""
+        return self._json(Call("PUT", "/v1/scope/monitors", {"monitors": monitors}, admin=True))
+
     # Flows
 
     def _opening(

@@ -20,7 +20,7 @@ from vllm_scope.core.score_index import ScoreKey
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.packed import Packed, pack, unpack
 from vllm_scope.request.remembered import Remembered
-from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.ticket import Recipient
 from vllm_scope.sinks.request import Ended
 

@@ -17,7 +17,7 @@ from typing import Any
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions import MAX_NAME
 from vllm_scope.request.arrays import Array
-from vllm_scope.request.resolve import NOTHING, Resolved, ResolvedEdit, Vectors
+from vllm_scope.request.resolved import NOTHING, Resolved, ResolvedEdit, Vectors
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.spec import Meanings, Spec
 from vllm_scope.request.ticket import Ticket

@@ -18,7 +18,7 @@ from vllm_scope.engine.worker.attention import heads_of
 from vllm_scope.errors import CompatError
 from vllm_scope.graph.anatomy.convention import treats_half_apart
 from vllm_scope.graph.anatomy.layers import Anatomy, find_anatomy
-from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import STREAM, Place, Sites, kind_of
 from vllm_scope.request.spec import Spec
 from vllm_scope.sinks.router import GLOBAL

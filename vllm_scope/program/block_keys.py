@@ -15,7 +15,7 @@ import hashlib
 import numpy as np
 
 from vllm_scope.program.picks import Pick
-from vllm_scope.request.resolve import ResolvedEdit
+from vllm_scope.request.resolved import ResolvedEdit
 from vllm_scope.request.selectors import Ids, Tokens
 
 

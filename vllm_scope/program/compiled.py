@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from vllm_scope.errors import SpecError
 from vllm_scope.program.operations import OP_SET, Op, Program, build_program
 from vllm_scope.program.picks import Pick
-from vllm_scope.request.heads import Bank, Head
+from vllm_scope.request.heads import Bank, Head, Told
 from vllm_scope.request.nets import Net
 from vllm_scope.request.remembered import Remembered
 
@@ -76,6 +77,22 @@ def _size_of(program: Program) -> int:
 programs = _Programs()
 
 
+class CompiledEdit(NamedTuple):
+    """An edit of a spec.
+
+    Attributes:
+        pick: index of the pick.
+        at: (boundary, group).
+        op_of: the pick's value -> the operation.
+        gate: (boundary, group) of its condition, and the condition; or None.
+    """
+
+    pick: int
+    at: tuple[int, int]
+    op_of: Callable[[int], Op]
+    gate: tuple[tuple[int, int], Op] | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Compiled:
     """What a spec does at some boundaries, for any prompt; requests share it.
@@ -83,8 +100,6 @@ class Compiled:
     Attributes:
         reads: (index of the pick, points that were named, what is made of the rows; None for
             plain rows).
-        edits: (index of the pick, (boundary, group), function from the pick's value to the
-            operation).
         check: the boundary at which every token of a request with edits is checked; None if
             it has no edits, or is checked on another pipeline stage.
         rows: `compiler.rows_of` of all reads and probes.
@@ -96,7 +111,7 @@ class Compiled:
 
     picks: tuple[Pick, ...]
     reads: tuple[tuple[int, tuple[int, ...], Head | None], ...]
-    edits: tuple[tuple[int, tuple[int, int], Callable[[int], Op]], ...]
+    edits: tuple[CompiledEdit, ...]
     check: int | None
     rows: Mapping[int, int]
     banks: Mapping[Bank, tuple[Net, ...]]
@@ -115,7 +130,7 @@ class Compiled:
     @cached_property
     def used(self) -> tuple[int, ...]:
         """Indices of the picks that actions here use; a column has 0 for all other picks."""
-        found = {read[0] for read in self.reads} | {edit[0] for edit in self.edits}
+        found = {read[0] for read in self.reads} | {edit.pick for edit in self.edits}
         return tuple(sorted(found))
 
     @cached_property
@@ -148,7 +163,7 @@ class Compiled:
         for pick, points, _ in self.reads:
             found[pick] += len(points)
         for edit in self.edits:
-            found[edit[0]] += 1
+            found[edit.pick] += 1 if edit.gate is None else 2
         return found
 
     @cached_property
@@ -195,16 +210,20 @@ class Compiled:
             points.setdefault(head, set()).update(rows)
             also |= {pair for pair in zip(named, rows, strict=True) if pair[0] != pair[1]}
         edits: dict[tuple[int, int], list[Op]] = {}
-        for pick, place, op_of in self.edits:
+        gates: dict[tuple[int, int], dict[Op, None]] = {}
+        for pick, place, op_of, gate in self.edits:
             if column[pick]:
                 edits.setdefault(place, []).append(op_of(int(column[pick])))
+                if gate is not None:
+                    gates.setdefault(gate[0], {})[gate[1]] = None
         if not (points or edits) and self.check is None:
             return None
         plain = tuple(sorted(points.pop(None, ())))
         made = [(head, tuple(sorted(some))) for head, some in points.items() if head is not None]
         listed = tuple(sorted(made, key=lambda x: x[0].text))
-        nets = [net for head, _ in made if isinstance(head, Bank) for net in self.banks[head]]
+        banks = [self.banks[h] for h, _ in made if isinstance(h, Bank) and not isinstance(h, Told)]
+        nets = [net for bank in banks for net in bank]
         return build_program(
             plain, edits, listed, self.check, tuple(sorted(also)),
-            frozenset(weight for net in nets for weight, _ in net.layers),
+            frozenset(weight for net in nets for weight, _ in net.layers), gates,
         )  # fmt: skip

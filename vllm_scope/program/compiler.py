@@ -18,11 +18,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_scope.program.compiled import Column, Compiled
-from vllm_scope.program.operations import Cost, Op, Program, edit_op
+from vllm_scope.errors import SpecError
+from vllm_scope.program.compiled import Column, Compiled, CompiledEdit
+from vllm_scope.program.operations import REGISTERS, Cost, Op, Program, edit_op, gate_op
 from vllm_scope.program.picks import Pick
 from vllm_scope.request.heads import Head
-from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.resolved import Resolved, ResolvedGate
 from vllm_scope.request.selectors import Ids, Selector, Tokens
 from vllm_scope.request.sites import LEVELS, Sites, boundary_of_point
 
@@ -73,6 +74,7 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
     reads: dict[tuple[int, Head | None], dict[int, None]] = {}
     edits = []
     made: dict[Hashable, Op] = {}
+    gates = _gate_ops(asked)
     # Every action gets a pick, also an action at boundaries that are not here: a column then means
     # the same in every process.
     for tokens, point, head in points_of(asked):
@@ -82,12 +84,36 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
     for edit in asked.edits:
         at, place = pick(edit.tokens, "edit", edit.positions), edit.stream
         if place.boundary in here:
-            edits.append((at, (place.boundary, place.group), edit_op(edit, made)))
+            register, gate = -1, None
+            if edit.gate is not None:
+                op, where = gates[edit.gate.digest], edit.gate.place
+                register, gate = op.register, ((where.boundary, where.group), op)
+            op_of = edit_op(edit, made, register)
+            edits.append(CompiledEdit(at, (place.boundary, place.group), op_of, gate))
     check = sites.last_of_stream if asked.edits else None
     return Compiled(
         tuple(picks), tuple((at, tuple(points), head) for (at, head), points in reads.items()),
         tuple(edits), check if check in here else None, rows, asked.banks,
     )  # fmt: skip
+
+
+def _gate_ops(asked: Resolved) -> dict[bytes, Op]:
+    """Digest of a gate -> its operation; edits with equal gates share one.
+
+    Raises:
+        SpecError: more gates than a row has registers.
+    """
+    gates: dict[bytes, ResolvedGate] = {}
+    for edit in asked.edits:
+        gate = edit.gate
+        if gate is not None and (gate.digest not in gates or gate.told is not None):
+            gates[gate.digest] = gate
+    if len(gates) > REGISTERS:
+        raise SpecError(
+            f"the edits have {len(gates)} different gates, those of server-wide edits included; at "
+            f"most {REGISTERS}."
+        )
+    return {digest: gate_op(gate, i) for i, (digest, gate) in enumerate(gates.items())}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from itertools import groupby
 
 import numpy as np
 
-from vllm_scope.request.heads import Head
+from vllm_scope.request.heads import Head, Told
 from vllm_scope.request.sites import STREAM, boundary_of_point, kind_of_point
 
 #: The unit of the arena. Rows and a token's scores start at a multiple of it.
@@ -58,7 +58,7 @@ class Layout:
         points: the points of its raw rows, ascending; one row each. A row is labelled with the
             first point that the request named for it.
         encoded: heads, each with the points of its rows, ascending. A point may be both here and in
-            `points`.
+            `points`. Of a Told there are no rows: taps write its numbers.
         also: (another point that the request named, the point whose row it shares), ascending. No
             edit is between the two points, so their row is delivered once.
     """
@@ -137,11 +137,13 @@ class Layout:
 
     @cached_property
     def arena(self) -> Layout:
-        """What taps write: each point's row once."""
-        if not self.encoded:
+        """What taps write: each point's row once, and what they tell."""
+        told = tuple(pair for pair in self.encoded if isinstance(pair[0], Told))
+        if len(told) == len(self.encoded):
             return self
-        points = {*self.points, *(point for _, some in self.encoded for point in some)}
-        return Layout(tuple(sorted(points)))
+        points = set(self.points)
+        points.update(p for pair in self.encoded if pair not in told for p in pair[1])
+        return Layout(tuple(sorted(points)), told)
 
     def at(self, boundary: int) -> Layout:
         """The part that one tap delivers."""
@@ -162,4 +164,6 @@ def _points_at(points: tuple[int, ...], boundary: int) -> tuple[int, ...]:
 
 def boundaries_of(layout: Layout) -> set[int]:
     """The boundaries at which a token of this layout delivers something."""
-    return {boundary_of_point(p) for p in layout.arena.points}
+    arena = layout.arena
+    some = (arena.points, *(points for _, points in arena.encoded))
+    return {boundary_of_point(p) for points in some for p in points}

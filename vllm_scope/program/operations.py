@@ -9,17 +9,17 @@ From:  compiled, layout.   To: plan (per token), tap.tables (on the device).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from types import MappingProxyType
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm_scope.program.layout import Layout
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.heads import Head
-from vllm_scope.request.resolve import ResolvedEdit
+from vllm_scope.request.resolved import ResolvedEdit, ResolvedGate, ToldAt
 from vllm_scope.request.sites import LEVELS, boundary_of_point, point_of
 
 #: Copy the row out.
@@ -29,6 +29,17 @@ OP_READ = 1
 OP_ADD, OP_ADD_NORM, OP_ABLATE, OP_CLAMP, OP_SET = 3, 4, 5, 6, 7
 #: Report the token's owner if the row is not finite.
 OP_CHECK = 8
+#: x + clip(a, -b * ||x||, b * ||x||) * v, with v of length 1.
+OP_ADD_BOUND = 9
+#: x + (a + d * f) * v. f is a feature's activation: p if p > c else 0, with p = x . reads + b.
+OP_FEATURE = 10
+#: Conditions, which set a register: to 1 if d * (s - a) > 0, else to 0. s is x . v + b (GATE), the
+#: cosine between x and v (COSINE), or that between x and tanh((x . v) v) (CAST). GATE with c above
+#: 0 sets it to the sigmoid of c * d * (s - a).
+OP_GATE, OP_GATE_COSINE, OP_GATE_CAST = 11, 12, 13
+GATES = (OP_GATE, OP_GATE_COSINE, OP_GATE_CAST)
+#: Registers of a row, for one forward. An edit with one multiplies what it adds by its value.
+REGISTERS = 16
 
 #: No program: the tap leaves the row alone.
 NO_PROGRAM = -1
@@ -41,8 +52,12 @@ class Op:
     Attributes:
         code: OP_...
         at: index into the arena layout's points (OP_READ).
-        vector: float32 [hidden_size], the direction or replacement.
-        a, b: the operation's numbers, as in the formulas above.
+        vector: float32 [hidden_size], the direction or replacement: v in the formulas above.
+        a, b, c, d: the operation's numbers, as in the formulas above.
+        reads: float32 [hidden_size], a second vector.
+        register: which one it sets (conditions), or multiplies by (edits). -1 for none.
+        told: where it tells a number: a condition the register's new value, an edit
+            `||change|| / ||x||`. None if nobody asks.
     """
 
     code: int
@@ -50,6 +65,15 @@ class Op:
     vector: Array | None = None
     a: float = 0.0
     b: float = 0.0
+    c: float = 0.0
+    d: float = 0.0
+    reads: Array | None = None
+    register: int = -1
+    told: ToldAt | None = None
+
+    @property
+    def vectors(self) -> tuple[Array, ...]:
+        return tuple(one for one in (self.vector, self.reads) if one is not None)
 
 
 @dataclass(frozen=True)
@@ -90,7 +114,7 @@ class Program:
     @cached_property
     def vectors(self) -> set[Array]:
         """The vectors of its operations."""
-        return {op.vector for _, ops in self.taps for op in ops if op.vector is not None}
+        return {vector for _, ops in self.taps for op in ops for vector in op.vectors}
 
 
 @dataclass(frozen=True)
@@ -131,11 +155,12 @@ def num_vectors(array: Array) -> int:
 
 def build_program(
     points: tuple[int, ...],
-    edits: dict[tuple[int, int], list[Op]],
+    edits: Mapping[tuple[int, int], Sequence[Op]],
     encoded: tuple[tuple[Head, tuple[int, ...]], ...] = (),
     check: int | None = None,
     also: tuple[tuple[int, int], ...] = (),
     weights: frozenset[Array] = frozenset(),
+    gates: Mapping[tuple[int, int], Collection[Op]] = MappingProxyType({}),
 ) -> Program:
     """The program of these reads and edits.
 
@@ -145,53 +170,79 @@ def build_program(
         encoded, also: as in Layout.
         check: the boundary after whose edits the row is checked, or None.
         weights: as in Program.
+        gates: (boundary, group) -> the conditions that see the row before the edits of that site.
     """
     layout = Layout(points, encoded, also)
     read_at = {point: i for i, point in enumerate(layout.arena.points)}
-    boundaries = {boundary_of_point(p) for p in read_at} | {b for b, _ in edits}
+    boundaries = {boundary_of_point(p) for p in read_at} | {b for b, _ in (*edits, *gates)}
     boundaries |= set() if check is None else {check}
     taps = []
     for boundary in sorted(boundaries):
         ops: list[Op] = []
         for level in range(LEVELS):
             if level:
-                ops += edits.get((boundary, level - 1), [])
+                ops += edits.get((boundary, level - 1), ())
             point = point_of(boundary, level)
             if point in read_at:
                 ops.append(Op(OP_READ, read_at[point]))
+            ops += gates.get((boundary, level), ())
         if boundary == check:
             ops.append(Op(OP_CHECK))
         taps.append((boundary, tuple(ops)))
     return Program(layout, tuple(taps), weights)
 
 
-def edit_op(edit: ResolvedEdit, made: dict[Hashable, Op]) -> Callable[[int], Op]:
+def edit_op(edit: ResolvedEdit, made: dict[Hashable, Op], register: int) -> Callable[[int], Op]:
     """An edit's operation on a token, by the token's row of a replacement (from 1).
 
     Args:
         made: operations made so far, by content: edits that differ in their streams share one.
+        register: of its gate, or -1.
     """
     if edit.kind == "replace":
-        return partial(_replacing, edit.values.numpy)
-    op: Op | None = edit.__dict__.get("_op")
+        return partial(_replacing, edit, register)
+    # Server-wide edits are compiled again with each spec.
+    known: dict[int, Op] = edit.__dict__.setdefault("_ops", {})
+    op = known.get(register)
     if op is None:
-        content = edit.kind, edit.values, edit.numbers, edit.norm_match
-        op = made.get(content) or made.setdefault(content, _edit_op(edit))
-        # Server-wide edits are compiled again with each spec.
-        edit.__dict__["_op"] = op
+        content = (
+            edit.kind, edit.values, edit.numbers, edit.norm_match, edit.limit, register, edit.dose,
+        )  # fmt: skip
+        op = made.get(content)
+        if op is None:
+            op = made[content] = replace(_edit_op(edit), register=register, told=edit.dose)
+        known[register] = op
     return lambda row: op
 
 
-def _replacing(rows: NDArray[np.float32], row: int) -> Op:
-    values = rows[row - 1]
-    return Op(OP_SET, 0, Array(values.shape, values.tobytes()))
+def _replacing(edit: ResolvedEdit, register: int, row: int) -> Op:
+    values = edit.values.numpy[row - 1]
+    vector = Array(values.shape, values.tobytes())
+    return Op(OP_SET, 0, vector, register=register, told=edit.dose)
+
+
+def gate_op(gate: ResolvedGate, register: int) -> Op:
+    """The operation that sets a register to a gate's value."""
+    sign = 1.0 if gate.above else -1.0
+    vector, code = gate.vector, OP_GATE
+    sharpness = gate.sharpness if gate.kind == "sigmoid" else 0.0
+    if gate.kind in ("cosine", "cast"):
+        vector, code = _unit(vector), OP_GATE_COSINE if gate.kind == "cosine" else OP_GATE_CAST
+    return Op(
+        code, 0, vector, gate.threshold, gate.bias, sharpness, sign, None, register, gate.told
+    )
+
+
+def _unit(vector: Array, times: float = 1.0) -> Array:
+    """The direction of a vector, at another length than 1 if `times` is given."""
+    values = vector.numpy.astype(np.float64)
+    direction = (values / np.linalg.norm(values)).astype("<f4")
+    return Array(vector.shape, (direction * np.float32(times)).tobytes())
 
 
 def _edit_op(edit: ResolvedEdit) -> Op:
-    if edit.kind == "add" and not edit.norm_match:
-        return Op(OP_ADD, 0, edit.values, edit.numbers[0])
-    values = edit.values.numpy.astype(np.float64)
-    direction = (values / np.linalg.norm(values)).astype("<f4")
+    if edit.kind == "add":
+        return _add_op(edit)
     if edit.kind == "clamp":
         lo, hi, strength = edit.numbers
         # With k d in place of d the operation adds (clip(k p, k lo, k hi) - k p) k d: k * k times
@@ -199,10 +250,17 @@ def _edit_op(edit: ResolvedEdit) -> Op:
         k = math.sqrt(strength)
         if k == 0:
             lo, hi, k = -math.inf, math.inf, 1  # 0 times infinity would be NaN
-        direction = direction * np.float32(k)
-        code, a, b = OP_CLAMP, k * lo, k * hi
-    elif edit.kind == "add":
-        code, a, b = OP_ADD_NORM, edit.numbers[0], 0.0
-    else:
-        code, a, b = OP_ABLATE, 0.0, 0.0
-    return Op(code, 0, Array(edit.values.shape, direction.tobytes()), a, b)
+        return Op(OP_CLAMP, 0, _unit(edit.values, k), k * lo, k * hi)
+    return Op(OP_ABLATE, 0, _unit(edit.values))
+
+
+def _add_op(edit: ResolvedEdit) -> Op:
+    (scale,), limit = edit.numbers, edit.limit
+    if edit.norm_match:
+        if limit is not None:
+            scale = min(max(scale, -limit), limit)
+        return Op(OP_ADD_NORM, 0, _unit(edit.values), scale)
+    length = float(np.linalg.norm(edit.values.numpy.astype(np.float64)))
+    if limit is None or not length:
+        return Op(OP_ADD, 0, edit.values, scale)
+    return Op(OP_ADD_BOUND, 0, _unit(edit.values), scale * length, limit)

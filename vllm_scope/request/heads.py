@@ -1,7 +1,7 @@
 """Heads: what is computed of rows before they leave the device.
 
-Owns:  CodecChoice (what a caller names), Head and its two kinds: Encoding (the codec of a read)
-       and Bank (the probes at one place).
+Owns:  CodecChoice (what a caller names), Head and its kinds: Encoding (the codec of a read), Bank
+       (the probes at one place) and Told (what taps compute while they edit).
 Runs:  CodecChoice everywhere, without torch. A Head is made where the model's sizes are known,
        and travels with what it makes.
 From:  actions, resolve.   To: codecs.packed, worker.probe_bank, layout (the size of its values).
@@ -111,8 +111,8 @@ class Encoding(Head):
         return found
 
 
-#: `text` of a Bank begins so; that of an Encoding is a JSON object.
-_BANK = "probes "
+#: `text` of a Bank begins so, and that of a Told; that of an Encoding is a JSON object.
+_BANK, _TOLD = "probes ", "told "
 
 
 @dataclass(frozen=True)
@@ -128,17 +128,33 @@ class Bank(Head):
             num_values: how many numbers they make of a row together.
             group: as in Place: two sites may share a boundary and its row.
         """
-        digest = hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()
-        return Bank(f"{_BANK}{group} {digest}", 4 * num_values)
+        return Bank(f"{_BANK}{group} {_digest(digests)}", 4 * num_values)
 
     @property
     def nameless(self) -> Bank:
         """The same without its digest. A front-end does not have the weights of steering modules,
         so it knows the numbers of its request by the place and their count."""
-        return Bank(self.text.rpartition(" ")[0], self.row_bytes)
+        return type(self)(self.text.rpartition(" ")[0], self.row_bytes)
+
+
+@dataclass(frozen=True)
+class Told(Bank):
+    """What taps themselves tell at one place: values of gates and doses of edits. Float32 numbers,
+    side by side, in the arena already."""
+
+    @staticmethod
+    def of(digests: Iterable[bytes], num_values: int, group: int = 0) -> Told:
+        """As Bank.of; the digests are of gates and edits."""
+        return Told(f"{_TOLD}{group} {_digest(digests)}", 4 * num_values)
+
+
+def _digest(digests: Iterable[bytes]) -> str:
+    return hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()
 
 
 @lru_cache(maxsize=4096)
 def known_head(text: str, row_bytes: int) -> Head:
     """The head with these attributes, which came from another process of the engine."""
-    return (Bank if text.startswith(_BANK) else Encoding)(text, row_bytes)
+    kinds: dict[str, type[Head]] = {_BANK: Bank, _TOLD: Told}
+    kind = next((kind for start, kind in kinds.items() if text.startswith(start)), Encoding)
+    return kind(text, row_bytes)

@@ -18,11 +18,17 @@ from typing import Any
 
 import msgspec
 
-from vllm_scope.request.actions import Ablate, Add, Clamp, Module, Probe, Read, Replace
+from vllm_scope.request.actions import Ablate, Add, Clamp, Gate, Module, Probe, Read, Replace
 from vllm_scope.request.arrays import Array
-from vllm_scope.request.heads import Bank, CodecChoice, Encoding
+from vllm_scope.request.heads import Bank, CodecChoice, Encoding, Told
 from vllm_scope.request.nets import AttentionPool, Ema, Mlp, Net, RollingMean
-from vllm_scope.request.resolve import Cell, ResolvedEdit, ResolvedProbe, ResolvedRead
+from vllm_scope.request.resolved import (
+    Cell,
+    ResolvedEdit,
+    ResolvedGate,
+    ResolvedProbe,
+    ResolvedRead,
+)
 from vllm_scope.request.selectors import Except, Positions, Span, TokenIds, Union, Word
 from vllm_scope.request.sites import Place
 
@@ -32,6 +38,7 @@ _CLASSES: tuple[type[Any], ...] = (
     ResolvedRead, ResolvedProbe, ResolvedEdit, Encoding,
     Word, Positions, Span, TokenIds, Union, Except,
     Mlp, AttentionPool, Ema, RollingMean, Net, Bank, Cell,
+    Told, Gate, ResolvedGate,
 )  # fmt: skip
 _NUMBER_OF = {cls: number for number, cls in enumerate(_CLASSES)}
 _FIELDS = [tuple(field.name for field in fields(cls)) for cls in _CLASSES]

@@ -14,7 +14,7 @@ from dataclasses import MISSING, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from vllm_scope.request.actions import EDITS, KINDS, MAX_FLOAT32, MAX_NAME, Edit, Probe, Read
+from vllm_scope.request.actions import EDITS, KINDS, MAX_FLOAT32, MAX_NAME, Edit, Gate, Probe, Read
 from vllm_scope.request.arrays import DTYPES, MAX_NUMBERS
 from vllm_scope.request.heads import READ_CODECS
 from vllm_scope.request.nets import (
@@ -26,7 +26,7 @@ from vllm_scope.request.nets import (
     Mlp,
 )
 from vllm_scope.request.selectors import FAR, MAX_ITEMS, MAX_PARTS, WORDS
-from vllm_scope.request.sites import ALIASES, MAX_LAYERS
+from vllm_scope.request.sites import ALIASES, MAX_LAYERS, STREAM_SITES
 from vllm_scope.request.spec import MOST
 
 Schema = dict[str, Any]
@@ -97,6 +97,7 @@ def _definitions() -> Schema:
         "array": _array(1, 3),
         "vector": _any(_MODULE, _ref("array")),
         **_of_probes(),
+        "gate": _any(_NULL, _gate()),
         "codec": _any(_NULL, {"enum": list(READ_CODECS)}, *codecs),
         "layers": _any(_NULL, {"const": "all"}, _LAYER, _list(_LAYER, MAX_LAYERS)),
         "tokens": _any(
@@ -109,6 +110,23 @@ def _definitions() -> Schema:
             _object(["except"], {"except": _list(_ref("tokens"), 2, 2)}),
         ),
     }
+
+
+def _gate() -> Schema:
+    hints = get_type_hints(Gate)
+    aliases = [alias for alias, site in ALIASES.items() if site in STREAM_SITES]
+    given: Schema = {
+        "vector": _array(1, 1),
+        "layer": _any(_NULL, _LAYER),
+        "site": {"enum": [*STREAM_SITES, *aliases]},
+        "sharpness": _NUMBER | {"exclusiveMinimum": 0},
+    }
+    for each in fields(Gate):
+        if each.init:
+            found = given.setdefault(each.name, dict(_of_type(hints[each.name])))
+            if each.default is not MISSING and each.default is not None:
+                found["default"] = each.default
+    return _said(Gate, _object(["vector"], given))
 
 
 def _of_probes() -> Schema:
@@ -142,6 +160,8 @@ _FIELDS = {
     "weight": _ref("weight"),
     "aggregate": _ref("aggregate"),
     "vector": _ref("vector"),
+    "gate": _ref("gate"),
+    "max_relative_norm": _any(_NULL, _NUMBER | {"minimum": 0}),
     "direction": _ref("vector"),
     "values": _ref("array"),
     "positions": _any(_whole(), _list(_whole(), MAX_ITEMS, uniqueItems=True)),

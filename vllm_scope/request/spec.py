@@ -32,7 +32,8 @@ from vllm_scope.request.arrays import Array
 from vllm_scope.request.bounded_json import decode, num_items
 from vllm_scope.request.packed import Packed, pack, unpack
 from vllm_scope.request.remembered import Remembered
-from vllm_scope.request.resolve import Resolved, Vectors, resolve
+from vllm_scope.request.resolve import resolve
+from vllm_scope.request.resolved import Resolved, Vectors
 from vllm_scope.request.selectors import ITEM_BYTES, check_sizes
 from vllm_scope.request.sites import Sites
 

@@ -26,7 +26,7 @@ from vllm_scope.errors import CapacityError, SpecError
 from vllm_scope.program.compiler import points_of, rows_of
 from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
 from vllm_scope.request.heads import Bank, Head
-from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.selectors import Tokens
 from vllm_scope.request.sites import Sites, boundary_of_point, kind_of_point
 

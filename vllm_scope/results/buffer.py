@@ -20,7 +20,7 @@ from vllm_scope.batch.by_position import Transcript
 from vllm_scope.program.compiler import points_of
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.request.heads import Bank
-from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Sites
 from vllm_scope.results.budget import FULL, Share
 from vllm_scope.results.result import ScopeResult, Status, What, dtype_of

@@ -21,7 +21,7 @@ from vllm_scope.batch.by_position import Ints, Part, last_of_each
 from vllm_scope.batch.readout import Readout, Verdict
 from vllm_scope.codecs.packed import EncodedRows, packing_of
 from vllm_scope.request.heads import Encoding
-from vllm_scope.request.resolve import ResolvedProbe
+from vllm_scope.request.resolved import ResolvedProbe
 from vllm_scope.request.selectors import Selector
 from vllm_scope.results.column import Column
 from vllm_scope.results.result import ScopeResult, Source, What

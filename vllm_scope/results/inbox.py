@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import numpy as np
 
 from vllm_scope.batch.by_request import by_key, by_layout
-from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Sites
 from vllm_scope.results.budget import Budget, Share, asking
 from vllm_scope.results.buffer import LATE, Pending, Piece, pieces_of

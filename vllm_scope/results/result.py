@@ -25,7 +25,7 @@ from vllm_scope.batch.readout import Verdict
 from vllm_scope.codecs.packed import EncodedRows, packing_of
 from vllm_scope.program.layout import SLOT_BYTES
 from vllm_scope.request.heads import Encoding, Head
-from vllm_scope.request.resolve import Resolved, ResolvedProbe
+from vllm_scope.request.resolved import Resolved, ResolvedProbe
 from vllm_scope.request.selectors import Selector
 from vllm_scope.request.sites import ALIASES, Phase, Place, SiteLayer, Sites
 from vllm_scope.results.column import Column, shaped

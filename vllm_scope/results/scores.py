@@ -18,7 +18,7 @@ from torch import Tensor
 from vllm_scope.batch.by_position import Ints, Part, last_values
 from vllm_scope.batch.readout import Readout, Verdict
 from vllm_scope.request.heads import Bank
-from vllm_scope.request.resolve import ResolvedProbe
+from vllm_scope.request.resolved import ResolvedProbe
 from vllm_scope.request.selectors import Selector
 
 #: A bank at a point, and the tokens whose numbers are wanted.

@@ -26,7 +26,7 @@ from vllm_scope.batch.readout import scores_of
 from vllm_scope.codecs.packed import EncodedRows, packing_of
 from vllm_scope.program.layout import SLOT, SLOT_BYTES, Layout, Widths, slots_of_row
 from vllm_scope.request.heads import Encoding, Head
-from vllm_scope.request.resolve import Resolved, ResolvedProbe
+from vllm_scope.request.resolved import Resolved, ResolvedProbe
 from vllm_scope.request.selectors import Selector
 from vllm_scope.request.sites import Phase, Place, Sites, kind_of_point
 from vllm_scope.sinks import Block, Ending, RequestInfo, Status

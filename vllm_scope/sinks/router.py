@@ -21,7 +21,7 @@ import numpy as np
 from vllm_scope.batch.by_position import Ints
 from vllm_scope.batch.by_request import by_key, by_layout
 from vllm_scope.program.layout import Layout, Widths
-from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Sites
 from vllm_scope.sinks import Manifest, Report, RequestInfo, RowBatch
 from vllm_scope.sinks.counters import Counters

@@ -25,7 +25,7 @@ from vllm_scope.batch.labels import Labels
 from vllm_scope.codecs.packed import packing_of
 from vllm_scope.errors import CapacityError
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
-from vllm_scope.request.heads import Bank, Encoding, Head
+from vllm_scope.request.heads import Bank, Encoding, Head, Told
 from vllm_scope.request.nets import Net
 from vllm_scope.request.sites import kind_of_point
 from vllm_scope.worker.probe_bank import Banks
@@ -274,6 +274,10 @@ def _places(layout: Layout, widths: Widths) -> Iterator[tuple[_Kind, Ints, Ints]
         yield (None, num_slots, 0), sources(points), targets
     for head, points, first, num_slots in layout.encoded_at(widths):
         targets = first + np.arange(len(points)) * num_slots
+        if isinstance(head, Told):
+            told = [arena.made_at(head, point, widths) for point in points]
+            yield (None, num_slots, 0), np.array(told, np.int64), targets
+            continue
         kind = kind_of_point(points[0])  # a head is for rows of one width
         raw = widths.row_slots[kind], widths.row_bytes[kind]
         yield (head, *raw), sources(points), targets

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,8 +27,8 @@ from vllm_scope.batch.by_request import by_key, by_layout
 from vllm_scope.batch.labels import Labels
 from vllm_scope.batch.readout import Readout, Verdict
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
-from vllm_scope.request.resolve import Cell, ResolvedProbe
-from vllm_scope.request.selectors import Tokens
+from vllm_scope.request.resolved import Cell, ResolvedProbe
+from vllm_scope.request.selectors import FAR, Tokens
 from vllm_scope.transport.ring import Lease
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,11 @@ class _Probe:
         numbers = sum(values[torch.from_numpy(at.searchsorted(positions))] for at, values in known)
         assert isinstance(numbers, torch.Tensor)
         self.next = int(positions[-1]) + 1
-        self.waiting = [[(at[at >= self.next], v[at.searchsorted(self.next) :])] for at, v in known]
+        cuts = [at.searchsorted(self.next) for at, _ in known]
+        self.waiting = [
+            [(at[cut:], values[cut:])] if cut < len(at) else []
+            for (at, values), cut in zip(known, cuts, strict=True)
+        ]
         self.readout.read(numbers, positions)
         return self.readout.verdict
 
@@ -123,7 +128,8 @@ class Watch:
         return bool(self._watched)
 
     def __contains__(self, req_id: str) -> bool:
-        return any(watched.req_id == req_id for watched in self._watched.values())
+        # In a copy: `judge` may remove one on its thread.
+        return any(watched.req_id == req_id for watched in tuple(self._watched.values()))
 
     def add_request(
         self, key: int, req_id: str, num_prompt: int, probes: Sequence[ResolvedProbe]
@@ -152,7 +158,8 @@ class Watch:
     def settle(self) -> None:
         """Copy what is watched, and release the leases: `acquire` waits for one."""
         for step in tuple(self._open):
-            self._look(step)
+            with _logged():
+                self._look(step)
 
     def _look(self, step: Step) -> None:
         with self._lock:
@@ -175,18 +182,18 @@ class Watch:
     def judge(self, steps: Sequence[Step]) -> dict[str, str]:
         """Request -> why it is stopped, each once. Waits for the rows of these steps, the next ones
         in order."""
-        found: dict[str, str] = {}
+        reached: dict[int, _Watched] = {}
         for step in steps:
-            try:
+            with _logged():
                 self._look(step)
-                for key, watched in self._take_in(step.found or ()).items():
-                    reason = self._reason(watched)
-                    # It may have ended on the other thread.
-                    if reason is not None and self._watched.pop(key, None) is not None:
-                        found[watched.req_id] = reason
-            except Exception:
-                # A fault of ours must not end the engine, whose outputs are made here.
-                logger.exception("vllm-scope: verdicts of a step could not be made")
+                reached |= self._take_in(step.found or ())
+        found: dict[str, str] = {}
+        for key, watched in reached.items():
+            with _logged():
+                reason = self._reason(watched)
+                # It may have ended on the other thread.
+                if reason is not None and self._watched.pop(key, None) is not None:
+                    found[watched.req_id] = reason
         return found
 
     def _collect(self, labels: Labels, lease: Lease, boundary: int | None) -> list[_Found]:
@@ -209,15 +216,16 @@ class Watch:
 
     def _take_in(self, some: Iterable[_Found]) -> dict[int, _Watched]:
         """By key, the requests that got something."""
-        found = {}
+        found: dict[int, _Watched] = {}
+        # A request's tokens of several layouts come apart.
+        first, last = dict[int, int](), dict[int, int]()
         for key, positions, numbers in some:
             watched = self._watched.get(key)
             if watched is None:
                 continue
             found[key] = watched
-            # A row that is computed after a draft begins where the accepted tokens end.
-            last = int(positions.min()) if self._drafts else int(positions.max()) + 1
-            watched.accepted = max(watched.accepted, last)
+            first[key] = min(first.get(key, FAR), int(positions.min()))
+            last[key] = max(last.get(key, 0), int(positions.max()) + 1)
             each = iter(numbers)
             for one in watched.probes:
                 wanted = _of_tokens(one.probe, positions, watched.num_prompt)
@@ -225,6 +233,12 @@ class Watch:
                     values = next(each)
                     if values is not None and wanted.any():
                         waiting.append((positions[wanted], values[torch.from_numpy(wanted)]))
+        for key, watched in found.items():
+            sure = last[key]
+            if self._drafts:
+                # Drafts come after the prompt. A step begins where the accepted tokens end.
+                sure = max(first[key], min(sure, watched.num_prompt))
+            watched.accepted = max(watched.accepted, sure)
         return found
 
     def _numbers(
@@ -240,12 +254,22 @@ class Watch:
 
     @staticmethod
     def _reason(watched: _Watched) -> str | None:
-        for one in watched.probes:
-            verdict = one.read(watched.accepted)
-            if verdict is not None:
-                name, (position, value) = one.probe.name, verdict
-                return f"probe {name!r}: {value:.6g} at position {position}"
-        return None
+        """The verdict at the first position; of several there, the one of the first probe."""
+        each = [(one.read(watched.accepted), one.probe.name) for one in watched.probes]
+        found = [(verdict, name) for verdict, name in each if verdict is not None]
+        if not found:
+            return None
+        (position, value), name = min(found, key=lambda x: x[0].position)
+        return f"probe {name!r}: {value:.6g} at position {position}"
+
+
+@contextmanager
+def _logged() -> Iterator[None]:
+    """A fault of ours must not end the engine, whose outputs are made meanwhile."""
+    try:
+        yield
+    except Exception:
+        logger.exception("vllm-scope: verdicts of a step could not be made")
 
 
 def _of_tokens(probe: ResolvedProbe, positions: Ints, num_prompt: int) -> NDArray[np.bool_]:

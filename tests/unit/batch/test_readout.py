@@ -19,7 +19,7 @@ from tests.unit.oracle import aggregates_of, scores_of
 from vllm_scope import AttentionPool, Ema, Probe, RollingMean, Spec
 from vllm_scope.batch.readout import Read, Readout, Verdict
 from vllm_scope.request.nets import MAX_WINDOW
-from vllm_scope.request.resolve import ResolvedProbe
+from vllm_scope.request.resolved import ResolvedProbe
 from vllm_scope.request.sites import Sites
 
 SITES = Sites(2, 4, "float32", (0, 2, 4))

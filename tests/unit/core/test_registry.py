@@ -12,7 +12,7 @@ from tests.unit.strategies import sentence
 from vllm_scope import Ablate, Add, Probe, Read, Replace, Spec, scope
 from vllm_scope.core import registry
 from vllm_scope.core.registry import Registry
-from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.ticket import Recipient, Ticket
 from vllm_scope.vectors import SteeringModule, to_bytes

@@ -21,7 +21,7 @@ from vllm_scope.engine.params import TICKET
 from vllm_scope.program.block_keys import BlockKeys
 from vllm_scope.program.compiler import OVERSHOOT
 from vllm_scope.program.operations import Cost
-from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.ticket import Recipient, Ticket
 from vllm_scope.vectors import SteeringModule, to_bytes

@@ -20,7 +20,7 @@ from vllm_scope.engine.core.entered import Entered, keep
 from vllm_scope.graph.tap.tables import capacity
 from vllm_scope.program.operations import OP_ADD, Cost, Op, Program, build_program
 from vllm_scope.request.arrays import Array
-from vllm_scope.request.resolve import NOTHING
+from vllm_scope.request.resolved import NOTHING
 from vllm_scope.request.sites import Sites
 from vllm_scope.sinks.request import Ended
 

@@ -19,7 +19,7 @@ from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.program.operations import Cost
 from vllm_scope.request.heads import Bank, Encoding
-from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import LEVELS, Place, Sites, point_of
 
 #: bf16 rows of 100 numbers: 200 bytes, 13 slots.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.unit.taps import CODES, COPIES, OVERFLOWING, POISON, check, outcome, random_tap
-from vllm_scope.graph.tap.definition import fault_at, tap_rows
+from vllm_scope.graph.tap.definition import NUM_COLUMNS, fault_at, tap_rows
 from vllm_scope.program.operations import (
     OP_ABLATE,
     OP_ADD,
@@ -20,6 +20,7 @@ from vllm_scope.program.operations import (
     OP_CLAMP,
     OP_READ,
     OP_SET,
+    REGISTERS,
 )
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -98,11 +99,14 @@ def _run(
         told: somebody reads them.
     """
     faults = torch.zeros(8, dtype=torch.int32) if faults is None else faults
-    table = torch.zeros((max(len(ops), 1), 8), dtype=torch.int32)
+    table = torch.zeros((max(len(ops), 1), NUM_COLUMNS), dtype=torch.int32)
+    registers = torch.zeros((len(hidden) + 8, REGISTERS))
     for i, (code, word, vector, a, b) in enumerate(ops):
         numbers = torch.tensor([a, b], dtype=torch.float32).view(torch.int32).tolist()
         following = i + 1 if i + 1 < len(ops) else -1
-        table[i] = torch.tensor([code, word, word, vector, *numbers, following, 0])
+        word = word if code == OP_READ else -1
+        columns = [code, word, word, vector, *numbers, following, -1, 0, 0, 0, 0]
+        table[i] = torch.tensor(columns)
     if tokens is None:
         tokens = [[0, 4 * row, 0, 0] for row in range(len(hidden))]
     arena = torch.full((num_slots, 4), POISON, dtype=torch.int32).view(hidden.dtype)
@@ -110,8 +114,8 @@ def _run(
         hidden, residual, arena, torch.tensor(tokens, dtype=torch.int32),
         torch.tensor([[0 if ops else -1]], dtype=torch.int32), table,
         torch.tensor(vectors or [[0.0] * hidden.shape[1]], dtype=torch.float32),
-        torch.tensor(0, dtype=torch.int32), torch.tensor([0, faults.data_ptr() if told else 0]),
-        *slots,
+        torch.tensor(0, dtype=torch.int32),
+        torch.tensor([0, faults.data_ptr() if told else 0, registers.data_ptr()]), *slots,
     )  # fmt: skip
     return arena
 

@@ -90,7 +90,7 @@ def _as_told(program: Program) -> dict[int, list[tuple]]:
     for boundary, ops in program.taps:
         local = layout.at(boundary)
         for op in ops:
-            words = (0, 0)
+            words = (-1, -1)
             if op.code == OP_READ:
                 words = (4 * op.at, 4 * local.points.index(layout.points[op.at]))
             vector = None if op.vector is None else float(op.vector.numpy[0])
@@ -237,7 +237,7 @@ def test_programs_share_vectors_by_content():
     with pytest.raises(CapacityError, match=r"all 2 vectors of .*vectors_mib are in use"):
         tables.program_id(_adds(3.0), hold=True)
     _flush(tables)
-    assert _on_the_device(tables, ids[3])[2] == [(OP_ADD, 0, 0, n, n, 0) for n in (2.0, 1.0, 2.0)]
+    assert _on_the_device(tables, ids[3])[2] == [(OP_ADD, -1, -1, n, n, 0) for n in (2.0, 1.0, 2.0)]
     for found in ids[:3]:
         tables.release(found)
     with pytest.raises(CapacityError):

@@ -31,7 +31,7 @@ from vllm_scope.program.operations import (
 )
 from vllm_scope.request.actions import Action
 from vllm_scope.request.heads import Bank, Head
-from vllm_scope.request.resolve import Resolved, ResolvedProbe, ResolvedRead
+from vllm_scope.request.resolved import Resolved, ResolvedProbe, ResolvedRead
 from vllm_scope.request.sites import (
     Phase,
     Place,

@@ -19,7 +19,7 @@ from vllm_scope import Ablate, Add, Clamp, Probe, Read, Replace, Spec, scope
 from vllm_scope.request.actions import KINDS, Module
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.nets import net_of
-from vllm_scope.request.resolve import ResolvedEdit
+from vllm_scope.request.resolved import ResolvedEdit
 from vllm_scope.request.sites import Sites
 
 V = [1.0, -2.0, 0.5, 0.0]

@@ -9,7 +9,7 @@ from tests.unit.strategies import specs
 from vllm_scope import Add, Clamp, Probe, Read, Replace, Spec, TokenIds
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.packed import pack, unpack
-from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.ticket import Recipient, Ticket
 

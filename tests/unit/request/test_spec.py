@@ -31,7 +31,7 @@ from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.request import spec
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.remembered import Remembered
-from vllm_scope.request.resolve import ResolvedRead
+from vllm_scope.request.resolved import ResolvedRead
 from vllm_scope.request.selectors import MAX_ITEMS, Positions, Span, Word
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.spec import MAX_READS, MAX_SPEC_BYTES, Meanings

@@ -21,7 +21,7 @@ from tests.unit.strategies import VOCAB, is_selected, specs
 from vllm_scope import Read, Spec, Union
 from vllm_scope.program.layout import Layout
 from vllm_scope.request.heads import Head
-from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.selectors import Selector
 from vllm_scope.request.sites import boundary_of_point, point_of
 from vllm_scope.results.buffer import Pending

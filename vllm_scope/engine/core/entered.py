@@ -13,7 +13,7 @@ from vllm_scope.engine.beside import Beside
 from vllm_scope.program.block_keys import BlockKeys
 from vllm_scope.program.operations import Program
 from vllm_scope.request.actions import MEMORY
-from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.ticket import Recipient
 
 

@@ -30,7 +30,7 @@ from vllm_scope.graph.tap.tables import capacity
 from vllm_scope.program.block_keys import BlockKeys
 from vllm_scope.program.compiler import OVERSHOOT, RequestProgram
 from vllm_scope.program.operations import Cost, Program
-from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.selectors import Ids, Selector
 from vllm_scope.request.ticket import Ticket
 from vllm_scope.vectors import load_vectors

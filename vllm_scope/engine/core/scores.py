@@ -16,7 +16,7 @@ from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.core.entered import entered
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import KVCacheManager, Request, Scheduler, SchedulerOutput
-from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.resolved import Resolved
 
 #: vLLM's KVCacheManager -> the blocks whose scores the workers hold.
 _indices: Beside[ScoreIndex] = Beside()

@@ -18,7 +18,7 @@ from vllm_scope.engine.frontend.connection import Connection
 from vllm_scope.engine.vllm_types import EngineCoreRequest
 from vllm_scope.errors import SpecError
 from vllm_scope.request.actions import MEMORY
-from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.spec import Spec
 from vllm_scope.results.budget import bytes_of_prompt
 

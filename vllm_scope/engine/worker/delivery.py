@@ -27,7 +27,7 @@ from vllm_scope.core.score_index import ScoreKey
 from vllm_scope.engine.worker.sizes import Sizes
 from vllm_scope.program.layout import Layout, Widths
 from vllm_scope.request.actions import MEMORY
-from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.ticket import Recipient
 from vllm_scope.sinks import RequestInfo

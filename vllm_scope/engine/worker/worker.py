@@ -38,7 +38,7 @@ from vllm_scope.engine.worker.steps import Steps
 from vllm_scope.errors import CapacityError, CompatError, ScopeError
 from vllm_scope.graph.tap import op
 from vllm_scope.program.compiler import RequestProgram
-from vllm_scope.request.resolve import Resolved
+from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.ticket import Recipient
 from vllm_scope.sinks.request import Ended
 from vllm_scope.transport.messages import Address

@@ -18,15 +18,25 @@ from vllm_scope.program.layout import SLOT_BYTES
 from vllm_scope.program.operations import (
     OP_ABLATE,
     OP_ADD,
+    OP_ADD_BOUND,
     OP_ADD_NORM,
     OP_CHECK,
     OP_CLAMP,
+    OP_FEATURE,
+    OP_GATE,
+    OP_GATE_CAST,
+    OP_GATE_COSINE,
     OP_READ,
     OP_SET,
+    REGISTERS,
 )
 
-#: Columns of the op table. Offsets are in 4-byte words from the token's first slot.
-CODE, WORD, WORD_IN_TAP, VECTOR, NUMBER_A, NUMBER_B, NEXT = range(7)
+#: Columns of the op table. Offsets are in 4-byte words from the token's first slot; -1 if the
+#: operation stores nothing. The last column is empty.
+CODE, WORD, WORD_IN_TAP, VECTOR, NUMBER_A, NUMBER_B, NEXT, REGISTER, READS, NUMBER_C, NUMBER_D = (
+    range(11)
+)
+NUM_COLUMNS = 12
 #: Columns of the token table.
 PROGRAM, SLOT, TO_HOST, OWNER = range(4)
 WORDS_PER_SLOT = SLOT_BYTES // 4
@@ -79,11 +89,12 @@ def tap_rows(
         tokens: [max_rows, 4] int32: program (-1 for none), slot, 1 if the token's slots are
             in host memory, owner. Rows from num_rows on are not looked at.
         programs: [num_programs, num_taps] int32: first op, -1 for none.
-        ops: [num_ops, 8] int32: see the columns above. Numbers are float32 bits.
+        ops: [num_ops, NUM_COLUMNS] int32: see the columns above. Numbers are float32 bits.
         vectors: [num_vectors, hidden_size] float32.
         tap: scalar int32 tensor: this tap's column in `programs`.
-        host: [2] int64: the address of the host's slots (only the kernel writes there), and
-            that of the faults, int32 by owner; 0 if nobody reads faults.
+        host: [3] int64: the address of the host's slots (only the kernel writes there), that of
+            the faults, int32 by owner (0 if nobody reads faults), and that of the registers,
+            float32 [max_rows, REGISTERS], on the rows' device.
         slot_base: first slot of this tap if the step is drained tap by tap, else 0.
         slots_per_token: slots of each token at this tap if the step is drained tap by tap
             (`tokens` then has the token's number instead of its slot), else 0.
@@ -102,6 +113,7 @@ def tap_rows(
     x = came
     edited = np.zeros(len(rows), bool)
     words, numbers = arena.view(torch.int32).view(-1).numpy(), ops.numpy()
+    registers = _registers(int(host[2]), len(tokens))
     while len(live := np.flatnonzero(at >= 0)):
         told = numbers[at[live]]
         for code in set(told[:, CODE].tolist()):
@@ -109,7 +121,14 @@ def tap_rows(
             here, op = live[mine], told[mine]
             # Most often all rows do the same; a slice copies none.
             some = slice(None) if len(here) == len(rows) else torch.from_numpy(here)
-            if code == OP_CHECK:
+            column = WORD_IN_TAP if slots_per_token else WORD
+            start = _first_slots(table[rows[here], SLOT], slot_base, slots_per_token)
+            start = start * WORDS_PER_SLOT + op[:, column]
+            if code in _CONDITIONS:
+                values = _condition(code, x[some], op, vectors)
+                registers[rows[here], op[:, REGISTER]] = values
+                _tell(values, words, start, op[:, column] >= 0)
+            elif code == OP_CHECK:
                 bad = here[~x[some].to(hidden.dtype).isfinite().all(1).numpy()]
                 if len(bad):
                     x = x.clone() if x is came else x
@@ -118,16 +137,17 @@ def tap_rows(
                         _report(host, table[rows[bad[which]], OWNER], how | int(tap) + 1)
                     edited[bad] = True
             elif code == OP_READ:
-                slot = table[rows[here], SLOT].astype(np.int64)
-                if slots_per_token:
-                    slot = slot_base + slot * slots_per_token
-                column = WORD_IN_TAP if slots_per_token else WORD
-                start = slot * WORDS_PER_SLOT + op[:, column]
                 _store(x[some].to(hidden.dtype), words, start)
             else:
                 x = x.clone() if x is came else x
-                x[some] = _edited(code, x[some], op, vectors)
-                edited[here] = True
+                register = op[:, REGISTER]
+                part = np.where(register < 0, np.float32(1), registers[rows[here], register])
+                old = x[some]
+                new = _edited(code, old, op, vectors, torch.from_numpy(part))
+                if (wanted := op[:, column] >= 0).any():
+                    _tell(_relative(new - old, old), words, start, wanted)
+                x[some] = new
+                edited[here] |= part != 0
         at[live] = told[:, NEXT]
     if edited.any():
         told = bool(host[1])
@@ -158,6 +178,29 @@ def _report(host: Tensor, owners: NDArray[np.int32], fault: int) -> None:
         ctypes.c_int32.from_address(int(host[1]) + 4 * owner).value = fault
 
 
+def _registers(address: int, num_rows: int) -> NDArray[np.float32]:
+    kind = ctypes.c_float * (num_rows * REGISTERS)
+    return np.ctypeslib.as_array(kind.from_address(address)).reshape(num_rows, REGISTERS)
+
+
+def _first_slots(slots: NDArray[np.int32], base: int, per_token: int) -> NDArray[np.int64]:
+    first = slots.astype(np.int64)
+    return base + first * per_token if per_token else first
+
+
+def _tell(
+    values: NDArray[np.float32], words: np.ndarray, at: np.ndarray, told: NDArray[np.bool_]
+) -> None:
+    words[at[told]] = values[told].view(np.int32)
+
+
+def _relative(change: Tensor, x: Tensor) -> NDArray[np.float32]:
+    """||change|| / ||x|| of each row; 0 for a row of zeros."""
+    length = _norm(x)
+    found = torch.where(length > 0, _norm(change) / length, torch.zeros_like(length))
+    return found.numpy()
+
+
 def _store(x: Tensor, words: np.ndarray, start: np.ndarray) -> None:
     if x.shape[1] * x.element_size() % 4:
         x = torch.nn.functional.pad(x, (0, 1))  # fills the last word; not read
@@ -166,24 +209,71 @@ def _store(x: Tensor, words: np.ndarray, start: np.ndarray) -> None:
         words[first : first + len(row)] = row
 
 
-def _vectors_of(op: np.ndarray) -> Tensor:
-    return torch.from_numpy(op[:, VECTOR].astype(np.int64))
+def _vectors_of(op: np.ndarray, column: int) -> Tensor:
+    return torch.from_numpy(op[:, column].astype(np.int64))
 
 
 def _number(op: np.ndarray, column: int) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(op[:, column]).view(np.float32))
 
 
-def _edited(code: int, x: Tensor, op: np.ndarray, vectors: Tensor) -> Tensor:
-    v = vectors[_vectors_of(op)]
-    a, b = _number(op, NUMBER_A), _number(op, NUMBER_B)
-    along = (x * v).sum(1)
+def _dot(x: Tensor, v: Tensor) -> Tensor:
+    """[num_rows] of two [num_rows, hidden_size]. A row's result does not depend on the others:
+    torch's sums do, in the last bit."""
+    return torch.from_numpy(np.einsum("ij,ij->i", x.numpy(), v.numpy()))
+
+
+def _norm(x: Tensor) -> Tensor:
+    return _dot(x, x).sqrt()
+
+
+_CONDITIONS = (OP_GATE, OP_GATE_COSINE, OP_GATE_CAST)
+
+
+def _condition(code: int, x: Tensor, op: np.ndarray, vectors: Tensor) -> NDArray[np.float32]:
+    """The values of a condition, [num_rows]."""
+    v = vectors[_vectors_of(op, VECTOR)]
+    a, b, c, d = (_number(op, n) for n in (NUMBER_A, NUMBER_B, NUMBER_C, NUMBER_D))
+    along = _dot(x, v)
+    if code == OP_GATE:
+        score = along + b
+    else:
+        w = v if code == OP_GATE_COSINE else torch.tanh(along[:, None] * v)
+        lengths = _norm(x) * _norm(w)
+        score = torch.where(lengths > 0, _dot(x, w) / lengths, torch.zeros_like(lengths))
+    beyond, sharpness = (d * (score - a)).numpy(), c.numpy()
+    with np.errstate(over="ignore"):  # torch's sigmoid depends on the place in the batch
+        smooth = 1 / (1 + np.exp(-sharpness * beyond))
+    found: NDArray[np.float32] = np.where(sharpness > 0, smooth, beyond > 0).astype(np.float32)
+    return found
+
+
+def _edited(code: int, x: Tensor, op: np.ndarray, vectors: Tensor, part: Tensor) -> Tensor:
+    """The rows after an edit, [num_rows, hidden_size].
+
+    Args:
+        part: [num_rows], how much of the edit is done, 0 to 1.
+    """
+    v, part = vectors[_vectors_of(op, VECTOR)], part[:, None]
     if code == OP_SET:
-        return v
+        return torch.where(part == 1, v, torch.where(part == 0, x, x + part * (v - x)))
+    a, b, c, d = (_number(op, n) for n in (NUMBER_A, NUMBER_B, NUMBER_C, NUMBER_D))
+    along = _dot(x, v)
+
+    def feature() -> Tensor:
+        before = _dot(x, vectors[_vectors_of(op, READS)]) + b
+        return a + d * torch.where(before > c, before, torch.zeros_like(before))
+
+    def bounded() -> Tensor:
+        most = b * _norm(x)
+        return a.maximum(-most).minimum(most)
+
     ways: dict[int, Callable[[], Tensor]] = {
+        OP_ADD_BOUND: bounded,
+        OP_FEATURE: feature,
         OP_ADD: lambda: a,
-        OP_ADD_NORM: lambda: a * x.norm(dim=1),
+        OP_ADD_NORM: lambda: a * _norm(x),
         OP_ABLATE: lambda: -along,
         OP_CLAMP: lambda: along.maximum(a).minimum(b) - along,
     }
-    return x + ways[code]()[:, None] * v
+    return torch.where(part == 0, x, x + part * ways[code]()[:, None] * v)

@@ -29,7 +29,21 @@ OP_ABLATE = tl.constexpr(5)
 OP_CLAMP = tl.constexpr(6)
 OP_SET = tl.constexpr(7)
 OP_CHECK = tl.constexpr(8)
+OP_ADD_BOUND = tl.constexpr(9)
+OP_FEATURE = tl.constexpr(10)
+OP_GATE = tl.constexpr(11)
+OP_GATE_COSINE = tl.constexpr(12)
+OP_GATE_CAST = tl.constexpr(13)
+REGISTERS = tl.constexpr(16)
+COLUMNS = tl.constexpr(12)
 CHECKED = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def _tanh(x):
+    # Small numbers by the series: the quotient loses their digits.
+    found = 1 - 2 / (tl.exp(2 * x) + 1)
+    return tl.where(tl.abs(x) < 0.02, x - x * x * x / 3, found)
 
 
 # One variant serves all taps: a second one would be compiled during a graph's capture.
@@ -85,9 +99,10 @@ def _tap_kernel(
     edited = 0
     fault = 0
     while at >= 0:
-        op = ops_ptr + at.to(tl.int64) * 8
+        op = ops_ptr + at.to(tl.int64) * COLUMNS
         code = tl.load(op)
-        out = words + tl.load(op + offset_column)
+        offset = tl.load(op + offset_column)
+        out = words + offset
         if code == OP_READ:
             out_row = out.to(tl.pointer_type(dtype), bitcast=True)
             tl.store(out_row + column, x.to(dtype), keep)
@@ -101,20 +116,67 @@ def _tap_kernel(
             vector = vectors_ptr + tl.load(op + 3).to(tl.int64) * hidden_size + column
             v = tl.load(vector, keep, 0.0)
             a = tl.load(op + 4).to(tl.float32, bitcast=True)
-            edited = 1
-            if code == OP_SET:
-                x = v
+            b = tl.load(op + 5).to(tl.float32, bitcast=True)
+            register = tl.load(op + 7)
+            held = tl.load(host_ptr + 2).to(tl.pointer_type(tl.float32)) + row * REGISTERS
+            if code >= OP_GATE:
+                c = tl.load(op + 9).to(tl.float32, bitcast=True)
+                d = tl.load(op + 10).to(tl.float32, bitcast=True)
+                score = tl.sum(x * v, 0)
+                if code == OP_GATE:
+                    score += b
+                else:
+                    w = v
+                    if code == OP_GATE_CAST:
+                        w = _tanh(score * v)
+                    length = tl.sqrt(tl.sum(x * x, 0)) * tl.sqrt(tl.sum(w * w, 0))
+                    score = tl.where(length > 0, tl.sum(x * w, 0) / length, 0.0)
+                beyond = d * (score - a)
+                value = tl.where(beyond > 0, 1.0, 0.0)
+                if c > 0:
+                    value = 1 / (1 + tl.exp(-c * beyond))
+                tl.store(held + register, value)
+                if offset >= 0:
+                    tl.store(out, value)
             else:
-                phi = a
-                if code == OP_ADD_NORM:
-                    phi = a * tl.sqrt(tl.sum(x * x, 0))
-                elif code != OP_ADD:
-                    along = tl.sum(x * v, 0)
-                    phi = -along
-                    if code == OP_CLAMP:
-                        b = tl.load(op + 5).to(tl.float32, bitcast=True)
-                        phi = tl.minimum(tl.maximum(along, a), b) - along
-                x += phi * v
+                part = 1.0
+                if register >= 0:
+                    part = tl.load(held + register)
+                if part != 0:
+                    edited = 1
+                    change = 0.0
+                    if code == OP_SET:
+                        if offset >= 0:
+                            change = part * tl.sqrt(tl.sum((v - x) * (v - x), 0))
+                            change /= tl.sqrt(tl.sum(x * x, 0))
+                        x = tl.where(part == 1, v, x + part * (v - x))
+                    else:
+                        phi = a
+                        if code == OP_ADD_NORM:
+                            phi = a * tl.sqrt(tl.sum(x * x, 0))
+                        elif code == OP_ADD_BOUND:
+                            most = b * tl.sqrt(tl.sum(x * x, 0))
+                            phi = tl.minimum(tl.maximum(a, -most), most)
+                        elif code == OP_FEATURE:
+                            c = tl.load(op + 9).to(tl.float32, bitcast=True)
+                            d = tl.load(op + 10).to(tl.float32, bitcast=True)
+                            reads = tl.load(op + 8).to(tl.int64) * hidden_size + column
+                            before = tl.sum(x * tl.load(vectors_ptr + reads, keep, 0.0), 0) + b
+                            phi = a + d * tl.where(before > c, before, 0.0)
+                        elif code != OP_ADD:
+                            along = tl.sum(x * v, 0)
+                            phi = -along
+                            if code == OP_CLAMP:
+                                phi = tl.minimum(tl.maximum(along, a), b) - along
+                        phi = part * phi
+                        if offset >= 0:
+                            change = tl.abs(phi) * tl.sqrt(tl.sum(v * v, 0))
+                            change /= tl.sqrt(tl.sum(x * x, 0))
+                        x += phi * v
+                    if offset >= 0:
+                        tl.store(out, tl.where(change < float("inf"), change, 0.0))
+                elif offset >= 0:
+                    tl.store(out, 0.0)
         at = tl.load(op + 6)
     if edited == 1:
         came = tl.load(hidden, keep, 0.0).to(tl.float32)

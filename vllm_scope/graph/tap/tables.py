@@ -22,12 +22,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_scope.errors import CapacityError, ScopeError
-from vllm_scope.graph.tap.definition import OWNER, PROGRAM, SLOT, TO_HOST, WORDS_PER_SLOT
+from vllm_scope.graph.tap.definition import (
+    NUM_COLUMNS,
+    OWNER,
+    PROGRAM,
+    SLOT,
+    TO_HOST,
+    WORDS_PER_SLOT,
+)
 from vllm_scope.graph.tap.places import Places
 from vllm_scope.graph.tap.staging import Staging
 from vllm_scope.program.layout import Layout, Widths, boundaries_of
-from vllm_scope.program.operations import NO_PROGRAM, OP_READ, Cost, Op, Program
+from vllm_scope.program.operations import NO_PROGRAM, OP_READ, REGISTERS, Cost, Op, Program
 from vllm_scope.request.arrays import Array
+from vllm_scope.request.heads import Head
 from vllm_scope.request.sites import boundary_of_point
 
 #: Programs that requests with edits may hold, and further ones for programs that only read.
@@ -48,15 +56,25 @@ class _Words(NamedTuple):
 
     Attributes:
         rows: of each point of the arena's layout, in the token's slots and in those of one tap.
+        told: (bank, its point in the layout) -> the same of the numbers that taps tell.
         num_slots, num_delivered: slots of a token, in the arena and encoded.
     """
 
     rows: list[tuple[int, int]]
+    told: dict[tuple[Head, int], tuple[int, int]]
     num_slots: int
     num_delivered: int
 
-    def of(self, op: Op) -> tuple[int, int]:
-        return self.rows[op.at] if op.code == OP_READ else (0, 0)
+    def of(self, op: Op, layout: Layout) -> tuple[int, int]:
+        """-1 for an operation that stores nothing."""
+        if op.code == OP_READ:
+            return self.rows[op.at]
+        if op.told is None:
+            return (-1, -1)
+        place, bank, index = op.told
+        # A rank that delivers nothing has no room for it.
+        first = self.told.get((bank, layout.row_of(place.point())))
+        return (-1, -1) if first is None else (first[0] + index, first[1] + index)
 
 
 @lru_cache(maxsize=4096)  # many requests have the same layouts
@@ -68,10 +86,20 @@ def _words_of(layout: Layout, widths: Widths) -> _Words:
         (slots[p] * WORDS_PER_SLOT, here[boundary_of_point(p)][p] * WORDS_PER_SLOT)
         for p in arena.points
     ]
-    return _Words(rows, arena.slots(widths), layout.slots(widths))
+    told = {}
+    for bank, points, first, num_slots in arena.encoded_at(widths):
+        for i, point in enumerate(points):
+            tap = arena.at(boundary_of_point(point))
+            in_tap = tap.made_at(bank, point, widths)
+            assert in_tap is not None
+            told[bank, point] = (
+                (first + i * num_slots) * WORDS_PER_SLOT,
+                in_tap * WORDS_PER_SLOT,
+            )
+    return _Words(rows, told, arena.slots(widths), layout.slots(widths))
 
 
-_FLOATS, _AS_INTS = Struct("=2f"), Struct("=2i")
+_FLOATS, _AS_INTS = Struct("=4f"), Struct("=4i")
 
 
 class Tables:
@@ -80,11 +108,12 @@ class Tables:
     Attributes:
         tokens: [max_rows, 4] int32: program, slot, 1 for host memory, owner.
         programs: [num_programs, num_taps] int32: first op or -1.
-        ops: [num_ops, 8] int32: tap.definition's columns.
+        ops: [num_ops, NUM_COLUMNS] int32: tap.definition's columns.
         vectors: [num_vectors, hidden_size] float32.
         numbers: [num_taps] int32: 0, 1, ...; a tap's number is a view of one.
-        host: [2] int64: addresses of host memory that taps write: of slots, or 0; of `faults`,
-            or 0 if nobody reads them.
+        registers: [max_rows, REGISTERS] float32: values of conditions in one forward.
+        host: [3] int64: addresses of memory that taps write. Of the host: of slots, or 0; of
+            `faults`, or 0 if nobody reads them. Of the device: of `registers`.
         faults: int32 [MOST_OWNERS], host: owner -> 0, or a fault for `definition.fault_at`.
             Taps write; any thread may read and clear.
         num_uploads: copies to the device so far.
@@ -115,7 +144,7 @@ class Tables:
 
         self.tokens = table((max_rows, 4), NO_PROGRAM)
         self.programs = table((num_programs, num_taps), -1)
-        self.ops = table((num_ops, 8), 0)
+        self.ops = table((num_ops, NUM_COLUMNS), 0)
         num_vectors = capacity(hidden_size, vectors_mib).vectors
         self.vectors = torch.zeros((num_vectors, hidden_size), device=device)
         self.numbers = torch.arange(num_taps, dtype=torch.int32, device=device)
@@ -123,7 +152,9 @@ class Tables:
         self._faults = torch.zeros(MOST_OWNERS, dtype=torch.int32, pin_memory=pinned)
         self.faults: NDArray[np.int32] = self._faults.numpy()
         reported = self._faults.data_ptr() if reports else 0
-        self.host = torch.tensor([0, reported], dtype=torch.int64, device=device)
+        self.registers = torch.zeros((max_rows, REGISTERS), device=device)
+        addresses = [0, reported, self.registers.data_ptr()]
+        self.host = torch.tensor(addresses, dtype=torch.int64, device=device)
 
         self._programs = Places[Program](num_programs)
         self._vector_places = Places[Array](num_vectors)
@@ -240,10 +271,15 @@ class Tables:
             following = -1
             for op in reversed(ops):
                 taken.append(self._free_ops.pop())
-                vector = -1 if op.vector is None else self._vector_places.at(op.vector)
-                numbers = _AS_INTS.unpack(_FLOATS.pack(op.a, op.b))
-                stored = words.of(op)
-                self._pending_ops[taken[-1]] = (op.code, *stored, vector, *numbers, following, 0)
+                vectors = [
+                    -1 if one is None else self._vector_places.at(one)
+                    for one in (op.vector, op.reads)
+                ]
+                numbers = _AS_INTS.unpack(_FLOATS.pack(op.a, op.b, op.c, op.d))
+                self._pending_ops[taken[-1]] = (
+                    op.code, *words.of(op, program.layout), vectors[0], *numbers[:2], following,
+                    op.register, vectors[1], *numbers[2:], 0,
+                )  # fmt: skip
                 following = taken[-1]
             entry[self._tap_of[boundary]] = following
         self._ops_of[program_id] = taken

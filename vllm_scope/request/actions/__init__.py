@@ -1,12 +1,13 @@
 """What one request may ask of a tap: reads, probes and edits.
 
-Owns:  Read, Probe, Add, Ablate, Clamp, Replace.
+Owns:  Read, Probe, Add, Ablate, Clamp, Replace, Gate.
 Runs:  everywhere. numpy, no torch.
 To:    spec (all actions of a request), resolve (what they mean on one engine).
 
 base.py         the fields that all share, and their JSON
 delivering.py   Read
 probing.py      Probe
+gates.py        Gate, a condition on an edit
 edits.py        Add, Ablate, Clamp, Replace
 
 Every edit is one update of a token's row x of the residual stream:
@@ -16,8 +17,9 @@ Every edit is one update of a token's row x of the residual stream:
     Clamp     x + strength * (clip(x.d, lo, hi) - x.d) * d
     Replace   v                        a row for each position
 
-Edits of one site apply in the order given. A read or probe sees the row after the edits of its own
-site; a read with `when="before"` sees it before them.
+With a gate of value g the row moves g of the way. Edits of one site apply in the order given. A
+read or probe sees the row after the edits of its own site; a read with `when="before"`, and a gate,
+see it before them.
 """
 
 from __future__ import annotations
@@ -28,12 +30,13 @@ from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions.base import MAX_FLOAT32, MAX_NAME, MEMORY, Action, Module
 from vllm_scope.request.actions.delivering import Read
 from vllm_scope.request.actions.edits import Ablate, Add, Clamp, Edit, Replace
+from vllm_scope.request.actions.gates import Gate
 from vllm_scope.request.actions.probing import Probe
 from vllm_scope.request.sites import SITES
 
 __all__ = [
     "EDITS", "KINDS", "MAX_FLOAT32", "MAX_NAME", "MEMORY",
-    "Ablate", "Action", "Add", "Clamp", "Edit", "Module", "Probe", "Read", "Replace",
+    "Ablate", "Action", "Add", "Clamp", "Edit", "Gate", "Module", "Probe", "Read", "Replace",
     "action_from_json",
 ]  # fmt: skip
 

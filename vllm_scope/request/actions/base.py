@@ -14,7 +14,6 @@ import numpy as np
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.arrays import Array
-from vllm_scope.request.heads import CodecChoice
 from vllm_scope.request.selectors import Word, check_size, parse_selector
 from vllm_scope.request.sites import STREAM_SITES, canonical_site, parse_layers
 
@@ -137,5 +136,6 @@ class Action:
                 continue
             if isinstance(value, Module):
                 value = {"module": value.name}
-            body[name] = value.to_json() if isinstance(value, Array | CodecChoice) else value
+            to_json = getattr(value, "to_json", None)
+            body[name] = value if to_json is None else to_json()
         return body

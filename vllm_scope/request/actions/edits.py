@@ -1,6 +1,6 @@
 """Actions that change rows.
 
-Owns:  Add, Ablate, Clamp, Replace.
+Owns:  Add, Ablate, Clamp, Replace, ScaleFeature, SetFeature.
 """
 
 from __future__ import annotations
@@ -10,20 +10,32 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.actions.base import Action, Module, number, vector_or_module
+from vllm_scope.request.actions.base import (
+    Action,
+    Module,
+    checked_name,
+    number,
+    vector_or_module,
+)
+from vllm_scope.request.actions.gates import Gate
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.selectors import Positions, as_numbers, parse_selector
 
+#: Fields that all edits have.
+_COMMON = ("gate", "dose")
 
+
+@dataclass(frozen=True, kw_only=True)
 class Edit(Action):
     """Base of the actions that change a row. `fields[0]` names the vector's argument."""
 
-    norm_match: bool = False
+    gate: Any = None
+    dose: str | None = None
 
     @property
     def needs_direction(self) -> bool:
         """True if the vector is used as a direction, so that it may not be zero."""
-        return self.norm_match or self.fields[0] == "direction"
+        return self.fields[0] == "direction"
 
     def _place_vector(self, value: Array | Module, most_dims: int = 2) -> None:
         """Set the vector, site and layers.
@@ -34,10 +46,15 @@ class Edit(Action):
                 [n, hidden_size] for all layers, or [num_layers, n, hidden_size].
         """
         name, kind = self.fields[0], type(self).__name__
+        self._set(gate=Gate.parse(self.gate, f"{kind}.gate"))
         if isinstance(value, Array) and self.site != "embed" and self._given_layers() is None:
             raise SpecError(f"{kind} has no layer; name one, a list, or 'all'.")
         self._set(**{name: value})
         self._place()
+        if self.dose is not None:
+            checked_name(self.dose, f"{kind}.dose")
+            if isinstance(value, Module) or len(self.layer_numbers or ()) != 1:
+                raise SpecError(f"{kind}.dose goes with one layer, and not with a module.")
         if isinstance(value, Array):
             _check_rows(value, self.layer_numbers, f"{kind}.{name}", most_dims)
             if self.needs_direction and not value.numpy.any(axis=-1).all():
@@ -67,6 +84,9 @@ class Add(Edit):
         scale: a number; the vector is not normalised.
         tokens: which tokens; "generated" for the tokens that the model samples.
         norm_match: add `scale * ||x||` times the vector's direction instead.
+        max_relative_norm: what is added is at most this number times `||x||` long.
+        gate: a condition on the token's own rows; the edit is done in part, or not at all.
+        dose: a name under which the realised `||change|| / ||x||` of each token is a score.
 
     Raises:
         SpecError: wrong types or shapes, numbers that are not finite, a zero vector
@@ -74,18 +94,30 @@ class Add(Edit):
     """
 
     kind: ClassVar[str] = "add"
-    fields: ClassVar[tuple[str, ...]] = ("vector", "scale", "norm_match")
+    fields: ClassVar[tuple[str, ...]] = (
+        "vector", "scale", "norm_match", "max_relative_norm", *_COMMON,
+    )  # fmt: skip
 
     vector: Any
     _: KW_ONLY
     scale: float = 1.0
     norm_match: bool = False
+    max_relative_norm: float | None = None
 
     def __post_init__(self) -> None:
         self._set(scale=number(self.scale, "Add.scale"))
+        if self.max_relative_norm is not None:
+            most = number(self.max_relative_norm, "Add.max_relative_norm")
+            if most < 0:
+                raise SpecError(f"Add.max_relative_norm is {most:g}; it is not below 0.")
+            self._set(max_relative_norm=most)
         if not isinstance(self.norm_match, bool):
             raise SpecError(f"Add.norm_match is {shown(self.norm_match)}; it is true or false.")
         self._place_vector(vector_or_module(self.vector, "Add.vector"))
+
+    @property
+    def needs_direction(self) -> bool:
+        return self.norm_match
 
 
 @dataclass(frozen=True)
@@ -94,11 +126,11 @@ class Ablate(Edit):
 
     Args:
         direction: as `Add.vector`; normalised here.
-        site, layer, tokens: as for `Add`.
+        site, layer, tokens, gate, dose: as for `Add`.
     """
 
     kind: ClassVar[str] = "ablate"
-    fields: ClassVar[tuple[str, ...]] = ("direction",)
+    fields: ClassVar[tuple[str, ...]] = ("direction", *_COMMON)
 
     direction: Any
 
@@ -114,12 +146,12 @@ class Clamp(Edit):
         direction: as `Add.vector`; normalised here.
         lo, hi: bounds of `x.d`, lo <= hi. None, or an infinite number, for no bound. At least
             one must be given.
-        site, layer, tokens: as for `Add`.
+        site, layer, tokens, gate, dose: as for `Add`.
         strength: 0 to 1; the fraction of the way to the bound that the component is moved.
     """
 
     kind: ClassVar[str] = "clamp"
-    fields: ClassVar[tuple[str, ...]] = ("direction", "lo", "hi", "strength")
+    fields: ClassVar[tuple[str, ...]] = ("direction", "lo", "hi", "strength", *_COMMON)
 
     direction: Any
     _: KW_ONLY
@@ -153,13 +185,14 @@ class Replace(Edit):
         positions: absolute positions, distinct, one for each row; negative ones count from the
             prompt's end.
         site, layer: where.
+        gate, dose: as for `Add`; in part, the row moves in part to the other one.
 
     Raises:
         SpecError: wrong types or shapes, repeated positions, or no layer.
     """
 
     kind: ClassVar[str] = "replace"
-    fields: ClassVar[tuple[str, ...]] = ("values", "positions")
+    fields: ClassVar[tuple[str, ...]] = ("values", "positions", *_COMMON)
 
     values: Any
     _: KW_ONLY

@@ -1,0 +1,149 @@
+"""Conditions on an edit, computed from rows of the same forward.
+
+Owns:  Gate, and its JSON.
+To:    edits (each may have one), resolve.
+
+The value g of a gate is from 0 to 1. An edit with a gate adds g times what it adds without one, so
+that the row moves g of the way. With s = x . v + bias, of the row x at the gate's place:
+
+    step      1 if s > threshold, else 0
+    sigmoid   1 / (1 + exp(-sharpness * (s - threshold)))
+    cosine    1 if c > threshold, else 0, with c the cosine between x and v
+    cast      as cosine, between x and tanh((x . d) d), d being v at length 1
+
+`above=False` turns the comparison round: `threshold - s` takes the place of `s - threshold`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.actions.base import checked_name, number
+from vllm_scope.request.actions.probing import Probe
+from vllm_scope.request.arrays import Array
+from vllm_scope.request.sites import STREAM_SITES, canonical_site, parse_layers
+
+Kind = Literal["step", "sigmoid", "cosine", "cast"]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """When an edit applies, decided for each token by the model's own rows.
+
+    Args:
+        vector: [hidden_size], a direction; or a linear `Probe` of one layer, whose weight, bias,
+            site and layer are taken.
+        layer, site: where the row is read: on the residual stream, at or before the edit's place.
+            A gate sees its row before the edits of its own site.
+        threshold: for `x . vector + bias`, or for a cosine.
+        kind: "step", "sigmoid", "cosine", or "cast" (conditional activation steering: the cosine
+            between the row and its squashed projection on the vector).
+        sharpness: the slope of "sigmoid", above 0.
+        bias: added to the score; not for cosines.
+        above: False to apply below the threshold.
+        name: the gate's values are scores of this name in the result. None: they are not delivered.
+
+    Raises:
+        SpecError: wrong types or shapes, a vector of zeros, or numbers that are not finite.
+    """
+
+    vector: Any
+    layer: int | None = None
+    _: KW_ONLY
+    site: str = "resid_post"
+    threshold: float = 0.0
+    kind: Kind = "step"
+    sharpness: float = 1.0
+    bias: float = 0.0
+    above: bool = True
+    name: str | None = None
+    #: None, or a tuple of one layer.
+    layers: tuple[int, ...] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        given: dict[str, Any] = {}
+        if isinstance(self.vector, Probe):
+            given = _of_probe(self.vector)
+        else:
+            given["vector"] = Array.parse(self.vector, "Gate.vector")
+            given["site"] = canonical_site(self.site, "Gate.site")
+        self._set(**given)
+        shape = self.vector.shape
+        if len(shape) != 1:
+            raise SpecError(f"Gate.vector has shape {shape}; it is [hidden_size].")
+        if self.site not in STREAM_SITES:
+            raise SpecError(
+                f"Gate.site is {shown(self.site)}; a gate reads {', '.join(STREAM_SITES)}."
+            )
+        found = parse_layers(self.layer, self.site, "Gate.layer")
+        if found is None or len(found) != 1:
+            raise SpecError(f"Gate.layer is {shown(self.layer)}; a gate reads one layer.")
+        self._set(layer=found[0], layers=found)
+        self._check_numbers()
+        if not self.vector.numpy.any():
+            raise SpecError("Gate.vector is zero; a gate needs a direction.")
+
+    def _set(self, **values: object) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _check_numbers(self) -> None:
+        if self.kind not in get_args(Kind):
+            kinds = ", ".join(get_args(Kind))
+            raise SpecError(f"Gate.kind is {shown(self.kind)}; it is one of {kinds}.")
+        for name in ("threshold", "sharpness", "bias"):
+            self._set(**{name: number(getattr(self, name), f"Gate.{name}")})
+        if self.sharpness <= 0:
+            raise SpecError(f"Gate.sharpness is {self.sharpness:g}; it is above 0.")
+        if self.bias and self.kind in ("cosine", "cast"):
+            raise SpecError(f"Gate.bias is {self.bias:g}; a cosine takes none.")
+        if not isinstance(self.above, bool):
+            raise SpecError(f"Gate.above is {shown(self.above)}; it is true or false.")
+        if self.name is not None:
+            checked_name(self.name, "Gate.name")
+
+    @staticmethod
+    def parse(value: object, where: str) -> Gate | None:
+        """A gate, or what its JSON means.
+
+        Raises:
+            SpecError: neither.
+        """
+        if value is None or isinstance(value, Gate):
+            return value
+        if not isinstance(value, Mapping):
+            raise SpecError(f"{where} is {shown(value)}; it is a Gate, in JSON an object.")
+        known = [each.name for each in fields(Gate) if each.init]
+        unknown = sorted(set(value) - set(known), key=str)
+        if unknown:
+            raise SpecError(f"{where} has {shown(unknown[0])}; the fields are {', '.join(known)}.")
+        if "vector" not in value:
+            raise SpecError(f"{where} has no vector.")
+        try:
+            return Gate(**value)
+        except SpecError as error:
+            raise SpecError(str(error).replace("Gate.", f"{where}.", 1)) from None
+
+    def to_json(self) -> dict[str, object]:
+        body: dict[str, object] = {"vector": self.vector.to_json(), "layer": self.layer}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.init and each.name not in body and value != each.default:
+                body[each.name] = value
+        return body
+
+
+def _of_probe(probe: Probe) -> dict[str, Any]:
+    weight = probe.weight
+    plain = isinstance(weight, Array) and len(weight.shape) == 1 and probe.activation is None
+    if not plain or probe.layer_numbers is None:
+        raise SpecError(
+            "Gate.vector is a probe that is not linear, or of several layers, or with a sigmoid; "
+            "a gate takes a linear probe of one layer, and has a sigmoid of its own."
+        )
+    return {
+        "vector": weight, "site": probe.site, "layer": probe.layer_numbers[0], "bias": probe.bias,
+    }  # fmt: skip

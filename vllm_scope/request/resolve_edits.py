@@ -1,0 +1,214 @@
+"""Edits on one engine: their vectors, their gates, and what taps tell of them.
+
+Owns:  `resolve_edits`, `module_rows`.
+Runs:  with resolve. numpy, no torch.
+From:  actions.   To: resolve.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.actions import Add, Clamp, Edit, Gate, Module, Probe, Replace
+from vllm_scope.request.arrays import Array
+from vllm_scope.request.heads import Told
+from vllm_scope.request.resolved import (
+    MAX_EDITED,
+    Cell,
+    ResolvedEdit,
+    ResolvedGate,
+    ResolvedProbe,
+    ToldAt,
+    Vectors,
+)
+from vllm_scope.request.selectors import Except, Selector, Word
+from vllm_scope.request.sites import Place, Sites
+from vllm_scope.vectors.module import TIERS
+
+
+def resolve_edits(
+    edits: Sequence[Edit], sites: Sites, modules: Mapping[str, Vectors]
+) -> tuple[tuple[ResolvedEdit, ...], tuple[ResolvedProbe, ...]]:
+    """The edits, in their order, and what taps tell of them as scores.
+
+    Raises:
+        SpecError: as Spec.resolve.
+    """
+    found: list[ResolvedEdit] = []
+    told = _Telling()
+    for i, edit in enumerate(edits):
+        where = f"edits[{i}]"
+        gate = None if edit.gate is None else _resolve_gate(edit.gate, sites, f"{where}.gate")
+        for one in _resolve_edit(edit, sites, modules, where):
+            one = replace(one, number=i, gate=gate)
+            if gate is not None:
+                _check_order(gate, one.stream, f"{where}.gate")
+                if edit.gate.name is not None:
+                    told.add(edit.gate.name, gate.place, gate.digest, one.tokens)
+            if edit.dose is not None:
+                told.add(edit.dose, one.stream, one.digest, one.tokens)
+            found.append(one)
+        if len(found) > MAX_EDITED:
+            raise SpecError(
+                f"the edits change more than {MAX_EDITED:,} places, each layer counted for each "
+                "edit; name fewer layers, or send several requests."
+            )
+    return tuple(map(told.of, found)), told.scores()
+
+
+class _Telling:
+    """The numbers that taps tell, by place."""
+
+    def __init__(self) -> None:
+        #: Name of a score -> where it is told, the digest of what is told, and of which tokens.
+        self._named: dict[str, tuple[Place, bytes, Selector]] = {}
+        self._banks: dict[Place, list[bytes]] = {}
+
+    def add(self, name: str, place: Place, digest: bytes, tokens: Selector) -> None:
+        """Raises SpecError if another number has the name."""
+        new = place, digest, tokens
+        if self._named.setdefault(name, new) != new:
+            raise SpecError(
+                f"two gates or doses are called {shown(name)}; a name is for one gate, one edit "
+                "and one set of tokens."
+            )
+        some = self._banks.setdefault(place, [])
+        if digest not in some:
+            some.append(digest)
+
+    def _at(self, place: Place, digest: bytes) -> ToldAt | None:
+        some = self._banks.get(place, [])
+        if digest not in some:
+            return None
+        return place, Told.of(some, len(some), place.group), some.index(digest)
+
+    def of(self, edit: ResolvedEdit) -> ResolvedEdit:
+        """The edit, with the places of its numbers."""
+        if not self._named:
+            return edit
+        gate = edit.gate
+        if gate is not None:
+            gate = replace(gate, told=self._at(gate.place, gate.digest))
+        return replace(edit, gate=gate, dose=self._at(edit.stream, edit.digest))
+
+    def scores(self) -> tuple[ResolvedProbe, ...]:
+        found = []
+        for name, (place, digest, tokens) in self._named.items():
+            at = self._at(place, digest)
+            assert at is not None
+            found.append(ResolvedProbe(name, tokens, (Cell(place, None, *at[1:]),)))
+        return tuple(found)
+
+
+def _resolve_gate(gate: Gate, sites: Sites, where: str) -> ResolvedGate:
+    (place,) = sites.find(gate.site, gate.layers, where)
+    _check_size(gate.vector, sites, f"{where}.vector")
+    return ResolvedGate(
+        place, gate.vector, gate.kind, gate.threshold, gate.sharpness, gate.bias, gate.above
+    )
+
+
+def _check_order(gate: ResolvedGate, edited: Place, where: str) -> None:
+    if (gate.place.boundary, gate.place.group) > (edited.boundary, edited.group):
+        raise SpecError(
+            f"{where} reads {gate.place.site!r} {gate.place.layer}, which comes after the edited "
+            f"{edited.site!r} {edited.layer}; a gate is at or before its edit."
+        )
+
+
+def _check_size(values: Array, sites: Sites, where: str) -> None:
+    if values.shape[-1] != sites.hidden_size:
+        raise SpecError(
+            f"{where} has {values.shape[-1]} numbers; this model's rows have {sites.hidden_size}."
+        )
+
+
+def _resolve_edit(
+    edit: Edit, sites: Sites, modules: Mapping[str, Vectors], where: str
+) -> list[ResolvedEdit]:
+    key = edit.fields[0]
+    values = getattr(edit, key)
+    rows: list[tuple[Place, Array, str | None]]
+    if isinstance(values, Module):
+        rows = module_rows(edit, values, sites, modules, where)
+    else:
+        streams = sites.find(edit.site, edit.layer_numbers, where)
+        own = len(values.shape) == (3 if isinstance(edit, Replace) else 2)
+        rows = [(s, _row(values, i) if own else values, None) for i, s in enumerate(streams)]
+    found = []
+    for stream, row, tier in rows:
+        _check_size(row, sites, f"{where}.{key}")
+        tokens = _within(edit.tokens, tier)
+        if tokens is not None:
+            found.append(_one_edit(edit, stream, row, tokens))
+    return found
+
+
+def _within(tokens: Selector, tier: str | None) -> Selector | None:
+    """The tokens that are also of the tier; None if there can be none."""
+    if tier is None:
+        return tokens
+    word = Word(tier)
+    if tokens in (Word("all"), word):
+        return word
+    if any(tokens == Word(other) for other in TIERS):
+        return None
+    (other,) = set(TIERS) - {tier}  # every token is of one tier
+    return Except(tokens, Word(other))
+
+
+def _row(values: Array, index: int) -> Array:
+    size = len(values.data) // values.shape[0]
+    return Array(values.shape[1:], values.data[index * size : (index + 1) * size])
+
+
+def module_rows(
+    action: Edit | Probe,
+    module: Module,
+    sites: Sites,
+    modules: Mapping[str, Vectors],
+    where: str,
+) -> list[tuple[Place, Array, str | None]]:
+    if module.name not in modules:
+        known = ", ".join(sorted(modules)[:8]) or "none"
+        raise SpecError(
+            f"{where} names the steering module {shown(module.name)}, which this engine does not "
+            f"hold. It holds: {known}. Register it first."
+        )
+    vectors = modules[module.name]
+    layers = action.layer_numbers
+    places = [p for p in vectors if layers is None or (p[0] == action.site and p[1] in layers)]
+    if isinstance(action, Probe):
+        # A probe has one weight for all tokens.
+        places = [place for place in places if len(place) == 2]
+    if layers is not None and not {place[1] for place in places} >= set(layers):
+        has = ", ".join(" ".join(map(str, place)) for place in sorted(vectors))
+        raise SpecError(
+            f"{where}.layers names a layer of {action.site!r} for which the steering module "
+            f"{shown(module.name)} has no vector; it has {has}."
+        )
+    for place in places:
+        sites.find(place[0], (place[1],) if place[0] != "embed" else (0,), where)
+    needs_direction = isinstance(action, Edit) and action.needs_direction
+    if needs_direction and not all(vectors[place].numpy.any() for place in places):
+        raise SpecError(f"{where}: a vector of {shown(module.name)} is zero; it has no direction.")
+    return [
+        (Place(place[0], place[1]), vectors[place], place[2] if len(place) == 3 else None)
+        for place in places
+    ]
+
+
+def _one_edit(edit: Edit, stream: Place, values: Array, tokens: Selector) -> ResolvedEdit:
+    numbers: tuple[float, ...] = ()
+    norm_match, limit = False, None
+    if isinstance(edit, Add):
+        numbers = (edit.scale,)
+        norm_match, limit = edit.norm_match, edit.max_relative_norm
+    elif isinstance(edit, Clamp):
+        lo = -math.inf if edit.lo is None else edit.lo
+        numbers = (lo, math.inf if edit.hi is None else edit.hi, edit.strength)
+    positions = edit.positions if isinstance(edit, Replace) else ()
+    return ResolvedEdit(edit.kind, stream, tokens, values, numbers, positions, norm_match, limit)
