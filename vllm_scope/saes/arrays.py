@@ -1,0 +1,115 @@
+"""Tensors of a file, mapped and not read; and the JSON beside them.
+
+Owns:  the readers of safetensors and npz files, and of configurations; `Given`.
+To:    the loaders of all formats.
+
+Promise: a tensor is a view of the mapped file, so only what is touched is read. A tensor lies
+within its file: a header cannot claim memory that the file does not fill. No code of a file runs.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import zipfile
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.sites import Place
+from vllm_scope.vectors.containers import read_bytes, read_npy_header
+
+Tensors = dict[str, Tensor]
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the caller says about an SAE; None: the files say it."""
+
+    name: str
+    place: Place | None = None
+    k: int | None = None
+    norm_scaling_factor: float | None = None
+
+
+def read_config(path: Path, kind: type[Config]) -> Config:
+    """A configuration in JSON, of which `kind` has the fields that count.
+
+    Raises:
+        SpecError: too large, not JSON, or a field of the wrong type.
+        OSError: it cannot be read.
+    """
+    try:
+        return msgspec.json.decode(read_bytes(path), type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise SpecError(f"{path} is not the configuration of an SAE: {error}.") from None
+
+
+def map_safetensors(path: Path) -> Tensors:
+    """Raises SpecError if the file is malformed, OSError if it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}
+    except (SafetensorError, ValueError, TypeError, RuntimeError) as error:
+        raise SpecError(f"{path} is not safetensors that can be read: {error}.") from None
+
+
+def map_npz(path: Path) -> Tensors:
+    """Raises SpecError if the file is malformed or compressed, OSError if it cannot be read."""
+    tensors: Tensors = {}
+    try:
+        with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
+            # Copy on write: a caller that writes to a tensor does not change the file.
+            view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            for info in archive.infolist():
+                if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+                    raise ValueError(f"{shown(info.filename)} is compressed; use numpy.savez")
+                with archive.open(info) as member:
+                    shape, fortran, dtype = read_npy_header(member)
+                    start = _data_start(view, info) + member.tell()
+                if dtype.kind != "f" or fortran:
+                    raise ValueError(f"{shown(info.filename)} is not of floats in C order")
+                array = np.frombuffer(view, dtype, int(np.prod(shape, dtype=object)), start)
+                name = info.filename.removesuffix(".npy")
+                tensors[name] = torch.from_numpy(array.reshape(shape))
+    except OSError:
+        raise
+    except Exception as error:  # zipfile and numpy's parser raise a dozen kinds
+        raise SpecError(f"{path} is not an .npz that can be read: {error}.") from None
+    return tensors
+
+
+def _data_start(view: mmap.mmap, info: zipfile.ZipInfo) -> int:
+    """Where a member's bytes begin: behind its local header, name and extra field."""
+    of_name, of_extra = struct.unpack_from("<HH", view, info.header_offset + 26)
+    return info.header_offset + 30 + int(of_name) + int(of_extra)
+
+
+def only(
+    tensors: Tensors, needed: Collection[str], path: Path, optional: Collection[str] = ()
+) -> Tensors:
+    """The tensors. Raises SpecError if one is missing, if there is another one, or if a weight is
+    not a matrix."""
+    for name in needed:
+        if name not in tensors:
+            raise SpecError(
+                f"{path} has no {shown(name)}; an SAE of this format has {', '.join(needed)}."
+            )
+        if (name.startswith("W_") or name.endswith(".weight")) and tensors[name].ndim != 2:
+            shape = list(tensors[name].shape)
+            raise SpecError(f"{path}: {shown(name)} has shape {shape}; it is a matrix.")
+    if more := sorted(set(tensors) - set(needed) - set(optional)):
+        raise SpecError(
+            f"{path} has {shown(more[0])}, which an SAE of this format does not have: it has "
+            f"{', '.join((*needed, *optional))}."
+        )
+    return tensors

@@ -1,0 +1,86 @@
+"""Llama Scope: hyperparams.json and checkpoints/final.safetensors.
+
+Owns:  `load`.
+
+The tensors are `encoder.weight` [d_sae, d_model], `encoder.bias`, `decoder.weight`
+[d_model, d_sae] and `decoder.bias`. They were trained on rows scaled to a mean norm of
+sqrt(d_model). The publisher's code takes this out of the biases, so that the weights and the one
+threshold of all features are for raw rows. With `sparsity_include_decoder_norm` the threshold
+counts in units in which each decoder row has norm 1.
+
+Source: OpenMOSS/Language-Model-SAEs, src/lm_saes: standardize_parameters_of_dataset_norm,
+transform_to_unit_decoder_norm, and the Initializer that calls them in this order
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import msgspec
+import torch
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.saes.arrays import Given, map_safetensors, only, read_config
+from vllm_scope.saes.places import place_of
+from vllm_scope.saes.sae import Sae
+
+CONFIG, WEIGHTS = "hyperparams.json", "checkpoints/final.safetensors"
+_NAMES = ("encoder.weight", "encoder.bias", "decoder.weight", "decoder.bias")
+
+
+class _Norm(msgspec.Struct, rename={"into": "in"}):
+    into: float
+    out: float
+
+
+class _Config(msgspec.Struct):
+    hook_point_in: str
+    act_fn: str
+    jump_relu_threshold: float
+    hook_point_out: str | None = None
+    norm_activation: str = "dataset-wise"
+    dataset_average_activation_norm: _Norm | None = None
+    sparsity_include_decoder_norm: bool = True
+    apply_decoder_bias_to_pre_encoder: bool = False
+    use_glu_encoder: bool = False
+
+
+def load(folder: Path, given: Given) -> Sae:
+    """Raises SpecError and OSError."""
+    path = folder / CONFIG
+    config = read_config(path, _Config)
+    if config.hook_point_out not in (None, config.hook_point_in):
+        raise SpecError(f"{path} is of a transcoder; autoencoders are read.")
+    if config.act_fn.lower() != "jumprelu" or config.use_glu_encoder:
+        raise SpecError(f"{path} has the activation {shown(config.act_fn)}; jumprelu is read.")
+    tensors = only(map_safetensors(folder / WEIGHTS), _NAMES, folder / WEIGHTS)
+    encoder = tensors["encoder.weight"]
+    scale = _scale(config, encoder.shape[-1], path)
+    return Sae(
+        name=given.name,
+        architecture="jumprelu",
+        place=given.place or place_of(config.hook_point_in, f"{path}: hook_point_in"),
+        encoder=encoder,
+        decoder=tensors["decoder.weight"].T,
+        encoder_bias=tensors["encoder.bias"].float() / scale,
+        decoder_bias=tensors["decoder.bias"].float() / scale,
+        threshold=torch.full(encoder.shape[:1], config.jump_relu_threshold),
+        apply_b_dec_to_input=config.apply_decoder_bias_to_pre_encoder,
+        unit_decoder=config.sparsity_include_decoder_norm,
+    )
+
+
+def _scale(config: _Config, d_model: int, path: Path) -> float:
+    """What raw rows were multiplied by in training."""
+    if config.norm_activation == "inference":
+        return 1.0
+    norm = config.dataset_average_activation_norm
+    if config.norm_activation != "dataset-wise" or norm is None or norm.into != norm.out:
+        raise SpecError(
+            f"{path} has norm_activation {shown(config.norm_activation)} and norms {shown(norm)}; "
+            "'dataset-wise' with one norm for both sides, and 'inference', are read."
+        )
+    if not 0 < norm.into < math.inf:
+        raise SpecError(f"{path} has the norm {norm.into}; it is a finite number above 0.")
+    return math.sqrt(d_model) / norm.into

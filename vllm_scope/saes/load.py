@@ -1,0 +1,88 @@
+"""SAEs from paths: finds the format by the files.
+
+Owns:  load_sae, load_saes, and the table of formats.
+From:  the loaders, one file for each family of formats.   To: Sae.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.sites import SiteLayer
+from vllm_scope.saes import gemma_scope, llama_scope, qwen_scope, saelens, sparsify
+from vllm_scope.saes.arrays import Given
+from vllm_scope.saes.places import place_of
+from vllm_scope.saes.sae import Sae
+
+#: The files that a folder of a format has -> its loader.
+_FORMATS: dict[tuple[str, ...], Callable[[Path, Given], Sae]] = {
+    (saelens.CONFIG, saelens.WEIGHTS): saelens.load,
+    (sparsify.CONFIG, sparsify.WEIGHTS): sparsify.load,
+    (gemma_scope.NPZ,): gemma_scope.load_npz,
+    (gemma_scope.SAFETENSORS,): gemma_scope.load_safetensors,
+    (llama_scope.CONFIG, llama_scope.WEIGHTS): llama_scope.load,
+}
+
+
+def load_sae(
+    path: str | Path,
+    *,
+    name: str | None = None,
+    place: SiteLayer | str | None = None,
+    k: int | None = None,
+    norm_scaling_factor: float | None = None,
+) -> Sae:
+    """A sparse autoencoder. Its matrices stay in the file until they are used.
+
+    Args:
+        path: a folder of SAELens, sparsify, Gemma Scope or Llama Scope, or Qwen-Scope's
+            `layer{n}.sae.pt`.
+        name: for messages; None: the path.
+        place: (site, layer), or the name of a hook such as `blocks.12.hook_resid_post`. None: what
+            the files and the names of the folders say.
+        k: of a TopK SAE whose files and folders do not say it.
+        norm_scaling_factor: what rows are multiplied by first, for SAELens's
+            `expected_average_only_in`.
+
+    Raises:
+        SpecError: another format, a malformed file, or an SAE that is not read; the message names
+            the file.
+        OSError: a file cannot be read.
+    """
+    path = Path(path)
+    given = Given(
+        name=str(path) if name is None else name,
+        place=None if place is None else place_of(place, "place"),
+        k=k,
+        norm_scaling_factor=norm_scaling_factor,
+    )
+    sae = _load(path, given)
+    if k not in (None, sae.k):
+        raise SpecError(f"k is {shown(k)}; {path} says {shown(sae.k)}: leave k out.")
+    if norm_scaling_factor not in (None, sae.input_scale):
+        raise SpecError(f"{path} needs no norm_scaling_factor; leave it out.")
+    return sae
+
+
+def load_saes(paths: Mapping[str, str | Path]) -> dict[str, Sae]:
+    """SAEs by name, from {name: path}. Raises as `load_sae` does."""
+    return {name: load_sae(path, name=name) for name, path in paths.items()}
+
+
+def _load(path: Path, given: Given) -> Sae:
+    if path.name.endswith(qwen_scope.SUFFIX):
+        return qwen_scope.load(path, given)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is not there; it is a folder with an SAE, or its file.")
+    if path.is_file() and any(path.name == files[-1] for files in _FORMATS):
+        path = path.parent
+    for files, load in _FORMATS.items():
+        if all((path / file).is_file() for file in files):
+            return load(path, given)
+    known = "; ".join(" and ".join(files) for files in _FORMATS)
+    raise SpecError(
+        f"{path} is not a folder with an SAE; a folder has {known}; a file is "
+        f"layer{{n}}{qwen_scope.SUFFIX}."
+    )

@@ -1,0 +1,56 @@
+"""The name of a hook, or the path of a file, as a site and a layer.
+
+Owns:  place_of, number_in.
+From:  analysis.cache (TransformerLens's names of hooks).   To: the loaders.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from vllm_scope.analysis.cache import _HOOK, _SITE_OF
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.sites import MAX_LAYER, Place, canonical_site
+
+#: A module of Hugging Face's: what follows the layer's number -> site. What `post_attention` and
+#: other norms give is not listed: it is on the stream in some models and beside it in others.
+_MODULES = {
+    "": "resid_post",
+    ".output": "resid_post",
+    ".self_attn.o_proj.input": "z",
+    ".post_feedforward_layernorm.output": "mlp_out",
+}
+_MODULE = re.compile(r"(?:[a-z_]+\.)*(?:layers|h)\.([0-9]{1,5})([a-z_.]*)")
+
+
+def place_of(hook: object, where: str) -> Place:
+    """The place that a name means: TransformerLens's `blocks.12.hook_resid_post`, Hugging Face's
+    `model.layers.12`, or a pair (site, layer).
+
+    Raises:
+        SpecError: it means no site that can be read.
+    """
+    if isinstance(hook, tuple | list) and len(hook) == 2:
+        site, layer = canonical_site(hook[0], f"{where}[0]"), hook[1]
+        if type(layer) is not int or not 0 <= layer < MAX_LAYER:
+            raise SpecError(f"{where}[1] is {shown(layer)}; layers are whole numbers from 0.")
+        return Place(site, layer)
+    if isinstance(hook, str) and len(hook) <= 256:
+        if (match := _HOOK.fullmatch(hook)) and match[2] in _SITE_OF:
+            return Place(_SITE_OF[match[2]], int(match[1]))
+        if (match := _MODULE.fullmatch(hook)) and match[2] in _MODULES:
+            return Place(_MODULES[match[2]], int(match[1]))
+    raise SpecError(
+        f"{where} is {shown(hook)}, which names no site; give place=('resid_post', 12), or where "
+        "else the SAE belongs."
+    )
+
+
+def number_in(path: Path, pattern: str) -> int | None:
+    """The number that a pattern's only group finds in a path, in the last of its parts that has
+    one."""
+    for part in reversed(path.absolute().parts):
+        if match := re.search(pattern, part):
+            return int(match[1])
+    return None

@@ -1,0 +1,87 @@
+"""Qwen-Scope: layer{n}.sae.pt.
+
+Owns:  `load`.
+
+The file has `W_enc` [d_sae, d_model], `W_dec` [d_model, d_sae], `b_enc` and `b_dec` of a TopK SAE
+of layer n's `resid_post`. The encoder does not take `b_dec` from the row. k is in the folder's
+name, as in `SAE-Res-Qwen3-8B-Base-W64K-L0_50`.
+
+Source: sae_lens 6.54, loading/pretrained_sae_loaders.py; the model cards of Qwen/SAE-Res-*
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.sites import Place
+from vllm_scope.saes.arrays import Given, Tensors, only
+from vllm_scope.saes.places import number_in
+from vllm_scope.saes.sae import Sae
+
+SUFFIX = ".sae.pt"
+_NAMES = ("W_enc", "W_dec", "b_enc", "b_dec")
+
+
+def load(path: Path, given: Given) -> Sae:
+    """Raises SpecError and OSError."""
+    layer = number_in(Path(path.name), r"layer([0-9]{1,5})\.sae\.pt")
+    k = given.k or number_in(path, r"L0_([0-9]{1,6})$")
+    if given.place is None and layer is None:
+        raise SpecError(
+            f"{path}: the name is not layer{{n}}.sae.pt; give place=('resid_post', 12), or where "
+            "else the SAE belongs."
+        )
+    if k is None:
+        raise SpecError(
+            f"{path}: no folder is named as in SAE-Res-Qwen3-8B-Base-W64K-L0_50; give k=..., the "
+            "number of features that a row has."
+        )
+    tensors = only(_map_pt(path), _NAMES, path)
+    return Sae(
+        name=given.name,
+        architecture="topk",
+        place=given.place or Place("resid_post", layer or 0),
+        encoder=tensors["W_enc"],
+        decoder=tensors["W_dec"].T,
+        encoder_bias=tensors["b_enc"],
+        decoder_bias=tensors["b_dec"],
+        apply_b_dec_to_input=False,
+        k=k,
+    )
+
+
+def _map_pt(path: Path) -> Tensors:
+    """Tensors by name, of a file that torch.save wrote.
+
+    Raises:
+        SpecError: malformed, or with anything else than plain tensors.
+        OSError: it cannot be read.
+    """
+    try:
+        # With weights_only torch builds tensors and nothing else.
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except OSError:
+        raise
+    except Exception as error:  # of the unpickler, the zip reader and torch: a dozen kinds
+        # Not torch's own text: it says how to run the code in a file.
+        raise SpecError(
+            f"{path} is not a .pt file of tensors alone, in the zip form that torch.save writes "
+            f"({type(error).__name__})."
+        ) from None
+    if not isinstance(found, dict):
+        raise SpecError(f"{path} has a {type(found).__name__}; it has a dict of tensors.")
+    for name, tensor in found.items():
+        if (
+            not isinstance(name, str)
+            or type(tensor) is not Tensor
+            or tensor.layout != torch.strided
+            or tensor.device.type != "cpu"
+            # A repeated stride makes a large tensor of a few bytes.
+            or tensor.nbytes > tensor.untyped_storage().nbytes()
+        ):
+            raise SpecError(f"{path}: {shown(name)} is not a plain tensor.")
+    return found

@@ -1,0 +1,318 @@
+"""A sparse autoencoder: its weights, what it computes, and its single features.
+
+Owns:  Sae, Feature.
+Runs:  anywhere with torch. On the CPU, in float32.
+From:  load.py.   To: probes, edits and heads that need features of a row.
+
+Promise: `encoder` and `decoder` may be views of a mapped file. Only the rows that a call needs are
+read from the file, and they are checked when they are read.
+
+What an SAE makes of a row x, with W_j as the row j of `encoder` and D_j as the row j of `decoder`:
+
+    pre_j     = (input_scale x - b_dec) . W_j + b_j      without b_dec if not apply_b_dec_to_input
+    standard    relu(pre_j)
+    jumprelu    pre_j if pre_j > threshold_j, and if it is positive; else 0
+    batchtopk   as jumprelu: its choice among a whole batch became a threshold after training
+    topk        relu(pre_j) for the k largest pre of the row; else 0
+    gated       relu(exp(gain_j) (pre_j - b_j) + b_j) if pre_j - b_j + gate_bias_j > 0; else 0
+    x again   = (sum_j feature_j D_j + b_dec) / input_scale
+
+With `unit_decoder`, pre_j is multiplied by the norm of D_j, and D_j divided by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.sites import Place
+
+Architecture = Literal["standard", "jumprelu", "topk", "batchtopk", "gated"]
+#: What makes a feature of its pre-activation s. "relu": max(s, 0). "jumprelu": s if s is above the
+#: threshold, else 0. "topk": max(s, 0) if s is among the row's k largest, which one feature alone
+#: cannot tell.
+Kind = Literal["relu", "jumprelu", "topk"]
+
+#: The fields that an architecture needs; it must not have the others.
+_NEEDS: Final[dict[str, set[str]]] = {
+    "standard": set(),
+    "jumprelu": {"threshold"},
+    "batchtopk": {"threshold"},
+    "topk": {"k"},
+    "gated": {"gate_bias", "gain"},
+}
+#: Numbers of a matrix that are in memory as float32 at a time.
+_NUMBERS_AT_ONCE: Final = 1 << 24
+#: Norm of a decoder row that is zero, as SAELens has it.
+_LEAST_NORM: Final = 1e-8
+
+Pick = slice | Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Feature:
+    """One feature, as a function of the row x: s = x . encoder + encoder_bias, then `kind`.
+
+    To set the feature from `old` to `new` and keep the rest of the row, add (new - old) * decoder.
+
+    Attributes:
+        encoder, decoder: float32 [d_model], CPU.
+        encoder_bias: with all constants folded in, `b_dec` too.
+        threshold: of kind "jumprelu", at least 0; None of the others.
+    """
+
+    encoder: Tensor
+    encoder_bias: float
+    decoder: Tensor
+    threshold: float | None
+    kind: Kind
+
+
+@dataclass(frozen=True, eq=False)
+class Sae:
+    """A sparse autoencoder of the rows of one place.
+
+    Attributes:
+        name: for messages.
+        place: where its rows come from. Rows of `z` are flattened: d_model is heads * size.
+        encoder, decoder: [d_sae, d_model] of a float dtype, CPU; they may be views.
+        encoder_bias: [d_sae]; of a gated SAE the bias of the magnitude.
+        decoder_bias: [d_model], `b_dec`.
+        apply_b_dec_to_input: `b_dec` is taken from the row before the encoder.
+        threshold: [d_sae], of jumprelu and batchtopk.
+        k: of topk.
+        gate_bias, gain: [d_sae], of gated; the magnitude's weights are exp(gain) times the gate's.
+        input_scale: rows are multiplied by it first. In SAELens it is the norm scaling factor.
+        unit_decoder: pre-activations count in units in which each decoder row has norm 1.
+
+    All but `encoder` and `decoder` are kept as float32.
+
+    Raises:
+        SpecError: shapes do not agree; a number of the vectors is not finite; or the fields are not
+            those of the architecture.
+    """
+
+    name: str
+    architecture: Architecture
+    place: Place
+    encoder: Tensor
+    decoder: Tensor
+    encoder_bias: Tensor
+    decoder_bias: Tensor
+    apply_b_dec_to_input: bool = True
+    threshold: Tensor | None = None
+    k: int | None = None
+    gate_bias: Tensor | None = None
+    gain: Tensor | None = None
+    input_scale: float = 1.0
+    unit_decoder: bool = False
+
+    def __post_init__(self) -> None:
+        if self.architecture not in _NEEDS:
+            raise self._wrong(
+                f"architecture is {shown(self.architecture)}; architectures are "
+                f"{', '.join(get_args(Architecture))}"
+            )
+        given = {name for name in set().union(*_NEEDS.values()) if getattr(self, name) is not None}
+        needed = _NEEDS[self.architecture]
+        if given != needed:
+            raise self._wrong(
+                f"a {self.architecture} SAE has {', '.join(sorted(needed)) or 'no fields'} besides "
+                f"its weights and biases, and not {', '.join(sorted(given)) or 'none of them'}"
+            )
+        self._check_matrices()
+        sizes = {"encoder_bias": self.d_sae, "decoder_bias": self.d_model}
+        sizes |= dict.fromkeys(needed - {"k"}, self.d_sae)
+        for name, size in sizes.items():
+            object.__setattr__(self, name, self._vector(name, size))
+        if self.k is not None and (type(self.k) is not int or not 1 <= self.k <= self.d_sae):
+            raise self._wrong(f"k is {shown(self.k)}; it is a number from 1 to {self.d_sae:,}")
+        if self.architecture == "gated" and self.unit_decoder:
+            raise self._wrong("a gated SAE has no pre-activations in units of its decoder")
+        scale = self.input_scale
+        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < 1e30:
+            raise self._wrong(f"input_scale is {shown(scale)}; it is a finite number above 0")
+
+    @property
+    def d_sae(self) -> int:
+        """The number of features."""
+        return self.encoder.shape[0]
+
+    @property
+    def d_model(self) -> int:
+        """The width of a row."""
+        return self.encoder.shape[1]
+
+    @torch.no_grad()
+    def encode(self, x: Tensor, indices: Sequence[int] | Tensor | None = None) -> Tensor:
+        """The features of rows.
+
+        Args:
+            x: [..., d_model], any float dtype, CPU.
+            indices: the wanted features, in this order; None: all. A topk SAE computes all
+                features in both cases, because its choice needs them.
+
+        Returns:
+            [..., d_sae] or [..., len(indices)], float32.
+
+        Raises:
+            SpecError: a wrong shape, an index out of range, or weights that are not finite.
+        """
+        x = self._checked(x, self.d_model, "x")
+        if self.input_scale != 1:
+            x = x * self.input_scale
+        if self.apply_b_dec_to_input:
+            x = x - self.decoder_bias
+        picks = list(self._picks(None if indices is None else self._indices(indices)))
+        if self.architecture != "topk":
+            return torch.cat([self._active(x, pick) for pick in picks], -1)
+        assert self.k is not None
+        pre = torch.cat([self._pre(x, pick) for pick in self._picks(None)], -1)
+        best = pre.topk(self.k, dim=-1)
+        chosen = torch.zeros_like(pre).scatter(-1, best.indices, best.values.relu())
+        return torch.cat([chosen[..., pick] for pick in picks], -1)
+
+    @torch.no_grad()
+    def decode(self, features: Tensor) -> Tensor:
+        """The rows that features stand for, with `b_dec`.
+
+        Args:
+            features: [..., d_sae], any float dtype, CPU.
+
+        Returns:
+            [..., d_model], float32.
+
+        Raises:
+            SpecError: a wrong shape, or weights that are not finite.
+        """
+        features = self._checked(features, self.d_sae, "features")
+        rows = self.decoder_bias
+        for pick in self._picks(None):
+            weight = self._read("decoder", pick)
+            part = features[..., pick]
+            rows = rows + (part / _norms(weight) if self.unit_decoder else part) @ weight
+        return rows.expand(*features.shape[:-1], -1) / self.input_scale
+
+    @torch.no_grad()
+    def feature(self, index: int) -> Feature:
+        """One feature. Reads one row of each matrix.
+
+        Raises:
+            SpecError: an index out of range, or weights that are not finite.
+        """
+        pick = self._indices([index])
+        # In float64, so that folding costs no more than the rounding of the result.
+        encoder = self._read("encoder", pick)[0].double()
+        decoder = self._read("decoder", pick)[0].double()
+        own = float(self.encoder_bias[index])
+        of_b_dec = float(encoder @ self.decoder_bias.double()) if self.apply_b_dec_to_input else 0.0
+        if self.gate_bias is not None and self.gain is not None:
+            factor = float(self.gain[index].double().exp())
+            bias = own - factor * of_b_dec
+            # pre - b + gate_bias > 0, in terms of the magnitude exp(gain) (pre - b) + b.
+            threshold: float | None = own - factor * float(self.gate_bias[index])
+        else:
+            factor = float(_norms(decoder)) if self.unit_decoder else 1.0
+            bias = factor * (own - of_b_dec)
+            threshold = None if self.threshold is None else float(self.threshold[index])
+        back = self.input_scale * (factor if self.unit_decoder else 1.0)
+        kind: Kind = "topk" if self.architecture == "topk" else "relu"
+        return Feature(
+            encoder=(encoder * (factor * self.input_scale)).float(),
+            encoder_bias=bias,
+            decoder=(decoder / back).float(),
+            # A feature is never negative.
+            threshold=None if threshold is None else max(threshold, 0.0),
+            kind=kind if threshold is None else "jumprelu",
+        )
+
+    def _active(self, x: Tensor, pick: Pick) -> Tensor:
+        """The features of all architectures but topk; x is what the encoder takes."""
+        pre = self._pre(x, pick)
+        if self.gate_bias is not None and self.gain is not None:
+            magnitude = pre * self.gain[pick].exp() + self.encoder_bias[pick]
+            return magnitude.relu() * (pre + self.gate_bias[pick] > 0)
+        active = pre.relu()
+        return active if self.threshold is None else active * (pre > self.threshold[pick])
+
+    def _pre(self, x: Tensor, pick: Pick) -> Tensor:
+        """Pre-activations; of a gated SAE without a bias."""
+        pre = x @ self._read("encoder", pick).T
+        if self.architecture == "gated":
+            return pre
+        pre = pre + self.encoder_bias[pick]
+        return pre * _norms(self._read("decoder", pick)) if self.unit_decoder else pre
+
+    def _read(self, which: Literal["encoder", "decoder"], pick: Pick) -> Tensor:
+        """Rows of a matrix, float32."""
+        matrix: Tensor = getattr(self, which)
+        rows = matrix[pick].float()
+        if not rows.isfinite().all():
+            raise self._wrong(f"its {which} has a number that is not finite in float32")
+        return rows
+
+    def _picks(self, indices: Tensor | None) -> Iterator[Pick]:
+        """The wanted features, in parts whose rows fit in memory."""
+        size = max(1, _NUMBERS_AT_ONCE // self.d_model)
+        if indices is not None:
+            yield from indices.split(size)
+            return
+        for start in range(0, self.d_sae, size):
+            yield slice(start, start + size)
+
+    def _indices(self, indices: Sequence[int] | Tensor) -> Tensor:
+        found = indices.tolist() if isinstance(indices, Tensor) else list(indices)
+        for index in found if isinstance(found, list) else [found]:
+            if type(index) is not int or not 0 <= index < self.d_sae:
+                raise self._wrong(
+                    f"the index of a feature is {shown(index)}; this SAE has features 0 to "
+                    f"{self.d_sae - 1:,}"
+                )
+        return torch.tensor(found, dtype=torch.int64).reshape(-1)
+
+    def _checked(self, x: Tensor, size: int, name: str) -> Tensor:
+        if x.ndim < 1 or x.shape[-1] != size or not x.is_floating_point():
+            raise self._wrong(
+                f"{name} is {x.dtype} {list(x.shape)}; it is of floats, [..., {size}]"
+            )
+        return x.float()
+
+    def _check_matrices(self) -> None:
+        for name in ("encoder", "decoder"):
+            matrix: Tensor = getattr(self, name)
+            if matrix.ndim != 2 or not matrix.numel() or not matrix.is_floating_point():
+                raise self._wrong(
+                    f"its {name} is {matrix.dtype} {list(matrix.shape)}; it is a matrix of floats, "
+                    "[d_sae, d_model]"
+                )
+        if self.encoder.shape != self.decoder.shape:
+            raise self._wrong(
+                f"its encoder is {list(self.encoder.shape)} and its decoder "
+                f"{list(self.decoder.shape)}; both are [d_sae, d_model]"
+            )
+
+    def _vector(self, name: str, size: int) -> Tensor:
+        vector: Tensor = getattr(self, name)
+        if list(vector.shape) != [size] or not vector.is_floating_point():
+            raise self._wrong(
+                f"its {name} is {vector.dtype} {list(vector.shape)}; it is of floats, [{size}]"
+            )
+        # A copy: the file may be closed.
+        vector = vector.to(torch.float32, copy=True)
+        if not vector.isfinite().all():
+            raise self._wrong(f"its {name} has a number that is not finite in float32")
+        return vector
+
+    def _wrong(self, what: str) -> SpecError:
+        return SpecError(f"the SAE {shown(self.name)}: {what}.")
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """The norm of each row, along the last axis."""
+    norms: Tensor = rows.norm(dim=-1)
+    return norms.clamp(min=_LEAST_NORM)

@@ -1,0 +1,159 @@
+"""SAELens: cfg.json and sae_weights.safetensors.
+
+Owns:  `load`, and the configuration of all versions of SAELens.
+
+| tensor                    | shape                     | of                      |
+|---------------------------|---------------------------|-------------------------|
+| `W_enc`, `W_dec`          | [d_in, d_sae] and back    | all                     |
+| `b_dec`                   | [d_in]                    | all                     |
+| `b_enc`                   | [d_sae]                   | all but gated           |
+| `threshold`               | [d_sae]                   | jumprelu, batchtopk     |
+| `topk_threshold`          | []                        | batchtopk, in training  |
+| `b_gate`, `b_mag`, `r_mag`| [d_sae]                   | gated                   |
+| `scaling_factor`          | [d_sae], all ones         | some before version 6   |
+
+Before version 6 the fields of `metadata` were at the top, `architecture` may be missing, and topk
+was an activation function.
+
+Source: sae_lens 6.54, loading/pretrained_sae_loaders.py, saes/sae.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.sites import Place
+from vllm_scope.saes.arrays import Given, Tensors, map_safetensors, only, read_config
+from vllm_scope.saes.places import place_of
+from vllm_scope.saes.sae import Sae
+
+CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
+#: SAELens's names of tensors -> ours, of each architecture, besides W_enc, W_dec and b_dec.
+_VECTORS = {
+    "standard": {"b_enc": "encoder_bias"},
+    "topk": {"b_enc": "encoder_bias"},
+    "jumprelu": {"b_enc": "encoder_bias", "threshold": "threshold"},
+    "batchtopk": {"b_enc": "encoder_bias", "threshold": "threshold"},
+    "gated": {"b_mag": "encoder_bias", "b_gate": "gate_bias", "r_mag": "gain"},
+}
+
+
+class _Metadata(msgspec.Struct):
+    hook_name: str | None = None
+    hook_head_index: int | None = None
+
+
+class _Config(msgspec.Struct):
+    architecture: str = "standard"
+    d_in: int | None = None
+    d_sae: int | None = None
+    k: float | None = None
+    rescale_acts_by_decoder_norm: bool = False
+    apply_b_dec_to_input: bool = True
+    normalize_activations: str | bool | None = None
+    metadata: _Metadata | None = None
+    # Before version 6.
+    hook_name: str | None = None
+    hook_point: str | None = None
+    hook_head_index: int | None = None
+    hook_point_head_index: int | None = None
+    activation_fn: str | None = None
+    activation_fn_str: str | None = None
+    activation_fn_kwargs: dict[str, Any] = {}
+
+
+def load(folder: Path, given: Given) -> Sae:
+    """Raises SpecError and OSError."""
+    path = folder / CONFIG
+    config = read_config(path, _Config)
+    architecture, k = _architecture(config, path)
+    tensors = map_safetensors(folder / WEIGHTS)
+    if "topk_threshold" in tensors and architecture == "batchtopk":
+        tensors["threshold"] = tensors.pop("topk_threshold")
+    vectors = _VECTORS[architecture]
+    weights = folder / WEIGHTS
+    only(tensors, ["W_enc", "W_dec", "b_dec", *vectors], weights, ["scaling_factor"])
+    _refuse_finetuned(tensors, weights)
+    encoder, decoder = tensors["W_enc"].T, tensors["W_dec"]
+    for name, size in {"d_in": encoder.shape[-1], "d_sae": encoder.shape[0]}.items():
+        if getattr(config, name) not in (None, size):
+            raise SpecError(
+                f"{path} has {name} {getattr(config, name)}; {WEIGHTS} has {size}: are they of "
+                "one SAE?"
+            )
+    if tensors.get("threshold") is not None and tensors["threshold"].ndim == 0:
+        tensors["threshold"] = tensors["threshold"].expand(encoder.shape[0])
+    return Sae(
+        name=given.name,
+        architecture=architecture,  # type: ignore[arg-type]
+        place=_place(config, path, given),
+        encoder=encoder,
+        decoder=decoder,
+        decoder_bias=tensors["b_dec"],
+        apply_b_dec_to_input=config.apply_b_dec_to_input,
+        k=k,
+        input_scale=_input_scale(config, path, given),
+        unit_decoder=config.rescale_acts_by_decoder_norm,
+        **{ours: tensors[name] for name, ours in vectors.items()},
+    )
+
+
+def _architecture(config: _Config, path: Path) -> tuple[str, int | None]:
+    """The architecture, and the k of topk."""
+    function = config.activation_fn or config.activation_fn_str or "relu"
+    architecture, k = config.architecture, config.k
+    if function == "topk" and architecture in ("standard", "topk"):
+        architecture, k = "topk", config.activation_fn_kwargs.get("k", k)
+    elif function != "relu":
+        raise SpecError(f"{path} has the activation {shown(function)}; relu and topk are read.")
+    if architecture not in _VECTORS:
+        raise SpecError(
+            f"{path} has the architecture {shown(architecture)}; {', '.join(_VECTORS)} are read."
+        )
+    if architecture != "topk":
+        return architecture, None
+    if isinstance(k, bool) or not isinstance(k, int | float) or not float(k).is_integer():
+        raise SpecError(f"{path} has k {shown(k)}; a topk SAE has a whole number.")
+    return architecture, int(k)
+
+
+def _place(config: _Config, path: Path, given: Given) -> Place:
+    metadata = config.metadata or _Metadata()
+    heads = (config.hook_head_index, config.hook_point_head_index, metadata.hook_head_index)
+    if any(head is not None for head in heads):
+        raise SpecError(f"{path} has an SAE of a single head; SAEs of whole rows are read.")
+    hook = metadata.hook_name or config.hook_name or config.hook_point
+    return given.place or place_of(hook, f"{path}: hook_name")
+
+
+def _input_scale(config: _Config, path: Path, given: Given) -> float:
+    factor = given.norm_scaling_factor
+    if config.normalize_activations in (None, False, "none"):
+        if factor is not None:
+            raise SpecError(f"{path} says that rows are not scaled; leave norm_scaling_factor out.")
+        return 1.0
+    if config.normalize_activations not in (True, "expected_average_only_in"):
+        raise SpecError(
+            f"{path} has normalize_activations {shown(config.normalize_activations)}, which is no "
+            "constant factor; only 'none' and 'expected_average_only_in' are read."
+        )
+    if factor is None:
+        raise SpecError(
+            f"{path} has normalize_activations 'expected_average_only_in', and the factor is not "
+            "in the file; give norm_scaling_factor=..., as SAELens's list of SAEs has it."
+        )
+    return factor
+
+
+def _refuse_finetuned(tensors: Tensors, path: Path) -> None:
+    factor = tensors.get("scaling_factor")
+    if factor is not None and not torch.allclose(factor.float(), torch.ones(())):
+        raise SpecError(
+            f"{path} has a scaling_factor that is not 1: its features were scaled in finetuning; "
+            "multiply W_dec by the factors, and leave them out."
+        )
