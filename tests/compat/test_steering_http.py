@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 import vllm_scope
+from tests.checkpoints import reference
 from tests.conftest import local_engine
-from tests.engine.test_edits import V, direction
+from tests.engine.test_edits import V, check, direction
 from tests.unit.recording import Other, Whole, install
 from vllm_scope import Add, Clamp, Read, ScopeError, SpecError, scope
 from vllm_scope.compat.steering_http import (
@@ -182,6 +184,89 @@ def test_the_forks_sampling_params_are_vllms_with_the_keys_inside(llm):
     (native,) = run(llm, scope(Add(V, layer=1), READ))
     assert torch.equal(face.scope["resid_post", 2], native.scope["resid_post", 2])
     assert set(params.extra_args) == {"scope", "steering_vectors"}
+
+
+def inline(**hooks):
+    return {"kind": "inline", "packed": hooks}
+
+
+def probed(probe, threshold, sharpness, steer, strength=1.0):
+    """A gate as the fork's clients send it."""
+    return {
+        "when": {
+            "kind": "probe", "probe": probe, "threshold": threshold, "sharpness": sharpness,
+        },
+        "scope": "this_token",
+        "apply": {"kind": "add", "steer": steer, "strength": strength},
+    }  # fmt: skip
+
+
+#: Gates; and by place, in order of the forward, what a hook looks for and what it adds of what.
+GATED = {
+    "at-the-probes-place": (
+        [probed(
+            inline(post_block=packed(D, layer_indices=[1])), 0.2, 0.5,
+            inline(post_block=packed(V, layer_indices=[1])), 0.7,
+        )],
+        [("look", "resid_post", 1, D, 0.2, 0.5), ("add", "resid_post", 1, 0.7 * V)],
+    ),
+    "across-hooks-and-layers": (
+        [probed(
+            inline(post_attn=packed(D, layer_indices=[0])), -0.3, 0.4,
+            inline(post_block=packed(V, W, layer_indices=[0, 2], scales=[1.0, 0.5])),
+        )],
+        [
+            ("look", "resid_mid", 0, D, -0.3, 0.4), ("add", "resid_post", 0, V),
+            ("add", "resid_post", 2, 0.5 * W),
+        ],
+    ),
+}  # fmt: skip
+
+
+def hooks_of(steps, values):
+    """The reference's edits. `values` becomes the gate's values of the last forward."""
+
+    def look(vector, threshold, sharpness, x):
+        values[:] = [torch.sigmoid(sharpness * (x @ vector - threshold))]
+        return x
+
+    def add(vector, x):
+        return x + in_answer(values[0][:, None] * vector)
+
+    does = {"look": look, "add": add}
+    return [(site, layer, partial(does[what], *of)) for what, site, layer, *of in steps]
+
+
+def in_answer(change):
+    """Nothing for the prompt's tokens."""
+    return torch.cat([torch.zeros(len(PROMPT), change.shape[1]), change[len(PROMPT) :]])
+
+
+#: Beside the gates: vectors without one, at the places of gates too.
+SMALL = W / 20
+BESIDE = {
+    "decode_steering_vectors": {"post_block": {0: SMALL, 1: SMALL}},
+    "steering": [{
+        "when": {"kind": "always"}, "scope": "rest_of_request",
+        "apply": {"kind": "add", "steer": inline(pre_attn=packed(SMALL, layer_indices=[1]))},
+    }],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside-vectors"])
+@pytest.mark.parametrize("case", GATED)
+def test_a_gate_equals_hooks_that_look_and_add(case, beside, llm, checkpoints):
+    gates, steps = GATED[case]
+    values = []
+    edits, extra = hooks_of(steps, values), {"steering": gates}
+    if beside:
+        extra = BESIDE | {"steering": [*gates, *BESIDE["steering"]]}
+        places = ("resid_post", 0), ("resid_post", 1), ("resid_pre", 1)
+        edits += [(*place, lambda x: x + in_answer(SMALL.expand_as(x))) for place in places]
+    (output,) = run(llm, extra | scope(READ))
+    check(output, reference(checkpoints("llama"), torch.float32), edits)
+    opened = values[0][len(PROMPT) :]
+    assert 0.02 < float(opened.mean()) < 0.98, "the gate is always open or always closed"
 
 
 CONSUMERS = {
@@ -401,6 +486,13 @@ BAD = {
     "clamp-too-strong": (
         {"steering_clamps": {"post_block": {1: [{"vector": V, "max": 0, "strength": 2}]}}},
         r"\[0\]\.strength is 2; it is from 0 to 1",
+    ),
+    "gate-before-its-probe": (
+        {"steering": [probed(
+            inline(post_block=packed(D, layer_indices=[1])), 0, 1,
+            inline(post_block=packed(V, layer_indices=[0])),
+        )]},
+        r"^steering\[0\]\.when\.probe reads 'resid_post' 1, which comes after the edited",
     ),
     "features": ({"sae_clamp_specs": [{}]}, "not tapped in this version; clamp along"),
     "patches": ({"patch": [{}]}, "vllm_scope.Replace"),

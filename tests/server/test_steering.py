@@ -12,7 +12,7 @@ import pytest
 
 from tests.server.conftest import ADMIN_KEY, API_KEY
 from tests.server.test_answers import MESSAGES, OPTIONS, TEXT, events_of, xargs
-from vllm_scope import Add, Clamp, Read
+from vllm_scope import Add, Clamp, Gate, Read
 from vllm_scope.compat.steering_http import read_request
 
 BODY = OPTIONS | {"model": "toyworld", "prompt": TEXT}
@@ -95,6 +95,30 @@ def test_steering_in_a_body_equals_native_edits(within, server, client):
         assert np.array_equal(rows_of(face)[0], beside.scope["resid_post", 2])
         return
     check(server, client, words, *TIERS, Clamp(W, lo=2.0, hi=2.0, layer=1))
+
+
+def test_a_gate_in_a_body_equals_a_native_gate(server, client):
+    probe, steer = packed(W[None], [1]), packed(V[None], [2])
+    gates = [
+        {
+            "when": {
+                "kind": "probe", "probe": {"kind": "inline", "packed": {"post_block": probe}},
+                "threshold": 0.5, "sharpness": 0.1,
+            },
+            "scope": "this_token",
+            "apply": {"kind": "add", "steer": {"kind": "inline", "packed": {"post_block": steer}}},
+        },
+        {
+            "when": {"kind": "always"}, "scope": "rest_of_request",
+            "apply": {"kind": "add", "steer": {"kind": "name", "name": "formal"}, "strength": 0.5},
+        },
+    ]  # fmt: skip
+    gate = Gate(W, 1, kind="sigmoid", threshold=0.5, sharpness=0.1)
+    edits = [
+        Add(V, layer=2, tokens="generated", gate=gate),
+        Add("formal", scale=0.5, tokens="generated"),
+    ]
+    check(server, client, {"steering": gates}, *edits)
 
 
 def of_formal(scale):
@@ -253,6 +277,13 @@ BAD = {
         "is 'logging'; this engine has memory, filesystem",
     ),
     "features": ({"sae_clamp_specs": [{}]}, "not tapped in this version"),
+    "a-gates-scope": (
+        {"steering": [{
+            "when": {"kind": "always"}, "scope": "rest_of_conversation",
+            "apply": {"kind": "add", "steer": {"kind": "name", "name": "formal"}},
+        }]},
+        "steering[0].scope is 'rest_of_conversation': requests share no state",
+    ),
     "unknown-module": ({"steering_name": "nobody"}, "It holds: formal"),
 }  # fmt: skip
 

@@ -39,7 +39,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "steering_http": (
         "steering_vectors", "prefill_steering_vectors", "decode_steering_vectors",
         "steering_clamps", "prefill_steering_clamps", "decode_steering_clamps",
-        "steering_module_ref", "steering_name", "capture", "capture_wait",
+        "steering_module_ref", "steering_name", "steering", "capture", "capture_wait",
         "sae_clamp_specs", "sae_full_reconstruction_specs", "patch", "patch_vectors",
     ),
     "act_capture": (),

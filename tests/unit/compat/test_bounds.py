@@ -109,6 +109,12 @@ def capture(hooks, more=""):
     return f'{{"filesystem":{{"hooks":{{"post_block":{hooks}}}{more}}}}}'
 
 
+def gate(packed, scope='"this_token"'):
+    source = f'{{"kind":"inline","packed":{packed}}}'
+    when = f'{{"kind":"probe","probe":{source},"threshold":0}}'
+    return f'[{{"when":{when},"scope":{scope},"apply":{{"kind":"add","steer":{source}}}}}]'
+
+
 PACKED = wire("[1,4096]", base64_of(4 * HIDDEN))[1:-1] + ',"layer_indices":[1]'
 FORK = {
     "layers": ("steering_vectors", at(fields("[1]"))),
@@ -142,6 +148,13 @@ FORK = {
     "a-range-from-afar": ("capture", capture('{"ranges":[[-9000000,1]]}')),
     "positions-of-a-capture": ("capture", capture("[1]", f',"positions":{many("1")}')),
     "a-module": ("steering_module_ref", many("1")),
+    "gates": ("steering", many("{}")),
+    "fields-of-a-gate": ("steering", f"[{fields('1')}]"),
+    "a-scope": ("steering", gate("{}", many("1"))),
+    "hooks-of-a-probe": ("steering", gate(fields("1"))),
+    "layers-of-a-probe": ("steering", gate(at(fields("[1]")))),
+    "a-long-probe": ("steering", gate(at(f'{{"1":{many("1")}}}'))),
+    "bytes-of-a-probe": ("steering", gate(at(wire("[1,4096]", base64_of(SIZE * 3 // 4))))),
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.unit.server.test_routes import ADMIN, Remembering, app_with
-from vllm_scope import Ablate, Add, Clamp, scope
+from vllm_scope import Ablate, Add, Clamp, Gate, scope
 from vllm_scope.compat.steering_http.http import HTTP
 from vllm_scope.request.actions import MAX_FLOAT32
 from vllm_scope.server import changes, faces
@@ -107,20 +107,21 @@ def test_a_set_changes_the_places_that_it_names_and_no_others(http, engine):
 def test_edits_of_no_tier_stay_and_are_counted(http, engine):
     others = [
         Add("formal", tokens="generated"), Ablate(D, layer=1), Add(V, layer="all"),
-        Add(V, layer=1, norm_match=True),
+        Add(V, layer=1, norm_match=True), Add(V, layer=0, max_relative_norm=0.5),
+        Add(V, layer=0, gate=Gate(D, 0)), Add(V, layer=0, dose="d"),
     ]  # fmt: skip
-    clamp = Clamp(D, lo=0, hi=1, layer=0)
-    body = {"edits": as_json(*others, Add(V, layers=[0, 1], scale=0.5), clamp)}
+    clamps = Clamp(D, lo=0, hi=1, layer=0), Clamp(D, lo=0, layer=0, gate=Gate(D, 0))
+    body = {"edits": as_json(*others, Add(V, layers=[0, 1], scale=0.5), *clamps)}
     assert http.put("/v1/scope/edits", json=body).status_code == 200
     put(http, "set", vectors=hook(W, 0))
     kept = Add([V], layers=[1], scale=0.5)
-    assert edits(engine) == as_json(*others, kept, Add([W], layers=[0]), clamp)
+    assert edits(engine) == as_json(*others, kept, Add([W], layers=[0]), *clamps)
     assert http.get("/v1/steering").json() == {
         "active_layers": {
             "0": {"post_block": {"norm": 5.0, "clamps": 1}},
             "1": {"post_block": {"norm": pytest.approx(0.5 * 6**0.5)}},
         },
-        "other_edits": 4,
+        "other_edits": 8,
     }
 
 

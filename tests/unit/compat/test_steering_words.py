@@ -78,6 +78,16 @@ captures = st.dictionaries(
 fields = {"capture": captures, "steering_module_ref": st.tuples(st.text(), st.floats()).map(list)}
 fields |= {key: of_vectors for key in KEYS["steering_http"] if key.endswith("vectors")}
 fields |= {key: of_clamps for key in KEYS["steering_http"] if key.endswith("clamps")}
+sources = objects(
+    kind=st.sampled_from(["inline", "name"]), packed=of_vectors, name=st.text(max_size=4)
+)
+when = objects(
+    kind=st.sampled_from(["always", "probe"]), probe=sources, threshold=st.floats(),
+    sharpness=st.floats(),
+)  # fmt: skip
+apply = objects(kind=st.just("add"), steer=sources, strength=st.floats())
+scopes = st.sampled_from(["this_token", "rest_of_request", "next_step"])
+fields["steering"] = st.lists(objects(when=when, scope=scopes, apply=apply), max_size=3)
 words = st.fixed_dictionaries({}, optional={key: fields[key] | anything for key in fields})
 bodies = st.fixed_dictionaries(
     {},

@@ -7,6 +7,7 @@
         decode_steering_vectors={"pre_attn": {3: {"vector": [...], "scale": 2.0}}},
         steering_clamps={"post_block": {20: [{"vector": direction, "max": 4.0}]}},
         steering_module_ref=("formal", 1.5),
+        steering=[{"when": ..., "scope": "this_token", "apply": ...}],  # on a condition
         capture={"filesystem": {"request_id": "q", "tag": "run", "hooks": {...}}},
     )
     out.capture_results["filesystem"].status
@@ -24,6 +25,7 @@ with `additional_config={"scope": {"modules": {"formal": "formal.json"}}}`.
 engine.py   LLM, SamplingParams
 keys.py     the keys of a request as actions; load_modules
 vectors.py  tiers of vectors and of clamps, and their bounds
+gates.py    what is added on a condition
 capture.py  captures, capture_results, reading files back
 http.py     the keys in a server's bodies, capture_results in its answers, /v1/steering
 tiers.py    the vectors set over /v1/steering, as server-wide edits

@@ -53,6 +53,7 @@ class SamplingParams(vllm.SamplingParams):
     prefill_steering_clamps: Tier | None = None
     decode_steering_clamps: Tier | None = None
     steering_module_ref: tuple[str, float] | str | None = None
+    steering: Sequence[Mapping[str, object]] | str | None = None
     capture: Mapping[str, object] | str | None = None
     sae_clamp_specs: object = None
     sae_full_reconstruction_specs: object = None

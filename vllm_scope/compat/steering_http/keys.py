@@ -2,7 +2,7 @@
 
 Owns:  `translate`, `load_modules`.
 Runs:  in the front-end.
-From:  vectors and capture, beside this file.
+From:  vectors, gates and capture, beside this file.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from vllm_scope.compat.bounds import Room, parsed
 from vllm_scope.compat.steering_http.capture import decorate, reads_of
+from vllm_scope.compat.steering_http.gates import gated
 from vllm_scope.compat.steering_http.vectors import clamps_of, stacked, vectors_of, words_of
 from vllm_scope.engine.frontend.translators import Translation, called, named
 from vllm_scope.errors import SpecError, shown
@@ -49,6 +50,7 @@ def translate(values: Mapping[str, object], sites: Sites) -> Translation:
     for key, tokens in REQUEST_TIERS.items():
         adds = stacked(vectors_of(values.get(key), key, sites, room), tokens)
         edits += [(add, words_of(add, key)) for add in adds]
+    edits += gated(values.get("steering"), sites, room)
     # As in the fork, clamps apply after all vectors are added.
     for key, tokens in tiers("steering_clamps").items():
         clamps = clamps_of(values.get(key), tokens, key, sites, room).values()

@@ -6,7 +6,7 @@ To:    routes.
 
 Promise: the engine has the only list of server-wide edits. An Add or a Clamp in that list belongs
 to a tier if it has numbers, layers and the tier's tokens, whichever route set it. All other edits
-(modules by name, ablations ...) stay as they are.
+(modules by name, ablations, gates, doses ...) stay as they are.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ def _places(edit: Edit) -> list[_Place]:
     """The places of an edit in its tier; none if it belongs to no tier."""
     values = getattr(edit, edit.fields[0])
     tokens, layers = edit.tokens.to_json(), edit.layer_numbers
-    plain = isinstance(edit, Clamp) or (isinstance(edit, Add) and not edit.norm_match)
+    plain = isinstance(edit, Add | Clamp) and edit.gate is None and edit.dose is None
+    if isinstance(edit, Add):
+        plain = plain and not edit.norm_match and edit.max_relative_norm is None
     if not plain or not isinstance(values, Array) or layers is None or edit.site not in HOOKS:
         return []
     if not isinstance(tokens, str) or tokens not in _NORMS:

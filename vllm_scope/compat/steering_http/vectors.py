@@ -6,7 +6,8 @@
 
 Owns:  tiers of vectors and of clamps: `bounded`, and the tiers as Adds and Clamps.
 Runs:  in the front-end, for a request on the event loop of an API server.
-From:  vllm_scope.vectors.hooks.   To: keys (of a request), tiers and routes (of all requests).
+From:  vllm_scope.vectors.hooks.   To: keys and gates (of a request), tiers and routes (of
+       all requests).
 
 Promise: a tier is counted before anything is built from it.
 """
@@ -21,7 +22,7 @@ import numpy as np
 from vllm_scope.compat.bounds import Room, check_vector, few, few_fields, parsed
 from vllm_scope.engine.frontend.translators import called
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.actions import MAX_FLOAT32, Add, Clamp, Edit
+from vllm_scope.request.actions import MAX_FLOAT32, Add, Clamp, Edit, Gate
 from vllm_scope.request.sites import ALIASES, SiteLayer, Sites
 from vllm_scope.vectors.hooks import (
     HookVectors,
@@ -123,15 +124,20 @@ def vectors_of(body: object, where: str, sites: Sites, room: Room) -> HookVector
     return parse_hooks(bounded(body, sites, room, where), where)
 
 
-def stacked(vectors: HookVectors, tokens: str) -> list[Add]:
+def stacked(
+    vectors: HookVectors, tokens: str, scale: float = 1.0, gate: Gate | None = None
+) -> list[Add]:
     """One Add for each site."""
     by_site: dict[str, dict[int, np.ndarray]] = {}
     for (site, layer), vector in vectors.items():
         by_site.setdefault(site, {})[layer] = vector
     return [
-        Add(np.stack(list(rows.values())), site=site, layers=list(rows), tokens=tokens)
+        Add(
+            np.stack(list(rows.values())), site=site, layers=list(rows), tokens=tokens,
+            scale=scale, gate=gate,
+        )
         for site, rows in by_site.items()
-    ]
+    ]  # fmt: skip
 
 
 def clamps_of(

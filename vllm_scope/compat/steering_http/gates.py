@@ -1,0 +1,150 @@
+"""Gates of the steering fork: what a request adds on a condition, as Adds that have a Gate.
+
+    steering=[{
+        "when": {"kind": "probe", "probe": SOURCE, "threshold": 2.0, "sharpness": 1.0},
+        "scope": "this_token",
+        "apply": {"kind": "add", "steer": SOURCE, "strength": 1.0},
+    }]
+
+A SOURCE is {"kind": "inline", "packed": a tier of vectors}. That of `steer` may also be {"kind":
+"name", "name": a steering module}. Each generated token gets g * strength times the vectors, with
+g = sigmoid(sharpness * (row . probe - threshold)) of the token's own row, at the probe's hook and
+layer, before the edits of that hook. With {"kind": "always"}, g is 1.
+
+Owns:  `gated`.
+Runs:  in the front-end, for a request on the event loop of an API server.
+From:  vectors, beside this file.   To: keys.
+
+Promise: a gate that acts on other tokens or other steering than that is refused with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from vllm_scope.compat.bounds import MOST, Room, few, few_fields, parsed
+from vllm_scope.compat.steering_http.vectors import stacked, vectors_of
+from vllm_scope.engine.frontend.translators import called
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.actions import Add, Gate
+from vllm_scope.request.actions.base import checked_name
+from vllm_scope.request.sites import Sites
+from vllm_scope.vectors.hooks import number_of
+
+KEY = "steering"
+#: A kind -> (needed fields, other fields), or why it is refused.
+_Kinds = Mapping[str, tuple[tuple[str, ...], tuple[str, ...]] | str]
+
+_WHENS: _Kinds = {"always": ((), ()), "probe": (("probe", "threshold"), ("sharpness",))}
+_APPLIES: _Kinds = {
+    "add": (("steer",), ("strength",)),
+    "attenuate": "it would weaken all steering of the request, the operator's too; send smaller "
+    "scales",
+    "clamp": "the steering fork refuses it too; vllm_scope.Clamp takes a gate",
+}
+_STEERS: _Kinds = {"inline": (("packed",), ()), "name": (("name",), ())}
+_PROBES: _Kinds = {
+    "inline": (("packed",), ()),
+    "name": "names are of steering modules, which are added; send the probe's numbers as kind "
+    "'inline'",
+}
+#: A scope -> why it is refused, or "".
+_SCOPES = {
+    "this_token": "",
+    "rest_of_request": "",
+    "next_step": "steps are the scheduler's, and may have several tokens; use this_token",
+    "rest_of_conversation": "requests share no state; send the gate with each of them",
+}
+
+
+def gated(body: object, sites: Sites, room: Room) -> Iterator[tuple[Add, dict[str, str]]]:
+    """The Adds of a request's gates, and their names in errors.
+
+    Args:
+        room: counts the vectors and numbers of the request.
+
+    Raises:
+        SpecError: a value of a wrong form, or a gate that is not possible.
+    """
+    gates = parsed(body, KEY)
+    if gates is None:
+        return
+    if not isinstance(gates, list | tuple):
+        raise SpecError(f"{KEY} is {shown(gates)}; it is a list of gates.")
+    few(gates, MOST["edits"], "gates", KEY)
+    for i, one in enumerate(gates):
+        where = f"{KEY}[{i}]"
+        fields = few_fields(one, 3, "fields", where)
+        if set(fields) != {"when", "scope", "apply"}:
+            raise SpecError(
+                f"{where} has {shown(sorted(fields, key=str))}; it has when, scope, apply."
+            )
+        when = _of_kind(fields["when"], f"{where}.when", _WHENS)
+        apply = _of_kind(fields["apply"], f"{where}.apply", _APPLIES)
+        _check_scope(fields["scope"], when["kind"], f"{where}.scope")
+        gate = _gate(when, f"{where}.when", sites, room) if when["kind"] == "probe" else None
+        yield from _adds(apply, where, gate, sites, room)
+
+
+def _of_kind(value: object, where: str, kinds: _Kinds) -> Mapping[object, object]:
+    """The fields of an object that has a `kind`."""
+    fields = few_fields(value, 4, "fields", where)
+    kind = fields.get("kind")
+    found = kinds.get(kind) if isinstance(kind, str) else None
+    if found is None:
+        allowed = [name for name, of in kinds.items() if not isinstance(of, str)]
+        raise SpecError(f"{where}.kind is {shown(kind)}; it is {' or '.join(allowed)}.")
+    if isinstance(found, str):
+        raise SpecError(f"{where}.kind is {shown(kind)}: {found}.")
+    needed, others = {"kind", *found[0]}, found[1]
+    if not needed <= set(fields) <= {*needed, *others}:
+        raise SpecError(
+            f"{where} has {shown(sorted(fields, key=str))}; it has "
+            f"{', '.join(('kind', *found[0], *others))}."
+        )
+    return fields
+
+
+def _check_scope(scope: object, when: object, where: str) -> None:
+    if not isinstance(scope, str) or scope not in _SCOPES:
+        raise SpecError(f"{where} is {shown(scope)}; it is {' or '.join(_SCOPES)}.")
+    refused = _SCOPES[scope]
+    if scope == "rest_of_request" and when == "probe":
+        refused = "a gate has no memory of earlier tokens; use this_token"
+    if refused:
+        raise SpecError(f"{where} is {shown(scope)}: {refused}.")
+
+
+def _gate(when: Mapping[object, object], where: str, sites: Sites, room: Room) -> Gate:
+    source, path = _of_kind(when["probe"], f"{where}.probe", _PROBES), f"{where}.probe.packed"
+    vectors = vectors_of(source["packed"], path, sites, room)
+    if len(vectors) != 1:
+        raise SpecError(f"{path} has {len(vectors)} vectors; a probe is one, of one layer.")
+    (((site, layer), vector),) = vectors.items()
+    words = {f"Gate.{name}": f"{where}.{name}" for name in ("threshold", "sharpness")}
+    with called(words | {"Gate.vector": path}):
+        return Gate(
+            vector, layer, site=site, kind="sigmoid",
+            threshold=number_of(when["threshold"], f"{where}.threshold"),
+            sharpness=number_of(when.get("sharpness", 1.0), f"{where}.sharpness"),
+        )  # fmt: skip
+
+
+def _adds(
+    apply: Mapping[object, object], where: str, gate: Gate | None, sites: Sites, room: Room
+) -> Iterator[tuple[Add, dict[str, str]]]:
+    path, strength = f"{where}.apply.steer", f"{where}.apply.strength"
+    scale = number_of(apply.get("strength", 1.0), strength)
+    source = _of_kind(apply["steer"], path, _STEERS)
+    words = {"": path, ".scale": strength, ".gate": f"{where}.when.probe"}
+    with called({"Add.scale": strength}):
+        if source["kind"] == "name":
+            room.take("edits", 1, path)
+            name = checked_name(source["name"], f"{path}.name")
+            adds = [Add(name, scale=scale, tokens="generated", gate=gate)]
+        else:
+            vectors = vectors_of(source["packed"], f"{path}.packed", sites, room)
+            if not vectors:
+                raise SpecError(f"{path}.packed has no vectors.")
+            adds = stacked(vectors, "generated", scale=scale, gate=gate)
+    yield from ((add, words) for add in adds)
