@@ -283,21 +283,25 @@ class Ran:
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("content", "sentence"),
     [
-        pytest.param(lambda: {"W_enc": Ran()}, id="code"),
-        pytest.param(lambda: [torch.ones(2)], id="list"),
-        pytest.param(lambda: {"W_enc": torch.ones(2).to_sparse()}, id="sparse"),
-        pytest.param(lambda: {"W_enc": torch.ones(1).expand(1 << 40)}, id="repeated"),
-        pytest.param(lambda: {"W_enc": torch.nn.Parameter(torch.ones(2))}, id="parameter"),
-        pytest.param(lambda: {"W_enc": 1.0}, id="number"),
-        pytest.param(lambda: {1: torch.ones(2)}, id="no-name"),
+        pytest.param(lambda: {"W_enc": Ran()}, "of tensors alone", id="code"),
+        pytest.param(lambda: [torch.ones(2)], "has a list", id="list"),
+        pytest.param(lambda: {1: torch.ones(2)}, "1 is not a plain tensor", id="no-name"),
+        pytest.param(lambda: {"W_enc": 1.0}, "not a plain tensor", id="number"),
+        pytest.param(lambda: {"W_enc": torch.ones(2).to_sparse()}, "not a plain", id="sparse"),
+        pytest.param(lambda: {"W_enc": torch.ones(1).expand(1 << 40)}, "not a plain", id="huge"),
+        pytest.param(
+            lambda: {"W_enc": torch.nn.Parameter(torch.ones(2))}, "not a plain", id="parameter"
+        ),
     ],
 )
-def test_a_pt_file_of_anything_but_plain_tensors_is_refused(content, tmp_path, monkeypatch):
+def test_a_pt_file_of_anything_but_plain_tensors_is_refused(
+    content, sentence, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     torch.save(content(), tmp_path / "layer1.sae.pt")
-    refused(tmp_path / "layer1.sae.pt", k=1)
+    assert sentence in refused(tmp_path / "layer1.sae.pt", k=1)
     assert not (tmp_path / "ran").exists()
 
 
