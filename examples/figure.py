@@ -176,3 +176,67 @@ def write_monitor_page(path: Path, strips: Mapping[str, Sequence[TokenStrip]]) -
         "Hover over a token for its value, or move to it with the tab key.",
     ]
     token_page("A monitor's value, token by token", strips, intro=intro).save(path)
+
+
+@dataclass(frozen=True)
+class Gated:
+    """Speakers of one kind, row by row: the prompt's last token, then what was generated.
+
+    Attributes:
+        scores: by speaker, float32 [num_rows]: the gate's score without an edit.
+        opened: by speaker, bool [num_rows]: whether the gate was open, with the edit.
+    """
+
+    scores: Sequence[np.ndarray]
+    opened: Sequence[np.ndarray]
+
+
+def write_control_figure(
+    path: Path,
+    kinds: Mapping[str, Gated],
+    tokens: Sequence[str],
+    threshold: float,
+    said: Mapping[str, Sequence[tuple[str, str]]],
+) -> None:
+    """What a gate sees, where it opens, and what is said.
+
+    Args:
+        kinds: honest and lying speakers.
+        tokens: names of the rows.
+        said: heading -> (the edit, the statement).
+    """
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(8, 7.2), layout="constrained")
+        above, below, text = figure.subplots(3, height_ratios=[5, 2, 3])
+    rows = np.arange(len(tokens))
+    for i, ((name, kind), mark) in enumerate(zip(kinds.items(), MARKS, strict=True)):
+        label = f"{len(kind.scores)} {name} speakers, and their mean"
+        scores, opened = (np.stack([e[: len(rows)] for e in e]) for e in (kind.scores, kind.opened))
+        above.plot(rows, scores.T, color=mark.colour, linewidth=0.6, alpha=0.2)
+        above.plot(
+            rows, scores.mean(0), color=mark.colour, linewidth=2.5, marker=mark.marker,
+            markersize=5, label=label,
+        )  # fmt: skip
+        below.bar(rows + 0.4 * i - 0.2, opened.mean(0), width=0.4, color=mark.colour)
+    above.axhline(threshold, color="0.3", linewidth=1, linestyle="--", label="threshold")
+    above.set_ylabel("score, no edit")
+    below.set_ylabel("gates open,\nwith the edit")
+    below.set_ylim(0, 1)
+    for axes in (above, below):
+        axes.set_xlim(-0.5, rows[-1] + 0.5)
+        axes.set_xticks(rows, tokens)
+    below.set_xlabel("token whose row the gate reads, before the next token is generated")
+    _write_said(text, said)
+    figure.suptitle("A gate opens before a lie, and the edit turns it", weight="bold")
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=10)
+    figure.savefig(path, dpi=200)
+
+
+def _write_said(axes: Axes, said: Mapping[str, Sequence[tuple[str, str]]]) -> None:
+    axes.axis("off")
+    lines = [line for heading, answers in said.items() for line in [(heading, None), *answers]]
+    for i, (name, statement) in enumerate(lines):
+        y = 1 - (i + 0.5) / len(lines)
+        axes.text(0, y, name, weight="normal" if statement else "bold", fontsize=10, va="center")
+        if statement:
+            axes.text(0.25, y, statement, fontsize=10, va="center")

@@ -156,11 +156,11 @@ class Reference:
         """The model's streams and logits with edits at the same places.
 
         Args:
-            edits: (site, layer, function); the function gets the row [num_tokens,
-                hidden_size] of every position and returns the new ones.
+            edits: (site, layer, function); the function gets the row [num_tokens, numbers of
+                a row] of every position and returns the new ones.
 
         Returns:
-            ((site, layer) -> [num_tokens, hidden_size] of every site after its edits,
+            ((site, layer) -> [num_tokens, numbers of a row] of every site after its edits,
             logits [num_tokens, vocab])
         """
         streams: dict[tuple[str, int], Tensor] = {}
@@ -198,21 +198,55 @@ class Reference:
 
             return hook
 
+        def branch(site: str, layer: int):
+            def hook(module: object, args: tuple, out: object) -> object:
+                if isinstance(out, tuple):
+                    return (apply(site, layer, out[0]), *out[1:])
+                return apply(site, layer, out)
+
+            return hook
+
+        def attend(layer: Any, query: Tensor, key: Tensor, value: Tensor, *args, **kwargs):
+            def at(site: str, x: Tensor) -> Tensor:  # [1, heads, num_tokens, head_dim]
+                rows = x.transpose(1, 2)
+                return apply(site, layer.layer_idx, rows).view_as(rows).transpose(1, 2)
+
+            rows = at("q", query), at("k", key), at("v", value)
+            out, weights = attention(layer, *rows, *args, **kwargs)
+            return apply("z", layer.layer_idx, out), weights
+
+        module = sys.modules[type(self.model).__module__]
+        attention = getattr(module, "eager_attention_forward", None)
         handles = []
         for k, layer in enumerate(self._layers):
+            for site, name in self._branch_modules(layer).items():
+                handles.append(getattr(layer, name).register_forward_hook(branch(site, k)))
             handles.append(layer.register_forward_pre_hook(pre(k), with_kwargs=True))
             names = ("pre_feedforward_layernorm", "ln_2", "post_attention_layernorm")
             norm = next(getattr(layer, n) for n in names if hasattr(layer, n))
             handles.append(norm.register_forward_pre_hook(mid(k)))
             handles.append(layer.register_forward_hook(post(k)))
+        if attention is not None:
+            module.eager_attention_forward = attend
         try:
             with torch.no_grad():
                 ids = torch.tensor([token_ids], device=self.model.device)
-                logits = self.model(ids).logits[0].float().cpu()
+                logits = self.model(ids, use_cache=False).logits[0].float().cpu()
         finally:
+            module.eager_attention_forward = attention
             for handle in handles:
                 handle.remove()
         return streams, logits
+
+    @staticmethod
+    def _branch_modules(layer: Any) -> dict[str, str]:
+        """Site -> the module whose output it is, of the layers that have such modules."""
+        after = hasattr(layer, "pre_feedforward_layernorm")  # of Gemma's
+        names = {
+            "attn_out": "post_attention_layernorm" if after else "self_attn",
+            "mlp_out": "post_feedforward_layernorm" if after else "mlp",
+        }
+        return {site: name for site, name in names.items() if hasattr(layer, name)}
 
     def streams(self, token_ids: list[int]) -> list[Tensor]:
         """Boundary b -> [num_tokens, hidden_size]: 0 the embedding output, k + 1 the
@@ -233,12 +267,7 @@ class Reference:
         found: list[dict[str, Tensor]] = [{} for _ in self._layers]
         handles = []
         for layer, one in zip(self._layers, found, strict=True):
-            after = hasattr(layer, "pre_feedforward_layernorm")  # of Gemma's
-            names = {
-                "attn_out": "post_attention_layernorm" if after else "self_attn",
-                "mlp_out": "post_feedforward_layernorm" if after else "mlp",
-            }
-            for site, name in names.items():
+            for site, name in self._branch_modules(layer).items():
 
                 def see(module, args, out, one=one, site=site):
                     rows = out[0] if isinstance(out, tuple) else out

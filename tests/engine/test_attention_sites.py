@@ -169,14 +169,6 @@ def test_a_result_that_travels_has_its_heads(llm):
         assert torch.equal(again[site, 2], output.scope[site, 2])
 
 
-def test_they_are_not_edited(llm):
-    body = {
-        "scope": '{"edits": [{"kind": "ablate", "site": "q", "layers": [0], "direction": [1]}]}'
-    }
-    with pytest.raises(SpecError, match=r"edits\[0\]\.site is 'q', which can be read and probed"):
-        run(llm, PROMPTS[:1], asking.params(body))
-
-
 def test_preempted_requests_have_each_row_once(llama, ref):
     with local_engine(
         llama, dtype="float32", num_gpu_blocks_override=7, block_size=32, max_model_len=96,

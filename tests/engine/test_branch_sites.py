@@ -129,11 +129,6 @@ def test_codecs_take_them_as_rows_of_the_stream(llm):
         assert 1e-5 < row_error(encoded[site, 1], plain[site, 1]) < 0.05
 
 
-def test_they_are_not_edited():
-    with pytest.raises(SpecError, match="'mlp_out', which can be read and probed"):
-        Add([1.0] * 128, site="mlp_out", layer=0)
-
-
 def test_preempted_requests_have_each_row_once(llama, ref):
     with local_engine(
         llama, dtype="float32", num_gpu_blocks_override=7, block_size=32, max_model_len=96,

@@ -74,7 +74,8 @@ def check(output, ref, edits):
     for stream in result.keys():
         if stream[0] == "embed":
             continue
-        error = row_error(result[stream], streams[stream][result.positions(*stream)])
+        rows = result[stream].flatten(1)  # of heads
+        error = row_error(rows, streams[stream][result.positions(*stream)])
         assert error <= 1e-4, (stream, error)
     check_logprobs(completion, logits[len(output.prompt_token_ids) - 1 :])
 

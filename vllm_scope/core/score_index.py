@@ -93,9 +93,8 @@ class ScoreIndex:
         """A worker does not hold some scores. All workers forget them: other stages hold their
         part, and a late report may be of scores that were kept again since."""
         lost = set(keys)
-        if lost:  # `drop` looks at every block
-            self._known.drop(lost.__contains__)
-            self._forgotten += lost
+        self._known.discard(lost)
+        self._forgotten += lost
 
     def clear(self) -> None:
         """Forget everything: the model's weights may have changed."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -74,6 +74,13 @@ class Remembered(Generic[Key, Value]):
             self._values.clear()
             self._num_bytes = 0
             return gone
+
+    def discard(self, keys: Iterable[Key]) -> None:
+        """Drop the values of these keys, at a cost of so many."""
+        with self._lock:
+            for key in keys:
+                if key in self._values:
+                    self._num_bytes -= self._values.pop(key)[1]
 
     def drop(self, which: Callable[[Key], bool]) -> None:
         """Drop the values of some keys."""

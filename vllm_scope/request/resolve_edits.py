@@ -105,7 +105,7 @@ class _Telling:
 
 def _resolve_gate(gate: Gate, sites: Sites, where: str) -> ResolvedGate:
     (place,) = sites.find(gate.site, gate.layers, where)
-    _check_size(gate.vector, sites, f"{where}.vector")
+    _check_size(gate.vector, sites.hidden_size, gate.site, f"{where}.vector")
     return ResolvedGate(
         place, gate.vector, gate.kind, gate.threshold, gate.sharpness, gate.bias, gate.above
     )
@@ -119,11 +119,9 @@ def _check_order(gate: ResolvedGate, edited: Place, where: str) -> None:
         )
 
 
-def _check_size(values: Array, sites: Sites, where: str) -> None:
-    if values.shape[-1] != sites.hidden_size:
-        raise SpecError(
-            f"{where} has {values.shape[-1]} numbers; this model's rows have {sites.hidden_size}."
-        )
+def _check_size(values: Array, size: int, site: str, where: str) -> None:
+    if values.shape[-1] != size:
+        raise SpecError(f"{where} has {values.shape[-1]} numbers; rows of {site!r} have {size}.")
 
 
 def _resolve_edit(
@@ -140,7 +138,7 @@ def _resolve_edit(
         rows = [(s, _row(values, i) if own else values, None) for i, s in enumerate(streams)]
     found = []
     for stream, row, tier in rows:
-        _check_size(row, sites, f"{where}.{key}")
+        _check_size(row, sites.row_size(stream.site), stream.site, f"{where}.{key}")
         tokens = _within(edit.tokens, tier)
         if tokens is not None:
             found.append(_one_edit(edit, stream, row, tokens))

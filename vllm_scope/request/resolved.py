@@ -25,7 +25,7 @@ from vllm_scope.vectors.module import VectorKey
 
 #: Measured bytes of one action at one stream, and of each further stream of a read. What is
 #: compiled and cached for the action is included.
-_ACTION_BYTES, _STREAM_BYTES = 1024, 128
+_ACTION_BYTES, _STREAM_BYTES = 1536, 128
 #: Edits of one request, each layer counted. As many operations may a request with edits have.
 MAX_EDITED = 1 << 13
 #: Vectors of a steering module. A key (site, layer) is for every token, a key (site, layer, tier)

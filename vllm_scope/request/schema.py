@@ -26,7 +26,7 @@ from vllm_scope.request.nets import (
     Mlp,
 )
 from vllm_scope.request.selectors import FAR, MAX_ITEMS, MAX_PARTS, WORDS
-from vllm_scope.request.sites import ALIASES, MAX_LAYERS, STREAM_SITES
+from vllm_scope.request.sites import ALIASES, MAX_LAYERS, SITES, STREAM_SITES
 from vllm_scope.request.spec import MOST
 
 Schema = dict[str, Any]
@@ -123,7 +123,8 @@ def _gate() -> Schema:
     }
     for each in fields(Gate):
         if each.init:
-            found = given.setdefault(each.name, dict(_of_type(hints[each.name])))
+            found = given.get(each.name) or dict(_of_type(hints[each.name]))
+            given[each.name] = found
             if each.default is not MISSING and each.default is not None:
                 found["default"] = each.default
     return _said(Gate, _object(["vector"], given))
@@ -193,8 +194,8 @@ def _action(cls: Any) -> Schema:
         if not each.init or name == "layer":  # in JSON it is `layers`
             continue
         if name == "site":
-            aliases = [alias for alias, site in ALIASES.items() if site in cls.sites]
-            properties[name] = {"enum": [*cls.sites, *aliases]}
+            aliases = [alias for alias, site in ALIASES.items() if site in SITES]
+            properties[name] = {"enum": [*SITES, *aliases]}
         else:
             properties[name] = dict(_FIELDS.get(name) or _of_type(hints[name]))
         if each.default is MISSING or (cls, name) == (Probe, "name"):

@@ -12,7 +12,7 @@ boundary: before all edits (level 0), between them (level 1) and after them (lev
 
 Sites inside a layer (INNER_SITES) are not on the stream. Each has an index in KINDS; its boundary
 at layer k is that index in the upper bits and k in the lower 16. All sites of one kind have rows of
-one width. They can be read and probed, but not edited, so they have one point, at level 0.
+one width. Level 0 is before its edits, level 1 after them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import Any, Literal, NamedTuple
 
 from vllm_scope.errors import SpecError, shown
 
-#: Sites, by TransformerLens's names. On the residual stream; can be read, probed and edited.
+#: Sites, by TransformerLens's names; all can be read, probed and edited. On the residual stream.
 STREAM_SITES = ("embed", "resid_pre", "resid_mid", "resid_post")
-#: Inside the attention; can be read and probed.
+#: Inside the attention.
 ATTENTION_SITES = ("q", "k", "v", "z")
-#: What a layer's attention and its MLP add to the stream; can be read and probed.
+#: What a layer's attention and its MLP add to the stream.
 BRANCH_SITES = ("attn_out", "mlp_out")
 INNER_SITES = (*ATTENTION_SITES, *BRANCH_SITES)
 SITES = (*STREAM_SITES, *INNER_SITES)
@@ -81,8 +81,6 @@ class Place(NamedTuple):
 
     def point(self, phase: Phase = "after") -> int:
         """The point at which a read or a probe of this place takes its row."""
-        if self.site in INNER_SITES:
-            return point_of(self.boundary, 0)
         return point_of(self.boundary, self.group + (1 if phase == "after" else 0))
 
 
@@ -245,6 +243,11 @@ class Sites:
         unknown = ATTENTION_SITES if self.heads is None else ()
         sizes = (0 if site in unknown else self.row_size(site) for site in KINDS[1 : last + 1])
         return (self.hidden_size, *sizes)
+
+    @property
+    def vector_size(self) -> int:
+        """Numbers of a row of the table of vectors: those of the widest rows."""
+        return max(self.row_sizes)
 
     @cached_property
     def readable(self) -> set[int]:

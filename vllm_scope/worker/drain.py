@@ -189,6 +189,7 @@ class Drain:
             copied, positions = self._copy(region, labels, boundary, lease, positions)
             if copied is None:
                 lease.release()
+                self._lost(labels)
                 return
         elif positions is not None:
             positions = positions.clone()
@@ -255,6 +256,12 @@ class Drain:
         wait = step.copied.synchronize if step.copied is not None else _nothing_to_wait_for
         self._watch.add(partial(_true_labels, step), wait, step.lease, step.boundary)
         return step
+
+    def _lost(self, labels: Labels) -> None:
+        """Rows of these requests are lost. Scores of an earlier draft must not stand for them."""
+        if self._store is not None:
+            for key in set(labels.keys.tolist()):
+                self.later(partial(self._store.end, key))
 
     def _put(self, item: _Item) -> None:
         if self._watch and isinstance(item, _Rows):

@@ -247,7 +247,7 @@ def test_the_servers_edits_keep_what_a_name_meant_when_they_were_set(held):
         ),
         pytest.param(_text(Add("m", layer=0)), ["'m', which this engine"], id="an-unknown-module"),
         pytest.param(_text(Add(V, layer=2)), ["does not tap"], id="an-untapped-layer"),
-        pytest.param(_text(Add([1.0], layer=0)), ["rows have 4"], id="another-size"),
+        pytest.param(_text(Add([1.0], layer=0)), ["'resid_post' have 4"], id="another-size"),
     ],
 )
 def test_invalid_server_wide_edits_are_refused_and_the_earlier_ones_stay(text, words, held):

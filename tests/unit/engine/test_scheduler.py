@@ -155,7 +155,11 @@ class Scheduler:
         self.kv_cache_manager = SimpleNamespace(block_pool=pool)
         self.vllm_config = SimpleNamespace(
             additional_config=additional,
-            model_config=SimpleNamespace(get_hidden_size=lambda: hidden_size),
+            model_config=SimpleNamespace(
+                get_hidden_size=lambda: hidden_size,
+                get_total_num_hidden_layers=lambda: 1,
+                dtype="float32",
+            ),
         )
 
     def enqueue(self, request: Any) -> None:

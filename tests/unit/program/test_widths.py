@@ -110,7 +110,8 @@ def test_a_layer_has_six_places_beside_the_stream_and_all_are_distinct():
     # Where no heads are known, none are tapped.
     branches = (2, Place("attn_out", 0).boundary)
     assert Sites(NUM_LAYERS, HIDDEN_SIZE, "float32", branches).row_sizes == (6, 0, 0, 0, 0, 6)
-    assert Place("q", 1).point("after") == Place("q", 1).point("before")
+    assert Place("q", 1).point("after") == Place("q", 1).point("before") + 1
+    assert sites.vector_size == 20
 
 
 _READS = st.lists(
@@ -350,14 +351,15 @@ def test_the_canary_names_a_tap_that_wrote_nothing_whatever_its_width(deaf):
     assert found == [silent]
 
 
-@pytest.mark.parametrize("site", INNER_SITES)
-def test_sites_beside_the_stream_can_be_read_and_probed_and_not_edited(site):
-    words = f"site is '{site}', which can be read and probed; edits take embed, resid_pre"
+@pytest.mark.parametrize("site", SITES)
+def test_an_edit_of_another_width_than_the_rows_of_its_site_is_refused(site):
+    width, at = _WIDTH_OF[site], {} if site == "embed" else {"layer": 0}
+    edit = Add([1.0] * width, site=site, **at)
+    (found,) = Spec(edits=(edit,)).resolve(sites_of("float32")).edits
+    assert found.stream == Place(site, 0)
+    words = rf"edits\[0\]\.vector has {width + 1} numbers; rows of '{site}' have {width}\."
     with pytest.raises(SpecError, match=words):
-        Add([1.0] * 6, site=site, layer=0)
-    probe = Probe([1.0] * _WIDTH_OF[site], site=site, layer=0, name="p")
-    (found,) = Spec(probes=(probe,)).resolve(sites_of("float32")).probes
-    assert found.cells[0].place == Place(site, 0)
+        Spec(edits=(Add([1.0] * (width + 1), site=site, **at),)).resolve(sites_of("float32"))
 
 
 @pytest.mark.parametrize("site", SITES)
@@ -367,12 +369,6 @@ def test_a_probe_of_another_width_than_the_rows_of_its_site_is_refused(site):
     words = rf"probes\[0\]\.weight has {width + 1} numbers; rows of '{site}' have {width}\."
     with pytest.raises(SpecError, match=words):
         Spec(probes=(probe,)).resolve(sites_of("float32"))
-
-
-def test_an_edit_in_json_is_refused_at_its_path():
-    body = '{"edits": [{"kind": "add", "site": "z", "layers": [0], "vector": [1, 2]}]}'
-    with pytest.raises(SpecError, match=r"edits\[0\]\.site is 'z', which can be read and probed;"):
-        Spec.from_json(body)
 
 
 def test_a_site_that_is_not_tapped_is_refused_with_the_option_to_set():

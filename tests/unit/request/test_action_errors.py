@@ -283,11 +283,12 @@ def test_a_huge_array_is_refused_before_it_is_copied():
         ),
         pytest.param(
             {"edits": [{"kind": "add", "site": "embed", "vector": V, "scales": 2}]},
-            "'scales'", "layers, norm_match, scale, site, tokens, vector", id="unknown-field",
+            "'scales'", "layers, max_relative_norm, norm_match, scale, site, tokens, vector",
+            id="unknown-field",
         ),
         pytest.param(
             {"edits": [{"kind": "add", "site": "embed", "vector": V, "layer": 0}]},
-            "'layer'", "layers, norm_match", id="layer-for-layers",
+            "'layer'", "layers, max_relative_norm", id="layer-for-layers",
         ),
         pytest.param(
             {"edits": [{"kind": "replace", "site": "embed", "values": V, "positions": [0],

@@ -51,7 +51,7 @@ class CoreScope:
             self.registry.register_module(name, load_vectors(path))
         #: The reads that global sinks add to every request.
         self.everywhere = global_reads(config, self.sites)
-        self.most = capacity(self.sites.hidden_size, config.vectors_mib)
+        self.most = capacity(self.sites.vector_size, config.vectors_mib)
 
     def enter(self, request: EngineCoreRequest) -> Entered | None:
         """What a request that enters asks for, with the modules and server-wide edits of now.

@@ -26,7 +26,7 @@ from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.core import clearing
 from vllm_scope.engine.core.entered import entered
 from vllm_scope.engine.core.scores import fill_blocks, index_of, kept_of, new_index
-from vllm_scope.engine.model import hidden_size_of
+from vllm_scope.engine.model import sites_of
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import (
     KVCacheManager,
@@ -79,7 +79,7 @@ def _new_admission(scheduler: Scheduler) -> Admission[Request]:
     config = config_of(vllm_config)
     assert config is not None
     admission: Admission[Request] = Admission(
-        capacity(hidden_size_of(vllm_config), config.vectors_mib)
+        capacity(sites_of(vllm_config, config).vector_size, config.vectors_mib)
     )
     _state_of(scheduler).admission = admission
     return admission

@@ -90,7 +90,7 @@ def load_taps(
     if not drains:
         num_slots = sizes.slots_of_all  # for the check of the taps alone
     arena = Arena(num_slots, dtype, device)
-    limits = sizes.limits(num_slots, capacity(sites.hidden_size, config.vectors_mib), optimistic)
+    limits = sizes.limits(num_slots, capacity(sites.vector_size, config.vectors_mib), optimistic)
     op.register()
     if device.type == "cuda":
         from vllm_scope.graph.tap.kernel import load_variants

@@ -200,6 +200,10 @@ class ScopeWorker:
         key = NOBODY if recipient is None else recipient.key
         try:
             asked = self._heard[entrant.spec]
+            places = {cell.place for probe in asked.probes for cell in probe.cells}
+            if entrant.scores and any(place.boundary in self.here for place in places):
+                # EngineCore counts on them, so that those of a refused request are told as lost.
+                self._keeping[request.req_id] = key, entrant.scores
             vectors = bool(asked.edits or asked.probes)
             delivery = self._expect(request, recipient)
             prompt_ids, program = request.prompt_token_ids, None
@@ -230,7 +234,6 @@ class ScopeWorker:
             every = program.generated_superset() if entrant.scores and key != NOBODY else None
             if every is not None and self._delivery is not None:
                 self._delivery.keep_scores(key, entrant, every.layout)
-                self._keeping[request.req_id] = key, entrant.scores
         except Exception as error:
             self._refuse(request.req_id, vectors, key, error)
 
@@ -307,6 +310,8 @@ class ScopeWorker:
         """A step's output, with the requests that end by it: whose edits made rows that are not
         finite, or that a probe stops."""
         if self._faults is None:  # EngineCore does not see the outputs of this stage
+            if self._delivery is not None:
+                self._delivery.store.take_missing()
             return output
         if self._delivery is not None:
             output = with_verdicts(output, self._delivery.watch)

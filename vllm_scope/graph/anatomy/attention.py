@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vllm_scope.graph.anatomy.layers import Anatomy
-from vllm_scope.graph.anatomy.tapped import give_buffers, named, read_rows
+from vllm_scope.graph.anatomy.tapped import give_buffers, named, tap_rows
 from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.request.sites import ATTENTION_SITES, Place, Sites
 
@@ -54,12 +54,13 @@ def _tapped_attention(base: type, sizes: Mapping[str, int]) -> type[nn.Module]:
         def forward(
             self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
         ) -> Tensor:
-            for site, rows in (("q", query), ("k", key), ("v", value)):
-                if site in sizes:
-                    read_rows(self, rows, getattr(self, f"scope_{site}"), sizes[site])
+            if "q" in sizes:
+                query = tap_rows(self, query, self.scope_q, sizes["q"])
+            if "k" in sizes:
+                key = tap_rows(self, key, self.scope_k, sizes["k"])
+            if "v" in sizes:
+                value = tap_rows(self, value, self.scope_v, sizes["v"])
             out: Tensor = super().forward(query, key, value, *args, **kwargs)
-            if "z" in sizes:
-                read_rows(self, out, self.scope_z, sizes["z"])
-            return out
+            return tap_rows(self, out, self.scope_z, sizes["z"]) if "z" in sizes else out
 
     return named(Tapped, base)

@@ -53,10 +53,10 @@ def install_taps(
         if inner:
             norm = _norm_of(layer, number, anatomy.convention)
             give_buffers(norm, inner, tap_of, arena, tables)
-            norm.__class__ = _tapped_norm(type(norm), frozenset(inner))
+            norm.__class__ = _tapped_norm(type(norm), frozenset(inner), tables.hidden_size)
         if "mlp_out" in here:  # innermost: requests' functions run outside of it
             give_buffers(layer, {"mlp_out": here["mlp_out"]}, tap_of, arena, tables)
-            layer.__class__ = _branching_layer(type(layer))
+            layer.__class__ = _branching_layer(type(layer), tables.hidden_size)
         outer = {name: b for name, b in here.items() if name in ("entry", "exit")}
         if outer:
             give_buffers(layer, outer, tap_of, arena, tables)
@@ -137,12 +137,15 @@ def _tap(module: Any, hidden: Tensor, residual: Tensor | None, number: Tensor) -
     torch.ops.vllm_scope.tap(hidden, residual, *_tables(module, number))
 
 
-def read_rows(module: Any, rows: Tensor | None, number: Tensor, size: int) -> None:
-    """A tap that only reads: `rows` are not written, and the compiler knows.
+def tap_rows(module: Any, rows: Tensor | None, number: Tensor, size: int) -> Tensor:
+    """A tap on rows that are not on the stream.
 
     Args:
         rows: [num_tokens, size], or [num_tokens, heads, size of each].
         number: the tap's.
+
+    Returns:
+        The rows to go on with: `rows` itself, or a copy if they are a part of wider ones.
 
     Raises:
         CompatError: while the graph is traced: rows of another width or dtype, which would
@@ -154,7 +157,10 @@ def read_rows(module: Any, rows: Tensor | None, number: Tensor, size: int) -> No
         raise CompatError(f"a tap is given {came}, not rows of {size} {dtype}")
     if rows.stride(-1) != 1:
         raise CompatError("a tap is given rows whose numbers do not lie side by side")
-    torch.ops.vllm_scope.tap_read(rows.flatten(1), *_tables(module, number))
+    # Without the copy, the compiler would copy the wider rows, twice.
+    flat = rows.flatten(1).contiguous()
+    _tap(module, flat, None, number)
+    return flat.view(rows.shape)
 
 
 def _tapped_layer(base: type, convention: Convention, places: frozenset[str]) -> type[nn.Module]:
@@ -181,7 +187,7 @@ def _tapped_layer(base: type, convention: Convention, places: frozenset[str]) ->
     return named(Tapped, base)
 
 
-def _branching_layer(base: type) -> type[nn.Module]:
+def _branching_layer(base: type, size: int) -> type[nn.Module]:
     """A subclass of `base`, which returns (hidden, residual), with a tap on its MLP's output.
 
     It is the innermost subclass: edits and functions write the stream to the same tensor.
@@ -190,8 +196,7 @@ def _branching_layer(base: type) -> type[nn.Module]:
     class Tapped(base):
         def forward(self, *args: Tensor, **kwargs: Tensor) -> object:
             out = super().forward(*args, **kwargs)
-            read_rows(self, out[0], self.scope_mlp_out, self.scope_vectors.shape[1])
-            return out
+            return (tap_rows(self, out[0], self.scope_mlp_out, size), *out[1:])
 
     # The outer subclasses look for `hidden_states` there.
     Tapped.forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
@@ -204,7 +209,7 @@ def rebuilt(tapped: type, base: type, convention: Convention) -> type[nn.Module]
     return base if places is None else _tapped_layer(base, convention, places)
 
 
-def _tapped_norm(base: type, places: frozenset[str]) -> type[nn.Module]:
+def _tapped_norm(base: type, places: frozenset[str], size: int) -> type[nn.Module]:
     """A subclass of `base` with taps on the norm's input (hidden, or hidden + residual), and
     on hidden alone, which is the attention's output."""
     middle, branch = (name in places for name in ("middle", "attn_out"))
@@ -212,7 +217,7 @@ def _tapped_norm(base: type, places: frozenset[str]) -> type[nn.Module]:
     class Tapped(base):
         def forward(self, hidden: Tensor, residual: Tensor | None = None) -> object:
             if branch:  # before edits of the stream are written to it
-                read_rows(self, hidden, self.scope_attn_out, self.scope_vectors.shape[1])
+                hidden = tap_rows(self, hidden, self.scope_attn_out, size)
             if middle:
                 _tap(self, hidden, residual, self.scope_middle)
             if residual is None:

@@ -90,7 +90,7 @@ def tap_rows(
             in host memory, owner. Rows from num_rows on are not looked at.
         programs: [num_programs, num_taps] int32: first op, -1 for none.
         ops: [num_ops, NUM_COLUMNS] int32: see the columns above. Numbers are float32 bits.
-        vectors: [num_vectors, hidden_size] float32.
+        vectors: [num_vectors, hidden_size or more] float32.
         tap: scalar int32 tensor: this tap's column in `programs`.
         host: [3] int64: the address of the host's slots (only the kernel writes there), that of
             the faults, int32 by owner (0 if nobody reads faults), and that of the registers,
@@ -114,6 +114,7 @@ def tap_rows(
     edited = np.zeros(len(rows), bool)
     words, numbers = arena.view(torch.int32).view(-1).numpy(), ops.numpy()
     registers = _registers(int(host[2]), len(tokens))
+    vectors = vectors[:, : hidden.shape[1]]
     while len(live := np.flatnonzero(at >= 0)):
         told = numbers[at[live]]
         for code in set(told[:, CODE].tolist()):
@@ -220,7 +221,7 @@ def _number(op: np.ndarray, column: int) -> Tensor:
 def _dot(x: Tensor, v: Tensor) -> Tensor:
     """[num_rows] of two [num_rows, hidden_size]. A row's result does not depend on the others:
     torch's sums do, in the last bit."""
-    return torch.from_numpy(np.einsum("ij,ij->i", x.numpy(), v.numpy()))
+    return torch.from_numpy(np.einsum("ij,ij->i", x.detach().numpy(), v.numpy()))
 
 
 def _norm(x: Tensor) -> Tensor:

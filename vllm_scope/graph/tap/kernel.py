@@ -49,7 +49,8 @@ def _tanh(x):
 # One variant serves all taps: a second one would be compiled during a graph's capture.
 @triton.jit(
     do_not_specialize=[
-        "hidden_row_stride", "residual_row_stride", "num_taps", "slot_base", "slots_per_token",
+        "hidden_row_stride", "residual_row_stride", "vector_stride", "num_taps", "slot_base",
+        "slots_per_token",
     ]
 )  # fmt: skip
 def _tap_kernel(
@@ -64,6 +65,7 @@ def _tap_kernel(
     host_ptr,
     hidden_row_stride,
     residual_row_stride,
+    vector_stride,
     hidden_size,
     num_taps,
     slot_base,
@@ -113,7 +115,7 @@ def _tap_kernel(
                 x = tl.zeros_like(x)
                 edited = 1
         else:
-            vector = vectors_ptr + tl.load(op + 3).to(tl.int64) * hidden_size + column
+            vector = vectors_ptr + tl.load(op + 3).to(tl.int64) * vector_stride + column
             v = tl.load(vector, keep, 0.0)
             a = tl.load(op + 4).to(tl.float32, bitcast=True)
             b = tl.load(op + 5).to(tl.float32, bitcast=True)
@@ -160,7 +162,7 @@ def _tap_kernel(
                         elif code == OP_FEATURE:
                             c = tl.load(op + 9).to(tl.float32, bitcast=True)
                             d = tl.load(op + 10).to(tl.float32, bitcast=True)
-                            reads = tl.load(op + 8).to(tl.int64) * hidden_size + column
+                            reads = tl.load(op + 8).to(tl.int64) * vector_stride + column
                             before = tl.sum(x * tl.load(vectors_ptr + reads, keep, 0.0), 0) + b
                             phi = a + d * tl.where(before > c, before, 0.0)
                         elif code != OP_ADD:
@@ -210,13 +212,13 @@ def tap_rows(hidden: Tensor, residual: Tensor | None, *others: Any) -> None:
     if num_rows == 0:
         return
     *tables, slot_base, slots_per_token = others
-    programs = tables[2]
+    programs, vectors = tables[2], tables[4]
     # The whole row in registers: a program reads and changes it several times.
     block = triton.next_power_of_2(hidden_size)
     stream = hidden if residual is None else residual
     _tap_kernel[(num_rows,)](
-        hidden, stream, *tables, hidden.stride(0), stream.stride(0), hidden_size,
-        programs.shape[1], slot_base, slots_per_token,
+        hidden, stream, *tables, hidden.stride(0), stream.stride(0),
+        vectors.stride(0), hidden_size, programs.shape[1], slot_base, slots_per_token,
         HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=max(1, min(block // 512, 16)),
     )  # fmt: skip
 

@@ -1,15 +1,14 @@
-"""`torch.ops.vllm_scope.tap` and `tap_read`: the ops that are traced into the model's graph.
+"""`torch.ops.vllm_scope.tap`: the op that is traced into the model's graph.
 
 Owns:  the registration, and the route from a tap to the worker's state of the step.
 Runs:  traced at load; on the GPU mostly replayed inside CUDA graphs, where this Python does
        not run. Where it runs (eager pieces, the CPU), it may skip the launch in an idle step
        and drain tap by tap.
 
-`tap` mutates the arena and the stream; `tap_read`, for places where no program edits, the
-arena alone. The schemas say so, and the compiler makes no copies: traced tensor code
-(index_copy_) made three arena-sized temporaries a step (measured, torch 2.13). The tap's number
-is a tensor: with a constant, each layer's graph would be compiled apart (26 s instead of 4 for
-32 layers, measured on an H200).
+`tap` mutates the arena and the rows. The schema says so, and the compiler makes no copies: traced
+tensor code (index_copy_) made three arena-sized temporaries a step (measured, torch 2.13). The
+tap's number is a tensor: with a constant, each layer's graph would be compiled apart (26 s instead
+of 4 for 32 layers, measured on an H200).
 """
 
 from __future__ import annotations
@@ -88,10 +87,6 @@ def _launch(hidden: Tensor, residual: Tensor | None, *arguments: Any) -> None:
         definition.tap_rows(hidden, residual, *arguments)
 
 
-def _tap_read(hidden: Tensor, *tables: Tensor) -> None:
-    _tap(hidden, None, *tables)
-
-
 def _fake(*_: object) -> None:
     """What the ops return while a graph is traced: nothing."""
 
@@ -104,12 +99,7 @@ def register() -> None:
     if hasattr(torch.ops.vllm_scope, "tap"):
         return
     stream = "Tensor(a0!) hidden, Tensor(a1!)? residual, Tensor(a2!) arena, "
-    for schema, function in (
-        (f"tap({stream}{_TABLES}", _tap),
-        (f"tap_read(Tensor hidden, Tensor(a1!) arena, {_TABLES}", _tap_read),
-    ):
-        _library.define(schema)
-        name = schema.partition("(")[0]
-        for key in ("CPU", "CUDA"):
-            _library.impl(name, function, dispatch_key=key)
-        _library._register_fake(name, _fake)
+    _library.define(f"tap({stream}{_TABLES}")
+    for key in ("CPU", "CUDA"):
+        _library.impl("tap", _tap, dispatch_key=key)
+    _library._register_fake("tap", _fake)

@@ -36,7 +36,7 @@ from vllm_scope.program.layout import Layout, Widths, boundaries_of
 from vllm_scope.program.operations import NO_PROGRAM, OP_READ, REGISTERS, Cost, Op, Program
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.heads import Head
-from vllm_scope.request.sites import boundary_of_point
+from vllm_scope.request.sites import STREAM, boundary_of_point
 
 #: Programs that requests with edits may hold, and further ones for programs that only read.
 HELD_PROGRAMS, FREE_PROGRAMS = 8192, 4096
@@ -46,9 +46,13 @@ MOST_OWNERS = 1 << 16
 HELD_OPS = 1 << 17
 
 
-def capacity(hidden_size: int, vectors_mib: float) -> Cost:
-    """What all requests together may hold of the tables."""
-    return Cost(max(1, int(vectors_mib * 2**20) // (4 * hidden_size)), HELD_PROGRAMS, HELD_OPS)
+def capacity(vector_size: int, vectors_mib: float) -> Cost:
+    """What all requests together may hold of the tables.
+
+    Args:
+        vector_size: numbers of a vector, as in Sites.
+    """
+    return Cost(max(1, int(vectors_mib * 2**20) // (4 * vector_size)), HELD_PROGRAMS, HELD_OPS)
 
 
 class _Words(NamedTuple):
@@ -109,7 +113,7 @@ class Tables:
         tokens: [max_rows, 4] int32: program, slot, 1 for host memory, owner.
         programs: [num_programs, num_taps] int32: first op or -1.
         ops: [num_ops, NUM_COLUMNS] int32: tap.definition's columns.
-        vectors: [num_vectors, hidden_size] float32.
+        vectors: [num_vectors, numbers of the widest row] float32.
         numbers: [num_taps] int32: 0, 1, ...; a tap's number is a view of one.
         registers: [max_rows, REGISTERS] float32: values of conditions in one forward.
         host: [3] int64: addresses of memory that taps write. Of the host: of slots, or 0; of
@@ -145,8 +149,10 @@ class Tables:
         self.tokens = table((max_rows, 4), NO_PROGRAM)
         self.programs = table((num_programs, num_taps), -1)
         self.ops = table((num_ops, NUM_COLUMNS), 0)
-        num_vectors = capacity(hidden_size, vectors_mib).vectors
-        self.vectors = torch.zeros((num_vectors, hidden_size), device=device)
+        self.hidden_size = hidden_size
+        size = hidden_size * max(widths.row_bytes) // widths.row_bytes[STREAM]
+        num_vectors = capacity(size, vectors_mib).vectors
+        self.vectors = torch.zeros((num_vectors, size), device=device)
         self.numbers = torch.arange(num_taps, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
         self._faults = torch.zeros(MOST_OWNERS, dtype=torch.int32, pin_memory=pinned)
@@ -240,8 +246,12 @@ class Tables:
                     "are in use; send the request again when others have finished, or raise it."
                 )
             found = places.put(vector)
-            self._pending_vectors[found] = vector.numpy
+            self._pending_vectors[found] = self._padded(vector.numpy)
         return found
+
+    def _padded(self, vector: NDArray[np.float32]) -> NDArray[np.float32]:
+        missing = self.vectors.shape[1] - len(vector)
+        return np.pad(vector, (0, missing)) if missing else vector
 
     def _place(self, program: Program) -> int:
         while self._programs.full or len(self._free_ops) < program.num_ops:

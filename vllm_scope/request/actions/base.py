@@ -15,7 +15,7 @@ import numpy as np
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.selectors import Word, check_size, parse_selector
-from vllm_scope.request.sites import STREAM_SITES, canonical_site, parse_layers
+from vllm_scope.request.sites import canonical_site, parse_layers
 
 Layers = Sequence[int] | str | int | None
 
@@ -80,8 +80,6 @@ class Action:
     """
 
     kind: ClassVar[str]
-    #: The sites that this action may name.
-    sites: ClassVar[tuple[str, ...]] = STREAM_SITES
     #: Fields of the JSON form besides site, layers and tokens. An edit's first is its vector.
     fields: ClassVar[tuple[str, ...]] = ()
 
@@ -98,11 +96,6 @@ class Action:
         """Check and normalise site, layers and tokens."""
         name = type(self).__name__
         site = canonical_site(self.site, f"{name}.site")
-        if site not in self.sites:
-            raise SpecError(
-                f"{name}.site is {shown(site)}, which can be read and probed; edits take "
-                f"{', '.join(self.sites)}."
-            )
         found = parse_layers(self._given_layers(), site, f"{name}.layers")
         layers = "all" if found is None else found
         one = found[0] if found is not None and len(found) == 1 else layers

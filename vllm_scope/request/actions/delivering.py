@@ -15,7 +15,6 @@ from vllm_scope.request.actions.base import (
     checked_name,
 )
 from vllm_scope.request.heads import CodecChoice
-from vllm_scope.request.sites import SITES
 
 WHEN = ("after", "before")
 
@@ -49,7 +48,6 @@ class Read(Action):
     """
 
     kind: ClassVar[str] = "read"
-    sites: ClassVar[tuple[str, ...]] = SITES
     fields: ClassVar[tuple[str, ...]] = ("when", "to", "tag", "name", "codec")
 
     site: str = field(kw_only=False)

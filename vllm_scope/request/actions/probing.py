@@ -19,7 +19,6 @@ from vllm_scope.request.actions.base import (
 )
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.nets import AttentionPool, Mlp, parse_aggregate, shaped_weight
-from vllm_scope.request.sites import SITES
 
 ACTIVATIONS = (None, "sigmoid")
 #: Names of an operator's monitors begin so (engine.monitors).
@@ -60,7 +59,6 @@ class Probe(Action):
     """
 
     kind: ClassVar[str] = "probe"
-    sites: ClassVar[tuple[str, ...]] = SITES
     fields: ClassVar[tuple[str, ...]] = (
         "weight", "bias", "name", "to", "activation", "aggregate", "threshold", "action",
     )  # fmt: skip
