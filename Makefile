@@ -7,7 +7,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export VLLM_NO_USAGE_STATS = 1
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo monitor test test-all lint bench soak clean test-gpu bench-gpu $(PARTS:%=test-%)
+.PHONY: demo monitor control test test-all lint bench soak clean test-gpu bench-gpu $(PARTS:%=test-%)
 
 demo: .venv/.ready
 	$(BIN)/python -m examples.demo
@@ -15,6 +15,10 @@ demo: .venv/.ready
 # A monitor flags lying speakers and stops them: one minute.
 monitor: .venv/.ready
 	$(BIN)/python -m examples.monitor
+
+# A gated edit turns lies into truths and leaves honest speakers alone: two minutes.
+control: .venv/.ready
+	$(BIN)/python -m examples.control
 
 # With VLLM: what another vLLM could break. Everything is run with the vLLM of the lock.
 CORE := tests/unit tests/engine/test_rows.py tests/engine/test_values.py \

@@ -1,6 +1,8 @@
-"""The figures: where each concept can be read, where a review can be steered, what a monitor sees.
+"""The figures: where each concept can be read, where a review can be steered, what a monitor sees,
+and where a gate opens.
 
-From:  demo.py, which has fitted the probes and steered; monitor.py.   To: PNG files, and a page.
+From:  demo.py, which has fitted the probes and steered; monitor.py; control.py.
+To:    PNG files, and a page.
 """
 
 from collections.abc import Mapping, Sequence
@@ -225,9 +227,11 @@ def write_control_figure(
     for axes in (above, below):
         axes.set_xlim(-0.5, rows[-1] + 0.5)
         axes.set_xticks(rows, tokens)
-    below.set_xlabel("token whose row the gate reads, before the next token is generated")
+    below.set_xlabel(
+        "token whose row the gate reads, before the next is generated (…: speakers differ)"
+    )
     _write_said(text, said)
-    figure.suptitle("A gate opens before a lie, and the edit turns it", weight="bold")
+    figure.suptitle("The gate opens where a lie is due, and the edit turns the lie", weight="bold")
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=10)
     figure.savefig(path, dpi=200)
 
