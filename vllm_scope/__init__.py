@@ -21,7 +21,17 @@ from vllm_scope.errors import (
     ScopeError,
     SpecError,
 )
-from vllm_scope.request.actions import Ablate, Add, Clamp, Gate, Probe, Read, Replace
+from vllm_scope.request.actions import (
+    Ablate,
+    Add,
+    Clamp,
+    Gate,
+    Probe,
+    Read,
+    Replace,
+    ScaleFeature,
+    SetFeature,
+)
 from vllm_scope.request.nets import AttentionPool, Ema, Mlp, RollingMean
 from vllm_scope.request.schema import spec_schema
 from vllm_scope.request.selectors import Except, Positions, TokenIds, Union
@@ -54,7 +64,9 @@ __all__ = [
     "Read",
     "Replace",
     "RollingMean",
+    "ScaleFeature",
     "ScopeError",
+    "SetFeature",
     "Spec",
     "SpecError",
     "TokenIds",

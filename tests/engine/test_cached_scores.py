@@ -260,13 +260,17 @@ def test_scores_that_a_worker_lost_are_computed_again(llm, monkeypatch: pytest.M
     (missing,) = run(llm, [prompt(62)], asked)
     assert missing.scope.status == "incomplete"
     assert missing.scope.dropped == 128
-    # The worker reports the loss while it goes on: a request in between may miss them as well.
-    for _ in range(10):
-        (again,) = run(llm, [prompt(62)], asked)
-        if again.scope.status == "complete":
-            break
-    for answer, cached in ((again, 0), (run(llm, [prompt(62)], asked)[0], 128)):
-        assert answer.num_cached_tokens == cached
+    # The worker reports the loss while it goes on: requests in between may miss them as well, and
+    # a late report may forget what was kept again since.
+    answers = []
+    while len(answers) < 20 and (not answers or answers[-1].num_cached_tokens == 0):
+        answers += run(llm, [prompt(62)], asked)
+        if answers[-1].scope.status == "incomplete":
+            assert answers.pop().num_cached_tokens == 128
+    *computed, cached = answers
+    assert computed
+    assert cached.num_cached_tokens == 128
+    for answer in answers:
         assert answer.scope.status == "complete"
         same(first.scope, answer.scope)
 

@@ -21,6 +21,7 @@ from vllm_scope.program.operations import (
     OP_ABLATE,
     OP_ADD,
     OP_ADD_BOUND,
+    OP_ADD_FEATURE,
     OP_ADD_NORM,
     OP_CHECK,
     OP_CLAMP,
@@ -33,8 +34,8 @@ from vllm_scope.program.operations import (
 )
 
 CODES = (
-    OP_READ, OP_ADD, OP_ADD_NORM, OP_ABLATE, OP_CLAMP, OP_SET, OP_CHECK, OP_ADD_BOUND, OP_FEATURE,
-    *GATES,
+    OP_READ, OP_ADD, OP_ADD_NORM, OP_ABLATE, OP_CLAMP, OP_SET, OP_CHECK, OP_ADD_BOUND,
+    OP_ADD_FEATURE, *GATES,
 )  # fmt: skip
 #: Codes whose overflow is the same however sums are ordered.
 OVERFLOWING = (OP_READ, OP_ADD, OP_SET, OP_CHECK)
@@ -152,8 +153,10 @@ def random_tap(
     lengths = vectors[half:].norm(dim=1, keepdim=True)
     vectors[half:] /= torch.where(lengths > 0, lengths, 1)
     if huge:
-        vectors[0] *= 2.0**125  # float32 ends below 2**128
-        vectors[1] *= torch.finfo(dtype).max / 4
+        # A product with a number up to 2 is finite, so that only sums overflow: where the product
+        # is not rounded (fma), it may be infinite and the sum finite.
+        vectors[0] *= 2.0**124  # float32 ends below 2**128
+        vectors[1] *= torch.finfo(dtype).max / 8
 
     row_slots = slots_of_row(hidden_size * dtype.itemsize)
     row_words = row_slots * SLOT_BYTES // 4
@@ -178,18 +181,18 @@ def random_tap(
                 if code == OP_READ or (code not in COPIES and rng.random() < telling):
                     word, word_in_tap = read * row_words, read_here * row_words
                     read, read_here = read + 1, read_here + 1
-                free_length = (OP_ADD, OP_SET, OP_FEATURE, OP_GATE)
+                free_length = (OP_ADD, OP_SET, OP_ADD_FEATURE, OP_FEATURE, OP_GATE)
                 vector = rng.randrange(half) + (0 if code in free_length else half)
                 a = rng.randint(-32, 32) / 16
                 b = a + rng.randint(0, 32) / 16
                 c, d = rng.choice((0, 0.5, 4)), rng.choice((-1, 1))
-                if code in (OP_ADD_BOUND, OP_FEATURE):
+                if code in (OP_ADD_BOUND, OP_ADD_FEATURE):
                     b, d = abs(b), rng.randint(-16, 16) / 16
                 register = rng.randrange(4)
                 if code not in GATES and (not gated or rng.random() < 0.5):
                     register = -1
                 bits = torch.tensor([a, b, c, d], dtype=torch.float32).view(torch.int32).tolist()
-                reads = rng.randrange(half)
+                reads = rng.randrange(4)  # a register
                 places.append(
                     (code, word, word_in_tap, vector, *bits[:2], register, reads, *bits[2:])
                 )
@@ -274,13 +277,13 @@ def outcome(tap: Tap) -> Outcome:
             entry = tap.ops[at].tolist()
             code, vector, following, register, reads = (entry[i] for i in (0, 3, 6, 7, 8))
             numbers = tap.ops[at, [4, 5, 9, 10]].view(torch.float32).tolist()
-            v, encoder = tap.vectors[vector].double(), tap.vectors[reads].double()
+            v = tap.vectors[vector].double()
             offset = entry[2] if tap.slots_per_token else entry[1]
             word = slot * SLOT_BYTES // 4 + offset
             if code in GATES:
                 registers[row, register] = value = _condition(code, x.double(), v, *numbers)
                 if offset >= 0:
-                    found.told.append((word, value, 1e-4))
+                    found.told.append((word, value, 1e-4 * (abs(value) + 1)))
             elif code == OP_READ:
                 found.stored.append(Stored(word, x.to(dtype), _slack(x, dtype, is_copy)))
             elif code == OP_CHECK:
@@ -291,7 +294,9 @@ def outcome(tap: Tap) -> Outcome:
                 part = 1.0 if register < 0 else float(registers[row, register])
                 old, x = x.double(), x.double()
                 if part:
-                    x = old + part * (_edit(code, old, v, encoder, *numbers) - old)
+                    x = old + part * (
+                        _edit(code, old, v, float(registers[row, reads]), *numbers) - old
+                    )
                     x = (v if code == OP_SET and part == 1 else x).float().double()
                     is_copy, edited = code == OP_SET and part == 1, True
                 if offset >= 0:
@@ -313,6 +318,8 @@ def outcome(tap: Tap) -> Outcome:
 
 def _condition(code: int, x: Tensor, v: Tensor, a: float, b: float, c: float, d: float) -> float:
     score = float(x @ v) + b
+    if code == OP_FEATURE:
+        return score if score > c else 0.0
     if code != OP_GATE:
         w = torch.tanh(float(x @ v) * v) if code == OP_GATE_CAST else v
         lengths = float(x.norm()) * float(w.norm())
@@ -322,13 +329,13 @@ def _condition(code: int, x: Tensor, v: Tensor, a: float, b: float, c: float, d:
 
 
 def _edit(
-    code: int, x: Tensor, v: Tensor, encoder: Tensor, a: float, b: float, c: float, d: float
+    code: int, x: Tensor, v: Tensor, feature: float, a: float, b: float, c: float, d: float
 ) -> Tensor:
-    along, before = float(x @ v), float(x @ encoder) + b
+    along = float(x @ v)
     most = b * float(x.norm())
     return {
         OP_ADD_BOUND: lambda: x + min(max(a, -most), most) * v,
-        OP_FEATURE: lambda: x + (a + d * (before if before > c else 0.0)) * v,
+        OP_ADD_FEATURE: lambda: x + (a + d * feature) * v,
         OP_ADD: lambda: x + a * v,
         OP_ADD_NORM: lambda: x + a * x.norm() * v,
         OP_ABLATE: lambda: x - along * v,

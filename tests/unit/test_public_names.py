@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 LISTED = {
     "vllm_scope": """
         Ablate Add AttentionPool CapacityError Clamp CompatError ConfigError Ema Except FileError
-        Gate Mlp Positions Probe Read Replace RollingMean ScopeError Spec SpecError TokenIds Union
-        __version__ open scope set_monitors spec_schema
+        Gate Mlp Positions Probe Read Replace RollingMean ScaleFeature ScopeError SetFeature Spec
+        SpecError TokenIds Union __version__ open scope set_monitors spec_schema
     """,
     "vllm_scope.cli": "app",
     "vllm_scope.client": """

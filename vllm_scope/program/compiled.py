@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.errors import SpecError
-from vllm_scope.program.operations import OP_SET, Op, Program, build_program
+from vllm_scope.program.operations import OP_SET, Op, OpsOf, Program, build_program
 from vllm_scope.program.picks import Pick
 from vllm_scope.request.heads import Bank, Head, Told
 from vllm_scope.request.nets import Net
@@ -83,13 +83,15 @@ class CompiledEdit(NamedTuple):
     Attributes:
         pick: index of the pick.
         at: (boundary, group).
-        op_of: the pick's value -> the operation.
+        ops_of: the pick's value -> the operations.
+        num_ops: how many they are, with the condition.
         gate: (boundary, group) of its condition, and the condition; or None.
     """
 
     pick: int
     at: tuple[int, int]
-    op_of: Callable[[int], Op]
+    ops_of: OpsOf
+    num_ops: int
     gate: tuple[tuple[int, int], Op] | None = None
 
 
@@ -163,7 +165,7 @@ class Compiled:
         for pick, points, _ in self.reads:
             found[pick] += len(points)
         for edit in self.edits:
-            found[edit.pick] += 1 if edit.gate is None else 2
+            found[edit.pick] += edit.num_ops
         return found
 
     @cached_property
@@ -211,9 +213,9 @@ class Compiled:
             also |= {pair for pair in zip(named, rows, strict=True) if pair[0] != pair[1]}
         edits: dict[tuple[int, int], list[Op]] = {}
         gates: dict[tuple[int, int], dict[Op, None]] = {}
-        for pick, place, op_of, gate in self.edits:
+        for pick, place, ops_of, _, gate in self.edits:
             if column[pick]:
-                edits.setdefault(place, []).append(op_of(int(column[pick])))
+                edits.setdefault(place, []).extend(ops_of(int(column[pick])))
                 if gate is not None:
                     gates.setdefault(gate[0], {})[gate[1]] = None
         if not (points or edits) and self.check is None:

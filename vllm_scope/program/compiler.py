@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from vllm_scope.errors import SpecError
 from vllm_scope.program.compiled import Column, Compiled, CompiledEdit
-from vllm_scope.program.operations import REGISTERS, Cost, Op, Program, edit_op, gate_op
+from vllm_scope.program.operations import MOST_GATES, Cost, Op, Program, edit_ops, gate_op
 from vllm_scope.program.picks import Pick
 from vllm_scope.request.heads import Head
 from vllm_scope.request.resolved import Resolved, ResolvedGate
@@ -86,10 +86,12 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
         if place.boundary in here:
             register, gate = -1, None
             if edit.gate is not None:
-                op, where = gates[edit.gate.digest], edit.gate.place
-                register, gate = op.register, ((where.boundary, where.group), op)
-            op_of = edit_op(edit, made, register)
-            edits.append(CompiledEdit(at, (place.boundary, place.group), op_of, gate))
+                op, seen = gates[edit.gate.digest], edit.gate.place
+                register, gate = op.register, ((seen.boundary, seen.group), op)
+            ops_of = edit_ops(edit, made, register)
+            num_ops = (gate is not None) + (1 if edit.reads is None else 2 * edit.reads.shape[0])
+            where = (place.boundary, place.group)
+            edits.append(CompiledEdit(at, where, ops_of, num_ops, gate))
     check = sites.last_of_stream if asked.edits else None
     return Compiled(
         tuple(picks), tuple((at, tuple(points), head) for (at, head), points in reads.items()),
@@ -108,10 +110,10 @@ def _gate_ops(asked: Resolved) -> dict[bytes, Op]:
         gate = edit.gate
         if gate is not None and (gate.digest not in gates or gate.told is not None):
             gates[gate.digest] = gate
-    if len(gates) > REGISTERS:
+    if len(gates) > MOST_GATES:
         raise SpecError(
             f"the edits have {len(gates)} different gates, those of server-wide edits included; at "
-            f"most {REGISTERS}."
+            f"most {MOST_GATES}."
         )
     return {digest: gate_op(gate, i) for i, (digest, gate) in enumerate(gates.items())}
 

@@ -17,6 +17,7 @@ from types import MappingProxyType
 import numpy as np
 
 from vllm_scope.program.layout import Layout
+from vllm_scope.request.actions.features import MAX_FEATURES
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.heads import Head
 from vllm_scope.request.resolved import ResolvedEdit, ResolvedGate, ToldAt
@@ -31,15 +32,19 @@ OP_ADD, OP_ADD_NORM, OP_ABLATE, OP_CLAMP, OP_SET = 3, 4, 5, 6, 7
 OP_CHECK = 8
 #: x + clip(a, -b * ||x||, b * ||x||) * v, with v of length 1.
 OP_ADD_BOUND = 9
-#: x + (a + d * f) * v. f is a feature's activation: p if p > c else 0, with p = x . reads + b.
-OP_FEATURE = 10
+#: x + (a + d * f) * v, with f in the register `source`.
+OP_ADD_FEATURE = 10
 #: Conditions, which set a register: to 1 if d * (s - a) > 0, else to 0. s is x . v + b (GATE), the
 #: cosine between x and v (COSINE), or that between x and tanh((x . v) v) (CAST). GATE with c above
 #: 0 sets it to the sigmoid of c * d * (s - a).
 OP_GATE, OP_GATE_COSINE, OP_GATE_CAST = 11, 12, 13
-GATES = (OP_GATE, OP_GATE_COSINE, OP_GATE_CAST)
-#: Registers of a row, for one forward. An edit with one multiplies what it adds by its value.
-REGISTERS = 16
+#: Sets a register to the activation of a feature: s if s > c, else 0, with s = x . v + b.
+OP_FEATURE = 14
+GATES = (OP_GATE, OP_GATE_COSINE, OP_GATE_CAST, OP_FEATURE)
+#: Registers of a row, for one forward: of gates, which edits multiply what they add by, and then
+#: of the features of one edit.
+MOST_GATES = 16
+REGISTERS = MOST_GATES + MAX_FEATURES
 
 #: No program: the tap leaves the row alone.
 NO_PROGRAM = -1
@@ -54,7 +59,7 @@ class Op:
         at: index into the arena layout's points (OP_READ).
         vector: float32 [hidden_size], the direction or replacement: v in the formulas above.
         a, b, c, d: the operation's numbers, as in the formulas above.
-        reads: float32 [hidden_size], a second vector.
+        source: the register with a feature's activation. -1 for none.
         register: which one it sets (conditions), or multiplies by (edits). -1 for none.
         told: where it tells a number: a condition the register's new value, an edit
             `||change|| / ||x||`. None if nobody asks.
@@ -67,13 +72,9 @@ class Op:
     b: float = 0.0
     c: float = 0.0
     d: float = 0.0
-    reads: Array | None = None
+    source: int = -1
     register: int = -1
     told: ToldAt | None = None
-
-    @property
-    def vectors(self) -> tuple[Array, ...]:
-        return tuple(one for one in (self.vector, self.reads) if one is not None)
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Program:
     @cached_property
     def vectors(self) -> set[Array]:
         """The vectors of its operations."""
-        return {vector for _, ops in self.taps for op in ops for vector in op.vectors}
+        return {op.vector for _, ops in self.taps for op in ops if op.vector is not None}
 
 
 @dataclass(frozen=True)
@@ -192,8 +193,12 @@ def build_program(
     return Program(layout, tuple(taps), weights)
 
 
-def edit_op(edit: ResolvedEdit, made: dict[Hashable, Op], register: int) -> Callable[[int], Op]:
-    """An edit's operation on a token, by the token's row of a replacement (from 1).
+#: The operations of an edit on a token, by the token's row of a replacement (from 1).
+OpsOf = Callable[[int], Sequence[Op]]
+
+
+def edit_ops(edit: ResolvedEdit, made: dict[Hashable, Op], register: int) -> OpsOf:
+    """An edit's operations.
 
     Args:
         made: operations made so far, by content: edits that differ in their streams share one.
@@ -202,23 +207,45 @@ def edit_op(edit: ResolvedEdit, made: dict[Hashable, Op], register: int) -> Call
     if edit.kind == "replace":
         return partial(_replacing, edit, register)
     # Server-wide edits are compiled again with each spec.
-    known: dict[int, Op] = edit.__dict__.setdefault("_ops", {})
-    op = known.get(register)
-    if op is None:
-        content = (
-            edit.kind, edit.values, edit.numbers, edit.norm_match, edit.limit, register, edit.dose,
-        )  # fmt: skip
-        op = made.get(content)
-        if op is None:
-            op = made[content] = replace(_edit_op(edit), register=register, told=edit.dose)
-        known[register] = op
-    return lambda row: op
+    known: dict[int, tuple[Op, ...]] = edit.__dict__.setdefault("_ops", {})
+    ops = known.get(register)
+    if ops is None:
+        if edit.reads is not None:
+            ops = _feature_ops(edit, edit.reads, register)
+        else:
+            content = (
+                edit.kind, edit.values, edit.numbers, edit.norm_match, edit.limit, register,
+                edit.dose,
+            )  # fmt: skip
+            op = made.get(content)
+            if op is None:
+                op = made[content] = replace(_edit_op(edit), register=register, told=edit.dose)
+            ops = (op,)
+        known[register] = ops
+    return lambda row: ops
 
 
-def _replacing(edit: ResolvedEdit, register: int, row: int) -> Op:
-    values = edit.values.numpy[row - 1]
-    vector = Array(values.shape, values.tobytes())
-    return Op(OP_SET, 0, vector, register=register, told=edit.dose)
+def _replacing(edit: ResolvedEdit, register: int, row: int) -> tuple[Op]:
+    return (Op(OP_SET, 0, _row_of(edit.values, row - 1), register=register, told=edit.dose),)
+
+
+def _row_of(values: Array, index: int) -> Array:
+    row = values.numpy[index]
+    return Array(row.shape, row.tobytes())
+
+
+def _feature_ops(edit: ResolvedEdit, encoder: Array, register: int) -> tuple[Op, ...]:
+    """All features are computed before the row changes."""
+    computed, added = [], []
+    for i in range(encoder.shape[0]):
+        bias, threshold, a, d = edit.numbers[4 * i : 4 * i + 4]
+        at = MOST_GATES + i
+        computed.append(Op(OP_FEATURE, 0, _row_of(encoder, i), b=bias, c=threshold, register=at))
+        vector = _row_of(edit.values, i)
+        added.append(
+            Op(OP_ADD_FEATURE, 0, vector, a, d=d, source=at, register=register, told=edit.dose)
+        )
+    return (*computed, *added)
 
 
 def gate_op(gate: ResolvedGate, register: int) -> Op:
@@ -228,9 +255,7 @@ def gate_op(gate: ResolvedGate, register: int) -> Op:
     sharpness = gate.sharpness if gate.kind == "sigmoid" else 0.0
     if gate.kind in ("cosine", "cast"):
         vector, code = _unit(vector), OP_GATE_COSINE if gate.kind == "cosine" else OP_GATE_CAST
-    return Op(
-        code, 0, vector, gate.threshold, gate.bias, sharpness, sign, None, register, gate.told
-    )
+    return Op(code, 0, vector, gate.threshold, gate.bias, sharpness, sign, -1, register, gate.told)
 
 
 def _unit(vector: Array, times: float = 1.0) -> Array:

@@ -18,7 +18,19 @@ from typing import Any
 
 import msgspec
 
-from vllm_scope.request.actions import Ablate, Add, Clamp, Gate, Module, Probe, Read, Replace
+from vllm_scope.request.actions import (
+    Ablate,
+    Add,
+    Clamp,
+    FeatureRows,
+    Gate,
+    Module,
+    Probe,
+    Read,
+    Replace,
+    ScaleFeature,
+    SetFeature,
+)
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.heads import Bank, CodecChoice, Encoding, Told
 from vllm_scope.request.nets import AttentionPool, Ema, Mlp, Net, RollingMean
@@ -38,7 +50,7 @@ _CLASSES: tuple[type[Any], ...] = (
     ResolvedRead, ResolvedProbe, ResolvedEdit, Encoding,
     Word, Positions, Span, TokenIds, Union, Except,
     Mlp, AttentionPool, Ema, RollingMean, Net, Bank, Cell,
-    Told, Gate, ResolvedGate,
+    Told, Gate, ResolvedGate, FeatureRows, SetFeature, ScaleFeature,
 )  # fmt: skip
 _NUMBER_OF = {cls: number for number, cls in enumerate(_CLASSES)}
 _FIELDS = [tuple(field.name for field in fields(cls)) for cls in _CLASSES]

@@ -12,7 +12,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.actions import Add, Clamp, Edit, Gate, Module, Probe, Replace
+from vllm_scope.request.actions import (
+    Add,
+    Clamp,
+    Edit,
+    FeatureRows,
+    Gate,
+    Module,
+    Probe,
+    Replace,
+    ScaleFeature,
+    SetFeature,
+)
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.heads import Told
 from vllm_scope.request.resolved import (
@@ -129,6 +140,8 @@ def _resolve_edit(
 ) -> list[ResolvedEdit]:
     key = edit.fields[0]
     values = getattr(edit, key)
+    if isinstance(edit, SetFeature | ScaleFeature):
+        return _resolve_features(edit, sites, where)
     rows: list[tuple[Place, Array, str | None]]
     if isinstance(values, Module):
         rows = module_rows(edit, values, sites, modules, where)
@@ -143,6 +156,20 @@ def _resolve_edit(
         if tokens is not None:
             found.append(_one_edit(edit, stream, row, tokens))
     return found
+
+
+def _resolve_features(
+    edit: SetFeature | ScaleFeature, sites: Sites, where: str
+) -> list[ResolvedEdit]:
+    rows: FeatureRows = edit.sae
+    size = sites.row_size(edit.site)
+    _check_size(rows.decoder, size, edit.site, f"{where}.sae")
+    each = zip(rows.bias, rows.threshold, edit.changes, strict=True)
+    numbers = tuple(one for bias, threshold, change in each for one in (bias, threshold, *change))
+    return [
+        ResolvedEdit(edit.kind, place, edit.tokens, rows.decoder, numbers, reads=rows.encoder)
+        for place in sites.find(edit.site, edit.layer_numbers, where)
+    ]
 
 
 def _within(tokens: Selector, tier: str | None) -> Selector | None:

@@ -139,8 +139,11 @@ class ResolvedEdit:
 
     Attributes:
         kind: add, ablate, clamp or replace.
-        values: [hidden_size], or [num_positions, hidden_size] for replace.
-        numbers: (scale,) for add; (lo, hi, strength) for clamp, infinite for no bound.
+        values: [width of a row], or [num_positions, width] for replace, or the decoder's rows,
+            [num_features, width], for set_feature and scale_feature.
+        numbers: (scale,) for add; (lo, hi, strength) for clamp, infinite for no bound; for features
+            (bias, threshold, a, d) of each, as in actions.features.
+        reads: for features, the encoder's rows.
         positions: for replace, one for each row, as given.
         norm_match: for add.
         limit: for add, the most that `||change|| / ||x||` may be; None for no bound.
@@ -160,6 +163,7 @@ class ResolvedEdit:
     number: int = field(default=0, compare=False)
     gate: ResolvedGate | None = None
     dose: ToldAt | None = None
+    reads: Array | None = None
 
     __getstate__ = _fields_alone
 
@@ -167,7 +171,10 @@ class ResolvedEdit:
     def digest(self) -> bytes:
         """Digest of what it does to a row; not of the tokens."""
         gate = None if self.gate is None else self.gate.digest
-        head = repr((self.kind, self.stream, self.numbers, self.norm_match, self.limit, gate))
+        reads = None if self.reads is None else self.reads.digest
+        head = repr(
+            (self.kind, self.stream, self.numbers, self.norm_match, self.limit, gate, reads)
+        )
         return hashlib.blake2b(head.encode() + self.values.digest, digest_size=16).digest()
 
 

@@ -14,7 +14,18 @@ from dataclasses import MISSING, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from vllm_scope.request.actions import EDITS, KINDS, MAX_FLOAT32, MAX_NAME, Edit, Gate, Probe, Read
+from vllm_scope.request.actions import (
+    EDITS,
+    KINDS,
+    MAX_FLOAT32,
+    MAX_NAME,
+    Edit,
+    FeatureRows,
+    Gate,
+    Probe,
+    Read,
+)
+from vllm_scope.request.actions.features import MAX_FEATURES
 from vllm_scope.request.arrays import DTYPES, MAX_NUMBERS
 from vllm_scope.request.heads import READ_CODECS
 from vllm_scope.request.nets import (
@@ -98,6 +109,8 @@ def _definitions() -> Schema:
         "vector": _any(_MODULE, _ref("array")),
         **_of_probes(),
         "gate": _any(_NULL, _gate()),
+        "sae": _features(),
+        "of_features": _any(_NUMBER, _list(_NUMBER, MAX_FEATURES)),
         "codec": _any(_NULL, {"enum": list(READ_CODECS)}, *codecs),
         "layers": _any(_NULL, {"const": "all"}, _LAYER, _list(_LAYER, MAX_LAYERS)),
         "tokens": _any(
@@ -110,6 +123,12 @@ def _definitions() -> Schema:
             _object(["except"], {"except": _list(_ref("tokens"), 2, 2)}),
         ),
     }
+
+
+def _features() -> Schema:
+    rows, numbers = _array(2, 2), _any(_NUMBER, _list(_NUMBER, MAX_FEATURES))
+    given = {"encoder": rows, "decoder": rows, "bias": numbers, "threshold": numbers}
+    return _said(FeatureRows, _object(list(given), given))
 
 
 def _gate() -> Schema:
@@ -162,6 +181,9 @@ _FIELDS = {
     "aggregate": _ref("aggregate"),
     "vector": _ref("vector"),
     "gate": _ref("gate"),
+    "sae": _ref("sae"),
+    "value": _ref("of_features"),
+    "factor": _ref("of_features"),
     "max_relative_norm": _any(_NULL, _NUMBER | {"minimum": 0}),
     "direction": _ref("vector"),
     "values": _ref("array"),
@@ -191,7 +213,7 @@ def _action(cls: Any) -> Schema:
         required.append("kind")
     for each in fields(cls):
         name = each.name
-        if not each.init or name == "layer":  # in JSON it is `layers`
+        if not each.init or name in ("layer", "index"):  # not in JSON
             continue
         if name == "site":
             aliases = [alias for alias, site in ALIASES.items() if site in SITES]

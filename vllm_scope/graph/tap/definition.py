@@ -16,15 +16,16 @@ from torch import Tensor
 
 from vllm_scope.program.layout import SLOT_BYTES
 from vllm_scope.program.operations import (
+    GATES,
     OP_ABLATE,
     OP_ADD,
     OP_ADD_BOUND,
+    OP_ADD_FEATURE,
     OP_ADD_NORM,
     OP_CHECK,
     OP_CLAMP,
     OP_FEATURE,
     OP_GATE,
-    OP_GATE_CAST,
     OP_GATE_COSINE,
     OP_READ,
     OP_SET,
@@ -33,7 +34,7 @@ from vllm_scope.program.operations import (
 
 #: Columns of the op table. Offsets are in 4-byte words from the token's first slot; -1 if the
 #: operation stores nothing. The last column is empty.
-CODE, WORD, WORD_IN_TAP, VECTOR, NUMBER_A, NUMBER_B, NEXT, REGISTER, READS, NUMBER_C, NUMBER_D = (
+CODE, WORD, WORD_IN_TAP, VECTOR, NUMBER_A, NUMBER_B, NEXT, REGISTER, SOURCE, NUMBER_C, NUMBER_D = (
     range(11)
 )
 NUM_COLUMNS = 12
@@ -125,7 +126,7 @@ def tap_rows(
             column = WORD_IN_TAP if slots_per_token else WORD
             start = _first_slots(table[rows[here], SLOT], slot_base, slots_per_token)
             start = start * WORDS_PER_SLOT + op[:, column]
-            if code in _CONDITIONS:
+            if code in GATES:
                 values = _condition(code, x[some], op, vectors)
                 registers[rows[here], op[:, REGISTER]] = values
                 _tell(values, words, start, op[:, column] >= 0)
@@ -144,7 +145,8 @@ def tap_rows(
                 register = op[:, REGISTER]
                 part = np.where(register < 0, np.float32(1), registers[rows[here], register])
                 old = x[some]
-                new = _edited(code, old, op, vectors, torch.from_numpy(part))
+                source = torch.from_numpy(registers[rows[here], op[:, SOURCE]])
+                new = _edited(code, old, op, vectors, torch.from_numpy(part), source)
                 if (wanted := op[:, column] >= 0).any():
                     _tell(_relative(new - old, old), words, start, wanted)
                 x[some] = new
@@ -228,20 +230,19 @@ def _norm(x: Tensor) -> Tensor:
     return _dot(x, x).sqrt()
 
 
-_CONDITIONS = (OP_GATE, OP_GATE_COSINE, OP_GATE_CAST)
-
-
 def _condition(code: int, x: Tensor, op: np.ndarray, vectors: Tensor) -> NDArray[np.float32]:
     """The values of a condition, [num_rows]."""
     v = vectors[_vectors_of(op, VECTOR)]
     a, b, c, d = (_number(op, n) for n in (NUMBER_A, NUMBER_B, NUMBER_C, NUMBER_D))
     along = _dot(x, v)
-    if code == OP_GATE:
+    if code in (OP_GATE, OP_FEATURE):
         score = along + b
     else:
         w = v if code == OP_GATE_COSINE else torch.tanh(along[:, None] * v)
         lengths = _norm(x) * _norm(w)
         score = torch.where(lengths > 0, _dot(x, w) / lengths, torch.zeros_like(lengths))
+    if code == OP_FEATURE:
+        return torch.where(score > c, score, torch.zeros_like(score)).numpy()
     beyond, sharpness = (d * (score - a)).numpy(), c.numpy()
     with np.errstate(over="ignore"):  # torch's sigmoid depends on the place in the batch
         smooth = 1 / (1 + np.exp(-sharpness * beyond))
@@ -249,21 +250,20 @@ def _condition(code: int, x: Tensor, op: np.ndarray, vectors: Tensor) -> NDArray
     return found
 
 
-def _edited(code: int, x: Tensor, op: np.ndarray, vectors: Tensor, part: Tensor) -> Tensor:
+def _edited(
+    code: int, x: Tensor, op: np.ndarray, vectors: Tensor, part: Tensor, source: Tensor
+) -> Tensor:
     """The rows after an edit, [num_rows, hidden_size].
 
     Args:
         part: [num_rows], how much of the edit is done, 0 to 1.
+        source: [num_rows], the activation of the edit's feature, if it has one.
     """
     v, part = vectors[_vectors_of(op, VECTOR)], part[:, None]
     if code == OP_SET:
         return torch.where(part == 1, v, torch.where(part == 0, x, x + part * (v - x)))
-    a, b, c, d = (_number(op, n) for n in (NUMBER_A, NUMBER_B, NUMBER_C, NUMBER_D))
+    a, b, d = (_number(op, n) for n in (NUMBER_A, NUMBER_B, NUMBER_D))
     along = _dot(x, v)
-
-    def feature() -> Tensor:
-        before = _dot(x, vectors[_vectors_of(op, READS)]) + b
-        return a + d * torch.where(before > c, before, torch.zeros_like(before))
 
     def bounded() -> Tensor:
         most = b * _norm(x)
@@ -271,7 +271,7 @@ def _edited(code: int, x: Tensor, op: np.ndarray, vectors: Tensor, part: Tensor)
 
     ways: dict[int, Callable[[], Tensor]] = {
         OP_ADD_BOUND: bounded,
-        OP_FEATURE: feature,
+        OP_ADD_FEATURE: lambda: a + d * source,
         OP_ADD: lambda: a,
         OP_ADD_NORM: lambda: a * _norm(x),
         OP_ABLATE: lambda: -along,

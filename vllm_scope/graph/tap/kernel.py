@@ -30,11 +30,12 @@ OP_CLAMP = tl.constexpr(6)
 OP_SET = tl.constexpr(7)
 OP_CHECK = tl.constexpr(8)
 OP_ADD_BOUND = tl.constexpr(9)
-OP_FEATURE = tl.constexpr(10)
+OP_ADD_FEATURE = tl.constexpr(10)
 OP_GATE = tl.constexpr(11)
 OP_GATE_COSINE = tl.constexpr(12)
 OP_GATE_CAST = tl.constexpr(13)
-REGISTERS = tl.constexpr(16)
+OP_FEATURE = tl.constexpr(14)
+REGISTERS = tl.constexpr(32)
 COLUMNS = tl.constexpr(12)
 CHECKED = tl.constexpr(1 << 30)
 
@@ -125,7 +126,7 @@ def _tap_kernel(
                 c = tl.load(op + 9).to(tl.float32, bitcast=True)
                 d = tl.load(op + 10).to(tl.float32, bitcast=True)
                 score = tl.sum(x * v, 0)
-                if code == OP_GATE:
+                if (code == OP_GATE) | (code == OP_FEATURE):
                     score += b
                 else:
                     w = v
@@ -137,6 +138,8 @@ def _tap_kernel(
                 value = tl.where(beyond > 0, 1.0, 0.0)
                 if c > 0:
                     value = 1 / (1 + tl.exp(-c * beyond))
+                if code == OP_FEATURE:
+                    value = tl.where(score > c, score, 0.0)
                 tl.store(held + register, value)
                 if offset >= 0:
                     tl.store(out, value)
@@ -159,12 +162,9 @@ def _tap_kernel(
                         elif code == OP_ADD_BOUND:
                             most = b * tl.sqrt(tl.sum(x * x, 0))
                             phi = tl.minimum(tl.maximum(a, -most), most)
-                        elif code == OP_FEATURE:
-                            c = tl.load(op + 9).to(tl.float32, bitcast=True)
+                        elif code == OP_ADD_FEATURE:
                             d = tl.load(op + 10).to(tl.float32, bitcast=True)
-                            reads = tl.load(op + 8).to(tl.int64) * vector_stride + column
-                            before = tl.sum(x * tl.load(vectors_ptr + reads, keep, 0.0), 0) + b
-                            phi = a + d * tl.where(before > c, before, 0.0)
+                            phi = a + d * tl.load(held + tl.load(op + 8))
                         elif code != OP_ADD:
                             along = tl.sum(x * v, 0)
                             phi = -along

@@ -281,14 +281,11 @@ class Tables:
             following = -1
             for op in reversed(ops):
                 taken.append(self._free_ops.pop())
-                vectors = [
-                    -1 if one is None else self._vector_places.at(one)
-                    for one in (op.vector, op.reads)
-                ]
+                vector = -1 if op.vector is None else self._vector_places.at(op.vector)
                 numbers = _AS_INTS.unpack(_FLOATS.pack(op.a, op.b, op.c, op.d))
                 self._pending_ops[taken[-1]] = (
-                    op.code, *words.of(op, program.layout), vectors[0], *numbers[:2], following,
-                    op.register, vectors[1], *numbers[2:], 0,
+                    op.code, *words.of(op, program.layout), vector, *numbers[:2], following,
+                    op.register, op.source, *numbers[2:], 0,
                 )  # fmt: skip
                 following = taken[-1]
             entry[self._tap_of[boundary]] = following

@@ -1,6 +1,6 @@
 """What one request may ask of a tap: reads, probes and edits.
 
-Owns:  Read, Probe, Add, Ablate, Clamp, Replace, Gate.
+Owns:  Read, Probe, Gate, and the edits.
 Runs:  everywhere. numpy, no torch.
 To:    spec (all actions of a request), resolve (what they mean on one engine).
 
@@ -9,6 +9,7 @@ delivering.py   Read
 probing.py      Probe
 gates.py        Gate, a condition on an edit
 edits.py        Add, Ablate, Clamp, Replace
+features.py     SetFeature, ScaleFeature
 
 Every edit is one update of a token's row x of the residual stream:
 
@@ -16,6 +17,7 @@ Every edit is one update of a token's row x of the residual stream:
     Ablate    x - (x.d) * d            d: the vector at length 1
     Clamp     x + strength * (clip(x.d, lo, hi) - x.d) * d
     Replace   v                        a row for each position
+    SetFeature, ScaleFeature           an SAE's feature in x is set or scaled
 
 With a gate of value g the row moves g of the way. Edits of one site apply in the order given. A
 read or probe sees the row after the edits of its own site; a read with `when="before"`, and a gate,
@@ -30,19 +32,22 @@ from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions.base import MAX_FLOAT32, MAX_NAME, MEMORY, Action, Module
 from vllm_scope.request.actions.delivering import Read
 from vllm_scope.request.actions.edits import Ablate, Add, Clamp, Edit, Replace
+from vllm_scope.request.actions.features import FeatureRows, ScaleFeature, SetFeature
 from vllm_scope.request.actions.gates import Gate
 from vllm_scope.request.actions.probing import Probe
 from vllm_scope.request.sites import SITES
 
 __all__ = [
     "EDITS", "KINDS", "MAX_FLOAT32", "MAX_NAME", "MEMORY",
-    "Ablate", "Action", "Add", "Clamp", "Edit", "Gate", "Module", "Probe", "Read", "Replace",
+    "Ablate", "Action", "Add", "Clamp", "Edit", "FeatureRows", "Gate", "Module", "Probe", "Read",
+    "Replace", "ScaleFeature", "SetFeature",
     "action_from_json",
 ]  # fmt: skip
 
 #: kind -> class.
 KINDS: dict[str, type[Any]] = {
-    action.kind: action for action in (Read, Probe, Add, Ablate, Clamp, Replace)
+    action.kind: action
+    for action in (Read, Probe, Add, Ablate, Clamp, Replace, SetFeature, ScaleFeature)
 }
 EDITS = {kind: action for kind, action in KINDS.items() if issubclass(action, Edit)}
 

@@ -1,6 +1,6 @@
 """Actions that change rows.
 
-Owns:  Add, Ablate, Clamp, Replace, ScaleFeature, SetFeature.
+Owns:  Edit, Add, Ablate, Clamp, Replace.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm_scope.request.arrays import Array
 from vllm_scope.request.selectors import Positions, as_numbers, parse_selector
 
 #: Fields that all edits have.
-_COMMON = ("gate", "dose")
+COMMON = ("gate", "dose")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,18 @@ class Edit(Action):
         """True if the vector is used as a direction, so that it may not be zero."""
         return self.fields[0] == "direction"
 
+    def _place_edit(self) -> None:
+        """Set site, layers, gate and dose."""
+        kind, module = type(self).__name__, isinstance(getattr(self, self.fields[0]), Module)
+        self._set(gate=Gate.parse(self.gate, f"{kind}.gate"))
+        if not module and self.site != "embed" and self._given_layers() is None:
+            raise SpecError(f"{kind} has no layer; name one, a list, or 'all'.")
+        self._place()
+        if self.dose is not None:
+            checked_name(self.dose, f"{kind}.dose")
+            if module or len(self.layer_numbers or ()) != 1:
+                raise SpecError(f"{kind}.dose goes with one layer, and not with a module.")
+
     def _place_vector(self, value: Array | Module, most_dims: int = 2) -> None:
         """Set the vector, site and layers.
 
@@ -46,15 +58,8 @@ class Edit(Action):
                 [n, hidden_size] for all layers, or [num_layers, n, hidden_size].
         """
         name, kind = self.fields[0], type(self).__name__
-        self._set(gate=Gate.parse(self.gate, f"{kind}.gate"))
-        if isinstance(value, Array) and self.site != "embed" and self._given_layers() is None:
-            raise SpecError(f"{kind} has no layer; name one, a list, or 'all'.")
         self._set(**{name: value})
-        self._place()
-        if self.dose is not None:
-            checked_name(self.dose, f"{kind}.dose")
-            if isinstance(value, Module) or len(self.layer_numbers or ()) != 1:
-                raise SpecError(f"{kind}.dose goes with one layer, and not with a module.")
+        self._place_edit()
         if isinstance(value, Array):
             _check_rows(value, self.layer_numbers, f"{kind}.{name}", most_dims)
             if self.needs_direction and not value.numpy.any(axis=-1).all():
@@ -95,7 +100,7 @@ class Add(Edit):
 
     kind: ClassVar[str] = "add"
     fields: ClassVar[tuple[str, ...]] = (
-        "vector", "scale", "norm_match", "max_relative_norm", *_COMMON,
+        "vector", "scale", "norm_match", "max_relative_norm", *COMMON,
     )  # fmt: skip
 
     vector: Any
@@ -130,7 +135,7 @@ class Ablate(Edit):
     """
 
     kind: ClassVar[str] = "ablate"
-    fields: ClassVar[tuple[str, ...]] = ("direction", *_COMMON)
+    fields: ClassVar[tuple[str, ...]] = ("direction", *COMMON)
 
     direction: Any
 
@@ -151,7 +156,7 @@ class Clamp(Edit):
     """
 
     kind: ClassVar[str] = "clamp"
-    fields: ClassVar[tuple[str, ...]] = ("direction", "lo", "hi", "strength", *_COMMON)
+    fields: ClassVar[tuple[str, ...]] = ("direction", "lo", "hi", "strength", *COMMON)
 
     direction: Any
     _: KW_ONLY
@@ -192,7 +197,7 @@ class Replace(Edit):
     """
 
     kind: ClassVar[str] = "replace"
-    fields: ClassVar[tuple[str, ...]] = ("values", "positions", *_COMMON)
+    fields: ClassVar[tuple[str, ...]] = ("values", "positions", *COMMON)
 
     values: Any
     _: KW_ONLY
