@@ -117,7 +117,7 @@ def test_a_removed_name_is_unknown(llm):
 
 
 def test_bad_modules_are_refused(llm):
-    with pytest.raises(Exception, match="this model's rows have 128"):
+    with pytest.raises(Exception, match="'resid_post' have 128"):
         register(llm, "small", module(layer_0=torch.ones(64)))
     with pytest.raises(Exception, match="is zero"):
         register(llm, "zero", module(layer_0=torch.zeros(128)))
@@ -224,7 +224,7 @@ def test_vectors_as_lists_arrays_and_tensors_of_any_float(llm):
 
 
 BAD = {
-    "wrong-size": (lambda: [Add(torch.ones(64), layer=0)], "this model's rows have 128"),
+    "wrong-size": (lambda: [Add(torch.ones(64), layer=0)], "'resid_post' have 128"),
     "probe-of-wrong-size": (lambda: [Probe(torch.ones(9), layer=0, name="p")], "9 numbers"),
     "layer-out-of-range": (lambda: [Add(V, layer=3)], "this model has layers 0 to 2"),
     "unknown-name": (lambda: [Add("nobody")], "does not hold. It holds: at-start"),

@@ -12,7 +12,7 @@ from vllm_scope.program.operations import OP_READ
 
 pytestmark = pytest.mark.gpu
 #: Of a case in which rows are read and edited.
-SEED = 3
+SEED = 1
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SIZES = [64, 127, 896, 4096, 5000, 8191, 16_384]
 #: Programs of reads, of copies, and of everything.

@@ -20,7 +20,7 @@ from vllm_scope.program import operations as program
 from vllm_scope.program.layout import Widths
 
 #: Of a case in which rows are read and edited.
-SEED = 3
+SEED = 1
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = {
     "seed": st.integers(0, 1 << 31),

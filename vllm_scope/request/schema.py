@@ -37,7 +37,7 @@ from vllm_scope.request.nets import (
     Mlp,
 )
 from vllm_scope.request.selectors import FAR, MAX_ITEMS, MAX_PARTS, WORDS
-from vllm_scope.request.sites import ALIASES, MAX_LAYERS, SITES, STREAM_SITES
+from vllm_scope.request.sites import ALIASES, MAX_LAYER, MAX_LAYERS, SITES, STREAM_SITES
 from vllm_scope.request.spec import MOST
 
 Schema = dict[str, Any]
@@ -77,7 +77,7 @@ _NULL = {"type": "null"}
 _NUMBER = {"type": "number", "minimum": -MAX_FLOAT32, "maximum": MAX_FLOAT32}
 _NAME = {"type": "string", "minLength": 1, "maxLength": MAX_NAME}
 _MODULE = _any(_NAME, _object(["module"], {"module": _NAME}))
-_LAYER = {"type": "integer", "minimum": 0}
+_LAYER = {"type": "integer", "minimum": 0, "maximum": MAX_LAYER - 1}
 
 
 def _said(cls: type[Any], schema: Schema) -> Schema:
