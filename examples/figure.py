@@ -233,7 +233,7 @@ def write_control_figure(
     _write_said(text, said)
     figure.suptitle("The gate opens where a lie is due, and the edit turns the lie", weight="bold")
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=10)
-    figure.savefig(path, dpi=200)
+    figure.savefig(path, dpi=150)
 
 
 def _write_said(axes: Axes, said: Mapping[str, Sequence[tuple[str, str]]]) -> None:

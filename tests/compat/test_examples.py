@@ -61,7 +61,14 @@ def test_requests_leave_files(llm, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/editing.md", "docs/probes.md", "docs/analysis.md"]
+    "page",
+    [
+        "README.md",
+        "docs/editing.md",
+        "docs/control.md",
+        "docs/probes.md",
+        "docs/analysis.md",
+    ],
 )
 def test_what_a_page_shows_runs(page, llm, monkeypatch, tmp_path):
     """All Python of a page, top to bottom, as one script."""
