@@ -21,7 +21,7 @@ class Refusal(BaseModel):
 
 
 class SiteInfo(BaseModel):
-    """Where rows can be read and probed; rows of the residual stream can also be edited."""
+    """Where rows can be read, probed and edited."""
 
     site: str
     layers: list[int] = Field(description="Layers with a tap, from 0; [0] for `embed`.")
