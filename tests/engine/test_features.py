@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import permutations
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ def test_what_an_edit_cannot_compute_is_refused():
         SetFeature(sae, list(range(17)), 2.0)
     with pytest.raises(SpecError, match=r"SetFeature.value has 2 numbers for 3 features"):
         SetFeature(sae, [1, 2, 3], [1.0, 2.0])
-    with pytest.raises(SpecError, match="is no SAE"):
+    with pytest.raises(SpecError, match="not an SAE that was loaded"):
         SetFeature({"encoder": [[1.0]]}, 3, 2.0)
 
 
@@ -118,20 +119,17 @@ def test_the_feature_of_a_country_moves_the_capital():
             tokenizer(f" {one.capital}", add_special_tokens=False).input_ids[0] for one in countries
         ]
         asked, wanted, prompts = [], [], []
-        for i, one in enumerate(countries):
-            for j, other in enumerate(countries):
-                (a, b), usual = (
-                    (features[c.name]["index"] for c in (one, other)),
-                    features[other.name]["usual"],
-                )
-                edit = SetFeature(sae, [a, b], [0.0, usual], tokens=[position])
-                if first[i] != first[j]:
-                    asked.append(params(edit, max_tokens=1))
-                    wanted.append((first[i], first[j]))
-                    prompts.append(ids[i])
+        for i, j in permutations(range(len(countries)), 2):
+            old, new = (features[countries[k].name] for k in (i, j))
+            values = [0.0, new["usual"]]
+            edit = SetFeature(sae, [old["index"], new["index"]], values, tokens=[position])
+            if first[i] != first[j]:
+                asked.append(params(edit, max_tokens=1))
+                wanted.append(first[j])
+                prompts.append(ids[i])
         plain = run(llm, ids, params(max_tokens=1))
         edited = run(llm, prompts, asked)
     assert [o.outputs[0].token_ids[0] for o in plain] == first
     said = [output.outputs[0].token_ids[0] for output in edited]
-    moved = [token == pair[1] for token, pair in zip(said, wanted, strict=True)]
+    moved = [token == one for token, one in zip(said, wanted, strict=True)]
     assert sum(moved) >= 0.9 * len(moved), f"{sum(moved)} of {len(moved)}"

@@ -237,7 +237,7 @@ def test_compiled_and_with_other_processes(llama, ref):
 
 WRONG = {
     "after-the-edit": (Add(W, layer=0, gate=Gate(W, 1)), "a gate is at or before its edit"),
-    "another-size": (Add(W, layer=1, gate=Gate([1.0, 2.0], 0)), "rows have 128"),
+    "another-size": (Add(W, layer=1, gate=Gate([1.0, 2.0], 0)), "have 128"),
     "no-such-layer": (Add(W, layer=1, gate=Gate(W, 99)), "has layers 0 to 2"),
 }
 

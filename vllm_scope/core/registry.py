@@ -132,6 +132,11 @@ class Registry:
         if spec.reads or spec.probes:
             raise SpecError("server-wide scopes hold edits; reads and probes belong to requests.")
         for i, edit in enumerate(spec.edits):
+            if edit.dose is not None or (edit.gate is not None and edit.gate.name is not None):
+                raise SpecError(
+                    f"edits[{i}] names the values of its gate or its dose; those of server-wide "
+                    "edits are delivered to nobody. Leave the name out."
+                )
             tokens = edit.tokens.to_json()
             if tokens not in TIERS:
                 raise SpecError(

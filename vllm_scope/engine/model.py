@@ -19,7 +19,7 @@ from vllm_scope.errors import CompatError
 from vllm_scope.graph.anatomy.convention import treats_half_apart
 from vllm_scope.graph.anatomy.layers import Anatomy, find_anatomy
 from vllm_scope.request.resolved import Resolved
-from vllm_scope.request.sites import STREAM, Place, Sites, kind_of
+from vllm_scope.request.sites import Place, Sites
 from vllm_scope.request.spec import Spec
 from vllm_scope.sinks.router import GLOBAL
 
@@ -65,13 +65,12 @@ def sites_of(vllm_config: VllmConfig, config: ScopeConfig) -> Sites:
     boundaries = set(config.boundaries(num_layers))
     # Edited requests are checked after the last layer.
     last = Place("resid_post", num_layers - 1).boundary
-    edits = any(kind_of(boundary) == STREAM for boundary in boundaries)
-    guard = last if edits and last not in boundaries else None
+    guard = last if boundaries and last not in boundaries else None
     return Sites(
         num_layers,
         hidden_size_of(vllm_config),
         str(vllm_config.model_config.dtype).removeprefix("torch."),
-        tuple(sorted(boundaries | ({last} if edits else set()))),
+        tuple(sorted(boundaries | ({last} if boundaries else set()))),
         heads_of(vllm_config, config.attention_sites) if config.attention_sites else None,
         guard=guard,
     )

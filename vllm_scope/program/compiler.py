@@ -73,7 +73,7 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
     #: (pick, what is made of the row) -> points. Many probes share one bank.
     reads: dict[tuple[int, Head | None], dict[int, None]] = {}
     edits = []
-    made: dict[Hashable, Op] = {}
+    made: dict[Hashable, tuple[Op, ...]] = {}
     gates = _gate_ops(asked)
     # Every action gets a pick, also an action at boundaries that are not here: a column then means
     # the same in every process.

@@ -197,7 +197,7 @@ def build_program(
 OpsOf = Callable[[int], Sequence[Op]]
 
 
-def edit_ops(edit: ResolvedEdit, made: dict[Hashable, Op], register: int) -> OpsOf:
+def edit_ops(edit: ResolvedEdit, made: dict[Hashable, tuple[Op, ...]], register: int) -> OpsOf:
     """An edit's operations.
 
     Args:
@@ -210,17 +210,17 @@ def edit_ops(edit: ResolvedEdit, made: dict[Hashable, Op], register: int) -> Ops
     known: dict[int, tuple[Op, ...]] = edit.__dict__.setdefault("_ops", {})
     ops = known.get(register)
     if ops is None:
-        if edit.reads is not None:
-            ops = _feature_ops(edit, edit.reads, register)
-        else:
-            content = (
-                edit.kind, edit.values, edit.numbers, edit.norm_match, edit.limit, register,
-                edit.dose,
-            )  # fmt: skip
-            op = made.get(content)
-            if op is None:
-                op = made[content] = replace(_edit_op(edit), register=register, told=edit.dose)
-            ops = (op,)
+        content = (
+            edit.kind, edit.values, edit.numbers, edit.norm_match, edit.limit, register, edit.dose,
+            edit.reads,
+        )  # fmt: skip
+        ops = made.get(content)
+        if ops is None:
+            if edit.reads is not None:
+                ops = _feature_ops(edit, edit.reads, register)
+            else:
+                ops = (replace(_edit_op(edit), register=register, told=edit.dose),)
+            made[content] = ops
         known[register] = ops
     return lambda row: ops
 
@@ -288,4 +288,5 @@ def _add_op(edit: ResolvedEdit) -> Op:
     length = float(np.linalg.norm(edit.values.numpy.astype(np.float64)))
     if limit is None or not length:
         return Op(OP_ADD, 0, edit.values, scale)
-    return Op(OP_ADD_BOUND, 0, _unit(edit.values), scale * length, limit)
+    most = float(np.finfo(np.float32).max)
+    return Op(OP_ADD_BOUND, 0, _unit(edit.values), min(max(scale * length, -most), most), limit)

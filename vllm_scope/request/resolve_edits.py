@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions import (
@@ -29,6 +30,7 @@ from vllm_scope.request.heads import Told
 from vllm_scope.request.resolved import (
     MAX_EDITED,
     Cell,
+    Resolved,
     ResolvedEdit,
     ResolvedGate,
     ResolvedProbe,
@@ -36,7 +38,7 @@ from vllm_scope.request.resolved import (
     Vectors,
 )
 from vllm_scope.request.selectors import Except, Selector, Word
-from vllm_scope.request.sites import Place, Sites
+from vllm_scope.request.sites import INNER_SITES, Place, Sites
 from vllm_scope.vectors.module import TIERS
 
 
@@ -57,11 +59,11 @@ def resolve_edits(
             one = replace(one, number=i, gate=gate)
             if gate is not None:
                 _check_order(gate, one.stream, f"{where}.gate")
-                if edit.gate.name is not None:
-                    told.add(edit.gate.name, gate.place, gate.digest, one.tokens)
             if edit.dose is not None:
-                told.add(edit.dose, one.stream, one.digest, one.tokens)
+                told.add(edit.dose, one.stream, _of_dose(one), one.tokens)
             found.append(one)
+        if gate is not None and edit.gate.name is not None:
+            told.add(edit.gate.name, gate.place, gate.digest, edit.tokens)
         if len(found) > MAX_EDITED:
             raise SpecError(
                 f"the edits change more than {MAX_EDITED:,} places, each layer counted for each "
@@ -70,13 +72,20 @@ def resolve_edits(
     return tuple(map(told.of, found)), told.scores()
 
 
+def _of_dose(edit: ResolvedEdit) -> bytes:
+    """Each edit has a dose of its own, equal edits too."""
+    return edit.digest + edit.number.to_bytes(2, "little")
+
+
 class _Telling:
     """The numbers that taps tell, by place."""
 
     def __init__(self) -> None:
         #: Name of a score -> where it is told, the digest of what is told, and of which tokens.
         self._named: dict[str, tuple[Place, bytes, Selector]] = {}
-        self._banks: dict[Place, list[bytes]] = {}
+        #: Place -> digests of what is told there -> indices.
+        self._banks: dict[Place, dict[bytes, int]] = {}
+        self._gates: dict[bytes, ResolvedGate] = {}
 
     def add(self, name: str, place: Place, digest: bytes, tokens: Selector) -> None:
         """Raises SpecError if another number has the name."""
@@ -86,15 +95,17 @@ class _Telling:
                 f"two gates or doses are called {shown(name)}; a name is for one gate, one edit "
                 "and one set of tokens."
             )
-        some = self._banks.setdefault(place, [])
-        if digest not in some:
-            some.append(digest)
+        some = self._banks.setdefault(place, {})
+        some.setdefault(digest, len(some))
 
     def _at(self, place: Place, digest: bytes) -> ToldAt | None:
-        some = self._banks.get(place, [])
-        if digest not in some:
-            return None
-        return place, Told.of(some, len(some), place.group), some.index(digest)
+        """Called once all are added."""
+        index = self._banks.get(place, {}).get(digest)
+        return None if index is None else (place, self._told[place], index)
+
+    @cached_property
+    def _told(self) -> dict[Place, Told]:
+        return {place: Told.of(some, len(some), place.group) for place, some in self._banks.items()}
 
     def of(self, edit: ResolvedEdit) -> ResolvedEdit:
         """The edit, with the places of its numbers."""
@@ -102,8 +113,11 @@ class _Telling:
             return edit
         gate = edit.gate
         if gate is not None:
-            gate = replace(gate, told=self._at(gate.place, gate.digest))
-        return replace(edit, gate=gate, dose=self._at(edit.stream, edit.digest))
+            if gate.digest not in self._gates:
+                told = self._at(gate.place, gate.digest)
+                self._gates[gate.digest] = replace(gate, told=told)
+            gate = self._gates[gate.digest]
+        return replace(edit, gate=gate, dose=self._at(edit.stream, _of_dose(edit)))
 
     def scores(self) -> tuple[ResolvedProbe, ...]:
         found = []
@@ -123,11 +137,30 @@ def _resolve_gate(gate: Gate, sites: Sites, where: str) -> ResolvedGate:
 
 
 def _check_order(gate: ResolvedGate, edited: Place, where: str) -> None:
-    if (gate.place.boundary, gate.place.group) > (edited.boundary, edited.group):
+    if _on_stream(gate.place) > _on_stream(edited):
         raise SpecError(
             f"{where} reads {gate.place.site!r} {gate.place.layer}, which comes after the edited "
             f"{edited.site!r} {edited.layer}; a gate is at or before its edit."
         )
+
+
+def check_stages(asked: Resolved, num_stages: int) -> None:
+    """Raises SpecError for a gate whose value another pipeline stage would need."""
+    apart = [e for e in asked.edits if e.gate is not None and e.gate.place != e.stream]
+    if apart and num_stages > 1:
+        raise SpecError(
+            f"edits[{apart[0].number}].gate reads another place than its edit changes, and this "
+            f"engine has {num_stages} pipeline stages; name the same site and layer, or start with "
+            "pipeline_parallel_size 1."
+        )
+
+
+def _on_stream(place: Place) -> tuple[int, int]:
+    """Where a place comes in a forward: (boundary of the stream, group). A site inside a layer
+    comes after the boundary before it."""
+    if place.site in INNER_SITES:
+        return 2 * place.layer + (1 if place.site == "mlp_out" else 0), 1
+    return place.boundary, place.group
 
 
 def _check_size(values: Array, size: int, site: str, where: str) -> None:

@@ -191,7 +191,8 @@ class Resolved:
     @property
     def num_bytes(self) -> int:
         """Estimated memory, with everything that is compiled and cached for it."""
-        vectors = {id(edit.values): len(edit.values.data) for edit in self.edits}
+        given = [one for edit in self.edits for one in (edit.values, edit.reads) if one is not None]
+        vectors = {id(one): len(one.data) for one in given}
         gates = [edit.gate for edit in self.edits if edit.gate is not None]
         vectors |= {id(gate.vector): len(gate.vector.data) for gate in gates}
         cells = (cell for probe in self.probes for cell in probe.cells)

@@ -127,7 +127,9 @@ def _definitions() -> Schema:
 
 def _features() -> Schema:
     rows, numbers = _array(2, 2), _any(_NUMBER, _list(_NUMBER, MAX_FEATURES))
-    given = {"encoder": rows, "decoder": rows, "bias": numbers, "threshold": numbers}
+    least = {"minimum": 0}
+    thresholds = _any(_NUMBER | least, _list(_NUMBER | least, MAX_FEATURES))
+    given = {"encoder": rows, "decoder": rows, "bias": numbers, "threshold": thresholds}
     return _said(FeatureRows, _object(list(given), given))
 
 
@@ -146,7 +148,9 @@ def _gate() -> Schema:
             given[each.name] = found
             if each.default is not MISSING and each.default is not None:
                 found["default"] = each.default
-    return _said(Gate, _object(["vector"], given))
+    embed = {"properties": {"site": {"const": "embed"}}, "required": ["site"]}
+    else_ = {"required": ["layer"], "properties": {"layer": {"not": _NULL}}}
+    return _said(Gate, _object(["vector"], given)) | {"if": embed, "then": {}, "else": else_}
 
 
 def _of_probes() -> Schema:
@@ -222,7 +226,7 @@ def _action(cls: Any) -> Schema:
             properties[name] = dict(_FIELDS.get(name) or _of_type(hints[name]))
         if each.default is MISSING or (cls, name) == (Probe, "name"):
             required.append(name)
-        elif each.default is not None:
+        elif each.default not in (None, ""):
             properties[name]["default"] = each.default
     return {
         **_said(cls, _object(required, properties)),

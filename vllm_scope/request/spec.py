@@ -257,8 +257,8 @@ def scope(*actions: Action) -> dict[str, str]:
     """What to put in `SamplingParams(extra_args=...)`.
 
     Args:
-        actions: one or more of Read, Probe, Add, Ablate, Clamp, Replace. Edits of one
-            site apply in the order given.
+        actions: one or more of Read, Probe, Add, Ablate, Clamp, Replace, SetFeature and
+            ScaleFeature. Edits of one site apply in the order given.
 
     Returns:
         A dict with one key, "scope": the spec as a JSON string, which also goes into
@@ -270,8 +270,8 @@ def scope(*actions: Action) -> dict[str, str]:
     for i, action in enumerate(actions):
         if not isinstance(action, Action):
             raise SpecError(
-                f"scope() argument {i} is {shown(action)}; it takes Read, Probe, Add, Ablate, "
-                "Clamp or Replace."
+                f"scope() argument {i} is {shown(action)}; it takes Read, Probe and edits: "
+                "Add, Ablate, Clamp, Replace, SetFeature, ScaleFeature."
             )
     return {
         "scope": Spec(

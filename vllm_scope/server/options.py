@@ -72,16 +72,20 @@ class ScopeOptions:
 def _check_answerable(spec: Spec) -> None:
     """Raises SpecError for codec rp8, whose rows take this process seconds to decode (an inverse
     of the whole projection), and for a score's name that a file uses for positions."""
-    for i, probe in enumerate(spec.probes):
-        if probe.name.startswith(MONITOR):
+    names = [(f"probes[{i}].name", probe.name) for i, probe in enumerate(spec.probes)]
+    for i, edit in enumerate(spec.edits):
+        names.append((f"edits[{i}].dose", edit.dose or ""))
+        names.append((f"edits[{i}].gate.name", (edit.gate and edit.gate.name) or ""))
+    for where, name in names:
+        if name.startswith(MONITOR):
             raise SpecError(
-                f"probes[{i}].name is {shown(probe.name)}; names that begin with {MONITOR!r} are "
-                "the operator's. Take another."
+                f"{where} is {shown(name)}; names that begin with {MONITOR!r} are the operator's. "
+                "Take another."
             )
-        if probe.name.endswith(encode.POSITIONS):
+        if name.endswith(encode.POSITIONS):
             raise SpecError(
-                f"probes[{i}].name is {shown(probe.name)}; over HTTP no name ends in "
-                f"{encode.POSITIONS!r}, where a file has the positions of scores. Take another."
+                f"{where} is {shown(name)}; over HTTP no name ends in {encode.POSITIONS!r}, where "
+                "a file has the positions of scores. Take another."
             )
     for i, read in enumerate(spec.reads):
         if read.to == MEMORY and read.codec is not None and read.codec.name == "rp8":

@@ -38,6 +38,7 @@ def _core(most: Cost | None = None) -> CoreScope:
     """As its constructor leaves it."""
     made = CoreScope.__new__(CoreScope)
     made.sites, made.registry = SITES, Registry(SITES)
+    made.num_stages = 1
     made.most = most or Cost(100, 100, 100)
     made.everywhere, made.connector = Resolved(), None
     return made

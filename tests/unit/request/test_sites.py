@@ -30,8 +30,8 @@ def _sites(**options: object) -> Sites:
         pytest.param({"sites": ["embed"]}, (0, 8), 8, id="the-embedding"),
         pytest.param({"sites": ["resid_post"], "layers": [3]}, (8,), None, id="the-last-one"),
         pytest.param(
-            {"sites": ["attn_out"], "layers": [3]}, (Place("attn_out", 3).boundary,), None,
-            id="nothing-that-can-be-edited",
+            {"sites": ["attn_out"], "layers": [3]}, (8, Place("attn_out", 3).boundary), 8,
+            id="inside-a-layer",
         ),
     ],
 )  # fmt: skip

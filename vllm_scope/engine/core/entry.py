@@ -30,6 +30,7 @@ from vllm_scope.graph.tap.tables import capacity
 from vllm_scope.program.block_keys import BlockKeys
 from vllm_scope.program.compiler import OVERSHOOT, RequestProgram
 from vllm_scope.program.operations import Cost, Program
+from vllm_scope.request.resolve_edits import check_stages
 from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.selectors import Ids, Selector
 from vllm_scope.request.ticket import Ticket
@@ -45,6 +46,7 @@ class CoreScope:
         config = config_of(vllm_config)
         assert config is not None
         self.connector = foreign_connector(vllm_config)
+        self.num_stages = vllm_config.parallel_config.pipeline_parallel_size
         self.sites = sites_of(vllm_config, config)
         self.registry = Registry(self.sites)
         for name, path in config.modules.items():
@@ -126,6 +128,7 @@ class CoreScope:
             return
         self._check_connector()
         asked = Resolved(edits=self.registry.parse_edits(text))
+        check_stages(asked, self.num_stages)
         # One prompt token and some generated tokens are enough to count: these edits apply to
         # whole phases (registry.TIERS).
         program = RequestProgram.compile(

@@ -31,6 +31,7 @@ from vllm_scope.program.compiler import OVERSHOOT, RequestProgram
 from vllm_scope.program.operations import Cost
 from vllm_scope.request.actions import MEMORY
 from vllm_scope.request.arrays import Array
+from vllm_scope.request.resolve_edits import check_stages
 from vllm_scope.request.resolved import Resolved, ResolvedProbe, ResolvedRead, Vectors
 from vllm_scope.request.selectors import Ids, Selector, Tokens
 from vllm_scope.request.sites import Sites
@@ -137,13 +138,7 @@ class Connection:
                 f"{self.num_stages} pipeline stages, which cannot do that; take action 'flag', or "
                 "start with pipeline_parallel_size 1."
             )
-        apart = [e for e in asked.edits if e.gate is not None and e.gate.place != e.stream]
-        if apart and self.num_stages > 1:
-            raise SpecError(
-                f"edits[{apart[0].number}].gate reads another place than its edit changes, and "
-                f"this engine has {self.num_stages} pipeline stages; name the same site and layer, "
-                "or start with pipeline_parallel_size 1."
-            )
+        check_stages(asked, self.num_stages)
 
 
 #: vLLM's OutputProcessor -> its engine's Connection.

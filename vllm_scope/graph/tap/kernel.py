@@ -141,6 +141,8 @@ def _tap_kernel(
                 if code == OP_FEATURE:
                     value = tl.where(score > c, score, 0.0)
                 tl.store(held + register, value)
+                # One thread stores it, and all load it in the next operation.
+                tl.debug_barrier()
                 if offset >= 0:
                     tl.store(out, value)
             else:
@@ -149,11 +151,12 @@ def _tap_kernel(
                     part = tl.load(held + register)
                 if part != 0:
                     edited = 1
-                    change = 0.0
+                    change, length = 0.0, 0.0
+                    if offset >= 0:
+                        length = tl.sqrt(tl.sum(x * x, 0))
                     if code == OP_SET:
                         if offset >= 0:
                             change = part * tl.sqrt(tl.sum((v - x) * (v - x), 0))
-                            change /= tl.sqrt(tl.sum(x * x, 0))
                         x = tl.where(part == 1, v, x + part * (v - x))
                     else:
                         phi = a
@@ -173,10 +176,9 @@ def _tap_kernel(
                         phi = part * phi
                         if offset >= 0:
                             change = tl.abs(phi) * tl.sqrt(tl.sum(v * v, 0))
-                            change /= tl.sqrt(tl.sum(x * x, 0))
                         x += phi * v
                     if offset >= 0:
-                        tl.store(out, tl.where(change < float("inf"), change, 0.0))
+                        tl.store(out, tl.where(length > 0, change / length, 0.0))
                 elif offset >= 0:
                     tl.store(out, 0.0)
         at = tl.load(op + 6)

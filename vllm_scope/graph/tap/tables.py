@@ -106,6 +106,16 @@ def _words_of(layout: Layout, widths: Widths) -> _Words:
 _FLOATS, _AS_INTS = Struct("=4f"), Struct("=4i")
 
 
+def _numbers_of(program: Program) -> dict[Op, tuple[int, ...]]:
+    """The numbers of a program's operations, as bits of float32.
+
+    Raises:
+        OverflowError: a number that float32 cannot hold.
+    """
+    ops = {op for _, some in program.taps for op in some}
+    return {op: _AS_INTS.unpack(_FLOATS.pack(op.a, op.b, op.c, op.d)) for op in ops}
+
+
 class Tables:
     """Persistent device tables.
 
@@ -229,7 +239,7 @@ class Tables:
                 held.append(self._vector_place(vector))
                 self._vector_places.hold(held[-1])
             return self._place(program)
-        except CapacityError:
+        except Exception:
             for place in held:
                 self._vector_places.release(place)
             raise
@@ -264,8 +274,9 @@ class Tables:
                     "finished, or give requests the same reads."
                 )
             self._drop(idle)
+        numbers = _numbers_of(program)
         found = self._programs.put(program)
-        self._write(found, program)
+        self._write(found, program, numbers)
         return found
 
     def _drop(self, program_id: int) -> None:
@@ -273,7 +284,9 @@ class Tables:
         self._free_ops += self._ops_of.pop(program_id)
         self._pending_programs.pop(program_id, None)
 
-    def _write(self, program_id: int, program: Program) -> None:
+    def _write(
+        self, program_id: int, program: Program, numbers_of: dict[Op, tuple[int, ...]]
+    ) -> None:
         entry = np.full(self.programs.shape[1], -1, np.int32)
         taken: list[int] = []
         words = _words_of(program.layout, self._widths)
@@ -282,7 +295,7 @@ class Tables:
             for op in reversed(ops):
                 taken.append(self._free_ops.pop())
                 vector = -1 if op.vector is None else self._vector_places.at(op.vector)
-                numbers = _AS_INTS.unpack(_FLOATS.pack(op.a, op.b, op.c, op.d))
+                numbers = numbers_of[op]
                 self._pending_ops[taken[-1]] = (
                     op.code, *words.of(op, program.layout), vector, *numbers[:2], following,
                     op.register, op.source, *numbers[2:], 0,

@@ -47,7 +47,16 @@ class Edit(Action):
         if self.dose is not None:
             checked_name(self.dose, f"{kind}.dose")
             if module or len(self.layer_numbers or ()) != 1:
-                raise SpecError(f"{kind}.dose goes with one layer, and not with a module.")
+                layers = "those of a module" if module else shown(self.layers)
+                raise SpecError(
+                    f"{kind}.dose is {shown(self.dose)}, and the layers are {layers}; a dose is of "
+                    "one layer that is named. Leave it out, or send one edit for each layer."
+                )
+        if module and self.gate is not None and self.gate.name is not None:
+            raise SpecError(
+                f"{kind}.gate.name is {shown(self.gate.name)}, and {kind} names a module, which "
+                "may have vectors for some of the tokens only. Leave the name out."
+            )
 
     def _place_vector(self, value: Array | Module, most_dims: int = 2) -> None:
         """Set the vector, site and layers.

@@ -82,7 +82,12 @@ class FeatureRows:
         given = index.tolist() if hasattr(index, "tolist") else index
         indices = list(given) if isinstance(given, Sequence) else [given]
         if not 1 <= len(indices) <= MAX_FEATURES:
-            raise SpecError(f"there are {len(indices)} features; an edit has 1 to {MAX_FEATURES}.")
+            raise SpecError(
+                f"index has {len(indices)} features; an edit has 1 to {MAX_FEATURES}. Send several "
+                "edits."
+            )
+        if len(set(indices)) < len(indices):
+            raise SpecError(f"index is {shown(indices)}; it names each feature once.")
         some = [sae.feature(i) for i in indices]
         if some[0].kind == "topk":
             raise SpecError(
@@ -138,17 +143,25 @@ class _FeatureEdit(Edit):
         kind, name = type(self).__name__, self.fields[1]
         rows = self.sae
         if hasattr(rows, "feature"):  # an Sae
-            if self._given_layers() is None and rows.place.site != "embed":
-                self._set(site=rows.place.site, layer=rows.place.layer)
+            self._set(site=self.site or rows.place.site)
+            if self._given_layers() is None and self.site != "embed":
+                self._set(layer=rows.place.layer)
             rows = FeatureRows.of(rows, self.index)
         elif self.index is not None:
-            raise SpecError(f"{kind}.index is {shown(self.index)}, and {kind}.sae is no SAE.")
+            raise SpecError(
+                f"{kind}.index is {shown(self.index)}, and {kind}.sae is not an SAE that was "
+                "loaded; give one, or the features' rows without an index."
+            )
         rows = FeatureRows.parse(rows, f"{kind}.sae")
+        self._set(site=self.site or "resid_post")
         self._set(sae=rows, index=None)
         self._set(**{name: _numbers(getattr(self, name), rows.count, f"{kind}.{name}")})
         self._place_edit()
         if self.dose is not None and rows.count > 1:
-            raise SpecError(f"{kind}.dose goes with one feature.")
+            raise SpecError(
+                f"{kind}.dose is {shown(self.dose)}, and there are {rows.count} features; a dose "
+                "is of one. Leave it out, or send one edit for each feature."
+            )
 
     @property
     def changes(self) -> tuple[tuple[float, float], ...]:
@@ -177,6 +190,7 @@ class SetFeature(_FeatureEdit):
     index: Any = None
     value: Any = 0.0
     _: KW_ONLY
+    site: str = ""
 
     def __post_init__(self) -> None:
         self._place_features()
@@ -202,6 +216,7 @@ class ScaleFeature(_FeatureEdit):
     index: Any = None
     factor: Any = 0.0
     _: KW_ONLY
+    site: str = ""
 
     def __post_init__(self) -> None:
         self._place_features()

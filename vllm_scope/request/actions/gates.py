@@ -20,6 +20,8 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions.base import checked_name, number
 from vllm_scope.request.actions.probing import Probe
@@ -66,6 +68,11 @@ class Gate:
     def __post_init__(self) -> None:
         given: dict[str, Any] = {}
         if isinstance(self.vector, Probe):
+            if self.layer is not None or self.site != "resid_post" or self.bias:
+                raise SpecError(
+                    "Gate.vector is a probe, and Gate names a layer, a site or a bias; those of "
+                    "the probe are taken. Leave them out, or give the probe's weight."
+                )
             given = _of_probe(self.vector)
         else:
             given["vector"] = Array.parse(self.vector, "Gate.vector")
@@ -79,7 +86,7 @@ class Gate:
                 f"Gate.site is {shown(self.site)}; a gate reads {', '.join(STREAM_SITES)}."
             )
         found = parse_layers(self.layer, self.site, "Gate.layer")
-        if found is None or len(found) != 1:
+        if found is None or not isinstance(self.layer, int | None):
             raise SpecError(f"Gate.layer is {shown(self.layer)}; a gate reads one layer.")
         self._set(layer=found[0], layers=found)
         self._check_numbers()
@@ -96,8 +103,8 @@ class Gate:
             raise SpecError(f"Gate.kind is {shown(self.kind)}; it is one of {kinds}.")
         for name in ("threshold", "sharpness", "bias"):
             self._set(**{name: number(getattr(self, name), f"Gate.{name}")})
-        if self.sharpness <= 0:
-            raise SpecError(f"Gate.sharpness is {self.sharpness:g}; it is above 0.")
+        if not np.float32(self.sharpness) > 0:
+            raise SpecError(f"Gate.sharpness is {self.sharpness:g}; it is above 0 in float32.")
         if self.bias and self.kind in ("cosine", "cast"):
             raise SpecError(f"Gate.bias is {self.bias:g}; a cosine takes none.")
         if not isinstance(self.above, bool):
