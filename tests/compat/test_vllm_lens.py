@@ -146,7 +146,7 @@ BAD = {
     "unknown-field": ({"apply_steering_vectors": [{"layer": 3}]}, "its fields are activations"),
     "wrong-size": (
         {"apply_steering_vectors": [SteeringVector(torch.ones(1, 64), [0])]},
-        "this model's rows have 128",
+        "'resid_post' have 128",
     ),
     "a-position-after-the-end": (
         {"apply_steering_vectors": [SteeringVector(V[None], [0], position_indices=[999])]},
