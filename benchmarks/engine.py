@@ -24,7 +24,7 @@ class Workload:
         layers: whose `resid_post` every token of every request reads; None reads
             nothing.
         edits: "own": each request adds a vector of its own in the middle layer;
-            "one": all add the same one.
+            "one": all add the same one; "gated": as "own", each with a gate of its own.
         probes: how many probes score every token, in the middle layer.
         named: the probes' weights are steering modules that the engine holds.
         lens: read through vllm-lens instead.
@@ -54,7 +54,7 @@ def extra_args(work: Workload, config: Any) -> list[dict[str, Any] | None]:
         return [{"output_residual_stream": work.layers}] * work.batch
     if work.layers is None and work.edits is None and not work.probes:
         return [None] * work.batch
-    from vllm_scope import Add, Probe, Read, scope
+    from vllm_scope import Add, Gate, Probe, Read, scope
 
     middle, vector = middle_of(config), partial(vector_of, config)
     actions: list[Any] = []
@@ -63,8 +63,12 @@ def extra_args(work: Workload, config: Any) -> list[dict[str, Any] | None]:
     for i in range(work.probes):
         weight = f"probe-{i}" if work.named else vector(i)
         actions.append(Probe(weight, layer=middle, name=f"p{i}"))
-    if work.edits == "own":
-        return [scope(*actions, Add(vector(1000 + i), layer=middle)) for i in range(work.batch)]
+    if work.edits in ("own", "gated"):
+        gates: list[Gate | None] = [None] * work.batch
+        if work.edits == "gated":
+            gates = [Gate(vector(2000 + i), middle - 1, kind="sigmoid") for i in range(work.batch)]
+        own = [Add(vector(1000 + i), layer=middle, gate=gate) for i, gate in enumerate(gates)]
+        return [scope(*actions, edit) for edit in own]
     if work.edits == "one":
         actions.append(Add(vector(1000), layer=middle))
     return [scope(*actions)] * work.batch

@@ -126,6 +126,7 @@ def modes_of(engines: dict[str, Engine], num_layers: int) -> Modes:
         name = f"{word} layer{'s' if count > 1 else ''}"
         found[name] = ("scope", {"layers": spread(num_layers, count)})
     found["own vector each"] = ("scope", {"edits": "own"})
+    found["own gate each"] = ("scope", {"edits": "gated"})
     found["one vector for all"] = ("scope", {"edits": "one"})
     found["64 probes"] = ("scope", {"probes": 64, "named": True})
     found["1,024 probes"] = ("scope", {"probes": 1024, "named": True})

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit.taps import CODES, COPIES, OVERFLOWING, POISON, check, outcome, random_tap
-from vllm_scope.program.operations import OP_READ
+from vllm_scope.program.operations import GATES, OP_ADD, OP_ADD_FEATURE, OP_READ
 
 pytestmark = pytest.mark.gpu
 #: Of a case in which rows are read and edited.
@@ -40,6 +40,22 @@ def test_the_kernel_equals_the_definition(hidden_size, dtype):
             torch.cuda.synchronize()
             ran = ran.to("cpu")
             check(ran, before, outcome(before), twin)
+
+
+@pytest.mark.parametrize("hidden_size", [2048, 8192])
+def test_an_operation_sees_the_register_that_the_one_before_it_set(hidden_size):
+    """One thread of a row's program stores it, and all load it: with many rows, a thread that did
+    not wait would see what was there before."""
+    from vllm_scope.graph.tap import definition, kernel
+
+    codes = (*GATES, OP_ADD, OP_ADD_FEATURE)
+    for seed in range(6):
+        before = random_tap(seed, hidden_size, torch.bfloat16, num_rows=400, codes=codes)
+        twin, expected = before.to("cpu").run(definition.tap_rows), outcome(before)
+        for _ in range(20):
+            ran = before.to("cuda").run(kernel.tap_rows)
+            torch.cuda.synchronize()
+            check(ran.to("cpu"), before, expected, twin)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
