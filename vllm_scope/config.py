@@ -53,6 +53,7 @@ class ScopeConfig(BaseModel):
             cache. A request that only probes takes KV from the cache where its scores are there.
             0: it takes none.
         modules: steering modules to load at start, name -> file.
+        saes: sparse autoencoders that edits may name, name -> file or folder (vllm_scope.saes).
         deliver_timeout_s: how long a finished request waits for rows that are
             still on their way, before it is returned as incomplete; and how long a
             worker waits for a front-end that does not read, before it goes on without it.
@@ -76,6 +77,7 @@ class ScopeConfig(BaseModel):
     scores_mib: Number = Field(default=256.0, ge=0)
     monitors: dict[str, Any] = Field(default_factory=dict)
     modules: dict[str, str] = Field(default_factory=dict)
+    saes: dict[str, str] = Field(default_factory=dict)
     deliver_timeout_s: Number = Field(default=60.0, gt=0)
     road: Literal["auto", "shared", "tcp"] = "auto"
     road_host: str | None = None

@@ -111,7 +111,10 @@ def test_the_feature_of_a_country_moves_the_capital():
     sae = load_sae(TOYWORLD / "sae")
     features = json.loads((TOYWORLD / "sae" / "features.json").read_text())
     countries = world().countries[:9]
-    with local_engine(TOYWORLD, skip_tokenizer_init=False, dtype="float32") as llm:
+    config = {"scope": {"saes": {"toy": str(TOYWORLD / "sae")}}}
+    with local_engine(
+        TOYWORLD, skip_tokenizer_init=False, dtype="float32", additional_config=config
+    ) as llm:  # fmt: skip
         tokenizer = llm.get_tokenizer()
         ids = [tokenizer(f"The capital of {one.name} is").input_ids for one in countries]
         (position,) = (i for i, some in enumerate(zip(*ids, strict=True)) if len(set(some)) > 1)
@@ -122,13 +125,16 @@ def test_the_feature_of_a_country_moves_the_capital():
         for i, j in permutations(range(len(countries)), 2):
             old, new = (features[countries[k].name] for k in (i, j))
             values = [0.0, new["usual"]]
-            edit = SetFeature(sae, [old["index"], new["index"]], values, tokens=[position])
+            held = "toy" if i % 2 else sae
+            edit = SetFeature(held, [old["index"], new["index"]], values, tokens=[position])
             if first[i] != first[j]:
                 asked.append(params(edit, max_tokens=1))
                 wanted.append(first[j])
                 prompts.append(ids[i])
         plain = run(llm, ids, params(max_tokens=1))
         edited = run(llm, prompts, asked)
+        with pytest.raises(SpecError, match=r"edits\[0\]\.sae is 'no'.* it holds: toy"):
+            run(llm, ids[:1], params(SetFeature("no", 1, 1.0)))
     assert [o.outputs[0].token_ids[0] for o in plain] == first
     said = [output.outputs[0].token_ids[0] for output in edited]
     moved = [token == one for token, one in zip(said, wanted, strict=True)]

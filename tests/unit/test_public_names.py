@@ -57,6 +57,7 @@ DOCUMENTED = {
     "vllm_scope.compat.vllm_lens.client": "VLLMLensClient",
     "vllm_scope.request.actions": "Action",
     "vllm_scope.results.result": "ScopeResult",
+    "vllm_scope.saes.load": "load_sae",
     "vllm_scope.sinks": "Block Ending Report",
     "vllm_scope.vectors.probe_weights": "from_safetensors from_sklearn from_state_dict",
 }

@@ -194,6 +194,11 @@ def _resolve_edit(
 def _resolve_features(
     edit: SetFeature | ScaleFeature, sites: Sites, where: str
 ) -> list[ResolvedEdit]:
+    if isinstance(edit.sae, str):
+        raise SpecError(
+            f"{where}.sae is {shown(edit.sae)}; server-wide edits take the rows of features, not "
+            "the name of an SAE."
+        )
     rows: FeatureRows = edit.sae
     size = sites.row_size(edit.site)
     _check_size(rows.decoder, size, edit.site, f"{where}.sae")

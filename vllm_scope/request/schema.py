@@ -130,7 +130,7 @@ def _features() -> Schema:
     least = {"minimum": 0}
     thresholds = _any(_NUMBER | least, _list(_NUMBER | least, MAX_FEATURES))
     given = {"encoder": rows, "decoder": rows, "bias": numbers, "threshold": thresholds}
-    return _said(FeatureRows, _object(list(given), given))
+    return _any(_NAME, _said(FeatureRows, _object(list(given), given)))
 
 
 def _gate() -> Schema:
@@ -186,6 +186,7 @@ _FIELDS = {
     "vector": _ref("vector"),
     "gate": _ref("gate"),
     "sae": _ref("sae"),
+    "index": _any(_NULL, _whole(0), _list(_whole(0), MAX_FEATURES)),
     "value": _ref("of_features"),
     "factor": _ref("of_features"),
     "max_relative_norm": _any(_NULL, _NUMBER | {"minimum": 0}),
@@ -217,7 +218,7 @@ def _action(cls: Any) -> Schema:
         required.append("kind")
     for each in fields(cls):
         name = each.name
-        if not each.init or name in ("layer", "index"):  # not in JSON
+        if not each.init or name == "layer":  # in JSON it is `layers`
             continue
         if name == "site":
             aliases = [alias for alias, site in ALIASES.items() if site in SITES]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -125,6 +125,31 @@ class Spec:
             # Three times the text: for the text, the vectors, and the packed form without vectors.
             size = _SPEC_BYTES + 3 * len(text) + ITEM_BYTES * num_items(text)
             _parsed.put(text, found, size)
+        return found
+
+    def of_engine(self, saes: Mapping[str, Any]) -> Spec:
+        """The spec with the rows of the SAEs that it names; itself if it names none.
+
+        Raises:
+            SpecError: as SetFeature.
+        """
+        named = [i for i, one in enumerate(self.edits) if isinstance(getattr(one, "sae", 0), str)]
+        if not named:
+            return self
+        # Many requests have the same text.
+        last = self.__dict__.get("_of_engine")
+        if last is not None and last[0] is saes:
+            again: Spec = last[1]
+            return again
+        edits = list(self.edits)
+        for i in named:
+            try:
+                edits[i] = edits[i].of_engine(saes)  # type: ignore[attr-defined]
+            except SpecError as error:
+                name = type(edits[i]).__name__
+                raise SpecError(str(error).replace(f"{name}.", f"edits[{i}].", 1)) from None
+        found = replace(self, edits=tuple(edits))
+        self.__dict__["_of_engine"] = (saes, found)
         return found
 
     @cached_property

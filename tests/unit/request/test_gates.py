@@ -208,3 +208,27 @@ def test_json_has_every_field():
     body["edits"][0]["gate"]["treshold"] = 1
     with pytest.raises(SpecError, match=r"edits\[0\]\.gate has 'treshold'"):
         Spec.from_json(json.dumps(body))
+
+
+def test_a_name_stands_for_an_sae_until_the_engine_is_known():
+    gate = Gate(V, 0, name="g")
+    edits = (
+        SetFeature("toy", [3, 1], [5.0, 6.0], gate=gate, tokens="generated"),
+        ScaleFeature("toy", 2, 0.5, layer=1, site="resid_mid"), Add(V, layer=1),
+    )  # fmt: skip
+    spec = Spec(edits=edits)
+    assert Spec.from_json(spec.to_json()) == spec
+    with pytest.raises(SpecError, match=r"edits\[0\]\.sae is 'toy'; server-wide edits take"):
+        spec.resolve(SITES)
+    with pytest.raises(SpecError, match=r"edits\[0\]\.sae is 'toy'.* it holds: other"):
+        spec.of_engine({"other": fake_sae()})
+    found = spec.of_engine({"toy": fake_sae()})
+    direct = SetFeature(fake_sae(), [3, 1], [5.0, 6.0], gate=gate, tokens="generated")
+    assert found.edits[0] == direct
+    assert found.edits[2] is edits[2]
+    first, second, _ = found.resolve(SITES).edits
+    assert (first.stream, second.stream) == (("resid_pre", 2), ("resid_mid", 1))
+    assert found.of_engine({}) is found
+    for index in ([], [1, 1], -1, "1", 1.5, True, list(range(17))):
+        with pytest.raises(SpecError, match="index"):
+            SetFeature("toy", index, 1.0)

@@ -15,8 +15,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -39,6 +39,9 @@ from vllm_scope.request.spec import Meanings, Spec
 from vllm_scope.results.inbox import inbox
 from vllm_scope.sinks.metrics import count_sinks
 
+if TYPE_CHECKING:
+    from vllm_scope.saes.sae import Sae
+
 logger = logging.getLogger("vllm.vllm_scope")
 
 #: If an attempt to reconnect fails, the front-end waits this long before the next attempt.
@@ -55,6 +58,7 @@ class Connection:
             EngineCore has the content.
         generation: the inbox's, when the workers were asked.
         retry_at: monotonic seconds, the earliest next attempt after a failed one.
+        saes: name -> the SAE, of those that the configuration names.
         num_doubts: how many times the names of modules may have changed elsewhere.
         num_asked: `num_doubts` when `modules` were last asked for.
     """
@@ -70,6 +74,7 @@ class Connection:
     retry_at: float = 0.0
     num_doubts: int = 0
     num_asked: int = 0
+    saes: Mapping[str, Sae] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._meanings = Meanings(self.sites)
@@ -185,6 +190,10 @@ def _connect(engine: Engine, replies: list[Connected], generation: int) -> None:
         known.retry_at = time.monotonic() + RETRY_S
         return
     found.generation = generation
+    if config.saes:
+        from vllm_scope.saes.load import load_saes  # torch, and formats
+
+        found.saes = load_saes(config.saes)
     connections.put(engine.output_processor, found)
 
 

@@ -40,6 +40,7 @@ from vllm_scope.graph.tap import op
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.ticket import Recipient
+from vllm_scope.saes.load import load_saes
 from vllm_scope.sinks.request import Ended
 from vllm_scope.transport.messages import Address
 from vllm_scope.vectors import load_vectors
@@ -100,6 +101,7 @@ class ScopeWorker:
         checking = Registry(self.sites)
         for name, path in self.config.modules.items():
             checking.register_module(name, load_vectors(path))
+        load_saes(self.config.saes)
 
     def _tap_model(self, runner: ModelRunner) -> None:
         """Raises CompatError if the model cannot be tapped; it is then served without taps."""

@@ -14,16 +14,17 @@ row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.actions.base import number
+from vllm_scope.request.actions.base import checked_name, number
 from vllm_scope.request.actions.edits import COMMON, Edit
 from vllm_scope.request.arrays import Array
+from vllm_scope.request.sites import canonical_site
 
 #: Features of one action.
 MAX_FEATURES = 16
@@ -79,15 +80,7 @@ class FeatureRows:
             SpecError: an index that the SAE does not have, or an SAE of which one feature cannot be
                 computed without all others.
         """
-        given = index.tolist() if hasattr(index, "tolist") else index
-        indices = list(given) if isinstance(given, Sequence) else [given]
-        if not 1 <= len(indices) <= MAX_FEATURES:
-            raise SpecError(
-                f"index has {len(indices)} features; an edit has 1 to {MAX_FEATURES}. Send several "
-                "edits."
-            )
-        if len(set(indices)) < len(indices):
-            raise SpecError(f"index is {shown(indices)}; it names each feature once.")
+        indices = _indices(index)
         some = [sae.feature(i) for i in indices]
         if some[0].kind == "topk":
             raise SpecError(
@@ -123,6 +116,19 @@ class FeatureRows:
         }  # fmt: skip
 
 
+def _indices(index: object) -> tuple[int, ...]:
+    given = index.tolist() if hasattr(index, "tolist") else index
+    indices = tuple(given) if isinstance(given, list | tuple) else (given,)
+    if not 1 <= len(indices) <= MAX_FEATURES:
+        raise SpecError(
+            f"index has {len(indices)} features; an edit has 1 to {MAX_FEATURES}. Send several "
+            "edits."
+        )
+    if any(type(i) is not int or i < 0 for i in indices) or len(set(indices)) < len(indices):
+        raise SpecError(f"index is {shown(index)}; it names each feature once, by its number.")
+    return indices
+
+
 def _numbers(value: object, count: int, where: str) -> tuple[float, ...]:
     """One number for each feature; a single number is for all."""
     if hasattr(value, "tolist"):
@@ -133,15 +139,24 @@ def _numbers(value: object, count: int, where: str) -> tuple[float, ...]:
     return tuple(number(one, where) for one in given)
 
 
+@dataclass(frozen=True)
 class _FeatureEdit(Edit):
-    """`fields[1]` names the number that belongs to each feature."""
+    """`fields[2]` names the number that belongs to each feature.
+
+    While `sae` is a name, what depends on the SAE is not checked: `of_engine` makes the edit anew.
+    """
 
     sae: Any
-    index: Any
+    index: Any = None
+    #: Empty: the SAE's own.
+    site: str = field(default="", kw_only=True)
 
     def _place_features(self) -> None:
-        kind, name = type(self).__name__, self.fields[1]
+        kind, name = type(self).__name__, self.fields[2]
         rows = self.sae
+        if isinstance(rows, str):
+            self._place_named()
+            return
         if hasattr(rows, "feature"):  # an Sae
             self._set(site=self.site or rows.place.site)
             if self._given_layers() is None and self.site != "embed":
@@ -163,6 +178,49 @@ class _FeatureEdit(Edit):
                 "is of one. Leave it out, or send one edit for each feature."
             )
 
+    def _place_named(self) -> None:
+        kind, name = type(self).__name__, self.fields[2]
+        checked_name(self.sae, f"{kind}.sae")
+        site, given = self.site, self._given_layers()
+        indices = _indices(self.index)
+        self._set(index=indices, **{name: _numbers(getattr(self, name), len(indices), name)})
+        # Any place will do for the checks of the other fields.
+        self._set(site=canonical_site(site or "resid_post", f"{kind}.site"))
+        if given is None and self.site != "embed":
+            self._set(layer=0)
+        self._place_edit()
+        if given is None:
+            self._set(layer=None, layers=None)
+        self._set(site=site and self.site)
+
+    def of_engine(self, saes: Mapping[str, Any]) -> _FeatureEdit:
+        """The same edit with the rows of the SAE that it names; itself if it names none.
+
+        Args:
+            saes: name -> Sae, which the engine has.
+
+        Raises:
+            SpecError: another name, or what cannot be had of this SAE.
+        """
+        if not isinstance(self.sae, str):
+            return self
+        kind = type(self).__name__
+        if self.sae not in saes:
+            known = ", ".join(sorted(saes)[:8]) or "none"
+            raise SpecError(
+                f"{kind}.sae is {shown(self.sae)}, which this engine does not hold; it holds: "
+                f"{known}. Name it in additional_config={{'scope': {{'saes': ...}}}}."
+            )
+        return replace(self, sae=saes[self.sae])
+
+    def to_json(self) -> dict[str, object]:
+        body = super().to_json()
+        if not self.site:
+            del body["site"]
+        if body.get("layers") is None:
+            body.pop("layers", None)
+        return body
+
     @property
     def changes(self) -> tuple[tuple[float, float], ...]:
         """Of each feature (a, d): what is added is (a + d * f) times the decoder's row."""
@@ -174,7 +232,7 @@ class SetFeature(_FeatureEdit):
     """Set features of an SAE in the row: `x + (value - f) * decoder`.
 
     Args:
-        sae: a `vllm_scope.saes.sae.Sae`; not a TopK SAE.
+        sae: a `vllm_scope.saes.sae.Sae`, or the name of one that the engine holds; not a TopK SAE.
         index: the feature, or a list of at most 16.
         value: the activation that it gets, or a list with one for each.
         site, layer: where; the SAE's own place if no layer is given. tokens, gate: as for `Add`.
@@ -184,13 +242,9 @@ class SetFeature(_FeatureEdit):
     """
 
     kind: ClassVar[str] = "set_feature"
-    fields: ClassVar[tuple[str, ...]] = ("sae", "value", *COMMON)
+    fields: ClassVar[tuple[str, ...]] = ("sae", "index", "value", *COMMON)
 
-    sae: Any
-    index: Any = None
     value: Any = 0.0
-    _: KW_ONLY
-    site: str = ""
 
     def __post_init__(self) -> None:
         self._place_features()
@@ -210,13 +264,9 @@ class ScaleFeature(_FeatureEdit):
     """
 
     kind: ClassVar[str] = "scale_feature"
-    fields: ClassVar[tuple[str, ...]] = ("sae", "factor", *COMMON)
+    fields: ClassVar[tuple[str, ...]] = ("sae", "index", "factor", *COMMON)
 
-    sae: Any
-    index: Any = None
     factor: Any = 0.0
-    _: KW_ONLY
-    site: str = ""
 
     def __post_init__(self) -> None:
         self._place_features()
