@@ -295,8 +295,8 @@ def scope(*actions: Action) -> dict[str, str]:
     for i, action in enumerate(actions):
         if not isinstance(action, Action):
             raise SpecError(
-                f"scope() argument {i} is {shown(action)}; it takes Read, Probe and edits: "
-                "Add, Ablate, Clamp, Replace, SetFeature, ScaleFeature."
+                f"scope() argument {i} is {shown(action)}; it takes Read, Probe, Add, Ablate, "
+                "Clamp, Replace, SetFeature or ScaleFeature."
             )
     return {
         "scope": Spec(
