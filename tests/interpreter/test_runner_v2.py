@@ -18,7 +18,7 @@ from tests.conftest import local_engine, preempted_in
 from tests.engine import probing
 from tests.engine import test_attention_sites as attention
 from tests.engine import test_branch_sites as branches
-from vllm_scope import Probe, Read, scope
+from vllm_scope import Add, Gate, Probe, Read, scope
 from vllm_scope.compat.vllm_lens import Hook
 
 FILES = "filesystem"
@@ -134,6 +134,28 @@ def test_probes_equal_float64_and_one_stops_its_request(llm):
     # The verdict is on the first generated token; the next one is the last.
     assert stopped.outputs[0].token_ids == plain.outputs[0].token_ids[:2]
     assert beside.outputs[0].token_ids == plain.outputs[0].token_ids
+
+
+def test_a_gated_edit_and_a_plain_request(llm, ref):
+    w, v = torch.randn(128), torch.randn(128)
+    gate = Gate(w, 0, kind="sigmoid", sharpness=0.3, name="g")
+    asked = scope(Add(v, layer=1, gate=gate), Read("resid_post"))
+    ids = [range(5, 75), range(90, 130)]
+    edited, plain = run(llm, ids, [params(asked), params(READ_ALL)])
+    check([plain], ref)
+    seen = []
+
+    def look(x):
+        seen[:] = [torch.sigmoid(0.3 * (x @ w))]
+        return x
+
+    found = [*ids[0], *edited.outputs[0].token_ids][:-1]
+    edits = [("resid_post", 0, look), ("resid_post", 1, lambda x: x + seen[0][:, None] * v)]
+    streams, _ = ref.edited(found, edits)
+    assert edited.scope.status == "complete"
+    for stream in edited.scope.keys():
+        torch.testing.assert_close(edited.scope[stream], streams[stream], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(edited.scope.scores["g"], seen[0], rtol=1e-3, atol=1e-3)
 
 
 def test_a_request_that_only_probes_takes_kv_from_the_cache(llm):
