@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 from tests.checkpoints import NUM_LAYERS, Reference, check_completion, reference, row_error
 from tests.conftest import local_engine
 from tests.engine.test_edits import D, V
-from vllm_scope import Add, Probe, Read, scope
+from tests.engine.test_gates import gated
+from vllm_scope import Add, Gate, Probe, Read, scope
 
 
 def make_adapter(folder, hidden_size: int, num_layers: int = NUM_LAYERS, rank: int = 8) -> None:
@@ -45,7 +46,13 @@ def test_lora_requests_are_edited_and_scored_in_their_own_model(checkpoints, tmp
 
     path = checkpoints("llama")
     make_adapter(tmp_path, 128)
-    actions = [Add(V, layer=0), Probe(D, layer=1, name="p"), Read("resid_post")]
+    gate = Gate(D, 0, kind="sigmoid", sharpness=0.1, name="g")
+    actions = [
+        Add(V, layer=0),
+        Add(D, layer=1, gate=gate),
+        Probe(D, layer=1, name="p"),
+        Read("resid_post"),
+    ]
     params = SamplingParams(
         temperature=0, max_tokens=10, ignore_eos=True, detokenize=False,
         extra_args=scope(*actions),
@@ -55,7 +62,14 @@ def test_lora_requests_are_edited_and_scored_in_their_own_model(checkpoints, tmp
     with local_engine(path, dtype="float32", enable_lora=True, max_lora_rank=8) as llm:
         (output,) = llm.generate(prompt, params, lora_request=adapter, use_tqdm=False)
     ids = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
-    streams, _ = adapted(path, tmp_path).edited(ids, [("resid_post", 0, lambda x: x + V)])
+    edits, _ = gated(
+        ("resid_post", 0),
+        ("resid_post", 1),
+        lambda x: torch.sigmoid(0.1 * (x @ D)),
+        lambda x: x + D,
+    )
+    edits.insert(1, ("resid_post", 0, lambda x: x + V))  # the gate sees the row before it
+    streams, _ = adapted(path, tmp_path).edited(ids, edits)
     for layer in range(NUM_LAYERS):
         rows = output.scope["resid_post", layer]
         assert row_error(rows, streams["resid_post", layer]) < 1e-4

@@ -12,12 +12,21 @@ from tests.conftest import process_engine
 from tests.engine import probing
 from tests.engine import test_branch_sites as branches
 from tests.engine.test_edits import EDITS, check, direction, params
+from tests.engine.test_gates import gated
 from tests.engine.test_sinks import check_equal
-from vllm_scope import Add, Probe, Read
+from vllm_scope import Add, Gate, Probe, Read, SpecError
 from vllm_scope.request.sites import Place
 
 WEIGHT = direction(7)
 PROBED = ("resid_post", *branches.SITES)
+
+
+def gate(layer: int) -> Gate:
+    return Gate(WEIGHT, layer, kind="sigmoid", sharpness=0.2, name=f"g{layer}")
+
+
+def value(x: torch.Tensor) -> torch.Tensor:
+    return torch.sigmoid(0.2 * (x @ WEIGHT))
 
 
 @pytest.mark.parametrize(
@@ -51,6 +60,9 @@ def test_ranks_and_stages_are_put_together(
         params(*map(Read, branches.SITES)),
         # Layers of both stages are added.
         params(*probes, *map(Read, PROBED)),
+        # A gate in each stage.
+        params(*(add(layer=i, gate=gate(i)) for i in (0, 2)), reads[0]),
+        params(add(site="mlp_out", layer=1), *map(Read, branches.SITES)),
     ]
     with process_engine(
         path, dtype="float32", tensor_parallel_size=tensor, pipeline_parallel_size=pipeline,
@@ -65,6 +77,12 @@ def test_ranks_and_stages_are_put_together(
         ranks = llm.collective_rpc("scope_describe")
         prompts = [{"prompt_token_ids": list(range(i, i + 90))} for i in range(len(asked))]
         outputs = llm.generate(prompts, asked, use_tqdm=False)
+        across = params(add(layer=2, gate=gate(0)))
+        if pipeline > 1:
+            with pytest.raises(SpecError, match=r"edits\[0\]\.gate reads another place"):
+                llm.generate(prompts[:1], across, use_tqdm=False)
+        else:
+            llm.generate(prompts[:1], across, use_tqdm=False)
     # One rank of each stage drains, and so writes; a boundary belongs to one stage.
     assert [rank["drains"] for rank in ranks] == [True, False][:tensor] * pipeline
     beside = [Place(site, k).boundary for site in branches.SITES for k in range(3)]
@@ -84,6 +102,11 @@ def test_ranks_and_stages_are_put_together(
     check(outputs[7], ref, [(*place, mean) for place in places[:1]])
     check_scores(outputs[8].scope)
     probing.check(outputs[10].scope, probes, probing.TOLERANCE[torch.float32])
+    looks = [gated((s, i), (s, i), value, mean) for s, i in places]
+    check(outputs[11], ref, [edit for edits, _ in looks for edit in edits])
+    for i, (_, seen) in zip((0, 2), looks, strict=True):
+        torch.testing.assert_close(outputs[11].scope.scores[f"g{i}"], seen[0], rtol=1e-3, atol=1e-3)
+    check(outputs[12], ref, [("mlp_out", 1, mean)])
     last = outputs[9]
     branches.check(last.scope, last.prompt_token_ids, last.outputs[0].token_ids, ref)
 
