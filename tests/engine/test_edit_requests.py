@@ -117,7 +117,7 @@ def test_a_removed_name_is_unknown(llm):
 
 
 def test_bad_modules_are_refused(llm):
-    with pytest.raises(Exception, match="'resid_post' have 128"):
+    with pytest.raises(Exception, match="this model's rows have 128"):
         register(llm, "small", module(layer_0=torch.ones(64)))
     with pytest.raises(Exception, match="is zero"):
         register(llm, "zero", module(layer_0=torch.zeros(128)))
