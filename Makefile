@@ -7,7 +7,8 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export VLLM_NO_USAGE_STATS = 1
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo monitor control test test-all lint bench soak clean test-gpu bench-gpu $(PARTS:%=test-%)
+.PHONY: demo monitor control features test test-all lint bench soak matrix clean test-gpu bench-gpu \
+	$(PARTS:%=test-%)
 
 demo: .venv/.ready
 	$(BIN)/python -m examples.demo
@@ -19,6 +20,10 @@ monitor: .venv/.ready
 # A gated edit turns lies into truths and leaves honest speakers alone: two minutes.
 control: .venv/.ready
 	$(BIN)/python -m examples.control
+
+# The strongest tokens of each feature of the toy world's SAE: half a minute.
+features: .venv/.ready
+	$(BIN)/python -m examples.features
 
 # With VLLM: what another vLLM could break. Everything is run with the vLLM of the lock.
 CORE := tests/unit tests/engine/test_rows.py tests/engine/test_values.py \
@@ -41,7 +46,7 @@ PYTEST = $(BIN)/python -m pytest -m "not alone$(SHORT)"
 
 test: .venv/.ready
 	$(MAKE) --no-print-directory -j $(or $(JOBS),2) --output-sync=target $(PARTS:%=test-%)
-	$(BIN)/python -m pytest -m "alone$(SHORT)" tests/server
+	$(BIN)/python -m pytest -m "alone$(SHORT)" tests/server tests/engine
 
 test-all:
 	$(MAKE) --no-print-directory test ALL=1
@@ -71,6 +76,10 @@ bench: .venv/.ready
 # Half an hour; MINUTES=2 for a short one.
 soak: .venv/.ready
 	$(BIN)/python -m benchmarks.soak --minutes $(or $(MINUTES),30) $(SOAK)
+
+# Every architecture of vLLM's registry beside Hugging Face: one hour. It goes on where it stopped.
+matrix: $(VENV)/.ready
+	$(BIN)/python -m tests.matrix
 
 # On a machine with a GPU and vllm-scope[gpu,dev]; PYTHON names its interpreter.
 test-gpu:

@@ -15,6 +15,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+#: Groups of prompts with the same beginning.
+GROUPS = 8
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -27,6 +30,11 @@ class Workload:
             "one": all add the same one; "gated": as "own", each with a gate of its own.
         probes: how many probes score every token, in the middle layer.
         named: the probes' weights are steering modules that the engine holds.
+        features: the 32 strongest features of every token of the SAEs of these layers.
+        unembedded: layers whose 10 likeliest tokens a LensTopK delivers of every token.
+        monitored: how many layers the server-wide monitor reads; 0 for no monitor.
+        shared: tokens that the prompts of a group begin with, beside their own; there are
+            GROUPS groups, the same in all measurements.
         lens: read through vllm-lens instead.
         salt: makes the prompts different, so that no run hits another's cache.
     """
@@ -39,22 +47,28 @@ class Workload:
     edits: str | None = None
     probes: int = 0
     named: bool = False
+    features: list[int] | None = None
+    unembedded: list[int] | None = None
+    monitored: int = 0
+    shared: int = 0
     lens: bool = False
     salt: int = 0
 
     @property
     def tokens(self) -> int:
         """What throughput counts: generated tokens, or the prompt's where none are."""
-        return self.batch * (self.prompt if self.generate == 1 else self.generate)
+        prompt = self.prompt + self.shared
+        return self.batch * (prompt if self.generate == 1 else self.generate)
 
 
 def extra_args(work: Workload, config: Any) -> list[dict[str, Any] | None]:
     """What each request asks for."""
     if work.lens:
         return [{"output_residual_stream": work.layers}] * work.batch
-    if work.layers is None and work.edits is None and not work.probes:
+    asked = work.layers is not None or work.edits is not None or work.probes
+    if not (asked or work.features or work.unembedded):
         return [None] * work.batch
-    from vllm_scope import Add, Gate, Probe, Read, scope
+    from vllm_scope import Add, Features, Gate, LensTopK, Probe, Read, scope
 
     middle, vector = middle_of(config), partial(vector_of, config)
     actions: list[Any] = []
@@ -63,6 +77,9 @@ def extra_args(work: Workload, config: Any) -> list[dict[str, Any] | None]:
     for i in range(work.probes):
         weight = f"probe-{i}" if work.named else vector(i)
         actions.append(Probe(weight, layer=middle, name=f"p{i}"))
+    actions += [Features(f"sae-{layer}") for layer in work.features or ()]
+    if work.unembedded:
+        actions.append(LensTopK(layers=work.unembedded))
     if work.edits in ("own", "gated"):
         gates: list[Gate | None] = [None] * work.batch
         if work.edits == "gated":
@@ -85,6 +102,20 @@ def register(llm: Any, num_probes: int) -> None:
             continue
         module = SteeringModule({("resid_post", middle_of(config)): vector_of(config, i)})
         llm.collective_rpc("scope_register", args=(f"probe-{i}", to_bytes(module)))
+
+
+def set_monitor(llm: Any, num_layers: int) -> None:
+    """A linear probe over so many layers on every request, or none."""
+    if os.environ["VLLM_SCOPE"] == "0":
+        return
+    from vllm_scope import set_monitors
+
+    config = llm.llm_engine.vllm_config.model_config
+    total = config.get_total_num_hidden_layers()
+    layers = [(2 * i + 1) * total // (2 * num_layers) for i in range(num_layers)]
+    weight = [vector_of(config, layer).tolist() for layer in layers]
+    probe = {"weight": weight, "layers": layers, "aggregate": "max", "threshold": 1e6}
+    set_monitors(llm, {"eight": probe} if num_layers else {})
 
 
 def middle_of(config: Any) -> int:
@@ -114,7 +145,11 @@ def delivered(work: Workload, outputs: list[Any]) -> int:
     if rows:
         one = results[0][results[0].keys()[0]]
         size = one.shape[1] * one.element_size()
-    return rows * size + 4 * scores
+    features = sum(len(found) for r in results for found in r.features.values())
+    tokens = sum(
+        one.token_ids.numel() for r in results for x in r.lens.values() for one in x.values()
+    )
+    return rows * size + 4 * scores + 8 * (features + tokens)
 
 
 def measure(llm: Any, work: Workload) -> dict[str, Any]:
@@ -131,16 +166,27 @@ def measure(llm: Any, work: Workload) -> dict[str, Any]:
     ]  # fmt: skip
     if work.named:
         register(llm, work.probes)
-    rng = np.random.default_rng(work.salt)
+    set_monitor(llm, work.monitored)
     vocab = config.get_vocab_size()
+
+    def tokens(seed: tuple[int, ...], size: int) -> list[int]:
+        found: list[int] = np.random.default_rng(seed).integers(5, vocab, size).tolist()
+        return found
+
     prompts = [
-        {"prompt_token_ids": rng.integers(5, vocab, work.prompt).tolist()}
-        for _ in range(work.batch)
+        {
+            "prompt_token_ids": tokens((0, i % GROUPS), work.shared)
+            + tokens((1, work.salt, i), work.prompt)
+        }
+        for i in range(work.batch)
     ]
     started = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started
     found: dict[str, Any] = {"seconds": seconds, "tokens": work.tokens}
+    found["cached"] = sum(output.num_cached_tokens or 0 for output in outputs)
+    if work.monitored:
+        assert all(output.scope.status == "complete" for output in outputs)
     if any(p.extra_args for p in params):
         found["gigabytes"] = delivered(work, outputs) / 1e9
     return found

@@ -49,6 +49,29 @@ def make_shape(name: str, folder: Path) -> Path:
     return path
 
 
+def make_saes(folder: Path, layers: list[int], hidden_size: int, width: int) -> dict[str, str]:
+    """JumpReLU SAEs of `resid_post` in SAELens's format, sae-LAYER -> its folder; all have the same
+    random weights, in one file."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    encoder = torch.randn(hidden_size, width, dtype=torch.bfloat16) / hidden_size**0.5
+    zeros = {name: torch.zeros(size) for name, size in (("b_enc", width), ("b_dec", hidden_size))}
+    decoder = torch.zeros(width, hidden_size, dtype=torch.bfloat16)
+    tensors = {"W_enc": encoder, "W_dec": decoder, "threshold": torch.full((width,), 1e-3), **zeros}
+    save_file(tensors, folder / "sae_weights.safetensors")
+    found = {}
+    for layer in layers:
+        path = folder / f"layer-{layer}"
+        path.mkdir()
+        (path / "sae_weights.safetensors").symlink_to(folder / "sae_weights.safetensors")
+        hook = {"hook_name": f"blocks.{layer}.hook_resid_post"}
+        (path / "cfg.json").write_text(json.dumps({"architecture": "jumprelu", "metadata": hook}))
+        found[f"sae-{layer}"] = str(path)
+    return found
+
+
 def make_tokenizer(folder: Path) -> None:
     """A tokenizer of one word a token, so that a server can answer with text."""
     from tokenizers import Tokenizer, models, pre_tokenizers

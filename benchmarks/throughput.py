@@ -6,6 +6,8 @@ median of these with the interval in which it lies with 95 % certainty.
 
     python -m benchmarks.throughput                    # toy world on a CPU
     python -m benchmarks.throughput --shape 8b --gpu   # random weights on a GPU
+    python -m benchmarks.throughput --shape 8b --gpu --saes 4   # features of 1 and of 4 layers
+    python -m benchmarks.throughput --shape 8b --gpu --lens 4   # likeliest tokens at 1 and 4 layers
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import Workload, encode
-from benchmarks.shapes import SHAPES, make_shape
+from benchmarks.shapes import SHAPES, make_saes, make_shape
 from benchmarks.turns import Ratio, order, ratio_of
 
 ROOT = Path(__file__).parent.parent
@@ -38,6 +40,9 @@ MOST_SECONDS = 150.0
 SLOW = ("lens", "huggingface")
 GPU_WORK = [Workload("batch 1", 1, 128, 256), Workload("batch 64", 64, 128, 256)]
 GPU_WORK += [Workload("batch 256", 256, 128, 256), Workload("prefill 64x1024", 64, 1024, 1)]
+#: Prompts that begin alike: with a prefix cache most of their tokens are hits.
+SHARED = [Workload("shared 256", 256, 96, 128, shared=768)]
+SHARED += [Workload("first token", 16, 96, 1, shared=768)]
 
 
 class Engine:
@@ -117,8 +122,13 @@ def spread(num_layers: int, count: int) -> list[int]:
 Modes = dict[str, tuple[str, dict[str, Any]]]
 
 
-def modes_of(engines: dict[str, Engine], num_layers: int) -> Modes:
-    """The rows of the table, as far as there are engines for them."""
+def modes_of(engines: dict[str, Engine], num_layers: int, saes: int = 0, lens: int = 0) -> Modes:
+    """The rows of the table, as far as there are engines for them.
+
+    Args:
+        saes: layers that have an SAE.
+        lens: layers to which a LensTopK is applied; the last layer is among them.
+    """
     everything = spread(num_layers, num_layers)
     found: Modes = {"plain vLLM": ("plain", {}), "plugin idle": ("scope", {})}
     for count in (1, 3, num_layers):
@@ -132,6 +142,13 @@ def modes_of(engines: dict[str, Engine], num_layers: int) -> Modes:
     found["1,024 probes"] = ("scope", {"probes": 1024, "named": True})
     found["1 probe"] = ("scope", {"probes": 1})
     found["64 probes inline"] = ("scope", {"probes": 64})
+    for count in (1, saes) if saes else ():
+        some = spread(num_layers, saes)[:count]
+        found[f"features, {count} layer{'s' * (count > 1)}"] = ("scope", {"features": some})
+    for count in (1, lens) if lens else ():
+        some = list(range(num_layers))[-count:]
+        found[f"top 10, {count} layer{'s' * (count > 1)}"] = ("scope", {"unembedded": some})
+    found["monitor of 8 layers"] = ("scope", {"monitored": min(8, num_layers)})
     found["eager vLLM"] = ("eager", {})
     found["vllm-lens idle"] = ("lens", {})
     found["vllm-lens 1 layer"] = ("lens", {"layers": spread(num_layers, 1), "lens": True})
@@ -178,6 +195,9 @@ def figures(answers: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[
     ratio = ratio_of(speeds, [a["tokens"] / a["seconds"] for a in plain[: len(answers)]])
     found = {"tokens_per_s": statistics.median(speeds), "turns": len(answers)}
     found |= {"ratio": ratio.median, "low": ratio.low, "high": ratio.high}
+    if any(a["cached"] for a in plain):
+        cached = [sum(a["cached"] for a in each) for each in (answers, plain[: len(answers)])]
+        found["hits"] = cached[0] / cached[1]
     if "gigabytes" in answers[0]:
         found["gb_per_s"] = statistics.median(a["gigabytes"] / a["seconds"] for a in answers)
     return found
@@ -200,6 +220,8 @@ def start(name: str, options: dict[str, Any], logs: Path) -> Engine:
 def format_row(row: dict[str, Any]) -> str:
     delivered = f"{row['gb_per_s']:8.3f}" if "gb_per_s" in row else " " * 8
     ratio = Ratio(row["ratio"], row["low"], row["high"])
+    if "hits" in row:
+        delivered += f"  {row['hits']:.3f} of plain's prefix hits"
     return f"{row['work']:16} {row['mode']:22} {row['tokens_per_s']:12,.0f} {ratio} {delivered}"
 
 
@@ -214,6 +236,9 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--options", type=json.loads, default={}, help="more LLM arguments, JSON")
+    parser.add_argument("--saes", type=int, default=0, help="layers that get an SAE")
+    parser.add_argument("--sae-width", type=int, default=1 << 16, help="features of an SAE")
+    parser.add_argument("--lens", type=int, default=0, help="layers with the 10 likeliest tokens")
     parser.add_argument("--only", nargs="*", help="only workloads of these names")
     parser.add_argument("--modes", nargs="*", help="only these rows")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
@@ -232,7 +257,15 @@ def main() -> None:
         logs = Path(os.environ.get("OUT", folder))
         config = json.loads((model / "config.json").read_text())
         config |= options.get("hf_overrides", {})
+        if args.saes:
+            layers = spread(config["num_hidden_layers"], args.saes)
+            size = config["hidden_size"]
+            saes = make_saes(Path(folder) / "saes", layers, size, args.sae_width)
+            most_mib = 2 * args.saes * args.sae_width * (size + 8) / 2**20
+            scope = options.setdefault("additional_config", {}).setdefault("scope", {})
+            scope |= {"saes": saes, "saes_mib": max(4096, 2 * most_mib)}
         work = GPU_WORK if args.gpu else CPU_WORK
+        work = work + SHARED if options["enable_prefix_caching"] else work
         work = [w for w in work if not args.only or w.name in args.only]
         rows: list[dict[str, Any]] = []
         plain = Engine(options, logs / "plain.log")
@@ -254,7 +287,7 @@ def main() -> None:
             starts = ", ".join(f"{name} {e.start_seconds:.1f} s" for name, e in engines.items())
             print(f"start: {starts}")
             print(f"{'':16} {'':22} {'tokens/s':>12} {'ratio':>6} {'':16} {'GB/s':>8}")
-            modes = modes_of(engines, config["num_hidden_layers"])
+            modes = modes_of(engines, config["num_hidden_layers"], args.saes, args.lens)
             if args.modes:
                 modes = {m: how for m, how in modes.items() if m in ("plain vLLM", *args.modes)}
             rows += run(engines, work, modes, args.turns)

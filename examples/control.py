@@ -8,8 +8,8 @@ The model goes on from `Mira says` with a fourth statement, which is false if th
 The last word of a statement is its answer. A probe tells the rows of lying speakers from which the
 answer is predicted from all rows of honest speakers. It is the gate of an edit that adds, at the
 same place, the difference between the two kinds of speakers. Both are fitted to true fourth
-statements of training speakers; place, scale and threshold are chosen on others of them. Test
-speakers talk about other countries, and all of them have the same edit.
+statements of training speakers; place, scale and threshold are chosen on other training speakers.
+Test speakers talk about other countries, and all of them have the same edit.
 """
 
 import random

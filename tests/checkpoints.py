@@ -28,6 +28,13 @@ _LLAMA_LIKE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_COHERE = {**_LLAMA_LIKE, "tie_word_embeddings": True, "logit_scale": 0.25}
+_SLIDING = {
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}
+#: vLLM's windows of Cohere 2 have one token more than Hugging Face's.
+_WIDE = {"sliding_window": 1024}
 #: family -> (model class in transformers, configuration)
 FAMILIES: dict[str, tuple[str, dict]] = {
     "llama": ("LlamaForCausalLM", _LLAMA_LIKE),
@@ -59,6 +66,25 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         {**_LLAMA_LIKE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
         | {"decoder_sparse_step": 1, "norm_topk_prob": True},
     ),
+    "cohere": ("CohereForCausalLM", _COHERE),
+    "cohere2": ("Cohere2ForCausalLM", {**_COHERE, **_SLIDING, **_WIDE}),
+    "cohere2_moe": (
+        "Cohere2MoeForCausalLM",
+        {**_COHERE, **_SLIDING, **_WIDE, "mlp_layer_types": ["dense", "sparse", "sparse"]}
+        | {"num_experts": 4, "num_experts_per_tok": 2},
+    ),
+    # The last layer attends to the keys and values of the one before.
+    "gemma4": (
+        "Gemma4ForCausalLM",
+        {**_LLAMA_LIKE, **_SLIDING, "tie_word_embeddings": True, "num_kv_shared_layers": 1}
+        | {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16}
+        | {"global_head_dim": 64},
+    ),
+}
+
+#: For comparisons in float32 alone: in bf16 Granite's rows differ from Hugging Face's by 0.011.
+IN_FLOAT32: dict[str, tuple[str, dict]] = {
+    "granite": ("GraniteForCausalLM", {**_LLAMA_LIKE, "logits_scaling": 8.0}),
 }
 
 
@@ -67,11 +93,12 @@ def make_checkpoint(family: str, folder: Path, seed: int = 0, **changes: Any) ->
     neighbouring layers' streams differ by much more than any tolerance here.
 
     Args:
+        family: of FAMILIES or IN_FLOAT32.
         changes: of the family's configuration.
     """
     import transformers
 
-    name, body = FAMILIES[family]
+    name, body = (FAMILIES | IN_FLOAT32)[family]
     model_class = getattr(transformers, name)
     torch.manual_seed(seed)
     model = model_class(model_class.config_class(**(body | changes)))
@@ -83,7 +110,13 @@ def make_checkpoint(family: str, folder: Path, seed: int = 0, **changes: Any) ->
             elif family == "olmo2" and "post_" in key:
                 # Norms after attention and MLP set each layer's weight in the stream.
                 weight.fill_(0.3)
-        if family == "qwen3_moe":
+            elif family == "gemma4" and "q_norm" in key:
+                # Scores are not divided by the root of a head's size: the norm holds it.
+                weight.fill_(0.25)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):  # Gemma 4's
+                buffer.fill_(0.8)
+        if "moe" in family:
             _make_routing_decisive(model)
     path = folder / family
     # In float32, so that both dtypes of a test start from the same numbers.
@@ -103,6 +136,8 @@ def _make_routing_decisive(model: torch.nn.Module) -> None:
     sign = torch.arange(VOCAB) % 2 * 2.0 - 1.0
     embedding += 12.0 * sign[:, None] * direction
     for layer in model.model.layers:
+        if not hasattr(layer.mlp, "gate"):
+            continue
         layer.mlp.gate.weight.copy_(torch.tensor([1.1, 1.0, -1.0, -1.1])[:, None] * direction)
 
 
@@ -134,6 +169,8 @@ class Reference:
         base.do_not_compile = True
         base = getattr(base, "decoder", base)
         self._layers = base.layers if hasattr(base, "layers") else base.h
+        norms = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
+        self.norm = next(getattr(base, name) for name in norms if hasattr(base, name))
         self._streams: list[Tensor] = []
         self._layers[0].register_forward_pre_hook(self._entry, with_kwargs=True)
         for layer in self._layers:
@@ -215,17 +252,29 @@ class Reference:
             out, weights = attention(layer, *rows, *args, **kwargs)
             return apply("z", layer.layer_idx, out), weights
 
+        def project(layer: int):
+            def hook(module: object, args: tuple) -> tuple:
+                return (apply("mlp_post", layer, args[0]), *args[1:])
+
+            return hook
+
+        def final(module: object, args: tuple, out: Tensor) -> None:
+            apply("ln_final", 0, out)
+
         module = sys.modules[type(self.model).__module__]
         attention = getattr(module, "eager_attention_forward", None)
-        handles = []
+        handles = [self.norm.register_forward_hook(final)]
         for k, layer in enumerate(self._layers):
             for site, name in self._branch_modules(layer).items():
                 handles.append(getattr(layer, name).register_forward_hook(branch(site, k)))
             handles.append(layer.register_forward_pre_hook(pre(k), with_kwargs=True))
             names = ("pre_feedforward_layernorm", "ln_2", "post_attention_layernorm")
-            norm = next(getattr(layer, n) for n in names if hasattr(layer, n))
-            handles.append(norm.register_forward_pre_hook(mid(k)))
+            norm = next((getattr(layer, n) for n in names if hasattr(layer, n)), None)
+            if norm is not None:
+                handles.append(norm.register_forward_pre_hook(mid(k)))
             handles.append(layer.register_forward_hook(post(k)))
+            if (down := self._projection(layer)) is not None:
+                handles.append(down.register_forward_pre_hook(project(k)))
         if attention is not None:
             module.eager_attention_forward = attend
         try:
@@ -247,6 +296,24 @@ class Reference:
             "mlp_out": "post_feedforward_layernorm" if after else "mlp",
         }
         return {site: name for site, name in names.items() if hasattr(layer, name)}
+
+    @staticmethod
+    def _projection(layer: Any) -> Any:
+        """The second projection of the MLP; None if the layer has experts."""
+        owners = (getattr(layer, "mlp", None), layer)
+        names = ("down_proj", "c_proj", "fc2", "dense_4h_to_h")
+        found = (getattr(owner, name, None) for owner in owners for name in names)
+        return next((one for one in found if one is not None), None)
+
+    def parts(self, token_ids: list[int]) -> list[dict[str, Tensor]]:
+        """Of each layer: `mlp_post`, [num_tokens, width], what goes into the second projection
+        of its MLP; of the first one also `ln_final`, what the norm behind the layers gives."""
+        streams, _ = self.edited(token_ids, [])
+        found: list[dict[str, Tensor]] = [{} for _ in self._layers]
+        for (site, layer), rows in streams.items():
+            if site in ("mlp_post", "ln_final"):
+                found[layer][site] = rows
+        return found
 
     def streams(self, token_ids: list[int]) -> list[Tensor]:
         """Boundary b -> [num_tokens, hidden_size]: 0 the embedding output, k + 1 the

@@ -33,7 +33,7 @@ MODEL: Final = Path(__file__).parent / "model"
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides the weights, up to the device's rounding."""
+    """What the weights depend on, besides the device's rounding."""
 
     seed: int = 0
     layer: int = 0

@@ -25,7 +25,14 @@ from vllm_scope.request.actions import (
     Ablate,
     Add,
     Clamp,
+    Features,
     Gate,
+    Hysteresis,
+    Latch,
+    LensTopK,
+    Moments,
+    Pid,
+    Policy,
     Probe,
     Read,
     Replace,
@@ -36,29 +43,45 @@ from vllm_scope.request.nets import AttentionPool, Ema, Mlp, RollingMean
 from vllm_scope.request.schema import spec_schema
 from vllm_scope.request.selectors import Except, Positions, TokenIds, Union
 from vllm_scope.request.spec import Spec, scope
+from vllm_scope.sweeps import KL, Cell, LogitDifference, Logprob, Sweep, SweepTable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from typing import Any, Literal
 
     from vllm import LLM
+    from vllm.v1.engine.async_llm import AsyncLLM
 
+    from vllm_scope.batch.sums import Sums
     from vllm_scope.files import Capture
+    from vllm_scope.harvests.job import Harvest
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "KL",
     "Ablate",
     "Add",
     "AttentionPool",
     "CapacityError",
+    "Cell",
     "Clamp",
     "CompatError",
     "ConfigError",
     "Ema",
     "Except",
+    "Features",
     "FileError",
     "Gate",
+    "Hysteresis",
+    "Latch",
+    "LensTopK",
+    "LogitDifference",
+    "Logprob",
     "Mlp",
+    "Moments",
+    "Pid",
+    "Policy",
     "Positions",
     "Probe",
     "Read",
@@ -69,13 +92,20 @@ __all__ = [
     "SetFeature",
     "Spec",
     "SpecError",
+    "Sweep",
+    "SweepTable",
     "TokenIds",
     "Union",
     "__version__",
+    "drop_moments",
+    "harvest",
+    "moments",
     "open",
     "scope",
     "set_monitors",
     "spec_schema",
+    "sweep",
+    "sweep_async",
 ]
 
 
@@ -95,6 +125,88 @@ def set_monitors(llm: LLM, monitors: Mapping[str, object]) -> None:
     set_on(llm.llm_engine, monitors)
 
 
+def moments(llm: LLM, name: str = "moments") -> dict[tuple[str, int, str], Sums]:
+    """The sums that requests with Moments have made.
+
+    Of a request that has ended, all rows are in them. AsyncLLM has
+    `vllm_scope.engine.moments.moments_of_async`, a server `GET /v1/scope/moments/NAME`.
+
+    Args:
+        llm: vllm.LLM.
+        name: as in Moments.
+
+    Returns:
+        (site, layer, label) -> sums in float64 numpy, with `count`, `mean` and `covariance`; empty
+        if no row was added under this name. `vllm_scope.analysis.moments` makes probes of them.
+    """
+    from vllm_scope.engine.moments import moments_of
+
+    return moments_of(llm.llm_engine, name)
+
+
+def drop_moments(llm: LLM, name: str = "moments") -> bool:
+    """Forget the sums of a name and free their memory; running requests add nothing more to them.
+
+    Returns:
+        False if there were none.
+    """
+    from vllm_scope.engine.moments import drop_moments_of
+
+    return drop_moments_of(llm.llm_engine, name)
+
+
+def harvest(
+    dataset: object,
+    *reads: Read,
+    model: str | LLM,
+    out: str | os.PathLike[str],
+    column: str | None = None,
+    id_column: str | None = None,
+    split: str = "train",
+    config: str | None = None,
+    long: Literal["truncate", "split", "pack"] = "split",
+    context: int | None = None,
+    file_mib: int = 256,
+    fsync: bool = False,
+    mode: str = "600",
+    progress: bool = True,
+    engine: Mapping[str, Any] | None = None,
+) -> Harvest:
+    """Compute the rows of a data set's documents, and write them to shards (docs/harvest.md).
+
+    If the same call was killed, it goes on: what the visible shards hold is not computed again.
+    `vllm_scope.open(out)` reads the rows, each document under its id.
+
+    Args:
+        dataset: a Parquet, JSONL or text file, or a folder of them; the name or folder of a
+            Hugging Face data set, or a `datasets.Dataset`; a list of texts or of token ids.
+        reads: at least one. `codec` makes rows smaller on the device; `tokens` chooses them.
+        model: name or folder, as vLLM takes it, or an LLM, which stays open.
+        out: a folder, or a URL that fsspec knows.
+        column: of the texts or token ids; None: `text`, `input_ids`, `token_ids` or `tokens`.
+        id_column: of ids, which differ; None: row numbers, behind the data set's fingerprint.
+        split, config: of a Hugging Face data set.
+        long: what becomes of documents longer than a context: "truncate", "split", or "pack",
+            which fills every context with documents one after another.
+        context: the most tokens of a context; None: max_model_len - 1.
+        file_mib, fsync, mode: of the shards, as in docs/files.md.
+        progress: show a line with the rate and the time left.
+        engine: further arguments of `vllm.LLM`, such as {"dtype": "bfloat16"}.
+
+    Raises:
+        ConfigError: the folder has a harvest with other settings.
+        SpecError: the engine cannot read this, or a row has no document.
+        FileError: a file cannot be read or written, or another process harvests into the folder.
+    """
+    from vllm_scope.harvests.start import harvest_with
+
+    return harvest_with(
+        dataset, reads, model, os.fspath(out), column=column, id_column=id_column, split=split,
+        config=config, long=long, context=context, file_mib=file_mib, fsync=fsync, mode=mode,
+        progress=progress, engine=engine,
+    )  # fmt: skip
+
+
 def open(path: str | os.PathLike[str]) -> Capture:
     """Captured requests below a folder, a file or a URL; see `vllm_scope.files`.
 
@@ -104,3 +216,50 @@ def open(path: str | os.PathLike[str]) -> Capture:
     from vllm_scope.files import open as open_files
 
     return open_files(path)
+
+
+def sweep(
+    llm: LLM,
+    prompts: object,
+    sweep: Sweep,
+    *,
+    on_cell: Callable[[Cell], object] | None = None,
+    progress: bool = True,
+    share: float = 1.0,
+) -> SweepTable:
+    """Make one edit at each place of a grid, and measure what each does to the next token.
+
+    If it ends early (an exception in `on_cell`, an interrupt), its requests end with it.
+
+    Args:
+        llm: vllm.LLM without running requests.
+        prompts: a text, {"prompt_token_ids": [...]}, or a list of these.
+        on_cell: called with each value as it arrives, in no certain order.
+        progress: show a progress bar.
+        share: of a step's sequences and tokens that cells may take, above 0 and at most 1.
+
+    Raises:
+        SpecError: the sweep is not possible on this engine, or with these prompts.
+        ScopeError: a prompt could not be read, or the LLM has requests that run.
+    """
+    from vllm_scope.engine.frontend.sweeping import run
+
+    return run(llm.llm_engine, prompts, sweep, on_cell, progress, share)
+
+
+async def sweep_async(
+    engine: AsyncLLM,
+    prompts: object,
+    sweep: Sweep,
+    *,
+    on_cell: Callable[[Cell], object] | None = None,
+    progress: bool = True,
+    share: float = 0.5,
+) -> SweepTable:
+    """As `sweep`, on an AsyncLLM that may serve others too. If it is cancelled, its requests end.
+
+    Args, Raises: as `sweep`. `share` leaves the rest of each step to others.
+    """
+    from vllm_scope.engine.frontend.sweeping import run_async
+
+    return await run_async(engine, prompts, sweep, on_cell, progress, share)

@@ -27,8 +27,15 @@ from pydantic import (
     field_validator,
 )
 
+from vllm_scope.control.policy_options import PolicyConfig, parse_policies
 from vllm_scope.errors import ConfigError, SpecError
-from vllm_scope.request.sites import ATTENTION_SITES, INNER_SITES, Place, canonical_site
+from vllm_scope.request.sites import (
+    ATTENTION_SITES,
+    INNER_SITES,
+    MODEL_SITES,
+    Place,
+    canonical_site,
+)
 from vllm_scope.sinks.options import Number, SinkConfig, parse_sinks
 
 #: Where the dict lives inside vLLM's `additional_config`.
@@ -40,20 +47,32 @@ class ScopeConfig(BaseModel):
 
     Attributes:
         sites: the sites that may be read and edited. Each costs a tap per layer, even
-            if no request uses it; sites off the residual stream (q, k, v, z, attn_out,
-            mlp_out) can only be read.
+            if no request uses it; `ln_final` can only be read.
         layers: the layers that have taps, or "all".
         arena_mib: device memory for rows that wait for their copy; None takes three
             times the largest step that a CUDA graph can hold.
         vectors_mib: device memory for the vectors of edits and probes of running
             requests. If it is full, a request waits for its turn.
+        states_mib: device memory for the states of gates (Gate.state): 12 bytes for each gate with
+            a state and each token that a running request may generate. If it is full, a request
+            waits for its turn.
         monitors: an operator's probes on every request: name -> the fields of a probe with a
             threshold (engine.monitors.parse; docs/probes.md).
+        controller: of a server: the name of an entry point `vllm_scope.controller`, whose
+            Controller runs while the server runs (docs/control.md).
         scores_mib: host memory of each worker for scores of tokens whose KV is in the prefix
             cache. A request that only probes takes KV from the cache where its scores are there.
             0: it takes none.
         modules: steering modules to load at start, name -> file.
-        saes: sparse autoencoders that edits may name, name -> file or folder (vllm_scope.saes).
+        saes: sparse autoencoders that requests may name, name -> file or folder (vllm_scope.saes).
+        saes_mib: device memory of each worker for the encoders of those SAEs, without which a
+            request cannot ask for the strongest features. The engine does not start if they take
+            more. 0: workers hold none.
+        lens_rows: the most rows that the lenses of one request are applied to: selected tokens,
+            those that it may generate too, times layers. 0: requests cannot have a lens.
+        moments_mib: device memory of each worker for the sums of Moments. A request whose sums do
+            not fit when it enters is refused. If they do not fit any more when it runs, its rows
+            count as missing. 0: requests cannot have Moments.
         deliver_timeout_s: how long a finished request waits for rows that are
             still on their way, before it is returned as incomplete; and how long a
             worker waits for a front-end that does not read, before it goes on without it.
@@ -63,6 +82,8 @@ class ScopeConfig(BaseModel):
             the name of the interface, by which workers reach its host. None takes
             the address that vLLM's own workers use (VLLM_HOST_IP, or else that
             of the default route).
+        policies: the operator's code that requests may name, name -> options, or names; see
+            `policies.options`.
         sinks: where reads may go beside memory, name -> options; see `sinks.options`.
         global_sinks: the same, with `reads` that are added to every request.
         graph_key: identity of the traced code. Set by vllm-scope.
@@ -74,13 +95,19 @@ class ScopeConfig(BaseModel):
     layers: Literal["all"] | tuple[StrictInt, ...] = "all"
     arena_mib: Number | None = Field(default=None, gt=0)
     vectors_mib: Number = Field(default=128.0, gt=0)
+    states_mib: Number = Field(default=16.0, ge=0)
     scores_mib: Number = Field(default=256.0, ge=0)
     monitors: dict[str, Any] = Field(default_factory=dict)
+    controller: str | None = None
     modules: dict[str, str] = Field(default_factory=dict)
     saes: dict[str, str] = Field(default_factory=dict)
+    saes_mib: Number = Field(default=4096.0, ge=0)
+    lens_rows: StrictInt = Field(default=1 << 16, ge=0)
+    moments_mib: Number = Field(default=0.0, ge=0)
     deliver_timeout_s: Number = Field(default=60.0, gt=0)
     road: Literal["auto", "shared", "tcp"] = "auto"
     road_host: str | None = None
+    policies: dict[str, Any] | tuple[str, ...] = ()
     sinks: dict[str, Any] = Field(default_factory=dict)
     global_sinks: dict[str, Any] = Field(default_factory=dict)
     graph_key: str = ""
@@ -117,6 +144,12 @@ class ScopeConfig(BaseModel):
                 )
         return sinks
 
+    @field_validator("policies", mode="before")
+    @classmethod
+    def _known_policies(cls, policies: Any) -> Any:
+        parse_policies(policies)
+        return policies
+
     @field_validator("road_host")
     @classmethod
     def _one_interface(cls, host: str | None) -> str | None:
@@ -135,7 +168,7 @@ class ScopeConfig(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             option = ".".join(str(part) for part in first["loc"][:1])
-            if option in ("sinks", "global_sinks") and first["type"] == "value_error":
+            if option in ("sinks", "global_sinks", "policies") and first["type"] == "value_error":
                 raise ConfigError(f"additional_config['scope'].{first['ctx']['error']}") from None
             allowed = ", ".join(k for k in ScopeConfig.model_fields if k != "graph_key")
             raise ConfigError(
@@ -146,6 +179,10 @@ class ScopeConfig(BaseModel):
     def sink_configs(self) -> dict[str, SinkConfig]:
         """The sinks that requests may name."""
         return parse_sinks(self.sinks, "sinks", False)
+
+    def policy_configs(self) -> dict[str, PolicyConfig]:
+        """The policies that requests may name."""
+        return parse_policies(self.policies)
 
     def global_sink_configs(self) -> dict[str, SinkConfig]:
         """The sinks that every request delivers to."""
@@ -181,8 +218,7 @@ class ScopeConfig(BaseModel):
             if "resid_pre" in self.sites:
                 found.add(2 * layer)
             found |= {Place(site, layer).boundary for site in INNER_SITES if site in self.sites}
-        if "embed" in self.sites:
-            found.add(0)
+        found |= {Place(site, 0).boundary for site in MODEL_SITES if site in self.sites}
         return tuple(sorted(found))
 
 

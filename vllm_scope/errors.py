@@ -44,6 +44,18 @@ def shown(value: object) -> str:
     return re.sub(r"\n\s*", " ", _short.repr(value))
 
 
+def reason_of(error: Exception) -> str:
+    """The first line of what another library says; the error's type if it says nothing."""
+    details = getattr(error, "errors", None)
+    text = str(error)
+    if callable(details) and details():  # pydantic: the first line of its text is a count
+        first = details()[0]
+        where = f"{first['loc'][0]}: " if first["loc"] else ""
+        text = where + str(first["msg"]).removeprefix("Value error, ")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
 class ScopeError(Exception):
     """Base of every error that vllm-scope raises."""
 
@@ -58,6 +70,11 @@ class ConfigError(ScopeError, ValueError):
 
 class CapacityError(ScopeError):
     """There is no room for this request now; it may be sent again later."""
+
+
+class UnheldError(CapacityError):
+    """EngineCore does not hold vectors that a request names by their digests; sent again, they
+    travel with it."""
 
 
 class CompatError(ScopeError):

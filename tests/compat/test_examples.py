@@ -3,21 +3,44 @@
 from __future__ import annotations
 
 import re
+import tomllib
 
 import pytest
 import torch
 
 from tests.conftest import MEMORY, TOYWORLD, inside_this_process, local_engine, without_llvmlite
+from tests.policies import install
+
+POLICIES = TOYWORLD.parents[1] / "examples" / "policies"
 
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
     files = {"root": str(tmp_path_factory.mktemp("captures")), "layout": "per_request"}
-    with local_engine(
-        TOYWORLD, skip_tokenizer_init=None, max_model_len=256,
-        additional_config={"scope": {"sinks": {"filesystem": files}}},
-    ) as llm:  # fmt: skip
-        yield llm
+    strongest = {"root": str(tmp_path_factory.mktemp("tables") / "strongest")}
+    scope = {
+        "sinks": {"filesystem": files, "max_activating": strongest},
+        "saes": {"toy": str(TOYWORLD / "sae")},
+        "policies": {"hold": {"most": 2.0}}, "moments_mib": 64,
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        project = tomllib.loads((POLICIES / "pyproject.toml").read_text())["project"]
+        ((group, (entry,)),) = (
+            (group, some.items()) for group, some in project["entry-points"].items()
+        )
+        points = f"[{group}]\n{' = '.join(entry)}\n"
+        install(tmp_path_factory.mktemp("installed"), patch, points, POLICIES)
+        with local_engine(
+            TOYWORLD, skip_tokenizer_init=None, max_model_len=256,
+            additional_config={"scope": scope},
+        ) as llm:  # fmt: skip
+            llm.strongest = strongest["root"]
+            yield llm
+
+
+def test_the_page_shows_the_example_policy():
+    code = (POLICIES / "scope_example_policies.py").read_text().split("\n\n", 1)[1]
+    assert f"```python\n{code}```" in (TOYWORLD.parents[1] / "docs/control.md").read_text()
 
 
 def test_vllm_lens_turns_reviews(llm):
@@ -67,13 +90,17 @@ def test_requests_leave_files(llm, monkeypatch, tmp_path):
         "docs/editing.md",
         "docs/control.md",
         "docs/probes.md",
+        "docs/features.md",
+        "docs/harvest.md",
         "docs/analysis.md",
+        "docs/sweeps.md",
     ],
 )
 def test_what_a_page_shows_runs(page, llm, monkeypatch, tmp_path):
     """All Python of a page, top to bottom, as one script."""
     root = TOYWORLD.parents[1]
     (tmp_path / "toyworld").symlink_to(root / "toyworld")
+    (tmp_path / "strongest").symlink_to(llm.strongest)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("vllm.LLM", lambda *_, **__: llm)
     vector = torch.ones(256)

@@ -494,7 +494,7 @@ BAD = {
         )]},
         r"^steering\[0\]\.when\.probe reads 'resid_post' 1, which comes after the edited",
     ),
-    "features": ({"sae_clamp_specs": [{}]}, "not tapped in this version; clamp along"),
+    "features": ({"sae_full_reconstruction_specs": [{}]}, "replaced by its reconstruction"),
     "patches": ({"patch": [{}]}, "vllm_scope.Replace"),
     "two-modules": (
         {"steering_name": "a", "steering_module_ref": ("b", 1)}, "give one of them",

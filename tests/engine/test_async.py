@@ -11,6 +11,10 @@ import torch
 from tests.checkpoints import check_completion, reference
 from tests.conftest import TOYWORLD, async_engine
 from vllm_scope import Read, SpecError, scope
+from vllm_scope.engine.frontend import ahead
+from vllm_scope.engine.frontend import requests as frontend
+from vllm_scope.engine.http.calls import EngineCalls
+from vllm_scope.engine.params import TICKET
 
 SPEC = scope(Read("resid_post", layers=[0, 5]), Read("embed"))
 TEXT = "My father told me about the book Goldette. Happily, it was"
@@ -162,3 +166,55 @@ def test_a_bad_spec_fails_its_request_only(engine, loop, ref):
     assert "this model has layers 0 to 5" in str(bad)
     last = good[-1]
     check_completion(last.scope, last.prompt_token_ids, list(last.outputs[0].token_ids), ref)
+
+
+def test_monitors_set_changed_and_unset_while_requests_run_keep_their_own_weights(
+    engine, loop, monkeypatch
+):
+    weights = {seed: torch.randn(8, 256, generator=torch.manual_seed(seed)) for seed in (1, 2)}
+    bodies = {
+        seed: {"m": {"weight": w[:6].tolist(), "layers": list(range(6)), "threshold": 1e30}}
+        for seed, w in weights.items()
+    }
+    sizes, original = [], frontend.with_ticket
+
+    def recorded(*args):
+        made = original(*args)
+        sizes.append(len(made.extra_args[TICKET]))
+        return made
+
+    monkeypatch.setattr(frontend, "with_ticket", recorded)
+    read = scope(Read("resid_post"))
+
+    async def whole(stream):
+        async for output in stream:
+            last = output
+        return last
+
+    async def work():
+        running = []
+        for turn, seed in enumerate([1, 2, 1, None, 2]):
+            await EngineCalls(engine).set_monitors({} if seed is None else bodies[seed])
+            for i in range(3):
+                # Of the first, weights are not there yet; the others wait for its first output.
+                stream = engine.generate(TEXT, params(spec=read, max_tokens=60), f"{turn}-{i}")
+                await anext(stream)
+                running.append((seed, asyncio.create_task(whole(stream))))
+        held = ahead.held_by(engine.output_processor)
+        await EngineCalls(engine).set_monitors({})
+        assert ahead.held_by(engine.output_processor) == frozenset()
+        return held, [(seed, await task) for seed, task in running]
+
+    held, found = loop.run(work())
+    assert len(held) == 1
+    for seed, output in found:
+        result = output.scope
+        assert result.status == "complete"
+        if seed is None:
+            assert not result.scores
+            continue
+        rows = [result["resid_post", layer].double() for layer in range(6)]
+        due = sum(row @ w for row, w in zip(rows, weights[seed].double(), strict=False))
+        torch.testing.assert_close(result.scores["monitor/m"].double(), due, rtol=1e-4, atol=1e-3)
+    # The weights have 6,144 bytes. Of three requests of one turn the later ones take none along.
+    assert all(size < 2000 for size in sizes[1::3] + sizes[2::3]), sizes

@@ -28,7 +28,7 @@ def llm(checkpoints):
 BAD = [
     pytest.param(raw({"reads": [{"site": "residual"}]}), "'residual'; sites are", id="site"),
     pytest.param(
-        raw({"reads": [{"site": "mlp_post"}]}), "this version does not tap", id="known-site"
+        raw({"reads": [{"site": "router_logits"}]}), "this version does not tap", id="known-site"
     ),
     pytest.param(
         raw({"reads": [{"site": "resid_post", "layers": [99]}]}),
@@ -46,7 +46,7 @@ BAD = [
     ),
     pytest.param(raw({"reads": []}), "asks for nothing", id="no-reads"),
     pytest.param(raw({"reads": 3}), "reads is 3; it is a list", id="reads-type"),
-    pytest.param(raw({"read": []}), "the fields reads, probes and edits", id="field"),
+    pytest.param(raw({"read": []}), "the fields reads, probes, edits, features", id="field"),
     pytest.param(raw("{"), "is not JSON", id="json"),
     pytest.param({"scope": 5}, "is a int; it is a JSON string", id="not-a-string"),
     pytest.param(raw(" " * 70_000_000), "70,000,000 characters; at most", id="seventy-megabytes"),

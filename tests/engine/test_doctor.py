@@ -18,13 +18,14 @@ GPT2 = {
     "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512, "vocab_size": 512,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-COHERE = {
-    "architectures": ["CohereForCausalLM"], "model_type": "cohere", "torch_dtype": "bfloat16",
-    "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 256, "vocab_size": 512,
-    "max_position_embeddings": 512, "logit_scale": 0.1, "layer_norm_eps": 1e-5,
-    "use_qk_norm": False, "rope_theta": 10000.0, "bos_token_id": 1, "eos_token_id": 2,
-    "pad_token_id": 0, "hidden_act": "silu", "attention_bias": False,
+GEMMA_3N = {
+    "architectures": ["Gemma3nForCausalLM"], "model_type": "gemma3n_text",
+    "torch_dtype": "bfloat16", "hidden_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "intermediate_size": 256, "vocab_size": 512, "vocab_size_per_layer_input": 512,
+    "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 1, "laurel_rank": 8,
+    "layer_types": ["full_attention"] * 2, "activation_sparsity_pattern": [0.0, 0.0],
+    "max_position_embeddings": 512,
 }  # fmt: skip
 
 
@@ -66,9 +67,10 @@ def test_it_says_what_can_be_read_and_nothing_else_in_less_than_15_seconds(tmp_p
     assert list(table) == list(KNOWN_SITES)
     assert table["embed"] == ["yes", "yes", ""]
     assert table["resid_pre"] == table["resid_post"] == ["0-5", "yes", ""]
-    for site in ("resid_mid", "q", "k", "v", "z", "attn_out", "mlp_out"):
+    for site in ("resid_mid", "q", "k", "v", "z", "attn_out", "mlp_out", "mlp_post"):
         assert table[site] == ["0-5", "no", ""]
-    assert table["mlp_post"] == ["-", "", "this version has no tap there"]
+    assert table["ln_final"] == ["yes", "no", ""]
+    assert table["router_logits"] == ["-", "", "this version has no tap there"]
     # Of a processor, which is all of it on a machine that has nothing else to do.
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert used < 15, used
@@ -96,10 +98,10 @@ def test_a_site_inside_the_attention_needs_one_rank(tmp_path):
 
 
 def test_it_says_why_not(tmp_path):
-    done = doctor(model_of(COHERE, tmp_path))
+    done = doctor(model_of(GEMMA_3N, tmp_path))
     assert done.returncode == 1, done.stdout
     said = " ".join(done.stdout.split())
-    assert "cannot be read: CohereDecoderLayer returns a pair" in said
+    assert "cannot be read: Gemma3nTextModel.forward has no loop over layers" in said
     assert "served plainly" in said
 
 
@@ -136,3 +138,14 @@ def test_a_question_without_an_answer_is_one_sentence(model, options, words, mon
     assert words in done.stdout
     assert done.stdout.rstrip().endswith(".")
     assert ".." not in done.stdout
+
+
+def test_it_says_what_saes_take_of_a_device():
+    done = doctor(TOYWORLD, "--dtype", "bfloat16", "--saes", f"toy={TOYWORLD / 'sae'}")
+    assert done.returncode == 0, done.stdout
+    # 384 features: 256 weights in 2 bytes, a bias and a threshold in 4.
+    assert "SAE toy: 384 features of resid_post 0, 0.2 MiB." in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("Encoders: 0.2 MiB of each device")
+    done = doctor(TOYWORLD, "--saes", "toy=/nowhere")
+    assert done.returncode == 2
+    assert "/nowhere is not there" in done.stdout

@@ -166,7 +166,7 @@ def test_server_wide_edits_that_cannot_be_are_refused(llm):
     for edit, words in [
         (Add(V, layer=7), "layers 0 to 2"),
         (Add(V, layer=0, tokens=[3]), "server-wide edits take all, prompt, generated"),
-        (Read("resid_post"), "reads and probes belong to requests"),
+        (Read("resid_post"), "policies belong to requests"),
     ]:
         with pytest.raises(Exception, match=words):
             server(llm, edit)

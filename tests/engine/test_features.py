@@ -45,7 +45,7 @@ def family(request, checkpoints):
 
 
 def changed(sae: Sae, index: list[int], new):
-    """x + (new(f) - f) D, with the SAE's own encode and decode."""
+    """x + (new(f) - f) D of some features f, with the SAE's own encode and decode."""
 
     def mean(x: torch.Tensor) -> torch.Tensor:
         features = sae.encode(x)
@@ -67,10 +67,25 @@ def test_features_equal_the_saes_own_computation(architecture, family):
         (SetFeature(sae, 5, 4.0), lambda f: torch.full_like(f, 4.0)),
         (ScaleFeature(sae, index, 0), lambda f: 0 * f),
         (ScaleFeature(sae, index, [0.5, 2, 1, -1]), lambda f: f * torch.tensor([0.5, 2, 1, -1])),
+        (SetFeature(sae, index, values, add=True), lambda f: f + values),
+        (
+            SetFeature(sae, index, values, only_if_active=True),
+            lambda f: torch.where(f > 0, values, f),
+        ),
+        (
+            SetFeature(
+                sae, index, values, add=[True, False] * 2, only_if_active=[True] * 3 + [False]
+            ),
+            lambda f: torch.where(
+                (f > 0) | torch.tensor([False] * 3 + [True]),
+                torch.where(torch.tensor([True, False] * 2), f + values, values),
+                f,
+            ),
+        ),
     ]
     for edit, new in cases:
         (output,) = run(llm, [PROMPT], params(edit, *READ_ALL))
-        some = [5] if new(torch.ones(1, 4)).unique().tolist() == [4.0] else index
+        some = [5] if edit.sae.count == 1 else index
         check(output, ref, [("resid_post", 1, changed(sae, some, new))])
 
 

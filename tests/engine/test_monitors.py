@@ -12,12 +12,14 @@ import torch
 from prometheus_client import REGISTRY
 from safetensors.numpy import save_file
 
-from tests.asking import run
+from tests.asking import prompts, run
 from tests.conftest import local_engine
 from tests.engine.probing import numbers
 from tests.engine.test_edits import params
 from tests.engine.test_verdicts import PROMPT, record
 from vllm_scope import ConfigError, Probe, Read, SpecError, set_monitors
+from vllm_scope.engine.core import entry
+from vllm_scope.engine.params import TICKET
 
 WEIGHT = numbers(1, 128)
 FLAG = {"weight": WEIGHT.tolist(), "layers": [1], "threshold": -1e30}
@@ -87,6 +89,43 @@ def test_without_monitors_a_plain_request_has_no_scope(llm):
     set_monitors(llm, {})
     (output,) = run(llm, [PROMPT], params())
     assert output.scope is None
+
+
+def test_weights_travel_once_and_are_freed_when_the_monitor_is_unset(llm, monkeypatch):
+    sizes, original = [], entry.CoreScope.enter
+
+    def recorded(self, request):
+        sizes.append(len(request.sampling_params.extra_args[TICKET]))
+        return original(self, request)
+
+    monkeypatch.setattr(entry.CoreScope, "enter", recorded)
+    weights = [numbers(seed, 128).tolist() for seed in (5, 6)]
+    wide = {"weight": weights, "layers": [0, 1], "threshold": 1e30}
+    set_monitors(llm, {"wide": wide, "low": FLAG})
+    ahead = entry._scopes.of(llm.llm_engine.engine_core.engine_core).registry.ahead
+    assert ahead.num_bytes == 3 * 128 * 4
+    first, second = run(llm, [PROMPT, PROMPT[:40]], params())
+    (own,) = run(llm, [PROMPT], params(Probe(numbers(7, 128), layer=1, name="mine")))
+    assert max(sizes[:2]) < 800
+    assert 512 < sizes[2] < 1300, "its own weight travels with it"
+    for output in (first, second, own):
+        assert set(output.scope.scores) >= {"monitor/wide", "monitor/low"}
+    # Changed while a request runs.
+    engine = llm.llm_engine
+    engine.add_request("runs", prompts(PROMPT)[0], params())
+    engine.step()
+    set_monitors(llm, {"wide": wide | {"weight": [numbers(8, 128).tolist()] * 2}})
+    assert ahead.num_bytes == 2 * 128 * 4
+    engine.add_request("after", prompts(PROMPT)[0], params())
+    ended = {}
+    while engine.has_unfinished_requests():
+        ended |= {output.request_id: output for output in engine.step() if output.finished}
+    found = [ended[name].scope.scores["monitor/wide"] for name in ("runs", "after")]
+    before = first.scope.scores["monitor/wide"]
+    torch.testing.assert_close(found[0][: len(before)], before)
+    assert not torch.allclose(found[1], found[0])
+    set_monitors(llm, {})
+    assert ahead.num_bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_what_streams_is_what_comes_as_a_whole(llama):
         )
         try:
             sampling = SamplingParams(
-                temperature=0, max_tokens=20, ignore_eos=True, detokenize=False,
+                temperature=0, max_tokens=100, ignore_eos=True, detokenize=False,
                 output_kind=RequestOutputKind.CUMULATIVE,
                 extra_args=scope(*every_kind(dict.fromkeys(("resid_post", "attn_out"), 128))),
             )  # fmt: skip

@@ -94,7 +94,8 @@ def test_a_sink_that_is_not_there_is_refused_with_what_is(llm):
 
 def test_scores_cannot_go_to_files(llm):
     probe = Probe([1.0] * 256, layer=1, name="p", to="filesystem")
-    with pytest.raises(SpecError, match=r"probes\[0\]\.to is 'filesystem', which takes rows"):
+    sentence = r"probes\[0\]\.to is 'filesystem', which takes reads and features, not probes"
+    with pytest.raises(SpecError, match=sentence):
         run(llm, [[5, 6]], params(probe))
 
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from tests.unit.taps import CODES, COPIES, OVERFLOWING, POISON, check, outcome, random_tap
-from vllm_scope.program.operations import GATES, OP_ADD, OP_ADD_FEATURE, OP_READ
+from tests.unit.walking import advanced
+from vllm_scope.program.operations import ADVANCING, OP_ADD, OP_ADD_FEATURE, OP_READ, SETTERS
 
 pytestmark = pytest.mark.gpu
 #: Of a case in which rows are read and edited.
-SEED = 1
+SEED = 11
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SIZES = [64, 127, 896, 4096, 5000, 8191, 16_384]
 #: Programs of reads, of copies, and of everything.
@@ -48,7 +49,7 @@ def test_an_operation_sees_the_register_that_the_one_before_it_set(hidden_size):
     not wait would see what was there before."""
     from vllm_scope.graph.tap import definition, kernel
 
-    codes = (*GATES, OP_ADD, OP_ADD_FEATURE)
+    codes = (*SETTERS, OP_ADD, OP_ADD_FEATURE)
     for seed in range(6):
         before = random_tap(seed, hidden_size, torch.bfloat16, num_rows=400, codes=codes)
         twin, expected = before.to("cpu").run(definition.tap_rows), outcome(before)
@@ -56,6 +57,18 @@ def test_an_operation_sees_the_register_that_the_one_before_it_set(hidden_size):
             ran = before.to("cuda").run(kernel.tap_rows)
             torch.cuda.synchronize()
             check(ran.to("cpu"), before, expected, twin)
+
+
+@pytest.mark.parametrize("code", ADVANCING)
+def test_states_have_the_same_bits_for_one_row_at_a_time_and_several(code):
+    from vllm_scope.graph.tap import definition, kernel
+
+    scores = torch.randn(200, generator=torch.Generator().manual_seed(3))
+    whole = advanced(kernel.tap_rows, code, scores, [1] * 200, "cuda")
+    twin = advanced(definition.tap_rows, code, scores, [1] * 200)
+    torch.testing.assert_close(whole, twin, rtol=1e-4, atol=1e-5)
+    for sizes, replays in (([200], 0), ([5, 1, 94, 1, 99], 0), ([100, 99, 1], 100)):
+        assert torch.equal(advanced(kernel.tap_rows, code, scores, sizes, "cuda", replays), whole)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -84,7 +97,7 @@ def test_slots_in_host_memory_are_written_there_and_not_in_the_arena(dtype):
     host = before.arena.clone().pin_memory()
     tokens = before.tokens.clone()
     tokens[:, definition.TO_HOST] = 1
-    address = torch.tensor([host.data_ptr(), 0, 0])
+    address = torch.cat([torch.tensor([host.data_ptr(), 0]), before.host[2:]])
     ran = replace(before, tokens=tokens, host=address).to("cuda").run(kernel.tap_rows)
     torch.cuda.synchronize()
     assert (ran.arena.view(torch.int32) == POISON).all()

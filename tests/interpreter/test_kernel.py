@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.taps import CODES, COPIES, OVERFLOWING, POISON, check, outcome, random_tap
+from tests.unit.walking import advanced
 from vllm_scope.graph.tap import definition, kernel
 from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program import operations as program
 from vllm_scope.program.layout import Widths
 
 #: Of a case in which rows are read and edited.
-SEED = 1
+SEED = 11
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = {
     "seed": st.integers(0, 1 << 31),
@@ -72,6 +73,18 @@ def test_where_nobody_reads_faults_rows_that_overflow_go_on(arguments):
     for name in ("wide_hidden", "wide_residual"):
         mine, other = getattr(ran, name), getattr(twin, name)
         assert mine is other is None or torch.equal(mine.isfinite(), other.isfinite())
+
+
+@pytest.mark.parametrize("code", program.ADVANCING)
+def test_states_have_the_same_bits_for_one_row_at_a_time_and_several(code):
+    scores = torch.randn(24, generator=torch.Generator().manual_seed(3))
+    whole = advanced(kernel.tap_rows, code, scores, [1] * 24)
+    torch.testing.assert_close(whole, advanced(definition.tap_rows, code, scores, [1] * 24))
+    for sizes, replays in (([24], 0), ([5, 1, 7, 1, 10], 0), ([12, 11, 1], 12)):
+        again = advanced(kernel.tap_rows, code, scores, sizes, replays=replays)
+        assert torch.equal(again, whole)
+    drafted = advanced(kernel.tap_rows, code, scores, [2, 1, 4, 1, 3, 2, 1, 4, 3, 3], rejected=3)
+    assert torch.equal(drafted, whole)
 
 
 @pytest.mark.parametrize("hidden_size", [4096, 5000, 16_384])

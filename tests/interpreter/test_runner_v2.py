@@ -5,7 +5,7 @@ No CUDA graphs; its kernels run in Triton's interpreter, so few and short reques
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
@@ -18,6 +18,9 @@ from tests.conftest import local_engine, preempted_in
 from tests.engine import probing
 from tests.engine import test_attention_sites as attention
 from tests.engine import test_branch_sites as branches
+from tests.engine import test_policies as policies
+from tests.engine import test_states as states
+from tests.policies import install
 from vllm_scope import Add, Gate, Probe, Read, scope
 from vllm_scope.compat.vllm_lens import Hook
 
@@ -55,6 +58,22 @@ def llm(request, llama):
     else:
         with local_engine(llama, **options) as llm:
             yield llm
+
+
+@pytest.mark.parametrize("lag", [0, 1], ids=["sync", "async"])
+def test_a_policy_closes_a_loop_from_the_first_token_that_no_step_has_begun(
+    lag, llama, ref, tmp_path, monkeypatch
+):
+    install(tmp_path, monkeypatch)
+    ahead = async_scheduling() if lag else nullcontext()
+    with ahead, local_engine(llama, async_scheduling=bool(lag), **policies.OPTIONS) as llm:
+        plain = policies.params(max_tokens=8)
+        prompts = [policies.PROMPT, *policies.OTHERS]
+        before = run(llm, prompts, plain)
+        outputs = run(llm, prompts, [policies.following(max_tokens=8), plain, plain])
+    policies.check_closed_loop(outputs[0], ref, lag)
+    for one, other in zip(outputs[1:], before[1:], strict=True):
+        policies.same(one, other)
 
 
 def test_it_is_runner_v2(llm):
@@ -158,6 +177,23 @@ def test_a_gated_edit_and_a_plain_request(llm, ref):
     torch.testing.assert_close(edited.scope.scores["g"], seen[0], rtol=1e-3, atol=1e-3)
 
 
+def test_gates_with_states_and_a_plain_request(llm, ref):
+    kinds = ("pid", "latch")
+    ids = [range(5, 75), range(90, 130), range(10, 20)]
+    asked = [scope(states.asked(kind), Read("resid_post")) for kind in kinds]
+    *found, plain = run(
+        llm, ids, [*(params(one, max_tokens=12) for one in asked), params(READ_ALL)]
+    )
+    check([plain], ref)
+    for kind, prompt, output in zip(kinds, ids, found, strict=False):
+        edits, seen = states.looped(kind, len(prompt))
+        streams, _ = ref.edited([*prompt, *output.outputs[0].token_ids][:-1], edits)
+        assert output.scope.status == "complete"
+        for stream in output.scope.keys():
+            torch.testing.assert_close(output.scope[stream], streams[stream], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(output.scope.scores["g"], seen[0], rtol=1e-3, atol=1e-3)
+
+
 def test_a_request_that_only_probes_takes_kv_from_the_cache(llm):
     asked = params(scope(Probe(probing.numbers(2, 128), layer=1, name="p")))
     first, second = (run(llm, [range(310, 390)], asked)[0] for _ in range(2))
@@ -188,6 +224,39 @@ def test_preemption_and_recompute(llama, ref):
         outputs = run(llm, ids, params(READ_ALL, max_tokens=60))
     assert preempted, "the cache was large enough; the test shows nothing"
     check(outputs, ref)
+
+
+def test_states_with_drafts_are_those_without(llama, ref):
+    """The host does not know which drafts were accepted."""
+    ids, scale = [[1, 2, 3, 4] * 8, [11, 12] * 10], 0.05
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    options = {"dtype": "float32", "max_num_seqs": 4, "speculative_config": drafts}
+    with local_engine(llama, **options) as llm:
+        outputs = run(llm, ids, params(scope(states.asked("pid", scale)), max_tokens=40))
+        assert llm.collective_rpc("scope_describe")[0]["limits"]["optimistic"]
+        counted = llm.collective_rpc("scope_counters")[0]
+    assert counted["steps"] < 40, "no draft was accepted; the test shows nothing"
+    for prompt, output in zip(ids, outputs, strict=True):
+        edits, seen = states.looped("pid", len(prompt), scale)
+        _, logits = ref.edited([*prompt, *output.outputs[0].token_ids][:-1], edits)
+        tokens = logits[len(prompt) - 1 :].argmax(-1).tolist()
+        assert list(output.outputs[0].token_ids) == tokens
+        torch.testing.assert_close(output.scope.scores["g"], seen[0], rtol=1e-3, atol=1e-3)
+
+
+def test_a_request_that_was_preempted_replays_its_states(llama, ref):
+    with local_engine(
+        llama, dtype="float32", num_gpu_blocks_override=7, block_size=32, max_model_len=96,
+        max_num_seqs=3, enable_prefix_caching=False,
+    ) as llm:  # fmt: skip
+        preempted = preempted_in(llm)
+        ids = [range(i, i + 30) for i in (10, 50, 90)]
+        outputs = run(llm, ids, params(scope(states.asked("pid")), max_tokens=60))
+    assert preempted, "the cache was large enough; the test shows nothing"
+    for prompt, output in zip(ids, outputs, strict=True):
+        edits, seen = states.looped("pid", len(prompt))
+        ref.edited([*prompt, *output.outputs[0].token_ids][:-1], edits)
+        torch.testing.assert_close(output.scope.scores["g"], seen[0], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("layout", ["per_request", "sharded"])

@@ -88,7 +88,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """With files to capture into, below `captures`."""
     folder = tmp_path_factory.mktemp("server")
     options = ["--additional-config.scope.sinks.filesystem.root", str(folder / "captures"),
-               "--additional-config.scope.sinks.filesystem.layout", "per_request"]  # fmt: skip
+               "--additional-config.scope.sinks.filesystem.layout", "per_request",
+               "--additional-config.scope.saes.toy", str(TOYWORLD / "sae"),
+               "--additional-config.scope.moments_mib", "64"]  # fmt: skip
     with serving(folder, *options) as found:
         yield found
         text = found.log.read_text()

@@ -52,6 +52,8 @@ fields = {
     "when": words, "name": words, "bias": numbers, "scale": numbers, "lo": numbers, "hi": numbers,
     "weight": arrays, "vector": arrays, "direction": arrays, "values": arrays, "positions": layers,
     "kind": st.sampled_from(["add", "ablate", "clamp", "replace", "read", "eval"]),
+    "after": words | anything, "threshold": numbers,
+    "action": st.sampled_from(["flag", "stop", "escalate"]),
 }  # fmt: skip
 actions = st.fixed_dictionaries({}, optional=fields)
 near_read = st.fixed_dictionaries(
@@ -187,6 +189,34 @@ def test_any_bytes_as_a_module_are_refused(http, content):
 def test_any_json_as_edits_is_refused_or_clears_up(http, body):
     response = http.put("/v1/scope/edits", content=json.dumps(body), headers=ADMIN)
     assert response.status_code in (400, 422), response.text
+
+
+near_monitor = st.fixed_dictionaries(
+    {"weight": st.just([0.5] * 256), "layers": st.just([2]), "threshold": st.just(-1e30)},
+    optional={
+        "after": st.sampled_from(["a", "b", "c"]) | fields["after"], "action": fields["action"],
+        "tokens": st.sampled_from(["all", "prompt", "generated", "last", [1]]),
+    },
+)  # fmt: skip
+some_monitors = st.dictionaries(st.sampled_from(["a", "b", "c"]), near_monitor, max_size=3)
+
+
+@FUZZ
+@given(some_monitors | st.dictionaries(words, st.one_of(actions, anything), max_size=3) | anything)
+def test_any_monitors_are_set_or_refused_and_requests_go_on(http, monitors):
+    body = json.dumps({"monitors": monitors})
+    response = http.put("/v1/scope/monitors", content=body, headers=ADMIN)
+    try:
+        assert response.status_code in (200, 400, 422), response.text
+        if response.status_code == 200:
+            told = response.json()
+            afters = {name: one.get("after") for name, one in monitors.items()}
+            assert {name: one.get("after") for name, one in told.items()} == afters
+            still_serving(http)
+        else:
+            assert 5 < len(response.json()["error"]["message"]) < 1000
+    finally:
+        assert http.put("/v1/scope/monitors", json={"monitors": {}}, headers=ADMIN).json() == {}
 
 
 def test_a_crafted_pickle_runs_nowhere(http, server, tmp_path):

@@ -79,9 +79,43 @@ def test_a_monitor_stops_an_answer(http):
     assert choice["scope"]["verdicts"]["monitor/all"]["position"] >= 5
 
 
+def test_a_cascade_is_told_whole_and_streamed(http, server):
+    dear = FLAG | {"layers": [4], "after": "low"}
+    told = put(http, {"dear": dear, "low": FLAG, "never": FLAG | {"threshold": 1e30}}).json()
+    assert (told["dear"]["after"], "after" in told["low"]) == ("low", False)
+    body = BODY | {"max_tokens": 12, "temperature": 0}
+    num_prompt = http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens"]
+    found = http.post("/v1/completions", json=body).json()["choices"][0]["scope"]
+    # The verdict is in the prompt; the second generated token is the first one.
+    assert found["begun"] == {"monitor/dear": num_prompt + 1}
+    assert found["verdicts"]["monitor/dear"]["position"] == num_prompt + 1
+    assert "monitor/never" not in found["verdicts"]
+    spec = scope(Probe(WEIGHT, layer=2, name="mine", threshold=-1e30),
+                 Probe(WEIGHT, layer=3, name="later", after="mine"))["scope"]  # fmt: skip
+    asked = body | {"vllm_xargs": {"scope": spec}}
+    whole = http.post("/v1/completions", json=asked).json()["choices"][0]["scope"]
+    assert whole["begun"] == dict.fromkeys(["monitor/dear", "later"], num_prompt + 1)
+    assert whole["scores"]["later"]["spans"] == [[num_prompt + 1, num_prompt + 11]]
+    with http.stream("POST", "/v1/completions", json=asked | {"stream": True}) as response:
+        lines = [line for line in response.iter_lines() if line.startswith("data: {")]
+    chunks = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+    values = [x for c in chunks for x in c["scope"]["scores"].get("later", {}).get("values", [])]
+    assert values == pytest.approx(whole["scores"]["later"]["values"], abs=1e-3)
+    assert "begun" in chunks[-2]["scope"], "while it is streamed"
+    assert chunks[-1]["scope"]["begun"] == whole["begun"]
+    text = http.get("/metrics").text
+    counts = {
+        name: float(re.findall(rf'monitor_score_count{{monitor="{name}"}} (\S+)', text)[0])
+        for name in ("low", "dear")
+    }
+    assert counts["dear"] >= 4
+    assert f'vllm_scope_monitor_verdicts_total{{monitor="dear"}} {counts["dear"]}' in text
+
+
 @pytest.mark.parametrize(
     "monitors",
     [
+        {"a": FLAG | {"after": "b"}}, {"a": FLAG | {"after": "a"}}, {"a": FLAG | {"after": ""}},
         {"a": FLAG | {"weight": [1.0]}}, {"a": FLAG | {"file": "/etc/passwd"}},
         {"a": FLAG | {"url": "http://127.0.0.1"}}, {"a": 1}, 3,
     ],

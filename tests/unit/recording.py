@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_scope import Features
 from vllm_scope.batch.labels import Labels
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.request.resolved import Resolved
@@ -129,8 +130,9 @@ class Side:
 
     def add(self, key: int, *actions: Any, prompt: tuple[int, ...] = (5, 6)) -> None:
         reads = tuple(a for a in actions if hasattr(a, "when"))
-        probes = tuple(a for a in actions if not hasattr(a, "when"))
-        asked = Spec(reads, probes).resolve(SITES)
+        features = tuple(a for a in actions if isinstance(a, Features))
+        probes = tuple(a for a in actions if not hasattr(a, "when") and a not in features)
+        asked = Spec(reads, probes, features=features).resolve(SITES)
         info = RequestInfo(key, f"r{key}", f"u{key}", prompt, **self.info)
         self.router.add_request(info, asked)
 

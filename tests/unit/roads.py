@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.delivered import ROW_BYTES, labels_of, reads_at, slots_per_token, tokens_in
-from vllm_scope import Add, Probe, Read, Spec
+from vllm_scope import Add, Features, LensTopK, Probe, Read, Spec
 from vllm_scope.program.layout import Layout, Widths
 from vllm_scope.request.actions import Action
 from vllm_scope.request.resolved import ResolvedProbe
@@ -100,6 +100,7 @@ class Road:
         self, *actions: Action | str, num_prompt: int = 3, max_tokens: int = 4, num_stages: int = 1
     ) -> Pending:
         found = [Read(a) if isinstance(a, str) else a for a in actions]
-        kinds = (Read, Probe, Add)
-        spec = Spec(*(tuple(a for a in found if isinstance(a, kind)) for kind in kinds))
+        kinds = (Read, Probe, Add, Features)
+        lists = (tuple(a for a in found if isinstance(a, kind)) for kind in kinds)
+        spec = Spec(*lists, lens=tuple(a for a in found if isinstance(a, LensTopK)))
         return self.inbox.open(spec.resolve(SITES), SITES, [1] * num_prompt, max_tokens, num_stages)

@@ -25,6 +25,7 @@ from tests.unit.oracle import (
 from vllm_scope import Spec
 from vllm_scope.batch.labels import Labels, StepBatch
 from vllm_scope.config import ScopeConfig
+from vllm_scope.control.running import Policies
 from vllm_scope.core.news import Entrant, StepNews, Told
 from vllm_scope.engine.worker.delivery import NOBODY, WorkerDelivery
 from vllm_scope.engine.worker.sizes import Limits
@@ -250,7 +251,7 @@ def running_worker(
     drain = Drain(worker._arena, ring, sink, WIDTHS, watch, store)
     info = RequestInfo(NOBODY, "", "", ())
     worker._delivery = WorkerDelivery(
-        ring, sink, sink, drain, watch, store, WIDTHS, info, frozenset(here)
+        ring, sink, sink, drain, watch, store, WIDTHS, info, frozenset(here), Policies({}, 0)
     )
     op.register()
     worker._begin_steps()

@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm_scope.graph.tap.definition import CHECKED, NUM_COLUMNS
 from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
 from vllm_scope.program.operations import (
-    GATES,
+    ADVANCING,
     OP_ABLATE,
     OP_ADD,
     OP_ADD_BOUND,
@@ -25,17 +25,21 @@ from vllm_scope.program.operations import (
     OP_ADD_NORM,
     OP_CHECK,
     OP_CLAMP,
+    OP_EMA,
     OP_FEATURE,
     OP_GATE,
     OP_GATE_CAST,
+    OP_HYSTERESIS,
     OP_READ,
     OP_SET,
     REGISTERS,
+    SETTERS,
+    STATE_NUMBERS,
 )
 
 CODES = (
     OP_READ, OP_ADD, OP_ADD_NORM, OP_ABLATE, OP_CLAMP, OP_SET, OP_CHECK, OP_ADD_BOUND,
-    OP_ADD_FEATURE, *GATES,
+    OP_ADD_FEATURE, *SETTERS, *ADVANCING,
 )  # fmt: skip
 #: Codes whose overflow is the same however sums are ordered.
 OVERFLOWING = (OP_READ, OP_ADD, OP_SET, OP_CHECK)
@@ -64,6 +68,9 @@ class Tap:
     host: Tensor
     faults: Tensor
     registers: Tensor
+    walks: Tensor
+    log: Tensor
+    positions: Tensor
     slot_base: int
     slots_per_token: int
 
@@ -103,7 +110,8 @@ class Tap:
         """The same with its own memory for faults: the host's, which a GPU can write."""
         faults = faults.pin_memory() if self.host.is_cuda else faults
         host = self.host.clone()
-        host[1], host[2] = faults.data_ptr(), self.registers.data_ptr()
+        memory = (faults, self.registers, self.walks, self.log, self.positions)
+        host[1:] = torch.tensor([tensor.data_ptr() for tensor in memory])
         return replace(self, host=host, faults=faults)
 
 
@@ -131,7 +139,7 @@ def random_tap(
             not finite.
     """
     rng = random.Random(seed)
-    telling, gated = 0.0 if huge else 0.5, bool(set(codes) & set(GATES))
+    telling, gated = 0.0 if huge else 0.5, bool(set(codes) & {*SETTERS, *ADVANCING})
     generator = torch.Generator().manual_seed(seed)
     num_taps, num_programs = rng.randint(1, 4), rng.randint(1, 5)
     tap = rng.randrange(num_taps)
@@ -188,17 +196,26 @@ def random_tap(
                 c, d = rng.choice((0, 0.5, 4)), rng.choice((-1, 1))
                 if code in (OP_ADD_BOUND, OP_ADD_FEATURE):
                     b, d = abs(b), rng.randint(-16, 16) / 16
+                if code == OP_ADD_FEATURE:
+                    b = rng.choice((0, 1))
+                e = 0.0
+                if code in ADVANCING:
+                    vector = -1
+                    a, b, c, d, e = _numbers_of_state(rng, code)
                 register = rng.randrange(4)
-                if code not in GATES and (not gated or rng.random() < 0.5):
+                if code not in (*SETTERS, *ADVANCING) and (not gated or rng.random() < 0.5):
                     register = -1
-                bits = torch.tensor([a, b, c, d], dtype=torch.float32).view(torch.int32).tolist()
-                reads = rng.randrange(4)  # a register
+                numbers = torch.tensor([a, b, c, d, e], dtype=torch.float32)
+                bits = numbers.view(torch.int32).tolist()
+                # A register. Scores of states are of another tap: no operation here sets them.
+                reads = rng.randrange(4) + (4 if code in ADVANCING else 0)
+                reads = -1 if code in SETTERS and rng.random() < 0.5 else reads
                 places.append(
                     (code, word, word_in_tap, vector, *bits[:2], register, reads, *bits[2:])
                 )
-            for *entry, register, reads, c_bits, d_bits in reversed(places):
+            for *entry, register, reads, c_bits, d_bits, e_bits in reversed(places):
                 at = free.pop()
-                columns = [*entry, following, register, reads, c_bits, d_bits, -9]
+                columns = [*entry, following, register, reads, c_bits, d_bits, e_bits]
                 ops[at] = torch.tensor(columns, dtype=torch.int32)
                 following = at
             programs[p, t] = following
@@ -217,11 +234,44 @@ def random_tap(
     arena = torch.full((num_slots, SLOT_BYTES // 4), POISON, dtype=torch.int32).view(dtype)
     return Tap(
         hidden_size, stream(), stream() if with_residual else None, arena, tokens, programs,
-        ops, vectors, torch.tensor(tap, dtype=torch.int32), torch.zeros(3, dtype=torch.int64),
-        torch.zeros(0), torch.tensor(rng.choices((0.0, 0.5, 1.0), k=REGISTERS)).repeat(
-            num_rows + PADDING, 1
-        ), 1 if tap_by_tap else 0, tap_slots if tap_by_tap else 0,
+        ops, vectors, torch.tensor(tap, dtype=torch.int32), torch.zeros(6, dtype=torch.int64),
+        torch.zeros(0), _registers(rng, num_rows + PADDING), *_walks(rng, num_rows + PADDING),
+        1 if tap_by_tap else 0, tap_slots if tap_by_tap else 0,
     ).with_faults(torch.zeros(num_rows + PADDING + 2, dtype=torch.int32))  # fmt: skip
+
+
+def _registers(rng: random.Random, num_rows: int) -> Tensor:
+    rows = torch.tensor(rng.choices((0.0, 0.5, 1.0), k=REGISTERS)).repeat(num_rows, 1)
+    scores = [[rng.randint(-32, 32) / 16 for _ in range(4)] for _ in range(num_rows)]
+    rows[:, 4:8] = torch.tensor(scores)
+    return rows
+
+
+def _numbers_of_state(rng: random.Random, code: int) -> tuple[float, ...]:
+    a, sign = rng.randint(-32, 32) / 16, rng.choice((-1, 1))
+    if code == OP_EMA:
+        decay = rng.choice((0.0, 0.5, 0.9))
+        return decay, 1 - decay, rng.choice((0, 0.5, 4)), sign, a
+    if code == OP_HYSTERESIS:
+        return a, a - sign * rng.choice((0, 0.5, 2, math.inf)), 0, sign, 0
+    return a, *(rng.randint(-16, 16) / 16 for _ in range(3)), rng.choice((0, 0.5, 3))
+
+
+def _walks(rng: random.Random, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Walks, the log, and positions: of requests with up to four rows each, in the prompt or behind
+    it, whose tokens may have their states."""
+    walks, positions, start = [], [], 0
+    while len(walks) < num_rows:
+        width, tokens, begin = rng.randint(4, 5), rng.randint(8, 9), rng.randint(0, 4)
+        first = rng.randint(0, begin + 4)
+        known = rng.choice((0, first, first + 2))
+        for index in range(rng.randint(1, 4)):
+            walks.append((start, width, tokens, begin, known, index, -9, -9))
+            positions.append(first + index)
+        start += width * tokens
+    log = torch.tensor([[rng.randint(-16, 16) / 8] * STATE_NUMBERS for _ in range(start)])
+    table = torch.tensor(walks[:num_rows], dtype=torch.int32)
+    return table, log, torch.tensor(positions[:num_rows])
 
 
 @dataclass(frozen=True)
@@ -249,6 +299,7 @@ class Outcome:
         edited: row -> (values, slack) of the stream where it changed, or may have.
         barely: of these, rows that may be left as they were: rounding tells whether they changed.
         faults: owner -> what is reported of it.
+        log: place -> what is kept of a state there.
     """
 
     stored: list[Stored]
@@ -256,11 +307,12 @@ class Outcome:
     edited: dict[int, tuple[Tensor, Tensor]]
     barely: set[int]
     faults: dict[int, int]
+    log: dict[int, tuple[float, ...]]
 
 
 def outcome(tap: Tap) -> Outcome:
     """What the tap must do, one row and one operation at a time, in float64."""
-    found = Outcome([], [], {}, set(), {})
+    found = Outcome([], [], {}, set(), {}, {})
     dtype, registers = tap.hidden.dtype, tap.registers.clone()
     for row in range(tap.hidden.shape[0]):
         program, slot, _, owner = tap.tokens[row].tolist()
@@ -276,12 +328,35 @@ def outcome(tap: Tap) -> Outcome:
         while at >= 0:
             entry = tap.ops[at].tolist()
             code, vector, following, register, reads = (entry[i] for i in (0, 3, 6, 7, 8))
-            numbers = tap.ops[at, [4, 5, 9, 10]].view(torch.float32).tolist()
+            numbers = tap.ops[at, [4, 5, 9, 10, 11]].view(torch.float32).tolist()
             v = tap.vectors[vector].double()
             offset = entry[2] if tap.slots_per_token else entry[1]
             word = slot * SLOT_BYTES // 4 + offset
-            if code in GATES:
-                registers[row, register] = value = _condition(code, x.double(), v, *numbers)
+            if code in SETTERS:
+                value, score = _condition(code, x.double(), v, *numbers)
+                if code != OP_FEATURE and reads >= 0:
+                    registers[row, reads] = score
+                registers[row, register] = value
+                if offset >= 0:
+                    found.told.append((word, value, 1e-4 * (abs(value) + 1)))
+            elif code in ADVANCING:
+                value = float(registers[row, register])
+                start, width, _, begin, known, index, *_ = tap.walks[row].tolist()
+                position = int(tap.positions[row])
+                known = max(known, begin, position - index)
+
+                def place(of: int, at: int = start + register, wide: int = width) -> int:
+                    return at + of * wide
+
+                if begin <= position < known:
+                    value = float(tap.log[place(position - begin), 0])
+                elif position >= begin:
+                    state = None if known == begin else tap.log[place(known - begin - 1)].tolist()
+                    for i in range(row - (position - known), row + 1):
+                        state = _advanced(code, state, float(tap.registers[i, reads]), *numbers)
+                    found.log[place(position - begin)] = state
+                    value = state[0]
+                registers[row, register] = value
                 if offset >= 0:
                     found.told.append((word, value, 1e-4 * (abs(value) + 1)))
             elif code == OP_READ:
@@ -316,26 +391,53 @@ def outcome(tap: Tap) -> Outcome:
     return found
 
 
-def _condition(code: int, x: Tensor, v: Tensor, a: float, b: float, c: float, d: float) -> float:
+def _advanced(
+    code: int, state: list[float] | None, score: float,
+    a: float, b: float, c: float, d: float, e: float,
+) -> list[float]:  # fmt: skip
+    """A gate's value and its state, one token later."""
+    _, one, two = state or (0.0, 0.0, None)
+    if code == OP_EMA:
+        one = score if state is None else a * one + b * score
+        beyond = d * (one - e)
+        value = 1 / (1 + math.exp(-c * beyond)) if c else float(beyond > 0)
+        return [value, one, two or 0.0]
+    if code == OP_HYSTERESIS:
+        if d * (score - a) > 0:
+            one = 1.0
+        elif d * (score - b) < 0:
+            one = 0.0
+        return [one, one, two or 0.0]
+    error = score - a
+    one = min(max(one + error, -e), e)
+    change = 0.0 if state is None else error - two
+    return [min(max(b * error + c * one + d * change, 0.0), 1.0), one, error]
+
+
+def _condition(
+    code: int, x: Tensor, v: Tensor, a: float, b: float, c: float, d: float, e: float
+) -> tuple[float, float]:
+    """The value, and the score."""
     score = float(x @ v) + b
     if code == OP_FEATURE:
-        return score if score > c else 0.0
+        return (score if score > c else 0.0), score
     if code != OP_GATE:
         w = torch.tanh(float(x @ v) * v) if code == OP_GATE_CAST else v
         lengths = float(x.norm()) * float(w.norm())
         score = float(x @ w) / lengths if lengths else 0.0
     beyond = d * (score - a)
-    return 1 / (1 + math.exp(-max(c * beyond, -700.0))) if c else float(beyond > 0)
+    return 1 / (1 + math.exp(-max(c * beyond, -700.0))) if c else float(beyond > 0), score
 
 
 def _edit(
-    code: int, x: Tensor, v: Tensor, feature: float, a: float, b: float, c: float, d: float
-) -> Tensor:
+    code: int, x: Tensor, v: Tensor, feature: float,
+    a: float, b: float, c: float, d: float, e: float,
+) -> Tensor:  # fmt: skip
     along = float(x @ v)
     most = b * float(x.norm())
     return {
         OP_ADD_BOUND: lambda: x + min(max(a, -most), most) * v,
-        OP_ADD_FEATURE: lambda: x + (a + d * feature) * v,
+        OP_ADD_FEATURE: lambda: x if b and not feature > 0 else x + (a + d * feature) * v,
         OP_ADD: lambda: x + a * v,
         OP_ADD_NORM: lambda: x + a * x.norm() * v,
         OP_ABLATE: lambda: x - along * v,
@@ -401,7 +503,13 @@ def check(ran: Tap, before: Tap, expected: Outcome, twin: Tap | None = None) -> 
             _near(wide[row, : ran.hidden_size], wanted, slack, f"row {row}")
             part[:] = wide[row, : ran.hidden_size]
         assert torch.equal(wide, kept), f"{name} was changed where nothing is edited"
-    for name in ("tokens", "programs", "ops", "vectors", "tap"):
+    log = before.log.clone()
+    for place, state in expected.log.items():
+        wanted = torch.tensor(state) if twin is None else twin.log[place]
+        _near(ran.log[place], wanted, 1e-4 * (wanted.abs() + 1), f"place {place}")
+        log[place] = ran.log[place]
+    assert torch.equal(ran.log, log), "the log was changed where no state is advanced"
+    for name in ("tokens", "programs", "ops", "vectors", "tap", "walks", "positions"):
         assert torch.equal(getattr(ran, name), getattr(before, name)), f"{name} was changed"
     reported = {o: int(ran.faults[o]) for o in range(len(ran.faults)) if ran.faults[o]}
     assert reported == expected.faults

@@ -17,6 +17,8 @@ FILE_IN_FOLDER = re.compile(r"(?<![\w./-])(?:[\w.-]+/)+\w+\.py\b")
 FOLDER = re.compile(r"`((?:\w+/)+)`")
 LISTED = re.compile(r"^(\w+(?:\.py|/)) +\S", re.MULTILINE)
 MODULE = re.compile(r"(?<!ops\.)\bvllm_scope((?:\.[a-z]\w*)+)")
+#: Groups of entry points, whose names look like a module's.
+GROUPS = {".policies", ".controller"}
 OF_OTHERS = re.compile(r"^Source: \w+ \d.*?(?:\n\n|\Z)", re.MULTILINE | re.DOTALL)
 
 
@@ -39,7 +41,9 @@ def missing_paths(text: str, file: Path) -> set[str]:
 
 
 def is_module(dotted: str) -> bool:
-    """Whether `.a.b.C` names a module of the package, or a name in one."""
+    """Whether `.a.b.C` names a module of the package, a name in one, or a group of entry points."""
+    if dotted in GROUPS:
+        return True
     place = PACKAGE
     for name in dotted.split(".")[1:]:
         if not (place / name).is_dir():

@@ -17,14 +17,17 @@ ROOT = Path(__file__).parents[2]
 #: Module -> the names of its `__all__`.
 LISTED = {
     "vllm_scope": """
-        Ablate Add AttentionPool CapacityError Clamp CompatError ConfigError Ema Except FileError
-        Gate Mlp Positions Probe Read Replace RollingMean ScaleFeature ScopeError SetFeature Spec
-        SpecError TokenIds Union __version__ open scope set_monitors spec_schema
+        Ablate Add AttentionPool CapacityError Cell Clamp CompatError ConfigError Ema Except
+        FileError Features Gate Hysteresis KL Latch LensTopK LogitDifference Logprob Mlp Moments Pid
+        Policy Positions Probe Read Replace RollingMean ScaleFeature
+        ScopeError SetFeature Spec SpecError Sweep SweepTable TokenIds Union __version__
+        drop_moments harvest moments open scope
+        set_monitors spec_schema sweep sweep_async
     """,
     "vllm_scope.cli": "app",
     "vllm_scope.client": """
         AsyncScopeClient Choice Chunk Completion ScopeClient ScopeData ScoredToken Scores
-        ServerError UnreachableError Verdict
+        ServerError SparseFeatures TopTokens UnreachableError Verdict
     """,
     "vllm_scope.codecs": "CODECS Codec codec_from make_codec",
     "vllm_scope.compat.probe_hook": "AsyncLLM HiddenStates LLM SamplingParams",
@@ -38,18 +41,28 @@ LISTED = {
         serialize_activations serialize_tensor translate
     """,
     "vllm_scope.files": """
-        Capture CapturedRequest FileOptions IndexedRequest RequestRecord RequestWriter Writer
-        export_dataset export_saelens open open_writer
+        Capture CapturedRequest FileOptions IndexedRequest RequestRecord RequestWriter RowDataset
+        Writer export_dataset export_features export_saelens open open_writer
+    """,
+    "vllm_scope.sweeps": "Cell KL LogitDifference Logprob Sweep SweepTable",
+    "vllm_scope.control": """
+        Change Controller Decided Decision Observation PolicyPlugin RunningPolicy ServerEdits Start
     """,
     "vllm_scope.vectors": """
         Provenance SteeringModule from_bytes load_vectors save_vectors to_bytes
     """,
-    "vllm_scope.views": "TokenPage TokenStrip token_page token_strip",
+    "vllm_scope.views": """
+        FeaturePage TokenPage TokenStrip feature_page token_page token_strip
+    """,
 }
 #: Module -> the names that the docs and the examples import from it, beside those above.
 DOCUMENTED = {
     "vllm_scope.analysis.contrast": "mean_difference pairs_digest",
     "vllm_scope.analysis.lens": "Lens top_tokens",
+    "vllm_scope.analysis.moments": """
+        difference_of_means lda_probe principal_components ridge_probe sums_at whitening
+    """,
+    "vllm_scope.analysis.patching": "get_act_patch_resid_pre",
     "vllm_scope.analysis.probes": "LinearProbe load_probe save_probe train_probe",
     "vllm_scope.analysis.rows": "Result pooled_rows token_rows",
     "vllm_scope.compat.act_capture": "load_manifest",
@@ -58,6 +71,9 @@ DOCUMENTED = {
     "vllm_scope.request.actions": "Action",
     "vllm_scope.results.result": "ScopeResult",
     "vllm_scope.saes.load": "load_sae",
+    "vllm_scope.saes.max_activating": "MaxActivating Strong",
+    "vllm_scope.saes.max_activating_files": "load_max_activating",
+    "vllm_scope.saes.neuronpedia": "neuronpedia_features",
     "vllm_scope.sinks": "Block Ending Report",
     "vllm_scope.vectors.probe_weights": "from_safetensors from_sklearn from_state_dict",
 }

@@ -22,6 +22,8 @@ FORBIDDEN_TEXT = r"torch\.load\(|allow_pickle\s*=\s*True|yaml\.(?:unsafe_)?load\
 EXCEPTIONS = {
     # The operator's options name sinks, which are entry points; no request does.
     "sinks/options.py": {"importlib"},
+    # The operator's options name policies, which are entry points; no request does.
+    "control/policy_options.py": {"importlib"},
     # Modules of this package: constants of this file.
     "compat/__init__.py": {"importlib"},
     "compat/vllm_lens/__init__.py": {"importlib"},

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from tests.unit.delivered import banks_of, labels_of
-from vllm_scope import Probe, Spec
+from vllm_scope import Policy, Probe, Spec
 from vllm_scope.batch.labels import Labels
 from vllm_scope.batch.readout import Readout, Verdict
 from vllm_scope.program.layout import Layout, Widths, slots_of_row
+from vllm_scope.request.resolved import ResolvedProbe
 from vllm_scope.request.sites import Sites, boundary_of_point, point_of
 from vllm_scope.results.scores import summed
 from vllm_scope.transport.ring import Lease
-from vllm_scope.worker.watch import Watch
+from vllm_scope.worker.watch import Judged, Watch
 
 SITES, WIDTHS = Sites(2, 4, "float32", (0, 2, 4)), Widths((16,))
 #: A row that is read besides, at some positions.
@@ -41,6 +42,8 @@ class Request:
         read: positions whose rows are read as well, so that their layout is another one.
         numbers: (bank, point) -> what the bank makes of each position's row, [LENGTH, n].
         accepted: positions below it were computed for tokens that are accepted.
+        begun: the probes with a verdict, as the worker's program knows them.
+        step_tokens: as in Sites.
     """
 
     key: int
@@ -48,10 +51,14 @@ class Request:
     num_prompt: int = 4
     read: frozenset[int] = frozenset()
     accepted: int = 0
+    policy: Policy | None = None
     numbers: dict[tuple[Any, int], np.ndarray] = field(default_factory=dict)
+    begun: frozenset[str] = frozenset()
+    step_tokens: int = 1
 
     def __post_init__(self) -> None:
-        self.asked = Spec(probes=tuple(self.probes)).resolve(SITES)
+        sites = replace(SITES, step_tokens=self.step_tokens)
+        self.asked = Spec(probes=tuple(self.probes), policy=self.policy).resolve(sites)
         random = np.random.default_rng(self.key)
         for head, points in banks_of(self.asked):
             for point in points:
@@ -60,7 +67,10 @@ class Request:
 
     def layout_of(self, position: int) -> Layout:
         phase = "generated" if position >= self.num_prompt else "prompt"
-        names = [p.name for p in self.asked.probes if p.tokens.to_json() in ("all", phase)]
+        names = [
+            p.name for p in self.asked.probes
+            if p.tokens.to_json() in ("all", phase) and (p.after is None or p.after in self.begun)
+        ]  # fmt: skip
         banks = banks_of(self.asked, *names) if names else ()
         return Layout((READ,) if position in self.read else (), banks)
 
@@ -77,17 +87,27 @@ class Request:
                 yield boundary_of_point(point), slots
 
     def verdicts(self) -> Iterator[tuple[Verdict, str]]:
-        """What the front-end finds at the accepted positions."""
+        """What the front-end finds at the accepted positions, for the probes that stop."""
         for one in self.asked.stopping:
-            cells = [self.numbers[c.bank, c.place.point()][: self.accepted] for c in one.cells]
-            first, last = {
-                "all": (0, LENGTH), "prompt": (0, self.num_prompt),
-                "generated": (self.num_prompt, LENGTH),
-            }[one.tokens.to_json()]  # fmt: skip
-            readout, positions = Readout(one), np.arange(self.accepted)[first:last]
-            readout.read(summed(one, [torch.from_numpy(x[first:last]) for x in cells]), positions)
-            if readout.verdict is not None:
-                yield readout.verdict, one.name
+            verdict = self.verdict_of(one)
+            if verdict is not None:
+                yield verdict, one.name
+
+    def verdict_of(self, one: ResolvedProbe) -> Verdict | None:
+        cells = [self.numbers[c.bank, c.place.point()][: self.accepted] for c in one.cells]
+        first, last = {
+            "all": (0, LENGTH), "prompt": (0, self.num_prompt),
+            "generated": (self.num_prompt, LENGTH),
+        }[one.tokens.to_json()]  # fmt: skip
+        if one.after is not None:
+            (stage,) = (probe for probe in self.asked.probes if probe.name == one.after)
+            verdict = self.verdict_of(stage)
+            if verdict is None:
+                return None
+            first = one.begins(verdict.position, self.num_prompt)
+        readout, positions = Readout(one), np.arange(self.accepted)[first:last]
+        readout.read(summed(one, [torch.from_numpy(x[first:last]) for x in cells]), positions)
+        return readout.verdict
 
     @property
     def reason(self) -> str | None:
@@ -102,10 +122,11 @@ class Request:
 class Worker:
     """A Watch, and the drain that shows it rows."""
 
-    def __init__(self, *requests: Request, drafts: bool = False) -> None:
-        self.watch, self.leases = Watch(WIDTHS, drafts), list[Lease]()
+    def __init__(self, *requests: Request, drafts: bool = False, tell: Any = None) -> None:
+        told = {} if tell is None else {"tell": tell}
+        self.watch, self.leases = Watch(WIDTHS, drafts, **told), list[Lease]()
         for one in requests:
-            self.watch.add_request(one.key, f"r{one.key}", one.num_prompt, one.asked.stopping)
+            self.watch.add_request(one.key, f"r{one.key}", one.num_prompt, one.asked)
 
     def forward(
         self, *computed: tuple[Request, Iterable[int], int], by_tap: bool = False, lost: int = -1
@@ -156,6 +177,10 @@ class Worker:
             lease.slots.view(torch.float32).fill_(POISON)
 
     def judge(self) -> dict[str, str]:
+        """Request -> why it is stopped."""
+        return {req: one.stops for req, one in self.judged().items() if one.stops is not None}
+
+    def judged(self) -> dict[str, Judged]:
         return self.watch.judge(self.watch.take())
 
 

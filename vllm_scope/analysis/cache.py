@@ -20,20 +20,30 @@ from torch import Tensor
 
 from vllm_scope.analysis.rows import Result, check_complete
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.sites import ALIASES, SiteLayer
+from vllm_scope.request.sites import ALIASES, MODEL_SITES, SiteLayer
 
 #: Site of a layer -> its hook's name after "blocks.{layer}.".
 _HOOKS = {
     "resid_pre": "hook_resid_pre", "resid_mid": "hook_resid_mid", "resid_post": "hook_resid_post",
-    "attn_out": "hook_attn_out", "mlp_out": "hook_mlp_out",
+    "attn_out": "hook_attn_out", "mlp_out": "hook_mlp_out", "mlp_post": "mlp.hook_post",
     "q": "attn.hook_rot_q", "k": "attn.hook_rot_k", "v": "attn.hook_v", "z": "attn.hook_z",
 }  # fmt: skip
+#: TransformerLens's `ln_final.hook_normalized` is the row before the norm's weight, so that
+#: `ln_final` goes by its own name.
+_MODEL_HOOKS = {"embed": "hook_embed", "ln_final": "ln_final"}
 #: Components of the stream that `decompose_resid` returns.
 _Mode = Literal["all", "attn", "mlp"]
 #: TransformerLens's shorthands for rotated queries and keys.
 _ROTATED = {"rot_q": "q", "rot_k": "k"}
 _SITE_OF = {hook: site for site, hook in _HOOKS.items()}
 _HOOK = re.compile(r"blocks\.([0-9]+)\.([a-z_.]+)")
+
+
+def stream_of_hook(name: str) -> SiteLayer | None:
+    """The site and layer of TransformerLens's `blocks.3.hook_resid_post`; None for another name."""
+    match = _HOOK.fullmatch(name)
+    site = None if match is None else _SITE_OF.get(match[2])
+    return None if match is None or site is None else (site, int(match[1]))
 
 
 class ActivationCache(Mapping[str, Tensor]):
@@ -229,13 +239,12 @@ class ActivationCache(Mapping[str, Tensor]):
 
     def _stream_of(self, key: str | tuple[str] | tuple[str, int]) -> SiteLayer:
         if isinstance(key, str):
-            match = _HOOK.fullmatch(key)
-            if match is not None and match[2] in _SITE_OF:
-                return _SITE_OF[match[2]], int(match[1])
+            if (found := stream_of_hook(key)) is not None:
+                return found
             key = (key.removeprefix("hook_"),)
         site = ALIASES.get(key[0], key[0])
-        if site == "embed":
-            return "embed", 0
+        if site in MODEL_SITES:
+            return site, 0
         site = _ROTATED.get(site, site)
         if site not in _HOOKS or len(key) != 2:
             raise KeyError(
@@ -248,7 +257,7 @@ class ActivationCache(Mapping[str, Tensor]):
 
 def _hook(stream: SiteLayer) -> str:
     site, layer = stream
-    return "hook_embed" if site == "embed" else f"blocks.{layer}.{_HOOKS[site]}"
+    return _MODEL_HOOKS.get(site) or f"blocks.{layer}.{_HOOKS[site]}"
 
 
 def _same_rows(result: Result, read: SiteLayer, twin: SiteLayer) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vllm_scope.analysis.rows import Result, check_complete
 from vllm_scope.errors import SpecError, shown
+from vllm_scope.results.lens import TopTokens
 
 #: Field of a configuration with the final norm's eps -> the kind of norm.
 _EPS = {"rms_norm_eps": "rms", "layer_norm_eps": "layer", "layer_norm_epsilon": "layer"}
@@ -155,21 +156,6 @@ def _above_zero(value: object, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise SpecError(f"{name} is {shown(value)}; it is a number above 0.")
     return float(value)
-
-
-@dataclass(frozen=True, eq=False)
-class TopTokens:
-    """The likeliest tokens at each position that was read of one stream.
-
-    Attributes:
-        positions: int64 [num_positions], absolute.
-        token_ids: int64 [num_positions, k], the likeliest first.
-        log_probs: float32 [num_positions, k], natural logarithms.
-    """
-
-    positions: Tensor
-    token_ids: Tensor
-    log_probs: Tensor
 
 
 def top_tokens(

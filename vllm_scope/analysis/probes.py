@@ -23,7 +23,7 @@ from torch import Tensor
 from vllm_scope.errors import SpecError
 from vllm_scope.request.actions import Probe
 from vllm_scope.request.selectors import WORDS
-from vllm_scope.request.sites import SiteLayer
+from vllm_scope.request.sites import MODEL_SITES, SiteLayer
 from vllm_scope.vectors.module import as_stream, as_vector
 from vllm_scope.vectors.probe_files import (
     RAW,
@@ -123,7 +123,7 @@ class LinearProbe:
         """
         if tokens is None:
             tokens = self.pooling if self.pooling in WORDS else "all"
-        at = None if self.site == "embed" else self.layer
+        at = None if self.site in MODEL_SITES else self.layer
         action = Probe(
             self.weight, bias=self.bias, site=self.site, layers=at, name=name, tokens=tokens
         )

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import NamedTuple, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_scope.request.selectors import Selector, Tokens
+from vllm_scope.request.selectors import Selector, Tokens, Word
 
 Ints = NDArray[np.int64]
+_ALL = Word("all")
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Some values of one stream: [n] positions and arrivals, [n, size] rows.
 
     Attributes:
@@ -60,6 +60,7 @@ class Transcript(Sequence[int]):
         if not isinstance(at, slice):
             return self[at : at + 1 or None][0]
         first, last, step = at.indices(self._num_tokens)
+        last = max(first, last) if step == 1 else last
         n = self.num_prompt
         if step != 1:
             return [*self][at]
@@ -89,6 +90,8 @@ def wanted_positions(
     """
     count = num_processed(len(token_ids), num_prompt)
     positions = np.arange(first, count, dtype=np.int64)
+    if _ALL in selectors:
+        return positions
     if all(selector.uniform for selector in selectors):
         ids = positions  # not looked at: the phase alone decides
     else:
@@ -107,7 +110,48 @@ def last_of_each(positions: Ints) -> tuple[Ints, Ints]:
     return distinct, len(positions) - 1 - from_end
 
 
-def last_values(parts: list[Part], wanted: Ints, empty: Tensor) -> tuple[Tensor, Ints]:
+@dataclass(frozen=True)
+class Chosen:
+    """Which values of some parts stay. The answer is the same for all parts with the same positions
+    and arrivals.
+
+    Attributes:
+        positions: ascending.
+        index: of their values among those of all parts.
+    """
+
+    positions: Ints
+    index: slice | Tensor
+
+    def of(self, parts: Sequence[Part]) -> Tensor:
+        """Their values, [n, size]; a view if there is one part and `index` is a slice."""
+        rows = parts[0].rows if len(parts) == 1 else torch.cat([p.rows for p in parts])
+        return rows[self.index]
+
+
+def choose(parts: Sequence[Part], wanted: Ints) -> Chosen:
+    """Of each wanted position the value that was computed last.
+
+    Args:
+        parts: at least one.
+        wanted: ascending.
+    """
+    if len(parts) == 1:
+        positions = parts[0].positions
+        # The usual cases need no copy: computed once and in order, up to or past the last wanted.
+        n = min(len(positions), len(wanted))
+        if np.array_equal(positions[:n], wanted[:n]) and (
+            not n or n == len(positions) or positions[n:].min() > wanted[-1]
+        ):
+            return Chosen(wanted[:n], slice(n))
+    order = np.argsort(np.concatenate([p.arrivals for p in parts]), kind="stable")
+    # Recomputation and rejected drafts compute a position twice.
+    found, last = last_of_each(np.concatenate([p.positions for p in parts])[order])
+    keep = np.isin(found, wanted)
+    return Chosen(found[keep], torch.from_numpy(order[last[keep]]))
+
+
+def last_values(parts: Sequence[Part], wanted: Ints, empty: Tensor) -> tuple[Tensor, Ints]:
     """Values and their positions, ascending: of each wanted position the last computed value.
 
     Args:
@@ -116,18 +160,5 @@ def last_values(parts: list[Part], wanted: Ints, empty: Tensor) -> tuple[Tensor,
     """
     if not parts:
         return empty, np.zeros(0, np.int64)
-    if len(parts) == 1:
-        positions, rows = parts[0].positions, parts[0].rows
-        # The usual cases need no copy: computed once and in order, up to or past the last wanted.
-        n = min(len(positions), len(wanted))
-        if np.array_equal(positions[:n], wanted[:n]) and (
-            not n or n == len(positions) or positions[n:].min() > wanted[-1]
-        ):
-            return rows[:n], wanted[:n]
-    order = np.argsort(np.concatenate([p.arrivals for p in parts]), kind="stable")
-    positions = np.concatenate([p.positions for p in parts])[order]
-    rows = torch.cat([p.rows for p in parts])[torch.from_numpy(order)]
-    # Recomputation and rejected drafts compute a position twice.
-    found, last = last_of_each(positions)
-    keep = np.isin(found, wanted)
-    return rows[torch.from_numpy(last[keep])], found[keep]
+    chosen = choose(parts, wanted)
+    return chosen.of(parts), chosen.positions

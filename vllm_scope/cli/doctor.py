@@ -14,7 +14,7 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,8 +24,8 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_scope import __version__
-from vllm_scope.errors import CompatError, ScopeError
-from vllm_scope.request.sites import KNOWN_SITES, SITES, canonical_site
+from vllm_scope.errors import CompatError, ScopeError, reason_of
+from vllm_scope.request.sites import KNOWN_SITES, MODEL_SITES, SITES, canonical_site
 
 if TYPE_CHECKING:
     from vllm_scope.engine.describe import ModelReport
@@ -36,12 +36,18 @@ if TYPE_CHECKING:
 READABLE, UNREADABLE, UNKNOWN = 0, 1, 2
 
 
-def examine(model: str, engine_args: dict[str, object], sites: Sequence[str] | None) -> int:
+def examine(
+    model: str,
+    engine_args: dict[str, object],
+    sites: Sequence[str] | None,
+    saes: Mapping[str, str] | None = None,
+) -> int:
     """Print the findings; return the exit status.
 
     Args:
         engine_args: of vLLM's EngineArgs.
         sites: the sites to configure; None for the default ones.
+        saes: as in ScopeConfig.
     """
     console = Console(highlight=False)
     try:
@@ -70,6 +76,30 @@ def examine(model: str, engine_args: dict[str, object], sites: Sequence[str] | N
             console.print("It is served plainly; a request with reads is refused with this reason.")
         return UNREADABLE
     console.print(f"{report.num_taps} taps, arena {report.arena_mib:.1f} MiB.")
+    return _say_saes(console, report, saes) if saes else READABLE
+
+
+def _say_saes(console: Console, report: ModelReport, paths: Mapping[str, str]) -> int:
+    """Print what SAEs take of a device; UNKNOWN if one of them cannot be read."""
+    import torch
+
+    from vllm_scope.saes.load import load_saes
+    from vllm_scope.worker.held_saes import num_bytes
+
+    try:
+        found = load_saes(paths)
+    except (ScopeError, OSError) as error:
+        _say(console, "the SAEs", str(error))
+        return UNKNOWN
+    dtype = getattr(torch, report.dtype)
+    sizes = {name: num_bytes(sae, dtype) / 2**20 for name, sae in found.items()}
+    for name, sae in found.items():
+        text = f"SAE {name}: {sae.d_sae:,} features of {sae.place.site} {sae.place.layer}, "
+        console.print(f"{text}{sizes[name]:.1f} MiB.", soft_wrap=True, markup=False)
+    console.print(
+        f"Encoders: {sum(sizes.values()):.1f} MiB of each device; saes_mib is at least this much.",
+        soft_wrap=True,
+    )
     return READABLE
 
 
@@ -116,16 +146,10 @@ def _say_changes(console: Console, found: Comparison) -> None:
 
 def sentence_of(error: Exception) -> str:
     """The first sentence of what vLLM, Transformers or torch say."""
-    details = getattr(error, "errors", None)
-    text = str(error)
-    if callable(details) and details():  # pydantic: the first line of its text is a count
-        first = details()[0]
-        where = f"{first['loc'][0]}: " if first["loc"] else ""
-        text = where + str(first["msg"]).removeprefix("Value error, ")
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    first = re.split(r"(?<=[a-z)'\"])\. (?=[A-Z])", lines[0])[0]
+    reason = reason_of(error)
+    if reason == type(error).__name__:
+        return reason
+    first = re.split(r"(?<=[a-z)'\"])\. (?=[A-Z])", reason)[0]
     if "memory utilization" in first:
         first += "; leave --gpu-memory-utilization out: the model is built without weights"
     known = isinstance(error, ScopeError | OSError | ValueError | ImportError)
@@ -166,7 +190,7 @@ def _table(report: ModelReport) -> Table:
         found = report.sites[site]
         configured = "yes" if site in {*report.configured, *free} else "no"
         why = "" if found.reason is None else _bare(site, found.reason)
-        layers = "yes" if site == "embed" and found.layers else _ranges(found.layers)
+        layers = "yes" if site in MODEL_SITES and found.layers else _ranges(found.layers)
         table.add_row(site, layers, configured, Text(why))
     return table
 

@@ -44,6 +44,10 @@ def doctor(
             help="To configure, such as resid_mid,attn_out; the engine's own if left out."
         ),
     ] = None,
+    saes: Annotated[
+        str | None,
+        typer.Option(help="Sparse autoencoders, such as toy=FOLDER,other=FILE: what they take."),
+    ] = None,
     trust_remote_code: bool = False,
 ) -> None:
     """Say which sites and layers of MODEL can be read with this vLLM, and why not.
@@ -68,7 +72,8 @@ def doctor(
     }
     given = {name: value for name, value in options.items() if value is not None}
     named = None if sites is None else [site.strip() for site in sites.split(",")]
-    sys.exit(examine(model, given, named))
+    pairs = [] if saes is None else [each.partition("=") for each in saes.split(",")]
+    sys.exit(examine(model, given, named, {name.strip(): path for name, _, path in pairs}))
 
 
 @app.command()
@@ -90,6 +95,55 @@ def read(
     from vllm_scope.cli.remote import Server
 
     run(Server(url, api_key, max_tokens, temperature), prompt, site, layers, tokens, save)
+
+
+@app.command()
+def harvest(
+    dataset: Annotated[
+        str,
+        typer.Argument(help="A Parquet, JSONL or text file, a folder, or a Hugging Face data set."),
+    ],
+    model: Annotated[str, typer.Option(help="A model's name or folder, as vLLM takes it.")],
+    out: Annotated[str, typer.Option(help="A folder, or a URL that fsspec knows.")],
+    site: Annotated[list[str] | None, typer.Option(help="May be given several times.")] = None,
+    layers: Annotated[str, typer.Option(help="all, or numbers such as 2,5 or 0-3.")] = "all",
+    tokens: Annotated[str, typer.Option(help="all, last, or a selector as JSON.")] = "all",
+    codec: Annotated[str | None, typer.Option(help="As int8, or an object as JSON.")] = None,
+    column: Annotated[str | None, typer.Option(help="Of the texts or token ids.")] = None,
+    id_column: Annotated[str | None, typer.Option(help="Of ids; row numbers if left out.")] = None,
+    split: Annotated[str, typer.Option(help="Of a Hugging Face data set.")] = "train",
+    config: Annotated[str | None, typer.Option(help="Of a Hugging Face data set.")] = None,
+    long: Annotated[str, typer.Option(help="Long documents: truncate, split or pack.")] = "split",
+    context: Annotated[int | None, typer.Option(help="The most tokens of a prompt.")] = None,
+    file_mib: Annotated[int, typer.Option(min=1, help="Size of a shard.")] = 256,
+    fsync: Annotated[bool, typer.Option("--fsync", help="Wait for the disk.")] = False,
+    mode: Annotated[str, typer.Option(help="Of the files.")] = "600",
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="As vLLM's --dtype.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=2, help="As vLLM's.")] = None,
+    tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="As vLLM's.")] = None,
+    gpu_memory_utilization: Annotated[float | None, typer.Option(help="As vLLM's.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Further arguments of LLM, as JSON.")] = None,
+) -> None:
+    """Compute the rows of DATASET's documents, and write them to shards.
+
+    If the command was killed, the same command goes on: no row is lost, none
+    is there twice, and what a shard holds is not computed again.
+    """
+    from vllm_scope.cli.harvest import harvest as run
+
+    options: dict[str, object] = {
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "tensor_parallel_size": tensor_parallel_size,
+        "gpu_memory_utilization": gpu_memory_utilization,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    run(
+        dataset, site or ["resid_post"], layers, tokens, codec, given, engine, model=model, out=out,
+        column=column, id_column=id_column, split=split, config=config, long=long, context=context,
+        file_mib=file_mib, fsync=fsync, mode=mode, progress=not quiet,
+    )  # fmt: skip
 
 
 @app.command()

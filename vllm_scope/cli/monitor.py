@@ -42,6 +42,7 @@ class Monitor(msgspec.Struct):
     threshold: float
     action: str
     layers: list[int] = []
+    after: str | None = None
 
 
 @dataclass
@@ -74,7 +75,7 @@ class Look:
     """One look at a server.
 
     Attributes:
-        counts: by monitor; also of monitors that have been replaced.
+        counts: name of a monitor -> its counts. Monitors that were replaced are still there.
         escalations: outcome -> how many.
         at: monotonic seconds.
     """
@@ -235,6 +236,7 @@ def _heading(counts: Mapping[str, Counts]) -> str:
 
 def _cells(name: str, told: Monitor, now: Counts, before: Counts | None) -> list[Text]:
     place = " ".join([told.site, ", ".join(map(str, told.layers))])
+    place += "" if told.after is None else f"\n  after {told.after}"
     cells = [
         f"{name}\n  {place}", f"{told.action}\nabove {told.threshold:g}",
         f"{now.requests:,}", f"{now.verdicts:,}",

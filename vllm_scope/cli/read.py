@@ -14,6 +14,7 @@ from rich.text import Text
 from vllm_scope.cli.remote import Server, asking, check_whole, layers_of, printable
 from vllm_scope.errors import ScopeError
 from vllm_scope.request.actions import Read
+from vllm_scope.request.sites import MODEL_SITES
 
 if TYPE_CHECKING:
     from vllm_scope.client import ScopeData
@@ -27,7 +28,7 @@ def read(
     with asking(server, console) as client:
         if save is not None and not save.absolute().parent.is_dir():
             raise ScopeError(f"there is no folder {save.absolute().parent} to save {save.name} in.")
-        found = None if site == "embed" else layers_of(layers)
+        found = None if site in MODEL_SITES else layers_of(layers)
         out = client.complete(prompt, Read(site, layers=found, tokens=tokens), **server.fields)
         if (scope := out.scope) is None:
             raise ScopeError(f"{server.url} sent no rows; it is a server without vllm-scope.")

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from vllm_scope.cli.remote import Server, asking, check_whole, printable
 from vllm_scope.request.actions import Action, Add
+from vllm_scope.request.sites import MODEL_SITES
 from vllm_scope.vectors import load_vectors
 
 
@@ -31,7 +32,7 @@ def _additions(module: str, scale: float) -> list[Action]:
         Add(
             vector,
             site=site,
-            layers=None if site == "embed" else layer,
+            layers=None if site in MODEL_SITES else layer,
             scale=scale,
             tokens="".join(tier) or "all",
         )

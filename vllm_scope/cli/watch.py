@@ -14,6 +14,7 @@ from vllm_scope.cli.display import Coloured, Lines, Scale
 from vllm_scope.cli.remote import Server, asking, check_whole
 from vllm_scope.errors import SpecError
 from vllm_scope.request.actions import Probe
+from vllm_scope.request.sites import MODEL_SITES
 from vllm_scope.vectors.probe_files import CHAT, RAW, doubts, probe_path, read_place, read_weights
 
 
@@ -102,7 +103,7 @@ def load(path: Path, layer: int | None, tokens: str | None, template: str) -> Wa
         place = {"site": "resid_post", "layer": layer}
     pooling, calibration = place.get("pooling"), place.get("calibration")
     tokens = tokens or ("generated" if pooling == "generated" else "all")
-    at = None if place["site"] == "embed" else place["layer"]
+    at = None if place["site"] in MODEL_SITES else place["layer"]
     action = Probe(weight, bias=bias, site=place["site"], layers=at, name=path.stem, tokens=tokens)
     scale = Scale(path.stem, 1.0, -place.get("threshold", 0.0), False)
     if calibration is not None and calibration["slope"] != 0:

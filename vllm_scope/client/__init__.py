@@ -8,6 +8,8 @@
         out.scope["resid_post", 5]  # float32 [positions, hidden_size]
 
 answers.py    the answers: Completion, Choice, Chunk, ScoredToken, ScopeData, Verdict
+features.py   features in them: SparseFeatures
+lens.py       tokens of lenses in them: TopTokens
 calls.py      every call once, for both clients: what is sent, how the response is parsed
 transport.py  ScopeClient and AsyncScopeClient, which send the calls
 """
@@ -22,6 +24,8 @@ from vllm_scope.client.answers import (
     Verdict,
 )
 from vllm_scope.client.calls import ServerError, UnreachableError
+from vllm_scope.client.features import SparseFeatures
+from vllm_scope.client.lens import TopTokens
 from vllm_scope.client.transport import AsyncScopeClient, ScopeClient
 
 __all__ = [
@@ -34,6 +38,8 @@ __all__ = [
     "ScoredToken",
     "Scores",
     "ServerError",
+    "SparseFeatures",
+    "TopTokens",
     "UnreachableError",
     "Verdict",
 ]

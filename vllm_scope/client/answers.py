@@ -18,6 +18,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_scope.client.features import SparseFeatures, sparse_features
+from vllm_scope.client.lens import TopTokens
+from vllm_scope.control.policy import Decided
 from vllm_scope.errors import ScopeError, shown
 from vllm_scope.request.sites import ALIASES
 
@@ -109,15 +112,24 @@ class ScopeData(_Counts):
         expected, delivered, dropped: numbers of rows and scores; 0 while streaming.
         sinks: name of a sink -> status, reason, expected, delivered, dropped, and the names of
             its files (with the operator's key also `details`, which has their paths).
+        features: name of a `Features` -> its SparseFeatures.
+        lens: name of a `LensTopK` -> layer -> its TopTokens.
         aggregates: as `scores`, of the probes with an aggregate.
         verdicts: name of a probe -> its verdict, for the probes that have one. A chunk has those
             of the earlier chunks too.
+        begun: name of a probe with `after` -> the first position that it scores, if its first
+            stage has a verdict. A chunk has those of the earlier chunks too.
+        decisions: of the request's policy; in a stream, the last chunk has them.
     """
 
     rows: Mapping[_Stream, Rows] = field(default_factory=dict, repr=False)
     scores: Scores = field(default_factory=lambda: Scores({}), repr=False)
+    features: Mapping[str, SparseFeatures] = field(default_factory=dict, repr=False)
+    lens: Mapping[str, Mapping[int, TopTokens]] = field(default_factory=dict, repr=False)
     aggregates: Scores = field(default_factory=lambda: Scores({}), repr=False)
     verdicts: Mapping[str, Verdict] = field(default_factory=dict, repr=False)
+    begun: Mapping[str, int] = field(default_factory=dict, repr=False)
+    decisions: tuple[Decided, ...] = field(default=(), repr=False)
 
     def keys(self) -> list[tuple[str, int]]:
         """(site, layer) of each stream."""
@@ -234,15 +246,42 @@ class _ScoresBody(msgspec.Struct):
     aggregates: list[float | None] | None = None
 
 
+class _FeaturesBody(msgspec.Struct):
+    spans: list[tuple[int, int]]
+    indices: list[list[int]] | None = None
+    values: list[list[float | None]] | None = None
+
+
+class _LensBody(msgspec.Struct):
+    name: str
+    layer: int
+    spans: list[tuple[int, int]]
+    token_ids: list[list[int]] | None = None
+    log_probs: list[list[float | None]] | None = None
+
+
 class _VerdictBody(msgspec.Struct):
     position: int
     value: float | None
 
 
+class _DecidedBody(msgspec.Struct):
+    position: int
+    acts_from: int | None
+    scale: dict[str, float]
+    stop: bool
+    flag: str | None
+    error: str | None
+
+
 class _ScopeBody(msgspec.Struct):
     rows: list[_RowsBody] = []
     scores: dict[str, _ScoresBody] = {}
+    features: dict[str, _FeaturesBody] = {}
+    lens: list[_LensBody] = []
     verdicts: dict[str, _VerdictBody] = {}
+    begun: dict[str, int] = {}
+    decisions: list[_DecidedBody] = []
 
 
 class _TokenBody(msgspec.Struct):
@@ -296,13 +335,31 @@ def parse_scope(body: Mapping[str, object], file: bytes | None) -> ScopeData:
             scores[name] = (at[new], filed.scores[name][new])
             if name in filed.aggregates:
                 aggregates[name] = (at[new], filed.aggregates[name][new])
+    features = {}
+    for name, sparse in told.features.items():
+        tokens = _positions(sparse.spans)
+        if sparse.indices is not None and sparse.values is not None:
+            features[name] = sparse_features(tokens, sparse.indices, sparse.values)
+        elif name in filed.features:
+            features[name] = filed.features[name].at(tokens)
+    lens: dict[str, dict[int, TopTokens]] = {}
+    for each_lens in told.lens:
+        positions, (name, layer) = _positions(each_lens.spans), (each_lens.name, each_lens.layer)
+        if each_lens.token_ids is not None and each_lens.log_probs is not None:
+            ids, log_probs = _table(each_lens.token_ids), _table(each_lens.log_probs)
+            lens.setdefault(name, {})[layer] = TopTokens(
+                positions, ids.astype(np.int64), log_probs.astype(np.float32)
+            )
+        elif layer in filed.lens.get(name, {}):
+            lens.setdefault(name, {})[layer] = filed.lens[name][layer].at(positions)
     verdicts = {
         name: Verdict(each.position, math.inf if each.value is None else each.value)
         for name, each in told.verdicts.items()
     }
     return ScopeData(
         **vars(counts), rows=rows, scores=Scores(scores), aggregates=Scores(aggregates),
-        verdicts=verdicts,
+        features=features, lens=lens, verdicts=verdicts, begun=told.begun,
+        decisions=tuple(Decided(*msgspec.structs.astuple(one)) for one in told.decisions),
     )  # fmt: skip
 
 
@@ -345,8 +402,22 @@ def parse_file(file: bytes) -> ScopeData:
     rows: dict[_Stream, Rows] = {}
     scores: dict[str, _Scored] = {}
     aggregates: dict[str, _Scored] = {}
+    features: dict[str, SparseFeatures] = {}
+    lens: dict[str, dict[int, TopTokens]] = {}
     for name in (n for n in arrays if f"{n}.positions" in arrays):
+        if name.startswith("features."):
+            coo = (arrays[f"{name}.{part}"] for part in ("positions", "indices", "tokens"))
+            at, indices, tokens = (one.astype(np.int64, copy=False) for one in coo)
+            values = arrays[name].astype(np.float32, copy=False)
+            features[name.removeprefix("features.")] = SparseFeatures(at, indices, values, tokens)
+            continue
         positions = arrays[f"{name}.positions"].astype(np.int64, copy=False)
+        if name.startswith("lens."):
+            called, _, layer = name.removeprefix("lens.").rpartition(".")
+            ids = arrays[f"{name}.token_ids"].astype(np.int64, copy=False)
+            values = arrays[name].astype(np.float32, copy=False)
+            lens.setdefault(called, {})[int(layer)] = TopTokens(positions, ids, values)
+            continue
         if name.startswith("scores."):
             probe = name.removeprefix("scores.")
             for tensor, into in ((name, scores), (f"aggregates.{probe}", aggregates)):
@@ -357,8 +428,14 @@ def parse_file(file: bytes) -> ScopeData:
         stream = (site, int(layer), when[0] if when else "after")
         rows[stream] = Rows(positions, arrays[name], dtypes[name])
     return ScopeData(
-        status="complete", rows=rows, scores=Scores(scores), aggregates=Scores(aggregates)
-    )
+        status="complete", rows=rows, scores=Scores(scores), aggregates=Scores(aggregates),
+        features=features, lens=lens,
+    )  # fmt: skip
+
+
+def _table(values: Sequence[Sequence[float | None]]) -> NDArray[np.float64]:
+    """[n, k]; None becomes NaN."""
+    return np.array(values, np.float64).reshape(len(values), -1 if values else 0)
 
 
 def _numbers(values: Sequence[float | None]) -> NDArray[np.float32]:

@@ -24,7 +24,7 @@ import msgspec
 from vllm_scope.client import answers
 from vllm_scope.client.answers import Choice, Chunk, Completion, ScopeData, T, converted
 from vllm_scope.errors import CapacityError, ScopeError, SpecError, shown
-from vllm_scope.request.actions import Action
+from vllm_scope.request.actions import Action, Moments
 from vllm_scope.request.spec import scope
 from vllm_scope.vectors import SteeringModule, from_bytes, load_vectors, to_bytes
 
@@ -274,7 +274,8 @@ class Calls(Generic[StreamT]):
             xargs["scope_tensors"] = body.pop("scope_tensors")
         if actions:
             xargs |= scope(*actions)
-        return Call("POST", path, body | ({"vllm_xargs": xargs} if xargs else {}))
+        admin = any(isinstance(one, Moments) for one in actions)
+        return Call("POST", path, body | ({"vllm_xargs": xargs} if xargs else {}), admin=admin)
 
     def _answered(
         self, prompt: object, actions: Sequence[Action], fields: Json, chat: bool = False

@@ -1,21 +1,26 @@
 """Whether the workers' tables have room for one more request.
 
-Owns:  Admission.
+Owns:  Admission, Ranges.
 Runs:  in EngineCore, on the scheduler's thread.
-From:  program.operations, engine.core.scheduler (which asks).
+From:  program.held, engine.core.scheduler (which asks).
 
-Promise: it counts as graph.tap.tables does: equal programs share one place, and so do equal
-vectors.
+Promise: the tables have room for every request that it admits. Requests of one spec with the same
+programs share their places, and equal vectors share one place. Beyond that, the tables let requests
+with few operations share equal programs, which is not counted.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter, deque
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable
 from typing import Generic, Protocol, TypeVar
 
-from vllm_scope.program.operations import Cost, Program, num_vectors
-from vllm_scope.request.arrays import Array
+from vllm_scope.program.held import Held
+from vllm_scope.program.operations import Cost
+
+#: Of the device tables.
+NOTHING = Cost()
 
 
 class Waits(Protocol):
@@ -27,35 +32,73 @@ class Waits(Protocol):
 Waiting = TypeVar("Waiting", bound=Waits)
 
 
+class Ranges:
+    """Ranges of a table: the first free one that is large enough is taken."""
+
+    def __init__(self, size: int) -> None:
+        self._free = [(0, size)]
+
+    def take(self, size: int) -> int | None:
+        """Its start; None if no free range is large enough."""
+        for i, (start, stop) in enumerate(self._free):
+            if stop - start >= size:
+                self._free[i : i + 1] = [(start + size, stop)] if stop - start > size else []
+                return start
+        return None
+
+    def give_back(self, start: int, size: int) -> None:
+        insort(self._free, (start, start + size))
+        joined = [self._free[0]]
+        for begin, stop in self._free[1:]:
+            if begin == joined[-1][1]:
+                joined[-1] = joined[-1][0], stop
+            else:
+                joined.append((begin, stop))
+        self._free = joined
+
+
 class Admission(Generic[Waiting]):
     """Places in the workers' tables that requests hold, from their entry to their end.
 
     A request that does not fit waits outside the scheduler, first come, first served. The
     front-end refuses a request that could never fit.
 
-    Attributes:
+    Args:
         most: the places that the tables have.
+        num_logged: places of the log of states.
+
+    Attributes:
+        most: as above.
         waiting: requests for which there is no room yet.
         num_waited: requests that have had to wait so far.
+        held: the places that are taken or reserved.
     """
 
-    def __init__(self, most: Cost) -> None:
+    def __init__(self, most: Cost, num_logged: int = 0) -> None:
         self.most = most
+        self._log = Ranges(num_logged)
+        #: Request -> start and size of its range of the log.
+        self._logged: dict[str, tuple[int, int]] = {}
         self.waiting: deque[Waiting] = deque()
         self.num_waited = 0
-        self._held: dict[str, tuple[Program, ...]] = {}
-        #: Held program -> requests that hold it; vector -> held programs that use it.
-        self._programs: Counter[Program] = Counter()
-        self._arrays: Counter[Array] = Counter()
-        self._num_ops = self._num_vectors = 0
+        self._held: dict[str, Held] = {}
+        #: What is held -> requests that hold it; key of a vector -> how many of these use it.
+        self._sets: Counter[Held] = Counter()
+        self._vectors: Counter[bytes] = Counter()
+        #: Request -> what it may take later.
+        self._reserved: dict[str, Cost] = {}
+        self.held = Cost()
 
-    def enter(self, request: Waiting, programs: Collection[Program]) -> bool:
-        """Whether a new request may go to the scheduler now; if not, it waits in line."""
-        if not programs:
+    def enter(
+        self, request: Waiting, held: Held | None, num_logged: int = 0, reserve: Cost = NOTHING
+    ) -> bool:
+        """Whether a new request may go to the scheduler now; if not, it waits in line. Arguments as
+        for `admit`."""
+        if held is None:
             # A piece of streamed input may not overtake an earlier piece that waits.
             if all(one.request_id != request.request_id for one in self.waiting):
                 return True
-        elif not self.waiting and self.admit(request.request_id, programs):
+        elif not self.waiting and self.admit(request.request_id, held, num_logged, reserve):
             return True
         self.waiting.append(request)
         self.num_waited += 1
@@ -67,44 +110,51 @@ class Admission(Generic[Waiting]):
         self.waiting = deque(r for r in self.waiting if r not in taken)
         return taken
 
-    @property
-    def held(self) -> Cost:
-        return Cost(self._num_vectors, len(self._programs), self._num_ops)
+    def log_start(self, request_id: str) -> int:
+        """The start of a request's range of the log; 0 if it has none."""
+        return self._logged.get(request_id, (0, 0))[0]
 
-    def admit(self, request_id: str, programs: Iterable[Program]) -> bool:
+    def admit(
+        self, request_id: str, held: Held, num_logged: int = 0, reserve: Cost = NOTHING
+    ) -> bool:
         """Take places for a request; False if there is no room.
 
         Args:
-            programs: all that its tokens may get. Ignored if the request holds places already.
+            held: ignored if the request holds places already.
+            num_logged: places of the log that it needs.
+            reserve: what it may take later, if a policy changes its scales.
         """
         if request_id in self._held:
             return True
-        programs = tuple(dict.fromkeys(programs))
-        new = [program for program in programs if program not in self._programs]
-        arrays: set[Array] = set().union(*(program.arrays for program in new))
-        # Not `arrays - self._arrays.keys()`, which walks every held array.
-        added = sum(num_vectors(array) for array in arrays if array not in self._arrays)
-        more = Cost(added, len(new), sum(one.num_ops for one in new))
+        more, new = reserve, held not in self._sets
+        if new:
+            added = sum(n for key, n in held.vectors.items() if key not in self._vectors)
+            more += Cost(added, held.num_programs, held.num_ops)
         if self._held and not (self.held + more).fits(self.most):
             return False
-        self._held[request_id] = programs
-        self._programs.update(programs)
-        for program in new:
-            self._arrays.update(program.arrays)
-        self._num_ops += more.ops
-        self._num_vectors += more.vectors
+        if num_logged:
+            start = self._log.take(num_logged)
+            if start is None:
+                return False
+            self._logged[request_id] = start, num_logged
+        if new:
+            self._vectors.update(held.vectors.keys())
+        self._held[request_id], self._reserved[request_id] = held, reserve
+        self._sets[held] += 1
+        self.held += more
         return True
 
     def release(self, request_id: str) -> bool:
         """Free a request's places; False if it held none."""
-        if request_id not in self._held:
+        held = self._held.pop(request_id, None)
+        if held is None:
             return False
-        for program in self._held.pop(request_id):
-            if _last_gone(self._programs, program):
-                self._num_ops -= program.num_ops
-                for array in program.arrays:
-                    if _last_gone(self._arrays, array):
-                        self._num_vectors -= num_vectors(array)
+        self.held -= self._reserved.pop(request_id)
+        if request_id in self._logged:
+            self._log.give_back(*self._logged.pop(request_id))
+        if _last_gone(self._sets, held):
+            gone = sum(n for key, n in held.vectors.items() if _last_gone(self._vectors, key))
+            self.held -= Cost(gone, held.num_programs, held.num_ops)
         return True
 
 

@@ -13,10 +13,13 @@ The memory for both is bounded: EngineCore tells the workers which specs and vec
 from __future__ import annotations
 
 import itertools
+from dataclasses import fields
 
 import msgspec
 
+from vllm_scope.control.policy import Changes
 from vllm_scope.core.score_index import ScoreKey
+from vllm_scope.program.operations import NO_LOG, LogRange
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.packed import Packed, pack, unpack
 from vllm_scope.request.remembered import Remembered
@@ -38,6 +41,7 @@ class Entrant(msgspec.Struct, frozen=True):
             empty.
         unchecked: True if the request may deliver more at once than its front-end checked
             (server-wide edits, modules, global sinks, codecs).
+        logged: its range of the log of states.
         scores: the digest of its probes, if its scores are kept with KV blocks; else empty.
         cached: hashes of its first blocks, whose KV comes from the cache and whose scores the
             workers hold.
@@ -48,6 +52,7 @@ class Entrant(msgspec.Struct, frozen=True):
     spec: int
     columns: tuple[bytes, ...] = ()
     unchecked: bool = False
+    logged: LogRange = NO_LOG
     scores: bytes = b""
     cached: tuple[bytes, ...] = ()
     block_size: int = 0
@@ -67,6 +72,14 @@ class StepNews(msgspec.Struct):
         filled: request id -> the first of the blocks that it fills with this step, and their
             hashes: their scores are kept.
         forgotten_scores: what is dropped for them.
+        resumed: id of a request whose gates have states and that begins again after it was
+            preempted -> how many tokens it has.
+        begun: request id -> the probes that have their verdict now, and for which others wait.
+        scales: request id -> the new scales that its policy decided.
+        accepted: id of a request with Moments, that runs or has ended -> how many tokens it has,
+            those that were accepted.
+        resolved: the specs of `specs`, for a worker in EngineCore's own process. They are left out
+            when the news are pickled.
     """
 
     entrants: dict[str, Entrant] = {}
@@ -78,11 +91,27 @@ class StepNews(msgspec.Struct):
     zeroed: list[int] = []
     filled: dict[str, tuple[int, list[bytes]]] = {}
     forgotten_scores: list[ScoreKey] = []
+    resumed: dict[str, int] = {}
+    begun: dict[str, tuple[str, ...]] = {}
+    scales: dict[str, Changes] = {}
+    accepted: dict[str, int] = {}
+    resolved: dict[int, Resolved] = {}
+
+    def __reduce__(self) -> tuple[type[StepNews], tuple[object, ...]]:
+        return StepNews, msgspec.structs.astuple(self)[:-1]
 
     def __bool__(self) -> bool:
-        return bool(
-            self.entrants or self.ended or self.zeroed or self.filled or self.forgotten_scores
-        )
+        changed = self.entrants or self.ended or self.zeroed or self.begun or self.resumed
+        return bool(changed or self.filled or self.forgotten_scores or self.scales or self.accepted)
+
+
+def packed_of(asked: Resolved) -> tuple[Packed, dict[bytes, Array]]:
+    """The spec as it travels, and its vectors; made once."""
+    known: tuple[Packed, dict[bytes, Array]] | None = asked.__dict__.get("_packed")
+    if known is None:
+        whole = tuple(getattr(asked, each.name) for each in fields(asked))
+        known = asked.__dict__["_packed"] = pack(whole)
+    return known
 
 
 class Told:
@@ -101,7 +130,7 @@ class Told:
         known = self._specs.get(id(asked))
         if known is not None:
             return known[1]
-        packed, arrays = pack((asked.reads, asked.probes, asked.edits))
+        packed, arrays = packed_of(asked)
         for digest, array in arrays.items():
             if self._arrays.get(digest) is None:
                 news.arrays[digest] = array.shape, array.data
@@ -109,7 +138,7 @@ class Told:
                 gone = self._arrays.put(digest, True, len(array.data))
                 news.forgotten_arrays.update(old for old, _ in gone)
         number = next(self._numbers)
-        news.specs[number] = packed
+        news.specs[number], news.resolved[number] = packed, asked
         size = asked.num_bytes + len(packed.body)
         for _, (_, old) in self._specs.put(id(asked), (asked, number), size):
             news.forgotten_specs.add(old)
@@ -120,17 +149,23 @@ class Heard:
     """The specs and vectors that a worker holds."""
 
     def __init__(self) -> None:
-        self._specs: dict[int, Resolved] = {}
+        #: By number: the spec, and its digest.
+        self._specs: dict[int, tuple[Resolved, bytes]] = {}
         self._arrays: dict[bytes, Array] = {}
 
     def __getitem__(self, number: int) -> Resolved:
-        return self._specs[number]
+        return self._specs[number][0]
+
+    def digest_of(self, number: int) -> bytes:
+        """Digest of a spec's content."""
+        return self._specs[number][1]
 
     def take(self, news: StepNews) -> None:
         for digest, (shape, data) in news.arrays.items():
             self._arrays[digest] = Array.known(shape, data, digest)
         for number, packed in news.specs.items():
-            self._specs[number] = Resolved(*unpack(packed, self._arrays))
+            asked = news.resolved.get(number) or Resolved(*unpack(packed, self._arrays))
+            self._specs[number] = asked, packed.digest
 
     def forget(self, news: StepNews) -> None:
         """Drop what the news says. Call it after the requests of the news have entered."""

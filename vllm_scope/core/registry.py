@@ -1,4 +1,5 @@
-"""What an engine holds for its requests: steering modules by name, server-wide edits.
+"""What an engine holds for its requests: steering modules by name, server-wide edits, and vectors
+that front-ends have sent ahead.
 
 Owns:  Registry.
 Runs:  in EngineCore, which sees every request and every change. Any thread.
@@ -12,15 +13,17 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections import ChainMap
 from typing import Any
 
-from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.actions import MAX_NAME
+from vllm_scope.core.sent_ahead import SentAhead
+from vllm_scope.errors import SpecError, UnheldError, shown
+from vllm_scope.request.actions import MAX_NAME, Add
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.resolved import NOTHING, Resolved, ResolvedEdit, Vectors
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.spec import Meanings, Spec
-from vllm_scope.request.ticket import Ticket
+from vllm_scope.request.ticket import Ticket, decode_arrays
 from vllm_scope.vectors import SteeringModule, from_bytes
 from vllm_scope.vectors.module import VectorKey
 
@@ -36,6 +39,7 @@ class Registry:
         names: name -> digest of its module.
         server: digest of the server-wide edits; None if there are none.
         server_text: the spec of the server-wide edits, as the caller sent it.
+        ahead: vectors that tickets name by digest.
     """
 
     def __init__(self, sites: Sites) -> None:
@@ -48,6 +52,7 @@ class Registry:
         self.server_text: str | None = None
         self._vectors: dict[str, Vectors] = {}
         self._edits: tuple[ResolvedEdit, ...] = ()
+        self.ahead = SentAhead()
 
     def register(self, name: str, data: bytes) -> str:
         """Give a module a name, and return its digest.
@@ -129,13 +134,26 @@ class Registry:
             SpecError: as `set_edits`.
         """
         spec = Spec.from_json(text)
-        if spec.reads or spec.probes:
-            raise SpecError("server-wide scopes hold edits; reads and probes belong to requests.")
+        if len(spec.actions) > len(spec.edits) or spec.policy is not None:
+            raise SpecError(
+                "server-wide scopes hold edits; reads, probes, features, lenses, moments and "
+                "policies belong to requests."
+            )
         for i, edit in enumerate(spec.edits):
             if edit.dose is not None or (edit.gate is not None and edit.gate.name is not None):
                 raise SpecError(
                     f"edits[{i}] names the values of its gate or its dose; those of server-wide "
                     "edits are delivered to nobody. Leave the name out."
+                )
+            if isinstance(edit, Add) and edit.name is not None:
+                raise SpecError(
+                    f"edits[{i}].name is {shown(edit.name)}; a name is for the policy of a "
+                    "request, which sets the scales of its own edits. Leave it out."
+                )
+            if edit.gate is not None and edit.gate.state is not None:
+                raise SpecError(
+                    f"edits[{i}].gate has a state; server-wide edits take gates without one, and "
+                    "requests those with one."
                 )
             tokens = edit.tokens.to_json()
             if tokens not in TIERS:
@@ -144,6 +162,23 @@ class Registry:
                     f"{', '.join(TIERS)}."
                 )
         return spec.resolve(self._sites, self._vectors).edits
+
+    def hold(self, frontend: str, data: bytes) -> list[bytes]:
+        """Hold vectors for a front-end, in place of what it has sent before.
+
+        Args:
+            data: as `request.ticket.encode_arrays` makes it.
+
+        Returns:
+            The digests of those that are held; its tickets may leave these out.
+        """
+        arrays = decode_arrays(data)
+        with self._lock:
+            before = set(self.ahead.arrays)
+            held = self.ahead.replace(frontend, arrays)
+            if before - self.ahead.arrays.keys():
+                self._meanings.clear()  # resolved specs have the vectors too
+        return held
 
     def resolve(self, ticket: Ticket | None) -> tuple[Resolved, Resolved]:
         """What a request that enters now asks for, alone and with the server's edits first.
@@ -156,12 +191,22 @@ class Registry:
 
         Raises:
             SpecError: the spec is not possible here, because modules have changed.
+            UnheldError: it names vectors that nobody has sent.
         """
         own = NOTHING
         with self._lock:
             if ticket is not None:
                 own = self._meanings.of(
-                    ticket.spec.digest, lambda: Spec.unpack(ticket.spec, ticket.held_arrays()),
+                    ticket.spec.digest, lambda: self._unpacked(ticket),
                     self._vectors, tuple(map(self.names.get, ticket.modules)),
                 )  # fmt: skip
             return own, own.joined(edits=self._edits)
+
+    def _unpacked(self, ticket: Ticket) -> Spec:
+        try:
+            return Spec.unpack(ticket.spec, ChainMap(ticket.own_arrays(), self.ahead.arrays))
+        except KeyError:
+            raise UnheldError(
+                "the engine does not hold vectors that the request names by their digests; send it "
+                "again, and they travel with it."
+            ) from None

@@ -14,11 +14,14 @@ they hold. The memory is bounded; what was used longest ago is forgotten first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat, takewhile
 
 from vllm_scope.request.remembered import Remembered
 
 #: Bytes of a block besides its scores, here and in a worker.
 _BLOCK_BYTES = 512
+#: The scheduler may take the outputs of so many steps between two steps that it starts.
+_AT_ONCE = 2
 #: (block hash, digest of the probes).
 ScoreKey = tuple[bytes, bytes]
 
@@ -29,15 +32,22 @@ class ScoreIndex:
     Args:
         block_size: tokens of a block that has a hash.
         most_bytes: of all scores.
+        step_tokens: as in Sites.
     """
 
-    def __init__(self, block_size: int, most_bytes: int) -> None:
-        self.block_size = block_size
+    def __init__(self, block_size: int, most_bytes: int, step_tokens: int = 1) -> None:
+        self.block_size, self._step_tokens = block_size, step_tokens
         self._known: Remembered[ScoreKey, bool] = Remembered(most_bytes)
         #: Running request -> its blocks that workers were told to keep.
         self._told: dict[str, int] = {}
         #: Running request that has filled blocks -> the hashes of its blocks, and its probes.
         self._chains: dict[str, tuple[Sequence[bytes], bytes]] = {}
+        #: Running request -> its first position whose block is not kept.
+        self._frozen: dict[str, int] = {}
+        #: Steps so far. Step -> requests that `due` returns then; request -> that step.
+        self._step = 0
+        self._due: dict[int, dict[str, None]] = {}
+        self._due_at: dict[str, int] = {}
         #: What workers must forget with the next news.
         self._forgotten: list[ScoreKey] = []
 
@@ -48,18 +58,36 @@ class ScoreIndex:
     def begin(self, request_id: str, num_cached: int) -> None:
         """Keep a request's scores, except those of its first blocks, which came from the cache."""
         self._told[request_id] = num_cached
+        self._look_at(request_id, self._step + 1)
+
+    def due(self) -> list[str]:
+        """The running requests that may fill a block with the coming step. Call it once a step, and
+        `look_again` for each of these."""
+        self._step += 1
+        found = self._due.pop(self._step, {})
+        return [r for r in found if self._due_at.get(r) == self._step]
+
+    def look_again(self, request_id: str, num_tokens: int) -> None:
+        """Have `due` return a request before it can have filled another block.
+
+        Args:
+            num_tokens: that are known of it now. A step adds `step_tokens` at most.
+        """
+        full = (self._told[request_id] + 1) * self.block_size
+        if self._frozen.get(request_id, full) >= full:
+            steps = (full - num_tokens) // self._step_tokens - _AT_ONCE
+            self._look_at(request_id, self._step + max(1, steps))
+
+    def _look_at(self, request_id: str, step: int) -> None:
+        self._due.setdefault(step, {})[request_id] = None
+        self._due_at[request_id] = step
 
     def num_known(self, hashes: Sequence[bytes], probes: bytes) -> int:
         """How many blocks from the first on have scores."""
-        count = 0
-        for one in hashes:
-            if (one, probes) not in self._known:
-                break
-            count += 1
+        known = list(takewhile(self._known.__contains__, zip(hashes, repeat(probes))))
         # Backwards, so that of a chain its end is forgotten first: it is of no use alone.
-        for one in reversed(hashes[:count]):
-            self._known.get((one, probes))
-        return count
+        self._known.use(reversed(known))
+        return len(known)
 
     def num_told(self, request_id: str) -> int | None:
         """How many blocks a running request has filled; None for one that is new."""
@@ -80,6 +108,7 @@ class ScoreIndex:
             The first of the newly filled blocks and their hashes; None if there is none.
         """
         first = self._told[request_id]
+        num_tokens = min(num_tokens, self._frozen.get(request_id, num_tokens))
         stop = min(num_tokens // self.block_size, len(hashes))
         if stop <= first:
             return None
@@ -88,6 +117,12 @@ class ScoreIndex:
             size = self.block_size * token_bytes + _BLOCK_BYTES
             self._forgotten += [key for key, _ in self._known.put((one, probes), True, size)]
         return first, list(hashes[first:stop])
+
+    def freeze(self, request_id: str, num_tokens: int) -> None:
+        """Keep no blocks of a running request but those of its first tokens: a later stage of a
+        cascade has begun, and the other tokens have more scores."""
+        if request_id in self._told:
+            self._frozen.setdefault(request_id, num_tokens)
 
     def lose(self, keys: Iterable[ScoreKey]) -> None:
         """A worker does not hold some scores. All workers forget them: other stages hold their
@@ -100,7 +135,8 @@ class ScoreIndex:
         """Forget everything: the model's weights may have changed."""
         self._forgotten += [key for key, _ in self._known.clear()]
         # Their blocks are computed again.
-        self._told = dict.fromkeys(self._told, 0)
+        for request_id in self._told:
+            self.begin(request_id, 0)
 
     def take_forgotten(self) -> list[ScoreKey]:
         """What workers must forget, once: not what was kept again meanwhile."""
@@ -109,6 +145,8 @@ class ScoreIndex:
 
     def forget_request(self, request_id: str) -> None:
         self._told.pop(request_id, None)
+        self._due_at.pop(request_id, None)
+        self._frozen.pop(request_id, None)
         if request_id in self._chains:
             # It filled its chain from the beginning on, step by step: put it in order.
             self.num_known(*self._chains.pop(request_id))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -21,15 +21,13 @@ from vllm_scope.engine import plugin
 from vllm_scope.engine.model import anatomy_of, sites_of
 from vllm_scope.engine.vllm_types import ModelConfig, VllmConfig, Worker
 from vllm_scope.engine.worker import runners
-from vllm_scope.engine.worker.attention import attention_of
+from vllm_scope.engine.worker.loading import install_all_taps, with_parts
 from vllm_scope.engine.worker.sizes import Sizes
 from vllm_scope.errors import CompatError, ConfigError
-from vllm_scope.graph.anatomy.attention import install_attention_taps
 from vllm_scope.graph.anatomy.layers import Anatomy
-from vllm_scope.graph.anatomy.tapped import install_taps
 from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.layout import SLOT_BYTES, Widths
-from vllm_scope.request.sites import SITES, Sites
+from vllm_scope.request.sites import MODEL_SITES, SITES, Sites
 
 #: vLLM's name for the loader below.
 LOAD_FORMAT = "scope_no_weights"
@@ -40,7 +38,7 @@ LEAST_MEMORY = 0.01
 
 @dataclass(frozen=True)
 class SiteReport:
-    """The layers at which a site can be tapped (`embed`: 0), and why not at the others."""
+    """The layers at which a site can be tapped (MODEL_SITES: 0), and why not at the others."""
 
     layers: tuple[int, ...]
     reason: str | None
@@ -188,7 +186,7 @@ def _report(worker: Worker, vllm_config: VllmConfig, config: ScopeConfig) -> Mod
 
 def _site_report(anatomy: Anatomy, vllm_config: VllmConfig, site: str) -> SiteReport:
     """Try all layers at once; if that is refused, each layer by itself."""
-    layers = (0,) if site == "embed" else tuple(range(anatomy.num_layers))
+    layers = (0,) if site in MODEL_SITES else tuple(range(anatomy.num_layers))
     refused = _refusal(anatomy, vllm_config, site, layers)
     if refused is None:
         return SiteReport(layers, None)
@@ -215,8 +213,7 @@ def _tap(anatomy: Anatomy, vllm_config: VllmConfig, config: ScopeConfig) -> int:
         CompatError, ConfigError: as an engine with this configuration would.
     """
     sites = sites_of(vllm_config, config)
-    if sites.heads is not None:
-        anatomy = replace(anatomy, attention=attention_of(anatomy, sites))
+    anatomy = with_parts(anatomy, sites)
     widths = _widths(sites, vllm_config)
     tables = Tables(
         sites.boundaries, 1, sites.hidden_size, widths, torch.device("cpu"), num_programs=1,
@@ -225,14 +222,14 @@ def _tap(anatomy: Anatomy, vllm_config: VllmConfig, config: ScopeConfig) -> int:
     arena = torch.zeros((1, SLOT_BYTES), dtype=torch.uint8)
     tap_of = {boundary: tap for tap, boundary in enumerate(sites.boundaries)}
     with _classes_kept(anatomy):
-        installed = install_taps(anatomy, tap_of, arena, tables)
-        return len((*installed, *install_attention_taps(anatomy, tap_of, arena, tables, sites)))
+        return len(install_all_taps(anatomy, tap_of, arena, tables, sites))
 
 
 @contextmanager
 def _classes_kept(anatomy: Anatomy) -> Iterator[None]:
     """Give each module its own class back: a tap is a subclass."""
     modules = [module for layer in anatomy.layers.values() for module in layer.modules()]
+    modules += [] if anatomy.norm_here is None else [anatomy.norm_here]
     classes = [type(module) for module in modules]
     try:
         yield

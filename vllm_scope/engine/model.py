@@ -15,11 +15,12 @@ from torch import nn
 from vllm_scope.config import ScopeConfig
 from vllm_scope.engine.vllm_types import VllmConfig
 from vllm_scope.engine.worker.attention import heads_of
+from vllm_scope.engine.worker.mlp import mlp_size_of
 from vllm_scope.errors import CompatError
 from vllm_scope.graph.anatomy.convention import treats_half_apart
 from vllm_scope.graph.anatomy.layers import Anatomy, find_anatomy
 from vllm_scope.request.resolved import Resolved
-from vllm_scope.request.sites import Place, Sites
+from vllm_scope.request.sites import MLP_SITE, Place, Sites
 from vllm_scope.request.spec import Spec
 from vllm_scope.sinks.router import GLOBAL
 
@@ -72,7 +73,9 @@ def sites_of(vllm_config: VllmConfig, config: ScopeConfig) -> Sites:
         str(vllm_config.model_config.dtype).removeprefix("torch."),
         tuple(sorted(boundaries | ({last} if boundaries else set()))),
         heads_of(vllm_config, config.attention_sites) if config.attention_sites else None,
+        mlp_size_of(vllm_config) if MLP_SITE in config.sites else None,
         guard=guard,
+        step_tokens=1 + vllm_config.num_speculative_tokens,
     )
 
 

@@ -1,9 +1,10 @@
 """Monitors: an operator's probes on every request.
 
-Owns:  Monitor, `monitors_of`, `set_monitors`, `share` (with other API servers), and the translator
-       that adds monitors to requests.
+Owns:  Monitor, `monitors_of`, `set_monitors`, `share` (with other API servers), `listen`, and the
+       translator that adds monitors to requests.
 Runs:  in the front-end, for each request; in workers at load, to check what the engine starts with.
-From:  config (`monitors`), server.shared.   To: frontend.translators, sinks.metrics, webhook.
+From:  config (`monitors`), server.shared.   To: frontend.translators, sinks.metrics,
+       webhook, controller.
 
 A monitor is a probe with a threshold. In a request it is called `monitor/NAME`.
 
@@ -15,13 +16,14 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_scope.config import KEY
+from vllm_scope.control.controller import Observation
 from vllm_scope.engine.beside import Beside
-from vllm_scope.engine.frontend import translators
+from vllm_scope.engine.frontend import ahead, translators
 from vllm_scope.engine.frontend.connection import connect_sync, connections, needs_connection
 from vllm_scope.engine.frontend.prepared import NO_TAPS
 from vllm_scope.engine.seams import config_of
@@ -37,6 +39,7 @@ from vllm_scope.errors import ConfigError, SpecError, shown
 from vllm_scope.request.actions import Module, Probe, action_from_json
 from vllm_scope.request.actions.base import checked_name
 from vllm_scope.request.actions.probing import MONITOR
+from vllm_scope.request.cascade import check_cascades
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.spec import Spec, check_stopping
 from vllm_scope.server.shared import Shared
@@ -69,6 +72,7 @@ def parse(name: str, body: object) -> Monitor:
         body: the fields of a probe (`weight`, `layers`, `threshold`, ...), without name and to.
             `file` in place of `weight`: a safetensors file (vectors.probe_weights), with `kind`.
             `action` may be "escalate", which needs `url`: the address that is told of a verdict.
+            `after` names another monitor, the first stage.
 
     Raises:
         SpecError: malformed; the sentence names the monitor and the field.
@@ -94,6 +98,8 @@ def parse(name: str, body: object) -> Monitor:
         found = from_safetensors(str(fields.pop("file")), kind=kind)
         given = {"bias": found.bias, "activation": found.activation}
         fields = {"weight": found.weight} | given | fields
+    if fields.get("after") is not None:
+        fields["after"] = MONITOR + checked_name(fields["after"], f"{where}.after")
     fields |= {"name": MONITOR + name, "action": "stop" if action == "stop" else "flag"}
     probe = action_from_json(Probe, fields, where)
     if isinstance(probe.weight, Module):
@@ -108,7 +114,9 @@ def parse_all(bodies: object) -> tuple[Monitor, ...]:
     if len(bodies) > MOST_MONITORS:
         raise SpecError(f"there are {len(bodies)} monitors; at most {MOST_MONITORS}.")
     found = tuple(parse(name, body) for name, body in bodies.items())
-    check_stopping(monitor.probe for monitor in found)
+    probes = [monitor.probe for monitor in found]
+    check_cascades(probes, lambda i: f"monitors[{found[i].name!r}]", "monitor")
+    check_stopping(probes)
     return found
 
 
@@ -116,14 +124,17 @@ def check(monitors: tuple[Monitor, ...], sites: Sites, num_stages: int) -> None:
     """Raises SpecError for a monitor that this engine cannot have."""
     for monitor in monitors:
         try:
-            Spec(probes=(monitor.probe,)).resolve(sites)
+            Spec(probes=(replace(monitor.probe, after=None),)).resolve(sites)
         except SpecError as error:
             text = str(error).replace("probes[0]", f"monitors[{monitor.name!r}]")
             raise SpecError(text) from None
-        if num_stages > 1 and monitor.probe.action == "stop":
+        field = "action" if monitor.probe.action == "stop" else "after"
+        value = getattr(monitor.probe, field)
+        if num_stages > 1 and value not in (None, "flag"):
+            instead = "take 'flag'" if field == "action" else "leave it out"
             raise SpecError(
-                f"monitors[{monitor.name!r}].action is 'stop', and this engine has {num_stages} "
-                "pipeline stages, which cannot do that; take 'flag'."
+                f"monitors[{monitor.name!r}].{field} is {shown(value.removeprefix(MONITOR))}, and "
+                f"this engine has {num_stages} pipeline stages, which cannot do that; {instead}."
             )
 
 
@@ -167,6 +178,8 @@ def told(vllm_config: VllmConfig) -> dict[str, dict[str, object]]:
         shown_fields = ("site", "layers", "activation", "aggregate", "threshold", "tokens")
         action = "escalate" if monitor.webhook is not None else monitor.probe.action
         kept = {field: body[field] for field in shown_fields if field in body}
+        if monitor.probe.after is not None:
+            kept["after"] = monitor.probe.after.removeprefix(MONITOR)
         found[monitor.name] = kept | {"action": action}
     return found
 
@@ -225,6 +238,27 @@ def set_on(engine: LLMEngine, bodies: object) -> None:
     if connection is None:
         raise SpecError(NO_TAPS)
     set_monitors(engine, bodies, connection.sites)
+    ahead.send(engine, monitors_of(engine.vllm_config))
+
+
+# Who is told
+
+#: An engine's VllmConfig -> what its Controller calls with what monitors find.
+_listeners: Beside[Callable[[Observation], None]] = Beside()
+
+
+def listen(vllm_config: VllmConfig, tell: Callable[[Observation], None] | None) -> None:
+    """Call `tell` with what monitors find in each completion that ends; None ends it.
+
+    Raises:
+        SpecError: the engine has a controller already.
+    """
+    if tell is None:
+        _listeners.pop(vllm_config)
+    elif _listeners.of(vllm_config) is not None:
+        raise SpecError("this engine has a controller already; close that one first.")
+    else:
+        _listeners.put(vllm_config, tell)
 
 
 # In requests
@@ -232,7 +266,7 @@ def set_on(engine: LLMEngine, bodies: object) -> None:
 
 def _everywhere(vllm_config: VllmConfig) -> Mapping[str, object] | None:
     monitors = monitors_of(vllm_config)
-    return {_KEY: monitors} if monitors else None
+    return {_KEY: (monitors, _listeners.of(vllm_config))} if monitors else None
 
 
 #: No caller's key: it has a space, and it is not registered as one.
@@ -240,18 +274,20 @@ _KEY = "scope monitors"
 
 
 def _translate(values: Mapping[str, object], sites: Sites) -> translators.Translation:
-    monitors = values[_KEY]
-    assert isinstance(monitors, tuple)
+    found: Any = values[_KEY]
+    monitors, tell = found
     return translators.Translation(
-        tuple(monitor.probe for monitor in monitors), _Judge(monitors).told
+        tuple(monitor.probe for monitor in monitors), _Judge(monitors, tell).told
     )
 
 
 class _Judge:
-    """Counts the verdicts of one request, and tells webhooks."""
+    """Counts the verdicts of one request, and tells webhooks and the engine's controller."""
 
-    def __init__(self, monitors: tuple[Monitor, ...]) -> None:
-        self._monitors = monitors
+    def __init__(
+        self, monitors: tuple[Monitor, ...], tell: Callable[[Observation], None] | None
+    ) -> None:
+        self._monitors, self._tell = monitors, tell
         #: Completions that have been counted.
         self._counted: set[int] = set()
 
@@ -265,9 +301,20 @@ class _Judge:
         verdicts = result.verdicts
         for monitor in self._monitors:
             name, called = monitor.name, monitor.probe.name
+            if monitor.probe.after is not None and called not in result.begun:
+                continue  # a later stage counts the requests for which it began
             found = result.scores if monitor.probe.aggregate is None else result.aggregates
             values, verdict = found[called], verdicts.get(called)
             count_verdict(name, float(values.max()) if len(values) else None, verdict is not None)
+            if self._tell is not None and len(values):
+                at = int(values.argmax()) if monitor.probe.aggregate is None else -1
+                self._tell(
+                    Observation(
+                        output.request_id, name, float(values[at]),
+                        int(result.scores.positions(called)[at]), verdict is not None,
+                        completion.index,
+                    )
+                )  # fmt: skip
             if verdict is not None and monitor.webhook is not None:
                 monitor.webhook.tell(
                     {

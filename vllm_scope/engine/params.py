@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from copy import copy
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from vllm_scope.engine.frontend import translators
@@ -60,7 +61,12 @@ def asks(params: object) -> bool:
 
 def names_module(text: object) -> bool:
     """False for a spec that certainly names no steering module. Does not parse it."""
-    return isinstance(text, str) and _NAME.search(text) is not None
+    return isinstance(text, str) and _has_name(text)
+
+
+@lru_cache(maxsize=8)  # monitors give the same long text to every request
+def _has_name(text: str) -> bool:
+    return _NAME.search(text) is not None
 
 
 #: Finds a field `module`, or a string where numbers may stand: that string is a module's name.

@@ -19,7 +19,7 @@ from http import HTTPStatus
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.vllm_types import CompletionOutput, EngineCoreProc, EngineCoreRequest
 from vllm_scope.engine.vllm_types import EngineCoreOutput as Last
-from vllm_scope.errors import CapacityError, ScopeError, SpecError
+from vllm_scope.errors import CapacityError, ScopeError, SpecError, UnheldError
 
 _MARK = "vllm-scope refuses "
 NO_PATHS: Mapping[str, str] = {}
@@ -34,15 +34,16 @@ def refusal() -> type[SpecError]:
 
 
 @cache
-def _busy() -> type[CapacityError]:
+def _busy(kind: type[CapacityError]) -> type[CapacityError]:
     from vllm.exceptions import GracefulHTTPError
 
-    return type("CapacityError", (GracefulHTTPError, CapacityError), {})
+    return type("CapacityError", (GracefulHTTPError, kind), {})
 
 
-def busy(sentence: str) -> CapacityError:
-    """A CapacityError that vLLM's server answers with HTTP 429."""
-    return _busy()(sentence, HTTPStatus.TOO_MANY_REQUESTS)
+def busy(sentence: str, kind: type[CapacityError] = CapacityError) -> CapacityError:
+    """A CapacityError of this kind that vLLM's server answers with HTTP 429."""
+    # mypy takes no class of exceptions for hashable.
+    return _busy(kind)(sentence, HTTPStatus.TOO_MANY_REQUESTS)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -68,7 +69,8 @@ def refusal_in(completion: CompletionOutput) -> ScopeError | None:
     if completion.finish_reason != "error" or not str(text).startswith(_MARK):
         return None
     kind, sentence = text.removeprefix(_MARK).split(": ", 1)
-    return busy(sentence) if kind == CapacityError.__name__ else refusal()(sentence)
+    busies = {one.__name__: one for one in (CapacityError, UnheldError)}
+    return busy(sentence, busies[kind]) if kind in busies else refusal()(sentence)
 
 
 def refused(request_id: str, error: ScopeError) -> Last:

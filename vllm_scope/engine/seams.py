@@ -66,20 +66,24 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
         _uses("set_current_vllm_config"),
         _uses("VllmConfig", "additional_config model_config parallel_config cache_config "
               "scheduler_config compilation_config speculative_config kernel_config "
-              "kv_transfer_config device_config"),
+              "kv_transfer_config device_config num_speculative_tokens"),
     ),
     "config.model": (
-        _uses("ModelConfig", "model dtype runner_type enforce_eager use_mla get_hidden_size "
+        _uses("ModelConfig", "model dtype runner_type enforce_eager use_mla hf_text_config "
+              "max_model_len skip_tokenizer_init get_hidden_size get_vocab_size "
               "get_total_num_hidden_layers get_head_size get_num_attention_heads "
-              "get_num_kv_heads"),
+              "get_num_kv_heads logprobs_mode max_logprobs tokenizer "
+              "revision tokenizer_revision quantization hf_overrides"),
     ),
     "config.parallel": (
         _uses("ParallelConfig", "world_size tensor_parallel_size pipeline_parallel_size "
               "prefill_context_parallel_size "
               "use_ubatching use_sequence_parallel_moe _api_process_count"),
     ),
-    "config.cache": (_uses("CacheConfig", "kv_sharing_fast_prefill"),),
-    "config.scheduler": (_uses("SchedulerConfig", "max_num_batched_tokens"),),
+    "config.cache": (_uses("CacheConfig", "kv_sharing_fast_prefill cache_dtype"),),
+    "config.scheduler": (
+        _uses("SchedulerConfig", "max_num_batched_tokens max_num_seqs async_scheduling"),
+    ),
     "config.compilation": (
         _uses("CompilationConfig", "cudagraph_capture_sizes static_forward_context"),
     ),
@@ -90,14 +94,14 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
                "vllm_config engine_core output_processor"),
         _wraps("LLMEngine.step"),
         _wraps("LLMEngine.has_unfinished_requests"),
-        _uses("LLMEngine", "collective_rpc abort_request"),
+        _uses("LLMEngine", "collective_rpc abort_request tokenizer"),
     ),
     "v1.engine.async_llm": (
         _wraps("AsyncLLM.add_request", "request_id prompt params",
                "vllm_config engine_core output_processor"),
         _wraps("AsyncLLM._add_request", "request prompt parent_req"),
         _wraps("AsyncLLM.generate", "prompt sampling_params"),
-        _uses("AsyncLLM", "collective_rpc"),
+        _uses("AsyncLLM", "collective_rpc tokenizer"),
     ),
     "v1.engine.core_client": (
         # Before 0.32 without call_utility_all_async.
@@ -116,11 +120,11 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
         _uses("BaseIncrementalDetokenizer", "decode_next"),
     ),
     "outputs": (
-        _uses("CompletionOutput", "index finish_reason stop_reason"),
+        _uses("CompletionOutput", "index finish_reason stop_reason logprobs"),
         _uses("RequestOutput", "request_id outputs"),
     ),
     "sampling_params": (
-        _uses("SamplingParams", "n max_tokens extra_args output_kind"),
+        _uses("SamplingParams", "n max_tokens extra_args output_kind logprob_token_ids skip_clone"),
         _uses("RequestOutputKind", "FINAL_ONLY"),
     ),
     "exceptions": (_uses("VLLMValidationError"), _uses("GracefulHTTPError")),
@@ -155,8 +159,8 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     ),
     "v1.request": (
         _uses("Request", "request_id sampling_params prompt_token_ids output_token_ids num_tokens "
-              "num_computed_tokens num_in_flight_tokens block_hashes client_index "
-              "skip_reading_prefix_cache get_finished_reason"),
+              "num_computed_tokens num_in_flight_tokens num_prompt_tokens block_hashes "
+              "client_index skip_reading_prefix_cache get_finished_reason"),
         _uses("RequestStatus", "FINISHED_ERROR FINISHED_STOPPED"),
     ),
     "v1.core.sched.scheduler": (
@@ -170,7 +174,9 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
                _SCHEDULER),
     ),
     "v1.core.sched.output": (
-        _uses("SchedulerOutput", "finished_req_ids scheduled_new_reqs num_scheduled_tokens"),
+        _uses("SchedulerOutput", "finished_req_ids scheduled_new_reqs num_scheduled_tokens "
+              "scheduled_cached_reqs"),
+        _uses("CachedRequestData", "resumed_req_ids"),
         _uses("NewRequestData", "req_id sampling_params prompt_token_ids num_computed_tokens"),
     ),
     "v1.core.kv_cache_manager": (
@@ -235,6 +241,20 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
         _uses("Attention.forward", "", "query key value"),
         _uses("Attention", "attn_type num_heads num_kv_heads head_size head_size_v impl layer_name "
               "sliding_window kv_sharing_target_layer_name kv_cache"),
+    ),
+    "model_executor.layers.attention_layer_base": (_uses("AttentionLayerBase"),),
+    "model_executor.layers.linear": (
+        _uses("RowParallelLinear", "input_size"),
+        _uses("RowParallelLinear.forward", "", "input_"),
+    ),
+    "model_executor.layers.logits_processor": (
+        _uses("LogitsProcessor.forward", "", "lm_head hidden_states embedding_bias"),
+    ),
+    "model_executor.layers.utils": (
+        _uses("dispatch_cpu_unquantized_gemm"), _uses("cpu_unquantized_gemm"),
+    ),
+    "v1.attention.backends.cpu_attn": (
+        _uses("CPUAttentionBackendImpl.forward", "", "attn_metadata output"),
     ),
     # `vllm-scope doctor`
     "v1.executor.uniproc_executor": (_uses("UniProcExecutor", "driver_worker"),),

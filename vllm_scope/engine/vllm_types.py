@@ -11,7 +11,7 @@ wherever it is used: most are None in some requests or engines, which the code c
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -41,8 +41,19 @@ class ModelConfig(Protocol):
     runner_type: str
     enforce_eager: bool
     use_mla: bool
+    hf_text_config: object
+    max_model_len: int
+    skip_tokenizer_init: bool
+    logprobs_mode: str
+    max_logprobs: int
+    tokenizer: str
+    revision: str | None
+    tokenizer_revision: str | None
+    quantization: str | None
+    hf_overrides: Any
 
     def get_hidden_size(self) -> int: ...
+    def get_vocab_size(self) -> int: ...
     def get_total_num_hidden_layers(self) -> int: ...
     def get_head_size(self) -> int: ...
     def get_num_attention_heads(self, parallel_config: ParallelConfig, /) -> int: ...
@@ -58,10 +69,18 @@ class ParallelConfig(Protocol):
     _api_process_count: int
 
 
+class CacheConfig(Protocol):
+    """vllm.config.cache.CacheConfig"""
+
+    cache_dtype: str
+
+
 class SchedulerConfig(Protocol):
     """vllm.config.scheduler.SchedulerConfig"""
 
     max_num_batched_tokens: int
+    max_num_seqs: int
+    async_scheduling: bool | None
 
 
 class CompilationConfig(Protocol):
@@ -77,9 +96,11 @@ class VllmConfig(Protocol):
     additional_config: object
     model_config: ModelConfig
     parallel_config: ParallelConfig
+    cache_config: CacheConfig
     scheduler_config: SchedulerConfig
     compilation_config: CompilationConfig
     speculative_config: object
+    num_speculative_tokens: int
     kv_transfer_config: Any
     device_config: Any
 
@@ -142,6 +163,7 @@ class CompletionOutput(Protocol):
     index: int
     finish_reason: str | None
     stop_reason: Any
+    logprobs: Any
     scope: object
     scope_texts: Sequence[str]
 
@@ -160,10 +182,16 @@ class Engine(Protocol):
     engine_core: Any
     output_processor: OutputProcessor
 
+    @property
+    def tokenizer(self) -> Any: ...
+
 
 class LLMEngine(Engine, Protocol):
     """vllm.v1.engine.llm_engine.LLMEngine"""
 
+    def add_request(self, request_id: str, prompt: Any, params: Any, /) -> object: ...
+    def step(self) -> list[RequestOutput]: ...
+    def has_unfinished_requests(self) -> bool: ...
     def abort_request(self, request_ids: list[Any], /) -> object: ...
     def collective_rpc(self, method: str, *, args: tuple[object, ...] = ()) -> list[Any]: ...
 
@@ -171,6 +199,9 @@ class LLMEngine(Engine, Protocol):
 class AsyncLLM(Engine, Protocol):
     """vllm.v1.engine.async_llm.AsyncLLM"""
 
+    def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, /
+    ) -> AsyncIterator[RequestOutput]: ...
     def collective_rpc(
         self, method: str, *, args: tuple[object, ...] = ()
     ) -> Awaitable[list[Any]]: ...
@@ -212,6 +243,7 @@ class Request(Protocol):
     output_token_ids: Sequence[int]
     num_tokens: int
     num_computed_tokens: int
+    num_prompt_tokens: int
     num_in_flight_tokens: int
     block_hashes: Sequence[bytes]
     client_index: int
@@ -229,12 +261,19 @@ class NewRequestData(Protocol):
     prompt_token_ids: Sequence[int]  # None without token ids; no such request has taps
 
 
+class CachedRequestData(Protocol):
+    """vllm.v1.core.sched.output.CachedRequestData"""
+
+    resumed_req_ids: set[str]
+
+
 class SchedulerOutput(Protocol):
     """vllm.v1.core.sched.output.SchedulerOutput"""
 
     finished_req_ids: set[str]
     num_scheduled_tokens: Mapping[str, int]
     scheduled_new_reqs: list[NewRequestData]
+    scheduled_cached_reqs: CachedRequestData
     scope_news: StepNews
 
 

@@ -9,17 +9,20 @@ per_request.py packed.py sharded.py npz.py    one layout each
 rows.py stored.py buffers.py                  a request on its way into a file
 tensors.py publish.py names.py roots.py       safetensors, files that appear whole, names, roots
 reader.py captured.py datafile.py folder.py   reading
+features.py                                   features as rows, and in Parquet
 index.py                                      what is said beside the rows
-iterate.py export.py                          rows for training, exports to other tools
+iterate.py training.py export.py              rows for training, exports to other tools
 remote.py                                     roots that are URLs
 """
 
 from vllm_scope.files.captured import CapturedRequest
 from vllm_scope.files.export import export_dataset, export_saelens
+from vllm_scope.files.features import export_features
 from vllm_scope.files.index import IndexedRequest, RequestRecord
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.reader import Capture, open
 from vllm_scope.files.rows import RequestWriter
+from vllm_scope.files.training import RowDataset
 from vllm_scope.files.writer import Writer, open_writer
 
 __all__ = [
@@ -29,8 +32,10 @@ __all__ = [
     "IndexedRequest",
     "RequestRecord",
     "RequestWriter",
+    "RowDataset",
     "Writer",
     "export_dataset",
+    "export_features",
     "export_saelens",
     "open",
     "open_writer",

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -24,6 +25,9 @@ from vllm_scope.files.folder import Folder
 from vllm_scope.files.index import IndexedRequest, IndexedStream, parse_stream, stream_name
 from vllm_scope.files.per_request import part_key
 from vllm_scope.request.sites import SiteLayer
+
+if TYPE_CHECKING:
+    from vllm_scope.results.features import SparseFeatures
 
 #: Files that are open at once. A tensor of a closed file stays valid.
 MAX_OPEN = 64
@@ -199,6 +203,12 @@ class CapturedRequest:
         if not torch.equal(captured[index], wanted):
             raise FileError(f"{stored.name}: positions of {stored.key} are not in order")
         return stored.take(index)
+
+    def features(self, name: str) -> SparseFeatures:
+        """The features that came by this name. Raises KeyError, FileError."""
+        from vllm_scope.files.features import read_features
+
+        return read_features(self, name)
 
     @property
     def token_ids(self) -> Tensor:

@@ -55,12 +55,13 @@ class Exported(int):
         return found
 
 
-def _arrow() -> ModuleType:
+def arrow() -> ModuleType:
+    """pyarrow. Raises ConfigError if it is missing."""
     try:
         import pyarrow
     except ImportError:
         raise ConfigError(
-            "exports need the package pyarrow; pip install 'vllm-scope[files]'."
+            "Parquet and Arrow files need the package pyarrow; pip install 'vllm-scope[files]'."
         ) from None
     library: ModuleType = pyarrow
     return library
@@ -81,7 +82,7 @@ def export_dataset(
             positions.
         ConfigError: pyarrow is missing.
     """
-    pa = _arrow()
+    pa = arrow()
     requests, width = _chosen(capture, streams)
     values = {stream: pa.list_(_arrow_type(dtype), size) for stream, size in width.items()}
     schema = pa.schema(
@@ -141,7 +142,7 @@ def export_saelens(
     Raises:
         As `export_dataset`.
     """
-    pa = _arrow()
+    pa = arrow()
     stream = (site, layer)
     requests, widths = _chosen(capture, [stream])
     width = widths[stream]
@@ -230,12 +231,12 @@ def _list(dtype: str, length: int) -> _Feature:
 def _arrow_type(dtype: Dtype) -> DataType:
     if dtype not in ("float32", "float16"):
         raise ConfigError(f"dtype is {dtype!r}; exports are float32 or float16.")
-    return _arrow().float32() if dtype == "float32" else _arrow().float16()
+    return arrow().float32() if dtype == "float32" else arrow().float16()
 
 
 def _numbers(rows: Tensor, dtype: Dtype) -> Array:
     numbers = halved(rows) if dtype == "float16" else rows.float()
-    return _arrow().array(numbers.reshape(-1).numpy())
+    return arrow().array(numbers.reshape(-1).numpy())
 
 
 def _save(
@@ -245,7 +246,7 @@ def _save(
     batches: Callable[[], Iterator[RecordBatch]],
 ) -> int:
     """Write the files of `Dataset.save_to_disk`, last the one that readers look for."""
-    pa = _arrow()
+    pa = arrow()
     if folder.exists() and any(folder.iterdir()):
         raise FileError(f"{folder} is not empty; export into a folder of its own.")
     schema = schema.with_metadata({"huggingface": json.dumps({"info": {"features": features}})})

@@ -1,7 +1,8 @@
 """What is stored about requests, beside their rows.
 
 Owns:  RequestRecord (a writer's input when a request ends), IndexedRequest (what is stored and
-       returned: `request.manifest`), Index (all requests of one file), and their JSON.
+       returned: `request.manifest`), DocumentSpan, Index (all requests of one file), and their
+       JSON.
 """
 
 from __future__ import annotations
@@ -25,6 +26,22 @@ MAX_INDEX_BYTES = 1 << 30
 MAX_STAGES = 1024
 
 
+class DocumentSpan(msgspec.Struct, frozen=True):
+    """Some tokens of a document, in the prompt of a harvested request.
+
+    Attributes:
+        document: its id.
+        first: index in the document of the first of these tokens.
+        num_tokens: how many they are.
+        total: number of the document's tokens.
+    """
+
+    document: str
+    first: int
+    num_tokens: int
+    total: int
+
+
 @dataclass(frozen=True)
 class RequestRecord:
     """A request, or one completion of it, at its end.
@@ -44,6 +61,7 @@ class RequestRecord:
         child: index of the completion, if the request has n > 1.
         stage, num_stages: the pipeline stage of these rows.
         owner: of the request, if several owners share a root: letters and digits.
+        documents: what the prompt is made of, in its order, if the request was harvested.
     """
 
     request_id: str
@@ -62,6 +80,7 @@ class RequestRecord:
     stage: int = 0
     num_stages: int = 1
     owner: str = ""
+    documents: tuple[DocumentSpan, ...] = ()
 
     @property
     def num_positions(self) -> int:
@@ -120,6 +139,7 @@ class IndexedRequest(msgspec.Struct, frozen=True):
     number: int = 0
     first_token: int = 0
     owner: str = ""
+    documents: tuple[DocumentSpan, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -26,9 +26,18 @@ _Run = tuple[StoredStream, int, int]
 
 
 def iter_rows(
-    stored: Sequence[StoredStream], batch_size: int, shuffle: bool, seed: int
+    stored: Sequence[StoredStream],
+    batch_size: int,
+    shuffle: bool,
+    seed: int,
+    part: tuple[int, int] = (0, 1),
+    skip: int = 0,
 ) -> Iterator[Tensor]:
     """See Capture.iter_rows.
+
+    Args:
+        part: (index, number of parts): only the rows of one part. Each row is in one part.
+        skip: batches to leave out at the beginning, mostly without reading them.
 
     Raises:
         ValueError: no rows in a batch.
@@ -40,7 +49,12 @@ def iter_rows(
     if len(shapes) > 1:
         raise FileError(f"the rows are not of one shape and dtype: {sorted(shapes)}")
     spans = _joined(stored)
-    pieces = _shuffled(spans, batch_size, seed) if shuffle else _in_order(spans, batch_size)
+    runs = _runs(spans, RUN_ROWS if shuffle or part[1] > 1 else batch_size)
+    at = skip * batch_size
+    if shuffle:
+        pieces = _shuffled(runs, part, batch_size, seed, at)
+    else:
+        pieces = _in_order(runs[part[0] :: part[1]], at)
     return _batches(pieces, batch_size)
 
 
@@ -65,26 +79,34 @@ def _runs(spans: Sequence[StoredStream], num_rows: int) -> list[_Run]:
     return found
 
 
-def _in_order(spans: Sequence[StoredStream], batch_size: int) -> Iterator[Tensor]:
-    for span, start, stop in _runs(spans, batch_size):
-        yield span.rows(start, stop)
+def _in_order(runs: Sequence[_Run], skipped: int) -> Iterator[Tensor]:
+    for span, start, stop in runs:
+        first = start + min(skipped, stop - start)
+        skipped -= first - start
+        if first < stop:
+            yield span.rows(first, stop)
 
 
-def _shuffled(spans: Sequence[StoredStream], batch_size: int, seed: int) -> Iterator[Tensor]:
+def _shuffled(
+    runs: Sequence[_Run], part: tuple[int, int], batch_size: int, seed: int, skipped: int
+) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    runs = _runs(spans, RUN_ROWS)
-    order = torch.randperm(len(runs), generator=generator).tolist()
+    order = torch.randperm(len(runs), generator=generator).tolist()[part[0] :: part[1]]
     memory: Tensor | None = None
     for pool_of in _pools(order, runs):
+        num_rows = sum(runs[i][2] - runs[i][1] for i in pool_of)
+        mixed = torch.randperm(num_rows, generator=generator)[skipped:]
+        skipped = max(skipped - num_rows, 0)
+        if not len(mixed):
+            continue
         # Read in file order, for the disk; mixed below.
         chosen = [runs[i] for i in sorted(pool_of)]
         rows = [span.rows(start, stop) for span, start, stop in chosen]
-        num_rows = sum(map(len, rows))
         if memory is None or len(memory) < num_rows:
             memory = torch.empty(num_rows, *rows[0].shape[1:], dtype=rows[0].dtype)
         # The same memory each time: fresh pages cost more than the copy.
         pool = torch.cat(rows, out=memory[:num_rows])
-        for index in torch.randperm(num_rows, generator=generator).split(batch_size):
+        for index in mixed.split(batch_size):
             yield pool.index_select(0, index)
 
 

@@ -89,6 +89,8 @@ class Capture:
         batch_size: int,
         shuffle: bool = False,
         seed: int = 0,
+        part: tuple[int, int] = (0, 1),
+        skip: int = 0,
     ) -> Iterator[Tensor]:
         """Every row of a stream once, [batch_size, hidden_size]; the last batch may be smaller.
 
@@ -98,6 +100,8 @@ class Capture:
 
         Args:
             shuffle: in random order, the same for the same seed.
+            part: (index, number of parts), for several readers: each row is in one part.
+            skip: batches to leave out at the beginning, to go on after them.
 
         Raises:
             KeyError: no request has this stream.
@@ -106,7 +110,7 @@ class Capture:
         stored = [r.stored((site, layer)) for r in self if (site, layer) in r]
         if not stored:
             raise KeyError(f"({site!r}, {layer}) was not captured; captured are {self.keys()}")
-        return iter_rows(stored, batch_size, shuffle, seed)
+        return iter_rows(stored, batch_size, shuffle, seed, part, skip)
 
     def __repr__(self) -> str:
         return f"<Capture of {len(self)} requests>"

@@ -1,6 +1,6 @@
 """Roots that are URLs: object stores, other hosts, memory; through fsspec.
 
-Owns:  RemotePublisher and RemoteFolder.
+Owns:  RemotePublisher, RemoteFolder and `read_remote`.
 
 Files are written to a local temporary folder, uploaded under a temporary name, and moved. A
 file that is read is downloaded once, whole, to a temporary folder that lives as long as the
@@ -38,6 +38,19 @@ def _file_system(url: str) -> tuple[AbstractFileSystem, str]:
     except (ImportError, ValueError) as error:
         raise ConfigError(f"{url} cannot be opened: {error}") from None
     return system, root.rstrip("/")
+
+
+def read_remote(url: str, name: str) -> bytes | None:
+    """A small file below a URL; None if there is none. Raises FileError."""
+    system, root = _file_system(url)
+    try:
+        system.invalidate_cache()
+        body: bytes = system.cat_file(f"{root}/{name}")
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # each file system has its own exceptions
+        raise FileError(f"{url}/{name} cannot be read: {error}") from None
+    return body
 
 
 class RemotePublisher:

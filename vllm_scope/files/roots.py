@@ -1,6 +1,6 @@
 """Roots: a folder of this host, one file, or a URL.
 
-Owns:  `make_publisher` (writes below a root), `find_folder` (reads it).
+Owns:  `make_publisher` (writes below a root), `find_folder` (reads it), `read_file`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from vllm_scope.errors import ConfigError, FileError, shown
 from vllm_scope.files.folder import Folder, LocalFolder
 from vllm_scope.files.publish import LocalPublisher, Publisher
-from vllm_scope.files.remote import RemoteFolder, RemotePublisher
+from vllm_scope.files.remote import RemoteFolder, RemotePublisher, read_remote
 
 
 def make_publisher(root: str, fsync: bool, mode: int = 0o600) -> Publisher:
@@ -42,3 +42,15 @@ def find_folder(path: str | os.PathLike[str]) -> Folder:
     if root.is_file():
         return LocalFolder(root.parent, root.name)
     raise FileError(f"{text} does not exist; name a file or a folder of captured rows.")
+
+
+def read_file(root: str, name: str) -> bytes | None:
+    """A small file of a root, whole; None if there is no such file. Raises FileError."""
+    if "://" in root:
+        return read_remote(root, name)
+    try:
+        return (Path(root) / name).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise FileError(f"{Path(root) / name} cannot be read: {error}") from None

@@ -6,6 +6,7 @@
     resid_post.5.token_ids   int32 [tokens]          the token that the row is of
     token_ids                int32 [all tokens]      prompt and output of all requests
     vllm_scope               uint8 [bytes]           the index, as JSON
+    resid_post.5.<name>      what a `Summary` makes of the stream's rows, if the writer has one
 
 The index is also beside the shard as `.json`, for people. In the file it is a tensor, because
 the index of many small requests is larger than a safetensors header may be.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -38,6 +40,11 @@ NUM_WRITERS = 2
 #: Shards that are filled at once: rows of one stream under different codecs need different
 #: shards. If one more is needed, the oldest is written.
 MOST_OPEN = 4
+#: Rows that a Summary is given at once.
+BLOCK_ROWS = 4096
+#: Makes tensors, by name, of the decoded rows of one stream of a shard, [some, hidden_size] each.
+#: Called on the threads that write shards.
+Summary = Callable[[Iterator[Tensor]], dict[str, Tensor]]
 
 
 class _Shard:
@@ -90,18 +97,47 @@ class _Shard:
         self.waiting.append(stored.published)
         return stored
 
-    def publish(self, publisher: Publisher) -> None:
+    def publish(self, publisher: Publisher, summary: Summary | None) -> None:
         with settling(self.waiting):
             body = Index("sharded", self.manifests).encode()
             index = torch.frombuffer(bytearray(body), dtype=torch.uint8)
             tensors = {**self._pieces, KEY: [index]}
+            if summary is not None:
+                for stream in self._codecs:
+                    made = summary(self._blocks(stream))
+                    tensors |= {f"{stream}.{name}": [tensor] for name, tensor in made.items()}
             write = partial(write_tensors, tensors=tensors, metadata={"layout": "sharded"})
             publish_indexed(publisher, f"{self.stem}.safetensors", write, body)
 
+    def _blocks(self, stream: str) -> Iterator[Tensor]:
+        """The rows of a stream, decoded, in blocks of about BLOCK_ROWS."""
+        codec = self._codecs[stream]
+        names = list(codec.part_names)
+        waiting: list[tuple[Tensor, ...]] = []
+        num_rows = 0
+        for parts in zip(*(self._pieces[part_key(stream, name)] for name in names), strict=True):
+            waiting.append(parts)
+            num_rows += len(parts[0])
+            if num_rows >= BLOCK_ROWS:
+                yield _decoded(codec, names, waiting)
+                waiting, num_rows = [], 0
+        if waiting:
+            yield _decoded(codec, names, waiting)
+
+
+def _decoded(codec: Codec, names: list[str], pieces: list[tuple[Tensor, ...]]) -> Tensor:
+    parts = {
+        name: torch.cat(some) for name, some in zip(names, zip(*pieces, strict=True), strict=True)
+    }
+    return codec.decode(parts, sum(len(first) for first, *_ in pieces))
+
 
 class ShardedLayout(FileLayout):
-    def __init__(self, options: FileOptions, publisher: Publisher) -> None:
+    def __init__(
+        self, options: FileOptions, publisher: Publisher, summary: Summary | None = None
+    ) -> None:
         super().__init__(options, publisher)
+        self._summary = summary
         self._identity = secrets.token_hex(8)
         self._num_shards = 0
         self._threads = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="vllm-scope-shard")
@@ -133,7 +169,7 @@ class ShardedLayout(FileLayout):
         # A failure is set on the requests' futures.
         while self._writing and self._writing[0].done():
             self._writing.popleft()
-        self._writing.append(self._threads.submit(shard.publish, self._publisher))
+        self._writing.append(self._threads.submit(shard.publish, self._publisher, self._summary))
         if len(self._writing) > NUM_WRITERS:
             self._writing.popleft().exception()
 

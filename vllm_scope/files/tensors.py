@@ -31,6 +31,7 @@ _MAX_NUMBERS = (1 << 63) - 1
 _SMALL_BYTES = 1 << 16
 
 CODE_OF = {
+    torch.float64: "F64",
     torch.int64: "I64",
     torch.float32: "F32",
     torch.int32: "I32",

@@ -34,7 +34,7 @@ from vllm_scope.files.per_request import PerRequestLayout
 from vllm_scope.files.publish import Publisher
 from vllm_scope.files.roots import make_publisher
 from vllm_scope.files.rows import RequestWriter, Stream
-from vllm_scope.files.sharded import ShardedLayout
+from vllm_scope.files.sharded import ShardedLayout, Summary
 from vllm_scope.files.stored import EncodedStream, FileLayout, FinishedRequest, Stored
 
 _LAYOUTS: dict[str, type[FileLayout]] = {
@@ -48,14 +48,23 @@ _LAYOUTS: dict[str, type[FileLayout]] = {
 class Writer:
     """All requests of one root. Use as a context, or call `close`.
 
+    Args:
+        summary: makes further tensors for each shard; only with the layout `sharded`.
+
     Attributes:
         buffers: memory for the rows that wait for a file.
     """
 
-    def __init__(self, options: FileOptions, publisher: Publisher) -> None:
+    def __init__(
+        self, options: FileOptions, publisher: Publisher, summary: Summary | None = None
+    ) -> None:
         self._options = options
         self._publisher = publisher
-        self._layout = _LAYOUTS[options.layout](options, publisher)
+        self._layout = (
+            _LAYOUTS[options.layout](options, publisher)
+            if summary is None
+            else ShardedLayout(options, publisher, summary)
+        )
         # Two files that are being written, and one that is being filled.
         self.buffers = Buffers(3 * options.file_bytes)
         self._codecs: dict[tuple[int, torch.dtype], Codec] = {}

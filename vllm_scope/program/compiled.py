@@ -20,16 +20,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.errors import SpecError
-from vllm_scope.program.operations import OP_SET, Op, OpsOf, Program, build_program
+from vllm_scope.program.layout import Layout
+from vllm_scope.program.operations import OP_CHECK, OP_SET, Op, OpsOf, Program, build_program
 from vllm_scope.program.picks import Pick
-from vllm_scope.request.heads import Bank, Head, Told
+from vllm_scope.program.table_rows import Listed, OpList
+from vllm_scope.request.arrays import Array
+from vllm_scope.request.heads import Bank, Head
 from vllm_scope.request.nets import Net
 from vllm_scope.request.remembered import Remembered
+from vllm_scope.request.sites import LEVELS
 
-#: Limits of one request: distinct programs, and operations of all its programs together. Each
-#: process builds the programs: 15 us per program, and 1.3 us per operation. If the request edits,
-#: the thread that runs the model also writes the programs to the device's tables before the
-#: request's first step: 15 us more per program, and 3 us per operation; at most 45 ms.
+#: Limits of one request: distinct programs, and operations of all its programs together. If the
+#: request edits, the thread that launches the model writes the programs to the device's tables
+#: before the request's first step: about 0.3 us per operation. If it only reads, that thread builds
+#: the programs in the steps that need them: 15 us per program, and 1.3 us per operation.
 MOST_PROGRAMS, MOST_OPS = 1024, 1 << 14
 MOST_PROGRAMS_WITH_VECTORS, MOST_OPS_WITH_VECTORS = 512, 1 << 13
 #: Bound of the programs of all specs that this process keeps.
@@ -85,14 +89,16 @@ class CompiledEdit(NamedTuple):
         at: (boundary, group).
         ops_of: the pick's value -> the operations.
         num_ops: how many they are, with the condition.
-        gate: (boundary, group) of its condition, and the condition; or None.
+        gate: its condition, as (boundary, group) and operation: one, or with a state two.
+        values: of a replacement, its rows.
     """
 
     pick: int
     at: tuple[int, int]
     ops_of: OpsOf
     num_ops: int
-    gate: tuple[tuple[int, int], Op] | None = None
+    gate: tuple[tuple[tuple[int, int], Op], ...] = ()
+    values: Array | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,12 +108,14 @@ class Compiled:
     Attributes:
         reads: (index of the pick, points that were named, what is made of the rows; None for
             plain rows).
+        edits: in their order.
         check: the boundary at which every token of a request with edits is checked; None if
             it has no edits, or is checked on another pipeline stage.
         rows: `compiler.rows_of` of all reads and probes.
         banks: as in Resolved.
-        of_phase: False (prompt) or True (generated) -> the program of all of its tokens. Filled
-            only if all picks are uniform.
+        of_phase: False (prompt) or True (generated), and RequestProgram.begun -> the program of
+            all of its tokens. Filled only if all picks are uniform.
+        phase_columns: the same of their columns.
         built: bytes of a column -> its program, while `programs` keeps it.
     """
 
@@ -117,7 +125,8 @@ class Compiled:
     check: int | None
     rows: Mapping[int, int]
     banks: Mapping[Bank, tuple[Net, ...]]
-    of_phase: dict[bool, Program | None] = field(default_factory=dict)
+    of_phase: dict[tuple[bool, frozenset[str]], Program | None] = field(default_factory=dict)
+    phase_columns: dict[tuple[bool, frozenset[str]], Column] = field(default_factory=dict)
     built: dict[bytes, Program | None] = field(default_factory=dict)
 
     @cached_property
@@ -141,6 +150,21 @@ class Compiled:
         found = np.zeros(len(self.picks), bool)
         found[list(self.used)] = True
         return found
+
+    @cached_property
+    def firsts(self) -> frozenset[str]:
+        """The probes whose verdicts some picks wait for."""
+        return frozenset(pick.after for pick in self.picks if pick.after is not None)
+
+    def waiting(self, begun: frozenset[str]) -> list[int]:
+        """The indices of the picks that wait for a verdict of another probe than those."""
+        left = self.firsts - begun
+        return [i for i, pick in enumerate(self.picks) if pick.after in left] if left else []
+
+    @cached_property
+    def delivering(self) -> list[int]:
+        """Indices of the picks of what delivers."""
+        return sorted({read[0] for read in self.reads})
 
     @cached_property
     def uniform(self) -> bool:
@@ -174,12 +198,24 @@ class Compiled:
         practically never have."""
         return np.frombuffer(secrets.token_bytes(8 * len(self.picks)), np.int64)
 
-    def distinct(self, columns: NDArray[np.int32]) -> dict[bytes, Column]:
-        """The distinct columns of [num_picks, n], by their bytes, in their order."""
+    def distinct_in(
+        self, columns: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Of [num_picks, n]: the first index of each distinct column, ascending, and which of them
+        each column is, [n]."""
         with np.errstate(over="ignore"):
             sums = self._marks @ columns.astype(np.int64)
-        _, firsts = np.unique(sums, return_index=True)
-        return {columns[:, i].tobytes(): columns[:, i] for i in sorted(firsts.tolist())}
+        _, firsts, index = np.unique(sums, return_index=True, return_inverse=True)
+        # The sums are random, and all ranks must have the same order.
+        order = np.argsort(firsts)
+        rank = np.empty(len(order), np.int64)
+        rank[order] = np.arange(len(order))
+        return firsts[order], rank[index]
+
+    def distinct(self, columns: NDArray[np.int32]) -> dict[bytes, Column]:
+        """The distinct columns of [num_picks, n], by their bytes, in their order."""
+        firsts, _ = self.distinct_in(columns)
+        return {columns[:, i].tobytes(): columns[:, i] for i in firsts}
 
     def check_size(self, columns: Collection[Column]) -> None:
         """Raises SpecError for more programs or operations than one request may have."""
@@ -199,7 +235,23 @@ class Compiled:
                 "requests."
             )
 
-    def _build(self, column: Column) -> Program | None:
+    @cached_property
+    def op_list(self) -> OpList:
+        """Every operation that a token may get."""
+        listed, gates = [], dict[tuple[tuple[int, int], Op], list[int]]()
+        for pick, (boundary, group), ops_of, _, gate, values in self.edits:
+            listed += [Listed(boundary, group + 1, 0, op, (pick,), -1, values) for op in ops_of(1)]
+            for one in gate:
+                gates.setdefault(one, []).append(pick)
+        listed += [Listed(*at, 2, op, picks) for (at, op), picks in gates.items()]
+        if self.check is not None:
+            listed.append(Listed(self.check, LEVELS, 0, Op(OP_CHECK), ()))
+        return OpList(listed, self.reads, self.rows, len(self.picks))
+
+    def _delivered(
+        self, column: Column
+    ) -> tuple[dict[Head | None, tuple[int, ...]], tuple[tuple[int, int], ...]]:
+        """What is made of rows -> points; and Layout.also."""
         reads = [(points, head) for pick, points, head in self.reads if column[pick]]
         #: Row -> the first point that was named for it.
         labels: dict[int, int] = {}
@@ -211,21 +263,31 @@ class Compiled:
             rows = [labels[self.rows[point]] for point in named]
             points.setdefault(head, set()).update(rows)
             also |= {pair for pair in zip(named, rows, strict=True) if pair[0] != pair[1]}
+        return {head: tuple(sorted(some)) for head, some in points.items()}, tuple(sorted(also))
+
+    def layout(self, column: Column) -> Layout:
+        """What a token delivers; the layout of its program."""
+        points, also = self._delivered(column)
+        return Layout(points.pop(None, ()), _listed(points), also)
+
+    def _build(self, column: Column) -> Program | None:
+        points, also = self._delivered(column)
         edits: dict[tuple[int, int], list[Op]] = {}
         gates: dict[tuple[int, int], dict[Op, None]] = {}
-        for pick, place, ops_of, _, gate in self.edits:
+        for pick, place, ops_of, _, gate, _ in self.edits:
             if column[pick]:
                 edits.setdefault(place, []).extend(ops_of(int(column[pick])))
-                if gate is not None:
-                    gates.setdefault(gate[0], {})[gate[1]] = None
+                for where, op in gate:
+                    gates.setdefault(where, {})[op] = None
         if not (points or edits) and self.check is None:
             return None
-        plain = tuple(sorted(points.pop(None, ())))
-        made = [(head, tuple(sorted(some))) for head, some in points.items() if head is not None]
-        listed = tuple(sorted(made, key=lambda x: x[0].text))
-        banks = [self.banks[h] for h, _ in made if isinstance(h, Bank) and not isinstance(h, Told)]
-        nets = [net for bank in banks for net in bank]
-        return build_program(
-            plain, edits, listed, self.check, tuple(sorted(also)),
-            frozenset(weight for net in nets for weight, _ in net.layers), gates,
-        )  # fmt: skip
+        plain, listed = points.pop(None, ()), _listed(points)
+        return build_program(plain, edits, listed, self.check, also, gates)
+
+
+def _listed(
+    points: Mapping[Head | None, tuple[int, ...]],
+) -> tuple[tuple[Head, tuple[int, ...]], ...]:
+    """Layout.encoded, of all but plain rows."""
+    made = ((head, some) for head, some in points.items() if head is not None)
+    return tuple(sorted(made, key=lambda pair: pair[0].text))

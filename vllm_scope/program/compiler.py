@@ -12,36 +12,73 @@ prefill and recompute read and edit the same rows.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.errors import SpecError
 from vllm_scope.program.compiled import Column, Compiled, CompiledEdit
-from vllm_scope.program.operations import MOST_GATES, Cost, Op, Program, edit_ops, gate_op
+from vllm_scope.program.held import Held
+from vllm_scope.program.operations import (
+    MOST_GATES,
+    Cost,
+    Op,
+    Program,
+    edit_ops,
+    gate_op,
+    state_op,
+)
 from vllm_scope.program.picks import Pick
-from vllm_scope.request.heads import Head
-from vllm_scope.request.resolved import Resolved, ResolvedGate
+from vllm_scope.request.heads import Head, Summed
+from vllm_scope.request.resolved import Resolved, ResolvedEdit, ResolvedGate
 from vllm_scope.request.selectors import Ids, Selector, Tokens
-from vllm_scope.request.sites import LEVELS, Sites, boundary_of_point
+from vllm_scope.request.sites import LEVELS, Place, Sites, boundary_of_point
 
 #: Positions past a request's end that a step may still compute: drafts, and the step that
 #: async scheduling has already started.
 OVERSHOOT = 64
 #: Positions whose columns are made at once.
-_POSITIONS_AT_ONCE = 4096
+POSITIONS_AT_ONCE = 4096
 
 
-def points_of(asked: Resolved) -> Iterator[tuple[Selector, int, Head | None]]:
-    """The distinct points of reads and probes: (tokens, point, what is made of the row there)."""
+class Point(NamedTuple):
+    """A point of what delivers.
+
+    Attributes:
+        head: what is made of the row there; None for the row itself.
+        after: as in Probe.
+    """
+
+    tokens: Selector
+    point: int
+    head: Head | None
+    after: str | None = None
+
+
+def points_of(asked: Resolved) -> tuple[Point, ...]:
+    """The distinct points of what delivers."""
+    found: tuple[Point, ...] | None = asked.__dict__.get("_points")
+    if found is None:
+        # Many requests share a Resolved, which may have a thousand probes.
+        found = asked.__dict__["_points"] = tuple(_points_of(asked))
+    return found
+
+
+def _points_of(asked: Resolved) -> Iterator[Point]:
     for read in asked.reads:
         for stream in read.streams:
-            yield read.tokens, stream.point(read.when), read.encoding
-    cells = ((probe.tokens, cell) for probe in asked.probes for cell in probe.cells)
+            yield Point(read.tokens, stream.point(read.when), read.encoding)
+    cells = ((one, cell) for one in asked.banked for cell in one.cells)
     # Many probes share a bank.
-    yield from dict.fromkeys((tokens, cell.place.point(), cell.bank) for tokens, cell in cells)
+    yield from dict.fromkeys(
+        Point(probe.tokens, cell.place.point(), cell.bank, probe.after) for probe, cell in cells
+    )
+    for i, one in enumerate(asked.moments):
+        for stream in one.streams:
+            yield Point(one.tokens, stream.point(), Summed.of(i))
 
 
 def rows_of(asked: Resolved, some: Resolved) -> dict[int, int]:
@@ -50,7 +87,7 @@ def rows_of(asked: Resolved, some: Resolved) -> dict[int, int]:
     Two points of a boundary have the same row if no edit of the request `asked` is between them.
     """
     edited = {(e.stream.boundary, e.stream.group) for e in asked.edits}
-    named = {point for _, point, _ in points_of(some)}
+    named = {each.point for each in points_of(some)}
     firsts: dict[tuple[int, int], int] = {}
     found = {}
     for point in sorted(named):
@@ -65,9 +102,10 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
     picks: dict[Pick, int] = {}
 
     def pick(
-        selector: Selector, use: Literal["edit", "deliver"], positions: tuple[int, ...] = ()
-    ) -> int:
-        return picks.setdefault(Pick(selector, use, positions), len(picks))
+        selector: Selector, use: Literal["edit", "deliver"], positions: tuple[int, ...] = (),
+        after: str | None = None,
+    ) -> int:  # fmt: skip
+        return picks.setdefault(Pick(selector, use, positions, after), len(picks))
 
     rows = rows_of(asked, asked)
     #: (pick, what is made of the row) -> points. Many probes share one bank.
@@ -77,21 +115,25 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
     gates = _gate_ops(asked)
     # Every action gets a pick, also an action at boundaries that are not here: a column then means
     # the same in every process.
-    for tokens, point, head in points_of(asked):
-        at = pick(tokens, "deliver")
+    for tokens, point, head, after in points_of(asked):
+        at = pick(tokens, "deliver", after=after)
         if boundary_of_point(point) in here and drains:
             reads.setdefault((at, head), {})[point] = None
-    for edit in asked.edits:
-        at, place = pick(edit.tokens, "edit", edit.positions), edit.stream
-        if place.boundary in here:
-            register, gate = -1, None
-            if edit.gate is not None:
-                op, seen = gates[edit.gate.digest], edit.gate.place
-                register, gate = op.register, ((seen.boundary, seen.group), op)
-            ops_of = edit_ops(edit, made, register)
-            num_ops = (gate is not None) + (1 if edit.reads is None else 2 * edit.reads.shape[0])
-            where = (place.boundary, place.group)
-            edits.append(CompiledEdit(at, where, ops_of, num_ops, gate))
+    for _, group in groupby(asked.edits, _action_of):
+        some = list(group)
+        first = some[0]
+        at = pick(first.tokens, "edit", first.positions)
+        places = [edit.stream for edit in some if edit.stream.boundary in here]
+        if not places:
+            continue
+        known = None if first.gate is None else gates[first.gate.digest]
+        ops_of = edit_ops(first, made, -1 if known is None else known.op.register)
+        num_ops = 1 if first.reads is None else 2 * first.reads.shape[0]
+        values = first.values if first.positions else None
+        for place in places:
+            gate = () if known is None else known.before(place)
+            where = place.boundary, place.group
+            edits.append(CompiledEdit(at, where, ops_of, len(gate) + num_ops, gate, values))
     check = sites.last_of_stream if asked.edits else None
     return Compiled(
         tuple(picks), tuple((at, tuple(points), head) for (at, head), points in reads.items()),
@@ -99,8 +141,35 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
     )  # fmt: skip
 
 
-def _gate_ops(asked: Resolved) -> dict[bytes, Op]:
-    """Digest of a gate -> its operation; edits with equal gates share one.
+def _action_of(edit: ResolvedEdit) -> tuple[object, ...]:
+    """Equal for edits that differ in their streams only."""
+    return (
+        edit.kind, edit.values, edit.tokens, edit.numbers, edit.positions, edit.norm_match,
+        edit.limit, edit.gate, edit.dose, edit.reads,
+    )  # fmt: skip
+
+
+class _GateOps(NamedTuple):
+    """A gate's operations: at its own place, and with a state also at its edits' places."""
+
+    at: tuple[int, int]
+    op: Op
+    state: Op | None
+
+    def before(self, edited: Place) -> tuple[tuple[tuple[int, int], Op], ...]:
+        """What is done before an edit, by (boundary, group). Each place of several edits advances
+        the state by the same tokens, to the same value."""
+        if self.state is None:
+            return ((self.at, self.op),)
+        state = self.state
+        if state.told is not None and state.told[0] != edited:
+            state = replace(state, told=None)
+        return ((self.at, self.op), ((edited.boundary, edited.group), state))
+
+
+def _gate_ops(asked: Resolved) -> dict[bytes, _GateOps]:
+    """Digest of a gate -> its operations; edits with equal gates share them. The registers of the
+    gates with a state come first: they number the state's places in the log.
 
     Raises:
         SpecError: more gates than a row has registers.
@@ -110,12 +179,20 @@ def _gate_ops(asked: Resolved) -> dict[bytes, Op]:
         gate = edit.gate
         if gate is not None and (gate.digest not in gates or gate.told is not None):
             gates[gate.digest] = gate
-    if len(gates) > MOST_GATES:
+    num_states = sum(gate.state is not None for gate in gates.values())
+    if len(gates) + num_states > MOST_GATES:
+        twice = f", {num_states} of them with a state, which count twice" if num_states else ""
         raise SpecError(
-            f"the edits have {len(gates)} different gates, those of server-wide edits included; at "
-            f"most {MOST_GATES}."
+            f"the edits have {len(gates)} different gates, those of server-wide edits included"
+            f"{twice}; at most {MOST_GATES}."
         )
-    return {digest: gate_op(gate, i) for i, (digest, gate) in enumerate(gates.items())}
+    found = {}
+    for i, gate in enumerate(sorted(gates.values(), key=lambda gate: gate.state is None)):
+        score = MOST_GATES - 1 - i if gate.state is not None else -1
+        state = None if gate.state is None else state_op(gate, i, score)
+        at = gate.place.boundary, gate.place.group
+        found[gate.digest] = _GateOps(at, gate_op(gate, i, score), state)
+    return found
 
 
 @dataclass(frozen=True)
@@ -124,11 +201,16 @@ class RequestProgram:
 
     Attributes:
         prompt_ids: empty if no selector looks at them.
+        later: (first position, program), ascending: from that position on, this program replaces
+            the one before it.
+        begun: the probes whose verdict has come. What waits for another one is left out.
     """
 
     num_prompt: int
     prompt_ids: NDArray[np.int64]
     _compiled: Compiled
+    later: tuple[tuple[int, RequestProgram], ...] = ()
+    begun: frozenset[str] = frozenset()
 
     @staticmethod
     def compile(
@@ -155,6 +237,11 @@ class RequestProgram:
         ids = () if compiled.uniform else prompt_ids
         return RequestProgram(num_prompt, np.asarray(ids, np.int64), compiled)
 
+    def then(self, first: int, other: RequestProgram) -> RequestProgram:
+        """This program below a position, and another one, with the same verdicts, from there on."""
+        earlier = tuple(one for one in self.later if one[0] < first)
+        return replace(self, later=(*earlier, (first, other.after(self.begun))))
+
     @property
     def has_vectors(self) -> bool:
         """True if it edits at its boundaries."""
@@ -175,33 +262,66 @@ class RequestProgram:
         differ)."""
         return self._compiled.uniform
 
+    @property
+    def first_fixed(self) -> int:
+        """From this position on, all tokens get the program of generated ones, if
+        `generated_is_uniform`."""
+        if self.later:
+            return self.later[-1][0]
+        alike = self.generated_is_uniform and np.array_equal(
+            self._phase_column(False), self._phase_column(True)
+        )
+        return 0 if alike else self.num_prompt
+
+    def after(self, firsts: Iterable[str]) -> RequestProgram:
+        """The same once these probes have their verdicts."""
+        begun = self.begun.union(firsts)
+        if begun == self.begun:
+            return self
+        later = tuple((first, one.after(begun)) for first, one in self.later)
+        return replace(self, begun=begun, later=later)
+
+    def told(self, firsts: Iterable[str]) -> RequestProgram:
+        """What is planned after these verdicts: `after`; or the last stage, if the tables hold no
+        programs of the stages before it. Readers drop the scores of stages that have not begun."""
+        between = len(self._compiled.firsts) > 1 and not self.generated_is_uniform
+        return self.last_stage if between else self.after(firsts)
+
+    @property
+    def last(self) -> RequestProgram:
+        """What holds from the last of `later` on."""
+        return self.later[-1][1] if self.later else self
+
+    @property
+    def last_stage(self) -> RequestProgram:
+        """The same once every probe has its verdict: it delivers the most."""
+        return self.after(self._compiled.firsts)
+
     def _columns(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
         """[num_picks, num_positions]."""
         tokens = Tokens.running(positions, self.num_prompt, self.prompt_ids)
         columns = np.zeros((len(self._compiled.picks), len(positions)), np.int32)
         for i in self._compiled.used:
             columns[i] = self._compiled.picks[i].values(tokens)
+        columns[self._compiled.waiting(self.begun)] = 0
         return columns
 
-    def runs(self, first: int, count: int) -> list[tuple[int, int, Program]]:
-        """Runs of tokens with the same program among positions first .. first+count-1.
+    @property
+    def parts(self) -> tuple[tuple[int, RequestProgram], ...]:
+        """(first position, program) of this one and of `later`."""
+        return ((0, self), *self.later)
 
-        Returns:
-            (offset from `first`, length, program); tokens without a program are left out.
-        """
-        if self.generated_is_uniform:
-            prompt, generated = self._of_phase(False), self._of_phase(True)
-            split = 0 if prompt is generated else min(max(self.num_prompt - first, 0), count)
-            phases = (0, split, prompt), (split, count - split, generated)
-            return [(at, length, one) for at, length, one in phases if length and one is not None]
-        columns = self._columns(np.arange(first, first + count, dtype=np.int64))
-        edges = np.flatnonzero((columns[:, 1:] != columns[:, :-1]).any(axis=0)) + 1
-        found = []
-        for start, stop in zip([0, *edges], [*edges, count], strict=True):
-            program = self._compiled.program(columns[:, start])
-            if program is not None:
-                found.append((int(start), int(stop - start), program))
-        return found
+    def parts_at(self, first: int, count: int) -> list[tuple[RequestProgram, int, int]]:
+        """What holds at the positions first .. first+count-1: (program, first position, count)."""
+        if not self.later:
+            return [(self, first, count)]
+        found, stop = [], first + count
+        for start, one in reversed(self.parts):
+            if start < stop:
+                begin = max(start, first)
+                found.append((one, begin, stop - begin))
+                stop = begin
+        return [part for part in found[::-1] if part[2]]
 
     def generated_superset(self) -> Program | None:
         """One program that delivers whatever any generated token may need.
@@ -212,9 +332,10 @@ class RequestProgram:
         """
         if self.generated_is_uniform:
             return self._of_phase(True)
-        return self._compiled.program(self._superset_column())
+        return self._compiled.program(self.superset_column())
 
-    def _superset_column(self) -> Column:
+    def superset_column(self) -> Column:
+        """The column of `generated_superset`."""
         if self.generated_is_uniform:
             return self._phase_column(True)
         column = self._columns(np.array([self.num_prompt], np.int64))[:, 0]
@@ -224,33 +345,70 @@ class RequestProgram:
                 column[i] = 1
         return column
 
-    def columns(self, num_positions: int) -> tuple[bytes, ...]:
-        """The distinct columns of all positions of the request, and the column of
-        `generated_superset`. With them another process can build every program that the request
-        may need.
+    def columns(self, num_positions: int, drafts: bool = True) -> tuple[bytes, ...]:
+        """The distinct columns of all positions of the request, and `superset_columns`. With them
+        another process can make every program that the request may need.
+
+        Args:
+            drafts: False to leave out `superset_columns`.
 
         Raises:
             SpecError: more programs than one request may have.
         """
-        found = self._distinct_columns(num_positions)
-        superset = self._superset_column()
-        return tuple(found | {superset.tobytes(): superset})
+        found = dict.fromkeys(self._distinct_columns(num_positions))
+        return tuple(found | dict.fromkeys(self.superset_columns() if drafts else ()))
 
-    def programs_of(self, columns: Iterable[bytes]) -> list[Program]:
-        """The distinct programs of some columns, which may come from another process."""
-        compiled = self._compiled
-        rows = (np.frombuffer(column, np.int32) for column in columns)
-        return _distinct(compiled.program(np.where(compiled.uses, row, 0)) for row in rows)
+    def superset_columns(self) -> list[bytes]:
+        """The columns of `generated_superset`, before any verdict, and after those of first
+        stages."""
+        stages = (self, *self._later_stages())
+        return [stage.superset_column().tobytes() for stage in stages]
 
-    def all_programs(self, num_positions: int) -> list[Program]:
-        """Every program that some position of the request may get.
+    def held(self, columns: Iterable[bytes], key: Hashable = None) -> Held:
+        """What the request holds while it runs.
 
-        Raises:
-            SpecError: more of them than one request may have.
+        Args:
+            columns: as `columns` returns them; they may come from another process.
+            key: equal for equal specs. None if requests with an equal spec share this Compiled.
         """
-        return self.programs_of(self._distinct_columns(num_positions))
+        return Held(self._compiled, columns, self._compiled.ref if key is None else key)
+
+    def made(self, held: Held) -> bool:
+        """True if they are programs of the same Compiled, so that columns mean the same."""
+        return held.is_of(self._compiled)
+
+    def distinct_at(self, first: int, count: int) -> tuple[list[Column], NDArray[np.int64]]:
+        """The distinct columns of the positions first .. first+count-1, and the index of each
+        position's column among them, [count]."""
+        if self.generated_is_uniform:
+            split = min(max(self.num_prompt - first, 0), count)
+            if 0 < split < count:
+                each = [self._phase_column(False), self._phase_column(True)]
+                return each, (np.arange(count) >= split).astype(np.int64)
+            return [self._phase_column(split == 0)], np.zeros(count, np.int64)
+        columns = self._columns(np.arange(first, first + count, dtype=np.int64))
+        if count == 1:
+            return [columns[:, 0]], np.zeros(1, np.int64)
+        firsts, index = self._compiled.distinct_in(columns)
+        return list(columns[:, firsts].T), index
+
+    def program(self, column: Column) -> Program | None:
+        return self._compiled.program(column)
 
     def _distinct_columns(self, num_positions: int) -> dict[bytes, Column]:
+        found = self._columns_until(num_positions)
+        # Each stage is checked by itself: a monitor's cascade refuses no request for its size.
+        for stage in self._later_stages():
+            found |= stage._columns_until(num_positions)
+        return found
+
+    def _later_stages(self) -> list[RequestProgram]:
+        """The request after the verdicts of all its first stages; empty if it waits for none. The
+        stages before the last are left out. If programs depend on the phase alone, the planner
+        holds theirs when a verdict comes; if not, it skips these stages (`told`)."""
+        return [self.last_stage] if self._compiled.firsts - self.begun else []
+
+    def _columns_until(self, num_positions: int) -> dict[bytes, Column]:
         if self.generated_is_uniform:
             phases = (False, self.num_prompt > 0), (True, num_positions > self.num_prompt)
             given = [self._phase_column(generated) for generated, some in phases if some]
@@ -258,8 +416,8 @@ class RequestProgram:
             self._compiled.check_size(found.values())
             return found
         found = {}
-        for first in range(0, num_positions, _POSITIONS_AT_ONCE):
-            last = min(first + _POSITIONS_AT_ONCE, num_positions)
+        for first in range(0, num_positions, POSITIONS_AT_ONCE):
+            last = min(first + POSITIONS_AT_ONCE, num_positions)
             columns = self._columns(np.arange(first, last, dtype=np.int64))
             found |= self._compiled.distinct(columns)
             self._compiled.check_size(found.values())
@@ -267,22 +425,34 @@ class RequestProgram:
 
     def _of_phase(self, generated: bool) -> Program | None:
         """The program of all tokens of a phase, if the picks are uniform."""
-        known = self._compiled.of_phase
-        if generated not in known:
-            known[generated] = self._compiled.program(self._phase_column(generated))
-        return known[generated]
+        known, key = self._compiled.of_phase, (generated, self.begun)
+        if key not in known:
+            known[key] = self._compiled.program(self._phase_column(generated))
+        return known[key]
 
     def _phase_column(self, generated: bool) -> Column:
-        compiled = self._compiled
-        column = np.zeros(len(compiled.picks), np.int32)
-        for i in compiled.used:
-            column[i] = compiled.picks[i].value_in(generated)
-        return column
+        """The column of all tokens of a phase; read-only."""
+        compiled, key = self._compiled, (generated, self.begun)
+        known = compiled.phase_columns.get(key)
+        if known is None:
+            known = np.zeros(len(compiled.picks), np.int32)
+            for i in compiled.used:
+                known[i] = compiled.picks[i].value_in(generated)
+            known[compiled.waiting(self.begun)] = 0
+            known.flags.writeable = False
+            compiled.phase_columns[key] = known
+        return known
+
+    def cost_of_change(self, columns: Iterable[bytes]) -> Cost:
+        """What new numbers in the edits of generated tokens take of the device tables.
+
+        Args:
+            columns: as `columns` returns them.
+        """
+        if self.generated_is_uniform:
+            columns = self.superset_columns()
+        return self.held(columns).cost.without_vectors()
 
     def cost(self, num_positions: int) -> Cost:
         """What the request takes of the device tables, with what drafts may need."""
-        return Cost.of(self.programs_of(self.columns(num_positions)))
-
-
-def _distinct(programs: Iterable[Program | None]) -> list[Program]:
-    return list(dict.fromkeys(program for program in programs if program is not None))
+        return self.held(self.columns(num_positions)).cost

@@ -18,7 +18,7 @@ from itertools import groupby
 
 import numpy as np
 
-from vllm_scope.request.heads import Head, Told
+from vllm_scope.request.heads import Head, Summed, Told
 from vllm_scope.request.sites import STREAM, boundary_of_point, kind_of_point
 
 #: The unit of the arena. Rows and a token's scores start at a multiple of it.
@@ -144,6 +144,12 @@ class Layout:
         points = set(self.points)
         points.update(p for pair in self.encoded if pair not in told for p in pair[1])
         return Layout(tuple(sorted(points)), told)
+
+    @cached_property
+    def sent(self) -> Layout:
+        """What leaves the device: all but rows that are added to sums."""
+        kept = tuple(pair for pair in self.encoded if not isinstance(pair[0], Summed))
+        return self if len(kept) == len(self.encoded) else Layout(self.points, kept, self.also)
 
     def at(self, boundary: int) -> Layout:
         """The part that one tap delivers."""

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
 from vllm_scope.program.layout import Layout
 from vllm_scope.request.actions.features import MAX_FEATURES
+from vllm_scope.request.actions.states import Hysteresis, Latch, Pid, hysteresis_low
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.heads import Head
+from vllm_scope.request.nets import Ema
 from vllm_scope.request.resolved import ResolvedEdit, ResolvedGate, ToldAt
 from vllm_scope.request.sites import LEVELS, boundary_of_point, point_of
 
@@ -32,7 +35,7 @@ OP_ADD, OP_ADD_NORM, OP_ABLATE, OP_CLAMP, OP_SET = 3, 4, 5, 6, 7
 OP_CHECK = 8
 #: x + clip(a, -b * ||x||, b * ||x||) * v, with v of length 1.
 OP_ADD_BOUND = 9
-#: x + (a + d * f) * v, with f in the register `source`.
+#: x + (a + d * f) * v, with f in the register `source`; if b is above 0, only where f is above 0.
 OP_ADD_FEATURE = 10
 #: Conditions, which set a register: to 1 if d * (s - a) > 0, else to 0. s is x . v + b (GATE), the
 #: cosine between x and v (COSINE), or that between x and tanh((x . v) v) (CAST). GATE with c above
@@ -40,7 +43,35 @@ OP_ADD_FEATURE = 10
 OP_GATE, OP_GATE_COSINE, OP_GATE_CAST = 11, 12, 13
 #: Sets a register to the activation of a feature: s if s > c, else 0, with s = x . v + b.
 OP_FEATURE = 14
-GATES = (OP_GATE, OP_GATE_COSINE, OP_GATE_CAST, OP_FEATURE)
+#: Operations that set a register, and leave the row as it is.
+SETTERS = (OP_GATE, OP_GATE_COSINE, OP_GATE_CAST, OP_FEATURE)
+#: Advance a gate's state by its score, in the register `source`, and set `register` to the gate's
+#: value (request.actions.states). The score was set at an earlier tap. In a row whose request has
+#: no state there, as in a prompt, the register keeps its value.
+#:   EMA: decay a, 1 - decay b; then as GATE, with threshold e, sharpness c and sign d.
+#:   HYSTERESIS: opens if d * (s - a) > 0, closes if d * (s - b) < 0. A latch has b at infinity.
+#:   PID: setpoint a; b, c and d are kp, ki and kd times the sign; e is the bound of the sum.
+OP_EMA, OP_HYSTERESIS, OP_PID = 15, 16, 17
+ADVANCING = (OP_EMA, OP_HYSTERESIS, OP_PID)
+#: What is kept of a gate's state at one position: its value, and two numbers more.
+STATE_NUMBERS = 3
+
+
+class LogRange(NamedTuple):
+    """Where the states of one request's gates are kept: `num_states` places for each of
+    `num_tokens` generated tokens."""
+
+    start: int = 0
+    num_tokens: int = 0
+    num_states: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.num_tokens * self.num_states
+
+
+NO_LOG = LogRange()
+
 #: Registers of a row, for one forward: of gates, which edits multiply what they add by, and then
 #: of the features of one edit.
 MOST_GATES = 16
@@ -58,8 +89,9 @@ class Op:
         code: OP_...
         at: index into the arena layout's points (OP_READ).
         vector: float32 [hidden_size], the direction or replacement: v in the formulas above.
-        a, b, c, d: the operation's numbers, as in the formulas above.
-        source: the register with a feature's activation. -1 for none.
+        a, b, c, d, e: the operation's numbers, as in the formulas above.
+        source: the register with a feature's activation, or with the score of a gate with a state,
+            which the gate sets. -1 for none.
         register: which one it sets (conditions), or multiplies by (edits). -1 for none.
         told: where it tells a number: a condition the register's new value, an edit
             `||change|| / ||x||`. None if nobody asks.
@@ -74,6 +106,7 @@ class Op:
     d: float = 0.0
     source: int = -1
     register: int = -1
+    e: float = 0.0
     told: ToldAt | None = None
 
 
@@ -84,12 +117,10 @@ class Program:
     Attributes:
         layout: what it delivers.
         taps: (boundary, operations in order), for the boundaries with operations.
-        weights: of the layout's probes, [out, in] each. The layout identifies them.
     """
 
     layout: Layout
     taps: tuple[tuple[int, tuple[Op, ...]], ...]
-    weights: frozenset[Array] = field(default=frozenset(), compare=False)
 
     @staticmethod
     def reading(points: tuple[int, ...]) -> Program:
@@ -108,11 +139,6 @@ class Program:
         return sum(len(ops) for _, ops in self.taps)
 
     @cached_property
-    def arrays(self) -> set[Array]:
-        """All that it needs on the device: its operations' vectors and its probes' weights."""
-        return self.vectors | self.weights
-
-    @cached_property
     def vectors(self) -> set[Array]:
         """The vectors of its operations."""
         return {op.vector for _, ops in self.taps for op in ops if op.vector is not None}
@@ -127,16 +153,19 @@ class Cost:
     programs: int = 0
     ops: int = 0
 
-    @staticmethod
-    def of(programs: Collection[Program]) -> Cost:
-        """The cost of distinct programs; a vector that several of them use counts once."""
-        arrays: set[Array] = set().union(*(program.arrays for program in programs))
-        return Cost(sum(map(num_vectors, arrays)), len(programs), sum(p.num_ops for p in programs))
-
     def __add__(self, other: Cost) -> Cost:
         return Cost(
             self.vectors + other.vectors, self.programs + other.programs, self.ops + other.ops
         )
+
+    def __sub__(self, other: Cost) -> Cost:
+        return self + other * -1
+
+    def __mul__(self, times: int) -> Cost:
+        return Cost(self.vectors * times, self.programs * times, self.ops * times)
+
+    def without_vectors(self) -> Cost:
+        return Cost(0, self.programs, self.ops)
 
     def __str__(self) -> str:
         return f"{self.vectors} vectors, {self.programs} programs and {self.ops} operations"
@@ -160,7 +189,6 @@ def build_program(
     encoded: tuple[tuple[Head, tuple[int, ...]], ...] = (),
     check: int | None = None,
     also: tuple[tuple[int, int], ...] = (),
-    weights: frozenset[Array] = frozenset(),
     gates: Mapping[tuple[int, int], Collection[Op]] = MappingProxyType({}),
 ) -> Program:
     """The program of these reads and edits.
@@ -170,7 +198,6 @@ def build_program(
         edits: (boundary, group) -> the edits of that site, in order.
         encoded, also: as in Layout.
         check: the boundary after whose edits the row is checked, or None.
-        weights: as in Program.
         gates: (boundary, group) -> the conditions that see the row before the edits of that site.
     """
     layout = Layout(points, encoded, also)
@@ -190,7 +217,7 @@ def build_program(
         if boundary == check:
             ops.append(Op(OP_CHECK))
         taps.append((boundary, tuple(ops)))
-    return Program(layout, tuple(taps), weights)
+    return Program(layout, tuple(taps))
 
 
 #: The operations of an edit on a token, by the token's row of a replacement (from 1).
@@ -238,24 +265,54 @@ def _feature_ops(edit: ResolvedEdit, encoder: Array, register: int) -> tuple[Op,
     """All features are computed before the row changes."""
     computed, added = [], []
     for i in range(encoder.shape[0]):
-        bias, threshold, a, d = edit.numbers[4 * i : 4 * i + 4]
+        bias, threshold, a, d, active = edit.numbers[5 * i : 5 * i + 5]
         at = MOST_GATES + i
         computed.append(Op(OP_FEATURE, 0, _row_of(encoder, i), b=bias, c=threshold, register=at))
         vector = _row_of(edit.values, i)
+        told = edit.dose
         added.append(
-            Op(OP_ADD_FEATURE, 0, vector, a, d=d, source=at, register=register, told=edit.dose)
+            Op(OP_ADD_FEATURE, 0, vector, a, active, d=d, source=at, register=register, told=told)
         )
     return (*computed, *added)
 
 
-def gate_op(gate: ResolvedGate, register: int) -> Op:
-    """The operation that sets a register to a gate's value."""
+def gate_op(gate: ResolvedGate, register: int, score: int = -1) -> Op:
+    """The operation that sets a register to a gate's value without a state.
+
+    Args:
+        score: the register of the gate's score, for `state_op`; -1 without a state.
+    """
     sign = 1.0 if gate.above else -1.0
     vector, code = gate.vector, OP_GATE
     sharpness = gate.sharpness if gate.kind == "sigmoid" else 0.0
     if gate.kind in ("cosine", "cast"):
         vector, code = _unit(vector), OP_GATE_COSINE if gate.kind == "cosine" else OP_GATE_CAST
-    return Op(code, 0, vector, gate.threshold, gate.bias, sharpness, sign, -1, register, gate.told)
+    told = gate.told if score < 0 else None
+    return Op(
+        code, 0, vector, gate.threshold, gate.bias, sharpness, sign, score, register, told=told
+    )
+
+
+def state_op(gate: ResolvedGate, register: int, score: int) -> Op:
+    """The operation that sets a gate's register to its value with a state.
+
+    Args:
+        score: the register of the gate's score.
+    """
+    state, sign = gate.state, 1.0 if gate.above else -1.0
+    if isinstance(state, Ema):
+        sharpness = gate.sharpness if gate.kind == "sigmoid" else 0.0
+        decay = state.decay
+        code, numbers = OP_EMA, (decay, 1 - decay, sharpness, sign, gate.threshold)
+    elif isinstance(state, Pid):
+        gains = (sign * state.kp, sign * state.ki, sign * state.kd)
+        code, numbers = OP_PID, (state.setpoint, *gains, state.bound)
+    else:
+        assert isinstance(state, Latch | Hysteresis)
+        low = hysteresis_low(state, gate.above)
+        code, numbers = OP_HYSTERESIS, (gate.threshold, low, 0.0, sign, 0.0)
+    a, b, c, d, e = numbers
+    return Op(code, 0, None, a, b, c, d, score, register, e, gate.told)
 
 
 def _unit(vector: Array, times: float = 1.0) -> Array:

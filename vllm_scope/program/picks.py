@@ -25,11 +25,13 @@ class Pick:
         use: "edit" applies to tokens that the selector picks for certain; "deliver" to all that
             it may still pick (what is too much is dropped later, by its label).
         positions: of the rows of a replacement, negative ones from the prompt's end; else empty.
+        after: the probe whose verdict it waits for; None if it waits for none.
     """
 
     selector: Selector
     use: Literal["edit", "deliver"]
     positions: tuple[int, ...] = ()
+    after: str | None = None
 
     @property
     def uniform(self) -> bool:

@@ -8,6 +8,7 @@ schema.py        the JSON Schema of a spec
 resolve.py       what the actions mean on one engine
 arrays.py        vectors and rows: float32 with a shape and a digest
 nets.py          what a probe computes of a row, and its aggregates
+cascade.py       where a probe begins that waits for another one's verdict
 heads.py         what is computed of rows on the device: codecs, and the probes of one place
 bounded_json.py  JSON of strangers, counted before it is parsed
 remembered.py    a cache that is bounded in bytes

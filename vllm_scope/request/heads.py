@@ -1,13 +1,16 @@
 """Heads: what is computed of rows before they leave the device.
 
 Owns:  CodecChoice (what a caller names), Head and its kinds: Encoding (the codec of a read), Bank
-       (the probes at one place) and Told (what taps compute while they edit).
+       (the probes at one place), Strongest (of the features of an SAE), Likeliest (tokens, by the
+       model's own unembedding), Told (what taps compute while they edit) and Summed (rows that are
+       added to sums on the device).
 Runs:  CodecChoice everywhere, without torch. A Head is made where the model's sizes are known,
        and travels with what it makes.
 From:  actions, resolve.   To: codecs.packed, worker.probe_bank, layout (the size of its values).
 
 Promise: a head works on each row by itself, and makes a fixed number of bytes of it. The codec can
-be made again from an Encoding. A Bank has a digest of its weights, not the weights.
+be made again from an Encoding. A Bank has a digest of its weights, not the weights; a Strongest
+has the name of an SAE that the workers hold, a Likeliest nothing but a count.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from vllm_scope.errors import SpecError, shown
 
@@ -34,6 +37,10 @@ READ_CODECS: dict[str, tuple[str, ...]] = {
     "rp8": ("k", "seed"),
     "topk8": ("k",),
 }
+
+
+#: Stands for the model's own lens among the names of held SAEs, which have a character or more.
+LENS = ""
 
 
 @dataclass(frozen=True)
@@ -111,24 +118,30 @@ class Encoding(Head):
         return found
 
 
-#: `text` of a Bank begins so, and that of a Told; that of an Encoding is a JSON object.
-_BANK, _TOLD = "probes ", "told "
-
-
 @dataclass(frozen=True)
 class Bank(Head):
-    """The probes of one request at one place: float32 numbers, side by side."""
+    """The probes of one request at one place, of one stage of a cascade: float32 numbers, side by
+    side."""
 
-    @staticmethod
-    def of(digests: Iterable[bytes], num_values: int, group: int = 0) -> Bank:
+    #: `text` begins so; that of an Encoding is a JSON object.
+    start: ClassVar[str] = "probes"
+
+    @classmethod
+    def of(
+        cls, digests: Iterable[bytes], num_values: int, group: int = 0, after: str | None = None
+    ) -> Self:
         """The bank of some nets.
 
         Args:
-            digests: of the nets, in order.
+            digests: of the nets, in order; of a Told, of gates and edits.
             num_values: how many numbers they make of a row together.
             group: as in Place: two sites may share a boundary and its row.
+            after: as in Probe.
         """
-        return Bank(f"{_BANK}{group} {_digest(digests)}", 4 * num_values)
+        # Behind every digest, so that banks of one stage stand side by side in a layout.
+        stage = "" if after is None else f"then {after} "
+        digest = hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()
+        return cls(f"{cls.start} {group} {stage}{digest}", 4 * num_values)
 
     @property
     def nameless(self) -> Bank:
@@ -139,22 +152,79 @@ class Bank(Head):
 
 @dataclass(frozen=True)
 class Told(Bank):
-    """What taps themselves tell at one place: values of gates and doses of edits. Float32 numbers,
-    side by side, in the arena already."""
+    """Values of gates and doses of edits at one place: float32 numbers, side by side. Taps compute
+    them and write them to the arena, so that nothing is left to compute."""
+
+    start: ClassVar[str] = "told"
+
+
+@dataclass(frozen=True)
+class Strongest(Bank):
+    """The strongest features of an SAE that the workers hold: int32 indices, then as many float32
+    values, descending. If fewer are active, the values of the others are 0."""
+
+    start: ClassVar[str] = "strongest"
 
     @staticmethod
-    def of(digests: Iterable[bytes], num_values: int, group: int = 0) -> Told:
-        """As Bank.of; the digests are of gates and edits."""
-        return Told(f"{_TOLD}{group} {_digest(digests)}", 4 * num_values)
+    def of_sae(name: str, count: int, group: int = 0) -> Strongest:
+        """The `count` strongest features of the SAE with this name; group as in Bank.of."""
+        return Strongest(f"{Strongest.start} {group} {count} {name}", 8 * count)
+
+    @property
+    def nameless(self) -> Self:
+        """Itself: its text has no digest."""
+        return self
+
+    @property
+    def count(self) -> int:
+        return self.row_bytes // 8
+
+    @property
+    def sae(self) -> str:
+        """The name of the SAE."""
+        return self.text.split(" ", 3)[3]
 
 
-def _digest(digests: Iterable[bytes]) -> str:
-    return hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()
+@dataclass(frozen=True)
+class Likeliest(Strongest):
+    """The likeliest tokens by the model's own final norm and unembedding: int32 token ids, then as
+    many float32 log-probabilities, descending. If the vocabulary has fewer, the other ids are
+    -1."""
+
+    start: ClassVar[str] = "likeliest"
+
+    @staticmethod
+    def of_lens(count: int, group: int = 0) -> Likeliest:
+        """The `count` likeliest tokens; group as in Bank.of."""
+        return Likeliest(f"{Likeliest.start} {group} {count}", 8 * count)
+
+    @property
+    def sae(self) -> str:
+        """Under which the workers hold the lens; no SAE has this name."""
+        return LENS
+
+
+@dataclass(frozen=True)
+class Summed(Head):
+    """Rows that the worker adds to sums which it keeps (worker.summing). Nothing of them leaves the
+    device.
+
+    Attributes:
+        number: index of the action among the request's Moments.
+    """
+
+    number: int = 0
+
+    @staticmethod
+    def of(number: int) -> Summed:
+        return Summed(f"summed {number}", 0, number)
 
 
 @lru_cache(maxsize=4096)
 def known_head(text: str, row_bytes: int) -> Head:
     """The head with these attributes, which came from another process of the engine."""
-    kinds: dict[str, type[Head]] = {_BANK: Bank, _TOLD: Told}
-    kind = next((kind for start, kind in kinds.items() if text.startswith(start)), Encoding)
+    banks = (
+        kind for kind in (Bank, Told, Strongest, Likeliest) if text.startswith(f"{kind.start} ")
+    )
+    kind: type[Head] = next(banks, Encoding)
     return kind(text, row_bytes)

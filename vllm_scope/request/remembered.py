@@ -47,6 +47,12 @@ class Remembered(Generic[Key, Value]):
             self._values.move_to_end(key)
             return found[0]
 
+    def use(self, keys: Iterable[Key]) -> None:
+        """Count kept values as used now, in this order."""
+        with self._lock:
+            for key in keys:
+                self._values.move_to_end(key)
+
     def put(self, key: Key, value: Value, num_bytes: int) -> list[tuple[Key, Value]]:
         """Keep a value, in place of one with the same key.
 

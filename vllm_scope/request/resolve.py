@@ -11,15 +11,40 @@ error names the action.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.actions import Edit, Module, Probe, Read
-from vllm_scope.request.heads import Bank, Encoding
+from vllm_scope.request.actions import (
+    Edit,
+    EncoderRows,
+    Features,
+    HeldSae,
+    LensTopK,
+    Module,
+    Moments,
+    Policy,
+    Probe,
+    Read,
+)
+from vllm_scope.request.actions.probing import MONITOR
+from vllm_scope.request.heads import Bank, Encoding, Likeliest, Strongest
 from vllm_scope.request.nets import Net, net_of
 from vllm_scope.request.resolve_edits import module_rows, resolve_edits
-from vllm_scope.request.resolved import Cell, Resolved, ResolvedProbe, ResolvedRead, Vectors
+from vllm_scope.request.resolved import (
+    Cell,
+    Resolved,
+    ResolvedFeatures,
+    ResolvedMoments,
+    ResolvedProbe,
+    ResolvedRead,
+    Vectors,
+    lens_label,
+)
+from vllm_scope.request.selectors import Word
 from vllm_scope.request.sites import Phase, Place, Sites
+
+#: Scores of a token that a policy may see, beside those of monitors.
+MAX_SEEN = 32
 
 
 def resolve(
@@ -28,6 +53,10 @@ def resolve(
     edits: tuple[Edit, ...],
     sites: Sites,
     modules: Mapping[str, Vectors],
+    features: tuple[Features, ...] = (),
+    policy: Policy | None = None,
+    lens: tuple[LensTopK, ...] = (),
+    moments: tuple[Moments, ...] = (),
 ) -> Resolved:
     """The actions on this engine. `Spec.resolve` caches the result and says what is raised."""
     found = tuple(
@@ -39,46 +68,141 @@ def resolve(
         for i, read in enumerate(reads)
     )  # fmt: skip
     _check_encodings(found)
-    scored = _resolve_probes(probes, sites, modules)
+    scored, sparse = _resolve_banked(probes, features, sites, modules)
+    sparse = (*sparse, *_resolved_lenses(lens, sites))
     edited, told = resolve_edits(edits, sites, modules)
-    twice = {probe.name for probe in scored} & {one.name for one in told}
+    _check_labels((*scored, *sparse))
+    named = {one.name for one in scored} | {one.name for one in sparse}
+    twice = named & {one.name for one in told}
     if twice:
         raise SpecError(
             f"a probe and a gate or dose are called {shown(min(twice))}; their scores share a dict."
         )
-    return Resolved(found, (*scored, *told), edited)
-
-
-def _resolve_probes(
-    probes: tuple[Probe, ...], sites: Sites, modules: Mapping[str, Vectors]
-) -> tuple[ResolvedProbe, ...]:
-    nets = [
-        _nets_of(probe, sites, modules, f"probes[{i}]") for i, probe in enumerate(probes)
-    ]  # fmt: skip
-    at_place: dict[Place, list[Net]] = {}
-    for some in nets:
-        for place, net in some:
-            at_place.setdefault(place, []).append(net)
-    banks = {
-        place: Bank.of(
-            (net.digest for net in some), sum(net.num_values for net in some), place.group
+    summed = tuple(
+        ResolvedMoments(
+            one.name, sites.find(one.site, one.layer_numbers, f"moments[{i}]"),
+            one.tokens, one.by, one.target, one.covariance,
         )
-        for place, some in at_place.items()
+        for i, one in enumerate(moments)
+    )  # fmt: skip
+    asked = Resolved(found, (*scored, *told), edited, sparse, policy, summed)
+    if policy is not None and not asked.watched:
+        raise SpecError(
+            f"policy is {shown(policy.name)}, and the request has no scores for it; give a probe, "
+            "a gate with a name or a dose, of tokens 'all', 'prompt' or 'generated'."
+        )
+    own = [probe for probe in asked.watched if not probe.name.startswith(MONITOR)]
+    if policy is not None and len(own) > MAX_SEEN:
+        raise SpecError(
+            f"policy {shown(policy.name)} would see {len(own)} probes, gates and doses; at most "
+            f"{MAX_SEEN}, because the output of each step waits for them."
+        )
+    return asked
+
+
+def _resolve_banked(
+    probes: tuple[Probe, ...],
+    features: tuple[Features, ...],
+    sites: Sites,
+    modules: Mapping[str, Vectors],
+) -> tuple[tuple[ResolvedProbe, ...], tuple[ResolvedFeatures, ...]]:
+    """Probes and features; those that travel as nets share the banks of their places."""
+    nets = [
+        *(_nets_of(probe, sites, modules, f"probes[{i}]") for i, probe in enumerate(probes)),
+        *(_net_of_features(one, sites, f"features[{i}]") for i, one in enumerate(features)),
+    ]
+    afters = [*(probe.after for probe in probes), *(None for _ in features)]
+    #: A later stage of a cascade has banks of its own, which are computed only if it has begun.
+    at_place: dict[tuple[Place, str | None], list[Net]] = {}
+    for after, some in zip(afters, nets, strict=True):
+        for place, net in some:
+            at_place.setdefault((place, after), []).append(net)
+    banks = {
+        (place, after): Bank.of(
+            (net.digest for net in some), sum(net.num_values for net in some), place.group, after
+        )
+        for (place, after), some in at_place.items()
     }
     firsts = dict.fromkeys(banks, 0)
-    found = []
-    for probe, some in zip(probes, nets, strict=True):
-        cells = []
+    cells: list[tuple[Cell, ...]] = []
+    for after, some in zip(afters, nets, strict=True):
+        here = []
         for place, net in some:
-            cells.append(Cell(place, net, banks[place], firsts[place]))
-            firsts[place] += net.num_values
-        found.append(
-            ResolvedProbe(
-                probe.name, probe.tokens, tuple(cells), probe.bias, probe.activation, probe.pools,
-                probe.aggregate, probe.to, probe.threshold, probe.action == "stop",
+            key = place, after
+            here.append(Cell(place, net, banks[key], firsts[key]))
+            firsts[key] += net.num_values
+        cells.append(tuple(here))
+    found = tuple(
+        ResolvedProbe(
+            probe.name, probe.tokens if probe.after is None else Word("generated"), some,
+            probe.bias, probe.activation, probe.pools, probe.aggregate, probe.to, probe.threshold,
+            probe.action == "stop", probe.after, sites.step_tokens,
+        )
+        for probe, some in zip(probes, cells, strict=False)
+    )  # fmt: skip
+    sparse = zip(features, cells[len(probes) :], strict=True)
+    return found, tuple(_resolved_features(one, some, sites) for one, some in sparse)
+
+
+def _place_of(one: Features, sites: Sites, where: str) -> Place:
+    (place,) = sites.find(one.site, one.layer_numbers, where)
+    width = sites.row_size(one.site)
+    takes = one.sae.width if isinstance(one.sae, HeldSae) else one.sae.encoder.shape[1]
+    if takes != width:
+        raise SpecError(
+            f"{where}.sae is of rows of {takes} numbers; rows of {one.site!r} have {width}."
+        )
+    return place
+
+
+def _net_of_features(one: Features, sites: Sites, where: str) -> list[tuple[Place, Net]]:
+    """The pre-activations of features that travel with the request; empty for a HeldSae."""
+    place = _place_of(one, sites, where)
+    if not isinstance(one.sae, EncoderRows):
+        return []
+    return [(place, Net(((one.sae.encoder, one.sae.bias),)))]
+
+
+def _resolved_features(one: Features, cells: tuple[Cell, ...], sites: Sites) -> ResolvedFeatures:
+    if isinstance(one.sae, EncoderRows):
+        return ResolvedFeatures(
+            one.name, one.tokens, cells, None, one.indices, one.sae.threshold, one.threshold, one.to
+        )
+    place = _place_of(one, sites, "features")
+    # A TopK SAE has k active features; which of them are wanted is seen when all are known.
+    count = min(one.top_k or one.sae.num_features, one.sae.k or one.sae.num_features)
+    bank = Strongest.of_sae(one.sae.name, count, place.group)
+    return ResolvedFeatures(
+        one.name, one.tokens, (Cell(place, None, bank, 0),), one.sae.num_features, one.indices,
+        threshold=one.threshold, to=one.to,
+    )  # fmt: skip
+
+
+def _resolved_lenses(lens: tuple[LensTopK, ...], sites: Sites) -> Iterator[ResolvedFeatures]:
+    """One for each layer. Those at one place share the head of the largest top_k."""
+    places = [sites.find(x.site, x.layer_numbers, f"lens[{i}]") for i, x in enumerate(lens)]
+    most: dict[Place, int] = {}
+    for one, some in zip(lens, places, strict=True):
+        most |= {place: max(one.top_k, most.get(place, 0)) for place in some}
+    for i, (one, some) in enumerate(zip(lens, places, strict=True)):
+        for place in some:
+            cell = Cell(place, None, Likeliest.of_lens(most[place], place.group), 0)
+            yield ResolvedFeatures(
+                lens_label(one.name, place.layer), one.tokens, (cell,), to=one.to,
+                lens=(one.name, i), top_k=one.top_k,
+            )  # fmt: skip
+
+
+def _check_labels(named: tuple[ResolvedProbe | ResolvedFeatures, ...]) -> None:
+    """Raises SpecError if a lens at a layer is called as a probe or features are."""
+    labels: dict[str, bool] = {}
+    for one in named:
+        of_lens = isinstance(one, ResolvedFeatures) and one.lens is not None
+        if labels.setdefault(one.name, of_lens) != of_lens:
+            raise SpecError(
+                f"a probe or features are called {shown(one.name)}, which stands for a lens at a "
+                "layer; take another name."
             )
-        )  # fmt: skip
-    return tuple(found)
 
 
 def _nets_of(

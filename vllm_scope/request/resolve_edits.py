@@ -38,7 +38,7 @@ from vllm_scope.request.resolved import (
     Vectors,
 )
 from vllm_scope.request.selectors import Except, Selector, Word
-from vllm_scope.request.sites import INNER_SITES, Place, Sites
+from vllm_scope.request.sites import INNER_SITES, MLP_SITE, Place, Sites
 from vllm_scope.vectors.module import TIERS
 
 
@@ -55,6 +55,11 @@ def resolve_edits(
     for i, edit in enumerate(edits):
         where = f"edits[{i}]"
         gate = None if edit.gate is None else _resolve_gate(edit.gate, sites, f"{where}.gate")
+        if gate is not None and gate.state is not None and edit.tokens not in _FROM_FIRST:
+            raise SpecError(
+                f"{where}.tokens is {shown(edit.tokens.to_json())}, and the edit's gate has a "
+                "state, which follows all generated tokens; take 'all' or 'generated'."
+            )
         for one in _resolve_edit(edit, sites, modules, where):
             one = replace(one, number=i, gate=gate)
             if gate is not None:
@@ -63,13 +68,17 @@ def resolve_edits(
                 told.add(edit.dose, one.stream, _of_dose(one), one.tokens)
             found.append(one)
         if gate is not None and edit.gate.name is not None:
-            told.add(edit.gate.name, gate.place, gate.digest, edit.tokens)
+            told.add_gate(edit.gate.name, gate, found[-1].stream, edit.tokens)
         if len(found) > MAX_EDITED:
             raise SpecError(
                 f"the edits change more than {MAX_EDITED:,} places, each layer counted for each "
                 "edit; name fewer layers, or send several requests."
             )
     return tuple(map(told.of, found)), told.scores()
+
+
+#: Tokens that a state can follow.
+_FROM_FIRST = (Word("all"), Word("generated"))
 
 
 def _of_dose(edit: ResolvedEdit) -> bytes:
@@ -86,6 +95,14 @@ class _Telling:
         #: Place -> digests of what is told there -> indices.
         self._banks: dict[Place, dict[bytes, int]] = {}
         self._gates: dict[bytes, ResolvedGate] = {}
+        #: Digest of a gate with a state -> the place of its first edit, where its value is told.
+        self._firsts: dict[bytes, Place] = {}
+
+    def add_gate(self, name: str, gate: ResolvedGate, edited: Place, tokens: Selector) -> None:
+        place = gate.place
+        if gate.state is not None:
+            place = self._firsts.setdefault(gate.digest, edited)
+        self.add(name, place, gate.digest, tokens)
 
     def add(self, name: str, place: Place, digest: bytes, tokens: Selector) -> None:
         """Raises SpecError if another number has the name."""
@@ -114,7 +131,8 @@ class _Telling:
         gate = edit.gate
         if gate is not None:
             if gate.digest not in self._gates:
-                told = self._at(gate.place, gate.digest)
+                place = self._firsts.get(gate.digest, gate.place)
+                told = self._at(place, gate.digest)
                 self._gates[gate.digest] = replace(gate, told=told)
             gate = self._gates[gate.digest]
         return replace(edit, gate=gate, dose=self._at(edit.stream, _of_dose(edit)))
@@ -132,8 +150,9 @@ def _resolve_gate(gate: Gate, sites: Sites, where: str) -> ResolvedGate:
     (place,) = sites.find(gate.site, gate.layers, where)
     _check_size(gate.vector, sites.hidden_size, gate.site, f"{where}.vector")
     return ResolvedGate(
-        place, gate.vector, gate.kind, gate.threshold, gate.sharpness, gate.bias, gate.above
-    )
+        place, gate.vector, gate.kind, gate.threshold, gate.sharpness, gate.bias, gate.above,
+        state=gate.state,
+    )  # fmt: skip
 
 
 def _check_order(gate: ResolvedGate, edited: Place, where: str) -> None:
@@ -142,11 +161,22 @@ def _check_order(gate: ResolvedGate, edited: Place, where: str) -> None:
             f"{where} reads {gate.place.site!r} {gate.place.layer}, which comes after the edited "
             f"{edited.site!r} {edited.layer}; a gate is at or before its edit."
         )
+    if gate.state is not None and gate.place.boundary == edited.boundary:
+        raise SpecError(
+            f"{where} reads {gate.place.site!r} {gate.place.layer}, which is the place of its edit "
+            f"({edited.site!r} {edited.layer}); a gate with a state is at an earlier place."
+        )
 
 
 def check_stages(asked: Resolved, num_stages: int) -> None:
     """Raises SpecError for a gate whose value another pipeline stage would need."""
     apart = [e for e in asked.edits if e.gate is not None and e.gate.place != e.stream]
+    states = [e for e in apart if e.gate is not None and e.gate.state is not None]
+    if states and num_stages > 1:
+        raise SpecError(
+            f"edits[{states[0].number}].gate has a state, and this engine has {num_stages} "
+            "pipeline stages; leave the state out, or start with pipeline_parallel_size 1."
+        )
     if apart and num_stages > 1:
         raise SpecError(
             f"edits[{apart[0].number}].gate reads another place than its edit changes, and this "
@@ -159,7 +189,7 @@ def _on_stream(place: Place) -> tuple[int, int]:
     """Where a place comes in a forward: (boundary of the stream, group). A site inside a layer
     comes after the boundary before it."""
     if place.site in INNER_SITES:
-        return 2 * place.layer + (1 if place.site == "mlp_out" else 0), 1
+        return 2 * place.layer + (1 if place.site in ("mlp_out", MLP_SITE) else 0), 1
     return place.boundary, place.group
 
 
@@ -203,7 +233,9 @@ def _resolve_features(
     size = sites.row_size(edit.site)
     _check_size(rows.decoder, size, edit.site, f"{where}.sae")
     each = zip(rows.bias, rows.threshold, edit.changes, strict=True)
-    numbers = tuple(one for bias, threshold, change in each for one in (bias, threshold, *change))
+    numbers = tuple(
+        float(one) for bias, threshold, change in each for one in (bias, threshold, *change)
+    )
     return [
         ResolvedEdit(edit.kind, place, edit.tokens, rows.decoder, numbers, reads=rows.encoder)
         for place in sites.find(edit.site, edit.layer_numbers, where)
@@ -274,4 +306,7 @@ def _one_edit(edit: Edit, stream: Place, values: Array, tokens: Selector) -> Res
         lo = -math.inf if edit.lo is None else edit.lo
         numbers = (lo, math.inf if edit.hi is None else edit.hi, edit.strength)
     positions = edit.positions if isinstance(edit, Replace) else ()
-    return ResolvedEdit(edit.kind, stream, tokens, values, numbers, positions, norm_match, limit)
+    name = edit.name if isinstance(edit, Add) else None
+    return ResolvedEdit(
+        edit.kind, stream, tokens, values, numbers, positions, norm_match, limit, name=name
+    )

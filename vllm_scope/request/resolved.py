@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 
-from vllm_scope.request.actions import MEMORY
+from vllm_scope.request.actions import MEMORY, Policy
+from vllm_scope.request.actions.states import State
 from vllm_scope.request.arrays import Array
-from vllm_scope.request.heads import Bank, Encoding, Told
+from vllm_scope.request.cascade import begins
+from vllm_scope.request.heads import Bank, Encoding, Strongest, Told
 from vllm_scope.request.nets import Aggregate, Net
 from vllm_scope.request.selectors import ITEM_BYTES, Ids, Selector, Word, items_of
 from vllm_scope.request.sites import Phase, Place
@@ -31,6 +34,11 @@ MAX_EDITED = 1 << 13
 #: Vectors of a steering module. A key (site, layer) is for every token, a key (site, layer, tier)
 #: for the tier's tokens.
 Vectors = Mapping[VectorKey, Array]
+
+
+def lens_label(name: str, layer: int) -> str:
+    """The name of what a lens makes at one layer, among those of probes and features."""
+    return f"{name}.{layer}"
 
 
 def _fields_alone(self: ResolvedEdit | Resolved) -> dict[str, object]:
@@ -58,7 +66,7 @@ class Cell:
 
     Attributes:
         bank: all probes of the request at this place.
-        net: None for a number that taps tell.
+        net: None for a number that taps tell, and for a Strongest.
         first: the first of the bank's numbers that are this probe's.
     """
 
@@ -75,8 +83,9 @@ class ResolvedProbe:
     Attributes:
         cells: one for each layer.
         pools: True for an AttentionPool.
-        bias, activation, aggregate, threshold: as in Probe.
+        bias, activation, aggregate, threshold, after: as in Probe.
         stops: True if a verdict ends the request.
+        step_tokens: as in Sites.
     """
 
     name: str
@@ -89,6 +98,16 @@ class ResolvedProbe:
     to: str = MEMORY
     threshold: float | None = None
     stops: bool = False
+    after: str | None = None
+    step_tokens: int = 1
+
+    def begins(self, verdict: int, num_prompt: int) -> int:
+        """The first position that a probe with `after` scores (request.cascade).
+
+        Args:
+            verdict: the position of its first stage's verdict.
+        """
+        return begins(verdict, num_prompt, self.step_tokens)
 
     @property
     def judges(self) -> bool:
@@ -100,6 +119,61 @@ class ResolvedProbe:
         """How many numbers of a row the score is made of."""
         net = self.cells[0].net
         return 1 if net is None else net.num_values
+
+
+@dataclass(frozen=True)
+class ResolvedFeatures:
+    """Features of an SAE, or tokens of a lens, at one place.
+
+    Attributes:
+        cells: one, whose bank is a Strongest (of a lens a Likeliest); or, with a net, the
+            pre-activations of `indices`.
+        num_features: of the SAE; None if it is not known.
+        indices: the wanted features; None for all that arrive.
+        thresholds: with a net, the SAE's own, of each of `indices`: [num_indices].
+        threshold: values below it are left out; None for no such bound.
+        lens: the name of the LensTopK whose tokens at one layer these are, and its index in the
+            spec; None for features of an SAE.
+        top_k: of a lens, how many tokens the caller wants; the bank may make more.
+    """
+
+    name: str
+    tokens: Selector
+    cells: tuple[Cell, ...]
+    num_features: int | None = None
+    indices: tuple[int, ...] | None = None
+    thresholds: Array | None = None
+    threshold: float | None = None
+    to: str = MEMORY
+    lens: tuple[str, int] | None = None
+    top_k: int | None = None
+    #: As in Probe.
+    after: ClassVar[None] = None
+
+    @property
+    def num_values(self) -> int:
+        """4-byte numbers of a token."""
+        (cell,) = self.cells
+        return cell.bank.row_bytes // 4 if cell.net is None else cell.net.num_values
+
+    @property
+    def whole_sae(self) -> str | None:
+        """The name of the SAE, if the strongest of all its features arrive."""
+        (cell,) = self.cells
+        chosen = self.indices is not None or self.threshold is not None
+        return cell.bank.sae if isinstance(cell.bank, Strongest) and not chosen else None
+
+
+@dataclass(frozen=True)
+class ResolvedMoments:
+    """Sums that rows are added to; the attributes as in Moments."""
+
+    name: str
+    streams: tuple[Place, ...]
+    tokens: Selector
+    by: str
+    target: float | None = None
+    covariance: bool = True
 
 
 @dataclass(frozen=True)
@@ -119,13 +193,16 @@ class ResolvedGate:
     bias: float
     above: bool
     told: ToldAt | None = None
+    state: State | None = None
 
     __getstate__ = _fields_alone
 
     @cached_property
     def digest(self) -> bytes:
         """Digest of what it computes."""
+        told: tuple[object, ...]
         told = self.kind, self.threshold, self.sharpness, self.bias, self.above, self.place
+        told += () if self.state is None else (self.state,)
         return hashlib.blake2b(repr(told).encode() + self.vector.digest, digest_size=16).digest()
 
 
@@ -142,8 +219,9 @@ class ResolvedEdit:
         values: [width of a row], or [num_positions, width] for replace, or the decoder's rows,
             [num_features, width], for set_feature and scale_feature.
         numbers: (scale,) for add; (lo, hi, strength) for clamp, infinite for no bound; for features
-            (bias, threshold, a, d) of each, as in actions.features.
+            (bias, threshold, a, d, active) of each, as in actions.features.
         reads: for features, the encoder's rows.
+        name: by which a policy sets the scale of an add; None: it cannot.
         positions: for replace, one for each row, as given.
         norm_match: for add.
         limit: for add, the most that `||change|| / ||x||` may be; None for no bound.
@@ -164,6 +242,7 @@ class ResolvedEdit:
     gate: ResolvedGate | None = None
     dose: ToldAt | None = None
     reads: Array | None = None
+    name: str | None = None
 
     __getstate__ = _fields_alone
 
@@ -177,6 +256,13 @@ class ResolvedEdit:
         )
         return hashlib.blake2b(head.encode() + self.values.digest, digest_size=16).digest()
 
+    @cached_property
+    def stateless(self) -> ResolvedEdit:
+        """What it does to tokens of the prompt: the edit with a gate that remembers nothing."""
+        if self.gate is None or self.gate.state is None:
+            return self
+        return replace(self, gate=replace(self.gate, state=None))
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -185,8 +271,16 @@ class Resolved:
     reads: tuple[ResolvedRead, ...] = ()
     probes: tuple[ResolvedProbe, ...] = ()
     edits: tuple[ResolvedEdit, ...] = ()
+    features: tuple[ResolvedFeatures, ...] = ()
+    policy: Policy | None = None
+    moments: tuple[ResolvedMoments, ...] = ()
 
     __getstate__ = _fields_alone
+
+    @property
+    def banked(self) -> tuple[ResolvedProbe | ResolvedFeatures, ...]:
+        """What banks make numbers for."""
+        return (*self.probes, *self.features)
 
     @property
     def num_bytes(self) -> int:
@@ -195,15 +289,15 @@ class Resolved:
         vectors = {id(one): len(one.data) for one in given}
         gates = [edit.gate for edit in self.edits if edit.gate is not None]
         vectors |= {id(gate.vector): len(gate.vector.data) for gate in gates}
-        cells = (cell for probe in self.probes for cell in probe.cells)
+        cells = (cell for one in self.banked for cell in one.cells)
         nets = {id(cell.net): cell.net for cell in cells if cell.net is not None}
-        vectors |= {key: net.num_bytes for key, net in nets.items()}
         num_streams = sum(len(read.streams) for read in self.reads)
-        actions = (*self.delivering, *self.edits)
+        actions = (*self.taking, *self.edits)
         items = sum(map(items_of, {one.tokens for one in actions}))
-        # A direction is kept twice: as given, and at length 1.
+        # An edit's direction is kept twice: as given, and at length 1.
         return (
             2 * sum(vectors.values())
+            + sum(net.num_bytes for net in nets.values())
             + _STREAM_BYTES * num_streams
             + _ACTION_BYTES * (len(actions) + len(nets))
             + ITEM_BYTES * items
@@ -221,7 +315,10 @@ class Resolved:
             return self
         last = self.__dict__.get("_joined")
         if last is None or last[0] is not edits or last[1] is not reads:
-            whole = Resolved((*self.reads, *reads), self.probes, (*edits, *self.edits))
+            whole = Resolved(
+                (*self.reads, *reads), self.probes, (*edits, *self.edits), self.features,
+                self.policy, self.moments,
+            )  # fmt: skip
             last = self.__dict__["_joined"] = (edits, reads, whole)
         found: Resolved = last[2]
         return found
@@ -233,33 +330,53 @@ class Resolved:
     @cached_property
     def uniform(self) -> bool:
         """Each token's actions depend on its phase (prompt or generated) alone."""
-        return all(one.tokens.uniform for one in (*self.delivering, *self.edits))
+        return all(one.tokens.uniform for one in (*self.taking, *self.edits))
 
     @property
-    def delivering(self) -> tuple[ResolvedRead | ResolvedProbe, ...]:
-        return (*self.reads, *self.probes)
+    def taking(
+        self,
+    ) -> tuple[ResolvedRead | ResolvedProbe | ResolvedFeatures | ResolvedMoments, ...]:
+        """What needs rows: what delivers, and what adds them to sums."""
+        return (*self.delivering, *self.moments)
+
+    @property
+    def delivering(self) -> tuple[ResolvedRead | ResolvedProbe | ResolvedFeatures, ...]:
+        return (*self.reads, *self.banked)
 
     @cached_property
     def read_selectors(self) -> tuple[Selector, ...]:
-        """The distinct selectors of reads and probes."""
-        return tuple(dict.fromkeys(x.tokens for x in self.delivering))
+        """The distinct selectors of what needs rows."""
+        return tuple(dict.fromkeys(x.tokens for x in self.taking))
+
+    @cached_property
+    def _always(self) -> tuple[ResolvedProbe | ResolvedFeatures, ...]:
+        """The features, and the probes that score without another probe's verdict."""
+        return tuple(one for one in self.banked if one.after is None)
 
     @cached_property
     def scores_alone(self) -> bytes | None:
-        """A digest of the probes, if all tokens get the same scores and nothing else is asked for:
-        such scores can be kept with KV blocks. None otherwise."""
-        alike = all(p.tokens == Word("all") and p.to == MEMORY for p in self.probes)
-        if self.reads or not self.probes or not alike:
+        """A digest of the probes and features, if each of them is of all tokens and the request
+        reads and edits nothing: their numbers can then be kept with KV blocks. None otherwise.
+        Later stages of cascades score no prompt token, so they do not count."""
+        always = self._always
+        alike = all(p.tokens == Word("all") and p.to == MEMORY for p in always)
+        if self.reads or self.moments or not always or not alike:
             return None
-        cells = dict.fromkeys((c.place, c.bank.text) for p in self.probes for c in p.cells)
+        cells = dict.fromkeys((c.place, c.bank.text) for p in always for c in p.cells)
         return hashlib.blake2b(repr(list(cells)).encode(), digest_size=16).digest()
 
     @cached_property
     def score_bytes(self) -> int:
         """Bytes of the scores of one token that gets them all, in whole slots."""
-        cells = {(c.place, c.bank.text): c.bank for p in self.probes for c in p.cells}
+        cells = {(c.place, c.bank.text): c.bank for p in self._always for c in p.cells}
         # A slot of the arena has 16 bytes (program.layout).
         return sum(-(-bank.row_bytes // 16) * 16 for bank in cells.values())
+
+    @cached_property
+    def num_states(self) -> int:
+        """Different gates with a state."""
+        gates = (edit.gate for edit in self.edits)
+        return len({gate.digest for gate in gates if gate is not None and gate.state is not None})
 
     @cached_property
     def stopping(self) -> tuple[ResolvedProbe, ...]:
@@ -267,15 +384,48 @@ class Resolved:
         return tuple(probe for probe in self.probes if probe.stops)
 
     @cached_property
+    def firsts(self) -> frozenset[str]:
+        """The names of probes for whose verdict others wait."""
+        return frozenset(probe.after for probe in self.probes if probe.after is not None)
+
+    @cached_property
+    def watched(self) -> tuple[ResolvedProbe, ...]:
+        """The probes whose scores are looked at while the request runs: those that may end it, the
+        first stages of others, and with a policy those of whole phases."""
+        policy, firsts = self.policy is not None, self.firsts
+        return tuple(
+            one for one in self.probes
+            if one.stops or one.name in firsts or (policy and one.tokens.uniform)
+        )  # fmt: skip
+
+    @cached_property
+    def scaled(self) -> frozenset[str]:
+        """The names of edits whose scale the policy may set; empty without a policy."""
+        names = (edit.name for edit in self.edits) if self.policy is not None else ()
+        return frozenset(name for name in names if name is not None)
+
+    def rescaled(self, scales: Mapping[str, float]) -> Resolved:
+        """With these scales, by the edits' names."""
+        new = ((edit, None if edit.name is None else scales.get(edit.name)) for edit in self.edits)
+        edits = (edit if x is None else replace(edit, numbers=(x,)) for edit, x in new)
+        return replace(self, edits=tuple(edits))
+
+    @property
     def banks(self) -> dict[Bank, tuple[Net, ...]]:
         """The nets of each bank, in the order of their numbers."""
         return self.banks_at(None)
 
     def banks_at(self, boundaries: frozenset[int] | None) -> dict[Bank, tuple[Net, ...]]:
-        """The same of the banks at some boundaries."""
+        """The same of the banks at some boundaries; the same object at each call."""
+        known: dict[object, dict[Bank, tuple[Net, ...]]] = self.__dict__.setdefault("_banks", {})
+        if boundaries not in known:
+            known[boundaries] = self._banks_at(boundaries)
+        return known[boundaries]
+
+    def _banks_at(self, boundaries: frozenset[int] | None) -> dict[Bank, tuple[Net, ...]]:
         found: dict[Bank, dict[int, Net]] = {}
-        for probe in self.probes:
-            for cell in probe.cells:
+        for one in self.banked:
+            for cell in one.cells:
                 here = boundaries is None or cell.place.boundary in boundaries
                 if cell.net is not None and here:
                     found.setdefault(cell.bank, {})[cell.first] = cell.net
@@ -287,12 +437,13 @@ class Resolved:
         return tuple(dict.fromkeys(x.to for x in self.delivering))
 
     def going_to(self, to: str) -> Resolved:
-        """The reads and probes of one destination; the same object at each call."""
+        """What delivers to one destination; the same object at each call."""
         known: dict[str, Resolved] = self.__dict__.setdefault("_going_to", {})
         if to not in known:
             reads = tuple(read for read in self.reads if read.to == to)
             probes = tuple(probe for probe in self.probes if probe.to == to)
-            known[to] = Resolved(reads, probes)
+            features = tuple(one for one in self.features if one.to == to)
+            known[to] = Resolved(reads, probes, (), features, self.policy)
         return known[to]
 
 

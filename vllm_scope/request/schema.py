@@ -20,12 +20,20 @@ from vllm_scope.request.actions import (
     MAX_FLOAT32,
     MAX_NAME,
     Edit,
+    EncoderRows,
     FeatureRows,
+    Features,
     Gate,
+    LensTopK,
+    Moments,
     Probe,
     Read,
 )
 from vllm_scope.request.actions.features import MAX_FEATURES
+from vllm_scope.request.actions.lens import LENS_SITES
+from vllm_scope.request.actions.policy import Policy
+from vllm_scope.request.actions.sparse import MAX_INDICES, MAX_TOP_K
+from vllm_scope.request.actions.states import STATES
 from vllm_scope.request.arrays import DTYPES, MAX_NUMBERS
 from vllm_scope.request.heads import READ_CODECS
 from vllm_scope.request.nets import (
@@ -37,7 +45,15 @@ from vllm_scope.request.nets import (
     Mlp,
 )
 from vllm_scope.request.selectors import FAR, MAX_ITEMS, MAX_PARTS, WORDS
-from vllm_scope.request.sites import ALIASES, MAX_LAYER, MAX_LAYERS, SITES, STREAM_SITES
+from vllm_scope.request.sites import (
+    ALIASES,
+    EDIT_SITES,
+    MAX_LAYER,
+    MAX_LAYERS,
+    MODEL_SITES,
+    SITES,
+    STREAM_SITES,
+)
 from vllm_scope.request.spec import MOST
 
 Schema = dict[str, Any]
@@ -110,7 +126,9 @@ def _definitions() -> Schema:
         **_of_probes(),
         "gate": _any(_NULL, _gate()),
         "sae": _features(),
+        "encoder": _encoder(),
         "of_features": _any(_NUMBER, _list(_NUMBER, MAX_FEATURES)),
+        "flags": _any({"type": "boolean"}, _list({"type": "boolean"}, MAX_FEATURES)),
         "codec": _any(_NULL, {"enum": list(READ_CODECS)}, *codecs),
         "layers": _any(_NULL, {"const": "all"}, _LAYER, _list(_LAYER, MAX_LAYERS)),
         "tokens": _any(
@@ -133,6 +151,11 @@ def _features() -> Schema:
     return _any(_NAME, _said(FeatureRows, _object(list(given), given)))
 
 
+def _encoder() -> Schema:
+    given = {"encoder": _array(2, 2), "bias": _array(1, 1), "threshold": _array(1, 1)}
+    return _any(_NAME, _said(EncoderRows, _object(list(given), given)))
+
+
 def _gate() -> Schema:
     hints = get_type_hints(Gate)
     aliases = [alias for alias, site in ALIASES.items() if site in STREAM_SITES]
@@ -141,6 +164,7 @@ def _gate() -> Schema:
         "layer": _any(_NULL, _LAYER),
         "site": {"enum": [*STREAM_SITES, *aliases]},
         "sharpness": _NUMBER | {"exclusiveMinimum": 0},
+        "state": _any(_NULL, *(_state(kind, cls) for kind, cls in STATES.items())),
     }
     for each in fields(Gate):
         if each.init:
@@ -153,11 +177,18 @@ def _gate() -> Schema:
     return _said(Gate, _object(["vector"], given)) | {"if": embed, "then": {}, "else": else_}
 
 
+def _state(kind: str, cls: Any) -> Schema:
+    hints, some = get_type_hints(cls), fields(cls)
+    given = {one.name: _OF_STATES.get(one.name) or _of_type(hints[one.name]) for one in some}
+    required = ["kind", *(one.name for one in some if one.default is MISSING)]
+    return _said(cls, _object(required, {"kind": {"const": kind}, **given}))
+
+
 def _of_probes() -> Schema:
     """Weights and aggregates."""
     both = {"query": _array(1, 2), "value": _array(1, 2)}
     layers = _list(_tuple(_array(2, 2), _array(1, 1)), MAX_HIDDEN_LAYERS + 1, 2)
-    decay = {"type": "number", "minimum": 0, "exclusiveMaximum": 1}
+    decay = _OF_STATES["decay"]
     window = {"type": "integer", "minimum": 1, "maximum": MAX_WINDOW}
     shaped = [_ref("mlp"), _ref("attention")]
     hidden = {"enum": list(HIDDEN), "default": Mlp.hidden}
@@ -176,6 +207,11 @@ def _of_probes() -> Schema:
     }
 
 
+#: Fields of states whose annotation does not say what they take.
+_OF_STATES: dict[str, Schema] = {
+    "decay": {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
+    "most_sum": _any(_NULL, _NUMBER | {"minimum": 0}),
+}
 #: Fields whose annotation does not say what they take.
 _FIELDS = {
     "tokens": _ref("tokens"),
@@ -186,9 +222,15 @@ _FIELDS = {
     "vector": _ref("vector"),
     "gate": _ref("gate"),
     "sae": _ref("sae"),
+    "encoder": _ref("encoder"),
     "index": _any(_NULL, _whole(0), _list(_whole(0), MAX_FEATURES)),
     "value": _ref("of_features"),
     "factor": _ref("of_features"),
+    "top_k": _any(_NULL, {"type": "integer", "minimum": 1, "maximum": MAX_TOP_K}),
+    "count": {"type": "integer", "minimum": 1, "maximum": MAX_TOP_K},
+    "indices": _any(_NULL, _whole(0), _list(_whole(0), MAX_INDICES, uniqueItems=True)),
+    "add": _ref("flags"),
+    "only_if_active": _ref("flags"),
     "max_relative_norm": _any(_NULL, _NUMBER | {"minimum": 0}),
     "direction": _ref("vector"),
     "values": _ref("array"),
@@ -221,28 +263,40 @@ def _action(cls: Any) -> Schema:
         if not each.init or name == "layer":  # in JSON it is `layers`
             continue
         if name == "site":
-            aliases = [alias for alias, site in ALIASES.items() if site in SITES]
-            properties[name] = {"enum": [*SITES, *aliases]}
+            sites = _sites_of(cls)
+            aliases = [alias for alias, site in ALIASES.items() if site in sites]
+            properties[name] = {"enum": [*sites, *aliases]}
         else:
-            properties[name] = dict(_FIELDS.get(name) or _of_type(hints[name]))
+            named = {(Features, "sae"): "encoder", (LensTopK, "top_k"): "count"}.get(
+                (cls, name), name
+            )
+            properties[name] = dict(_FIELDS.get(named) or _of_type(hints[name]))
         if each.default is MISSING or (cls, name) == (Probe, "name"):
             required.append(name)
         elif each.default not in (None, ""):
             properties[name]["default"] = each.default
     return {
         **_said(cls, _object(required, properties)),
-        "if": {"properties": {"site": {"const": "embed"}}, "required": ["site"]},
+        "if": {"properties": {"site": {"enum": [*MODEL_SITES]}}, "required": ["site"]},
         "then": {"properties": {"layers": {"enum": [None, "all", 0, [0]]}}},
         "else": _layers_of(cls),
     }
 
 
+def _sites_of(cls: Any) -> tuple[str, ...]:
+    if cls is LensTopK:
+        return LENS_SITES
+    return EDIT_SITES if issubclass(cls, Edit) else SITES
+
+
 def _layers_of(cls: Any) -> Schema:
-    """The layers of an action at another site than `embed`."""
-    if cls is Read:
+    """The layers of an action at a site that layers have."""
+    if cls in (Read, LensTopK, Moments):
         return {}
     if cls is Probe:
         return {"required": ["layers"], "properties": {"layers": {"not": {"enum": [None, "all"]}}}}
+    if cls is Features:
+        return {"properties": {"layers": {"not": {"const": "all"}}}}
     named = {"required": ["layers"], "properties": {"layers": {"not": _NULL}}}
     return _any(named, {"properties": {cls.fields[0]: _MODULE}})
 
@@ -255,12 +309,16 @@ def spec_schema() -> dict[str, Any]:
     destination with its kind, its action with its threshold and tokens, `lo` with `hi`, the names
     of probes. The parser checks these too, so that a valid spec may still be refused.
     """
-    items = {"reads": _ref("read"), "probes": _ref("probe"), "edits": _any(*map(_ref, EDITS))}
+    items = {
+        "reads": _ref("read"), "probes": _ref("probe"), "edits": _any(*map(_ref, EDITS)),
+        "features": _ref("features"), "lens": _ref("lens"), "moments": _ref("moments"),
+    }  # fmt: skip
     lists = {name: _list(items[name], most, least=0) for name, most in MOST.items()}
+    policy = _said(Policy, _object(["name"], {"name": _NAME, "options": {"type": "object"}}))
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "What one request reads, probes and edits",
-        **_object([], lists),
+        **_object([], lists | {"policy": policy}),
         **_any(*({"required": [n], "properties": {n: {"minItems": 1}}} for n in lists)),
         "$defs": _definitions() | {kind: _action(cls) for kind, cls in KINDS.items()},
     }

@@ -10,9 +10,9 @@ Two sites may share a boundary: `resid_post` of layer k - 1 and `resid_pre` of l
 the first apply before the edits of the second. So the stream can be read at three points of a
 boundary: before all edits (level 0), between them (level 1) and after them (level 2).
 
-Sites inside a layer (INNER_SITES) are not on the stream. Each has an index in KINDS; its boundary
-at layer k is that index in the upper bits and k in the lower 16. All sites of one kind have rows of
-one width. Level 0 is before its edits, level 1 after them.
+Sites inside a layer (INNER_SITES) and `ln_final` are not on the stream. Each has an index in KINDS;
+its boundary at layer k is that index in the upper bits and k in the lower 16. All sites of one kind
+have rows of one width. Level 0 is before its edits, level 1 after them.
 """
 
 from __future__ import annotations
@@ -25,20 +25,28 @@ from typing import Any, Literal, NamedTuple
 
 from vllm_scope.errors import SpecError, shown
 
-#: Sites, by TransformerLens's names; all can be read, probed and edited. On the residual stream.
+#: Sites, by TransformerLens's names; all can be read and probed. On the residual stream.
 STREAM_SITES = ("embed", "resid_pre", "resid_mid", "resid_post")
 #: Inside the attention.
 ATTENTION_SITES = ("q", "k", "v", "z")
 #: What a layer's attention and its MLP add to the stream.
 BRANCH_SITES = ("attn_out", "mlp_out")
-INNER_SITES = (*ATTENTION_SITES, *BRANCH_SITES)
-SITES = (*STREAM_SITES, *INNER_SITES)
+#: Between the two projections of the MLP.
+MLP_SITE = "mlp_post"
+INNER_SITES = (*ATTENTION_SITES, *BRANCH_SITES, MLP_SITE)
+#: The output of the norm behind the last layer.
+FINAL_SITE = "ln_final"
+SITES = (*STREAM_SITES, *INNER_SITES, FINAL_SITE)
+#: Sites that a model has once, at no layer. Their Place has layer 0.
+MODEL_SITES = ("embed", FINAL_SITE)
+#: Edits take all others.
+EDIT_SITES = tuple(site for site in SITES if site != FINAL_SITE)
 #: SITES, and the names of sites that other tools have but no tap of this package reads yet.
-KNOWN_SITES = (*SITES, "mlp_post", "router_logits", "ln_final", "logits")
+KNOWN_SITES = (*SITES, "router_logits", "logits")
 #: Name in other tools -> site.
 ALIASES = {"pre_attn": "resid_pre", "post_attn": "resid_mid", "post_block": "resid_post"}
 
-#: A place as callers write it: (site, layer). `embed` has layer 0.
+#: A place as callers write it: (site, layer). MODEL_SITES have layer 0.
 SiteLayer = tuple[str, int]
 #: Whether a read takes its row before or after the edits of its site.
 Phase = Literal["before", "after"]
@@ -48,7 +56,7 @@ MAX_LAYERS, MAX_LAYER = 4096, 1 << 31
 #: Points of one boundary.
 LEVELS = 3
 #: Site kinds. The index is part of the wire format: append only.
-KINDS = ("stream", *INNER_SITES)
+KINDS = ("stream", *INNER_SITES, FINAL_SITE)
 STREAM = 0
 #: Number of boundaries of each kind.
 _SPAN = 1 << 16
@@ -70,7 +78,7 @@ class Place(NamedTuple):
 
     @property
     def boundary(self) -> int:
-        if self.site in INNER_SITES:
+        if self.site in KINDS:
             return KINDS.index(self.site) * _SPAN + self.layer
         return 2 * self.layer + _ON_STREAM[self.site]
 
@@ -133,11 +141,11 @@ def parse_layers(layers: object, site: str, where: str) -> tuple[int, ...] | Non
     """
     if hasattr(layers, "tolist"):  # of numpy or torch
         layers = layers.tolist()
-    if site == "embed":
+    if site in MODEL_SITES:
         one = list(layers) if isinstance(layers, list | tuple) else [layers]
         if layers in ("all", None) or (len(one) == 1 and type(one[0]) is int and one[0] == 0):
             return (0,)
-        raise SpecError(f"{where} is {shown(layers)}; site 'embed' has no layers, leave it out.")
+        raise SpecError(f"{where} is {shown(layers)}; site {site!r} has no layers, leave it out.")
     if layers is None or (isinstance(layers, str) and layers == "all"):
         return None
     if isinstance(layers, int) and not isinstance(layers, bool):
@@ -194,11 +202,14 @@ class Sites:
         dtype: of the stream's rows, without "torch.".
         boundaries: ascending.
         heads: None if no site inside the attention is tapped.
+        mlp_size: numbers of a row of `mlp_post`; None if it is not tapped.
         kernels: layer -> arguments of the attention kernel besides q, k and v (`scale`,
             `sliding_window`, ...), for the layers whose attention is tapped.
         guard: the last boundary of the stream, if the configuration does not name it. The engine
             taps it to check edited rows for overflow, and no action may use it. None if the
             configuration names it, or names no site on the stream.
+        step_tokens: how many positions a step may compute of a request that generates: 1, and the
+            drafts.
     """
 
     num_layers: int
@@ -206,8 +217,10 @@ class Sites:
     dtype: str
     boundaries: tuple[int, ...]
     heads: Heads | None = None
+    mlp_size: int | None = None
     kernels: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, compare=False)
     guard: int | None = None
+    step_tokens: int = 1
 
     def __getstate__(self) -> dict[str, object]:
         # Without cached properties.
@@ -225,7 +238,10 @@ class Sites:
         return Sites(**{**body, **given})
 
     def row_shape(self, site: str) -> tuple[int, ...]:
-        """[hidden_size], or [number of heads, size of each]."""
+        """[hidden_size], [mlp_size], or [number of heads, size of each]."""
+        if site == MLP_SITE:
+            assert self.mlp_size is not None
+            return (self.mlp_size,)
         if site not in ATTENTION_SITES:
             return (self.hidden_size,)
         assert self.heads is not None
@@ -238,9 +254,11 @@ class Sites:
     @property
     def row_sizes(self) -> tuple[int, ...]:
         """`row_size` of each kind, up to the last one that is tapped. 0 for the attention's
-        sites if none of them is tapped."""
+        sites if none of them is tapped, and for the MLP's."""
         last = kind_of(max(self.boundaries, default=0))
-        unknown = ATTENTION_SITES if self.heads is None else ()
+        unknown = {*(ATTENTION_SITES if self.heads is None else ())}
+        if self.mlp_size is None:
+            unknown.add(MLP_SITE)
         sizes = (0 if site in unknown else self.row_size(site) for site in KINDS[1 : last + 1])
         return (self.hidden_size, *sizes)
 
@@ -273,7 +291,7 @@ class Sites:
                     "additional_config={'scope': {'sites': ['embed', 'resid_post']}}."
                 )
             return (Place("embed", 0),)
-        if layers is None:
+        if layers is None or site in MODEL_SITES:
             every = (Place(site, layer) for layer in range(self.num_layers))
             found = tuple(place for place in every if place.boundary in tapped)
             if not found:

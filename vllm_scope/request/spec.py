@@ -12,24 +12,30 @@ engine: its layers, its hidden size, its steering modules.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions import (
     EDITS,
     Action,
     Edit,
+    Features,
+    LensTopK,
     Module,
+    Moments,
+    Policy,
     Probe,
     Read,
     action_from_json,
 )
 from vllm_scope.request.actions.probing import MONITOR
+from vllm_scope.request.actions.sparse import MAX_INDICES
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.bounded_json import decode, num_items
+from vllm_scope.request.cascade import check_cascades
 from vllm_scope.request.packed import Packed, pack, unpack
 from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.resolve import resolve
@@ -43,8 +49,22 @@ MAX_SPEC_BYTES = 8 << 20
 MAX_READS = 32
 MAX_PROBES = 1024
 MAX_EDITS = 256
+MAX_FEATURES = 128
+#: Each is a product with the unembedding for each token and layer.
+MAX_LENSES = 4
+MAX_MOMENTS = 32
 MAX_STOPPING = 8
-MOST = {"reads": MAX_READS, "probes": MAX_PROBES, "edits": MAX_EDITS}
+#: Features that edits name; each becomes two rows, which a name of a few bytes stands for.
+MAX_NAMED = 256
+MOST = {
+    "reads": MAX_READS, "probes": MAX_PROBES, "edits": MAX_EDITS, "features": MAX_FEATURES,
+    "lens": MAX_LENSES, "moments": MAX_MOMENTS,
+}  # fmt: skip
+#: Field of a Spec -> the class of the actions in it.
+ACTIONS: dict[str, type[Action]] = {
+    "reads": Read, "probes": Probe, "edits": Edit, "features": Features, "lens": LensTopK,
+    "moments": Moments,
+}  # fmt: skip
 #: Size of the cache of parsed specs, and the longest text in it. A lookup hashes the whole text.
 REMEMBERED_BYTES, LONGEST_REMEMBERED = 64 << 20, 1 << 20
 #: The largest resolved spec that is cached. A resolved spec that names a module may have a vector
@@ -52,6 +72,8 @@ REMEMBERED_BYTES, LONGEST_REMEMBERED = 64 << 20, 1 << 20
 LARGEST_REMEMBERED = 32 << 20
 #: Memory of a parsed spec besides its text.
 _SPEC_BYTES = 4096
+#: Actions that may name an SAE.
+Named = TypeVar("Named", Edit, Features)
 
 
 @dataclass(frozen=True)
@@ -61,18 +83,39 @@ class Spec:
     reads: tuple[Read, ...] = ()
     probes: tuple[Probe, ...] = ()
     edits: tuple[Edit, ...] = ()
+    features: tuple[Features, ...] = ()
+    policy: Policy | None = None
+    lens: tuple[LensTopK, ...] = ()
+    moments: tuple[Moments, ...] = ()
 
     def __post_init__(self) -> None:
-        if not (self.reads or self.probes or self.edits):
-            raise SpecError("the spec asks for nothing; give at least one Read, Probe or edit.")
+        if not self.actions:
+            raise SpecError(
+                "the spec asks for nothing; give at least one Read, Probe, Features, LensTopK, "
+                "Moments or edit."
+            )
         for name in MOST:
             _check_count(name, len(getattr(self, name)))
-        check_sizes(one.tokens for one in (*self.reads, *self.probes, *self.edits))
-        check_stopping(probe for probe in self.probes if not probe.name.startswith(MONITOR))
+        check_sizes(one.tokens for one in self.actions)
+        num_named = sum(edit.num_named for edit in self.edits)
+        if num_named > MAX_NAMED:
+            raise SpecError(
+                f"the edits name {num_named:,} features of SAEs together; at most {MAX_NAMED}, "
+                "because each becomes two rows of the SAE. Send fewer, or several requests."
+            )
+        num_indices = sum(len(one.indices or ()) for one in self.features)
+        if num_indices > MAX_INDICES:
+            raise SpecError(
+                f"the features have {num_indices:,} indices together; at most {MAX_INDICES}, "
+                "because their rows travel with the request. Take top_k."
+            )
+        check_stopping([p for p in self.probes if not p.name.startswith(MONITOR)])
         names = [probe.name for probe in self.probes]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise SpecError(f"two probes are called {shown(twice)}; their scores share a dict.")
+        _check_names(names, "two probes are called {}; their scores share a dict.")
+        names += [one.name for one in self.features]
+        _check_names(names, "two of the probes and features are called {}; give each its own name.")
+        _check_names([one.name for one in self.lens], "two lenses are called {}; give each a name.")
+        check_cascades(self.probes, "probes[{}]".format, "probe")
         called: dict[str, tuple[str | None, str | None]] = {}
         for read in self.reads:
             if called.setdefault(read.to, (read.tag, read.name)) != (read.tag, read.name):
@@ -80,6 +123,10 @@ class Spec:
                     f"the reads to {shown(read.to)} differ in tag or name; a request has one of "
                     "each at a sink."
                 )
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        return tuple(action for name in ACTIONS for action in getattr(self, name))
 
     @cached_property
     def modules(self) -> tuple[str, ...]:
@@ -89,13 +136,15 @@ class Spec:
         return tuple(dict.fromkeys(x.name for x in found if isinstance(x, Module)))
 
     def to_json(self) -> str:
-        body: dict[str, object] = {}
-        if self.reads:
-            body["reads"] = [read.to_json() for read in self.reads]
-        if self.probes:
-            body["probes"] = [probe.to_json() for probe in self.probes]
+        body: dict[str, object] = {
+            name: [one.to_json() for one in some]
+            for name in ACTIONS
+            if (some := getattr(self, name))
+        }
         if self.edits:
             body["edits"] = [{"kind": edit.kind, **edit.to_json()} for edit in self.edits]
+        if self.policy is not None:
+            body["policy"] = self.policy.to_json()
         return json.dumps(body)
 
     @staticmethod
@@ -127,29 +176,40 @@ class Spec:
             _parsed.put(text, found, size)
         return found
 
+    @staticmethod
+    def remembered(text: object) -> Spec | None:
+        """What `from_json` returns, if it returns it from its cache."""
+        if not isinstance(text, str) or len(text) > LONGEST_REMEMBERED:
+            return None
+        return _parsed.get(text)
+
     def of_engine(self, saes: Mapping[str, Any]) -> Spec:
         """The spec with the rows of the SAEs that it names; itself if it names none.
 
         Raises:
-            SpecError: as SetFeature.
+            SpecError: as SetFeature and Features.
         """
-        named = [i for i, one in enumerate(self.edits) if isinstance(getattr(one, "sae", 0), str)]
-        if not named:
+        if not any(isinstance(getattr(one, "sae", None), str) for one in self.actions):
             return self
         # Many requests have the same text.
-        last = self.__dict__.get("_of_engine")
-        if last is not None and last[0] is saes:
-            again: Spec = last[1]
-            return again
-        edits = list(self.edits)
-        for i in named:
-            try:
-                edits[i] = edits[i].of_engine(saes)  # type: ignore[attr-defined]
-            except SpecError as error:
-                name = type(edits[i]).__name__
-                raise SpecError(str(error).replace(f"{name}.", f"edits[{i}].", 1)) from None
-        found = replace(self, edits=tuple(edits))
-        self.__dict__["_of_engine"] = (saes, found)
+        known = _expanded.get(self.packed.digest)
+        if known is not None and known[0] is saes:
+            return known[1]
+
+        def made(actions: Sequence[Named], where: str) -> Iterator[Named]:
+            for i, action in enumerate(actions):
+                try:
+                    yield action.of_engine(saes)
+                except SpecError as error:
+                    name = f"{type(action).__name__}."
+                    raise SpecError(str(error).replace(name, f"{where}[{i}].", 1)) from None
+
+        found = replace(
+            self, edits=tuple(made(self.edits, "edits")),
+            features=tuple(made(self.features, "features")),
+        )  # fmt: skip
+        size = _SPEC_BYTES + sum(len(one.data) for one in found.arrays.values())
+        _expanded.put(self.packed.digest, (saes, found), size)
         return found
 
     @cached_property
@@ -164,29 +224,28 @@ class Spec:
 
     @cached_property
     def _packed(self) -> tuple[Packed, dict[bytes, Array]]:
-        return pack((self.reads, self.probes, self.edits))
+        return pack(tuple(getattr(self, name) for name in _names()))
 
     @staticmethod
     def unpack(packed: Packed, arrays: Mapping[bytes, Array]) -> Spec:
         """The spec that a front-end packed. It was checked there and is not checked again."""
         found = object.__new__(Spec)
-        found.__dict__.update(
-            zip(("reads", "probes", "edits"), unpack(packed, arrays), strict=True)
-        )
+        found.__dict__.update(zip(_names(), unpack(packed, arrays), strict=True))
         return found
 
     @staticmethod
     def _parse(text: str) -> Spec:
         body = decode(text, "extra_args['scope']")
-        if not isinstance(body, dict) or not set(body) <= {"reads", "probes", "edits"}:
+        if not isinstance(body, dict) or not set(body) <= {*MOST, "policy"}:
             raise SpecError(
-                "extra_args['scope'] must be an object with the fields reads, probes and edits."
+                "extra_args['scope'] must be an object with the fields reads, probes, edits, "
+                "features, lens, moments and policy."
             )
-        return Spec(
-            tuple(_parse_list(Read, body, "reads")),
-            tuple(_parse_list(Probe, body, "probes")),
-            tuple(_parse_list(None, body, "edits")),
-        )
+        actions: dict[str, Any] = {
+            name: tuple(_parse_list(cls, body, name)) for name, cls in ACTIONS.items()
+        }
+        policy = Policy.from_json(body["policy"]) if "policy" in body else None
+        return Spec(policy=policy, **actions)
 
     def resolve(self, sites: Sites, modules: Mapping[str, Vectors] | None = None) -> Resolved:
         """The spec as streams and vectors of this engine.
@@ -199,10 +258,20 @@ class Spec:
             SpecError: a layer that the model does not have, a site or layer that this
                 engine does not tap, a vector of another size, an unknown module.
         """
-        return resolve(self.reads, self.probes, self.edits, sites, modules or {})
+        return resolve(
+            self.reads, self.probes, self.edits, sites, modules or {}, self.features, self.policy,
+            self.lens, self.moments,
+        )  # fmt: skip
+
+
+def _names() -> tuple[str, ...]:
+    """The fields of a Spec, in the order in which they are packed."""
+    return tuple(each.name for each in fields(Spec))
 
 
 _parsed: Remembered[str, Spec] = Remembered(REMEMBERED_BYTES)
+#: Digest of a spec that names SAEs -> the SAEs, and the spec with their rows.
+_expanded: Remembered[bytes, tuple[Mapping[str, Any], Spec]] = Remembered(REMEMBERED_BYTES)
 
 
 class Meanings:
@@ -224,6 +293,10 @@ class Meanings:
         """Drop the specs that name modules."""
         self._known.drop(lambda key: bool(key[1]))
 
+    def clear(self) -> None:
+        """Drop all specs."""
+        self._known.clear()
+
     def of(
         self, digest: bytes, spec_of: Callable[[], Spec], modules: Mapping[str, Vectors],
         version: tuple[Hashable, ...] = (),
@@ -244,13 +317,15 @@ class Meanings:
         return known
 
 
-def check_stopping(probes: Iterable[Probe]) -> None:
-    """Raises SpecError for too many probes that may end a request."""
-    count = sum(probe.action == "stop" for probe in probes)
+def check_stopping(probes: Sequence[Probe]) -> None:
+    """Raises SpecError for too many probes that the output of each step waits for."""
+    firsts = {probe.after for probe in probes}
+    count = sum(probe.action == "stop" or probe.name in firsts for probe in probes)
     if count > MAX_STOPPING:
+        others = " or are first stages of others" if firsts - {None} else ""
         raise SpecError(
-            f"{count} probes have action 'stop'; at most {MAX_STOPPING}, because the output of "
-            "each step waits for them."
+            f"{count} probes have action 'stop'{others}; at most {MAX_STOPPING}, because the "
+            "output of each step waits for them."
         )
 
 
@@ -259,7 +334,12 @@ def _check_count(name: str, count: int) -> None:
         raise SpecError(f"the spec has {count:,} {name}; at most {MOST[name]}.")
 
 
-def _parse_list(cls: type[Any] | None, body: dict[str, object], name: str) -> list[Any]:
+def _check_names(names: Sequence[str], sentence: str) -> None:
+    if len(set(names)) < len(names):
+        raise SpecError(sentence.format(shown(next(n for n in names if names.count(n) > 1))))
+
+
+def _parse_list(cls: type[Any], body: dict[str, object], name: str) -> list[Any]:
     items = body.get(name, [])
     if not isinstance(items, list):
         raise SpecError(f"{name} is {shown(items)}; it is a list.")
@@ -267,7 +347,7 @@ def _parse_list(cls: type[Any] | None, body: dict[str, object], name: str) -> li
     found = []
     for i, item in enumerate(items):
         where = f"{name}[{i}]"
-        if cls is not None:
+        if cls is not Edit:
             found.append(action_from_json(cls, item, where))
             continue
         kind = item.get("kind") if isinstance(item, dict) else None
@@ -278,12 +358,13 @@ def _parse_list(cls: type[Any] | None, body: dict[str, object], name: str) -> li
     return found
 
 
-def scope(*actions: Action) -> dict[str, str]:
+def scope(*actions: Action | Policy) -> dict[str, str]:
     """What to put in `SamplingParams(extra_args=...)`.
 
     Args:
-        actions: one or more of Read, Probe, Add, Ablate, Clamp, Replace, SetFeature and
-            ScaleFeature. Edits of one site apply in the order given.
+        actions: one or more of Read, Probe, Features, LensTopK, Moments, Add, Ablate, Clamp,
+            Replace, SetFeature and ScaleFeature, and at most one Policy. Edits of one site apply in
+            the order given.
 
     Returns:
         A dict with one key, "scope": the spec as a JSON string, which also goes into
@@ -293,15 +374,15 @@ def scope(*actions: Action) -> dict[str, str]:
         SpecError: no action, or an argument that is not an action.
     """
     for i, action in enumerate(actions):
-        if not isinstance(action, Action):
+        if not isinstance(action, Action | Policy):
             raise SpecError(
                 f"scope() argument {i} is {shown(action)}; it takes Read, Probe, Add, Ablate, "
-                "Clamp, Replace, SetFeature or ScaleFeature."
+                "Clamp, Replace, SetFeature, ScaleFeature, Features, LensTopK, Moments or Policy."
             )
-    return {
-        "scope": Spec(
-            tuple(a for a in actions if isinstance(a, Read)),
-            tuple(a for a in actions if isinstance(a, Probe)),
-            tuple(a for a in actions if isinstance(a, Edit)),
-        ).to_json()
+    policies = [action for action in actions if isinstance(action, Policy)]
+    if len(policies) > 1:
+        raise SpecError(f"scope() has {len(policies)} policies; a request has at most one.")
+    named: dict[str, Any] = {
+        name: tuple(a for a in actions if isinstance(a, cls)) for name, cls in ACTIONS.items()
     }
+    return {"scope": Spec(policy=policies[0] if policies else None, **named).to_json()}

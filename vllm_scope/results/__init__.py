@@ -6,6 +6,8 @@ table.py   its values by column, in order of arrival; what a snapshot sees of th
 budget.py  how many bytes all requests, and the requests of one key, may hold
 result.py  ScopeResult, which the caller reads
 scores.py  the scores of its probes
+features.py  the features of its SAEs
+lens.py      the tokens of its lenses
 column.py  one stream or probe of a result, for the server
 cursor.py  what is new in a request that streams
 """

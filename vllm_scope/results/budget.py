@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vllm_scope.batch.by_position import Ints
 from vllm_scope.errors import CapacityError, SpecError
 from vllm_scope.program.compiler import points_of, rows_of
 from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
@@ -179,14 +180,25 @@ def bytes_of_prompt(own: Resolved, whole: Resolved, sites: Sites, prompt_ids: Se
         own: the reads and probes that go to memory.
         whole: the request; its edits decide which reads see the same row.
     """
-    ids = np.asarray(prompt_ids, np.int64)
+    if not own.uniform:
+        return _bytes_of(own, whole, sites, np.asarray(prompt_ids, np.int64))
+    # All tokens of the prompt deliver alike. Many requests share these objects.
+    known = own.__dict__.get("_bytes_of_token")
+    if known is None or known[0] is not whole or known[1] is not sites:
+        one = _bytes_of(own, whole, sites, np.zeros(1, np.int64))
+        known = own.__dict__["_bytes_of_token"] = whole, sites, one
+    return len(prompt_ids) * int(known[2])
+
+
+def _bytes_of(own: Resolved, whole: Resolved, sites: Sites, ids: Ints) -> int:
     tokens = Tokens(np.arange(len(ids)), len(ids), ids, None)
     rows = rows_of(whole, own)
     itemsize = getattr(torch, sites.dtype).itemsize
     masks: dict[tuple[Head | None, int], np.ndarray] = {}
     sizes: dict[tuple[Head | None, int], int] = {}
-    selected = {one.tokens: one.tokens.select(tokens).possible for one in own.delivering}
-    for selector, point, head in points_of(own):
+    selectors = {one.tokens for one in own.delivering}
+    selected = {selector: selector.select(tokens).possible for selector in selectors}
+    for selector, point, head, _ in points_of(own):
         key, mask = (head, rows[point]), selected[selector]
         masks[key] = masks[key] | mask if key in masks else mask
         if head is None:

@@ -11,21 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_scope.batch.by_position import Transcript
+from vllm_scope.control.policy import Decided
 from vllm_scope.program.compiler import points_of
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
-from vllm_scope.request.heads import Bank
+from vllm_scope.request.heads import Bank, Head
 from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Sites
 from vllm_scope.results.budget import FULL, Share
 from vllm_scope.results.result import ScopeResult, Status, What, dtype_of
 from vllm_scope.results.table import ArrivedParts, Table, TableKey
 from vllm_scope.sinks import Manifest
+from vllm_scope.sinks.metrics import count_decision
 
 #: Positions for which a new table has room, if the request may read only some of its tokens.
 FIRST_ROOM = 64
@@ -74,26 +78,44 @@ def pieces_of(layout: Layout, local: Layout, data: np.ndarray, widths: Widths) -
         size, start = num_slots * SLOT_BYTES, first * SLOT_BYTES
         found.append(piece(key, points, start, size, widths.row_bytes[kind]))
     if local.encoded:
-        whole_of = dict(layout.encoded)
-        for head, points, first, num_slots in local.encoded_at(widths):
+        keys = _keys_of(layout)
+        for key, some in groupby(local.encoded_at(widths), lambda one: keys[one[0]]):
+            each = list(some)
+            head, _, first, num_slots = each[0]
+            points = tuple(point for _, here, _, _ in each for point in here)
             size, start = num_slots * SLOT_BYTES, first * SLOT_BYTES
             used = head.row_bytes if isinstance(head, Bank) else size
-            what = head.nameless if isinstance(head, Bank) else head
-            key = TableKey(what, whole_of[head], layout.also)
             found.append(piece(key, points, start, size, used))
     return found
+
+
+@lru_cache(maxsize=1024)
+def _keys_of(layout: Layout) -> dict[Head, TableKey]:
+    """Head -> its table. Heads next to each other that make the same share one: the banks of a
+    probe over several layers do."""
+    found: dict[Head, TableKey] = {}
+    for what, some in groupby(layout.encoded, lambda pair: _what(pair[0])):
+        pairs = list(some)
+        key = TableKey(what, tuple(p for _, points in pairs for p in points), layout.also)
+        found |= {head: key for head, _ in pairs}
+    return found
+
+
+def _what(head: Head) -> Head:
+    return head.nameless if isinstance(head, Bank) else head
 
 
 class Pending:
     """The rows and scores of one request, while they arrive.
 
     Args:
-        asked: the reads and probes that go to memory.
+        asked: what goes to memory.
         share: the request's part of the budget; None offline, where there is no limit.
 
     Attributes:
         key: the request's key, unique among all front-ends.
         manifests: by sink, what became of the request there.
+        decisions: of its policy.
         done: resolved once every stage has sent its last row, or an error.
         num_came: changes with every arrival.
     """
@@ -114,7 +136,8 @@ class Pending:
         self.num_came = 0
         self.error: str | None = None
         self.manifests: dict[str, Manifest] = {}
-        self._reading = bool(asked.reads or asked.probes)
+        self.decisions: list[Decided] = []
+        self._reading = bool(asked.delivering)
         self.asked, self.sites = asked, sites
         self.prompt_ids = prompt_ids
         self._stages_left = set(range(num_stages))
@@ -184,8 +207,8 @@ class Pending:
     def _wanted(self, what: What) -> set[int]:
         """The points that were asked for."""
         return {
-            point for _, point, head in points_of(self.asked)
-            if what == (head.nameless if isinstance(head, Bank) else head)
+            each.point for each in points_of(self.asked)
+            if what == (None if each.head is None else _what(each.head))
         }  # fmt: skip
 
     def finish(
@@ -199,6 +222,13 @@ class Pending:
         self.error = self.error or error
         if not self._stages_left and not self.done.done():
             self.done.set_result(None)
+
+    def decide(self, decided: Decided) -> None:
+        """Take a decision of the request's policy."""
+        self.decisions.append(decided)
+        self.num_came += 1
+        if self.asked.policy is not None:
+            count_decision(self.asked.policy.name, decided)
 
     def lose(self, why: str, over: bool = False) -> None:
         """Drop what arrived and what still arrives; the request goes on.
@@ -228,7 +258,7 @@ class Pending:
         ids = Transcript(self.prompt_ids, output_ids, len(output_ids))
         return ScopeResult(
             self.asked, self.sites, ids, len(self.prompt_ids), ArrivedParts(self._tables),
-            self._status(finish_reason), self._why(), dict(self.manifests),
+            self._status(finish_reason), self._why(), dict(self.manifests), tuple(self.decisions),
         )  # fmt: skip
 
     def _why(self) -> str | None:

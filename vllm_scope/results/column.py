@@ -1,4 +1,4 @@
-"""One stream or probe of a result, as the server encodes it.
+"""One stream, probe or Features of a result, as the server encodes it.
 
 Owns:  Column.
 From:  result, cursor.   To: server.
@@ -13,30 +13,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_scope.batch.sparse import SparseRows
 from vllm_scope.codecs.packed import EncodedRows, decoded
 
 
 @dataclass(frozen=True)
 class Column:
-    """One stream or probe of a result.
+    """One stream, probe or Features of a result.
 
     Attributes:
-        label: site, layer and "before" or "after" of a stream; a probe's name.
-        source: the values; encoded rows, if the read has a codec.
+        label: site, layer and "before" or "after" of a stream; the name of a probe or of features.
+        source: the values; encoded rows, if the read has a codec; SparseRows of features.
         positions: int64 [n], ascending.
         row_shape: of one row; `()` for scores.
         aggregates: float32 [n], of a probe with an aggregate.
     """
 
     label: tuple[str, int, str] | str
-    source: Tensor | EncodedRows
+    source: Tensor | EncodedRows | SparseRows
     positions: np.ndarray
     row_shape: tuple[int, ...] = ()
     aggregates: Tensor | None = None
 
     @property
     def values(self) -> Tensor:
-        """[n, *row_shape] rows, or float32 [n] scores, CPU. Decoded at each call."""
+        """[n, *row_shape] rows, or float32 [n] scores, CPU; decoded anew. Not of features."""
+        assert not isinstance(self.source, SparseRows)
         return shaped(decoded(self.source), self.row_shape)
 
     @property

@@ -19,9 +19,10 @@ import torch
 
 from vllm_scope.batch.by_position import Ints, Part, last_of_each
 from vllm_scope.batch.readout import Readout, Verdict
+from vllm_scope.batch.sparse import sparse_rows
 from vllm_scope.codecs.packed import EncodedRows, packing_of
 from vllm_scope.request.heads import Encoding
-from vllm_scope.request.resolved import ResolvedProbe
+from vllm_scope.request.resolved import ResolvedFeatures, ResolvedProbe
 from vllm_scope.request.selectors import Selector
 from vllm_scope.results.column import Column
 from vllm_scope.results.result import ScopeResult, Source, What
@@ -70,8 +71,9 @@ def _next(
     taken = (*state.taken, *(0 for _ in arrived[len(state.taken) :]))
     fresh = [i for i, positions in enumerate(arrived) if len(positions) > taken[i]]
     after = replace(
-        state, seen=result.num_processed, due=due, taken=tuple(map(len, arrived)) or taken
-    )
+        state, seen=max(state.seen, result.num_processed), due=due,
+        taken=tuple(map(len, arrived)) or taken,
+    )  # fmt: skip
     if len(fresh) == 1 and not len(state.early[0]):
         # The usual case: what arrived is what is due, in order.
         came = arrived[fresh[0]][taken[fresh[0]] :]
@@ -112,27 +114,29 @@ class _Track:
     """A stream, or the numbers of a bank.
 
     Attributes:
+        state: None while the probes wait for the verdict of their first stage.
         new: what `take` looks at next.
         sent: positions that `take` has returned, of a stream.
     """
 
     source: Source
-    state: _State = _START
+    state: _State | None = _START
     new: list[Column] = field(default_factory=list)
     sent: list[Ints] = field(default_factory=list)
 
 
 @dataclass
 class _ProbeTrack:
-    """A probe, whose numbers are in one track for each of its cells.
+    """A probe or features, whose numbers are in one track for each of its cells.
 
     Attributes:
+        readout: of a probe.
         waiting: of each cell, numbers of positions that another cell does not have yet.
     """
 
-    probe: ResolvedProbe
+    probe: ResolvedProbe | ResolvedFeatures
     cells: list[_Track]
-    readout: Readout
+    readout: Readout | None
     waiting: list[Column | None]
     sent: list[Ints] = field(default_factory=list)
 
@@ -155,27 +159,36 @@ class _ProbeTrack:
             return None
         self.sent.append(parts[0].positions[:count])
         numbers = summed(self.probe, [part.values[:count] for part in parts])
+        if isinstance(self.probe, ResolvedFeatures):
+            return Column(self.probe.name, sparse_rows(self.probe, numbers), self.sent[-1])
+        assert self.readout is not None
         read = self.readout.read(numbers, self.sent[-1])
         return Column(self.probe.name, read.scores, self.sent[-1], aggregates=read.aggregates)
 
 
 class Cursor:
-    """One completion's streams and probes, followed from snapshot to snapshot.
+    """One completion's streams, probes and features, followed from snapshot to snapshot.
 
     Args:
-        rows: follow streams too, not probes alone.
+        rows: follow streams too.
     """
 
     def __init__(self, rows: bool) -> None:
-        self._rows = rows
+        self._rows, self._num_prompt = rows, 0
         self._tracks: list[_Track] | None = None
         self._probes: list[_ProbeTrack] = []
 
     def look(self, result: ScopeResult) -> None:
         """Take in a later snapshot of the request."""
+        self._num_prompt = result.num_prompt
         #: Streams of one table share their positions, so they share the result.
         known: dict[tuple[int, ...], tuple[_State, Ints, _Places]] = {}
         for track in self._of(result):
+            if track.state is None:
+                first = self._begins(track.source.after)
+                if first is None:
+                    continue
+                track.state = replace(_START, seen=first)
             parts = result.parts_of(track.source)
             arrived = [part.positions for part in parts]
             key = (id(track.state), id(track.source.selectors), *map(id, arrived))
@@ -188,14 +201,21 @@ class Cursor:
     def late(self, last: int) -> bool:
         """True if a value of a position up to `last` is missing."""
         return any(
-            len(track.state.due) and track.state.due[0] <= last for track in self._tracks or ()
+            track.state is not None and len(track.state.due) and track.state.due[0] <= last
+            for track in self._tracks or ()
         )
 
     @property
     def settled(self) -> int:
         """The scores of all positions below it were returned, or are not wanted."""
-        numbers = [t.state.settled for t in self._tracks or () if t.source.label is None]
-        return min(numbers, default=0)
+        found = []
+        for track in self._tracks or ():
+            if track.source.label is None:
+                state = track.state
+                first = self._begins(track.source.after) if state is None else state.settled
+                # A stage that waits begins behind all scores of its first stage so far.
+                found += [] if first is None else [first]
+        return min(found, default=0)
 
     def take(self) -> list[Column]:
         """What is new since the last call: a column for each stream and probe with new values."""
@@ -214,8 +234,22 @@ class Cursor:
 
     def verdicts(self) -> dict[str, Verdict]:
         """Of the probes whose values that were taken have been above their thresholds."""
-        found = ((track.probe.name, track.readout.verdict) for track in self._probes)
+        found = ((t.probe.name, t.readout.verdict) for t in self._probes if t.readout)
         return {name: verdict for name, verdict in found if verdict is not None}
+
+    def begun(self) -> dict[str, int]:
+        """As in ScopeResult, of the verdicts that were taken."""
+        later = [track.probe for track in self._probes if track.probe.after is not None]
+        known = {probe.name: self._begins(probe.after) for probe in later}
+        return {name: first for name, first in known.items() if first is not None}
+
+    def _begins(self, after: str | None) -> int | None:
+        """Where the probes with this `after` begin; None if its verdict was not taken."""
+        first = next((track for track in self._probes if track.probe.name == after), None)
+        if first is None or first.readout is None or first.readout.verdict is None:
+            return None
+        assert isinstance(first.probe, ResolvedProbe)
+        return first.probe.begins(first.readout.verdict.position, self._num_prompt)
 
     def rest(self, result: ScopeResult) -> list[Column]:
         """What was not taken of the request's last snapshot: some selectors (`last`) are decided
@@ -232,12 +266,15 @@ class Cursor:
             self._tracks = []
             for source in result.sources(self._rows):
                 selectors = alike.setdefault(source.selectors, source.selectors)
-                self._tracks.append(_Track(replace(source, selectors=selectors)))
+                state = _START if source.after is None else None
+                self._tracks.append(_Track(replace(source, selectors=selectors), state))
             numbers = {(t.source.what, t.source.place, t.source.selectors): t for t in self._tracks}
-            for probe in result.probes:
-                cells = [numbers[bank, point, (tokens,)] for bank, point, tokens in cells_of(probe)]
-                track = _ProbeTrack(probe, cells, Readout(probe), [None] * len(cells))
-                self._probes.append(track)
+            banked: tuple[ResolvedProbe | ResolvedFeatures, ...]
+            banked = (*result.probes, *result.asked_features)
+            for one in banked:
+                cells = [numbers[bank, point, (tokens,)] for bank, point, tokens in cells_of(one)]
+                readout = Readout(one) if isinstance(one, ResolvedProbe) else None
+                self._probes.append(_ProbeTrack(one, cells, readout, [None] * len(cells)))
         return self._tracks
 
 
@@ -263,7 +300,8 @@ def _joined(columns: Sequence[Column]) -> Column:
     if len(columns) == 1:
         return columns[0]
     sources = [column.source for column in columns]
-    data = torch.cat([s.data if isinstance(s, EncodedRows) else s for s in sources])
+    # Features become SparseRows only when they are taken.
+    data = torch.cat([s.data if isinstance(s, EncodedRows) else s for s in sources])  # type: ignore
     first = sources[0]
     source = EncodedRows(first.codec, data) if isinstance(first, EncodedRows) else data
     positions = np.concatenate([column.positions for column in columns])

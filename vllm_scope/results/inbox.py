@@ -27,7 +27,13 @@ from vllm_scope.request.sites import Sites
 from vllm_scope.results.budget import Budget, Share, asking
 from vllm_scope.results.buffer import LATE, Pending, Piece, pieces_of
 from vllm_scope.sinks.metrics import forget_worker
-from vllm_scope.transport.messages import Address, CountersHeader, FinishHeader, RowsMessage
+from vllm_scope.transport.messages import (
+    Address,
+    CountersHeader,
+    DecidedHeader,
+    FinishHeader,
+    RowsMessage,
+)
 from vllm_scope.transport.receiver import Receiver
 
 logger = logging.getLogger(__name__)
@@ -73,7 +79,7 @@ class Inbox:
         self.generation = 0
         self._receiver = Receiver(
             self._on_rows, self._on_finish, lambda header: self.on_counters(header), self._on_lost,
-            forget_worker,
+            forget_worker, self._on_decided,
         )  # fmt: skip
 
     @property
@@ -169,6 +175,11 @@ class Inbox:
             if pending in self._outsiders:
                 manifests = {sink: found.public(sink) for sink, found in manifests.items()}
             pending.finish(header.stage, header.error, manifests)
+
+    def _on_decided(self, header: DecidedHeader) -> None:
+        pending = self._pending.get(header.key)
+        if pending is not None:
+            pending.decide(header.decided)
 
 
 def _copy(jobs: list[_Job]) -> None:

@@ -23,12 +23,15 @@ from torch import Tensor
 from vllm_scope.batch.by_position import Part, last_values, num_processed, wanted_positions
 from vllm_scope.batch.readout import Verdict
 from vllm_scope.codecs.packed import EncodedRows, packing_of
+from vllm_scope.control.policy import Decided
 from vllm_scope.program.layout import SLOT_BYTES
 from vllm_scope.request.heads import Encoding, Head
-from vllm_scope.request.resolved import Resolved, ResolvedProbe
+from vllm_scope.request.resolved import Resolved, ResolvedFeatures, ResolvedProbe, lens_label
 from vllm_scope.request.selectors import Selector
 from vllm_scope.request.sites import ALIASES, Phase, Place, SiteLayer, Sites
 from vllm_scope.results.column import Column, shaped
+from vllm_scope.results.features import Features, SparseFeatures
+from vllm_scope.results.lens import Lenses, TopTokens
 from vllm_scope.results.scores import Scores, ScoreTable, cells_of, positions_of
 from vllm_scope.sinks import Manifest
 
@@ -54,6 +57,7 @@ class Source:
         label: as in Column; None for the numbers of a bank.
         place: the point.
         row_shape: as in Column.
+        after: as in Probe, of a bank.
     """
 
     label: _Stream | None
@@ -61,6 +65,7 @@ class Source:
     what: What
     place: int
     row_shape: tuple[int, ...] = ()
+    after: str | None = None
 
 
 class ScopeResult:
@@ -77,10 +82,16 @@ class ScopeResult:
 
     Attributes:
         scores: by the probes' names, float32 [num_positions]; `scores.positions(name)`.
-        aggregates: the same for probes with an aggregate: at each position, the aggregate of all
-            scores up to there.
+        features: by the names of `Features`: SparseFeatures, with positions, indices and values.
+        lens: by the names of `LensTopK`: LensTokens, by layer the likeliest tokens.
+        aggregates: as `scores`, for probes with an aggregate: at each position, the aggregate of
+            all scores up to there.
         verdicts: by the names of probes with a threshold, the first position where the value was
             above it, and the value.
+        begun: by the names of probes with `after`, the first position that they score; without
+            those whose first stage has no verdict.
+        decisions: of the request's policy, in the order of positions. The last one has an `error`
+            if the policy does not control the request any more.
         status: "streaming" while the request runs, "complete" if everything that
             was asked for has arrived, "incomplete" if not, "aborted" if the request
             was, "failed" if its reads or edits failed (see `error`).
@@ -103,8 +114,9 @@ class ScopeResult:
         status: Status,
         error: str | None,
         manifests: Mapping[str, Manifest] | None = None,
+        decisions: tuple[Decided, ...] = (),
     ) -> None:
-        self.manifests = dict(manifests or {})
+        self.manifests, self.decisions = dict(manifests or {}), decisions
         self._asked, self._sites = asked, sites
         self._token_ids, self._num_prompt = token_ids, num_prompt
         self._parts = parts
@@ -112,7 +124,7 @@ class ScopeResult:
         self._wanted_by: dict[tuple[Selector, ...], np.ndarray] = {}
         self._streams: dict[_Stream, _Rows] = {}
         self._decoded: dict[_Stream, Tensor] = {}
-        self._score_table = ScoreTable(asked.probes)
+        self._score_table = ScoreTable(asked.probes, asked.features)
 
     @property
     def num_processed(self) -> int:
@@ -138,6 +150,28 @@ class ScopeResult:
         return Scores(self._score_table, self)
 
     @property
+    def features(self) -> Features:
+        every = self._score_table.features
+        return Features([name for name in every if every[name].lens is None], self._features_of)
+
+    @property
+    def lens(self) -> Lenses:
+        layers: dict[str, list[int]] = {}
+        for one in self._score_table.features.values():
+            if one.lens is not None:
+                layers.setdefault(one.lens[0], []).append(one.cells[0].place.layer)
+        return Lenses(layers, self._tokens_of)
+
+    def _tokens_of(self, name: str, layer: int) -> TopTokens:
+        rows, positions = self._score_table.sparse(lens_label(name, layer), self)
+        return TopTokens.of_rows(rows, torch.from_numpy(positions))
+
+    def _features_of(self, name: str) -> SparseFeatures:
+        rows, positions = self._score_table.sparse(name, self)
+        width = self._score_table.features[name].num_features
+        return SparseFeatures(rows, torch.from_numpy(positions), width)
+
+    @property
     def aggregates(self) -> Scores:
         return Scores(self._score_table, self, aggregates=True)
 
@@ -152,9 +186,20 @@ class ScopeResult:
         return {name: verdict for name, verdict in known.items() if verdict is not None}
 
     @property
+    def begun(self) -> dict[str, int]:
+        """Name of a probe with `after` -> the first position that it scores."""
+        later = (probe for probe in self._asked.probes if probe.after is not None)
+        known = {probe.name: self._score_table.begins(probe, self) for probe in later}
+        return {name: first for name, first in known.items() if first is not None}
+
+    @property
     def probes(self) -> tuple[ResolvedProbe, ...]:
         """As they were asked for."""
         return self._asked.probes
+
+    @property
+    def asked_features(self) -> tuple[ResolvedFeatures, ...]:
+        return self._asked.features
 
     @property
     def edited(self) -> frozenset[SiteLayer]:
@@ -220,11 +265,13 @@ class ScopeResult:
         return self._status
 
     def columns(self) -> list[Column]:
-        """Every stream, then every probe, in the request's order."""
+        """Every stream, then every probe, then all features, in the request's order."""
         streams = [
             Column(s, *self._rows_of(s), self._sites.row_shape(s[0])) for s in self._read_streams()
         ]
-        return [*streams, *map(self.column_of, self._score_table.probes)]
+        table = self._score_table
+        sparse = (Column(name, *table.sparse(name, self)) for name in table.features)
+        return [*streams, *map(self.column_of, table.probes), *sparse]
 
     def column_of(self, probe: str) -> Column:
         """The scores of a probe."""
@@ -232,7 +279,7 @@ class ScopeResult:
         return Column(probe, found.scores, found.positions, aggregates=found.aggregates)
 
     def sources(self, rows: bool = True) -> list[Source]:
-        """The streams, then the distinct numbers of which `probes` are made.
+        """The streams, then the distinct numbers of which scores and features are made.
 
         Args:
             rows: False leaves the streams out.
@@ -244,8 +291,12 @@ class ScopeResult:
             )
             for s in (self._read_streams() if rows else ())
         ]  # fmt: skip
-        keys = dict.fromkeys(key for probe in self._asked.probes for key in cells_of(probe))
-        return [*streams, *(Source(None, (tokens,), bank, point) for bank, point, tokens in keys)]
+        keys = {key: one.after for one in self._asked.banked for key in cells_of(one)}
+        banks = (
+            Source(None, (tokens,), bank, point, after=after)
+            for (bank, point, tokens), after in keys.items()
+        )
+        return [*streams, *banks]
 
     def parts_of(self, source: Source) -> list[Part]:
         """What arrived so far, in order of arrival; a later snapshot has these and more."""
@@ -271,7 +322,9 @@ class ScopeResult:
     def __repr__(self) -> str:
         return (
             f"ScopeResult({self.status}, {len(self.keys())} streams, {len(self.scores)} probes, "
-            f"{self.delivered} of {self.expected} values)"
+            + f"{len(self.features)} features, " * bool(self.features)
+            + f"{len(self.lens)} lenses, " * bool(self.lens)
+            + f"{self.delivered} of {self.expected} values)"
         )
 
     def __getstate__(self) -> dict[str, object]:
@@ -329,7 +382,10 @@ class ScopeResult:
         return self.arrived(self._encoding_of(stream), self._point_of(stream))
 
     def arrived(self, what: What, place: int) -> list[Part]:
-        return self._parts.get(what, {}).get(place, [])
+        return self.arrived_of(what).get(place, [])
+
+    def arrived_of(self, what: What) -> Mapping[int, list[Part]]:
+        return self._parts.get(what, {})
 
     def _encoding_of(self, stream: _Stream) -> Encoding | None:
         return next(

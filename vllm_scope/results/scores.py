@@ -1,6 +1,7 @@
-"""The scores of a result, by probe.
+"""The scores and features of a result.
 
-Owns:  Scored (one probe's values), ScoreTable (those of all probes), Scores (how callers see it).
+Owns:  Scored (one probe's values), ScoreTable (those of all probes, and all features), Scores (how
+       callers see those of probes).
 Runs:  in the front-end.
 From:  table (the numbers of each bank), batch.readout.   To: result.
 """
@@ -15,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_scope.batch.by_position import Ints, Part, last_values
+from vllm_scope.batch.by_position import Chosen, Ints, Part, choose
 from vllm_scope.batch.readout import Readout, Verdict
+from vllm_scope.batch.sparse import SparseRows, sparse_rows
 from vllm_scope.request.heads import Bank
-from vllm_scope.request.resolved import ResolvedProbe
+from vllm_scope.request.resolved import ResolvedFeatures, ResolvedProbe
 from vllm_scope.request.selectors import Selector
 
 #: A bank at a point, and the tokens whose numbers are wanted.
@@ -46,20 +48,27 @@ class Scored(NamedTuple):
         return self._replace(scores=self.scores.clone(), aggregates=aggregates)
 
 
-def cells_of(probe: ResolvedProbe) -> list[CellKey]:
-    """Where the numbers of a probe are; probes of one bank have the same key."""
-    return [(cell.bank.nameless, cell.place.point(), probe.tokens) for cell in probe.cells]
+def cells_of(one: ResolvedProbe | ResolvedFeatures) -> list[CellKey]:
+    """Where the numbers of a probe or of features are; those of one bank have the same key."""
+    known: list[CellKey] | None = one.__dict__.get("_cell_keys")
+    if known is None:  # many requests share a monitor's probe
+        banks: dict[Bank, Bank] = {}
+        named = ((cell.bank.nameless, cell.place.point()) for cell in one.cells)
+        found = [(banks.setdefault(bank, bank), point, one.tokens) for bank, point in named]
+        known = one.__dict__["_cell_keys"] = found
+    return known
 
 
-def summed(probe: ResolvedProbe, numbers: Sequence[Tensor]) -> Tensor:
-    """float32 [n, numbers of the probe]: the sum over its cells.
+def summed(one: ResolvedProbe | ResolvedFeatures, numbers: Sequence[Tensor]) -> Tensor:
+    """float32 [n, its numbers]: the sum over its cells.
 
     Args:
         numbers: of each cell, [n, numbers of its bank].
     """
+    count = one.num_values
     parts = [
-        some[:, cell.first : cell.first + probe.num_values]
-        for cell, some in zip(probe.cells, numbers, strict=True)
+        some if some.shape[1] == count else some[:, cell.first : cell.first + count]
+        for cell, some in zip(one.cells, numbers, strict=True)
     ]
     return reduce(torch.add, parts)
 
@@ -70,55 +79,131 @@ class Snapshot(Protocol):
     def arrived(self, bank: Bank, point: int) -> list[Part]:
         """The parts of a bank at a point."""
 
+    def arrived_of(self, bank: Bank) -> Mapping[int, list[Part]]:
+        """The same at each point."""
+
     def wanted_by(self, selectors: Sequence[Selector]) -> Ints:
         """The processed positions that some selectors select."""
 
+    @property
+    def num_prompt(self) -> int: ...
+
 
 class ScoreTable:
-    """All probes' scores in one snapshot, computed when they are asked for.
+    """All probes' scores and all features in one snapshot, computed when they are asked for.
 
     It does not hold the snapshot, which holds it: memory is freed without the garbage collector.
     """
 
-    def __init__(self, probes: Sequence[ResolvedProbe]) -> None:
+    def __init__(
+        self, probes: Sequence[ResolvedProbe], features: Sequence[ResolvedFeatures] = ()
+    ) -> None:
         self.probes = {probe.name: probe for probe in probes}
+        self.features = {one.name: one for one in features}
         self._found: dict[str, Scored] = {}
+        self._sparse: dict[str, tuple[SparseRows, Ints]] = {}
         self._numbers: dict[CellKey, tuple[Tensor, Ints]] = {}
+        #: (the parts' positions, by id; the tokens; the first stage) -> what is chosen of the
+        #: parts, which the key's ids belong to as long as the snapshot lives.
+        self._chosen: dict[tuple[tuple[int, ...], Selector, str | None], Chosen] = {}
 
     def score(self, name: str, of: Snapshot) -> Scored:
         if name not in self._found:
             probe = self.probes[name]
-            cells = [self._of(key, of) for key in cells_of(probe)]
-            positions = cells[0][1]
-            numbers = [values for values, _ in cells]
-            if not all(np.array_equal(positions, other) for _, other in cells):
-                # A stage's or a tap's numbers are missing.
-                positions = reduce(np.intersect1d, (at for _, at in cells))
-                numbers = [
-                    values[torch.from_numpy(at.searchsorted(positions))] for values, at in cells
-                ]
+            numbers, positions = self._summed(probe, of)
             readout = Readout(probe)
-            read = readout.read(summed(probe, numbers), positions)
+            read = readout.read(numbers, positions)
             self._found[name] = Scored(read.scores, positions, read.aggregates, readout.verdict)
         return self._found[name]
 
-    def _of(self, key: CellKey, of: Snapshot) -> tuple[Tensor, Ints]:
-        if key not in self._numbers:
-            bank, point, selector = key
-            empty = torch.empty((0, bank.row_bytes // 4))
+    def sparse(self, name: str, of: Snapshot) -> tuple[SparseRows, Ints]:
+        """Features, and their positions."""
+        if name not in self._sparse:
+            asked = self.features[name]
+            words, positions = self._summed(asked, of)
+            self._sparse[name] = sparse_rows(asked, words), positions
+        return self._sparse[name]
+
+    def _summed(self, one: ResolvedProbe | ResolvedFeatures, of: Snapshot) -> tuple[Tensor, Ints]:
+        together = self._together(one, of)
+        if together is not None:
+            return together
+        cells = [self._of(key, one, of) for key in cells_of(one)]
+        positions = cells[0][1]
+        numbers = [values for values, _ in cells]
+        if not all(at is positions or np.array_equal(positions, at) for _, at in cells):
+            # A stage's or a tap's numbers are missing.
+            positions = reduce(np.intersect1d, (at for _, at in cells))
+            numbers = [values[torch.from_numpy(at.searchsorted(positions))] for values, at in cells]
+        return summed(one, numbers), positions
+
+    def _together(
+        self, one: ResolvedProbe | ResolvedFeatures, of: Snapshot
+    ) -> tuple[Tensor, Ints] | None:
+        """The same if the cells' numbers came together and in order, each once: without a copy, and
+        in little time, as every request of a monitor asks for it. None if not."""
+        keys = cells_of(one)
+        bank, point, _ = keys[0]
+        if any(key[0] is not bank for key in keys):
+            return None
+        here = of.arrived_of(bank)
+        first = here.get(point, [])
+        found = [here.get(point, []) for _, point, _ in keys]
+        if any(len(parts) != 1 or parts[0].positions is not first[0].positions for parts in found):
+            return None
+        chosen = self._choose(first, one, of)
+        if not isinstance(chosen.index, slice):
+            return None
+        return summed(one, [chosen.of(parts) for parts in found]), chosen.positions
+
+    def begins(self, one: ResolvedProbe | ResolvedFeatures, of: Snapshot) -> int | None:
+        """The first position that a probe may score; None if it waits for a verdict."""
+        if isinstance(one, ResolvedFeatures) or one.after is None:
+            return 0
+        verdict = self.score(one.after, of).verdict
+        return None if verdict is None else one.begins(verdict.position, of.num_prompt)
+
+    def _wanted(self, one: ResolvedProbe | ResolvedFeatures, of: Snapshot) -> Ints:
+        wanted, first = of.wanted_by((one.tokens,)), self.begins(one, of)
+        return wanted[:0] if first is None else wanted[wanted.searchsorted(first) :]
+
+    def _of(
+        self, key: CellKey, one: ResolvedProbe | ResolvedFeatures, of: Snapshot
+    ) -> tuple[Tensor, Ints]:
+        """The numbers of a cell. All probes of its bank begin at the same position."""
+        known = self._numbers.get(key)
+        if known is None:
+            bank, point, _ = key
             parts = of.arrived(bank, point)
-            self._numbers[key] = last_values(parts, of.wanted_by((selector,)), empty)
-        return self._numbers[key]
+            if parts:
+                chosen = self._choose(parts, one, of)
+                known = chosen.of(parts), chosen.positions
+            else:
+                known = torch.empty((0, bank.row_bytes // 4)), np.zeros(0, np.int64)
+            self._numbers[key] = known
+        return known
+
+    def _choose(
+        self, parts: Sequence[Part], one: ResolvedProbe | ResolvedFeatures, of: Snapshot
+    ) -> Chosen:
+        """Layers that are computed together share the arrays of their positions."""
+        key = tuple(id(part.positions) for part in parts), one.tokens, one.after
+        known = self._chosen.get(key)
+        if known is None:
+            known = self._chosen[key] = choose(parts, self._wanted(one, of))
+        return known
 
     def accounts(self, of: Snapshot) -> Iterator[tuple[Ints, Ints, int]]:
-        """(positions that are wanted, those that arrived, number of probes)"""
+        """(positions that are wanted, those that arrived, number of probes or features)"""
         alike: dict[tuple[CellKey, ...], list[str]] = {}
-        for name, probe in self.probes.items():
-            alike.setdefault(tuple(cells_of(probe)), []).append(name)
+        every: Mapping[str, ResolvedProbe | ResolvedFeatures] = {**self.probes, **self.features}
+        for name, one in every.items():
+            alike.setdefault(tuple(cells_of(one)), []).append(name)
         for keys, names in alike.items():
             known = self._found.get(names[0])
-            arrived = self._came(keys, of) if known is None else known.positions
-            yield of.wanted_by(keys[0][2:]), arrived, len(names)
+            sparse = self._sparse.get(names[0])
+            arrived = known.positions if known else sparse[1] if sparse else self._came(keys, of)
+            yield self._wanted(every[names[0]], of), arrived, len(names)
 
     @staticmethod
     def _came(keys: Sequence[CellKey], of: Snapshot) -> Ints:
@@ -127,9 +212,10 @@ class ScoreTable:
         return reduce(np.intersect1d, (positions_of(of.arrived(*key[:2])) for key in keys))
 
     def own(self, of: Snapshot) -> ScoreTable:
-        """A copy with every score, in memory of its own."""
-        found = ScoreTable(tuple(self.probes.values()))
+        """A copy with every score and feature, in memory of its own."""
+        found = ScoreTable(tuple(self.probes.values()), tuple(self.features.values()))
         found._found = {name: self.score(name, of).copied() for name in self.probes}
+        found._sparse = {name: self.sparse(name, of) for name in self.features}
         return found
 
 

@@ -180,14 +180,15 @@ class ArrivedParts(Mapping[What, Mapping[int, list[Part]]]):
         self._made: dict[What, dict[int, list[Part]]] = {}
 
     def __getitem__(self, what: What) -> Mapping[int, list[Part]]:
-        if what not in self._made:
-            found: dict[int, list[Part]] = {}
+        found = self._made.get(what)
+        if found is None:
+            found = {}
             for kind, table in self._tables:
                 if kind == what:
                     for column, part in table.parts().items():
                         found.setdefault(column, []).append(part)
             self._made[what] = found
-        return self._made[what]
+        return found
 
     def __iter__(self) -> Iterator[What]:
         return iter(dict.fromkeys(what for what, _ in self._tables))

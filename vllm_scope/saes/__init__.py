@@ -1,12 +1,17 @@
-"""Sparse autoencoders (SAEs) from the files of those who publish them. Needs torch, no engine.
+"""Sparse autoencoders (SAEs) and transcoders, from the files of those who publish them. Needs
+torch, no engine.
 
-sae.py          Sae: its weights, what it computes, and one feature as two vectors and a bias
+sae.py          Sae, also a transcoder: its weights, what it computes, and one feature as two
+                vectors and a bias
 load.py         load_sae, load_saes: finds the format by the files
 saelens.py      SAELens
 gemma_scope.py  Gemma Scope 1 and 2
 llama_scope.py  Llama Scope
 qwen_scope.py   Qwen-Scope
 sparsify.py     EleutherAI's sparsify
+max_activating.py  the strongest tokens of each feature, in a table of fixed size
+max_activating_files.py  such tables in files
+neuronpedia.py  the same as Neuronpedia's JSON
 arrays.py       tensors of a file, mapped and not read; configurations
 places.py       a hook's name as a site and a layer
 

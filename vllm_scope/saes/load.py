@@ -40,8 +40,8 @@ def load_sae(
         path: a folder of SAELens, sparsify, Gemma Scope or Llama Scope, or Qwen-Scope's
             `layer{n}.sae.pt`.
         name: for messages; None: the path.
-        place: (site, layer), or the name of a hook such as `blocks.12.hook_resid_post`. None: what
-            the files and the names of the folders say.
+        place: (site, layer), or the name of a hook such as `blocks.12.hook_resid_post`. None: the
+            place that the files, or the names of their folders, give.
         k: of a TopK SAE whose files and folders do not say it.
         norm_scaling_factor: what rows are multiplied by first, for SAELens's
             `expected_average_only_in`.

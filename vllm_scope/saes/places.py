@@ -9,18 +9,22 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from vllm_scope.analysis.cache import _HOOK, _SITE_OF
+from vllm_scope.analysis.cache import stream_of_hook
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.sites import MAX_LAYER, Place, canonical_site
 
 #: A module of Hugging Face's: what follows the layer's number -> site. What `post_attention` and
-#: other norms give is not listed: it is on the stream in some models and beside it in others.
+#: other norms give is not listed: in some models it is a row of the stream, in others not.
 _MODULES = {
     "": "resid_post",
     ".output": "resid_post",
     ".self_attn.o_proj.input": "z",
+    ".mlp.down_proj.input": "mlp_post",
     ".post_feedforward_layernorm.output": "mlp_out",
 }
+#: The MLP's input: before its norm it is the stream; behind the norm no tap reads it.
+_BEFORE_NORM = re.compile(r"blocks\.([0-9]{1,5})\.hook_mlp_in")
+_BEHIND_NORM = re.compile(r"blocks\.[0-9]+\.(?:ln2\.hook_normalized|mlp\.hook_in)")
 _MODULE = re.compile(r"(?:[a-z_]+\.)*(?:layers|h)\.([0-9]{1,5})([a-z_.]*)")
 
 
@@ -37,10 +41,17 @@ def place_of(hook: object, where: str) -> Place:
             raise SpecError(f"{where}[1] is {shown(layer)}; layers are whole numbers from 0.")
         return Place(site, layer)
     if isinstance(hook, str) and len(hook) <= 256:
-        if (match := _HOOK.fullmatch(hook)) and match[2] in _SITE_OF:
-            return Place(_SITE_OF[match[2]], int(match[1]))
+        if (found := stream_of_hook(hook)) is not None:
+            return Place(*found)
         if (match := _MODULE.fullmatch(hook)) and match[2] in _MODULES:
             return Place(_MODULES[match[2]], int(match[1]))
+        if match := _BEFORE_NORM.fullmatch(hook):
+            return Place("resid_mid", int(match[1]))
+        if _BEHIND_NORM.fullmatch(hook):
+            raise SpecError(
+                f"{where} is {shown(hook)}, the row behind the norm before the MLP, which no tap "
+                "reads; of the MLP's input only the stream before that norm, 'resid_mid', is read."
+            )
     raise SpecError(
         f"{where} is {shown(hook)}, which names no site; give place=('resid_post', 12), or where "
         "else the SAE belongs."

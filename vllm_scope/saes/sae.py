@@ -1,6 +1,6 @@
 """A sparse autoencoder: its weights, what it computes, and its single features.
 
-Owns:  Sae, Feature.
+Owns:  Sae, Feature, Folded.
 Runs:  anywhere with torch. On the CPU, in float32.
 From:  load.py.   To: probes, edits and heads that need features of a row.
 
@@ -18,13 +18,17 @@ What an SAE makes of a row x, with W_j as the row j of `encoder` and D_j as the 
     x again   = (sum_j feature_j D_j + b_dec) / input_scale
 
 With `unit_decoder`, pre_j is multiplied by the norm of D_j, and D_j divided by it.
+
+A transcoder encodes the row of one place and decodes to the row y of another:
+
+    y         = sum_j feature_j D_j + b_dec + skip x      without the last term if there is no skip
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -51,6 +55,8 @@ _NUMBERS_AT_ONCE: Final = 1 << 24
 #: Norm of a decoder row that is zero, as SAELens has it.
 _LEAST_NORM: Final = 1e-8
 
+_CPU: Final = torch.device("cpu")
+
 Pick = slice | Tensor
 
 
@@ -73,6 +79,19 @@ class Feature:
     kind: Kind
 
 
+class Folded(NamedTuple):
+    """Some features, as in Feature, with s = x . encoder + bias; float64.
+
+    Attributes:
+        encoder: [n, d_model].
+        bias, threshold: [n]; no threshold if the kind is not "jumprelu".
+    """
+
+    encoder: Tensor
+    bias: Tensor
+    threshold: Tensor | None
+
+
 @dataclass(frozen=True, eq=False)
 class Sae:
     """A sparse autoencoder of the rows of one place.
@@ -80,17 +99,20 @@ class Sae:
     Attributes:
         name: for messages.
         place: where its rows come from. Rows of `z` are flattened: d_model is heads * size.
-        encoder, decoder: [d_sae, d_model] of a float dtype, CPU; they may be views.
+        encoder: [d_sae, d_model] of a float dtype, CPU; it may be a view.
+        decoder: [d_sae, d_out], likewise; d_out is d_model, unless it is a transcoder.
         encoder_bias: [d_sae]; of a gated SAE the bias of the magnitude.
-        decoder_bias: [d_model], `b_dec`.
+        decoder_bias: [d_out], `b_dec`.
         apply_b_dec_to_input: `b_dec` is taken from the row before the encoder.
         threshold: [d_sae], of jumprelu and batchtopk.
         k: of topk.
         gate_bias, gain: [d_sae], of gated; the magnitude's weights are exp(gain) times the gate's.
         input_scale: rows are multiplied by it first. In SAELens it is the norm scaling factor.
         unit_decoder: pre-activations count in units in which each decoder row has norm 1.
+        output: of a transcoder, the place of the rows that it decodes to; None of an SAE.
+        skip: [d_out, d_model], of a transcoder that has it.
 
-    All but `encoder` and `decoder` are kept as float32.
+    All but `encoder`, `decoder` and `skip` are kept as float32.
 
     Raises:
         SpecError: shapes do not agree; a number of the vectors is not finite; or the fields are not
@@ -111,6 +133,8 @@ class Sae:
     gain: Tensor | None = None
     input_scale: float = 1.0
     unit_decoder: bool = False
+    output: Place | None = None
+    skip: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.architecture not in _NEEDS:
@@ -126,7 +150,7 @@ class Sae:
                 f"its weights and biases, and not {', '.join(sorted(given)) or 'none of them'}"
             )
         self._check_matrices()
-        sizes = {"encoder_bias": self.d_sae, "decoder_bias": self.d_model}
+        sizes = {"encoder_bias": self.d_sae, "decoder_bias": self.decoder.shape[1]}
         sizes |= dict.fromkeys(needed - {"k"}, self.d_sae)
         for name, size in sizes.items():
             object.__setattr__(self, name, self._vector(name, size))
@@ -178,58 +202,98 @@ class Sae:
         return torch.cat([chosen[..., pick] for pick in picks], -1)
 
     @torch.no_grad()
-    def decode(self, features: Tensor) -> Tensor:
-        """The rows that features stand for, with `b_dec`.
+    def decode(self, features: Tensor, x: Tensor | None = None) -> Tensor:
+        """The rows that features stand for, with `b_dec`; of a transcoder, the rows of its output.
 
         Args:
             features: [..., d_sae], any float dtype, CPU.
+            x: [..., d_model], the rows that were encoded; only for a transcoder with `skip`.
 
         Returns:
-            [..., d_model], float32.
+            [..., d_out], float32.
 
         Raises:
-            SpecError: a wrong shape, or weights that are not finite.
+            SpecError: a wrong shape, weights that are not finite, or no `x` for a `skip`.
         """
         features = self._checked(features, self.d_sae, "features")
+        if (x is None) != (self.skip is None):
+            raise self._wrong(
+                "decode takes the rows that were encoded, x, if the transcoder has a skip, and "
+                "only then"
+            )
         rows = self.decoder_bias
         for pick in self._picks(None):
             weight = self._read("decoder", pick)
             part = features[..., pick]
             rows = rows + (part / _norms(weight) if self.unit_decoder else part) @ weight
-        return rows.expand(*features.shape[:-1], -1) / self.input_scale
+        rows = rows.expand(*features.shape[:-1], -1)
+        if x is not None and self.skip is not None:
+            rows = rows + self._checked(x, self.d_model, "x") @ self._read("skip", slice(None)).T
+        return rows / self.input_scale if self.output is None else rows
 
     @torch.no_grad()
     def feature(self, index: int) -> Feature:
         """One feature. Reads one row of each matrix.
 
         Raises:
-            SpecError: an index out of range, or weights that are not finite.
+            SpecError: an index out of range, weights that are not finite, or a transcoder.
         """
+        if self.output is not None:
+            raise self._wrong(
+                f"it is a transcoder from {tuple(self.place)} to {tuple(self.output)}, so that its "
+                "features cannot be set or scaled in a row that it reads; Features delivers them"
+            )
         pick = self._indices([index])
-        # In float64, so that folding costs no more than the rounding of the result.
-        encoder = self._read("encoder", pick)[0].double()
+        folded = self._folded(pick)
         decoder = self._read("decoder", pick)[0].double()
-        own = float(self.encoder_bias[index])
-        of_b_dec = float(encoder @ self.decoder_bias.double()) if self.apply_b_dec_to_input else 0.0
-        if self.gate_bias is not None and self.gain is not None:
-            factor = float(self.gain[index].double().exp())
-            bias = own - factor * of_b_dec
-            # pre - b + gate_bias > 0, in terms of the magnitude exp(gain) (pre - b) + b.
-            threshold: float | None = own - factor * float(self.gate_bias[index])
-        else:
-            factor = float(_norms(decoder)) if self.unit_decoder else 1.0
-            bias = factor * (own - of_b_dec)
-            threshold = None if self.threshold is None else float(self.threshold[index])
-        back = self.input_scale * (factor if self.unit_decoder else 1.0)
+        back = self.input_scale * (float(_norms(decoder)) if self.unit_decoder else 1.0)
         kind: Kind = "topk" if self.architecture == "topk" else "relu"
         return Feature(
-            encoder=(encoder * (factor * self.input_scale)).float(),
-            encoder_bias=bias,
+            encoder=folded.encoder[0].float(),
+            encoder_bias=float(folded.bias[0]),
             decoder=(decoder / back).float(),
-            # A feature is never negative.
-            threshold=None if threshold is None else max(threshold, 0.0),
-            kind=kind if threshold is None else "jumprelu",
+            threshold=None if folded.threshold is None else float(folded.threshold[0]),
+            kind=kind if folded.threshold is None else "jumprelu",
         )
+
+    @torch.no_grad()
+    def folded(self, device: torch.device = _CPU) -> Iterator[Folded]:
+        """All features in their order, in parts that fit in memory.
+
+        Raises:
+            SpecError: weights that are not finite.
+        """
+        return (self._folded(pick, device) for pick in self._picks(None))
+
+    @torch.no_grad()
+    def fold(self, indices: Sequence[int]) -> Folded:
+        """Some features. Reads their rows alone.
+
+        Raises:
+            SpecError: an index out of range, or weights that are not finite.
+        """
+        return self._folded(self._indices(indices))
+
+    def _folded(self, pick: Pick, device: torch.device = _CPU) -> Folded:
+        def exact(vector: Tensor) -> Tensor:
+            return vector[pick].to(device).double()
+
+        # In float64, so that folding costs no more than the rounding of the result.
+        encoder, bias = self._read("encoder", pick, device).double(), exact(self.encoder_bias)
+        threshold = None if self.threshold is None else exact(self.threshold)
+        factor = torch.ones_like(bias)
+        if self.gate_bias is not None and self.gain is not None:
+            factor = exact(self.gain).exp()
+            # pre - b + gate_bias > 0, in terms of the magnitude exp(gain) (pre - b) + b.
+            threshold = bias - factor * exact(self.gate_bias)
+        elif self.unit_decoder:
+            factor = _norms(self._read("decoder", pick, device).double())
+            bias = factor * bias
+        if self.apply_b_dec_to_input:
+            bias = bias - factor * (encoder @ self.decoder_bias.to(device).double())
+        # A feature is never negative.
+        threshold = None if threshold is None else threshold.clamp(min=0)
+        return Folded(encoder * (factor * self.input_scale)[:, None], bias, threshold)
 
     def _active(self, x: Tensor, pick: Pick) -> Tensor:
         """The features of all architectures but topk; x is what the encoder takes."""
@@ -248,10 +312,12 @@ class Sae:
         pre = pre + self.encoder_bias[pick]
         return pre * _norms(self._read("decoder", pick)) if self.unit_decoder else pre
 
-    def _read(self, which: Literal["encoder", "decoder"], pick: Pick) -> Tensor:
+    def _read(
+        self, which: Literal["encoder", "decoder", "skip"], pick: Pick, device: torch.device = _CPU
+    ) -> Tensor:
         """Rows of a matrix, float32."""
         matrix: Tensor = getattr(self, which)
-        rows = matrix[pick].float()
+        rows = matrix[pick].to(device).float()
         if not rows.isfinite().all():
             raise self._wrong(f"its {which} has a number that is not finite in float32")
         return rows
@@ -283,17 +349,34 @@ class Sae:
         return x.float()
 
     def _check_matrices(self) -> None:
-        for name in ("encoder", "decoder"):
+        for name in ("encoder", "decoder", *(() if self.skip is None else ("skip",))):
             matrix: Tensor = getattr(self, name)
             if matrix.ndim != 2 or not matrix.numel() or not matrix.is_floating_point():
                 raise self._wrong(
                     f"its {name} is {matrix.dtype} {list(matrix.shape)}; it is a matrix of floats, "
-                    "[d_sae, d_model]"
+                    f"{'[d_out, d_model]' if name == 'skip' else '[d_sae, d_model]'}"
                 )
-        if self.encoder.shape != self.decoder.shape:
+        if self.output is not None:
+            self._check_transcoder()
+        elif self.skip is not None:
+            raise self._wrong("it has a skip, and no output; only a transcoder has a skip")
+        elif self.encoder.shape != self.decoder.shape:
             raise self._wrong(
                 f"its encoder is {list(self.encoder.shape)} and its decoder "
                 f"{list(self.decoder.shape)}; both are [d_sae, d_model]"
+            )
+
+    def _check_transcoder(self) -> None:
+        if self.apply_b_dec_to_input:
+            raise self._wrong("a transcoder's b_dec is of its output, and not taken from its input")
+        if len(self.encoder) != len(self.decoder):
+            raise self._wrong(
+                f"its encoder has {len(self.encoder)} features and its decoder {len(self.decoder)}"
+            )
+        shape = [self.decoder.shape[1], self.d_model]
+        if self.skip is not None and list(self.skip.shape) != shape:
+            raise self._wrong(
+                f"its skip is {list(self.skip.shape)}; it is [d_out, d_model], {shape}"
             )
 
     def _vector(self, name: str, size: int) -> Tensor:

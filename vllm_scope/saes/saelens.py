@@ -11,11 +11,15 @@ Owns:  `load`, and the configuration of all versions of SAELens.
 | `topk_threshold`          | []                        | batchtopk, in training  |
 | `b_gate`, `b_mag`, `r_mag`| [d_sae]                   | gated                   |
 | `scaling_factor`          | [d_sae], all ones         | some before version 6   |
+| `W_skip`                  | [d_out, d_in]             | skip transcoders        |
+
+A transcoder's W_dec is [d_sae, d_out] and its b_dec [d_out]; `hook_name_out` names its output, in
+`metadata` or, in older files, at the top. Its b_dec is never taken from its input.
 
 Before version 6 the fields of `metadata` were at the top, `architecture` may be missing, and topk
 was an activation function.
 
-Source: sae_lens 6.54, loading/pretrained_sae_loaders.py, saes/sae.py
+Source: sae_lens 6.54, loading/pretrained_sae_loaders.py, saes/sae.py, saes/transcoder.py
 """
 
 from __future__ import annotations
@@ -41,10 +45,16 @@ _VECTORS = {
     "batchtopk": {"b_enc": "encoder_bias", "threshold": "threshold"},
     "gated": {"b_mag": "encoder_bias", "b_gate": "gate_bias", "r_mag": "gain"},
 }
+#: Transcoders -> the architecture of their features, and whether they have W_skip.
+_TRANSCODERS = {
+    "transcoder": ("standard", False), "skip_transcoder": ("standard", True),
+    "jumprelu_transcoder": ("jumprelu", False), "jumprelu_skip_transcoder": ("jumprelu", True),
+}  # fmt: skip
 
 
 class _Metadata(msgspec.Struct):
     hook_name: str | None = None
+    hook_name_out: str | None = None
     hook_head_index: int | None = None
 
 
@@ -57,6 +67,7 @@ class _Config(msgspec.Struct):
     apply_b_dec_to_input: bool = True
     normalize_activations: str | bool | None = None
     metadata: _Metadata | None = None
+    hook_name_out: str | None = None
     # Before version 6.
     hook_name: str | None = None
     hook_point: str | None = None
@@ -71,13 +82,20 @@ def load(folder: Path, given: Given) -> Sae:
     """Raises SpecError and OSError."""
     path = folder / CONFIG
     config = read_config(path, _Config)
+    transcodes = _TRANSCODERS.get(config.architecture)
+    if transcodes is not None:
+        config = msgspec.structs.replace(
+            config, architecture=transcodes[0], apply_b_dec_to_input=False
+        )
     architecture, k = _architecture(config, path)
     tensors = map_safetensors(folder / WEIGHTS)
     if "topk_threshold" in tensors and architecture == "batchtopk":
         tensors["threshold"] = tensors.pop("topk_threshold")
     vectors = _VECTORS[architecture]
     weights = folder / WEIGHTS
-    only(tensors, ["W_enc", "W_dec", "b_dec", *vectors], weights, ["scaling_factor"])
+    skips = ["W_skip"] if transcodes is not None and transcodes[1] else []
+    needed = ["W_enc", "W_dec", "b_dec", *vectors, *skips]
+    only(tensors, needed, weights, ["scaling_factor"])
     _refuse_finetuned(tensors, weights)
     encoder, decoder = tensors["W_enc"].T, tensors["W_dec"]
     for name, size in {"d_in": encoder.shape[-1], "d_sae": encoder.shape[0]}.items():
@@ -99,6 +117,8 @@ def load(folder: Path, given: Given) -> Sae:
         k=k,
         input_scale=_input_scale(config, path, given),
         unit_decoder=config.rescale_acts_by_decoder_norm,
+        output=None if transcodes is None else _output(config, path),
+        skip=tensors.get("W_skip"),
         **{ours: tensors[name] for name, ours in vectors.items()},
     )
 
@@ -113,7 +133,8 @@ def _architecture(config: _Config, path: Path) -> tuple[str, int | None]:
         raise SpecError(f"{path} has the activation {shown(function)}; relu and topk are read.")
     if architecture not in _VECTORS:
         raise SpecError(
-            f"{path} has the architecture {shown(architecture)}; {', '.join(_VECTORS)} are read."
+            f"{path} has the architecture {shown(architecture)}; "
+            f"{', '.join([*_VECTORS, *_TRANSCODERS])} are read."
         )
     if architecture != "topk":
         return architecture, None
@@ -129,6 +150,13 @@ def _place(config: _Config, path: Path, given: Given) -> Place:
         raise SpecError(f"{path} has an SAE of a single head; SAEs of whole rows are read.")
     hook = metadata.hook_name or config.hook_name or config.hook_point
     return given.place or place_of(hook, f"{path}: hook_name")
+
+
+def _output(config: _Config, path: Path) -> Place:
+    hook = (config.metadata or _Metadata()).hook_name_out or config.hook_name_out
+    if hook is None:
+        raise SpecError(f"{path} has no hook_name_out, which a transcoder has; add it.")
+    return place_of(hook, f"{path}: hook_name_out")
 
 
 def _input_scale(config: _Config, path: Path, given: Given) -> float:

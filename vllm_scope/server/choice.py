@@ -59,18 +59,20 @@ class ChoiceScope:
     def flags(self) -> Json:
         """The field `scope` of a choice that asked for nothing: verdicts of monitors, or absent."""
         result = self.completion.scope
-        found = {} if result is None else encode.verdicts(result.verdicts)
+        found = {} if result is None else encode.verdicts(result.verdicts, result.begun)
         return {"scope": found} if found else {}
 
     async def whole(self) -> Json:
         """The `scope` of a choice of a whole answer."""
         result = self.completion.scope
         scores, rows = _split(result.columns())
-        num_numbers = _num_numbers(scores)
+        num_numbers = encode.num_numbers(scores)
         size = num_numbers * _SCORE_BYTES
         inline = num_numbers <= encode.MAX_INLINE_SCORES and self._take_room(size)
-        told = {"rows": [], "scores": encode.scores(scores, inline)}
-        body = encode.counts(result) | told | encode.verdicts(result.verdicts)
+        told = encode.told(scores) if inline else encode.told((), scores)
+        body = encode.counts(result) | {"rows": []} | told
+        body |= encode.verdicts(result.verdicts, result.begun)
+        body |= encode.decisions(result.decisions)
         num_generated = len(result.transcript) - result.num_prompt
         token_bytes = _TOKEN_BYTES + len(scores) * _SCORE_BYTES
         if inline and self._take_room(num_generated * token_bytes):
@@ -89,11 +91,11 @@ class ChoiceScope:
         tokens: Json = {}
         if ended or not holds:
             tokens = self._told(scores, None if ended else cursor.settled)
-        scores = self._fitting(scores, _num_numbers(scores) <= encode.MAX_INLINE_SCORES)
+        scores = self._fitting(scores, encode.num_numbers(scores) <= encode.MAX_INLINE_SCORES)
         rows = self._fitting(rows, sum(column.nbytes for column in rows) <= MAX_CHUNK_BYTES)
         if not ended:
-            told: Json = {"rows": encode.rows(rows, True), "scores": encode.scores(scores, True)}
-            return told | tokens | encode.verdicts(cursor.verdicts())
+            told: Json = {"rows": encode.rows(rows, True)} | encode.told(scores)
+            return told | tokens | encode.verdicts(cursor.verdicts(), cursor.begun())
         # The file has all values of a column that was held back, so none of them is inline.
         everything, here = encode.for_callers(result.columns()), [*scores, *rows]
         late = []
@@ -104,12 +106,13 @@ class ChoiceScope:
                 late.append(replace(column, positions=positions))
         scores, rows = _split(c for c in here if c.label not in self._held_back)
         late_scores, late_rows = _split(late)
-        told = encode.scores(scores, True) | encode.scores(late_scores, False)
+        told = encode.told(scores, late_scores)
         sent = encode.rows(rows, True) + encode.rows(late_rows, False)
         rest = [] if self._options.stream == "rows" else _split(everything)[1]
         return (
-            encode.counts(result) | {"rows": [], "scores": told} | tokens
-            | encode.verdicts(result.verdicts)
+            encode.counts(result) | {"rows": []} | told | tokens
+            | encode.verdicts(result.verdicts, result.begun)
+            | encode.decisions(result.decisions)
             | await self._rows(rest, sent, keep=bool(late))
         )  # fmt: skip
 
@@ -164,13 +167,8 @@ class ChoiceScope:
         return body
 
 
-def _num_numbers(scores: Iterable[Column]) -> int:
-    """Numbers in JSON: scores, and their aggregates."""
-    return sum(len(c.positions) * (1 if c.aggregates is None else 2) for c in scores)
-
-
 def _split(columns: Iterable[Column]) -> tuple[list[Column], list[Column]]:
-    """The columns of scores, and those of rows."""
+    """The columns of scores and features, and those of rows."""
     found: tuple[list[Column], list[Column]] = ([], [])
     for column in encode.for_callers(columns):
         found[not isinstance(column.label, str)].append(column)

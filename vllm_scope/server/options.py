@@ -18,6 +18,7 @@ from vllm_scope.request.actions import MEMORY
 from vllm_scope.request.actions.probing import MONITOR
 from vllm_scope.request.spec import Spec
 from vllm_scope.server import encode
+from vllm_scope.server.settings import ADMIN_KEY
 
 _ALLOWED = {"scope_tensors": ("auto", "handle"), "scope_stream": ("scores", "rows")}
 
@@ -39,8 +40,11 @@ class ScopeOptions:
     reads: bool = False
 
     @staticmethod
-    def parse(xargs: Mapping[str, object]) -> ScopeOptions | None:
+    def parse(xargs: Mapping[str, object], operator: bool = False) -> ScopeOptions | None:
         """The options of a request; None if it has no field of ours.
+
+        Args:
+            operator: the request has the operator's key.
 
         Raises:
             SpecError: an unknown field or value, or a spec that cannot be answered over HTTP.
@@ -62,6 +66,11 @@ class ScopeOptions:
             raise SpecError("vllm_xargs has options of a scope and no 'scope'.")
         spec = Spec.from_json(own.pop("scope"))
         _check_answerable(spec)
+        if spec.moments and not operator:
+            raise SpecError(
+                "the request has moments, and all requests share the sums of a name; send it with "
+                f"the operator's key in the header {ADMIN_KEY}, or read the rows and sum them."
+            )
         found = {name.removeprefix("scope_"): value for name, value in own.items()} | {
             "named": any(read.name is not None for read in spec.reads),
             "reads": any(read.to == MEMORY for read in spec.reads),
@@ -73,18 +82,23 @@ def _check_answerable(spec: Spec) -> None:
     """Raises SpecError for codec rp8, whose rows take this process seconds to decode (an inverse
     of the whole projection), and for a score's name that a file uses for positions."""
     names = [(f"probes[{i}].name", probe.name) for i, probe in enumerate(spec.probes)]
+    names += [(f"features[{i}].name", one.name) for i, one in enumerate(spec.features)]
+    names += [(f"lens[{i}].name", one.name) for i, one in enumerate(spec.lens)]
     for i, edit in enumerate(spec.edits):
         names.append((f"edits[{i}].dose", edit.dose or ""))
-        names.append((f"edits[{i}].gate.name", (edit.gate and edit.gate.name) or ""))
+        if edit.gate is not None:
+            names.append((f"edits[{i}].gate.name", edit.gate.name or ""))
     for where, name in names:
         if name.startswith(MONITOR):
             raise SpecError(
                 f"{where} is {shown(name)}; names that begin with {MONITOR!r} are the operator's. "
                 "Take another."
             )
-        if name.endswith(encode.POSITIONS):
+        endings = (encode.POSITIONS, encode.INDICES, encode.TOKENS)
+        ending = next((e for e in endings if name.endswith(e)), None)
+        if ending is not None:
             raise SpecError(
-                f"{where} is {shown(name)}; over HTTP no name ends in {encode.POSITIONS!r}, where "
+                f"{where} is {shown(name)}; over HTTP no name ends in {ending!r}, where "
                 "a file has the positions of scores. Take another."
             )
     for i, read in enumerate(spec.reads):

@@ -22,7 +22,7 @@ from starlette.convertors import Convertor, register_url_convertor
 
 from vllm_scope import __version__
 from vllm_scope.request.actions import MAX_NAME
-from vllm_scope.request.sites import SITES, Place
+from vllm_scope.request.sites import MODEL_SITES, SITES, Place
 from vllm_scope.server import edits, faces, schemas
 from vllm_scope.server.access import (
     Engine,
@@ -96,7 +96,7 @@ class _AnyName(Convertor[str]):
 
 
 register_url_convertor("scope_name", _AnyName())
-Name = Annotated[str, Path(min_length=1, max_length=MAX_NAME, description="Of the module.")]
+Name = Annotated[str, Path(min_length=1, max_length=MAX_NAME, description="Of the module or sums.")]
 
 
 @_reading.get("", summary="What this server's model can be asked")
@@ -134,9 +134,10 @@ async def get_info(request: Request) -> schemas.ServerInfo:
 
 
 def _sites(num_layers: int, boundaries: set[int]) -> list[schemas.SiteInfo]:
-    found = [schemas.SiteInfo(site="embed", layers=[0])] if 0 in boundaries else []
-    for site in SITES[1:]:
-        layers = [k for k in range(num_layers) if Place(site, k).boundary in boundaries]
+    found = []
+    for site in SITES:
+        every = range(1 if site in MODEL_SITES else num_layers)
+        layers = [k for k in every if Place(site, k).boundary in boundaries]
         if layers:
             found.append(schemas.SiteInfo(site=site, layers=layers))
     return found
@@ -188,9 +189,48 @@ async def get_edits(request: Request) -> Response:
 
 @_changing.get("/monitors", summary="The operator's probes on every request")
 async def get_monitors(request: Request) -> dict[str, dict[str, object]]:
-    """Name to site, layers, tokens, activation, aggregate, threshold and action."""
+    """Name to site, layers, tokens, activation, aggregate, threshold, action and after."""
     found = await asked(engine_of(request).monitors())
     return {name: dict(monitor) for name, monitor in found.items()}
+
+
+@_changing.get("/moments/{name:scope_name}", summary="Which sums of a name there are")
+async def get_moments(request: Request, name: Name) -> schemas.MomentsInfo:
+    """Site, layer and label of each."""
+    found = await asked(engine_of(request).moments(name))
+    every = [schemas.SumsAt(site=site, layer=layer, label=label) for site, layer, label in found]
+    return schemas.MomentsInfo(name=name, sums=every)
+
+
+@_changing.get(
+    "/sums/{name:scope_name}",
+    summary="The sums at one place with one label",
+    response_class=Response,
+    responses={
+        200: {"content": {"application/octet-stream": {}}, "description": "A safetensors file."}
+    },
+)
+async def get_sums(
+    request: Request, name: Name, site: str, layer: int, label: str = "all"
+) -> Response:
+    """A safetensors file of float64 tensors: `count`, `missing`, `x`, and where there are such sums
+    `xx`, `xy`, `y` and `yy`."""
+    async with state_of(request).showing:
+        data = await asked(engine_of(request).moments_at(name, site, layer, label))
+    return Response(data, media_type="application/octet-stream")
+
+
+@_changing.delete(
+    "/moments/{name:scope_name}",
+    status_code=204,
+    summary="Forget the sums of a name",
+    responses=errors(404),
+)
+async def delete_moments(request: Request, name: Name) -> Response:
+    """Their memory is free again. Running requests add nothing more to them."""
+    if not await asked(engine_of(request).drop_moments(name)):
+        raise RefusalError(404, f"there are no sums called {name!r}.")
+    return Response(status_code=204)
 
 
 def _json(content: bytes) -> Response:

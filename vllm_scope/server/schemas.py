@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, Field
+from typing import Annotated
+
+from pydantic import BaseModel, Field, WithJsonSchema
+
+from vllm_scope.request.actions.base import MAX_NAME
+from vllm_scope.request.actions.probing import MONITOR
 
 
 class ErrorBody(BaseModel):
@@ -46,6 +51,21 @@ class Load(BaseModel):
     results_bytes: int
 
 
+class SumsAt(BaseModel):
+    """Where there are sums of rows, and with which label."""
+
+    site: str
+    layer: int
+    label: str
+
+
+class MomentsInfo(BaseModel):
+    """The sums that requests with Moments have made under one name."""
+
+    name: str
+    sums: list[SumsAt]
+
+
 class ServerInfo(BaseModel):
     """What this server's model can be asked."""
 
@@ -58,7 +78,7 @@ class ServerInfo(BaseModel):
     sites: list[SiteInfo]
     limits: dict[str, object] = Field(
         description="Of one request, in the engine: row_bytes, token_slots and tap_slots (of 16 "
-        "bytes), vectors, programs, ops, optimistic. docs/http.md says what they are."
+        "bytes), vectors, programs, ops, optimistic, states. docs/http.md says what they are."
     )
     http: HttpLimits
     load: Load
@@ -92,11 +112,29 @@ class EditsInfo(BaseModel):
     digest: str | None = Field(default=None, description="Of what was set just now.")
 
 
+#: What is checked of it is more: docs/probes.md.
+_MONITOR = {
+    "type": "object",
+    "description": "The fields of a probe, as in a spec, without name and to.",
+    "properties": {
+        "threshold": {"type": "number"},
+        "action": {"enum": ["flag", "stop"]},
+        "after": {
+            "type": ["string", "null"],
+            "minLength": 1,
+            "maxLength": MAX_NAME - len(MONITOR),
+            "description": "Another monitor: this one scores after its verdict.",
+        },
+    },
+    "required": ["weight", "threshold"],
+}
+
+
 class Monitors(BaseModel):
     """Probes on every request from now on."""
 
-    monitors: dict[str, dict[str, object]] = Field(
-        description="Name to the fields of a probe with a threshold; action is flag or stop."
+    monitors: dict[str, Annotated[dict[str, object], WithJsonSchema(_MONITOR)]] = Field(
+        description="By name."
     )
 
 

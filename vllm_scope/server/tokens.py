@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TypedDict
 
+from vllm_scope.batch.sparse import SparseRows
 from vllm_scope.results.column import Column
 from vllm_scope.results.result import ScopeResult
 
@@ -39,7 +40,7 @@ class ScoredTokens:
         """Take in new scores; those of the prompt's tokens are left out."""
         first = result.num_prompt + self._num_told
         for column in columns:
-            if not isinstance(column.label, str):
+            if not isinstance(column.label, str) or isinstance(column.source, SparseRows):
                 continue
             start = int(column.positions.searchsorted(first))
             positions, values = column.positions[start:], column.values[start:]

@@ -15,6 +15,7 @@ spill.py       queued rows in a file, when the memory is full
 quota.py       how many bytes of one API key a sink takes
 request.py     one request at one sink: its rows, and what is missing
 filesystem.py  requests into files
+max_activating.py  features into tables of their strongest tokens
 options.py     the operator's options of each sink; plugin look-up
 reports.py     a sink's report on a request, checked, as the manifest that callers get
 counters.py    counts of one sink
@@ -77,14 +78,18 @@ class RequestInfo:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of one stream, or scores of one probe, of one request.
+    """Rows of one stream, scores of one probe, or some features, of one request.
 
     Attributes:
         site, layer: the stream. The site of rows from before its edits ends in ".before".
         positions: int64 [n], absolute.
-        values: the rows, encoded if their read has a codec, or the scores. Valid during the
-            call: copy what you keep.
-        probe: the probe's name if these are scores.
+        values: the rows, encoded if their read has a codec, the scores, or the values of features.
+            Valid during the call: copy what you keep.
+        probe: the name of the probe, or of the features.
+        indices: of features, the feature's number of each value: int32 [n, places]; -1 in a place
+            without a feature, whose value is 0.
+        sae: of features that no `indices` and no `threshold` chose, the SAE's name; else None.
+        num_features: of that SAE.
     """
 
     request: RequestInfo
@@ -93,11 +98,15 @@ class Block:
     positions: NDArray[np.int64]
     values: Tensor | EncodedRows
     probe: str | None = None
+    indices: Tensor | None = None
+    sae: str | None = None
+    num_features: int | None = None
 
     @cached_property
     def rows(self) -> Tensor:
-        """[n, hidden_size], the model's dtype, CPU; float32 [n] for a probe. A site per head
-        has its heads one after another. Decoded if the read has a codec."""
+        """[n, hidden_size], the model's dtype, CPU; float32 [n] for a probe, and [n, places] for
+        features. A site per head has its heads one after another. Decoded if the read has a
+        codec."""
         return decoded(self.values)
 
     @property
@@ -173,7 +182,10 @@ class Sink(Protocol):
     - True: rows come as they are computed. A position may be computed twice; its last row is
       the right one. Some rows may be of tokens that are never accepted.
 
-    If the class attribute `takes_scores` is False, probes cannot name the sink.
+    Class attributes say what may name the sink: `takes_rows` for reads, `takes_scores` for probes
+    and lenses, `takes_features` for features, `takes_some_features` for features with `indices` or
+    `threshold`, and `takes_edited` for requests with edits. An attribute that is left out is True;
+    but `takes_features` that is left out equals `takes_scores`.
 
     If a call raises, its request ends with status `error` and the exception as the reason.
     Other requests and the engine go on. The engine waits for a call at most `patience_s`, an

@@ -15,12 +15,14 @@ from typing import ClassVar
 import msgspec
 
 from vllm_scope.files import FileOptions, RequestRecord, RequestWriter, open_writer
+from vllm_scope.files.features import SUFFIX, stored_features
 from vllm_scope.sinks import Block, Ending, Report
 
 
 class FilesystemSink:
     live: ClassVar[bool] = False
     takes_scores: ClassVar[bool] = False
+    takes_features: ClassVar[bool] = True
 
     def __init__(self, options: FileOptions) -> None:
         self._options = options
@@ -31,7 +33,10 @@ class FilesystemSink:
         request = self._requests.get(block.request.key)
         if request is None:
             request = self._requests[block.request.key] = self._writer.begin()
-        request.write(block.site, block.layer, block.positions, block.values)
+        site, rows = block.site, block.values
+        if block.indices is not None:
+            site, rows = f"{block.probe}{SUFFIX}", stored_features(block.indices, block.rows)
+        request.write(site, block.layer, block.positions, rows)
 
     def finish(self, ending: Ending) -> Report | None:
         request = ending.request

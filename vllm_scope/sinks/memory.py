@@ -13,6 +13,7 @@ from typing import Literal
 
 import numpy as np
 
+from vllm_scope.control.policy import Decided
 from vllm_scope.errors import CapacityError, CompatError
 from vllm_scope.sinks import Manifest, RowBatch
 from vllm_scope.sinks.reports import plain
@@ -128,6 +129,13 @@ class MemorySink:
             self._reads.pop(key, None)
             if frontend is not None:
                 self._senders[frontend].send_finish(key, self._stage, error, manifests or {})
+
+    def tell(self, key: int, decided: Decided) -> None:
+        """Send what a request's policy decided. On the thread that makes a step's output."""
+        with self._lock:
+            frontend = self._frontend_of.get(key)
+            if frontend is not None:
+                self._senders[frontend].send_decided(key, decided)
 
     def counters(self) -> dict[str, float]:
         """Some of `counters.Counters`; the ring is this sink's queue."""

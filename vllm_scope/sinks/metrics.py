@@ -13,6 +13,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm_scope.control.policy import Decided
 from vllm_scope.transport.messages import CountersHeader
 
 if TYPE_CHECKING:
@@ -93,6 +94,29 @@ def count_escalation(outcome: str) -> None:
     """Count a verdict for a webhook: sent, failed or dropped."""
     if metrics := _of_monitors():
         metrics.escalations.labels(outcome=outcome).inc()
+
+
+@cache
+def _decisions() -> Counter | None:
+    try:
+        from prometheus_client import Counter
+    except ImportError:
+        return None
+    return Counter(
+        "vllm_scope_policy_decisions", "What policies decided: scale, stop, flag; and failed",
+        ["policy", "what"],
+    )  # fmt: skip
+
+
+def count_decision(policy: str, decided: Decided) -> None:
+    """Count what a policy decided about a request, or that it failed."""
+    metric = _decisions()
+    if metric is None:
+        return
+    given = {"scale": decided.scale, "stop": decided.stop, "flag": decided.flag}
+    for what, one in (given | {"failed": decided.error}).items():
+        if one:
+            metric.labels(policy=policy, what=what).inc()
 
 
 def count_sinks(header: CountersHeader) -> None:

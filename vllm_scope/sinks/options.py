@@ -4,7 +4,8 @@
               "my_plugin": {"url": "https://..."}},
     "global_sinks": {"filesystem": {"root": "/data/all", "reads": [{"site": "resid_post"}]}}
 
-Owns:  SinkOptions (the options of every sink), SinkConfig (one sink), plugin look-up.
+Owns:  SinkOptions (the options of every sink), SinkConfig (one sink), the look-up of plugins, and
+       `take_options` (of any kind of plugin).
 Runs:  in the front-end, before the engine starts, and in every process that parses it.
 """
 
@@ -14,7 +15,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -41,10 +42,13 @@ def _no_bool(value: object) -> object:
     return value
 
 
+Options = TypeVar("Options", bound=BaseModel)
 #: A number in options: finite, no boolean.
 Number = Annotated[FiniteFloat, BeforeValidator(_no_bool)]
 
-FILESYSTEM = "filesystem"
+FILESYSTEM, MAX_ACTIVATING = "filesystem", "max_activating"
+#: The sinks of this package.
+OURS = (FILESYSTEM, MAX_ACTIVATING)
 GROUP = "vllm_scope.sinks"
 #: Replaces the value of an option in a log.
 HIDDEN = "***"
@@ -121,6 +125,11 @@ class SinkConfig:
 
             options = FileOptions.parse(self.own)
             return lambda: FilesystemSink(options)
+        if self.name == MAX_ACTIVATING:
+            from vllm_scope.sinks.max_activating import MaxActivatingOptions, MaxActivatingSink
+
+            sizes = MaxActivatingOptions.parse(self.own)
+            return lambda: MaxActivatingSink(sizes)
         try:
             made = _plugin(self.name).load()
         except ImportError as error:
@@ -156,8 +165,8 @@ def parse_sinks(body: object, where: str, reads: bool) -> dict[str, SinkConfig]:
 
 
 def without_secrets(body: object) -> object:
-    """The engine's options (`additional_config["scope"]`) for a log: without the values of
-    sinks' own options, which may be tokens, or URLs with tokens."""
+    """The engine's options (`additional_config["scope"]`) for a log: without the values of the own
+    options of sinks and policies, which may be tokens, or URLs with tokens."""
     if not isinstance(body, Mapping):
         return body
     shown = dict(body)
@@ -166,6 +175,8 @@ def without_secrets(body: object) -> object:
             sinks = body[kind]
             known = isinstance(sinks, Mapping)
             shown[kind] = {n: _hidden(n, one) for n, one in sinks.items()} if known else HIDDEN
+    if isinstance(policies := body.get("policies"), Mapping):
+        shown["policies"] = dict.fromkeys(policies, HIDDEN)
     return shown
 
 
@@ -189,19 +200,16 @@ def _parse_one(name: object, body: object, where: str, reads: bool) -> SinkConfi
         )
     if not isinstance(body, Mapping):
         raise ConfigError(f"{where} is {shown(body)}; it is an object of options.")
+    if reads and name == MAX_ACTIVATING:
+        raise ConfigError(
+            f"{where}: this sink takes features, and a global sink gets reads; name it in sinks, "
+            "and let requests name it in Features(..., to='max_activating')."
+        )
     own = dict(body)
     text = _parse_reads(own.pop("reads", None), where) if reads else None
-    general = {key: own.pop(key) for key in SinkOptions.model_fields if key in own}
-    try:
-        options = SinkOptions.model_validate(general)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(
-            f"{where}.{first['loc'][0]} is {shown(first['input'])}: {first['msg']}. Every sink "
-            f"has the options {', '.join(SinkOptions.model_fields)}."
-        ) from None
+    options = take_options(SinkOptions, own, where, "sink")
     config = SinkConfig(name, options, own, text)
-    if name == FILESYSTEM:
+    if name in OURS:
         try:
             config.factory()
         except ConfigError as error:
@@ -223,10 +231,33 @@ def _parse_reads(body: object, where: str) -> str:
         raise ConfigError(f"{where}.{error}") from None
 
 
+def take_options(model: type[Options], own: dict[str, Any], where: str, kind: str) -> Options:
+    """The options that every plugin of a kind has. They are taken out of `own`, which has those of
+    one plugin.
+
+    Raises:
+        ConfigError: the first one that is wrong.
+    """
+    general = {key: own.pop(key) for key in model.model_fields if key in own}
+    try:
+        return model.model_validate(general)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(
+            f"{where}.{first['loc'][0]} is {shown(first['input'])}: {first['msg']}. Every {kind} "
+            f"has the options {', '.join(model.model_fields)}."
+        ) from None
+
+
+def installed(group: str) -> dict[str, EntryPoint]:
+    """The entry points of a group, by name."""
+    return {point.name: point for point in entry_points(group=group)}
+
+
 def _plugin(name: str) -> EntryPoint:
-    found = {point.name: point for point in entry_points(group=GROUP)}
+    found = installed(GROUP)
     if name not in found:
-        known = ", ".join([FILESYSTEM, *sorted(found)])
+        known = ", ".join([*OURS, *sorted(found)])
         raise ConfigError(
             f"there is no sink {shown(name)}; installed are {known}. A plugin is a package with "
             f"an entry point in the group {GROUP!r}."

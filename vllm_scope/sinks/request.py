@@ -23,10 +23,11 @@ from torch import Tensor
 
 from vllm_scope.batch.by_position import Ints, Part, last_values, wanted_positions
 from vllm_scope.batch.readout import scores_of
+from vllm_scope.batch.sparse import sparse_rows
 from vllm_scope.codecs.packed import EncodedRows, packing_of
 from vllm_scope.program.layout import SLOT, SLOT_BYTES, Layout, Widths, slots_of_row
 from vllm_scope.request.heads import Encoding, Head
-from vllm_scope.request.resolved import Resolved, ResolvedProbe
+from vllm_scope.request.resolved import Resolved, ResolvedFeatures, ResolvedProbe
 from vllm_scope.request.selectors import Selector
 from vllm_scope.request.sites import Phase, Place, Sites, kind_of_point
 from vllm_scope.sinks import Block, Ending, RequestInfo, Status
@@ -66,13 +67,14 @@ class Ended:
 
 @dataclass(frozen=True)
 class _Stream:
-    """Rows of one point, or what one head makes of them; of a bank, the scores of one probe."""
+    """What a sink gets of one point: its rows, what a codec makes of them, the scores of one probe,
+    or some features."""
 
     name: Place
     selectors: tuple[Selector, ...]
     point: int
     head: Head | None = None
-    probe: ResolvedProbe | None = None
+    probe: ResolvedProbe | ResolvedFeatures | None = None
 
 
 class Delivery:
@@ -279,22 +281,29 @@ class Delivery:
     def _column(
         self, stream: _Stream, layout: Layout, data: NDArray[np.uint8], widths: Widths
     ) -> Tensor | None:
-        """A view of rows [n, numbers of a row], encoded rows uint8 [n, bytes] or scores [n];
-        None if the layout has none."""
+        """A view of rows [n, numbers of a row], encoded rows uint8 [n, bytes], scores [n], or the
+        words of features [n, num_values]; None if the layout has none."""
         found = _bytes_of(layout, stream, widths)
         if found is None:
             return None
         values = torch.from_numpy(data[:, found])
+        if isinstance(stream.probe, ResolvedFeatures):
+            return values.view(torch.float32)
         if stream.probe is not None:
             return scores_of(stream.probe, values.view(torch.float32))
         return values if stream.head is not None else values.view(self._dtype)
 
     def _block(self, stream: _Stream, positions: Ints, rows: Tensor) -> Block:
         source: Tensor | EncodedRows = rows
-        if isinstance(stream.head, Encoding):
+        indices, sae, num_features = None, None, None
+        if isinstance(stream.probe, ResolvedFeatures):
+            sparse = sparse_rows(stream.probe, rows)
+            source, indices = sparse.values, sparse.indices
+            num_features, sae = stream.probe.num_features, stream.probe.whole_sae
+        elif isinstance(stream.head, Encoding):
             source = EncodedRows(packing_of(stream.head).codec, rows)
         probe = None if stream.probe is None else stream.probe.name
-        return Block(self.info, *stream.name, positions, source, probe)
+        return Block(self.info, *stream.name, positions, source, probe, indices, sae, num_features)
 
 
 def _wanted_of(points: Sequence[int], wanted: Set[int], layout: Layout) -> list[int]:
@@ -318,7 +327,7 @@ def _bytes_of(layout: Layout, stream: _Stream, widths: Widths) -> slice | None:
     if stream.probe is None:
         return slice(first, first + slots_of_row(stream.head.row_bytes) * SLOT_BYTES)
     (cell,) = stream.probe.cells
-    return slice(first + 4 * cell.first, first + 4 * (cell.first + 1))
+    return slice(first + 4 * cell.first, first + 4 * (cell.first + stream.probe.num_values))
 
 
 def _streams_of(asked: Resolved, to: str, here: Sequence[int]) -> Iterator[_Stream]:
@@ -331,7 +340,7 @@ def _streams_of(asked: Resolved, to: str, here: Sequence[int]) -> Iterator[_Stre
     for (place, when, encoding), some in selectors.items():
         name = place if when == "after" else Place(f"{place.site}.before", place.layer)
         yield _Stream(name, tuple(some), place.point(when), encoding)
-    for probe in going.probes:
+    for probe in going.banked:
         (cell,) = probe.cells  # Probe refuses others for a sink
         if cell.place.boundary in here:
             point = cell.place.point()

@@ -213,10 +213,10 @@ class Router:
         }
 
     @property
-    def takes_scores(self) -> dict[str, bool]:
-        """Sink that requests may name -> True if probes may name it too."""
+    def takes(self) -> dict[str, list[str]]:
+        """Sink that requests may name -> the kinds of actions that may: reads, probes, features."""
         return {
-            name: threads[0].takes_scores
+            name: threads[0].takes
             for name, threads in self._threads.items()
             if not name.startswith(GLOBAL)
         }

@@ -41,7 +41,7 @@ class QueuedRows:
     def num_values(self) -> int:
         layout = self.arrival.layout
         encoded = sum(
-            len(points) * (head.row_bytes // 4 if isinstance(head, Bank) else 1)
+            len(points) * (head.row_bytes // 4 if type(head) is Bank else 1)
             for head, points in layout.encoded
         )
         return len(self.arrival.positions) * (len(layout.points) + encoded)

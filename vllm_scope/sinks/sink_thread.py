@@ -61,7 +61,16 @@ class SinkThread:
         self.counters = Counters()
         self._sink, self._options, self._on_end = sink, options, on_end
         self._live = bool(getattr(sink, "live", False))
-        self.takes_scores = bool(getattr(sink, "takes_scores", True))
+        scores = bool(getattr(sink, "takes_scores", True))
+        takes = {
+            "reads": bool(getattr(sink, "takes_rows", True)), "probes": scores,
+            "features": bool(getattr(sink, "takes_features", scores)),
+            "edits": bool(getattr(sink, "takes_edited", True)),
+            "some features": bool(getattr(sink, "takes_some_features", True)),
+        }  # fmt: skip
+        #: The kinds of actions that may name the sink; "edits" if requests with edits may, and
+        #: "some features" if features with indices or threshold may.
+        self.takes = [kind for kind, taken in takes.items() if taken]
         self._held = KeyedBytes(options.share(options.held_mib))
         self._log = Log(name)
         try:

@@ -29,6 +29,7 @@ import torch
 import zmq
 
 from vllm_scope.batch.labels import Labels
+from vllm_scope.control.policy import Decided
 from vllm_scope.errors import CompatError
 from vllm_scope.program.layout import Layout, Widths
 from vllm_scope.request.heads import known_head
@@ -247,6 +248,13 @@ class FinishHeader(msgspec.Struct, array_like=True, tag="finish"):
     manifests: dict[str, Manifest] = {}
 
 
+class DecidedHeader(msgspec.Struct, array_like=True, tag="decided"):
+    """What a request's policy decided. Sent before the request's FinishHeader."""
+
+    key: int
+    decided: Decided
+
+
 class CountersHeader(msgspec.Struct, array_like=True, tag="counters"):
     """What a worker's sinks have counted since its start, for metrics.
 
@@ -283,5 +291,5 @@ class RowsMessage(msgspec.Struct):
 encode = msgspec.msgpack.Encoder().encode
 decode_answer = msgspec.msgpack.Decoder(Ack).decode
 decode = msgspec.msgpack.Decoder(
-    SharedHello | TcpHello | RowsHeader | FinishHeader | CountersHeader
+    SharedHello | TcpHello | RowsHeader | FinishHeader | DecidedHeader | CountersHeader
 ).decode

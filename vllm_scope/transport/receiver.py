@@ -34,6 +34,7 @@ from vllm_scope.transport.messages import (
     Ack,
     Address,
     CountersHeader,
+    DecidedHeader,
     FinishHeader,
     RowsHeader,
     RowsMessage,
@@ -91,6 +92,7 @@ class Receiver:
         on_counters: Callable[[CountersHeader], None] = lambda _: None,
         on_lost: Callable[[np.ndarray], None] = lambda _: None,
         on_gone: Callable[[int], None] = lambda _: None,
+        on_decided: Callable[[DecidedHeader], None] = lambda _: None,
     ) -> None:
         folder, holder = _make_folder()
         pid = os.getpid()
@@ -100,7 +102,7 @@ class Receiver:
         (folder / self.address.frontend).touch()
         self._on_rows, self._on_finish = on_rows, on_finish
         self._on_counters, self._on_lost = on_counters, on_lost
-        self._on_gone = on_gone
+        self._on_gone, self._on_decided = on_gone, on_decided
         self._rings = MappedRings(lambda identity: self._on_gone(identity))
         self._sessions: dict[int, _Session] = {}
         #: The same by their connection. At the end they are told that nothing more is read.
@@ -190,6 +192,8 @@ class Receiver:
     def _take_news(self, header: object) -> None:
         if isinstance(header, FinishHeader):
             self._on_finish(header)
+        elif isinstance(header, DecidedHeader):
+            self._on_decided(header)
         elif isinstance(header, CountersHeader):
             self._on_counters(header)
 

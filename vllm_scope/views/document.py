@@ -1,6 +1,6 @@
 """What all views share: the style, escaped text, and how a notebook and a file get the HTML.
 
-To:    strip, page.
+To:    strip, page, feature_page.
 
 Promise: no script and no address. A text never becomes markup, and its control characters are seen.
 """
@@ -51,6 +51,13 @@ STYLE: Final = """
   .t:focus .value { left: .9rem; width: auto; height: auto; margin-top: 2.2em; padding: 0 .6em;
            clip-path: none; white-space: normal; z-index: 1; font-size: .875rem;
            border-radius: .3em; background: var(--ink); color: var(--paper); }
+  .feature { border-top: 1px solid var(--line); padding: .4rem 0; }
+  .feature summary { cursor: pointer; overflow-wrap: anywhere; }
+  .feature summary:focus-visible { outline: 3px solid var(--ink); }
+  .facts { color: var(--muted); font-size: .875rem; }
+  .bars svg { display: block; max-width: 100%; height: auto;
+              border-bottom: 1px solid var(--muted); }
+  .bars rect { fill: var(--high); }
 }
 body.vllm-scope { max-width: 62rem; margin: 0 auto; padding: 1.5rem 1.25rem 4rem; }
 [data-jp-theme-light="true"] .vllm-scope, .vscode-light .vllm-scope { color-scheme: light; }
@@ -99,14 +106,10 @@ class View(ABC):
     def _repr_html_(self) -> str:
         return f'<div class="vllm-scope"><style>{STYLE}</style>\n{self.body()}\n</div>'
 
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write it as a whole page, in UTF-8. A file that is there is replaced.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+    def page(self) -> str:
+        """The HTML of a whole page."""
         title = safe(self.heading())
-        page = f"""{_HEAD}<title>{title}</title>
+        return f"""{_HEAD}<title>{title}</title>
 <style>{STYLE}</style>
 </head>
 <body class="vllm-scope">
@@ -115,4 +118,11 @@ class View(ABC):
 </body>
 </html>
 """
-        Path(path).write_text(page, encoding="utf-8")
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write it as a whole page, in UTF-8. A file that is there is replaced.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        Path(path).write_text(self.page(), encoding="utf-8")

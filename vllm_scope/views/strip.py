@@ -40,6 +40,7 @@ class TokenStrip(View):
         verdict: index of the token that has the verdict, or None.
         first_position: position of `tokens[0]`.
         caption: above the tokens; may be empty.
+        mark: what the flag means.
     """
 
     tokens: tuple[str, ...]
@@ -48,6 +49,7 @@ class TokenStrip(View):
     verdict: int | None
     first_position: int
     caption: str
+    mark: str = "verdict"
 
     @property
     def spread(self) -> float:
@@ -56,7 +58,7 @@ class TokenStrip(View):
         return float(np.abs(finite - (self.threshold or 0)).max(initial=0)) or 1.0
 
     def body(self) -> str:
-        return f"{legend(self.threshold, self.spread)}\n{self.figure(self.spread)}"
+        return f"{legend(self.threshold, self.spread, self.mark)}\n{self.figure(self.spread)}"
 
     def heading(self) -> str:
         return self.caption or "Tokens by score"
@@ -103,7 +105,7 @@ class TokenStrip(View):
             if self.threshold is not None:
                 said.append(f"{'above' if self._is_above(i) else 'not above'} the threshold")
         if i == self.verdict:
-            said.append("verdict")
+            said.append(self.mark)
         return ", ".join([*said, f"position {self.first_position + i}"])
 
     def __repr__(self) -> str:
@@ -177,7 +179,7 @@ def _as_index(
     return position - first_position
 
 
-def legend(threshold: float | None, spread: float) -> str:
+def legend(threshold: float | None, spread: float, mark: str = "verdict") -> str:
     """HTML of what colours and marks mean."""
     middle = threshold or 0.0
     low, high = f"{middle - spread:.3g}", f"{middle + spread:.3g}"
@@ -186,6 +188,6 @@ def legend(threshold: float | None, spread: float) -> str:
     return f"""<p class="legend">
 <span>{low}<i class="scale"></i>{high}: {name}</span>
 {above}
-<span class="t verdict">⚑verdict</span>
+<span class="t verdict">⚑{mark}</span>
 <span class="t unscored">no score</span>
 </p>"""

@@ -5,6 +5,8 @@ arena.py       a ring of rows in device memory
 drain.py       from the arena to host memory and labelled batches, on its own thread and stream
 packer.py      rows gathered, and worked on by heads, on their way out of the arena
 probe_bank.py  the probes of one place, computed for many rows at once
+held_saes.py   the encoders of SAEs, and the strongest features of many rows at once
+lens.py        the model's norm and unembedding, and the likeliest tokens of many rows at once
 score_store.py scores of KV blocks, for requests that use the prefix cache
-watch.py       which running requests a probe stops
+watch.py       which running requests a probe stops, where a next stage begins, what policies decide
 """

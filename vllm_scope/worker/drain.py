@@ -21,10 +21,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -36,14 +38,19 @@ from vllm_scope.batch.labels import Labels
 from vllm_scope.program.layout import SLOT_BYTES, Widths
 from vllm_scope.request.heads import Bank, Encoding
 from vllm_scope.request.nets import Net
+from vllm_scope.request.resolved import ResolvedMoments
 from vllm_scope.sinks import BatchSink, RowBatch
 from vllm_scope.transport.ring import HostRing, JoinedLease, Lease
 from vllm_scope.worker.arena import Arena, HostFence, Region, StreamFence
-from vllm_scope.worker.packer import Packer
+from vllm_scope.worker.held_saes import NONE, PairMaker
+from vllm_scope.worker.packer import Packer, first_slots
 from vllm_scope.worker.score_store import ScoreStore
+from vllm_scope.worker.summing import Summing
 from vllm_scope.worker.watch import Watch
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: How long rows may wait for those of the next step, if some caller follows its request.
 LINGER_S = 0.004
@@ -56,6 +63,13 @@ LINGER_AT_END_S = 0.002
 REST, MOST_REST_S = 4, 0.04
 #: Steps are joined into one batch up to this many bytes.
 MOST_BYTES = 64 << 20
+HEAD_FAILED = (
+    "features or a lens of some tokens could not be computed on the device; the worker's log says "
+    "why. Send the request again when others have finished, or start with a smaller "
+    "gpu_memory_utilization."
+)
+#: How long a question about sums waits for the rows before it.
+ANSWER_S = 300.0
 
 
 class _Rows(msgspec.Struct, frozen=True, eq=False):
@@ -110,6 +124,8 @@ class Drain:
     Args:
         watch: sees the rows of each step too, while it has requests.
         store: sees them on the drain thread.
+        saes: that the worker holds, by name.
+        moments_bytes: of the device, for the sums of Moments.
 
     Verbs: `add_request`, `submit` (a written region), `finish_request`, `close`.
     """
@@ -122,6 +138,8 @@ class Drain:
         widths: Widths,
         watch: Watch | None = None,
         store: ScoreStore | None = None,
+        saes: Mapping[str, PairMaker] = NONE,
+        moments_bytes: int = 0,
     ) -> None:
         self._widths, self._watch, self._store = widths, watch, store
         self._arena, self._ring, self._sink = arena, ring, sink
@@ -132,6 +150,8 @@ class Drain:
         self._wake = threading.Event()
         #: Since the thread last looked: a request has ended; the thread should look soon.
         self._ended, self._soon = threading.Event(), threading.Event()
+        #: Running requests for which something could not be computed -> what to tell them.
+        self._failed: dict[int, str] = {}
         #: Running requests whose callers look at rows as they arrive.
         self._followed: set[int] = set()
         #: Slots, of the arena or the ring, that may wait if no request is followed, and those
@@ -139,13 +159,17 @@ class Drain:
         most = min(MOST_UNSEEN_BYTES // SLOT_BYTES, arena.num_slots // 4, len(ring.slots) // 4)
         self._most_unseen, self._num_unseen = most, 0
         self._cuda = arena.slots.is_cuda
-        self._packer = Packer(arena.slots.dtype, arena.slots.device, widths)
+        #: On a CPU: steps may wait that the drain thread fills.
+        self._unfilled = False
+        self._packer = Packer(arena.slots.dtype, arena.slots.device, widths, saes)
         #: Used events, for reuse: making one takes longer than recording it.
         self._events: list[torch.cuda.Event] = []
         if self._cuda:
             self._stream = torch.cuda.Stream(arena.slots.device)
             #: The taps' stream, when last asked.
             self._main = torch.cuda.current_stream(arena.slots.device)
+        with self._side():
+            self._summing = Summing(arena.slots.dtype, arena.slots.device, widths, moments_bytes)
         self._thread = threading.Thread(target=self._run, name="vllm-scope-drain", daemon=True)
         self._thread.start()
 
@@ -157,9 +181,60 @@ class Drain:
         Raises:
             CapacityError: there is no room for it.
         """
-        # On the stream that uses it and frees it.
-        with torch.cuda.stream(self._stream) if self._cuda else nullcontext():
+        with self._side():
             self._packer.hold(key, encodings, banks)
+
+    def warm(self, call: Callable[[], None]) -> None:
+        """Call something before the first step, where rows are worked on: on a GPU on the drain's
+        stream, so that the memory that it takes and frees stays there."""
+        if not self._cuda:
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._arena.slots.device))
+        with self._side():
+            call()
+        self._stream.synchronize()
+
+    def _side(self) -> AbstractContextManager[object]:
+        """The stream that works on rows: memory is taken on the stream that uses and frees it."""
+        return torch.cuda.stream(self._stream) if self._cuda else nullcontext()
+
+    def add_moments(self, key: int, num_prompt: int, asked: Sequence[ResolvedMoments]) -> None:
+        """Add a request's rows to sums from now on."""
+        self._summing.add_request(key, num_prompt, asked)
+
+    def accept(self, num_tokens: Mapping[int, int]) -> None:
+        """Key of a request with Moments -> how many of its tokens are accepted, as was known when
+        the coming step was scheduled."""
+        self._in_order(partial(self._accept, num_tokens))
+
+    def _accept(self, num_tokens: Mapping[int, int]) -> None:
+        for key, count in num_tokens.items():
+            self._summing.accept(key, count)
+
+    def _in_order(self, call: Callable[[], None]) -> None:
+        """Call something after the rows that were submitted so far have been added to sums."""
+        if self._cuda:
+            call()
+        else:
+            self.later(call)
+
+    def of_sums(self, call: Callable[[Summing], T]) -> T:
+        """The result of a call, with the sums of the rows that were submitted so far."""
+        if self._cuda:
+            with self._side():
+                return call(self._summing)
+        done: Future[T] = Future()
+
+        def answer() -> None:
+            try:
+                done.set_result(call(self._summing))
+            except BaseException as error:
+                done.set_exception(error)
+
+        self.later(answer)
+        self._ended.set()
+        self._soon.set()
+        return done.result(timeout=ANSWER_S)
 
     def follow(self, key: int) -> None:
         """Deliver rows after LINGER_S until this request ends: its caller looks at them."""
@@ -237,6 +312,8 @@ class Drain:
 
     def finish_request(self, key: int, error: str | None = None) -> None:
         self._followed.discard(key)
+        if key in self._summing:
+            self._in_order(partial(self._summing.finish_request, key))
         self._put(_Finish(key, error))
         for news in (self._ended, self._soon):
             if not news.is_set():  # many end in one step, and asking takes less time
@@ -257,15 +334,32 @@ class Drain:
         self._watch.add(partial(_true_labels, step), wait, step.lease, step.boundary)
         return step
 
+    def _wait_for_sums(self) -> None:
+        """Wait until the drain thread has filled all steps before this one: a request's rows are
+        added in the order of their positions."""
+        if self._summing:
+            filled = threading.Event()
+            self.later(filled.set)
+            self._ended.set()
+            self._soon.set()
+            filled.wait(ANSWER_S)
+        self._unfilled = False
+
     def _lost(self, labels: Labels) -> None:
-        """Rows of these requests are lost. Scores of an earlier draft must not stand for them."""
+        """Stop keeping scores for requests that lost rows: a rejected draft's scores could stand in
+        the place of those that were lost."""
         if self._store is not None:
             for key in set(labels.keys.tolist()):
                 self.later(partial(self._store.end, key))
 
     def _put(self, item: _Item) -> None:
-        if self._watch and isinstance(item, _Rows):
-            item = self._show(item)
+        if isinstance(item, _Rows):
+            if self._watch:
+                if self._unfilled:
+                    self._wait_for_sums()
+                item = self._show(item)
+            else:
+                self._unfilled = not self._cuda
         self._items.append(item)
         if isinstance(item, _Rows):
             held = 0 if item.region is None else item.region.num_slots
@@ -305,7 +399,7 @@ class Drain:
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(written)
             try:
-                self._fill(region, labels, boundary, lease)
+                self._fill(region, labels, boundary, lease, positions, written.query)
             except Exception:
                 # Encoding may run out of memory. The engine's step goes on; as in `_guard`,
                 # requests report these rows as dropped.
@@ -317,11 +411,28 @@ class Drain:
             region.fence.event.record()
         return copied if whole else None, positions
 
-    def _fill(self, region: Region, labels: Labels, boundary: int | None, lease: Lease) -> None:
+    def _fill(
+        self, region: Region, labels: Labels, boundary: int | None, lease: Lease,
+        positions: Tensor | None, ready: Callable[[], bool] = lambda: True,
+    ) -> None:  # fmt: skip
         if labels.encodes:
-            self._packer.pack(self._arena.view(region), labels, boundary, lease.slots)
+            rows = self._arena.view(region)
+            if any(layout.sent is not layout for layout in labels.layouts):
+                firsts = first_slots(labels, boundary, self._widths)
+                words = rows.view(torch.int64)
+                self._summing.add(words, labels, boundary, firsts, positions, ready)
+            self._fail(self._packer.pack(rows, labels, boundary, lease.slots))
         else:
             lease.slots.copy_(self._arena.view(region).view(torch.uint8), non_blocking=True)
+
+    def _fail(self, keys: Collection[int]) -> None:
+        """End these requests with an error, and keep no scores of theirs."""
+        for key in keys:
+            self._failed[key] = HEAD_FAILED
+            if self._store is not None and threading.current_thread() is self._thread:
+                self._store.end(key)
+            elif self._store is not None:
+                self.later(partial(self._store.end, key))
 
     @staticmethod
     def _to_host(positions: Tensor) -> Tensor:
@@ -365,7 +476,8 @@ class Drain:
                 steps = []
             if isinstance(item, _Finish):
                 self._packer.release(item.key)
-                self._guard(lambda: self._sink.finish(item.key, item.error))  # noqa: B023
+                error = self._failed.pop(item.key, None) or item.error
+                self._guard(lambda: self._sink.finish(item.key, error))  # noqa: B023
             elif isinstance(item, _Stored):
                 self._guard(lambda: self._write_stored(item))  # noqa: B023
             elif isinstance(item, _Rows):
@@ -399,9 +511,10 @@ class Drain:
                 for one, step in zip(labels, steps, strict=True):
                     self._store.collect(one, step.lease, step.boundary)
             if len(steps) == 1:
-                self._sink.write(
-                    RowBatch(labels[0], steps[0].lease, self._widths, steps[0].boundary)
-                )
+                if steps[0].lease.start < steps[0].lease.stop:  # else all went into sums
+                    self._sink.write(
+                        RowBatch(labels[0], steps[0].lease, self._widths, steps[0].boundary)
+                    )
                 return
             joined = Labels(
                 np.concatenate([x.keys for x in labels]),
@@ -411,7 +524,8 @@ class Drain:
                 np.concatenate([x.rows for x in labels]),
             )
             lease = JoinedLease([step.lease for step in steps], self._ring)
-            self._sink.write(RowBatch(joined, lease, self._widths))
+            if lease.start < lease.stop:
+                self._sink.write(RowBatch(joined, lease, self._widths))
         finally:
             for step in steps:
                 step.lease.release()
@@ -431,7 +545,7 @@ class Drain:
         assert step.region is not None
         assert isinstance(step.region.fence, HostFence)
         try:
-            self._fill(step.region, step.labels, step.boundary, step.lease)
+            self._fill(step.region, step.labels, step.boundary, step.lease, step.positions)
         finally:
             step.region.fence.set()
 
@@ -462,7 +576,12 @@ def _may_join(steps: list[_Rows], item: _Rows) -> bool:
 
 
 def _true_labels(step: _Rows) -> Labels:
+    """The labels of what leaves the device, with true positions."""
+    labels = step.labels
+    layouts = tuple(layout.sent for layout in labels.layouts) if labels.encodes else labels.layouts
+    if layouts != labels.layouts:
+        labels = replace(labels, layouts=layouts)
     if step.positions is None:
-        return step.labels
+        return labels
     true = step.positions.numpy().astype(np.int64)
-    return replace(step.labels, positions=true[step.labels.rows])
+    return replace(labels, positions=true[labels.rows])

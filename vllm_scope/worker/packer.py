@@ -3,7 +3,7 @@
 Owns:  Packer: which rows of a region go where in the batch, and what their heads need.
 Runs:  `hold` and `num_slots` on the worker's thread; `pack` on a GPU there too, enqueued on the
        drain's stream, else on the drain thread; `release` on the drain thread.
-From:  drain.   To: codecs.packed, probe_bank.
+From:  drain.   To: codecs.packed, probe_bank, held_saes, lens.
 
 Promise: work and kernel launches grow with (layout, head) pairs and with bytes, not with rows,
 and the host never waits for the device. Memory beside the region is bounded: a batch is encoded
@@ -13,8 +13,10 @@ not fit beside a model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,11 +26,14 @@ from vllm_scope.batch.by_position import Ints
 from vllm_scope.batch.labels import Labels
 from vllm_scope.codecs.packed import packing_of
 from vllm_scope.errors import CapacityError
-from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
-from vllm_scope.request.heads import Bank, Encoding, Head, Told
+from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, slots_of_row
+from vllm_scope.request.heads import Bank, Encoding, Head, Strongest, Summed, Told
 from vllm_scope.request.nets import Net
 from vllm_scope.request.sites import kind_of_point
+from vllm_scope.worker.held_saes import NONE, PairMaker
 from vllm_scope.worker.probe_bank import Banks
+
+logger = logging.getLogger(__name__)
 
 #: Arena bytes that are encoded at once; encoding takes about ten times as much memory.
 CHUNK_BYTES = 16 << 20
@@ -37,7 +42,9 @@ MOST_PROJECTIONS = 8
 #: int64 words of a slot; all rows are moved as int64.
 WORDS = SLOT_BYTES // 8
 #: The first three fields of a _Move.
-_Kind = tuple[Head | None, int, int]
+_Kind = tuple[Head | tuple[Bank, ...] | None, int, int]
+#: Kind -> first slots in the region, and in the chunk.
+_Found = dict[_Kind, list[tuple[Ints, Ints]]]
 
 
 @dataclass(frozen=True)
@@ -45,18 +52,28 @@ class _Move:
     """Rows of one kind, from a region to a batch.
 
     Attributes:
-        head: works on them; None for raw rows.
+        head: works on them; None for raw rows. Several banks: each on its part of the rows, all
+            parts of one length.
         num_slots: slots of one of them in the region.
         row_bytes: bytes of a row for the head, without padding.
         sources: int64 [n], first slots, relative to the region.
         targets: int64 [n], first slots, relative to the chunk.
     """
 
-    head: Head | None
+    head: Head | tuple[Bank, ...] | None
     num_slots: int
     row_bytes: int
     sources: Tensor
     targets: Tensor
+
+    def slots(self, count: int) -> Tensor:
+        """int64 [n * count], all slots of what is made, `count` of each row. Steps share a move,
+        so it is made once."""
+        known: Tensor | None = self.__dict__.get("_slots")
+        if known is None:
+            within = torch.arange(count, device=self.targets.device)
+            known = self.__dict__["_slots"] = (self.targets[:, None] + within).view(-1)
+        return known
 
 
 @dataclass(frozen=True)
@@ -93,11 +110,17 @@ class Packer:
     Args:
         dtype, device: of the arena.
         widths: of raw rows.
+        saes: that the worker holds, by name; and the model's lens, as heads.LENS.
+        stacks: True if banks that are alike work together, which takes fewer launches. None means
+            on a GPU alone: without it a score does not depend, in its last bit, on the requests
+            beside it.
     """
 
     dtype: torch.dtype
     device: torch.device
     widths: Widths
+    saes: Mapping[str, PairMaker] = field(default_factory=lambda: NONE)
+    stacks: bool | None = None
     _plan: _Plan | None = None
     #: Request key -> the projections that it may need.
     _held: dict[int, frozenset[Encoding]] = field(default_factory=dict)
@@ -106,6 +129,8 @@ class Packer:
 
     def __post_init__(self) -> None:
         self._banks = Banks(self.device)
+        if self.stacks is None:
+            self.stacks = self.device.type == "cuda"
 
     def hold(
         self, key: int, encodings: Sequence[Encoding], banks: Mapping[Bank, Sequence[Net]]
@@ -161,39 +186,49 @@ class Packer:
             return plan.chunks[-1].stop
         return int(_sizes(labels, boundary, self.widths)[1].sum())
 
-    def pack(self, region: Tensor, labels: Labels, boundary: int | None, into: Tensor) -> None:
+    def pack(
+        self, region: Tensor, labels: Labels, boundary: int | None, into: Tensor
+    ) -> Collection[int]:
         """Make a batch of a region; on a GPU, enqueued on the current stream.
 
         Args:
             region: [num_slots, elements of a slot], of the arena.
             labels, boundary: as in sinks.RowBatch.
             into: uint8 [num_slots(...), SLOT_BYTES], host memory, pinned if there is a GPU.
+
+        Returns:
+            The keys of requests for which a held SAE or the lens failed, as for want of memory.
+            Their pairs are (-1, not a number); the rest of the batch is whole.
         """
         plan = self._plan
         if plan is None or not plan.is_for(labels, boundary):
             plan = self._plan = _Plan(labels, boundary, list(self._chunks(labels, boundary)))
         words = region.view(torch.int64)
+        failed: set[Head] = set()
         for chunk in plan.chunks:
-            batch = self._batch(chunk, words).view(torch.uint8)
+            batch = self._batch(chunk, words, failed).view(torch.uint8)
             into[chunk.start : chunk.stop].copy_(batch, non_blocking=True)
+        if not failed:
+            return ()
+        layouts = _local(labels.layouts, boundary)
+        having = [i for i, one in enumerate(layouts) if failed & {head for head, _ in one.encoded}]
+        return set(labels.keys[np.isin(labels.layout_of, having)].tolist())
 
-    def _batch(self, chunk: _Chunk, words: Tensor) -> Tensor:
-        """int64 [num_slots, WORDS]"""
-        num_slots = chunk.stop - chunk.start
-        if len(chunk.moves) == 1:
-            found = self._made(chunk.moves[0], words)
-            # The rows of one layout come in the order of their targets.
-            if chunk.in_order and found.numel() == num_slots * WORDS:
-                return found.view(num_slots, WORDS)
-        batch = torch.zeros((num_slots, WORDS), dtype=torch.int64, device=self.device)
-        for move in chunk.moves:
-            found = self._made(move, words)
-            within = torch.arange(found.shape[1] // WORDS, device=self.device)
-            slots = (move.targets[:, None] + within).view(-1)
-            batch.index_copy_(0, slots, found.view(-1, WORDS))
+    def _batch(self, chunk: _Chunk, words: Tensor, failed: set[Head]) -> Tensor:
+        """int64 [num_slots, WORDS]; adds to `failed`."""
+        size = (chunk.stop - chunk.start) * WORDS
+        made = [self._made(move, words, failed) for move in chunk.moves]
+        whole = sum(found.numel() for found in made) == size
+        # The rows of one layout come in the order of their targets.
+        if len(made) == 1 and chunk.in_order and whole:
+            return made[0].view(-1, WORDS)
+        empty = torch.empty if whole else torch.zeros
+        batch = empty((size // WORDS, WORDS), dtype=torch.int64, device=self.device)
+        for move, found in zip(chunk.moves, made, strict=True):
+            batch.index_copy_(0, move.slots(found.shape[1] // WORDS), found.view(-1, WORDS))
         return batch
 
-    def _made(self, move: _Move, words: Tensor) -> Tensor:
+    def _made(self, move: _Move, words: Tensor, failed: set[Head]) -> Tensor:
         """int64 [n, words of each]: raw rows, or what the head makes of them."""
         # Row i of this view begins at slot i; the rows overlap.
         size = move.num_slots * WORDS
@@ -201,9 +236,25 @@ class Packer:
         rows = words.as_strided(places, (WORDS, 1)).index_select(0, move.sources)
         if move.head is None:
             return rows
-        bank = self._banks[move.head] if isinstance(move.head, Bank) else packing_of(move.head)
         row_size = move.row_bytes // self.dtype.itemsize
-        return bank.pack(rows.view(self.dtype)[:, :row_size]).view(torch.int64)
+        pack = self._pack_of(move.head)
+        try:
+            return pack(rows.view(self.dtype)[:, :row_size]).view(torch.int64)
+        except Exception:
+            if not isinstance(move.head, Strongest):
+                raise
+            logger.exception("vllm-scope: the head %r failed", move.head.text)
+            failed.add(move.head)
+            # All bits set: indices -1, values not a number.
+            num_words = slots_of_row(move.head.row_bytes) * WORDS
+            return torch.full((len(rows), num_words), -1, device=self.device)
+
+    def _pack_of(self, head: Head | tuple[Bank, ...]) -> Callable[[Tensor], Tensor]:
+        if isinstance(head, tuple):
+            return self._banks.stack(head).pack
+        if isinstance(head, Strongest):
+            return partial(self.saes[head.sae].pack, count=head.count)
+        return self._banks[head].pack if isinstance(head, Bank) else packing_of(head).pack
 
     def _chunks(self, labels: Labels, boundary: int | None) -> Iterator[_Chunk]:
         before, after = _sizes(labels, boundary, self.widths)
@@ -215,7 +266,7 @@ class Packer:
             last = max(int(np.searchsorted(ends, room, "right")), first + 1)
             start = int(targets[first])
             stop = int(targets[last - 1] + after[last - 1])
-            found: dict[_Kind, list[tuple[Ints, Ints]]] = {}
+            found: _Found = {}
             for i, layout in enumerate(_local(labels.layouts, boundary)):
                 some = first + np.flatnonzero(labels.layout_of[first:last] == i)
                 for kind, source, target in _places(layout, self.widths) if len(some) else ():
@@ -228,10 +279,11 @@ class Packer:
             yield _Chunk(start, stop, self._moves(found), in_order and len(one or ()) == 1)
             first = last
 
-    def _moves(self, found: dict[_Kind, list[tuple[Ints, Ints]]]) -> list[_Move]:
+    def _moves(self, found: _Found) -> list[_Move]:
         """The moves, whose indices go to the device in one copy."""
         if not found:  # nothing of these tokens is at this tap
             return []
+        found = self._stacked(found) if self.stacks else found
         sources = [np.concatenate([source for source, _ in some]) for some in found.values()]
         targets = [np.concatenate([target for _, target in some]) for some in found.values()]
         both = torch.from_numpy(np.concatenate([*sources, *targets]))
@@ -245,6 +297,22 @@ class Packer:
                 found, parts[: len(counts)], parts[len(counts) :], strict=True
             )
         ]
+
+    def _stacked(self, found: _Found) -> _Found:
+        """Joins banks of equal shape that have equally many rows here."""
+        alike: dict[tuple[object, ...], list[_Kind]] = {}
+        for kind, some in found.items():
+            like: tuple[object, ...] = (kind,)
+            if isinstance(kind[0], Bank) and not isinstance(kind[0], Told):
+                like = (*kind[1:], self._banks.like(kind[0]), sum(len(s) for s, _ in some))
+            alike.setdefault(like, []).append(kind)
+        stacked: _Found = {}
+        for kinds in alike.values():
+            kind = kinds[0]
+            if len(kinds) > 1:
+                kind = tuple(k[0] for k in kinds if isinstance(k[0], Bank)), *kind[1:]
+            stacked[kind] = [pair for one in kinds for pair in found[one]]
+        return stacked
 
 
 def _local(layouts: Sequence[Layout], boundary: int | None) -> list[Layout]:
@@ -261,6 +329,13 @@ def _sizes(labels: Labels, boundary: int | None, widths: Widths) -> tuple[Ints, 
     return before[labels.layout_of], after[labels.layout_of]
 
 
+def first_slots(labels: Labels, boundary: int | None, widths: Widths) -> Ints:
+    """int64 [num_tokens]: each token's first slot in a region; arguments as for `pack`."""
+    sizes = _sizes(labels, boundary, widths)[0]
+    found: Ints = np.cumsum(sizes) - sizes
+    return found
+
+
 def _places(layout: Layout, widths: Widths) -> Iterator[tuple[_Kind, Ints, Ints]]:
     """(kind, first slots in the region, first slots in the batch), from a token's first slot."""
     arena = layout.arena
@@ -273,6 +348,8 @@ def _places(layout: Layout, widths: Widths) -> Iterator[tuple[_Kind, Ints, Ints]
         targets = first + np.arange(len(points)) * num_slots
         yield (None, num_slots, 0), sources(points), targets
     for head, points, first, num_slots in layout.encoded_at(widths):
+        if isinstance(head, Summed):  # worker.summing takes them
+            continue
         targets = first + np.arange(len(points)) * num_slots
         if isinstance(head, Told):
             told = [arena.made_at(head, point, widths) for point in points]

@@ -13,8 +13,9 @@ msgspec.Structs (batch.labels says why).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,9 +26,12 @@ from vllm_scope.batch.by_position import Ints
 from vllm_scope.batch.labels import Labels, StepBatch
 from vllm_scope.errors import ScopeError
 from vllm_scope.graph.tap.tables import MOST_OWNERS, Tables
+from vllm_scope.program.compiled import Column
 from vllm_scope.program.compiler import RequestProgram
+from vllm_scope.program.held import Held
 from vllm_scope.program.layout import Layout
-from vllm_scope.program.operations import NO_PROGRAM, Program
+from vllm_scope.program.operations import NO_LOG, NO_PROGRAM, LogRange
+from vllm_scope.worker.walks import Walks
 
 
 class StepPlan(msgspec.Struct, frozen=True, eq=False):
@@ -41,6 +45,8 @@ class StepPlan(msgspec.Struct, frozen=True, eq=False):
         num_slots: of all rows, in the arena.
         num_delivered: of all rows, encoded.
         delivers: bool [num_rows], the rows that `labels` describe.
+        walks: rows whose gates have states, and their walks; None if there are none. The next
+            step has the same object if it has the same rows.
     """
 
     rows: Ints
@@ -52,6 +58,30 @@ class StepPlan(msgspec.Struct, frozen=True, eq=False):
     delivers: NDArray[np.bool_]
     labels: Labels
     optimistic: bool
+    walks: tuple[Ints, NDArray[np.int32]] | None = None
+
+
+class _Holding(NamedTuple):
+    """Programs that the tables hold for a request.
+
+    Attributes:
+        since: the first position that they are for: 0, or that of a change.
+        ids: int32 [len(held)], as `Tables.hold` returns them.
+    """
+
+    since: int
+    held: Held
+    ids: NDArray[np.int32]
+
+
+def _find(
+    program: RequestProgram, columns: Sequence[Column], holdings: Sequence[_Holding]
+) -> NDArray[np.int32] | None:
+    """The ids of a program's columns, [len(columns)]; None if not all of them are held together."""
+    for _, held, ids in holdings:
+        if program.made(held) and (at := held.find(columns)) is not None:
+            return ids[at]
+    return None
 
 
 @dataclass
@@ -60,25 +90,26 @@ class _Requests:
 
     Attributes:
         index_of: request -> its index in the columns.
-        generated: program id of all generated tokens, if `generated_fixed`.
-        held: index -> program ids that the request holds while it runs.
+        first_fixed: from this position on, all tokens have the program id `generated`, if
+            `generated_fixed`.
+        held: index -> the programs that the request holds while it runs.
     """
 
     index_of: dict[str, int] = field(default_factory=dict)
     free: list[int] = field(default_factory=list)
     programs: dict[int, RequestProgram] = field(default_factory=dict)
     key: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-    num_prompt: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    first_fixed: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     owner: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     generated: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     generated_fixed: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
-    held: dict[int, list[int]] = field(default_factory=dict)
+    held: dict[int, list[_Holding]] = field(default_factory=dict)
 
     def take(self) -> int:
         if not self.free:
             old = len(self.key)
             new = max(64, 2 * old)
-            for name in ("key", "num_prompt", "owner", "generated", "generated_fixed"):
+            for name in ("key", "first_fixed", "owner", "generated", "generated_fixed"):
                 setattr(self, name, np.resize(getattr(self, name), new))
             self.free = list(range(new - 1, old - 1, -1))
         return self.free.pop()
@@ -114,13 +145,14 @@ class _Steady:
 class Planner:
     """Holds the reading requests and plans steps.
 
-    Verbs: `add_request`, `begin_step`, `finish_request`.
+    Verbs: `add_request`, `begin_stages`, `change_request`, `begin_step`, `finish_request`.
     """
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
         self._requests = _Requests()
-        #: Changes when a request comes or goes.
+        self._walks = Walks()
+        #: Changes when a request comes or goes, or a stage of it begins.
         self._version = 0
         self._steady: _Steady | None = None
         #: Owner number (StepPlan.owners) -> request with edits. Read on any thread.
@@ -135,45 +167,131 @@ class Planner:
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._requests.index_of
 
+    def key_of(self, req_id: str) -> int | None:
+        """A request's key; None if it is not known."""
+        index = self._requests.index_of.get(req_id)
+        return None if index is None else int(self._requests.key[index])
+
     def add_request(
-        self, req_id: str, key: int, program: RequestProgram, held_programs: Sequence[Program]
-    ) -> None:
+        self, req_id: str, key: int, program: RequestProgram, held: Held | None,
+        logged: LogRange = NO_LOG,
+    ) -> None:  # fmt: skip
         """Plan a request's tokens from now on.
 
         Args:
-            held_programs: of a request with vectors, every program that a token of it may get,
-                so that none can lack room later.
+            held: of a request with edits, every program that a token of it may get, so that none
+                can lack room later; else None.
+            logged: its range of the log of states.
 
         Raises:
             CapacityError: the tables have no room.
         """
-        # Frees programs that only the last step used.
-        self._tables.begin_step()
+        new, generated = self._hold(0, program, held)
         requests = self._requests
-        fixed = program.generated_is_uniform
-        held: list[int] = []
-        generated = NO_PROGRAM
-        try:
-            for one in held_programs:
-                held.append(self._tables.program_id(one, hold=True))
-            superset = program.generated_superset() if fixed else None
-            if superset is not None:
-                held.append(self._tables.program_id(superset, hold=True))
-                generated = held[-1]
-        except Exception:
-            for program_id in held:
-                self._tables.release(program_id)
-            raise
         self._version += 1
         index = requests.take()
         requests.index_of[req_id] = index
         requests.programs[index] = program
-        requests.held[index] = held
+        requests.held[index] = new
         requests.key[index] = key
-        requests.num_prompt[index] = program.num_prompt
+        requests.first_fixed[index] = program.first_fixed
         requests.owner[index] = self._new_owner(req_id) if program.checks else 0
         requests.generated[index] = generated
-        requests.generated_fixed[index] = fixed
+        requests.generated_fixed[index] = program.generated_is_uniform
+        if logged.num_states:
+            self._walks.add_request(index, program.num_prompt, logged)
+
+    def change_request(
+        self, req_id: str, first: int, program: RequestProgram, held: Held | None
+    ) -> None:
+        """Give a request's tokens from a position on another program. Tokens before it keep theirs,
+        also if they are computed again.
+
+        Args:
+            first: at or after the first generated token.
+            held: as in `add_request`, of the new program; None also if all generated tokens get
+                one program.
+
+        Raises:
+            CapacityError: the tables have no room.
+        """
+        requests = self._requests
+        index = requests.index_of[req_id]
+        whole = requests.programs[index].then(first, program)
+        new, generated = self._hold(first, whole.last, held)
+        self._version += 1
+        requests.programs[index] = whole
+        known = requests.held[index]
+        # What held from there on holds no more.
+        self._release([one for one in known if one.since >= first])
+        requests.held[index] = [one for one in known if one.since < first] + new
+        requests.first_fixed[index], requests.generated[index] = first, generated
+
+    def _hold(
+        self, since: int, program: RequestProgram, held: Held | None,
+        known: Sequence[_Holding] = (),
+    ) -> tuple[list[_Holding], int]:  # fmt: skip
+        """Hold programs while a request runs, with that of all generated tokens, which may be known
+        already: those that are new, and the id of all generated tokens."""
+        # Frees programs that only the last step used.
+        self._tables.begin_step()
+        new = [] if held is None else [_Holding(since, held, self._tables.hold(held))]
+        if not program.generated_is_uniform:
+            return new, NO_PROGRAM
+        columns = [program.superset_column()]
+        found = _find(program, columns, (*known, *new))
+        if found is None:
+            held = program.held([columns[0].tobytes()])
+            try:
+                found = self._tables.hold(held)
+            except Exception:
+                self._release(new)
+                raise
+            new.append(_Holding(since, held, found))
+        return new, int(found[0])
+
+    def _release(self, holdings: Iterable[_Holding]) -> None:
+        for one in holdings:
+            self._tables.release_set(one.held)
+
+    def resume_request(self, req_id: str, num_tokens: int) -> None:
+        """A preempted request begins again.
+
+        Args:
+            num_tokens: of its prompt and what was generated and accepted.
+        """
+        index = self._requests.index_of.get(req_id)
+        if index is not None:
+            self._version += 1
+            self._walks.resume(index, num_tokens)
+
+    def begin_stages(self, req_id: str, firsts: Sequence[str]) -> None:
+        """Plan a request's tokens with the probes that wait for the verdicts of these, from now on.
+        Tokens before a stage's first position are planned with it too; readers drop
+        those scores by the positions in their labels.
+
+        Raises:
+            CapacityError: the tables have no room. The request is planned as before.
+        """
+        requests = self._requests
+        index = requests.index_of.get(req_id)
+        if index is None:
+            return
+        program, known = requests.programs[index].told(firsts), requests.held[index]
+        new: list[_Holding] = []
+        generated = NO_PROGRAM
+        try:
+            # Tokens before the last change may be computed again.
+            for since, one in program.parts:
+                more, generated = self._hold(since, one, None, known)
+                new += more
+        except Exception:
+            self._release(new)
+            raise
+        known += new
+        requests.programs[index], requests.generated[index] = program, generated
+        requests.first_fixed[index] = program.first_fixed
+        self._version += 1
 
     def finish_request(self, req_id: str) -> int | None:
         """Forget a request and return its key; None if it is not known."""
@@ -183,9 +301,9 @@ class Planner:
             return None
         self._version += 1
         del requests.programs[index]
-        for program_id in requests.held.pop(index):
-            self._tables.release(program_id)
+        self._release(requests.held.pop(index))
         requests.free.append(index)
+        self._walks.finish_request(index)
         self.owners.pop(int(requests.owner[index]), None)
         return int(requests.key[index])
 
@@ -227,7 +345,7 @@ class Planner:
         first_row = batch.query_start[reading].astype(np.int64)
         count = batch.query_start[reading + 1].astype(np.int64) - first_row
         first_position = batch.num_computed[reading].astype(np.int64)
-        in_columns = (first_position >= requests.num_prompt[index]) & requests.generated_fixed[
+        in_columns = (first_position >= requests.first_fixed[index]) & requests.generated_fixed[
             index
         ]
 
@@ -240,13 +358,15 @@ class Planner:
         failures: list[tuple[str, ScopeError]] = []
         for i in np.flatnonzero(~in_columns):
             try:
-                parts.add_runs(int(index[i]), self._runs(
-                    requests.programs[int(index[i])],
-                    int(first_position[i]), int(count[i]), batch.optimistic,
-                ), int(first_row[i]), int(first_position[i]))  # fmt: skip
+                ids = self._ids(
+                    int(index[i]), int(first_position[i]), int(count[i]), batch.optimistic
+                )
+                parts.add_tokens(int(index[i]), ids, int(first_row[i]), int(first_position[i]))
             except ScopeError as error:
                 failures.append((batch.req_ids[int(reading[i])], error))
         found = parts.build(requests, self._tables, batch.optimistic)
+        if found is not None and self._walks:
+            found = replace(found, walks=self._walks.rows(index, first_row, count))
         if found is not None and in_columns.all() and not batch.optimistic and count.max() == 1:
             self._steady = _Steady(
                 self._version, list(batch.req_ids), batch.query_start.tobytes(),
@@ -254,15 +374,29 @@ class Planner:
             )  # fmt: skip
         return found, failures
 
-    def _runs(
-        self, program: RequestProgram, first: int, count: int, optimistic: bool
-    ) -> list[tuple[int, int, int]]:
-        if optimistic and first >= program.num_prompt:
-            superset = program.generated_superset()
-            runs = [] if superset is None else [(0, count, superset)]
-        else:
-            runs = program.runs(first, count)
-        return [(o, n, self._tables.program_id(p)) for o, n, p in runs]
+    def _ids(self, index: int, first: int, count: int, optimistic: bool) -> NDArray[np.int32]:
+        """The program ids of a request's tokens, [count]."""
+        program, held = self._requests.programs[index], self._requests.held[index]
+        superset = optimistic and first >= program.num_prompt
+        found = []
+        for one, start, length in program.parts_at(first, count):
+            if superset:
+                columns, of_tokens = [one.superset_column()], np.zeros(length, np.int64)
+            else:
+                columns, of_tokens = one.distinct_at(start, length)
+            ids = _find(one, columns, held)
+            if ids is None:
+                ids = np.array([self._id_of(one, column, held) for column in columns], np.int32)
+            found.append(ids[of_tokens])
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def _id_of(self, program: RequestProgram, column: Column, held: Sequence[_Holding]) -> int:
+        """The id of one program, which is kept for this step if the request does not hold it."""
+        found = _find(program, [column], held)
+        if found is not None:
+            return int(found[0])
+        one = program.program(column)
+        return NO_PROGRAM if one is None else self._tables.program_id(one)
 
 
 class _Parts:
@@ -283,15 +417,14 @@ class _Parts:
             row, position = np.repeat(row, count) + within, np.repeat(position, count) + within
         self._parts.append((row, position, index, ids))
 
-    def add_runs(
-        self, index: int, runs: list[tuple[int, int, int]], row: int, position: int
-    ) -> None:
-        for offset, length, program_id in runs:
-            steps = np.arange(offset, offset + length, dtype=np.int64)
-            self._parts.append((
-                row + steps, position + steps,
-                np.full(length, index, np.int64), np.full(length, program_id, np.int32),
-            ))  # fmt: skip
+    def add_tokens(self, index: int, ids: NDArray[np.int32], row: int, position: int) -> None:
+        """Add a request's tokens, of consecutive rows and positions. Those without a program are
+        left out."""
+        at = np.flatnonzero(ids != NO_PROGRAM)
+        if at.size:
+            self._parts.append(
+                (row + at, position + at, np.full(len(at), index, np.int64), ids[at])
+            )
 
     def build(self, requests: _Requests, tables: Tables, optimistic: bool) -> StepPlan | None:
         if not self._parts:
@@ -320,7 +453,9 @@ def _layouts(
     ids: NDArray[np.int32], tables: Tables
 ) -> tuple[NDArray[np.int32], tuple[Layout, ...]]:
     """The index of each program's layout, int32 [n], and the distinct layouts."""
+    if len(ids) and (ids == ids[0]).all():  # the usual case
+        return np.zeros(len(ids), np.int32), (tables.layout_of(int(ids[0])),)
     distinct, program_of = np.unique(ids, return_inverse=True)
     places: dict[Layout, int] = {}
-    layout_of = [places.setdefault(tables.program_of(int(i)).layout, len(places)) for i in distinct]
+    layout_of = [places.setdefault(tables.layout_of(int(i)), len(places)) for i in distinct]
     return np.array(layout_of, np.int32)[program_of], tuple(places)

@@ -1,6 +1,7 @@
 """The probes of one place, computed on the device for many rows at once.
 
-Owns:  DeviceBank (the weights of one bank), Banks (those that requests hold).
+Owns:  DeviceBank (the weights of one bank), DeviceStack (of several banks that are alike), Banks
+       (those that requests hold).
 Runs:  in workers that drain: weights are loaded on the worker's thread; computed on a GPU there
        too, on the drain's stream, else on the drain thread.
 From:  request.nets (weights).   To: packer.
@@ -25,6 +26,10 @@ from vllm_scope.request.nets import Net
 
 #: Weights that no request holds, kept for the next one.
 IDLE_BYTES = 64 << 20
+#: A bank with more weights is not copied into a stack.
+MOST_STACKED = 1 << 20
+#: Weights in stacks that are kept for the next step.
+MOST_STACK_BYTES = 64 << 20
 #: Outputs of all first layers that are computed at once.
 MOST_BYTES = 64 << 20
 _HIDDEN = {
@@ -47,23 +52,22 @@ class DeviceBank:
         firsts = [net.layers[0] for net in nets]
         #: [width of a row, outputs of all first layers together], and the biases.
         weight = torch.cat([_tensor(weight) for weight, _ in firsts])
-        self._weight = _to(weight, device).t()
-        self._bias: Tensor | None = None
+        self.weight = _to(weight, device).t()
+        self.bias: Tensor | None = None
         if any(bias is not None for _, bias in firsts):
             biases = [
                 torch.zeros(weight.shape[0]) if bias is None else _tensor(bias)
                 for weight, bias in firsts
             ]
-            self._bias = _to(torch.cat(biases), device)
+            self.bias = _to(torch.cat(biases), device)
         self._sizes = [weight.shape[0] for weight, _ in firsts]
         #: Of each net its function, and its layers after the first.
         self._rest = [
             (net.hidden, [(_to(_tensor(w), device), _on(b, device)) for w, b in net.layers[1:]])
             for net in nets
         ]
-        self._linear = not any(layers for _, layers in self._rest)
+        self.linear = not any(layers for _, layers in self._rest)
         self._most_rows = max(1, MOST_BYTES // (4 * sum(self._sizes)))
-        self._num_bytes = 4 * sum(net.num_values for net in nets)
 
     def pack(self, rows: Tensor) -> Tensor:
         """uint8 [num_rows, bytes in whole slots] of [num_rows, width], on their device: the nets'
@@ -71,14 +75,16 @@ class DeviceBank:
         if len(rows) > self._most_rows:
             return torch.cat([self.pack(some) for some in rows.split(self._most_rows)])
         x = rows.float()
-        found = x @ self._weight if self._bias is None else torch.addmm(self._bias, x, self._weight)
-        if not self._linear:
+        found = x @ self.weight if self.bias is None else torch.addmm(self.bias, x, self.weight)
+        if not self.linear:
             parts = found.split(self._sizes, dim=1)
             found = torch.cat(list(map(self._finish, parts, self._rest)), dim=1)
-        filling = slots_of_row(self._num_bytes) * SLOT_BYTES - self._num_bytes
-        if filling:
-            found = torch.nn.functional.pad(found, (0, filling // 4))
-        return found.contiguous().view(torch.uint8)
+        return _in_slots(found)
+
+    @property
+    def shape(self) -> tuple[int, int, bool]:
+        """(numbers of a row, numbers that it makes of it, True if it has biases)"""
+        return (*self.weight.shape, self.bias is not None)
 
     @staticmethod
     def _finish(x: Tensor, rest: tuple[str | None, list[tuple[Tensor, Tensor | None]]]) -> Tensor:
@@ -87,6 +93,39 @@ class DeviceBank:
             assert hidden is not None
             x = torch.nn.functional.linear(_HIDDEN[hidden](x), weight, bias)
         return x
+
+
+class DeviceStack:
+    """Banks of one linear layer each, of the same shape, for as many rows each: one product.
+
+    Args:
+        banks: linear, and of one shape.
+    """
+
+    def __init__(self, banks: Sequence[DeviceBank]) -> None:
+        self._weight = torch.stack([bank.weight for bank in banks])
+        biases = [bank.bias for bank in banks if bank.bias is not None]
+        self._bias = torch.stack(biases)[:, None] if biases else None
+        self.num_bytes = sum(bank.num_bytes for bank in banks)
+        self._most_rows = max(1, MOST_BYTES // (4 * len(banks) * self._weight.shape[2]))
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """As DeviceBank.pack, of the first bank's rows, then the second's, and so on."""
+        x = rows.view(len(self._weight), -1, rows.shape[1])
+        parts = [torch.bmm(some.float(), self._weight) for some in x.split(self._most_rows, dim=1)]
+        found = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        if self._bias is not None:
+            found += self._bias
+        return _in_slots(found.view(len(rows), -1))
+
+
+def _in_slots(numbers: Tensor) -> Tensor:
+    """uint8 [num_rows, bytes in whole slots] of float32 [num_rows, numbers]."""
+    size = 4 * numbers.shape[1]
+    filling = slots_of_row(size) * SLOT_BYTES - size
+    if filling:
+        numbers = torch.nn.functional.pad(numbers, (0, filling // 4))
+    return numbers.contiguous().view(torch.uint8)
 
 
 def _tensor(array: Array) -> Tensor:
@@ -114,6 +153,8 @@ class Banks:
         #: The one that was used longest ago comes first.
         self._loaded: dict[Bank, DeviceBank] = {}
         self._holders: Counter[Bank] = Counter()
+        #: By their banks, all of which are held. The one that was used longest ago comes first.
+        self._stacks: dict[tuple[Bank, ...], DeviceStack] = {}
 
     def hold(self, banks: Mapping[Bank, Sequence[Net]]) -> None:
         """Raises torch.OutOfMemoryError if the device has no room; then none is held."""
@@ -134,6 +175,10 @@ class Banks:
                 if not self._holders[bank]:
                     del self._holders[bank]
                     self._loaded[bank] = self._loaded.pop(bank)
+            self._stacks = {
+                banks: stack for banks, stack in self._stacks.items()
+                if self._holders.keys() >= set(banks)
+            }  # fmt: skip
             self._drop_idle(IDLE_BYTES)
 
     def _drop_idle(self, most_bytes: int) -> None:
@@ -146,3 +191,22 @@ class Banks:
 
     def __getitem__(self, bank: Bank) -> DeviceBank:
         return self._loaded[bank]
+
+    def stack(self, banks: tuple[Bank, ...]) -> DeviceStack:
+        """The stack of some banks. All are held, and `like` is equal for all."""
+        with self._lock:
+            found = self._stacks.pop(banks, None)
+            if found is None:
+                found = DeviceStack([self._loaded[bank] for bank in banks])
+                size = found.num_bytes + sum(one.num_bytes for one in self._stacks.values())
+                while self._stacks and size > MOST_STACK_BYTES:
+                    size -= self._stacks.pop(next(iter(self._stacks))).num_bytes
+            self._stacks[banks] = found  # at the end: it was used last
+            return found
+
+    def like(self, bank: Bank) -> object:
+        """Equal for banks that `stack` takes together."""
+        one = self._loaded.get(bank)
+        if one is None or not one.linear or one.num_bytes > MOST_STACKED:
+            return bank
+        return one.shape

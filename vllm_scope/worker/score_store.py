@@ -180,8 +180,10 @@ class ScoreStore:
         """Make blocks of what was collected. A block that lacks a token is not kept: EngineCore,
         which believes that it is, must hear of it before a request wants it."""
         collected, size = self._requests.get(key), self._block_size
-        for i, block_hash in enumerate(hashes, first):
-            block = None if collected is None else self._block(collected, i * size)
+        blocks: list[Bytes | None] = [None] * len(hashes)
+        if collected is not None and hashes:
+            blocks = self._made(collected, first * size, len(hashes))
+        for block_hash, block in zip(hashes, blocks, strict=True):
             if block is not None:
                 self._blocks[block_hash, probes] = block
             else:
@@ -192,14 +194,17 @@ class ScoreStore:
             stop = (first + len(hashes)) * size
             collected.runs = [run for run in collected.runs if run.positions.max() >= stop]
 
-    def _block(self, collected: _Collected, start: int) -> Bytes | None:
-        size, singles = self._block_size, self._singles[collected.layout]
-        block = np.zeros((size, singles.values.shape[2]), np.uint8)
-        #: Which bytes are there, and of each single token, of which step.
-        filled, steps = np.zeros(block.shape, bool), np.zeros(size, np.int64)
+    def _made(self, collected: _Collected, start: int, count: int) -> list[Bytes | None]:
+        """Consecutive blocks; None for one that lacks a token."""
+        size, singles = count * self._block_size, self._singles[collected.layout]
         wanted = np.arange(start, start + size)
         at = wanted % singles.positions.shape[1]
         there = singles.positions[collected.row, at] == wanted
+        if count == 1 and not collected.runs and there.all():  # the usual case of decoding
+            return [singles.values[collected.row, at]]
+        block = np.zeros((size, singles.values.shape[2]), np.uint8)
+        #: Which bytes are there, and of each single token, of which step.
+        filled, steps = np.zeros(block.shape, bool), np.zeros(size, np.int64)
         block[there] = singles.values[collected.row, at[there]]
         filled[there] = True
         steps[there] = singles.steps[collected.row, at[there]]
@@ -210,7 +215,12 @@ class ScoreStore:
             tokens = tokens[some]
             where = (tokens,) if run.slots is None else (tokens[:, None], run.slots)
             block[where], filled[where] = run.data[some], True
-        return block if filled.all() else None
+        whole: list[bool] = np.all(filled.reshape(count, -1), axis=1).tolist()
+        return [
+            # A copy: blocks are forgotten one by one.
+            some.copy() if all_there else None
+            for some, all_there in zip(np.split(block, count), whole, strict=True)
+        ]
 
     def fill(self, hashes: Sequence[bytes], probes: bytes, lease: Lease) -> bool:
         """Write the scores of consecutive blocks; False if one of them is missing."""

@@ -1,6 +1,7 @@
-"""Verdicts while the model runs: which requests a probe stops.
+"""Scores while the model runs: which requests a probe stops, which later stages begin, and what
+policies decide.
 
-Owns:  Watch.
+Owns:  Watch, and Judged (what it finds).
 Runs:  `add` and `take` on the worker's thread, behind a step's rows; `judge` where the step's
        output is made, maybe on a thread of vLLM's.
 From:  drain (each step's rows, as they leave the arena).   To: engine.core.verdicts.
@@ -17,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,9 +27,11 @@ from numpy.typing import NDArray
 from vllm_scope.batch.by_position import Ints, last_of_each
 from vllm_scope.batch.by_request import by_key, by_layout
 from vllm_scope.batch.labels import Labels
-from vllm_scope.batch.readout import Readout, Verdict
+from vllm_scope.batch.readout import Readout
+from vllm_scope.control.policy import Changes, Decided
+from vllm_scope.control.running import Steering
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
-from vllm_scope.request.resolved import Cell, ResolvedProbe
+from vllm_scope.request.resolved import Cell, Resolved, ResolvedProbe
 from vllm_scope.request.selectors import FAR, Tokens
 from vllm_scope.transport.ring import Lease
 
@@ -38,6 +42,24 @@ _Numbers = tuple[Ints, torch.Tensor]
 #: Of one request in one step: its key, positions, and the numbers of each cell of its probes; None
 #: for a cell that is not in this batch.
 _Found = tuple[int, Ints, list["torch.Tensor | None"]]
+#: Positions and the values there, float32 [n].
+_Values = tuple[Ints, torch.Tensor]
+#: Position -> the values there, by the probes' names.
+_Seen = dict[int, dict[str, float]]
+
+
+class Judged(NamedTuple):
+    """What a step's scores mean for a request.
+
+    Attributes:
+        stops: why it is stopped; None if it is not.
+        firsts: the probes that have their verdict now, and for which others wait.
+        scales: that its policy decided.
+    """
+
+    stops: str | None = None
+    firsts: tuple[str, ...] = ()
+    scales: Changes = ()
 
 
 @dataclass
@@ -46,16 +68,36 @@ class _Probe:
 
     Attributes:
         waiting: of each cell, what has arrived at positions that were not read yet.
+        first: its first stage; None if it waits for none.
         next: positions below it were read.
+        told: True once its verdict was told.
     """
 
     probe: ResolvedProbe
     readout: Readout
     waiting: list[list[_Numbers]]
+    first: _Probe | None
     next: int = 0
+    told: bool = False
 
-    def read(self, before: int) -> Verdict | None:
-        """Read the positions below `before` that have arrived at every cell."""
+    def wants(self, positions: Ints, num_prompt: int, seen: bool) -> NDArray[np.bool_]:
+        """bool [n]: the tokens that it scores; a watched probe takes whole phases.
+
+        Args:
+            seen: True if a policy sees its values.
+        """
+        if self.readout.verdict is not None and not seen:
+            return np.zeros(len(positions), bool)  # no later value changes it
+        # The ids are not looked at: the phase alone decides.
+        found = self.probe.tokens.select(Tokens(positions, num_prompt, positions, None)).certain
+        if self.first is not None:
+            verdict = self.first.readout.verdict
+            begins = FAR if verdict is None else self.probe.begins(verdict.position, num_prompt)
+            found &= positions >= begins
+        return found
+
+    def read(self, before: int) -> _Values | None:
+        """The values at positions below `before` that have arrived at every cell, each once."""
         cells = [_joined(some) for some in self.waiting]
         if any(cell is None for cell in cells):
             return None
@@ -74,22 +116,41 @@ class _Probe:
             [(at[cut:], values[cut:])] if cut < len(at) else []
             for (at, values), cut in zip(known, cuts, strict=True)
         ]
-        self.readout.read(numbers, positions)
-        return self.readout.verdict
+        found = self.readout.read(numbers, positions)
+        return positions, found.scores if found.aggregates is None else found.aggregates
 
 
 @dataclass
 class _Watched:
-    """A request whose probes may stop it.
+    """A request whose probes may stop it, or are first stages of others, or that has a policy.
 
     Attributes:
+        firsts: as in Resolved.
         accepted: positions below it have tokens that were accepted.
     """
 
     req_id: str
     num_prompt: int
     probes: list[_Probe]
+    firsts: frozenset[str]
+    steering: Steering | None = None
     accepted: int = 0
+
+    @property
+    def sees(self) -> bool:
+        """True while a policy sees its values."""
+        return self.steering is not None and not self.steering.over
+
+    def read(self) -> _Seen:
+        """Read what has arrived. Returns what a policy sees; empty without one."""
+        seen: _Seen = {}
+        sees = self.sees
+        for one in self.probes:
+            values = one.read(self.accepted)
+            if values is not None and sees:
+                for position, value in zip(*(x.tolist() for x in values), strict=True):
+                    seen.setdefault(position, {})[one.probe.name] = value
+        return seen
 
 
 @dataclass(eq=False)
@@ -110,15 +171,21 @@ class Step:
 
 
 class Watch:
-    """The requests that a probe may stop.
+    """The requests that a probe may stop, that have probes with a first stage, or have a policy.
 
     Args:
         widths: of raw rows.
         drafts: True if a computed token may be rejected (speculative decoding).
+        tell: called with a request's key and each decision of its policy.
     """
 
-    def __init__(self, widths: Widths, drafts: bool) -> None:
-        self._widths, self._drafts = widths, drafts
+    def __init__(
+        self,
+        widths: Widths,
+        drafts: bool,
+        tell: Callable[[int, Decided], None] = lambda key, decided: None,
+    ) -> None:
+        self._widths, self._drafts, self._tell = widths, drafts, tell
         self._watched: dict[int, _Watched] = {}
         self._steps: list[Step] = []
         self._open: list[Step] = []
@@ -132,13 +199,24 @@ class Watch:
         return any(watched.req_id == req_id for watched in tuple(self._watched.values()))
 
     def add_request(
-        self, key: int, req_id: str, num_prompt: int, probes: Sequence[ResolvedProbe]
+        self,
+        key: int,
+        req_id: str,
+        num_prompt: int,
+        asked: Resolved,
+        steering: Steering | None = None,
     ) -> None:
-        """Watch a request, whose rows have this key."""
-        self._watched[key] = _Watched(
-            req_id, num_prompt,
-            [_Probe(probe, Readout(probe), [[] for _ in probe.cells]) for probe in probes],
-        )  # fmt: skip
+        """Watch the probes `asked.watched` of a request, whose rows have this key."""
+        known: dict[str | None, _Probe] = {}
+        probes = asked.watched
+        while len(known) < len(probes):  # a first stage may stand behind those that wait for it
+            for probe in probes:
+                if probe.name not in known and (probe.after is None or probe.after in known):
+                    waiting: list[list[_Numbers]] = [[] for _ in probe.cells]
+                    first = known.get(probe.after)
+                    known[probe.name] = _Probe(probe, Readout(probe), waiting, first)
+        each = [known[probe.name] for probe in probes]
+        self._watched[key] = _Watched(req_id, num_prompt, each, asked.firsts, steering)
 
     def finish_request(self, key: int) -> None:
         self._watched.pop(key, None)
@@ -179,21 +257,28 @@ class Watch:
         found, self._steps = self._steps, []
         return found
 
-    def judge(self, steps: Sequence[Step]) -> dict[str, str]:
-        """Request -> why it is stopped, each once. Waits for the rows of these steps, the next ones
-        in order."""
+    def judge(self, steps: Sequence[Step]) -> dict[str, Judged]:
+        """Request -> what its new scores mean, each once. Waits for the rows of these steps, the
+        next ones in order."""
         reached: dict[int, _Watched] = {}
         for step in steps:
             with _logged():
                 self._look(step)
                 reached |= self._take_in(step.found or ())
-        found: dict[str, str] = {}
+        found: dict[str, Judged] = {}
         for key, watched in reached.items():
             with _logged():
-                reason = self._reason(watched)
+                judged = self._judged(key, watched)
+                # Nothing can be told of it any more.
+                told = not watched.sees and all(
+                    one.told or not (one.probe.stops or one.probe.name in watched.firsts)
+                    for one in watched.probes
+                )
+                over = judged.stops is not None or told
                 # It may have ended on the other thread.
-                if reason is not None and self._watched.pop(key, None) is not None:
-                    found[watched.req_id] = reason
+                here = (self._watched.pop if over else self._watched.get)(key, None) is not None
+                if here and judged != Judged():
+                    found[watched.req_id] = judged
         return found
 
     def _collect(self, labels: Labels, lease: Lease, boundary: int | None) -> list[_Found]:
@@ -228,7 +313,7 @@ class Watch:
             last[key] = max(last.get(key, 0), int(positions.max()) + 1)
             each = iter(numbers)
             for one in watched.probes:
-                wanted = _of_tokens(one.probe, positions, watched.num_prompt)
+                wanted = one.wants(positions, watched.num_prompt, watched.sees)
                 for waiting in one.waiting:
                     values = next(each)
                     if values is not None and wanted.any():
@@ -252,15 +337,45 @@ class Watch:
         values = np.ascontiguousarray(data[:, start : start + 4 * count])
         return torch.from_numpy(values.view(np.float32).copy())
 
-    @staticmethod
-    def _reason(watched: _Watched) -> str | None:
-        """The verdict at the first position; of several there, the one of the first probe."""
-        each = [(one.read(watched.accepted), one.probe.name) for one in watched.probes]
-        found = [(verdict, name) for verdict, name in each if verdict is not None]
-        if not found:
-            return None
-        (position, value), name = min(found, key=lambda x: x[0].position)
-        return f"probe {name!r}: {value:.6g} at position {position}"
+    def _judged(self, key: int, watched: _Watched) -> Judged:
+        """What is new of it; its policy decides first."""
+        seen = watched.read()
+        new = []
+        for one in watched.probes:
+            if one.readout.verdict is not None and not one.told:
+                one.told = True
+                new.append((one.readout.verdict, one.probe))
+        firsts = tuple(probe.name for _, probe in new if probe.name in watched.firsts)
+        # The verdict at the lowest position; of several there, that of the probe that comes first.
+        stops = [(verdict, probe.name) for verdict, probe in new if probe.stops]
+        first = min(stops, key=lambda x: x[0].position, default=None)
+        stopped, scales = self._decided(key, watched, seen, FAR if first is None else first[0][0])
+        if stopped is None and first is not None:
+            (position, value), name = first
+            stopped = f"probe {name!r}: {value:.6g} at position {position}"
+        return Judged(stopped, firsts, scales)
+
+    def _decided(
+        self, key: int, watched: _Watched, seen: _Seen, last: int
+    ) -> tuple[str | None, Changes]:
+        """Why a request's policy stops it, and the new scales, by what it sees up to a position."""
+        scales: dict[int, dict[str, float]] = {}
+        if watched.steering is not None:
+            watched.steering.begin_step()
+        for position in sorted(seen):
+            if position > last:
+                break
+            assert watched.steering is not None
+            decided = watched.steering.observe(position, seen[position])
+            if decided is None:
+                continue
+            self._tell(key, decided)
+            if decided.acts_from is not None:
+                scales.setdefault(decided.acts_from, {}).update(decided.scale)
+            if decided.stop:
+                reason = f"policy {watched.steering.name!r} at position {position}"
+                return reason, tuple(scales.items())
+        return None, tuple(scales.items())
 
 
 @contextmanager
@@ -270,12 +385,6 @@ def _logged() -> Iterator[None]:
         yield
     except Exception:
         logger.exception("vllm-scope: verdicts of a step could not be made")
-
-
-def _of_tokens(probe: ResolvedProbe, positions: Ints, num_prompt: int) -> NDArray[np.bool_]:
-    """bool [n]: the tokens that the probe scores; a probe that stops takes whole phases."""
-    # The ids are not looked at: the phase alone decides.
-    return probe.tokens.select(Tokens(positions, num_prompt, positions, None)).certain
 
 
 def _joined(some: list[_Numbers]) -> _Numbers | None:

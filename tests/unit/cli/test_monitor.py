@@ -160,6 +160,20 @@ def test_without_prometheus_the_command_names_it(served):
     assert done.stdout.strip() == "monitor needs prometheus_client: pip install prometheus_client."
 
 
+def test_a_later_stage_is_shown_with_its_first_one():
+    told = {"sure": Monitor("resid_post", 0.5, "stop", [1, 2], after="[bold]risky\x1b")}
+    console = Console(width=200, file=io.StringIO())
+    console.print(view(Look(told, {}, {}, 0.0), None, 200))
+    lines = console.file.getvalue().splitlines()
+    assert [line.split()[0] for line in lines[-4:]] == [
+        "sure",
+        "resid_post",
+        "after",
+        "escalations:",
+    ]
+    assert lines[-2].split() == ["after", "[bold]risky\\x1b"]
+
+
 def test_a_narrow_console_shows_every_column():
     told = {"a" * 30: Monitor("resid_post", 0.5, "escalate", [1, 2])}
     counts = {"a" * 30: Counts({-1.0: 0, 0.0: 1, 1.0: 10_000_000, math.inf: 10_000_000}, 2)}

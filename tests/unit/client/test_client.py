@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from vllm_scope import Add, CapacityError, Probe, Read, ScopeError, SpecError
+from vllm_scope import Add, CapacityError, Moments, Policy, Probe, Read, ScopeError, SpecError
 from vllm_scope.client import (
     AsyncScopeClient,
     ScopeClient,
@@ -25,6 +25,8 @@ from vllm_scope.client import (
 )
 from vllm_scope.client.answers import parse_scope
 from vllm_scope.client.transport import Events
+from vllm_scope.control import Decided
+from vllm_scope.server import encode
 from vllm_scope.vectors import SteeringModule, from_bytes, to_bytes
 
 ROWS = torch.randn(3, 4)
@@ -108,12 +110,70 @@ def test_aggregates_are_beside_the_scores_of_their_probe():
     assert np.array_equal(data.aggregates["summed"], [1.5, np.nan], equal_nan=True)
 
 
+def test_features_are_a_sparse_matrix():
+    told = {"spans": [[3, 5], [9, 10]], "indices": [[7, 2], [], [2]]}
+    told["values"] = [[5.0, 1], [], [None]]
+    found = parse_scope({"features": {"f": told}}, None).features["f"]
+    assert found.tokens.tolist() == [3, 4, 9]
+    assert found.positions.tolist() == [3, 3, 9]
+    assert found.indices.tolist() == [7, 2, 2]
+    assert found.top(3) == [(7, 5.0), (2, 1.0)]
+    assert found.top(4) == []
+    assert found.dense(7).tolist() == [5, 0, 0]
+    assert np.isnan(found.dense(2)[2])
+    parts = {"": "values", ".positions": "positions", ".indices": "indices", ".tokens": "tokens"}
+    tensors = {
+        f"features.f{end}": torch.from_numpy(getattr(found, name)) for end, name in parts.items()
+    }
+    file = safetensors.torch.save(tensors)
+    late = parse_scope({"features": {"f": {"spans": [[4, 5], [9, 10]]}}}, file)
+    assert late.features["f"].tokens.tolist() == [4, 9]
+    assert late.features["f"].indices.tolist() == [2]
+    with pytest.raises(ScopeError, match="features of 3 positions for 4"):
+        parse_scope({"features": {"f": told | {"spans": [[3, 7]]}}}, None)
+
+
+def test_tokens_of_a_lens_are_by_layer():
+    told = {"name": "n.m", "layer": 3, "spans": [[3, 5]], "token_ids": [[7, 2], [2, 0]]}
+    told["log_probs"] = [[-0.5, -1], [-0.25, None]]
+    found = parse_scope({"lens": [told, told | {"layer": 4}]}, None).lens["n.m"]
+    assert sorted(found) == [3, 4]
+    assert found[3].positions.tolist() == [3, 4]
+    assert found[3].top(3) == [(7, -0.5), (2, -1.0)]
+    assert np.isnan(found[3].log_probs[1, 1])
+    assert found[3].token_ids.dtype == np.int64
+    with pytest.raises(KeyError, match="position 5 has no tokens of this lens"):
+        found[3].top(5)
+    parts = {"": "log_probs", ".positions": "positions", ".token_ids": "token_ids"}
+    tensors = {
+        f"lens.n.m.3{end}": torch.from_numpy(getattr(found[3], name)) for end, name in parts.items()
+    }
+    file = safetensors.torch.save(tensors)
+    late = parse_scope({"lens": [{"name": "n.m", "layer": 3, "spans": [[4, 5]]}]}, file)
+    assert late.lens["n.m"][3].token_ids.tolist() == [[2, 0]]
+    empty = told | {"spans": [], "token_ids": [], "log_probs": []}
+    assert len(parse_scope({"lens": [empty]}, None).lens["n.m"][3].positions) == 0
+    with pytest.raises(ScopeError, match=r"tokens of shape \(2, 2\) .* for 1 positions"):
+        parse_scope({"lens": [told | {"spans": [[3, 4]]}]}, None)
+
+
+def test_decisions_of_a_policy_are_in_their_order():
+    decided = [Decided(5, 7, {"e": 0.5}), Decided(9, flag="odd", stop=True), Decided(11, error="x")]
+    told = encode.decisions(decided)
+    server = Server(completions={"choices": [choice(COUNTS | told)]})
+    out = server.client().complete("x", Probe(np.ones(4), layer=5, name="p"), Policy("hold"))
+    assert out.scope.decisions == tuple(decided)
+    assert encode.decisions(()) == {}
+    assert parse_scope(COUNTS, None).decisions == ()
+
+
 def test_a_verdict_is_a_position_and_a_value():
     told = {"p": {"position": 7, "value": 0.75}, "overflow": {"position": 2, "value": None}}
     server = Server(completions={"choices": [choice(COUNTS | {"verdicts": told})]})
     out = server.client().complete("x", Probe(np.ones(4), layer=5, name="p", threshold=0.5))
     assert out.scope.verdicts == {"p": Verdict(7, 0.75), "overflow": Verdict(2, np.inf)}
-    assert parse_scope(COUNTS, None).verdicts == {}
+    assert parse_scope(COUNTS, None).verdicts == parse_scope(COUNTS, None).begun == {}
+    assert parse_scope(COUNTS | {"begun": {"dear": 9}}, None).begun == {"dear": 9}
 
 
 def test_a_handle_is_fetched_and_its_file_deleted():
@@ -389,6 +449,7 @@ def test_a_page_instead_of_an_answer_is_an_error():
         pytest.param(
             {"choices": [choice({"verdicts": {"p": 7}})]}, "server's scope", id="a-verdict"
         ),
+        pytest.param({"choices": [choice({"begun": {"p": "x"}})]}, "server's scope", id="a-stage"),
         pytest.param(
             {"choices": [choice({"rows": [entry(ROWS, data="%")]})]}, "server's scope", id="base64"
         ),
@@ -417,6 +478,14 @@ def test_modules_and_edits_carry_the_operators_key():
     assert all(r.headers["x-scope-admin-key"] == "op" for r in server.requests)
     client.edits()
     assert "x-scope-admin-key" not in server.requests[-1].headers
+
+
+def test_requests_with_moments_carry_the_operators_key_and_others_do_not():
+    server = Server(completions={"choices": []})
+    client = server.client(admin_key="op")
+    for action, sent in ((Moments(), True), (Read("resid_post"), False)):
+        client.complete("x", action)
+        assert ("x-scope-admin-key" in server.requests[-1].headers) == sent
 
 
 def test_a_module_may_be_the_content_of_its_file():

@@ -112,7 +112,7 @@ REFUSED = {
     "a-step": (GATE | {"scope": "next_step"}, r"scope is 'next_step': steps are the scheduler's"),
     "a-conversation": (OPEN | {"scope": "rest_of_conversation"}, "requests share no state"),
     "a-latch": (
-        GATE | {"scope": "rest_of_request"}, "is 'rest_of_request': a gate has no memory",
+        GATE | {"scope": "rest_of_request"}, "is 'rest_of_request': a sigmoid cannot stay open",
     ),
     "attenuate": (
         OPEN | {"apply": {"kind": "attenuate", "strength": 0.5}}, "'attenuate': it would weaken",

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from vllm_scope import Add, Probe, Read, SpecError, scope
+from vllm_scope import Add, Features, Probe, Read, SpecError, scope
 from vllm_scope import compat as all_faces
 from vllm_scope.compat.act_capture import translate as act_capture
 from vllm_scope.compat.vllm_lens import SteeringVector
@@ -43,7 +43,7 @@ def sentence(extra, optimistic=False, max_tokens=3):
     connection = Connection(SITES, None, 1, 1.0, limits, {}, {})
     params = SimpleNamespace(extra_args=extra)
     try:
-        params = translated(params, CONFIG, SITES)
+        params = translated(params, CONFIG, SITES, {})
     except SpecError as error:
         return str(error)
     try:
@@ -68,6 +68,7 @@ def hooks(key, entry, hook="post_block", layer="0"):
 
 
 NAN = float("nan")
+ROWS = {"encoder": [V], "bias": [0.0], "threshold": [0.0]}
 #: What is asked, and how the sentence begins.
 CASES = {
     "lens-a-number": (lens(GOOD, 3), "apply_steering_vectors[1] is 3;"),
@@ -109,6 +110,11 @@ CASES = {
     ),
     "lens-behind-native-edits": (
         scope(Add(V, layer=1), Add(V, layer=1)) | lens(GOOD | {"position_indices": [9]}),
+        "apply_steering_vectors[0].position_indices has 9;",
+    ),
+    "lens-behind-features": (
+        scope(Features(ROWS, indices=[3], layer=0, name="f"))
+        | lens(GOOD | {"position_indices": [9]}),
         "apply_steering_vectors[0].position_indices has 9;",
     ),
     "lens-a-capture": ({"output_residual_stream": [0, 9]}, "output_residual_stream has 9; this mo"),
@@ -213,7 +219,7 @@ def test_probes_and_reads_are_counted_by_themselves():
     translators.register("b", ["b"], translate)
     probe = Probe(V, bias=0.0, layer=1, name="p")
     own = scope(Read("embed"), probe, Add(V, layer=0))
-    params = translated(SimpleNamespace(extra_args=own | {"a": 1, "b": 2}), CONFIG, SITES)
+    params = translated(SimpleNamespace(extra_args=own | {"a": 1, "b": 2}), CONFIG, SITES, {})
     spec = Spec.from_json(params.extra_args["scope"])
     assert [len(some) for some in (spec.reads, spec.probes, spec.edits)] == [5, 1, 3]
     said = params.extra_args[translators.DECORATORS].paths

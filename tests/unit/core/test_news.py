@@ -63,6 +63,18 @@ def test_workers_always_hold_what_a_step_needs_and_never_more_than_the_bounds(st
             assert len(heard._specs) <= 8
 
 
+def test_a_worker_in_the_same_process_takes_the_spec_as_it_is():
+    told, here, elsewhere = Told(), Heard(), Heard()
+    asked, news = _asked(0, 1.0), StepNews()
+    number = told.number_of(asked, news)
+    here.take(news)
+    elsewhere.take(_send(news))
+    assert here[number] is asked
+    assert elsewhere[number] is not asked
+    assert elsewhere[number] == asked
+    assert here.digest_of(number) == elsewhere.digest_of(number)
+
+
 def test_a_step_that_changes_nothing_has_no_news():
     assert not StepNews()
     assert StepNews(zeroed=[1])

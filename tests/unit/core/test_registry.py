@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from tests.unit.strategies import sentence
-from vllm_scope import Ablate, Add, Probe, Read, Replace, Spec, scope
+from vllm_scope import Ablate, Add, Policy, Probe, Read, Replace, Spec, scope
 from vllm_scope.core import registry
 from vllm_scope.core.registry import Registry
 from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Sites
-from vllm_scope.request.ticket import Recipient, Ticket
+from vllm_scope.request.ticket import Recipient, Ticket, travelling
 from vllm_scope.vectors import SteeringModule, to_bytes
 
 SITES = Sites(3, 4, "float32", (0, 2, 4))
@@ -45,7 +45,7 @@ def _resolve(held: Registry, spec: Spec | None) -> Resolved:
     """What a request with this spec means if it enters now."""
     if spec is None:
         return held.resolve(None)[1]
-    arrays = [(array.shape, array.data) for array in spec.arrays.values()]
+    arrays = travelling(spec.arrays.values())
     ticket = Ticket(Recipient(1, "f"), None, spec.modules, spec.packed, arrays)
     return held.resolve(Ticket.decode(ticket.encode()))[1]
 
@@ -230,10 +230,20 @@ def test_the_servers_edits_keep_what_a_name_meant_when_they_were_set(held):
     [
         pytest.param("noise", ["not JSON"], id="noise"),
         pytest.param(7, ["JSON string"], id="a-number"),
-        pytest.param(_text(Add(V, layer=0), Read("embed")), ["reads and probes"], id="a-read"),
         pytest.param(
-            _text(Add(V, layer=0), Probe(V, layer=0, name="p")), ["reads and probes"], id="a-probe"
+            _text(Add(V, layer=0), Read("embed")),
+            ["moments and policies belong to requests"],
+            id="a-read",
         ),
+        pytest.param(
+            _text(Add(V, layer=0), Probe(V, layer=0, name="p")),
+            ["moments and policies belong to requests"],
+            id="a-probe",
+        ),
+        pytest.param(
+            _text(Add(V, layer=0), Policy("p")), ["policies belong to requests"], id="a-policy"
+        ),
+        pytest.param(_text(Add(V, layer=0, name="n")), ["edits[0].name is 'n'"], id="a-name"),
         pytest.param(
             _text(Add(V, layer=0), Add(V, layer=0, tokens=[3])),
             ["edits[1].tokens is [3]", "all, prompt, generated"],

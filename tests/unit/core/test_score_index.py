@@ -172,3 +172,83 @@ def test_after_each_step_the_workers_hold_what_is_known_and_no_more_than_allowed
             every = {(one, p) for some in CHAINS for one in some for p in (P, Q)}
             assert held == {(one, p) for one, p in every if index.num_known([one], p)}
             assert len(held) <= most
+
+
+def test_of_a_request_whose_next_tokens_have_other_scores_no_more_blocks_are_kept():
+    index, hashes = index_of(9), chain("a", 4)
+    index.freeze("unknown", 1)
+    index.begin("r", 0)
+    assert index.fill("r", hashes, SIZE, P, TOKEN_BYTES) == (0, hashes[:1])
+    index.freeze("r", 3 * SIZE - 1)
+    index.freeze("r", 4 * SIZE)  # another stage
+    assert index.fill("r", hashes, 4 * SIZE, P, TOKEN_BYTES) == (1, hashes[1:2])
+    assert index.fill("r", hashes, 4 * SIZE, P, TOKEN_BYTES) is None
+    index.forget_request("r")
+    assert index.num_known(hashes, P) == 2
+    run(index, hashes)
+    assert index.num_known(hashes, P) == 4
+
+
+@pytest.mark.parametrize("step_tokens", [1, 3])
+@given(st.data())
+def test_each_block_is_named_with_the_step_that_fills_it_though_few_requests_are_looked_at(
+    step_tokens, data
+):
+    """As vLLM's scheduler: a step computes tokens that are known, and its outputs add new ones some
+    steps later. Requests are preempted, wait, and lose all blocks."""
+    index, draw = ScoreIndex(SIZE, 1 << 20, step_tokens), data.draw
+    hashes, lag = chain("a", 99), draw(st.integers(0, 1))
+    num_prompt = draw(st.integers(1, 3 * SIZE))
+    num_tokens, num_computed, told = num_prompt, 0, 0
+    index.begin("r", 0)
+    #: New tokens of the steps whose outputs have not come.
+    flying: list[int] = []
+    for _ in range(60):
+        chance = draw(st.integers(0, 19))
+        while len(flying) > lag * (chance > 1):
+            num_tokens += flying.pop(0)
+        if chance == 2:
+            index.clear()
+            told = 0
+        if chance == 3:  # preempted: what is under way still comes
+            num_computed = 0
+        scheduled = chance != 4
+        decodes = num_computed >= num_tokens - 1
+        if scheduled and decodes:
+            num_computed += 1
+            flying.append(draw(st.integers(1, step_tokens)))
+        elif scheduled:
+            num_computed = min(num_computed + draw(st.integers(1, 9)), num_tokens)
+            if num_computed == num_tokens:
+                flying.append(1)
+        full = min(num_computed, num_tokens) // SIZE
+        due = index.due()
+        if scheduled and full > told:
+            assert due == ["r"], "it fills a block, and nobody looks"
+            told = full
+        for request in due:
+            if scheduled:
+                count = min(num_computed, num_tokens)
+                index.fill(request, hashes, count, P, TOKEN_BYTES)
+            index.look_again(request, num_tokens)
+        assert index.num_told("r") == told
+
+
+def test_a_request_that_generates_is_looked_at_a_few_times_a_block():
+    index, hashes = ScoreIndex(16, 1 << 20), chain("a", 99)
+    index.begin("r", 0)
+    num_looked = 0
+    for num_tokens in range(160, 800):
+        for request in index.due():
+            num_looked += 1
+            index.fill(request, hashes, num_tokens, P, TOKEN_BYTES)
+            index.look_again(request, num_tokens)
+    assert index.num_told("r") == 799 // 16
+    assert num_looked <= 4 * 40
+    index.freeze("r", 800)
+    for num_tokens in range(800, 900):
+        for request in index.due():
+            index.fill(request, hashes, num_tokens, P, TOKEN_BYTES)
+            index.look_again(request, num_tokens)
+    assert index.num_told("r") == 50
+    assert index.due() == [], "no more of its blocks are kept"

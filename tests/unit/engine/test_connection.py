@@ -6,13 +6,26 @@ import asyncio
 import time
 from dataclasses import asdict
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
 from tests.unit.strategies import sentence
-from vllm_scope import Add, CompatError, Probe, Read, Replace, Spec, scope
+from vllm_scope import (
+    Add,
+    CompatError,
+    Features,
+    LensTopK,
+    Probe,
+    Read,
+    Replace,
+    Spec,
+    SpecError,
+    scope,
+)
+from vllm_scope.config import ScopeConfig
 from vllm_scope.engine.frontend.connection import (
     RETRY_S,
     Connection,
@@ -23,9 +36,10 @@ from vllm_scope.engine.frontend.connection import (
 from vllm_scope.engine.model import check_engine
 from vllm_scope.engine.params import names_module
 from vllm_scope.engine.worker.sizes import Limits
+from vllm_scope.errors import ConfigError
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.request.actions.base import Module
-from vllm_scope.request.sites import Sites
+from vllm_scope.request.sites import Place, Sites
 from vllm_scope.results.inbox import inbox
 
 SITES = Sites(2, 4, "float32", (0, 2, 4))
@@ -55,6 +69,44 @@ def test_drafts_and_a_replacement_of_several_generated_tokens_do_not_mix(positio
     assert "edits[0].positions has several generated tokens" in said
     assert "start without speculation" in said
     _connection(False).check(_replace(positions), IDS, max_tokens)
+
+
+@pytest.mark.parametrize(
+    ("lens", "max_tokens", "rows"),
+    [
+        pytest.param([LensTopK()], 1, 10, id="a-prompt"),
+        pytest.param([LensTopK()], 10**12, 2 * (10**12 + 4), id="as-many-as-one-likes"),
+        pytest.param([LensTopK()], 4, 16, id="the-last-token-is-not-processed"),
+        pytest.param([LensTopK(layer=1, tokens=[0, -1])], 9, 2, id="positions"),
+        pytest.param([LensTopK(layer=0, tokens="generated")], 9, 8, id="generated"),
+        pytest.param([LensTopK(layer=1, tokens="last")], 9, 9, id="the-end-is-not-known"),
+        pytest.param([LensTopK(), LensTopK(layer=1, name="b", tokens="prompt")], 2, 17, id="two"),
+    ],
+)
+def test_a_lens_has_as_many_rows_as_the_operator_allows(lens, max_tokens, rows):
+    found, asked = _connection(False), Spec(lens=tuple(lens)).resolve(SITES)
+    found.lens_rows = rows
+    found.check(asked, IDS, max_tokens)
+    found.lens_rows = rows - 1
+    with pytest.raises(SpecError) as caught:
+        found.check(asked, IDS, max_tokens)
+    said = str(caught.value)
+    assert said.startswith(f"the lenses of the request are of {rows:,} rows (tokens x layers, with")
+    assert f"at most {rows - 1:,} (additional_config['scope'].lens_rows)" in said
+
+
+def test_the_operator_says_how_many_rows_a_lens_has():
+    async def run(options):
+        engine = Engine()
+        engine.vllm_config.additional_config["scope"] = options
+        await connect_async(engine)
+        return connections.of(engine.output_processor).lens_rows
+
+    assert asyncio.run(run({})) == 65_536
+    assert asyncio.run(run({"lens_rows": 7})) == 7
+    for bad in (-1, 1.5, True):
+        with pytest.raises(ConfigError, match="lens_rows"):
+            ScopeConfig.parse({"lens_rows": bad})
 
 
 def test_an_edit_of_several_layers_counts_once_in_the_paths_of_errors():
@@ -150,6 +202,7 @@ class Engine:
         await asyncio.sleep(0.01)
         reply = {
             "reason": self.reason, "drains": True, "num_stages": 1, "sinks": {}, "modules": {},
+            "lens": None,
             "needs_tcp": False, "taps_here": [0, 2, 4],
             "sites": {**asdict(SITES), "boundaries": list(SITES.boundaries)},
             "limits": msgspec.to_builtins(_connection(False).limits),
@@ -215,3 +268,38 @@ def test_the_programs_of_a_request_are_computed_once(monkeypatch):
     _connection(False).check(_replace([0, 2]), IDS, 3)
     in_prompt = [position for position in looked if position < len(IDS)]
     assert sorted(in_prompt) == list(range(len(IDS)))
+
+
+FILES, TABLES = ["reads", "features", "edits", "some features"], ["features"]
+ADD = Add([1.0] * 4, layer=0)
+SAE: Any = SimpleNamespace(place=Place("resid_post", 0), d_sae=64, d_model=4, k=None)
+
+
+@pytest.mark.parametrize(
+    ("actions", "said"),
+    [
+        ((Features("toy", to="files"), ADD), None),
+        ((Features("toy", to="tables"),), None),
+        ((Features("toy", threshold=1.0, to="files"),), None),
+        ((Features("toy", threshold=1.0, to="tables"),),
+         "features[0].to is 'tables', which takes all features of an SAE; leave out indices and"),
+        ((Features("toy", ), Features("toy", name="b", to="tables"), ADD),
+         "features[1].to is 'tables', which takes nothing of a request with edits, because"),
+        ((LensTopK(), LensTopK(layers=[1], name="b", to="files")),
+         "lens[1].to is 'files', which takes reads and features, not tokens of a lens; let"),
+        ((LensTopK(layers=[1], to="tables"),),
+         "lens[0].to is 'tables', which takes features, not tokens of a lens; let"),
+        ((LensTopK(layers=[1], to="hook"), ADD), None),
+        ((Read("resid_post", to="tables"),),
+         "reads[0].to is 'tables', which takes features, not reads; let"),
+    ],
+)  # fmt: skip
+def test_a_sink_gets_what_it_takes_alone(actions, said):
+    connection = _connection(False)
+    connection.sinks = {"files": FILES, "tables": TABLES, "hook": ["probes", "features", "edits"]}
+    connection.lens_rows = 100
+    asked = Spec.from_json(scope(*actions)["scope"]).of_engine({"toy": SAE}).resolve(SITES)
+    if said is None:
+        connection.check(asked, IDS, 3)
+    else:
+        assert sentence(lambda: connection.check(asked, IDS, 3)).startswith(said)

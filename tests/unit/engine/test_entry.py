@@ -11,8 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_scope import Add, CapacityError, Probe, Read, Replace, Spec, SpecError, scope
+from vllm_scope import (
+    Add,
+    CapacityError,
+    Moments,
+    Policy,
+    Probe,
+    Read,
+    Replace,
+    Spec,
+    SpecError,
+    scope,
+)  # fmt: skip
+from vllm_scope.control.policy_options import PolicyConfig, PolicyOptions
 from vllm_scope.core.registry import Registry
+from vllm_scope.core.sums_room import SumsRoom
 from vllm_scope.engine.core import entry as core
 from vllm_scope.engine.core.entered import entered
 from vllm_scope.engine.core.entry import CoreScope
@@ -23,7 +36,7 @@ from vllm_scope.program.compiler import OVERSHOOT
 from vllm_scope.program.operations import Cost
 from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Sites
-from vllm_scope.request.ticket import Recipient, Ticket
+from vllm_scope.request.ticket import Recipient, Ticket, travelling
 from vllm_scope.vectors import SteeringModule, to_bytes
 
 SITES = Sites(2, 4, "float32", (0, 2, 4))
@@ -41,6 +54,7 @@ def _core(most: Cost | None = None) -> CoreScope:
     made.num_stages = 1
     made.most = most or Cost(100, 100, 100)
     made.everywhere, made.connector = Resolved(), None
+    made.sums = SumsRoom(SITES, 1)
     return made
 
 
@@ -49,7 +63,7 @@ def _request(*actions: Any, name: str = "r", num_prompt: int = 8, first: int | N
     extra: dict[str, Any] = {"mine": 1}
     if actions:
         spec = Spec.from_json(scope(*actions)["scope"])
-        arrays = [(array.shape, array.data) for array in spec.arrays.values()]
+        arrays = travelling(spec.arrays.values())
         ticket = Ticket(Recipient(5, "f"), first, spec.modules, spec.packed, arrays)
         extra[TICKET] = ticket.encode()
     params = SimpleNamespace(extra_args=extra, max_tokens=10)
@@ -72,7 +86,7 @@ def test_names_and_the_servers_edits_mean_what_they_mean_when_a_request_enters()
     engine.registry.set_edits(None)
     values = [(edit.stream[1], edit.values.numpy.tolist()) for edit in found.asked.edits]
     assert values == [(1, W), (0, V)]
-    assert Cost.of(found.programs) == Cost(2, 1, 3 + 1)  # each token is checked, too
+    assert found.held.cost == Cost(2, 1, 3 + 1)  # each token is checked, too
     assert (found.recipient, found.first_read) == (Recipient(5, "f"), 3)
     assert found.unchecked
     later = engine.enter(request)
@@ -81,8 +95,34 @@ def test_names_and_the_servers_edits_mean_what_they_mean_when_a_request_enters()
 
 def test_a_request_that_only_reads_holds_no_places_and_keys_no_block():
     found = _core().enter(_request(Read("embed"), first=0))
-    assert (found.programs, found.keys, found.first_edited) == ((), None, None)
+    assert (found.held, found.keys, found.first_edited) == (None, None, None)
     assert (found.first_read, found.unchecked) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_programs"),
+    [
+        pytest.param("generated", 1, id="uniform"),
+        pytest.param([2, 9], 4, id="positions"),  # prompt and generated, edited and not
+    ],
+)
+def test_a_request_whose_policy_sets_scales_has_room_for_them_and_blocks_of_its_own(
+    tokens, num_programs
+):
+    engine = _core()
+    engine.policies = {"p": PolicyConfig("p", PolicyOptions(most_changes=5), {})}
+    probe, policy = Probe(V, layer=1, name="s", tokens="generated"), Policy("p")
+    named, unnamed = (Add(V, layer=0, tokens=tokens, name=name) for name in ("e", None))
+    one, other = (engine.enter(_request(named, probe, policy)) for _ in range(2))
+    plain, without = (engine.enter(_request(*some)) for some in ((named, probe), (unnamed, probe)))
+    assert (one.reserve.vectors, one.reserve.programs) == (0, 5 * num_programs)
+    assert one.reserve.ops >= one.reserve.programs
+    assert plain.reserve == without.reserve == Cost()
+    assert len({x.keys.key(8, 12) for x in (one, other, plain, without)}) == 3
+    assert len({x.keys.key(0, 4) for x in (one, other, plain, without)}) == 1
+    engine.most = Cost(100, one.held.num_programs + one.reserve.programs - 1, 100)
+    with pytest.raises(CapacityError, match="the request takes"):
+        engine.enter(_request(named, probe, policy))
 
 
 def test_plain_requests_enter_as_they_are():
@@ -108,7 +148,7 @@ def test_the_servers_edits_concern_plain_requests_too():
     engine.registry.set_edits(scope(Add(W, layer=1))["scope"])
     found = engine.enter(_request())
     assert found.recipient is None
-    assert Cost.of(found.programs) == Cost(1, 1, 1 + 1)
+    assert found.held.cost == Cost(1, 1, 1 + 1)
     assert found.keys.key(0, 4) is not None
     engine.registry.set_edits(None)
     assert engine.enter(_request()) is None
@@ -141,7 +181,7 @@ def test_the_cost_counts_the_positions_that_a_step_may_overshoot():
     # Tokens that are not edited are checked.
     for position, cost in ((last, Cost(1, 2, 1 + 2)), (last + 1, Cost(0, 1, 1))):
         found = engine.enter(_request(Add(V, layer=0, tokens=[position])))
-        assert Cost.of(found.programs) == cost
+        assert found.held.cost == cost
 
 
 @pytest.mark.parametrize(
@@ -226,14 +266,34 @@ def test_edited_blocks_are_keyed_from_their_first_hash_on():
     known = entered(made)
     assert known.first_edited == 5
     # A program for the edited tokens, which are checked too, and one that checks the others.
-    assert Cost.of(known.programs) == Cost(1, 2, 3)
+    assert known.held.cost == Cost(1, 2, 3)
 
 
 def test_a_request_that_only_probes_holds_places_and_keys_no_block():
     engine = _EngineCore(scope=_core())
     made, hashed = _preprocess(engine, _request(Probe(V, layer=0, name="p")))
     assert hashed == [None] * 4
-    assert Cost.of(entered(made).programs) == Cost(1, 1, 1)
+    assert entered(made).held.cost == Cost(1, 1, 1)
+
+
+def test_a_request_that_vllm_refuses_takes_no_room_for_sums():
+    engine, refuses = _EngineCore(scope=_core()), True
+    room = core._scopes.of(engine).sums
+
+    def original(self, came):
+        if refuses:
+            raise ValueError("no grammar")
+        return _Request(request_id=came.request_id), 0
+
+    with pytest.raises(ValueError, match="no grammar"):
+        core._preprocess(original, engine, _request(Moments()))
+    assert room.num_bytes == 0
+    refuses = False
+    made, _ = core._preprocess(original, engine, _request(Moments()))
+    assert room.num_bytes > 0
+    assert entered(made).sums is room
+    made, _ = core._preprocess(original, engine, _request(Probe(V, layer=0, name="p")))
+    assert entered(made).sums is None
 
 
 def _resolved(action):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import pickle
 import random
 import time
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import torch
 
 from tests.unit.engine.test_requests import Processor, State
 from vllm_scope import ScopeError
+from vllm_scope.batch.labels import StepBatch
 from vllm_scope.core.news import Heard, StepNews, Told
 from vllm_scope.core.registry import Registry
 from vllm_scope.engine.frontend import requests as frontend
@@ -36,8 +38,12 @@ SITES = Sites(LAYERS, HIDDEN, "float32", tuple(range(2 * LAYERS + 1)))
 LONGEST = 1 << 20
 NUM_SPECS = 1000
 #: Seconds of CPU: of one callback of the event loop; of one request's admission, on the thread that
-#: runs the model (program.compiled says what it is made of).
-MOST_OF_A_CALLBACK, MOST_OF_AN_ADMISSION = 0.005, 0.06
+#: runs the model, for each 1,000 operations that it holds there, begun ones included.
+MOST_OF_A_CALLBACK, MOST_OF_AN_ADMISSION = 0.005, 0.001
+#: A worker in another process than EngineCore's also unpacks and compiles the spec on that thread.
+#: The line is 1 ms there too, and it does not hold: of 181 requests 80 kept to it, and the slowest
+#: took 4.6 ms. This is not the line. It only shows that nothing takes much longer than that.
+NO_SLOWER_ELSEWHERE = 0.006
 
 
 class Source(random.Random):
@@ -215,32 +221,78 @@ def test_no_callback_of_the_event_loop_takes_long(entered):
     assert sorted(slowest)[-3] < MOST_OF_A_CALLBACK, sorted(slowest)[-5:]
 
 
-def test_the_thread_that_runs_the_model_admits_each_quickly(entered):
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["in-one-process", "elsewhere"])
+def test_the_thread_that_runs_the_model_admits_each_quickly(entered, elsewhere):
     requests, _, _ = entered
-    registry, told, heard = Registry(SITES), Told(), Heard()
+    registry = Registry(SITES)
     tables = Tables(
         SITES.boundaries, 16, HIDDEN, Widths((4 * HIDDEN,)), torch.device("cpu"), 64.0,
         HELD_PROGRAMS + FREE_PROGRAMS,
     )  # fmt: skip
-    planner, here, took = Planner(tables), frozenset(SITES.boundaries), []
+    planner, here, took, over = Planner(tables), frozenset(SITES.boundaries), [], []
     gc.disable()  # of this process's many objects; vLLM freezes those of its processes
     for i, request in enumerate(requests):
-        ids = [1] * PROMPT
-        ticket = ticket_of(request.sampling_params)
-        asked, _ = registry.resolve(ticket)
-        news = StepNews()
-        number = told.number_of(asked, news)
+        asked, _ = registry.resolve(ticket_of(request.sampling_params))
+        ids, columns, num_ops = [1] * PROMPT, (), 0
+        # As in EngineCore, before the request is scheduled.
         whole = RequestProgram.compile(asked, SITES, here, PROMPT, ids)
-        columns = whole.columns(PROMPT + MAX_TOKENS) if asked.edits or asked.probes else ()
-        began = time.thread_time()
-        heard.take(news)
-        program = RequestProgram.compile(heard[number], SITES, here, PROMPT, ids)
-        planner.add_request(str(i), i, program, program.programs_of(columns))
-        tables._flush()
-        took.append(time.thread_time() - began)
-        planner.finish_request(str(i))
-        heard.forget(news)
-    print(f"\nslowest admissions, ms: {[round(1e3 * x, 2) for x in sorted(took)[-5:]]}; "
-          f"median {1e3 * sorted(took)[len(took) // 2]:.2f}")  # fmt: skip
+        if asked.edits or asked.probes:
+            columns = whole.columns(PROMPT + MAX_TOKENS)
+            num_ops = whole.held(columns).cost.ops if asked.edits else 0
+
+        def admit(asked=asked, ids=ids, columns=columns, name=str(i)) -> float:
+            told, heard, news = Told(), Heard(), StepNews()
+            number = told.number_of(asked, news)
+            if elsewhere:
+                news = pickle.loads(pickle.dumps(news))
+            began = time.thread_time()
+            heard.take(news)
+            program = RequestProgram.compile(heard[number], SITES, here, PROMPT, ids)
+            held = None
+            if program.has_vectors:
+                held = program.held(columns, heard.digest_of(number))
+            planner.add_request(name, int(name), program, held)
+            tables._flush()
+            found = time.thread_time() - began
+            planner.finish_request(name)
+            return found
+
+        # Other processes take the core's caches away.
+        took.append(min(admit() for _ in range(5)))
+        most = NO_SLOWER_ELSEWHERE if elsewhere else MOST_OF_AN_ADMISSION * (1 + num_ops // 1000)
+        if took[-1] > most:
+            over.append((took[-1], num_ops))
     gc.enable()
-    assert sorted(took)[-3] < MOST_OF_AN_ADMISSION
+    print(f"\nslowest admissions, ms: {[round(1e3 * x, 2) for x in sorted(took)[-5:]]}; "
+          f"median {1e3 * sorted(took)[len(took) // 2]:.2f}; "
+          f"in 1 ms: {sum(x <= 0.001 for x in took)} of {len(took)}")  # fmt: skip
+    assert over == []
+
+
+def test_the_thread_that_runs_the_model_plans_each_prompt_quickly(entered):
+    requests, _, _ = entered
+    registry, here, took = Registry(SITES), frozenset(SITES.boundaries), []
+    tables = Tables(
+        SITES.boundaries, PROMPT, HIDDEN, Widths((4 * HIDDEN,)), torch.device("cpu"), 64.0,
+        HELD_PROGRAMS + FREE_PROGRAMS,
+    )  # fmt: skip
+    planner, ids = Planner(tables), [1] * PROMPT
+    batch = StepBatch(["r"], np.array([0, PROMPT]), np.array([0]))
+    gc.disable()
+    for request in requests:
+        asked, _ = registry.resolve(ticket_of(request.sampling_params))
+        program = RequestProgram.compile(asked, SITES, here, PROMPT, ids)
+        held = None
+        if program.has_vectors:
+            held = program.held(program.columns(PROMPT + MAX_TOKENS))
+        planner.add_request("r", 1, program, held)
+        began = time.thread_time()
+        _, failures = planner.begin_step(batch)
+        took.append(time.thread_time() - began)
+        assert failures == []
+        planner.finish_request("r")
+    gc.enable()
+    print(f"\nslowest plans, ms: {[round(1e3 * x, 1) for x in sorted(took)[-3:]]}; "
+          f"median {1e3 * sorted(took)[len(took) // 2]:.2f}")  # fmt: skip
+    # 1.3 us for each of the 3,000 tokens. Programs that only read are built in the step.
+    assert sorted(took)[len(took) // 2] < 1.3e-6 * PROMPT

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.engine.test_connection import SITES
+from vllm_scope.core.registry import Registry
 from vllm_scope.engine import monitors
 from vllm_scope.engine.frontend.connection import connections
 from vllm_scope.engine.http.calls import EngineCalls
@@ -23,10 +24,17 @@ class Thing(SimpleNamespace):
     __hash__ = object.__hash__
 
 
+class Cores(Thing):
+    """vLLM's client of one EngineCore."""
+
+    async def call_utility_all_async(self, *call):
+        return [[Registry(SITES).hold(*call[3])]]
+
+
 def engine_of(num_processes):
     parallel = Thing(_api_process_count=num_processes, pipeline_parallel_size=1)
     config = Thing(additional_config={"scope": {}}, parallel_config=parallel)
-    engine = Thing(vllm_config=config, output_processor=Thing())
+    engine = Thing(vllm_config=config, output_processor=Thing(), engine_core=Cores())
     connections.put(engine.output_processor, SimpleNamespace(sites=SITES))
     return engine
 

@@ -13,7 +13,7 @@ import pytest
 from vllm_scope import Add, Spec, scope
 from vllm_scope.engine.frontend import requests as frontend
 from vllm_scope.engine.frontend.connection import Connection, connections
-from vllm_scope.engine.frontend.prepared import SMALL, is_small
+from vllm_scope.engine.frontend.prepared import SMALL, is_quick, is_small
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.request.sites import Sites
 from vllm_scope.results.inbox import inbox
@@ -100,3 +100,11 @@ def test_names_in_a_large_spec_are_looked_for_off_the_event_loop(padding, monkey
     assert engine.asked == ["scope_modules"]
     assert list(connections.of(engine.output_processor).modules) == ["mine"]
     assert [thread is loop_thread for thread in parsed_on] == [not padding]
+
+
+def test_a_spec_that_names_features_of_an_sae_is_not_quick():
+    """A few characters of it become many rows."""
+    assert is_quick('{"reads": [{"site": "embed"}]}', [1, 2])
+    assert not is_quick('{"edits": [{"kind": "set_feature", "sae": "a", "index": [1]}]}', [1, 2])
+    assert not is_quick('{"features": [{"sae": "a", "\\u0069ndices": [1]}]}', [1, 2])
+    assert not is_quick('{"reads": []}', list(range(SMALL)))

@@ -10,6 +10,7 @@ import pytest
 
 from vllm_scope import CapacityError, SpecError
 from vllm_scope.engine import refusals
+from vllm_scope.errors import UnheldError
 
 
 class _Proc(SimpleNamespace):
@@ -51,6 +52,18 @@ def test_an_error_of_enginecore_reaches_the_caller_unchanged():
         body = create_error_response(found).error
         assert (body.code, body.message) == (code, str(error))
     assert _told(RuntimeError("another fault")) is None
+
+
+def test_a_refusal_for_want_of_vectors_is_known_as_one():
+    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+
+    found = _told(UnheldError("send it again"))
+    assert isinstance(found, UnheldError)
+    assert isinstance(found, CapacityError)
+    body = create_error_response(found).error
+    assert (body.code, body.message) == (429, "send it again")
+    assert body.type == create_error_response(_told(CapacityError("no room"))).error.type
+    assert not isinstance(_told(CapacityError("no room")), UnheldError)
 
 
 @pytest.mark.parametrize(

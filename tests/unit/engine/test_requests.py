@@ -106,6 +106,22 @@ def test_completions_of_one_request_are_prepared_once_and_a_large_one_off_the_lo
         inbox().forget(one)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "again_on_the_loop"),
+    [pytest.param("all", True, id="whole-phases"), pytest.param([0, 1], False, id="positions")],
+)
+def test_a_long_spec_that_is_known_is_prepared_on_the_loop_if_that_takes_no_time(
+    tokens, again_on_the_loop
+):
+    text = scope(Read("resid_post", tokens=tokens))["scope"] + 2 * LARGE
+    for on_the_loop in (False, again_on_the_loop):
+        engine, loop_thread = _add(text, [1, 2, 3])
+        (thread,) = connections.of(engine.output_processor).threads
+        assert (thread is loop_thread) == on_the_loop
+        for state in engine.output_processor.request_states.values():
+            inbox().forget(runs.of(state).pending)
+
+
 def test_a_long_prompt_is_prepared_off_the_loop():
     engine, loop_thread = _add(scope(Read("resid_post"))["scope"], [1] * 5000)
     (thread,) = connections.of(engine.output_processor).threads

@@ -12,17 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_scope import Add, Read, Spec
+from tests.unit.planned import compile_actions, held
+from vllm_scope import Add, Gate, Latch, Moments, Read, Spec
 from vllm_scope.core.admission import Admission
 from vllm_scope.core.news import Heard
+from vllm_scope.core.sums_room import SumsRoom
 from vllm_scope.engine.core import scheduler as scheduling
 from vllm_scope.engine.core.entered import Entered, keep
+from vllm_scope.engine.core.verdicts import tell_workers
 from vllm_scope.graph.tap.tables import capacity
-from vllm_scope.program.operations import OP_ADD, Cost, Op, Program, build_program
-from vllm_scope.request.arrays import Array
+from vllm_scope.program.held import Held
+from vllm_scope.program.operations import Cost
 from vllm_scope.request.resolved import NOTHING
 from vllm_scope.request.sites import Sites
 from vllm_scope.sinks.request import Ended
+from vllm_scope.worker.watch import Judged
 
 
 class Request(SimpleNamespace):
@@ -155,6 +159,7 @@ class Scheduler:
         self.kv_cache_manager = SimpleNamespace(block_pool=pool)
         self.vllm_config = SimpleNamespace(
             additional_config=additional,
+            num_speculative_tokens=0,
             model_config=SimpleNamespace(
                 get_hidden_size=lambda: hidden_size,
                 get_total_num_hidden_layers=lambda: 1,
@@ -184,16 +189,20 @@ class Scheduler:
         return found
 
 
-def _adding(name: str, num_vectors: int) -> Program:
-    """A program whose vectors no request of another name has."""
-    rows = [f"{name}-{i}".encode().ljust(16, b" ") for i in range(num_vectors)]
-    return build_program((), {(0, 0): [Op(OP_ADD, 0, Array((4,), row), 1.0) for row in rows]})
+def _adding(name: str, num_vectors: int) -> Held:
+    """What a request holds whose vectors no request of another name has."""
+    numbers = [*name.encode().ljust(3), 0]
+    adds = [Add([*numbers[:3], i + 1], layer=0, tokens="all") for i in range(num_vectors)]
+    found = held(compile_actions(*adds), 4, name)
+    assert found is not None
+    assert found.cost == Cost(num_vectors, 1, num_vectors + 1)  # each token is checked too
+    return found
 
 
 def add(
     scheduler: Scheduler, name: str, num_vectors: int | None, content: str | None = None
 ) -> None:
-    known = {"programs": (_adding(content or name, num_vectors),)} if num_vectors else {}
+    known = {"held": _adding(content or name, num_vectors)} if num_vectors else {}
     request = _request(name, **known)
     scheduling._add_to_scheduler(Scheduler.enqueue, scheduler, request)
 
@@ -296,13 +305,44 @@ def test_a_session_keeps_what_it_entered_with(scheduler):
 # News for the workers
 
 
-def step(scheduler: Scheduler, new: Sequence[str] = (), finished: Sequence[str] = ()) -> Any:
+def step(
+    scheduler: Scheduler, new: Sequence[str] = (), finished: Sequence[str] = (),
+    resumed: Sequence[str] = (),
+) -> Any:  # fmt: skip
     output = SimpleNamespace(
         scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=0) for name in new],
-        finished_req_ids=set(finished),
-    )
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(resumed)),
+        finished_req_ids=set(finished), num_scheduled_tokens=dict.fromkeys(new, 1),
+    )  # fmt: skip
     scheduling._schedule(lambda _: output, scheduler)
     return scheduling.news_in(output)
+
+
+def test_workers_are_told_how_many_tokens_a_request_has_that_was_preempted(scheduler):
+    sites = Sites(2, 4, "float32", (0, 2, 4))
+    for name, state in (("latched", Latch()), ("stateless", None)):
+        gate = Gate([1.0] * 4, 0, state=state)
+        asked = Spec(edits=(Add([1.0] * 4, layer=1, gate=gate),)).resolve(sites)
+        scheduling._add_to_scheduler(Scheduler.enqueue, scheduler, _request(name, asked=asked))
+    add(scheduler, "plain", None)
+    assert step(scheduler, resumed=["stateless", "plain"]) is None
+    news = step(scheduler, resumed=["stateless", "latched", "plain"])
+    assert news.resumed == {"latched": 101}
+    # Model Runner V2 gets the whole request again.
+    assert step(scheduler, new=["latched", "stateless"]).resumed == {"latched": 101}
+
+
+def test_a_request_that_begins_has_room_for_sums_that_were_dropped_since_it_entered(scheduler):
+    sites = Sites(2, 4, "float32", (0, 2, 4))
+    asked, room = Spec(moments=(Moments(),)).resolve(sites), SumsRoom(sites, 1)
+    request = _request("r", asked=asked, sums=room)
+    request.num_output_tokens = 0
+    room.enter(asked.moments)
+    size = room.num_bytes
+    scheduling._add_to_scheduler(Scheduler.enqueue, scheduler, request)
+    room.drop("moments")
+    step(scheduler, new=["r"])
+    assert room.num_bytes == size > 0
 
 
 def test_a_step_without_requests_of_ours_has_no_news(scheduler):
@@ -324,6 +364,20 @@ def test_workers_hear_how_requests_with_sinks_end(scheduler):
     news = step(scheduler, finished=["mine", "sunk"])
     assert news.ended == {"sunk": Ended((7, 8), "stop")}
     assert step(scheduler, finished=["mine", "sunk"]) is None
+
+
+def test_new_scales_are_told_with_the_next_step_unless_their_token_is_computed_already(scheduler):
+    for name in ("in time", "late", "ended"):
+        add(scheduler, name, 1)
+        scheduler.requests[name].num_computed_tokens = 10
+    changes = (10, {"e": 2.0}), (12, {"e": 3.0})
+    told = {"in time": changes[:1], "late": ((9, {"e": 1.0}),), "ended": changes, "gone": changes}
+    told = {name: Judged(scales=scales) for name, scales in told.items()}
+    assert tell_workers(scheduler, told) == {"late"}
+    assert tell_workers(scheduler, {"in time": Judged(scales=changes[1:])}) == set()
+    end(scheduler, "ended")
+    assert step(scheduler).scales == {"in time": changes}
+    assert step(scheduler) is None
 
 
 def test_if_the_first_in_line_ends_those_behind_it_enter(scheduler):

@@ -13,7 +13,12 @@ import torch
 from torch import nn
 
 from vllm_scope import CompatError
-from vllm_scope.graph.anatomy.convention import Convention, convention_of, treats_half_apart
+from vllm_scope.graph.anatomy.convention import (
+    Convention,
+    convention_of,
+    final_norm_of,
+    treats_half_apart,
+)
 from vllm_scope.graph.anatomy.layers import find_anatomy
 
 # Layers
@@ -68,6 +73,15 @@ class Dead(nn.Module):
 class NoResidualComesIn(nn.Module):
     def forward(self, positions, hidden_states):
         return self.attn(hidden_states), self.norm(hidden_states)
+
+
+class ReturnsNone(nn.Module):
+    """As vLLM's Gemma 4: the signature of `Sums`, and never a residual."""
+
+    def forward(self, positions, hidden_states, residual):
+        residual = hidden_states
+        hidden_states = self.attn(positions, self.norm(hidden_states)) + residual
+        return hidden_states, None
 
 
 class ThreeValues(Sums):
@@ -228,6 +242,51 @@ class LeavesTheSecond(nn.Module):
         return self.norm(hidden_states)
 
 
+class JoinsWhatThereIs(nn.Module):
+    """As vLLM's Gemma 4."""
+
+    def forward(self, input_ids, positions):
+        hidden_states, residual = self.embed(input_ids), None
+        for layer in self.layers:
+            hidden_states, residual = layer(positions, hidden_states, residual)
+        if residual is None:
+            hidden_states = self.norm(hidden_states)
+        else:
+            hidden_states, _ = self.norm(hidden_states, residual)
+        return hidden_states
+
+
+class PassesBy(nn.Module):
+    """A norm that hands its second argument on, as vLLM's Cohere has."""
+
+    def forward(self, hidden_states, residuals=None):
+        return self.scale * hidden_states, residuals
+
+
+class AddsThere(nn.Module):
+    """A norm that looks like it, and adds."""
+
+    def forward(self, hidden_states, residuals=None):
+        hidden_states = hidden_states + residuals
+        return self.scale * hidden_states, residuals
+
+
+class JoinsWith(NormJoins):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+
+class JoinsWithLn(NormJoins):
+    """As vLLM's Exaone 3."""
+
+    def forward(self, input_ids, positions):
+        hidden_states, residual = self.embed(input_ids), None
+        for layer in self.layers:
+            hidden_states, residual = layer(positions, hidden_states, residual)
+        return self.ln_f(hidden_states, residual)[0]
+
+
 class TakesTheFirst(nn.Module):
     def forward(self, input_ids, positions):
         hidden_states = self.embed(input_ids)
@@ -281,6 +340,18 @@ class NoLoop(nn.Module):
         pytest.param(Returns, TakesOne, Convention.TENSOR, id="one-tensor"),
         pytest.param(Returns, TakesOneFromBlocks, Convention.TENSOR, id="one-tensor-of-a-block"),
         pytest.param(Dead, LeavesTheSecond, Convention.DEAD_RESIDUAL, id="dead-residual"),
+        pytest.param(
+            Dead,
+            lambda: JoinsWith(PassesBy()),
+            Convention.DEAD_RESIDUAL,
+            id="a-norm-that-leaves-the-residual",
+        ),
+        pytest.param(Sums, lambda: JoinsWith(AddsThere()), Convention.SUM, id="a-norm-that-adds"),
+        pytest.param(Sums, JoinsWithLn, Convention.SUM, id="a-norm-called-ln"),
+        pytest.param(
+            ReturnsNone, JoinsWhatThereIs, Convention.DEAD_RESIDUAL, id="never-a-residual"
+        ),
+        pytest.param(Sums, JoinsWhatThereIs, Convention.SUM, id="a-residual-that-is-joined"),
     ],
 )
 def test_the_convention_is_read_off_layer_and_model(layer, model, convention):
@@ -300,6 +371,13 @@ def test_the_convention_is_read_off_layer_and_model(layer, model, convention):
         pytest.param(Sums, LeavesTheSecond, "does not add", id="a-pair-that-nobody-joins"),
         pytest.param(Sums, TakesOne, "does not add", id="a-pair-for-a-model-of-one"),
         pytest.param(Dead, NormJoins, "adds the second", id="a-dead-residual-that-is-joined"),
+        pytest.param(
+            Dead, lambda: JoinsWith(AddsThere()), "adds the second", id="a-norm-that-adds-it-again"
+        ),
+        pytest.param(
+            Sums, lambda: JoinsWith(PassesBy()), "does not add", id="a-sum-that-no-norm-makes"
+        ),
+        pytest.param(Dead, JoinsWhatThereIs, "adds the second", id="joined-where-there-is-one"),
         pytest.param(NoResidualComesIn, NormJoins, "adds", id="a-pair-without-residual"),
         pytest.param(Returns, NormJoins, "does not use", id="one-value-for-a-model-of-pairs"),
         pytest.param(ReturnsAnObject, TakesOne, "returns a Stream, not", id="an-object"),
@@ -337,6 +415,39 @@ def test_an_unknown_flag_keeps_both_branches():
         CompatError, match=r"overwrites the residual where `not self\.uses_rms_norm`"
     ):
         convention_of(layer, JoinsByFlag())
+
+
+class NormsTheEmbedding(nn.Module):
+    """As vLLM's Bloom."""
+
+    def forward(self, input_ids, positions):
+        hidden_states = self.embed_layernorm(self.embed(input_ids))
+        for layer in self.h:
+            hidden_states = layer(positions, hidden_states)
+        return self.ln_f(hidden_states)
+
+
+class NormsTwice(nn.Module):
+    def forward(self, input_ids, positions):
+        hidden_states = self.embed(input_ids)
+        for layer in self.layers:
+            hidden_states = layer(positions, hidden_states)
+        return self.norm_2(self.norm_1(hidden_states))
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        pytest.param(NormJoins, "norm", id="joins"),
+        pytest.param(PlusJoins, "final_norm", id="plus"),
+        pytest.param(JoinsWhatThereIs, "norm", id="two-calls-of-one"),
+        pytest.param(NormsTheEmbedding, "ln_f", id="another-before-the-layers"),
+        pytest.param(InheritsForward, "norm", id="inherited"),
+        pytest.param(NormsTwice, None, id="two-behind-the-layers"),
+    ],
+)
+def test_the_final_norm_is_the_one_behind_the_layers(model, name):
+    assert final_norm_of(model()) == name
 
 
 class ScalesInHalf(nn.Module):
@@ -407,6 +518,14 @@ def test_a_list_with_two_names_is_one_list():
     model = _model(NormJoins, Sums(), Sums())
     model.alias = model.model.layers
     assert len(find_anatomy(model, 2, _is_missing).layers) == 2
+
+
+def test_two_lists_of_the_same_layers_are_one():
+    """As vLLM's Gemma 4: its halves are lists too, and one of them may hold every layer."""
+    layers = [Sums(), Sums()]
+    model = _model(NormJoins, *layers)
+    model.half = nn.ModuleList(layers)
+    assert find_anatomy(model, 2, _is_missing).path == "model.layers"
 
 
 def _with_experts() -> nn.Module:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.programs import program_of
 from vllm_scope import CapacityError, ScopeError
 from vllm_scope.graph.tap.definition import (
     CODE,
@@ -140,7 +141,7 @@ def test_a_program_is_on_the_device_as_chains_of_its_operations(some):
         assert _on_the_device(tables, found) == _as_told(program)
         assert tables.num_slots[found] == len(program.layout.arena.points)
         assert tables.num_delivered[found] == program.layout.slots(Widths((16,)))
-        assert tables.program_of(found) == program
+        assert program_of(tables, found) == program
 
 
 def test_an_id_given_to_another_program_forgets_the_first():
@@ -151,7 +152,7 @@ def test_an_id_given_to_another_program_forgets_the_first():
     _flush(tables)
     assert _on_the_device(tables, found) == {3: [(OP_READ, 0, 0, None, 0, 0)]}
     assert tables.num_slots[found] == 1
-    assert tables.program_of(found) == _reads(9)
+    assert program_of(tables, found) == _reads(9)
 
 
 def test_the_program_unused_for_longest_makes_room():
@@ -336,7 +337,7 @@ def test_held_programs_stay_unchanged_while_others_come_and_go(data):
         _flush(tables)
         for program, found in in_use.items():
             assert _on_the_device(tables, found) == _as_told(program)
-            assert tables.program_of(found) == program
+            assert program_of(tables, found) == program
     for _, found in held:
         tables.release(found)
     # Nothing leaked: the largest program finds room again.

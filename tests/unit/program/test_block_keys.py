@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.programs import runs
 from tests.unit.strategies import VOCAB, edits
 from vllm_scope import Ablate, Add, Except, Replace, Spec, TokenIds
 from vllm_scope.program.block_keys import BlockKeys
@@ -47,6 +48,15 @@ def test_the_blocks_of_a_long_prompt_with_edits_of_a_phase_cost_next_to_nothing(
     found = {keys.key(start, start + 16) for start in range(0, 100_000, 16)}
     assert len(found) == 1
     assert time.process_time() - started < 0.05
+
+
+def test_blocks_whose_scales_a_policy_sets_are_the_requests_own():
+    edits = Spec(edits=(Add(V, layer=0),)).resolve(SITES).edits
+    plain, one, other = (BlockKeys(edits, 6, [1] * 6, own) for own in (b"", b"one", b"other"))
+    for start in range(0, 16, BLOCK):
+        keys = {keys.key(start, start + BLOCK) for keys in (plain, one, other)}
+        # The second block has generated tokens too.
+        assert len(keys) == (1 if start == 0 else 3)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +166,7 @@ def test_equal_keys_mean_that_the_same_happens_to_each_token(some, one_prompt, o
             resolved, SITES, frozenset(SITES.boundaries), len(ids), ids
         )
         taps = [()] * 16
-        for offset, length, one in program.runs(0, 16):
+        for offset, length, one in runs(program, 0, 16):
             taps[offset : offset + length] = [_edits_in(one)] * length
         blocks = [tuple(taps[start : start + BLOCK]) for start in range(0, 16, BLOCK)]
         found.append((_chain(BlockKeys(resolved.edits, len(ids), ids), 16), blocks))

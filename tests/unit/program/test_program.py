@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.oracle import Edited, edits_at, known, level_of, named_point
+from tests.unit.programs import all_programs, runs, weights_of
 from tests.unit.strategies import VOCAB, is_selected, selectors, specs
 from vllm_scope import Ablate, Add, Clamp, Mlp, Probe, Read, Replace, Spec, SpecError, TokenIds
 from vllm_scope.program import compiled as compiling
@@ -84,7 +85,7 @@ def test_the_ids_of_a_prompt_are_read_only_if_a_selector_may_use_them():
     asked = _spec(*uniform).resolve(SITES)
     assert isinstance(asked.ids_of(Unread()), Unread)
     program = RequestProgram.compile(asked, SITES, frozenset(EVERYWHERE), 3, Unread())
-    assert [length for _, length, _ in program.runs(0, 5)] == [3, 2]
+    assert [length for _, length, _ in runs(program, 0, 5)] == [3, 2]
     for selector in (asked.edits[0].tokens, asked.reads[0].tokens):
         selector.check_decided(3, Unread(), 10, "tokens")
         assert selector.first_position(3, Unread()) in (0, 3)
@@ -174,7 +175,7 @@ def _check_token(
     if program is not None:
         banks = {head for head, _ in due if isinstance(head, Bank)}
         nets = [net for bank in banks for net in asked.banks[bank]]
-        assert program.weights == {weight for net in nets for weight, _ in net.layers}
+        assert weights_of(program, asked.banks) == {w for net in nets for w, _ in net.layers}
     for boundary in EVERYWHERE:
         expected = edits_at(asked, SITES, boundary, 2, position, prompt) if boundary in here else []
         assert _same_edits(walked.edits.get(boundary, []), expected)
@@ -189,9 +190,14 @@ def _delivered(
     return [*reads, *cells]
 
 
+def _cost(program: RequestProgram, num_positions: int) -> Cost:
+    """What the request takes of the device tables, with what drafts may need."""
+    return program.held(program.columns(num_positions)).cost
+
+
 def _by_position(program: RequestProgram, first: int, count: int) -> list[Program | None]:
     found: list[Program | None] = [None] * count
-    for offset, length, one in program.runs(first, count):
+    for offset, length, one in runs(program, first, count):
         assert found[offset : offset + length] == [None] * length
         found[offset : offset + length] = [one] * length
     return found
@@ -214,15 +220,19 @@ def test_each_token_gets_its_actions_whatever_the_chunks(spec, prompt, here, dat
         count = data.draw(st.integers(1, num_positions - first))
         assert _by_position(program, first, count) == whole[first : first + count]
         first += count
-    assert set(program.all_programs(num_positions)) == {one for one in whole if one is not None}
+    assert set(all_programs(program, num_positions)) == {one for one in whole if one is not None}
     if program.generated_is_uniform:
         assert set(whole[len(prompt) :]) == {program.generated_superset()}
     # Of a request with vectors plan.py holds all of these.
     distinct = {one for one in (*whole, program.generated_superset()) if one is not None}
-    arrays = {array.digest: array for one in distinct for array in one.vectors | one.weights}
+    arrays = {
+        array.digest: array
+        for one in distinct
+        for array in one.vectors | weights_of(one, asked.banks)
+    }
     num_vectors = sum(len(array.data) // (4 * array.shape[-1]) for array in arrays.values())
     takes = Cost(num_vectors, len(distinct), sum(one.num_ops for one in distinct))
-    assert takes == program.cost(num_positions)
+    assert takes == _cost(program, num_positions)
 
 
 @given(specs(NUM_LAYERS), _PROMPTS)
@@ -234,7 +244,7 @@ def test_a_rank_that_delivers_nothing_edits_like_the_others(spec, prompt):
         walked = _walk(one)
         assert not walked.points
         assert not walked.made
-        assert one is None or not one.weights
+        assert one is None or not one.layout.encoded
         whole = _walk(other)
         assert {b: ops for b, ops in walked.edits.items() if ops} == {
             b: ops for b, ops in whole.edits.items() if ops
@@ -383,7 +393,7 @@ def test_the_numbers_of_a_bank_are_those_of_its_probes_in_order(spec):
 )
 def test_a_row_is_read_once_and_has_all_names_that_were_asked_for(actions, points, also):
     program = _compile(_spec(*actions), [1, 1, 1])
-    ((_, count, one),) = program.runs(0, 5)
+    ((_, count, one),) = runs(program, 0, 5)
     assert count == 5
     assert one.layout.points == tuple(point_of(*place) for place in points)
     assert one.layout.also == tuple((point_of(*a), point_of(*b)) for a, b in also)
@@ -392,14 +402,14 @@ def test_a_row_is_read_once_and_has_all_names_that_were_asked_for(actions, point
 def test_where_a_read_looks_does_not_depend_on_which_tokens_an_edit_takes():
     # Or a request's rows of one stream would lie under two points.
     program = _compile(_spec(Read("resid_post", layer=0), Add(V, layer=0, tokens=[1])), [1, 1, 1])
-    layouts = {one.layout for _, _, one in program.runs(0, 5)}
+    layouts = {one.layout for _, _, one in runs(program, 0, 5)}
     assert layouts == {Layout((point_of(2, 1),))}
-    assert [(o, n) for o, n, _ in program.runs(0, 5)] == [(0, 1), (1, 1), (2, 3)]
+    assert [(o, n) for o, n, _ in runs(program, 0, 5)] == [(0, 1), (1, 1), (2, 3)]
 
 
 def test_edits_of_a_site_apply_in_the_order_given():
     spec = _spec(Ablate(V, layer=0), Add(W, layer=0), Ablate(V, layer=0))
-    ((_, _, program),) = _compile(spec, [1]).runs(0, 1)
+    ((_, _, program),) = runs(_compile(spec, [1]), 0, 1)
     (_, ops), (last, checks) = program.taps
     assert [op.code for op in ops] == [OP_ABLATE, OP_ADD, OP_ABLATE]
     assert (last, [op.code for op in checks]) == (EVERYWHERE[-1], [OP_CHECK])
@@ -411,7 +421,7 @@ def test_a_layout_is_rows_and_then_the_numbers_of_each_bank():
         *(Probe([i + 1.0, 0, 0, 0], layer=int(i > 4), name=f"{i}") for i in range(7)),
     )  # fmt: skip
     asked = spec.resolve(SITES)
-    ((_, _, program),) = _compile(asked, [1]).runs(0, 1)
+    ((_, _, program),) = runs(_compile(asked, [1]), 0, 1)
     points = tuple(point_of(b, 1) for b in (0, 2, 4))
     five, two = (asked.probes[i].cells[0].bank for i in (0, 6))
     made = sorted([(five, points[1:2]), (two, points[2:])], key=lambda pair: pair[0].text)
@@ -428,7 +438,7 @@ def test_a_layout_is_rows_and_then_the_numbers_of_each_bank():
 
 def test_equal_probes_at_two_layers_are_one_bank():
     asked = _spec(*(Probe(V, layer=i, name=f"{i}") for i in (0, 1))).resolve(SITES)
-    ((_, _, program),) = _compile(asked, [1]).runs(0, 1)
+    ((_, _, program),) = runs(_compile(asked, [1]), 0, 1)
     (bank,) = asked.banks
     assert program.layout == Layout((), ((bank, (point_of(2, 1), point_of(4, 1))),))
 
@@ -442,7 +452,7 @@ def test_a_probe_sees_a_row_that_a_read_names_otherwise():
         ((Add(V, site="resid_pre", layer=1),), entry, ()),
     ):
         asked = _spec(probe, read, *edits).resolve(SITES)
-        ((_, _, program),) = _compile(asked, [1]).runs(0, 1)
+        ((_, _, program),) = runs(_compile(asked, [1]), 0, 1)
         (bank,) = asked.banks
         assert program.layout == Layout((exit_,), ((bank, (point,)),), also)
 
@@ -450,7 +460,7 @@ def test_a_probe_sees_a_row_that_a_read_names_otherwise():
 def test_the_rows_of_a_replacement_go_to_their_positions():
     rows = [[float(i), 0, 0, 1] for i in range(3)]
     program = _compile(_spec(Replace(rows, positions=[4, -1, 0], layer=0)), [1, 1, 1])
-    found = [(o, n, p.taps[0][1][0].vector) for o, n, p in program.runs(0, 6)]
+    found = [(o, n, p.taps[0][1][0].vector) for o, n, p in runs(program, 0, 6)]
     rows_of = [(o, n, None if v is None else v.numpy[0]) for o, n, v in found]
     assert rows_of == [(0, 1, 2), (1, 1, None), (2, 1, 1), (3, 1, None), (4, 1, 0), (5, 1, None)]
 
@@ -508,7 +518,7 @@ def test_the_rows_of_a_replacement_go_to_their_positions():
     ],
 )
 def test_a_request_costs_distinct_vectors_programs_and_their_operations(actions, cost):
-    assert _compile(_spec(*actions), [1, 1, 1]).cost(10) == cost
+    assert _cost(_compile(_spec(*actions), [1, 1, 1]), 10) == cost
 
 
 @pytest.mark.parametrize(
@@ -521,7 +531,7 @@ def test_a_request_costs_distinct_vectors_programs_and_their_operations(actions,
     ],
 )
 def test_a_program_that_tokens_get_for_two_reasons_counts_once(actions, cost):
-    assert _compile(_spec(*actions), [1, 1, 1]).cost(10) == cost
+    assert _cost(_compile(_spec(*actions), [1, 1, 1]), 10) == cost
 
 
 def test_a_cost_fits_where_each_of_its_parts_does():
@@ -575,10 +585,10 @@ def test_a_request_may_have_nothing_to_do_on_a_worker(actions, here, drains):
 @pytest.mark.parametrize(("actions", "here", "drains"), NOTHING_HERE)
 def test_a_request_with_nothing_to_do_on_a_worker_has_no_programs_there(actions, here, drains):
     program = _compile(_spec(*actions), [1, 1], here, drains)
-    assert program.runs(0, 5) == []
-    assert program.all_programs(9) == []
+    assert runs(program, 0, 5) == []
+    assert all_programs(program, 9) == []
     assert program.generated_superset() is None
-    assert program.cost(9) == Cost()
+    assert _cost(program, 9) == Cost()
 
 
 def test_a_stream_is_at_its_boundary():
@@ -591,7 +601,7 @@ def test_a_stream_is_at_its_boundary():
 
 def test_token_ids_are_looked_up_in_the_prompt_alone():
     program = _compile(_spec(Read("embed", tokens=TokenIds(7))), [7, 1, 7])
-    assert [(o, n) for o, n, _ in program.runs(0, 6)] == [(0, 1), (2, 4)]
+    assert [(o, n) for o, n, _ in runs(program, 0, 6)] == [(0, 1), (2, 4)]
 
 
 def test_programs_are_remembered_up_to_so_many_bytes_of_all_specs(monkeypatch):
@@ -606,14 +616,14 @@ def test_programs_are_remembered_up_to_so_many_bytes_of_all_specs(monkeypatch):
         program = RequestProgram.compile(asked, sites, here, 64, ids)
         if n == 2:
             tracemalloc.start()
-        first = program.all_programs(64)
+        first = all_programs(program, 64)
         assert len(first) == 64
-        assert program.all_programs(64) == first
+        assert all_programs(program, 64) == first
         kept.append(asked)
         assert compiling.programs.num_bytes <= 1 << 20
     # Those that went are built again.
     again = RequestProgram.compile(kept[0], sites, here, 64, ids)
-    assert len(again.all_programs(64)) == 64
+    assert len(all_programs(again, 64)) == 64
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert used < 3 << 20
@@ -648,7 +658,7 @@ def test_a_request_whose_tokens_are_treated_in_too_many_ways_builds_nothing(
     program = RequestProgram.compile(asked, sites, frozenset(sites.boundaries), 4096, ids)
     started = time.thread_time()
     with pytest.raises(SpecError, match=words):
-        program.all_programs(4200)
+        all_programs(program, 4200)
     assert time.thread_time() - started < 0.1
 
 
@@ -659,7 +669,7 @@ def test_programs_go_with_the_spec_that_they_are_of():
     edit = Add(np.ones((2, 1 << 20), np.float32), layers=[0, 1], tokens=[0])
     asked = Spec(edits=(edit,)).resolve(sites)
     program = RequestProgram.compile(asked, sites, here, 4, ids)
-    assert len(program.all_programs(4)) == 2
+    assert len(all_programs(program, 4)) == 2
     held = weakref.ref(asked.edits[0].values), weakref.ref(program._compiled)
     del edit, asked, program
     assert [one() for one in held] == [None, None]
@@ -673,7 +683,7 @@ def test_a_long_replacement_is_not_built_before_its_rows_are_counted(monkeypatch
     ids = np.ones(60_000, np.int64)
     program = RequestProgram.compile(asked, sites, frozenset((0, 2, 4)), 60_000, ids)
     with pytest.raises(SpecError, match="in more than"):
-        program.all_programs(60_001)
+        all_programs(program, 60_001)
 
 
 def test_a_direction_for_all_layers_is_normalised_once():
@@ -681,7 +691,7 @@ def test_a_direction_for_all_layers_is_normalised_once():
     asked = Spec(edits=(Ablate(V, layers="all"), Clamp(V, lo=0, hi=1, layers="all"))).resolve(sites)
     ids = np.ones(4, np.int64)
     program = RequestProgram.compile(asked, sites, frozenset(sites.boundaries), 4, ids)
-    (one,) = program.all_programs(4)
+    (one,) = all_programs(program, 4)
     ops = [op for _, ops in one.taps for op in ops if op.vector is not None]
     assert len(ops) == 64
     assert len({id(op.vector) for op in ops}) == 2

@@ -26,8 +26,10 @@ from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, boundaries_of
 from vllm_scope.request.heads import Bank, Encoding
 from vllm_scope.request.sites import (
+    EDIT_SITES,
     INNER_SITES,
     KINDS,
+    MODEL_SITES,
     SITES,
     STREAM_SITES,
     Heads,
@@ -46,11 +48,14 @@ from vllm_scope.worker.plan import Planner
 
 CPU = torch.device("cpu")
 NUM_LAYERS, HIDDEN_SIZE = 2, 6
+LAYER_SITES = [site for site in SITES if site not in MODEL_SITES]
 EVERYWHERE = tuple(sorted(
-    {Place(site, k).boundary for site in SITES[1:] for k in range(NUM_LAYERS)}
+    {Place(site, k).boundary for site in LAYER_SITES for k in range(NUM_LAYERS)}
+    | {Place("ln_final", 0).boundary}
 ))  # fmt: skip
+MLP_SIZE = 8
 HEADS = Heads(num_heads=4, num_kv_heads=2, head_size=3, head_size_v=5)
-WIDTHS_OF_ROWS = Sites(NUM_LAYERS, HIDDEN_SIZE, "float32", EVERYWHERE, HEADS).row_sizes
+WIDTHS_OF_ROWS = Sites(NUM_LAYERS, HIDDEN_SIZE, "float32", EVERYWHERE, HEADS, MLP_SIZE).row_sizes
 #: Three rows of each request: a step of one prompt, or of three decodes.
 TOKENS = 3
 
@@ -90,10 +95,10 @@ def test_no_two_parts_of_a_token_share_a_slot_and_none_is_spare(layout, row_byte
 
 
 def sites_of(dtype: str) -> Sites:
-    return Sites(NUM_LAYERS, HIDDEN_SIZE, dtype, EVERYWHERE, HEADS)
+    return Sites(NUM_LAYERS, HIDDEN_SIZE, dtype, EVERYWHERE, HEADS, MLP_SIZE)
 
 
-def test_a_layer_has_six_places_beside_the_stream_and_all_are_distinct():
+def test_a_layer_has_seven_places_beside_the_stream_and_all_are_distinct():
     streams = [(site, layer) for site in INNER_SITES for layer in range(300)]
     places = [Place(*stream).boundary for stream in streams]
     assert len({*places, *range(601)}) == len(places) + 601
@@ -102,14 +107,17 @@ def test_a_layer_has_six_places_beside_the_stream_and_all_are_distinct():
     sites = sites_of("float32")
     assert {s: sites.row_shape(s) for s in ("embed", *INNER_SITES)} == {
         "embed": (6,), "q": (4, 3), "k": (2, 3), "v": (2, 5), "z": (4, 5),
-        "attn_out": (6,), "mlp_out": (6,),
+        "attn_out": (6,), "mlp_out": (6,), "mlp_post": (8,),
     }  # fmt: skip
-    assert sites.row_sizes == (6, 12, 6, 10, 20, 6, 6)
+    assert sites.row_sizes == (6, 12, 6, 10, 20, 6, 6, 8, 6)
     attention = tuple(b for b in EVERYWHERE if kind_of(b) <= KINDS.index("z"))
     assert replace(sites, boundaries=attention).row_sizes == (6, 12, 6, 10, 20)
     # Where no heads are known, none are tapped.
     branches = (2, Place("attn_out", 0).boundary)
     assert Sites(NUM_LAYERS, HIDDEN_SIZE, "float32", branches).row_sizes == (6, 0, 0, 0, 0, 6)
+    final = Place("ln_final", 0).boundary
+    last = Sites(NUM_LAYERS, HIDDEN_SIZE, "float32", (final,))
+    assert last.row_sizes == (6, 0, 0, 0, 0, 6, 6, 0, 6)
     assert Place("q", 1).point("after") == Place("q", 1).point("before") + 1
     assert sites.vector_size == 20
 
@@ -117,7 +125,7 @@ def test_a_layer_has_six_places_beside_the_stream_and_all_are_distinct():
 _READS = st.lists(
     st.builds(
         Read,
-        st.sampled_from([site for site in SITES if site != "embed"]),
+        st.sampled_from(LAYER_SITES),
         layers=st.sampled_from([[0], [1], [0, 1]]),
         tokens=selectors(),
         codec=st.sampled_from([None, None, "int8", "fp16", {"name": "topk8", "k": 2}]),
@@ -127,7 +135,7 @@ _READS = st.lists(
 )
 _PROBES = st.lists(
     st.tuples(
-        st.sampled_from([site for site in SITES if site != "embed"]),
+        st.sampled_from(LAYER_SITES),
         st.sampled_from([[0], [1], [1, 0]]),
         st.booleans(),
     ),
@@ -351,7 +359,7 @@ def test_the_canary_names_a_tap_that_wrote_nothing_whatever_its_width(deaf):
     assert found == [silent]
 
 
-@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("site", EDIT_SITES)
 def test_an_edit_of_another_width_than_the_rows_of_its_site_is_refused(site):
     width, at = _WIDTH_OF[site], {} if site == "embed" else {"layer": 0}
     edit = Add([1.0] * width, site=site, **at)
@@ -381,4 +389,4 @@ def test_a_site_that_is_not_tapped_is_refused_with_the_option_to_set():
 
 def test_a_site_that_is_not_tapped_yet_is_refused_with_those_that_are():
     with pytest.raises(SpecError, match=r"does not tap; it reads embed.*q, k, v, z"):
-        Read("mlp_post")
+        Read("router_logits")

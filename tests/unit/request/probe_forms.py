@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from tests.unit.strategies import NUMBERS, arrays, selectors
 from vllm_scope import AttentionPool, Ema, Mlp, Probe, RollingMean, Spec
 from vllm_scope.request.nets import HIDDEN
-from vllm_scope.request.sites import SITES
+from vllm_scope.request.sites import MODEL_SITES, SITES
 
 
 @st.composite
@@ -46,7 +47,7 @@ def _verdicts(draw: Any) -> dict[str, Any]:
 def any_probes(draw: Any, num_layers: int, width: int) -> Probe:
     site = draw(st.sampled_from(SITES))
     some = st.lists(st.integers(0, num_layers - 1), min_size=1, max_size=num_layers, unique=True)
-    layers = [0] if site == "embed" else draw(some)
+    layers = [0] if site in MODEL_SITES else draw(some)
     heads = draw(st.integers(1, 2))
     one = draw(st.sampled_from([mlps(width), pools(width, heads)]))
     weights = st.one_of(
@@ -67,8 +68,16 @@ def any_probes(draw: Any, num_layers: int, width: int) -> Probe:
 
 
 def probe_specs(num_layers: int, width: int = 4) -> st.SearchStrategy[Spec]:
-    """One or two probes, and nothing else."""
+    """One or two probes, and nothing else; the second one may be a later stage of a cascade."""
     some = st.lists(
         any_probes(num_layers, width), min_size=1, max_size=2, unique_by=lambda probe: probe.name
     )
-    return some.map(lambda found: Spec((), tuple(found)))
+    return st.tuples(some, st.booleans()).map(lambda drawn: Spec((), _staged(*drawn)))
+
+
+def _staged(found: list[Probe], cascade: bool) -> tuple[Probe, ...]:
+    first, last = found[0], found[-1]
+    leads = first.threshold is not None and first.action == "flag" and first.tokens.uniform
+    if cascade and leads and len(found) == 2 and last.tokens.to_json() in ("all", "generated"):
+        return first, replace(last, after=first.name)
+    return tuple(found)

@@ -283,7 +283,7 @@ def test_a_huge_array_is_refused_before_it_is_copied():
         ),
         pytest.param(
             {"edits": [{"kind": "add", "site": "embed", "vector": V, "scales": 2}]},
-            "'scales'", "layers, max_relative_norm, norm_match, scale, site, tokens, vector",
+            "'scales'", "layers, max_relative_norm, name, norm_match, scale, site, tokens, vector",
             id="unknown-field",
         ),
         pytest.param(

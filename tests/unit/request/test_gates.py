@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from tests.unit.programs import runs
 from vllm_scope import Add, Clamp, Gate, Probe, ScaleFeature, SetFeature, Spec, SpecError
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.operations import (
@@ -19,7 +21,9 @@ from vllm_scope.program.operations import (
     OP_FEATURE,
     OP_GATE,
 )
+from vllm_scope.request import spec as spec_module
 from vllm_scope.request.actions.features import FeatureRows
+from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.sites import Place, Sites
 
 V = [1.0, -2.0, 3.0, 0.5]
@@ -35,7 +39,7 @@ def ops_of(*edits):
     """(boundary, codes) of the program of every token."""
     asked = resolved(*edits)
     program = RequestProgram.compile(asked, SITES, frozenset(SITES.boundaries), 4, [0] * 4)
-    ((_, _, found),) = program.runs(0, 4)
+    ((_, _, found),) = runs(program, 0, 4)
     return found
 
 
@@ -139,8 +143,18 @@ def test_each_edit_has_a_dose_of_its_own_and_only_if_it_names_one():
         (lambda: Add(V, layer=[0, 1], dose="d"), "a dose is of one layer"),
         (lambda: Add(V, layer=0, max_relative_norm=-1), "not below 0"),
         (lambda: SetFeature(fake_sae(), [1, 1], 2.0), "each feature once"),
+        (lambda: SetFeature("toy", 1, 2.0, site="ln_final"), "'ln_final', which can be read and"),
+        (lambda: SetFeature(fake_sae("ln_final", 0), 1, 2.0), "'ln_final', which can be read and"),
         (lambda: SetFeature(fake_sae(), [1, 2], 2.0, dose="d"), "there are 2 features"),
         (lambda: SetFeature(fake_sae(kind="topk"), 1, 2.0), "fake is a TopK SAE"),
+        (
+            lambda: SetFeature(fake_sae(), [1, 2], 2.0, add=[True]),
+            r"add is \[True\]; .* 2 features",
+        ),
+        (
+            lambda: SetFeature("toy", 1, only_if_active=1),
+            "only_if_active is 1; it is true or false",
+        ),
     ],
 )
 def test_what_is_refused_when_it_is_made(make, words):
@@ -169,14 +183,17 @@ def test_all_features_of_an_edit_are_computed_before_the_row_changes():
     assert [op.code for op in ops] == [OP_ADD, *[OP_FEATURE] * 2, *[OP_ADD_FEATURE] * 2]
     assert [op.register for op in ops[1:3]] == [op.source for op in ops[3:]]
     assert [(op.b, op.c) for op in ops[1:3]] == [(0.25, 0.5)] * 2
-    assert [(op.a, op.d) for op in ops[3:]] == [(5.0, -1.0), (6.0, -1.0)]
+    assert [(op.a, op.b, op.d) for op in ops[3:]] == [(5.0, 0, -1.0), (6.0, 0, -1.0)]
+    shifts = SetFeature(fake_sae(), [3, 1], [5.0, 6.0], add=True, only_if_active=[False, True])
+    (ops,) = (ops for boundary, ops in ops_of(shifts).taps if boundary == 4)
+    assert [(op.a, op.b, op.d) for op in ops[2:]] == [(5.0, 0, 0), (6.0, 1, 0)]
 
 
 def test_layers_share_the_rows_of_features_and_memory_counts_them():
     edit = SetFeature(fake_sae(), [1, 2, 3], 2.0, layer="all", site="resid_post")
     asked = resolved(edit)
     program = RequestProgram.compile(asked, SITES, frozenset(SITES.boundaries), 4, [0] * 4)
-    ((_, _, found),) = program.runs(0, 4)
+    ((_, _, found),) = runs(program, 0, 4)
     vectors = [op.vector for _, ops in found.taps for op in ops if op.vector is not None]
     assert len({id(vector) for vector in vectors}) == 6
     small = resolved(SetFeature(fake_sae(), 1, 2.0, layer="all", site="resid_post"))
@@ -213,7 +230,7 @@ def test_json_has_every_field():
 def test_a_name_stands_for_an_sae_until_the_engine_is_known():
     gate = Gate(V, 0, name="g")
     edits = (
-        SetFeature("toy", [3, 1], [5.0, 6.0], gate=gate, tokens="generated"),
+        SetFeature("toy", [3, 1], [5.0, 6.0], add=[True, False], gate=gate, tokens="generated"),
         ScaleFeature("toy", 2, 0.5, layer=1, site="resid_mid"), Add(V, layer=1),
     )  # fmt: skip
     spec = Spec(edits=edits)
@@ -223,7 +240,7 @@ def test_a_name_stands_for_an_sae_until_the_engine_is_known():
     with pytest.raises(SpecError, match=r"edits\[0\]\.sae is 'toy'.* it holds: other"):
         spec.of_engine({"other": fake_sae()})
     found = spec.of_engine({"toy": fake_sae()})
-    direct = SetFeature(fake_sae(), [3, 1], [5.0, 6.0], gate=gate, tokens="generated")
+    direct = replace(edits[0], sae=fake_sae())
     assert found.edits[0] == direct
     assert found.edits[2] is edits[2]
     first, second, _ = found.resolve(SITES).edits
@@ -232,3 +249,25 @@ def test_a_name_stands_for_an_sae_until_the_engine_is_known():
     for index in ([], [1, 1], -1, "1", 1.5, True, list(range(17))):
         with pytest.raises(SpecError, match="index"):
             SetFeature("toy", index, 1.0)
+
+
+def test_the_named_features_of_a_request_are_bounded():
+    edits = [SetFeature("toy", list(range(16)), 0.0) for _ in range(17)]
+    assert Spec(edits=tuple(edits[:16])).edits
+    with pytest.raises(SpecError, match="272 features of SAEs together; at most 256"):
+        Spec(edits=tuple(edits))
+
+
+def test_a_spec_with_the_rows_of_an_sae_is_remembered_by_its_size(monkeypatch):
+    monkeypatch.setattr(spec_module, "_expanded", Remembered(20_000))
+    saes = {"toy": fake_sae()}
+    specs = [Spec(edits=(SetFeature("toy", 1, float(i)),)) for i in range(9)]
+    made = [spec.of_engine(saes) for spec in specs]
+    assert all(one.edits[0].sae.count == 1 for one in made)
+    assert specs[-1].of_engine(saes) is made[-1]
+    assert specs[-1].of_engine(dict(saes)) is not made[-1]
+    kept = spec_module._expanded
+    assert 1 < len(kept) < 9
+    assert kept.num_bytes <= 20_000
+    plain = Spec(edits=(Add(V, layer=1),))
+    assert plain.of_engine(saes) is plain

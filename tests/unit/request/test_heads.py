@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.programs import all_programs
 from vllm_scope import Read, Spec, SpecError
 from vllm_scope.codecs import CODECS, codec_from, make_codec
 from vllm_scope.codecs.packed import EncodedRows, Packing, encoding_of, packing_of
@@ -154,7 +155,7 @@ def test_a_program_reads_each_point_once_however_many_codecs_it_has():
     program = RequestProgram.compile(
         spec.resolve(SITES), SITES, frozenset(SITES.boundaries), 3, ids
     )
-    (one,) = program.all_programs(5)
+    (one,) = all_programs(program, 5)
     first, second = point_of(2, 1), point_of(4, 1)
     encoded = {reads[0].encoding: (first, second), reads[2].encoding: (second,)}
     assert one.layout.points == (first,)

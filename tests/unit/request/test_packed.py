@@ -11,16 +11,16 @@ from vllm_scope.request.arrays import Array
 from vllm_scope.request.packed import pack, unpack
 from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Sites
-from vllm_scope.request.ticket import Recipient, Ticket
+from vllm_scope.request.ticket import Recipient, Ticket, travelling
 
 SITES = Sites(4, 8, "float32", tuple(range(9)))
 ONES = [1.0] * 8
 
 
 def _through_a_ticket(spec: Spec) -> Spec:
-    arrays = [(array.shape, array.data) for array in spec.arrays.values()]
+    arrays = travelling(spec.arrays.values())
     came = Ticket.decode(Ticket(Recipient(1, "f"), None, (), spec.packed, arrays).encode())
-    return Spec.unpack(came.spec, came.held_arrays())
+    return Spec.unpack(came.spec, came.own_arrays())
 
 
 @given(specs(num_layers=4, hidden_size=8))

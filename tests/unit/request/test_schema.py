@@ -18,7 +18,7 @@ from jsonschema import Draft202012Validator
 import vllm_scope
 from tests.unit.request.probe_forms import probe_specs
 from tests.unit.strategies import as_json, specs
-from vllm_scope import Spec, SpecError, scope, spec_schema
+from vllm_scope import Probe, Spec, SpecError, scope, spec_schema
 
 ROOT = Path(__file__).parents[3]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -82,7 +82,9 @@ def test_the_actions_of_the_docs_are_valid():
     assert {type(action).__name__ for action in actions} == KINDS
     assert len(actions) > 30
     for action in actions:
-        VALIDATOR.validate(json.loads(scope(action)["scope"]))
+        after = getattr(action, "after", None)  # its first stage stands beside it
+        first = [] if after is None else [Probe(np.ones(4), layer=0, name=after, threshold=0.0)]
+        VALIDATOR.validate(json.loads(scope(*first, action)["scope"]))
 
 
 def test_the_json_of_the_docs_is_valid():
@@ -150,6 +152,9 @@ def _edit(kind: str = "add", **fields: Any) -> dict:
         _probe(threshold=None), _probe(threshold=-0.5), _probe(threshold=0, action="flag"),
         _probe(action="flag"), _probe(threshold=3, action="stop", tokens="generated"),
         _probe(threshold=1, action="stop", aggregate={"ema": 0.5}, weight=_pool()),
+        _probe(after=None), {"probes": [
+            *_probe(name="q", threshold=1)["probes"], *_probe(after="q")["probes"]
+        ]},
         _edit(vector="m", layers="absent"), _edit(vector={"module": "m"}, layers=None),
         _edit(site="embed", layers="absent"), _edit(site="z"),
         _edit(vector=[[1, 2], [3, 4]], layers=[0, 2]),
@@ -206,6 +211,7 @@ def test_what_the_parser_takes_is_valid(body):
         _probe(threshold="1"), _probe(threshold=True), _probe(threshold=[1]),
         _probe(threshold=-1e39), _probe(threshold=1, action="abort"),
         _probe(threshold=1, action=None), _probe(threshold=1, action=["stop"]),
+        _probe(after=""), _probe(after=1), _probe(after=["p"]), _probe(after="x" * 201),
         _edit("scale"), _edit(None), _edit(kind="absent"), _edit(layers="absent"),
         _edit(layers=None), _edit(vector="absent"), _edit(vector=""), _edit(vector={"name": "m"}),
         _edit(vector=as_json(dtype="int8")), _edit(vector=as_json(shape=(0,))),
@@ -231,7 +237,8 @@ BEYOND = re.compile(
     r"one row for each layer|at most \d dimensions|nested|parts|items in all|ragged|"
     r"at most 16,777,216|\[out, \d+\]|has a bias of shape|the last layer makes one|"
     r"both are \[num_heads|the same number of heads|give a threshold|that stops its request|"
-    r"have action 'stop'"
+    r"have action 'stop'|has this name|waits for this probe itself|cannot be a first stage|"
+    r"generated tokens only"
 )
 ANYTHING = st.sampled_from(
     [None, True, 0, -1, 1.5, 1 << 50, "", "all", "x", [], [0], [0, 0], ["x"], {}, {"x": 1}]

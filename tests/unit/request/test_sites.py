@@ -17,7 +17,7 @@ def _sites(**options: object) -> Sites:
     model = SimpleNamespace(
         get_total_num_hidden_layers=lambda: 4, get_hidden_size=lambda: 8, dtype="torch.float32"
     )
-    config = SimpleNamespace(model_config=model)
+    config = SimpleNamespace(model_config=model, num_speculative_tokens=0)
     return sites_of(config, ScopeConfig.parse(options))
 
 

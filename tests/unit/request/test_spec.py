@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from tests.unit.programs import all_programs
 from tests.unit.strategies import sentence, specs
 from vllm_scope import (
     Ablate,
@@ -56,8 +57,7 @@ def _spec(**read: object) -> str:
     ("arguments", "came", "allowed"),
     [
         pytest.param({"site": "attention"}, "'attention'", "resid_post", id="unknown-site"),
-        pytest.param({"site": "mlp_post"}, "'mlp_post'", "reads embed", id="site-without-a-tap"),
-        pytest.param({"site": "ln_final"}, "'ln_final'", "reads embed", id="another-without-a-tap"),
+        pytest.param({"site": "logits"}, "'logits'", "reads embed", id="site-without-a-tap"),
         pytest.param({"site": 7}, "7", "a site is a string", id="site-is-a-number"),
         pytest.param({"site": None}, "None", "a site is a string", id="site-is-none"),
         pytest.param({"layers": -1}, "-1", "site='embed'", id="layer-minus-one"),
@@ -131,13 +131,13 @@ def test_a_read_that_cannot_be_names_what_came_and_what_is_allowed(arguments, ca
         pytest.param("[" * 100_000, "100,000 lists", "at most 16,384", id="many-brackets"),
         pytest.param("[" + "1," * 300_000 + "1]", "300,000 items", "at most 262,144", id="items"),
         pytest.param('{"reads": "\ud800"}', "not JSON", "surrogates", id="half-a-character"),
-        pytest.param("[]", "an object", "reads, probes and edits", id="a-list"),
+        pytest.param("[]", "an object", "features, lens, moments and policy", id="a-list"),
         pytest.param("{}", "nothing", "at least one Read", id="no-fields"),
         pytest.param(
-            '{"reads": [], "adds": []}', "an object", "reads, probes and edits",
+            '{"reads": [], "adds": []}', "an object", "features, lens, moments and policy",
             id="an-unknown-field",
         ),
-        pytest.param('{"read": []}', "an object", "reads, probes and edits", id="a-wrong-field"),
+        pytest.param('{"read": []}', "an object", "moments and policy", id="a-wrong-field"),
         pytest.param('{"reads": 1}', "reads is 1", "a list", id="reads-is-a-number"),
         pytest.param('{"reads": []}', "nothing", "at least one Read", id="no-reads"),
         pytest.param('{"reads": [7]}', "reads[0] is 7", "an object", id="a-read-is-a-number"),
@@ -461,7 +461,7 @@ def test_server_wide_edits_that_are_compiled_with_many_requests_are_normalised_o
     made = []
     for i in range(2):
         asked = Spec((Read("embed", tokens=[i]),)).resolve(sites).joined(edits=edits)
-        program = RequestProgram.compile(asked, sites, here, 4, ids).all_programs(4)[0]
+        program = all_programs(RequestProgram.compile(asked, sites, here, 4, ids), 4)[0]
         made.append([op.vector for _, ops in program.taps for op in ops if op.vector is not None])
     assert len(made[0]) == 2
     assert all(one is other for one, other in zip(*made, strict=True))

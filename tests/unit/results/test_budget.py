@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.programs import runs
 from vllm_scope import Add, CapacityError, Probe, Read, Spec, SpecError
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.layout import SLOT_BYTES, Widths
@@ -53,7 +54,7 @@ def deliver(inbox, pending, spec, num_prompt, first, count):
     ids = np.arange(num_prompt)
     everywhere = frozenset(SITES.boundaries)
     program = RequestProgram.compile(spec.resolve(SITES), SITES, everywhere, num_prompt, ids)
-    for offset, length, one in program.runs(first, count):
+    for offset, length, one in runs(program, first, count):
         positions = first + offset + np.arange(length)
         words = torch.arange(4.0 * one.layout.slots(WIDTHS)).repeat(length)
         slots = words.view(torch.uint8).view(-1, SLOT_BYTES)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.unit.delivered import banks_of, labels_of, reads_at
+from tests.unit.programs import all_programs
 from tests.unit.roads import SITES, number_of
 from vllm_scope import Add, Probe, Read, Spec
 from vllm_scope.program.compiler import RequestProgram
@@ -230,5 +231,5 @@ def test_a_pickled_result_holds_no_programs(road):
     # As the front-end does, to see whether there is room.
     ids = np.ones(3, np.int64)
     here = frozenset(SITES.boundaries)
-    assert RequestProgram.compile(pending.asked, SITES, here, 3, ids).all_programs(9)
+    assert all_programs(RequestProgram.compile(pending.asked, SITES, here, 3, ids), 9)
     assert len(pickle.dumps(pending.snapshot([5], "stop"))) == len(before)

@@ -298,8 +298,8 @@ def test_a_snapshot_of_scores_stays_as_it_was_while_numbers_keep_coming(road):
 
 
 def test_a_thousand_probes_of_one_bank_put_its_numbers_in_order_once(road, monkeypatch):
-    calls, last_values = [], module.last_values
-    monkeypatch.setattr(module, "last_values", lambda *a: calls.append(a) or last_values(*a))
+    calls, choose = [], module.choose
+    monkeypatch.setattr(module, "choose", lambda *a: calls.append(a) or choose(*a))
     generator = np.random.default_rng(0)
     weights = generator.normal(size=(1024, SITES.hidden_size))
     pending = road.open(*(Probe(w, layer=1, name=f"{i}") for i, w in enumerate(weights)))

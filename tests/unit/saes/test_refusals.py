@@ -58,7 +58,7 @@ NAN[2] = np.nan
     ("change", "sentence"),
     [
         pytest.param(config(architecture="temporal"), "architecture 'temporal'", id="unknown"),
-        pytest.param(config(architecture="transcoder"), "'transcoder'", id="transcoder"),
+        pytest.param(config(architecture="transcoder"), "has no hook_name_out", id="transcoder"),
         pytest.param(config(architecture=7), "Expected `str`, got `int`", id="no-name"),
         pytest.param(config(architecture="topk"), "k None", id="topk-without-k"),
         pytest.param(config(architecture="topk", k=2.5), "k 2.5", id="half-a-feature"),
@@ -71,7 +71,7 @@ NAN[2] = np.nan
         pytest.param(config(d_sae=7), "has d_sae 7", id="another-number-of-features"),
         pytest.param(config(metadata={}), "hook_name is None", id="no-hook"),
         pytest.param(
-            config(metadata={"hook_name": "blocks.3.mlp.hook_post"}),
+            config(metadata={"hook_name": "blocks.3.mlp.hook_pre"}),
             "names no site; give place=",
             id="no-site-of-ours",
         ),

@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 from tests.unit.roads import SITES
-from vllm_scope import Probe, Read, Spec, SpecError, scope
+from vllm_scope import Moments, Probe, Read, Spec, SpecError, scope
 from vllm_scope.batch.by_position import Part
 from vllm_scope.client.answers import parse_scope
 from vllm_scope.engine.frontend.connection import connections
@@ -395,6 +395,13 @@ def test_a_probes_name_does_not_end_like_positions():
     probe = Probe(np.ones(SIZE), layer=1, name="a.positions")
     with pytest.raises(SpecError, match=r"no name ends in '\.positions'"):
         ScopeOptions.parse(scope(probe))
+
+
+def test_moments_over_http_need_the_operators_key():
+    xargs = scope(Moments())
+    with pytest.raises(SpecError, match=r"has moments, .* key in the header X-Scope-Admin-Key"):
+        ScopeOptions.parse(xargs)
+    assert ScopeOptions.parse(xargs, operator=True) is not None
 
 
 async def chunks_of(found, ended):

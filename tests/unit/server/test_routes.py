@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from safetensors.numpy import save
 
+from vllm_scope.batch.sums import Sums
 from vllm_scope.errors import SpecError
 from vllm_scope.server import routes
 from vllm_scope.server.routes import attach
@@ -27,6 +28,7 @@ class Remembering:
     def __init__(self):
         self.held: dict[str, bytes] = {}
         self.text: str | None = None
+        self.summed = {"one/more": Sums(3, np.arange(4.0), np.eye(4), y=2.5)}
 
     async def describe(self):
         sites = {"num_layers": 2, "hidden_size": 4, "dtype": "float32", "boundaries": [0, 2, 4]}
@@ -55,6 +57,17 @@ class Remembering:
     async def edits(self):
         return self.text
 
+    async def moments(self, name):
+        return [("resid_post", 1, "a")] if name in self.summed else []
+
+    async def moments_at(self, name, site, layer, label):
+        if (site, layer, label) != ("resid_post", 1, "a"):
+            raise SpecError("there are no such sums.")
+        return self.summed[name].to_bytes()
+
+    async def drop_moments(self, name):
+        return self.summed.pop(name, None) is not None
+
 
 def app_with(tmp_path, monkeypatch, admin_key="operator", engine=None):
     monkeypatch.setenv("VLLM_SCOPE_RESULTS_DIR", str(tmp_path))
@@ -72,6 +85,9 @@ CHANGES = [
     ("DELETE", "/v1/scope/modules/a", None),
     ("PUT", "/v1/scope/edits", b'{"edits": []}'),
     ("DELETE", "/v1/scope/edits", None),
+    ("GET", "/v1/scope/moments/one%2Fmore", None),
+    ("GET", "/v1/scope/sums/one%2Fmore?site=resid_post&layer=1&label=a", None),
+    ("DELETE", "/v1/scope/moments/one%2Fmore", None),
 ]
 
 
@@ -273,7 +289,7 @@ def test_a_server_without_an_engine_refuses_with_a_sentence(tmp_path, monkeypatc
 
 def test_every_route_has_a_summary_a_description_and_its_errors(http):
     paths = http.get("/openapi.json").json()["paths"]
-    assert len(paths) == 6
+    assert len(paths) == 8
     for path, methods in paths.items():
         for method, found in methods.items():
             assert found["summary"], path
@@ -282,3 +298,19 @@ def test_every_route_has_a_summary_a_description_and_its_errors(http):
                 assert {"400", "401", "403", "413"} <= set(found["responses"]), path
             if path.endswith("{name}") and method == "put":
                 assert "application/octet-stream" in found["requestBody"]["content"]
+
+
+def test_sums_come_as_a_file_and_are_dropped(http, engine):
+    (at,) = http.get("/v1/scope/moments/one/more", headers=ADMIN).json()["sums"]
+    assert at == {"site": "resid_post", "layer": 1, "label": "a"}
+    found = http.get("/v1/scope/sums/one/more", params=at, headers=ADMIN)
+    again, kept = Sums.from_bytes(found.content), engine.summed["one/more"]
+    assert (again.count, again.y, again.missing, again.xy) == (3, 2.5, 0, None)
+    assert (again.x == kept.x).all()
+    assert (again.xx == kept.xx).all()
+    other = http.get("/v1/scope/sums/one/more", params=at | {"layer": 7}, headers=ADMIN)
+    assert (other.status_code, other.json()["error"]["message"]) == (400, "there are no such sums.")
+    assert http.delete("/v1/scope/moments/one/more", headers=ADMIN).status_code == 204
+    gone = http.delete("/v1/scope/moments/one/more", headers=ADMIN)
+    assert gone.status_code == 404
+    assert gone.json()["error"]["message"] == "there are no sums called 'one/more'."

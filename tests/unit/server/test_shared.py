@@ -1,4 +1,4 @@
-"""A text that the processes of a server share."""
+"""The file through which the processes of a server share a text."""
 
 from __future__ import annotations
 

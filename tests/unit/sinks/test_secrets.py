@@ -20,6 +20,7 @@ SINKS = {
 }
 SCOPE = {
     "layers": [1],
+    "policies": {"mine": {"token": "T0KEN"}},
     "sinks": SINKS,
     "global_sinks": {
         "mine": {"token": "T0KEN", "reads": [{"site": "embed"}]},
@@ -28,10 +29,11 @@ SCOPE = {
 }
 
 
-def test_values_of_sinks_own_options_are_left_out():
+def test_values_of_own_options_of_sinks_and_policies_are_left_out():
     found = without_secrets(SCOPE)
     assert found == {
         "layers": [1],
+        "policies": {"mine": "***"},
         "sinks": {
             "mine": {"url": "***", "retries": "***", "threads": 2},
             "filesystem": {"root": "/data/captures", "layout": "npz", "queue_mib": 8},

@@ -23,11 +23,12 @@ from tests.unit.recording import (
     side,
     small_disk,
 )  # fmt: skip
-from vllm_scope import ConfigError, Probe, Read
+from vllm_scope import ConfigError, Features, Probe, Read
 from vllm_scope.batch.labels import Labels
 from vllm_scope.codecs import make_codec
 from vllm_scope.config import ScopeConfig
 from vllm_scope.program.layout import Layout, Widths
+from vllm_scope.request.actions import HeldSae
 from vllm_scope.request.sites import point_of
 from vllm_scope.request.spec import Spec
 from vllm_scope.sinks import Manifest, quota
@@ -117,6 +118,45 @@ def test_each_probe_of_a_place_gets_its_own_scores_at_a_sink(kind, monkeypatch):
     assert kind.made[0].rows == {
         (1, "resid_post", f"p{i}"): [(position, 8 * position + i) for position in range(3)]
         for i in (0, 1, 3, 4, 5)
+    }
+
+
+class KeepsFeatures(Live):
+    """Name -> (position, indices, values), copied."""
+
+    def write(self, block):
+        some = zip(
+            block.positions.tolist(), block.indices.tolist(), block.rows.tolist(), strict=True
+        )
+        self.rows.setdefault(block.probe, []).extend(some)
+
+
+class KeepsWholeFeatures(KeepsFeatures):
+    live = False
+
+
+@pytest.mark.parametrize("kind", [KeepsFeatures, KeepsWholeFeatures])
+def test_features_go_to_a_sink_with_their_indices(kind, monkeypatch):
+    rows = {"encoder": [[1.0] * 4] * 2, "bias": [0.0, 0.0], "threshold": [0.0, 20.0]}
+    where = {"site": "resid_post", "layer": 1, "to": "mine"}
+    some = Features(rows, indices=[70, 20], name="some", **where)
+    top = Features(HeldSae("s", 99, 4, None), top_k=2, threshold=0.5, name="top", **where)
+    asked = Spec(features=(some, top)).resolve(SITES)
+    banks = [one.cells[0].bank for one in asked.features]
+    layout = Layout((), tuple((bank, POINTS[2:]) for bank in banks))
+    with side(monkeypatch, {"mine": {}}, mine=kind) as here:
+        here.add(1, some, top)
+        # The numbers of both features, padded; then two indices and two values.
+        data = torch.tensor([[10.0, 20, 0, 0, 0, 0, 3, 0.25], [0, 21, 0, 0, 0, 0, 0, 0]])
+        data[:, 4:6] = torch.tensor([[5, 8], [1, 2]], dtype=torch.int32).view(torch.float32)
+        here.router._route(1, layout, np.arange(2), data.view(torch.uint8).numpy(), Widths((16,)))
+        here.end(1)
+        manifest = here.manifest(1)
+    # Three positions were processed; the last did not come. At its threshold nothing is active.
+    assert (manifest.status, manifest.expected, manifest.delivered) == ("partial", 6, 4)
+    assert kind.made[0].rows == {
+        "some": [(0, [70, -1], [10.0, 0.0]), (1, [-1, 20], [0.0, 21.0])],
+        "top": [(0, [5, -1], [3.0, 0.0]), (1, [-1, -1], [0.0, 0.0])],
     }
 
 
@@ -598,7 +638,7 @@ FILES = "filesystem"
         pytest.param(FILES, {"queue_mib": True}, "queue_mib", id="a-bool-for-a-number"),
         pytest.param(FILES, {"on_overload": "wait"}, "on_overload", id="no-policy"),
         pytest.param(FILES, {"reads": []}, "reads", id="reads-of-no-global-sink"),
-        pytest.param("kafka", {}, "'kafka'; installed are filesystem, mine", id="no-plugin"),
+        pytest.param("kafka", {}, "'kafka'; installed are filesystem, max_act", id="no-plugin"),
         pytest.param("memory", {}, "memory is always there", id="memory"),
         pytest.param("mine", [], "object of options", id="a-list"),
     ],

@@ -22,11 +22,18 @@ import zmq
 from tests.unit.delivered import ROW_BYTES, labels_of, reads_at, slots_per_token
 from vllm_scope import CompatError
 from vllm_scope.batch.labels import Labels
+from vllm_scope.control import Decided
 from vllm_scope.program.layout import Layout, Widths
 from vllm_scope.request.heads import Bank, Encoding
 from vllm_scope.request.sites import point_of
 from vllm_scope.sinks import RowBatch
-from vllm_scope.transport.messages import FinishHeader, RowsHeader, RowsMessage, start_of
+from vllm_scope.transport.messages import (
+    DecidedHeader,
+    FinishHeader,
+    RowsHeader,
+    RowsMessage,
+    start_of,
+)
 from vllm_scope.transport.receiver import Receiver
 from vllm_scope.transport.ring import CLOSED, HostRing, Lease, RingRef
 from vllm_scope.transport.senders import Sender, SharedSender, TcpSender
@@ -51,7 +58,7 @@ class Inbox:
     def __init__(self) -> None:
         self.messages: queue.Queue = queue.Queue()
         self.during = lambda message: None
-        self.receiver = Receiver(self._on_rows, self.messages.put)
+        self.receiver = Receiver(self._on_rows, self.messages.put, on_decided=self.messages.put)
         _receivers.append(self.receiver)
 
     def open(self, road: str, ring: HostRing) -> Sender:
@@ -308,6 +315,18 @@ def test_messages_of_one_sender_stay_in_order_and_errors_travel(inbox, sender, r
     for position in range(50):
         assert _value(inbox.next()) == position
         assert inbox.next() == FinishHeader(position, 3, f"reason {position}")
+
+
+@pytest.mark.parametrize("road", ["shared", "tcp"])
+def test_what_a_policy_decides_comes_before_the_end(road, inbox, ring):
+    sender = inbox.open(road, ring)
+    decided = [Decided(5, 7, {"e": 0.5}), Decided(9, flag="odd", stop=True), Decided(11, error="x")]
+    for one in decided:
+        sender.send_decided(3, one)
+    sender.send_finish(3, 0, None)
+    assert [inbox.next() for _ in decided] == [DecidedHeader(3, one) for one in decided]
+    assert inbox.next() == FinishHeader(3, 0, None)
+    sender.close()
 
 
 def test_senders_of_both_transports_reach_one_receiver(inbox, ring):

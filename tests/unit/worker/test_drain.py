@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,11 +14,17 @@ import torch
 from msgspec.structs import replace
 
 from tests.unit.delivered import ROW_BYTES, labels_of, reads_at, rows_in
-from vllm_scope.program.layout import Widths
+from vllm_scope.batch.sums import Sums
+from vllm_scope.program.layout import Layout, Widths
+from vllm_scope.request.heads import Likeliest, Strongest, Summed
+from vllm_scope.request.resolved import ResolvedMoments
+from vllm_scope.request.selectors import Word
+from vllm_scope.request.sites import Place, point_of
 from vllm_scope.sinks import RowBatch
 from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker.arena import Arena
 from vllm_scope.worker.drain import Drain, _may_join, _Rows
+from vllm_scope.worker.watch import Watch
 
 CPU = torch.device("cpu")
 #: Generous: what must not hang is cut off here.
@@ -63,9 +70,12 @@ class RecordingSink:
 
 
 @contextmanager
-def _drain(num_slots: int, host_slots: int = 64) -> Iterator[tuple[Arena, Drain, RecordingSink]]:
+def _drain(
+    num_slots: int, host_slots: int = 64, watch: Watch | None = None
+) -> Iterator[tuple[Arena, Drain, RecordingSink]]:
     arena, sink = Arena(num_slots, torch.float32, CPU), RecordingSink()
-    drain = Drain(arena, HostRing(host_slots, cuda=False), sink, Widths((ROW_BYTES,)))
+    ring = HostRing(host_slots, cuda=False)
+    drain = Drain(arena, ring, sink, Widths((ROW_BYTES,)), watch, moments_bytes=1 << 20)
     try:
         yield arena, drain, sink
     finally:
@@ -94,6 +104,61 @@ def _rows(key: int, first: int, count: int, boundaries: tuple[int, ...] = (0,)) 
         for p in range(first, first + count)
         for b in boundaries
     ]
+
+
+class Pairs:
+    """A PairMaker: the index is 7, the value the first number of the row. It fails for rows below
+    `least`."""
+
+    def __init__(self, least: float) -> None:
+        self.least = least
+
+    def pack(self, rows, count):
+        if rows.min() < self.least:
+            raise torch.OutOfMemoryError
+        made = torch.full((len(rows), 4), 7, dtype=torch.int32)
+        made[:, 1] = rows[:, 0].view(torch.int32)
+        return made.view(torch.uint8)
+
+
+@pytest.mark.parametrize("boundary", [None, 0])
+def test_a_head_that_fails_fails_the_requests_that_asked_for_it_alone(boundary, caplog):
+    heads = {"": Likeliest.of_lens(1), "good": Strongest.of_sae("good", 1)}
+    heads["bad"] = Strongest.of_sae("bad", 1)
+    saes = {"": Pairs(5), "good": Pairs(0), "bad": Pairs(99)}
+    arena, sink = Arena(8, torch.float32, CPU), RecordingSink()
+    slots = []
+    sink.write = lambda batch: slots.append((batch.labels.keys.tolist(), batch.slots.clone()))
+    drain = Drain(arena, HostRing(64, cuda=False), sink, Widths((ROW_BYTES,)), saes=saes)
+    point = point_of(0, 0)
+    layouts = tuple(Layout((), ((head, (point,)),)) for head in heads.values())
+    try:
+        for first in (0.0, 10.0):
+            region = arena.acquire(3)
+            arena.view(region)[:] = torch.arange(first, first + 3)[:, None]
+            keys = np.array([1, 2, 3])
+            labels = labels_of(keys, [0, 0, 0], layouts=layouts)
+            labels = replace(labels, layout_of=np.arange(3, dtype=np.int32))
+            drain.submit(region, labels, boundary)
+        for key in (1, 2, 3):
+            drain.finish_request(key)
+        drain.finish_request(3)
+    finally:
+        drain.close()
+    ends = dict(sink.events[:3])
+    assert ends.keys() == {1, 2, 3}
+    assert "could not be computed" in ends[1]
+    assert "could not be computed" in ends[3]
+    assert ends[2] is None
+    assert sink.events[3] == (3, None), "it is forgotten with its request"
+    words = torch.cat([some for _, some in slots]).view(torch.int32)[:, :2]
+    assert [key for keys, _ in slots for key in keys] == [1, 2, 3] * 2
+    found = list(zip(words[:, 0].tolist(), words[:, 1].view(torch.float32).tolist(), strict=True))
+    assert [found[i] for i in (1, 3, 4)] == [(7, 1.0), (7, 10.0), (7, 11.0)]
+    for i in (0, 2, 5):
+        assert found[i][0] == -1
+        assert found[i][1] != found[i][1], "not a number: never taken for a value"
+    assert "the head 'strongest 0 1 bad' failed" in caplog.text
 
 
 @pytest.mark.parametrize("host_slots", [8, 20, 400])
@@ -280,3 +345,47 @@ def test_a_thread_that_worked_long_rests_no_longer_than_rows_may_wait(monkeypatc
         for position in range(3):
             _submit(arena, drain, 1, position, 1)
             _until(lambda seen=position + 1: len(sink.events) == seen, 1.0)
+
+
+def test_rows_are_summed_in_order_if_a_watched_request_enters_beside_them():
+    """From then on steps are filled at once; those before wait for the drain thread."""
+    place, gate = Place("resid_post", 0), threading.Event()
+    layout = Layout((), ((Summed.of(0), (place.point(),)),))
+    watch = Watch(Widths((ROW_BYTES,)), False, lambda *_: None)
+    with _drain(512, watch=watch) as (arena, drain, _):
+        drain.add_moments(1, 30, [ResolvedMoments("m", (place,), Word("all"), "a")])
+        for first in (0, 10, 20):
+            if first == 10:
+                watched = SimpleNamespace(watched=(), firsts=frozenset())
+                watch.add_request(2, "r2", 10, watched, None)
+                threading.Timer(0.1, gate.set).start()
+            region = arena.acquire(10)
+            arena.view(region)[:] = 1.0
+            positions = range(first, first + 10)
+            if not first:
+                drain.later(lambda: gate.wait(5) and None)
+            drain.submit(region, labels_of([1] * 10, positions, layouts=(layout,)))
+        found = drain.of_sums(lambda sums: sums.read("m", place, "a"))
+    assert (found.count, found.missing) == (30, 0)
+
+
+@pytest.mark.parametrize("boundary", [None, 2])
+def test_rows_that_are_summed_are_not_delivered(boundary):
+    """Alone a step of them makes no batch; beside rows that are read they take no room in it."""
+    place = Place("resid_post", 0)
+    summed = Layout((), ((Summed.of(0), (place.point(),)),))
+    both = reads_at(2, encoded=summed.encoded)
+    asked = ResolvedMoments("m", (place,), Word("all"), "a")
+    with _drain(64) as (arena, drain, sink):
+        drain.add_moments(1, 4, [asked])
+        for first, layouts in ((0, (summed,)), (2, (summed, both))):
+            region = arena.acquire(2)
+            arena.view(region)[:] = torch.tensor([[first + 1.0], [first + 2.0]])
+            labels = labels_of([1, 1], [first, first + 1], range(len(layouts)) if first else None,
+                               layouts)  # fmt: skip
+            drain.submit(region, labels, boundary)
+        found = Sums.of_packed(drain.of_sums(lambda sums: sums.read("m", place, "a")))
+        drain.finish_request(1)
+    assert (found.count, found.x.tolist()) == (4, [10.0] * 4)
+    assert sink.events == [(1, 3, 2, 4.0), (1, None)]
+    assert sink.num_batches == 1

@@ -119,14 +119,15 @@ def token_by_token(
         pytest.param([4, 4, 4, 0, 0, 2, 2, 1, 3], id="in-runs"),
     ],
 )
+@pytest.mark.parametrize("stacks", [False, True])
 @pytest.mark.parametrize("chunk_bytes", [64, 2000, 16 << 20])
 def test_every_row_and_score_goes_to_its_place(
-    chunk_bytes, layout_of, boundary, dtype, monkeypatch
+    chunk_bytes, stacks, layout_of, boundary, dtype, monkeypatch
 ):
     monkeypatch.setattr(packer_module, "CHUNK_BYTES", chunk_bytes)
     labels = labels_of(layout_of, layouts_of(dtype))
     row_bytes = HIDDEN_SIZE * dtype.itemsize
-    packer = Packer(dtype, CPU, Widths((row_bytes,)))
+    packer = Packer(dtype, CPU, Widths((row_bytes,)), stacks=stacks)
     packer.hold(1, (), BANKS)
     before, _ = packer_module._sizes(labels, boundary, Widths((row_bytes,)))
     arena = torch.randn(int(before.sum()) + 9, SLOT_BYTES // dtype.itemsize).to(dtype)
@@ -223,3 +224,54 @@ def test_if_weights_find_no_room_the_request_is_refused_and_others_go_on(monkeyp
         packer.hold(2, (), BANKS)
     packer.release(2)
     assert _pack_six(packer).view(torch.float32).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_banks_that_are_alike_make_the_same_together(dtype):
+    nets = {bank_of(net): [net] for net in NETS[:3]}
+    one, two, three = nets
+    layouts = (
+        Layout((B,), ((one, (A,)), (two, (B,)), (three, (C,)))), Layout((), ((one, (A,)),)),
+    )  # fmt: skip
+    labels = labels_of([0, 1, 0, 0], layouts)
+    row_bytes = HIDDEN_SIZE * dtype.itemsize
+    made, num_moves = [], []
+    for stacks in (False, True):
+        packer = Packer(dtype, CPU, Widths((row_bytes,)), stacks=stacks)
+        packer.hold(1, (), nets)
+        before, _ = packer_module._sizes(labels, None, Widths((row_bytes,)))
+        region = torch.linspace(-1, 1, int(before.sum()) * SLOT_BYTES // dtype.itemsize).to(dtype)
+        region = region.view(-1, SLOT_BYTES // dtype.itemsize)
+        into = torch.empty((packer.num_slots(labels, None), SLOT_BYTES), dtype=torch.uint8)
+        packer.pack(region, labels, None, into)
+        made.append(into)
+        num_moves.append(len(packer._plan.chunks[0].moves))
+    assert num_moves == [4, 3]  # raw rows, and the banks: `two` and `three` have as many rows
+    if dtype == torch.float32:
+        torch.testing.assert_close(*(some.view(torch.float32) for some in made))
+    else:
+        assert (made[0] == made[1]).float().mean() > 0.9
+
+
+def test_banks_that_work_together_work_once_a_step(monkeypatch):
+    """The rows of several banks are not in the order of the batch."""
+    nets = {bank_of(net): [net] for net in NETS[1:3]}
+    layout = Layout((), tuple((bank, (point,)) for bank, point in zip(nets, (A, B), strict=True)))
+    packer, num_products = Packer(torch.float32, CPU, Widths((4 * HIDDEN_SIZE,)), stacks=True), []
+    packer.hold(1, (), nets)
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *args: num_products.append(args) or bmm(*args))
+    made = []
+    for num_steps in (1, 2):
+        labels = packer._plan.labels if num_steps == 2 else labels_of([0] * 3, (layout,))
+        region = torch.rand((int(packer_module._sizes(labels, None, packer.widths)[0].sum()), 4))
+        into = torch.full((packer.num_slots(labels, None), SLOT_BYTES), 255, dtype=torch.uint8)
+        packer.pack(region, labels, None, into)
+        assert len(num_products) == num_steps
+        alone = Packer(torch.float32, CPU, packer.widths, stacks=False)
+        alone.hold(1, (), nets)
+        twin = torch.zeros_like(into)
+        alone.pack(region, labels, None, twin)
+        made += [(into.view(torch.float32), twin.view(torch.float32))]
+    for ours, theirs in made:
+        torch.testing.assert_close(ours, theirs)

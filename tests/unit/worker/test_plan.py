@@ -15,6 +15,7 @@ from vllm_scope import (
     Add,
     CapacityError,
     Except,
+    Probe,
     Read,
     TokenIds,
     Union,
@@ -283,3 +284,24 @@ def test_256_decoding_requests_are_planned_in_little_time(tokens, most_ms, capsy
     with capsys.disabled():
         print(f"\n  plan of 256 decoding requests, {tokens}: {statistics.median(took):.2f} ms")
     assert statistics.median(took) < most_ms
+
+
+def test_prompts_whose_tokens_are_all_probed_cost_no_python_per_request(monkeypatch):
+    engine = Engine()
+    for name in "abc":
+        engine.add(name, Probe([1.0, 2.0, 0.0, 1.0], layer=1, name="p"), num_prompt=10)
+    by_request = [engine.step(**{name: (0, 10)})[0] for name in "abc"]
+    monkeypatch.setattr(engine.planner, "_ids", lambda *_: pytest.fail("it looked at a request"))
+    plan, failures = engine.step(a=(0, 10), b=(4, 6), c=(9, 2))
+    assert not failures
+    assert plan.rows.tolist() == list(range(18))
+    assert plan.labels.positions.tolist() == [*range(10), *range(4, 10), 9, 10]
+    assert set(plan.program_ids) == set(by_request[0].program_ids)
+    assert plan.labels.layouts == by_request[0].labels.layouts
+
+
+def test_prompts_of_which_no_token_is_probed_have_no_rows_before_they_generate():
+    engine = Engine()
+    engine.add("a", Probe([1.0] * 4, layer=1, name="p", tokens="generated"), num_prompt=10)
+    assert engine.step(a=(0, 10))[0] is None
+    assert engine.step(a=(9, 3))[0].rows.tolist() == [1, 2]

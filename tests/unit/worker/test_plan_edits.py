@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.unit.planned import HIDDEN_SIZE, SITES, Engine
+from tests.unit.planned import HIDDEN_SIZE, SITES, Engine, compile_actions, held
+from tests.unit.programs import program_of
 from vllm_scope import Ablate, Add, CapacityError, Probe, Read, Replace, Spec
 from vllm_scope.program.compiler import OVERSHOOT
 from vllm_scope.program.layout import Layout
@@ -85,6 +86,42 @@ def test_a_step_like_the_one_before_has_the_same_array_of_ids(actions):
     again = engine.step(b=(14, 1), a=(10, 1))[0].program_ids
     engine.add("c", Add([0.5] * 4, layer=2))  # it may take the place of another program
     assert engine.step(b=(15, 1), a=(11, 1))[0].program_ids is not again
+
+
+def _program_at(engine, position: int, count: int = 1):
+    plan, failures = engine.step(a=(position, count))
+    assert failures == []
+    return [program_of(engine.tables, i) for i in plan.program_ids]
+
+
+def _scales_held(engine) -> set[float]:
+    """Of adds, in the programs that the tables keep."""
+    programs = (program_of(engine.tables, i) for i in engine.tables._ops_of)
+    return {op.a for one in programs for _, ops in one.taps for op in ops if op.vector is not None}
+
+
+@pytest.mark.parametrize("more", [[], [Read("embed", tokens=[5])]], ids=["uniform", "by-position"])
+def test_new_scales_hold_from_their_position_on_however_tokens_are_computed(more):
+    def program(scale: float):
+        return compile_actions(Add(V, layer=0, scale=scale), *more)
+
+    engine = Engine()
+    engine.add("a", Add(V, layer=0, scale=1.0), *more)
+    steady = _program_at(engine, 4) + _program_at(engine, 5)
+    for first, scale in ((7, 2.0), (9, 3.0), (9, 4.0)):
+        new = program(scale)
+        engine.planner.change_request("a", first, new, held(new, 64))
+    assert _scales_held(engine) == {1.0, 2.0, 4.0}
+    scales = [1.0] * 7 + [2.0] * 2 + [4.0] * 7
+    for start, count in ((0, 16), (3, 9), (8, 1), (9, 1), (10, 1), (11, 1), (8, 3)):
+        found = _program_at(engine, start, count)
+        for position, one in enumerate(found, start):
+            ((_, ops), *_) = [x for x in one.taps if x[0] == 2]
+            assert [op.a for op in ops if op.vector is not None] == [scales[position]]
+    assert _program_at(engine, 4) + _program_at(engine, 5) == steady
+    engine.planner.finish_request("a")
+    assert len(engine.planner) == 0
+    assert _scales_held(engine) == set()
 
 
 def test_a_request_with_vectors_holds_every_program_from_the_start():

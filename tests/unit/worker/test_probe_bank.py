@@ -236,3 +236,47 @@ def test_if_weights_find_no_room_none_is_held_and_idle_ones_make_room(made, monk
     banks.hold(bank("large", 17))
     banks.release(bank("large", 17))
     assert loaded(banks, "a", "large") == ""
+
+
+@pytest.mark.parametrize("most_bytes", [64 << 20, 100])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_stack_gives_each_bank_its_part_of_the_rows(dtype, most_bytes, monkeypatch):
+    monkeypatch.setattr(probe_bank, "MOST_BYTES", most_bytes)
+    nets = {Bank.of([bytes([i])], 2): [linear(i, 40), linear(i + 9, 40)] for i in range(5)}
+    banks = Banks(CPU)
+    banks.hold(nets)
+    (shape,) = {banks.like(bank) for bank in nets}
+    assert shape == (40, 2, False)
+    rows = torch.randn(5 * 7, 48).to(dtype)[:, :40]  # as rows lie in slots
+    found = banks.stack(tuple(nets)).pack(rows).view(torch.float32)
+    parts = zip(nets, rows.split(7), strict=True)
+    alone = torch.cat([banks[bank].pack(some) for bank, some in parts])
+    torch.testing.assert_close(found, alone.view(torch.float32), rtol=1e-5, atol=1e-5)
+
+
+def test_banks_that_are_not_alike_or_large_are_worked_on_alone(monkeypatch):
+    monkeypatch.setattr(probe_bank, "MOST_STACKED", 4 * 40)
+    several = {
+        Bank.of([b"one"], 1): [linear(0, 40)],
+        Bank.of([b"large"], 2): [linear(0, 40), linear(1, 40)],
+        Bank.of([b"deep"], 1): [mlp(0, 40, "relu", 1)],
+    }
+    banks = Banks(CPU)
+    banks.hold(several)
+    assert len({banks.like(bank) for bank in several}) == 3
+
+
+def test_only_the_last_stacks_are_kept_and_none_of_banks_that_nobody_holds(monkeypatch):
+    monkeypatch.setattr(probe_bank, "MOST_STACK_BYTES", 4 * 4 * 8)
+    nets = {Bank.of([bytes([i])], 1): [linear(i, 8)] for i in range(4)}
+    banks = Banks(CPU)
+    banks.hold(nets)
+    a, b, c, d = nets
+    for pair in ((a, b), (b, c), (c, d)):
+        banks.stack(pair)
+    assert list(banks._stacks) == [(b, c), (c, d)]
+    again = banks.stack((b, c))
+    assert banks.stack((b, c)) is again
+    assert list(banks._stacks) == [(c, d), (b, c)]
+    banks.release({b: nets[b]})
+    assert list(banks._stacks) == [(c, d)]

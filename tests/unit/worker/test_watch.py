@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 
 from tests.unit.delivered import labels_of
 from tests.unit.watching import LENGTH, READ, Request, Running, Worker, probe, rising
-from vllm_scope import AttentionPool, Ema, Probe, RollingMean
+from vllm_scope import AttentionPool, Ema, Policy, Probe, RollingMean
+from vllm_scope.batch.readout import Readout
+from vllm_scope.control import Decided
 from vllm_scope.program.layout import Layout
 from vllm_scope.transport.ring import Lease
+from vllm_scope.worker.watch import Judged
 
 
 def test_a_request_is_stopped_once_with_the_step_that_brought_the_verdict():
@@ -36,6 +39,65 @@ def test_of_several_probes_the_first_position_above_is_told():
         worker = Worker(one)
         worker.forward((one, range(4), 0), by_tap=by_tap)
         assert worker.judge() == {"r1": "probe 'early': 4 at position 1"}
+
+
+class Sees:
+    """In place of a policy's Steering."""
+
+    name, over = "policy", False
+
+    def __init__(self, stop: int = -1):
+        self.stop, self.seen = stop, []
+
+    def begin_step(self):
+        pass
+
+    def observe(self, position, scores):
+        self.seen.append((position, scores))
+        first = max(position, 3) + 1
+        return Decided(position, first, {"e": float(position)}, position == self.stop)
+
+
+@pytest.mark.parametrize("by_tap", [False, True])
+def test_a_policy_sees_each_position_once_in_order_however_tokens_are_computed(by_tap):
+    every = probe("every", 1e9, tokens="all", action="flag")
+    late = probe("late", 1e9, 0, tokens="generated", action="flag", aggregate="max")
+    one = Request(1, [every, late], policy=Policy("p"))
+    told = []
+    worker, steering = Worker(tell=lambda *x: told.append(x)), Sees()
+    found: list[Judged] = []
+    worker.watch.add_request(1, "r1", one.num_prompt, one.asked, steering)
+    for positions in (range(3), range(3), range(2, 4), [4], [5], range(3), range(3, 7)):
+        worker.forward((one, positions, 0), by_tap=by_tap)
+        found += worker.judged().values()
+    assert [position for position, _ in steering.seen] == list(range(7))
+    readouts = {each.name: Readout(each) for each in one.asked.watched}
+    for position, scores in steering.seen:
+        assert set(scores) == ({"every"} if position < 4 else {"every", "late"})
+        for each in one.asked.watched:
+            if each.name in scores:
+                (cell,) = each.cells
+                numbers = torch.from_numpy(one.numbers[cell.bank, cell.place.point()][[position]])
+                read = readouts[each.name].read(numbers[:, cell.first :], np.array([position]))
+                value = read.scores if read.aggregates is None else read.aggregates
+                assert scores[each.name] == float(value)
+    changes = [(position + 1, {"e": float(position)}) for position in range(3, 7)]
+    assert [each[:2] for each in found] == [(None, ())] * len(found)
+    assert dict(change for each in found for change in each.scales) == dict(changes)
+    assert [key for key, _ in told] == [1] * 7
+    assert [decided.position for _, decided in told] == list(range(7))
+
+
+@pytest.mark.parametrize(("stop", "last"), [(2, 2), (5, 4), (-1, 4)])
+def test_a_policy_sees_nothing_after_the_position_that_ends_its_request(stop, last):
+    """A probe ends it at position 4."""
+    one = rising(probe("p", 1.0), scores={1: {4: 2.0}}, num_prompt=8, policy=Policy("p"))
+    worker, steering = Worker(), Sees(stop)
+    worker.watch.add_request(1, "r1", one.num_prompt, one.asked, steering)
+    worker.forward((one, range(8), 0))
+    reason = "policy 'policy' at position 2" if last == 2 else "probe 'p': 2 at position 4"
+    assert worker.judge() == {"r1": reason}
+    assert steering.seen[-1][0] == last
 
 
 def test_a_position_that_is_computed_again_counts_once():

@@ -8,6 +8,7 @@
         steering_clamps={"post_block": {20: [{"vector": direction, "max": 4.0}]}},
         steering_module_ref=("formal", 1.5),
         steering=[{"when": ..., "scope": "this_token", "apply": ...}],  # on a condition
+        sae_clamp_specs=[{"module_name": "gemma", "clamps": ...}],  # features of an SAE
         capture={"filesystem": {"request_id": "q", "tag": "run", "hooks": {...}}},
     )
     out.capture_results["filesystem"].status
@@ -16,8 +17,9 @@ With vLLM's own LLM and SamplingParams the same fields are keys of `extra_args`.
 
 Hooks are pre_attn, post_attn and post_block. A request can use a hook only if the engine taps
 it (`additional_config={"scope": {"sites": [...]}}`). Vectors of all tiers, of a module and of
-the request, add up; clamps apply after all additions. A tier is chosen by the token's
-position, so a prompt that is computed again after a preemption keeps its tier.
+the request, add up; clamps apply after all additions, and clamps of features after these. A
+tier is chosen by the token's position, so a prompt that is computed again after a preemption
+keeps its tier.
 
 Steering modules are loaded with `load_modules(llm, ["formal=formal.json"])`, or at start
 with `additional_config={"scope": {"modules": {"formal": "formal.json"}}}`.
@@ -26,6 +28,7 @@ engine.py   LLM, SamplingParams
 keys.py     the keys of a request as actions; load_modules
 vectors.py  tiers of vectors and of clamps, and their bounds
 gates.py    what is added on a condition
+features.py clamps on features of sparse autoencoders
 capture.py  captures, capture_results, reading files back
 http.py     the keys in a server's bodies, capture_results in its answers, /v1/steering
 tiers.py    the vectors set over /v1/steering, as server-wide edits

@@ -110,7 +110,7 @@ def _check_scope(scope: object, when: object, where: str) -> None:
         raise SpecError(f"{where} is {shown(scope)}; it is {' or '.join(_SCOPES)}.")
     refused = _SCOPES[scope]
     if scope == "rest_of_request" and when == "probe":
-        refused = "a gate has no memory of earlier tokens; use this_token"
+        refused = "a sigmoid cannot stay open; use this_token, or vllm_scope.Gate with a Latch"
     if refused:
         raise SpecError(f"{where} is {shown(scope)}: {refused}.")
 

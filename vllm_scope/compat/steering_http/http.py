@@ -229,8 +229,9 @@ async def register_module(request: Request, body: RegisterModule) -> ModuleChang
     """Later requests that name the module get these vectors. Running requests keep theirs."""
     if body.kind != "additive" or body.sae_manifest is not None:
         raise RefusalError(
-            400, f"kind is {shown(body.kind)}; modules here are 'additive': features of sparse "
-            "autoencoders are not tapped in this version.",
+            400, f"kind is {shown(body.kind)}; modules here are 'additive'. No path "
+            "comes from a request, so the operator names sparse autoencoders when the engine "
+            "starts: additional_config={'scope': {'saes': {NAME: PATH}}}.",
         )  # fmt: skip
     sites = await _sites(request)
     data = await asked(run_in_threadpool(_module, body.tiers(), sites))

@@ -2,7 +2,7 @@
 
 Owns:  `translate`, `load_modules`.
 Runs:  in the front-end.
-From:  vectors, gates and capture, beside this file.
+From:  vectors, gates, features and capture, beside this file.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from vllm_scope.compat.bounds import Room, parsed
 from vllm_scope.compat.steering_http.capture import decorate, reads_of
+from vllm_scope.compat.steering_http.features import check_places, features_of
 from vllm_scope.compat.steering_http.gates import gated
 from vllm_scope.compat.steering_http.vectors import clamps_of, stacked, vectors_of, words_of
 from vllm_scope.engine.frontend.translators import Translation, called, named
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 #: Keys that are not supported -> the end of the error: why, and the alternative.
 REFUSED = {
-    "sae_clamp_specs": "features of a sparse autoencoder are not tapped in this version; clamp "
-    "along a decoder direction with steering_clamps",
     "sae_full_reconstruction_specs": "a row cannot be replaced by its reconstruction in this "
     "version; rows of another run can, with vllm_scope.Replace",
     "patch": "patching is vllm_scope.Replace, of rows that a Read has brought",
@@ -55,11 +54,14 @@ def translate(values: Mapping[str, object], sites: Sites) -> Translation:
     for key, tokens in tiers("steering_clamps").items():
         clamps = clamps_of(values.get(key), tokens, key, sites, room).values()
         edits += [(clamp, words_of(clamp, key)) for some in clamps for clamp in some]
+    features = features_of(values.get("sae_clamp_specs"), sites, room)
+    edits += [(one.edit, one.words) for one in features]
     reads = reads_of(values.get("capture"), sites, room)
     actions = (*(edit for edit, _ in edits), *(read for read, _ in reads))
     consumers = tuple(dict.fromkeys(read.to for read, _ in reads))
     decorator = partial(decorate, consumers=consumers) if reads else None
-    return Translation(actions, decorator, paths=named([*edits, *reads]))
+    check = partial(check_places, features) if features else None
+    return Translation(actions, decorator, check=check, paths=named([*edits, *reads]))
 
 
 def _module(values: Mapping[str, object]) -> list[tuple[Edit, dict[str, str]]]:

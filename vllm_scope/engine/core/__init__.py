@@ -4,6 +4,6 @@ entry.py      what a request that enters means, and the keys of its edited KV bl
 entered.py    what EngineCore keeps about a request that reads, probes or edits
 scheduler.py  when the request may run, and the message that it is over
 scores.py     scores that are kept with KV blocks
-verdicts.py   requests that a probe stops
+verdicts.py   requests that a probe or a policy stops, whose next stage begins, or with new scales
 clearing.py   KV blocks that must be zeroed before they are used again
 """

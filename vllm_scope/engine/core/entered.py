@@ -7,11 +7,13 @@ From:  entry.   To: scheduler, clearing, engine.worker.faults.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from vllm_scope.core.sums_room import SumsRoom
 from vllm_scope.engine.beside import Beside
 from vllm_scope.program.block_keys import BlockKeys
-from vllm_scope.program.operations import Program
+from vllm_scope.program.held import Held
+from vllm_scope.program.operations import NO_LOG, Cost, LogRange
 from vllm_scope.request.actions import MEMORY
 from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.ticket import Recipient
@@ -27,8 +29,11 @@ class Entered:
         first_read: the first position that delivers something; None if none does.
         first_edited: the first position whose KV depends on edits; None without edits.
         keys: the keys of its KV blocks; None without edits.
-        programs: the programs that it holds in the workers' tables; empty if it only reads.
+        held: the programs that it holds in the workers' tables; None if it only reads.
         columns, unchecked: as in core.news.Entrant.
+        logged: how much of the log of states it needs.
+        reserve: what it may take of the workers' tables later, if its policy changes scales.
+        sums: the room for its sums; None without Moments.
     """
 
     asked: Resolved
@@ -36,9 +41,12 @@ class Entered:
     first_read: int | None = None
     first_edited: int | None = None
     keys: BlockKeys | None = None
-    programs: tuple[Program, ...] = ()
+    held: Held | None = None
     columns: tuple[bytes, ...] = ()
     unchecked: bool = False
+    logged: LogRange = NO_LOG
+    reserve: Cost = field(default_factory=Cost)
+    sums: SumsRoom | None = None
 
     @property
     def has_sinks(self) -> bool:

@@ -12,11 +12,14 @@ apply to.
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from vllm_scope.core.news import packed_of
 from vllm_scope.core.registry import Registry
+from vllm_scope.core.sums_room import SumsRoom
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.core.entered import Entered, entered, entering, keep
@@ -29,7 +32,8 @@ from vllm_scope.errors import CapacityError, SpecError, shown
 from vllm_scope.graph.tap.tables import capacity
 from vllm_scope.program.block_keys import BlockKeys
 from vllm_scope.program.compiler import OVERSHOOT, RequestProgram
-from vllm_scope.program.operations import Cost, Program
+from vllm_scope.program.held import Held
+from vllm_scope.program.operations import Cost, LogRange
 from vllm_scope.request.resolve_edits import check_stages
 from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.selectors import Ids, Selector
@@ -37,6 +41,10 @@ from vllm_scope.request.ticket import Ticket
 from vllm_scope.vectors import load_vectors
 
 T = TypeVar("T")
+
+
+#: The programs that a request holds, their columns, and what it may take later.
+_HeldBy = tuple[Held | None, tuple[bytes, ...], Cost]
 
 
 class CoreScope:
@@ -49,10 +57,12 @@ class CoreScope:
         self.num_stages = vllm_config.parallel_config.pipeline_parallel_size
         self.sites = sites_of(vllm_config, config)
         self.registry = Registry(self.sites)
+        self.sums = SumsRoom(self.sites, config.moments_mib)
         for name, path in config.modules.items():
             self.registry.register_module(name, load_vectors(path))
         #: The reads that global sinks add to every request.
         self.everywhere = global_reads(config, self.sites)
+        self.policies = config.policy_configs()
         self.most = capacity(self.sites.vector_size, config.vectors_mib)
 
     def enter(self, request: EngineCoreRequest) -> Entered | None:
@@ -89,38 +99,53 @@ class CoreScope:
         firsts = [_first({read.tokens for read in self.everywhere.reads}, ids)]
         firsts += [] if ticket is None else [ticket.first_position]
         unchecked = _unchecked(asked, asked is not own, ticket)
-        programs, columns = self._programs_of(asked, ids, params.max_tokens or 1, unchecked)
+        packed_of(asked)  # here, and not on the scheduler's thread
+        nonce = secrets.token_bytes(16) if asked.scaled else b""
+        held, columns, reserve = self._held_of(asked, ids, params.max_tokens or 1, unchecked)
         return Entered(
             asked,
             None if ticket is None else ticket.recipient,
             min((first for first in firsts if first is not None), default=None),
             _first({edit.tokens for edit in asked.edits}, ids),
-            BlockKeys(asked.edits, len(ids), ids) if asked.edits else None,
-            programs, columns, unchecked,
+            BlockKeys(asked.edits, len(ids), ids, nonce) if asked.edits else None,
+            held, columns, unchecked,
+            LogRange(0, (params.max_tokens or 1) + OVERSHOOT, asked.num_states), reserve,
+            self.sums if asked.moments else None,
         )  # fmt: skip
 
-    def _programs_of(
-        self, asked: Resolved, ids: Ids, max_tokens: int, unchecked: bool
-    ) -> tuple[tuple[Program, ...], tuple[bytes, ...]]:
-        """The programs that a request with vectors holds while it runs, and the columns of all its
-        programs. Each is empty if the workers do not need it."""
-        vectors = bool(asked.edits or asked.probes)
+    def _held_of(self, asked: Resolved, ids: Ids, max_tokens: int, unchecked: bool) -> _HeldBy:
+        """`_held_by`, once for all requests of a spec whose actions are for whole phases."""
+        if not asked.uniform or not len(ids):
+            return self._held_by(asked, ids, max_tokens, unchecked)
+        known: dict[tuple[bool, Cost], _HeldBy] = asked.__dict__.setdefault("_held", {})
+        key = unchecked, self.most
+        if key not in known:
+            known[key] = self._held_by(asked, ids, max_tokens, unchecked)
+        return known[key]
+
+    def _held_by(self, asked: Resolved, ids: Ids, max_tokens: int, unchecked: bool) -> _HeldBy:
+        """The programs that a request with vectors holds while it runs, the columns of all its
+        programs, and what its policy may take later; each empty if the workers do not need it."""
+        vectors = bool(asked.edits or asked.banked)
         if not (vectors or unchecked):
-            return (), ()
+            return None, (), Cost()
         program = RequestProgram.compile(
             asked, self.sites, frozenset(self.sites.boundaries), len(ids), ids
         )
         columns = program.columns(len(ids) + max_tokens + OVERSHOOT)
         if not vectors:
-            return (), columns
-        programs = tuple(program.programs_of(columns))
-        cost = Cost.of(programs)
+            return None, columns, Cost()
+        held, reserve = program.held(columns), Cost()
+        if asked.policy is not None and asked.scaled:
+            most = self.policies[asked.policy.name].options.most_changes
+            reserve = program.cost_of_change(columns) * most
+        cost = held.cost + reserve
         if not cost.fits(self.most):
             raise CapacityError(
                 f"with the server's edits the request takes {cost}; this engine has "
                 f"{self.most}. Edit or probe fewer places, or send it again when they are gone."
             )
-        return programs, columns
+        return held, columns, reserve
 
     def check_edits(self, text: str | None) -> None:
         """Raises SpecError if the tables have no room for these server-wide edits."""
@@ -161,7 +186,7 @@ def _unchecked(asked: Resolved, more: bool, ticket: Ticket | None) -> bool:
     """True if the request may deliver more than its front-end checked."""
     changed = more or (ticket is not None and bool(ticket.modules))
     encoded = any(read.encoding is not None for read in asked.reads)
-    return bool(asked.delivering) and (changed or encoded)
+    return bool(asked.taking) and (changed or encoded)
 
 
 # Requests in
@@ -185,6 +210,9 @@ def _preprocess(
     entering[request.request_id] = found
     try:
         made = original(self, request)
+        # Last: if the request is refused, it must not have taken room. Only a drop gives it back.
+        if found.sums is not None:
+            found.sums.enter(found.asked.moments)
         keep(made[0], found)
         return made
     finally:
@@ -256,6 +284,7 @@ _ANSWERS: dict[str, Callable[..., object]] = {
     "scope_modules": lambda engine, ask: _scope_of(engine).registry.modules(),
     "scope_set_edits": _set_edits,
     "scope_get_edits": lambda engine, ask: _scope_of(engine).registry.server_text,
+    "scope_hold": lambda engine, ask, *args: _scope_of(engine).registry.hold(*args),
 }
 #: Remote calls whose answers get the modules.
 _WITH_MODULES = ("scope_connect", "scope_describe")
@@ -280,6 +309,9 @@ def _collective_rpc(
     if method in _WITH_MODULES:
         modules = _scope_of(self).registry.modules()
         found = [{**each, "modules": modules} for each in found]
+    if method == "scope_drop_moments":
+        known = _scope_of(self).sums.drop(str(args[0]))
+        return [known or any(found)]
     return found
 
 

@@ -26,6 +26,7 @@ from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.core import clearing
 from vllm_scope.engine.core.entered import entered
 from vllm_scope.engine.core.scores import fill_blocks, index_of, kept_of, new_index
+from vllm_scope.engine.core.verdicts import take_due
 from vllm_scope.engine.model import sites_of
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import (
@@ -35,8 +36,9 @@ from vllm_scope.engine.vllm_types import (
     Scheduler,
     SchedulerOutput,
 )
-from vllm_scope.graph.tap.tables import capacity
-from vllm_scope.program.operations import Program
+from vllm_scope.graph.tap.tables import capacity, log_places
+from vllm_scope.program.held import Held
+from vllm_scope.program.operations import Cost, LogRange
 from vllm_scope.sinks.request import Ended
 
 T = TypeVar("T")
@@ -51,11 +53,15 @@ class _State:
         told: what the workers hold.
         ended: id of an ended request that has sinks -> what was accepted; kept until a step's
             news carry it.
+        summing: running requests with Moments.
+        accepted: id of an ended one -> how many tokens it has; kept as `ended`.
     """
 
     admission: Admission[Request] | None = None
     told: Told = field(default_factory=Told)
     ended: dict[str, Ended] = field(default_factory=dict)
+    summing: set[str] = field(default_factory=set)
+    accepted: dict[str, int] = field(default_factory=dict)
 
 
 _states: Beside[_State] = Beside()
@@ -74,21 +80,31 @@ def admission_of(scheduler: object) -> Admission[Request] | None:
     return None if state is None else state.admission
 
 
+def _log_of(scheduler: object, request_id: str, asked: LogRange) -> LogRange:
+    """The request's range of the log of states."""
+    admission = admission_of(scheduler)
+    if admission is None or not asked.size:
+        return asked
+    return asked._replace(start=admission.log_start(request_id))
+
+
 def _new_admission(scheduler: Scheduler) -> Admission[Request]:
     vllm_config = scheduler.vllm_config
     config = config_of(vllm_config)
     assert config is not None
-    admission: Admission[Request] = Admission(
-        capacity(sites_of(vllm_config, config).vector_size, config.vectors_mib)
-    )
+    most = capacity(sites_of(vllm_config, config).vector_size, config.vectors_mib)
+    admission: Admission[Request] = Admission(most, log_places(config.states_mib))
     _state_of(scheduler).admission = admission
     return admission
 
 
-def _programs_of(request: object) -> tuple[Program, ...]:
-    """The programs that a request holds in the workers' tables; empty for a plain request."""
+def _held_by(request: object) -> tuple[Held | None, int, Cost]:
+    """The programs that a request holds in the workers' tables, None for a plain request, how many
+    places of the log of states, and what it may take later."""
     found = entered(request)
-    return () if found is None else found.programs
+    if found is None:
+        return None, 0, Cost()
+    return found.held, found.logged.size, found.reserve
 
 
 def _add_to_scheduler(original: Callable[..., object], self: Scheduler, request: Request) -> None:
@@ -97,11 +113,11 @@ def _add_to_scheduler(original: Callable[..., object], self: Scheduler, request:
         _take_nothing_from(self.connector)
     if known is not None and known.asked.scores_alone is not None:
         new_index(self)
-    programs, admission = _programs_of(request), admission_of(self)
+    held, admission = _held_by(request), admission_of(self)
     if request.request_id not in self.requests:
-        if programs and admission is None:
+        if held[0] is not None and admission is None:
             admission = _new_admission(self)
-        if admission is not None and not admission.enter(request, programs):
+        if admission is not None and not admission.enter(request, *held):
             return
     # A piece of streamed input joins its session, which is the request with the same id. What the
     # session entered with holds for the piece too.
@@ -112,8 +128,8 @@ def _let_in(self: Scheduler, admission: Admission[Request]) -> None:
     """Move waiting requests to the scheduler, in order, while there is room."""
     while admission.waiting:
         first = admission.waiting[0]
-        programs = _programs_of(first)
-        if programs and not admission.admit(first.request_id, programs):
+        held, num_logged, reserve = _held_by(first)
+        if held is not None and not admission.admit(first.request_id, held, num_logged, reserve):
             return
         _enqueue(self, admission.waiting.popleft())
 
@@ -126,6 +142,9 @@ def _free(
     if known is not None and known.has_sinks:
         ended = Ended(tuple(request.output_token_ids), str(request.get_finished_reason()))
         _state_of(self).ended[request.request_id] = ended
+    if known is not None and request.request_id in _state_of(self).summing:
+        _state_of(self).summing.remove(request.request_id)
+        _state_of(self).accepted[request.request_id] = request.num_tokens
     index = index_of(self.kv_cache_manager)
     if index is not None:
         index.forget_request(request.request_id)
@@ -168,20 +187,36 @@ def _schedule(
     """Scheduler.schedule: add the step's news to the output, as an attribute of ours. vLLM sends
     the output to every worker."""
     output = original(self, *args, **kwargs)
-    news = StepNews(zeroed=clearing.due(self))
+    due = take_due(self)
+    news = StepNews(zeroed=clearing.due(self), begun=due.begun, scales=due.scales)
     for new in output.scheduled_new_reqs:
         request = self.requests[new.req_id]
         known = entered(request)
         if known is not None:
+            if known.sums is not None:
+                # They may have been dropped since it entered.
+                known.sums.enter_again(known.asked.moments)
+                _state_of(self).summing.add(new.req_id)
             number = _state_of(self).told.number_of(known.asked, news)
             news.entrants[new.req_id] = Entrant(
                 known.recipient, number, known.columns, known.unchecked,
+                _log_of(self, new.req_id, known.logged),
                 *kept_of(self, request, known.asked, new.num_computed_tokens),
             )  # fmt: skip
+    # With Model Runner V2 they are among the new ones.
+    for req_id in (*output.scheduled_cached_reqs.resumed_req_ids, *news.entrants):
+        known = entered(self.requests[req_id])
+        if known is not None and known.asked.num_states:
+            news.resumed[req_id] = self.requests[req_id].num_tokens
     state = _states.of(self)
     fill_blocks(self, output, news)
     if state is not None and state.ended:
         news.ended = {r: state.ended.pop(r) for r in output.finished_req_ids if r in state.ended}
+    if state is not None and (state.summing or state.accepted):
+        over = output.finished_req_ids & state.accepted.keys()
+        news.accepted = {r: state.accepted.pop(r) for r in over}
+        running = state.summing & output.num_scheduled_tokens.keys()
+        news.accepted |= {r: self.requests[r].num_tokens for r in running}
     if news:
         output.scope_news = news
     return output

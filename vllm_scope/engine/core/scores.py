@@ -32,7 +32,9 @@ def new_index(scheduler: Scheduler) -> None:
     assert config is not None
     manager = scheduler.kv_cache_manager
     if index_of(manager) is None and config.scores_mib and manager.enable_caching:
-        index = ScoreIndex(_hash_block_size(scheduler), int(config.scores_mib * 2**20))
+        most_bytes = int(config.scores_mib * 2**20)
+        step_tokens = 1 + scheduler.vllm_config.num_speculative_tokens
+        index = ScoreIndex(_hash_block_size(scheduler), most_bytes, step_tokens)
         _indices.put(manager, index)
 
 
@@ -58,10 +60,11 @@ def fill_blocks(scheduler: Scheduler, output: SchedulerOutput, news: StepNews) -
     index = index_of(scheduler.kv_cache_manager)
     if index is None:
         return
-    for request_id in index.running:
-        if request_id not in output.num_scheduled_tokens:
-            continue
+    for request_id in index.due():
         request = scheduler.requests[request_id]
+        if request_id not in output.num_scheduled_tokens:
+            index.look_again(request_id, request.num_tokens)
+            continue
         known = entered(request)
         assert known is not None
         asked = known.asked
@@ -73,6 +76,7 @@ def fill_blocks(scheduler: Scheduler, output: SchedulerOutput, news: StepNews) -
         )  # fmt: skip
         if found is not None:
             news.filled[request_id] = found
+        index.look_again(request_id, request.num_tokens)
     news.forgotten_scores = index.take_forgotten()
 
 
@@ -81,6 +85,15 @@ def lose(scheduler: Scheduler, keys: Iterable[ScoreKey]) -> None:
     index = index_of(scheduler.kv_cache_manager)
     if index is not None:
         index.lose(keys)
+
+
+def freeze(scheduler: Scheduler, request: Request) -> None:
+    """Keep no more blocks of a request, except those of its prompt and of tokens that are scheduled
+    already: no later stage scores these."""
+    index = index_of(scheduler.kv_cache_manager)
+    if index is not None:
+        num_tokens = max(request.num_computed_tokens, request.num_prompt_tokens)
+        index.freeze(request.request_id, num_tokens)
 
 
 def _reset(original: Callable[..., bool], self: KVCacheManager) -> bool:

@@ -1,34 +1,62 @@
-"""Requests that a probe stops: they end with the step that brought the verdict.
+"""Scores that change what happens to a request: a probe or a policy stops it, a later stage begins,
+or a policy sets new scales.
 
-Owns:  the way of a verdict from a worker to the caller.
-Runs:  `with_verdicts` in the worker, where a step's output is made; `stop_judged` in EngineCore.
-From:  worker.watch (which requests).   To: the request's finish_reason and stop_reason.
+Owns:  the way of a verdict, and of new scales, from a worker to the caller or back to all workers.
+Runs:  `with_verdicts` in the worker, where a step's output is made; the rest in EngineCore.
+From:  worker.watch (which requests).   To: the request's finish_reason and stop_reason; scheduler
+       (the news of the next step).
 
 The step that computes a token's row also samples the next token. That token is kept, because the
 row's position then counts as processed; it is the last one.
+
+New scales hold from a position that no step has begun to compute: the next one, or with async
+scheduling, where a step is always ahead, the one after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from vllm_scope.control.policy import Changes
 from vllm_scope.engine import wrapping
-from vllm_scope.engine.core.scores import lose
+from vllm_scope.engine.beside import Beside
+from vllm_scope.engine.core.scores import freeze, lose
+from vllm_scope.engine.refusals import refused
 from vllm_scope.engine.vllm_types import EngineCoreOutputs as Outputs
 from vllm_scope.engine.vllm_types import Scheduler
 from vllm_scope.engine.worker.carrying import carried, carrying, is_output
+from vllm_scope.errors import ScopeError
 from vllm_scope.worker.score_store import ScoreStore
-from vllm_scope.worker.watch import Watch
+from vllm_scope.worker.watch import Judged, Watch
 
+_TOO_LATE = (
+    "what the request's policy decided came after the tokens that it was for, so the request was "
+    "ended; start the engine without async scheduling."
+)
 _NAME, _LOST = "scope_verdicts", "scope_lost_scores"
 
 
+@dataclass
+class Due:
+    """What the next step's news tell the workers; attributes as in StepNews."""
+
+    begun: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    scales: dict[str, Changes] = field(default_factory=dict)
+
+
+_due: Beside[Due] = Beside()
+
+
 def with_verdicts(output: Any, watch: Watch) -> Any:
-    """A step's output, with the verdicts on the rows of that step and of earlier ones."""
+    """A step's output, with the verdicts on the rows of that step and of earlier ones, and what
+    policies make of their scores."""
     steps = watch.take() if is_output(output) else []
-    return carrying(output, _NAME, partial(watch.judge, steps)) if steps else output
+    if not steps:
+        return output
+    return carrying(output, _NAME, partial(watch.judge, steps))
 
 
 def with_lost(output: Any, store: ScoreStore) -> Any:
@@ -46,12 +74,17 @@ def stop_judged(
     """Scheduler.update_from_output: end requests with a verdict after their tokens are taken."""
     outputs = original(self, scheduler_output, model_runner_output)
     lose(self, carried(model_runner_output, _LOST).get("keys", ()))
-    verdicts = carried(model_runner_output, _NAME)
-    if not verdicts:
+    judged: Mapping[str, Judged] = carried(model_runner_output, _NAME)
+    late = tell_workers(self, judged) if judged else set()
+    verdicts = {req_id: one.stops for req_id, one in judged.items() if one.stops is not None}
+    if not (verdicts or late):
         return outputs
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
     from vllm.v1.request import RequestStatus
 
+    for request in self.finish_requests(late, RequestStatus.FINISHED_ERROR):
+        mine = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
+        mine.outputs.append(refused(request.request_id, ScopeError(_TOO_LATE)))
     for request in self.finish_requests(set(verdicts), RequestStatus.FINISHED_STOPPED):
         mine = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
         # An output of its own: in one with tokens, a stop takes the last token out of the text.
@@ -61,6 +94,39 @@ def stop_judged(
         )  # fmt: skip
         mine.outputs.append(end)
     return outputs
+
+
+def tell_workers(scheduler: Scheduler, judged: Mapping[str, Judged]) -> set[str]:
+    """Keep what all workers must know for the next step's news.
+
+    Returns:
+        The requests for whose new scales it is too late: a step has begun to compute a token that
+        was to have them.
+    """
+    due, late = _due.of(scheduler) or _due.put(scheduler, Due()), set()
+    for req_id, (_, firsts, scales) in judged.items():
+        request = scheduler.requests.get(req_id)
+        if request is None:
+            continue
+        if firsts:
+            due.begun[req_id] = due.begun.get(req_id, ()) + firsts
+            freeze(scheduler, request)
+        if scales and request.num_computed_tokens > scales[0][0]:
+            late.add(req_id)
+        elif scales:
+            due.scales[req_id] = due.scales.get(req_id, ()) + scales
+    return late
+
+
+def take_due(scheduler: Scheduler) -> Due:
+    """What has become due since the last call, of requests that still run."""
+    due, running = _due.pop(scheduler), scheduler.requests
+    if due is None:
+        return Due()
+    return Due(
+        {req_id: firsts for req_id, firsts in due.begun.items() if req_id in running},
+        {req_id: scales for req_id, scales in due.scales.items() if req_id in running},
+    )
 
 
 def wrap() -> None:

@@ -2,6 +2,7 @@
 
 connection.py   what the workers can read, asked once, and the check of a spec against it
 requests.py     seams on LLMEngine and AsyncLLM: a request's spec, checked and opened
+ahead.py        vectors that travel to EngineCore once, before the requests that use them
 prepared.py     the check of a large request, outside the event loop
 translators.py  requests in other systems' words
 running.py      requests that have entered, and their completions

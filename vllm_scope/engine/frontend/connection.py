@@ -14,25 +14,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
+from vllm_scope.config import ScopeConfig
+from vllm_scope.control.policy_options import Loaded, checked
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import AsyncLLM, Engine, LLMEngine
 from vllm_scope.engine.worker.replies import Connected, Module
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.errors import ScopeError, SpecError, shown
-from vllm_scope.program.compiler import OVERSHOOT, RequestProgram
-from vllm_scope.program.operations import Cost
+from vllm_scope.program.compiler import OVERSHOOT, POSITIONS_AT_ONCE, RequestProgram
 from vllm_scope.request.actions import MEMORY
 from vllm_scope.request.arrays import Array
+from vllm_scope.request.heads import LENS, Strongest
 from vllm_scope.request.resolve_edits import check_stages
-from vllm_scope.request.resolved import Resolved, ResolvedProbe, ResolvedRead, Vectors
+from vllm_scope.request.resolved import Resolved, Vectors
 from vllm_scope.request.selectors import Ids, Selector, Tokens
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.spec import Meanings, Spec
@@ -53,12 +56,16 @@ class Connection:
     """What the workers of an engine can do, by their answers.
 
     Attributes:
-        sinks: where reads may go beside memory -> whether probes may go there too.
+        sinks: where rows and scores may go beside memory -> the kinds of actions that may name it.
         modules: name of a steering module -> stand-ins for its vectors, for the checks;
             EngineCore has the content.
         generation: the inbox's, when the workers were asked.
         retry_at: monotonic seconds, the earliest next attempt after a failed one.
         saes: name -> the SAE, of those that the configuration names.
+        encodes: True if the workers hold the encoders of `saes`.
+        policies: name -> the policy, of those that the configuration names.
+        lens_rows: as in ScopeConfig.
+        no_lens: boundary -> why the model's lens cannot be applied to its rows.
         num_doubts: how many times the names of modules may have changed elsewhere.
         num_asked: `num_doubts` when `modules` were last asked for.
     """
@@ -68,13 +75,17 @@ class Connection:
     num_stages: int
     deliver_timeout_s: float
     limits: Limits
-    sinks: dict[str, bool]
+    sinks: dict[str, list[str]]
     modules: dict[str, Vectors]
     generation: int = 0
     retry_at: float = 0.0
     num_doubts: int = 0
     num_asked: int = 0
     saes: Mapping[str, Sae] = field(default_factory=dict)
+    encodes: bool = True
+    policies: Mapping[str, Loaded] = field(default_factory=dict)
+    no_lens: Mapping[int, str] = field(default_factory=dict)
+    lens_rows: int = 0
 
     def __post_init__(self) -> None:
         self._meanings = Meanings(self.sites)
@@ -92,6 +103,7 @@ class Connection:
             sites, reason, first["num_stages"], deliver_timeout_s, limits[0],
             next((r["sinks"] for r in replies if r["drains"]), {}), {},
         )  # fmt: skip
+        found.no_lens = {b: r["lens"] for r in replies if r["lens"] for b in r["taps_here"]}
         found.learn_modules(first["modules"])
         return found
 
@@ -135,15 +147,43 @@ class Connection:
                 or a destination that the operator did not set up.
         """
         _check_tokens(asked, ids, max(len(ids) + max_tokens - 2, len(ids) - 1), self.limits)
-        _check_room(asked, ids, max_tokens, self)
+        most_changes = 0
+        if asked.policy is not None:
+            most_changes = checked(asked.policy, self.policies).most_changes
+        # If actions are for whole phases, their room does not depend on the prompt.
+        alike = asked.uniform and not asked.num_states and len(ids) > 0
+        if not alike or asked.__dict__.get("_has_room") is not self.limits:
+            _check_room(asked, ids, max_tokens, self, most_changes if asked.scaled else 0)
+            if alike:
+                asked.__dict__["_has_room"] = self.limits
         _check_sinks(asked, self)
-        if asked.stopping and self.num_stages > 1:
+        if asked.watched and self.num_stages > 1:
+            one = asked.watched[0]
+            does = "stops its request" if one.stops else "is the first stage of another probe"
             raise SpecError(
-                f"the probe {asked.stopping[0].name!r} stops its request, and this engine has "
-                f"{self.num_stages} pipeline stages, which cannot do that; take action 'flag', or "
-                "start with pipeline_parallel_size 1."
+                f"the probe {one.name!r} {does}, and this engine has {self.num_stages} pipeline "
+                "stages, which cannot do that; take action 'flag' and no 'after', or start with "
+                "pipeline_parallel_size 1."
             )
         check_stages(asked, self.num_stages)
+        for where, one in _actions(asked, "features"):
+            place = one.cells[0].place
+            if one.lens is not None and place.boundary in self.no_lens:
+                raise SpecError(
+                    f"{where}.layers has {place.layer}, where this engine cannot apply its model's "
+                    f"lens: {self.no_lens[place.boundary]}."
+                )
+        _check_lenses(asked, ids, max_tokens, self.lens_rows)
+        if not self.encodes and any(
+            isinstance(cell.bank, Strongest) and cell.bank.sae != LENS
+            for one in asked.features
+            for cell in one.cells
+        ):
+            raise SpecError(
+                "features of top_k, and all of a TopK SAE, need SAEs on the device, and this "
+                "engine was started with additional_config['scope'].saes_mib 0; give indices of "
+                "another SAE, or start it with more."
+            )
 
 
 #: vLLM's OutputProcessor -> its engine's Connection.
@@ -190,11 +230,27 @@ def _connect(engine: Engine, replies: list[Connected], generation: int) -> None:
         known.retry_at = time.monotonic() + RETRY_S
         return
     found.generation = generation
-    if config.saes:
-        from vllm_scope.saes.load import load_saes  # torch, and formats
-
-        found.saes = load_saes(config.saes)
+    found.encodes, found.lens_rows = config.saes_mib > 0, config.lens_rows
+    if known is not None:  # connected again
+        found.policies, found.saes = known.policies, known.saes
+    else:
+        found.policies = {name: one.load() for name, one in config.policy_configs().items()}
+        found.saes = _load_saes(config)
     connections.put(engine.output_processor, found)
+
+
+def _load_saes(config: ScopeConfig) -> Mapping[str, Sae]:
+    """Those that the configuration names; none if this process cannot read them. Requests that
+    name one are then refused, and others go on."""
+    if not config.saes:
+        return {}
+    from vllm_scope.saes.load import load_saes  # torch, and formats
+
+    try:
+        return load_saes(config.saes)
+    except (ScopeError, OSError) as error:
+        logger.warning("vllm-scope: this front-end has no SAEs: %s", error)
+        return {}
 
 
 def connect_sync(engine: LLMEngine) -> None:
@@ -251,48 +307,75 @@ def needs_connection(engine: Engine) -> bool:
 # What a request may ask
 
 
+#: Fields of a Resolved whose actions may name a sink.
+_TAKEN = ("reads", "probes", "features")
+
+
 def _check_sinks(asked: Resolved, connection: Connection) -> None:
-    """Raises SpecError for a destination that the operator did not set up."""
-    for name in ("reads", "probes"):
-        actions: tuple[ResolvedRead | ResolvedProbe, ...] = getattr(asked, name)
-        for i, action in enumerate(actions):
+    """Raises SpecError for a destination that the operator did not set up, or that does not take
+    what goes there."""
+    for name in _TAKEN:
+        for where, action in _actions(asked, name):
             if action.to == MEMORY:
                 continue
             if action.to not in connection.sinks:
                 there = ", ".join([MEMORY, *connection.sinks])
                 raise SpecError(
-                    f"{name}[{i}].to is {shown(action.to)}; this engine has {there}. Its "
+                    f"{where}.to is {shown(action.to)}; this engine has {there}. Its "
                     "operator sets up others in additional_config['scope'].sinks."
                 )
-            if name == "probes" and not connection.sinks[action.to]:
+            takes = connection.sinks[action.to]
+            # A sink that takes scores takes what a lens tells.
+            is_lens = name == "features" and action.lens is not None
+            if ("probes" if is_lens else name) not in takes:
+                what = "tokens of a lens" if is_lens else name
+                kinds = " and ".join(kind for kind in takes if kind in _TAKEN)
                 raise SpecError(
-                    f"probes[{i}].to is {shown(action.to)}, which takes rows, not scores; let "
-                    "them go to memory, or to a plugin that takes them."
+                    f"{where}.to is {shown(action.to)}, which takes {kinds}, not "
+                    f"{what}; let them go to memory, or to a plugin that takes them."
                 )
+            some = name == "features" and action.whole_sae is None
+            if some and "some features" not in takes:
+                raise SpecError(
+                    f"{where}.to is {shown(action.to)}, which takes all features of an SAE; leave "
+                    "out indices and threshold, or let it go to memory."
+                )
+            if asked.edits and "edits" not in takes:
+                raise SpecError(
+                    f"{where}.to is {shown(action.to)}, which takes nothing of a request with "
+                    "edits, because rows behind an edit are not the model's own; leave out the "
+                    "edits, or let it go to memory."
+                )
+
+
+def _actions(asked: Resolved, name: str) -> Iterator[tuple[str, Any]]:
+    """The path that the caller typed, and the action, of one field of a Resolved."""
+    for i, action in enumerate(getattr(asked, name)):
+        lens = getattr(action, "lens", None)
+        # Of several layers, an edit is one for each layer, and so is a lens.
+        i = action.number if name == "edits" else i
+        yield (f"{name}[{i}]" if lens is None else f"lens[{lens[1]}]"), action
 
 
 def _check_tokens(asked: Resolved, ids: Ids, last: int, limits: Limits) -> None:
     """Raises SpecError if a selector cannot mean a token of this request."""
-    for name in ("reads", "probes", "edits"):
-        actions: tuple[Any, ...] = getattr(asked, name)
+    for name in ("reads", "probes", "edits", "features", "moments"):
         checked: set[Selector] = set()
-        for i, action in enumerate(actions):
+        for path, action in _actions(asked, name):
             if action.tokens in checked:
                 continue
             checked.add(action.tokens)
-            # An edit of several layers is resolved to one edit per layer.
-            i = action.number if name == "edits" else i
-            where = f"{name}[{i}].tokens"
+            where = f"{path}.tokens"
             action.tokens.check(len(ids), last, where)
             if name != "edits":
                 continue
             action.tokens.check_decided(len(ids), ids, last, where)
             positions = {p + len(ids) if p < 0 else p for p in action.positions}
             if len(positions) < len(action.positions):
-                raise SpecError(f"edits[{i}].positions names a position twice.")
+                raise SpecError(f"{path}.positions names a position twice.")
             if limits.optimistic and sum(p >= len(ids) for p in positions) > 1:
                 raise SpecError(
-                    f"edits[{i}].positions has several generated tokens, and this engine decodes "
+                    f"{path}.positions has several generated tokens, and this engine decodes "
                     "speculatively: which position a row has is not known when it is replaced. "
                     "Replace tokens of the prompt, or start without speculation."
                 )
@@ -307,24 +390,68 @@ def _check_tokens(asked: Resolved, ids: Ids, last: int, limits: Limits) -> None:
                     )
 
 
-def _check_room(asked: Resolved, ids: Ids, max_tokens: int, connection: Connection) -> None:
-    """Raises SpecError for a request that this engine could never hold."""
+def _check_lenses(asked: Resolved, ids: Ids, max_tokens: int, most: int) -> None:
+    """Raises SpecError if the request's lenses are of more rows than one request may have."""
+    counts = Counter(one.tokens for one in asked.features if one.lens is not None)
+    if not counts:
+        return
+    num_generated = max(max_tokens - 1, 0)
+    rows = sum(_num_picked(s, ids, num_generated) * count for s, count in counts.items())
+    if rows > most:
+        raise SpecError(
+            f"the lenses of the request are of {rows:,} rows (tokens x layers, with max_tokens "
+            f"{max_tokens:,}); this engine takes at most {most:,} "
+            "(additional_config['scope'].lens_rows). Name fewer tokens or layers, or give a "
+            "smaller max_tokens."
+        )
+
+
+def _num_picked(selector: Selector, ids: Ids, num_generated: int) -> int:
+    """How many tokens a worker takes: whether a token is the last one is known later."""
+    num_prompt, found = len(ids), 0
+    if selector.uniform:
+        in_prompt, generated = map(selector.picks_phase, (False, True))
+        return num_prompt * in_prompt + num_generated * generated
+    for first in range(0, num_prompt + num_generated, POSITIONS_AT_ONCE):
+        stop = min(first + POSITIONS_AT_ONCE, num_prompt + num_generated)
+        tokens = Tokens.running(np.arange(first, stop), num_prompt, ids)
+        found += int(selector.select(tokens).possible.sum())
+    return found
+
+
+def _check_room(
+    asked: Resolved, ids: Ids, max_tokens: int, connection: Connection, most_changes: int
+) -> None:
+    """Raises SpecError for a request that this engine could never hold.
+
+    Args:
+        most_changes: how often its policy may change scales.
+    """
     sites, limits = connection.sites, connection.limits
     encodes = any(read.encoding for read in asked.reads)
-    if asked.edits or asked.probes or len(asked.reads) > 1 or encodes:
+    if asked.edits or asked.banked or asked.moments or len(asked.reads) > 1 or encodes:
         program = RequestProgram.compile(asked, sites, frozenset(sites.boundaries), len(ids), ids)
-        programs = program.all_programs(len(ids) + max_tokens + OVERSHOOT)
-        superset = program.generated_superset()
-        every = [*programs, *([] if superset is None else [superset])]
-        delivered = every if limits.optimistic else programs
-        excess = limits.excess(*(one.layout for one in delivered))
+        columns = program.columns(len(ids) + max_tokens + OVERSHOOT, drafts=False)
+        every = *columns, *program.superset_columns()
+        held = program.held(every)
+        delivered = held if limits.optimistic else program.held(columns)
+        excess = limits.excess(*delivered.layouts)
         if excess is not None:
             raise SpecError(
-                f"the request delivers too much at once ({excess}); read fewer layers, or "
-                "start the engine with a larger additional_config['scope'].arena_mib."
+                f"the request delivers too much at once ({excess}); read fewer layers or "
+                "features, or start the engine with a larger additional_config['scope'].arena_mib."
             )
-        cost = Cost.of(set(every))
-        if (program.has_vectors or asked.probes) and not cost.fits(limits.capacity):
+        states = asked.num_states * (max_tokens + OVERSHOOT)
+        if states > limits.states:
+            raise SpecError(
+                f"the states of the request's gates take {states:,} places for {max_tokens:,} "
+                f"tokens; this engine has {limits.states:,}. Ask for fewer tokens, or raise "
+                "additional_config['scope'].states_mib."
+            )
+        cost = held.cost
+        if most_changes:
+            cost += program.cost_of_change(every) * most_changes
+        if (program.has_vectors or asked.banked) and not cost.fits(limits.capacity):
             raise SpecError(
                 f"the request takes {cost}; this engine has {limits.capacity}. Edit or probe fewer "
                 "places, or raise additional_config['scope'].vectors_mib."

@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing, suppress
 
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.beside import Beside
+from vllm_scope.engine.frontend import ahead
 from vllm_scope.engine.frontend.connection import connections
 from vllm_scope.engine.frontend.running import Live, lives, running_of, runs
 from vllm_scope.engine.frontend.translators import in_words
 from vllm_scope.engine.params import concerns, names_module, params_of
 from vllm_scope.engine.refusals import refusal, refusal_in
 from vllm_scope.engine.vllm_types import AsyncLLM, CompletionOutput, LLMEngine, RequestOutput
-from vllm_scope.errors import ScopeError, SpecError
+from vllm_scope.errors import ScopeError, SpecError, UnheldError
 from vllm_scope.results.buffer import Pending
 from vllm_scope.results.inbox import inbox
 
@@ -96,6 +97,8 @@ async def _settled(engine: AsyncLLM, stream: Outputs) -> Outputs:
             for completion in output.outputs:
                 live = lives.of(completion)
                 if live is not None and live.refusal is not None:
+                    if isinstance(live.refusal, UnheldError):
+                        ahead.doubt(engine.output_processor)
                     if connection and live.running and names_module(live.running.text):
                         # Another front-end may have changed a name that this one knew.
                         connection.doubt_modules()
@@ -163,6 +166,15 @@ def _wait(pending: Pending, timeout: float) -> None:
 
 def _multiprocess(engine: LLMEngine) -> bool:
     return not hasattr(engine.engine_core, "engine_core")
+
+
+def drop(engine: LLMEngine, request_ids: Collection[str]) -> None:
+    """End requests whose outputs nobody takes, those that wait for rows too."""
+    engine.abort_request(list(request_ids))
+    waiting = _waiting.of(engine) or []
+    waiting[:] = [(output, t) for output, t in waiting if output.request_id not in request_ids]
+    if not _multiprocess(engine):
+        engine.step()  # the workers learn of it
 
 
 def _has_unfinished(original: Callable[..., bool], self: object) -> bool:

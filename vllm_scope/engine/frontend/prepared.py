@@ -10,6 +10,7 @@ Promise: an API server's other requests do not wait for the check of a large one
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -70,6 +71,8 @@ def prepare(connection: Connection | None, request: EngineCoreRequest) -> Prepar
     max_tokens = params.max_tokens or 1
     ids = asked.ids_of(prompt_ids)
     connection.check(asked, ids, max_tokens)
+    if asked.uniform:
+        spec.__dict__["_prepared"] = True
     own = asked.going_to(MEMORY)
     firsts = (x.first_position(len(ids), ids) for x in asked.read_selectors)
     return Prepared(
@@ -97,6 +100,26 @@ def is_small(values: object) -> bool:
         elif not isinstance(one, str | bytes) and not set(map(type, one)) <= _NUMBERS:
             open_ones += one
     return True
+
+
+#: Fields by which a spec names features of an SAE, of which a few characters become many rows. A
+#: field may be written with escapes.
+_ROWS = re.compile(r'"ind(?:ex|ices)"|\\u')
+
+
+def is_known(text: object) -> bool:
+    """True for a spec that was prepared before, and whose actions are for whole phases: no time is
+    spent on its text. Monitors add one long text to all requests."""
+    spec = Spec.remembered(text)
+    return spec is not None and "_prepared" in spec.__dict__
+
+
+def is_quick(text: object, prompt_ids: object) -> bool:
+    """True if a request's spec is prepared inline: it is small, and names no features of an SAE; or
+    it is known."""
+    if is_known(text):
+        return is_small(prompt_ids)
+    return is_small((text, prompt_ids)) and not (isinstance(text, str) and _ROWS.search(text))
 
 
 async def aside(call: Callable[..., Result], *args: object, if_large: object) -> Result:

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Container, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from vllm_scope.engine import functions, wrapping
+from vllm_scope.engine import control, functions, wrapping
 from vllm_scope.engine.beside import Beside
-from vllm_scope.engine.frontend import translators
+from vllm_scope.engine.frontend import ahead, translators
 from vllm_scope.engine.frontend.connection import (
     Connection,
     connect_async,
@@ -32,10 +32,12 @@ from vllm_scope.engine.frontend.prepared import (
     NO_TAPS,
     Prepared,
     aside,
-    is_small,
+    is_known,
+    is_quick,
     prepare,
 )  # fmt: skip
 from vllm_scope.engine.frontend.running import Running, runs
+from vllm_scope.engine.monitors import monitors_of
 from vllm_scope.engine.params import TICKET, asks, concerns, names_module, params_of, with_ticket
 from vllm_scope.engine.refusals import refusing
 from vllm_scope.engine.vllm_types import (
@@ -49,7 +51,7 @@ from vllm_scope.engine.vllm_types import (
 )
 from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.request.spec import Spec
-from vllm_scope.request.ticket import Recipient, Ticket
+from vllm_scope.request.ticket import Recipient, Ticket, travelling
 from vllm_scope.results.budget import asking
 from vllm_scope.results.buffer import Pending
 from vllm_scope.results.inbox import inbox
@@ -59,18 +61,31 @@ T = TypeVar("T")
 _ahead: ContextVar[Prepared | None] = ContextVar("vllm_scope_ahead", default=None)
 
 
+@contextmanager
+def prepared_as(found: Prepared | None) -> Iterator[None]:
+    """A request that is added inside is the prepared one, and is not checked again; None: it is
+    checked as any other."""
+    token = _ahead.set(found)
+    try:
+        yield
+    finally:
+        _ahead.reset(token)
+
+
 def _open(
     connection: Connection,
     prepared: Prepared,
     request: EngineCoreRequest,
     parent: ParentRequest | None,
     child: int,
+    held: Container[bytes],
 ) -> Pending:
     """Make a request's buffer, and put its ticket in place of its spec.
 
     Args:
         parent: vLLM's ParentRequest if the request has several completions (n > 1), or None.
         child: the completion's index in the request.
+        held: digests of vectors that EngineCore holds.
     """
     box, spec, params = inbox(), prepared.spec, request.sampling_params
     pending = box.open(
@@ -87,7 +102,7 @@ def _open(
         asking.get().owner,
         params.output_kind.name != "FINAL_ONLY",
     )
-    arrays = [(array.shape, array.data) for array in spec.arrays.values()]
+    arrays = travelling(a for digest, a in spec.arrays.items() if digest not in held)
     ticket = Ticket(recipient, prepared.first_position, spec.modules, spec.packed, arrays)
     request.sampling_params = with_ticket(params, ticket, ("scope", translators.DECORATORS))
     return pending
@@ -156,7 +171,7 @@ async def _prepare_ahead(
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
     if ids is None or not asks(params) or getattr(params, "n", 1) == 1:
         return None
-    if is_small((params.extra_args["scope"], ids)):
+    if is_quick(params.extra_args["scope"], ids):
         return None
     connection = connections.of(engine.output_processor)
     request: Any = SimpleNamespace(sampling_params=params, prompt_token_ids=ids, resumable=False)
@@ -202,11 +217,12 @@ def _add_to_processor(
         prepared = _prepared_of(self, request, parent_req)
         connection = connections.of(self)
         assert connection is not None
-        pending = _open(connection, prepared, request, parent_req, request_index)
+        held = ahead.held_by(self)
+        pending = _open(connection, prepared, request, parent_req, request_index, held)
     functions.salt(request, request_index)
     original(self, request, *rest, **kwargs)
     state, asked = self.request_states[request.request_id], prepared.asked
-    vectors = bool(asked.edits or asked.probes)
+    vectors = bool(asked.edits or asked.banked)
     runs.put(state, Running(pending, decorators, state.detokenizer, text, vectors))
 
 
@@ -221,7 +237,9 @@ def _translated(
     with refusing():
         if connection is None:
             raise SpecError(NO_TAPS)
-        params = translators.translated(params, engine.vllm_config, connection.sites)
+        params = translators.translated(
+            params, engine.vllm_config, connection.sites, connection.saes
+        )
         functions.check(params, engine)
     if "params" in kwargs:
         return params, args, kwargs | {"params": params}
@@ -229,7 +247,9 @@ def _translated(
 
 
 def _add_sync(original: Callable[..., T], self: LLMEngine, *args: object, **kwargs: object) -> T:
+    control.flush(self)
     params = params_of(args, kwargs, 2)
+    ahead.send(self, monitors_of(self.vllm_config))
     if concerns(params, self):
         if needs_connection(self):
             connect_sync(self)
@@ -250,6 +270,7 @@ def _add_sync(original: Callable[..., T], self: LLMEngine, *args: object, **kwar
 def _add_async(
     original: Callable[..., Awaitable[T]], self: AsyncLLM, *args: object, **kwargs: object
 ) -> Awaitable[T]:
+    ahead.send_soon(self, monitors_of(self.vllm_config))
     if not concerns(params_of(args, kwargs, 2), self):
         return original(self, *args, **kwargs)
 
@@ -259,17 +280,16 @@ def _add_async(
         params, positional, named = await aside(
             _translated, self, args, kwargs, if_large=params_of(args, kwargs, 2).extra_args
         )
-        if await aside(_unknown_modules, self, params, if_large=params.extra_args):
+        extra = params.extra_args or {}
+        large = () if is_known(extra.get("scope")) else extra
+        if await aside(_unknown_modules, self, params, if_large=large):
             connection = connections.of(self.output_processor)
             assert connection is not None
             doubts = connection.num_doubts
             connection.learn_modules((await self.collective_rpc("scope_modules"))[0], doubts)
         prompt = params_of(positional, named, 1, "prompt")
-        token = _ahead.set(await _prepare_ahead(self, params, prompt))
-        try:
+        with prepared_as(_ahead.get() or await _prepare_ahead(self, params, prompt)):
             return await original(self, *positional, **named)
-        finally:
-            _ahead.reset(token)
 
     return ask_first()
 
@@ -289,18 +309,15 @@ async def _add_one_async(
     if (
         asks(params)
         and found is None
-        and not is_small((params.extra_args["scope"], request.prompt_token_ids))
+        and not is_quick(params.extra_args["scope"], request.prompt_token_ids)
     ):
         found = _shared_of(parent_req).prepared
         if found is None:
             connection = connections.of(self.output_processor)
             with refusing(translators.decorators_of(params).paths):
                 found = await asyncio.to_thread(prepare, connection, request)
-    token = _ahead.set(found)
-    try:
+    with prepared_as(found):
         await original(self, request, prompt, parent_req, *args, **kwargs)
-    finally:
-        _ahead.reset(token)
 
 
 def wrap() -> None:

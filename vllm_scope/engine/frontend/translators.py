@@ -17,15 +17,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from vllm_scope.engine.functions import FUNCTIONS, Functions, keep
 from vllm_scope.engine.vllm_types import CompletionOutput, RequestOutput, SamplingParams, VllmConfig
 from vllm_scope.errors import ScopeError, SpecError
-from vllm_scope.request.actions import Action, Probe, Read
+from vllm_scope.request.actions import Action
 from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.sites import Sites
-from vllm_scope.request.spec import Spec, scope
+from vllm_scope.request.spec import ACTIONS, Spec, scope
+
+if TYPE_CHECKING:
+    from vllm_scope.saes.sae import Sae
 
 Params = TypeVar("Params", bound=SamplingParams)
 #: Where a request's Decorators are in `extra_args` until the front-end removes them.
@@ -47,12 +50,15 @@ class Translation:
             reference to it.
         paths: "edits[3]" or "edits[3].vector", counted by kind among these actions -> the
             caller's words, for errors. `named` makes them.
+        check: raises SpecError if the SAEs that the engine holds, by name, do not fit what the
+            keys ask of them.
     """
 
     actions: tuple[Action, ...] = ()
     decorate: Decorator | None = None
     functions: Functions | None = None
     paths: Mapping[str, str] = field(default_factory=dict)
+    check: Callable[[Mapping[str, Sae]], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,10 @@ class Decorators:
 
     def __iter__(self) -> Iterator[Decorator]:
         return iter(self.each)
+
+    def __deepcopy__(self, memo: object) -> Decorators:
+        # vLLM copies the parameters of each request, and these may hold vectors.
+        return self
 
 
 #: (those of the translator's keys that a request has, with their values; the engine's sites).
@@ -124,8 +134,13 @@ def keys() -> frozenset[str]:
     return _keys
 
 
-def translated(params: Params, vllm_config: VllmConfig, sites: Sites) -> Params:
+def translated(
+    params: Params, vllm_config: VllmConfig, sites: Sites, saes: Mapping[str, Sae]
+) -> Params:
     """A copy of SamplingParams with a spec in place of the keys.
+
+    Args:
+        saes: those that the engine holds, by name.
 
     Raises:
         SpecError: they ask for what is not possible.
@@ -139,6 +154,8 @@ def translated(params: Params, vllm_config: VllmConfig, sites: Sites) -> Params:
             continue
         values |= of_all or {}
         translation = entry.translate(values, sites)
+        if translation.check is not None:
+            translation.check(saes)
         if translation.actions:
             translations.append(translation)
         if translation.functions is not None:
@@ -169,12 +186,13 @@ def _joined(text: object, translations: list[Translation]) -> tuple[str, dict[st
     if known is not None:
         return known[1], known[2]
     own = None if text is None else Spec.from_json(text)
-    actions: list[Action] = [] if own is None else [*own.reads, *own.probes, *own.edits]
+    actions: list[Action] = [] if own is None else [*own.actions]
     paths: dict[str, str] = {}
     for each in translations:
         paths |= _moved(each.paths, actions)
         actions += each.actions
-    made = scope(*actions)["scope"]
+    policy = () if own is None or own.policy is None else (own.policy,)
+    made = scope(*actions, *policy)["scope"]
     if not paths and (text is None or len(str(text)) <= _LONGEST):
         _known.put(key, (added, made, paths), 2 * len(made))
     return made, paths
@@ -234,7 +252,7 @@ _PATH = re.compile(r"(\w+(?:\[\d+\])?)(\.\w+)?")
 
 def _field_of(action: Action) -> str:
     """The field of a spec that holds the action."""
-    return {Read: "reads", Probe: "probes"}.get(type(action), "edits")
+    return next(name for name, cls in ACTIONS.items() if isinstance(action, cls))
 
 
 def _moved(paths: Mapping[str, str], before: Iterable[Action]) -> dict[str, str]:

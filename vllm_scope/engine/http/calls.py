@@ -11,8 +11,10 @@ import asyncio
 import re
 from typing import Any
 
+from vllm_scope.engine.frontend import ahead
 from vllm_scope.engine.frontend.connection import ask_replicas, connect_async, connections
-from vllm_scope.engine.monitors import set_monitors, told
+from vllm_scope.engine.moments import drop_moments_of_async, keys_of_async, one_of_async
+from vllm_scope.engine.monitors import monitors_of, set_monitors, told
 from vllm_scope.engine.vllm_types import AsyncLLM
 from vllm_scope.engine.worker.replies import Module
 from vllm_scope.errors import SpecError
@@ -66,6 +68,7 @@ class EngineCalls:
         assert connection is not None
         try:
             await asyncio.to_thread(set_monitors, self._engine, bodies, connection.sites)
+            ahead.send_soon(self._engine, monitors_of(self._engine.vllm_config))
         except OSError as error:
             raise NoTurnError(
                 "the server's folder of results cannot be written "
@@ -75,6 +78,16 @@ class EngineCalls:
 
     async def monitors(self) -> dict[str, dict[str, object]]:
         return told(self._engine.vllm_config)
+
+    async def moments(self, name: str) -> list[tuple[str, int, str]]:
+        return await keys_of_async(self._engine, name)
+
+    async def moments_at(self, name: str, site: str, layer: int, label: str) -> bytes:
+        found = await one_of_async(self._engine, name, (site, layer, label))
+        return await asyncio.to_thread(found.to_bytes)
+
+    async def drop_moments(self, name: str) -> bool:
+        return await drop_moments_of_async(self._engine, name)
 
     async def _call(self, name: str, *args: object) -> Any:
         """The first worker's answer; all give the same."""

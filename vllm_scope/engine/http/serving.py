@@ -16,12 +16,12 @@ import atexit
 import os
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm_scope.engine import wrapping
+from vllm_scope.engine import control, wrapping
 from vllm_scope.engine.frontend import translators
 from vllm_scope.engine.frontend.connection import connections
 from vllm_scope.engine.frontend.outputs import Outputs, outdated, settle
@@ -38,6 +38,7 @@ from vllm_scope.results.inbox import inbox, limit
 from vllm_scope.server import faces
 from vllm_scope.server.answer import Answer, current
 from vllm_scope.server.options import ScopeOptions
+from vllm_scope.server.settings import ADMIN_KEY
 from vllm_scope.server.shared import Shared
 from vllm_scope.transport.folders import RUN, end_run
 
@@ -108,7 +109,9 @@ async def _create_with_scope(
     limit(state.settings.rows_of(engine.vllm_config.parallel_config._api_process_count))
     with refusing():
         xargs = request.vllm_xargs or {}
-        options = await aside(ScopeOptions.parse, xargs, if_large=xargs)
+        operator = state.settings.is_operators(raw_request.headers.get(ADMIN_KEY, ""))
+        parse = partial(ScopeOptions.parse, operator=operator)
+        options = await aside(parse, xargs, if_large=xargs)
         words = faces.Words.find(xargs, request.model_extra, translators.keys())
         answer = Answer(
             options, state.store, state.settings.inline_bytes, state.owner_of(raw_request),
@@ -300,6 +303,27 @@ def _attach(original: Callable[..., object], app: FastAPI) -> None:
     register_http()
     attach(app, lambda: _engine_of(app))
     share(Shared(app.state.scope.store.folder))
+    lifespan = app.router.lifespan_context
+    app.router.lifespan_context = partial(_controlled, lifespan)
+
+
+@asynccontextmanager
+async def _controlled(
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[Any]], app: FastAPI
+) -> AsyncIterator[Any]:
+    """The app's lifespan, in which the controller runs that the configuration names."""
+    engine = getattr(app.state, "engine_client", None)
+    found = None if engine is None else control.configured(engine.vllm_config)
+    async with lifespan(app) as state:
+        if found is None:
+            yield state
+        else:
+            await found.on(engine).__aenter__()
+            try:
+                yield state
+            finally:
+                # The engine ends with the server, so its edits are not set back.
+                await asyncio.to_thread(found.close, keep=True)
 
 
 def _check_root_path(root: str | None) -> None:

@@ -9,6 +9,7 @@ sizes.py      sizes of the arena, the ring and the tables; limits of one request
 canary.py     reads one row at every tap before the worker serves
 runners.py    what a forward computes, for Model Runner V1 and V2
 steps.py      one forward: its plan before it, its rows after it
+scaling.py    new scales that policies decide
 carrying.py   what travels with a step's output to EngineCore
 faults.py     reports edits whose result is not finite
 delivery.py   ring, drain and sinks of a worker

@@ -24,6 +24,9 @@ def _remote_calls(scope: ScopeWorker) -> dict[str, Callable[..., object]]:
         "scope_describe": scope.describe,
         "scope_counters": scope.counters,
         "scope_flush": scope.flush,
+        "scope_names_of_moments": scope.names_of_moments,
+        "scope_moments": scope.moments,
+        "scope_drop_moments": scope.drop_moments,
     }
 
 
@@ -68,12 +71,18 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
         news = news_in(scheduler_output)
         if news is not None and news.zeroed:
             clearing.zero(runner, news.zeroed)
+        if news is not None and news.accepted:
+            scope.accept(news.accepted)
         # Ended requests first: the scheduler has given their places to new ones.
         if scheduler_output.finished_req_ids:
             ended = {} if news is None else news.ended
             scope.finish_requests(scheduler_output.finished_req_ids, ended)
-        if news is not None and news.entrants:
+        if news is not None and (news.entrants or news.resumed):
             scope.add_requests(scheduler_output.scheduled_new_reqs, news)
+        if news is not None and news.begun:
+            scope.begin_stages(news.begun)
+        if news is not None and news.scales:
+            scope.change_scales(news.scales)
         if scope.steps is None:
             return execute_model(scheduler_output, *args, **kwargs)
         if not scope.has_requests():

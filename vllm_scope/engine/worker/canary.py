@@ -1,6 +1,6 @@
 """Reads one row at every tap of a loaded model before it serves.
 
-Owns:  `silent_taps`.
+Owns:  `silent_taps`, `row_at`.
 Runs:  in every worker, once, after compilation and warm-up.
 
 A compiled graph that was cached without taps computes the right tokens and reads nothing,
@@ -31,7 +31,7 @@ def silent_taps(
     slots: Tensor,
     first_slot: int,
     to_host: bool,
-    forward: Callable[[Callable[[], None]], None],
+    forward: Callable[[Callable[[], None]], object],
 ) -> list[int]:
     """The boundaries at which nothing was written.
 
@@ -43,6 +43,41 @@ def silent_taps(
         forward: runs one dummy token after calling its argument.
     """
     program = Program.reading(tuple(point_of(boundary, 0) for boundary in boundaries))
+    found = _read(program, tables, slots, first_slot, to_host, forward)
+    written = (found.float() != POISON).any(dim=1)
+    return [
+        boundary_of_point(point)
+        for _, points, first, num_slots in program.layout.rows_at(widths)
+        for i, point in enumerate(points)
+        if not written[first + i * num_slots :][:num_slots].any()
+    ]
+
+
+def row_at(
+    boundary: int,
+    tables: Tables,
+    slots: Tensor,
+    first_slot: int,
+    forward: Callable[[Callable[[], None]], object],
+) -> Tensor:
+    """The row of one tap in a dummy forward: a copy, flat, with the padding of its last slot, CPU.
+
+    Args:
+        slots, first_slot, forward: as for `silent_taps`, in the arena.
+    """
+    program = Program.reading((point_of(boundary, 0),))
+    return _read(program, tables, slots, first_slot, False, forward).flatten()
+
+
+def _read(
+    program: Program,
+    tables: Tables,
+    slots: Tensor,
+    first_slot: int,
+    to_host: bool,
+    forward: Callable[[Callable[[], None]], object],
+) -> Tensor:
+    """What a dummy forward wrote to the slots; a copy, CPU."""
     slots.fill_(POISON)
     tables.begin_step()
 
@@ -59,12 +94,6 @@ def silent_taps(
         forward(plan)
         if slots.is_cuda or to_host:
             torch.cuda.synchronize()
-        written = (slots.float().cpu() != POISON).any(dim=1)
+        return slots.to("cpu", copy=True)
     finally:
         tables.clear_step()
-    return [
-        boundary_of_point(point)
-        for _, points, first, num_slots in program.layout.rows_at(widths)
-        for i, point in enumerate(points)
-        if not written[first + i * num_slots :][:num_slots].any()
-    ]

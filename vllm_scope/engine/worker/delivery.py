@@ -14,7 +14,7 @@ aborts and preemptions. Sinks then leave out the rows of tokens that were never 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -22,6 +22,7 @@ import numpy as np
 
 from vllm_scope.batch.labels import Labels
 from vllm_scope.config import ScopeConfig
+from vllm_scope.control.running import Policies
 from vllm_scope.core.news import Entrant
 from vllm_scope.core.score_index import ScoreKey
 from vllm_scope.engine.worker.sizes import Sizes
@@ -37,6 +38,7 @@ from vllm_scope.sinks.router import Router
 from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker.arena import Arena
 from vllm_scope.worker.drain import Drain
+from vllm_scope.worker.held_saes import NONE, PairMaker
 from vllm_scope.worker.score_store import ScoreStore
 from vllm_scope.worker.watch import Watch
 
@@ -66,6 +68,7 @@ class WorkerDelivery:
     widths: Widths
     info: RequestInfo
     here: frozenset[int]
+    policies: Policies
     #: Keys of running requests whose scores are kept.
     _keeping: set[int] = field(default_factory=set)
     #: Keys for requests to which no front-end gave a key: negative, below NOBODY.
@@ -81,6 +84,8 @@ class WorkerDelivery:
         stage: tuple[int, int],
         model: str,
         drafts: bool,
+        lag: int,
+        saes: Mapping[str, PairMaker] = NONE,
     ) -> WorkerDelivery:
         """Start the drain and the sinks.
 
@@ -88,17 +93,23 @@ class WorkerDelivery:
             here: boundaries with a tap on this worker.
             stage: this pipeline stage's number, and the number of stages.
             drafts: as in Watch.
+            lag: as in Policies.
+            saes: as in Packer. The lens is added when the canary has checked it.
 
         Raises:
-            ScopeError: a sink cannot be made; the engine does not start.
+            ScopeError: a sink or a policy cannot be made; the engine does not start.
         """
         ring = HostRing(sizes.host_slots(arena.num_slots), sizes.cuda)
         ring.patience_s = config.deliver_timeout_s
         memory = MemorySink(stage[0], ring, config.road)
         configs = config.sink_configs(), config.global_sink_configs()
         router = Router(memory, *configs, sites, here)
-        watch, store = Watch(sizes.widths, drafts), ScoreStore(sizes.widths)
-        drain = Drain(arena, ring, router, sizes.widths, watch, store)
+        watch = Watch(sizes.widths, drafts, memory.tell)
+        store = ScoreStore(sizes.widths)
+        loaded = {name: one.load() for name, one in config.policy_configs().items()}
+        drain = Drain(
+            arena, ring, router, sizes.widths, watch, store, saes, int(config.moments_mib * 2**20)
+        )
 
         def reclaim() -> None:
             memory.reclaim()
@@ -107,8 +118,9 @@ class WorkerDelivery:
         ring.reclaim = reclaim
         info = RequestInfo(NOBODY, "", "", (), stage=stage[0], num_stages=stage[1], model=model)
         return WorkerDelivery(
-            ring, memory, router, drain, watch, store, sizes.widths, info, frozenset(here)
-        )
+            ring, memory, router, drain, watch, store, sizes.widths, info, frozenset(here),
+            Policies(loaded, lag),
+        )  # fmt: skip
 
     def expect(self, recipient: Recipient) -> None:
         """Announce a request, so that its front-end is answered even if the request then fails.
@@ -138,10 +150,15 @@ class WorkerDelivery:
         if key >= 0 and MEMORY not in asked.destinations:
             self.memory.leave_out_rows(key)
         encodings = [read.encoding for read in asked.reads if read.encoding is not None]
-        if encodings or asked.probes:
+        if encodings or asked.banked:
             self.drain.add_request(key, encodings, asked.banks_at(self.here))
-        if asked.stopping:
-            self.watch.add_request(key, req_id, len(prompt_ids), asked.stopping)
+        if asked.moments:
+            self.drain.add_moments(key, len(prompt_ids), asked.moments)
+        if asked.watched:
+            steering = self.policies.begin(
+                asked, recipient.request_id, recipient.child, len(prompt_ids)
+            )
+            self.watch.add_request(key, req_id, len(prompt_ids), asked, steering)
         elsewhere = any(to != MEMORY for to in asked.destinations)
         if key != NOBODY and (elsewhere or recipient.follows):
             self.drain.follow(key)
@@ -192,9 +209,9 @@ class WorkerDelivery:
             self._keeping.remove(key)
             self.drain.later(partial(self.store.end, key))
 
-    def describe(self) -> dict[str, bool]:
-        """The sinks that requests may name -> whether they take scores."""
-        return self.router.takes_scores
+    def describe(self) -> dict[str, list[str]]:
+        """The sinks that requests may name -> the kinds of actions that may name them."""
+        return self.router.takes
 
     def counters(self) -> dict[str, object]:
         return {

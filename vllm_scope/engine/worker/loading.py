@@ -1,6 +1,7 @@
 """Taps on a loaded model, with the arena and the tables that they use.
 
-Owns:  Loaded, `load_taps`, and the check that every tap of the compiled model writes.
+Owns:  Loaded, `load_taps`, its parts for `vllm-scope doctor`, and the check that every tap of the
+       compiled model writes.
 Runs:  in every worker process: after vLLM loaded the model, and after its warm-up.
 From:  worker.   To: graph.anatomy, graph.tap, worker.arena, canary.
 """
@@ -8,30 +9,34 @@ From:  worker.   To: graph.anatomy, graph.tap, worker.arena, canary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from vllm_scope.config import ScopeConfig
 from vllm_scope.engine.vllm_types import Worker
-from vllm_scope.engine.worker.canary import silent_taps
+from vllm_scope.engine.worker.attention import attention_of
+from vllm_scope.engine.worker.canary import row_at, silent_taps
+from vllm_scope.engine.worker.mlp import projections_of
 from vllm_scope.engine.worker.sizes import Limits, Sizes
 from vllm_scope.errors import CompatError
 from vllm_scope.graph.anatomy.attention import install_attention_taps
 from vllm_scope.graph.anatomy.layers import Anatomy
+from vllm_scope.graph.anatomy.parts import install_part_taps
 from vllm_scope.graph.anatomy.tapped import install_taps
 from vllm_scope.graph.tap import op
 from vllm_scope.graph.tap.tables import Tables, capacity
 from vllm_scope.program.layout import Widths
-from vllm_scope.request.sites import Sites, kind_of
+from vllm_scope.request.sites import STREAM, Place, Sites, kind_of
 from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker.arena import Arena
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Runs one forward of a dummy token, after calling its argument, which plans it.
-Forward = Callable[[Callable[[], None]], None]
+#: Runs one forward of a dummy token, after calling its argument, which plans it; returns the
+#: model's output.
+Forward = Callable[[Callable[[], None]], object]
 
 
 @dataclass(frozen=True)
@@ -84,13 +89,14 @@ def load_taps(
     max_rows = max(sizes.max_rows, sizes.graph_rows)
     tables = Tables(
         sites.boundaries, max_rows, sites.hidden_size, sizes.widths, device, config.vectors_mib,
-        reports=reports,
+        reports=reports, states_mib=config.states_mib,
     )  # fmt: skip
     num_slots = sizes.arena_slots(config)
     if not drains:
         num_slots = sizes.slots_of_all  # for the check of the taps alone
     arena = Arena(num_slots, dtype, device)
-    limits = sizes.limits(num_slots, capacity(sites.vector_size, config.vectors_mib), optimistic)
+    most = capacity(sites.vector_size, config.vectors_mib)
+    limits = sizes.limits(num_slots, most, optimistic, len(tables.log))
     op.register()
     if device.type == "cuda":
         from vllm_scope.graph.tap.kernel import load_variants
@@ -98,9 +104,33 @@ def load_taps(
         # Inside a graph capture they could not be loaded.
         load_variants(arena.slots, tables, sites.row_sizes)
     tap_of = {boundary: tap for tap, boundary in enumerate(sites.boundaries)}
-    where = (anatomy, tap_of, arena.slots, tables)
-    here = (*install_taps(*where), *install_attention_taps(*where, sites))
+    here = install_all_taps(anatomy, tap_of, arena.slots, tables, sites)
     return Loaded(here, sizes, limits, tables, arena)
+
+
+def with_parts(anatomy: Anatomy, sites: Sites) -> Anatomy:
+    """The anatomy with the modules inside layers that carry a tap.
+
+    Raises:
+        ConfigError: as `attention_of` and `projections_of`.
+    """
+    if sites.heads is not None:
+        anatomy = replace(anatomy, attention=attention_of(anatomy, sites))
+    if sites.mlp_size is not None:
+        anatomy = replace(anatomy, projections=projections_of(anatomy, sites))
+    return anatomy
+
+
+def install_all_taps(
+    anatomy: Anatomy, tap_of: Mapping[int, int], arena: Tensor, tables: Tables, sites: Sites
+) -> tuple[int, ...]:
+    """The boundaries that carry a tap here; arguments and errors as of `install_taps`, of
+    `install_attention_taps` and of `install_part_taps`."""
+    where = (anatomy, tap_of, arena, tables)
+    # The stream's come first: they refuse a model before it is changed.
+    stream = install_taps(*where)
+    inner = (*install_attention_taps(*where, sites), *install_part_taps(*where, sites))
+    return (*stream, *inner)
 
 
 def check_taps(
@@ -140,3 +170,29 @@ def check_taps(
             f"{len(found)} of {len(here)} taps wrote nothing: the compiled graph has "
             "no taps. Remove vLLM's compile cache (VLLM_CACHE_ROOT) and start again."
         )
+
+
+def last_rows(
+    sites: Sites, widths: Widths, tables: Tables, arena: Arena, forward: Forward
+) -> tuple[Tensor, Tensor]:
+    """The exit of the last layer in a dummy forward, and what the model returned of it.
+
+    Returns:
+        Two rows, [hidden_size] each, on the device.
+
+    Raises:
+        CompatError: the model returned something else than rows.
+    """
+    out: list[object] = []
+    num_slots = widths.row_slots[STREAM]
+    region = arena.acquire(num_slots)
+    found = row_at(
+        Place("resid_post", sites.num_layers - 1).boundary, tables, arena.view(region),
+        region.start, lambda plan: out.append(forward(plan)),
+    )  # fmt: skip
+    arena.give_back(region)
+    (hidden,) = out
+    if not isinstance(hidden, Tensor):
+        raise CompatError(f"the model returned {type(hidden).__name__}, not rows")
+    row = found[: sites.hidden_size].to(arena.slots.device)
+    return row, hidden.view(-1, sites.hidden_size)[0]

@@ -29,7 +29,8 @@ class Described(TypedDict):
         sites: fields of request.sites.Sites, for Sites.from_body.
         taps_here: boundaries with a tap on this worker.
         limits: fields of worker.sizes.Limits.
-        sinks: sinks that requests may name -> whether they take scores.
+        sinks: sinks that requests may name -> what they take.
+        lens: why the model's lens cannot be applied to rows of this worker; None if it can.
         modules: by name.
     """
 
@@ -42,7 +43,8 @@ class Described(TypedDict):
     taps_here: list[int]
     arena_mib: float
     limits: object
-    sinks: dict[str, bool]
+    sinks: dict[str, list[str]]
+    lens: str | None
     modules: NotRequired[dict[str, Module]]
 
 

@@ -10,7 +10,9 @@ Both runners reorder batches, so rows never follow from the scheduler's order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,13 +68,43 @@ def attach(
         _attach_v1(runner, has_requests, begin_step)
 
 
-def dummy_forward(runner: ModelRunner, version: str, plan: Callable[[], None]) -> None:
-    """One forward of one dummy token, without attention, KV cache or graph, as `plan` says."""
+def dummy_forward(runner: ModelRunner, version: str, plan: Callable[[], None]) -> object:
+    """One forward of one dummy token, without attention, KV cache or graph, as `plan` says.
+
+    Returns:
+        On the last pipeline stage the model's output, [num_tokens, hidden_size]; the token's row is
+        the first.
+    """
     plan()
-    if version == "V2":
-        runner.scope_dummy_run(1, skip_attn=True, skip_eplb=True, is_profile=True)
-    else:
-        runner.scope_dummy_run(1, skip_eplb=True, is_profile=True)
+    with _zero_attention(runner):
+        if version == "V2":
+            out = runner.scope_dummy_run(1, skip_attn=True, skip_eplb=True, is_profile=True)
+        else:
+            out = runner.scope_dummy_run(1, skip_eplb=True, is_profile=True)
+    return out[0] if isinstance(out, tuple) else None
+
+
+@contextmanager
+def _zero_attention(runner: ModelRunner) -> Iterator[None]:
+    """Inside, attention without metadata makes 0, as it does on a GPU. On a CPU it makes nothing,
+    and the model would go on with what is in the memory, which may be NaN.
+    vllm 0.32, v1/attention/backends/cpu_attn.py, CPUAttentionBackendImpl.forward
+    """
+    layers = runner.vllm_config.compilation_config.static_forward_context.values()
+    found = (getattr(layer, "impl", None) for layer in layers)
+    impls: list[Any] = [one for one in found if hasattr(one, "forward")]
+    changed = impls if runner.device.type == "cpu" else []
+    for impl in changed:
+
+        def forward(*args: object, of: Any = impl.forward, **kwargs: object) -> object:
+            return of(*args, **kwargs).zero_()
+
+        impl.forward = forward
+    try:
+        yield
+    finally:
+        for impl in changed:
+            del impl.forward
 
 
 def is_optimistic(runner: ModelRunner, version: str) -> bool:

@@ -15,7 +15,7 @@ import msgspec
 from vllm_scope.config import ScopeConfig
 from vllm_scope.errors import CapacityError, ConfigError
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, boundaries_of
-from vllm_scope.program.operations import Cost, Program
+from vllm_scope.program.operations import Cost
 from vllm_scope.request.sites import kind_of
 
 #: Bound of an arena on a CPU, if one tap of the largest step fits.
@@ -37,6 +37,7 @@ class Limits(msgspec.Struct, frozen=True):
         tap_slots: slots that one token may deliver at one tap.
         vectors, programs, ops: places in the device tables, for all requests together.
         optimistic: as in StepBatch.
+        states: places for states of gates, for all requests together.
     """
 
     row_bytes: tuple[int, ...]
@@ -46,6 +47,7 @@ class Limits(msgspec.Struct, frozen=True):
     programs: int
     ops: int
     optimistic: bool = False
+    states: int = 0
 
     @property
     def widths(self) -> Widths:
@@ -59,13 +61,13 @@ class Limits(msgspec.Struct, frozen=True):
         """Why a token may not deliver one of these layouts, or None."""
         return next(filter(None, (_excess(self, one) for one in layouts)), None)
 
-    def check(self, programs: Sequence[Program]) -> None:
+    def check(self, layouts: Sequence[Layout]) -> None:
         """Raises CapacityError if a step could deliver more than the ring holds.
 
         The front-end checked the request alone. Global sinks may read more, server-wide edits
         may make two points' rows differ, and one row may be delivered under several codecs.
         """
-        excess = self.excess(*(program.layout for program in programs))
+        excess = self.excess(*layouts)
         if excess is not None:
             raise CapacityError(
                 "with the server's edits and what global sinks read, the request delivers too "
@@ -141,11 +143,11 @@ class Sizes:
         """Twice the arena's slots, so that a front-end may lag behind; within bounds."""
         return max(arena_slots, min(2 * arena_slots, MAX_HOST_BYTES // SLOT_BYTES))
 
-    def limits(self, arena_slots: int, capacity: Cost, optimistic: bool) -> Limits:
+    def limits(self, arena_slots: int, capacity: Cost, optimistic: bool, states: int = 0) -> Limits:
         graphs = self.cuda and self.graph_rows > 0
         return Limits(
             self.widths.row_bytes,
             arena_slots // self.graph_rows if graphs else 0,
             arena_slots // self.max_rows,
-            capacity.vectors, capacity.programs, capacity.ops, optimistic,
+            capacity.vectors, capacity.programs, capacity.ops, optimistic, states,
         )  # fmt: skip

@@ -103,6 +103,8 @@ class Steps:
         self._step = plan
         self._positions = positions[: int(batch.query_start[-1])] if plan.optimistic else None
         self.active = True
+        if plan.walks is not None:
+            self._tables.load_walks(*plan.walks, positions)
         if plan.num_slots == 0:
             # Only edits: the tables stay valid until the batch changes.
             if not self._tables.has_loaded(plan.program_ids):

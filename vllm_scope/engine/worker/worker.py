@@ -15,10 +15,13 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 
 import msgspec
 
 from vllm_scope.config import ScopeConfig
+from vllm_scope.control.policy import Changes
+from vllm_scope.control.policy_options import check_engine
 from vllm_scope.core.news import Entrant, Heard, StepNews
 from vllm_scope.core.registry import Registry
 from vllm_scope.engine.core.verdicts import with_lost, with_verdicts
@@ -28,22 +31,32 @@ from vllm_scope.engine.monitors import check as check_monitors
 from vllm_scope.engine.monitors import configured
 from vllm_scope.engine.vllm_types import ModelRunner, NewRequestData, Worker
 from vllm_scope.engine.worker import runners
-from vllm_scope.engine.worker.attention import attention_of, kernel_of
+from vllm_scope.engine.worker.attention import kernel_of
 from vllm_scope.engine.worker.delivery import IDLE_COUNTERS, NOBODY, WorkerDelivery
 from vllm_scope.engine.worker.faults import Faults
-from vllm_scope.engine.worker.loading import check_taps, load_taps
+from vllm_scope.engine.worker.loading import (
+    Forward,
+    check_taps,
+    last_rows,
+    load_taps,
+    with_parts,
+)
 from vllm_scope.engine.worker.replies import Connected, Described
+from vllm_scope.engine.worker.scaling import Scaling
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.engine.worker.steps import Steps
+from vllm_scope.engine.worker.unembedding import check_lens, lens_of
 from vllm_scope.errors import CapacityError, CompatError, ScopeError
 from vllm_scope.graph.tap import op
 from vllm_scope.program.compiler import RequestProgram
+from vllm_scope.request.heads import LENS
 from vllm_scope.request.resolved import Resolved
+from vllm_scope.request.sites import Place
 from vllm_scope.request.ticket import Recipient
-from vllm_scope.saes.load import load_saes
 from vllm_scope.sinks.request import Ended
 from vllm_scope.transport.messages import Address
 from vllm_scope.vectors import load_vectors
+from vllm_scope.worker.held_saes import PairMaker, hold_saes
 from vllm_scope.worker.plan import Planner
 
 logger = logging.getLogger("vllm.vllm_scope")
@@ -58,6 +71,7 @@ class ScopeWorker:
     Attributes:
         reason: why the model cannot be tapped; None if it can.
         steps: None if the model cannot be tapped.
+        no_lens: why the model's lens cannot be applied here; None if it can.
         here: boundaries with a tap on this worker.
     """
 
@@ -66,6 +80,7 @@ class ScopeWorker:
         self._vllm_config = worker.vllm_config
         self.config = config
         self.reason: str | None = None
+        self.no_lens: str | None = "its model is not loaded"
         self.runner_version = "unknown"
         self.here: tuple[int, ...] = ()
         self._planner: Planner | None = None
@@ -73,6 +88,7 @@ class ScopeWorker:
         self._functions: StepFunctions | None = None
         self.steps: Steps | None = None
         self._faults: Faults | None = None
+        self._scaling: Scaling | None = None
         self._heard = Heard()
         #: Requests that EngineCore has named and that are not over, also those that failed.
         self._entered: set[str] = set()
@@ -98,19 +114,29 @@ class ScopeWorker:
         # EngineCore uses both, from its first request on. What is wrong with them ends the start.
         global_reads(self.config, self.sites)
         check_monitors(configured(self._vllm_config), self.sites, self.num_stages)
+        drafts = self._vllm_config.speculative_config is not None
+        check_engine(self.config.policy_configs(), self.num_stages, drafts)
         checking = Registry(self.sites)
         for name, path in self.config.modules.items():
             checking.register_module(name, load_vectors(path))
-        load_saes(self.config.saes)
+
+    def _held_saes(self) -> dict[str, PairMaker]:
+        """The configured SAEs whose places have a tap on this worker; none on a rank that delivers
+        nothing. Raises ScopeError: they cannot be read, or take more than saes_mib."""
+        if not self.config.saes:
+            return {}
+        from vllm_scope.saes.load import load_saes  # formats that most engines never read
+
+        saes = load_saes(self.config.saes).values()
+        here = [sae for sae in saes if self.drains and sae.place.boundary in self.here]
+        device, dtype = self._worker.device, self._vllm_config.model_config.dtype
+        return dict(hold_saes(here, self.config.saes_mib, dtype, device))
 
     def _tap_model(self, runner: ModelRunner) -> None:
         """Raises CompatError if the model cannot be tapped; it is then served without taps."""
-        anatomy = anatomy_of(runner.get_model(), self._vllm_config)
-        if self.sites.heads is not None:
-            attention = attention_of(anatomy, self.sites)
-            anatomy = replace(anatomy, attention=attention)
-            kernels = {layer: kernel_of(module) for layer, module in attention.items()}
-            self.sites = replace(self.sites, kernels=kernels)
+        anatomy = with_parts(anatomy_of(runner.get_model(), self._vllm_config), self.sites)
+        kernels = {layer: kernel_of(module) for layer, module in anatomy.attention.items()}
+        self.sites = replace(self.sites, kernels=kernels)
         self.runner_version = runners.version_of(runner)
         loaded = load_taps(
             self._worker, self.config, self.sites, anatomy, self.drains, self.is_last,
@@ -119,11 +145,13 @@ class ScopeWorker:
         self.here, self.limits = loaded.here, loaded.limits
         self._tables, self._arena = loaded.tables, loaded.arena
         self._functions = StepFunctions(anatomy, runner.get_model())
+        self._final_norm, self._pair_makers = anatomy.norm_here, self._held_saes()
         if self.drains:
             self._delivery = WorkerDelivery.open(
                 self.config, self._arena, loaded.sizes, self.sites, self.here,
                 (self.stage, self.num_stages), str(self._vllm_config.model_config.model),
                 self._vllm_config.speculative_config is not None,
+                int(bool(self._vllm_config.scheduler_config.async_scheduling)), self._pair_makers,
             )  # fmt: skip
             if self._arena.slots.is_cuda:
                 self._tables.host[0] = self._delivery.ring.slots.data_ptr()
@@ -137,6 +165,7 @@ class ScopeWorker:
 
     def _begin_steps(self) -> Steps:
         self._planner = Planner(self._tables)
+        self._scaling = Scaling(self._planner, self._compile)
         self._faults = Faults(self._tables, self._planner, self.sites) if self.is_last else None
         self.steps = Steps(
             self._planner, self._tables, self._arena, self.sites.boundaries, self.limits.widths,
@@ -157,16 +186,41 @@ class ScopeWorker:
         if steps is None or not self.here:
             return
 
-        def forward(plan: Callable[[], None]) -> None:
+        def forward(plan: Callable[[], None]) -> object:
             steps.active = True
             with set_current_vllm_config(self._vllm_config):
-                runners.dummy_forward(self._worker.model_runner, self.runner_version, plan)
+                return runners.dummy_forward(self._worker.model_runner, self.runner_version, plan)
 
         ring = None if self._delivery is None else self._delivery.ring
         try:
             check_taps(self.here, self.limits.widths, self._tables, self._arena, ring, forward)
+            self._load_lens(forward)
         finally:
             steps.active = False
+
+    def _load_lens(self, forward: Forward) -> None:
+        """Have the packer apply the model's lens, or remember why not."""
+        from vllm.config import set_current_vllm_config
+
+        try:
+            if not self.config.lens_rows:
+                raise CompatError("it was started with additional_config['scope'].lens_rows 0")
+            check_lens(self._vllm_config, self.is_last, self.sites, self.here)
+            row, hidden = last_rows(
+                self.sites, self.limits.widths, self._tables, self._arena, forward
+            )
+            with set_current_vllm_config(self._vllm_config):
+                model = self._worker.model_runner.get_model()
+                lens = lens_of(model, self._final_norm, row, hidden)
+            if self._delivery is not None:
+                self._delivery.drain.warm(partial(lens.reserve, row))
+            self._pair_makers[LENS] = lens
+            self.no_lens = None
+        except CompatError as error:
+            self.no_lens = str(error)
+        except Exception as error:  # the model is served, without a lens
+            logger.exception("vllm-scope: the model's lens failed")
+            self.no_lens = f"it failed at the start ({type(error).__name__}); the log says why"
 
     @property
     def is_last(self) -> bool:
@@ -187,6 +241,8 @@ class ScopeWorker:
         if self._planner is None:
             return
         self._heard.take(news)
+        for req_id, num_tokens in news.resumed.items():
+            self._planner.resume_request(req_id, num_tokens)
         for request in new_requests:
             entrant = news.entrants.get(request.req_id)
             # V2 sends a preempted request again; what it has read stays valid.
@@ -202,11 +258,13 @@ class ScopeWorker:
         key = NOBODY if recipient is None else recipient.key
         try:
             asked = self._heard[entrant.spec]
-            places = {cell.place for probe in asked.probes for cell in probe.cells}
-            if entrant.scores and any(place.boundary in self.here for place in places):
+            if entrant.scores and any(
+                cell.place.boundary in self.here
+                for one in asked.banked if one.after is None for cell in one.cells
+            ):  # fmt: skip
                 # EngineCore counts on them, so that those of a refused request are told as lost.
                 self._keeping[request.req_id] = key, entrant.scores
-            vectors = bool(asked.edits or asked.probes)
+            vectors = bool(asked.edits or asked.banked)
             delivery = self._expect(request, recipient)
             prompt_ids, program = request.prompt_token_ids, None
             if delivery is not None:
@@ -214,7 +272,7 @@ class ScopeWorker:
                     key = delivery.add_request(request.req_id, prompt_ids, recipient, asked)
                     program = self._compile(asked, prompt_ids, True)
                     if entrant.unchecked:
-                        self.limits.check(program.programs_of(entrant.columns))
+                        self.limits.check(program.held(entrant.columns).layouts)
                 except CapacityError as error:
                     logger.warning("vllm-scope: request %s: %s", request.req_id, error)
                     self._end_unwatched(request.req_id, asked, str(error))
@@ -230,8 +288,15 @@ class ScopeWorker:
                 child = recipient.child
                 self._functions.add_request(request.req_id, request.sampling_params, child)
             if key != NOBODY or not program.empty:
-                held = program.programs_of(entrant.columns) if program.has_vectors else ()
-                self._planner.add_request(request.req_id, key, program, held)
+                held = None
+                if program.has_vectors:
+                    held = program.held(entrant.columns, self._heard.digest_of(entrant.spec))
+                self._planner.add_request(request.req_id, key, program, held, entrant.logged)
+                assert self._scaling is not None
+                drains = key != NOBODY and self._delivery is not None
+                self._scaling.add_request(
+                    request.req_id, asked, prompt_ids, entrant.columns, drains
+                )
             # Without probes at this stage there is no program.
             every = program.generated_superset() if entrant.scores and key != NOBODY else None
             if every is not None and self._delivery is not None:
@@ -239,9 +304,36 @@ class ScopeWorker:
         except Exception as error:
             self._refuse(request.req_id, vectors, key, error)
 
+    def accept(self, accepted: Mapping[str, int]) -> None:
+        """Take how many tokens of requests with Moments are accepted, before they end or go on."""
+        if self._planner is None or self._delivery is None:
+            return
+        keys = {req_id: self._planner.key_of(req_id) for req_id in accepted}
+        self._delivery.drain.accept(
+            {key: accepted[req_id] for req_id, key in keys.items() if key is not None}
+        )
+
+    def begin_stages(self, begun: Mapping[str, Sequence[str]]) -> None:
+        """Have requests also score what waited for the verdicts of these probes."""
+        for req_id, firsts in begun.items():
+            try:
+                if self._planner is not None:
+                    self._planner.begin_stages(req_id, firsts)
+            except CapacityError as error:
+                # Its result counts the scores as missing.
+                logger.warning("vllm-scope: request %s: %s", req_id, error)
+            except Exception:
+                logger.exception("vllm-scope: a later stage of %s could not begin", req_id)
+
+    def change_scales(self, scales: Mapping[str, Changes]) -> None:
+        """Apply what policies decided, before the step's forward."""
+        for req_id, error in self._scaling.begin_step(scales) if self._scaling else ():
+            logger.error("vllm-scope: scales of %s cannot be changed", req_id, exc_info=error)
+            self._fail(req_id, f"new scales of the request's policy could not be applied: {error}")
+
     def _end_unwatched(self, req_id: str, asked: Resolved, reason: str) -> None:
-        """End a request that a probe may stop and whose scores cannot be made."""
-        if asked.stopping and self._faults is not None:
+        """End a request that a probe or a policy may stop and whose scores cannot be made."""
+        if (asked.stopping or asked.policy) and self._faults is not None:
             self._faults.fail(req_id, reason)
 
     def _refuse(self, req_id: str, vectors: bool, key: int, error: Exception) -> None:
@@ -292,6 +384,8 @@ class ScopeWorker:
                 continue
             self._entered.remove(req_id)
             self._keeping.pop(req_id, None)
+            if self._scaling is not None:
+                self._scaling.finish_request(req_id)
             error = self._functions.finish_request(req_id) if self._functions else None
             key = self._planner.finish_request(req_id)
             if key is not None:
@@ -372,6 +466,7 @@ class ScopeWorker:
             "arena_mib": self._arena.num_bytes / 2**20 if tapped else 0.0,
             "limits": msgspec.to_builtins(limits),
             "sinks": self._delivery.describe() if self._delivery is not None else {},
+            "lens": self.no_lens,
         }
 
     def counters(self) -> dict[str, object]:
@@ -386,6 +481,27 @@ class ScopeWorker:
             "requests": len(planner) if planner is not None else 0,
             **(self._delivery.counters() if self._delivery is not None else IDLE_COUNTERS),
         }
+
+    def names_of_moments(self, name: str) -> list[tuple[str, int, str]]:
+        """Site, layer and label of each of the sums of a name that are here."""
+        if self._delivery is None:
+            return []
+        found = self._delivery.drain.of_sums(lambda sums: sums.names(name))
+        return [(place.site, place.layer, label) for place, label in found]
+
+    def moments(self, name: str, site: str, layer: int, label: str) -> dict[str, object] | None:
+        """The sums so far, as batch.sums.Packed; None if they are not here."""
+        if self._delivery is None:
+            return None
+        found = self._delivery.drain.of_sums(
+            lambda sums: sums.read(name, Place(site, layer), label)
+        )
+        return None if found is None else msgspec.structs.asdict(found)
+
+    def drop_moments(self, name: str) -> bool:
+        """Forget the sums of a name; False if there are none here."""
+        drain = None if self._delivery is None else self._delivery.drain
+        return drain is not None and drain.of_sums(lambda sums: sums.drop(name))
 
     def flush(self) -> dict[str, str | None]:
         """Make ended requests visible at every sink. Returns sink -> why that failed, or None."""

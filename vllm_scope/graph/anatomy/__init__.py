@@ -6,5 +6,6 @@ layers.py      finds the decoder layers of a loaded model
 middle.py      where the stream is between attention and MLP (read from the source)
 tapped.py      subclasses of decoder layers whose forward has taps
 attention.py   subclasses of attention modules whose forward has taps
+parts.py       subclasses of the MLP's projection and of the final norm
 hooked.py      layers that call Python functions; only where nothing is compiled
 """

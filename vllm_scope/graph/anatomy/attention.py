@@ -54,13 +54,13 @@ def _tapped_attention(base: type, sizes: Mapping[str, int]) -> type[nn.Module]:
         def forward(
             self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
         ) -> Tensor:
-            if "q" in sizes:
-                query = tap_rows(self, query, self.scope_q, sizes["q"])
-            if "k" in sizes:
-                key = tap_rows(self, key, self.scope_k, sizes["k"])
-            if "v" in sizes:
-                value = tap_rows(self, value, self.scope_v, sizes["v"])
-            out: Tensor = super().forward(query, key, value, *args, **kwargs)
-            return tap_rows(self, out, self.scope_z, sizes["z"]) if "z" in sizes else out
+            query, key = self.scope_tap("q", query), self.scope_tap("k", key)
+            value = self.scope_tap("v", value)
+            return self.scope_tap("z", super().forward(query, key, value, *args, **kwargs))
+
+        def scope_tap(self, site: str, rows: Tensor) -> Tensor:
+            if site not in sizes:
+                return rows
+            return tap_rows(self, rows, getattr(self, f"scope_{site}"), sizes[site])
 
     return named(Tapped, base)

@@ -1,6 +1,7 @@
 """What a decoder layer returns, and where the residual stream is in it.
 
-Owns:  Convention, and the reading of it from the layer's and the model's source.
+Owns:  Convention, and the reading of it from the layer's and the model's source; the module that
+       the model calls after its layers.
 Runs:  once, after the model is loaded.
 From:  source.   To: layers.
 
@@ -13,23 +14,27 @@ return one tensor. Some return a residual that `hidden` contains already; they l
 first kind, and the sum would be silently wrong. Their forward has an unconditional
 `residual = hidden_states`. If a layer overwrites the residual under another condition than
 that there is none yet, it is refused.
+
+Two signs of the model's end are read further: a norm may take a residual and leave it alone
+(Cohere), and layers may return None for it, so that the model never adds one (Gemma 4).
 """
 
 from __future__ import annotations
 
 import ast
 import enum
+from copy import deepcopy
 
 from torch import nn
 
 from vllm_scope.errors import CompatError
-from vllm_scope.graph.anatomy.source import forward_of
+from vllm_scope.graph.anatomy.source import forward_of, is_norm
 
 
 class Convention(enum.Enum):
     SUM = "the layer returns (hidden, residual); the stream is their sum"
     TENSOR = "the layer returns the stream"
-    DEAD_RESIDUAL = "the layer returns (stream, a residual that it contains already)"
+    DEAD_RESIDUAL = "the layer returns (stream, None or a residual that it contains already)"
 
 
 def convention_of(layer: nn.Module, model: nn.Module) -> Convention:
@@ -57,7 +62,7 @@ def convention_of(layer: nn.Module, model: nn.Module) -> Convention:
         return Convention.TENSOR
     if shape != 2:
         raise CompatError(f"{name}.forward returns {shape} values, not 1 or 2")
-    joined = _joins_residual(loop)
+    joined = _joins_residual(_without_residual(loop) if _returns_none(forward) else loop, model)
     dead = _overwrites_residual(forward, name)
     if joined and not dead and "residual" in _parameters(forward):
         return Convention.SUM
@@ -67,6 +72,20 @@ def convention_of(layer: nn.Module, model: nn.Module) -> Convention:
         f"{name} returns a pair, and {outer} {'adds' if joined else 'does not add'} the second "
         "to the first, which the layer's own source does not bear out"
     )
+
+
+def final_norm_of(model: nn.Module) -> str | None:
+    """The attribute of the one norm that a model calls behind its layers, or None."""
+    forward = _model_forward(model)
+    end = max(node.end_lineno or 0 for node in ast.walk(forward) if isinstance(node, ast.For))
+    found = {
+        node.func.attr
+        for node in ast.walk(forward)
+        if isinstance(node, ast.Call) and node.lineno > end
+        and isinstance(node.func, ast.Attribute) and is_norm(node.func.attr)
+        and ast.unparse(node.func.value) == "self"
+    }  # fmt: skip
+    return found.pop() if len(found) == 1 else None
 
 
 def treats_half_apart(layer: nn.Module) -> bool:
@@ -173,18 +192,66 @@ def _model_forward(model: nn.Module) -> ast.FunctionDef:
     raise CompatError(f"{type(model).__name__}.forward has no loop over layers")
 
 
-def _joins_residual(forward: ast.FunctionDef) -> bool:
-    """The model ends with norm(hidden, residual) or hidden + residual."""
+def _returns_none(layer: ast.FunctionDef) -> bool:
+    """Each return is `hidden, None`."""
+    values = [node.value for node in _returns(layer)]
+    return all(
+        isinstance(value, ast.Tuple)
+        and isinstance(value.elts[1], ast.Constant)
+        and value.elts[1].value is None
+        for value in values
+    )
+
+
+def _without_residual(loop: ast.FunctionDef) -> ast.FunctionDef:
+    """A model's forward without the branches that need a residual."""
+    settled = _NoResidual().visit(deepcopy(loop))
+    assert isinstance(settled, ast.FunctionDef)
+    return settled
+
+
+class _NoResidual(ast.NodeTransformer):
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        if not _asks_for_no_residual(node.test):
+            return node
+        there = ast.unparse(node.test) == "residual is not None"
+        return (node.orelse if there else node.body) or ast.copy_location(ast.Pass(), node)
+
+
+def _joins_residual(forward: ast.FunctionDef, model: nn.Module) -> bool:
+    """The model ends with hidden + residual, or with norm(hidden, residual) that adds them."""
     for node in ast.walk(forward):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             names = [a.id for a in node.args if isinstance(a, ast.Name)]
-            if "norm" in node.func.attr and len(names) == 2 and "residual" in names[1]:
+            norm = node.func.attr
+            if (
+                is_norm(norm) and len(names) == 2 and "residual" in names[1]
+                and not _leaves_residual(getattr(model, norm, None))
+            ):  # fmt: skip
                 return True
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             sides = [s.id for s in (node.left, node.right) if isinstance(s, ast.Name)]
             if any("residual" in s for s in sides) and any("hidden" in s for s in sides):
                 return True
     return False
+
+
+def _leaves_residual(norm: nn.Module | None) -> bool:
+    """True if a norm returns its second argument and does nothing else with it."""
+    if norm is None:
+        return False
+    forward = forward_of(norm)
+    names = [arg.arg for arg in forward.args.args]
+    if len(names) != 3:  # self, hidden and residual
+        return False
+    returned = {
+        id(one)
+        for node in _returns(forward) if isinstance(node.value, ast.Tuple)
+        for one in node.value.elts[1:]
+    }  # fmt: skip
+    uses = [n for n in ast.walk(forward) if isinstance(n, ast.Name) and n.id == names[2]]
+    return bool(uses) and all(id(use) in returned for use in uses)
 
 
 def _loop_reads_one_tensor(forward: ast.FunctionDef) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from vllm_scope.errors import CompatError
-from vllm_scope.graph.anatomy.convention import Convention, convention_of
+from vllm_scope.graph.anatomy.convention import Convention, convention_of, final_norm_of
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,11 @@ class Anatomy:
         path: the name of the list that holds them.
         attention: layer number -> the module that is called with q, k and v. Only of layers
             that have tapped sites there.
+        projections: layer number -> the module of its MLP whose input is `mlp_post`. Only of
+            layers that have a tap there.
+        norm: the name of the norm behind the last layer, in the module that runs the layers;
+            None if it is not found in the source.
+        norm_here: that norm; None on another pipeline stage.
     """
 
     layers: dict[int, nn.Module]
@@ -33,6 +38,9 @@ class Anatomy:
     convention: Convention
     path: str
     attention: Mapping[int, nn.Module] = field(default_factory=dict)
+    projections: Mapping[int, nn.Module] = field(default_factory=dict)
+    norm: str | None = None
+    norm_here: nn.Module | None = None
 
 
 def find_anatomy(
@@ -54,7 +62,8 @@ def find_anatomy(
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             here = {i: layer for i, layer in enumerate(module) if not is_missing(layer)}
             parent = model.get_submodule(path.rpartition(".")[0])
-            if here:
+            # A model may keep the same layers in a second list (Gemma 4).
+            if here and all(here != others for *_, others in found):
                 found.append((path, parent, here))
     if len(found) != 1:
         names = ", ".join(path for path, *_ in found) or "none"
@@ -66,4 +75,8 @@ def find_anatomy(
     conventions = {convention_of(layer, parent) for layer in layers.values()}
     if len(conventions) != 1:
         raise CompatError(f"the layers of {type(model).__name__} return the stream in two ways")
-    return Anatomy(layers, num_layers, conventions.pop(), path)
+    norm = final_norm_of(parent)
+    module = None if norm is None else getattr(parent, norm, None)
+    if not isinstance(module, nn.Module) or is_missing(module):
+        module = None
+    return Anatomy(layers, num_layers, conventions.pop(), path, norm=norm, norm_here=module)

@@ -20,7 +20,7 @@ from torch import nn
 
 from vllm_scope.errors import CompatError
 from vllm_scope.graph.anatomy.convention import Convention
-from vllm_scope.graph.anatomy.source import forward_of
+from vllm_scope.graph.anatomy.source import forward_of, is_norm
 
 _MLP_WORDS = ("mlp", "feed_forward", "ffn", "moe")
 
@@ -53,12 +53,12 @@ def norm_before_mlp(layer: nn.Module, convention: Convention) -> str:
     found: dict[str, None] = {}
     for i in range(last_attention + 1, len(listed)):
         call = listed[i]
-        if any(word in call.name for word in _MLP_WORDS) and not _is_norm(call.name):
+        if any(word in call.name for word in _MLP_WORDS) and not is_norm(call.name):
             break
         joins = len(call.args) == 2 and call.targets == 2 and "residual" in call.args[1]
         before = listed[i - 1]
         follows = before.name == "" and before.args == call.args[:1] and len(call.args) == 1
-        if _is_norm(call.name) and (joins if convention is Convention.SUM else follows):
+        if is_norm(call.name) and (joins if convention is Convention.SUM else follows):
             found[call.name] = None
     if len(found) != 1:
         names = ", ".join(found) or "none"
@@ -93,12 +93,8 @@ def _always(body: list[ast.stmt], is_it: Callable[[str], bool]) -> bool:
     return False
 
 
-def _is_norm(name: str) -> bool:
-    return "norm" in name or name.startswith("ln")
-
-
 def _is_attention(name: str) -> bool:
-    return ("attn" in name or "attention" in name) and not _is_norm(name)
+    return ("attn" in name or "attention" in name) and not is_norm(name)
 
 
 def _parse(node: ast.AST) -> list[tuple[tuple[int, int], _Call]]:

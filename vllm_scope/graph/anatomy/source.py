@@ -1,6 +1,6 @@
 """The source of a module's forward, without the branches that the module never takes.
 
-Owns:  `forward_of`, `function_of`.
+Owns:  `forward_of`, `function_of`, `is_norm`.
 Runs:  once, after the model is loaded.
 To:    convention, middle.
 
@@ -72,6 +72,11 @@ def _settled(
     settled = _Settled(dict(answers)).visit(deepcopy(function_of(function, owner)))
     assert isinstance(settled, ast.FunctionDef)
     return settled
+
+
+def is_norm(name: str) -> bool:
+    """True if an attribute of this name is a norm."""
+    return "norm" in name or name.startswith("ln")
 
 
 class _Settled(ast.NodeTransformer):

@@ -141,7 +141,7 @@ def tap_rows(module: Any, rows: Tensor | None, number: Tensor, size: int) -> Ten
     """A tap on rows that are not on the stream.
 
     Args:
-        rows: [num_tokens, size], or [num_tokens, heads, size of each].
+        rows: [num_tokens, size], [num_tokens, heads, size of each], or [1, num_tokens, size].
         number: the tap's.
 
     Returns:
@@ -152,15 +152,21 @@ def tap_rows(module: Any, rows: Tensor | None, number: Tensor, size: int) -> Ten
             overwrite their neighbours'.
     """
     dtype = module.scope_arena.dtype
-    if rows is None or math.prod(rows.shape[1:]) != size or rows.dtype != dtype:
+    if rows is None or not _fits(rows, size) or rows.dtype != dtype:
         came = "nothing" if rows is None else f"rows of {tuple(rows.shape[1:])} {rows.dtype}"
         raise CompatError(f"a tap is given {came}, not rows of {size} {dtype}")
     if rows.stride(-1) != 1:
         raise CompatError("a tap is given rows whose numbers do not lie side by side")
     # Without the copy, the compiler would copy the wider rows, twice.
-    flat = rows.flatten(1).contiguous()
+    flat = rows.reshape(-1, size).contiguous()
     _tap(module, flat, None, number)
     return flat.view(rows.shape)
+
+
+def _fits(rows: Tensor, size: int) -> bool:
+    # Some models carry a batch dimension of one (Transformers backend).
+    batched = rows.shape[-1] == size and rows.dim() == 3 and rows.shape[0] == 1
+    return batched or math.prod(rows.shape[1:]) == size
 
 
 def _tapped_layer(base: type, convention: Convention, places: frozenset[str]) -> type[nn.Module]:

@@ -14,9 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vllm_scope.graph.tap import states
 from vllm_scope.program.layout import SLOT_BYTES
 from vllm_scope.program.operations import (
-    GATES,
+    ADVANCING,
     OP_ABLATE,
     OP_ADD,
     OP_ADD_BOUND,
@@ -30,13 +31,15 @@ from vllm_scope.program.operations import (
     OP_READ,
     OP_SET,
     REGISTERS,
+    SETTERS,
 )
 
 #: Columns of the op table. Offsets are in 4-byte words from the token's first slot; -1 if the
-#: operation stores nothing. The last column is empty.
-CODE, WORD, WORD_IN_TAP, VECTOR, NUMBER_A, NUMBER_B, NEXT, REGISTER, SOURCE, NUMBER_C, NUMBER_D = (
-    range(11)
-)
+#: operation stores nothing.
+(
+    CODE, WORD, WORD_IN_TAP, VECTOR, NUMBER_A, NUMBER_B, NEXT, REGISTER, SOURCE, NUMBER_C, NUMBER_D,
+    NUMBER_E,
+) = range(12)  # fmt: skip
 NUM_COLUMNS = 12
 #: Columns of the token table.
 PROGRAM, SLOT, TO_HOST, OWNER = range(4)
@@ -93,9 +96,10 @@ def tap_rows(
         ops: [num_ops, NUM_COLUMNS] int32: see the columns above. Numbers are float32 bits.
         vectors: [num_vectors, hidden_size or more] float32.
         tap: scalar int32 tensor: this tap's column in `programs`.
-        host: [3] int64: the address of the host's slots (only the kernel writes there), that of
-            the faults, int32 by owner (0 if nobody reads faults), and that of the registers,
-            float32 [max_rows, REGISTERS], on the rows' device.
+        host: [6] int64: the address of the host's slots (only the kernel writes there), that of
+            the faults, int32 by owner (0 if nobody reads faults), and those of the registers,
+            float32 [max_rows, REGISTERS], of the walks, int32 [max_rows, 8], of the log of states,
+            float32 (states), and of the rows' positions, int64, on the rows' device.
         slot_base: first slot of this tap if the step is drained tap by tap, else 0.
         slots_per_token: slots of each token at this tap if the step is drained tap by tap
             (`tokens` then has the token's number instead of its slot), else 0.
@@ -114,7 +118,7 @@ def tap_rows(
     x = came
     edited = np.zeros(len(rows), bool)
     words, numbers = arena.view(torch.int32).view(-1).numpy(), ops.numpy()
-    registers = _registers(int(host[2]), len(tokens))
+    registers = states.array_at(ctypes.c_float, int(host[2]), (len(tokens), REGISTERS))
     vectors = vectors[:, : hidden.shape[1]]
     while len(live := np.flatnonzero(at >= 0)):
         told = numbers[at[live]]
@@ -126,9 +130,14 @@ def tap_rows(
             column = WORD_IN_TAP if slots_per_token else WORD
             start = _first_slots(table[rows[here], SLOT], slot_base, slots_per_token)
             start = start * WORDS_PER_SLOT + op[:, column]
-            if code in GATES:
-                values = _condition(code, x[some], op, vectors)
+            if code in SETTERS:
+                values, score = _condition(code, x[some], op, vectors)
+                if code != OP_FEATURE and (kept := op[:, SOURCE] >= 0).any():
+                    registers[rows[here[kept]], op[kept, SOURCE]] = score[kept]
                 registers[rows[here], op[:, REGISTER]] = values
+                _tell(values, words, start, op[:, column] >= 0)
+            elif code in ADVANCING:
+                values = states.advance(code, rows[here], op, registers, host)
                 _tell(values, words, start, op[:, column] >= 0)
             elif code == OP_CHECK:
                 bad = here[~x[some].to(hidden.dtype).isfinite().all(1).numpy()]
@@ -181,11 +190,6 @@ def _report(host: Tensor, owners: NDArray[np.int32], fault: int) -> None:
         ctypes.c_int32.from_address(int(host[1]) + 4 * owner).value = fault
 
 
-def _registers(address: int, num_rows: int) -> NDArray[np.float32]:
-    kind = ctypes.c_float * (num_rows * REGISTERS)
-    return np.ctypeslib.as_array(kind.from_address(address)).reshape(num_rows, REGISTERS)
-
-
 def _first_slots(slots: NDArray[np.int32], base: int, per_token: int) -> NDArray[np.int64]:
     first = slots.astype(np.int64)
     return base + first * per_token if per_token else first
@@ -212,8 +216,8 @@ def _store(x: Tensor, words: np.ndarray, start: np.ndarray) -> None:
         words[first : first + len(row)] = row
 
 
-def _vectors_of(op: np.ndarray, column: int) -> Tensor:
-    return torch.from_numpy(op[:, column].astype(np.int64))
+def _vectors_of(op: np.ndarray) -> Tensor:
+    return torch.from_numpy(op[:, VECTOR].astype(np.int64))
 
 
 def _number(op: np.ndarray, column: int) -> Tensor:
@@ -230,9 +234,11 @@ def _norm(x: Tensor) -> Tensor:
     return _dot(x, x).sqrt()
 
 
-def _condition(code: int, x: Tensor, op: np.ndarray, vectors: Tensor) -> NDArray[np.float32]:
-    """The values of a condition, [num_rows]."""
-    v = vectors[_vectors_of(op, VECTOR)]
+def _condition(
+    code: int, x: Tensor, op: np.ndarray, vectors: Tensor
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """The values of a condition, and the scores, [num_rows] each."""
+    v = vectors[_vectors_of(op)]
     a, b, c, d = (_number(op, n) for n in (NUMBER_A, NUMBER_B, NUMBER_C, NUMBER_D))
     along = _dot(x, v)
     if code in (OP_GATE, OP_FEATURE):
@@ -242,12 +248,8 @@ def _condition(code: int, x: Tensor, op: np.ndarray, vectors: Tensor) -> NDArray
         lengths = _norm(x) * _norm(w)
         score = torch.where(lengths > 0, _dot(x, w) / lengths, torch.zeros_like(lengths))
     if code == OP_FEATURE:
-        return torch.where(score > c, score, torch.zeros_like(score)).numpy()
-    beyond, sharpness = (d * (score - a)).numpy(), c.numpy()
-    with np.errstate(over="ignore"):  # torch's sigmoid depends on the place in the batch
-        smooth = 1 / (1 + np.exp(-sharpness * beyond))
-    found: NDArray[np.float32] = np.where(sharpness > 0, smooth, beyond > 0).astype(np.float32)
-    return found
+        return torch.where(score > c, score, torch.zeros_like(score)).numpy(), score.numpy()
+    return states.compared(score.numpy(), a.numpy(), c.numpy(), d.numpy()), score.numpy()
 
 
 def _edited(
@@ -259,7 +261,7 @@ def _edited(
         part: [num_rows], how much of the edit is done, 0 to 1.
         source: [num_rows], the activation of the edit's feature, if it has one.
     """
-    v, part = vectors[_vectors_of(op, VECTOR)], part[:, None]
+    v, part = vectors[_vectors_of(op)], part[:, None]
     if code == OP_SET:
         return torch.where(part == 1, v, torch.where(part == 0, x, x + part * (v - x)))
     a, b, d = (_number(op, n) for n in (NUMBER_A, NUMBER_B, NUMBER_D))
@@ -269,9 +271,12 @@ def _edited(
         most = b * _norm(x)
         return a.maximum(-most).minimum(most)
 
+    def of_feature() -> Tensor:
+        return torch.where((b > 0) & (source <= 0), torch.zeros_like(a), a + d * source)
+
     ways: dict[int, Callable[[], Tensor]] = {
         OP_ADD_BOUND: bounded,
-        OP_ADD_FEATURE: lambda: a + d * source,
+        OP_ADD_FEATURE: of_feature,
         OP_ADD: lambda: a,
         OP_ADD_NORM: lambda: a * _norm(x),
         OP_ABLATE: lambda: -along,

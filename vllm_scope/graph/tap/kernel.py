@@ -35,6 +35,10 @@ OP_GATE = tl.constexpr(11)
 OP_GATE_COSINE = tl.constexpr(12)
 OP_GATE_CAST = tl.constexpr(13)
 OP_FEATURE = tl.constexpr(14)
+OP_EMA = tl.constexpr(15)
+OP_HYSTERESIS = tl.constexpr(16)
+OP_PID = tl.constexpr(17)
+STATE_NUMBERS = tl.constexpr(3)
 REGISTERS = tl.constexpr(32)
 COLUMNS = tl.constexpr(12)
 CHECKED = tl.constexpr(1 << 30)
@@ -45,6 +49,33 @@ def _tanh(x):
     # Small numbers by the series: the quotient loses their digits.
     found = 1 - 2 / (tl.exp(2 * x) + 1)
     return tl.where(tl.abs(x) < 0.02, x - x * x * x / 3, found)
+
+
+@triton.jit
+def _next_state(code, op, score, begun, one, two):
+    """What graph.tap.states does for one token: value, and two numbers."""
+    a = tl.load(op + 4).to(tl.float32, bitcast=True)
+    b = tl.load(op + 5).to(tl.float32, bitcast=True)
+    c = tl.load(op + 9).to(tl.float32, bitcast=True)
+    d = tl.load(op + 10).to(tl.float32, bitcast=True)
+    e = tl.load(op + 11).to(tl.float32, bitcast=True)
+    if code == OP_EMA:
+        one = tl.where(begun, a * one + b * score, score)
+        beyond = d * (one - e)
+        value = tl.where(beyond > 0, 1.0, 0.0)
+        if c > 0:
+            value = 1 / (1 + tl.exp(-c * beyond))
+    elif code == OP_HYSTERESIS:
+        kept = tl.where(d * (score - b) < 0, 0.0, one)
+        value = tl.where(d * (score - a) > 0, 1.0, kept)
+        one = value
+    else:
+        error = score - a
+        one = tl.minimum(tl.maximum(one + error, -e), e)
+        value = b * error + c * one + d * (error - tl.where(begun, two, error))
+        value = tl.where(value > 0, tl.minimum(value, 1.0), 0.0)
+        two = error
+    return value, one, two
 
 
 # One variant serves all taps: a second one would be compiled during a graph's capture.
@@ -101,9 +132,13 @@ def _tap_kernel(
     words = base.to(tl.pointer_type(tl.float32), bitcast=True) + slot * 4
     edited = 0
     fault = 0
+    # An operation that advances a state is done again for each row of its walk: a loop within
+    # this one would take the row out of the GPU's registers.
+    walked, one, two = 0, 0.0, 0.0
     while at >= 0:
         op = ops_ptr + at.to(tl.int64) * COLUMNS
         code = tl.load(op)
+        following = tl.load(op + 6)
         offset = tl.load(op + offset_column)
         out = words + offset
         if code == OP_READ:
@@ -115,6 +150,49 @@ def _tap_kernel(
                 fault = tl.where(edited == 1, tap + 1, CHECKED | (tap + 1))
                 x = tl.zeros_like(x)
                 edited = 1
+        elif code >= OP_EMA:
+            register = tl.load(op + 7)
+            held = tl.load(host_ptr + 2).to(tl.pointer_type(tl.float32)) + row * REGISTERS
+            value = tl.load(held + register)
+            walk = tl.load(host_ptr + 3).to(tl.pointer_type(tl.int32)) + row * 8
+            position = tl.load(tl.load(host_ptr + 5).to(tl.pointer_type(tl.int64)) + row)
+            begin = tl.load(walk + 3)
+            token = position.to(tl.int32) - begin
+            if token >= 0:
+                last = tl.load(walk + 2) - 1
+                width = tl.load(walk + 1)
+                first = (tl.load(walk) + register).to(tl.int64)
+                log = tl.load(host_ptr + 4).to(tl.pointer_type(tl.float32))
+                record = log + (first + tl.minimum(token, last) * width) * STATE_NUMBERS
+                # The step begins where the accepted tokens end.
+                known = tl.maximum(tl.load(walk + 4) - begin, token - tl.load(walk + 5))
+                known = tl.maximum(known, 0)
+                fresh = token - known
+                if fresh < 0:
+                    value = tl.load(record)
+                else:
+                    if walked == 0:
+                        before = tl.minimum(tl.maximum(known - 1, 0), last)
+                        earlier = log + (first + before * width) * STATE_NUMBERS
+                        one = tl.load(earlier + 1, known > 0, 0.0)
+                        two = tl.load(earlier + 2, known > 0, 0.0)
+                    score = tl.load(held + (walked - fresh) * REGISTERS + tl.load(op + 8))
+                    begun = (known > 0) | (walked > 0)
+                    value, one, two = _next_state(code, op, score, begun, one, two)
+                    if walked < fresh:
+                        walked += 1
+                        following = at
+                    else:
+                        walked = 0
+                        tl.store(record, value)
+                        tl.store(record + 1, one)
+                        tl.store(record + 2, two)
+            if walked == 0:
+                tl.store(held + register, value)
+                # As below.
+                tl.debug_barrier()
+                if offset >= 0:
+                    tl.store(out, value)
         else:
             vector = vectors_ptr + tl.load(op + 3).to(tl.int64) * vector_stride + column
             v = tl.load(vector, keep, 0.0)
@@ -140,6 +218,8 @@ def _tap_kernel(
                     value = 1 / (1 + tl.exp(-c * beyond))
                 if code == OP_FEATURE:
                     value = tl.where(score > c, score, 0.0)
+                elif tl.load(op + 8) >= 0:
+                    tl.store(held + tl.load(op + 8), score)
                 tl.store(held + register, value)
                 # One thread stores it, and all load it in the next operation.
                 tl.debug_barrier()
@@ -167,7 +247,8 @@ def _tap_kernel(
                             phi = tl.minimum(tl.maximum(a, -most), most)
                         elif code == OP_ADD_FEATURE:
                             d = tl.load(op + 10).to(tl.float32, bitcast=True)
-                            phi = a + d * tl.load(held + tl.load(op + 8))
+                            feature = tl.load(held + tl.load(op + 8))
+                            phi = tl.where((b > 0) & (feature <= 0), 0.0, a + d * feature)
                         elif code != OP_ADD:
                             along = tl.sum(x * v, 0)
                             phi = -along
@@ -181,7 +262,7 @@ def _tap_kernel(
                         tl.store(out, tl.where(length > 0, change / length, 0.0))
                 elif offset >= 0:
                     tl.store(out, 0.0)
-        at = tl.load(op + 6)
+        at = following
     if edited == 1:
         came = tl.load(hidden, keep, 0.0).to(tl.float32)
         if HAS_RESIDUAL:

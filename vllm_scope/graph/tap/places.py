@@ -7,17 +7,10 @@ Runs:  in every worker, on its main thread; writes nothing to the device.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 Content = TypeVar("Content", bound=Hashable)
-
-
-@dataclass
-class _Place:
-    number: int
-    holders: int = 0
 
 
 class Places(Generic[Content]):
@@ -26,46 +19,78 @@ class Places(Generic[Content]):
 
     def __init__(self, count: int) -> None:
         self._free = list(range(count - 1, -1, -1))
-        self._places: dict[Content, _Place] = {}
+        self._numbers: dict[Content, int] = {}
         self._contents: dict[int, Content] = {}
+        self._holders = [0] * count
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
-    def full(self) -> bool:
-        return not self._free
+    def num_free(self) -> int:
+        return len(self._free)
 
     def find(self, content: Content) -> int | None:
-        place = self._places.get(content)
-        if place is None:
-            return None
-        if place.number in self._idle:
-            self._idle.move_to_end(place.number)
-        return place.number
-
-    def at(self, content: Content) -> int:
-        return self._places[content].number
+        number = self._numbers.get(content)
+        if number is not None and number in self._idle:
+            self._idle.move_to_end(number)
+        return number
 
     def content(self, number: int) -> Content:
         return self._contents[number]
 
+    def take(self, count: int) -> list[int]:
+        """Take free places for contents that are not looked up here, until `give_back`."""
+        first = len(self._free) - count
+        taken, self._free[first:] = self._free[first:], []
+        return taken[::-1]
+
+    def give_back(self, numbers: Iterable[int]) -> None:
+        self._free += numbers
+
     def put(self, content: Content) -> int:
         number = self._free.pop()
-        self._places[content] = _Place(number)
+        self._numbers[content] = number
         self._contents[number] = content
         self._idle[number] = None
         return number
 
     def hold(self, number: int) -> None:
-        self._places[self._contents[number]].holders += 1
+        self._holders[number] += 1
         self._idle.pop(number, None)
+
+    def hold_all(self, contents: Sequence[Content]) -> tuple[list[int], list[int]] | None:
+        """Hold contents, each of which is given once. The others in idle places make room for them.
+
+        Returns:
+            Their places, and the indices of those that are new; None without room.
+        """
+        known = list(map(self._numbers.get, contents))
+        new = [i for i, number in enumerate(known) if number is None]
+        held = [number for number in known if number is not None]
+        for number in held:
+            self.hold(number)
+        while len(new) > len(self._free) and self._idle:
+            self.drop(next(iter(self._idle)))
+        if len(new) > len(self._free):
+            self.release_all(held)
+            return None
+        numbers = self.take(len(new))
+        added = [contents[i] for i in new]
+        self._numbers.update(zip(added, numbers, strict=True))
+        self._contents.update(zip(numbers, added, strict=True))
+        for number in numbers:
+            self._holders[number] = 1
+        return [self._numbers[content] for content in contents], new
 
     def release(self, number: int) -> int:
         """Undo one hold. Returns the number of holds left."""
-        place = self._places[self._contents[number]]
-        place.holders -= 1
-        if place.holders == 0:
+        self._holders[number] -= 1
+        if not self._holders[number]:
             self._idle[number] = None
-        return place.holders
+        return self._holders[number]
+
+    def release_all(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.release(number)
 
     def idle(self) -> Iterator[int]:
         """The places that nobody holds, the longest unused first."""
@@ -73,5 +98,5 @@ class Places(Generic[Content]):
 
     def drop(self, number: int) -> None:
         del self._idle[number]
-        del self._places[self._contents.pop(number)]
+        del self._numbers[self._contents.pop(number)]
         self._free.append(number)

@@ -12,6 +12,8 @@ earlier steps still run: writes reach the device in stream order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from struct import Struct
 from typing import NamedTuple
@@ -23,18 +25,40 @@ from torch import Tensor
 
 from vllm_scope.errors import CapacityError, ScopeError
 from vllm_scope.graph.tap.definition import (
+    CODE,
+    NEXT,
     NUM_COLUMNS,
+    NUMBER_A,
+    NUMBER_B,
+    NUMBER_C,
+    NUMBER_D,
+    NUMBER_E,
     OWNER,
     PROGRAM,
+    REGISTER,
     SLOT,
+    SOURCE,
     TO_HOST,
+    VECTOR,
+    WORD,
+    WORD_IN_TAP,
     WORDS_PER_SLOT,
 )
 from vllm_scope.graph.tap.places import Places
 from vllm_scope.graph.tap.staging import Staging
+from vllm_scope.graph.tap.states import NUM_WALK_COLUMNS
+from vllm_scope.program.held import Held
 from vllm_scope.program.layout import Layout, Widths, boundaries_of
-from vllm_scope.program.operations import NO_PROGRAM, OP_READ, REGISTERS, Cost, Op, Program
-from vllm_scope.request.arrays import Array
+from vllm_scope.program.operations import (
+    NO_PROGRAM,
+    OP_READ,
+    REGISTERS,
+    STATE_NUMBERS,
+    Cost,
+    Op,
+    Program,
+)
+from vllm_scope.program.table_rows import TableRows
 from vllm_scope.request.heads import Head
 from vllm_scope.request.sites import STREAM, boundary_of_point
 
@@ -53,6 +77,11 @@ def capacity(vector_size: int, vectors_mib: float) -> Cost:
         vector_size: numbers of a vector, as in Sites.
     """
     return Cost(max(1, int(vectors_mib * 2**20) // (4 * vector_size)), HELD_PROGRAMS, HELD_OPS)
+
+
+def log_places(states_mib: float) -> int:
+    """Places of the log of states."""
+    return int(states_mib * 2**20) // (4 * STATE_NUMBERS)
 
 
 class _Words(NamedTuple):
@@ -103,17 +132,34 @@ def _words_of(layout: Layout, widths: Widths) -> _Words:
     return _Words(rows, told, arena.slots(widths), layout.slots(widths))
 
 
-_FLOATS, _AS_INTS = Struct("=4f"), Struct("=4i")
+_FLOATS, _AS_INTS = Struct("=5f"), Struct("=5i")
 
 
-def _numbers_of(program: Program) -> dict[Op, tuple[int, ...]]:
-    """The numbers of a program's operations, as bits of float32.
+def _numbers_of(op: Op) -> tuple[int, ...]:
+    """An operation's numbers, as bits. Raises OverflowError if float32 cannot hold one."""
+    return _AS_INTS.unpack(_FLOATS.pack(op.a, op.b, op.c, op.d, op.e))
 
-    Raises:
-        OverflowError: a number that float32 cannot hold.
+
+#: The columns of TableRows.fixed.
+_FIXED = [CODE, REGISTER, SOURCE, NUMBER_A, NUMBER_B, NUMBER_C, NUMBER_D, NUMBER_E]
+
+
+@dataclass
+class _HeldSet:
+    """Programs of a request, on the device.
+
+    Attributes:
+        ids: as `Tables.hold` returns them.
+        numbers, ops, vectors: the places that they take.
+        single: ids of programs that are held one by one.
     """
-    ops = {op for _, some in program.taps for op in some}
-    return {op: _AS_INTS.unpack(_FLOATS.pack(op.a, op.b, op.c, op.d)) for op in ops}
+
+    ids: NDArray[np.int32]
+    numbers: list[int] = field(default_factory=list)
+    ops: list[int] = field(default_factory=list)
+    vectors: list[int] = field(default_factory=list)
+    single: list[int] = field(default_factory=list)
+    holders: int = 0
 
 
 class Tables:
@@ -126,8 +172,11 @@ class Tables:
         vectors: [num_vectors, numbers of the widest row] float32.
         numbers: [num_taps] int32: 0, 1, ...; a tap's number is a view of one.
         registers: [max_rows, REGISTERS] float32: values of conditions in one forward.
-        host: [3] int64: addresses of memory that taps write. Of the host: of slots, or 0; of
-            `faults`, or 0 if nobody reads them. Of the device: of `registers`.
+        walks: [max_rows, 8] int32: tap.states' columns, for rows whose gates have states.
+        log: [num_places, STATE_NUMBERS] float32: the states of gates.
+        host: [6] int64: addresses of memory. Of the host: of slots, or 0; of `faults`, or 0 if
+            nobody reads them. Of the device: of `registers`, `walks`, `log`, and of the rows'
+            positions, or 0.
         faults: int32 [MOST_OWNERS], host: owner -> 0, or a fault for `definition.fault_at`.
             Taps write; any thread may read and clear.
         num_uploads: copies to the device so far.
@@ -144,10 +193,13 @@ class Tables:
         num_programs: int = HELD_PROGRAMS + FREE_PROGRAMS,
         num_ops: int | None = None,
         reports: bool = True,
+        states_mib: float = 1.0,
     ) -> None:
         self.boundaries = boundaries
         self.num_uploads = 0
         self._tap_of = {boundary: tap for tap, boundary in enumerate(boundaries)}
+        self._taps_of = np.full(max(boundaries, default=-1) + 1, -1, np.int64)
+        self._taps_of[list(boundaries)] = range(len(boundaries))
         self._widths = widths
         self._device = device
         num_taps = max(len(boundaries), 1)
@@ -169,11 +221,18 @@ class Tables:
         self.faults: NDArray[np.int32] = self._faults.numpy()
         reported = self._faults.data_ptr() if reports else 0
         self.registers = torch.zeros((max_rows, REGISTERS), device=device)
-        addresses = [0, reported, self.registers.data_ptr()]
+        self.walks = table((max_rows, NUM_WALK_COLUMNS), -1)
+        self.log = torch.zeros((log_places(states_mib), STATE_NUMBERS), device=device)
+        on_device = (table.data_ptr() for table in (self.registers, self.walks, self.log))
+        addresses = [0, reported, *on_device, 0]
         self.host = torch.tensor(addresses, dtype=torch.int64, device=device)
 
         self._programs = Places[Program](num_programs)
-        self._vector_places = Places[Array](num_vectors)
+        #: By Array.digest, or by the keys of TableRows.
+        self._vector_places = Places[bytes](num_vectors)
+        self._sets: dict[Held, _HeldSet] = {}
+        #: Program id -> the set that it is of, and its index there.
+        self._set_at: dict[int, tuple[Held, int]] = {}
         self._free_ops = list(range(num_ops - 1, -1, -1))
         self._ops_of: dict[int, list[int]] = {}
         self._last_used = np.full(num_programs, -1, np.int64)
@@ -182,11 +241,17 @@ class Tables:
         self.num_slots = np.zeros(num_programs, np.int64)
         #: Program id -> slots of a token once its rows are encoded.
         self.num_delivered = np.zeros(num_programs, np.int64)
-        self._pending_programs: dict[int, NDArray[np.int32]] = {}
-        self._pending_ops: dict[int, tuple[int, ...]] = {}
+        #: The same as on the device, and the places there that are not up to date.
+        self._host_programs = np.full((num_programs, num_taps), -1, np.int32)
+        self._host_ops = np.zeros((num_ops, NUM_COLUMNS), np.int32)
+        self._pending_programs: set[int] = set()
+        self._pending_ops: set[int] = set()
         self._pending_vectors: dict[int, NDArray[np.float32]] = {}
-        self._staging = Staging(self.tokens)
+        self._staging, self._walk_staging = Staging(self.tokens), Staging(self.walks)
         self._rows_written = 0
+        #: The walks that were loaded last, and the address of the positions.
+        self._walks: NDArray[np.int32] | None = None
+        self._positions = 0
         self._loaded: NDArray[np.int32] | None = None
         #: The program ids for which `acts_at` was last worked out, and the taps that do anything
         #: for them.
@@ -220,8 +285,97 @@ class Tables:
         self._last_used[found] = self._step
         return found
 
-    def program_of(self, program_id: int) -> Program:
-        return self._programs.content(program_id)
+    def layout_of(self, program_id: int) -> Layout:
+        """What a token of a program delivers."""
+        known = self._set_at.get(program_id)
+        if known is not None:
+            return known[0].layout(known[1])
+        return self._programs.content(program_id).layout
+
+    def hold(self, held: Held) -> NDArray[np.int32]:
+        """Hold all programs of a request until `release_set`.
+
+        Returns:
+            int32 [len(held)], their ids; NO_PROGRAM for a column without a program.
+
+        Raises:
+            CapacityError: a table is full of contents that are held or used in this step.
+        """
+        known = self._sets.get(held)
+        if known is None:
+            known = self._hold_few(held) if held.few else self._hold_new_set(held)
+            self._sets[held] = known
+        known.holders += 1
+        return known.ids
+
+    def _hold_few(self, held: Held) -> _HeldSet:
+        """One program after the other: for few operations this takes half as long."""
+        single: list[int] = []
+        ids = [NO_PROGRAM] * len(held)
+        try:
+            for i, program in enumerate(held.programs):
+                if program is not None:
+                    ids[i] = self.program_id(program, hold=True)
+                    single.append(ids[i])
+        except Exception:
+            for number in single:
+                self.release(number)
+            raise
+        return _HeldSet(np.array(ids, np.int32), single=single)
+
+    def _hold_new_set(self, held: Held) -> _HeldSet:
+        rows = held.rows(self._widths)
+        vectors = self._hold_vectors(rows.keys, rows.vectors)
+        exists = np.flatnonzero(rows.exists)
+        try:
+            self._make_room(len(exists), rows.num_ops)
+        except Exception:
+            self._vector_places.release_all(vectors)
+            raise
+        numbers, ops = self._programs.take(len(exists)), self._take_ops(rows.num_ops)
+        ids = np.full(len(rows.exists), NO_PROGRAM, np.int32)
+        ids[exists] = numbers
+        of_columns = ids[rows.index]
+        # Equal programs have equal layouts, so any of their columns will do.
+        self._set_at.update((number, (held, i)) for i, number in enumerate(of_columns.tolist()))
+        self._set_at.pop(NO_PROGRAM, None)
+        self._write_rows(rows, ids, numbers, ops, vectors)
+        return _HeldSet(of_columns, numbers, ops, vectors)
+
+    def _write_rows(
+        self, rows: TableRows, ids: NDArray[np.int32], numbers: list[int], ops: list[int],
+        vectors: list[int],
+    ) -> None:  # fmt: skip
+        # The last one stands for none.
+        op_at, vector_at = np.array([*ops, -1], np.int32), np.array([*vectors, -1], np.int32)
+        table = np.zeros((len(ops), NUM_COLUMNS), np.int32)
+        table[:, _FIXED] = rows.fixed
+        table[:, WORD : WORD_IN_TAP + 1] = rows.words
+        table[:, VECTOR] = vector_at[rows.vector]
+        table[:, NEXT] = op_at[rows.following]
+        self._host_ops[op_at[:-1]] = table
+        self._pending_ops.update(ops)
+        self._host_programs[numbers] = -1
+        taps = self._taps_of[rows.head_boundary]
+        self._host_programs[ids[rows.head_program], taps] = op_at[rows.heads]
+        self._pending_programs.update(numbers)
+        self.num_slots[numbers] = rows.num_slots[rows.exists]
+        self.num_delivered[numbers] = rows.num_delivered[rows.exists]
+
+    def release_set(self, held: Held) -> None:
+        """Undo one `hold`. Programs that nobody holds are dropped at once."""
+        known = self._sets[held]
+        known.holders -= 1
+        if known.holders:
+            return
+        del self._sets[held]
+        for number in known.single:
+            self.release(number)
+        for number in known.numbers:
+            del self._set_at[number]
+        self._programs.give_back(known.numbers)
+        self._free_ops += known.ops
+        self._vector_places.release_all(known.vectors)
 
     def release(self, program_id: int) -> None:
         """Undo one hold. A program with vectors is then dropped at once, to free them."""
@@ -230,51 +384,56 @@ class Tables:
             if vectors:
                 self._drop(program_id)
             for vector in vectors:
-                self._vector_places.release(self._vector_places.at(vector))
+                place = self._vector_places.find(vector.digest)
+                assert place is not None
+                self._vector_places.release(place)
 
     def _hold_new(self, program: Program) -> int:
-        held: list[int] = []
+        vectors = list(program.vectors)
+        held = self._hold_vectors([v.digest for v in vectors], [v.numpy for v in vectors])
         try:
-            for vector in program.vectors:
-                held.append(self._vector_place(vector))
-                self._vector_places.hold(held[-1])
             return self._place(program)
         except Exception:
-            for place in held:
-                self._vector_places.release(place)
+            self._vector_places.release_all(held)
             raise
 
-    def _vector_place(self, vector: Array) -> int:
-        places = self._vector_places
-        found = places.find(vector)
+    def _hold_vectors(self, keys: list[bytes], vectors: Sequence[NDArray[np.float32]]) -> list[int]:
+        found = self._vector_places.hold_all(keys)
         if found is None:
-            if places.full and (idle := next(places.idle(), None)) is not None:
-                places.drop(idle)
-            if places.full:
-                raise CapacityError(
-                    f"all {len(self.vectors)} vectors of additional_config['scope'].vectors_mib "
-                    "are in use; send the request again when others have finished, or raise it."
-                )
-            found = places.put(vector)
-            self._pending_vectors[found] = self._padded(vector.numpy)
-        return found
+            raise CapacityError(
+                f"all {len(self.vectors)} vectors of additional_config['scope'].vectors_mib "
+                "are in use; send the request again when others have finished, or raise it."
+            )
+        places, new = found
+        for i in new:
+            self._pending_vectors[places[i]] = self._padded(vectors[i])
+        return places
 
     def _padded(self, vector: NDArray[np.float32]) -> NDArray[np.float32]:
         missing = self.vectors.shape[1] - len(vector)
         return np.pad(vector, (0, missing)) if missing else vector
 
-    def _place(self, program: Program) -> int:
-        while self._programs.full or len(self._free_ops) < program.num_ops:
-            idle = next(
-                (i for i in self._programs.idle() if self._last_used[i] != self._step), None
-            )
+    def _make_room(self, num_programs: int, num_ops: int) -> None:
+        """Drop programs that nobody holds and that this step does not use, until there is room."""
+        programs = self._programs
+        while programs.num_free < num_programs or len(self._free_ops) < num_ops:
+            idle = next((i for i in programs.idle() if self._last_used[i] != self._step), None)
             if idle is None:
                 raise CapacityError(
                     "all tap programs are in use; send the request again when others have "
                     "finished, or give requests the same reads."
                 )
             self._drop(idle)
-        numbers = _numbers_of(program)
+
+    def _take_ops(self, count: int) -> list[int]:
+        first = len(self._free_ops) - count
+        taken, self._free_ops[first:] = self._free_ops[first:], []
+        return taken
+
+    def _place(self, program: Program) -> int:
+        self._make_room(1, program.num_ops)
+        # Before it takes a place: a program is there whole, or not at all.
+        numbers = [[_numbers_of(op) for op in ops] for _, ops in program.taps]
         found = self._programs.put(program)
         self._write(found, program, numbers)
         return found
@@ -282,44 +441,51 @@ class Tables:
     def _drop(self, program_id: int) -> None:
         self._programs.drop(program_id)
         self._free_ops += self._ops_of.pop(program_id)
-        self._pending_programs.pop(program_id, None)
 
     def _write(
-        self, program_id: int, program: Program, numbers_of: dict[Op, tuple[int, ...]]
+        self, program_id: int, program: Program, numbers: list[list[tuple[int, ...]]]
     ) -> None:
-        entry = np.full(self.programs.shape[1], -1, np.int32)
-        taken: list[int] = []
+        entry = self._host_programs[program_id]
+        entry[:] = -1
+        taken = self._take_ops(program.num_ops)
+        free, rows = iter(taken), []
         words = _words_of(program.layout, self._widths)
-        for boundary, ops in program.taps:
+        for (boundary, ops), numbers_here in zip(program.taps, numbers, strict=True):
             following = -1
-            for op in reversed(ops):
-                taken.append(self._free_ops.pop())
-                vector = -1 if op.vector is None else self._vector_places.at(op.vector)
-                numbers = numbers_of[op]
-                self._pending_ops[taken[-1]] = (
-                    op.code, *words.of(op, program.layout), vector, *numbers[:2], following,
-                    op.register, op.source, *numbers[2:], 0,
-                )  # fmt: skip
-                following = taken[-1]
+            for op, bits in zip(reversed(ops), reversed(numbers_here), strict=True):
+                at = next(free)
+                vector = None if op.vector is None else self._vector_places.find(op.vector.digest)
+                rows.append((
+                    op.code, *words.of(op, program.layout), -1 if vector is None else vector,
+                    *bits[:2], following, op.register, op.source, *bits[2:],
+                ))  # fmt: skip
+                following = at
             entry[self._tap_of[boundary]] = following
+        if taken:
+            self._host_ops[taken] = rows
         self._ops_of[program_id] = taken
-        self._pending_programs[program_id] = entry
+        self._pending_ops.update(taken)
+        self._pending_programs.add(program_id)
         self.num_slots[program_id] = words.num_slots
         self.num_delivered[program_id] = words.num_delivered
 
     def _flush(self) -> None:
         """Copy what changed in programs, ops and vectors to the device, one copy each."""
-        for table, pending in (
-            (self.vectors, self._pending_vectors),
-            (self.ops, self._pending_ops),
-            (self.programs, self._pending_programs),
+        if self._pending_vectors:
+            vectors = self._pending_vectors
+            self._send(self.vectors, np.array(list(vectors)), np.array(list(vectors.values())))
+            self._pending_vectors.clear()
+        for table, host, pending in (
+            (self.ops, self._host_ops, self._pending_ops),
+            (self.programs, self._host_programs, self._pending_programs),
         ):
             if pending:
-                self._send(table, list(pending), np.array(list(pending.values())))
-                pending.clear()
+                places = np.fromiter(pending, np.int64, len(pending))
+                self._send(table, places, host[places])
+            pending.clear()
 
-    def _send(self, table: Tensor, places: list[int], rows: np.ndarray) -> None:
-        index = torch.from_numpy(np.array(places))
+    def _send(self, table: Tensor, places: NDArray[np.int64], rows: np.ndarray) -> None:
+        index = torch.from_numpy(places)
         values = torch.as_tensor(rows, dtype=table.dtype)
         if table.is_cuda:
             # A copy from pageable memory would wait for the whole stream.
@@ -364,6 +530,31 @@ class Tables:
         self._loaded = program_ids
         self.num_uploads += 1
 
+    def load_walks(
+        self, rows: NDArray[np.int64], walks: NDArray[np.int32], positions: Tensor
+    ) -> None:
+        """Say how these rows of the next forward advance their states. The table keeps it until
+        the next call.
+
+        Args:
+            rows: ascending.
+            walks: [num_rows, 8].
+            positions: [num_rows or more] int64, device: the true positions. Its memory is read
+                during the forward.
+        """
+        if positions.data_ptr() != self._positions:
+            if positions.dtype != torch.int64 or not positions.is_contiguous():
+                raise ScopeError(f"positions are {positions.dtype}; states need int64 in a row.")
+            self._positions = positions.data_ptr()
+            self.host[5] = self._positions
+        if self._walks is walks:
+            return
+        self._walks = walks
+        buffer = self._walk_staging.next()
+        buffer.array[rows] = walks
+        self._walk_staging.upload(buffer, int(rows[-1]) + 1)
+        self.num_uploads += 1
+
     def has_loaded(self, program_ids: NDArray[np.int32]) -> bool:
         """True if the table still has these ids (the same array) from the last `load_step`."""
         return self._loaded is program_ids
@@ -372,8 +563,9 @@ class Tables:
         """True if some row of the step that was loaded last does anything at a tap."""
         if self._acting_of is not self._loaded:
             self._acting_of = self._loaded
-            ids = () if self._loaded is None else np.unique(self._loaded).tolist()
-            self._acting = {self._tap_of[b] for i in ids for b, _ in self.program_of(i).taps}
+            ids = np.zeros(0, np.int32) if self._loaded is None else np.unique(self._loaded)
+            acts = (self._host_programs[ids] >= 0).any(axis=0)
+            self._acting = set(np.flatnonzero(acts).tolist())
         return tap in self._acting
 
     def clear_step(self) -> None:

@@ -1,6 +1,6 @@
-"""What one request may ask of a tap: reads, probes and edits.
+"""What one request may ask of a tap: reads, probes, features, lenses, sums of rows and edits.
 
-Owns:  Read, Probe, Gate, and the edits.
+Owns:  Read, Probe, Features, LensTopK, Moments, Gate, Policy, and the edits.
 Runs:  everywhere. numpy, no torch.
 To:    spec (all actions of a request), resolve (what they mean on one engine).
 
@@ -8,8 +8,13 @@ base.py         the fields that all share, and their JSON
 delivering.py   Read
 probing.py      Probe
 gates.py        Gate, a condition on an edit
+states.py       Ema, Latch, Hysteresis, Pid: what a gate remembers
 edits.py        Add, Ablate, Clamp, Replace
 features.py     SetFeature, ScaleFeature
+sparse.py       Features
+lens.py         LensTopK
+summing.py      Moments
+policy.py       Policy, which decides about later tokens while the request runs
 
 Every edit is one update of a token's row x of the residual stream:
 
@@ -19,7 +24,7 @@ Every edit is one update of a token's row x of the residual stream:
     Replace   v                        a row for each position
     SetFeature, ScaleFeature           an SAE's feature in x is set or scaled
 
-With a gate of value g the row moves g of the way. Edits of one site apply in the order given. A
+With a gate of value g the change is g times as large. Edits of one site apply in the order given. A
 read or probe sees the row after the edits of its own site; a read with `when="before"`, and a gate,
 see it before them.
 """
@@ -34,20 +39,38 @@ from vllm_scope.request.actions.delivering import Read
 from vllm_scope.request.actions.edits import Ablate, Add, Clamp, Edit, Replace
 from vllm_scope.request.actions.features import FeatureRows, ScaleFeature, SetFeature
 from vllm_scope.request.actions.gates import Gate
+from vllm_scope.request.actions.lens import LensTopK
+from vllm_scope.request.actions.policy import Policy
 from vllm_scope.request.actions.probing import Probe
+from vllm_scope.request.actions.sparse import EncoderRows, Features, HeldSae
+from vllm_scope.request.actions.states import Hysteresis, Latch, Pid
+from vllm_scope.request.actions.summing import Moments
 from vllm_scope.request.sites import SITES
 
 __all__ = [
     "EDITS", "KINDS", "MAX_FLOAT32", "MAX_NAME", "MEMORY",
-    "Ablate", "Action", "Add", "Clamp", "Edit", "FeatureRows", "Gate", "Module", "Probe", "Read",
-    "Replace", "ScaleFeature", "SetFeature",
+    "Ablate", "Action", "Add", "Clamp", "Edit", "EncoderRows", "FeatureRows", "Features", "Gate",
+    "HeldSae", "Hysteresis", "Latch", "LensTopK", "Module", "Moments", "Pid", "Policy", "Probe",
+    "Read", "Replace", "ScaleFeature", "SetFeature",
     "action_from_json",
 ]  # fmt: skip
 
 #: kind -> class.
 KINDS: dict[str, type[Any]] = {
     action.kind: action
-    for action in (Read, Probe, Add, Ablate, Clamp, Replace, SetFeature, ScaleFeature)
+    for action in (
+        Read,
+        Probe,
+        Features,
+        LensTopK,
+        Moments,
+        Add,
+        Ablate,
+        Clamp,
+        Replace,
+        SetFeature,
+        ScaleFeature,
+    )
 }
 EDITS = {kind: action for kind, action in KINDS.items() if issubclass(action, Edit)}
 

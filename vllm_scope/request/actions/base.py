@@ -15,7 +15,7 @@ import numpy as np
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.selectors import Word, check_size, parse_selector
-from vllm_scope.request.sites import canonical_site, parse_layers
+from vllm_scope.request.sites import MODEL_SITES, canonical_site, parse_layers
 
 Layers = Sequence[int] | str | int | None
 
@@ -70,6 +70,17 @@ def vector_or_module(value: object, where: str) -> Array | Module:
     return Array.parse(value, where)
 
 
+def held_sae(name: str, saes: Mapping[str, Any], where: str) -> Any:
+    """The SAE of a name, of those that the engine holds. Raises SpecError for an unknown one."""
+    if name not in saes:
+        known = ", ".join(sorted(saes)[:8]) or "none"
+        raise SpecError(
+            f"{where} is {shown(name)}, which this engine does not hold; it holds: {known}. Name "
+            "it in additional_config={'scope': {'saes': ...}}."
+        )
+    return saes[name]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Action:
     """Base of reads, probes and edits.
@@ -118,8 +129,11 @@ class Action:
         return self.layers if isinstance(self.layers, tuple) else None
 
     def to_json(self) -> dict[str, object]:
-        body: dict[str, object] = {"site": self.site}
-        if self.site != "embed":
+        body: dict[str, object] = {}
+        # Of an action that names an SAE both may be left out: they are the SAE's.
+        if self.site:
+            body["site"] = self.site
+        if self.site not in MODEL_SITES and self.layers is not None:
             body["layers"] = self.layers
         if self.tokens != Word("all"):
             body["tokens"] = self.tokens.to_json()

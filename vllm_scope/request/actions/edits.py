@@ -6,6 +6,7 @@ Owns:  Edit, Add, Ablate, Clamp, Replace.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from vllm_scope.request.actions.base import (
 from vllm_scope.request.actions.gates import Gate
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.selectors import Positions, as_numbers, parse_selector
+from vllm_scope.request.sites import EDIT_SITES, MODEL_SITES
 
 #: Fields that all edits have.
 COMMON = ("gate", "dose")
@@ -37,13 +39,34 @@ class Edit(Action):
         """True if the vector is used as a direction, so that it may not be zero."""
         return self.fields[0] == "direction"
 
+    @property
+    def num_named(self) -> int:
+        """How many features of an SAE it names; their rows are added where the SAE is known."""
+        return 0
+
+    def of_engine(self, saes: Mapping[str, Any]) -> Edit:
+        """The same edit with what an engine holds in place of its name; itself if it names nothing.
+
+        Args:
+            saes: name -> Sae.
+
+        Raises:
+            SpecError: the engine does not hold it, or has it in another shape.
+        """
+        return self
+
     def _place_edit(self) -> None:
         """Set site, layers, gate and dose."""
         kind, module = type(self).__name__, isinstance(getattr(self, self.fields[0]), Module)
         self._set(gate=Gate.parse(self.gate, f"{kind}.gate"))
-        if not module and self.site != "embed" and self._given_layers() is None:
+        if not module and self.site not in MODEL_SITES and self._given_layers() is None:
             raise SpecError(f"{kind} has no layer; name one, a list, or 'all'.")
         self._place()
+        if self.site not in EDIT_SITES:
+            raise SpecError(
+                f"{kind}.site is {shown(self.site)}, which can be read and probed, not edited; "
+                f"edits take {', '.join(EDIT_SITES)}."
+            )
         if self.dose is not None:
             checked_name(self.dose, f"{kind}.dose")
             if module or len(self.layer_numbers or ()) != 1:
@@ -99,7 +122,8 @@ class Add(Edit):
         tokens: which tokens; "generated" for the tokens that the model samples.
         norm_match: add `scale * ||x||` times the vector's direction instead.
         max_relative_norm: what is added is at most this number times `||x||` long.
-        gate: a condition on the token's own rows; the edit is done in part, or not at all.
+        name: by which the request's `Policy` sets `scale`; None: it cannot.
+        gate: a condition on the token's own rows. Its value, from 0 to 1, multiplies the change.
         dose: a name under which the realised `||change|| / ||x||` of each token is a score.
 
     Raises:
@@ -109,7 +133,7 @@ class Add(Edit):
 
     kind: ClassVar[str] = "add"
     fields: ClassVar[tuple[str, ...]] = (
-        "vector", "scale", "norm_match", "max_relative_norm", *COMMON,
+        "vector", "scale", "norm_match", "max_relative_norm", "name", *COMMON,
     )  # fmt: skip
 
     vector: Any
@@ -117,6 +141,7 @@ class Add(Edit):
     scale: float = 1.0
     norm_match: bool = False
     max_relative_norm: float | None = None
+    name: str | None = None
 
     def __post_init__(self) -> None:
         self._set(scale=number(self.scale, "Add.scale"))
@@ -125,6 +150,8 @@ class Add(Edit):
             if most < 0:
                 raise SpecError(f"Add.max_relative_norm is {most:g}; it is not below 0.")
             self._set(max_relative_norm=most)
+        if self.name is not None:
+            checked_name(self.name, "Add.name")
         if not isinstance(self.norm_match, bool):
             raise SpecError(f"Add.norm_match is {shown(self.norm_match)}; it is true or false.")
         self._place_vector(vector_or_module(self.vector, "Add.vector"))
@@ -199,7 +226,7 @@ class Replace(Edit):
         positions: absolute positions, distinct, one for each row; negative ones count from the
             prompt's end.
         site, layer: where.
-        gate, dose: as for `Add`; in part, the row moves in part to the other one.
+        gate, dose: as for `Add`. With a gate of 0.5 the new row is halfway between the two.
 
     Raises:
         SpecError: wrong types or shapes, repeated positions, or no layer.

@@ -5,26 +5,26 @@ To:    resolve_edits.
 
 With f the feature's activation in the row x, and D its row of the decoder:
 
-    SetFeature    x + (value - f) * D
+    SetFeature    x + (value - f) * D, or x + value * D with `add`
     ScaleFeature  x + (factor - 1) * f * D
 
-What the SAE does not explain of the row stays as it is. All features of one action see the same
-row.
+With `only_if_active`, SetFeature changes nothing where f is 0. What the SAE does not explain of the
+row stays as it is. All features of one action see the same row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.actions.base import checked_name, number
+from vllm_scope.request.actions.base import checked_name, held_sae, number
 from vllm_scope.request.actions.edits import COMMON, Edit
 from vllm_scope.request.arrays import Array
-from vllm_scope.request.sites import canonical_site
+from vllm_scope.request.sites import MODEL_SITES, canonical_site
 
 #: Features of one action.
 MAX_FEATURES = 16
@@ -73,14 +73,14 @@ class FeatureRows:
         return int(self.encoder.shape[0])
 
     @staticmethod
-    def of(sae: Any, index: object) -> FeatureRows:
-        """The rows of a `vllm_scope.saes` Sae.
+    def of(sae: Any, index: object, where: str) -> FeatureRows:
+        """The rows that some features have in the encoder and the decoder of a loaded Sae.
 
         Raises:
             SpecError: an index that the SAE does not have, or an SAE of which one feature cannot be
                 computed without all others.
         """
-        indices = _indices(index)
+        indices = _indices(index, where)
         some = [sae.feature(i) for i in indices]
         if some[0].kind == "topk":
             raise SpecError(
@@ -116,16 +116,16 @@ class FeatureRows:
         }  # fmt: skip
 
 
-def _indices(index: object) -> tuple[int, ...]:
+def _indices(index: object, where: str) -> tuple[int, ...]:
     given = index.tolist() if hasattr(index, "tolist") else index
     indices = tuple(given) if isinstance(given, list | tuple) else (given,)
     if not 1 <= len(indices) <= MAX_FEATURES:
         raise SpecError(
-            f"index has {len(indices)} features; an edit has 1 to {MAX_FEATURES}. Send several "
+            f"{where} has {len(indices)} features; an edit has 1 to {MAX_FEATURES}. Send several "
             "edits."
         )
     if any(type(i) is not int or i < 0 for i in indices) or len(set(indices)) < len(indices):
-        raise SpecError(f"index is {shown(index)}; it names each feature once, by its number.")
+        raise SpecError(f"{where} is {shown(index)}; it names each feature once, by its number.")
     return indices
 
 
@@ -137,6 +137,20 @@ def _numbers(value: object, count: int, where: str) -> tuple[float, ...]:
     if len(given) != count:
         raise SpecError(f"{where} has {len(given)} numbers for {count} features.")
     return tuple(number(one, where) for one in given)
+
+
+def _flags(value: object, count: int, where: str) -> tuple[bool, ...]:
+    """True or false for each feature; a single one is for all."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    given = list(value) if isinstance(value, list | tuple) else [value] * count
+    flags = tuple(one for one in given if isinstance(one, bool))
+    if not len(given) == len(flags) == count:
+        raise SpecError(
+            f"{where} is {shown(value)}; it is true or false, or a list with one for each of the "
+            f"{count} features."
+        )
+    return flags
 
 
 @dataclass(frozen=True)
@@ -151,7 +165,7 @@ class _FeatureEdit(Edit):
     #: Empty: the SAE's own.
     site: str = field(default="", kw_only=True)
 
-    def _place_features(self) -> None:
+    def __post_init__(self) -> None:
         kind, name = type(self).__name__, self.fields[2]
         rows = self.sae
         if isinstance(rows, str):
@@ -159,9 +173,9 @@ class _FeatureEdit(Edit):
             return
         if hasattr(rows, "feature"):  # an Sae
             self._set(site=self.site or rows.place.site)
-            if self._given_layers() is None and self.site != "embed":
+            if self._given_layers() is None and self.site not in MODEL_SITES:
                 self._set(layer=rows.place.layer)
-            rows = FeatureRows.of(rows, self.index)
+            rows = FeatureRows.of(rows, self.index, f"{kind}.index")
         elif self.index is not None:
             raise SpecError(
                 f"{kind}.index is {shown(self.index)}, and {kind}.sae is not an SAE that was "
@@ -171,6 +185,7 @@ class _FeatureEdit(Edit):
         self._set(site=self.site or "resid_post")
         self._set(sae=rows, index=None)
         self._set(**{name: _numbers(getattr(self, name), rows.count, f"{kind}.{name}")})
+        self._set_flags(rows.count)
         self._place_edit()
         if self.dose is not None and rows.count > 1:
             raise SpecError(
@@ -182,48 +197,35 @@ class _FeatureEdit(Edit):
         kind, name = type(self).__name__, self.fields[2]
         checked_name(self.sae, f"{kind}.sae")
         site, given = self.site, self._given_layers()
-        indices = _indices(self.index)
-        self._set(index=indices, **{name: _numbers(getattr(self, name), len(indices), name)})
+        indices = _indices(self.index, f"{kind}.index")
+        numbers = _numbers(getattr(self, name), len(indices), f"{kind}.{name}")
+        self._set(index=indices, **{name: numbers})
+        self._set_flags(len(indices))
         # Any place will do for the checks of the other fields.
         self._set(site=canonical_site(site or "resid_post", f"{kind}.site"))
-        if given is None and self.site != "embed":
+        if given is None and self.site not in MODEL_SITES:
             self._set(layer=0)
         self._place_edit()
         if given is None:
             self._set(layer=None, layers=None)
         self._set(site=site and self.site)
 
-    def of_engine(self, saes: Mapping[str, Any]) -> _FeatureEdit:
-        """The same edit with the rows of the SAE that it names; itself if it names none.
-
-        Args:
-            saes: name -> Sae, which the engine has.
-
-        Raises:
-            SpecError: another name, or what cannot be had of this SAE.
-        """
-        if not isinstance(self.sae, str):
-            return self
-        kind = type(self).__name__
-        if self.sae not in saes:
-            known = ", ".join(sorted(saes)[:8]) or "none"
-            raise SpecError(
-                f"{kind}.sae is {shown(self.sae)}, which this engine does not hold; it holds: "
-                f"{known}. Name it in additional_config={{'scope': {{'saes': ...}}}}."
-            )
-        return replace(self, sae=saes[self.sae])
-
-    def to_json(self) -> dict[str, object]:
-        body = super().to_json()
-        if not self.site:
-            del body["site"]
-        if body.get("layers") is None:
-            body.pop("layers", None)
-        return body
+    def _set_flags(self, count: int) -> None:
+        """Check the fields that are true or false of each feature."""
 
     @property
-    def changes(self) -> tuple[tuple[float, float], ...]:
-        """Of each feature (a, d): what is added is (a + d * f) times the decoder's row."""
+    def num_named(self) -> int:
+        return len(self.index) if isinstance(self.sae, str) else 0
+
+    def of_engine(self, saes: Mapping[str, Any]) -> Edit:
+        if not isinstance(self.sae, str):
+            return self
+        return replace(self, sae=held_sae(self.sae, saes, f"{type(self).__name__}.sae"))
+
+    @property
+    def changes(self) -> tuple[tuple[float, float, bool], ...]:
+        """Of each feature (a, d, active): what is added is (a + d * f) times the decoder's row; if
+        `active`, only where f is above 0."""
         raise NotImplementedError
 
 
@@ -235,6 +237,9 @@ class SetFeature(_FeatureEdit):
         sae: a `vllm_scope.saes.sae.Sae`, or the name of one that the engine holds; not a TopK SAE.
         index: the feature, or a list of at most 16.
         value: the activation that it gets, or a list with one for each.
+        add: True if `value` is added to the activation instead, or a list with one for each.
+        only_if_active: True to leave rows in which the activation is 0 as they are, or a list with
+            one for each.
         site, layer: where; the SAE's own place if no layer is given. tokens, gate: as for `Add`.
 
     Raises:
@@ -242,16 +247,23 @@ class SetFeature(_FeatureEdit):
     """
 
     kind: ClassVar[str] = "set_feature"
-    fields: ClassVar[tuple[str, ...]] = ("sae", "index", "value", *COMMON)
+    fields: ClassVar[tuple[str, ...]] = (
+        "sae", "index", "value", "add", "only_if_active", *COMMON,
+    )  # fmt: skip
 
     value: Any = 0.0
+    _: KW_ONLY
+    add: Any = False
+    only_if_active: Any = False
 
-    def __post_init__(self) -> None:
-        self._place_features()
+    def _set_flags(self, count: int) -> None:
+        for name in ("add", "only_if_active"):
+            self._set(**{name: _flags(getattr(self, name), count, f"SetFeature.{name}")})
 
     @property
-    def changes(self) -> tuple[tuple[float, float], ...]:
-        return tuple((value, -1.0) for value in self.value)
+    def changes(self) -> tuple[tuple[float, float, bool], ...]:
+        each = zip(self.value, self.add, self.only_if_active, strict=True)
+        return tuple((value, 0.0 if add else -1.0, active) for value, add, active in each)
 
 
 @dataclass(frozen=True)
@@ -268,9 +280,6 @@ class ScaleFeature(_FeatureEdit):
 
     factor: Any = 0.0
 
-    def __post_init__(self) -> None:
-        self._place_features()
-
     @property
-    def changes(self) -> tuple[tuple[float, float], ...]:
-        return tuple((0.0, factor - 1) for factor in self.factor)
+    def changes(self) -> tuple[tuple[float, float, bool], ...]:
+        return tuple((0.0, factor - 1, False) for factor in self.factor)

@@ -3,15 +3,16 @@
 Owns:  Gate, and its JSON.
 To:    edits (each may have one), resolve.
 
-The value g of a gate is from 0 to 1. An edit with a gate adds g times what it adds without one, so
-that the row moves g of the way. With s = x . v + bias, of the row x at the gate's place:
+The value g of a gate is from 0 to 1. An edit with a gate changes the row by g times what it changes
+without one. With s = x . v + bias, of the row x at the gate's place:
 
     step      1 if s > threshold, else 0
     sigmoid   1 / (1 + exp(-sharpness * (s - threshold)))
     cosine    1 if c > threshold, else 0, with c the cosine between x and v
     cast      as cosine, between x and tanh((x . d) d), d being v at length 1
 
-`above=False` turns the comparison round: `threshold - s` takes the place of `s - threshold`.
+`above=False` turns the comparison round: `threshold - s` takes the place of `s - threshold`. A
+`state` makes g depend on the generated tokens before, as states says.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import numpy as np
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions.base import checked_name, number
 from vllm_scope.request.actions.probing import Probe
+from vllm_scope.request.actions.states import check_state, parse_state, state_to_json
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.sites import STREAM_SITES, canonical_site, parse_layers
 
@@ -46,6 +48,8 @@ class Gate:
         sharpness: the slope of "sigmoid", above 0.
         bias: added to the score; not for cosines.
         above: False to apply below the threshold.
+        state: what the gate remembers of the generated tokens before: `Ema`, `Latch`, `Hysteresis`
+            or `Pid`. The gate then reads a place before the edit's. None: each token alone decides.
         name: the gate's values are scores of this name in the result. None: they are not delivered.
 
     Raises:
@@ -61,6 +65,7 @@ class Gate:
     sharpness: float = 1.0
     bias: float = 0.0
     above: bool = True
+    state: Any = None
     name: str | None = None
     #: None, or a tuple of one layer.
     layers: tuple[int, ...] | None = field(default=None, init=False, repr=False, compare=False)
@@ -109,6 +114,9 @@ class Gate:
             raise SpecError(f"Gate.bias is {self.bias:g}; a cosine takes none.")
         if not isinstance(self.above, bool):
             raise SpecError(f"Gate.above is {shown(self.above)}; it is true or false.")
+        self._set(state=parse_state(self.state, "Gate.state"))
+        if self.state is not None:
+            check_state(self.state, self.kind, self.threshold, self.above)
         if self.name is not None:
             checked_name(self.name, "Gate.name")
 
@@ -139,7 +147,7 @@ class Gate:
         for each in fields(self):
             value = getattr(self, each.name)
             if each.init and each.name not in body and value != each.default:
-                body[each.name] = value
+                body[each.name] = state_to_json(value) if each.name == "state" else value
         return body
 
 

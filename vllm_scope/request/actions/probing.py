@@ -19,6 +19,7 @@ from vllm_scope.request.actions.base import (
 )
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.nets import AttentionPool, Mlp, parse_aggregate, shaped_weight
+from vllm_scope.request.selectors import Word
 
 ACTIVATIONS = (None, "sigmoid")
 #: Names of an operator's monitors begin so (engine.monitors).
@@ -52,6 +53,9 @@ class Probe(Action):
             score if there is none, is above it. None for no verdict.
         action: "flag" (the verdict is told) or "stop" (it also ends the request: the next token is
             its last one). "stop" takes `tokens` that are "all", "prompt" or "generated".
+        after: the name of another probe of the request, its first stage. The probe then scores
+            generated tokens only, and only after that probe's verdict (`cascade`). None to score
+            `tokens`.
 
     Raises:
         SpecError: a wrong type or shape, no name, no layer, not one weight for each layer, or an
@@ -61,6 +65,7 @@ class Probe(Action):
     kind: ClassVar[str] = "probe"
     fields: ClassVar[tuple[str, ...]] = (
         "weight", "bias", "name", "to", "activation", "aggregate", "threshold", "action",
+        "after",
     )  # fmt: skip
 
     weight: Any
@@ -72,6 +77,7 @@ class Probe(Action):
     aggregate: Any = None
     threshold: float | None = None
     action: Literal["flag", "stop"] = "flag"
+    after: str | None = None
 
     def __post_init__(self) -> None:
         checked_name(self.to, "Probe.to")
@@ -89,6 +95,7 @@ class Probe(Action):
         self._set(aggregate=parse_aggregate(self.aggregate, "Probe.aggregate"))
         self._check_weights(len(self.layer_numbers))
         self._check_verdict()
+        self._check_stage()
         alone = self.aggregate is None and not self.pools and len(self.layer_numbers) == 1
         if self.to != MEMORY and not alone:
             raise SpecError(
@@ -113,6 +120,20 @@ class Probe(Action):
             raise SpecError(
                 f"Probe.tokens is {shown(self.tokens.to_json())}; a probe that stops its request "
                 "takes 'all', 'prompt' or 'generated'."
+            )
+
+    def _check_stage(self) -> None:
+        if self.after is None:
+            return
+        checked_name(self.after, "Probe.after")
+        if self.tokens not in (Word("all"), Word("generated")):
+            raise SpecError(
+                f"Probe.tokens is {shown(self.tokens.to_json())}, and the probe scores after "
+                f"{shown(self.after)}, generated tokens only; take 'all' or 'generated'."
+            )
+        if self.to != MEMORY:
+            raise SpecError(
+                f"Probe.to is {shown(self.to)}; scores of a probe with 'after' go to memory."
             )
 
     def _check_weights(self, num_layers: int) -> None:

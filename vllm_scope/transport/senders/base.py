@@ -9,8 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
+from vllm_scope.control.policy import Decided
 from vllm_scope.sinks import Manifest, RowBatch
-from vllm_scope.transport.messages import CountersHeader, FinishHeader
+from vllm_scope.transport.messages import CountersHeader, DecidedHeader, FinishHeader
 from vllm_scope.transport.ring import Lease
 
 Road = Literal["shared", "tcp"]
@@ -37,11 +38,14 @@ class Sender(ABC):
     ) -> None:
         self._send(FinishHeader(key, stage, error, dict(manifests)))
 
+    def send_decided(self, key: int, decided: Decided) -> None:
+        self._send(DecidedHeader(key, decided))
+
     def send_counters(self, header: CountersHeader) -> None:
         self._send(header)
 
     @abstractmethod
-    def _send(self, header: FinishHeader | CountersHeader) -> None: ...
+    def _send(self, header: FinishHeader | DecidedHeader | CountersHeader) -> None: ...
 
     def reclaim(self) -> None:  # noqa: B027
         """Release the leases of what was read, and of what a dead front-end will never read."""

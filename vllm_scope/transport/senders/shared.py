@@ -16,6 +16,7 @@ from vllm_scope.sinks import RowBatch
 from vllm_scope.transport.messages import (
     Address,
     CountersHeader,
+    DecidedHeader,
     FinishHeader,
     RowsHeader,
     SharedHello,
@@ -89,7 +90,7 @@ class SharedSender(Sender):
         batch.lease.retain()
         self._unread.append((self._num_sent, batch.lease))
 
-    def _send(self, header: RowsHeader | FinishHeader | CountersHeader) -> None:
+    def _send(self, header: RowsHeader | FinishHeader | DecidedHeader | CountersHeader) -> None:
         if not self._gone:
             self._socket.send(encode(header))
 

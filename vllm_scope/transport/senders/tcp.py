@@ -25,6 +25,7 @@ from vllm_scope.sinks import RowBatch
 from vllm_scope.transport.messages import (
     MOST_FRAME_BYTES,
     CountersHeader,
+    DecidedHeader,
     FinishHeader,
     RowsHeader,
     TcpAddress,
@@ -122,7 +123,7 @@ class TcpSender(Sender):
             header = RowsHeader.of(labels, batch.boundary, batch.widths, self._ring.ref, span)
             self._put([encode(header), data], batch.lease)
 
-    def _send(self, header: FinishHeader | CountersHeader) -> None:
+    def _send(self, header: FinishHeader | DecidedHeader | CountersHeader) -> None:
         self._put([encode(header)], None)
 
     def _put(self, frames: list[bytes | memoryview], lease: Lease | None) -> None:

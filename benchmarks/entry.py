@@ -1,0 +1,271 @@
+"""What a monitored request costs on the host, stage by stage, without a model.
+
+    python -m benchmarks.entry
+
+The shape is 8B's: rows of 4096 numbers, a monitor of 8 layers, prompts of 864 tokens. The stages
+are vllm-scope's own functions and vLLM's encoder and decoder of messages, called as the engine
+calls them; the parts of vLLM between them are left out. All run on one thread, one stage of all
+requests after another. Microseconds of a request, median; of a step, for all requests together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.shapes import make_shape
+
+LAYERS = [4 * i + 2 for i in range(8)]
+NUM_PROMPT, NUM_GENERATED = 864, 128
+
+
+class Road:
+    """The processes of an engine without a model, in this one.
+
+    Args:
+        num_layers: of the monitor.
+    """
+
+    def __init__(self, folder: Path, num_layers: int) -> None:
+        from vllm import EngineArgs
+        from vllm.v1.engine import EngineCoreRequest
+        from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+        from vllm_scope.core.admission import Admission
+        from vllm_scope.core.news import Told
+        from vllm_scope.core.score_index import ScoreIndex
+        from vllm_scope.engine import monitors
+        from vllm_scope.engine.core.entry import CoreScope
+        from vllm_scope.engine.frontend.connection import Connection, connections
+        from vllm_scope.request.packed import pack
+        from vllm_scope.request.ticket import encode_arrays
+
+        options: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy"}
+        made = EngineArgs(str(make_shape("8b", folder)), max_model_len=2048, **options)
+        self.config = made.create_engine_config()
+        self.core = CoreScope(self.config)
+        self.sites = self.core.sites
+        self._open_worker()
+        self.processor, engine = _thing(), _thing(vllm_config=self.config)
+        self.connection = Connection(self.sites, None, 1, 60.0, self.worker.limits, {}, {})
+        connections.put(self.processor, self.connection)
+        self.encoder, self.decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreRequest)
+        self.admission: Any = Admission(self.core.most, 0)
+        self.told, self.index = Told(), ScoreIndex(16, 256 << 20)
+        weight = np.random.default_rng(0).normal(size=(num_layers, self.sites.hidden_size))
+        body = {
+            "weight": (weight / 4096).tolist(), "layers": LAYERS[:num_layers],
+            "aggregate": "max", "threshold": 1e6,
+        }  # fmt: skip
+        monitors.set_monitors(engine, {"eight": body}, self.sites)
+        _, arrays = pack(tuple(one.probe for one in monitors.monitors_of(self.config)))
+        self.held = self.core.registry.hold("", encode_arrays(arrays.values()))
+
+    def _open_worker(self) -> None:
+        """A worker as `load` leaves it, with rooms for steps of 2048 rows."""
+        import torch
+
+        from vllm_scope.config import ScopeConfig
+        from vllm_scope.engine.worker.delivery import WorkerDelivery
+        from vllm_scope.engine.worker.sizes import Sizes
+        from vllm_scope.engine.worker.worker import ScopeWorker
+        from vllm_scope.graph.tap import op
+        from vllm_scope.graph.tap.tables import Tables, capacity
+        from vllm_scope.program.layout import Widths
+        from vllm_scope.results.inbox import inbox
+        from vllm_scope.worker.arena import Arena
+
+        sites, cpu, config = self.sites, torch.device("cpu"), ScopeConfig()
+        widths = Widths(tuple(2 * size for size in sites.row_sizes))
+        sizes = Sizes(widths, sites.boundaries, 2048, 0, False)
+        worker = ScopeWorker(_thing(vllm_config=self.config), config)
+        worker.sites, worker.here, worker.drains = sites, sites.boundaries, True
+        worker.stage, worker.num_stages = 0, 1
+        worker._tables = Tables(
+            sites.boundaries, 2048, sites.hidden_size, widths, cpu, config.vectors_mib
+        )
+        num_slots = sizes.arena_slots(config)
+        worker._arena = Arena(num_slots, torch.bfloat16, cpu)
+        most = capacity(sites.vector_size, config.vectors_mib)
+        worker.limits = sizes.limits(num_slots, most, False, 0)
+        worker._delivery = WorkerDelivery.open(
+            config, worker._arena, sizes, sites, sites.boundaries, (0, 1), "8b", False, 1
+        )
+        worker._delivery.memory.connect(inbox().address)
+        op.register()
+        worker._begin_steps()
+        self.worker = worker
+
+    # The stages of one request
+
+    def params(self) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(temperature=0, max_tokens=NUM_GENERATED, ignore_eos=True)
+
+    def translate(self, params: Any) -> Any:
+        from vllm_scope.engine.frontend import translators
+
+        assert translators.concerned(params, self.config)
+        return translators.translated(params, self.config, self.sites, {})
+
+    def request(self, i: int, params: Any) -> Any:
+        from vllm.v1.engine import EngineCoreRequest
+
+        ids = np.random.default_rng(i).integers(5, 1000, NUM_PROMPT).tolist()
+        return EngineCoreRequest(str(i), ids, None, params, None, 0.0, None, None, None)
+
+    def prepare(self, request: Any) -> tuple[Any, Any]:
+        from vllm_scope.engine.frontend.prepared import prepare
+
+        return request, prepare(self.connection, request)
+
+    def open(self, given: tuple[Any, Any]) -> tuple[Any, Any, Any]:
+        from vllm_scope.engine.frontend import requests, translators
+
+        request, prepared = given
+        decorators = translators.decorators_of(request.sampling_params)
+        pending = requests._open(self.connection, prepared, request, None, 0, self.held)
+        return request, pending, decorators
+
+    def encode(self, given: tuple[Any, Any, Any]) -> list[bytes]:
+        return [bytes(each) for each in self.encoder.encode(given[0])]
+
+    def decode(self, message: list[bytes]) -> Any:
+        return self.decoder.decode(message)
+
+    def enter(self, request: Any) -> tuple[Any, Any]:
+        from vllm_scope.engine.params import without_ticket
+
+        found = self.core.enter(request)
+        request.sampling_params = without_ticket(request.sampling_params)
+        return request, found
+
+    def admit(self, given: tuple[Any, Any]) -> tuple[Any, Any]:
+        from vllm_scope.core.news import Entrant, StepNews
+
+        request, found = given
+        assert self.admission.enter(request, found.held, found.logged.size, found.reserve)
+        news = StepNews()
+        number = self.told.number_of(found.asked, news)
+        news.entrants[request.request_id] = Entrant(
+            found.recipient, number, found.columns, found.unchecked, found.logged,
+            found.asked.scores_alone or b"", (), 16,
+        )  # fmt: skip
+        return request, news
+
+    def look_up(self, given: tuple[Any, Any]) -> None:
+        """The blocks of the prompt whose scores the workers hold, and those that it fills."""
+        name, (_, found) = given[0].request_id, given
+        hashes = [bytes([i]) * 32 for i in range(NUM_PROMPT // 16)]
+        probes, token_bytes = found.asked.scores_alone, found.asked.score_bytes
+        self.index.begin(name, self.index.num_known(hashes, probes))
+        self.index.fill(name, hashes, NUM_PROMPT, probes, token_bytes)
+
+    def add(self, given: tuple[Any, Any]) -> None:
+        request, news = given
+        sent = SimpleNamespace(
+            req_id=request.request_id, prompt_token_ids=request.prompt_token_ids,
+            sampling_params=request.sampling_params,
+        )  # fmt: skip
+        self.worker.add_requests([sent], news)
+
+    # Steps
+
+    def step(self, names: list[str], first: int, count: int) -> tuple[float, float]:
+        """Seconds of CPU before and after the forward, on this thread."""
+        import torch
+
+        from vllm_scope.batch.labels import StepBatch
+
+        starts = np.arange(len(names) + 1, dtype=np.int64) * count
+        batch = StepBatch(names, starts, np.full(len(names), first, np.int64), False)
+        positions = torch.zeros(int(starts[-1]), dtype=torch.int64)
+        steps = self.worker.steps
+        assert steps is not None
+        started = time.thread_time()
+        steps.begin(batch, positions)
+        between = time.thread_time()
+        steps.end()
+        return between - started, time.thread_time() - between
+
+    # The end of one request
+
+    def finish(self, name: str) -> None:
+        self.worker.finish_requests([name])
+        self.admission.release(name)
+        self.index.forget_request(name)
+
+    def settle(self, given: tuple[Any, Any, Any]) -> None:
+        request, pending, decorators = given
+        output = SimpleNamespace(request_id=request.request_id)
+        completion: Any = SimpleNamespace(index=0, finish_reason="length")
+        completion.scope = pending.snapshot([7] * NUM_GENERATED, "length")
+        for decorate in decorators:
+            decorate(output, completion)
+        assert completion.scope.status == "complete", completion.scope
+
+
+def _thing(**fields: Any) -> Any:
+    """In place of an object of vLLM's; has a weak reference."""
+    return type("Thing", (), fields)()
+
+
+def timed(name: str, call: Callable[..., Any], given: Iterable[Any]) -> list[Any]:
+    """Call something for each, and print the median."""
+    found, times = [], []
+    for one in given:
+        started = time.perf_counter()
+        found.append(call(one))
+        times.append(time.perf_counter() - started)
+    first, rest = 1e6 * times[0], 1e6 * statistics.median(times[1:])
+    print(f"{name:44} {rest:9.1f}   (the first: {first:.0f})", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=8)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        road = Road(Path(folder), args.layers)
+        given = range(args.requests)
+        print(f"{'microseconds of a request':44}")
+        params = timed("front-end: monitors added", road.translate, (road.params() for _ in given))
+        requests = [road.request(i, one) for i, one in enumerate(params)]
+        prepared = timed("front-end: checked", road.prepare, requests)
+        opened = timed("front-end: buffer and ticket", road.open, prepared)
+        messages = timed("message: encoded", road.encode, opened)
+        print(f"{'  its bytes':44} {sum(map(len, messages[-1])):9}")
+        came = timed("message: decoded", road.decode, messages)
+        entered = timed("EngineCore: entered", road.enter, came)
+        timed("EngineCore: scores of blocks looked up", road.look_up, entered)
+        admitted = timed("EngineCore: admitted, news", road.admit, entered)
+        timed("worker: added", road.add, admitted)
+        names = [str(i) for i in given]
+        print("microseconds of a step")
+        prompts = [road.step([name], 0, NUM_PROMPT) for name in names]
+        tokens = [road.step(names, NUM_PROMPT + i, 1) for i in range(NUM_GENERATED - 1)]
+        for called, times in (("a prompt", prompts), (f"{len(names)} tokens", tokens)):
+            for part, each in zip(("before", "after"), zip(*times, strict=True), strict=True):
+                middle = 1e6 * statistics.median(each[2:])
+                print(f"{f'worker: {called}, {part} the forward':44} {middle:9.1f}")
+        print("microseconds of a request")
+        timed("worker and EngineCore: ended", road.finish, names)
+        for _, pending, _ in opened:
+            pending.done.result(60)
+        timed("front-end: result and verdict", road.settle, opened)
+        road.worker.close()
+
+
+if __name__ == "__main__":
+    main()

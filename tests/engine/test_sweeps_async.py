@@ -1,0 +1,134 @@
+"""Sweeps on an AsyncLLM: beside other requests, and when they are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoints import reference
+from tests.conftest import TOYWORLD, async_engine
+from vllm_scope import LogitDifference, ScopeError, Sweep, sweep_async
+from vllm_scope.results.inbox import inbox
+
+ASKED, OTHER = (f"Q: What is the capital of {name}? A:" for name in ("Ritova", "Kimar"))
+METRIC = LogitDifference(" Sotburg", " Rindos")
+
+
+@pytest.fixture(scope="module")
+def loop():
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def engine(loop):
+    async def start():
+        return async_engine(TOYWORLD, max_num_seqs=16)
+
+    engine = loop.run(start())
+    yield engine
+    engine.shutdown()
+
+
+async def chat(engine, name):
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    outputs = [out async for out in engine.generate("The capital of Ritova", params, name)]
+    return list(outputs[-1].outputs[0].token_ids)
+
+
+async def counted(engine):
+    return (await engine.collective_rpc("scope_counters"))[0]["requests"]
+
+
+def test_cells_equal_hooks_and_another_request_goes_on(engine, loop):
+    alone = loop.run(chat(engine, "alone"))
+    cells = []
+
+    async def both():
+        sweep = Sweep(OTHER, metric=METRIC)
+        swept = sweep_async(engine, ASKED, sweep, on_cell=cells.append, progress=False)
+        return await asyncio.gather(swept, chat(engine, "beside"))
+
+    table, beside = loop.run(both())
+    assert beside == alone
+    assert len(cells) == table.values.size == 6 * 12
+    ref, tokenizer = reference(TOYWORLD, torch.float32), engine.get_tokenizer()
+    asked, other = tokenizer.encode(ASKED), tokenizer.encode(OTHER)
+    a, b = (tokenizer.encode(t, add_special_tokens=False)[0] for t in (METRIC.a, METRIC.b))
+    streams, _ = ref.edited(other, [])
+    for layer in range(6):
+        for p in range(12):
+
+            def patch(x, p=p, row=streams["resid_pre", layer][p]):
+                x = x.clone()
+                x[p] = row
+                return x
+
+            logits = ref.edited(asked, [("resid_pre", layer, patch)])[1][-1]
+            assert table.values[0, layer, p] == pytest.approx(
+                float(logits[a] - logits[b]), abs=1e-3
+            )
+    country = asked.index(next(t for t, u in zip(asked, other, strict=True) if t != u))
+    found = table.normalised().values[0]
+    assert found[0, country] == pytest.approx(1, abs=1e-3)
+    assert found[5, -1] > 0.9
+
+
+def test_a_cancelled_sweep_leaves_nothing(engine, loop):
+    cells = []
+
+    async def cancelled():
+        sweep = Sweep(OTHER, metric=METRIC)
+        task = asyncio.ensure_future(
+            sweep_async(engine, [ASKED] * 4, sweep, on_cell=cells.append, progress=False)
+        )
+        while len(cells) < 10:
+            await asyncio.sleep(0.005)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await chat(engine, "after")  # its steps tell the workers who has ended
+        return await counted(engine)
+
+    assert loop.run(cancelled()) == 0
+    assert not engine.output_processor.has_unfinished_requests()
+    assert len(cells) < 4 * 72
+    assert len(inbox()) == 0
+
+
+def test_at_most_a_share_of_the_batch_is_cells(engine, loop):
+    most = []
+
+    async def watched():
+        def look(_):
+            most.append(len(engine.output_processor.request_states))
+
+        await sweep_async(engine, ASKED, Sweep(OTHER, metric=METRIC), on_cell=look, progress=False,
+                          share=0.25)  # fmt: skip
+
+    loop.run(watched())
+    assert 1 <= max(most) <= 4
+
+
+def test_an_edit_that_overflows_fails_its_cell_alone(engine, loop):
+    rows = np.zeros((6, 12, 256), np.float32)
+    rows[2, 3] = 3e38
+    sweep = Sweep(rows, metric=METRIC, mode="add", scale=100.0)
+    table = loop.run(sweep_async(engine, ASKED, sweep, progress=False))
+    assert list(table.errors) == [(0, 2, 3)]
+    assert np.isnan(table.values[0, 2, 3])
+    assert np.isnan(table.values).sum() == 1
+
+
+def test_an_error_of_the_callback_ends_the_sweep(engine, loop):
+    def fail(cell):
+        raise ScopeError("enough")
+
+    with pytest.raises(ScopeError, match="enough"):
+        loop.run(sweep_async(engine, ASKED, Sweep(OTHER, metric=METRIC), on_cell=fail))
+    assert not engine.output_processor.has_unfinished_requests()

@@ -1,0 +1,121 @@
+"""A tiny random checkpoint from a configuration class of transformers.
+
+Owns:  `make_checkpoint`, SMALL.
+
+Fields that a configuration class has get the small values below; all others keep their defaults,
+so that each family has what makes it differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+NUM_LAYERS = 4
+VOCAB = 512
+#: Field -> value, in every configuration class that has the field.
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "max_position_embeddings": 1024, "n_positions": 1024, "max_seq_len": 1024,
+    "hidden_size": 128, "n_embd": 128, "d_model": 128, "word_embed_proj_dim": 128,
+    "num_hidden_layers": NUM_LAYERS, "n_layer": NUM_LAYERS, "n_layers": NUM_LAYERS,
+    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "rotary_dim": 16, "query_pre_attn_scalar": 32, "global_head_dim": 64,
+    "swa_head_dim": 32, "swa_v_head_dim": 32, "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "intermediate_size": 256, "ffn_dim": 256, "ffn_hidden_size": 256, "n_inner": 256,
+    "intermediate_size_mlp": 256, "shared_intermediate_size": 128, "block_ff_dim": 256,
+    # Experts.
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
+    "num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_k": 2, "top_k_experts": 2,
+    "moe_topk": 2, "moe_intermediate_size": 64, "expert_ffn_hidden_size": 64,
+    "shared_expert_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_dense_layers": 1,
+    "zero_expert_num": 0,
+    # Latent attention.
+    "kv_lora_rank": 64, "q_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 32, "index_n_heads": 4, "index_head_dim": 32, "index_topk": 64,
+    # State spaces and linear attention.
+    "state_size": 16, "mamba_d_state": 16, "mamba_n_heads": 8, "mamba_d_head": 32,
+    "mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32, "time_step_rank": 8,
+    # Inputs of each layer.
+    "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16, "laurel_rank": 8,
+}  # fmt: skip
+#: Architecture -> fields that the rule above does not give.
+OTHER: dict[str, dict[str, Any]] = {
+    "AfmoeForCausalLM": {
+        "score_func": "sigmoid",
+        "route_norm": True,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc"},
+    "Cohere2ForCausalLM": {"sliding_window": 1024},
+    "Cohere2MoeForCausalLM": {"sliding_window": 1024},
+    "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 32, "n_groups": 2},
+    "FalconForCausalLM": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "Gemma3nForCausalLM": {"num_kv_shared_layers": 2, "activation_sparsity_pattern": None},
+    "Gemma4ForCausalLM": {
+        "num_experts": None,
+        "num_kv_shared_layers": 1,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "Glm4MoeForCausalLM": {"head_dim": 32},
+    "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1},
+    "FalconH1ForCausalLM": {"mamba_d_ssm": 256},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
+    "NemotronHForCausalLM": {"hybrid_override_pattern": "M*-M"},
+    "MiniCPM3ForCausalLM": {"dim_model_base": 128},
+}
+
+
+def config_of(architecture: str) -> Any:
+    """A small configuration; raises ValueError without a class of this name in transformers."""
+    import transformers
+
+    model_class = getattr(transformers, architecture, None)
+    if model_class is None or getattr(model_class, "config_class", None) is None:
+        raise ValueError(f"transformers {transformers.__version__} has no {architecture}")
+    config_class = model_class.config_class
+    if dataclasses.is_dataclass(config_class):
+        known = {field.name for field in dataclasses.fields(config_class)}
+    else:
+        known = set(inspect.signature(config_class.__init__).parameters)
+    known |= {"global_head_dim", "first_k_dense_replace"} & set(dir(config_class))
+    given = {name: value for name, value in SMALL.items() if name in known}
+    if "qk_rope_head_dim" in given:  # latent attention: the rotated part, and no groups
+        given |= {"head_dim": 16, "num_key_value_heads": 4}
+    return config_class(**(given | OTHER.get(architecture, {})))
+
+
+def make_checkpoint(architecture: str, folder: Path, seed: int = 0) -> None:
+    """Write a random model whose layers all matter to `folder`, in float32."""
+    import transformers
+
+    torch.manual_seed(seed)
+    model = getattr(transformers, architecture)(config_of(architecture)).float()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            _draw(name, weight)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.8)
+    model.save_pretrained(folder)
+
+
+def _draw(name: str, weight: nn.Parameter) -> None:
+    if weight.dim() == 2 or (weight.dim() == 3 and "expert" in name):
+        fan_in = 1.0 if "embed" in name or "wte" in name or "A_log" in name else weight.shape[-1]
+        if "A_log" not in name:
+            weight.normal_(0, (1.0 if fan_in == 1.0 else 0.7) / fan_in**0.5)
+    elif weight.dim() == 1 and "norm" in name and name.endswith("weight"):
+        # A norm's own weight shows which norm it is.
+        weight.add_(torch.randn_like(weight) * 0.1)

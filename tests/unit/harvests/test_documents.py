@@ -1,0 +1,126 @@
+"""A data set has the same documents, ids and fingerprint whatever file it is in."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from vllm_scope.errors import FileError, SpecError
+from vllm_scope.harvests.documents import find_documents
+
+TEXTS = ["one", "two words", "", "ü\u2028 three"]
+IDS = [[1, 2, 3], [4], [], [5, 6]]
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_parquet(path, rows):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
+    return path
+
+
+@pytest.mark.parametrize("contents", [TEXTS, IDS], ids=["texts", "token-ids"])
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_rows_of_files_are_documents(contents, write, tmp_path):
+    name = "text" if contents is TEXTS else "input_ids"
+    rows = [{name: content, "key": f"k{i}"} for i, content in enumerate(contents)]
+    path = write(tmp_path / f"rows.{'jsonl' if write is write_jsonl else 'parquet'}", rows)
+    found = find_documents(path)
+    assert found.count == 4
+    assert [document.content for document in found] == contents
+    assert [d.id for d in found] == [f"{found.fingerprint[:12]}-{i}" for i in range(4)]
+    named = find_documents(str(path), column=name, id_column="key")
+    assert [document.id for document in named] == ["k0", "k1", "k2", "k3"]
+    assert named.fingerprint == found.fingerprint
+    write(path, [*rows[:3], rows[0]])
+    assert find_documents(path).fingerprint != found.fingerprint
+
+
+def test_a_line_of_a_text_is_a_document_and_a_folder_is_its_files_in_order(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x.txt").write_text("third\n\n  \nfourth", encoding="utf-8")
+    (tmp_path / "a.txt").write_bytes(b"first\r\nsecond \n")
+    (tmp_path / ".hidden.txt").write_text("no")
+    (tmp_path / "notes.md").write_text("no")
+    found = find_documents(tmp_path)
+    assert found.count == 4
+    assert [document.content for document in found] == ["first", "second ", "third", "fourth"]
+    (tmp_path / "a.txt").rename(tmp_path / "c.txt")
+    assert find_documents(tmp_path).fingerprint != found.fingerprint
+
+
+def test_a_list_is_a_data_set():
+    assert [document.content for document in find_documents(TEXTS)] == TEXTS
+    assert [document.content for document in find_documents(IDS)] == IDS
+    assert find_documents(TEXTS).fingerprint != find_documents(TEXTS[:3]).fingerprint
+    (one,) = find_documents([{"body": "x", "n": 7}], column="body", id_column="n")
+    assert (one.id, one.content) == ("7", "x")
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "sentence"),
+    [
+        ([{"body": "x"}], {}, r"row 0 of a list of 1 has body; a document is a text or a list of"),
+        ([{"text": 5}], {}, r"row 0 of a list of 1 has 5 there"),
+        ([{"text": ["a"]}], {}, r"has \['a'\] there"),
+        ([{"text": "x"}], {"id_column": "key"}, r"row 0 of a list of 1 has no 'key'; it has text"),
+        (
+            [{"text": "x", "key": 1}] * 2, {"id_column": "key"},
+            r"two rows of a list of 2 have the key 1; ids are distinct",
+        ),
+        (
+            [{"text": "x", "key": "a\ud83d"}], {"id_column": "key"},
+            r"row 0 of a list of 1 has the key 'a\\ud83d', which is no Unicode text",
+        ),
+    ],
+)  # fmt: skip
+def test_a_row_without_a_document_or_an_id_of_its_own_is_refused(rows, options, sentence):
+    with pytest.raises(SpecError, match=sentence):
+        list(find_documents(rows, **options))
+
+
+def test_a_damaged_file_is_refused_with_its_name(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n{"text"')
+    with pytest.raises(FileError, match=r"line 2 of .*x\.jsonl cannot be read"):
+        list(find_documents(tmp_path))
+    (tmp_path / "x.jsonl").write_text("5\n")
+    with pytest.raises(FileError, match=r"line 1 of .*x\.jsonl is 5; it is an object"):
+        list(find_documents(tmp_path))
+    (tmp_path / "x.csv").write_text("a")
+    with pytest.raises(SpecError, match=r"x\.csv is of no kind that is read"):
+        find_documents(tmp_path / "x.csv")
+    (tmp_path / "x.parquet").write_text("no parquet")
+    pytest.importorskip("pyarrow")
+    with pytest.raises(FileError, match=r"x\.parquet cannot be read"):
+        find_documents(tmp_path / "x.parquet")
+    with pytest.raises(SpecError, match="it is a path, the name of a Hugging Face data set"):
+        find_documents(5)
+
+
+def test_without_the_package_datasets_a_name_is_refused_with_a_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(SpecError, match=r"NeelNanda/pile-10k is no file or folder .*pip install"):
+        find_documents("NeelNanda/pile-10k")
+
+
+def test_data_sets_of_hugging_face_have_the_librarys_fingerprint(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    made = datasets.Dataset.from_dict({"text": TEXTS, "key": list("abcd")})
+    made.save_to_disk(str(tmp_path / "saved"))
+    saved = find_documents(str(tmp_path / "saved"), id_column="key")
+    assert [(d.id, d.content) for d in saved] == list(zip("abcd", TEXTS, strict=True))
+    assert find_documents(str(tmp_path / "saved")).fingerprint == saved.fingerprint
+    assert find_documents(made).fingerprint == made._fingerprint
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv" / "train.csv").write_text("text\na\nb\n")
+    assert [d.content for d in find_documents(str(tmp_path / "csv"))] == ["a", "b"]
+    with pytest.raises(FileError, match="cannot be loaded"):
+        find_documents(str(tmp_path / "csv"), split="nowhere")

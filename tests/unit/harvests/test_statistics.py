@@ -1,0 +1,63 @@
+"""The figures of a harvest equal those of numpy in float64, however the rows are cut."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_scope.errors import FileError
+from vllm_scope.harvests.statistics import OUTLIER, Statistics
+
+
+def rows_of(count, width=48):
+    rows = torch.randn(count, width, generator=torch.Generator().manual_seed(count)) * 3 + 1
+    rows[::7, 5] = 900
+    return rows.bfloat16()
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6))
+def test_figures_equal_float64_of_all_rows(cuts):
+    rows = rows_of(sum(cuts))
+    parts = [Statistics.of_rows(iter([block])) for block in rows.split(cuts)]
+    found = parts[0]
+    for part in parts[1:]:
+        found = found + part
+    exact = rows.double().numpy()
+    norms = np.linalg.norm(exact, axis=1)
+    outlying = np.abs(exact) > OUTLIER * norms[:, None] / np.sqrt(exact.shape[1])
+    body = found.to_json()
+    assert body["rows"] == len(rows)
+    assert body["norm"] == pytest.approx(
+        {"mean": norms.mean(), "sd": norms.std(), "min": norms.min(), "max": norms.max()},
+        rel=1e-4, abs=1e-2,
+    )  # fmt: skip
+    np.testing.assert_allclose(found.mean, exact.mean(0), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found.variance, exact.var(0), rtol=1e-4, atol=1e-3)
+    assert body["norm_of_mean"] == pytest.approx(np.linalg.norm(exact.mean(0)), rel=1e-5)
+    assert body["outliers"] == {
+        "values": int(outlying.sum()),
+        "rows": int(outlying.any(1).sum()),
+        "dimensions": {"5": int(outlying[:, 5].sum())},
+    }
+    again = Statistics.parse(Statistics.summary(iter([rows]))["statistics"].numpy(), "x")
+    np.testing.assert_allclose(again.values, found.values, rtol=1e-4, atol=1e-3)
+
+
+def test_rows_that_are_not_finite_are_counted_and_in_no_other_figure():
+    rows = rows_of(20).float()
+    broken = torch.cat([rows, rows[:2]])
+    broken[20, 3], broken[21, 4] = torch.nan, torch.inf
+    found = Statistics.of_rows(iter([broken])).to_json()
+    assert found["rows_not_finite"] == 2
+    assert found | {"rows_not_finite": 0} == Statistics.of_rows(iter([rows])).to_json()
+    none = Statistics.of_rows(iter([broken[20:]])).to_json()
+    assert (none["rows"], none["norm"]["max"]) == (0, 0.0)
+    assert Statistics.of_rows(iter([rows[:0]])).to_json()["rows"] == 0
+
+
+def test_damaged_figures_are_refused():
+    with pytest.raises(FileError, match="its statistics are"):
+        Statistics.parse(np.zeros(9), "x")

@@ -1,0 +1,238 @@
+"""What a sweep asks for, and the requests that it is made of."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_scope import KL, Ablate, Add, LogitDifference, Logprob, Read, Replace, SpecError, Sweep
+from vllm_scope.engine.frontend.sweeping import MAX_LOGPROBS, cells_at_once
+from vllm_scope.request.sites import Heads, Place, Sites
+from vllm_scope.sweeps.plan import Plan
+
+SITES = Sites(
+    num_layers=3, hidden_size=8, dtype="float32", heads=Heads(2, 1, 3, 3),
+    boundaries=(0, 2, 4, 6, *(Place("z", k).boundary for k in range(3))),
+)  # fmt: skip
+METRIC = LogitDifference(1, 2)
+
+
+class Letters:
+    """Each letter is a token; a text begins with token 0."""
+
+    def encode(self, text, add_special_tokens=True):
+        return [0] * add_special_tokens + [ord(c) - ord("a") + 1 for c in text]
+
+    def decode(self, ids):
+        return "".join(chr(ord("a") + i - 1) if i else "^" for i in ids)
+
+
+class Result:
+    """Rows of ones, times the layer and the position, times `scale`."""
+
+    error = None
+
+    def __init__(self, num_tokens, width, scale):
+        self.shape, self.scale = (num_tokens, width), scale
+
+    def __getitem__(self, place):
+        at = torch.arange(self.shape[0])[:, None] + 10.0 * place[1]
+        return (self.scale * at).expand(self.shape)
+
+
+def plan(sweep, prompts=("abc", "ab")):
+    return Plan(sweep, list(prompts), SITES, Letters())
+
+
+def answer(p, job, width=8):
+    found = {1: -1.0, 2: -3.0}
+    return p.take(job, found, Result(len(job.ids), width, 2 if job.of_source else 1), None)
+
+
+def all_jobs(p, width=8):
+    """Every job, answered at once."""
+    found = []
+    for job in p.jobs():
+        assert job is not None
+        found.append(job)
+        answer(p, job, width)
+    return found
+
+
+def test_reads_come_before_their_cells_and_the_next_prompts_beside_them():
+    p = plan(Sweep(["xyz", "xy"], metric=METRIC))
+    jobs = all_jobs(p)
+    assert p.num_cells == 3 * (4 + 3) == sum(job.place is not None for job in jobs)
+    assert [(job.prompt, job.of_source) for job in jobs[:4]] == [
+        (0, False), (0, True), (1, False), (1, True),
+    ]  # fmt: skip
+    assert [job.prompt for job in jobs[4:]] == [0] * 12 + [1] * 9
+    assert jobs[0].actions == ()
+    assert isinstance(jobs[1].actions[0], Read)
+    assert not np.isnan(p.table.values[0]).any()
+    for known in p._of:  # nothing is kept of a prompt whose cells have come
+        assert (known.source, known.plain, known.clean, known.of_source) == (None,) * 4
+    assert np.isnan(p.table.values[1, :, 3]).all()
+
+
+def test_cells_wait_for_what_is_read():
+    p = plan(Sweep(["xyz", "xy"], metric=METRIC))
+    jobs = p.jobs()
+    reads = [next(jobs) for _ in range(4)]
+    assert next(jobs) is None
+    answer(p, reads[0])
+    assert next(jobs) is None
+    answer(p, reads[1])
+    assert next(jobs).place == (0, 0)
+
+
+def test_the_edit_of_a_cell_has_the_rows_of_the_source_at_its_place():
+    for mode, kind in (("patch", Replace), ("add", Add), ("ablate", Ablate)):
+        p = plan(
+            Sweep(
+                ["xyz", "xy"],
+                metric=METRIC,
+                mode=mode,
+                positions=[-1],
+                scale=4 if mode == "add" else 1,
+            )
+        )
+        for job in all_jobs(p):
+            if job.place is None:
+                continue
+            ((edit,), (layer, column)) = job.actions, job.place
+            assert isinstance(edit, kind)
+            assert (edit.site, edit.layer_numbers, column) == ("resid_pre", (layer,), 0)
+            last = len(job.ids) - 1
+            row = getattr(edit, edit.fields[0]).numpy.reshape(-1)
+            assert row.tolist() == [2.0 * (10 * layer + last)] * 8
+            chosen = edit.positions if mode == "patch" else edit.tokens.positions
+            assert chosen == (last,)
+            assert mode != "add" or edit.scale == 4
+
+
+def test_a_head_keeps_the_other_heads_of_the_prompt():
+    p = plan(Sweep(["xyz", "xy"], metric=METRIC, site="z", heads=[1], layers=2, positions=0))
+    (cell, _) = [job for job in all_jobs(p, width=6) if job.place is not None]
+    assert cell.actions[0].values.numpy.tolist() == [[20.0] * 3 + [40.0] * 3]
+    assert p.table.values.shape == (2, 1, 1, 1)
+
+
+def test_a_given_direction_of_all_positions_at_once_is_one_edit():
+    p = plan(Sweep(np.ones(8), metric=METRIC, mode="add", together=True))
+    cells = [job for job in all_jobs(p) if job.place is not None]
+    assert [len(job.actions) for job in cells] == [1] * 6
+    assert cells[0].actions[0].tokens.positions == (0, 1, 2, 3)
+    p = plan(Sweep(["xyz", "xy"], metric=METRIC, mode="add", together=True))
+    assert [len(j.actions) for j in all_jobs(p) if j.place is not None] == [4] * 3 + [3] * 3
+
+
+def test_a_failed_cell_has_no_value_and_says_why():
+    p = plan(Sweep(np.ones(8), metric=METRIC), ["ab"])
+    for job in p.jobs():
+        if job.place is None or job.place[1]:
+            answer(p, job)
+        else:
+            assert np.isnan(p.take(job, None, None, "too large").value)
+    assert p.table.errors == {(0, layer, 0): "too large" for layer in range(3)}
+    assert np.isnan(p.table.values[0, :, 0]).all()
+    assert (p.table.values[0, :, 1:] == 2).all()
+
+
+@pytest.mark.parametrize(
+    ("mode", "number", "said"),
+    [
+        pytest.param("ablate", 0, r"Ablate\.direction is zero", id="no-direction"),
+        pytest.param("ablate", np.inf, r"Ablate\.direction", id="infinite-direction"),
+        pytest.param("patch", np.inf, r"Replace\.values", id="infinite-row"),
+        pytest.param("add", np.nan, r"Add\.vector", id="nan"),
+    ],
+)
+def test_a_cell_that_cannot_be_does_not_end_the_others(mode, number, said, monkeypatch):
+    """Its row was read: that of token 1 at layer 2."""
+    p = plan(Sweep(["xy"], metric=METRIC, mode=mode), ["ab"])
+    jobs, plain = [], Result.__getitem__
+
+    def rows(self, place):
+        found = plain(self, place).clone() + 1
+        found[1] = number if place[1] == 2 else 1
+        return found
+
+    monkeypatch.setattr(Result, "__getitem__", rows)
+    for job in p.jobs():
+        jobs.append(job)
+        if job.error is None:
+            answer(p, job)
+        else:
+            assert (job.place, job.actions) == ((2, 1), ())
+            cell = p.take(job, None, None, job.error)
+            assert np.isnan(cell.value)
+            assert cell[:3] == (0, 2, 1)
+    assert sum(job.place is not None for job in jobs) == p.num_cells == 9
+    ((place, error),) = p.table.errors.items()
+    assert place == (0, 2, 1)
+    assert re.match(said, error)
+    assert np.argwhere(np.isnan(p.table.values)).tolist() == [[0, 2, 1]]
+
+
+def test_metrics_of_known_distributions():
+    p, q = np.array([0.5, 0.25, 0.25, 0]), np.array([0.25, 0.25, 0.25, 0.25])
+    with np.errstate(divide="ignore"):
+        clean, found = (dict(enumerate(np.log(x).tolist())) for x in (p, q))
+    assert KL().value(found, clean, ()) == pytest.approx(0.5 * np.log(2))
+    assert LogitDifference(0, 1).value(clean, clean, (0, 1)) == pytest.approx(np.log(2))
+    assert Logprob(1).value(clean, clean, (1,)) == pytest.approx(np.log(0.25))
+
+
+@pytest.mark.parametrize(
+    ("most", "num_logprobs", "wanted"),
+    [(256, 2, 256), (256, 128_256, 32), (16, 128_256, 16), (256, MAX_LOGPROBS + 1, 1)],
+)
+def test_cells_with_many_logprobs_are_few_at_once(most, num_logprobs, wanted):
+    assert cells_at_once(most, num_logprobs) == wanted
+
+
+def test_tokens_are_ids_or_texts_one_for_all_or_one_for_each_prompt():
+    sweep = Sweep(np.ones(8), metric=LogitDifference(["ba", 5], "c"))
+    assert plan(sweep).token_ids == [(2, 3), (5, 3)]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        pytest.param({"mode": "swap"}, "patch, ablate, add", id="mode"),
+        pytest.param({"metric": "logit"}, "it is a LogitDifference", id="metric"),
+        pytest.param({"metric": LogitDifference("ba", "bc")}, "different tokens", id="same-token"),
+        pytest.param({"metric": Logprob([1, 2, 3])}, "3 tokens for 2 prompts", id="tokens"),
+        pytest.param({"metric": Logprob(-1)}, "a token's id or a text", id="negative-token"),
+        pytest.param({"site": "nowhere"}, "sites are", id="site"),
+        pytest.param({"site": "ln_final"}, "'ln_final', which cannot be edited", id="final-site"),
+        pytest.param({"mode": "ablate", "source": np.zeros(8)}, "source is zero", id="zero"),
+        pytest.param({"site": "resid_mid"}, "does not tap", id="untapped"),
+        pytest.param({"heads": "all"}, "have no heads", id="heads-of-the-stream"),
+        pytest.param({"scale": 2.0}, "mode 'patch' has no scale", id="scale-of-a-patch"),
+        pytest.param({"site": "z", "heads": 2}, "heads 0 to 1 here", id="head"),
+        pytest.param({"layers": [3]}, "layers 0 to 2", id="layer"),
+        pytest.param({"positions": [3]}, "positions are -3 to 2", id="position"),
+        pytest.param({"positions": [0, -3]}, "twice", id="position-twice"),
+        pytest.param({"positions": "some"}, "'all', a position or a list", id="positions"),
+        pytest.param({"source": ["abc"] * 3}, "3 prompts for 2", id="sources"),
+        pytest.param({"source": ["abcd", "ab"]}, "5 tokens", id="source-length"),
+        pytest.param({"source": np.ones(9)}, r"\[8\], \[3, 8\], \[3, 4, 8\]", id="width"),
+        pytest.param({"source": np.ones((2, 8))}, "has the shape", id="layers-of-rows"),
+        pytest.param({"source": [1.0, float("nan")] * 4}, "NaN", id="nan"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, said):
+    with pytest.raises(SpecError, match=said):
+        plan(Sweep(**{"source": np.ones(8), "metric": METRIC} | options))
+
+
+def test_prompts_are_refused_that_have_no_token():
+    with pytest.raises(SpecError, match="at least one prompt"):
+        plan(Sweep(np.ones(8), metric=METRIC), [])
+    with pytest.raises(SpecError, match=r"prompts\[0\] has no token"):
+        plan(Sweep(np.ones(8), metric=METRIC), [{"prompt_token_ids": []}])

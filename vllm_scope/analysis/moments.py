@@ -1,0 +1,312 @@
+"""Probes, steering vectors and principal components from sums of rows, without the rows.
+
+Owns:  `difference_of_means`, `ridge_probe`, `lda_probe`, `principal_components`, `whitening`.
+From:  `vllm_scope.moments`: (site, layer, label) -> batch.sums.Sums.   To: LinearProbe,
+       SteeringModule.
+
+Promise: what is made of sums equals what is made of the rows in float64: scikit-learn's Ridge,
+LinearDiscriminantAnalysis (solver "lsqr") and PCA, within rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_scope import __version__
+from vllm_scope.analysis.probes import LinearProbe
+from vllm_scope.batch.sums import Sums
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.sites import SiteLayer
+from vllm_scope.vectors import Provenance, SteeringModule
+from vllm_scope.vectors.module import name_of
+
+Floats = NDArray[np.float64]
+#: (site, layer, label) -> sums, as `vllm_scope.moments` returns them.
+Found = Mapping[tuple[str, int, str], Sums]
+
+
+def sums_at(found: Found, stream: SiteLayer, labels: Iterable[str] | None = None) -> Sums:
+    """The sums of some labels at a stream, added.
+
+    Args:
+        labels: None for all labels that are there.
+
+    Raises:
+        SpecError: a label without sums or without rows, or with rows that are missing or not
+            finite.
+    """
+    known = {label: sums for (*place, label), sums in found.items() if tuple(place) == stream}
+    wanted = list(known if labels is None else labels)
+    if not wanted:
+        raise SpecError(f"there are no sums at {name_of(stream)}; {_there(found)}.")
+    for label in wanted:
+        if label not in known or not (known[label].count or known[label].missing):
+            raise SpecError(
+                f"there are no rows with label {shown(label)} at {name_of(stream)}; "
+                f"{_there(found)}."
+            )
+        one = known[label]
+        if one.missing:
+            raise SpecError(
+                f"{one.missing} rows with label {shown(label)} at {name_of(stream)} are missing: "
+                "the device had no room, or the sums of the name have other options than the "
+                "request; drop the sums and run the requests again."
+            )
+        if not all(np.isfinite(some).all() for some in _numbers(one)):
+            raise SpecError(
+                f"the sums with label {shown(label)} at {name_of(stream)} have NaN or Inf, because "
+                "a row has, or a target is too large; drop them and leave out the request."
+            )
+    return Sums.total([known[label] for label in wanted])
+
+
+def _numbers(one: Sums) -> list[Floats]:
+    some = (one.x, one.xx, one.xy, np.float64(one.y), np.float64(one.yy))
+    return [np.asarray(each) for each in some if each is not None]
+
+
+def _there(found: Found) -> str:
+    keys = [f"{name_of((site, layer))} {shown(label)}" for site, layer, label in found]
+    return f"there are {', '.join(keys[:8])}" if keys else "there are none at all"
+
+
+def difference_of_means(
+    found: Found,
+    positive: str,
+    negative: str,
+    *,
+    normalise: bool = True,
+    provenance: Provenance | None = None,
+) -> SteeringModule:
+    """The mean of one label less that of another, at each stream; as `contrast.mean_difference`.
+
+    Args:
+        positive, negative: labels, the same streams of both.
+        normalise: to length 1.
+        provenance: model, revision, dataset; this function sets the other fields.
+
+    Raises:
+        SpecError: no rows with a label, or both means are the same.
+    """
+    streams = dict.fromkeys((s, k) for s, k, label in found if label in (positive, negative))
+    if not streams:
+        raise SpecError(
+            f"there are no sums with label {shown(positive)} or {shown(negative)}; {_there(found)}."
+        )
+    vectors = {}
+    for stream in streams:
+        up, down = (sums_at(found, stream, [label]).mean for label in (positive, negative))
+        vector = up - down
+        length = float(np.linalg.norm(vector))
+        if length <= 1e-12 * max(np.abs(up).max(), np.abs(down).max()):
+            raise SpecError(f"{name_of(stream)}: the two means do not differ.")
+        vectors[stream] = torch.from_numpy(vector / length if normalise else vector)
+    known = dataclasses.replace(
+        provenance or Provenance(),
+        method="mean_difference",
+        normalised=normalise,
+        created_by=f"vllm-scope {__version__}",
+    )
+    return SteeringModule(vectors, known)
+
+
+def ridge_probe(
+    found: Found,
+    stream: SiteLayer,
+    *,
+    alpha: float = 1.0,
+    targets: Mapping[str, float] | None = None,
+    pooling: str | None = None,
+    model: str | None = None,
+    template: str | None = None,
+) -> LinearProbe:
+    """Ridge regression of y on rows: the least sum of (x . w + b - y)^2, plus alpha * |w|^2.
+
+    Args:
+        alpha: strength of the L2 penalty, 0 or above.
+        targets: label -> y, of the labels to use. None: the numbers that the requests gave as
+            `target`, with all labels.
+        pooling, model, template: kept on the probe.
+
+    Raises:
+        SpecError: no such label, sums without covariance or without targets, or too few rows
+            for alpha 0.
+    """
+    if not (math.isfinite(alpha) and alpha >= 0):
+        raise SpecError(f"alpha is {alpha!r}; it is a finite number, 0 or above.")
+    if targets is None:
+        one = sums_at(found, stream)
+        if one.xy is None:
+            raise SpecError(
+                f"the sums at {name_of(stream)} have no targets; give targets, a number for each "
+                "label, or send the requests with Moments(target=...)."
+            )
+        xy, y = one.xy, one.y
+    else:
+        each = {label: sums_at(found, stream, [label]) for label in targets}
+        one = sums_at(found, stream, targets)
+        xy = np.sum([float(targets[label]) * sums.x for label, sums in each.items()], axis=0)
+        y = sum(float(targets[label]) * sums.count for label, sums in each.items())
+    mean_y = y / one.count
+    weight = _solve(_scatter(one) + alpha * np.eye(len(one.x)), xy - mean_y * one.x)
+    bias = mean_y - float(one.mean @ weight)
+    return _probe(weight, bias, stream, pooling, model, template)
+
+
+def lda_probe(
+    found: Found,
+    stream: SiteLayer,
+    positive: str | Sequence[str],
+    negative: str | Sequence[str],
+    *,
+    shrinkage: float = 0.0,
+    pooling: str | None = None,
+    model: str | None = None,
+    template: str | None = None,
+) -> LinearProbe:
+    """Linear discriminant analysis of two classes, each of one label or of several.
+
+    The score is the log odds that it gives, with the numbers of rows as priors.
+
+    Args:
+        shrinkage: from 0 to 1, how far the covariance within the classes moves to its mean
+            variance times the identity.
+        pooling, model, template: kept on the probe.
+
+    Raises:
+        SpecError: no such label, sums without covariance, or a singular covariance (fewer rows
+            than numbers in a row need some shrinkage).
+    """
+    if not 0 <= shrinkage <= 1:
+        raise SpecError(f"shrinkage is {shrinkage!r}; it is a number from 0 to 1.")
+    up, down = (
+        sums_at(found, stream, [some] if isinstance(some, str) else some)
+        for some in (positive, negative)
+    )
+    within = (_scatter(up) + _scatter(down)) / (up.count + down.count)
+    width = len(within)
+    shrunk = (1 - shrinkage) * within + shrinkage * np.trace(within) / width * np.eye(width)
+    weight = _solve(shrunk, up.mean - down.mean)
+    bias = math.log(up.count / down.count) - float((up.mean + down.mean) @ weight) / 2
+    return _probe(weight, bias, stream, pooling, model, template)
+
+
+@dataclass(frozen=True, eq=False)
+class Components:
+    """The directions in which rows vary most, as scikit-learn's PCA has them.
+
+    Attributes:
+        mean: [width].
+        directions: [k, width], of length 1, by descending variance. The largest number of each is
+            positive.
+        variances: [k], of the rows along each, divided by the number of rows less 1.
+        total: the sum of all variances of a row.
+    """
+
+    mean: Floats
+    directions: Floats
+    variances: Floats
+    total: float
+
+    def transform(self, rows: Floats) -> Floats:
+        """[n, k] of [n, width]."""
+        found: Floats = (rows - self.mean) @ self.directions.T
+        return found
+
+
+def principal_components(sums: Sums, k: int) -> Components:
+    """The first k principal components of the rows (`sums_at` makes the sums of a stream).
+
+    Raises:
+        SpecError: more components than numbers of a row, fewer than 2 rows, or sums without
+            covariance.
+    """
+    if not 1 <= k <= len(sums.x):
+        raise SpecError(f"k is {k}; rows have 1 to {len(sums.x)} components.")
+    if sums.count < 2:
+        raise SpecError(f"there are {sums.count} rows; components need 2 or more.")
+    scatter = _scatter(sums)
+    values, vectors = np.linalg.eigh(scatter)
+    directions = vectors[:, ::-1][:, :k].T
+    largest = np.take_along_axis(directions, np.abs(directions).argmax(1)[:, None], 1)
+    variances = values[::-1][:k].clip(0) / (sums.count - 1)
+    total = float(np.trace(scatter)) / (sums.count - 1)
+    return Components(sums.mean, directions * np.sign(largest), variances, total)
+
+
+@dataclass(frozen=True, eq=False)
+class Whitening:
+    """Makes the covariance of rows the identity: z = (x - mean) @ matrix, with the symmetric matrix
+    that changes rows least (ZCA).
+
+    Attributes:
+        mean: [width].
+        matrix: [width, width].
+    """
+
+    mean: Floats
+    matrix: Floats
+
+    def __call__(self, rows: Floats) -> Floats:
+        """[n, width] of [n, width]."""
+        found: Floats = (rows - self.mean) @ self.matrix
+        return found
+
+
+def whitening(sums: Sums, floor: float = 1e-6) -> Whitening:
+    """The whitening of the rows' covariance (`sums_at` makes the sums of a stream).
+
+    Args:
+        floor: variances below this part of the largest one count as that much, above 0.
+
+    Raises:
+        SpecError: a floor that is not above 0, or sums without covariance.
+    """
+    if not 0 < floor <= 1:
+        raise SpecError(f"floor is {floor!r}; it is a number above 0, at most 1.")
+    values, vectors = np.linalg.eigh(_scatter(sums) / sums.count)
+    if values[-1] <= 0:
+        raise SpecError("the rows are all the same; they cannot be whitened.")
+    matrix = (vectors / np.sqrt(values.clip(floor * values[-1]))) @ vectors.T
+    return Whitening(sums.mean, matrix)
+
+
+def _scatter(sums: Sums) -> Floats:
+    try:
+        return sums.scatter
+    except ValueError as error:
+        raise SpecError(str(error)) from None
+
+
+def _solve(matrix: Floats, vector: Floats) -> Floats:
+    """The solution of a system whose matrix is symmetric and not negative.
+
+    Raises:
+        SpecError: the matrix is singular.
+    """
+    factor, failed = torch.linalg.cholesky_ex(torch.from_numpy(matrix))
+    pivots = factor.diagonal() ** 2
+    # A pivot below this is a rounding error of the largest.
+    if not failed and pivots.min() > len(matrix) * np.finfo(np.float64).eps * pivots.max():
+        found = torch.cholesky_solve(torch.from_numpy(vector)[:, None], factor)
+        return np.asarray(found[:, 0], np.float64)
+    raise SpecError(
+        "the covariance of the rows is singular; take more rows than a row has numbers, or a "
+        "larger alpha or shrinkage."
+    )
+
+
+def _probe(
+    weight: Floats, bias: float, stream: SiteLayer,
+    pooling: str | None, model: str | None, template: str | None,
+) -> LinearProbe:  # fmt: skip
+    return LinearProbe(
+        weight.astype(np.float32), bias, *stream, pooling=pooling, model=model, template=template
+    )

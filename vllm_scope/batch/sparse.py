@@ -1,0 +1,75 @@
+"""Makes features of the numbers that a bank or a Strongest delivered.
+
+Owns:  SparseRows, `sparse_rows`.
+Runs:  in the front-end (results), and in the worker (sinks.request). No GPU.
+From:  request.resolved (what was asked for).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_scope.request.heads import Likeliest, Strongest
+from vllm_scope.request.resolved import ResolvedFeatures
+
+
+@dataclass(frozen=True)
+class SparseRows:
+    """Features, or tokens of a lens, of some positions, each in a fixed number of places.
+
+    Attributes:
+        indices: int32 [n, places]; -1 in a place without a feature.
+        values: float32 [n, places]; 0 there.
+        lens: (name, layer) of the lens whose tokens these are; None for features.
+    """
+
+    indices: Tensor
+    values: Tensor
+    lens: tuple[str, int] | None = None
+
+    dtype = torch.float32
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, some: Tensor) -> SparseRows:
+        return SparseRows(self.indices[some], self.values[some], self.lens)
+
+    @property
+    def counts(self) -> Tensor:
+        """int64 [n]: features of each position."""
+        return (self.indices >= 0).sum(1)
+
+
+def sparse_rows(asked: ResolvedFeatures, words: Tensor) -> SparseRows:
+    """The features in what a worker delivered.
+
+    Args:
+        words: float32 [n, num_values]; of a Strongest the first half are the bits of int32.
+    """
+    (cell,) = asked.cells
+    if isinstance(cell.bank, Strongest):
+        count = cell.bank.count
+        indices, values = words[:, :count].view(torch.int32), words[:, count:]
+        indices, values = indices[:, : asked.top_k], values[:, : asked.top_k]
+        # A number that is not finite stays.
+        kept = indices >= 0 if isinstance(cell.bank, Likeliest) else ~(values <= 0)
+        if asked.indices is not None:
+            kept &= torch.isin(indices, torch.tensor(asked.indices, dtype=torch.int32))
+    else:
+        assert asked.indices is not None
+        assert asked.thresholds is not None
+        values = words
+        indices = torch.tensor(asked.indices, dtype=torch.int32).expand(words.shape)
+        kept = ~(values <= torch.from_numpy(asked.thresholds.numpy.copy()))
+    if asked.threshold is not None:
+        kept &= ~(values < asked.threshold)
+    lens = None if asked.lens is None else (asked.lens[0], cell.place.layer)
+    return SparseRows(torch.where(kept, indices, -1), torch.where(kept, values, 0.0), lens)

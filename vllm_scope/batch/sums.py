@@ -1,0 +1,188 @@
+"""Sums of rows by label, as a worker returns them, and what they take of the device.
+
+Owns:  Sums, Packed, `bytes_of`, `upper_blocks`.
+Runs:  in workers (which make them), in EngineCore (which counts their bytes), in front-ends.
+From:  worker.summing.   To: core.sums_room, analysis.moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+#: Fewest and most rows that wait for their product. More rows make the products cheaper, and take
+#: memory.
+LEAST_ROWS, MOST_ROWS = 256, 4096
+#: Rows of x x^T that are made at once: 32 MiB, of 4,096 columns.
+BLOCK = 1024
+
+
+def upper_blocks(width: int) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of the blocks of x x^T on and above the diagonal."""
+    for first in range(0, width, BLOCK):
+        yield slice(first, min(first + BLOCK, width)), slice(first, width)
+
+
+def num_waiting(width: int) -> int:
+    """How many rows of this width wait for their product."""
+    return min(max(width, LEAST_ROWS), MOST_ROWS)
+
+
+def bytes_of(width: int, itemsize: int, covariance: bool, targets: bool) -> int:
+    """What the sums of one name, place and label take of the device.
+
+    Args:
+        width: numbers of a row.
+        itemsize: bytes of such a number.
+        covariance, targets: whether there are sums of x x^T, and of x y.
+    """
+    products = width * (8 * width + num_waiting(width) * itemsize) if covariance else 0
+    return 8 * width * (1 + targets) + products
+
+
+class Packed(msgspec.Struct, frozen=True):
+    """Sums between processes; fields as in Sums. `arrays`: bytes of float64, of x, of x y and of
+    the `upper_blocks` of x x^T; of those that there are not, empty."""
+
+    count: int
+    missing: int
+    target: float
+    target_squared: float
+    arrays: tuple[bytes, bytes, bytes]
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """Sums over the rows of one name, site, layer and label, in float64.
+
+    Attributes:
+        count: number of rows.
+        x: [width], the sum of the rows.
+        xx: [width, width], the sum of x x^T; None if it was not kept.
+        xy: [width], the sum of x y; None without targets.
+        y, yy: the sums of the targets and of their squares; 0 without.
+        missing: rows that were asked for and could not be added, because the device had no room or
+            the sums have other options than the request.
+    """
+
+    count: int
+    x: Floats
+    xx: Floats | None = None
+    xy: Floats | None = None
+    y: float = 0.0
+    yy: float = 0.0
+    missing: int = 0
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """Whether there are sums of x x^T, and of x y."""
+        return self.xx is not None, self.xy is not None
+
+    @property
+    def mean(self) -> Floats:
+        """[width]; NaN without rows."""
+        with np.errstate(invalid="ignore"):
+            found: Floats = self.x / np.float64(self.count)
+        return found
+
+    @property
+    def scatter(self) -> Floats:
+        """[width, width], the sum of (x - mean)(x - mean)^T.
+
+        Raises:
+            ValueError: it was not kept.
+        """
+        if self.xx is None:
+            raise ValueError(
+                "these sums have no covariance; send the requests with Moments(covariance=True)."
+            )
+        found: Floats = self.xx - np.outer(self.x, self.mean)
+        return found
+
+    @property
+    def covariance(self) -> Floats:
+        """[width, width], `scatter` divided by the number of rows. Raises ValueError as it."""
+        return self.scatter / self.count
+
+    def __add__(self, other: Sums) -> Sums:
+        """The sums over the rows of both.
+
+        Raises:
+            ValueError: the widths differ, or one has other sums than the other.
+        """
+        if self.x.shape != other.x.shape:
+            raise ValueError(
+                f"sums of rows of {len(self.x)} and of {len(other.x)} numbers cannot be added."
+            )
+        if not other.count:
+            return replace(self, missing=self.missing + other.missing)
+        if not self.count:
+            return other + self
+        if self.kind != other.kind:
+            raise ValueError(
+                "some of the sums have covariance or targets and others do not; they cannot be "
+                "added."
+            )
+        return Sums(
+            self.count + other.count, self.x + other.x, _both(self.xx, other.xx),
+            _both(self.xy, other.xy), self.y + other.y, self.yy + other.yy,
+            self.missing + other.missing,
+        )  # fmt: skip
+
+    @staticmethod
+    def total(some: Sequence[Sums]) -> Sums:
+        """The sums over the rows of all of them; at least one."""
+        found = some[0]
+        for one in some[1:]:
+            found = found + one
+        return found
+
+    def to_bytes(self) -> bytes:
+        """A safetensors file with the tensors of the attributes' names, float64."""
+        from safetensors.numpy import save
+
+        numbers = {name: getattr(self, name) for name in ("count", "missing", "y", "yy")}
+        arrays = {"x": self.x, "xx": self.xx, "xy": self.xy}
+        found = {name: np.array([n], np.float64) for name, n in numbers.items()}
+        return save(found | {name: one for name, one in arrays.items() if one is not None})
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Sums:
+        """Of `to_bytes`."""
+        from safetensors.numpy import load
+
+        found = load(data)
+        count, missing, y, yy = (float(found[n][0]) for n in ("count", "missing", "y", "yy"))
+        return Sums(int(count), found["x"], found.get("xx"), found.get("xy"), y, yy, int(missing))
+
+    @staticmethod
+    def of_packed(found: Packed) -> Sums:
+        x, xy, xx = (np.frombuffer(one, np.float64) if one else None for one in found.arrays)
+        assert x is not None
+        return Sums(
+            found.count, x, None if xx is None else _mirrored(xx, len(x)), xy,
+            found.target, found.target_squared, found.missing,
+        )  # fmt: skip
+
+
+def _mirrored(numbers: Floats, width: int) -> Floats:
+    """[width, width], symmetric, of its upper blocks."""
+    whole, first = np.empty((width, width)), 0
+    for rows, columns in upper_blocks(width):
+        shape = rows.stop - rows.start, columns.stop - columns.start
+        block = numbers[first : first + shape[0] * shape[1]].reshape(shape)
+        first += block.size
+        whole[rows, columns], whole[columns, rows] = block, block.T
+        upper = np.triu(block[:, : shape[0]])
+        whole[rows, rows] = upper + np.triu(upper, 1).T
+    return whole
+
+
+def _both(one: Floats | None, other: Floats | None) -> Floats | None:
+    return None if one is None or other is None else one + other

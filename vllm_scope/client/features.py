@@ -1,0 +1,74 @@
+"""Features in the server's answers, as numpy.
+
+Owns:  SparseFeatures.
+To:    answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_scope.errors import ScopeError
+
+
+@dataclass(frozen=True)
+class SparseFeatures:
+    """The features of one SAE, as a sparse matrix.
+
+    Attributes:
+        positions, indices, values: int64, int64 and float32 [num_values]: the position of a token,
+            a feature's number, and its value there; NaN if not finite. By position; in one position
+            the strongest comes first.
+        tokens: int64 [num_tokens], ascending: the positions that were encoded, also those without
+            an active feature.
+    """
+
+    positions: NDArray[np.int64]
+    indices: NDArray[np.int64]
+    values: NDArray[np.float32]
+    tokens: NDArray[np.int64]
+
+    def dense(self, index: int) -> NDArray[np.float32]:
+        """float32 [num_tokens]: one feature at each of `tokens`; 0 where it was not delivered."""
+        found = np.zeros(len(self.tokens), np.float32)
+        here = self.indices == index
+        found[np.searchsorted(self.tokens, self.positions[here])] = self.values[here]
+        return found
+
+    def top(self, position: int) -> list[tuple[int, float]]:
+        """(index, value) of the features at a position, the strongest first."""
+        first, last = np.searchsorted(self.positions, [position, position + 1])
+        some = slice(int(first), int(last))
+        return list(zip(self.indices[some].tolist(), self.values[some].tolist(), strict=True))
+
+    def at(self, tokens: NDArray[np.int64]) -> SparseFeatures:
+        """Those of some of the positions."""
+        here = np.isin(self.positions, tokens)
+        return SparseFeatures(
+            self.positions[here], self.indices[here], self.values[here],
+            self.tokens[np.isin(self.tokens, tokens)],
+        )  # fmt: skip
+
+
+def sparse_features(
+    tokens: NDArray[np.int64], indices: list[list[int]], values: list[list[float | None]]
+) -> SparseFeatures:
+    """Those of an answer, whose lists have one item for each of `tokens`.
+
+    Raises:
+        ScopeError: the lists have other lengths.
+    """
+    counts = [len(some) for some in indices]
+    if len(counts) != len(tokens) or counts != [len(some) for some in values]:
+        raise ScopeError(
+            f"the server sent features of {len(counts)} positions for {len(tokens)}, or indices "
+            "without values."
+        )
+    return SparseFeatures(
+        np.repeat(tokens, counts),
+        np.array([index for some in indices for index in some], np.int64),
+        np.array([value for some in values for value in some], np.float32), tokens,
+    )  # fmt: skip

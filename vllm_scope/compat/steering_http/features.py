@@ -1,0 +1,197 @@
+"""Clamps of the steering fork on features of sparse autoencoders (SAEs), as SetFeatures.
+
+    sae_clamp_specs=[{
+        "module_name": "golden_gate",          # an SAE of additional_config["scope"]["saes"]
+        "phase": "decode",                     # "both" (the default), "prefill" or "decode"
+        "clamps": {"post_block": {20: [
+            {"feature_idx": 34, "kind": "absolute", "value": 5.0, "only_if_active": True},
+        ]}},
+    }]
+
+With f the feature's activation in the row, `absolute` adds (value - f) and `additive` adds value
+times the decoder's row. With `only_if_active` they do so where f is above 0.
+
+Owns:  `features_of`, and the check that an SAE is of the clamped place.
+Runs:  in the front-end, for a request on the event loop of an API server.
+To:    keys.
+
+Promise: the clamps of one SAE at one place and on one token see the same row, whichever of the
+specs they stand in, and come after all vectors and clamps along directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_scope.compat.bounds import MOST, Room, few, few_fields, parsed
+from vllm_scope.compat.steering_http.vectors import HOOKS
+from vllm_scope.engine.frontend.translators import called
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.actions import SetFeature
+from vllm_scope.request.actions.base import checked_name
+from vllm_scope.request.actions.features import MAX_FEATURES
+from vllm_scope.request.sites import Place, Sites
+from vllm_scope.vectors.hooks import layer_of, number_of, site_of
+
+KEY = "sae_clamp_specs"
+#: A phase -> the tokens of its tiers.
+_PHASES = {
+    "both": ("prompt", "generated"), "prefill": ("prompt",), "decode": ("generated",),
+}  # fmt: skip
+_KINDS = ("absolute", "additive")
+_NEEDED = {"feature_idx", "kind", "value"}
+_GATED = (
+    "it is for a monitor of the server that scales the steering of all requests, and there is none "
+    "here; leave it out, or give vllm_scope.SetFeature a gate"
+)
+
+
+@dataclass(frozen=True)
+class _Clamp:
+    index: int
+    value: float
+    add: bool
+    only_if_active: bool
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One SetFeature of a request.
+
+    Attributes:
+        module, place: the SAE's name, and where the caller clamps it.
+        words: the caller's names of the edit and its fields, for errors.
+    """
+
+    edit: SetFeature
+    module: str
+    place: Place
+    words: dict[str, str]
+
+
+#: By SAE, place and tokens: the clamps, each with its path.
+_Grouped = dict[tuple[str, Place], dict[str, dict[_Clamp, str]]]
+
+
+def features_of(body: object, sites: Sites, room: Room) -> list[Asked]:
+    """The SetFeatures of a request.
+
+    Args:
+        room: counts the edits of the request.
+
+    Raises:
+        SpecError: a value of a wrong form, or a clamp that is not possible.
+    """
+    specs = parsed(body, KEY)
+    if specs is None:
+        return []
+    if not isinstance(specs, list | tuple):
+        raise SpecError(f"{KEY} is {shown(specs)}; it is a list of objects.")
+    few(specs, MOST["edits"], "objects", KEY)
+    groups: _Grouped = {}
+    for i, spec in enumerate(specs):
+        _group(spec, f"{KEY}[{i}]", groups, sites, room)
+    return [asked for at, tiers in groups.items() for asked in _edits(*at, tiers)]
+
+
+def check_places(asked: Iterable[Asked], saes: Mapping[str, Any]) -> None:
+    """Raises SpecError if an SAE is of another place than the one that is clamped.
+
+    Args:
+        saes: name -> the SAE, of those that the engine holds. An unknown name passes; the edit
+            refuses it.
+    """
+    for one in asked:
+        sae = saes.get(one.module)
+        if sae is not None and sae.place.boundary != one.place.boundary:
+            raise SpecError(
+                f"{one.words['']} is {one.place.site!r} {one.place.layer}, and the SAE "
+                f"{shown(one.module)} is of {sae.place.site!r} {sae.place.layer}; clamp its "
+                "features there."
+            )
+
+
+def _group(spec: object, where: str, groups: _Grouped, sites: Sites, room: Room) -> None:
+    """Add the clamps of one spec."""
+    fields = few_fields(spec, 4, "fields", where)
+    if not {"module_name", "clamps"} <= set(fields) <= {"module_name", "clamps", "phase", "gated"}:
+        raise SpecError(
+            f"{where} has {shown(sorted(fields, key=str))}; it has module_name, clamps, phase, "
+            "gated."
+        )
+    name = checked_name(fields["module_name"], f"{where}.module_name")
+    phase = fields.get("phase", "both")
+    if not isinstance(phase, str) or phase not in _PHASES:
+        raise SpecError(f"{where}.phase is {shown(phase)}; it is {' or '.join(_PHASES)}.")
+    if fields.get("gated", False) is not False:
+        raise SpecError(f"{where}.gated is {shown(fields['gated'])}: {_GATED}.")
+    for hook, layers in few_fields(fields["clamps"], len(HOOKS), "hooks", where).items():
+        path = f"{where}.clamps[{hook!r}]"
+        site = site_of(hook, f"{where}.clamps")
+        for layer, entries in few_fields(layers, sites.num_layers, "layers", path).items():
+            at = f"{path}[{layer!r}]"
+            place = Place(site, layer_of(layer, at))
+            room.take("edits", 1, at)
+            if not isinstance(entries, list | tuple):
+                raise SpecError(f"{at} is {shown(entries)}; it is a list of clamps.")
+            few(entries, MAX_FEATURES, "features", at)
+            tiers = groups.setdefault((name, place), {})
+            for n, entry in enumerate(entries):
+                clamp = _clamp(entry, f"{at}[{n}]")
+                for tokens in _PHASES[phase]:
+                    _put(tiers.setdefault(tokens, {}), clamp, f"{at}[{n}]")
+
+
+def _put(tier: dict[_Clamp, str], clamp: _Clamp, path: str) -> None:
+    for other, there in tier.items():
+        if other.index == clamp.index:
+            raise SpecError(
+                f"{path}.feature_idx is {clamp.index}, which {there} clamps too, on the same "
+                "tokens; clamp a feature once."
+            )
+    tier[clamp] = path
+    few(list(tier), MAX_FEATURES, "features with those of the request's other specs", path)
+
+
+def _clamp(entry: object, where: str) -> _Clamp:
+    fields = few_fields(entry, 4, "fields", where)
+    if not _NEEDED <= set(fields) <= {*_NEEDED, "only_if_active"}:
+        raise SpecError(
+            f"{where} has {shown(sorted(fields, key=str))}; it has feature_idx, kind, value, "
+            "only_if_active."
+        )
+    index, kind, active = fields["feature_idx"], fields["kind"], fields.get("only_if_active", False)
+    if type(index) is not int or index < 0:
+        raise SpecError(f"{where}.feature_idx is {shown(index)}; it is a whole number from 0.")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise SpecError(f"{where}.kind is {shown(kind)}; it is {' or '.join(_KINDS)}.")
+    if not isinstance(active, bool):
+        raise SpecError(f"{where}.only_if_active is {shown(active)}; it is true or false.")
+    return _Clamp(index, number_of(fields["value"], f"{where}.value"), kind == "additive", active)
+
+
+def _edits(module: str, place: Place, tiers: Mapping[str, dict[_Clamp, str]]) -> Iterator[Asked]:
+    """One SetFeature, or one for each phase if the clamps differ."""
+    prompt, generated = (tiers.get(tokens, {}) for tokens in _PHASES["both"])
+    same = set(prompt) == set(generated)
+    by_tokens = {"all": prompt} if same else {"prompt": prompt, "generated": generated}
+    for tokens, clamps in by_tokens.items():
+        if not clamps:
+            continue
+        at = next(iter(clamps.values())).rpartition("[")[0]
+        spec = at[: at.index("]") + 1]
+        words = {"": at, ".sae": f"{spec}.module_name", ".index": at, ".value": at}
+        with called({f"SetFeature{ours}": theirs for ours, theirs in words.items()}):
+            edit = SetFeature(
+                module,
+                [one.index for one in clamps],
+                [one.value for one in clamps],
+                add=[one.add for one in clamps],
+                only_if_active=[one.only_if_active for one in clamps],
+                site=place.site,
+                layer=place.layer,
+                tokens=tokens,
+            )
+        yield Asked(edit, module, place, words)

@@ -1,0 +1,309 @@
+"""Server-wide edits that follow what monitors find: an operator's callback, with rate and bounds.
+
+    def calmer(observations, scales):
+        mean = sum(one.value for one in observations) / len(observations)
+        return Change({"calm": scales["calm"] + 0.1 * mean}, f"the mean is {mean:.2f}")
+
+    controller = Controller(
+        calmer, {"calm": Add(direction, layer=2, scale=0.0, tokens="generated")},
+        bounds={"calm": (0.0, 2.0)}, max_step={"calm": 0.25}, rate=1.0,
+    )
+    with controller.on(llm): ...              # async with, for an AsyncLLM
+
+Owns:  Controller, Observation, Change, and the protocol ServerEdits.
+Runs:  in the process of the front-end, on a thread of its own; without vLLM.
+From:  engine.monitors (observations).   To: engine.control (server-wide edits).
+
+Promise: no callback delays a request, and none sets a scale outside of its bounds. If a callback
+raises, hangs or returns what is not possible, the last edits stay in force.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.actions import Add, Edit
+from vllm_scope.request.spec import scope
+
+logger = logging.getLogger("vllm.vllm_scope")
+#: Observations that wait for the callback; older ones are dropped and counted.
+MOST_WAITING = 4096
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a monitor found in one completion that has ended.
+
+    Attributes:
+        request_id, completion: whose.
+        name: the monitor's, without its prefix.
+        value: the aggregate of all its scores; the largest score if it has no aggregate.
+        position: the token position of `value`.
+        verdict: the value was above the monitor's threshold at some position.
+        time_s: when the completion ended, in seconds of `time.time()`.
+    """
+
+    request_id: str
+    name: str
+    value: float
+    position: int
+    verdict: bool = False
+    completion: int = 0
+    time_s: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a callback wants.
+
+    Attributes:
+        to: name of an edit -> its new scale if the name has bounds, else a new edit.
+        reason: for the log.
+    """
+
+    to: Mapping[str, float | Edit]
+    reason: str = ""
+
+
+#: (observations since the last call, the scales in force by name) -> a Change, or None for none.
+Callback = Callable[[Sequence[Observation], Mapping[str, float]], Change | None]
+
+
+class ServerEdits(Protocol):
+    """The server-wide edits of an engine, as a spec. May raise. Called on any thread."""
+
+    def get(self) -> str | None: ...
+
+    def set(self, text: str | None) -> None: ...
+
+    def listen(self, tell: Callable[[Observation], None] | None) -> None:
+        """Have the engine's monitors call `tell`; None ends it."""
+
+
+class Controller:
+    """Server-wide edits, by name, that a callback changes. They are all server-wide edits of the
+    engine while it runs.
+
+    Args:
+        callback: called with at least one observation, on the controller's thread.
+        edits: name -> the edit that is in force at the start. In this order they apply.
+        bounds: name of an Add -> (lowest, highest) scale.
+        max_step: name -> the most by which one change moves the scale.
+        rate: the most calls per second, 0.0001 to 1000.
+        patience_s: at most 3600. A callback that takes longer is counted as hanging; what it
+            returns is dropped.
+        clock: seconds, for tests.
+
+    Attributes:
+        counts: calls, changes, failures, hangs, and dropped observations, so far.
+
+    Raises:
+        SpecError: a name without an edit, an edit with bounds that is no Add, or a start out of
+            bounds.
+    """
+
+    def __init__(
+        self,
+        callback: Callback,
+        edits: Mapping[str, Edit],
+        *,
+        bounds: Mapping[str, tuple[float, float]],
+        max_step: Mapping[str, float] | None = None,
+        rate: float = 1.0,
+        patience_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._callback, self._clock = callback, clock
+        self._edits, self._bounds, self._max_step = dict(edits), dict(bounds), dict(max_step or {})
+        if not 1e-4 <= rate <= 1000 or not 0 < patience_s <= 3600:
+            raise SpecError(
+                f"rate is {rate} and patience_s {patience_s}; rate is from 0.0001 to 1000, and "
+                "patience_s above 0 and at most 3600."
+            )
+        self._period_s, self._patience_s = 1 / rate, patience_s
+        self._check()
+        self.counts: Counter[str] = Counter()
+        self._seen: deque[Observation] = deque(maxlen=MOST_WAITING)
+        self._due, self._began, self._hung, self._quiet = -math.inf, math.inf, False, False
+        self._closed, self._thread = threading.Event(), threading.Thread()
+        self._server: ServerEdits | None = None
+        self._before: str | None = None
+
+    def _check(self) -> None:
+        for name, (lo, hi) in self._bounds.items():
+            edit = self._edits.get(name)
+            if not isinstance(edit, Add):
+                raise SpecError(f"bounds names {shown(name)}, which is no Add of edits.")
+            if not lo <= edit.scale <= hi or not math.isfinite(hi - lo):
+                raise SpecError(
+                    f"bounds[{name!r}] is {shown((lo, hi))}, and the scale is {edit.scale:g}; the "
+                    "bounds are finite numbers, and the scale lies between them."
+                )
+        for name, step in self._max_step.items():
+            if name not in self._bounds or not step > 0:
+                raise SpecError(f"max_step[{name!r}] is {shown(step)}; it needs bounds, above 0.")
+
+    def __deepcopy__(self, memo: object) -> Controller:
+        # vLLM copies SamplingParams, which hold `tell` until the request enters.
+        return self
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """The scales in force, of the edits with bounds."""
+        bounded = ((name, self._edits[name]) for name in self._bounds)
+        return {name: edit.scale for name, edit in bounded if isinstance(edit, Add)}
+
+    def tell(self, observation: Observation) -> None:
+        """Add an observation. Any thread; never blocks."""
+        if len(self._seen) == MOST_WAITING:
+            self.counts["dropped"] += 1
+        self._seen.append(observation)
+        if not self._hung and self._clock() - self._began > self._patience_s:
+            self._hung = True
+            self._failed("hangs", f"has run for more than {self._patience_s:g} s")
+
+    def turn(self) -> float:
+        """Call the callback if it is due and something was observed. The controller's thread does
+        this; without a thread, call it yourself.
+
+        Returns:
+            Seconds until the next call makes sense.
+        """
+        now = self._clock()
+        if now < self._due or not self._seen:
+            return max(self._due - now, 0.0) or self._period_s
+        seen = [self._seen.popleft() for _ in range(len(self._seen))]
+        self._due, self._began, self._hung = now + self._period_s, now, False
+        self.counts["calls"] += 1
+        try:
+            change = self._callback(seen, self.scales)
+            if self._clock() - self._began > self._patience_s:
+                if not self._hung:
+                    self._failed("hangs", f"has run for more than {self._patience_s:g} s")
+            elif change is not None and not self._closed.is_set():
+                self._apply(change)
+                self._quiet = False
+        except Exception as error:
+            self._failed("failures", f"failed: {type(error).__name__}: {error}")
+        finally:
+            self._began = math.inf
+        return max(self._due - self._clock(), 0.0)
+
+    def _failed(self, kind: str, what: str) -> None:
+        """Count it; log the first since the last change."""
+        self.counts[kind] += 1
+        if not self._quiet:
+            logger.warning("vllm-scope: a controller's callback %s; the edits stay.", what)
+        self._quiet = True
+
+    def _apply(self, change: Change) -> None:
+        edits, told = dict(self._edits), []
+        for name, wanted in change.to.items():
+            edits[name] = self._moved(name, wanted)
+            if edits[name] != self._edits[name]:
+                told.append((name, self._edits[name], edits[name]))
+        if not told:
+            return
+        self._set(edits)
+        self._edits = edits
+        self.counts["changes"] += 1
+        for name, *pair in told:
+            old, new = (getattr(one, "scale", one.kind) for one in pair)
+            logger.info(
+                "vllm-scope: the edit %r went from %s to %s: %s", name, old, new, change.reason
+            )
+
+    def _moved(self, name: str, wanted: Any) -> Edit:
+        """An edit as it is wanted, within bounds."""
+        old = self._edits.get(name)
+        if old is None:
+            raise SpecError(f"the edit {shown(name)} does not exist; {', '.join(self._edits)} do.")
+        if name not in self._bounds:
+            if not isinstance(wanted, Edit):
+                raise SpecError(f"{name!r} has no bounds: it takes an edit, not {shown(wanted)}.")
+            return wanted
+        number = isinstance(wanted, int | float) and not isinstance(wanted, bool)
+        if not number or not math.isfinite(wanted):
+            raise SpecError(f"{name!r} has bounds, so it takes a scale, not {shown(wanted)}.")
+        assert isinstance(old, Add)
+        (lo, hi), step = self._bounds[name], self._max_step.get(name, math.inf)
+        near = min(max(float(wanted), old.scale - step), old.scale + step)
+        return replace(old, scale=min(max(near, lo), hi))
+
+    def _set(self, edits: Mapping[str, Edit]) -> None:
+        if self._server is not None:
+            self._server.set(scope(*edits.values())["scope"])
+
+    # While it runs
+
+    def on(self, engine: Any) -> Controller:
+        """Choose the engine; enter the result as a context, which starts the thread.
+
+        Args:
+            engine: vllm.LLM, AsyncLLM (on its event loop; `async with`), or a ServerEdits.
+        """
+        if not hasattr(engine, "listen"):
+            from vllm_scope.engine.control import edits_of
+
+            engine = edits_of(engine)
+        self._server = engine
+        return self
+
+    def __enter__(self) -> Controller:
+        assert self._server is not None, "call on(engine) first"
+        self._check_thread()
+        if self._closed.is_set() or self._thread.ident is not None:
+            raise SpecError("a controller is used once; make another one.")
+        self._before = self._server.get()
+        self._server.listen(self.tell)
+        try:
+            self._set(self._edits)
+        except BaseException:
+            self._server.listen(None)
+            raise
+        self._thread = threading.Thread(target=self._run, name="vllm-scope-controller", daemon=True)
+        self._thread.start()
+        return self
+
+    def _check_thread(self) -> None:
+        if getattr(self._server, "on_its_loop", False):
+            raise SpecError(
+                "this is the event loop of the controller's engine, which must not wait for it; "
+                "use 'async with', or await asyncio.to_thread(controller.close)."
+            )
+
+    def _run(self) -> None:
+        wait_s = 0.0
+        while not self._closed.wait(wait_s):
+            wait_s = self.turn()
+
+    def close(self, keep: bool = False) -> None:
+        """End it: no callback is called any more, and the server-wide edits from before are in
+        force again, or with `keep` the last ones stay. A callback that runs is waited for
+        `patience_s`, and changes nothing."""
+        if self._server is None or self._closed.is_set():
+            return
+        self._check_thread()
+        self._closed.set()
+        self._server.listen(None)
+        self._thread.join(self._patience_s)
+        if not keep:
+            self._server.set(self._before)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Controller:
+        return await asyncio.to_thread(self.__enter__)
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)

@@ -1,0 +1,174 @@
+"""The operator's policies: `additional_config={"scope": {"policies": {...}}}`.
+
+    "policies": {"hold": {"most": 2.0}, "watch": {"timeout_s": 0.1}}
+
+Owns:  PolicyConfig (one policy), Loaded (its plugin, made), and the look-up of plugins.
+Runs:  parsed in every process; plugins are made in front-ends (which check options) and in the
+       worker of rank 0 (which calls running policies).
+
+Promise: only code that the operator has installed and named is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt
+
+from vllm_scope.control.policy import PolicyPlugin
+from vllm_scope.errors import ConfigError, SpecError, shown
+from vllm_scope.request.actions import MAX_NAME, Policy
+from vllm_scope.sinks.options import Number, installed, take_options
+from vllm_scope.sinks.reports import plain
+
+logger = logging.getLogger("vllm.vllm_scope")
+
+GROUP = "vllm_scope.policies"
+
+
+class PolicyOptions(BaseModel):
+    """The options of every policy, beside its own.
+
+    Attributes:
+        most_changes: how many times it may change the scales of one request. A request that waits
+            for room in the device tables waits for the room of all of them.
+        timeout_s: for the calls of a running policy in one step. One that takes longer is not
+            called again.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    most_changes: StrictInt = Field(default=32, ge=0, le=512)
+    timeout_s: Number = Field(default=1.0, gt=0)
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """One policy of an engine.
+
+    Attributes:
+        own: the options of this policy alone.
+    """
+
+    name: str
+    options: PolicyOptions
+    own: Mapping[str, Any]
+
+    def load(self) -> Loaded:
+        """Import the plugin and make it.
+
+        Raises:
+            ConfigError: it cannot be imported, or does not take its options.
+        """
+        try:
+            made = _plugin(self.name).load()
+        except Exception as error:
+            raise ConfigError(
+                f"the policy {self.name!r} cannot be imported ({type(error).__name__}: {error}); "
+                "repair its package, or leave it out."
+            ) from error
+        try:
+            plugin = made(**self.own)
+        except Exception as error:
+            # Only the options' names: this is logged, and values may be secrets.
+            raise ConfigError(
+                f"the options of policy {self.name!r}, {', '.join(sorted(self.own)) or 'none'}, "
+                f"are not taken ({type(error).__name__}: {error})."
+            ) from None
+        for method in ("check", "start"):
+            if not callable(getattr(plugin, method, None)):
+                raise ConfigError(
+                    f"the policy {self.name!r} has no method {method!r}; a plugin has 'check' and "
+                    "'start' (vllm_scope.control.PolicyPlugin)."
+                )
+        return Loaded(self.name, self.options, plugin)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A policy of an engine, with its plugin."""
+
+    name: str
+    options: PolicyOptions
+    plugin: PolicyPlugin
+
+
+def parse_policies(body: object) -> dict[str, PolicyConfig]:
+    """Name -> policy. An array of names has no options.
+
+    Raises:
+        ConfigError: names the policy and the option, what came and what is allowed.
+    """
+    if isinstance(body, list | tuple) and all(isinstance(name, str) for name in body):
+        body = {name: {} for name in body}
+    if not isinstance(body, Mapping):
+        raise ConfigError(f"policies is {shown(body)}; it is an object, one field per policy.")
+    return {name: _parse_one(name, one) for name, one in body.items()}
+
+
+def check_engine(policies: Mapping[str, PolicyConfig], num_stages: int, drafts: bool) -> None:
+    """Raises ConfigError for policies on an engine that cannot have them."""
+    if policies and (num_stages > 1 or drafts):
+        what = f"{num_stages} pipeline stages" if num_stages > 1 else "speculative decoding"
+        raise ConfigError(
+            f"additional_config['scope'].policies has {', '.join(policies)}, and this engine has "
+            f"{what}, with which policies cannot work; start it without one of the two."
+        )
+
+
+def _parse_one(name: object, body: object) -> PolicyConfig:
+    if not isinstance(name, str) or not name or plain(name, MAX_NAME) != name:
+        raise ConfigError(
+            f"{shown(name)} is no name of a policy, which is a string of 1 to {MAX_NAME} "
+            "characters."
+        )
+    if not isinstance(body, Mapping):
+        raise ConfigError(f"policies.{name} is {shown(body)}; it is an object of options.")
+    own = dict(body)
+    options = take_options(PolicyOptions, own, f"policies.{name}", "policy")
+    _plugin(name)
+    return PolicyConfig(name, options, own)
+
+
+def _plugin(name: str) -> EntryPoint:
+    found = installed(GROUP)
+    if name not in found:
+        raise ConfigError(
+            f"policies has {shown(name)}, which is not installed; installed are "
+            f"{', '.join(sorted(found)) or 'none'}. A policy is a package with an entry point in "
+            f"the group {GROUP!r}."
+        )
+    return found[name]
+
+
+def checked(policy: Policy, loaded: Mapping[str, Loaded]) -> PolicyOptions:
+    """The options of the policy that a request names.
+
+    Raises:
+        SpecError: the engine has no such policy, or the policy does not take the request's options.
+    """
+    found = loaded.get(policy.name)
+    if found is None:
+        raise SpecError(
+            f"policy.name is {shown(policy.name)}; this engine has "
+            f"{', '.join(sorted(loaded)) or 'no policies'}. Its operator sets them up in "
+            "additional_config['scope'].policies."
+        )
+    try:
+        found.plugin.check(policy.options)
+    except ValueError as error:
+        raise SpecError(
+            f"policy.options is {shown(dict(policy.options))}, which the policy "
+            f"{shown(policy.name)} does not take: {plain(str(error))}"
+        ) from None
+    except Exception as error:
+        logger.exception("vllm-scope: the policy %r failed on a request's options", policy.name)
+        raise SpecError(
+            f"the policy {shown(policy.name)} failed on policy.options ({type(error).__name__}); "
+            "the log says why."
+        ) from None
+    return found.options

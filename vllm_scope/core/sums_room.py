@@ -1,0 +1,105 @@
+"""Which sums the workers keep for Moments, and whether there is room for more.
+
+Owns:  SumsRoom.
+Runs:  in EngineCore: requests enter on one thread; they begin, and sums are dropped, on another.
+From:  engine.core.entry, engine.core.scheduler (which ask).   To: batch.sums (what sums take).
+
+Promise: the sums that are known here fit into `moments_mib`, and each name has one kind. Sums may
+be dropped after a request has entered and before it begins. When it begins, it takes room again. If
+others have taken the room or the name meanwhile, the request runs, and the workers count its rows
+as missing. Only a drop gives room back; a request that ends does not.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from vllm_scope.batch.sums import bytes_of
+from vllm_scope.errors import CapacityError, ScopeError, SpecError, shown
+from vllm_scope.request.resolved import ResolvedMoments
+from vllm_scope.request.sites import Place, Sites
+
+logger = logging.getLogger(__name__)
+
+OPTION = "additional_config['scope'].moments_mib"
+
+
+class SumsRoom:
+    """The sums that requests have named.
+
+    Args:
+        most_mib: additional_config['scope'].moments_mib.
+    """
+
+    def __init__(self, sites: Sites, most_mib: float) -> None:
+        self._sites, self._most = sites, int(most_mib * 2**20)
+        self._itemsize = 4 if sites.dtype == "float32" else 2
+        self._lock = threading.Lock()
+        #: Name -> (covariance, whether there are targets).
+        self._kinds: dict[str, tuple[bool, bool]] = {}
+        #: Name -> (place, label) -> bytes; and all of them.
+        self._known: dict[str, dict[tuple[Place, str], int]] = {}
+        self.num_bytes = 0
+
+    def enter(self, asked: tuple[ResolvedMoments, ...]) -> None:
+        """Take room for the sums of a request; of one that is refused, none is taken.
+
+        Raises:
+            SpecError: other options than those of the name, or more than the engine could hold.
+            CapacityError: sums that are kept take the room.
+        """
+        with self._lock:
+            kinds, sizes = dict[str, tuple[bool, bool]](), dict[tuple[str, Place, str], int]()
+            for i, one in enumerate(asked):
+                kind = one.covariance, one.target is not None
+                known = self._kinds.get(one.name) or kinds.setdefault(one.name, kind)
+                if known != kind:
+                    raise SpecError(_differs(i, one, known))
+                size = bytes_of(self._sites.row_size(one.streams[0].site), self._itemsize, *kind)
+                sizes |= {(one.name, place, one.by): size for place in one.streams}
+            new = {k: n for k, n in sizes.items() if k[1:] not in self._known.get(k[0], {})}
+            self._check(sum(sizes.values()), sum(new.values()))
+            self._kinds.update(kinds)
+            for (name, place, label), size in new.items():
+                self._known.setdefault(name, {})[place, label] = size
+            self.num_bytes += sum(new.values())
+
+    def enter_again(self, asked: tuple[ResolvedMoments, ...]) -> None:
+        """As `enter`, for a request that begins; its sums may have been dropped meanwhile."""
+        try:
+            self.enter(asked)
+        except ScopeError as error:
+            logger.warning("vllm-scope: rows of a request will be missing: %s", error)
+
+    def _check(self, whole: int, more: int) -> None:
+        if whole > self._most:
+            raise SpecError(
+                f"the request's Moments take {whole / 2**20:,.1f} MiB of the device; this engine "
+                f"has {self._most / 2**20:,.1f} ({OPTION}). Name fewer layers, take covariance "
+                "false, or start the engine with more."
+            )
+        if self.num_bytes + more > self._most:
+            raise CapacityError(
+                f"new sums of the request take {more / 2**20:,.1f} MiB of the device, and the sums "
+                f"of {', '.join(map(shown, list(self._known)[:8]))} take "
+                f"{self.num_bytes / 2**20:,.1f} of {self._most / 2**20:,.1f} ({OPTION}). Drop some "
+                "of them (vllm_scope.drop_moments), or start the engine with more."
+            )
+
+    def drop(self, name: str) -> bool:
+        """Give back the room of a name; False if it is not known."""
+        with self._lock:
+            self._kinds.pop(name, None)
+            gone = self._known.pop(name, None)
+            self.num_bytes -= sum((gone or {}).values())
+            return gone is not None
+
+
+def _differs(i: int, one: ResolvedMoments, known: tuple[bool, bool]) -> str:
+    covariance, targets = known
+    return (
+        f"moments[{i}] is called {shown(one.name)}, and the sums of that name have covariance "
+        f"{'true' if covariance else 'false'} and {'a' if targets else 'no'} target; take the "
+        "same, or another name."
+    )

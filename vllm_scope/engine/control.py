@@ -1,0 +1,148 @@
+"""The server-wide edits of an engine, for a Controller.
+
+Owns:  `edits_of`, `flush`, and `configured` (the controller of a server).
+Runs:  in the front-end.
+From:  controller.   To: the remote calls of engine.core.entry; monitors (observations).
+
+LLM talks to EngineCore by a socket that only the caller's thread may use. A change that comes on
+another thread waits there until the next request enters, which is the first that can see it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from vllm_scope.control.controller import Controller, Observation, ServerEdits
+from vllm_scope.engine import monitors
+from vllm_scope.engine.beside import Beside
+from vllm_scope.engine.frontend.connection import connections
+from vllm_scope.engine.seams import config_of
+from vllm_scope.engine.vllm_types import LLMEngine, VllmConfig
+from vllm_scope.errors import ConfigError, shown
+from vllm_scope.request.spec import Spec
+from vllm_scope.sinks.options import installed
+
+logger = logging.getLogger("vllm.vllm_scope")
+TIMEOUT_S = 60.0
+#: Entry points: functions without arguments that return a Controller.
+GROUP = "vllm_scope.controller"
+
+
+class _Listening:
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._vllm_config = vllm_config
+
+    def listen(self, tell: Callable[[Observation], None] | None) -> None:
+        monitors.listen(self._vllm_config, tell)
+
+
+class _OfLlm(_Listening):
+    """Those of an LLM."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        super().__init__(engine.vllm_config)
+        self._engine, self._owner = engine, threading.get_ident()
+        _waiting.put(engine, deque(maxlen=1))
+
+    def get(self) -> str | None:
+        text: str | None = self._engine.collective_rpc("scope_get_edits")[0]
+        return text
+
+    def set(self, text: str | None) -> None:
+        waiting = _waiting.of(self._engine)
+        assert waiting is not None
+        if threading.get_ident() == self._owner:
+            waiting.clear()
+            _set(self._engine, text)
+            return
+        # EngineCore checks it too, but then its refusal no longer reaches the callback.
+        connection = connections.of(self._engine.output_processor)
+        if connection is not None and text is not None:
+            connection.resolve(Spec.from_json(text))
+        waiting.append(text)
+
+
+class _OfAsync(_Listening):
+    """Those of an AsyncLLM, from any thread but its event loop's."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine.vllm_config)
+        self._engine, self._loop = engine, asyncio.get_running_loop()
+
+    def get(self) -> str | None:
+        text: str | None = self._call("scope_get_edits")
+        return text
+
+    def set(self, text: str | None) -> None:
+        self._call("scope_set_edits", text)
+
+    @property
+    def on_its_loop(self) -> bool:
+        """True on the event loop that the engine answers on."""
+        with suppress(RuntimeError):
+            return asyncio.get_running_loop() is self._loop
+        return False
+
+    def _call(self, name: str, *args: object) -> Any:
+        call = self._engine.collective_rpc(name, args=args)
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result(TIMEOUT_S)[0]
+
+
+#: LLMEngine -> the spec that waits for its thread, if one does.
+_waiting: Beside[deque[str | None]] = Beside()
+
+
+def configured(vllm_config: VllmConfig) -> Controller | None:
+    """The controller that the configuration of a server names, made by its entry point.
+
+    Raises:
+        ConfigError: there is no such entry point, it makes no Controller, or there are several API
+            servers, each of which would see a part of the requests.
+    """
+    config = config_of(vllm_config)
+    if config is None or config.controller is None:
+        return None
+    name, points = config.controller, installed(GROUP)
+    if name not in points:
+        raise ConfigError(
+            f"there is no controller {shown(name)}; installed are {', '.join(points) or 'none'}. "
+            f"It is a function in an entry point of the group {GROUP!r}."
+        )
+    if vllm_config.parallel_config._api_process_count != 1:
+        raise ConfigError(
+            "a controller needs --api-server-count 1: it sees one process's requests."
+        )
+    made = points[name].load()()
+    if not isinstance(made, Controller):
+        raise ConfigError(f"the controller {shown(name)} is {shown(made)}; it is a Controller.")
+    return made
+
+
+def edits_of(engine: Any) -> ServerEdits:
+    """The server-wide edits of an LLM or an AsyncLLM."""
+    if hasattr(engine, "llm_engine"):
+        return _OfLlm(engine.llm_engine)
+    return _OfAsync(engine)
+
+
+def _set(engine: LLMEngine, text: str | None) -> None:
+    """On the engine's thread."""
+    engine.collective_rpc("scope_set_edits", args=(text,))
+
+
+def flush(engine: LLMEngine) -> None:
+    """Set the edits that wait for the caller's thread. An error is the controller's, and no
+    request's."""
+    waiting = _waiting.of(engine)
+    if not waiting:
+        return
+    try:
+        _set(engine, waiting.pop())
+    except Exception as error:
+        logger.warning("vllm-scope: a controller's edits are refused: %s", error)

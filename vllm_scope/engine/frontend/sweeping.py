@@ -1,0 +1,320 @@
+"""Sweeps: the requests of a plan, sent to an engine and answered.
+
+Owns:  `run` and `run_async`.
+Runs:  in the front-end process, on the caller's thread or event loop.
+From:  sweeps.plan (the jobs).   To: requests (each cell is a request with an edit).
+
+Promise: a sweep that ends early, for whatever reason, leaves no request. All cells of a prompt
+differ in the place and the numbers of their edits alone, so the first is checked for all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Final
+
+from vllm_scope.engine.frontend import translators
+from vllm_scope.engine.frontend.connection import (
+    Connection,
+    connect_async,
+    connect_sync,
+    connections,
+    needs_connection,
+)
+from vllm_scope.engine.frontend.outputs import drop
+from vllm_scope.engine.frontend.prepared import NO_TAPS, Prepared, prepare
+from vllm_scope.engine.frontend.requests import prepared_as
+from vllm_scope.engine.vllm_types import AsyncLLM, Engine, LLMEngine, RequestOutput
+from vllm_scope.errors import ScopeError, SpecError, shown
+from vllm_scope.request.spec import Spec, scope
+from vllm_scope.sweeps.plan import Cell, Job, Plan
+from vllm_scope.sweeps.sweep import Sweep
+from vllm_scope.sweeps.table import SweepTable
+
+OnCell = Callable[[Cell], object]
+
+#: Log-probabilities of all cells in the engine.
+MAX_LOGPROBS: Final = 1 << 22
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A job as vLLM takes it.
+
+    Attributes:
+        prepared: None for a request that is checked as any other.
+    """
+
+    job: Job
+    prompt: Mapping[str, object]
+    params: Any
+    prepared: Prepared | None
+
+
+class _Sweeping:
+    """One sweep on one engine.
+
+    Args:
+        share: of a step's sequences and tokens that cells may take.
+        ahead: how many times as many cells are in the engine.
+    """
+
+    def __init__(
+        self, engine: Engine, prompts: object, sweep: Sweep, share: float, ahead: int
+    ) -> None:
+        if not isinstance(sweep, Sweep):
+            raise SpecError(
+                f"after the prompts comes {shown(sweep)}; give the engine, the prompts and a "
+                "Sweep, in this order."
+            )
+        if not 0 < share <= 1:
+            raise SpecError(f"share is {shown(share)}; it is above 0 and at most 1.")
+        connection = connections.of(engine.output_processor)
+        if connection is None:
+            raise SpecError(NO_TAPS)
+        if connection.reason is not None:
+            raise SpecError(f"this model cannot be tapped: {connection.reason}.")
+        self._connection: Connection = connection
+        tokenizer = engine.tokenizer
+        self.plan = Plan(sweep, prompts, connection.sites, tokenizer or _NoTokenizer())
+        config = engine.vllm_config
+        _check_logprobs(config.model_config, self.plan.token_ids)
+        scheduler, longest = config.scheduler_config, max(map(len, self.plan.ids))
+        batch = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // longest)
+        #: Requests of the sweep in the engine at once, at most.
+        self.most = cells_at_once(max(1, int(share * batch)) * ahead, self._num_logprobs(config))
+        #: Operators' monitors add probes to every request, so that each has to be translated.
+        self._alike = not translators.concerned(SimpleNamespace(extra_args=None), config)
+        self._jobs = self.plan.jobs()
+        #: True once all requests were sent.
+        self.over = False
+        self._params = {ids: _params(ids) for ids in set(self.plan.token_ids)}
+        #: Of the prompt whose cells are sent: its index, and its first cell.
+        self._first: tuple[int, Prepared] | None = None
+
+    def _num_logprobs(self, config: Any) -> int:
+        """Log-probabilities that a cell's answer has, at most."""
+        if all(self.plan.token_ids):
+            return max(map(len, self.plan.token_ids))
+        size: int = config.model_config.get_vocab_size()
+        return size
+
+    def due(self, num_running: int, tell: Callable[[Cell | None], None]) -> Iterator[_Request]:
+        """The requests to send now, while `num_running` are in the engine.
+
+        Args:
+            tell: is called with each cell that cannot be.
+        """
+        while num_running < self.most and not self.over:
+            try:
+                job = next(self._jobs)
+            except StopIteration:
+                self.over = True
+                return
+            if job is None:
+                return
+            if job.error is not None:
+                tell(self.plan.take(job, None, None, job.error))
+                continue
+            num_running += 1
+            yield self._request(job)
+
+    def _request(self, job: Job) -> _Request:
+        prompt = {"type": "token", "prompt_token_ids": job.ids}
+        params = self._params[self.plan.token_ids[job.prompt]]
+        if not job.actions:
+            return _Request(job, prompt, params, None)
+        if job.place is None or not self._alike:
+            return _Request(job, prompt, _asking(params, scope(*job.actions)["scope"]), None)
+        if self._first is None or self._first[0] != job.prompt:
+            asked: Any = SimpleNamespace(
+                sampling_params=_asking(params, scope(*job.actions)["scope"]),
+                prompt_token_ids=job.ids, resumable=False,
+            )  # fmt: skip
+            self._first = job.prompt, prepare(self._connection, asked)
+        prepared = replace(self._first[1], spec=Spec(edits=job.actions))  # type: ignore[arg-type]
+        # The text is not read: `prepared` has the spec.
+        return _Request(job, prompt, _asking(params, ""), prepared)
+
+    def take(self, job: Job, output: RequestOutput | ScopeError) -> Cell | None:
+        """As Plan.take."""
+        if isinstance(output, ScopeError):
+            return self.plan.take(job, None, None, str(output))
+        (completion,) = output.outputs
+        if completion.finish_reason in ("error", "abort"):
+            return self.plan.take(job, None, None, str(completion.stop_reason))
+        found = {token: one.logprob for token, one in completion.logprobs[0].items()}
+        return self.plan.take(job, found, completion.scope, None)
+
+
+class _NoTokenizer:
+    """Of an engine that was started with skip_tokenizer_init."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        raise SpecError(
+            f"{shown(text)} is a text, and this engine has no tokenizer; give token ids."
+        )
+
+    def decode(self, token_ids: list[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+
+def _params(token_ids: tuple[int, ...]) -> Any:
+    """Of one token, with the log-probabilities of some tokens, or of all if none is named."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    asked: dict[str, Any] = {"logprob_token_ids": list(dict.fromkeys(token_ids))}
+    return SamplingParams(
+        temperature=0, max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True, **(asked if token_ids else {"logprobs": -1}),
+    )  # fmt: skip
+
+
+def _asking(params: Any, text: str) -> Any:
+    made = copy(params)
+    made.extra_args = {"scope": text}
+    return made
+
+
+def _check_logprobs(model: Any, token_ids: list[tuple[int, ...]]) -> None:
+    """Raises SpecError if the engine does not return the log-probabilities that a metric takes.
+
+    Args:
+        token_ids: of each prompt; none for all tokens.
+    """
+    num_tokens = model.get_vocab_size()
+    highest = max((max(ids) for ids in token_ids if ids), default=0)
+    if highest >= num_tokens:
+        raise SpecError(
+            f"Sweep.metric names the token {highest}; the vocabulary has 0 to {num_tokens - 1}."
+        )
+    if model.logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
+        raise SpecError(
+            f"this engine has logprobs_mode {shown(model.logprobs_mode)}; a sweep's metric is of "
+            "log-probabilities, so start it with 'raw_logprobs'."
+        )
+    if not all(token_ids) and -1 < model.max_logprobs < num_tokens:
+        raise SpecError(
+            f"KL takes all {num_tokens:,} log-probabilities of a token, and this "
+            f"engine gives at most {model.max_logprobs}; start it with max_logprobs=-1."
+        )
+
+
+def cells_at_once(most: int, num_logprobs: int) -> int:
+    """Cells that may be in the engine: `most`, or fewer, so that the log-probabilities of a step
+    take about 1 GiB at most.
+
+    Args:
+        num_logprobs: of one cell. vLLM makes a Python object of about 225 bytes of each.
+    """
+    return max(1, min(most, MAX_LOGPROBS // num_logprobs))
+
+
+@contextmanager
+def _bar(plan: Plan, shown: bool) -> Iterator[Callable[[], object]]:
+    """A progress bar of the cells; yields what counts one."""
+    if not shown:
+        yield lambda: None
+        return
+    from tqdm.auto import tqdm  # vLLM needs it too
+
+    with tqdm(total=plan.num_cells, desc="Sweep", unit=" cells") as bar:
+        yield bar.update
+
+
+def run(
+    engine: LLMEngine, prompts: object, sweep: Sweep, on_cell: OnCell | None, progress: bool,
+    share: float,
+) -> SweepTable:  # fmt: skip
+    """As vllm_scope.sweep."""
+    if engine.has_unfinished_requests():
+        raise ScopeError(
+            "this LLM has requests that run; let them end before the sweep, or use sweep_async."
+        )
+    if needs_connection(engine):
+        connect_sync(engine)
+    # Twice as many as a step takes, so that the engine has the next step's while this process
+    # works on the last one's.
+    sweeping = _Sweeping(engine, prompts, sweep, share, ahead=2)
+    running: dict[str, Job] = {}
+    names = _names()
+    with _bar(sweeping.plan, progress) as count:
+        tell = partial(_tell, on_cell, count)
+        try:
+            while running or not sweeping.over:
+                for request in sweeping.due(len(running), tell):
+                    name = next(names)
+                    with prepared_as(request.prepared):
+                        engine.add_request(name, request.prompt, request.params)
+                    running[name] = request.job
+                for output in engine.step() if running else ():
+                    cell = sweeping.take(running.pop(output.request_id), output)
+                    tell(cell)
+        finally:
+            if running:
+                drop(engine, running)
+    return sweeping.plan.table
+
+
+async def run_async(
+    engine: AsyncLLM, prompts: object, sweep: Sweep, on_cell: OnCell | None, progress: bool,
+    share: float,
+) -> SweepTable:  # fmt: skip
+    """As vllm_scope.sweep_async."""
+    if needs_connection(engine):
+        await connect_async(engine)
+    sweeping = _Sweeping(engine, prompts, sweep, share, ahead=1)
+    running: dict[asyncio.Task[RequestOutput | ScopeError], Job] = {}
+    names = _names()
+    with _bar(sweeping.plan, progress) as count:
+        tell = partial(_tell, on_cell, count)
+        try:
+            while running or not sweeping.over:
+                for request in sweeping.due(len(running), tell):
+                    task = asyncio.create_task(_answer(engine, next(names), request))
+                    running[task] = request.job
+                    await asyncio.sleep(0)  # other requests' turn
+                if not running:
+                    continue
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    cell = sweeping.take(running.pop(task), task.result())
+                    tell(cell)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+    return sweeping.plan.table
+
+
+async def _answer(engine: AsyncLLM, name: str, request: _Request) -> RequestOutput | ScopeError:
+    """The answer to a request; the error if it was refused, or if its edit overflowed."""
+    try:
+        with prepared_as(request.prepared):
+            outputs = engine.generate(request.prompt, request.params, name)
+            (output,) = [output async for output in outputs]
+    except ScopeError as error:
+        return error
+    return output
+
+
+def _names() -> Iterator[str]:
+    """Ids of requests."""
+    prefix = f"sweep-{secrets.token_hex(8)}"
+    return (f"{prefix}-{i}" for i in itertools.count())
+
+
+def _tell(on_cell: OnCell | None, count: Callable[[], object], cell: Cell | None) -> None:
+    if cell is not None:
+        count()
+        if on_cell is not None:
+            on_cell(cell)

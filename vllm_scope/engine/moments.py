@@ -1,0 +1,123 @@
+"""The sums of Moments, as an engine's user asks for them.
+
+Owns:  `moments_of`, `drop_moments_of`, for an LLM and for an AsyncLLM.
+Runs:  in the front-end.
+From:  the package's public functions, http.calls.   To: the remote calls of engine.worker.worker.
+
+Each data-parallel replica and each pipeline stage has sums of its own requests and layers. They are
+added here, in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import msgspec
+
+from vllm_scope.batch.sums import Packed, Sums
+from vllm_scope.engine.frontend.connection import ask_replicas
+from vllm_scope.engine.frontend.prepared import NO_TAPS
+from vllm_scope.engine.seams import config_of
+from vllm_scope.engine.vllm_types import AsyncLLM, LLMEngine
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.actions.base import checked_name
+
+#: (site, layer, label)
+Key = tuple[str, int, str]
+Found = dict[Key, Sums]
+#: A remote call: its name and its arguments.
+_Call = tuple[str, tuple[object, ...]]
+#: Yields remote calls, and gets their answers by replica and worker.
+_Asking = Generator[_Call, list[list[Any]], Any]
+
+
+def _keys(name: str) -> Generator[_Call, list[list[Any]], list[Key]]:
+    replies = yield "scope_names_of_moments", (checked_name(name, "the name of the sums"),)
+    each = ((str(s), int(k), str(x)) for some in replies for one in some for s, k, x in one)
+    return sorted(dict.fromkeys(each))
+
+
+def _one(name: str, key: Key) -> Generator[_Call, list[list[Any]], Sums]:
+    replies = yield "scope_moments", (name, *key)
+    some = [one for replica in replies for one in replica if one is not None]
+    if not some:
+        raise SpecError(f"there are no sums called {shown(name)} at {key} any more.")
+    try:
+        return Sums.total([Sums.of_packed(msgspec.convert(one, Packed)) for one in some])
+    except ValueError as error:
+        raise SpecError(
+            f"the replicas disagree on the sums called {shown(name)} at {key}: {error} Drop them, "
+            "and give all requests of a name the same covariance, and all a target or none."
+        ) from None
+
+
+def _every(name: str) -> Generator[_Call, list[list[Any]], Found]:
+    found = {}
+    for key in (yield from _keys(name)):
+        found[key] = yield from _one(name, key)
+    return found
+
+
+def _dropped(name: str) -> Generator[_Call, list[list[Any]], bool]:
+    replies = yield "scope_drop_moments", (checked_name(name, "the name of the sums"),)
+    return any(any(some) for some in replies)
+
+
+def _check(engine: LLMEngine | AsyncLLM) -> None:
+    if config_of(engine.vllm_config) is None:
+        raise SpecError(NO_TAPS)
+
+
+def _run(engine: LLMEngine, asking: _Asking) -> Any:
+    _check(engine)
+    try:
+        call, args = next(asking)
+        while True:
+            call, args = asking.send([engine.collective_rpc(call, args=args)])
+    except StopIteration as end:
+        return end.value
+
+
+async def _run_async(engine: AsyncLLM, asking: _Asking) -> Any:
+    _check(engine)
+    try:
+        call, args = next(asking)
+        while True:
+            call, args = asking.send(await ask_replicas(engine, call, *args))
+    except StopIteration as end:
+        return end.value
+
+
+def moments_of(engine: LLMEngine, name: str) -> Found:
+    """The sums of a name; empty if there are none. Rows of running requests count once their next
+    token is accepted."""
+    found: Found = _run(engine, _every(name))
+    return found
+
+
+def drop_moments_of(engine: LLMEngine, name: str) -> bool:
+    """Forget the sums of a name, and free their memory. Running requests add nothing more to them.
+    False if there were none."""
+    return bool(_run(engine, _dropped(name)))
+
+
+async def moments_of_async(engine: AsyncLLM, name: str) -> Found:
+    found: Found = await _run_async(engine, _every(name))
+    return found
+
+
+async def drop_moments_of_async(engine: AsyncLLM, name: str) -> bool:
+    return bool(await _run_async(engine, _dropped(name)))
+
+
+async def keys_of_async(engine: AsyncLLM, name: str) -> list[Key]:
+    """Site, layer and label of each of the sums of a name."""
+    found: list[Key] = await _run_async(engine, _keys(name))
+    return found
+
+
+async def one_of_async(engine: AsyncLLM, name: str, key: Key) -> Sums:
+    """The sums at one place with one label. Raises SpecError if there are none."""
+    found: Sums = await _run_async(engine, _one(name, key))
+    return found

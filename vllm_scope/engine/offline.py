@@ -1,0 +1,225 @@
+"""An engine that computes prompts for a harvest, in continuous batches and bounded memory.
+
+Owns:  OfflineEngine.
+Runs:  in the harvesting process; one thread at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from vllm_scope.config import KEY
+from vllm_scope.engine.frontend.connection import connect_sync, connections, needs_connection
+from vllm_scope.engine.frontend.outputs import drop
+from vllm_scope.engine.vllm_types import VllmConfig
+from vllm_scope.errors import CompatError, ScopeError, SpecError, reason_of, shown
+from vllm_scope.request.actions import Read
+from vllm_scope.request.spec import scope
+
+if TYPE_CHECKING:
+    from vllm_scope.results.result import ScopeResult
+
+T = TypeVar("T")
+
+#: Requests and tokens that are in the engine at once, as a multiple of what one step may take:
+#: the scheduler never waits for the next prompt.
+_AHEAD = 4
+
+
+class OfflineEngine:
+    """A `vllm.LLM`, for prompts of which nothing is generated.
+
+    Args:
+        model: name or folder, as vLLM takes it, or an LLM. An LLM stays open.
+        options: arguments of LLM.
+        sites: to tap, if the options name none.
+
+    Attributes:
+        model: name or folder.
+
+    Raises:
+        SpecError: an LLM and options.
+        ScopeError: vLLM cannot start.
+    """
+
+    def __init__(
+        self, model: object, options: Mapping[str, Any], sites: Sequence[str] = ()
+    ) -> None:
+        self._own = isinstance(model, str)
+        self._llm: Any = model
+        if isinstance(model, str):
+            from vllm import LLM
+
+            additional = dict(options.get("additional_config") or {})
+            body = dict(additional.get(KEY) or {})
+            additional[KEY] = ({"sites": list(sites)} if sites else {}) | body
+            # Reads of whole prompts never hit the prefix cache, and hashing blocks takes time.
+            defaults = {"enable_prefix_caching": False}
+            arguments = defaults | dict(options) | {"additional_config": additional}
+            with _in_words(f"vLLM cannot start {model}"):
+                self._llm = LLM(model, **arguments)
+        elif options:
+            raise SpecError(
+                f"the model is an LLM, and there are options {', '.join(options)}; options are for "
+                "an engine that is named."
+            )
+        elif not hasattr(model, "llm_engine"):
+            raise SpecError(f"the model is {shown(model)}; it is a name, a folder or a vllm.LLM.")
+        self._config: VllmConfig = self._llm.llm_engine.vllm_config
+        # As it was given: vLLM may replace a name by the path of a copy.
+        self.model = model if isinstance(model, str) else self._config.model_config.model
+
+    def settings(self, reads: Sequence[Read]) -> dict[str, Any]:
+        """What rows depend on beside their prompts, as JSON.
+
+        Raises:
+            SpecError: a read of a layer or a site that has no tap.
+        """
+        config, engine = self._config.model_config, self._llm.llm_engine
+        found: dict[str, Any] = {
+            "model": self.model,
+            "dtype": str(config.dtype).removeprefix("torch."),
+            "revision": config.revision,
+            "quantization": config.quantization,
+            "hf_overrides": json.loads(json.dumps(config.hf_overrides, default=_name_of)),
+            "kv_cache": self._config.cache_config.cache_dtype,
+            # vLLM may replace both names by the path of a copy.
+            "tokenizer": self.model if config.tokenizer == config.model else config.tokenizer,
+            "tokenizer_revision": config.tokenizer_revision,
+        }
+        if needs_connection(engine):
+            connect_sync(engine)
+        connection = connections.of(engine.output_processor)
+        if connection is not None and connection.reason is None:  # or `compute` says why
+            found["layers"] = [
+                [place.layer for place in connection.sites.find(r.site, r.layer_numbers, where)]
+                for r, where in ((read, f"reads[{i}]") for i, read in enumerate(reads))
+            ]
+        return found
+
+    @property
+    def most_tokens(self) -> int:
+        """The longest prompt: vLLM always samples one token behind it."""
+        return self._config.model_config.max_model_len - 1
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are below it."""
+        return self._config.model_config.get_vocab_size()
+
+    @property
+    def end(self) -> int | None:
+        """The tokenizer's end-of-text token."""
+        if self._config.model_config.skip_tokenizer_init:
+            return None
+        found: int | None = self._llm.get_tokenizer().eos_token_id
+        return found
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """As vLLM tokenizes prompts. Raises SpecError if the engine has no tokenizer."""
+        if self._config.model_config.skip_tokenizer_init:
+            raise SpecError(
+                "the documents are texts, and the engine has no tokenizer (skip_tokenizer_init); "
+                "give token ids, or start it with its tokenizer."
+            )
+        found: list[list[int]] = self._llm.get_tokenizer()(list(texts))["input_ids"]
+        return found
+
+    def compute(
+        self, prompts: Iterable[tuple[T, Sequence[int]]], reads: Sequence[Read]
+    ) -> Generator[tuple[T, ScopeResult]]:
+        """Each prompt's rows, in the order in which the prompts end.
+
+        Args:
+            prompts: anything, and token ids. Taken as the engine has room.
+
+        Raises:
+            SpecError: the engine cannot read this.
+            CompatError: vllm-scope is switched off.
+            ScopeError: an LLM that was given has requests that run, vLLM refuses a prompt, or the
+                engine dies.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=0, max_tokens=1, detokenize=False, ignore_eos=True,
+            output_kind=RequestOutputKind.FINAL_ONLY, extra_args=scope(*reads),
+        )  # fmt: skip
+        engine, scheduler = self._llm.llm_engine, self._config.scheduler_config
+        if engine.has_unfinished_requests():
+            raise ScopeError("this LLM has requests that run; let them end before the harvest.")
+        waiting, running = iter(prompts), _Running[T]()
+        more = True
+        try:
+            while more or running.items:
+                while (
+                    more
+                    and running.num_tokens < _AHEAD * scheduler.max_num_batched_tokens
+                    and len(running.items) < _AHEAD * scheduler.max_num_seqs
+                ):
+                    if (found := next(waiting, None)) is None:
+                        more = False
+                        break
+                    name = running.add(*found)
+                    with _in_words("vLLM refuses a prompt"):
+                        engine.add_request(name, {"prompt_token_ids": list(found[1])}, params)
+                with _in_words("vLLM failed while it computed"):
+                    outputs = engine.step() if running.items else []
+                for output in outputs:
+                    if output.finished:
+                        result = getattr(output.outputs[0], "scope", None)
+                        if result is None:
+                            raise CompatError(
+                                "the engine read no rows: vllm-scope is switched off "
+                                "(VLLM_SCOPE=0), or not installed where the engine runs."
+                            )
+                        yield running.end(output.request_id), result
+        finally:
+            if running.items:
+                with suppress(Exception):  # the engine may be dead
+                    drop(engine, running.items)
+
+    def close(self) -> None:
+        """End the engine, unless it was given as an LLM."""
+        if self._own:
+            self._llm.llm_engine.engine_core.shutdown()
+
+
+def _name_of(value: object) -> str:
+    return getattr(value, "__qualname__", None) or repr(value)
+
+
+@contextmanager
+def _in_words(what: str) -> Iterator[None]:
+    """Raises a ScopeError of one sentence for whatever vLLM raises."""
+    try:
+        yield
+    except ScopeError:
+        raise
+    except Exception as error:
+        raise ScopeError(f"{what}: {reason_of(error)}") from error
+
+
+class _Running(Generic[T]):
+    """The prompts in the engine, by the names of their requests."""
+
+    def __init__(self) -> None:
+        self.items: dict[str, tuple[T, int]] = {}
+        self.num_tokens = 0
+        self._number = 0
+
+    def add(self, item: T, token_ids: Sequence[int]) -> str:
+        name = f"harvest-{self._number}"
+        self._number += 1
+        self.items[name] = item, len(token_ids)
+        self.num_tokens += len(token_ids)
+        return name
+
+    def end(self, name: str) -> T:
+        item, num_tokens = self.items.pop(name)
+        self.num_tokens -= num_tokens
+        return item

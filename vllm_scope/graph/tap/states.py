@@ -1,0 +1,124 @@
+"""The states of gates in plain numpy: how a tap advances them, and where they are kept.
+
+Owns:  the meaning of the operations ADVANCING, and the columns of walks and of the log.
+Runs:  on the CPU, and in tests as the kernel's twin.
+From:  program.operations.   To: definition, worker.walks.
+
+The log is float32 [num_places, STATE_NUMBERS]: a gate's value and its state at one position of one
+request. A request has some places in it for each generated token, one for each gate with a state. A
+gate's place is the first of its token's places plus the gate's register.
+
+A walk says for one row where its request's states are, and which tokens have theirs already. Each
+row advances the state itself, from the last token that has one, by the scores of its request's rows
+before it in this step. An earlier tap has set these scores, so that no row waits for another. One
+row at a time and several rows at once give the same bits. The position of a row is the true one, on
+the device: with drafts under way the host may not know it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_scope.program.operations import OP_EMA, OP_HYSTERESIS, STATE_NUMBERS
+
+Floats = NDArray[np.float32]
+
+#: Columns of the walks: the request's first place in the log; its places for one token; the tokens
+#: that it has places for; the position of its first generated token; positions below have their
+#: states, whatever the step; the row's index among the request's rows in this step. Two are empty.
+START, WIDTH, TOKENS, BEGIN, KNOWN, INDEX = range(6)
+NUM_WALK_COLUMNS = 8
+#: In the op table: definition's columns REGISTER, SOURCE, and those of the numbers a to e.
+_REGISTER, _SOURCE, _NUMBERS = 7, 8, [4, 5, 9, 10, 11]
+
+
+def compared(score: Floats, threshold: Floats, sharpness: Floats, sign: Floats) -> Floats:
+    """The value of a gate without a state, [num_rows]: 0 or 1, a sigmoid if `sharpness` is above
+    0."""
+    beyond = sign * (score - threshold)
+    with np.errstate(over="ignore"):  # torch's sigmoid depends on the place in the batch
+        smooth = 1 / (1 + np.exp(-sharpness * beyond))
+    found: Floats = np.where(sharpness > 0, smooth, beyond > 0).astype(np.float32)
+    return found
+
+
+def advance(
+    code: int, rows: NDArray[Any], op: NDArray[Any], registers: Floats, host: Tensor
+) -> Floats:
+    """Advance the states of some rows, log them, and set the gates' registers.
+
+    Args:
+        rows: [num_rows], in the batch.
+        op: [num_rows, NUM_COLUMNS], of each row.
+        registers: [max_rows, REGISTERS].
+        host: as in definition.tap_rows.
+
+    Returns:
+        The gates' values, [num_rows].
+    """
+    walks = array_at(ctypes.c_int32, int(host[3]), (len(registers), NUM_WALK_COLUMNS))[rows]
+    positions = array_at(ctypes.c_int64, int(host[5]), (int(rows.max()) + 1, 1))[rows, 0]
+    register, source = op[:, _REGISTER], op[:, _SOURCE]
+    values: Floats = registers[rows, register]
+    start, width, tokens, begin, known, index = walks[:, : INDEX + 1].T.astype(np.int64)
+    token = positions - begin
+    has = np.flatnonzero(token >= 0)
+    if not len(has):
+        return values
+    # The step begins where the accepted tokens end.
+    known = np.maximum(np.maximum(known, begin), positions - index) - begin
+    fresh, begun = token - known, known > 0
+
+    def place(of: NDArray[np.int64]) -> NDArray[np.int64]:
+        found: NDArray[np.int64] = start + np.clip(of, 0, tokens - 1) * width + register
+        return found
+
+    now, before = place(token), place(known - 1)
+    num_places = int(max(now[has].max(), before[has].max())) + 1
+    log = array_at(ctypes.c_float, int(host[4]), (num_places, STATE_NUMBERS))
+    numbers = np.ascontiguousarray(op[:, _NUMBERS]).view(np.float32)
+    state = np.zeros((len(rows), STATE_NUMBERS), np.float32)
+    state[has] = log[np.where(fresh < 0, now, before)[has]]
+    state[(fresh >= 0) & ~begun] = 0
+    for i in range(int(fresh[has].max()) + 1):
+        here = has[fresh[has] >= i]
+        score = registers[rows[here] - fresh[here] + i, source[here]]
+        state[here] = _advanced(code, state[here], score, begun[here] | (i > 0), numbers[here])
+    log[now[has]] = state[has]
+    registers[rows[has], register[has]] = values[has] = state[has, 0]
+    return values
+
+
+def _advanced(
+    code: int, state: Floats, score: Floats, begun: NDArray[np.bool_], numbers: Floats
+) -> Floats:
+    """The states one token later: value, and two numbers. [num_rows, STATE_NUMBERS]
+
+    Args:
+        begun: False for the state's first token.
+    """
+    a, b, c, d, e = numbers.T
+    one, two = state[:, 1], state[:, 2]
+    if code == OP_EMA:
+        one = np.where(begun, a * one + b * score, score)
+        value = compared(one, e, c, d)
+    elif code == OP_HYSTERESIS:
+        value = np.where(d * (score - a) > 0, 1, np.where(d * (score - b) < 0, 0, one))
+        one = value
+    else:
+        error = score - a
+        one = np.minimum(np.maximum(one + error, -e), e)
+        value = b * error + c * one + d * (error - np.where(begun, two, error))
+        value, two = np.where(value > 0, np.minimum(value, 1), 0), error
+    return np.stack([value, one, two], axis=1).astype(np.float32)
+
+
+def array_at(kind: Any, address: int, shape: tuple[int, int]) -> NDArray[Any]:
+    """The host's memory at an address, as an array [shape] of a ctypes type."""
+    memory = (kind * (shape[0] * shape[1])).from_address(address)
+    return np.ctypeslib.as_array(memory).reshape(shape)

@@ -1,0 +1,17 @@
+"""Rows of whole data sets: documents in, shards of rows out, resumed after a kill.
+
+Runs:  in the harvesting process; the engine in vLLM's.
+
+`vllm_scope.harvest` begins in start.py.
+
+start.py       arguments, folder and engine of a harvest
+documents.py   data sets as documents with ids, and their fingerprints
+contexts.py    documents as prompts: truncated, split or packed
+skipped.py     what is passed over, and why
+engines.py     what a harvest asks of an engine
+job.py         the loop from documents to shards
+shards.py      what the visible shards hold: contexts, hashes, figures
+statistics.py  figures of a stream's rows
+manifest.py    `harvest.json`, and the lock of a folder
+progress.py    the line that a person sees
+"""

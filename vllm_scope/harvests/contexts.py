@@ -1,0 +1,151 @@
+"""Documents as the prompts that an engine computes.
+
+    truncate   one context of each document: its first tokens
+    split      as many contexts of a document as it fills, one after another
+    pack       contexts of equal length, of all documents one after another; a text ends with the
+               tokenizer's end-of-text token, and attention sees the documents before it
+
+Owns:  Context, `contexts_of`, `prefetched`.
+Runs:  on a thread of its own: reading and tokenizing go on while the engine computes.
+From:  documents.   To: job.
+
+Promise: the contexts are a function of the documents, the tokenizer, the size and the rule.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal, TypeVar
+
+from vllm_scope.files.index import DocumentSpan
+from vllm_scope.harvests.documents import Document, digest_of
+
+Long = Literal["truncate", "split", "pack"]
+#: Token ids of some texts.
+Encode = Callable[[Sequence[str]], Sequence[Sequence[int]]]
+T = TypeVar("T")
+
+#: Documents that are tokenized at once.
+_BATCH = 64
+
+
+@dataclass(frozen=True)
+class Context:
+    """A prompt.
+
+    Attributes:
+        token_ids: at least one.
+        spans: the documents' parts that it is made of, in order and without gaps.
+    """
+
+    token_ids: Sequence[int]
+    spans: tuple[DocumentSpan, ...]
+
+    @property
+    def name(self) -> str:
+        """The id of its first document, and `:` and the first token's index if that is not 0."""
+        first = self.spans[0]
+        return first.document if first.first == 0 else f"{first.document}:{first.first}"
+
+    @property
+    def key(self) -> bytes:
+        return key_of(self.spans)
+
+
+def key_of(spans: Sequence[DocumentSpan]) -> bytes:
+    """16 bytes that differ for all contexts of a data set: each token of a document is in one."""
+    return digest_of(f"{spans[0].first}:{spans[0].document}")
+
+
+def contexts_of(
+    documents: Iterable[Document], encode: Encode, size: int, long: Long, end: int | None
+) -> Iterator[Context]:
+    """The contexts of documents. A document without tokens is in none.
+
+    Args:
+        size: the most tokens of a context.
+        end: the token that ends a packed text; None for none.
+    """
+    tokenized = _tokenized(documents, encode, end if long == "pack" else None)
+    return _packed(tokenized, size) if long == "pack" else _single(tokenized, size, long)
+
+
+def _tokenized(
+    documents: Iterable[Document], encode: Encode, end: int | None
+) -> Iterator[tuple[str, Sequence[int]]]:
+    source = iter(documents)
+    while some := list(islice(source, _BATCH)):
+        texts = [one.content for one in some if isinstance(one.content, str)]
+        encoded = iter(encode(texts) if texts else ())
+        for one in some:
+            if not isinstance(one.content, str):
+                yield one.id, one.content
+                continue
+            ids = next(encoded)
+            yield one.id, [*ids, end] if end is not None and ids else ids
+
+
+def _single(
+    tokenized: Iterable[tuple[str, Sequence[int]]], size: int, long: Long
+) -> Iterator[Context]:
+    for document, ids in tokenized:
+        stop = size if long == "truncate" else len(ids)
+        for first in range(0, min(stop, len(ids)), size):
+            some = ids[first : first + size]
+            yield Context(some, (DocumentSpan(document, first, len(some), len(ids)),))
+
+
+def _packed(tokenized: Iterable[tuple[str, Sequence[int]]], size: int) -> Iterator[Context]:
+    together: list[int] = []
+    spans: list[DocumentSpan] = []
+    for document, ids in tokenized:
+        first = 0
+        while first < len(ids):
+            some = ids[first : first + size - len(together)]
+            together += some
+            spans.append(DocumentSpan(document, first, len(some), len(ids)))
+            first += len(some)
+            if len(together) == size:
+                yield Context(together, tuple(spans))
+                together, spans = [], []
+    if together:
+        yield Context(together, tuple(spans))
+
+
+def prefetched(items: Iterable[T], most: int) -> Generator[T]:
+    """The items, made on another thread, at most `most` ahead. Raises what making them raises."""
+    waiting: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(most)
+    ended = threading.Event()
+
+    def put(item: T | None, error: BaseException | None = None) -> None:
+        while not ended.is_set():
+            with suppress(queue.Full):
+                waiting.put((item, error), timeout=0.1)
+                return
+
+    def run() -> None:
+        try:
+            for item in items:
+                put(item)
+                if ended.is_set():
+                    return
+            put(None)
+        except BaseException as error:
+            put(None, error)
+
+    threading.Thread(target=run, name="vllm-scope-documents", daemon=True).start()
+    try:
+        while True:
+            item, error = waiting.get()
+            if error is not None:
+                raise error
+            if item is None:
+                return
+            yield item
+    finally:
+        ended.set()

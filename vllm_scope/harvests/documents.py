@@ -1,0 +1,266 @@
+"""The documents of a data set: texts or token ids, each with an id that stays the same.
+
+Owns:  Document, Documents, `find_documents`.
+Runs:  in the harvesting process, on a thread of its own.
+To:    contexts.
+
+Promise: a second look at the same data set finds the same documents, ids and fingerprint. Memory
+is bounded by a batch of documents, whatever the size of the data set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_scope.errors import FileError, SpecError, reason_of, shown
+
+#: Where a document's text or token ids are, if no column is named: the first that is there.
+COLUMNS = ("text", "input_ids", "token_ids", "tokens")
+SUFFIXES = (".parquet", ".jsonl", ".txt")
+#: Bytes that are hashed at once, and Parquet rows that are read at once.
+_CHUNK, _BATCH = 1 << 20, 256
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document.
+
+    Attributes:
+        content: a text, or token ids.
+    """
+
+    id: str
+    content: str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Documents:
+    """A data set, in its order.
+
+    Attributes:
+        source: for people.
+        fingerprint: hexadecimal digits; differs if the content differs.
+        count: the number of documents.
+        column, id_column: names of columns; None: found by their names, and row numbers.
+    """
+
+    source: str
+    fingerprint: str
+    count: int
+    column: str | None
+    id_column: str | None
+    rows: Callable[[], Iterator[Mapping[str, Any]]]
+
+    def __iter__(self) -> Iterator[Document]:
+        """Raises SpecError for a row without a document, and for an id that two rows have."""
+        seen: set[bytes] = set()
+        for number, row in enumerate(self.rows()):
+            content = self._content(row, number)
+            if self.id_column is None:
+                yield Document(f"{self.fingerprint[:12]}-{number}", content)
+                continue
+            if (found := row.get(self.id_column)) is None:
+                raise SpecError(
+                    f"row {number} of {self.source} has no {shown(self.id_column)}; it has "
+                    f"{', '.join(row)}."
+                )
+            if not is_unicode(str(found)):
+                raise SpecError(
+                    f"row {number} of {self.source} has the {self.id_column} {found!a}, which is "
+                    "no Unicode text; name another column, or none, for row numbers."
+                )
+            key = digest_of(str(found))
+            if key in seen:
+                raise SpecError(
+                    f"two rows of {self.source} have the {self.id_column} {shown(found)}; ids are "
+                    "distinct. Name another column, or none, for row numbers."
+                )
+            seen.add(key)
+            yield Document(str(found), content)
+
+    def _content(self, row: Mapping[str, Any], number: int) -> str | Sequence[int]:
+        names = COLUMNS if self.column is None else (self.column,)
+        found = next((row[name] for name in names if row.get(name) is not None), None)
+        if isinstance(found, str):
+            return found
+        if isinstance(found, Sequence) and all(type(i) is int for i in found):
+            return found
+        what = f"has {', '.join(row)}" if found is None else f"has {shown(found)} there"
+        raise SpecError(
+            f"row {number} of {self.source} {what}; a document is a text or a list of token ids, "
+            f"in the column {' or '.join(names)}."
+        )
+
+
+def is_unicode(text: str) -> bool:
+    """False for a text with half of a surrogate pair, as JSON may have."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def digest_of(text: str) -> bytes:
+    """16 bytes."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def find_documents(
+    dataset: object,
+    column: str | None = None,
+    id_column: str | None = None,
+    split: str = "train",
+    config: str | None = None,
+) -> Documents:
+    """The documents of a data set. Local files are read once, for their fingerprint.
+
+    Args:
+        dataset: a `.parquet`, `.jsonl` or `.txt` file (each line that is not empty is a
+            document), or a folder of them; the name or the folder of a Hugging Face data set, or a
+            `datasets.Dataset`; or a list of texts, of lists of token ids, or of rows (dicts).
+        column: of the texts or token ids; None: the first of COLUMNS.
+        id_column: of ids that differ; None: the ids are row numbers, with the fingerprint.
+        split, config: of a Hugging Face data set.
+
+    Raises:
+        FileError: there is no such data set, or a file is damaged.
+        SpecError: the data set is of no kind that is known, or a package for it is missing.
+    """
+    if isinstance(dataset, list | tuple):
+        rows = [row if isinstance(row, Mapping) else {COLUMNS[0]: row} for row in dataset]
+        text = json.dumps(rows, sort_keys=True, default=str)
+        name = f"a list of {len(rows)}"
+        found = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+        return Documents(name, found, len(rows), column, id_column, lambda: iter(rows))
+    if not isinstance(dataset, str | os.PathLike):
+        return _of_library(dataset, str(type(dataset).__name__), column, id_column)
+    path = Path(dataset)
+    files = [path] if path.is_file() else sorted(_files(path))
+    if files:
+        return _of_files(path, files, column, id_column)
+    return _of_library(_load(str(dataset), split, config), str(dataset), column, id_column)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for file in folder.rglob("*"):
+        inside = file.relative_to(folder).parts
+        if file.suffix in SUFFIXES and not any(part.startswith(".") for part in inside):
+            yield file
+
+
+def _of_files(
+    root: Path, files: Sequence[Path], column: str | None, id_column: str | None
+) -> Documents:
+    whole, count = hashlib.sha256(), 0
+    wanted = {*(COLUMNS if column is None else (column,)), id_column}
+    for file in files:
+        if file.suffix not in SUFFIXES:
+            raise SpecError(
+                f"{file} is of no kind that is read; a data set is of {', '.join(SUFFIXES)} files."
+            )
+        name = file.name if file == root else file.relative_to(root).as_posix()
+        num_rows, digest = _looked_at(file)
+        whole.update(f"{name}\0{digest}\0".encode())
+        count += num_rows
+    return Documents(
+        str(root), whole.hexdigest(), count, column, id_column,
+        lambda: (row for file in files for row in _rows(file, wanted)),
+    )  # fmt: skip
+
+
+def _looked_at(file: Path) -> tuple[int, str]:
+    """The number of documents of a file, and the SHA-256 of its bytes."""
+    found, num_lines = hashlib.sha256(), 0
+    with _opened(file) as opened:
+        if file.suffix == ".parquet":
+            while chunk := opened.read(_CHUNK):
+                found.update(chunk)
+            return _parquet(file).metadata.num_rows, found.hexdigest()
+        for line in opened:
+            found.update(line)
+            num_lines += bool(line.strip())
+    return num_lines, found.hexdigest()
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return open(file, "rb")
+    except OSError as error:
+        raise FileError(f"{file} cannot be read: {error}") from None
+
+
+def _rows(file: Path, wanted: Collection[str | None]) -> Iterator[Mapping[str, Any]]:
+    """The rows of a file; of Parquet without columns that are not wanted, if one is."""
+    if file.suffix == ".parquet":
+        try:
+            opened = _parquet(file)
+            names = [name for name in opened.schema_arrow.names if name in wanted]
+            for batch in opened.iter_batches(_BATCH, columns=names or None):
+                yield from batch.to_pylist()
+        except (OSError, ValueError) as error:  # pyarrow's errors are of these classes
+            raise FileError(f"{file} cannot be read: {error}") from None
+        return
+    with _opened(file) as opened:
+        for number, line in enumerate(opened, 1):
+            if line.strip():
+                yield _row(line, file, number)
+
+
+def _row(line: bytes, file: Path, number: int) -> Mapping[str, Any]:
+    try:
+        if file.suffix == ".txt":
+            return {COLUMNS[0]: line.decode().rstrip("\r\n")}
+        row = json.loads(line)
+    except ValueError as error:
+        raise FileError(f"line {number} of {file} cannot be read: {error}") from None
+    if not isinstance(row, Mapping):
+        raise FileError(f"line {number} of {file} is {shown(row)}; it is an object.")
+    return row
+
+
+def _parquet(file: Path) -> Any:
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise SpecError(
+            f"{file} needs the package pyarrow; pip install 'vllm-scope[files]', or give JSONL."
+        ) from None
+    try:
+        return ParquetFile(file)
+    except (OSError, ValueError) as error:
+        raise FileError(f"{file} cannot be read: {error}") from None
+
+
+def _load(name: str, split: str, config: str | None) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise SpecError(
+            f"{name} is no file or folder of {', '.join(SUFFIXES)} files, and a Hugging Face data "
+            "set needs the package datasets; pip install datasets, or give a path."
+        ) from None
+    try:
+        if (Path(name) / "state.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
+            found = datasets.load_from_disk(name)
+            return found[split] if isinstance(found, Mapping) else found
+        return datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # the library raises dozens of kinds
+        raise FileError(f"the data set {name} cannot be loaded: {reason_of(error)}") from None
+
+
+def _of_library(found: Any, source: str, column: str | None, id_column: str | None) -> Documents:
+    """Of a `datasets.Dataset`: the library's fingerprint names its content and transforms."""
+    fingerprint = getattr(found, "_fingerprint", None)
+    if not isinstance(fingerprint, str) or not isinstance(found, Iterable):
+        raise SpecError(
+            f"the data set is {shown(found)}; it is a path, the name of a Hugging Face data set, a "
+            "datasets.Dataset that is not streamed, or a list."
+        )
+    return Documents(source, fingerprint, len(found), column, id_column, lambda: iter(found))  # type: ignore[arg-type]

@@ -1,0 +1,307 @@
+"""A harvest: documents in, shards of rows out, killed and resumed without a loss.
+
+    documents -> contexts -> engine -> writer of shards -> manifest, page
+
+Owns:  Job, Harvest (its result).
+From:  start.
+Runs:  in the caller's process. The shards are written on two threads, documents are read on one.
+
+Promise: a context is computed if no visible shard holds it. A shard is visible whole or not at all.
+So each row is there once, however often the process was killed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+
+from vllm_scope import __version__
+from vllm_scope.errors import ConfigError, FileError, ScopeError, SpecError, shown
+from vllm_scope.files.index import RequestRecord
+from vllm_scope.files.options import FileOptions
+from vllm_scope.files.publish import write_bytes
+from vllm_scope.files.roots import find_folder, make_publisher
+from vllm_scope.files.tensors import write_tensors
+from vllm_scope.files.writer import Writer
+from vllm_scope.harvests import manifest as manifests
+from vllm_scope.harvests.contexts import Context, Long, contexts_of, prefetched
+from vllm_scope.harvests.documents import Documents
+from vllm_scope.harvests.engines import Engine, Rows
+from vllm_scope.harvests.manifest import (
+    HarvestManifest,
+    Run,
+    check_same,
+    read_manifest,
+)
+from vllm_scope.harvests.progress import Progress
+from vllm_scope.harvests.shards import HashingPublisher, Shards
+from vllm_scope.harvests.skipped import Skipped
+from vllm_scope.harvests.statistics import Statistics
+from vllm_scope.request.actions import Read
+from vllm_scope.views.harvest import HarvestPage
+
+#: While the job runs, it writes the manifest every so many seconds.
+MANIFEST_S = 10.0
+#: Contexts that are tokenized ahead of the engine.
+_AHEAD = 512
+
+
+@dataclass(frozen=True)
+class Harvest:
+    """A finished harvest.
+
+    Attributes:
+        out: its folder or URL; `vllm_scope.open(out)` reads the rows.
+        computed: contexts that this run computed; the others were there.
+    """
+
+    out: str
+    manifest: HarvestManifest
+    computed: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is harvested, and where to.
+
+    Attributes:
+        long: what becomes of documents that are longer than a context.
+        context: the most tokens of a context; None: what the engine takes.
+        files: of the shards.
+        options: digest of those that the engine is started with; None for an engine that runs.
+    """
+
+    documents: Documents
+    reads: tuple[Read, ...]
+    files: FileOptions
+    long: Long = "split"
+    context: int | None = None
+    progress: bool = True
+    options: str | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """What is known before the engine starts, of what the rows depend on."""
+        found: dict[str, Any] = {
+            "dataset": self.documents.fingerprint,
+            "column": self.documents.column,
+            "id_column": self.documents.id_column,
+            "reads": [msgspec.json.decode(msgspec.json.encode(r.to_json())) for r in self.reads],
+            "long": self.long,
+        }
+        return found | ({} if self.context is None else {"context": self.context})
+
+    def settings_with(self, engine: Engine) -> dict[str, Any]:
+        """All that the rows depend on.
+
+        Raises:
+            SpecError: the engine cannot read this.
+            ConfigError: a context that is too long for the engine.
+        """
+        size = engine.most_tokens if self.context is None else self.context
+        if not 1 <= size <= engine.most_tokens:
+            raise ConfigError(
+                f"context is {size}; it is 1 to {engine.most_tokens}, one less than the engine's "
+                "max_model_len."
+            )
+        return self.settings() | {"context": size} | engine.settings(self.reads)
+
+    def earlier(self, settings: Mapping[str, Any]) -> HarvestManifest | None:
+        """The manifest of a folder that has shards; None for another folder.
+
+        Raises:
+            ConfigError: a setting is not the folder's.
+            FileError: the manifest cannot be read.
+        """
+        root = self.files.root
+        found = read_manifest(root)
+        if found is None or not set(find_folder(root).names()) - {manifests.MEANS}:
+            return None
+        check_same(found, settings, root)
+        return found
+
+    def finished(self, model: str | Engine) -> Harvest | None:
+        """The harvest, if it is complete and every shard is there.
+
+        Args:
+            model: the name of a model. Without the engine only its options are known, so one of
+                the folder's runs must have had the same.
+
+        Raises:
+            ConfigError, FileError: as `earlier`.
+        """
+        if isinstance(model, str):
+            found = self.earlier(self.settings() | {"model": model})
+            known = found is not None and self.options in [run.options for run in found.runs]
+        else:
+            found, known = self.earlier(self.settings_with(model)), True
+        if found is None or not found.complete or not known:
+            return None
+        there = set(found.shards) <= set(find_folder(self.files.root).names())
+        return Harvest(self.files.root, found, 0) if there else None
+
+    def run(self, engine: Engine) -> Harvest:
+        """Compute what is missing. The caller holds the folder's lock.
+
+        Raises:
+            ScopeError: a wrong setting, a damaged file, or rows that are missing.
+        """
+        settings = self.settings_with(engine)
+        earlier = self.earlier(settings)
+        begun = HarvestManifest(
+            settings, self.documents.source, self.documents.count,
+            [*([] if earlier is None else earlier.runs), _this_run(self.options)],
+            shards={} if earlier is None else earlier.shards,
+        )  # fmt: skip
+        files = self.files
+        publisher = HashingPublisher(make_publisher(files.root, files.fsync, files.file_mode))
+        with Writer(files, publisher, Statistics.summary) as writer:
+            return _Running(self, engine, publisher, writer, begun).run(settings["context"])
+
+
+class _Running:
+    """A job on its way."""
+
+    def __init__(
+        self,
+        job: Job,
+        engine: Engine,
+        publisher: HashingPublisher,
+        writer: Writer,
+        begun: HarvestManifest,
+    ) -> None:
+        self._job, self._engine = job, engine
+        self._publisher, self._writer = publisher, writer
+        self._manifest = begun
+        self._computed = self._num_contexts = 0
+        self._skipped = Skipped(job.reads)
+        #: Of contexts in shards that may still fail, in the order of their ends.
+        self._unpublished: deque[Future[None]] = deque()
+        self._put(manifests.NAME, begun.encode())  # the root is there from here on
+        self._shards = Shards(find_folder(job.files.root), job.long == "truncate")
+        self._shards.take({name: (one.sha256, one.num_bytes) for name, one in begun.shards.items()})
+
+    def run(self, size: int) -> Harvest:
+        job, engine = self._job, self._engine
+        texts = self._skipped.texts(job.documents)
+        contexts = self._skipped.contexts(
+            contexts_of(texts, engine.encode, size, job.long, engine.end)
+        )
+        begun = sum(shard.documents for shard in self._shards.found.values())
+        missing = (self._checked(context) for context in contexts if self._is_missing(context))
+        told = time.monotonic()
+        with (
+            Progress(job.documents.count, begun, job.progress) as progress,
+            closing(prefetched(missing, _AHEAD)) as ahead,
+            closing(engine.compute(ahead, job.reads)) as computed,
+        ):
+            for context, rows in computed:
+                self._store(context, rows)
+                progress.add(context)
+                if time.monotonic() - told > MANIFEST_S:
+                    self._tell(complete=False)
+                    told = time.monotonic()
+        self._writer.flush()
+        self._check_published()
+        if self._skipped.count and not self._num_contexts:
+            name, why = next(iter(self._skipped.reasons.items()))
+            raise SpecError(f"no document of {job.documents.source} can be read; {name}: {why}")
+        self._tell(complete=True)
+        return Harvest(job.files.root, self._manifest, self._computed)
+
+    def _is_missing(self, context: Context) -> bool:
+        self._num_contexts += 1
+        return context.key not in self._shards.done
+
+    def _checked(self, context: Context) -> tuple[Context, Sequence[int]]:
+        """The context and its token ids. Raises SpecError."""
+        ids, above = context.token_ids, self._engine.vocabulary
+        if not 0 <= min(ids) <= max(ids) < above:
+            wrong = next(i for i in ids if not 0 <= i < above)
+            raise SpecError(
+                f"document {shown(context.name)} has the token id {wrong}; those of "
+                f"{self._engine.model} are 0 to {above - 1}. Tokenize with its own tokenizer."
+            )
+        return context, ids
+
+    def _store(self, context: Context, rows: Rows) -> None:
+        if rows.status != "complete":
+            raise ScopeError(
+                f"the rows of document {shown(context.name)} are {rows.status}: "
+                f"{rows.error or 'some are missing'}; run the command again."
+            )
+        request = self._writer.begin()
+        for column in rows.columns():
+            assert isinstance(column.label, tuple)  # of a read
+            site, layer, when = column.label
+            name = f"{site}.before" if when == "before" else site
+            request.write(name, layer, column.positions, column.source)  # type: ignore[arg-type]
+        stored = request.finish(
+            RequestRecord(
+                context.name, context.token_ids, (), self._engine.model, rows.expected,
+                rows.expected, name=context.name, documents=context.spans,
+            )
+        )  # fmt: skip
+        self._unpublished.append(stored.published)
+        self._check_published()
+        self._computed += 1
+
+    def _check_published(self) -> None:
+        """Raise the FileError of a shard that could not be written."""
+        while self._unpublished and self._unpublished[0].done():
+            self._unpublished.popleft().result()
+
+    def _tell(self, complete: bool) -> None:
+        """Write the manifest, of the shards that are visible now; and at the end the page."""
+        shards = self._shards
+        shards.take(self._publisher.found)
+        if complete and len(shards.done) != self._num_contexts:
+            raise FileError(
+                f"{self._job.files.root} has {len(shards.done)} contexts, and the data set has "
+                f"{self._num_contexts}; shards were removed or added meanwhile. Run it again."
+            )
+        found = shards.found.values()
+        fields = ("contexts", "documents", "tokens", "truncated", "num_bytes")
+        totals = {
+            name.removeprefix("num_"): sum(getattr(one, name) for one in found) for name in fields
+        }
+        if complete:
+            skipped = self._skipped
+            documents = totals["documents"] + skipped.num_documents
+            totals |= {"empty": self._manifest.documents - documents, "skipped": skipped.count}
+        self._manifest = msgspec.structs.replace(
+            self._manifest, complete=complete, totals=totals, shards=shards.found,
+            skipped=dict(self._skipped.reasons) if complete else {},
+            streams={name: one.to_json() for name, one in sorted(shards.statistics.items())},
+        )  # fmt: skip
+        if complete:
+            tensors = {
+                f"{stream}.{name}": [torch.from_numpy(numbers).float()]
+                for stream, one in shards.statistics.items()
+                for name, numbers in (("mean", one.mean), ("variance", one.variance))
+            }
+            write = partial(write_tensors, tensors=tensors, metadata={})
+            self._publisher.publish({manifests.MEANS: write})
+            self._put(manifests.PAGE, HarvestPage(self._manifest).page().encode())
+        self._put(manifests.NAME, self._manifest.encode())  # last: it says that all is there
+
+    def _put(self, name: str, body: bytes) -> None:
+        self._publisher.publish({name: partial(write_bytes, body=body)})
+
+
+def _this_run(options: str | None) -> Run:
+    found = {"vllm_scope": __version__}
+    for name in ("vllm", "torch", "datasets", "pyarrow"):
+        if name in sys.modules:
+            found[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+    return Run(datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), found, options)

@@ -1,0 +1,150 @@
+"""What a harvest says beside its shards: `harvest.json`.
+
+Owns:  HarvestManifest, Run, `check_same`, the lock of a local folder.
+From:  shards.   To: job, views, people.
+
+The settings are written before the first shard. All else is made anew from the shards.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from vllm_scope.errors import ConfigError, FileError, shown
+from vllm_scope.files.publish import LocalPublisher
+from vllm_scope.files.roots import read_file
+from vllm_scope.harvests.shards import Shard
+
+NAME, PAGE, MEANS = "harvest.json", "harvest.html", "harvest-statistics.safetensors"
+_LOCK = ".harvest.lock"
+FORMAT = 1
+
+
+class Run(msgspec.Struct, frozen=True):
+    """One start of the command.
+
+    Attributes:
+        started: UTC, ISO 8601.
+        versions: package -> version.
+        options: digest of those that its engine was started with; None if it was given an LLM.
+    """
+
+    started: str
+    versions: dict[str, str]
+    options: str | None = None
+
+
+class HarvestManifest(msgspec.Struct, frozen=True):
+    """A harvest.
+
+    Attributes:
+        settings: what the rows depend on: a run with others is refused.
+        dataset: where the documents came from.
+        documents: of the data set.
+        complete: True once the shards hold every document that has tokens.
+        totals: documents, contexts, tokens, truncated documents and bytes of all shards, and
+            empty: documents without tokens, and skipped: contexts that were passed over, once
+            complete.
+        skipped: name of a context that was passed over -> why, of the first ones.
+        streams: `site.layer` -> figures, see statistics.
+    """
+
+    settings: dict[str, Any]
+    dataset: str
+    documents: int
+    runs: list[Run]
+    complete: bool = False
+    totals: dict[str, int] = {}
+    streams: dict[str, Any] = {}
+    shards: dict[str, Shard] = {}
+    skipped: dict[str, str] = {}
+    format: int = FORMAT
+
+    def encode(self) -> bytes:
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+
+def read_manifest(root: str) -> HarvestManifest | None:
+    """The manifest of a folder or URL; None if there is none. Raises FileError."""
+    body = read_file(root, NAME)
+    if body is None:
+        return None
+    try:
+        found = msgspec.json.decode(body, type=HarvestManifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FileError(f"{root}/{NAME} cannot be read: {error}") from None
+    if found.format != FORMAT:
+        raise FileError(f"{root}/{NAME} is of format {found.format}; this version reads {FORMAT}.")
+    return found
+
+
+def check_same(manifest: HarvestManifest, settings: Mapping[str, Any], root: str) -> None:
+    """Raise ConfigError if a setting is not the folder's. Settings that are left out are not
+    compared."""
+    for name, value in settings.items():
+        if manifest.settings.get(name) != value:
+            raise ConfigError(
+                f"{root} was harvested with {name} {shown(manifest.settings.get(name))}, and now "
+                f"{name} is {shown(value)}; give the same, or another folder."
+            )
+
+
+#: Real paths of the folders that this process has locked, each with its holder. The kernel's lock
+#: belongs to the process: a second thread gets it too, and if any descriptor of the file is closed,
+#: the lock is gone.
+_held: dict[str, object] = {}
+
+
+@contextmanager
+def locked(root: str, fsync: bool = False, mode: int = 0o600) -> Iterator[None]:
+    """Hold a local folder against other harvests. A URL is not locked.
+
+    The kernel gives the lock back when this process ends. Its children do not have it: vLLM's
+    processes may live on for a moment.
+
+    Args:
+        fsync, mode: of a folder that is missing and is made, as for LocalPublisher.
+
+    Raises:
+        FileError: another harvest writes into the folder, or the folder cannot be written to.
+    """
+    if "://" in root:
+        yield
+        return
+    LocalPublisher(Path(root), fsync, mode).close()
+    path, own = os.path.realpath(root), object()
+    if _held.setdefault(path, own) is not own:
+        raise FileError(
+            f"this process harvests into {root} already; wait until that ends, or name another "
+            "folder."
+        )
+    try:
+        with _locked_file(root, mode):
+            yield
+    finally:
+        del _held[path]
+
+
+@contextmanager
+def _locked_file(root: str, mode: int) -> Iterator[None]:
+    try:
+        fd = os.open(Path(root) / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
+    except OSError as error:
+        raise FileError(f"{root} cannot be written to: {error}") from None
+    try:
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise FileError(
+                f"another process harvests into {root}; wait until it ends, or name another folder."
+            ) from None
+        yield
+    finally:
+        os.close(fd)

@@ -1,0 +1,37 @@
+"""What a person sees of a harvest: documents done, their rate, the time left, tokens per second."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+
+from tqdm import tqdm  # vLLM brings it
+
+from vllm_scope.harvests.contexts import Context
+
+
+class Progress(AbstractContextManager["Progress"]):
+    """A line on standard error.
+
+    Args:
+        total: number of documents.
+        begun: of those, how many were done before.
+        shown: False for no line.
+    """
+
+    def __init__(self, total: int, begun: int, shown: bool) -> None:
+        self._bar = tqdm(
+            total=total, initial=begun, disable=not shown, desc="Harvest", unit="doc",
+            unit_scale=True, dynamic_ncols=True,
+        )  # fmt: skip
+        self._started, self._num_tokens = time.monotonic(), 0
+
+    def add(self, context: Context) -> None:
+        """Count a context that is computed. A document counts with its first token."""
+        self._num_tokens += len(context.token_ids)
+        per_s = self._num_tokens / max(time.monotonic() - self._started, 1e-3)
+        self._bar.set_postfix_str(f"{per_s:,.0f} tokens/s", refresh=False)
+        self._bar.update(sum(span.first == 0 for span in context.spans))
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()

@@ -1,0 +1,165 @@
+"""The shards of a harvest: which contexts they hold, their hashes and figures.
+
+Owns:  Shard, Shards, HashingPublisher.
+Runs:  in the harvesting process. HashingPublisher on the threads that write shards.
+From:  files (writes shards, and reads their indexes).   To: job, manifest.
+
+Promise: what is finished is what the visible shards say. Nothing beside them is trusted, so that a
+process that is killed between a shard and the manifest loses nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import partial
+from typing import BinaryIO, cast
+
+import msgspec
+import numpy as np
+
+from vllm_scope.errors import FileError
+from vllm_scope.files.datafile import read_index
+from vllm_scope.files.folder import Folder
+from vllm_scope.files.per_request import KEY as INDEX
+from vllm_scope.files.publish import Publisher, Write
+from vllm_scope.files.tensors import read_header
+from vllm_scope.harvests.contexts import key_of
+from vllm_scope.harvests.statistics import KEY, Statistics
+
+_CHUNK = 1 << 20
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """One file, as the manifest lists it.
+
+    Attributes:
+        sha256: of the file, hexadecimal.
+        num_bytes: of the file.
+        contexts, tokens: prompts that it holds, and their tokens.
+        documents: those whose first token it holds.
+        truncated: documents of which later tokens were left out.
+    """
+
+    sha256: str
+    num_bytes: int
+    contexts: int
+    documents: int
+    tokens: int
+    truncated: int = 0
+
+
+class HashingPublisher:
+    """A publisher that keeps the hash and the size of each file that is visible."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+        self.found: dict[str, tuple[str, int]] = {}
+
+    def publish(self, files: Mapping[str, Write]) -> None:
+        made: dict[str, _Hashing] = {}
+
+        def write(name: str, to_file: Write, file: BinaryIO) -> None:
+            made[name] = _Hashing(file)
+            to_file(cast(BinaryIO, made[name]))
+
+        self._publisher.publish({n: partial(write, n, each) for n, each in files.items()})
+        self.found |= {n: (one.sha256.hexdigest(), one.num_bytes) for n, one in made.items()}
+
+    def close(self) -> None:
+        self._publisher.close()
+
+
+class _Hashing:
+    """An unbuffered file that is hashed while it is written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.sha256, self.num_bytes = hashlib.sha256(), 0
+
+    def write(self, body: memoryview) -> int:
+        taken = self._file.write(body)
+        self.sha256.update(body[:taken])
+        self.num_bytes += taken
+        return taken
+
+
+class Shards:
+    """The visible shards of one folder.
+
+    Args:
+        truncates: the job leaves out what is behind a document's context.
+
+    Attributes:
+        done: the keys of their contexts, about 100 bytes of memory each.
+        found: by name.
+        statistics: by `site.layer`, of all their rows.
+    """
+
+    def __init__(self, folder: Folder, truncates: bool) -> None:
+        self._folder, self._truncates = folder, truncates
+        self.done: set[bytes] = set()
+        self.found: dict[str, Shard] = {}
+        self.statistics: dict[str, Statistics] = {}
+
+    def take(self, hashes: Mapping[str, tuple[str, int]]) -> None:
+        """Take all shards that have become visible.
+
+        Args:
+            hashes: name -> SHA-256 and size, of those that are known. Others are read.
+
+        Raises:
+            FileError: a file is damaged, or two shards have a context in common.
+        """
+        for name in self._folder.names():
+            if name not in self.found:
+                self._take(name, hashes.get(name))
+
+    def _take(self, name: str, known: tuple[str, int] | None) -> None:
+        index = read_index(self._folder, name)
+        if index is None:  # not ours: the means, or another program's
+            return
+        if any(not request.documents for request in index.requests):
+            raise FileError(
+                f"{name} has rows that no harvest wrote; harvest into a folder of its own."
+            )
+        keys = {key_of(request.documents) for request in index.requests}
+        if len(keys) < len(index.requests) or keys & self.done:
+            raise FileError(
+                f"{name} has a document that another shard has too; remove the file, and run the "
+                "command again."
+            )
+        spans = [span for request in index.requests for span in request.documents]
+        digest, size = self._hashed(name, known)
+        self._add_statistics(name, size)
+        self.done |= keys
+        self.found[name] = Shard(
+            digest, size,
+            contexts=len(keys),
+            documents=sum(span.first == 0 for span in spans),
+            tokens=sum(span.num_tokens for span in spans),
+            truncated=sum(span.num_tokens < span.total for span in spans) * self._truncates,
+        )  # fmt: skip
+
+    def _hashed(self, name: str, known: tuple[str, int] | None) -> tuple[str, int]:
+        file, size = self._folder.open(name)
+        found = hashlib.sha256()
+        with file:
+            if known is not None and known[1] == size:
+                return known
+            while chunk := file.read(_CHUNK):
+                found.update(chunk)
+        return found.hexdigest(), size
+
+    def _add_statistics(self, name: str, size: int) -> None:
+        file, _ = self._folder.open(name)
+        with file:
+            header = read_header(file, size, name, INDEX)
+            for key, tensor in header.tensors.items():
+                stream, _, last = key.rpartition(".")
+                if last == KEY and tensor.dtype == "F64":
+                    start, stop = tensor.data_offsets
+                    file.seek(header.num_bytes + start)
+                    one = Statistics.parse(np.frombuffer(file.read(stop - start), np.float64), name)
+                    known = self.statistics.get(stream)
+                    self.statistics[stream] = one if known is None else known + one

@@ -1,0 +1,61 @@
+"""What a harvest passes over: a document that cannot be read does not end it.
+
+Owns:  Skipped.
+Runs:  on the thread that makes contexts ahead of the engine.
+From:  documents, contexts.   To: job, manifest.
+
+Promise: the same documents are passed over in each run of a harvest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from vllm_scope.errors import SpecError
+from vllm_scope.harvests.contexts import Context
+from vllm_scope.harvests.documents import Document, is_unicode
+from vllm_scope.request.actions import Read
+
+#: Names that are kept; the others are only counted.
+_MOST_NAMES = 20
+
+
+class Skipped:
+    """Texts that are no Unicode, and contexts without a position that a read names.
+
+    Attributes:
+        count: such texts and contexts.
+        num_documents: documents whose first token is in none of the other contexts.
+        reasons: name of a context -> why, of the first ones.
+    """
+
+    def __init__(self, reads: Sequence[Read]) -> None:
+        self._reads = reads
+        self.count = self.num_documents = 0
+        self.reasons: dict[str, str] = {}
+
+    def texts(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """The documents that a tokenizer takes."""
+        for document in documents:
+            if isinstance(document.content, str) and not is_unicode(document.content):
+                self._add(document.id, "its text has half of a surrogate pair", 1)
+            else:
+                yield document
+
+    def contexts(self, contexts: Iterable[Context]) -> Iterator[Context]:
+        """The contexts that have all positions of the reads."""
+        for context in contexts:
+            num_tokens = len(context.token_ids)
+            try:
+                for i, read in enumerate(self._reads):
+                    read.tokens.check(num_tokens, num_tokens - 1, f"reads[{i}].tokens")
+            except SpecError as error:
+                self._add(context.name, str(error), sum(s.first == 0 for s in context.spans))
+            else:
+                yield context
+
+    def _add(self, name: str, why: str, num_documents: int) -> None:
+        self.count += 1
+        self.num_documents += num_documents
+        if len(self.reasons) < _MOST_NAMES:
+            self.reasons[name] = why

@@ -1,0 +1,136 @@
+"""All programs that one request may need, together.
+
+Owns:  Held.
+Runs:  in EngineCore and in the front-end, to count what a request takes; in workers, when a request
+       arrives. numpy, no torch.
+From:  compiled.   To: core.admission, graph.tap.tables, worker.plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_scope.program.compiled import Column, Compiled
+from vllm_scope.program.layout import Layout, Widths
+from vllm_scope.program.operations import Cost, Program, num_vectors
+from vllm_scope.program.table_rows import TableRows
+
+#: Columns times actions, up to which programs are built one by one.
+_FEW = 16
+
+
+class Held:
+    """Programs that a request holds while it runs. It counts as one entry in a
+    table of what is held: two requests share their programs if their keys are equal.
+
+    Attributes:
+        key: equal for equal programs.
+        index_of: bytes of a column -> index of its program. A column has 0 for picks that are not
+            used here.
+    """
+
+    def __init__(self, compiled: Compiled, columns: Iterable[bytes], key: Hashable) -> None:
+        """
+        Args:
+            columns: of all tokens of the request; they may come from another process.
+            key: of the spec.
+        """
+        self._compiled = compiled
+        if len(compiled.used) < len(compiled.picks):
+            columns = _masked(tuple(columns), compiled.uses)
+        self.index_of = {column: i for i, column in enumerate(dict.fromkeys(columns))}
+        self.key = key, tuple(self.index_of)
+        self._layouts: dict[bytes, Layout] = {}
+
+    @cached_property
+    def _columns(self) -> NDArray[np.int32]:
+        """[num_picks, num_programs]"""
+        return np.frombuffer(b"".join(self.index_of), np.int32).reshape(len(self.index_of), -1).T
+
+    def __len__(self) -> int:
+        return len(self.index_of)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Held) and self.key == other.key
+
+    def is_of(self, compiled: Compiled) -> bool:
+        """True if they are programs of this Compiled."""
+        return self._compiled is compiled
+
+    def find(self, columns: Iterable[Column]) -> list[int] | None:
+        """The index of each column; None if not all of them are held."""
+        try:
+            return [self.index_of[column.tobytes()] for column in columns]
+        except KeyError:
+            return None
+
+    @property
+    def few(self) -> bool:
+        """True if `programs` takes less time than `rows`: they have few operations, or they only
+        read, so that other requests mostly have the same ones."""
+        compiled = self._compiled
+        if not compiled.has_vectors:
+            return True
+        each = len(compiled.edits) + sum(len(points) for _, points, _ in compiled.reads)
+        return len(self) * each <= _FEW
+
+    @property
+    def programs(self) -> list[Program | None]:
+        """The programs, one by one."""
+        columns = (np.frombuffer(column, np.int32) for column in self.index_of)
+        return [self._compiled.program(column) for column in columns]
+
+    def rows(self, widths: Widths) -> TableRows:
+        return self._compiled.op_list.at(self._columns, widths)
+
+    def layout(self, index: int) -> Layout:
+        """What a token of a program delivers."""
+        column = self._columns[:, index]
+        delivers = (column[self._compiled.delivering] > 0).tobytes()
+        if delivers not in self._layouts:
+            self._layouts[delivers] = self._compiled.layout(column)
+        return self._layouts[delivers]
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """The distinct layouts of the programs."""
+        return list(dict.fromkeys(map(self.layout, range(len(self)))))
+
+    @cached_property
+    def _counted(self) -> tuple[int, int, dict[bytes, int]]:
+        num_programs, num_ops, keys, heads = self._compiled.op_list.count(self._columns)
+        banks = self._compiled.banks
+        nets = (net for bank in banks if bank in heads for net in banks[bank])
+        weights = {w.digest: num_vectors(w) for net in nets for w, _ in net.layers}
+        return num_programs, num_ops, dict.fromkeys(keys, 1) | weights
+
+    @property
+    def num_programs(self) -> int:
+        return self._counted[0]
+
+    @property
+    def num_ops(self) -> int:
+        return self._counted[1]
+
+    @property
+    def vectors(self) -> dict[bytes, int]:
+        """Key of each vector, and of each probe's weight -> how many vectors it counts for."""
+        return self._counted[2]
+
+    @property
+    def cost(self) -> Cost:
+        return Cost(sum(self.vectors.values()), self.num_programs, self.num_ops)
+
+
+def _masked(columns: Sequence[bytes], uses: NDArray[np.bool_]) -> list[bytes]:
+    """The columns with 0 for what is not used."""
+    data = (np.frombuffer(b"".join(columns), np.int32).reshape(-1, len(uses)) * uses).tobytes()
+    size = 4 * len(uses)
+    return [data[at : at + size] for at in range(0, len(data), size)]

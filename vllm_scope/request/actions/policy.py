@@ -1,0 +1,64 @@
+"""The name of an operator's policy that decides about a request while it runs.
+
+Owns:  Policy.
+To:    spec (a request has at most one), policies.running.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.actions.base import checked_name
+
+#: Characters of a policy's options in JSON.
+MAX_OPTIONS = 4096
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A policy of the operator's, which sees the request's scores token by token. It may set the
+    `scale` of a named `Add` for later tokens, end the request, or flag it.
+
+    Args:
+        name: of a policy that the engine was started with (`additional_config["scope"].policies`).
+        options: JSON, which the policy itself checks.
+
+    Raises:
+        SpecError: no name, or options that are not a JSON object of at most 4,096 characters.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        checked_name(self.name, "Policy.name")
+        if not isinstance(self.options, Mapping):
+            raise SpecError(f"Policy.options is {shown(self.options)}; it is an object.")
+        try:
+            text = json.dumps(dict(self.options), allow_nan=False, sort_keys=True)
+        except (TypeError, ValueError, RecursionError):
+            raise SpecError(
+                f"Policy.options is {shown(dict(self.options))}, which JSON cannot hold."
+            ) from None
+        if len(text) > MAX_OPTIONS:
+            raise SpecError(
+                f"Policy.options has {len(text):,} characters of JSON; at most {MAX_OPTIONS:,}."
+            )
+        object.__setattr__(self, "options", json.loads(text))
+
+    @staticmethod
+    def from_json(body: object) -> Policy:
+        """Raises SpecError for anything but an object with `name` and maybe `options`."""
+        if not isinstance(body, dict) or not {"name"} <= set(body) <= {"name", "options"}:
+            raise SpecError(f"policy is {shown(body)}; it has a name, and may have options.")
+        try:
+            return Policy(**body)
+        except SpecError as error:
+            raise SpecError(str(error).replace("Policy.", "policy.", 1)) from None
+
+    def to_json(self) -> dict[str, object]:
+        return {"name": self.name, **({"options": self.options} if self.options else {})}

@@ -1,0 +1,272 @@
+"""The action that delivers features of a sparse autoencoder (SAE), sparsely.
+
+Owns:  Features; EncoderRows (features that travel with a request) and HeldSae (an SAE that the
+       workers hold).
+To:    resolve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.actions.base import MEMORY, Action, checked_name, held_sae, number
+from vllm_scope.request.arrays import Array
+from vllm_scope.request.sites import MODEL_SITES, canonical_site
+
+DEFAULT_TOP_K, MAX_TOP_K = 32, 1024
+#: Features of one request that are named by their numbers: 1 KiB of JSON stands for rows of 4 MiB.
+MAX_INDICES = 256
+
+
+@dataclass(frozen=True)
+class HeldSae:
+    """An SAE that the workers hold.
+
+    Attributes:
+        num_features, width: numbers of its features, and of a row.
+        k: how many features of a row are active, of a TopK SAE; None of others.
+    """
+
+    name: str
+    num_features: int
+    width: int
+    k: int | None
+
+
+@dataclass(frozen=True)
+class EncoderRows:
+    """Features of one action: f = s if s > threshold, else 0, with s = x . encoder + bias.
+
+    Args:
+        encoder: [num_features, width of a row].
+        bias: of each feature, with all constants of the SAE folded in.
+        threshold: of each feature, 0 or above.
+
+    Raises:
+        SpecError: shapes that do not fit, or numbers that are not finite.
+    """
+
+    encoder: Any
+    bias: Any
+    threshold: Any
+
+    def __post_init__(self) -> None:
+        found = Array.parse(self.encoder, "sae.encoder")
+        if len(found.shape) != 2 or not 1 <= found.shape[0] <= MAX_INDICES:
+            raise SpecError(
+                f"sae.encoder has shape {found.shape}; it is [num_features, width of a row], of at "
+                f"most {MAX_INDICES} features."
+            )
+        object.__setattr__(self, "encoder", found)
+        for name in ("bias", "threshold"):
+            one = Array.parse(getattr(self, name), f"sae.{name}")
+            if one.shape != found.shape[:1]:
+                raise SpecError(
+                    f"sae.{name} has shape {one.shape} for {found.shape[0]} features; it is "
+                    "[num_features]."
+                )
+            object.__setattr__(self, name, one)
+        if self.threshold.numpy.min() < 0:
+            raise SpecError("sae.threshold has a number below 0; it is 0 or above.")
+
+    @staticmethod
+    def of(sae: Any, indices: tuple[int, ...]) -> EncoderRows:
+        """The rows that some features have in the encoder of a loaded Sae.
+
+        Raises:
+            SpecError: an index that the SAE does not have, or a TopK SAE.
+        """
+        if sae.k is not None:
+            raise SpecError(
+                f"{sae.name} is a TopK SAE: whether a feature is active depends on all others. "
+                "Name it in additional_config={'scope': {'saes': ...}}."
+            )
+        folded = sae.fold(indices)
+        bias = folded.bias.float().numpy()
+        threshold = None if folded.threshold is None else folded.threshold.float().numpy()
+        return EncoderRows(
+            folded.encoder.float().numpy(),
+            bias,
+            np.zeros_like(bias) if threshold is None else threshold,
+        )
+
+    @staticmethod
+    def parse(value: object, where: str) -> EncoderRows:
+        """Of JSON: an object with the three fields."""
+        if isinstance(value, EncoderRows):
+            return value
+        names = ("encoder", "bias", "threshold")
+        if not isinstance(value, Mapping) or set(value) != set(names):
+            raise SpecError(
+                f"{where} is {shown(value)}; it is the name of an SAE that the engine holds, an "
+                "SAE that vllm_scope.saes loaded, or in JSON an object with "
+                f"{', '.join(names)}."
+            )
+        try:
+            return EncoderRows(*(value[name] for name in names))
+        except SpecError as error:
+            raise SpecError(str(error).replace("sae.", f"{where}.", 1)) from None
+
+    def to_json(self) -> dict[str, object]:
+        return {name: getattr(self, name).to_json() for name in ("encoder", "bias", "threshold")}
+
+
+@dataclass(frozen=True)
+class Features(Action):
+    """Deliver the features that an SAE makes of each token's row, computed on the device.
+
+    Args:
+        sae: the name of an SAE that the engine holds; with `indices` also a
+            `vllm_scope.saes.sae.Sae`, of which the rows of these features travel with the request.
+        top_k: how many features of each token are delivered, the strongest ones; 32 if there are no
+            `indices`, at most 1,024.
+        indices: the features to deliver, by their numbers, in place of `top_k`; at most 256, of all
+            Features of a request together.
+        threshold: values below it are left out; features that are not active always are.
+        name: of the features in the result; the SAE's name if it is left out.
+        site, layer: where; the SAE's own place if no layer is given. For a named SAE there is no
+            other place.
+        tokens: which tokens.
+        to: "memory", or a sink that takes scores.
+
+    Raises:
+        SpecError: wrong types, several layers, `top_k` and `indices`, or `top_k` of an SAE that is
+            not named.
+    """
+
+    kind: ClassVar[str] = "features"
+    fields: ClassVar[tuple[str, ...]] = ("sae", "top_k", "indices", "threshold", "name", "to")
+
+    sae: Any
+    _: KW_ONLY
+    #: Empty: the SAE's own.
+    site: str = field(default="", kw_only=True)
+    top_k: int | None = None
+    indices: Any = None
+    threshold: float | None = None
+    name: str = ""
+    to: str = MEMORY
+
+    def __post_init__(self) -> None:
+        self._check_choice()
+        checked_name(self.to, "Features.to")
+        if self.threshold is not None:
+            self._set(threshold=number(self.threshold, "Features.threshold"))
+        if isinstance(self.sae, str):
+            checked_name(self.sae, "Features.sae")
+            self._set(name=self.name or self.sae)
+            self._place_named()
+        elif not isinstance(self.sae, HeldSae):
+            self._take_rows()
+        checked_name(self.name, "Features.name")
+        if not isinstance(self.sae, str):
+            self._place_one()
+
+    def _check_choice(self) -> None:
+        """Set `top_k` or `indices`."""
+        if self.indices is None:
+            top_k = DEFAULT_TOP_K if self.top_k is None else self.top_k
+            if type(top_k) is not int or not 1 <= top_k <= MAX_TOP_K:
+                raise SpecError(
+                    f"Features.top_k is {shown(top_k)}; it is a whole number from 1 to "
+                    f"{MAX_TOP_K:,}."
+                )
+            self._set(top_k=top_k)
+            return
+        if self.top_k is not None:
+            raise SpecError("Features has top_k and indices; give one of them.")
+        given = self.indices.tolist() if hasattr(self.indices, "tolist") else self.indices
+        indices = tuple(given) if isinstance(given, list | tuple) else (given,)
+        if not 1 <= len(indices) <= MAX_INDICES:
+            raise SpecError(
+                f"Features.indices has {len(indices)} features; it has 1 to {MAX_INDICES}, of all "
+                "Features of a request together."
+            )
+        if any(type(i) is not int or i < 0 for i in indices) or len(set(indices)) < len(indices):
+            raise SpecError(
+                f"Features.indices is {shown(given)}; it names each feature once, by its number."
+            )
+        self._set(indices=indices)
+
+    def _take_rows(self) -> None:
+        """Replace a loaded SAE by the rows of `indices`."""
+        if self.indices is None:
+            raise SpecError(
+                f"Features.sae is {shown(self.sae)}, and top_k needs a whole encoder on the "
+                "device; name an SAE of additional_config={'scope': {'saes': ...}}, or give "
+                "indices."
+            )
+        rows = self.sae
+        if hasattr(rows, "fold"):  # an Sae
+            self._set(site=self.site or rows.place.site, name=self.name or rows.name)
+            if self._given_layers() is None and self.site not in MODEL_SITES:
+                self._set(layer=rows.place.layer)
+            rows = EncoderRows.of(rows, self.indices)
+        rows = EncoderRows.parse(rows, "Features.sae")
+        if rows.encoder.shape[0] != len(self.indices):
+            raise SpecError(
+                f"Features.sae has {rows.encoder.shape[0]} rows for {len(self.indices)} indices; "
+                "give one row for each."
+            )
+        self._set(sae=rows, site=self.site or "resid_post")
+
+    def _place_named(self) -> None:
+        """The place is the SAE's, if none is given."""
+        site, given = self.site, self._given_layers()
+        self._set(site=canonical_site(site or "resid_post", "Features.site"))
+        if given is None and self.site not in MODEL_SITES:
+            self._set(layer=0)
+        self._place_one()
+        if given is None and site not in MODEL_SITES:
+            self._set(layer=None, layers=None)
+        self._set(site=site and self.site)
+
+    def _place_one(self) -> None:
+        given = self._given_layers()
+        self._place()
+        if self.layer_numbers is None or len(self.layer_numbers) != 1:
+            raise SpecError(
+                f"Features.layers is {shown(given)}; it is one layer. Send one Features for each "
+                "layer."
+            )
+
+    def of_engine(self, saes: Mapping[str, Any]) -> Features:
+        """The same action with what it needs of the SAE in place of the name.
+
+        Args:
+            saes: name -> Sae, of those that the engine holds.
+
+        Raises:
+            SpecError: an unknown name, another place, or features that the SAE does not have.
+        """
+        if not isinstance(self.sae, str):
+            return self
+        sae = held_sae(self.sae, saes, "Features.sae")
+        site, layer = sae.place
+        for name, asked, own in (("site", self.site, site), ("layers", self.layer, layer)):
+            if asked not in ("", None, own):
+                raise SpecError(
+                    f"Features.{name} is {shown(asked)}; the SAE {shown(self.sae)} is of {site!r} "
+                    f"{layer}. Leave site and layer out, or name another SAE."
+                )
+        if self.top_k is not None and self.top_k > sae.d_sae:
+            raise SpecError(
+                f"Features.top_k is {self.top_k}; the SAE {shown(self.sae)} has {sae.d_sae:,} "
+                "features."
+            )
+        if self.indices is not None and max(self.indices) >= sae.d_sae:
+            raise SpecError(
+                f"Features.indices has {max(self.indices)}; the SAE {shown(self.sae)} has features "
+                f"0 to {sae.d_sae - 1:,}."
+            )
+        found: EncoderRows | HeldSae
+        if self.indices is not None and sae.k is None:
+            found = EncoderRows.of(sae, self.indices)
+        else:
+            found = HeldSae(self.sae, sae.d_sae, sae.d_model, sae.k)
+        return replace(self, sae=found, site=site, layer=layer, layers=None)

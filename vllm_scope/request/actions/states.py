@@ -1,0 +1,151 @@
+"""What a gate remembers of the tokens before: its state, per request.
+
+Owns:  State (Ema, Latch, Hysteresis, Pid), and its JSON.
+To:    gates.
+
+s_p is the gate's score at position p: x . v + bias, or a cosine. d is 1, and -1 for a gate with
+`above=False`. The state begins with the request's first generated token, where it has no value
+before. The gate's value g at position p is, in float32:
+
+    Ema         m_p = decay * m_(p-1) + (1 - decay) * s_p, at the first token m_p = s_p;
+                g is the gate's own comparison with m_p in place of s_p
+    Latch       g = 1 if d * (s_p - threshold) > 0, or if g was 1 at p-1; else 0
+    Hysteresis  g = 1 if d * (s_p - threshold) > 0, else 0 if d * (s_p - low) < 0, else as at p-1;
+                before the first token 0
+    Pid         e_p = d * (s_p - setpoint)
+                i_p = clip(i_(p-1) + e_p, -most_sum, most_sum), before the first token 0
+                g = clip(kp * e_p + ki * i_p + kd * (e_p - e_(p-1)), 0, 1); at the first token
+                the last term is 0
+
+At positions of the prompt the gate has the value that it has without a state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, get_args
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.actions.base import MAX_FLOAT32, number
+from vllm_scope.request.nets import Ema
+
+
+@dataclass(frozen=True)
+class Latch:
+    """A gate that was open once stays open."""
+
+
+@dataclass(frozen=True)
+class Hysteresis:
+    """A gate that opens beyond its threshold, and closes only beyond `low`.
+
+    Args:
+        low: at most the gate's threshold; with `above=False`, at least.
+    """
+
+    low: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "low", number(self.low, "Hysteresis.low"))
+
+
+@dataclass(frozen=True)
+class Pid:
+    """A controller: the gate's value follows from how far the score is beyond a setpoint, now, in
+    sum over the generated tokens, and compared with the last token.
+
+    Args:
+        setpoint: the score at which the controller does nothing.
+        kp, ki, kd: how strong the error, its sum and its difference are.
+        most_sum: bound of the sum of errors, 0 or more. None: 1 / |ki|, so that the sum alone can
+            open the gate, and does not grow further.
+    """
+
+    setpoint: float
+    kp: float
+    ki: float = 0.0
+    kd: float = 0.0
+    most_sum: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("setpoint", "kp", "ki", "kd"):
+            object.__setattr__(self, name, number(getattr(self, name), f"Pid.{name}"))
+        if self.most_sum is not None:
+            most = number(self.most_sum, "Pid.most_sum")
+            if most < 0:
+                raise SpecError(f"Pid.most_sum is {most:g}; it is 0 or more.")
+            object.__setattr__(self, "most_sum", most)
+        if not (self.kp or self.ki or self.kd):
+            raise SpecError("Pid.kp, ki and kd are 0; such a gate never opens.")
+
+    @property
+    def bound(self) -> float:
+        """`most_sum`, as a finite number."""
+        if self.most_sum is not None:
+            return self.most_sum
+        return min(1 / abs(self.ki), MAX_FLOAT32) if self.ki else 0.0
+
+
+State = Ema | Latch | Hysteresis | Pid
+#: Name in JSON -> class.
+STATES: dict[str, type[State]] = {cls.__name__.lower(): cls for cls in get_args(State)}
+
+
+def parse_state(value: object, where: str) -> State | None:
+    """A state, or what its JSON means: `{"kind": "latch"}`, with the other fields beside.
+
+    Raises:
+        SpecError: neither.
+    """
+    if value is None or isinstance(value, State):
+        return value
+    if not isinstance(value, Mapping):
+        classes = ", ".join(cls.__name__ for cls in STATES.values())
+        raise SpecError(
+            f"{where} is {shown(value)}; it is one of {classes}, in JSON an object with a kind."
+        )
+    kind = value.get("kind")
+    cls = STATES.get(kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise SpecError(f"{where}.kind is {shown(kind)}; it is one of {', '.join(STATES)}.")
+    known = [each.name for each in fields(cls)]
+    unknown = sorted(set(value) - {"kind", *known}, key=str)
+    if unknown:
+        allowed = ", ".join(["kind", *known])
+        raise SpecError(f"{where} has {shown(unknown[0])}; the fields are {allowed}.")
+    try:
+        return cls(**{name: value[name] for name in known if name in value})
+    except TypeError:  # only a missing argument is possible here
+        raise SpecError(f"{where} needs {', '.join(known)}.") from None
+    except SpecError as error:
+        raise SpecError(str(error).replace(f"{cls.__name__}.", f"{where}.", 1)) from None
+
+
+def state_to_json(state: State) -> dict[str, Any]:
+    named = {each.name: getattr(state, each.name) for each in fields(state)}
+    given = {name: value for name, value in named.items() if value is not None}
+    return {"kind": type(state).__name__.lower(), **given}
+
+
+def check_state(state: State, kind: str, threshold: float, above: bool) -> None:
+    """Raises SpecError for a state that a gate of this kind cannot have."""
+    if isinstance(state, Latch | Hysteresis) and kind == "sigmoid":
+        raise SpecError(
+            f"Gate.kind is 'sigmoid', and Gate.state is {type(state).__name__}, which takes an "
+            "open or a closed gate: name 'step', 'cosine' or 'cast'."
+        )
+    sign, side = (1, "at most") if above else (-1, "at least")
+    if isinstance(state, Hysteresis) and sign * state.low > sign * threshold:
+        raise SpecError(
+            f"Gate.state.low is {state.low:g}; with a threshold of {threshold:g} and above="
+            f"{above} it is {side} that."
+        )
+
+
+def hysteresis_low(state: Latch | Hysteresis, above: bool) -> float:
+    """The score beyond which an open gate closes; that of a latch is infinitely far."""
+    if isinstance(state, Hysteresis):
+        return state.low
+    return -math.inf if above else math.inf

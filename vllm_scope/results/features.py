@@ -1,0 +1,128 @@
+"""The features of a result, by action.
+
+Owns:  SparseFeatures (as callers read them), Features (by name).
+Runs:  in the front-end, and in every process that a result is pickled to.
+From:  batch.sparse, scores.   To: result; server.encode.
+
+Promise: a position whose features are all inactive is among `tokens`; a position that did not
+arrive is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from html import escape
+from os import PathLike
+
+import torch
+from torch import Tensor
+
+from vllm_scope.batch.sparse import SparseRows
+
+#: Positions and features of each that `_repr_html_` shows.
+_SHOWN_TOKENS, _SHOWN_FEATURES = 32, 8
+
+
+class SparseFeatures:
+    """The features of one SAE at the positions of one completion, as a sparse matrix.
+
+    Attributes:
+        positions, indices, values: int64, int64 and float32 [num_values], CPU: the absolute
+            position of a token, a feature's number, and its value there. By position; in one
+            position the strongest comes first.
+        tokens: int64 [num_tokens], ascending: the positions that were encoded, also those without
+            an active feature.
+        num_features: of the SAE; None if its rows came with the request.
+    """
+
+    def __init__(self, rows: SparseRows, tokens: Tensor, num_features: int | None = None) -> None:
+        self.tokens, self.num_features = tokens, num_features
+        order = rows.values.argsort(dim=1, descending=True, stable=True)
+        found, numbers = rows.values.gather(1, order), rows.indices.gather(1, order)
+        kept = numbers >= 0
+        self.positions = tokens[:, None].expand(found.shape)[kept]
+        self.indices, self.values = numbers[kept].long(), found[kept]
+
+    def dense(self, index: int) -> Tensor:
+        """float32 [num_tokens]: one feature at each of `tokens`; 0 where it was not delivered."""
+        found = torch.zeros(len(self.tokens))
+        here = self.indices == index
+        found[self._places[here]] = self.values[here]
+        return found
+
+    def top(self, position: int) -> list[tuple[int, float]]:
+        """(index, value) of the features at a position, the strongest first.
+
+        Raises:
+            KeyError: the position was not encoded.
+        """
+        if position not in self.tokens:
+            raise KeyError(f"position {position} has no features; see tokens.")
+        first, last = torch.searchsorted(self.positions, torch.tensor([position, position + 1]))
+        some = slice(int(first), int(last))
+        return list(zip(self.indices[some].tolist(), self.values[some].tolist(), strict=True))
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a safetensors file with `positions`, `indices`, `values` and `tokens`; or, if the
+        path ends in `.parquet`, a table with a row for each value (`files.features`).
+
+        Raises:
+            ConfigError: the path ends in `.parquet`, and pyarrow is missing.
+        """
+        if str(path).endswith(".parquet"):
+            from vllm_scope.files.features import write_parquet
+
+            write_parquet(self, path)
+            return
+        from safetensors.torch import save_file
+
+        names = ("positions", "indices", "values", "tokens")
+        save_file({name: getattr(self, name).contiguous() for name in names}, path)
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """int64 [num_values]: of each value, the index of its position in `tokens`."""
+        return torch.searchsorted(self.tokens, self.positions)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __repr__(self) -> str:
+        width = "" if self.num_features is None else f" of {self.num_features:,} features"
+        return f"SparseFeatures({len(self)} values at {len(self.tokens)} positions{width})"
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for position in self.tokens[:_SHOWN_TOKENS].tolist():
+            some = self.top(position)[:_SHOWN_FEATURES]
+            text = ", ".join(f"{index}: {value:.3g}" for index, value in some)
+            rows.append(f"<tr><td>{position}</td><td style='text-align:left'>{text}</td></tr>")
+        head = "<tr><th>position</th><th>index: value</th></tr>"
+        return f"<table><caption>{escape(repr(self))}</caption>{head}{''.join(rows)}</table>"
+
+
+class Features(Mapping[str, SparseFeatures]):
+    """Name of the action -> its features.
+
+    Args:
+        find: returns those of a name.
+    """
+
+    def __init__(self, names: Sequence[str], find: Callable[[str], SparseFeatures]) -> None:
+        self._names, self._find = names, find
+
+    def __getitem__(self, name: str) -> SparseFeatures:
+        if name not in self._names:
+            asked = ", ".join(self._names) or "none"
+            raise KeyError(f"no features of this request are called {name!r}; it has: {asked}.")
+        return self._find(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"Features({', '.join(f'{name}: {self[name]!r}' for name in self)})"

@@ -1,0 +1,149 @@
+"""The tokens of a lens in a result: by layer, the likeliest at each position.
+
+Owns:  TopTokens (of one layer), LensTokens (of all layers of one LensTopK), Lenses (by name).
+Runs:  in the front-end, and in every process that a result is pickled to.
+From:  batch.sparse, scores.   To: result; server.encode; analysis.lens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from torch import Tensor
+
+from vllm_scope.batch.sparse import SparseRows
+
+#: Positions that `_repr_html_` shows.
+_SHOWN_TOKENS = 32
+
+
+@dataclass(frozen=True, eq=False)
+class TopTokens:
+    """The likeliest next tokens at each position, by the rows of one layer. Tensors on the CPU.
+
+    Attributes:
+        positions: int64 [num_positions], ascending, absolute; the tokens at position p are
+            predictions for position p + 1.
+        token_ids: int64 [num_positions, k], the likeliest first.
+        log_probs: float32 [num_positions, k], natural logarithms.
+    """
+
+    positions: Tensor
+    token_ids: Tensor
+    log_probs: Tensor
+
+    @staticmethod
+    def of_rows(rows: SparseRows, positions: Tensor) -> TopTokens:
+        """Those that a worker made; k is smaller if the vocabulary is."""
+        k = int(rows.counts.max()) if len(rows) else rows.shape[1]
+        return TopTokens(positions, rows.indices[:, :k].long(), rows.values[:, :k])
+
+    def top(self, position: int) -> list[tuple[int, float]]:
+        """(token id, log-probability) at a position, the likeliest first.
+
+        Raises:
+            KeyError: the lens was not applied there.
+        """
+        (found,) = (self.positions == position).nonzero(as_tuple=True)
+        if not len(found):
+            raise KeyError(f"position {position} has no tokens of this lens; see positions.")
+        ids, values = self.token_ids[found[0]].tolist(), self.log_probs[found[0]].tolist()
+        return list(zip(ids, values, strict=True))
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+
+class LensTokens(Mapping[int, TopTokens]):
+    """Layer -> the tokens of one LensTopK, layers ascending.
+
+    Args:
+        tokenizer: what decodes a list of token ids, for the table in a notebook; None shows ids.
+    """
+
+    def __init__(self, layers: Mapping[int, TopTokens], tokenizer: Any = None) -> None:
+        self._layers, self._tokenizer = dict(sorted(layers.items())), tokenizer
+
+    def decoded(self, tokenizer: Any) -> LensTokens:
+        """The same, shown in a notebook with the tokens' texts.
+
+        Args:
+            tokenizer: with `decode`, such as `llm.get_tokenizer()`.
+        """
+        return LensTokens(self._layers, tokenizer)
+
+    def __getitem__(self, layer: int) -> TopTokens:
+        if layer not in self._layers:
+            asked = ", ".join(map(str, self._layers))
+            raise KeyError(f"the lens was not applied at layer {layer!r}; it has: {asked}.")
+        return self._layers[layer]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __repr__(self) -> str:
+        count = max(map(len, self._layers.values()), default=0)
+        return f"LensTokens(layers {', '.join(map(str, self))}; {count} positions)"
+
+    def _repr_html_(self) -> str:
+        """The likeliest token of each position and layer; layers are columns."""
+        known = {
+            layer: dict(zip(one.positions.tolist(), range(len(one)), strict=True))
+            for layer, one in self._layers.items()
+        }
+        positions = sorted({position for each in known.values() for position in each})
+        head = "".join(f"<th>{layer}</th>" for layer in self)
+        rows = [f"<tr><th>position</th>{head}</tr>"]
+        for position in positions[:_SHOWN_TOKENS]:
+            cells = (self._cell(layer, known[layer].get(position)) for layer in self)
+            rows.append(f"<tr><td>{position}</td>{''.join(cells)}</tr>")
+        return f"<table><caption>{escape(repr(self))}</caption>{''.join(rows)}</table>"
+
+    def _cell(self, layer: int, row: int | None) -> str:
+        if row is None:
+            return "<td></td>"
+        one = self._layers[layer]
+        pairs = zip(one.token_ids[row].tolist(), one.log_probs[row].exp().tolist(), strict=True)
+        texts = [(self._text(token), share) for token, share in pairs]
+        title = "&#10;".join(f"{escape(text)} {share:.3f}" for text, share in texts)
+        text, share = texts[0]
+        shade = f"background:rgba(66,133,244,{0.6 * share:.2f})"
+        return f"<td title=\"{title}\" style='text-align:left;{shade}'>{escape(text)}</td>"
+
+    def _text(self, token: int) -> str:
+        return str(token) if self._tokenizer is None else repr(self._tokenizer.decode([token]))
+
+
+class Lenses(Mapping[str, LensTokens]):
+    """Name of a LensTopK -> its tokens.
+
+    Args:
+        layers: name -> the layers.
+        find: returns the tokens of a name and a layer.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, list[int]], find: Callable[[str, int], TopTokens]
+    ) -> None:
+        self._layers, self._find = layers, find
+
+    def __getitem__(self, name: str) -> LensTokens:
+        if name not in self._layers:
+            asked = ", ".join(self._layers) or "none"
+            raise KeyError(f"no lens of this request is called {name!r}; it has: {asked}.")
+        return LensTokens({layer: self._find(name, layer) for layer in self._layers[name]})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __repr__(self) -> str:
+        return f"Lenses({', '.join(f'{name}: {self[name]!r}' for name in self)})"

@@ -1,0 +1,360 @@
+"""The strongest tokens of each feature of an SAE, with their context.
+
+Owns:  MaxActivating (the table), Strong (one token of it).
+Runs:  on a sink's thread; anywhere else with numpy. No torch, no engine.
+From:  sinks.max_activating, or a caller's own loop.   To: max_activating_files, neuronpedia,
+       views.feature_page.
+
+Promise: the table is that of all tokens that were added, whatever their order. Of equal values the
+first by label comes first, then by position, then by the context's token ids. The table's memory is
+fixed when the table is made. A call also takes about four times BLOCK_BYTES, and 20 bytes for each
+place of its document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_scope.errors import ConfigError, shown
+from vllm_scope.saes.strongest import (
+    LABEL_BYTES,
+    NUM_BARS,
+    Entries,
+    Floats,
+    Found,
+    Ints,
+    empty,
+    entries_at,
+    order_of,
+    ranks,
+    runs,
+    widened,
+)
+
+#: The features of a document are taken in blocks whose entries have about so many bytes.
+BLOCK_BYTES: Final = 1 << 24
+#: Entries are written in parts of so many bytes.
+_PART_BYTES: Final = 1 << 21
+SIZES: Final = ("num_features", "k", "before", "after")
+COUNTS: Final = ("num_documents", "num_tokens", "num_full")
+
+
+@dataclass(frozen=True)
+class Strong:
+    """One of the strongest tokens of a feature.
+
+    Attributes:
+        value: of the feature at this token.
+        label: of its document; in tables of the sink the request's id.
+        position: of the token in its document.
+        at: the token's index in `tokens`.
+        tokens: int32 [n], the ids of the context; it ends where the document ends.
+        values: float32 [n], the feature at each of them. NaN: it was not computed there.
+    """
+
+    value: float
+    label: str
+    position: int
+    at: int
+    tokens: NDArray[np.int32]
+    values: Floats
+
+
+def table_bytes(num_features: int, k: int, before: int, after: int) -> int:
+    """Bytes of a table of this size."""
+    entry = 8 + LABEL_BYTES + 8 * (before + 1 + after)
+    return num_features * (k * entry + 8 * NUM_BARS + 8 + 4 + 2)
+
+
+class MaxActivating:
+    """For each feature of an SAE its k strongest tokens, how often it is active, and a histogram.
+
+    Args:
+        num_features: of the SAE.
+        k: tokens that are kept of each feature.
+        before, after: tokens of the context on either side.
+        sae: the SAE's name, for files.
+
+    Attributes:
+        num_documents, num_tokens: that were added.
+        num_full: tokens all of whose places had a feature. More features may have been active
+            there, unless the SAE is a TopK SAE.
+        num_active: int64 [num_features]: tokens at which each feature is active.
+        entries: the strongest tokens, in no order: `value`, 0 in an empty entry, `position` and
+            `label`, each [num_features, k]; `tokens` and `values`, [num_features, k,
+            before + 1 + after], with -1 and NaN outside of the document.
+        bars: int64 [num_features, NUM_BARS]: of each feature, its active tokens by value, in equal
+            steps from 0 to 2 ** exponents.
+        exponents: int16 [num_features].
+
+    Raises:
+        ConfigError: a size that is not a whole number in its range.
+    """
+
+    def __init__(
+        self, num_features: int, k: int = 20, before: int = 16, after: int = 8, sae: str = ""
+    ) -> None:
+        for name, value, least in (
+            ("num_features", num_features, 1), ("k", k, 1), ("before", before, 0),
+            ("after", after, 0),
+        ):  # fmt: skip
+            if type(value) is not int or not least <= value < 1 << 31:
+                raise ConfigError(f"{name} is {shown(value)}; it is a whole number from {least}.")
+        self.num_features, self.k, self.before, self.after = num_features, k, before, after
+        self.sae = sae
+        self.num_documents = self.num_tokens = self.num_full = 0
+        self.num_active: Ints = np.zeros(num_features, np.int64)
+        self.entries = empty((num_features, k), before + 1 + after)
+        self._least: Floats = np.zeros(num_features, np.float32)
+        self.set_least()
+        self.bars: Ints = np.zeros((num_features, NUM_BARS), np.int64)
+        self.exponents = np.zeros(num_features, np.int16)
+
+    def set_least(self) -> None:
+        """Note the least value among the entries of each feature, after they have changed."""
+        self._least[:] = self.entries["value"].min(1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table: features x (k x context), and the histograms."""
+        return table_bytes(self.num_features, self.k, self.before, self.after)
+
+    @property
+    def density(self) -> NDArray[np.float64]:
+        """float64 [num_features]: the share of tokens at which each feature is active."""
+        return self.num_active / max(self.num_tokens, 1)
+
+    def histogram(self, index: int) -> tuple[NDArray[np.float64], Ints]:
+        """(edges [NUM_BARS + 1], counts [NUM_BARS]) of a feature's values above 0."""
+        top = float(np.ldexp(1.0, int(self.exponents[index])))
+        return np.linspace(0, top, NUM_BARS + 1), self.bars[index]
+
+    def top(self, index: int) -> list[Strong]:
+        """The strongest tokens of a feature, the strongest first."""
+        every = {name: array[index] for name, array in self.entries.items()}
+        order = order_of(every, np.zeros(self.k, np.int64))
+        return [self._strong(every, i) for i in order if every["value"][i] > 0]
+
+    def _strong(self, every: Entries, i: int) -> Strong:
+        inside = np.flatnonzero(every["tokens"][i] >= 0)
+        return Strong(
+            float(every["value"][i]), bytes(every["label"][i]).decode("utf-8", "replace"),
+            int(every["position"][i]), int(np.searchsorted(inside, self.before)),
+            every["tokens"][i][inside], every["values"][i][inside],
+        )  # fmt: skip
+
+    def add(
+        self,
+        label: str,
+        token_ids: Sequence[int] | Ints,
+        positions: Ints,
+        indices: NDArray[np.int32],
+        values: Floats,
+    ) -> None:
+        """Take the features of one document. Values that are not finite are left out.
+
+        Args:
+            token_ids: all tokens of the document.
+            positions: int64 [n], ascending: the tokens that were encoded.
+            indices: [n, places], -1 in a place without a feature; a feature once in a token.
+            values: [n, places].
+
+        Raises:
+            ConfigError: shapes that do not fit, or a position or a feature that is not there. The
+                table is as it was.
+        """
+        positions, document = np.asarray(positions, np.int64), np.asarray(token_ids, np.int64)
+        self._check(len(document), positions, indices, values)
+        used = indices >= 0
+        self.num_documents += 1
+        self.num_tokens += len(positions)
+        self.num_full += int(used.all(1).sum())
+        used &= np.isfinite(values) & (values > 0)
+        feature = np.where(used, indices, -1).astype(np.int32).ravel()
+        made = partial(self._entries, label, document, positions)
+        counts = np.bincount(feature[used.ravel()], minlength=self.num_features)
+        for first, last in self._blocks(counts):
+            at = np.flatnonzero((feature >= first) & (feature < last))
+            # Stable, so that the positions of a feature keep their order. numpy sorts 16 bits in
+            # linear time.
+            at = at[np.argsort((feature[at] - first).astype(np.uint16), kind="stable")]
+            found = Found(
+                feature[at].astype(np.int64), positions[at // indices.shape[1]],
+                values.reshape(-1)[at].astype(np.float32),
+            )  # fmt: skip
+            self._count(found)
+            best = self._candidates(found)
+            self._merge(found.feature[best], found.value[best], partial(made, found, best))
+
+    def _check(
+        self, num_tokens: int, positions: Ints, indices: NDArray[np.int32], values: Floats
+    ) -> None:
+        if indices.ndim != 2 or values.shape != indices.shape or len(indices) != len(positions):
+            raise ConfigError(
+                f"positions, indices and values have the shapes {[*positions.shape]}, "
+                f"{[*indices.shape]} and {[*values.shape]}; they are [n], [n, places] and "
+                "[n, places]."
+            )
+        if len(positions) and not (
+            positions[0] >= 0 and positions[-1] < num_tokens and (np.diff(positions) > 0).all()
+        ):
+            raise ConfigError(
+                f"positions are {shown(positions.tolist())}, and the document has {num_tokens} "
+                f"tokens; positions ascend from 0 to {num_tokens - 1} at most."
+            )
+        if indices.size and indices.max() >= self.num_features:
+            raise ConfigError(
+                f"indices have {indices.max()}; the table has the features 0 to "
+                f"{self.num_features - 1}."
+            )
+
+    def _blocks(self, counts: Ints) -> Iterator[tuple[int, int]]:
+        """(first feature, one after the last) of each block, of at most 2**16 features.
+
+        Args:
+            counts: [num_features], how often each feature comes.
+        """
+        size = table_bytes(1, self.k, self.before, self.after)
+        ends = np.cumsum(np.where(counts > 0, size + 64 * counts, 0)) // BLOCK_BYTES
+        edges = np.union1d(np.flatnonzero(np.diff(ends)) + 1, np.arange(0, len(counts), 1 << 16))
+        for first, last in zip(edges, [*edges[1:], len(counts)], strict=True):
+            if counts[first:last].any():
+                yield int(first), int(last)
+
+    def merge(self, other: MaxActivating) -> None:
+        """Take all that another table of this size has.
+
+        Raises:
+            ConfigError: its sizes differ.
+        """
+        for name in SIZES:
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                raise ConfigError(
+                    f"{name} is {ours} and {theirs}; tables of equal sizes can be merged."
+                )
+        for name in COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.num_active += other.num_active
+        exponents = np.maximum(
+            np.where(self.bars.any(1), self.exponents, other.exponents),
+            np.where(other.bars.any(1), other.exponents, self.exponents),
+        )
+        self.bars = widened(self.bars, exponents - self.exponents)
+        self.bars += widened(other.bars, exponents - other.exponents)
+        self.exponents = exponents
+        for first, last in self._blocks((other.entries["value"] > 0).sum(1)):
+            value = other.entries["value"][first:last]
+            feature, place = np.nonzero(value > 0)
+            made = partial(entries_at, other.entries, feature + first, place)
+            self._merge(feature + first, value[feature, place], made)
+
+    def _count(self, found: Found) -> None:
+        """Add to the counts and the histograms."""
+        starts, counts = runs(found.feature)
+        features = found.feature[starts]
+        self.num_active[features] += counts
+        needed = np.maximum.reduceat(np.frexp(found.value)[1], starts).astype(np.int16)
+        old, bars = self.exponents[features], self.bars[features]
+        new = np.where(bars.any(1), np.maximum(old, needed), needed)
+        bars = widened(bars, new.astype(np.int64) - old)
+        where = np.repeat(np.arange(len(features)), counts)
+        # A power of two: the product is exact.
+        scaled = np.ldexp(found.value.astype(np.float64), -new[where].astype(np.int32)) * NUM_BARS
+        bar = where * NUM_BARS + scaled.astype(np.int64)
+        bars += np.bincount(bar, minlength=bars.size).reshape(bars.shape)
+        self.bars[features], self.exponents[features] = bars, new
+
+    def _candidates(self, found: Found) -> Ints:
+        """Which of `found` may be among the k strongest, by feature."""
+        some = np.flatnonzero(found.value >= self._least[found.feature])
+        feature = found.feature[some]
+        order = np.lexsort((-found.value[some], feature))  # stable: then by position
+        best: Ints = some[order[ranks(feature) < self.k]]
+        return best
+
+    def _entries(
+        self, label: str, token_ids: Ints, positions: Ints, found: Found, best: Ints, some: Ints
+    ) -> Entries:
+        """The entries of found[best[some]]."""
+        at, context = best[some], np.arange(-self.before, self.after + 1)
+        feature, position = found.feature[at][:, None], found.position[at][:, None]
+        made = empty((len(at),), len(context))
+        made["value"], made["position"] = found.value[at], position[:, 0].astype(np.int32)
+        made["label"][:] = label.encode("utf-8", "replace")[:LABEL_BYTES]
+        where = position + context
+        inside = (where >= 0) & (where < len(token_ids))
+        where = np.where(inside, where, 0)
+        made["tokens"][:] = np.where(inside, token_ids[where], -1)
+        encoded = np.zeros(len(token_ids), bool)
+        encoded[positions] = True
+        made["values"][:] = np.where(inside & encoded[where], 0, np.nan)
+        # `found` has a feature once at each position, in order, so that the context's values are
+        # at most `before` places before the entry and `after` places behind it.
+        near = np.clip(at[:, None] + context, 0, len(found.feature) - 1)
+        column = found.position[near] - position + self.before
+        there = (found.feature[near] == feature) & (column >= 0) & (column < len(context))
+        made["values"][np.nonzero(there)[0], column[there]] = found.value[near[there]]
+        return made
+
+    def _merge(self, feature: Ints, value: Floats, made: Callable[[Ints], Entries]) -> None:
+        """Keep the k first of the table's entries and some others, of each feature.
+
+        Args:
+            feature: of each of the others, ascending.
+            made: makes the entries of some of the others, by their indices.
+        """
+        starts, counts = runs(feature)
+        features = feature[starts]
+        held = self.entries["value"][features].reshape(-1)
+        every = np.arange(len(features))
+        owner = np.concatenate([np.repeat(every, self.k), np.repeat(every, counts)])
+        value = np.concatenate([held, value])
+        order = np.lexsort((-value, owner))
+        by = owner[order]
+        rank = ranks(by)
+        # Only among the entries that equal both the last one that is kept and the first one that
+        # is left out, the other keys decide.
+        last, out = value[order[rank == self.k - 1]], np.zeros(len(features), np.float32)
+        out[by[rank == self.k]] = value[order[rank == self.k]]
+        tied = np.flatnonzero((value[order] == out[by]) & (last == out)[by] & (out > 0)[by])
+        if len(tied):
+            order[tied] = self._settled(order[tied], owner, features, made)
+        kept = np.zeros(len(owner), bool)
+        kept[order[rank < self.k]] = True
+        # As many entries of each feature are free as are new.
+        free, new = np.flatnonzero(~kept[: len(held)]), np.flatnonzero(kept[len(held) :])
+        step = max(1, _PART_BYTES // table_bytes(1, 1, self.before, self.after))
+        for i in range(0, len(new), step):
+            some, to = made(new[i : i + step]), free[i : i + step]
+            for name, array in self.entries.items():
+                array[features[to // self.k], to % self.k] = some[name]
+        self._least[features] = self.entries["value"][features].min(1)
+
+    def _settled(
+        self, tied: Ints, owner: Ints, features: Ints, made: Callable[[Ints], Entries]
+    ) -> Ints:
+        """Entries of equal value in a table's order; numbers and owners as in `_merge`."""
+        num_held = len(features) * self.k
+        held, others = tied[tied < num_held], tied[tied >= num_held]
+        ours = entries_at(
+            self.entries, features[held // self.k], held % self.k, np.arange(len(held))
+        )
+        theirs = made(others - num_held)
+        every = {name: np.concatenate([ours[name], theirs[name]]) for name in ours}
+        tied = np.concatenate([held, others])
+        settled: Ints = tied[order_of(every, owner[tied])]
+        return settled
+
+    def __repr__(self) -> str:
+        name = f" of {self.sae!r}" if self.sae else ""
+        return (
+            f"<MaxActivating{name}: {self.num_features:,} features, {self.k} tokens each, of "
+            f"{self.num_tokens:,} tokens in {self.num_documents:,} documents>"
+        )

@@ -1,0 +1,93 @@
+"""Tables of strongest tokens in files: safetensors.
+
+Owns:  `encode_table`, `load_max_activating`.
+From:  max_activating.   To: sinks.max_activating; whoever looks at a table.
+
+Promise: a table takes no more memory than its file, whatever sizes the file claims.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from vllm_scope.errors import FileError, shown
+from vllm_scope.saes.max_activating import COUNTS, SIZES, MaxActivating
+from vllm_scope.saes.strongest import LABEL_BYTES, NUM_BARS
+
+_FORMAT = "vllm_scope.max_activating.1"
+#: Beside the entries.
+_ARRAYS = ("num_active", "bars", "exponents")
+
+
+def encode_table(table: MaxActivating) -> bytes:
+    """A safetensors file of a table. Its tensors are the table's arrays; `label` is uint8
+    [num_features, k, LABEL_BYTES]."""
+    shape = (table.num_features, table.k, LABEL_BYTES)
+    tensors = table.entries | {name: getattr(table, name) for name in _ARRAYS}
+    tensors["label"] = table.entries["label"].view(np.uint8).reshape(shape)
+    facts = {name: getattr(table, name) for name in (*SIZES, *COUNTS, "sae")}
+    return save(tensors, {"format": _FORMAT, "max_activating": json.dumps(facts)})
+
+
+def load_max_activating(path: str | Path, sae: str | None = None) -> MaxActivating:
+    """The table of a file; or, of a folder, of all its files of one SAE together.
+
+    Args:
+        sae: the SAE's name. None: that of the only SAE in the folder.
+
+    Raises:
+        FileError: there is no such file, it is damaged, or the folder has several SAEs.
+        ConfigError: the sizes of the files differ.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileError(f"{path} does not exist; give a file of a table, or a folder of them.")
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    found = [_load(file) for file in files]
+    names = sorted({table.sae for table in found})
+    if not names:
+        raise FileError(f"{path} has no tables; the sink writes them every `flush_s` seconds.")
+    if sae not in names if sae is not None else len(names) > 1:
+        there = ", ".join(map(shown, names[:8]))
+        raise FileError(
+            f"{path} has tables of {there}"
+            f"{'' if sae is None else f', not of {shown(sae)}'}; give the name of one of them."
+        )
+    tables = [table for table in found if sae in (None, table.sae)]
+    first, *others = tables
+    for other in others:
+        first.merge(other)
+    return first
+
+
+def _load(path: Path) -> MaxActivating:
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != _FORMAT:
+                raise FileError(f"{path} is no table of strongest tokens of this version.")
+            facts = json.loads(metadata["max_activating"])
+            shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}
+            num_features, k, before, after = (facts[name] for name in SIZES)
+            context = [num_features, k, before + 1 + after]
+            if shapes.get("values") != context or shapes.get("bars") != [num_features, NUM_BARS]:
+                raise FileError(f"{path}: its sizes {context} contradict its tensors.")
+            table = MaxActivating(num_features, k, before, after, str(facts["sae"]))
+            for name, array in table.entries.items():
+                stored = file.get_tensor(name)
+                array[:] = stored.view(array.dtype)[..., 0] if name == "label" else stored
+            for name in _ARRAYS:
+                getattr(table, name)[:] = file.get_tensor(name)
+            for name in COUNTS:
+                setattr(table, name, int(facts[name]))
+            table.set_least()
+            return table
+    except FileError:
+        raise
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
+        raise FileError(f"{path} cannot be read: {error}") from None

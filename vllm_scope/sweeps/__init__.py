@@ -1,0 +1,17 @@
+"""Sweeps: one edit at every place of a grid, and what each does to the next token.
+
+metrics.py  what a cell's value is: LogitDifference, Logprob, KL
+sweep.py    what a caller asks for, and its prompts as token ids
+source.py   the rows that edits take their vectors from
+plan.py     which requests a sweep is made of, and in which order
+table.py    the values with their names, as files and as a picture
+
+Here is no engine: engine/frontend/sweeping.py sends the requests of a plan. numpy, no torch.
+"""
+
+from vllm_scope.sweeps.metrics import KL, LogitDifference, Logprob
+from vllm_scope.sweeps.plan import Cell
+from vllm_scope.sweeps.sweep import Sweep
+from vllm_scope.sweeps.table import SweepTable
+
+__all__ = ["KL", "Cell", "LogitDifference", "Logprob", "Sweep", "SweepTable"]

@@ -1,0 +1,143 @@
+"""What a cell's value is: a number of the log-probabilities of the next token.
+
+Owns:  Metric, and the metrics LogitDifference, Logprob and KL.
+From:  the log-probabilities that vLLM returns for the last token of a prompt.   To: plan.
+
+Promise: a metric needs no logits. Logits and log-probabilities of a token differ by the same number
+for all tokens of a vocabulary, so a difference of two is the same.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.selectors import as_numbers
+
+#: Token id -> log-probability of the next token.
+Logprobs = Mapping[int, float]
+#: A text -> its token ids, without special tokens.
+Encode = Callable[[str], list[int]]
+
+
+class Metric(ABC):
+    """A number of the next token's distribution."""
+
+    #: A few words, for the table and the picture.
+    name: ClassVar[str]
+
+    @abstractmethod
+    def token_ids(self, encode: Encode, num_prompts: int) -> list[tuple[int, ...]]:
+        """The tokens whose log-probabilities it takes, for each prompt; empty for all tokens.
+
+        Raises:
+            SpecError: no token, or not one for each prompt.
+        """
+
+    @abstractmethod
+    def value(self, found: Logprobs, clean: Logprobs, ids: tuple[int, ...]) -> float:
+        """The value of one cell.
+
+        Args:
+            found: with the edit.
+            clean: of the same prompt without the edit.
+            ids: the prompt's `token_ids`.
+        """
+
+
+@dataclass(frozen=True)
+class LogitDifference(Metric):
+    """The logit of token `a` less the logit of token `b`.
+
+    Args:
+        a, b: a token's id, or a text, which stands for its first token (" Paris", with the space
+            that it has in a sentence); or a list with one of these for each prompt.
+    """
+
+    a: Any
+    b: Any
+    name: ClassVar[str] = "logit difference"
+
+    def token_ids(self, encode: Encode, num_prompts: int) -> list[tuple[int, ...]]:
+        a = _tokens(self.a, encode, num_prompts, "LogitDifference.a")
+        b = _tokens(self.b, encode, num_prompts, "LogitDifference.b")
+        for i, (one, other) in enumerate(zip(a, b, strict=True)):
+            if one == other:
+                raise SpecError(
+                    f"LogitDifference has the token {one} as a and as b of prompts[{i}]; give two "
+                    "different tokens. A text stands for its first token."
+                )
+        return list(zip(a, b, strict=True))
+
+    def value(self, found: Logprobs, clean: Logprobs, ids: tuple[int, ...]) -> float:
+        return found[ids[0]] - found[ids[1]]
+
+
+@dataclass(frozen=True)
+class Logprob(Metric):
+    """The log-probability of a token.
+
+    Args:
+        token: as `LogitDifference.a`.
+    """
+
+    token: Any
+    name: ClassVar[str] = "log-probability"
+
+    def token_ids(self, encode: Encode, num_prompts: int) -> list[tuple[int, ...]]:
+        return [(one,) for one in _tokens(self.token, encode, num_prompts, "Logprob.token")]
+
+    def value(self, found: Logprobs, clean: Logprobs, ids: tuple[int, ...]) -> float:
+        return found[ids[0]]
+
+
+@dataclass(frozen=True)
+class KL(Metric):
+    """KL(clean || edited) of the next token, in nats, over the whole vocabulary.
+
+    vLLM returns every log-probability for it, so the engine must allow them:
+    `LLM(..., max_logprobs=-1)`. A cell then costs time in proportion to the vocabulary.
+    """
+
+    name: ClassVar[str] = "KL divergence"
+
+    def token_ids(self, encode: Encode, num_prompts: int) -> list[tuple[int, ...]]:
+        return [()] * num_prompts
+
+    def value(self, found: Logprobs, clean: Logprobs, ids: tuple[int, ...]) -> float:
+        p = np.fromiter(clean.values(), np.float64, len(clean))
+        q = np.fromiter((found[i] for i in clean), np.float64, len(clean))
+        some = p > -np.inf
+        return float(np.sum(np.exp(p[some]) * (p[some] - q[some])))
+
+
+def _tokens(value: Any, encode: Encode, num_prompts: int, where: str) -> list[int]:
+    """One token id for each prompt."""
+    value = as_numbers(value)
+    several = isinstance(value, Sequence) and not isinstance(value, str)
+    each = list(value) if several else [value]
+    found = [_token(one, encode, where) for one in each]
+    if not several:
+        return found * num_prompts
+    if len(found) != num_prompts:
+        raise SpecError(
+            f"{where} has {len(found)} tokens for {num_prompts} prompts; give one for each, or one "
+            "for all."
+        )
+    return found
+
+
+def _token(value: object, encode: Encode, where: str) -> int:
+    if isinstance(value, str):
+        ids = encode(value)
+        if not ids:
+            raise SpecError(f"{where} is {shown(value)}, which has no token; give another text.")
+        return ids[0]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise SpecError(f"{where} is {shown(value)}; it is a token's id or a text.")
+    return value

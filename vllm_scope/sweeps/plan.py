@@ -1,0 +1,262 @@
+"""Which requests a sweep is made of, and what their answers are in its table.
+
+Owns:  Job (one request), Cell, and Plan.
+From:  sweep, source.   To: engine.frontend.sweeping, which runs the jobs; table.
+
+Order: the reads of a prompt, then its cells. The request without an edit comes first, so the blocks
+of KV before an edited position are there for all cells of the prompt. The reads of the next prompt
+run beside the cells of this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from vllm_scope.errors import ScopeError, SpecError
+from vllm_scope.request.actions import Ablate, Action, Add, Read, Replace
+from vllm_scope.request.sites import MODEL_SITES, Place, Sites, parse_layers
+from vllm_scope.sweeps.metrics import Logprobs
+from vllm_scope.sweeps.source import Floats, given_rows, of_head, read_rows
+from vllm_scope.sweeps.sweep import Sweep, as_prompts, is_prompts
+from vllm_scope.sweeps.table import SweepTable
+
+
+class Tokenizer(Protocol):
+    """Part of Hugging Face's."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, token_ids: list[int], /) -> str: ...
+
+
+class Cell(NamedTuple):
+    """One value of a sweep, as it arrives.
+
+    Attributes:
+        prompt: index among the prompts.
+        layer, position, head: as the table names them; None where it has no such dimension.
+        value: of the metric; NaN if the cell failed (`SweepTable.errors`).
+    """
+
+    prompt: int
+    layer: int
+    position: int | None
+    head: int | None
+    value: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request of a sweep. It asks for one token.
+
+    Attributes:
+        prompt: index among the prompts.
+        ids: the prompt, or its source.
+        place: index into the table's values of this prompt; None for a read.
+        actions: empty for a request that is neither edited nor read.
+        of_source: for a read, True if it is of the source.
+        error: why there can be no such edit; it is not sent, and goes to `take` at once.
+    """
+
+    prompt: int
+    ids: list[int]
+    place: tuple[int, ...] | None
+    actions: tuple[Action, ...]
+    of_source: bool = False
+    error: str | None = None
+
+
+class _Of:
+    """What is known of one prompt while its cells run.
+
+    Attributes:
+        source, plain: rows [num_layers, num_tokens, width] of the source, and of the prompt itself.
+        clean, of_source: log-probabilities without an edit, of the prompt and of the source.
+    """
+
+    source: Floats | None = None
+    plain: Floats | None = None
+    clean: Logprobs | None = None
+    of_source: Logprobs | None = None
+
+
+class Plan:
+    """The requests of one sweep, and its table.
+
+    Args:
+        tokenizer: for prompts and tokens that are texts, and for the texts of tokens.
+
+    Raises:
+        SpecError: something in the sweep is not possible on this engine, with these prompts.
+    """
+
+    def __init__(self, sweep: Sweep, prompts: object, sites: Sites, tokenizer: Tokenizer) -> None:
+        self.sweep, self.sites, encode = sweep, sites, tokenizer.encode
+        layers = parse_layers(sweep.layers, sweep.site, "Sweep.layers")
+        self.places: tuple[Place, ...] = sites.find(sweep.site, layers, "Sweep")
+        self.ids = as_prompts(prompts, encode, "prompts")
+        lengths = [len(ids) for ids in self.ids]
+        positions, self.at = sweep.columns(lengths)
+        row_shape = sites.row_shape(sweep.site)
+        self.heads = sweep.heads_of(row_shape[0])
+        alone = partial(encode, add_special_tokens=False)
+        self.token_ids = sweep.metric.token_ids(alone, len(self.ids))
+        self.sources: list[list[int]] | None = None
+        self._given: Floats | None = None
+        if is_prompts(sweep.source):
+            self.sources = self._sources(as_prompts(sweep.source, encode, "Sweep.source"))
+        else:
+            shape = len(self.ids), len(self.places), len(positions)
+            self._given = given_rows(sweep.source, shape, row_shape)
+            if sweep.mode == "ablate" and not self._given.any():
+                raise SpecError("Sweep.source is zero, and has no direction; give another vector.")
+        self._of = [_Of() for _ in self.ids]
+        self.table = SweepTable.empty(
+            [[tokenizer.decode([i]) for i in ids] for ids in self.ids],
+            [place.layer for place in self.places], None if sweep.together else positions,
+            self.heads, sweep.metric.name, sweep.site, sweep.mode,
+        )  # fmt: skip
+        #: Cells of each prompt that have not come yet.
+        self._left = [len(self._cells_of(i)) for i in range(len(self.ids))]
+        self.num_cells = sum(self._left)
+
+    def _sources(self, found: list[list[int]]) -> list[list[int]]:
+        if len(found) == 1:
+            found = found * len(self.ids)
+        if len(found) != len(self.ids):
+            raise SpecError(
+                f"Sweep.source has {len(found)} prompts for {len(self.ids)}; give one for each, or "
+                "one for all."
+            )
+        for i, (one, other) in enumerate(zip(found, self.ids, strict=True)):
+            if len(one) != len(other):
+                raise SpecError(
+                    f"Sweep.source[{i}] has {len(one)} tokens and prompts[{i}] has {len(other)}; "
+                    "rows go to the same position, so give prompts of the same number of tokens."
+                )
+        return found
+
+    def jobs(self) -> Iterator[Job | None]:
+        """The requests in their order; None: wait for an answer, and then ask again."""
+        yield from self._reads(0)
+        for i in range(len(self.ids)):
+            if i + 1 < len(self.ids):
+                yield from self._reads(i + 1)
+            while not self._is_ready(i):
+                yield None
+            for place in self._cells_of(i):
+                yield self._cell_job(i, place)
+            self._of[i].source = self._of[i].plain = None
+
+    def _cell_job(self, i: int, place: tuple[int, ...]) -> Job:
+        try:
+            return Job(i, self.ids[i], place, self._edits(i, place))
+        except SpecError as error:  # a row that was read may be zero, or not finite
+            return Job(i, self.ids[i], place, (), error=str(error))
+
+    def _reads(self, i: int) -> Iterator[Job]:
+        layers = [place.layer for place in self.places]
+        read = Read(self.sweep.site, layers=layers, tokens="prompt")
+        keeps_heads = self.heads is not None and self.sweep.mode == "patch"
+        yield Job(i, self.ids[i], None, (read,) if keeps_heads else ())
+        if self.sources is not None:
+            yield Job(i, self.sources[i], None, (read,), of_source=True)
+
+    def _is_ready(self, i: int) -> bool:
+        found = self._of[i]
+        return found.clean is not None and (self.sources is None or found.source is not None)
+
+    def _cells_of(self, i: int) -> list[tuple[int, ...]]:
+        """Indices into the table's values of a prompt, position by position."""
+        columns = [c for c, p in enumerate(self.at[i]) if p is not None]
+        heads = [()] if self.heads is None else [(h,) for h in range(len(self.heads))]
+        layers = range(len(self.places))
+        if self.sweep.together:
+            return [(layer, *head) for layer in layers for head in heads]
+        return [(layer, c, *head) for c in columns for layer in layers for head in heads]
+
+    def _edits(self, i: int, place: tuple[int, ...]) -> tuple[Action, ...]:
+        """The edits of one cell."""
+        layer, sweep = place[0], self.sweep
+        columns = [c for c, p in enumerate(self.at[i]) if p is not None]
+        columns = columns if sweep.together else [place[1]]
+        at = [p for p in (self.at[i][c] for c in columns) if p is not None]
+        rows = self._rows(i, layer, columns, at)
+        if self.heads is not None:
+            plain = self._of[i].plain
+            other = None if plain is None else plain[layer, at]
+            rows = of_head(rows, self.heads[place[-1]], self.sites, sweep.site, other)
+        where: dict[str, Any] = {"site": sweep.site}
+        where |= {} if sweep.site in MODEL_SITES else {"layer": self.places[layer].layer}
+        if sweep.mode == "patch":
+            return (Replace(rows, positions=at, **where),)
+        if (rows == rows[0]).all():
+            groups = [(rows[0], at)]
+        else:
+            groups = [(row, [p]) for row, p in zip(rows, at, strict=True)]
+        if sweep.mode == "add":
+            return tuple(Add(row, scale=sweep.scale, tokens=p, **where) for row, p in groups)
+        return tuple(Ablate(row, tokens=p, **where) for row, p in groups)
+
+    def _rows(self, i: int, layer: int, columns: list[int], at: list[int]) -> Floats:
+        """The source's rows for a cell: [num_positions of the cell, width]."""
+        if self._given is None:
+            source = self._of[i].source
+            assert source is not None
+            return source[layer, at]
+        prompts, layers, positions, width = self._given.shape
+        of_layer = self._given[i if prompts > 1 else 0, layer if layers > 1 else 0]
+        chosen = of_layer[columns] if positions > 1 else of_layer
+        return np.broadcast_to(chosen, (len(at), width))
+
+    def take(self, job: Job, found: Logprobs | None, result: Any, error: str | None) -> Cell | None:
+        """Take the answer to a job; the cell, if it is one.
+
+        Args:
+            found: of the sampled token; None if the request failed.
+            result: the ScopeResult of a job that reads.
+            error: why the request failed.
+
+        Raises:
+            ScopeError: a read failed, without which its cells cannot be.
+        """
+        i, metric, ids = job.prompt, self.sweep.metric, self.token_ids[job.prompt]
+        known = self._of[i]
+        if job.place is not None:
+            value = np.nan
+            if found is None:
+                self.table.errors[i, *job.place] = error or "the request failed"
+            else:
+                assert known.clean is not None
+                value = metric.value(found, known.clean, ids)
+                self.table.values[i, *job.place] = value
+            self._left[i] -= 1
+            if not self._left[i]:
+                self._of[i] = _Of()  # the log-probabilities may be many
+            return self._cell(i, job.place, value)
+        if found is None:
+            what = "Sweep.source" if job.of_source else "prompts"
+            raise ScopeError(f"{what}[{i}] could not be read: {error}")
+        rows = read_rows(result, self.places) if job.actions else None
+        if rows is not None and rows.shape[1] != len(job.ids):
+            raise ScopeError(f"rows of prompts[{i}] are missing: {result.error}")
+        if job.of_source:
+            known.source, known.of_source = rows, found
+        else:
+            known.plain, known.clean = rows, found
+            self.table.plain[i] = metric.value(found, found, ids)
+        if known.clean is not None and known.of_source is not None:
+            self.table.source[i] = metric.value(known.of_source, known.clean, ids)
+        return None
+
+    def _cell(self, i: int, place: tuple[int, ...], value: float) -> Cell:
+        table = self.table
+        return Cell(
+            i, table.layers[place[0]],
+            None if table.positions is None else table.positions[place[1]],
+            None if table.heads is None else table.heads[place[-1]], float(value),
+        )  # fmt: skip

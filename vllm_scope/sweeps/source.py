@@ -1,0 +1,78 @@
+"""The rows that the edits of a sweep take their vectors from.
+
+Owns:  Rows, and the vectors of one cell.
+From:  sweep (given rows), results (rows that were read).   To: plan.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.sites import Place, Sites
+
+Floats = NDArray[np.float32]
+
+
+def given_rows(value: Any, shape: tuple[int, int, int], row_shape: tuple[int, ...]) -> Floats:
+    """Rows of a caller, as [num_prompts, num_layers, num_positions, width] or with 1 in place of a
+    number, where one row is for all.
+
+    Args:
+        shape: (num_prompts, num_layers, num_positions) of the sweep.
+        row_shape: [width], or [num_heads, size of each].
+
+    Raises:
+        SpecError: not numbers, not finite, or of another shape.
+    """
+    if hasattr(value, "detach"):
+        value = value.detach().to("cpu").float().numpy()
+    try:
+        rows = np.asarray(value, np.float32)
+    except (TypeError, ValueError):
+        raise SpecError(
+            f"Sweep.source is {shown(value)}; it is a prompt, a list of prompts, or rows."
+        ) from None
+    width = int(np.prod(row_shape))
+    if len(row_shape) == 2 and rows.shape[-2:] == row_shape:
+        rows = rows.reshape(*rows.shape[:-2], width)
+    # [width], [layers, width], [layers, positions, width], [prompts, layers, positions, width]
+    if rows.ndim == 2:
+        rows = rows[:, None]
+    if 1 <= rows.ndim <= 4:
+        rows = rows.reshape(*(1,) * (4 - rows.ndim), *rows.shape)
+    fits = rows.ndim == 4 and rows.shape[3] == width
+    if not fits or any(n not in (1, most) for n, most in zip(rows.shape, shape, strict=False)):
+        prompts, layers, positions = shape
+        raise SpecError(
+            f"Sweep.source has the shape {list(np.shape(value))}; here it is [{width}], "
+            f"[{layers}, {width}], [{layers}, {positions}, {width}] or "
+            f"[{prompts}, {layers}, {positions}, {width}]."
+        )
+    if not np.isfinite(rows).all():
+        raise SpecError("Sweep.source has a number that is NaN or infinite; give finite numbers.")
+    return rows
+
+
+def read_rows(result: Any, places: tuple[Place, ...]) -> Floats:
+    """The rows of a prompt at these places: [num_layers, num_tokens, width].
+
+    Args:
+        result: ScopeResult of a request that read them.
+    """
+    return np.stack([result[place].float().flatten(1).numpy() for place in places])
+
+
+def of_head(rows: Floats, head: int, sites: Sites, site: str, other: Floats | None) -> Floats:
+    """Rows [..., width] in which only one head's numbers are kept.
+
+    Args:
+        other: [..., width], in place of the numbers of the other heads; None for zeros.
+    """
+    _, size = sites.row_shape(site)
+    found = np.zeros_like(rows) if other is None else other.copy()
+    found[..., head * size : (head + 1) * size] = rows[..., head * size : (head + 1) * size]
+    return found

@@ -1,0 +1,189 @@
+"""What a caller asks a sweep for.
+
+Owns:  Sweep, and `as_prompts`, which makes token ids of what a caller calls prompts.
+To:    plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Final, Literal
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.actions.base import number
+from vllm_scope.request.selectors import as_numbers
+from vllm_scope.request.sites import (
+    ATTENTION_SITES,
+    EDIT_SITES,
+    canonical_site,
+    parse_layers,
+)
+from vllm_scope.sweeps.metrics import Encode, Metric
+
+MODES: Final = ("patch", "ablate", "add")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One edit at each chosen layer and position of a prompt, each in a request of its own.
+
+    Args:
+        source: where the vectors of the edits come from. Prompts (a text, {"prompt_token_ids":
+            [...]}, or a list of these, one for each prompt): their rows at the same layer and
+            position; such a prompt has as many tokens as the prompt that it goes to. Or given
+            rows (a tensor, an array, numbers): [width] for all cells, [num_layers, width],
+            [num_layers, num_positions, width] or [num_prompts, num_layers, num_positions, width];
+            inside the attention the width may be two dimensions, heads and the size of each.
+        metric: what a cell's value is: `LogitDifference`, `Logprob` or `KL`.
+        site: of the edits.
+        layers: "all" that the engine taps, a layer, or a list.
+        positions: "all" tokens of the prompt, a position, or a list. Negative ones count from the
+            prompt's end.
+        mode: "patch": the row becomes the source's row (`Replace`). "ablate": the row loses what it
+            has along the source's row (`Ablate`). "add": `scale` times the source's row is added
+            (`Add`).
+        heads: at `z`, `q`, `k` and `v`: "all", a head, or a list. Each cell then edits one head,
+            and the table has a fourth dimension. None: a cell edits the whole row.
+        scale: for mode "add"; another mode takes none.
+        together: True: a cell edits all chosen positions at once, and the table has no dimension
+            of positions.
+
+    Raises:
+        SpecError: a mode, metric, site, layer, position or head that cannot be.
+    """
+
+    source: Any
+    _: KW_ONLY
+    metric: Metric
+    site: str = "resid_pre"
+    layers: Any = "all"
+    positions: Any = "all"
+    mode: Literal["patch", "ablate", "add"] = "patch"
+    heads: Any = None
+    scale: float = 1.0
+    together: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise SpecError(f"Sweep.mode is {shown(self.mode)}; it is one of {', '.join(MODES)}.")
+        if not isinstance(self.metric, Metric):
+            raise SpecError(
+                f"Sweep.metric is {shown(self.metric)}; it is a LogitDifference, a Logprob or a KL."
+            )
+        object.__setattr__(self, "site", canonical_site(self.site, "Sweep.site"))
+        if self.site not in EDIT_SITES:
+            raise SpecError(
+                f"Sweep.site is {shown(self.site)}, which cannot be edited; take one of "
+                f"{', '.join(EDIT_SITES)}."
+            )
+        object.__setattr__(self, "scale", number(self.scale, "Sweep.scale"))
+        parse_layers(self.layers, self.site, "Sweep.layers")
+        self.chosen_positions  # noqa: B018 - checked now
+        if self.heads is not None and self.site not in ATTENTION_SITES:
+            raise SpecError(
+                f"Sweep.heads is {shown(self.heads)}, and rows of {self.site!r} have no heads; "
+                f"take one of {', '.join(ATTENTION_SITES)}, or leave it out."
+            )
+        if self.scale != 1.0 and self.mode != "add":
+            raise SpecError(
+                f"Sweep.scale is {shown(self.scale)}, and mode {self.mode!r} has no scale; take "
+                'mode "add", or leave it out.'
+            )
+
+    @property
+    def chosen_positions(self) -> list[int] | None:
+        """As they were given; None for all."""
+        value = as_numbers(self.positions)
+        if isinstance(value, str) and value == "all":
+            return None
+        return _whole_numbers(value, "Sweep.positions", "'all', a position or a list")
+
+    def columns(self, lengths: Sequence[int]) -> tuple[list[int], list[list[int | None]]]:
+        """The positions of the table, and for each prompt the absolute position of each; None if
+        the prompt has no such token.
+
+        Args:
+            lengths: number of tokens of each prompt.
+
+        Raises:
+            SpecError: a prompt does not have a position that is named.
+        """
+        named = self.chosen_positions
+        if named is None:
+            every = list(range(max(lengths)))
+            return every, [[p if p < length else None for p in every] for length in lengths]
+        found: list[list[int | None]] = []
+        for i, length in enumerate(lengths):
+            for p in named:
+                if not -length <= p < length:
+                    raise SpecError(
+                        f"Sweep.positions has {p}; prompts[{i}] has {length} tokens, so its "
+                        f"positions are {-length} to {length - 1}."
+                    )
+            found.append([p % length for p in named])
+            if len(set(found[-1])) < len(named):
+                raise SpecError(f"Sweep.positions names a token of prompts[{i}] twice.")
+        return named, found
+
+    def heads_of(self, num_heads: int) -> list[int] | None:
+        """The chosen heads; None if a cell edits the whole row.
+
+        Raises:
+            SpecError: a head that the model does not have.
+        """
+        value = as_numbers(self.heads)
+        if value is None:
+            return None
+        if isinstance(value, str) and value == "all":
+            return list(range(num_heads))
+        found = _whole_numbers(value, "Sweep.heads", "'all', a head or a list")
+        for head in found:
+            if not 0 <= head < num_heads:
+                raise SpecError(
+                    f"Sweep.heads has {head}; {self.site!r} has heads 0 to {num_heads - 1} here."
+                )
+        return found
+
+
+def _whole_numbers(value: Any, where: str, allowed: str) -> list[int]:
+    found = list(value) if isinstance(value, list | tuple) else [value]
+    if not found or any(isinstance(one, bool) or not isinstance(one, int) for one in found):
+        raise SpecError(f"{where} is {shown(value)}; it is {allowed}.")
+    if len(set(found)) < len(found):
+        raise SpecError(f"{where} names {shown(value)}; name each once.")
+    return found
+
+
+def is_prompts(value: object) -> bool:
+    """True for prompts, False for rows."""
+    one = value[0] if isinstance(value, list | tuple) and value else value
+    return isinstance(one, str | Mapping)
+
+
+def as_prompts(value: object, encode: Encode, where: str) -> list[list[int]]:
+    """Token ids of each prompt.
+
+    Args:
+        value: a text, {"prompt_token_ids": [...]}, or a list of these.
+        encode: of a prompt's text, with special tokens.
+
+    Raises:
+        SpecError: no prompt, or no token.
+    """
+    each: Sequence[object] = value if isinstance(value, list | tuple) else [value]
+    if not each:
+        raise SpecError(f"{where} are empty; give at least one prompt.")
+    return [_as_ids(one, encode, f"{where}[{i}]") for i, one in enumerate(each)]
+
+
+def _as_ids(value: object, encode: Encode, where: str) -> list[int]:
+    if isinstance(value, str):
+        ids = encode(value)
+    elif isinstance(value, Mapping) and "prompt_token_ids" in value:
+        ids = list(as_numbers(value["prompt_token_ids"]))
+    else:
+        raise SpecError(f"{where} is {shown(value)}; it is a text or {{'prompt_token_ids': ...}}.")
+    if not ids:
+        raise SpecError(f"{where} has no token.")
+    return ids

@@ -1,0 +1,210 @@
+"""The values of a sweep with their names.
+
+Owns:  SweepTable, and its two files: Parquet (a row for each cell) and safetensors.
+From:  plan, which fills it.   To: the caller; views.heatmap.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_scope.errors import ConfigError, FileError, SpecError, shown
+from vllm_scope.views.heatmap import HeatMap
+
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SweepTable:
+    """The values of a sweep. As the last expression of a notebook's cell it is a picture.
+
+    Attributes:
+        values: float64 [num_prompts, num_layers, num_positions, num_heads], without the last
+            dimension if the sweep has no heads, and without that of positions if its cells edit
+            all positions at once. NaN: the prompt has no such token, the cell has not come yet, or
+            it failed (`errors`).
+        plain: float64 [num_prompts], the metric of each prompt without an edit.
+        source: float64 [num_prompts], the metric of each source; NaN where rows were given.
+        tokens: the texts of each prompt's tokens.
+        layers, positions, heads: the names along the dimensions. Positions are as they were given;
+            negative ones count from the prompt's end.
+        metric, site, mode: of the sweep.
+        errors: index into `values` -> why the cell failed.
+    """
+
+    values: Values
+    plain: Values
+    source: Values
+    tokens: tuple[tuple[str, ...], ...]
+    layers: tuple[int, ...]
+    positions: tuple[int, ...] | None
+    heads: tuple[int, ...] | None
+    metric: str
+    site: str
+    mode: str
+    errors: dict[tuple[int, ...], str] = field(default_factory=dict)
+
+    @staticmethod
+    def empty(
+        tokens: Sequence[Sequence[str]], layers: Sequence[int], positions: Sequence[int] | None,
+        heads: Sequence[int] | None, metric: str, site: str, mode: str,
+    ) -> SweepTable:  # fmt: skip
+        """A table whose values are all NaN."""
+        named = [layers, *(names for names in (positions, heads) if names is not None)]
+        num = len(tokens)
+        return SweepTable(
+            np.full((num, *map(len, named)), np.nan), np.full(num, np.nan), np.full(num, np.nan),
+            tuple(map(tuple, tokens)), tuple(layers),
+            None if positions is None else tuple(positions),
+            None if heads is None else tuple(heads), metric, site, mode,
+        )  # fmt: skip
+
+    @property
+    def coords(self) -> dict[str, tuple[int, ...]]:
+        """Name of a dimension of `values` -> the names along it, in the order of dimensions."""
+        found: dict[str, tuple[int, ...]] = {
+            "prompt": tuple(range(len(self.tokens))), "layer": self.layers,
+        }  # fmt: skip
+        found |= {} if self.positions is None else {"position": self.positions}
+        return found | ({} if self.heads is None else {"head": self.heads})
+
+    def normalised(self) -> SweepTable:
+        """The values as (value - plain) / (source - plain): 0 is the prompt's own, 1 the source's.
+
+        Raises:
+            SpecError: the sweep has given rows, so there is no metric of a source.
+        """
+        if np.isnan(self.source).any():
+            raise SpecError(
+                "the sweep has no metric of a source, because its rows were given; give prompts as "
+                "the source, or take the values as they are."
+            )
+        shape = (-1, *(1,) * (self.values.ndim - 1))
+        plain, source = self.plain.reshape(shape), self.source.reshape(shape)
+        values = (self.values - plain) / (source - plain)
+        ones = np.ones_like(self.plain)
+        return replace(
+            self, values=values, plain=0 * ones, source=ones, metric=f"normalised {self.metric}"
+        )
+
+    def to_xarray(self) -> Any:
+        """An xarray.DataArray with the same names.
+
+        Raises:
+            ConfigError: xarray is not installed.
+        """
+        try:
+            from xarray import DataArray
+        except ImportError as error:
+            raise ConfigError(
+                "to_xarray needs the package xarray; pip install xarray, or take `values` and "
+                "`coords`."
+            ) from error
+        coords = {name: list(names) for name, names in self.coords.items()}
+        attributes = {"site": self.site, "mode": self.mode}
+        return DataArray(self.values, coords, list(coords), self.metric, attributes)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write it as Parquet (".parquet", needs pyarrow), safetensors (".safetensors") or a page
+        with the picture (".html"), by the path's ending. A file that is there is replaced.
+
+        Raises:
+            FileError: another ending, or no such folder.
+        """
+        target = Path(path)
+        writers = {
+            ".parquet": self._write_parquet, ".safetensors": self._write_safetensors,
+            ".html": self.picture().save,
+        }  # fmt: skip
+        if target.suffix not in writers:
+            raise FileError(
+                f"{shown(str(target))} does not end with {', '.join(writers)}; give a name that "
+                "ends with one of them."
+            )
+        if not target.parent.is_dir():
+            raise FileError(f"{target.parent} is no folder; make it, or give another path.")
+        writers[target.suffix](target)
+
+    def _metadata(self) -> dict[str, str]:
+        body = {name: list(names) for name, names in self.coords.items()}
+        told = {"metric": self.metric, "site": self.site, "mode": self.mode}
+        errors = [[list(at), why] for at, why in self.errors.items()]
+        return told | {
+            "coords": json.dumps(body), "tokens": json.dumps(self.tokens),
+            "errors": json.dumps(errors),
+        }  # fmt: skip
+
+    def _write_safetensors(self, path: Path) -> None:
+        from safetensors.numpy import save_file
+
+        arrays = {"values": self.values, "plain": self.plain, "source": self.source}
+        save_file({name: np.ascontiguousarray(a) for name, a in arrays.items()}, path,
+                  self._metadata())  # fmt: skip
+
+    def _write_parquet(self, path: Path) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        coords = self.coords
+        grid = np.meshgrid(*map(np.array, coords.values()), indexing="ij")
+        columns = {name: each.ravel() for name, each in zip(coords, grid, strict=True)}
+        prompts = columns["prompt"]
+        if self.positions is not None:
+            at = zip(prompts.tolist(), columns["position"].tolist(), strict=True)
+            columns["token"] = [self._token(i, p) for i, p in at]
+        columns |= {"value": self.values.ravel(), "plain": self.plain[prompts],
+                    "source": self.source[prompts]}  # fmt: skip
+        made = pa.table(columns)
+        pq.write_table(made.replace_schema_metadata(self._metadata()), path)
+
+    def _token(self, prompt: int, position: int) -> str | None:
+        tokens = self.tokens[prompt]
+        return tokens[position] if -len(tokens) <= position < len(tokens) else None
+
+    def picture(self) -> HeatMap:
+        """Layers by positions (or by heads), the mean over prompts. With both positions and heads
+        there is a row for each layer and head."""
+        counts = np.maximum((~np.isnan(self.values)).sum(0), 1)
+        mean = np.nansum(self.values, 0) / counts
+        mean[np.isnan(self.values).all(0)] = np.nan
+        rows = [f"{layer}" for layer in self.layers]
+        columns = [f"{head}" for head in self.heads or ()]
+        titles = "layer", "head"
+        if self.positions is not None:
+            titles = "layer", "position"
+            columns = [self._column(p) for p in self.positions]
+            if self.heads is not None:
+                mean = np.moveaxis(mean, 2, 1).reshape(-1, len(self.positions))
+                named = itertools.product(self.layers, self.heads)
+                rows = [f"{layer}.{head}" for layer, head in named]
+                titles = "layer.head", "position"
+        elif self.heads is None:
+            mean, columns, titles = mean[:, None], ["all positions"], ("layer", "")
+        num = len(self.tokens)
+        of = f"{num} prompts, their mean" if num > 1 else "1 prompt"
+        caption = f"{self.metric} after {self.mode} at {self.site}: {of}"
+        middle = float(np.nanmean(self.plain)) if np.isfinite(self.plain).any() else 0.0
+        return HeatMap(mean, tuple(rows), tuple(columns), titles, middle, caption)
+
+    def _column(self, position: int) -> str:
+        """The position's token, where all prompts have the same."""
+        found = {self._token(i, position) for i in range(len(self.tokens))} - {None}
+        (token,) = found if len(found) == 1 else (None,)
+        return f"{position}" if token is None else f"{position} {token}"
+
+    def _repr_html_(self) -> str:
+        return self.picture()._repr_html_()
+
+    def __repr__(self) -> str:
+        shape = ", ".join(f"{len(names)} {name}s" for name, names in self.coords.items())
+        left = int(np.isnan(self.values).sum())
+        return f"SweepTable({self.metric}: {shape}; {left} without a value)"

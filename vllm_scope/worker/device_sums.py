@@ -1,0 +1,148 @@
+"""The sums of one name, place and label, on the device.
+
+Owns:  DeviceSums.
+Runs:  as worker.summing.   To: batch.sums.
+
+Promise: sums are float64. Products of 16-bit rows on a GPU are exact in float32, and are added in
+float32 for at most `num_waiting` rows before they are added to the float64 sums; all other products
+are float64. Only the blocks of x x^T on and above the diagonal are computed. All that is kept lies
+in the room that was given.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_scope.batch.sums import Packed, bytes_of, num_waiting, upper_blocks
+
+logger = logging.getLogger(__name__)
+
+#: float64 copies of rows that are made at once.
+COPY_BYTES = 32 << 20
+
+
+def on_device(device: torch.device, numbers: NDArray[Any]) -> Tensor:
+    """The same numbers there; the host does not wait for their copy."""
+    found = torch.from_numpy(numbers)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+
+
+class DeviceSums:
+    """Sums over rows that come in parts.
+
+    Args:
+        room: uint8 [bytes_of(width, ...)], zeroed here.
+        width: numbers of a row.
+        dtype: of rows.
+        covariance, targets: as in batch.sums.bytes_of.
+
+    Attributes:
+        kind: covariance and targets.
+        missing: as in batch.sums.Sums.
+    """
+
+    def __init__(
+        self, room: Tensor, width: int, dtype: torch.dtype, covariance: bool, targets: bool
+    ) -> None:
+        self.kind, self.missing = (covariance, targets), 0
+        self.num_bytes = bytes_of(width, dtype.itemsize, covariance, targets)
+        self._width, self._dtype = width, dtype
+        self.row_bytes = width * dtype.itemsize
+        self._exact = dtype.itemsize == 2 and room.is_cuda
+        #: Rows that are not in `_xx` yet.
+        self._num_rows = 0
+        self._count = 0
+        self._y = self._yy = 0.0
+        self.lie_in(room)
+        room.zero_()
+
+    def lie_in(self, room: Tensor) -> None:
+        """Take the numbers that lie there; as in the constructor, but nothing is zeroed."""
+        assert room.numel() == self.num_bytes
+        covariance, targets = self.kind
+        width, of_rows = self._width, num_waiting(self._width) * self.row_bytes * self.kind[0]
+        self._rows = room[:of_rows].view(self._dtype).view(-1, width)
+        sums = room[of_rows:].view(torch.float64).view(-1, width)
+        num_squares = width * covariance
+        self._xx = sums[:num_squares] if covariance else None
+        self._x, self._xy = sums[num_squares], sums[num_squares + 1] if targets else None
+
+    def add(
+        self,
+        rows_of: Callable[[NDArray[np.int64]], Tensor],
+        at: NDArray[np.int64],
+        targets: NDArray[np.float64],
+    ) -> None:
+        """Add rows; if the device has no room to make them, count them as missing.
+
+        Args:
+            rows_of: returns [n, width], the rows of some indices.
+            at: int64 [n], the indices.
+            targets: [n], ignored without targets.
+        """
+        try:
+            rows = rows_of(at)
+            x, xy = rows.sum(0, dtype=torch.float64), None
+            if self._xy is not None:
+                xy = on_device(rows.device, targets) @ rows.double()
+        except torch.OutOfMemoryError:
+            logger.exception("vllm-scope: rows could not be added to their sums")
+            self.missing += len(at)
+            return
+        self._x += x
+        self._count += len(at)
+        if self._xy is not None and xy is not None:
+            self._xy += xy
+            self._y += float(targets.sum())
+            self._yy += float(targets @ targets)
+        if self._xx is not None:
+            self._keep(rows)
+
+    def _keep(self, rows: Tensor) -> None:
+        while len(rows):
+            num = min(len(rows), len(self._rows) - self._num_rows)
+            self._rows[self._num_rows : self._num_rows + num] = rows[:num]
+            self._num_rows += num
+            rows = rows[num:]
+            if self._num_rows == len(self._rows):
+                self._multiply()
+
+    def _multiply(self) -> None:
+        """Add the products of the rows that wait; if the device has no room to make them, count the
+        rows as missing."""
+        try:
+            self._add_products(self._rows[: self._num_rows])
+        except torch.OutOfMemoryError:
+            logger.exception("vllm-scope: products of rows could not be added")
+            self.missing += self._num_rows
+        self._num_rows = 0
+
+    def _add_products(self, rows: Tensor) -> None:
+        assert self._xx is not None
+        at_once = len(rows) if self._exact else COPY_BYTES // (8 * self._width)
+        for part in rows.split(max(1, at_once)):
+            some = part if self._exact else part.double()
+            for block in upper_blocks(self._width):
+                left, right = some[:, block[0]].t(), some[:, block[1]]
+                into = self._xx[block]
+                if self._exact:
+                    into += torch.mm(left, right, out_dtype=torch.float32)
+                else:
+                    into.addmm_(left, right)
+
+    def read(self) -> Packed:
+        """The sums so far, on the host. Waits for the device."""
+        xx = b""
+        if self._xx is not None:
+            self._multiply()
+            host = self._xx.cpu().numpy()
+            xx = b"".join(host[block].tobytes() for block in upper_blocks(self._width))
+        x, xy = (b"" if one is None else one.cpu().numpy().tobytes() for one in (self._x, self._xy))
+        return Packed(self._count, self.missing, self._y, self._yy, (x, xy, xx))

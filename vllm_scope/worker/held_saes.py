@@ -1,0 +1,169 @@
+"""The SAEs that a worker holds, and their strongest features, for many rows at once.
+
+Owns:  DeviceSae (the encoder of one SAE on the device), `hold_saes`; PairMaker, of which DeviceLens
+       is another kind.
+Runs:  in workers that drain: loaded at start; computed on a GPU on the worker's thread, enqueued on
+       the drain's stream, else on the drain thread.
+From:  saes.sae.   To: packer.
+
+Promise: the host never waits for the device. Memory beside the rows is bounded by MOST_BYTES of
+pre-activations, and about as much again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vllm_scope.errors import ConfigError, shown
+from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
+from vllm_scope.saes.sae import Sae
+
+#: Pre-activations that are computed at once.
+MOST_BYTES = 64 << 20
+#: Features whose maximum is looked at first. The k strongest features are in the k groups with the
+#: largest maxima, so that the whole width is read once and not sorted.
+GROUP = 64
+
+
+def num_bytes(sae: Sae, dtype: torch.dtype) -> int:
+    """What the SAE's encoder takes with weights of this dtype."""
+    return sae.d_sae * (sae.d_model * dtype.itemsize + 4 * (1 + _has_thresholds(sae)))
+
+
+def hold_saes(
+    saes: Iterable[Sae], most_mib: float, dtype: torch.dtype, device: torch.device
+) -> dict[str, DeviceSae]:
+    """The encoders on the device, by their SAEs' names; none if `most_mib` is 0.
+
+    Args:
+        most_mib: additional_config['scope'].saes_mib.
+
+    Raises:
+        ConfigError: they take more.
+    """
+    every = list(saes) if most_mib else []
+    needed = sum(num_bytes(sae, _kept(dtype, device)) for sae in every) / 2**20
+    if needed > most_mib:
+        raise ConfigError(
+            f"additional_config['scope'].saes_mib is {most_mib:g}; the encoders of "
+            f"{', '.join(shown(sae.name) for sae in every[:8])} take {needed:,.1f} MiB of each "
+            "device. Name fewer, or raise it; with 0 requests can name single features alone."
+        )
+    return {sae.name: DeviceSae(sae, dtype, device) for sae in every}
+
+
+class PairMaker(Protocol):
+    """Makes pairs (index, value) of rows."""
+
+    def pack(self, rows: Tensor, count: int) -> Tensor:
+        """uint8 [num_rows, bytes in whole slots]: `count` int32 indices of each row, then as many
+        float32 values.
+
+        Args:
+            rows: [num_rows, width], on the device.
+        """
+
+
+class DeviceSae:
+    """The encoder of one SAE: f = s if s > threshold, else 0, with s = x . weight + bias.
+
+    Args:
+        dtype: of rows and weights. Sums are float32.
+    """
+
+    def __init__(self, sae: Sae, dtype: torch.dtype, device: torch.device) -> None:
+        shape, kept = (sae.d_sae, sae.d_model), _kept(dtype, device)
+        self._weight = torch.empty(shape, dtype=kept, device=device)
+        self._bias = torch.empty(sae.d_sae, device=device)
+        self._threshold = torch.zeros(sae.d_sae, device=device) if _has_thresholds(sae) else None
+        self._k = sae.d_sae if sae.k is None else sae.k
+        self._most_rows = max(1, MOST_BYTES // (4 * sae.d_sae))
+        first, b_dec = 0, sae.decoder_bias.to(device).double()
+        for part in sae.folded(device):
+            here = slice(first, first := first + len(part.bias))
+            weight, bias = part.encoder.to(dtype), part.bias
+            if sae.apply_b_dec_to_input:
+                # The rounding of the weights then counts for x - b_dec, not for x and for b_dec.
+                bias = bias + (part.encoder - weight.double()) @ b_dec / sae.input_scale
+            self._weight[here] = weight
+            self._bias[here] = bias
+            if self._threshold is not None and part.threshold is not None:
+                self._threshold[here] = part.threshold
+
+    def pack(self, rows: Tensor, count: int) -> Tensor:
+        """uint8 [num_rows, bytes in whole slots], as request.heads.Strongest has them.
+
+        Args:
+            rows: [num_rows, width], on the device.
+            count: at most this many features of each row.
+        """
+        num_active = min(count, self._k)
+
+        def found(some: Tensor) -> tuple[Tensor, Tensor]:
+            values, indices = strongest(self._features(some), num_active)
+            return values.relu(), indices
+
+        return packed_pairs(rows, count, self._most_rows, found)
+
+    def _features(self, rows: Tensor) -> Tensor:
+        """float32 [num_rows, d_sae]; of an SAE without thresholds before the ReLU."""
+        if rows.is_cuda and rows.dtype != torch.float32:
+            found = torch.mm(rows, self._weight.t(), out_dtype=torch.float32).add_(self._bias)
+        else:
+            found = torch.addmm(self._bias, rows.float(), self._weight.t())
+        if self._threshold is not None:
+            # A row that is not finite stays so.
+            found.masked_fill_(found <= self._threshold, 0)
+        return found
+
+
+def packed_pairs(
+    rows: Tensor, count: int, most_rows: int, found: Callable[[Tensor], tuple[Tensor, Tensor]],
+    absent: int = 0,
+) -> Tensor:  # fmt: skip
+    """uint8 [num_rows, bytes in whole slots]: int32 indices, then as many float32 values.
+
+    Args:
+        most_rows: that `found` takes at once.
+        found: rows -> values and indices, [n, at most count].
+        absent: the index of a pair that `found` does not make; its value is 0.
+    """
+    words = slots_of_row(8 * count) * SLOT_BYTES // 4
+    packed = torch.zeros((len(rows), words), dtype=torch.int32, device=rows.device)
+    if absent:
+        packed[:, :count] = absent
+    for some, into in zip(rows.split(most_rows), packed.split(most_rows), strict=True):
+        values, indices = found(some)
+        into[:, : indices.shape[1]] = indices
+        into[:, count : count + indices.shape[1]] = values.view(torch.int32)
+    return packed.view(torch.uint8)
+
+
+def strongest(features: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of each row, [n, count] descending, and their indices: as torch.topk."""
+    num_rows, width = features.shape
+    if width % GROUP or count * GROUP >= width:
+        found = features.topk(count)
+        return found.values, found.indices
+    groups = features.view(num_rows, width // GROUP, GROUP)
+    best = groups.amax(2).topk(count).indices
+    some = groups.gather(1, best[:, :, None].expand(-1, -1, GROUP)).view(num_rows, count * GROUP)
+    found = some.topk(count)
+    return found.values, best.gather(1, found.indices // GROUP) * GROUP + found.indices % GROUP
+
+
+def _kept(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Of the weights. A CPU has no product of 16-bit numbers with a float32 result."""
+    return dtype if device.type == "cuda" else torch.float32
+
+
+def _has_thresholds(sae: Sae) -> bool:
+    return sae.threshold is not None or sae.gate_bias is not None
+
+
+#: Of a worker that holds none.
+NONE: Mapping[str, PairMaker] = {}

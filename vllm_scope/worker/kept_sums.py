@@ -1,0 +1,115 @@
+"""All sums of a worker, in memory that is reserved at the start.
+
+Owns:  KeptSums: the sums by name, place and label, and the rows that are in none.
+Runs:  as worker.summing, which uses it.   To: batch.sums.
+
+Promise: sums of at most `most_bytes` fit, whatever was dropped before. They are views: no memory is
+taken for them after the start.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_scope.batch.sums import Packed, bytes_of
+from vllm_scope.program.layout import Widths
+from vllm_scope.request.resolved import ResolvedMoments
+from vllm_scope.request.sites import kind_of_point
+from vllm_scope.worker.device_sums import DeviceSums
+from vllm_scope.worker.summed_rows import Key
+
+logger = logging.getLogger(__name__)
+
+
+class KeptSums:
+    """The sums of one worker.
+
+    Args:
+        dtype, device: of rows.
+        widths: of raw rows.
+        most_bytes: that the sums take. They are taken at once, on the current stream, so that vLLM
+            does not give them to the KV cache.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, widths: Widths, most_bytes: int
+    ) -> None:
+        self._dtype, self._widths = dtype, widths
+        self._reserved = torch.empty(most_bytes, dtype=torch.uint8, device=device)
+        #: Key -> its sums and where they begin, in the order of their places.
+        self._sums: dict[Key, tuple[DeviceSums, int]] = {}
+        #: Bytes before it are taken, or were; and those that are.
+        self._end = self._num_bytes = 0
+        #: Rows that could not be added to any sums.
+        self._missing: Counter[Key] = Counter()
+
+    def of(self, key: Key, action: ResolvedMoments) -> DeviceSums | None:
+        """The sums of an action; None if there is no room, or if they are of another kind."""
+        kind = action.covariance, action.target is not None
+        if key in self._sums:
+            found = self._sums[key][0]
+            return found if found.kind == kind else None
+        width = self._width(key)
+        size = bytes_of(width, self._dtype.itemsize, *kind)
+        if self._num_bytes + size > len(self._reserved):
+            return None
+        if self._end + size > len(self._reserved):
+            self._close_gaps()
+        found = DeviceSums(self._room(self._end, size), width, self._dtype, *kind)
+        self._sums[key] = found, self._end
+        self._end, self._num_bytes = self._end + size, self._num_bytes + size
+        return found
+
+    def _width(self, key: Key) -> int:
+        return self._widths.row_bytes[kind_of_point(key[1].point())] // self._dtype.itemsize
+
+    def _room(self, start: int, size: int) -> Tensor:
+        return self._reserved[start : start + size]
+
+    def _close_gaps(self) -> None:
+        """Move all sums together."""
+        end = 0
+        for key, (one, start) in self._sums.items():
+            shift = start - end
+            # What is copied at once does not overlap its new place.
+            for first in range(start, start + one.num_bytes, shift) if shift else ():
+                size = min(shift, start + one.num_bytes - first)
+                self._room(first - shift, size).copy_(self._room(first, size))
+            one.lie_in(self._room(end, one.num_bytes))
+            self._sums[key] = one, end
+            end += one.num_bytes
+        self._end = end
+
+    def lose(self, key: Key, count: int) -> None:
+        """Count rows as missing."""
+        if key not in self._missing:
+            logger.error("vllm-scope: rows are missing from the sums of %s", key)
+        self._missing[key] += count
+
+    def keys(self) -> list[Key]:
+        return list(dict.fromkeys([*self._sums, *self._missing]))
+
+    def read(self, key: Key) -> Packed | None:
+        """The sums so far; None if no rows came."""
+        if key in self._sums:
+            found = self._sums[key][0].read()
+        elif key in self._missing:
+            found = Packed(0, 0, 0.0, 0.0, (np.zeros(self._width(key)).tobytes(), b"", b""))
+        else:
+            return None
+        return msgspec.structs.replace(found, missing=found.missing + self._missing[key])
+
+    def drop(self, name: str) -> bool:
+        """Forget the sums of a name; False if there are none."""
+        gone = [key for key in self.keys() if key[0] == name]
+        for key in gone:
+            self._missing.pop(key, None)
+            if key in self._sums:
+                self._num_bytes -= self._sums.pop(key)[0].num_bytes
+        return bool(gone)

@@ -1,0 +1,193 @@
+"""Rows of requests with Moments, on their way into sums.
+
+Owns:  SummedRequest, Owners (the requests of some rows), StepRows (of a region), WaitingRows.
+Runs:  as worker.summing, which uses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_scope.batch.by_position import Ints
+from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
+from vllm_scope.request.resolved import ResolvedMoments
+from vllm_scope.request.sites import Place
+from vllm_scope.worker.device_sums import on_device
+
+#: (name, place, label)
+Key = tuple[str, Place, str]
+
+
+@dataclass
+class SummedRequest:
+    """A request with Moments.
+
+    Attributes:
+        places: of each action, point -> its place.
+        added: (action, point) -> positions below it are added, or never will be.
+        accepted: tokens that were accepted, as far as is known.
+        over: no more rows come.
+    """
+
+    num_prompt: int
+    actions: list[ResolvedMoments | None]
+    places: list[dict[int, Place]]
+    added: dict[tuple[int, int], int] = field(default_factory=dict)
+    accepted: int = 0
+    over: bool = False
+
+    @property
+    def sure(self) -> int:
+        """Rows at positions below it count."""
+        return max(self.num_prompt, self.accepted - 1)
+
+
+@dataclass(eq=False)
+class Owners:
+    """The requests of some rows.
+
+    Attributes:
+        requests: distinct; None for one that takes nothing.
+        of: int64 [n], the index of each row's request.
+    """
+
+    requests: list[SummedRequest | None]
+    of: Ints
+
+    @property
+    def is_known(self) -> NDArray[np.bool_]:
+        """bool [n]"""
+        return np.array([one is not None for one in self.requests], bool)[self.of]
+
+    @property
+    def known(self) -> Ints:
+        return np.flatnonzero(self.is_known)
+
+    def numbers(self, number_of: Callable[[SummedRequest], int]) -> Ints:
+        """int64 [n], a number of each row's request; 0 if it is not known."""
+        found = [0 if one is None else number_of(one) for one in self.requests]
+        return np.array(found, np.int64)[self.of]
+
+    def added(self, number: int, point: int) -> Ints:
+        """int64 [n]: positions below it are added at a point, for an action."""
+        return self.numbers(lambda one: one.added.get((number, point), 0))
+
+    def at(self, some: Ints) -> Owners:
+        return Owners(self.requests, self.of[some])
+
+    def action(self, index: int, number: int) -> ResolvedMoments:
+        request = self.requests[index]
+        found = None if request is None else request.actions[number]
+        assert found is not None
+        return found
+
+    def key(self, index: int, number: int, point: int) -> Key:
+        """Which sums an action's rows of a point are for."""
+        request, action = self.requests[index], self.action(index, number)
+        assert request is not None
+        return action.name, request.places[number][point], action.by
+
+    def reach(self, number: int, point: int, positions: Ints) -> None:
+        """Remember that these positions are added."""
+        stops = np.zeros(len(self.requests), np.int64)
+        np.maximum.at(stops, self.of, positions + 1)
+        for one, stop in zip(self.requests, stops.tolist(), strict=True):
+            if one is not None and stop:
+                one.added[number, point] = max(stop, one.added.get((number, point), 0))
+
+
+@dataclass(eq=False)
+class StepRows:
+    """Rows of some tokens of a region.
+
+    Attributes:
+        firsts: int64 [n], first slots of the tokens.
+        claimed: int64 [n], their positions as the labels have them.
+        rows: int64 [n], their batch rows.
+        true, ready: as in Summing.add.
+    """
+
+    words: Tensor
+    firsts: Ints
+    keys: Ints
+    claimed: Ints
+    rows: Ints
+    true: Tensor | None
+    ready: Callable[[], bool]
+
+    def at(self, some: Ints) -> StepRows:
+        return StepRows(
+            self.words, self.firsts[some], self.keys[some], self.claimed[some], self.rows[some],
+            self.true, self.ready,
+        )  # fmt: skip
+
+    def positions(self) -> Ints:
+        """int64 [n]; call it once `ready` returns True."""
+        if self.true is None:
+            return self.claimed
+        found: Ints = self.true.numpy().astype(np.int64)[self.rows]
+        return found
+
+    def rows_at(self, some: Ints, slot: int, row_bytes: int, dtype: torch.dtype) -> Tensor:
+        """[n, width], of some of the tokens, at this slot of each."""
+        return self._gathered(self.firsts[some] + slot, row_bytes, dtype)
+
+    def rows_of(self, slots: Sequence[int], row_bytes: int, dtype: torch.dtype) -> Tensor:
+        """[num_slots, n, width], of all of the tokens, at these slots of each."""
+        at = (np.array(slots, np.int64)[:, None] + self.firsts).ravel()
+        return self._gathered(at, row_bytes, dtype).view(len(slots), len(self.firsts), -1)
+
+    def _gathered(self, at: Ints, row_bytes: int, dtype: torch.dtype) -> Tensor:
+        words, size = self.words, slots_of_row(row_bytes) * SLOT_BYTES // 8
+        # Row i of this view begins at slot i; the rows overlap.
+        places = (words.numel() - size) // words.shape[1] + 1, size
+        rows = words.as_strided(places, (words.shape[1], 1))
+        found = rows.index_select(0, on_device(words.device, at)).view(dtype)
+        return found[:, : row_bytes // dtype.itemsize]
+
+
+@dataclass(eq=False)
+class WaitingRows:
+    """Rows of one action, of some requests in one step.
+
+    Attributes:
+        number: index of the action in each of its requests.
+        positions: int64 [n]; on a GPU valid once `ready` returns True.
+        rows: [points, n, width].
+    """
+
+    number: int
+    points: tuple[int, ...]
+    keys: Ints
+    positions: Callable[[], Ints]
+    ready: Callable[[], bool]
+    rows: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows.numel() * self.rows.element_size()
+
+    def rest(self, owners: Owners) -> WaitingRows | None:
+        """What still waits; `owners` are those of `keys`. Of requests that are over, nothing."""
+        positions = self.positions()
+        runs = owners.numbers(lambda one: not one.over) & owners.is_known
+        left = np.flatnonzero((positions >= owners.numbers(lambda one: one.sure)) & (runs > 0))
+        if len(left) in (0, len(positions)):
+            return self if len(left) else None
+        try:
+            kept, rows = positions[left], picked(self.rows, left, 1)
+        except torch.OutOfMemoryError:
+            return self  # those that were added are not added again
+        return WaitingRows(
+            self.number, self.points, self.keys[left], lambda: kept, lambda: True, rows
+        )
+
+
+def picked(rows: Tensor, at: NDArray[np.int64], dim: int = 0) -> Tensor:
+    return rows.index_select(dim, on_device(rows.device, at))

@@ -1,0 +1,280 @@
+"""Sums of rows by label, on the device.
+
+Owns:  Summing: the sums, and which rows of running requests are in them.
+Runs:  in workers that drain. `add` on a GPU on the worker's thread, enqueued on the drain's stream,
+       else on the drain thread; the others on either.
+From:  drain.   To: kept_sums.
+
+Promise: each position of a request is added once for each action, and only if its token was
+accepted. Rows of the prompt are added when they are computed. Rows of generated tokens wait on the
+device, because a draft may be rejected and async scheduling computes rows past a request's end.
+EngineCore tells how many tokens of a request are accepted when it schedules the request, and when
+the request ends. A row is added if the next token was accepted too: as in a result, the last token
+has no row. If a position was computed several times, the last of the waiting rows counts; once the
+position is added, later ones do not.
+
+Rows that could not be added count as missing in the sums that they are for. `add` raises nothing:
+the other rows of its step go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_scope.batch.by_position import Ints
+from vllm_scope.batch.labels import Labels
+from vllm_scope.batch.sums import Packed
+from vllm_scope.program.layout import Layout, Widths
+from vllm_scope.request.heads import Summed
+from vllm_scope.request.resolved import ResolvedMoments
+from vllm_scope.request.sites import Place, kind_of_point
+from vllm_scope.worker.kept_sums import KeptSums
+from vllm_scope.worker.summed_rows import Key, Owners, StepRows, SummedRequest, WaitingRows, picked
+
+logger = logging.getLogger(__name__)
+
+#: Raw rows that are gathered at once.
+CHUNK_BYTES = 8 << 20
+#: Rows of generated tokens wait until they take so much, or so many steps have brought some, or so
+#: many requests have ended.
+MOST_BYTES, MOST_STEPS = 32 << 20, 256
+
+
+class Summing:
+    """The sums of one worker.
+
+    Verbs: `add_request`, `add`, `accept`, `finish_request`; `read` and `drop` by name.
+
+    Args:
+        dtype, device: of the arena.
+        widths, most_bytes: as in KeptSums.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, widths: Widths, most_bytes: int
+    ) -> None:
+        self._dtype, self._widths = dtype, widths
+        self._sums = KeptSums(dtype, device, widths, most_bytes)
+        self._requests: dict[int, SummedRequest] = {}
+        self._waiting: list[WaitingRows] = []
+        #: The bytes of `_waiting`; the steps since rows were last settled, and the last of them.
+        self._num_bytes = self._num_steps = 0
+        self._last_step: Labels | None = None
+        #: Requests that are over, and whose rows may wait.
+        self._num_over = 0
+        self._lock = threading.Lock()
+
+    def add_request(self, key: int, num_prompt: int, asked: Sequence[ResolvedMoments]) -> None:
+        places = [{place.point(): place for place in one.streams} for one in asked]
+        with self._lock:
+            self._requests[key] = SummedRequest(num_prompt, list(asked), places)
+
+    def __contains__(self, key: int) -> bool:
+        """True for a request with Moments that is not over, or not yet forgotten."""
+        return key in self._requests
+
+    def __bool__(self) -> bool:
+        """True if there are such requests."""
+        return bool(self._requests)
+
+    def accept(self, key: int, num_tokens: int) -> None:
+        """Note how many tokens of a request are accepted. Call this and `add` in order of steps."""
+        with self._lock:
+            request = self._requests.get(key)
+            if request is not None:
+                request.accepted = num_tokens
+
+    def finish_request(self, key: int) -> None:
+        with self._lock:
+            request = self._requests.get(key)
+            if request is not None and self._waiting:
+                request.over, self._num_over = True, self._num_over + 1
+            elif request is not None:
+                del self._requests[key]
+
+    def add(
+        self,
+        words: Tensor,
+        labels: Labels,
+        boundary: int | None,
+        firsts: Ints,
+        true: Tensor | None,
+        ready: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Take the rows of a region.
+
+        Args:
+            words: int64 [num_slots, words of a slot].
+            labels, boundary: as in sinks.RowBatch.
+            firsts: int64 [num_tokens], first slots.
+            true: the true positions by batch row, host memory; None if the labels' are true.
+            ready: returns True once `true` is written.
+        """
+        with self._lock:
+            reached: list[Callable[[], None]] = []
+            num_waiting = len(self._waiting)
+            for i, whole in enumerate(labels.layouts):
+                layout = whole if boundary is None else whole.at(boundary)
+                some = [(head, at) for head, at in layout.encoded if isinstance(head, Summed)]
+                tokens = np.flatnonzero(labels.layout_of == i) if some else ()
+                for head, points in some if len(tokens) else ():
+                    step = StepRows(
+                        words, firsts[tokens], labels.keys[tokens], labels.positions[tokens],
+                        labels.rows[tokens], true, ready,
+                    )  # fmt: skip
+                    try:
+                        reached += self._take(step, layout.arena, head.number, points)
+                    except Exception:
+                        logger.exception("vllm-scope: rows could not be added to their sums")
+                        self._lose(head.number, points, self._owners(step.keys, head.number))
+            # Tokens of several layouts are in any order.
+            for mark in reached:
+                mark()
+            if len(self._waiting) > num_waiting and labels is not self._last_step:
+                self._num_steps, self._last_step = self._num_steps + 1, labels
+            if self._num_bytes > MOST_BYTES or max(self._num_steps, self._num_over) > MOST_STEPS:
+                try:
+                    self._settle()
+                except Exception:
+                    logger.exception("vllm-scope: waiting rows could not be added to their sums")
+
+    def _take(
+        self, step: StepRows, arena: Layout, number: int, points: tuple[int, ...]
+    ) -> Iterator[Callable[[], None]]:
+        """Add rows that are sure, and keep the others. Yields what remembers their positions."""
+        owners = self._owners(step.keys, number)
+        step, owners = step.at(owners.known), owners.at(owners.known)
+        sure = owners.numbers(lambda one: one.num_prompt if step.true is not None else one.sure)
+        now = step.claimed < sure
+        slots = arena.row_slots(self._widths)
+        row_bytes = self._widths.row_bytes[kind_of_point(points[0])]
+        for point in points if now.any() else ():
+            new = step.claimed >= owners.added(number, point)
+            at = np.flatnonzero(now & new)
+            part, of = step.at(at), owners.at(at)
+
+            def rows_of(some: Ints, part: StepRows = part, slot: int = slots[point]) -> Tensor:
+                return part.rows_at(some, slot, row_bytes, self._dtype)
+
+            self._sum(number, point, of, rows_of)
+            yield partial(of.reach, number, point, part.claimed)
+        later = np.flatnonzero(~now)
+        if len(later):
+            part = step.at(later)
+            try:
+                rows = part.rows_of([slots[point] for point in points], row_bytes, self._dtype)
+            except torch.OutOfMemoryError:
+                logger.exception("vllm-scope: rows could not be kept for their sums")
+                self._lose(number, points, owners.at(later))
+                return
+            one = WaitingRows(number, points, part.keys, part.positions, part.ready, rows)
+            self._waiting.append(one)
+            self._num_bytes += one.num_bytes
+
+    def _lose(self, number: int, points: Sequence[int], owners: Owners) -> None:
+        """Count rows as missing."""
+        owners = owners.at(owners.known)
+        for i, count in zip(*np.unique(owners.of, return_counts=True), strict=True):
+            for point in points:
+                self._sums.lose(owners.key(i, number, point), int(count))
+
+    def _owners(self, keys: Ints, number: int) -> Owners:
+        distinct, of = np.unique(keys, return_inverse=True)
+        found = (self._requests.get(key) for key in distinct.tolist())
+        return Owners([one if one and one.actions[number] else None for one in found], of)
+
+    def _sum(
+        self, number: int, point: int, owners: Owners, rows_of: Callable[[Ints], Tensor]
+    ) -> None:
+        """Add rows of a point: those of all indices of `owners`."""
+        groups: dict[tuple[Key, tuple[bool, bool]], list[int]] = {}
+        targets = np.zeros(len(owners.requests))
+        for i in np.unique(owners.of).tolist():
+            action = owners.action(i, number)
+            kind = action.covariance, action.target is not None
+            groups.setdefault((owners.key(i, number, point), kind), []).append(i)
+            targets[i] = action.target or 0.0
+        for (key, _), some in groups.items():
+            at = np.flatnonzero(np.isin(owners.of, some))
+            one = self._sums.of(key, owners.action(some[0], number))
+            if one is None:
+                self._sums.lose(key, len(at))
+                continue
+            for part in _parts(at, CHUNK_BYTES // one.row_bytes):
+                one.add(rows_of, part, targets[owners.of[part]])
+
+    def _settle(self) -> None:
+        """Add the waiting rows whose tokens are accepted."""
+        ready: list[WaitingRows] = []
+        # The others are of the last steps: no row of them is of an accepted token yet.
+        other: list[WaitingRows] = []
+        for one in self._waiting:
+            (ready if one.ready() else other).append(one)
+        at: dict[tuple[int, int], list[tuple[WaitingRows, int]]] = {}
+        for one in ready:
+            for i, point in enumerate(one.points):
+                at.setdefault((one.number, point), []).append((one, i))
+        for (number, point), some in at.items():
+            self._settle_at(number, point, some)
+        left = (one.rest(self._owners(one.keys, one.number)) for one in ready)
+        self._waiting = [one for one in left if one is not None] + other
+        self._num_bytes, self._num_steps = sum(one.num_bytes for one in self._waiting), 0
+        self._requests = {key: one for key, one in self._requests.items() if not one.over}
+        self._num_over = 0
+
+    def _settle_at(self, number: int, point: int, some: list[tuple[WaitingRows, int]]) -> None:
+        """The same at one point. `some`: in the order of steps, with the index of the point."""
+        positions = np.concatenate([one.positions() for one, _ in some])
+        owners = self._owners(np.concatenate([one.keys for one, _ in some]), number)
+        sure = owners.numbers(lambda one: one.sure)
+        new = (positions < sure) & (positions >= owners.added(number, point))
+        due = np.flatnonzero(new & owners.is_known)
+        due = _last_of_each(due, owners.of, positions)
+        if len(due):
+            rows = cache(lambda: torch.cat([one.rows[i] for one, i in some]))
+            of = owners.at(due)
+            self._sum(number, point, of, lambda part: picked(rows(), due[part]))
+            of.reach(number, point, positions[due])
+
+    def names(self, name: str) -> list[tuple[Place, str]]:
+        """The places and labels that there are sums of."""
+        with self._lock:
+            self._settle()
+            return [(place, label) for of, place, label in self._sums.keys() if of == name]
+
+    def read(self, name: str, place: Place, label: str) -> Packed | None:
+        """The sums so far; None if there are none."""
+        with self._lock:
+            self._settle()
+            return self._sums.read((name, place, label))
+
+    def drop(self, name: str) -> bool:
+        """Forget the sums of a name. Running requests add nothing more to it."""
+        with self._lock:
+            for request in self._requests.values():
+                request.actions = [
+                    None if one is not None and one.name == name else one for one in request.actions
+                ]
+            return self._sums.drop(name)
+
+
+def _last_of_each(at: Ints, of: Ints, positions: Ints) -> Ints:
+    """Of `at`, the last index of each request and position, ascending."""
+    order = np.lexsort((at, positions[at], of[at]))
+    one, where = of[at][order], positions[at][order]
+    last = np.ones(len(at), bool)
+    last[:-1] = (one[1:] != one[:-1]) | (where[1:] != where[:-1])
+    return np.sort(at[order[last]])
+
+
+def _parts(at: Ints, most: int) -> Iterator[Ints]:
+    most = max(1, most)
+    for first in range(0, len(at), most):
+        yield at[first : first + most]

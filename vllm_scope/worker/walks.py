@@ -1,0 +1,81 @@
+"""Which state each row of a step begins with.
+
+Owns:  Walks.
+Runs:  in every worker, before the forward. CPU only, no device sync.
+From:  plan (requests and positions), core.admission (their ranges of the log).
+To:    tap.tables (the walks of the rows).
+
+Promise: a position has one state. A step begins where the accepted tokens end, so that the
+positions below it have states that hold. If a request begins again after it was preempted, all its
+tokens but the last have theirs, and are replayed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_scope.batch.by_position import Ints
+from vllm_scope.graph.tap.states import INDEX, KNOWN, NUM_WALK_COLUMNS, WIDTH
+from vllm_scope.program.operations import LogRange
+
+
+class Walks:
+    """The states of running requests; a request is named by its index among the planned ones."""
+
+    def __init__(self) -> None:
+        #: [requests, NUM_WALK_COLUMNS], of each request's first row in a step.
+        self._walks = np.zeros((0, NUM_WALK_COLUMNS), np.int32)
+        self._requests: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._requests)
+
+    def add_request(self, index: int, num_prompt: int, logged: LogRange) -> None:
+        """Keep the states of a request.
+
+        Args:
+            logged: its range of the log.
+        """
+        missing = index + 1 - len(self._walks)
+        if missing > 0:
+            more = max(missing, 64, len(self._walks))
+            self._walks = np.pad(self._walks, ((0, more), (0, 0)))
+        start, num_tokens, num_states = logged
+        self._walks[index] = start, num_states, num_tokens, num_prompt, 0, 0, 0, 0
+        self._requests.add(index)
+
+    def finish_request(self, index: int) -> None:
+        if index in self._requests:
+            self._requests.remove(index)
+            self._walks[index, WIDTH] = 0
+
+    def resume(self, index: int, num_tokens: int) -> None:
+        """A request begins again after it was preempted. All its tokens but the last were computed
+        before, so that they have their states."""
+        if index in self._requests:
+            self._walks[index, KNOWN] = num_tokens - 1
+
+    def rows(
+        self, index: Ints, first_row: Ints, count: Ints
+    ) -> tuple[Ints, NDArray[np.int32]] | None:
+        """The walks of a step's rows.
+
+        Args:
+            index, first_row, count: of each request: its index, its first row, and its number of
+                rows.
+
+        Returns:
+            The rows of requests with states, ascending, and their walks [n, NUM_WALK_COLUMNS]; None
+            if there are none.
+        """
+        known = np.flatnonzero(index < len(self._walks))
+        has = known[self._walks[index[known], WIDTH] > 0]
+        if not len(has):
+            return None
+        has = has[np.argsort(first_row[has])]
+        row, count = first_row[has], count[has]
+        within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+        walks = np.repeat(self._walks[index[has]], count, axis=0)
+        walks[:, INDEX] = within
+        return np.repeat(row, count) + within, walks
