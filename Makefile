@@ -42,11 +42,12 @@ else
 # test` leaves out the tests marked long, `make test-all` leaves out nothing.
 PARTS := engine server compat unit interpreter inspect $(if $(ALL),ray openapi)
 SHORT := $(if $(ALL),, and not long)
-PYTEST = $(BIN)/python -m pytest -m "not alone$(SHORT)"
+# AGAIN: what runs pytest, see .ci/again.
+PYTEST = $(AGAIN) $(BIN)/python -m pytest -m "not alone$(SHORT)"
 
 test: .venv/.ready
 	$(MAKE) --no-print-directory -j $(or $(JOBS),2) --output-sync=target $(PARTS:%=test-%)
-	$(BIN)/python -m pytest -m "alone$(SHORT)" tests/server tests/engine
+	$(AGAIN) $(BIN)/python -m pytest -m "alone$(SHORT)" tests/server tests/engine
 
 test-all:
 	$(MAKE) --no-print-directory test ALL=1
