@@ -5,6 +5,7 @@ And the road to an inbox, which tests of results share.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 
@@ -30,6 +31,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`caplog` sees what the package logs, also once vLLM has set its loggers up."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    logging.getLogger("vllm.vllm_scope").setLevel(logging.INFO)
 
 
 @pytest.fixture(scope="module")

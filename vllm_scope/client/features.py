@@ -39,7 +39,13 @@ class SparseFeatures:
         return found
 
     def top(self, position: int) -> list[tuple[int, float]]:
-        """(index, value) of the features at a position, the strongest first."""
+        """(index, value) of the features at a position, the strongest first.
+
+        Raises:
+            KeyError: the position was not encoded.
+        """
+        if position not in self.tokens:
+            raise KeyError(f"position {position} has no features; see tokens.")
         first, last = np.searchsorted(self.positions, [position, position + 1])
         some = slice(int(first), int(last))
         return list(zip(self.indices[some].tolist(), self.values[some].tolist(), strict=True))

@@ -20,7 +20,7 @@ from vllm_scope.errors import CapacityError, ScopeError, SpecError, shown
 from vllm_scope.request.resolved import ResolvedMoments
 from vllm_scope.request.sites import Place, Sites
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.vllm_scope")
 
 OPTION = "additional_config['scope'].moments_mib"
 

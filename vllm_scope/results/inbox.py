@@ -36,7 +36,7 @@ from vllm_scope.transport.messages import (
 )
 from vllm_scope.transport.receiver import Receiver
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.vllm_scope")
 
 #: One request's part of a message: the Pending, and the arguments of its `add`.
 _Job = tuple[Pending, list[Piece], np.ndarray, slice | np.ndarray, Callable[[], bool]]

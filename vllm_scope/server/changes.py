@@ -18,7 +18,7 @@ from pathlib import Path
 
 from filelock import AsyncFileLock
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.vllm_scope")
 
 #: Seconds between two attempts to lock, and until a change is given up.
 _POLL_S, MOST_WAIT_S = 0.02, 60.0

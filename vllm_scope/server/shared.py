@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.vllm_scope")
 
 
 class Shared:

@@ -46,7 +46,7 @@ from vllm_scope.transport.messages import (
 )
 from vllm_scope.transport.ring import CLOSED
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.vllm_scope")
 
 #: Messages that are read from one socket before the other socket's turn.
 MOST_IN_TURN = 16

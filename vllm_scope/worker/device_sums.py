@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vllm_scope.batch.sums import Packed, bytes_of, num_waiting, upper_blocks
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.vllm_scope")
 
 #: float64 copies of rows that are made at once.
 COPY_BYTES = 32 << 20

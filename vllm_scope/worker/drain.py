@@ -48,7 +48,7 @@ from vllm_scope.worker.score_store import ScoreStore
 from vllm_scope.worker.summing import Summing
 from vllm_scope.worker.watch import Watch
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.vllm_scope")
 
 T = TypeVar("T")
 

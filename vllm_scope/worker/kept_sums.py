@@ -24,7 +24,7 @@ from vllm_scope.request.sites import kind_of_point
 from vllm_scope.worker.device_sums import DeviceSums
 from vllm_scope.worker.summed_rows import Key
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.vllm_scope")
 
 
 class KeptSums:

@@ -33,7 +33,7 @@ from vllm_scope.request.sites import kind_of_point
 from vllm_scope.worker.held_saes import NONE, PairMaker
 from vllm_scope.worker.probe_bank import Banks
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.vllm_scope")
 
 #: Arena bytes that are encoded at once; encoding takes about ten times as much memory.
 CHUNK_BYTES = 16 << 20

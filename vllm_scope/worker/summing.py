@@ -38,7 +38,7 @@ from vllm_scope.request.sites import Place, kind_of_point
 from vllm_scope.worker.kept_sums import KeptSums
 from vllm_scope.worker.summed_rows import Key, Owners, StepRows, SummedRequest, WaitingRows, picked
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.vllm_scope")
 
 #: Raw rows that are gathered at once.
 CHUNK_BYTES = 8 << 20

@@ -35,7 +35,7 @@ from vllm_scope.request.resolved import Cell, Resolved, ResolvedProbe
 from vllm_scope.request.selectors import FAR, Tokens
 from vllm_scope.transport.ring import Lease
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.vllm_scope")
 
 #: Numbers of one cell: positions, and float32 [n, numbers of the probe].
 _Numbers = tuple[Ints, torch.Tensor]

@@ -119,6 +119,8 @@ def test_features_are_a_sparse_matrix():
     assert found.indices.tolist() == [7, 2, 2]
     assert found.top(3) == [(7, 5.0), (2, 1.0)]
     assert found.top(4) == []
+    with pytest.raises(KeyError, match="position 5 has no features"):
+        found.top(5)
     assert found.dense(7).tolist() == [5, 0, 0]
     assert np.isnan(found.dense(2)[2])
     parts = {"": "values", ".positions": "positions", ".indices": "indices", ".tokens": "tokens"}

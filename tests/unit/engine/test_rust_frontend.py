@@ -30,8 +30,7 @@ def rust(monkeypatch):
 
 
 @pytest.fixture
-def said(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+def said(caplog):
     caplog.set_level(logging.WARNING, "vllm.vllm_scope")
     return lambda: caplog.text
 

@@ -58,7 +58,6 @@ def test_vllms_log_of_its_arguments_has_no_token(caplog, monkeypatch):
 
     startup = plugin.startup_module()
     monkeypatch.setattr(startup, "redact_sensitive_args", startup.redact_sensitive_args)
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     monkeypatch.setattr(startup.logger, "level", logging.INFO)
     plugin.wrap_log()
     args = EngineArgs(str(TOYWORLD), additional_config={KEY: SCOPE, "other": 5})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from concurrent.futures import Future
 from typing import ClassVar
@@ -70,7 +69,6 @@ class Loud(Live):
     ],
 )
 def test_a_sinks_exception_is_reported_whatever_its_text(monkeypatch, caplog, where, error, says):
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     monkeypatch.setattr(Loud, "where", where)
     monkeypatch.setattr(Loud, "error", error, raising=False)
     with side(monkeypatch, {"mine": {}}, mine=Loud) as here:
@@ -141,7 +139,6 @@ def test_a_workers_error_text_is_cut_in_the_manifest(monkeypatch):
 
 
 def test_a_burst_of_failures_is_logged_and_a_flood_is_not(monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     monkeypatch.setattr(Loud, "where", "write")
     monkeypatch.setattr(Loud, "error", OSError("no"), raising=False)
     begun = time.monotonic()

@@ -38,7 +38,7 @@ from vllm_scope.transport.messages import (
 from vllm_scope.transport.ring import CLOSED, HostRing, Lease
 from vllm_scope.transport.senders.base import ANSWER_S, Sender
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.vllm_scope")
 
 #: A lost connection is dialled again at once, then MOST_DIALS times with a pause of DIAL_S
 #: before and DIAL_S to answer. Then the front-end counts as dead.
