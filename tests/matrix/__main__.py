@@ -22,6 +22,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tests.matrix.architectures import architectures, reference_of
+
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 RESULTS = Path(__file__).with_name("results.jsonl")
@@ -65,10 +67,8 @@ def installed() -> str:
 
 
 def _pending() -> list[str]:
-    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
-
     done = {line["architecture"] for line in read_lines() if line["vllm"] == installed()}
-    return [name for name in _TEXT_GENERATION_MODELS if name not in done]
+    return [name for name in architectures() if name not in done]
 
 
 def _keep(line: dict[str, Any]) -> None:
@@ -85,7 +85,8 @@ def _run(architecture: str) -> dict[str, Any]:
 
     head = {"architecture": architecture, "vllm": installed()}
     line: dict[str, Any] = {"status": "no reference"}
-    if not hasattr(transformers, architecture):  # without a process
+    name = reference_of(architecture)
+    if not hasattr(transformers, name):  # without a process
         reason = f"transformers {transformers.__version__} has no {architecture}"
         return head | line | {"reason": reason}
     for chunked in (True, False):

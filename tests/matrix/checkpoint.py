@@ -1,6 +1,6 @@
 """A tiny random checkpoint from a configuration class of transformers.
 
-Owns:  `make_checkpoint`, SMALL.
+Owns:  `make_checkpoint`, `name_architecture`, SMALL.
 
 Fields that a configuration class has get the small values below; all others keep their defaults,
 so that each family has what makes it differ.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,11 @@ OTHER: dict[str, dict[str, Any]] = {
     "Cohere2ForCausalLM": {"sliding_window": 1024},
     "Cohere2MoeForCausalLM": {"sliding_window": 1024},
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 32, "n_groups": 2},
-    "FalconForCausalLM": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "FalconForCausalLM": {
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+        "ffn_hidden_size": 512,
+    },
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 2, "activation_sparsity_pattern": None},
     "Gemma4ForCausalLM": {
         "num_experts": None,
@@ -73,6 +78,11 @@ OTHER: dict[str, dict[str, Any]] = {
     "FalconH1ForCausalLM": {"mamba_d_ssm": 256},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
     "NemotronHForCausalLM": {"hybrid_override_pattern": "M*-M"},
+    "MiniMaxM2ForCausalLM": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
+    "HYV3ForCausalLM": {"first_k_dense_replace": 1, "expert_hidden_dim": 64, "route_norm": True},
+    "Lfm2ForCausalLM": {"block_dim": 128},
+    "Llama4ForCausalLM": {"num_experts_per_tok": 1},
+    "Dots1ForCausalLM": {"n_shared_experts": 1},
     "MiniCPM3ForCausalLM": {"dim_model_base": 128},
 }
 
@@ -109,6 +119,12 @@ def make_checkpoint(architecture: str, folder: Path, seed: int = 0) -> None:
             if name.endswith("layer_scalar"):
                 buffer.fill_(0.8)
     model.save_pretrained(folder)
+
+
+def name_architecture(folder: Path, architecture: str) -> None:
+    """What vLLM is to run the checkpoint as."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": [architecture]}))
 
 
 def _draw(name: str, weight: nn.Parameter) -> None:

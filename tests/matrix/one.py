@@ -15,7 +15,8 @@ import torch
 
 from tests.checkpoints import row_error
 from tests.conftest import MEMORY, inside_this_process, local_engine, without_llvmlite
-from tests.matrix.checkpoint import NUM_LAYERS, config_of, make_checkpoint
+from tests.matrix.architectures import reference_of
+from tests.matrix.checkpoint import NUM_LAYERS, config_of, make_checkpoint, name_architecture
 from tests.matrix.reference import Recorded, logprobs_after, record
 from vllm_scope import Read, scope
 from vllm_scope.request.sites import INNER_SITES, MODEL_SITES, SITES
@@ -39,22 +40,26 @@ def compare(architecture: str, chunked: bool) -> dict[str, Any]:
     Raises:
         Exception: what vLLM raises if it cannot run the model here.
     """
-    from transformers import AutoModelForCausalLM
+    import transformers
 
+    reference = reference_of(architecture)
     try:
-        config = config_of(architecture)
+        config = config_of(reference)
     except Exception as error:  # whatever a configuration class refuses
         return {"status": "no reference", "reason": sentence(error)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         try:
-            make_checkpoint(architecture, path)
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.float32, attn_implementation="eager"
-            ).eval()
+            make_checkpoint(reference, path)
+            model = (
+                getattr(transformers, reference)
+                .from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+                .eval()
+            )
             record(model, NUM_LAYERS, PROMPTS[1])
         except Exception as error:
             return {"status": "no reference", "reason": sentence(error)}
+        name_architecture(path, architecture)
         # vLLM's Transformers backend compiles the model's class, for the whole process.
         model.base_model.do_not_compile = True
         report = _describe(path)
@@ -70,7 +75,8 @@ def compare(architecture: str, chunked: bool) -> dict[str, Any]:
     ]
     found = {site: _site(site, [o.scope for o in outputs], expected) for site in served}
     line: dict[str, Any] = {
-        "model_type": config.model_type, "chunked": chunked, "sites": found, "why_not": why,
+        "model_type": config.model_type, "reference": reference, "chunked": chunked,
+        "sites": found, "why_not": why,
         "logprob_gap": _logprob_gap(outputs, [right.logprobs for right in expected]),
     }  # fmt: skip
     if cached:

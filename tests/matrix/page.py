@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from tests.matrix.architectures import by_transformers
 from tests.matrix.one import TOLERANCE
 from vllm_scope.request.sites import SITES
 
@@ -17,18 +18,18 @@ Line = dict[str, Any]
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _HEAD = f"""# Models
 
-`make matrix` writes this page. For each decoder architecture of vLLM's registry it makes a tiny
-random checkpoint from the configuration class of transformers, and compares vLLM's rows with what
-Hugging Face's modules get and give: every position of three prompts and their answers, in float32
-on a CPU. The prompts are computed in chunks of 32 tokens, and again behind a warm prefix cache.
-Models with states take whole prompts. Where no token came from the cache, the page does not say
-"warm cache".
+`make matrix` writes this page. For each decoder architecture of vLLM's registry, and for others
+that vLLM runs by its Transformers backend, it makes a tiny random checkpoint from the configuration
+class of transformers, and compares vLLM's rows with what Hugging Face's modules get and give: every
+position of three prompts and their answers, in float32 on a CPU. The prompts are computed in chunks
+of 32 tokens, and again behind a warm prefix cache. Models with states take whole prompts. Where no
+token came from the cache, the page does not say "warm cache".
 
 An architecture is verified if the worst row of `embed` and `resid_post` differs by at most
 {TOLERANCE:g} of its length. Another site is verified if its rows equal, to the same bound, what one
 module of each Hugging Face layer gets or gives. [Sites](reading.md#sites) are defined there;
-`vllm-scope doctor MODEL` says why a site cannot be tapped on a model. An architecture of the
-registry that is not on this page was not run yet.
+`vllm-scope doctor MODEL` says why a site cannot be tapped on a model. Multimodal architectures are
+not on this page: vLLM needs torchvision for them, which has no build for PyTorch on a CPU.
 """
 _SECTIONS: list[tuple[str, str, str]] = [
     ("verified", "Verified", ""),
@@ -109,7 +110,11 @@ _SHAPES: dict[str, tuple[tuple[str, ...], Callable[[Line], tuple[object, ...]]]]
 
 
 def _name(line: Line) -> str:
-    return f"`{line['architecture']}`"
+    """With a note, if the architecture has no class of its own in vLLM or in transformers."""
+    name, reference = line["architecture"], line.get("reference", line["architecture"])
+    if name in by_transformers():
+        return f"`{name}` (Transformers backend)"
+    return f"`{name}`" + (f" (as `{reference}`)" if reference != name else "")
 
 
 def _codes(sites: Iterable[str]) -> str:
