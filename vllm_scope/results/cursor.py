@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from vllm_scope.batch.by_position import Ints, Part, last_of_each
+from vllm_scope.batch.by_position import Ints, Part, joined_rows, last_of_each
 from vllm_scope.batch.readout import Readout, Verdict
 from vllm_scope.batch.sparse import sparse_rows
 from vllm_scope.codecs.packed import EncodedRows, packing_of
@@ -301,7 +301,7 @@ def _joined(columns: Sequence[Column]) -> Column:
         return columns[0]
     sources = [column.source for column in columns]
     # Features become SparseRows only when they are taken.
-    data = torch.cat([s.data if isinstance(s, EncodedRows) else s for s in sources])  # type: ignore
+    data = joined_rows([s.data if isinstance(s, EncodedRows) else s for s in sources])  # type: ignore
     first = sources[0]
     source = EncodedRows(first.codec, data) if isinstance(first, EncodedRows) else data
     positions = np.concatenate([column.positions for column in columns])
