@@ -34,8 +34,9 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from benchmarks.server import running
 from benchmarks.turns import order
+from vllm_scope.request import media
 
-BINARY = {"Accept": "application/vnd.vllm-scope+safetensors"}
+BINARY = {"Accept": media.BINARY}
 #: kind -> (its plain twin, headers, streams, options of the scope)
 KINDS: dict[str, tuple[str, dict[str, str], bool, dict[str, str]]] = {
     "plain": ("plain", {}, False, {}),

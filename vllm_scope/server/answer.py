@@ -29,7 +29,7 @@ from vllm_scope.server.options import ScopeOptions
 from vllm_scope.server.store import Kept, Store
 
 #: Rows and scores inside one answer, of all its choices. Base64 and JSON take a multiple of it
-#: in memory, and the event loop makes them.
+#: in memory.
 MAX_INLINE_BYTES = 32 << 20
 
 
