@@ -287,7 +287,11 @@ def _column(source: Source, parts: Sequence[Part], positions: Ints, places: _Pla
         in_order = stop - start == len(at) and bool((np.diff(at) == 1).all())
         values = rows[start:stop] if in_order else rows[torch.from_numpy(at)]
     else:
-        values = torch.stack([parts[i].rows[j] for i, j in zip(which, at, strict=True)])
+        # Runs of neighbouring values of one part.
+        breaks = np.flatnonzero((np.diff(which) != 0) | (np.diff(at) != 1)) + 1
+        starts, stops = [0, *breaks.tolist()], [*breaks.tolist(), len(at)]
+        runs = ((which[a], at[a], at[b - 1] + 1) for a, b in zip(starts, stops, strict=True))
+        values = joined_rows([parts[i].rows[first:last] for i, first, last in runs])
     shape = source.row_shape if source.label is not None else tuple(values.shape[1:])
     return Column(source.label or "", _as(source.what, values), positions, shape)
 
