@@ -64,9 +64,10 @@ class _Messages:
 
     def messages(self, message: Message) -> Iterator[Message]:
         if message["type"] == "http.response.start":
-            self._passive = message["status"] != 200 or not self._changes()
+            headers = MutableHeaders(raw=list(message["headers"]))
+            changes = self._changes("content-length" not in headers)
+            self._passive = message["status"] != 200 or not changes
             if not self._passive:
-                headers = MutableHeaders(raw=list(message["headers"]))
                 self._head(headers)
                 message = {**message, "headers": headers.raw}
                 if "content-length" in headers:
@@ -86,7 +87,8 @@ class _Messages:
                 yield self._start
                 yield from _bodies(buffers, message)
 
-    def _changes(self) -> bool:
+    def _changes(self, streams: bool) -> bool:
+        """Whether the response may get tensors; asked at its start. False: it passes as it is."""
         raise NotImplementedError
 
     def _head(self, headers: MutableHeaders) -> None:
@@ -140,8 +142,8 @@ class JsonBody(_Messages):
         self._kept[number] = pybase64.b64encode(data)
         return {"data": f"{self._mark}{number}"}
 
-    def _changes(self) -> bool:
-        return True
+    def _changes(self, streams: bool) -> bool:
+        return streams or bool(self._kept)
 
     def _buffers(self, content: bytes) -> Iterator[Buffer]:
         if not self._kept:
@@ -173,7 +175,7 @@ class BinaryBody(_Messages):
         self._tensors |= {start + name: one for name, one in encode.tensors_of(column).items()}
         return {"tensor": start + encode.tensor_name(column)}
 
-    def _changes(self) -> bool:
+    def _changes(self, streams: bool) -> bool:
         return self._begun
 
     def _head(self, headers: MutableHeaders) -> None:

@@ -206,6 +206,17 @@ def test_a_tensor_is_not_copied_before_it_is_sent():
     assert [one.get("more_body", False) for one in sent[1:]] == [True, True, False]
 
 
+@pytest.mark.parametrize("accept", ["*/*", BINARY])
+def test_a_response_without_tensors_is_never_collected(accept):
+    """A result's file may have gigabytes, and its length is known."""
+    body = body_for(accept)
+    headers = [(b"content-type", b"application/octet-stream"), (b"content-length", b"2000000")]
+    messages = [{"type": "http.response.start", "status": 200, "headers": headers}]
+    messages += [{"type": "http.response.body", "body": bytes(1000), "more_body": True}] * 3
+    for message in messages:
+        assert list(body.messages(message)) == [message]
+
+
 @pytest.mark.parametrize(
     "bad",
     [
