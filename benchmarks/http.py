@@ -29,6 +29,7 @@ from benchmarks.server import API_KEY, ROOT, Server, serving
 from benchmarks.shapes import SHAPES, make_shape, make_tokenizer
 from benchmarks.turns import order, ratio_of
 from vllm_scope import Probe, Read, scope
+from vllm_scope.request.media import BINARY
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,24 @@ CPU_WORK += [Load("prefill, 16 clients", 16, 48, 200, 1)]
 GPU_WORK = [Load("1 client", 1, 4, 128, 256), Load("64 clients", 64, 256, 128, 256)]
 GPU_WORK += [Load("256 clients", 256, 768, 128, 256), Load("prefill, 64 clients", 64, 256, 1024, 1)]
 
-#: kind -> (its plain twin, streams, reads, probes, more fields of vllm_xargs)
+#: kind -> (its plain twin, streams, reads, probes, more fields of vllm_xargs). The clients of kinds
+#: with "binary" accept binary answers.
 KINDS: dict[str, tuple[str, bool, bool, bool, dict[str, str]]] = {
     "plain": ("plain", False, False, False, {}),
     "1 layer": ("plain", False, True, False, {}),
+    "1 layer, binary": ("plain", False, True, False, {}),
     "1 layer as a file": ("plain", False, True, False, {"scope_tensors": "handle"}),
     "1 probe": ("plain", False, False, True, {}),
     "plain, streamed": ("plain, streamed", True, False, False, {}),
     "1 probe, streamed": ("plain, streamed", True, False, True, {}),
     "1 layer, streamed": ("plain, streamed", True, True, False, {"scope_stream": "rows"}),
+    "1 layer, binary, streamed": (
+        "plain, streamed",
+        True,
+        True,
+        False,
+        {"scope_stream": "rows"},
+    ),
 }
 
 
@@ -81,6 +91,7 @@ class Clients:
         """Tokens per second, bytes of answers per second, and CPU seconds."""
         body = {"model": "model", "max_tokens": load.generate, "temperature": 0}
         body |= {"ignore_eos": True, "stream": KINDS[kind][1]} | self.spec(kind)
+        accept = BINARY if "binary" in kind else "*/*"
         vocab = self._config["vocab_size"]
         # Other prompts each time: none hits another's cache.
         prompts = iter(self._rng.integers(5, vocab, (load.requests, load.prompt)).tolist())
@@ -95,7 +106,7 @@ class Clients:
             async def client() -> None:
                 nonlocal size
                 for prompt in prompts:
-                    came = await self._ask(session, body | {"prompt": prompt}, check)
+                    came = await self._ask(session, body | {"prompt": prompt}, check, accept)
                     size += came  # after the wait: others add meanwhile
 
             before, started = self._server.cpu(), time.perf_counter()
@@ -106,13 +117,24 @@ class Clients:
         cpu = {f"{name}_cpu_s": after[name] - before[name] for name in after}
         return {"tokens_per_s": tokens / seconds, "mb_per_s": size / seconds / 1e6} | cpu
 
-    async def _ask(self, session: Any, body: dict[str, Any], check: bool) -> int:
+    async def _ask(self, session: Any, body: dict[str, Any], check: bool, accept: str) -> int:
         """Bytes that came."""
-        async with session.post("/v1/completions", json=body) as response:
+        headers = {"Accept": accept}
+        async with session.post("/v1/completions", json=body, headers=headers) as response:
             answer = await response.read()
             assert response.status == 200, answer[:500]
+            assert (response.content_type == BINARY) is (accept == BINARY)
         size = len(answer)
         if "vllm_xargs" not in body:
+            return size
+        if accept == BINARY:  # the JSON is last in each file
+            end = answer.rindex(b'"finish_reason":"length"')
+            answer = answer[answer.rindex(b'{"id":', 0, end) :].partition(b"[DONE]")[0]
+            found = json.JSONDecoder().raw_decode(answer.decode("utf-8", "replace"))[0]
+            found = found["choices"][0]["scope"]
+            assert found["status"] == "complete", found
+            assert found["expected"] == found["delivered"] > 0, found
+            assert found["result"] is None, found
             return size
         if body["stream"]:
             answer = answer[answer.rindex(b"data: {") + 6 : answer.rindex(b"data: [DONE]")]

@@ -96,12 +96,6 @@ def test_large_and_small_rows_are_the_same(client, server):
     assert server.at_rest()["results"] == 0
 
 
-def test_rows_over_the_limit_come_by_handle(client, ref):
-    out = client.complete([7] * 300, Read("resid_post"), **OPTIONS)
-    assert out.raw["choices"][0]["scope"]["result"]["num_bytes"] > 256 * 1024
-    check(out.choices[0], *ids_of(out.raw["choices"][0], out.raw), ref)
-
-
 def test_rows_that_were_read_with_a_codec_come_decoded_whichever_way(client):
     # `resid_pre` of layer 3 is `resid_post` of layer 2: raw, and of the same run.
     asked = Read("resid_post", layers=[2], codec="int8"), Read("resid_pre", layers=[3])

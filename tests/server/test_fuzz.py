@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import save
+from safetensors.numpy import load, save
 
 from tests.server.conftest import ADMIN_KEY
 from vllm_scope import Read
+from vllm_scope.request.media import BINARY
 
 FUZZ = settings(
     max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
@@ -85,9 +86,10 @@ def http(server):
         yield found
 
 
-def ask(http, scope, **more):
+def ask(http, scope, accept="*/*", **more):
     body = {"model": "toyworld", "prompt": "Hello", "max_tokens": 2} | more
-    return http.post("/v1/completions", json=body | {"vllm_xargs": {"scope": scope}})
+    body |= {"vllm_xargs": {"scope": scope}}
+    return http.post("/v1/completions", json=body, headers={"Accept": accept})
 
 
 def still_serving(http):
@@ -97,13 +99,26 @@ def still_serving(http):
 
 
 @FUZZ
-@given(specs)
-def test_any_spec_is_answered_or_refused(http, spec):
-    response = ask(http, json.dumps(spec))
+@given(specs, st.sampled_from(["*/*", BINARY]))
+def test_any_spec_is_answered_or_refused(http, spec, accept):
+    response = ask(http, json.dumps(spec), accept)
     assert response.status_code in (200, 400), response.text
     if response.status_code == 400:
         message = response.json()["error"]["message"]
         assert 5 < len(message) < 1000
+    elif accept == BINARY:
+        assert load(response.content)["answer"].size
+
+
+@settings(FUZZ, max_examples=30)
+@given(st.text(st.characters(min_codepoint=32, max_codepoint=126)).map(lambda x: f"{BINARY}{x}"))
+def test_any_accept_is_answered(http, accept):
+    response = ask(http, GOOD, accept)
+    assert response.status_code == 200
+    if response.headers["content-type"] == BINARY:
+        assert load(response.content)["answer"].size
+    else:
+        assert response.json()["choices"][0]["scope"]["status"] == "complete"
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class SparseRows:
     def __len__(self) -> int:
         return len(self.values)
 
-    def __getitem__(self, some: Tensor) -> SparseRows:
+    def __getitem__(self, some: slice | Tensor) -> SparseRows:
         return SparseRows(self.indices[some], self.values[some], self.lens)
 
     @property

@@ -10,6 +10,7 @@
 answers.py    the answers: Completion, Choice, Chunk, ScoredToken, ScopeData, Verdict
 features.py   features in them: SparseFeatures
 lens.py       tokens of lenses in them: TopTokens
+frames.py     binary answers: their JSON and their tensors
 calls.py      every call once, for both clients: what is sent, how the response is parsed
 transport.py  ScopeClient and AsyncScopeClient, which send the calls
 """

@@ -2,7 +2,7 @@
 
 Owns:  Completion, Choice, Chunk, ScoredToken, ScopeData, Verdict, and the parsing of a choice's
        `scope`.
-From:  server.encode (the JSON), server.store (the files).
+From:  server.encode (the JSON), server.store (the files), frames (binary answers).
 
 Each size that the server names is checked against the bytes that it sent.
 """
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.client.features import SparseFeatures, sparse_features
+from vllm_scope.client.frames import FileTensor, tensors_of
 from vllm_scope.client.lens import TopTokens
 from vllm_scope.control.policy import Decided
 from vllm_scope.errors import ScopeError, shown
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 #: (site, layer, "after" or "before")
 _Stream = tuple[str, int, str]
 #: Positions of a probe's scores, int64 [n], and the scores, float32 [n].
@@ -238,6 +241,7 @@ class _RowsBody(msgspec.Struct):
     shape: list[int]
     when: str = "after"
     data: bytes | None = None
+    tensor: str | None = None
 
 
 class _ScoresBody(msgspec.Struct):
@@ -250,6 +254,7 @@ class _FeaturesBody(msgspec.Struct):
     spans: list[tuple[int, int]]
     indices: list[list[int]] | None = None
     values: list[list[float | None]] | None = None
+    tensor: str | None = None
 
 
 class _LensBody(msgspec.Struct):
@@ -258,6 +263,7 @@ class _LensBody(msgspec.Struct):
     spans: list[tuple[int, int]]
     token_ids: list[list[int]] | None = None
     log_probs: list[list[float | None]] | None = None
+    tensor: str | None = None
 
 
 class _VerdictBody(msgspec.Struct):
@@ -299,11 +305,14 @@ def converted(found: object, kind: type[T], what: str) -> T:
         raise ScopeError(f"the server's {what} has an unknown form: {error}.") from None
 
 
-def parse_scope(body: Mapping[str, object], file: bytes | None) -> ScopeData:
+def parse_scope(
+    body: Mapping[str, object], file: bytes | None, beside: Mapping[str, FileTensor] | None = None
+) -> ScopeData:
     """A choice's `scope`.
 
     Args:
         file: the content of its `result`, if it has one.
+        beside: the choice's tensors in a binary answer.
 
     Raises:
         ScopeError: a server of this version does not send that.
@@ -315,9 +324,12 @@ def parse_scope(body: Mapping[str, object], file: bytes | None) -> ScopeData:
     aggregates: dict[str, _Scored] = {}
     # The file has all values; an item without values says which of them are new.
     filed = ScopeData() if file is None else parse_file(file)
+    here = _parse_tensors(beside or {})
     for one in told.rows:
         stream, positions = (one.site, one.layer, one.when), _positions(one.spans)
-        if one.data is not None:
+        if one.tensor is not None:
+            rows[stream] = _here(here.rows, stream, one.tensor)
+        elif one.data is not None:
             rows[stream] = Rows(positions, _array(one.data, one.dtype, one.shape), one.dtype)
         elif stream in filed.rows:
             whole = filed.rows[stream]
@@ -338,14 +350,19 @@ def parse_scope(body: Mapping[str, object], file: bytes | None) -> ScopeData:
     features = {}
     for name, sparse in told.features.items():
         tokens = _positions(sparse.spans)
-        if sparse.indices is not None and sparse.values is not None:
+        if sparse.tensor is not None:
+            features[name] = _here(here.features, name, sparse.tensor)
+        elif sparse.indices is not None and sparse.values is not None:
             features[name] = sparse_features(tokens, sparse.indices, sparse.values)
         elif name in filed.features:
             features[name] = filed.features[name].at(tokens)
     lens: dict[str, dict[int, TopTokens]] = {}
     for each_lens in told.lens:
         positions, (name, layer) = _positions(each_lens.spans), (each_lens.name, each_lens.layer)
-        if each_lens.token_ids is not None and each_lens.log_probs is not None:
+        if each_lens.tensor is not None:
+            own = lens.setdefault(name, {})
+            own[layer] = _here(here.lens.get(name, {}), layer, each_lens.tensor)
+        elif each_lens.token_ids is not None and each_lens.log_probs is not None:
             ids, log_probs = _table(each_lens.token_ids), _table(each_lens.log_probs)
             lens.setdefault(name, {})[layer] = TopTokens(
                 positions, ids.astype(np.int64), log_probs.astype(np.float32)
@@ -361,6 +378,12 @@ def parse_scope(body: Mapping[str, object], file: bytes | None) -> ScopeData:
         features=features, lens=lens, verdicts=verdicts, begun=told.begun,
         decisions=tuple(Decided(*msgspec.structs.astuple(one)) for one in told.decisions),
     )  # fmt: skip
+
+
+def _here(found: Mapping[K, V], key: K, tensor: str) -> V:
+    if key not in found:
+        raise ScopeError(f"the server's answer names the tensor {shown(tensor)} and has none.")
+    return found[key]
 
 
 def parse_tokens(body: Mapping[str, object]) -> tuple[ScoredToken, ...]:
@@ -391,12 +414,10 @@ def parse_file(file: bytes) -> ScopeData:
     Raises:
         ScopeError: it is not a file of a server of this version.
     """
-    import safetensors
+    return _parse_tensors(tensors_of(file, "result"))
 
-    try:
-        found = dict(safetensors.deserialize(file))
-    except safetensors.SafetensorError as error:
-        raise ScopeError(f"the server's result is not safetensors: {error}.") from None
+
+def _parse_tensors(found: Mapping[str, FileTensor]) -> ScopeData:
     dtypes = {name: _FILE_DTYPES.get(one["dtype"], one["dtype"]) for name, one in found.items()}
     arrays = {name: _array(o["data"], dtypes[name], o["shape"]) for name, o in found.items()}
     rows: dict[_Stream, Rows] = {}

@@ -23,8 +23,10 @@ import msgspec
 
 from vllm_scope.client import answers
 from vllm_scope.client.answers import Choice, Chunk, Completion, ScopeData, T, converted
+from vllm_scope.client.frames import Frame
 from vllm_scope.errors import CapacityError, ScopeError, SpecError, shown
 from vllm_scope.request.actions import Action, Moments
+from vllm_scope.request.media import BINARY
 from vllm_scope.request.spec import scope
 from vllm_scope.vectors import SteeringModule, from_bytes, load_vectors, to_bytes
 
@@ -56,22 +58,24 @@ class UnreachableError(ScopeError):
 
 @dataclass(frozen=True)
 class Call:
-    """One HTTP request. `admin`: with the operator's key."""
+    """One HTTP request. `admin`: with the operator's key. `binary`: a binary answer is welcome."""
 
     method: str
     path: str
     body: object = None
     content: bytes | None = None
     admin: bool = False
+    binary: bool = False
 
 
 @dataclass(frozen=True)
 class Response:
-    """A transport's response. `location`: of a redirect."""
+    """A transport's response. `location`: of a redirect. `kind`: its media type."""
 
     status: int
     content: bytes
     location: str | None = None
+    kind: str = ""
 
     def checked(self) -> Response:
         """The response itself.
@@ -96,6 +100,11 @@ class Response:
     def json(self) -> Json:
         """The parsed content. Raises ServerError if it is not JSON, such as a proxy's page."""
         return _decoded(self.content, self.status)
+
+    @property
+    def frame(self) -> Frame:
+        """The answer with its tensors; without tensors if it is JSON, as of older servers."""
+        return Frame.parse(self.content) if self.kind == BINARY else Frame(self.content, {})
 
 
 def error_message(content: bytes) -> str:
@@ -152,6 +161,7 @@ class Calls(Generic[StreamT]):
     """Base of both clients. They implement `_run` for a flow and `_iterate` for a stream."""
 
     _model: str | None
+    _binary: bool
 
     def _iterate(self, opening: Flow[Call]) -> StreamT:
         raise NotImplementedError
@@ -275,28 +285,32 @@ class Calls(Generic[StreamT]):
         if actions:
             xargs |= scope(*actions)
         admin = any(isinstance(one, Moments) for one in actions)
-        return Call("POST", path, body | ({"vllm_xargs": xargs} if xargs else {}), admin=admin)
+        body |= {"vllm_xargs": xargs} if xargs else {}
+        return Call("POST", path, body, admin=admin, binary=self._binary and bool(xargs))
 
     def _answered(
         self, prompt: object, actions: Sequence[Action], fields: Json, chat: bool = False
     ) -> Flow[Completion]:
         call = yield from self._opening(prompt, actions, fields, chat)
-        body = (yield call).checked().json()
-        return Completion(tuple((yield from self._parts(body, Choice))), body)
+        response = (yield call).checked()
+        frame = response.frame
+        body = _decoded(frame.answer or b"", response.status)
+        return Completion(tuple((yield from self._parts(body, Choice, frame))), body)
 
-    def _chunks(self, event: str) -> Flow[list[Chunk]]:
+    def _chunks(self, event: Frame) -> Flow[list[Chunk]]:
         """The chunks of one event of a stream."""
-        if not event.startswith("{"):
+        answer = event.answer or b""
+        if not answer.startswith(b"{"):
             return []
-        body = _decoded(event)
+        body = _decoded(answer)
         if "error" in body:
             error = body["error"]
             code = error.get("code") if isinstance(error, dict) else None
             status = code if isinstance(code, int) and code >= 400 else 500
-            Response(status, event.encode()).checked()
-        return (yield from self._parts(body, Chunk))
+            Response(status, answer).checked()
+        return (yield from self._parts(body, Chunk, event))
 
-    def _parts(self, body: Json, kind: type[PartT]) -> Flow[list[PartT]]:
+    def _parts(self, body: Json, kind: type[PartT], frame: Frame) -> Flow[list[PartT]]:
         parts = []
         for choice in converted(body.get("choices", []), list[_ChoiceBody], "answer"):
             found, told = None, choice.scope or {}
@@ -304,7 +318,7 @@ class Calls(Generic[StreamT]):
                 file = None
                 if isinstance(result := told.get("result"), dict):
                     file = (yield _result_call(str(result["id"]), True)).checked().content
-                found = answers.parse_scope(told, file)
+                found = answers.parse_scope(told, file, frame.of_choice(choice.index))
             said = choice.message or choice.delta
             text = str((choice.text if said is None else said.get("content")) or "")
             end, tokens = choice.finish_reason, answers.parse_tokens(told)

@@ -19,7 +19,9 @@ from vllm_scope.client.calls import (
     StreamT,
     UnreachableError,
 )
+from vllm_scope.client.frames import Frame, Frames
 from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.media import BINARY
 
 try:
     import httpx
@@ -43,7 +45,7 @@ class Events:
         self.done = False
         self._rest: list[bytes] = []
 
-    def feed(self, data: bytes) -> list[str]:
+    def feed(self, data: bytes) -> list[Frame]:
         """The data of the lines that are complete now."""
         if b"\n" not in data:  # part of a long line, which is joined once
             self._rest.append(data)
@@ -53,14 +55,15 @@ class Events:
         found = []
         for line in lines:
             if line.startswith(b"data:"):
-                found.append(line.removeprefix(b"data:").strip().decode("utf-8", "replace"))
-                self.done |= found[-1] == "[DONE]"
+                found.append(Frame(line.removeprefix(b"data:").strip(), {}))
+                self.done |= found[-1].answer == b"[DONE]"
         return found
 
-    def check_done(self) -> None:
-        """Raises ServerError if the stream ended before the last event."""
-        if not self.done:
-            raise ServerError("the stream ended before the answer did; send it again.", 200)
+
+def _check_done(events: Events | Frames) -> None:
+    """Raises ServerError if the stream ended before the last event."""
+    if not events.done:
+        raise ServerError("the stream ended before the answer did; send it again.", 200)
 
 
 class _Client(Calls[StreamT], Generic[HttpT, StreamT]):
@@ -72,6 +75,7 @@ class _Client(Calls[StreamT], Generic[HttpT, StreamT]):
         admin_key: the server's VLLM_SCOPE_ADMIN_KEY, for calls that change the engine.
         model: one of the server's models; None: its first one.
         timeout: seconds for an answer.
+        binary: ask for binary answers; the server's CPU time for rows is then a fraction.
         transport: an httpx transport, for tests and proxies.
 
     Raises:
@@ -88,8 +92,9 @@ class _Client(Calls[StreamT], Generic[HttpT, StreamT]):
         model: str | None = None,
         timeout: float = TIMEOUT_S,
         transport: httpx.BaseTransport | httpx.AsyncBaseTransport | None = None,
+        binary: bool = True,
     ) -> None:
-        self._model, self._admin_key = model, admin_key
+        self._model, self._admin_key, self._binary = model, admin_key, binary
         self._url = base_url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:
@@ -112,7 +117,8 @@ class _Client(Calls[StreamT], Generic[HttpT, StreamT]):
             raise UnreachableError(f"no answer from {self._url}: {reason}.") from error
 
     def _request(self, call: Call) -> httpx.Request:
-        headers = {}
+        # Other servers, and older ones, take no notice of it.
+        headers = {"Accept": f"{BINARY}, */*;q=0.5"} if call.binary else {}
         if call.admin and self._admin_key:
             headers["X-Scope-Admin-Key"] = self._admin_key
         made: httpx.Request = self._http.build_request(
@@ -122,7 +128,16 @@ class _Client(Calls[StreamT], Generic[HttpT, StreamT]):
 
 
 def _came(response: httpx.Response, content: bytes) -> Response:
-    return Response(response.status_code, content, response.headers.get("location"))
+    location = response.headers.get("location")
+    return Response(response.status_code, content, location, _kind(response))
+
+
+def _kind(response: httpx.Response) -> str:
+    return str(response.headers.get("content-type", "")).partition(";")[0].strip().lower()
+
+
+def _events(response: httpx.Response) -> Events | Frames:
+    return Frames() if _kind(response) == BINARY else Events()
 
 
 class ScopeClient(_Client[httpx.Client, Iterator[Chunk]]):
@@ -145,7 +160,7 @@ class ScopeClient(_Client[httpx.Client, Iterator[Chunk]]):
         call = self._run(opening)
         with self._reaching():
             response = self._http.send(self._request(call), stream=True)
-        events = Events()
+        events = _events(response)
         try:
             with self._reaching():
                 if not response.is_success:
@@ -153,7 +168,7 @@ class ScopeClient(_Client[httpx.Client, Iterator[Chunk]]):
                 for data in response.iter_bytes():
                     for event in events.feed(data):
                         yield from self._run(self._chunks(event))
-            events.check_done()
+            _check_done(events)
         finally:
             response.close()
 
@@ -187,7 +202,7 @@ class AsyncScopeClient(_Client[httpx.AsyncClient, AsyncIterator[Chunk]]):
         call = await self._run(opening)
         with self._reaching():
             response = await self._http.send(self._request(call), stream=True)
-        events = Events()
+        events = _events(response)
         try:
             with self._reaching():
                 if not response.is_success:
@@ -196,7 +211,7 @@ class AsyncScopeClient(_Client[httpx.AsyncClient, AsyncIterator[Chunk]]):
                     for event in events.feed(data):
                         for chunk in await self._run(self._chunks(event)):
                             yield chunk
-            events.check_done()
+            _check_done(events)
         finally:
             await response.aclose()
 

@@ -1,6 +1,6 @@
 """Safetensors files: written from pieces, and read after their headers are checked.
 
-Owns:  `write_tensors`, Header and its checks.
+Owns:  `write_tensors`, `head_of`, Header and its checks.
 
 The format's own library needs each tensor in one piece. A shard has the rows of many
 requests, and joining them would cost one more copy, so the header is written here. Tests
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import BinaryIO
 
 import msgspec
@@ -58,13 +58,33 @@ def write_tensors(
     """
     # Wide dtypes first: each tensor is then aligned in the mapped file.
     names = sorted(tensors, key=lambda name: (-tensors[name][0].dtype.itemsize, name))
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    at = 0
+    shapes = []
     for name in names:
         pieces = tensors[name]
         size = sum(piece.nbytes for piece in pieces)
         shape = [sum(len(piece) for piece in pieces), *pieces[0].shape[1:]]
-        header[name] = HeaderTensor(CODE_OF[pieces[0].dtype], shape, (at, at + size))
+        shapes.append((name, CODE_OF[pieces[0].dtype], shape, size))
+    write_bytes(file, head_of(shapes, metadata))
+    for name in names:
+        for piece in joined(tensors[name]):
+            write_bytes(file, piece.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def head_of(
+    tensors: Iterable[tuple[str, str, list[int], int]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """What stands before the tensors in a file.
+
+    Args:
+        tensors: name, dtype's code, shape and bytes of each, in the file's order.
+
+    Raises:
+        FileError: it would be larger than MAX_HEADER_BYTES.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for name, code, shape, size in tensors:
+        header[name] = HeaderTensor(code, shape, (at, at + size))
         at += size
     text = msgspec.json.encode(header)
     text += b" " * (-len(text) % 8)
@@ -73,10 +93,7 @@ def write_tensors(
             f"the header would take {len(text)} bytes, of at most {MAX_HEADER_BYTES}; put "
             "fewer requests into a file."
         )
-    write_bytes(file, struct.pack("<Q", len(text)) + text)
-    for name in names:
-        for piece in joined(tensors[name]):
-            write_bytes(file, piece.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return struct.pack("<Q", len(text)) + text
 
 
 def joined(pieces: Sequence[Tensor]) -> list[Tensor]:

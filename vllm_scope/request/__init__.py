@@ -12,4 +12,5 @@ cascade.py       where a probe begins that waits for another one's verdict
 heads.py         what is computed of rows on the device: codecs, and the probes of one place
 bounded_json.py  JSON of strangers, counted before it is parsed
 remembered.py    a cache that is bounded in bytes
+media.py         the media type of binary answers
 """

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from vllm_scope.batch.by_position import Ints, Part, last_of_each
+from vllm_scope.batch.by_position import Ints, Part, joined_rows, last_of_each
 from vllm_scope.batch.readout import Readout, Verdict
 from vllm_scope.batch.sparse import sparse_rows
 from vllm_scope.codecs.packed import EncodedRows, packing_of
@@ -287,7 +287,11 @@ def _column(source: Source, parts: Sequence[Part], positions: Ints, places: _Pla
         in_order = stop - start == len(at) and bool((np.diff(at) == 1).all())
         values = rows[start:stop] if in_order else rows[torch.from_numpy(at)]
     else:
-        values = torch.stack([parts[i].rows[j] for i, j in zip(which, at, strict=True)])
+        # Runs of neighbouring values of one part.
+        breaks = np.flatnonzero((np.diff(which) != 0) | (np.diff(at) != 1)) + 1
+        starts, stops = [0, *breaks.tolist()], [*breaks.tolist(), len(at)]
+        runs = ((which[a], at[a], at[b - 1] + 1) for a, b in zip(starts, stops, strict=True))
+        values = joined_rows([parts[i].rows[first:last] for i, first, last in runs])
     shape = source.row_shape if source.label is not None else tuple(values.shape[1:])
     return Column(source.label or "", _as(source.what, values), positions, shape)
 
@@ -301,7 +305,7 @@ def _joined(columns: Sequence[Column]) -> Column:
         return columns[0]
     sources = [column.source for column in columns]
     # Features become SparseRows only when they are taken.
-    data = torch.cat([s.data if isinstance(s, EncodedRows) else s for s in sources])  # type: ignore
+    data = joined_rows([s.data if isinstance(s, EncodedRows) else s for s in sources])  # type: ignore
     first = sources[0]
     source = EncodedRows(first.codec, data) if isinstance(first, EncodedRows) else data
     positions = np.concatenate([column.positions for column in columns])

@@ -7,7 +7,8 @@ options.py   fields of `vllm_xargs` that say how a request wants its tensors
 answer.py    the results of one HTTP request, put into its answer or its chunks
 choice.py    the `scope` of one choice, whole or chunk by chunk
 tokens.py    the tokens of a choice, with text and scores
-encode.py    results as JSON
+encode.py    results as JSON, and as named tensors
+body.py      the body of an answer: JSON, or a safetensors file with the JSON
 store.py     results that are too large for an answer: files with an expiry time
 faces.py     what faces register: words of requests, fields of answers, routes
 routes.py    /v1/scope

@@ -29,7 +29,7 @@ from vllm_scope.server.options import ScopeOptions
 from vllm_scope.server.store import Kept, Store
 
 #: Rows and scores inside one answer, of all its choices. Base64 and JSON take a multiple of it
-#: in memory, and the event loop makes them.
+#: in memory.
 MAX_INLINE_BYTES = 32 << 20
 
 
@@ -72,6 +72,8 @@ class Answer:
         self._store, self._inline_bytes, self._owner = store, inline_bytes, owner
         self.exchange = running(owner)
         self.exchange.timed = True
+        if self._native:
+            self.exchange.body.begin()
         self.exchange.closing.append(self._end)
         if self._native:
             self.exchange.expect = self._expect
@@ -162,8 +164,9 @@ class Answer:
         number = prompt * self._per_prompt + completion.index
         if number not in self._choices:
             self._choices[number] = ChoiceScope(
-                completion, self._options, self._inline_bytes, self._take_room, self.keep
-            )
+                completion, self._options, self._inline_bytes, self._take_room, self.keep,
+                self.exchange.body, number,
+            )  # fmt: skip
         return self._choices[number]
 
     def _take_room(self, size: int) -> bool:

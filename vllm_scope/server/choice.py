@@ -2,7 +2,7 @@
 
 Owns:  ChoiceScope.
 Runs:  in an API server process, on its event loop.
-From:  answer.   To: encode, tokens.
+From:  answer.   To: encode, tokens, body.
 
 Promise: a chunk carries all new values of its choice that have arrived, each value once and in
 position order, and each generated token once with the scores of its own row. The last chunk carries
@@ -14,13 +14,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 
+from vllm_scope.codecs.packed import EncodedRows
 from vllm_scope.errors import CapacityError
 from vllm_scope.results.column import Column
 from vllm_scope.results.cursor import Cursor
+from vllm_scope.results.result import ScopeResult
 from vllm_scope.server import encode
+from vllm_scope.server.body import Body
 from vllm_scope.server.encode import Json, Label
 from vllm_scope.server.faces import CompletionOutput, Keep
 from vllm_scope.server.options import ScopeOptions
@@ -29,8 +35,11 @@ from vllm_scope.server.tokens import ScoredTokens
 #: Limit of the rows in one chunk. If the new rows are larger, the chunk has none of them: they
 #: come as a file with the last chunk.
 MAX_CHUNK_BYTES = 8 << 20
+#: Work on so many bytes or more is left to a thread. It takes as long as to start one.
+THREAD_BYTES = 128 << 10
 #: Estimated size in JSON: of a score, and of a token without its scores.
 _SCORE_BYTES, _TOKEN_BYTES = 20, 80
+T = TypeVar("T")
 
 
 class ChoiceScope:
@@ -39,6 +48,8 @@ class ChoiceScope:
     Args:
         inline_bytes: rows of a choice are inside the answer if they take at most this much.
         take_room: takes bytes of the room inside the answer; False if fewer are left.
+        body: takes the values of rows; a binary one also those of features and lenses.
+        number: the choice's index.
 
     Attributes:
         completion: its newest state.
@@ -47,11 +58,13 @@ class ChoiceScope:
 
     def __init__(
         self, completion: CompletionOutput, options: ScopeOptions, inline_bytes: int,
-        take_room: Callable[[int], bool], keep: Keep,
+        take_room: Callable[[int], bool], keep: Keep, body: Body, number: int,
     ) -> None:  # fmt: skip
         self.completion, self.cursor = completion, Cursor(rows=options.stream == "rows")
         self._options, self._inline_bytes = options, inline_bytes
         self._take_room, self._keep = take_room, keep
+        self._binary, self._values = body.binary, partial(body.values, number)
+        self._sparse_values = self._values if body.binary else None
         self._tokens = ScoredTokens()
         #: Column -> positions of values that did not fit into their chunk.
         self._held_back: dict[Label, list[np.ndarray]] = {}
@@ -65,11 +78,12 @@ class ChoiceScope:
     async def whole(self) -> Json:
         """The `scope` of a choice of a whole answer."""
         result = self.completion.scope
-        scores, rows = _split(result.columns())
+        scores, rows = await _aside(_is_large(result), lambda: _split(result.columns()))
         num_numbers = encode.num_numbers(scores)
         size = num_numbers * _SCORE_BYTES
         inline = num_numbers <= encode.MAX_INLINE_SCORES and self._take_room(size)
-        told = encode.told(scores) if inline else encode.told((), scores)
+        values = self._sparse_values
+        told = encode.told(scores, values=values) if inline else encode.told((), scores)
         body = encode.counts(result) | {"rows": []} | told
         body |= encode.verdicts(result.verdicts, result.begun)
         body |= encode.decisions(result.decisions)
@@ -87,6 +101,8 @@ class ChoiceScope:
             holds: True if the choice's data waits for the last chunk.
         """
         result, cursor = self.completion.scope, self.cursor
+        if ended:  # the result keeps what it has joined
+            await _aside(_is_large(result), result.columns)
         scores, rows = _split(cursor.rest(result) if ended else cursor.take())
         tokens: Json = {}
         if ended or not holds:
@@ -94,7 +110,8 @@ class ChoiceScope:
         scores = self._fitting(scores, encode.num_numbers(scores) <= encode.MAX_INLINE_SCORES)
         rows = self._fitting(rows, sum(column.nbytes for column in rows) <= MAX_CHUNK_BYTES)
         if not ended:
-            told: Json = {"rows": encode.rows(rows, True)} | encode.told(scores)
+            told: Json = encode.told(scores, values=self._sparse_values)
+            told |= {"rows": await self._with_values(rows)}
             return told | tokens | encode.verdicts(cursor.verdicts(), cursor.begun())
         # The file has all values of a column that was held back, so none of them is inline.
         everything, here = encode.for_callers(result.columns()), [*scores, *rows]
@@ -106,8 +123,8 @@ class ChoiceScope:
                 late.append(replace(column, positions=positions))
         scores, rows = _split(c for c in here if c.label not in self._held_back)
         late_scores, late_rows = _split(late)
-        told = encode.told(scores, late_scores)
-        sent = encode.rows(rows, True) + encode.rows(late_rows, False)
+        told = encode.told(scores, late_scores, self._sparse_values)
+        sent = await self._with_values(rows) + encode.rows(late_rows, None)
         rest = [] if self._options.stream == "rows" else _split(everything)[1]
         return (
             encode.counts(result) | {"rows": []} | told | tokens
@@ -150,7 +167,8 @@ class ChoiceScope:
             or self._options.tensors == "handle"
             or not self._take_room(size)
         )
-        body: Json = {"rows": sent + encode.rows(rows, not in_file), "result": None}
+        items = encode.rows(rows, None) if in_file else await self._with_values(rows)
+        body: Json = {"rows": sent + items, "result": None}
         if not (in_file or keep):
             return body
         result = self.completion.scope
@@ -165,6 +183,23 @@ class ChoiceScope:
             "expires_in_s": kept.ttl_s,
         }
         return body
+
+    async def _with_values(self, rows: list[Column]) -> list[Json]:
+        """Items of `rows`. Base64 and decoding let other threads run."""
+        works = not self._binary or any(isinstance(c.source, EncodedRows) for c in rows)
+        large = works and sum(column.nbytes for column in rows) >= THREAD_BYTES
+        return await _aside(large, lambda: encode.rows(rows, self._values))
+
+
+async def _aside(large: bool, call: Callable[[], T]) -> T:
+    """The result of a call, which runs in a thread if it is large."""
+    return await asyncio.to_thread(call) if large else call()
+
+
+def _is_large(result: ScopeResult) -> bool:
+    """Whether THREAD_BYTES or more have arrived."""
+    arrived = (p.rows.nbytes for source in result.sources() for p in result.parts_of(source))
+    return any(total >= THREAD_BYTES for total in accumulate(arrived))
 
 
 def _split(columns: Iterable[Column]) -> tuple[list[Column], list[Column]]:

@@ -1,4 +1,4 @@
-"""Results as JSON: counts, positions, scores, features, and tensors in base64.
+"""Results as JSON: counts, positions, scores and features; and as tensors with names.
 
 Owns:  what a choice's `scope` looks like; docs/http.md describes it.
 
@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
-import pybase64
 import torch
 from torch import Tensor
 
@@ -30,6 +29,10 @@ from vllm_scope.results.result import ScopeResult
 from vllm_scope.sinks import Manifest
 
 Json = dict[str, object]
+#: Bytes of a tensor, not copied.
+Buffer = bytes | memoryview
+#: Takes a column's values into the answer; returns the fields of its item that say where they are.
+Values = Callable[[Column], Json]
 #: A column's: site, layer and "after" or "before" of a stream; the name of a probe or of features.
 Label = tuple[str, int, str] | str
 
@@ -77,11 +80,14 @@ def _manifest(found: Manifest) -> Json:
     return body | ({"details": found.details} if found.details else {})
 
 
-def tensor_name(label: Label) -> str:
+def tensor_name(column: Column) -> str:
     """The name of a column's tensor in a file."""
-    if isinstance(label, str):
-        return f"scores.{label}"
-    site, layer, when = label
+    if isinstance(column.label, str):
+        lens = column.source.lens if isinstance(column.source, SparseRows) else None
+        sparse = isinstance(column.source, SparseRows)
+        kind = "lens" if lens is not None else "features" if sparse else "scores"
+        return f"{kind}.{column.label}"
+    site, layer, when = column.label
     return f"{site}.{layer}" + (".before" if when == "before" else "")
 
 
@@ -89,40 +95,49 @@ def tensors(result: ScopeResult) -> tuple[dict[str, Tensor], dict[str, str]]:
     """A whole result as the tensors and the metadata of a safetensors file."""
     found: dict[str, Tensor] = {}
     for column in for_callers(result.columns()):
-        if isinstance(column.source, SparseRows):
-            found |= _sparse_tensors(column, column.source)
-            continue
-        name = tensor_name(column.label)
-        found[name] = column.values.contiguous()
-        found[f"{name}{POSITIONS}"] = torch.from_numpy(np.ascontiguousarray(column.positions))
-        if column.aggregates is not None:
-            found[f"aggregates.{column.label}"] = column.aggregates.contiguous()
+        found |= tensors_of(column)
     return found, {"scope": json.dumps(counts(result))}
 
 
-def _sparse_tensors(column: Column, rows: SparseRows) -> dict[str, Tensor]:
-    """COO, and the positions that were encoded; of a lens two dense tensors."""
+def tensors_of(column: Column) -> dict[str, Tensor]:
+    """A column as contiguous tensors, by their names: its values and their positions."""
+    name = tensor_name(column)
     positions = torch.from_numpy(np.ascontiguousarray(column.positions))
+    if isinstance(column.source, SparseRows):
+        return _sparse_tensors(name, column.source, positions)
+    found = {name: column.values.contiguous(), f"{name}{POSITIONS}": positions}
+    if column.aggregates is not None:
+        found[f"aggregates.{column.label}"] = column.aggregates.contiguous()
+    return found
+
+
+def buffer_of(tensor: Tensor) -> memoryview:
+    """The bytes of a CPU tensor; a view if it is contiguous."""
+    view: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return view
+
+
+def _sparse_tensors(name: str, rows: SparseRows, positions: Tensor) -> dict[str, Tensor]:
+    """COO, and the positions that were encoded; of a lens two dense tensors."""
     if rows.lens is not None:
-        top, name = TopTokens.of_rows(rows, positions), f"lens.{column.label}"
+        top = TopTokens.of_rows(rows, positions)
         return {
             name: top.log_probs.contiguous(), f"{name}{POSITIONS}": positions,
-            f"{name}{TOKEN_IDS}": top.token_ids,
+            f"{name}{TOKEN_IDS}": top.token_ids.contiguous(),
         }  # fmt: skip
     sparse = SparseFeatures(rows, positions)
-    name = f"features.{column.label}"
     return {
         name: sparse.values, f"{name}{POSITIONS}": sparse.positions,
         f"{name}{INDICES}": sparse.indices, f"{name}{TOKENS}": sparse.tokens,
     }  # fmt: skip
 
 
-def rows(columns: Iterable[Column], inline: bool) -> list[Json]:
-    """`rows`; without the values if they are not inline."""
-    return [_rows(column, inline) for column in columns]
+def rows(columns: Iterable[Column], values: Values | None) -> list[Json]:
+    """`rows`; None: without the values."""
+    return [_rows(column) | (values(column) if values else {}) for column in columns]
 
 
-def _rows(column: Column, inline: bool) -> Json:
+def _rows(column: Column) -> Json:
     assert not isinstance(column.label, str)
     site, layer, when = column.label
     body: Json = {"site": site, "layer": layer}
@@ -135,29 +150,36 @@ def _rows(column: Column, inline: bool) -> Json:
     }
     if isinstance(column.source, EncodedRows):
         body["codec"] = column.source.codec.codec
-    if inline:
-        data = column.values.contiguous().view(torch.uint8).numpy()
-        body["data"] = pybase64.b64encode_as_string(data.data)
     return body
 
 
-def told(columns: Iterable[Column], late: Iterable[Column] = ()) -> Json:
-    """The field `scores`, and the fields `features` and `lens` if there are any; those of `late`
-    without the values."""
+def told(
+    columns: Iterable[Column], late: Iterable[Column] = (), values: Values | None = None
+) -> Json:
+    """The field `scores`, and the fields `features` and `lens` if there are any.
+
+    Args:
+        late: columns without the values.
+        values: takes those of features and lenses; None: they are numbers in the JSON.
+    """
     of_probes: list[list[Column]] = [[], []]
     of_features: dict[str, Json] = {}
     of_lenses: list[Json] = []
     for i, some in enumerate((columns, late)):
         for column in some:
-            if isinstance(column.source, SparseRows) and column.source.lens is not None:
-                of_lenses.append(_lens(column, column.source, i == 0))
-            elif isinstance(column.source, SparseRows):
-                of_features[str(column.label)] = _features(column, column.source, i == 0)
-            else:
+            if not isinstance(column.source, SparseRows):
                 of_probes[i].append(column)
-    found: Json = {"scores": scores(of_probes[0], True) | scores(of_probes[1], False)}
-    found |= {"features": of_features} if of_features else {}
-    return found | ({"lens": of_lenses} if of_lenses else {})
+                continue
+            inline = i == 0
+            body = values(column) if inline and values else {}
+            if column.source.lens is not None:
+                of_lenses.append(_lens(column, column.source, inline and not values) | body)
+            else:
+                found = _features(column, column.source, inline and not values)
+                of_features[str(column.label)] = found | body
+    fields: Json = {"scores": scores(of_probes[0], True) | scores(of_probes[1], False)}
+    fields |= {"features": of_features} if of_features else {}
+    return fields | ({"lens": of_lenses} if of_lenses else {})
 
 
 def scores(columns: Iterable[Column], inline: bool) -> Json:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from starlette.types import Message, Receive, Scope, Send
 
 from vllm_scope.results.budget import Asker, asking
+from vllm_scope.server.body import Body, JsonBody
 
 logger = logging.getLogger("vllm.vllm_scope")
 
@@ -38,12 +39,14 @@ class Exchange(Asker):
         closing: awaited when the request is over, the last one first. They close what otherwise
             only the garbage collector would close: the generator of a stream whose client left
             while a chunk was sent.
+        body: how the answer's tensors are sent.
     """
 
     operator: bool = False
     timed: bool = False
     untold: list[Callable[[], None]] = field(default_factory=list)
     closing: list[Callable[[], Awaitable[object]]] = field(default_factory=list)
+    body: Body = field(default_factory=JsonBody)
     #: The client has left, or was disconnected.
     _gone: bool = False
 
@@ -57,7 +60,7 @@ class Exchange(Asker):
             telling = len(self.untold) if message["type"] == "http.response.body" else 0
             if telling and await _has_left(receive):
                 self._gone = True
-            for piece in _pieces(message) if self.timed else (message,):
+            for piece in self._pieces(message) if self.timed else (message,):
                 if self._gone:
                     return  # as uvicorn: data for a client that has left is dropped
                 await self._send(scope, send, piece, timeout_s if self.timed else None)
@@ -65,6 +68,10 @@ class Exchange(Asker):
                 del self.untold[:telling]
 
         return sending
+
+    def _pieces(self, message: Message) -> Iterator[Message]:
+        for one in self.body.messages(message):
+            yield from _pieces(one)
 
     async def _send(self, scope: Scope, send: Send, piece: Message, most_s: float | None) -> None:
         try:
@@ -102,10 +109,13 @@ def running(owner: str) -> Exchange:
 
 def _pieces(message: Message) -> Iterator[Message]:
     body = memoryview(message.get("body", b""))
+    if len(body) <= _PIECE_BYTES:
+        yield message
+        return
     while len(body) > _PIECE_BYTES:
         yield {**message, "body": bytes(body[:_PIECE_BYTES]), "more_body": True}
         body = body[_PIECE_BYTES:]
-    yield {**message, "body": bytes(body)} if "body" in message else message
+    yield {**message, "body": bytes(body)}
 
 
 async def _has_left(receive: Receive) -> bool:

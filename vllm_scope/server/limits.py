@@ -18,6 +18,7 @@ from vllm_scope.results.budget import asking
 from vllm_scope.server import rpc
 from vllm_scope.server.access import refusal
 from vllm_scope.server.answer import current
+from vllm_scope.server.body import body_for
 from vllm_scope.server.exchange import Exchange
 from vllm_scope.server.settings import ADMIN_KEY, ServerSettings
 from vllm_scope.server.store import owner_of
@@ -47,6 +48,7 @@ class Door:
             owner_of(headers.get("authorization")),
             operator=self._settings.is_operators(headers.get(ADMIN_KEY, "")),
             timed=path.startswith(self._timed),
+            body=body_for(headers.get("accept", "")),
         )
         tokens = current.set(path), asking.set(exchange)
         try:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request
 from fastapi.responses import Response, StreamingResponse
@@ -22,6 +23,7 @@ from starlette.convertors import Convertor, register_url_convertor
 
 from vllm_scope import __version__
 from vllm_scope.request.actions import MAX_NAME
+from vllm_scope.request.media import BINARY
 from vllm_scope.request.sites import MODEL_SITES, SITES, Place
 from vllm_scope.server import edits, faces, schemas
 from vllm_scope.server.access import (
@@ -45,6 +47,8 @@ from vllm_scope.server.store import Store
 from vllm_scope.transport.folders import RUN
 from vllm_scope.vectors import from_bytes
 
+_COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
+
 
 def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
     """Add the routes and the middleware to an app.
@@ -59,7 +63,7 @@ def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
     run = os.environ.get(RUN) or secrets.token_hex(16)
     store = Store(settings.results_dir, run, settings.results_bytes, settings.results_ttl_s)
     app.state.scope = ScopeState(settings, store, engine, Changes(store.folder))
-    limits = {"/v1/completions": settings.body_bytes, "/v1/chat/completions": settings.body_bytes}
+    limits = dict.fromkeys(_COMPLETIONS, settings.body_bytes)
     reading, changing = [_reading], [(_changing, admin)]
     for face in faces.registered():
         reading += face.reading
@@ -69,6 +73,7 @@ def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
     limits |= dict.fromkeys(prefixes, MAX_OPERATOR_BYTES)
     app.add_middleware(Door, limits=limits, settings=settings, timed=prefixes)
     app.add_exception_handler(RefusalError, refused)
+    app.openapi = partial(_described, app.openapi)  # type: ignore[method-assign]
     for router in reading:
         app.include_router(router, responses=errors(400, 404))
     if settings.admin_key is None:
@@ -77,6 +82,17 @@ def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
         app.include_router(
             router, dependencies=[Depends(guard)], responses=errors(400, 401, 403, 413, 503)
         )
+
+
+def _described(original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The app's OpenAPI description, with the media type of binary answers."""
+    found = original()
+    for path in _COMPLETIONS:
+        answers = found["paths"].get(path, {}).get("post", {}).get("responses", {})
+        if "200" in answers:
+            binary = {"schema": {"type": "string", "format": "binary"}}
+            answers["200"].setdefault("content", {}).setdefault(BINARY, binary)
+    return found
 
 
 _reading = APIRouter(prefix="/v1/scope", tags=["scope"], route_class=Route)
@@ -118,6 +134,7 @@ async def get_info(request: Request) -> schemas.ServerInfo:
         limits=told["limits"],
         http=schemas.HttpLimits(
             inline_bytes=settings.inline_bytes,
+            binary_bytes=settings.binary_bytes,
             results_bytes=settings.results_bytes,
             results_ttl_s=settings.results_ttl_s,
             body_bytes=settings.body_bytes,

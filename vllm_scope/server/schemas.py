@@ -35,7 +35,8 @@ class SiteInfo(BaseModel):
 class HttpLimits(BaseModel):
     """Bounds of answers and bodies."""
 
-    inline_bytes: int = Field(description="Rows of a choice up to this are in the answer.")
+    inline_bytes: int = Field(description="Rows of a choice up to this are in a JSON answer.")
+    binary_bytes: int = Field(description="Rows of a choice up to this are in a binary answer.")
     results_bytes: int = Field(description="Results that wait to be fetched, of a process.")
     results_ttl_s: float = Field(description="How long a result is kept.")
     body_bytes: int = Field(description="Of a request to complete or to chat.")

@@ -34,6 +34,8 @@ class ServerSettings:
         admin_key: VLLM_SCOPE_ADMIN_KEY; None: nothing can be changed over HTTP.
         inline_bytes: VLLM_SCOPE_INLINE_KIB: tensors of a choice up to this are inside the
             answer, larger ones in a file.
+        binary_bytes: the same of binary answers: VLLM_SCOPE_INLINE_KIB too, but 8 MiB if it is
+            not set.
         rows_bytes: VLLM_SCOPE_ROWS_MIB: rows and scores of the running requests of an API
             server process; None: the processes share a quarter of the memory. One key may take
             three times what is free. A request whose prompt does not fit is refused; one whose
@@ -49,6 +51,7 @@ class ServerSettings:
 
     admin_key: str | None
     inline_bytes: int
+    binary_bytes: int
     rows_bytes: int | None
     results_bytes: int
     results_ttl_s: float
@@ -63,6 +66,7 @@ class ServerSettings:
         return ServerSettings(
             environ.get("VLLM_SCOPE_ADMIN_KEY") or None,
             int(_number(environ, "VLLM_SCOPE_INLINE_KIB", 256) * 1024),
+            int(_number(environ, "VLLM_SCOPE_INLINE_KIB", 8192) * 1024),
             int(rows * 2**20) if rows else None,
             int(_number(environ, "VLLM_SCOPE_RESULTS_MIB", 8192) * 2**20),
             _number(environ, "VLLM_SCOPE_RESULTS_TTL_S", 600),

@@ -26,6 +26,7 @@ from vllm_scope.client import (
 from vllm_scope.client.answers import parse_scope
 from vllm_scope.client.transport import Events
 from vllm_scope.control import Decided
+from vllm_scope.request.media import BINARY
 from vllm_scope.server import encode
 from vllm_scope.vectors import SteeringModule, from_bytes, to_bytes
 
@@ -597,5 +598,95 @@ def test_the_time_of_a_long_event_does_not_depend_on_its_pieces():
             one for at in range(0, len(event), size) for one in events.feed(event[at : at + size])
         ]
         took.append(time.perf_counter() - started)
-        assert [len(one) for one in found] == [8 << 20]
+        assert [len(one.answer) for one in found] == [8 << 20]
     assert took[1] < 10 * took[0] + 0.1
+
+
+# Binary answers, written by the format's own library
+
+
+def binary(answer, **tensors):
+    text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+    tensors["answer"] = torch.from_numpy(np.frombuffer(text, np.uint8).copy())
+    return safetensors.torch.save({name.replace("__", "."): one for name, one in tensors.items()})
+
+
+def binary_scope(rows, **more):
+    told = entry(rows) | {"tensor": "choices.0.resid_post.5"}
+    del told["data"]
+    return COUNTS | {"rows": [told]} | more
+
+
+def binary_rows(rows):
+    return {"choices__0__resid_post__5": rows, "choices__0__resid_post__5__positions": AT}
+
+
+AT = torch.tensor([0, 1, 7])
+
+
+def binary_response(*files):
+    return httpx.Response(200, content=b"".join(files), headers={"Content-Type": f"{BINARY}; v=1"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_binary_answer_gives_the_same_objects(dtype):
+    rows = ROWS.to(dtype)
+    scores = {"p": {"spans": [[3, 5]], "values": [1.5, None]}}
+    file = binary({"choices": [choice(binary_scope(rows, scores=scores))]}, **binary_rows(rows))
+    server = Server(completions=binary_response(file))
+    out = server.client().complete("x", Read("resid_post", layers=[5]))
+    assert BINARY in server.requests[-1].headers["accept"]
+    assert torch.equal(out.scope.tensor("resid_post", 5), rows)
+    assert out.scope.tensor("resid_post", 5).dtype == dtype
+    assert out.scope.positions("resid_post", 5).tolist() == [0, 1, 7]
+    assert out.scope.scores["p"][0] == 1.5
+    assert (out.scope.status, out.text) == ("complete", "t")
+
+
+def test_a_binary_stream_gives_the_same_chunks():
+    files = [
+        binary({"choices": [choice({"rows": []}, finish_reason=None)]}),
+        safetensors.torch.save({}),  # keeps the connection alive
+        binary({"choices": [choice(binary_scope(ROWS))]}, **binary_rows(ROWS)),
+        binary(b"[DONE]"),
+    ]
+    server = Server(completions=binary_response(*files))
+    first, last = server.client().stream("x", Read("resid_post", layers=[5]))
+    assert (first.scope.status, last.scope.status) == ("streaming", "complete")
+    assert np.array_equal(last.scope["resid_post", 5], ROWS.numpy())
+    cut = Server(completions=binary_response(*files[:-1]))
+    with pytest.raises(ServerError, match="ended before the answer did"):
+        list(cut.client().stream("x", Read("resid_post", layers=[5])))
+
+
+def test_an_error_in_a_binary_stream_is_raised():
+    error = {"error": {"message": "no room", "code": 429}}
+    server = Server(completions=binary_response(binary(error), binary(b"[DONE]")))
+    with pytest.raises(CapacityError, match="no room"):
+        list(server.client().stream("x", Read("resid_post", layers=[5])))
+
+
+def test_only_requests_with_actions_ask_for_binary_and_only_if_the_client_may():
+    server = Server(completions={"choices": [choice(None)]})
+    server.client().complete("x")
+    assert BINARY not in server.requests[-1].headers["accept"]
+    server.client(binary=False).complete("x", Read("embed"))
+    assert BINARY not in server.requests[-1].headers["accept"]
+    server.client().complete("x", Read("embed"))
+    assert BINARY in server.requests[-1].headers["accept"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        pytest.param(b"\xff" * 30, "is not safetensors", id="no-file"),
+        pytest.param(safetensors.torch.save({"a": ROWS}), "no JSON", id="no-answer"),
+        pytest.param(
+            binary({"choices": [choice(binary_scope(ROWS))]}), "names the tensor", id="no-tensor"
+        ),
+    ],
+)
+def test_a_damaged_binary_answer_is_an_error(content, words):
+    server = Server(completions=binary_response(content))
+    with pytest.raises(ScopeError, match=words):
+        server.client().complete("x", Read("resid_post", layers=[5]))

@@ -37,6 +37,7 @@ from vllm_scope.errors import ConfigError, ScopeError, SpecError, shown
 from vllm_scope.results.inbox import inbox, limit
 from vllm_scope.server import faces
 from vllm_scope.server.answer import Answer, current
+from vllm_scope.server.exchange import running
 from vllm_scope.server.options import ScopeOptions
 from vllm_scope.server.settings import ADMIN_KEY
 from vllm_scope.server.shared import Shared
@@ -113,10 +114,9 @@ async def _create_with_scope(
         parse = partial(ScopeOptions.parse, operator=operator)
         options = await aside(parse, xargs, if_large=xargs)
         words = faces.Words.find(xargs, request.model_extra, translators.keys())
-        answer = Answer(
-            options, state.store, state.settings.inline_bytes, state.owner_of(raw_request),
-            request.n or 1, bool(request.stream),
-        )  # fmt: skip
+        owner, settings = state.owner_of(raw_request), state.settings
+        inline = settings.binary_bytes if running(owner).body.binary else settings.inline_bytes
+        answer = Answer(options, state.store, inline, owner, request.n or 1, bool(request.stream))
         answer.replies = await aside(words.begin, answer.keep, if_large=words.values)
     if words.fields:
         request.vllm_xargs = {**xargs, **words.fields}
@@ -132,8 +132,8 @@ async def _create_with_scope(
         return made
     finally:
         current.reset(token)
-        if not streams:
-            answer.close()
+        if not streams and not answer.exchange.body.binary:
+            answer.close()  # a binary answer has views of rows, so they count until it is sent
 
 
 def _check_place(request: Any, raw_request: Request) -> None:

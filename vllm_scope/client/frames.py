@@ -1,0 +1,121 @@
+"""Binary answers: the JSON and the tensors of each safetensors file.
+
+Owns:  Frame, Frames.
+From:  transport (the bytes).   To: calls.
+
+The server's format is in docs/http.md. Each size in a header is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TypedDict
+
+import msgspec
+import safetensors
+
+from vllm_scope.errors import ScopeError
+from vllm_scope.request.media import ANSWER, prefix_of
+
+#: As safetensors has it: a longer header is none.
+MAX_HEADER_BYTES = 100_000_000
+
+
+class FileTensor(TypedDict):
+    """A tensor of a safetensors file, as its library returns it."""
+
+    dtype: str
+    shape: list[int]
+    data: bytes
+
+
+class _Entry(msgspec.Struct):
+    data_offsets: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A safetensors file of a binary answer.
+
+    Attributes:
+        answer: the JSON of the answer, or the data of an event; None in a file that only keeps the
+            connection alive.
+        tensors: by their names, without `answer`.
+    """
+
+    answer: bytes | None
+    tensors: dict[str, FileTensor]
+
+    @staticmethod
+    def parse(file: bytes) -> Frame:
+        """Raises ScopeError if it is not safetensors."""
+        tensors = tensors_of(file, "binary answer")
+        answer = tensors.pop(ANSWER, None)
+        return Frame(None if answer is None else bytes(answer["data"]), tensors)
+
+    def of_choice(self, index: int) -> dict[str, FileTensor]:
+        """The tensors of a choice, named as in a result's file."""
+        start = prefix_of(index)
+        return {n.removeprefix(start): t for n, t in self.tensors.items() if n.startswith(start)}
+
+
+def tensors_of(file: bytes, what: str) -> dict[str, FileTensor]:
+    """The tensors of a safetensors file. Raises ScopeError if it is none."""
+    try:
+        return dict(safetensors.deserialize(file))
+    except safetensors.SafetensorError as error:
+        raise ScopeError(f"the server's {what} is not safetensors: {error}.") from None
+
+
+class Frames:
+    """The files of a binary stream, which follow one another without anything between them.
+
+    Attributes:
+        done: the server has sent its last event.
+    """
+
+    def __init__(self) -> None:
+        self.done = False
+        self._rest: list[bytes] = []
+        self._num_rest, self._needed = 0, 8
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """The files that are complete now.
+
+        Raises:
+            ScopeError: the bytes are no safetensors files.
+        """
+        self._rest.append(data)
+        self._num_rest += len(data)
+        found: list[Frame] = []
+        while self._num_rest >= self._needed:
+            every = b"".join(self._rest)
+            self._needed = _length(every)
+            self._rest = [every]
+            if len(every) < self._needed:
+                break
+            frame = Frame.parse(every[: self._needed])
+            if frame.answer == b"[DONE]":
+                self.done = True
+            elif frame.answer is not None:
+                found.append(frame)
+            self._rest, self._num_rest = [every[self._needed :]], len(every) - self._needed
+            self._needed = 8
+        return found
+
+
+def _length(data: bytes) -> int:
+    """Bytes of the file that `data` begins with, or of what must be known to tell that."""
+    (size,) = struct.unpack_from("<Q", data)
+    if size > MAX_HEADER_BYTES:
+        raise ScopeError(f"the server's stream has a header of {size} bytes; it is damaged.")
+    if len(data) < 8 + size:
+        return 8 + int(size)
+    try:
+        header = msgspec.json.decode(data[8 : 8 + size], type=dict[str, msgspec.Raw])
+        entries = (msgspec.json.decode(v, type=_Entry) for k, v in header.items() if k[:2] != "__")
+        end = max((entry.data_offsets[1] for entry in entries), default=0)
+    except msgspec.MsgspecError as error:
+        raise ScopeError(f"the server's stream is damaged: {error}.") from None
+    return 8 + int(size) + max(0, end)

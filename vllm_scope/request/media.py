@@ -1,0 +1,14 @@
+"""The media type of binary answers, for servers and clients.
+
+docs/http.md describes the format: a safetensors file whose tensor `answer` has the JSON.
+"""
+
+#: A client sends it in `Accept`; a server that knows it answers in it.
+BINARY = "application/vnd.vllm-scope+safetensors"
+#: The tensor with the JSON of the answer, or of an event of a stream: uint8, [bytes].
+ANSWER = "answer"
+
+
+def prefix_of(choice: int) -> str:
+    """What the names of a choice's tensors begin with; the rest is as in a result's file."""
+    return f"choices.{choice}."

@@ -1,0 +1,213 @@
+"""The body of an answer: the JSON that vLLM makes, and the tensors that go around it.
+
+Owns:  JsonBody, BinaryBody, `body_for`.
+Runs:  in an API server process: `values` on any thread, all else on its event loop.
+From:  choice (columns), exchange (the messages of vLLM's response).   To: exchange.
+
+vLLM's encoder takes 3 ms for a megabyte of base64. So base64 is put into the encoded JSON, and
+tensors of a binary answer never become text.
+
+Promise: without tensors, a JSON answer is byte for byte vLLM's. An answer whose status is not 200
+is JSON. A tensor is not copied until a piece of it is sent.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator
+from typing import Protocol
+
+import pybase64
+from starlette.datastructures import MutableHeaders
+from starlette.types import Message
+from torch import Tensor
+
+from vllm_scope.files.tensors import CODE_OF, head_of
+from vllm_scope.request.media import ANSWER, BINARY, prefix_of
+from vllm_scope.results.column import Column
+from vllm_scope.server import encode
+from vllm_scope.server.encode import Buffer, Json
+
+#: Base64 of fewer bytes goes through vLLM's encoder, which is cheaper than to put it in later.
+SMALL_BYTES = 4 << 10
+#: Buffers of fewer bytes are joined; more system calls would cost more than the copy.
+JOINED_BYTES = 64 << 10
+
+
+class Body(Protocol):
+    """How an answer's tensors are sent.
+
+    Attributes:
+        binary: the answer is one of BINARY.
+    """
+
+    binary: bool
+
+    def begin(self) -> None:
+        """The answer has a scope."""
+
+    def values(self, choice: int, column: Column) -> Json:
+        """Take a column's values; returns the fields of its item that say where they are."""
+
+    def messages(self, message: Message) -> Iterator[Message]:
+        """The messages to send for a message of vLLM's response."""
+
+
+class _Messages:
+    """The start of a response waits until the length of its body is known."""
+
+    def __init__(self) -> None:
+        self._start: Message | None = None
+        self._content: list[bytes] = []
+        self._passive = False
+
+    def messages(self, message: Message) -> Iterator[Message]:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(raw=list(message["headers"]))
+            changes = self._changes("content-length" not in headers)
+            self._passive = message["status"] != 200 or not changes
+            if not self._passive:
+                self._head(headers)
+                message = {**message, "headers": headers.raw}
+                if "content-length" in headers:
+                    self._start = message
+                    return
+            yield message
+        elif self._passive or message["type"] != "http.response.body":
+            yield message
+        elif self._start is None:
+            yield from _bodies(self._buffers(message.get("body", b"")), message)
+        else:
+            self._content.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                buffers = list(self._buffers(b"".join(self._content)))
+                headers = MutableHeaders(raw=self._start["headers"])
+                headers["content-length"] = str(sum(map(len, buffers)))
+                yield self._start
+                yield from _bodies(buffers, message)
+
+    def _changes(self, streams: bool) -> bool:
+        """Whether the response may get tensors; asked at its start. False: it passes as it is."""
+        raise NotImplementedError
+
+    def _head(self, headers: MutableHeaders) -> None:
+        """Change the headers of a response."""
+
+    def _buffers(self, content: bytes) -> Iterator[Buffer]:
+        """The whole body of a response, or the next bytes of a stream, with their tensors."""
+        raise NotImplementedError
+
+
+def _bodies(buffers: Iterator[Buffer] | list[Buffer], message: Message) -> Iterator[Message]:
+    """A body in messages: one for each large buffer, and for the small ones between two."""
+    small: list[Buffer] = []
+    for buffer in buffers:
+        if len(buffer) < JOINED_BYTES:
+            small.append(buffer)
+            continue
+        if small:
+            yield {**message, "body": b"".join(small), "more_body": True}
+            small = []
+        yield {**message, "body": buffer, "more_body": True}
+    if small or not message.get("more_body", False):
+        yield {**message, "body": b"".join(small)}
+
+
+class JsonBody(_Messages):
+    """JSON, with tensors in base64.
+
+    Args:
+        sent: `messages` passes the answer on; False keeps all base64 within the JSON.
+    """
+
+    binary = False
+
+    def __init__(self, sent: bool = False) -> None:
+        super().__init__()
+        self._sent = sent
+        #: Not to be guessed: a model's text cannot have it.
+        self._mark = secrets.token_hex(16) if sent else ""
+        self._kept: dict[int, bytes] = {}
+        self._num_kept = 0
+
+    def begin(self) -> None:
+        pass
+
+    def values(self, choice: int, column: Column) -> Json:
+        data = encode.buffer_of(column.values)
+        if not self._sent or data.nbytes < SMALL_BYTES:
+            return {"data": pybase64.b64encode_as_string(data)}
+        number, self._num_kept = self._num_kept, self._num_kept + 1
+        self._kept[number] = pybase64.b64encode(data)
+        return {"data": f"{self._mark}{number}"}
+
+    def _changes(self, streams: bool) -> bool:
+        return streams or bool(self._kept)
+
+    def _buffers(self, content: bytes) -> Iterator[Buffer]:
+        if not self._kept:
+            yield content
+            return
+        at = 0
+        for found in re.finditer(rb"%b(\d+)" % self._mark.encode(), content):
+            yield content[at : found.start()]
+            yield self._kept.pop(int(found[1]))
+            at = found.end()
+        yield content[at:]
+
+
+class BinaryBody(_Messages):
+    """A safetensors file with the JSON and the tensors; in a stream, one for each event."""
+
+    binary = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begun = self._streams = False
+        self._tensors: dict[str, Tensor] = {}
+
+    def begin(self) -> None:
+        self._begun = True
+
+    def values(self, choice: int, column: Column) -> Json:
+        start = prefix_of(choice)
+        self._tensors |= {start + name: one for name, one in encode.tensors_of(column).items()}
+        return {"tensor": start + encode.tensor_name(column)}
+
+    def _changes(self, streams: bool) -> bool:
+        return self._begun
+
+    def _head(self, headers: MutableHeaders) -> None:
+        self._streams = headers["content-type"].startswith("text/event-stream")
+        headers["content-type"] = BINARY
+
+    def _buffers(self, content: bytes) -> Iterator[Buffer]:
+        if not self._streams:
+            yield from self._file(content)
+            return
+        for event in content.split(b"\n\n"):
+            if event.startswith(b"data: "):
+                yield from self._file(event.removeprefix(b"data: "))
+            elif event:  # a comment, by which vLLM keeps the connection alive
+                yield head_of(())
+
+    def _file(self, answer: bytes) -> Iterator[Buffer]:
+        # Wide dtypes first, so that each tensor is aligned; the answer is last.
+        found = sorted(self._tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+        self._tensors = {}
+        shapes = [(name, CODE_OF[t.dtype], list(t.shape), t.nbytes) for name, t in found]
+        yield head_of([*shapes, (ANSWER, "U8", [len(answer)], len(answer))])
+        for _, tensor in found:
+            yield encode.buffer_of(tensor)
+        yield answer
+
+
+def body_for(accept: str) -> Body:
+    """The body that a request asks for by its `Accept`: JSON, unless it names BINARY."""
+    for one in accept.split(","):
+        kind, *parameters = (part.strip().lower() for part in one.split(";"))
+        if kind == BINARY:
+            refused = any(re.fullmatch(r"q=0(\.0*)?", each) for each in parameters)
+            return JsonBody(sent=True) if refused else BinaryBody()
+    return JsonBody(sent=True)
