@@ -210,6 +210,8 @@ class Sites:
             configuration names it, or names no site on the stream.
         step_tokens: how many positions a step may compute of a request that generates: 1, and the
             drafts.
+        moved: layers before which the model changes the stream, so that `resid_pre` there is not
+            what the layer before left.
     """
 
     num_layers: int
@@ -221,6 +223,7 @@ class Sites:
     kernels: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, compare=False)
     guard: int | None = None
     step_tokens: int = 1
+    moved: tuple[int, ...] = ()
 
     def __getstate__(self) -> dict[str, object]:
         # Without cached properties.
@@ -234,6 +237,7 @@ class Sites:
             "boundaries": tuple(sorted(boundaries)),
             "heads": None if heads is None else Heads(**heads),
             "kernels": {int(layer): kernel for layer, kernel in body["kernels"].items()},
+            "moved": tuple(body["moved"]),
         }
         return Sites(**{**body, **given})
 
@@ -284,6 +288,7 @@ class Sites:
             SpecError: a layer that the model does not have, or that is not tapped.
         """
         tapped = self.readable
+        moved = self.moved if site == "resid_pre" else ()
         if site == "embed":
             if 0 not in tapped:
                 raise SpecError(
@@ -293,7 +298,7 @@ class Sites:
             return (Place("embed", 0),)
         if layers is None or site in MODEL_SITES:
             every = (Place(site, layer) for layer in range(self.num_layers))
-            found = tuple(place for place in every if place.boundary in tapped)
+            found = tuple(p for p in every if p.boundary in tapped and p.layer not in moved)
             if not found:
                 raise SpecError(
                     f"{where}.site is {site!r}, which this engine does not tap; start it with "
@@ -305,6 +310,11 @@ class Sites:
                 raise SpecError(
                     f"{where}.layers has {layer}; this model has layers 0 to "
                     f"{self.num_layers - 1}. For the embedding output use site='embed'."
+                )
+            if layer in moved:
+                raise SpecError(
+                    f"{where}.layers has {layer}; this model changes the stream before that layer, "
+                    f"where no tap is. Name resid_post of layer {layer - 1}, or other layers."
                 )
             if Place(site, layer).boundary not in tapped:
                 raise SpecError(
