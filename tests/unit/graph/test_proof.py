@@ -11,6 +11,7 @@ from tests.unit.graph.test_tapped import (
     NUM_LAYERS,
     DeadLayer,
     Norm,
+    Part,
     SumLayer,
     TensorLayer,
 )
@@ -126,7 +127,7 @@ def findings(model: Model, convention: Convention, middles=True, norm=True, time
         model(times)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     inner = {n: layer.post_norm for n, layer in layers.items()} if middles else {}
-    return find_faults(anatomy, inner, watch)
+    return find_faults(anatomy, inner, watch, torch.float32)
 
 
 GOOD = [
@@ -267,3 +268,35 @@ def test_rounding_is_not_a_fault(layer, convention, dtype):
     model.change = lambda number, x: x.to(dtype)
     found = findings(model, convention)
     assert (found.wrong_sites, found.moved, found.untold) == ({}, (), {})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "times", "words"),
+    [
+        pytest.param(torch.float32, 1, None, id="once"),
+        pytest.param(torch.float16, 1, "layer 1 returned rows of torch.float16, and rows here are "
+                     "of torch.float32", id="another-dtype"),
+        pytest.param(torch.float32, 2, "layer 1 ran 2 times in a forward", id="twice"),
+        pytest.param(torch.float32, 0, "layer 1 ran 0 times in a forward", id="not-at-all"),
+    ],
+)  # fmt: skip
+def test_a_router_runs_once_and_returns_rows_of_the_models_dtype(dtype, times, words):
+    class Router(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, None]:
+            return x.to(dtype), None
+
+    class Experts(Part):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(times):
+                router(x)
+            return super().forward(x)
+
+    router, model = Router(), Model(SumLayer)
+    model.layers["1"].mlp = Experts(1.0)
+    layers = {int(number): layer for number, layer in model.layers.items()}
+    anatomy = Anatomy(layers, NUM_LAYERS, SUM, "layers", routers={1: router})
+    with torch.inference_mode(), Watch(anatomy) as watch:
+        model()
+    found = find_faults(anatomy, {}, watch, torch.float32).wrong_sites
+    expected = {} if words is None else {"router_logits": f"the router of {words}"}
+    assert found == expected

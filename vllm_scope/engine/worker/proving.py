@@ -22,6 +22,7 @@ from torch import nn
 from vllm_scope.engine.model import anatomy_of
 from vllm_scope.engine.vllm_types import ModelRunner, VllmConfig
 from vllm_scope.engine.worker import runners
+from vllm_scope.engine.worker.loading import with_parts
 from vllm_scope.errors import CompatError
 from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.graph.anatomy.proof import Findings, find_faults
@@ -46,16 +47,17 @@ def proved_anatomy(
         groups: vLLM's groups of ranks that must agree, each after the one before it.
 
     Returns:
-        The anatomy, and the layers before which the model changes the stream.
+        The anatomy with the modules inside layers that are to be tapped, and the layers before
+        which the model changes the stream.
 
     Raises:
         CompatError: this rank or another one cannot tap the model.
-        ConfigError: a configured site is not what its name says.
+        ConfigError: a configured site is not what its name says; and as `with_parts`.
     """
     anatomy = findings = None
     reason = None
     try:
-        anatomy = anatomy_of(runner.get_model(), config)
+        anatomy = with_parts(anatomy_of(runner.get_model(), config), sites)
         findings = _findings(runner, version, config, anatomy, sites)
     except CompatError as error:
         reason = str(error)
@@ -96,7 +98,8 @@ def _findings(
         logger.warning("vllm-scope: no forward before compilation; the anatomy is as its source "
                        "says, and was not compared with numbers.", exc_info=True)  # fmt: skip
         return None
-    return find_faults(anatomy, _middles(anatomy, sites), watch)
+    dtype = config.model_config.dtype
+    return find_faults(anatomy, _middles(anatomy, sites), watch, dtype)
 
 
 def _middles(anatomy: Anatomy, sites: Sites) -> dict[int, nn.Module]:

@@ -39,7 +39,6 @@ from vllm_scope.engine.worker.loading import (
     check_taps,
     last_rows,
     load_taps,
-    with_parts,
 )
 from vllm_scope.engine.worker.proving import proved_anatomy
 from vllm_scope.engine.worker.replies import Connected, Described
@@ -139,7 +138,6 @@ class ScopeWorker:
         anatomy, moved = proved_anatomy(
             runner, self.runner_version, self._vllm_config, self.sites, groups
         )
-        anatomy = with_parts(anatomy, self.sites)
         kernels = {layer: kernel_of(module) for layer, module in anatomy.attention.items()}
         self.sites = replace(self.sites, kernels=kernels, moved=moved)
         loaded = load_taps(

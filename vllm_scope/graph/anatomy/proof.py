@@ -11,6 +11,7 @@ The anatomy is read from source. The recorded rows show where the stream is, ind
 3. resid_mid = resid_pre + attn_out, and is what the norm before the MLP gets.
 4. resid_post = resid_mid + mlp_out.
 5. What the last layer leaves is what the norm behind the layers gets.
+6. A router runs once, and returns rows of the model's dtype.
 3 and 4 are of layers that return (hidden, residual). What a norm gets is `hidden`, or its sum with
 `residual` if the norm returns that sum. Rows that are not finite show nothing.
 """
@@ -29,6 +30,7 @@ from vllm_scope.errors import CompatError
 from vllm_scope.graph.anatomy.convention import Convention
 from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.graph.anatomy.watched import LayerCall, NormCall, Watch
+from vllm_scope.request.sites import ROUTER_SITE
 
 #: Of a row's length: so many steps of its dtype, and at least so much. Sums are rounded once or
 #: twice.
@@ -52,12 +54,15 @@ class Findings:
     untold: Mapping[str, tuple[int, ...]]
 
 
-def find_faults(anatomy: Anatomy, middles: Mapping[int, nn.Module], watch: Watch) -> Findings:
+def find_faults(
+    anatomy: Anatomy, middles: Mapping[int, nn.Module], watch: Watch, dtype: torch.dtype
+) -> Findings:
     """Compare the rows of a recorded forward.
 
     Args:
         middles: layer number -> the norm before its MLP, of layers where equalities 3 and 4 are
             asked for.
+        dtype: the model's.
 
     Raises:
         CompatError: a layer did not run once, or the stream is not where the convention says.
@@ -69,6 +74,8 @@ def find_faults(anatomy: Anatomy, middles: Mapping[int, nn.Module], watch: Watch
             if times != 1:
                 raise CompatError(f"layer {number} runs {times} times in a forward")
         faults.compare()
+        for number, rows in watch.routed.items():
+            faults.check_router(number, rows, dtype)
     else:
         faults.untold["what layers get, as none ran"] = list(calls)
     untold = {what: tuple(layers) for what, layers in faults.untold.items()}
@@ -110,6 +117,15 @@ class _Faults:
             self._require(gap, f"what layer {last} leaves is not what the norm behind it gets")
         else:
             self.untold["what another pipeline stage makes of layers"].append(last)
+
+    def check_router(self, number: int, rows: list[object], dtype: torch.dtype) -> None:
+        found = [str(x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in rows]
+        if found == [str(dtype)]:
+            return
+        words = f"ran {len(found)} times in a forward"
+        if len(found) == 1:
+            words = f"returned rows of {found[0]}, and rows here are of {dtype}"
+        self.wrong_sites.setdefault(ROUTER_SITE, f"the router of layer {number} {words}")
 
     def _compare_branches(self, number: int, entry: Tensor | None, left: Tensor) -> None:
         norm, call = self.middles[number], self.layers[number]

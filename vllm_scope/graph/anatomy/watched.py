@@ -64,12 +64,14 @@ class Watch:
     Attributes:
         layers: layer number -> its call, in the order of layers.
         norms: norm -> its calls: the layers' own, and the one behind them.
+        routed: layer number -> what its router returned, of `Anatomy.routers`.
     """
 
     def __init__(self, anatomy: Anatomy) -> None:
         self._anatomy = anatomy
         self.layers = {number: LayerCall() for number in sorted(anatomy.layers)}
         self.norms: dict[nn.Module, list[NormCall]] = defaultdict(list)
+        self.routed: dict[int, list[object]] = {number: [] for number in sorted(anatomy.routers)}
         self._handles = ExitStack()
 
     def __enter__(self) -> Self:
@@ -81,6 +83,8 @@ class Watch:
             for name, child in layer.named_children():
                 self._before(child, partial(self._enter_child, number))
                 norms += [child] if is_norm(name) else []
+        for number, router in self._anatomy.routers.items():
+            self._after(router, partial(self._leave_router, number))
         for norm in dict.fromkeys(norms):
             self._before(norm, self._enter_norm)
             self._after(norm, self._leave_norm)
@@ -126,6 +130,9 @@ class Watch:
         self.layers[number].returned = (
             tuple(map(_copied, out)) if isinstance(out, tuple | list) else _copied(out)
         )
+
+    def _leave_router(self, number: int, module: nn.Module, args: _Args, out: object) -> None:
+        self.routed[number].append(out[0] if isinstance(out, tuple) else out)
 
     def _enter_norm(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
         hidden, residual = (*map(_copied, _floats((*args, *kwargs.values()))), None, None)[:2]
