@@ -55,7 +55,7 @@ def test_rows_edits_and_probes_equal_hugging_face(llm, path):
     scores = edited[SITE, 1].double() @ weight.double()
     torch.testing.assert_close(edited.scores["p"].double(), scores, rtol=1e-4, atol=1e-4)
     # The router's layers differ, and another choice of experts is another stream.
-    assert row_error(plain[SITE, 0], plain[SITE, 1]) > 0.1
+    assert row_error(plain[SITE, 0], plain[SITE, 1]) > 0.01
     count = len(PROMPTS[0])
     moved = row_error(edited["resid_post", 1][:count], plain["resid_post", 1][:count])
     assert moved > 0.01
