@@ -94,12 +94,13 @@ def _findings(
     try:
         with set_current_vllm_config(config), _uncompiled(runner), watch:
             runners.dummy_forward(runner, version, lambda: None, num_tokens)
-    except Exception:
-        logger.warning("vllm-scope: no forward before compilation; the anatomy is as its source "
-                       "says, and was not compared with numbers.", exc_info=True)  # fmt: skip
+        return find_faults(anatomy, _middles(anatomy, sites), watch, config.model_config.dtype)
+    except CompatError:
+        raise
+    except Exception:  # the model may be right
+        logger.warning("vllm-scope: the forward before compilation failed; the anatomy is as its "
+                       "source says, and was not compared with numbers.", exc_info=True)  # fmt: skip
         return None
-    dtype = config.model_config.dtype
-    return find_faults(anatomy, _middles(anatomy, sites), watch, dtype)
 
 
 def _middles(anatomy: Anatomy, sites: Sites) -> dict[int, nn.Module]:
