@@ -98,8 +98,10 @@ def _findings(
     except CompatError:
         raise
     except Exception:  # the model may be right
-        logger.warning("vllm-scope: the forward before compilation failed; the anatomy is as its "
-                       "source says, and was not compared with numbers.", exc_info=True)  # fmt: skip
+        logger.warning(
+            "vllm-scope: the forward before compilation failed; the anatomy is as its source says, "
+            "and was not compared with numbers.", exc_info=True,
+        )  # fmt: skip
         return None
 
 
