@@ -258,6 +258,18 @@ class Reference:
 
             return hook
 
+        def route(layer: int):
+            def hook(module: Any, args: tuple, out: tuple) -> tuple:
+                # As Qwen3MoeTopKRouter.forward goes on.
+                logits = apply("router_logits", layer, out[0])
+                probs = torch.softmax(logits, dtype=torch.float, dim=-1)
+                weights, experts = torch.topk(probs, module.top_k, dim=-1)
+                if module.norm_topk_prob:
+                    weights /= weights.sum(dim=-1, keepdim=True)
+                return logits, weights.to(logits.dtype), experts
+
+            return hook
+
         def final(module: object, args: tuple, out: Tensor) -> None:
             apply("ln_final", 0, out)
 
@@ -275,6 +287,9 @@ class Reference:
             handles.append(layer.register_forward_hook(post(k)))
             if (down := self._projection(layer)) is not None:
                 handles.append(down.register_forward_pre_hook(project(k)))
+            gate = getattr(getattr(layer, "mlp", None), "gate", None)
+            if type(gate).__name__ == "Qwen3MoeTopKRouter":
+                handles.append(gate.register_forward_hook(route(k)))
         if attention is not None:
             module.eager_attention_forward = attend
         try:

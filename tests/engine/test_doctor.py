@@ -70,7 +70,8 @@ def test_it_says_what_can_be_read_and_nothing_else_in_less_than_15_seconds(tmp_p
     for site in ("resid_mid", "q", "k", "v", "z", "attn_out", "mlp_out", "mlp_post"):
         assert table[site] == ["0-5", "no", ""]
     assert table["ln_final"] == ["yes", "no", ""]
-    assert table["router_logits"] == ["-", "", "this version has no tap there"]
+    assert table["router_logits"] == ["-", "no", "this model has no experts"]
+    assert table["logits"] == ["-", "", "this version has no tap there"]
     # Of a processor, which is all of it on a machine that has nothing else to do.
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert used < 15, used

@@ -76,7 +76,8 @@ def _verified(line: Line) -> tuple[object, ...]:
     sites = line["sites"]
     good = [s for s in SITES if s in sites and sites[s]["error"] <= TOLERANCE]
     open_ = [s for s in SITES if s in sites and s not in good]
-    refused = [s for s in SITES if s not in sites]
+    # A site that is newer than the line is in neither.
+    refused = [s for s in SITES if s in line["why_not"]]
     worst = max([sites[s]["error"] for s in good] + [line.get("warm", 0.0)])
     how = "chunks" if line["chunked"] else "whole prompts"
     how += ", warm cache" if line.get("cached_tokens", 0) > 0 else ""

@@ -16,11 +16,12 @@ from vllm_scope.config import ScopeConfig
 from vllm_scope.engine.vllm_types import VllmConfig
 from vllm_scope.engine.worker.attention import heads_of
 from vllm_scope.engine.worker.mlp import mlp_size_of
+from vllm_scope.engine.worker.router import num_experts_of
 from vllm_scope.errors import CompatError
 from vllm_scope.graph.anatomy.convention import treats_half_apart
 from vllm_scope.graph.anatomy.layers import Anatomy, find_anatomy
 from vllm_scope.request.resolved import Resolved
-from vllm_scope.request.sites import MLP_SITE, Place, Sites
+from vllm_scope.request.sites import MLP_SITE, ROUTER_SITE, Place, Sites
 from vllm_scope.request.spec import Spec
 from vllm_scope.sinks.router import GLOBAL
 
@@ -76,6 +77,7 @@ def sites_of(vllm_config: VllmConfig, config: ScopeConfig) -> Sites:
         mlp_size_of(vllm_config) if MLP_SITE in config.sites else None,
         guard=guard,
         step_tokens=1 + vllm_config.num_speculative_tokens,
+        num_experts=num_experts_of(vllm_config) if ROUTER_SITE in config.sites else None,
     )
 
 

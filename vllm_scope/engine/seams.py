@@ -72,7 +72,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
         _uses("ModelConfig", "model dtype runner_type enforce_eager use_mla hf_text_config "
               "max_model_len skip_tokenizer_init get_hidden_size get_vocab_size "
               "get_total_num_hidden_layers get_head_size get_num_attention_heads "
-              "get_num_kv_heads logprobs_mode max_logprobs tokenizer "
+              "get_num_kv_heads get_num_experts logprobs_mode max_logprobs tokenizer "
               "revision tokenizer_revision quantization hf_overrides"),
     ),
     "config.parallel": (
@@ -212,7 +212,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
         _uses("GPUModelRunner.execute_model", "", "scheduler_output"),
         _uses("GPUModelRunner._dummy_run", "", "num_tokens skip_eplb is_profile"),
         _uses("GPUModelRunner", "get_model sample_tokens _init_kv_zero_meta _kv_block_zeroer "
-              "input_batch positions query_start_loc use_async_spec_decode"),
+              "input_batch positions query_start_loc use_async_spec_decode drafter"),
     ),
     "v1.worker.gpu_input_batch": (
         _uses("InputBatch", "req_ids num_reqs num_computed_tokens_cpu"),
@@ -221,7 +221,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
         _uses("GPUModelRunner.execute_model", "", "scheduler_output dummy_run"),
         _uses("GPUModelRunner._dummy_run", "", "num_tokens skip_attn skip_eplb is_profile"),
         _uses("GPUModelRunner", "get_model sample_tokens _init_kv_zero_meta kv_block_zeroer "
-              "model_state num_speculative_steps"),
+              "model_state num_speculative_steps speculator"),
     ),
     "v1.worker.gpu.model_states.interface": (
         _uses("ModelState.prepare_inputs", "", "input_batch req_states"),
@@ -235,6 +235,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
         _uses("AsyncModelRunnerOutput", "get_output"),
     ),
     "distributed.parallel_state": (_uses("get_pp_group"), _uses("get_tp_group")),
+    "compilation.decorators": (_uses("_support_torch_compile", "do_not_compile"),),
     "compilation.wrapper": (_uses("TorchCompileWithNoGuardsWrapper"),),
     "model_executor.models.utils": (_uses("PPMissingLayer"),),
     "model_executor.layers.attention.attention": (
@@ -244,6 +245,8 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     ),
     "model_executor.layers.attention_layer_base": (_uses("AttentionLayerBase"),),
     "model_executor.layers.linear": (
+        _uses("ReplicatedLinear", "output_size"),
+        _uses("ReplicatedLinear.forward"),
         _uses("RowParallelLinear", "input_size"),
         _uses("RowParallelLinear.forward", "", "input_"),
     ),

@@ -38,7 +38,7 @@ from vllm_scope.request.resolved import (
     Vectors,
 )
 from vllm_scope.request.selectors import Except, Selector, Word
-from vllm_scope.request.sites import INNER_SITES, MLP_SITE, Place, Sites
+from vllm_scope.request.sites import INNER_SITES, MLP_SITE, ROUTER_SITE, Place, Sites
 from vllm_scope.vectors.module import TIERS
 
 
@@ -189,7 +189,7 @@ def _on_stream(place: Place) -> tuple[int, int]:
     """Where a place comes in a forward: (boundary of the stream, group). A site inside a layer
     comes after the boundary before it."""
     if place.site in INNER_SITES:
-        return 2 * place.layer + (1 if place.site in ("mlp_out", MLP_SITE) else 0), 1
+        return 2 * place.layer + (place.site in ("mlp_out", MLP_SITE, ROUTER_SITE)), 1
     return place.boundary, place.group
 
 

@@ -33,7 +33,9 @@ ATTENTION_SITES = ("q", "k", "v", "z")
 BRANCH_SITES = ("attn_out", "mlp_out")
 #: Between the two projections of the MLP.
 MLP_SITE = "mlp_post"
-INNER_SITES = (*ATTENTION_SITES, *BRANCH_SITES, MLP_SITE)
+#: Of layers with experts: the output of the router's gate.
+ROUTER_SITE = "router_logits"
+INNER_SITES = (*ATTENTION_SITES, *BRANCH_SITES, MLP_SITE, ROUTER_SITE)
 #: The output of the norm behind the last layer.
 FINAL_SITE = "ln_final"
 SITES = (*STREAM_SITES, *INNER_SITES, FINAL_SITE)
@@ -42,7 +44,7 @@ MODEL_SITES = ("embed", FINAL_SITE)
 #: Edits take all others.
 EDIT_SITES = tuple(site for site in SITES if site != FINAL_SITE)
 #: SITES, and the names of sites that other tools have but no tap of this package reads yet.
-KNOWN_SITES = (*SITES, "router_logits", "logits")
+KNOWN_SITES = (*SITES, "logits")
 #: Name in other tools -> site.
 ALIASES = {"pre_attn": "resid_pre", "post_attn": "resid_mid", "post_block": "resid_post"}
 
@@ -56,7 +58,7 @@ MAX_LAYERS, MAX_LAYER = 4096, 1 << 31
 #: Points of one boundary.
 LEVELS = 3
 #: Site kinds. The index is part of the wire format: append only.
-KINDS = ("stream", *INNER_SITES, FINAL_SITE)
+KINDS = ("stream", *ATTENTION_SITES, *BRANCH_SITES, MLP_SITE, FINAL_SITE, ROUTER_SITE)
 STREAM = 0
 #: Number of boundaries of each kind.
 _SPAN = 1 << 16
@@ -203,6 +205,7 @@ class Sites:
         boundaries: ascending.
         heads: None if no site inside the attention is tapped.
         mlp_size: numbers of a row of `mlp_post`; None if it is not tapped.
+        num_experts: numbers of a row of `router_logits`; likewise.
         kernels: layer -> arguments of the attention kernel besides q, k and v (`scale`,
             `sliding_window`, ...), for the layers whose attention is tapped.
         guard: the last boundary of the stream, if the configuration does not name it. The engine
@@ -210,6 +213,8 @@ class Sites:
             configuration names it, or names no site on the stream.
         step_tokens: how many positions a step may compute of a request that generates: 1, and the
             drafts.
+        moved: layers before which the model changes the stream, so that `resid_pre` there is not
+            what the layer before left.
     """
 
     num_layers: int
@@ -221,6 +226,8 @@ class Sites:
     kernels: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, compare=False)
     guard: int | None = None
     step_tokens: int = 1
+    moved: tuple[int, ...] = ()
+    num_experts: int | None = None
 
     def __getstate__(self) -> dict[str, object]:
         # Without cached properties.
@@ -234,14 +241,16 @@ class Sites:
             "boundaries": tuple(sorted(boundaries)),
             "heads": None if heads is None else Heads(**heads),
             "kernels": {int(layer): kernel for layer, kernel in body["kernels"].items()},
+            "moved": tuple(body["moved"]),
         }
         return Sites(**{**body, **given})
 
     def row_shape(self, site: str) -> tuple[int, ...]:
-        """[hidden_size], [mlp_size], or [number of heads, size of each]."""
-        if site == MLP_SITE:
-            assert self.mlp_size is not None
-            return (self.mlp_size,)
+        """[hidden_size], [mlp_size], [num_experts], or [number of heads, size of each]."""
+        if site in (MLP_SITE, ROUTER_SITE):
+            size = self.mlp_size if site == MLP_SITE else self.num_experts
+            assert size is not None
+            return (size,)
         if site not in ATTENTION_SITES:
             return (self.hidden_size,)
         assert self.heads is not None
@@ -254,11 +263,11 @@ class Sites:
     @property
     def row_sizes(self) -> tuple[int, ...]:
         """`row_size` of each kind, up to the last one that is tapped. 0 for the attention's
-        sites if none of them is tapped, and for the MLP's."""
+        sites if none of them is tapped, and for the MLP's and the router's."""
         last = kind_of(max(self.boundaries, default=0))
         unknown = {*(ATTENTION_SITES if self.heads is None else ())}
-        if self.mlp_size is None:
-            unknown.add(MLP_SITE)
+        sizes_of_parts = {MLP_SITE: self.mlp_size, ROUTER_SITE: self.num_experts}
+        unknown |= {site for site, size in sizes_of_parts.items() if size is None}
         sizes = (0 if site in unknown else self.row_size(site) for site in KINDS[1 : last + 1])
         return (self.hidden_size, *sizes)
 
@@ -284,6 +293,7 @@ class Sites:
             SpecError: a layer that the model does not have, or that is not tapped.
         """
         tapped = self.readable
+        moved = self.moved if site == "resid_pre" else ()
         if site == "embed":
             if 0 not in tapped:
                 raise SpecError(
@@ -293,7 +303,7 @@ class Sites:
             return (Place("embed", 0),)
         if layers is None or site in MODEL_SITES:
             every = (Place(site, layer) for layer in range(self.num_layers))
-            found = tuple(place for place in every if place.boundary in tapped)
+            found = tuple(p for p in every if p.boundary in tapped and p.layer not in moved)
             if not found:
                 raise SpecError(
                     f"{where}.site is {site!r}, which this engine does not tap; start it with "
@@ -305,6 +315,11 @@ class Sites:
                 raise SpecError(
                     f"{where}.layers has {layer}; this model has layers 0 to "
                     f"{self.num_layers - 1}. For the embedding output use site='embed'."
+                )
+            if layer in moved:
+                raise SpecError(
+                    f"{where}.layers has {layer}; this model changes the stream before that layer, "
+                    f"where no tap is. Name resid_post of layer {layer - 1}, or other layers."
                 )
             if Place(site, layer).boundary not in tapped:
                 raise SpecError(

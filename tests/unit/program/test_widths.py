@@ -53,9 +53,11 @@ EVERYWHERE = tuple(sorted(
     {Place(site, k).boundary for site in LAYER_SITES for k in range(NUM_LAYERS)}
     | {Place("ln_final", 0).boundary}
 ))  # fmt: skip
-MLP_SIZE = 8
+MLP_SIZE, NUM_EXPERTS = 8, 5
 HEADS = Heads(num_heads=4, num_kv_heads=2, head_size=3, head_size_v=5)
-WIDTHS_OF_ROWS = Sites(NUM_LAYERS, HIDDEN_SIZE, "float32", EVERYWHERE, HEADS, MLP_SIZE).row_sizes
+WIDTHS_OF_ROWS = Sites(
+    NUM_LAYERS, HIDDEN_SIZE, "float32", EVERYWHERE, HEADS, MLP_SIZE, num_experts=NUM_EXPERTS
+).row_sizes
 #: Three rows of each request: a step of one prompt, or of three decodes.
 TOKENS = 3
 
@@ -95,21 +97,24 @@ def test_no_two_parts_of_a_token_share_a_slot_and_none_is_spare(layout, row_byte
 
 
 def sites_of(dtype: str) -> Sites:
-    return Sites(NUM_LAYERS, HIDDEN_SIZE, dtype, EVERYWHERE, HEADS, MLP_SIZE)
+    return Sites(
+        NUM_LAYERS, HIDDEN_SIZE, dtype, EVERYWHERE, HEADS, MLP_SIZE, num_experts=NUM_EXPERTS
+    )
 
 
-def test_a_layer_has_seven_places_beside_the_stream_and_all_are_distinct():
+def test_a_layer_has_eight_places_beside_the_stream_and_all_are_distinct():
     streams = [(site, layer) for site in INNER_SITES for layer in range(300)]
     places = [Place(*stream).boundary for stream in streams]
     assert len({*places, *range(601)}) == len(places) + 601
     assert [KINDS[kind_of(place)] for place in places] == [site for site, _ in streams]
+    assert KINDS[-2:] == ("ln_final", "router_logits")  # in the order in which they were added
     assert {kind_of(Place(site, 299).boundary) for site in STREAM_SITES} == {0}
     sites = sites_of("float32")
     assert {s: sites.row_shape(s) for s in ("embed", *INNER_SITES)} == {
         "embed": (6,), "q": (4, 3), "k": (2, 3), "v": (2, 5), "z": (4, 5),
-        "attn_out": (6,), "mlp_out": (6,), "mlp_post": (8,),
+        "attn_out": (6,), "mlp_out": (6,), "mlp_post": (8,), "router_logits": (5,),
     }  # fmt: skip
-    assert sites.row_sizes == (6, 12, 6, 10, 20, 6, 6, 8, 6)
+    assert sites.row_sizes == (6, 12, 6, 10, 20, 6, 6, 8, 6, 5)
     attention = tuple(b for b in EVERYWHERE if kind_of(b) <= KINDS.index("z"))
     assert replace(sites, boundaries=attention).row_sizes == (6, 12, 6, 10, 20)
     # Where no heads are known, none are tapped.
@@ -389,4 +394,4 @@ def test_a_site_that_is_not_tapped_is_refused_with_the_option_to_set():
 
 def test_a_site_that_is_not_tapped_yet_is_refused_with_those_that_are():
     with pytest.raises(SpecError, match=r"does not tap; it reads embed.*q, k, v, z"):
-        Read("router_logits")
+        Read("logits")

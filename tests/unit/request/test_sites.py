@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -55,3 +55,14 @@ def test_a_boundary_is_named_by_its_first_site():
     assert named == [
         ("embed", 0), ("resid_mid", 0), ("resid_post", 0), ("resid_mid", 1), ("resid_post", 1),
     ]  # fmt: skip
+
+
+def test_where_the_model_changes_the_stream_a_layers_entry_cannot_be_named():
+    sites = replace(_sites(), moved=(2,))
+    assert Sites.from_body(asdict(sites), sites.boundaries) == sites
+    assert sites.find("resid_pre", None, "reads[0]") == tuple(("resid_pre", k) for k in (0, 1, 3))
+    with pytest.raises(
+        SpecError, match=r"layers has 2; this model changes .* resid_post of layer 1"
+    ):
+        sites.find("resid_pre", (1, 2), "reads[0]")
+    assert sites.find("resid_post", (1, 2), "reads[0]") == (("resid_post", 1), ("resid_post", 2))

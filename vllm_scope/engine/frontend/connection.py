@@ -94,8 +94,10 @@ class Connection:
     def from_replies(replies: list[Connected], deliver_timeout_s: float) -> Connection:
         first = replies[0]
         kernels = {k: v for r in replies for k, v in r["sites"]["kernels"].items()}
+        moved = sorted({layer for r in replies for layer in r["sites"]["moved"]})
         sites = Sites.from_body(
-            {**first["sites"], "kernels": kernels}, {b for r in replies for b in r["taps_here"]}
+            {**first["sites"], "kernels": kernels, "moved": moved},
+            {b for r in replies for b in r["taps_here"]},
         )
         reason = next((r["reason"] for r in replies if r["reason"]), None)
         limits = [msgspec.convert(r["limits"], Limits) for r in replies if r["drains"]]

@@ -4,6 +4,9 @@ attach.py     seams on vLLM's worker and its model runner
 worker.py     ScopeWorker: requests, close, remote calls
 loading.py    installs taps on a loaded model, and checks that they write
 attention.py  which attention layers can be tapped, and how wide their rows are
+mlp.py        which down projections can be tapped, and how wide their rows are
+router.py     which routers of experts can be tapped, and how wide their rows are
+proving.py    a dummy forward by which the model's anatomy is proved
 replies.py    what a worker answers to the front-end's remote calls
 sizes.py      sizes of the arena, the ring and the tables; limits of one request
 canary.py     reads one row at every tap before the worker serves

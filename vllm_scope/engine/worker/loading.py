@@ -19,6 +19,7 @@ from vllm_scope.engine.vllm_types import Worker
 from vllm_scope.engine.worker.attention import attention_of
 from vllm_scope.engine.worker.canary import row_at, silent_taps
 from vllm_scope.engine.worker.mlp import projections_of
+from vllm_scope.engine.worker.router import routers_of
 from vllm_scope.engine.worker.sizes import Limits, Sizes
 from vllm_scope.errors import CompatError
 from vllm_scope.graph.anatomy.attention import install_attention_taps
@@ -112,12 +113,14 @@ def with_parts(anatomy: Anatomy, sites: Sites) -> Anatomy:
     """The anatomy with the modules inside layers that carry a tap.
 
     Raises:
-        ConfigError: as `attention_of` and `projections_of`.
+        ConfigError: as `attention_of`, `projections_of` and `routers_of`.
     """
     if sites.heads is not None:
         anatomy = replace(anatomy, attention=attention_of(anatomy, sites))
     if sites.mlp_size is not None:
         anatomy = replace(anatomy, projections=projections_of(anatomy, sites))
+    if sites.num_experts is not None:
+        anatomy = replace(anatomy, routers=routers_of(anatomy, sites))
     return anatomy
 
 

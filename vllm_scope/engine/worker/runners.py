@@ -68,19 +68,20 @@ def attach(
         _attach_v1(runner, has_requests, begin_step)
 
 
-def dummy_forward(runner: ModelRunner, version: str, plan: Callable[[], None]) -> object:
-    """One forward of one dummy token, without attention, KV cache or graph, as `plan` says.
+def dummy_forward(
+    runner: ModelRunner, version: str, plan: Callable[[], None], num_tokens: int = 1
+) -> object:
+    """One forward of dummy tokens, without attention, KV cache or graph, as `plan` says.
 
     Returns:
-        On the last pipeline stage the model's output, [num_tokens, hidden_size]; the token's row is
-        the first.
+        On the last pipeline stage the model's output, [num_tokens, hidden_size]; one token's row
+        is the first.
     """
     plan()
+    run = getattr(runner, "scope_dummy_run", runner._dummy_run)  # the same before `attach`
+    skips = {"skip_attn": True} if version == "V2" else {}
     with _zero_attention(runner):
-        if version == "V2":
-            out = runner.scope_dummy_run(1, skip_attn=True, skip_eplb=True, is_profile=True)
-        else:
-            out = runner.scope_dummy_run(1, skip_eplb=True, is_profile=True)
+        out = run(num_tokens, **skips, skip_eplb=True, is_profile=True)
     return out[0] if isinstance(out, tuple) else None
 
 

@@ -26,7 +26,7 @@ from vllm_scope.core.news import Entrant, Heard, StepNews
 from vllm_scope.core.registry import Registry
 from vllm_scope.engine.core.verdicts import with_lost, with_verdicts
 from vllm_scope.engine.functions import StepFunctions
-from vllm_scope.engine.model import anatomy_of, global_reads, sites_of
+from vllm_scope.engine.model import global_reads, sites_of
 from vllm_scope.engine.monitors import check as check_monitors
 from vllm_scope.engine.monitors import configured
 from vllm_scope.engine.vllm_types import ModelRunner, NewRequestData, Worker
@@ -39,8 +39,8 @@ from vllm_scope.engine.worker.loading import (
     check_taps,
     last_rows,
     load_taps,
-    with_parts,
 )
+from vllm_scope.engine.worker.proving import proved_anatomy
 from vllm_scope.engine.worker.replies import Connected, Described
 from vllm_scope.engine.worker.scaling import Scaling
 from vllm_scope.engine.worker.sizes import Limits
@@ -106,7 +106,7 @@ class ScopeWorker:
         self.drains = get_tp_group().rank_in_group == 0
         self.sites = sites_of(self._vllm_config, self.config)
         try:
-            self._tap_model(self._worker.model_runner)
+            self._tap_model(self._worker.model_runner, (get_tp_group(), get_pp_group()))
         except CompatError as error:
             self.reason = str(error)
             logger.warning("vllm-scope: no taps on this model: %s.", error)
@@ -132,12 +132,14 @@ class ScopeWorker:
         device, dtype = self._worker.device, self._vllm_config.model_config.dtype
         return dict(hold_saes(here, self.config.saes_mib, dtype, device))
 
-    def _tap_model(self, runner: ModelRunner) -> None:
+    def _tap_model(self, runner: ModelRunner, groups: Sequence[object]) -> None:
         """Raises CompatError if the model cannot be tapped; it is then served without taps."""
-        anatomy = with_parts(anatomy_of(runner.get_model(), self._vllm_config), self.sites)
-        kernels = {layer: kernel_of(module) for layer, module in anatomy.attention.items()}
-        self.sites = replace(self.sites, kernels=kernels)
         self.runner_version = runners.version_of(runner)
+        anatomy, moved = proved_anatomy(
+            runner, self.runner_version, self._vllm_config, self.sites, groups
+        )
+        kernels = {layer: kernel_of(module) for layer, module in anatomy.attention.items()}
+        self.sites = replace(self.sites, kernels=kernels, moved=moved)
         loaded = load_taps(
             self._worker, self.config, self.sites, anatomy, self.drains, self.is_last,
             runners.is_optimistic(runner, self.runner_version),

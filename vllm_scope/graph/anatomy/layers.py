@@ -28,6 +28,8 @@ class Anatomy:
             that have tapped sites there.
         projections: layer number -> the module of its MLP whose input is `mlp_post`. Only of
             layers that have a tap there.
+        routers: layer number -> the module whose output is `router_logits`. Only of layers that
+            have a tap there.
         norm: the name of the norm behind the last layer, in the module that runs the layers;
             None if it is not found in the source.
         norm_here: that norm; None on another pipeline stage.
@@ -39,6 +41,7 @@ class Anatomy:
     path: str
     attention: Mapping[int, nn.Module] = field(default_factory=dict)
     projections: Mapping[int, nn.Module] = field(default_factory=dict)
+    routers: Mapping[int, nn.Module] = field(default_factory=dict)
     norm: str | None = None
     norm_here: nn.Module | None = None
 

@@ -1,5 +1,6 @@
 """Gives single modules of a model a subclass whose forward has a tap: the MLP's down projection
-(`mlp_post`, its input) and the norm behind the last layer (`ln_final`, its output).
+(`mlp_post`, its input), the router of experts (`router_logits`, its output) and the norm behind the
+last layer (`ln_final`, its output).
 
 Owns:  the traced code around the op.
 Runs:  as tapped.py does: installed once, before the first compiled call.
@@ -16,7 +17,7 @@ from vllm_scope.errors import ConfigError
 from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.graph.anatomy.tapped import give_buffers, named, tap_rows
 from vllm_scope.graph.tap.tables import Tables
-from vllm_scope.request.sites import FINAL_SITE, MLP_SITE, Place, Sites
+from vllm_scope.request.sites import FINAL_SITE, MLP_SITE, ROUTER_SITE, Place, Sites
 
 
 def install_part_taps(
@@ -31,6 +32,7 @@ def install_part_taps(
         ConfigError: `ln_final` is configured, and the model's source shows no such norm.
     """
     parts = {Place(MLP_SITE, number): one for number, one in anatomy.projections.items()}
+    parts |= {Place(ROUTER_SITE, number): one for number, one in anatomy.routers.items()}
     final = Place(FINAL_SITE, 0)
     if final.boundary in tap_of and anatomy.norm is None:
         raise ConfigError(
@@ -43,7 +45,7 @@ def install_part_taps(
     here = {place: part for place, part in parts.items() if place.boundary in tap_of}
     for place, part in here.items():
         give_buffers(part, {place.site: place.boundary}, tap_of, arena, tables)
-        subclass = _tapped_output if place == final else _tapped_input
+        subclass = _tapped_input if place.site == MLP_SITE else _tapped_output
         part.__class__ = subclass(type(part), place.site, sites.row_size(place.site))
     return tuple(sorted(place.boundary for place in here))
 

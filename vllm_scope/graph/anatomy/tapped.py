@@ -51,7 +51,7 @@ def install_taps(
         here = places[number]
         inner = {name: b for name, b in here.items() if name in ("attn_out", "middle")}
         if inner:
-            norm = _norm_of(layer, number, anatomy.convention)
+            norm = norm_of(layer, number, anatomy.convention)
             give_buffers(norm, inner, tap_of, arena, tables)
             norm.__class__ = _tapped_norm(type(norm), frozenset(inner), tables.hidden_size)
         if "mlp_out" in here:  # innermost: requests' functions run outside of it
@@ -87,12 +87,16 @@ def _check(layer: nn.Module, number: int, here: Mapping[str, int], convention: C
                 raise CompatError(
                     f"{type(layer).__name__} adds to the stream inside ({convention.value})"
                 )
-            _norm_of(layer, number, convention)
+            norm_of(layer, number, convention)
         except CompatError as error:
-            raise ConfigError(
-                f"additional_config['scope'].sites has {words[place]!r}, which cannot be tapped "
-                f"on this model: {error}. Leave it out of the sites."
-            ) from None
+            raise refused_site(words[place], str(error)) from None
+
+
+def refused_site(site: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"additional_config['scope'].sites has {site!r}, which cannot be tapped on this model: "
+        f"{reason}. Leave it out of the sites."
+    )
 
 
 def _parameters(layer_class: type) -> list[str]:
@@ -100,7 +104,12 @@ def _parameters(layer_class: type) -> list[str]:
     return list(inspect.signature(layer_class.forward).parameters)[1:]  # type: ignore[attr-defined]
 
 
-def _norm_of(layer: nn.Module, number: int, convention: Convention) -> nn.Module:
+def norm_of(layer: nn.Module, number: int, convention: Convention) -> nn.Module:
+    """The norm of a layer whose input is `resid_mid`.
+
+    Raises:
+        CompatError: as `norm_before_mlp`.
+    """
     name = norm_before_mlp(layer, convention)
     norm = getattr(layer, name, None)
     if not isinstance(norm, nn.Module):

@@ -30,8 +30,8 @@ class Read(Action):
             If the engine taps them, also per head `q`, `k` (both after norms and rotary
             embedding), `v`, and `z` (the attention's output before its projection);
             `attn_out` and `mlp_out`, which the attention and the MLP add to the stream;
-            `mlp_post`, the input of the MLP's down projection; and `ln_final`, the output of the
-            final norm.
+            `mlp_post`, the input of the MLP's down projection; `router_logits`, what the router of
+            experts gives; and `ln_final`, the output of the final norm.
         layer, layers: one argument: a number, a list of numbers from 0, or "all" (the default)
             for every tapped layer. `embed` and `ln_final` take none.
         tokens: which tokens, see `vllm_scope.request.selectors`. "all" by default.

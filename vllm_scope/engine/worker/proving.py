@@ -1,0 +1,153 @@
+"""The forward by whose numbers a worker proves a model's anatomy, before the model gets taps.
+
+Owns:  `proved`, `agreed`.
+Runs:  in every worker, when the model is loaded, before vLLM compiles it. vLLM's own profile run
+       comes later and is compiled, where hooks do not run; so this is one more dummy forward, of
+       one row, without compilation.
+From:  graph.anatomy (Watch, find_faults), runners (the forward).   To: worker.
+
+Promise: all ranks of an engine give the same answer. If one rank refuses the model, all do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_scope.engine.model import anatomy_of
+from vllm_scope.engine.vllm_types import ModelRunner, VllmConfig
+from vllm_scope.engine.worker import runners
+from vllm_scope.engine.worker.loading import with_parts
+from vllm_scope.errors import CompatError
+from vllm_scope.graph.anatomy.layers import Anatomy
+from vllm_scope.graph.anatomy.proof import Findings, find_faults
+from vllm_scope.graph.anatomy.tapped import norm_of, refused_site
+from vllm_scope.graph.anatomy.watched import Watch
+from vllm_scope.request.sites import Place, Sites
+
+logger = logging.getLogger("vllm.vllm_scope")
+
+#: Of the dummy forward. Of one token, PyTorch would compile a graph for one token alone, if some
+#: part of the model is compiled nevertheless.
+_NUM_TOKENS = 2
+
+
+def proved_anatomy(
+    runner: ModelRunner, version: str, config: VllmConfig, sites: Sites, groups: Sequence[Any]
+) -> tuple[Anatomy, tuple[int, ...]]:
+    """The anatomy of a loaded model without taps, compared with the model's numbers.
+
+    Args:
+        version: of the runner.
+        groups: vLLM's groups of ranks that must agree, each after the one before it.
+
+    Returns:
+        The anatomy with the modules inside layers that are to be tapped, and the layers before
+        which the model changes the stream.
+
+    Raises:
+        CompatError: this rank or another one cannot tap the model.
+        ConfigError: a configured site is not what its name says; and as `with_parts`.
+    """
+    anatomy = findings = None
+    reason = None
+    try:
+        anatomy = with_parts(anatomy_of(runner.get_model(), config), sites)
+        findings = _findings(runner, version, config, anatomy, sites)
+    except CompatError as error:
+        reason = str(error)
+    reason = agreed(reason, groups)
+    if anatomy is None or reason is not None:
+        raise CompatError(reason)
+    if findings is None:
+        return anatomy, ()
+    for site, why in findings.wrong_sites.items():
+        if any(Place(site, number).boundary in sites.readable for number in anatomy.layers):
+            raise refused_site(site, why)
+    _tell(findings)
+    return anatomy, findings.moved
+
+
+def agreed(reason: str | None, groups: Sequence[Any]) -> str | None:
+    """The first reason of any rank; None if no rank has one. Every rank of the groups calls it."""
+    for group in groups:
+        if group.world_size > 1:
+            found: list[str | None] = [None] * group.world_size
+            torch.distributed.all_gather_object(found, reason, group=group.cpu_group)
+            reason = next((one for one in found if one is not None), None)
+    return reason
+
+
+def _findings(
+    runner: ModelRunner, version: str, config: VllmConfig, anatomy: Anatomy, sites: Sites
+) -> Findings | None:
+    """None if the forward cannot run here; the source alone is the proof then."""
+    from vllm.config import set_current_vllm_config
+
+    num_tokens = min(_NUM_TOKENS, int(config.scheduler_config.max_num_batched_tokens))
+    watch = Watch(anatomy)
+    try:
+        with set_current_vllm_config(config), _uncompiled(runner), watch:
+            runners.dummy_forward(runner, version, lambda: None, num_tokens)
+        return find_faults(anatomy, _middles(anatomy, sites), watch, config.model_config.dtype)
+    except CompatError:
+        raise
+    except Exception:  # the model may be right
+        logger.warning(
+            "vllm-scope: the forward before compilation failed; the anatomy is as its source says, "
+            "and was not compared with numbers.", exc_info=True,
+        )  # fmt: skip
+        return None
+
+
+def _middles(anatomy: Anatomy, sites: Sites) -> dict[int, nn.Module]:
+    """The norms before the MLP, of layers with a tap there. A layer without one is refused
+    later."""
+    found = {}
+    for number, layer in anatomy.layers.items():
+        places = (Place(site, number) for site in ("resid_mid", "attn_out", "mlp_out"))
+        if any(place.boundary in sites.readable for place in places):
+            try:
+                found[number] = norm_of(layer, number, anatomy.convention)
+            except CompatError:
+                continue
+    return found
+
+
+@contextmanager
+def _uncompiled(runner: ModelRunner) -> Iterator[None]:
+    """Inside, the model and the one that drafts for it run without compilation: as a whole, and
+    the single operations that vLLM compiles by themselves.
+    vllm 0.32, compilation/decorators.py, _support_torch_compile; model_executor/custom_op.py
+    """
+    drafters = (getattr(runner, name, None) for name in ("drafter", "speculator"))
+    models = [runner.get_model(), *(getattr(drafter, "model", None) for drafter in drafters)]
+    compiled: list[Any] = [
+        module
+        for model in models if isinstance(model, nn.Module)
+        for module in model.modules() if getattr(module, "do_not_compile", None) is False
+    ]  # fmt: skip
+    for module in compiled:
+        module.do_not_compile = True
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module in compiled:
+            module.do_not_compile = False
+
+
+def _tell(findings: Findings) -> None:
+    logger.info("vllm-scope: %d equalities of the stream hold by numbers.", findings.num_equal)
+    for what, layers in findings.untold.items():
+        logger.info("vllm-scope: numbers do not show %s %s.", what, ", ".join(map(str, layers)))
+    if findings.moved:
+        logger.warning(
+            "vllm-scope: the model changes the stream before layers %s; resid_pre cannot be read "
+            "there.", ", ".join(map(str, findings.moved)),
+        )  # fmt: skip

@@ -1,0 +1,69 @@
+"""vLLM's routers of experts: the module whose output is `router_logits`, and how wide its rows are.
+
+Owns:  `num_experts_of`, `routers_of`.
+Runs:  `num_experts_of` wherever the configuration is; `routers_of` in every worker, after load.
+
+Promise: if a layer that carries a tap has no router, several, or one of another width, the engine
+does not start. Every rank has the whole row, so that tensor parallelism is no hindrance.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from vllm_scope.engine.vllm_types import VllmConfig
+from vllm_scope.errors import ConfigError
+from vllm_scope.graph.anatomy.layers import Anatomy
+from vllm_scope.request.sites import ROUTER_SITE, Place, Sites
+
+#: Names of the router in a model's layers.
+_NAMES = ("gate", "router", "router_gate")
+_NAMED = f"additional_config['scope'].sites has {ROUTER_SITE!r}"
+
+
+def num_experts_of(vllm_config: VllmConfig) -> int:
+    """Numbers of a row of `router_logits` by the configuration; `routers_of` compares it.
+
+    Raises:
+        ConfigError: the model has no experts.
+    """
+    found = int(vllm_config.model_config.get_num_experts())
+    if found < 1:
+        raise ConfigError(f"{_NAMED}, and this model has no experts. Leave the site out.")
+    return found
+
+
+def routers_of(anatomy: Anatomy, sites: Sites) -> dict[int, nn.Module]:
+    """Layer -> the router of its experts, of the layers with a tap there.
+
+    Raises:
+        ConfigError: a layer has none or several, or one of another width.
+    """
+    return {
+        number: _router_in(layer, number, sites.num_experts)
+        for number, layer in anatomy.layers.items()
+        if Place(ROUTER_SITE, number).boundary in sites.boundaries
+    }
+
+
+def _router_in(layer: nn.Module, number: int, num_experts: int | None) -> nn.Module:
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+
+    # The experts may hold the router, too; a module is listed once.
+    here = [
+        module for name, module in layer.named_modules()
+        if name.rpartition(".")[2] in _NAMES and isinstance(module, ReplicatedLinear)
+    ]  # fmt: skip
+    words = f"{_NAMED}, and layer {number} ({type(layer).__name__})"
+    leave = "Leave the site out, or the layer out of additional_config['scope'].layers."
+    if len(here) != 1:
+        raise ConfigError(
+            f"{words} has {len(here)} routers of experts that are known here. {leave}"
+        )
+    router: ReplicatedLinear = here[0]
+    if router.output_size != num_experts:
+        raise ConfigError(
+            f"{words} has a router for {router.output_size} experts, and the model's "
+            f"configuration says {num_experts}: rows of a site are of one width here. {leave}"
+        )
+    return router  # type: ignore[no-any-return]

@@ -1,0 +1,241 @@
+"""Whether a model computes what its anatomy says, by the numbers of one forward.
+
+Owns:  `find_faults`; Findings.
+Runs:  once, after the model is loaded and before it gets taps.
+From:  watched.   To: engine.worker.proving.
+
+The anatomy is read from source. The recorded rows show where the stream is, independently of it:
+1. What a layer leaves is what the next layer gets; else the model changes the stream between them,
+   and `resid_pre` of the next layer is not `resid_post` of this one.
+2. What a layer gets is what its first module gets, if that is a norm.
+3. resid_mid = resid_pre + attn_out, and is what the norm before the MLP gets.
+4. resid_post = resid_mid + mlp_out.
+5. What the last layer leaves is what the norm behind the layers gets.
+6. A router runs once, and returns rows of the model's dtype.
+3 and 4 are of layers that return (hidden, residual). What a norm gets is `hidden`, or its sum with
+`residual` if the norm returns that sum. Rows that are not finite show nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm_scope.errors import CompatError
+from vllm_scope.graph.anatomy.convention import Convention
+from vllm_scope.graph.anatomy.layers import Anatomy
+from vllm_scope.graph.anatomy.watched import LayerCall, NormCall, Watch
+from vllm_scope.request.sites import ROUTER_SITE
+
+#: Of a row's length: so many steps of its dtype, and at least so much. Sums are rounded once or
+#: twice.
+_STEPS, _LEAST = 4, 1e-5
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a forward showed of a model whose convention held.
+
+    Attributes:
+        wrong_sites: site -> why it is not what its name says.
+        moved: layers before which the model changes the stream.
+        num_equal: equalities that held.
+        untold: what was not compared -> the layers.
+    """
+
+    wrong_sites: Mapping[str, str]
+    moved: tuple[int, ...]
+    num_equal: int
+    untold: Mapping[str, tuple[int, ...]]
+
+
+def find_faults(
+    anatomy: Anatomy, middles: Mapping[int, nn.Module], watch: Watch, dtype: torch.dtype
+) -> Findings:
+    """Compare the rows of a recorded forward.
+
+    Args:
+        middles: layer number -> the norm before its MLP, of layers where equalities 3 and 4 are
+            asked for.
+        dtype: the model's.
+
+    Raises:
+        CompatError: a layer did not run once, or the stream is not where the convention says.
+    """
+    faults = _Faults(anatomy, middles, watch.layers, watch.norms)
+    calls = {number: call.calls for number, call in watch.layers.items()}
+    if any(calls.values()):
+        for number, times in calls.items():
+            if times != 1:
+                raise CompatError(f"layer {number} runs {times} times in a forward")
+        faults.compare()
+        for number, rows in watch.routed.items():
+            faults.check_router(number, rows, dtype)
+    else:
+        faults.untold["what layers get, as none ran"] = list(calls)
+    untold = {what: tuple(layers) for what, layers in faults.untold.items()}
+    return Findings(faults.wrong_sites, tuple(faults.moved), faults.num_equal, untold)
+
+
+@dataclass
+class _Faults:
+    """The equalities of one recorded forward. Rows are [num_tokens, hidden_size] in float32."""
+
+    anatomy: Anatomy
+    middles: Mapping[int, nn.Module]
+    layers: Mapping[int, LayerCall]
+    norms: Mapping[nn.Module, list[NormCall]]
+    wrong_sites: dict[str, str] = field(default_factory=dict)
+    moved: list[int] = field(default_factory=list)
+    num_equal: int = 0
+    untold: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+
+    def compare(self) -> None:
+        left: Tensor | None = None
+        for number, call in self.layers.items():
+            entry = None
+            if call.given is not None:
+                hidden, residual = call.given
+                entry = _stream(hidden, residual if self._sums else None)
+            if left is not None and self._gap(left, entry, "what layers get", number):
+                self.moved.append(number)
+            first = self._input_of(call.first)
+            gap = self._gap(entry, first, "what the first module of layers gets", number)
+            self._require(gap, f"what layer {number} gets is not what its first norm gets")
+            left = self._exit(number)
+            if number in self.middles and self._sums:
+                self._compare_branches(number, entry, left)
+        last = max(self.layers)
+        if last == self.anatomy.num_layers - 1:
+            norm = self._input_of(self.anatomy.norm_here)
+            gap = self._gap(left, norm, "what the norm behind layers gets", last)
+            self._require(gap, f"what layer {last} leaves is not what the norm behind it gets")
+        else:
+            self.untold["what another pipeline stage makes of layers"].append(last)
+
+    def check_router(self, number: int, rows: list[object], dtype: torch.dtype) -> None:
+        found = [str(x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in rows]
+        if found == [str(dtype)]:
+            return
+        words = f"ran {len(found)} times in a forward"
+        if len(found) == 1:
+            words = f"returned rows of {found[0]}, and rows here are of {dtype}"
+        self.wrong_sites.setdefault(ROUTER_SITE, f"the router of layer {number} {words}")
+
+    def _compare_branches(self, number: int, entry: Tensor | None, left: Tensor) -> None:
+        norm, call = self.middles[number], self.layers[number]
+        what = "what is between attention and MLP of layers"
+        if len(self.norms.get(norm, ())) != 1:
+            self.untold[what].append(number)
+            return
+        (found,) = self.norms[norm]
+        middle, returned = _stream(found.hidden, found.residual), call.returned
+        assert isinstance(returned, tuple)
+        mlp_out: Any = returned[0]
+        attended = None if entry is None else entry + _flat(found.hidden)
+        for sites, words, one, other in (
+            (("resid_mid",), "is not what the norm before the MLP gets",
+             middle, self._input_of(norm)),
+            (("resid_mid", "attn_out"), "is not resid_pre + attn_out", middle, attended),
+            (("resid_mid", "mlp_out"), "+ mlp_out is not resid_post",
+             middle + _flat(mlp_out), left),
+        ):  # fmt: skip
+            if gap := self._gap(one, other, what, number):
+                text = f"by numbers, resid_mid of layer {number} {words}: {_differs(gap)}"
+                for site in sites:
+                    self.wrong_sites.setdefault(site, text)
+
+    @property
+    def _sums(self) -> bool:
+        return self.anatomy.convention is Convention.SUM
+
+    def _exit(self, number: int) -> Tensor:
+        """The stream that a layer leaves, by its convention."""
+        returned = self.layers[number].returned
+        parts = returned if isinstance(returned, tuple) else (returned,)
+        tensors = [isinstance(part, Tensor) for part in parts]
+        if self.anatomy.convention is Convention.TENSOR:
+            good = not isinstance(returned, tuple) and tensors == [True]
+        else:
+            good = len(parts) == 2 and tensors[0] and (tensors[1] or not self._sums)
+        if not good:
+            kinds = ", ".join(type(part).__name__ for part in parts)
+            raise CompatError(
+                f"by its source, {self.anatomy.convention.value}, but layer {number} returned "
+                f"({kinds})"
+            )
+        hidden: Any = parts[0]
+        residual: Any = parts[1] if self._sums else None
+        return _stream(hidden, residual)
+
+    def _input_of(self, norm: nn.Module | None) -> Tensor | None:
+        """The rows that a norm normalizes; None if the record does not say."""
+        calls = [] if norm is None else self.norms.get(norm, [])
+        if len(calls) != 1:
+            return None
+        (call,) = calls
+        hidden, residual, second = call.hidden, call.residual, call.second
+        if residual is None:
+            return _flat(hidden)
+        if second is None or not hidden.shape == residual.shape == second.shape:
+            return None
+        total = _stream(hidden, residual)
+        # A norm that leaves the residual alone returns it (Cohere).
+        for rows, returned in ((total, total), (_flat(hidden), _flat(residual))):
+            error = _row_error(returned, _flat(second))
+            if error is not None and error <= _tolerance(second.dtype):
+                return rows
+        return None
+
+    def _gap(self, one: Tensor | None, other: Tensor | None, what: str, number: int) -> float:
+        """The largest relative error of a row, or 0 if that is rounding or there is none."""
+        error = None
+        if one is not None and other is not None and one.shape == other.shape:
+            error = _row_error(one, other)
+        if error is None:
+            self.untold[what].append(number)
+            return 0.0
+        given = (call.given for call in self.layers.values())
+        if error > max((_tolerance(pair[0].dtype) for pair in given if pair), default=_LEAST):
+            return error
+        self.num_equal += 1
+        return 0.0
+
+    def _require(self, gap: float, words: str) -> None:
+        if gap:
+            raise CompatError(
+                f"by its source, {self.anatomy.convention.value}, but by numbers {words}: "
+                f"{_differs(gap)}"
+            )
+
+
+def _flat(rows: Tensor) -> Tensor:
+    # Some models carry a batch dimension of one (Transformers backend).
+    return rows.reshape(-1, rows.shape[-1]).float()
+
+
+def _stream(hidden: Tensor, residual: Tensor | None) -> Tensor:
+    return _flat(hidden) if residual is None else _flat(hidden) + _flat(residual)
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return max(_STEPS * torch.finfo(dtype).eps, _LEAST)
+
+
+def _row_error(one: Tensor, other: Tensor) -> float | None:
+    """The largest difference of two rows, of the longer one's length; None if a number is not
+    finite."""
+    error = (one - other).norm(dim=-1)
+    length = torch.maximum(one.norm(dim=-1), other.norm(dim=-1))
+    if not bool(torch.isfinite(error + length).all()):
+        return None
+    return float((error / length.clamp_min(torch.finfo(torch.float32).tiny)).max())
+
+
+def _differs(gap: float) -> str:
+    return f"a row differs by {gap:.2g} of its length"
