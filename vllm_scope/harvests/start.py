@@ -18,6 +18,7 @@ from vllm_scope.harvests.contexts import Long
 from vllm_scope.harvests.documents import find_documents
 from vllm_scope.harvests.job import Harvest, Job
 from vllm_scope.harvests.manifest import locked
+from vllm_scope.harvests.storing import Storing
 from vllm_scope.request.actions import MEMORY, Read
 
 
@@ -53,8 +54,10 @@ def harvest_with(
 
         sites = sorted({read.site for read in reads})
         with closing(OfflineEngine(model, engine or {}, sites)) as made:
-            found = job.finished(made)
-            return job.run(made) if found is None else found
+            if (found := job.finished(made)) is not None:
+                return found
+            with closing(Storing(made, job.reads, files)) as store:
+                return job.run(made, store)
 
 
 def _digest(options: Mapping[str, Any]) -> str:
