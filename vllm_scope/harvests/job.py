@@ -266,4 +266,4 @@ class _Running:
 
 def _this_run(options: str | None, store: Store) -> Run:
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return Run(started, versions() | store.versions, options)
+    return Run(started, {**versions(), **store.versions}, options)
