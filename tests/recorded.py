@@ -25,6 +25,7 @@ from vllm_scope.files import FileOptions
 from vllm_scope.harvests.documents import find_documents
 from vllm_scope.harvests.job import Harvest, Job
 from vllm_scope.harvests.manifest import locked
+from vllm_scope.harvests.shards import take_left
 from vllm_scope.harvests.storing import Storing
 from vllm_scope.results.column import Column
 
@@ -112,8 +113,10 @@ def harvest(
     files = FileOptions.parse({"root": str(out), "file_mib": 1})
     job = Job(find_documents(dataset, **named), reads, files, progress=False, **options)
     engine = engine or RecordedEngine()
-    with locked(str(out)), closing(Storing(engine, reads, files)) as store:
-        return job.run(engine, store)
+    with locked(str(out)):
+        take_left(files)
+        with closing(Storing(engine, reads, files)) as store:
+            return job.run(engine, store)
 
 
 if __name__ == "__main__":

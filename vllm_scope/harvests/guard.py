@@ -1,6 +1,6 @@
 """Ends an engine's processes when the process that started them is gone, however it ended.
 
-    python -m vllm_scope.harvests.guard PID ...
+    python -I guard.py PID ...
 
 vLLM's EngineCore does not see that its front-end was killed: it would keep the device's memory, and
 an engine in its place could not start.
@@ -23,7 +23,8 @@ from contextlib import suppress
 def guarded(pids: Sequence[int]) -> None:
     """Have processes end with this one: they are killed when this process is gone."""
     if pids:
-        command = [sys.executable, "-m", __name__, *map(str, pids)]
+        # -I: modules beside this file do not stand for those of the standard library.
+        command = [sys.executable, "-I", __file__, *map(str, pids)]
         # The pipe is never written to. A session of its own: a terminal's Ctrl-C is not for it.
         started = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         _guards.append(started)

@@ -5,8 +5,8 @@ Runs:  in a process that a pool has started. Calls arrive on several threads; th
        a thread of the member's.
 From:  several (the calls).   To: storing.
 
-Promise: a context that was given is in the engine, in a shard, or in none; what the shards of this
-member hold is told by `News.visible`, and by the shards themselves if the process is killed.
+Promise: a file that News names is whole, and so is every file of the place that is not hidden, when
+the process is killed.
 """
 
 from __future__ import annotations
@@ -68,12 +68,10 @@ class News:
 
     Attributes:
         computed: their keys.
-        visible: keys of those whose shards are in the member's place.
-        files: the files there, name -> SHA-256 and size, in the order in which they became visible.
+        files: whole files in the member's place, name -> SHA-256 and size.
     """
 
     computed: list[bytes]
-    visible: list[bytes]
     files: dict[str, tuple[str, int]]
 
 
@@ -86,7 +84,6 @@ class Member:
         #: Contexts that were given and are not computed.
         self._num_open = 0
         self._computed: list[bytes] = []
-        self._visible: list[bytes] = []
         self._told: set[str] = set()
         self._error: BaseException | None = None
 
@@ -107,7 +104,7 @@ class Member:
             os.chdir(setup.folder)
         self._engine = engine = setup.make()
         guarded([child.pid for child in multiprocessing.active_children() if child.pid])
-        self._storing = Storing(engine, setup.reads, setup.files, self._visible.append)
+        self._storing = Storing(engine, setup.reads, setup.files)
         threading.Thread(target=self._run, name="vllm-scope-engine", daemon=True).start()
         return Facts(
             host, engine.model, engine.most_tokens, engine.vocabulary, engine.end,
@@ -159,13 +156,12 @@ class Member:
             raise self._error
 
     def _news(self) -> News:
-        visible = list(self._visible)  # before the files, so that these have all of them
         files: Mapping[str, tuple[str, int]] = dict(self._storing.found)
         new = {name: one for name, one in files.items() if name not in self._told}
         computed = self._computed[:]
-        del self._visible[: len(visible)], self._computed[:]
+        self._computed.clear()
         self._told |= new.keys()
-        return News(computed, visible, new)
+        return News(computed, new)
 
     def _run(self) -> None:
         try:

@@ -212,16 +212,14 @@ class SeveralEngines:
             if key not in self._told:
                 yield seat.given[key]
             seat.computed.add(key)
-        self._show(seat, found)
+        self.found |= found.files
+        self._show(seat, [name for name in found.files if name.endswith(".safetensors")])
 
-    def _show(self, seat: _Seat, news: News) -> None:
-        """Make the shards of an engine visible."""
-        self._staged.move(seat.place, news.files)
-        self.found |= news.files
-        self._forget(seat, news.visible)
-
-    def _forget(self, seat: _Seat, visible: Iterable[bytes]) -> None:
-        for key in visible:
+    def _show(self, seat: _Seat, names: Iterable[str] | None = None) -> None:
+        """Make shards of an engine visible; all that are in its place, if none are named."""
+        for key in move_shards(
+            self._staged, seat.place, lambda keys: keys <= seat.given.keys(), names
+        ):
             del seat.given[key]
             seat.computed.discard(key)
             self._told.discard(key)
@@ -249,8 +247,8 @@ class SeveralEngines:
         """End an engine, and make visible what it had finished."""
         seat.member.kill()
         seat.calls.clear()
-        visible = move_shards(self._staged, seat.place, lambda keys: keys <= seat.given.keys())
-        self._forget(seat, visible)
+        self._show(seat)
+        self._staged.remove(seat.place)
 
     def _save(self) -> None:
         """Have the engines write what they have computed, and make it visible."""

