@@ -121,7 +121,7 @@ class _Actor:
             future.set_exception(cause if isinstance(cause, ScopeError) else ScopeError(named))
         else:
             future.set_exception(
-                EngineLostError(f"its process ended: {reason_of(Exception(error))}")
+                EngineLostError(f"its process ended: {reason_of(Exception(error)).rstrip('.')}")
             )
 
     def kill(self) -> None:
