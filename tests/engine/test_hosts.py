@@ -15,6 +15,7 @@ from tests.engine.test_harvest import command
 from tests.engine.test_ray_harvest import (
     MEMORY,
     check_equals_one_engine,
+    engines_in,
     env_of_ray,
     write_ids,
 )
@@ -74,8 +75,7 @@ def test_a_harvest_over_two_hosts_equals_that_of_one_engine(hosts, tmp_path):
         said = (tmp_path / "errors").read_text()
         assert started.poll() is None and time.monotonic() < deadline, said[-4000:]  # noqa: PT018
         time.sleep(0.01)
-    titles = {one.pid: one.cmdline() for one in psutil.process_iter() if one.is_running()}
-    engines = [pid for pid, line in titles.items() if line and line[0].startswith("ray::Member")]
+    engines = [one.pid for one in engines_in(psutil.process_iter())]
     of_hosts = networks_of([host.pid for host in hosts])
     assert of_hosts <= networks_of(engines)
     started.communicate(timeout=LONGEST_S)

@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -61,14 +63,13 @@ def check_equals_one_engine(dataset: Path, out: Path, whole: Path) -> dict:
     return manifest
 
 
-def engines_of(process: psutil.Process) -> list[psutil.Process]:
+def engines_in(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those that are actors with an engine."""
     found = []
-    for child in process.children(recursive=True):
-        try:
-            if child.cmdline()[:1] and child.cmdline()[0].startswith("ray::Member"):
-                found.append(child)
-        except psutil.Error:
-            continue
+    for process in processes:
+        with suppress(psutil.Error):  # it has ended
+            if (process.cmdline() or [""])[0].startswith("ray::Member"):
+                found.append(process)
     return found
 
 
@@ -86,7 +87,7 @@ def test_an_actor_that_is_killed_is_replaced_and_every_byte_is_there_once(tmp_pa
             errors = (tmp_path / "errors").read_text()
             assert started.poll() is None and time.monotonic() < deadline, errors[-4000:]  # noqa: PT018
             time.sleep(0.01)
-        engines = engines_of(psutil.Process(started.pid))
+        engines = engines_in(psutil.Process(started.pid).children(recursive=True))
         assert len(engines) == 2
         its = engines[0].children(recursive=True)
         engines[0].kill()
