@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,5 +117,9 @@ def _checked(*command: str) -> None:
 
 
 def networks_of(pids: Sequence[int]) -> set[str]:
-    """The network namespaces of processes."""
-    return {os.readlink(f"/proc/{pid}/ns/net") for pid in pids}
+    """The network namespaces of processes; of those that run."""
+    found = set()
+    for pid in pids:
+        with suppress(OSError):
+            found.add(os.readlink(f"/proc/{pid}/ns/net"))
+    return found
