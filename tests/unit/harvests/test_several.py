@@ -22,6 +22,7 @@ from tests.recorded import READS, RecordedEngine
 from tests.several import LoggedEngine, harvest
 from tests.unit.harvests.test_kills import check_manifest, contents, write_documents
 from vllm_scope.errors import ConfigError, FileError, ScopeError, SpecError
+from vllm_scope.files.publish import LocalPublisher
 from vllm_scope.files.staged import FOLDER, make_staged
 from vllm_scope.harvests.processes import Processes
 from vllm_scope.harvests.ray_pool import room
@@ -150,6 +151,14 @@ def test_what_a_lost_engine_still_writes_is_never_visible(tmp_path):
     again = harvest(["y" * 30] * 50, tmp_path / "two", make, 1)
     assert (again.computed, again.manifest.totals["contexts"]) == (0, whole.computed)
     assert not place.exists()
+
+
+def test_a_second_process_that_is_refused_leaves_what_engines_write(tmp_path):
+    place = Path(make_staged(str(tmp_path), False, 0o600).make())
+    hidden = place / ".shard-0.safetensors.0123456789abcdef.tmp"
+    hidden.write_bytes(b"half of it")
+    LocalPublisher(tmp_path).close()
+    assert hidden.exists()
 
 
 def test_a_document_that_kills_its_engine_ends_the_harvest_with_a_sentence(tmp_path):
