@@ -60,7 +60,9 @@ test-inspect:
 test-openapi:
 	PYTHONPATH=.venv/openapi $(PYTEST) tests/server/test_openapi.py
 test-ray:
-	PYTHONPATH=$(CURDIR)/.venv/ray $(PYTEST) tests/engine/test_ray.py
+	PYTHONPATH=$(CURDIR)/.venv/ray $(PYTEST) tests/engine/test_ray.py \
+		tests/engine/test_ray_harvest.py \
+		tests/engine/test_hosts.py::test_a_harvest_over_two_hosts_equals_that_of_one_engine
 test-interpreter:
 	tests/interpreter/run.sh
 endif

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -24,6 +25,8 @@ from vllm_scope.files import FileOptions
 from vllm_scope.harvests.documents import find_documents
 from vllm_scope.harvests.job import Harvest, Job
 from vllm_scope.harvests.manifest import locked
+from vllm_scope.harvests.shards import take_left
+from vllm_scope.harvests.storing import Storing
 from vllm_scope.results.column import Column
 
 VOCABULARY, WIDTH = 300, 64
@@ -109,8 +112,11 @@ def harvest(
     reads = options.pop("reads", READS)
     files = FileOptions.parse({"root": str(out), "file_mib": 1})
     job = Job(find_documents(dataset, **named), reads, files, progress=False, **options)
+    engine = engine or RecordedEngine()
     with locked(str(out)):
-        return job.run(engine or RecordedEngine())
+        take_left(files)
+        with closing(Storing(engine, reads, files)) as store:
+            return job.run(engine, store)
 
 
 if __name__ == "__main__":

@@ -171,6 +171,8 @@ def harvest(
     mode: str = "600",
     progress: bool = True,
     engine: Mapping[str, Any] | None = None,
+    engines: int | None = None,
+    ray: bool | str = False,
 ) -> Harvest:
     """Compute the rows of a data set's documents, and write them to shards (docs/harvest.md).
 
@@ -192,9 +194,15 @@ def harvest(
         file_mib, fsync, mode: of the shards, as in docs/files.md.
         progress: show a line with the rate and the time left.
         engine: further arguments of `vllm.LLM`, such as {"dtype": "bfloat16"}.
+        engines: how many, each in a process of its own on GPUs of its own; None: one in this
+            process, or with `ray` as many as the cluster's GPUs allow. An engine that is lost is
+            replaced. As with `multiprocessing`, a script guards its main part.
+        ray: True: the engines are Ray actors, on the cluster of RAY_ADDRESS or on a new one of
+            this host. Or the cluster's address. All hosts see `out`.
 
     Raises:
-        ConfigError: the folder has a harvest with other settings.
+        ConfigError: the folder has a harvest with other settings, or there is no room for so many
+            engines.
         SpecError: the engine cannot read this, or a row has no document.
         FileError: a file cannot be read or written, or another process harvests into the folder.
     """
@@ -203,7 +211,7 @@ def harvest(
     return harvest_with(
         dataset, reads, model, os.fspath(out), column=column, id_column=id_column, split=split,
         config=config, long=long, context=context, file_mib=file_mib, fsync=fsync, mode=mode,
-        progress=progress, engine=engine,
+        progress=progress, engine=engine, engines=engines, ray=ray,
     )  # fmt: skip
 
 

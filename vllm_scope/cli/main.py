@@ -124,6 +124,14 @@ def harvest(
     tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="As vLLM's.")] = None,
     gpu_memory_utilization: Annotated[float | None, typer.Option(help="As vLLM's.")] = None,
     engine: Annotated[str | None, typer.Option(help="Further arguments of LLM, as JSON.")] = None,
+    engines: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many; with --ray as many as the GPUs allow if left out."),
+    ] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="Engines on the hosts of a cluster.")] = False,
+    ray_address: Annotated[
+        str | None, typer.Option(help="Of the cluster; RAY_ADDRESS, or a new one if left out.")
+    ] = None,
 ) -> None:
     """Compute the rows of DATASET's documents, and write them to shards.
 
@@ -142,7 +150,8 @@ def harvest(
     run(
         dataset, site or ["resid_post"], layers, tokens, codec, given, engine, model=model, out=out,
         column=column, id_column=id_column, split=split, config=config, long=long, context=context,
-        file_mib=file_mib, fsync=fsync, mode=mode, progress=not quiet,
+        file_mib=file_mib, fsync=fsync, mode=mode, progress=not quiet, engines=engines,
+        ray=ray_address or ray,
     )  # fmt: skip
 
 

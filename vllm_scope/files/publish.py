@@ -99,7 +99,7 @@ class LocalPublisher:
             for target, temporary in zip(targets, hidden, strict=True):
                 os.replace(temporary, target)
             if self._fsync:
-                _fsync_folder(folder)
+                fsync_folder(folder)
         except BaseException as error:
             for temporary in hidden:
                 with suppress(OSError):
@@ -132,7 +132,7 @@ class LocalPublisher:
         folder.mkdir(0o700)
         folder.chmod(self._folder_mode)  # whatever the umask is
         if self._fsync:
-            _fsync_folder(folder.parent)
+            fsync_folder(folder.parent)
 
     def _make_folder(self, folder: Path) -> None:
         inside = folder.relative_to(self._root)
@@ -181,7 +181,9 @@ def _remove_leftovers(root: Path, own: str) -> None:
         found = _LOCK.fullmatch(file.name)
         if found and found[1] != own and not _removed(file.path):
             alive.add(found[1])
-    for folder, _, names in os.walk(root):
+    for folder, folders, names in os.walk(root):
+        # Hidden ones are roots of other writers, with locks of their own (`files.staged`).
+        folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             found = _TEMPORARY.fullmatch(name)
             # A writer that started after the scan has its lock by now.
@@ -213,7 +215,8 @@ def _removed(path: str) -> bool:
     return True
 
 
-def _fsync_folder(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
+    """Return once the names in a folder are on the disk. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -1,6 +1,6 @@
 """Roots that are URLs: object stores, other hosts, memory; through fsspec.
 
-Owns:  RemotePublisher, RemoteFolder and `read_remote`.
+Owns:  RemotePublisher, RemoteStaged, RemoteFolder and `read_remote`.
 
 Files are written to a local temporary folder, uploaded under a temporary name, and moved. A
 file that is read is downloaded once, whole, to a temporary folder that lives as long as the
@@ -12,7 +12,7 @@ from __future__ import annotations
 import secrets
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -85,6 +85,40 @@ class RemotePublisher:
     def close(self) -> None:
         self._local.close()
         self._staging.cleanup()
+
+
+class RemoteStaged:
+    """Hidden places below a URL; see `files.staged`."""
+
+    def __init__(self, url: str, folder: str) -> None:
+        self._system, self._root = _file_system(url)
+        self._url, self._folder = url.rstrip("/"), folder
+
+    def make(self) -> str:
+        return f"{self._url}/{self._folder}/{secrets.token_hex(8)}"
+
+    def places(self) -> list[str]:
+        start = f"{self._root}/{self._folder}/"
+        try:
+            self._system.invalidate_cache()
+            files = self._system.find(start.rstrip("/"))
+        except Exception as error:  # each file system has its own exceptions
+            raise FileError(f"{self._url} cannot be read: {error}") from None
+        found = {file[len(start) :].partition("/")[0] for file in files if file.startswith(start)}
+        return sorted(f"{self._url}/{self._folder}/{name}" for name in found)
+
+    def move(self, place: str, names: Iterable[str]) -> None:
+        inside = f"{self._root}/{self._folder}/{place.rpartition('/')[2]}"
+        try:
+            for name in names:
+                self._system.mv(f"{inside}/{name}", f"{self._root}/{name}")
+        except Exception as error:  # each file system has its own exceptions
+            raise FileError(f"{place} cannot be moved to {self._url}: {error}") from None
+
+    def remove(self, place: str) -> None:
+        with suppress(Exception):
+            inside = f"{self._root}/{self._folder}/{place.rpartition('/')[2]}"
+            self._system.rm(inside, recursive=True)
 
 
 class RemoteFolder:

@@ -1,10 +1,10 @@
 """A harvest: documents in, shards of rows out, killed and resumed without a loss.
 
-    documents -> contexts -> engine -> writer of shards -> manifest, page
+    documents -> contexts -> store (one engine or several, and shards) -> manifest, page
 
 Owns:  Job, Harvest (its result).
 From:  start.
-Runs:  in the caller's process. The shards are written on two threads, documents are read on one.
+Runs:  in the caller's process. Documents are read on a thread.
 
 Promise: a context is computed if no visible shard holds it. A shard is visible whole or not at all.
 So each row is there once, however often the process was killed.
@@ -13,11 +13,8 @@ So each row is there once, however often the process was killed.
 from __future__ import annotations
 
 import datetime
-import sys
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -26,28 +23,25 @@ from typing import Any
 import msgspec
 import torch
 
-from vllm_scope import __version__
-from vllm_scope.errors import ConfigError, FileError, ScopeError, SpecError, shown
-from vllm_scope.files.index import RequestRecord
+from vllm_scope.errors import ConfigError, FileError, SpecError, shown
 from vllm_scope.files.options import FileOptions
-from vllm_scope.files.publish import write_bytes
+from vllm_scope.files.publish import Publisher, write_bytes
 from vllm_scope.files.roots import find_folder, make_publisher
 from vllm_scope.files.tensors import write_tensors
-from vllm_scope.files.writer import Writer
 from vllm_scope.harvests import manifest as manifests
 from vllm_scope.harvests.contexts import Context, Long, contexts_of, prefetched
 from vllm_scope.harvests.documents import Documents
-from vllm_scope.harvests.engines import Engine, Rows
+from vllm_scope.harvests.engines import EngineFacts, Store
 from vllm_scope.harvests.manifest import (
     HarvestManifest,
     Run,
     check_same,
     read_manifest,
+    versions,
 )
 from vllm_scope.harvests.progress import Progress
-from vllm_scope.harvests.shards import HashingPublisher, Shards
+from vllm_scope.harvests.shards import Shards
 from vllm_scope.harvests.skipped import Skipped
-from vllm_scope.harvests.statistics import Statistics
 from vllm_scope.request.actions import Read
 from vllm_scope.views.harvest import HarvestPage
 
@@ -101,7 +95,7 @@ class Job:
         }
         return found | ({} if self.context is None else {"context": self.context})
 
-    def settings_with(self, engine: Engine) -> dict[str, Any]:
+    def settings_with(self, engine: EngineFacts) -> dict[str, Any]:
         """All that the rows depend on.
 
         Raises:
@@ -130,7 +124,7 @@ class Job:
         check_same(found, settings, root)
         return found
 
-    def finished(self, model: str | Engine) -> Harvest | None:
+    def finished(self, model: str | EngineFacts) -> Harvest | None:
         """The harvest, if it is complete and every shard is there.
 
         Args:
@@ -150,8 +144,11 @@ class Job:
         there = set(found.shards) <= set(find_folder(self.files.root).names())
         return Harvest(self.files.root, found, 0) if there else None
 
-    def run(self, engine: Engine) -> Harvest:
+    def run(self, engine: EngineFacts, store: Store) -> Harvest:
         """Compute what is missing. The caller holds the folder's lock.
+
+        Args:
+            store: computes rows and writes their shards, below the same root.
 
         Raises:
             ScopeError: a wrong setting, a damaged file, or rows that are missing.
@@ -160,13 +157,12 @@ class Job:
         earlier = self.earlier(settings)
         begun = HarvestManifest(
             settings, self.documents.source, self.documents.count,
-            [*([] if earlier is None else earlier.runs), _this_run(self.options)],
+            [*([] if earlier is None else earlier.runs), _this_run(self.options, store)],
             shards={} if earlier is None else earlier.shards,
         )  # fmt: skip
         files = self.files
-        publisher = HashingPublisher(make_publisher(files.root, files.fsync, files.file_mode))
-        with Writer(files, publisher, Statistics.summary) as writer:
-            return _Running(self, engine, publisher, writer, begun).run(settings["context"])
+        with closing(make_publisher(files.root, files.fsync, files.file_mode)) as publisher:
+            return _Running(self, engine, store, publisher, begun).run(settings["context"])
 
 
 class _Running:
@@ -175,18 +171,15 @@ class _Running:
     def __init__(
         self,
         job: Job,
-        engine: Engine,
-        publisher: HashingPublisher,
-        writer: Writer,
+        engine: EngineFacts,
+        store: Store,
+        publisher: Publisher,
         begun: HarvestManifest,
     ) -> None:
-        self._job, self._engine = job, engine
-        self._publisher, self._writer = publisher, writer
-        self._manifest = begun
+        self._job, self._engine, self._store = job, engine, store
+        self._publisher, self._manifest = publisher, begun
         self._computed = self._num_contexts = 0
         self._skipped = Skipped(job.reads)
-        #: Of contexts in shards that may still fail, in the order of their ends.
-        self._unpublished: deque[Future[None]] = deque()
         self._put(manifests.NAME, begun.encode())  # the root is there from here on
         self._shards = Shards(find_folder(job.files.root), job.long == "truncate")
         self._shards.take({name: (one.sha256, one.num_bytes) for name, one in begun.shards.items()})
@@ -203,16 +196,15 @@ class _Running:
         with (
             Progress(job.documents.count, begun, job.progress) as progress,
             closing(prefetched(missing, _AHEAD)) as ahead,
-            closing(engine.compute(ahead, job.reads)) as computed,
+            closing(self._store.compute(ahead)) as computed,
         ):
-            for context, rows in computed:
-                self._store(context, rows)
+            for context in computed:
+                self._computed += 1
                 progress.add(context)
                 if time.monotonic() - told > MANIFEST_S:
                     self._tell(complete=False)
                     told = time.monotonic()
-        self._writer.flush()
-        self._check_published()
+        self._store.flush()
         if self._skipped.count and not self._num_contexts:
             name, why = next(iter(self._skipped.reasons.items()))
             raise SpecError(f"no document of {job.documents.source} can be read; {name}: {why}")
@@ -223,8 +215,8 @@ class _Running:
         self._num_contexts += 1
         return context.key not in self._shards.done
 
-    def _checked(self, context: Context) -> tuple[Context, Sequence[int]]:
-        """The context and its token ids. Raises SpecError."""
+    def _checked(self, context: Context) -> Context:
+        """Raises SpecError for a token that the model does not have."""
         ids, above = context.token_ids, self._engine.vocabulary
         if not 0 <= min(ids) <= max(ids) < above:
             wrong = next(i for i in ids if not 0 <= i < above)
@@ -232,39 +224,12 @@ class _Running:
                 f"document {shown(context.name)} has the token id {wrong}; those of "
                 f"{self._engine.model} are 0 to {above - 1}. Tokenize with its own tokenizer."
             )
-        return context, ids
-
-    def _store(self, context: Context, rows: Rows) -> None:
-        if rows.status != "complete":
-            raise ScopeError(
-                f"the rows of document {shown(context.name)} are {rows.status}: "
-                f"{rows.error or 'some are missing'}; run the command again."
-            )
-        request = self._writer.begin()
-        for column in rows.columns():
-            assert isinstance(column.label, tuple)  # of a read
-            site, layer, when = column.label
-            name = f"{site}.before" if when == "before" else site
-            request.write(name, layer, column.positions, column.source)  # type: ignore[arg-type]
-        stored = request.finish(
-            RequestRecord(
-                context.name, context.token_ids, (), self._engine.model, rows.expected,
-                rows.expected, name=context.name, documents=context.spans,
-            )
-        )  # fmt: skip
-        self._unpublished.append(stored.published)
-        self._check_published()
-        self._computed += 1
-
-    def _check_published(self) -> None:
-        """Raise the FileError of a shard that could not be written."""
-        while self._unpublished and self._unpublished[0].done():
-            self._unpublished.popleft().result()
+        return context
 
     def _tell(self, complete: bool) -> None:
         """Write the manifest, of the shards that are visible now; and at the end the page."""
         shards = self._shards
-        shards.take(self._publisher.found)
+        shards.take(self._store.found)
         if complete and len(shards.done) != self._num_contexts:
             raise FileError(
                 f"{self._job.files.root} has {len(shards.done)} contexts, and the data set has "
@@ -299,9 +264,6 @@ class _Running:
         self._publisher.publish({name: partial(write_bytes, body=body)})
 
 
-def _this_run(options: str | None) -> Run:
-    found = {"vllm_scope": __version__}
-    for name in ("vllm", "torch", "datasets", "pyarrow"):
-        if name in sys.modules:
-            found[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
-    return Run(datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), found, options)
+def _this_run(options: str | None, store: Store) -> Run:
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return Run(started, {**versions(), **store.versions}, options)

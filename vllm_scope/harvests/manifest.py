@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from vllm_scope import __version__
 from vllm_scope.errors import ConfigError, FileError, shown
 from vllm_scope.files.publish import LocalPublisher
 from vllm_scope.files.roots import read_file
@@ -69,6 +71,15 @@ class HarvestManifest(msgspec.Struct, frozen=True):
 
     def encode(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+
+def versions() -> dict[str, str]:
+    """Package -> version, of those in this process that rows or shards depend on."""
+    found = {"vllm_scope": __version__}
+    for name in ("vllm", "torch", "datasets", "pyarrow", "ray"):
+        if name in sys.modules:
+            found[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+    return found
 
 
 def read_manifest(root: str) -> HarvestManifest | None:

@@ -1,6 +1,6 @@
 """The shards of a harvest: which contexts they hold, their hashes and figures.
 
-Owns:  Shard, Shards, HashingPublisher.
+Owns:  Shard, Shards, HashingPublisher, `move_shards`, `take_left`.
 Runs:  in the harvesting process. HashingPublisher on the threads that write shards.
 From:  files (writes shards, and reads their indexes).   To: job, manifest.
 
@@ -11,7 +11,8 @@ process that is killed between a shard and the manifest loses nothing.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
+from contextlib import suppress
 from functools import partial
 from typing import BinaryIO, cast
 
@@ -21,8 +22,11 @@ import numpy as np
 from vllm_scope.errors import FileError
 from vllm_scope.files.datafile import read_index
 from vllm_scope.files.folder import Folder
+from vllm_scope.files.options import FileOptions
 from vllm_scope.files.per_request import KEY as INDEX
 from vllm_scope.files.publish import Publisher, Write
+from vllm_scope.files.roots import find_folder
+from vllm_scope.files.staged import Staged, make_staged
 from vllm_scope.files.tensors import read_header
 from vllm_scope.harvests.contexts import key_of
 from vllm_scope.harvests.statistics import KEY, Statistics
@@ -163,3 +167,58 @@ class Shards:
                     one = Statistics.parse(np.frombuffer(file.read(stop - start), np.float64), name)
                     known = self.statistics.get(stream)
                     self.statistics[stream] = one if known is None else known + one
+
+
+def take_left(files: FileOptions) -> None:
+    """Make visible what the engines of a killed harvest had finished. The caller holds the lock.
+
+    Raises:
+        FileError: a shard is damaged, or cannot be moved.
+    """
+    staged = make_staged(files.root, files.fsync, files.file_mode)
+    if not (places := staged.places()):
+        return
+    folder = find_folder(files.root)
+    done = {key for name in folder.names() for key in _keys(folder, name)}
+    for place in places:
+        done |= move_shards(staged, place, done.isdisjoint)
+        staged.remove(place)
+
+
+def move_shards(
+    staged: Staged,
+    place: str,
+    wanted: Callable[[Set[bytes]], bool],
+    names: Iterable[str] | None = None,
+) -> Set[bytes]:
+    """Make visible the shards that another process wrote to a place.
+
+    Args:
+        wanted: False for the keys of contexts that are elsewhere; their shard stays where it is.
+        names: of the shards; None: all that are there.
+
+    Returns:
+        the keys of the contexts that have become visible.
+
+    Raises:
+        FileError: a shard is damaged, or cannot be moved.
+    """
+    moved: set[bytes] = set()
+    try:
+        folder = find_folder(place)
+    except FileError:  # a URL below which nothing was written
+        return moved
+    for name in folder.names() if names is None else names:
+        keys = _keys(folder, name)
+        if keys and wanted(keys):
+            staged.move(place, [name])
+            with suppress(FileError):  # for people: the process may have been killed before it
+                staged.move(place, [f"{name.removesuffix('.safetensors')}.json"])
+            moved |= keys
+    return moved
+
+
+def _keys(folder: Folder, name: str) -> set[bytes]:
+    """Of the contexts that a shard holds; none for another file."""
+    index = read_index(folder, name)
+    return set() if index is None else {key_of(one.documents) for one in index.requests}

@@ -8,17 +8,32 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any, get_args
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.files.options import FileOptions
 from vllm_scope.harvests.contexts import Long
 from vllm_scope.harvests.documents import find_documents
+from vllm_scope.harvests.engines import Engine
 from vllm_scope.harvests.job import Harvest, Job
 from vllm_scope.harvests.manifest import locked
+from vllm_scope.harvests.member import Setup
+from vllm_scope.harvests.pools import Pool
+from vllm_scope.harvests.processes import Processes
+from vllm_scope.harvests.ray_pool import RayPool
+from vllm_scope.harvests.several import SeveralEngines
+from vllm_scope.harvests.shards import take_left
+from vllm_scope.harvests.storing import Storing
 from vllm_scope.request.actions import MEMORY, Read
+
+MOST_ENGINES = 4096
+#: vLLM's arguments whose product is the number of GPUs of an engine.
+_PARALLEL = ("tensor", "pipeline", "data", "prefill_context")
 
 
 def harvest_with(
@@ -38,23 +53,57 @@ def harvest_with(
     mode: str,
     progress: bool,
     engine: Mapping[str, Any] | None,
+    engines: int | None,
+    ray: bool | str,
 ) -> Harvest:
     """See `vllm_scope.harvest`, which has the defaults."""
     _check(reads, long)
+    _check_engines(model, engines, ray)
     files = FileOptions.parse({"root": out, "file_mib": file_mib, "fsync": fsync, "mode": mode})
     documents = find_documents(dataset, column, id_column, split, config)
     options = _digest(engine or {}) if isinstance(model, str) else None
     job = Job(documents, tuple(reads), files, long, context, progress, options)
     with locked(out, files.fsync, files.file_mode):
+        take_left(files)
         if isinstance(model, str) and (found := job.finished(model)) is not None:
             return found
-        # vLLM, which takes seconds to import.
-        from vllm_scope.engine.offline import OfflineEngine
+        make = partial(_engine, model, engine or {}, sorted({read.site for read in reads}))
+        if ray is not False or engines is not None:
+            return _with_several(job, make, ray, engines, engine or {})
+        with closing(make()) as made:
+            if (found := job.finished(made)) is not None:
+                return found
+            with closing(Storing(made, job.reads, files)) as store:
+                return job.run(made, store)
 
-        sites = sorted({read.site for read in reads})
-        with closing(OfflineEngine(model, engine or {}, sites)) as made:
-            found = job.finished(made)
-            return job.run(made) if found is None else found
+
+def _engine(model: object, options: Mapping[str, Any], sites: Sequence[str]) -> Engine:
+    # vLLM, which takes seconds to import.
+    from vllm_scope.engine.offline import OfflineEngine
+
+    return OfflineEngine(model, options, sites)
+
+
+def _with_several(
+    job: Job,
+    make: Callable[[], Engine],
+    ray: bool | str,
+    engines: int | None,
+    options: Mapping[str, Any],
+) -> Harvest:
+    sizes = [options.get(f"{kind}_parallel_size") for kind in _PARALLEL]
+    gpus = math.prod(size for size in sizes if type(size) is int)  # or vLLM says what is wrong
+    pool: Pool
+    if ray is False:
+        count = engines or 1
+        pool = Processes(count, gpus)
+    else:
+        pool = RayPool(None if ray is True else ray, engines, gpus)
+        count = pool.count
+    setup = Setup(make, job.reads, job.files, os.getcwd())
+    with closing(SeveralEngines(pool, count, setup)) as made:
+        found = job.finished(made)
+        return job.run(made, made) if found is None else found
 
 
 def _digest(options: Mapping[str, Any]) -> str:
@@ -74,3 +123,16 @@ def _check(reads: Sequence[Read], long: str) -> None:
             raise SpecError("tokens is 'generated'; a harvest generates none, so name others.")
     if long not in get_args(Long):
         raise SpecError(f"long is {shown(long)}; it is one of {', '.join(get_args(Long))}.")
+
+
+def _check_engines(model: object, engines: int | None, ray: bool | str) -> None:
+    """Raises SpecError."""
+    if engines is not None and (type(engines) is not int or not 1 <= engines <= MOST_ENGINES):
+        raise SpecError(f"engines is {shown(engines)}; it is 1 to {MOST_ENGINES}.")
+    if not isinstance(ray, bool | str):
+        raise SpecError(f"ray is {shown(ray)}; it is True, False, or the address of a cluster.")
+    if not isinstance(model, str) and (ray is not False or engines is not None):
+        raise SpecError(
+            "the model is an LLM, and engines or ray is given; name the model, so that each engine "
+            "starts in a process of its own."
+        )

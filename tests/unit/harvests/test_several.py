@@ -1,0 +1,270 @@
+"""Several engines write what one writes, whichever of them, or the harvest itself, is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import vllm_scope
+from tests import recorded
+from tests.recorded import READS, RecordedEngine
+from tests.several import LoggedEngine, harvest
+from tests.unit.harvests.test_kills import check_manifest, contents, write_documents
+from vllm_scope.errors import ConfigError, FileError, ScopeError, SpecError
+from vllm_scope.files.publish import LocalPublisher
+from vllm_scope.files.staged import FOLDER, make_staged
+from vllm_scope.harvests.processes import Processes
+from vllm_scope.harvests.ray_pool import room
+
+LONGEST_S = 120
+
+
+def lines_of(log) -> list[tuple[int, str]]:
+    """(process, context) of each context that was computed, in order."""
+    text = Path(log).read_text() if Path(log).exists() else ""
+    return [(int(pid), name) for pid, name in (line.split() for line in text.splitlines())]
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + LONGEST_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("long", ["split", pytest.param("pack", marks=pytest.mark.long)])
+def test_two_engines_write_what_one_writes(long, tmp_path):
+    dataset, log = write_documents(tmp_path / "rows.jsonl", 400), tmp_path / "log"
+    whole = recorded.harvest(dataset, tmp_path / "one", long=long, id_column="id")
+    make = partial(LoggedEngine, str(log), wait_s=0.001)
+    found = harvest(dataset, tmp_path / "two", make, long=long, id_column="id")
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+    check_manifest(tmp_path / "two", whole)
+    assert found.computed == whole.computed
+    assert len({pid for pid, _ in lines_of(log)}) == 2
+    assert set(Counter(name for _, name in lines_of(log)).values()) == {1}
+    assert not (tmp_path / "two" / FOLDER).exists()
+    # One process goes on with what several began, and the other way round.
+    next((tmp_path / "two").glob("shard-*.safetensors")).unlink()
+    assert recorded.harvest(dataset, tmp_path / "two", long=long, id_column="id").computed
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+
+
+def test_engines_that_are_killed_are_replaced_and_nothing_is_lost_or_doubled(tmp_path):
+    dataset, out, log = write_documents(tmp_path / "rows.jsonl"), tmp_path / "out", tmp_path / "log"
+    whole = recorded.harvest(dataset, tmp_path / "one", id_column="id")
+    killed: list[int] = []
+    #: Contexts of visible shards, and how many lines the log had when they were.
+    seen: list[tuple[set[str], int]] = []
+    done = threading.Event()
+
+    def kill():
+        chosen = random.Random(7)
+        for number in (40, 300):
+            wait_until(lambda n=number: done.is_set() or len(lines_of(log)) > n)
+            time.sleep(chosen.random() / 50)
+            pid = lines_of(log)[-1][0]
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+            files = out.glob("shard-*.safetensors")
+            names = {name for file in files for name in names_in(file)}
+            seen.append((names, len(lines_of(log))))
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    try:
+        make = partial(LoggedEngine, str(log), wait_s=0.002)
+        found = harvest(dataset, out, make, id_column="id")
+    finally:
+        done.set()
+        killing.join()
+    assert contents(out) == contents(tmp_path / "one")
+    check_manifest(out, whole)
+    assert found.computed == whole.computed
+    lines = lines_of(log)
+    assert {pid for pid, _ in lines} > set(killed)
+    # What the killed ones had not finished was computed by others, and nothing else twice.
+    twice = {name for name, count in Counter(name for _, name in lines).items() if count > 1}
+    assert twice
+    of_killed = {name for pid, name in lines if pid in killed}
+    assert twice <= of_killed
+    for names, num_lines in seen:
+        assert names.isdisjoint(name for _, name in lines[num_lines:]), "of a visible shard"
+    assert any(names for names, _ in seen)
+
+
+def names_in(file) -> set[str]:
+    return {request.name for request in vllm_scope.open(file)}
+
+
+def test_a_harvest_that_is_killed_goes_on_with_what_its_engines_had_finished(tmp_path):
+    dataset, out, log = write_documents(tmp_path / "rows.jsonl"), tmp_path / "out", tmp_path / "log"
+    whole = recorded.harvest(dataset, tmp_path / "one", id_column="id")
+    options = json.dumps({"id_column": "id"})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.several", str(dataset), str(out), str(log), options]
+    )
+    wait_until(
+        lambda: list(out.glob(f"{FOLDER}/*/shard-*.safetensors")) or process.poll() is not None
+    )
+    process.kill()
+    process.wait()
+    pids = {pid for pid, _ in lines_of(log)}
+    wait_until(lambda: not any(runs(pid) for pid in pids))  # they end with the harvest
+    kept = set()
+    for file in [*out.glob("shard-*.safetensors"), *out.glob(f"{FOLDER}/*/shard-*.safetensors")]:
+        kept |= names_in(file)
+    found = recorded.harvest(dataset, out, id_column="id")
+    assert found.computed == whole.computed - len(kept)
+    assert contents(out) == contents(tmp_path / "one")
+    check_manifest(out, whole)
+    assert not (out / FOLDER).exists()
+
+
+def runs(pid: int) -> bool:
+    try:
+        return b"\nState:\tZ" not in Path(f"/proc/{pid}/status").read_bytes()
+    except OSError:
+        return False
+
+
+def test_what_a_lost_engine_still_writes_is_never_visible(tmp_path):
+    """As a host does that the cluster has given up, and that still runs."""
+    whole = recorded.harvest(["y" * 30] * 50, tmp_path / "one")
+    make = partial(LoggedEngine, str(tmp_path / "log"))
+    recorded.harvest(["y" * 30] * 50, tmp_path / "two")
+    staged = make_staged(str(tmp_path / "two"), False, 0o600)
+    place = Path(staged.make())
+    for file in (tmp_path / "one").glob("shard-*"):
+        (place / file.name).write_bytes(file.read_bytes())
+    again = harvest(["y" * 30] * 50, tmp_path / "two", make, 1)
+    assert (again.computed, again.manifest.totals["contexts"]) == (0, whole.computed)
+    assert not place.exists()
+
+
+def test_a_second_process_that_is_refused_leaves_what_engines_write(tmp_path):
+    place = Path(make_staged(str(tmp_path), False, 0o600).make())
+    hidden = place / ".shard-0.safetensors.0123456789abcdef.tmp"
+    hidden.write_bytes(b"half of it")
+    LocalPublisher(tmp_path).close()
+    assert hidden.exists()
+
+
+def test_a_document_that_kills_its_engine_ends_the_harvest_with_a_sentence(tmp_path):
+    make = partial(LoggedEngine, str(tmp_path / "log"), killer="-33")
+    texts = ["y" * 30] * 50
+    with pytest.raises(ScopeError, match="4 engines were lost one after another, and no shard was"):
+        harvest(texts, tmp_path / "out", make, count=1)
+    once = partial(LoggedEngine, str(tmp_path / "log"), killer="-33", once=str(tmp_path / "killed"))
+    assert harvest(texts, tmp_path / "out", once, count=1).computed == 50
+
+
+class Refusing(RecordedEngine):
+    def compute(self, prompts, reads):
+        raise SpecError("the engine cannot read this")
+
+
+def test_what_an_engine_refuses_is_refused_at_once(tmp_path):
+    with pytest.raises(SpecError, match="the engine cannot read this"):
+        harvest(["one", "two"], tmp_path / "out", Refusing, 1)
+    with pytest.raises(SpecError, match="has the token id 1000000; those of"):
+        harvest([[5], [10**6]], tmp_path / "other", RecordedEngine, 1)
+    assert recorded.harvest(["one", "two"], tmp_path / "out").computed == 2
+
+
+def broken():
+    raise ScopeError("vLLM cannot start recorded: no memory")
+
+
+def test_engines_that_cannot_start_or_differ_are_refused(tmp_path):
+    with pytest.raises(ScopeError, match="cannot start recorded: no memory"):
+        harvest(["one"], tmp_path / "out", broken, 1)
+    with pytest.raises(
+        ConfigError, match=r"host .* has dtype '\w+', and the one on host .* '\w+'; g"
+    ):
+        harvest(["one"], tmp_path / "out", partial(differing, str(tmp_path / "first")))
+    assert not (tmp_path / "out" / FOLDER).exists()
+
+
+def differing(path: str) -> RecordedEngine:
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        wait_until(lambda: Path(path).stat().st_size == 0)
+        return RecordedEngine(dtype="float32")
+    return RecordedEngine()
+
+
+def test_a_host_that_does_not_see_the_folder_is_refused(tmp_path, monkeypatch):
+    class Elsewhere(Processes):
+        def start(self, number):
+            handle = super().start(number)
+            call = handle.call
+
+            def to_other_disk(method, *args):
+                if method == "start":
+                    os.rmdir(args[0].files.root)
+                return call(method, *args)
+
+            handle.call = to_other_disk
+            return handle
+
+    with pytest.raises(FileError, match=r"host .* does not see .*; name a folder that all hosts"):
+        harvest(["one"], tmp_path / "out", RecordedEngine, 1, Elsewhere(1, 1))
+
+
+def test_shards_of_several_engines_go_to_a_url(tmp_path):
+    pytest.importorskip("fsspec")
+    texts = ["y" * (20 + i % 50) for i in range(150)]
+    recorded.harvest(texts, tmp_path / "one")
+    url = f"file://{tmp_path}/two"
+    make = partial(LoggedEngine, str(tmp_path / "log"), killer="-77", once=str(tmp_path / "once"))
+    found = harvest(texts, url, make)
+    assert found.manifest.complete
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+    assert recorded.harvest(texts, tmp_path / "two").computed == 0
+
+
+def test_arguments_that_name_no_engines_are_refused(tmp_path, monkeypatch):
+    def harvest(**options):
+        return vllm_scope.harvest(
+            ["one"], *READS, out=tmp_path / "out", progress=False, **{"model": "m"} | options
+        )
+
+    with pytest.raises(SpecError, match="engines is 0; it is 1 to 4096"):
+        harvest(engines=0)
+    with pytest.raises(SpecError, match="ray is 7; it is True, False, or the address"):
+        harvest(ray=7)
+    with pytest.raises(SpecError, match="the model is an LLM, and engines or ray is given"):
+        harvest(model=object(), engines=2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    with pytest.raises(ConfigError, match="3 engines need 6 GPUs, and this host has 4; take 2"):
+        harvest(engines=3, engine={"tensor_parallel_size": 2})
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"needs the package ray; pip install 'vllm-scope\[ray\]"):
+        harvest(ray=True)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "gpus", "engines"),
+    [
+        pytest.param([{"CPU": 64, "GPU": 8}, {"CPU": 64, "GPU": 8}], 1, 16, id="one-gpu-each"),
+        pytest.param([{"CPU": 64, "GPU": 8}, {"CPU": 64, "GPU": 4}], 8, 1, id="all-of-one-host"),
+        pytest.param([{"CPU": 64, "GPU": 7}], 2, 3, id="one-left-over"),
+        pytest.param([{"CPU": 2, "GPU": 8}], 1, 2, id="few-cpus"),
+        pytest.param([{"CPU": 2}, {"CPU": 1}, {}], 0, 3, id="no-gpus"),
+    ],
+)
+def test_engines_are_as_many_as_whole_hosts_have_room_for(hosts, gpus, engines):
+    assert room(hosts, gpus) == engines

@@ -1,0 +1,192 @@
+"""One engine of several, in a process of its own, with shards of its own.
+
+Owns:  Member, and what it is told (Setup) and tells (Facts, News).
+Runs:  in a process that a pool has started. Calls arrive on several threads; the engine runs on
+       a thread of the member's.
+From:  several (the calls).   To: storing.
+
+Promise: a file that News names is whole, and so is every file of the place that is not hidden, when
+the process is killed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_scope.errors import FileError, ScopeError
+from vllm_scope.files.options import FileOptions
+from vllm_scope.harvests.contexts import Context
+from vllm_scope.harvests.engines import Engine
+from vllm_scope.harvests.guard import guarded
+from vllm_scope.harvests.storing import Storing
+from vllm_scope.request.actions import Read
+
+#: Contexts that wait for the engine; if there are more, `give` waits.
+MOST_WAITING = 64
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a member is started with.
+
+    Attributes:
+        make: starts the engine. It travels to the process, so it is a function of a module.
+        files: their root is the member's own place.
+        folder: where relative paths begin, if the host has it.
+    """
+
+    make: Callable[[], Engine]
+    reads: tuple[Read, ...]
+    files: FileOptions
+    folder: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a member says of its engine; `settings` is what all engines of a harvest share."""
+
+    host: str
+    model: str
+    most_tokens: int
+    vocabulary: int
+    end: int | None
+    settings: dict[str, Any]
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class News:
+    """What became of contexts since the last News.
+
+    Attributes:
+        computed: their keys.
+        files: whole files in the member's place, name -> SHA-256 and size.
+    """
+
+    computed: list[bytes]
+    files: dict[str, tuple[str, int]]
+
+
+class Member:
+    """See the file's head. `start` is called first."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: deque[Context] = deque()
+        #: Contexts that were given and are not computed.
+        self._num_open = 0
+        self._computed: list[bytes] = []
+        self._told: set[str] = set()
+        self._error: BaseException | None = None
+
+    def start(self, setup: Setup) -> Facts:
+        """Start the engine.
+
+        Raises:
+            FileError: this host does not see the folder of the harvest.
+            ScopeError: the engine cannot start, or cannot read this.
+        """
+        host, root = socket.gethostname(), setup.files.root
+        if "://" not in root and not os.path.isdir(root):
+            raise FileError(
+                f"host {host} does not see {root}, which the harvest made; name a folder that all "
+                "hosts share, or a URL."
+            )
+        with suppress(OSError):
+            os.chdir(setup.folder)
+        self._engine = engine = setup.make()
+        guarded([child.pid for child in multiprocessing.active_children() if child.pid])
+        self._storing = Storing(engine, setup.reads, setup.files)
+        threading.Thread(target=self._run, name="vllm-scope-engine", daemon=True).start()
+        return Facts(
+            host, engine.model, engine.most_tokens, engine.vocabulary, engine.end,
+            engine.settings(setup.reads), dict(self._storing.versions),
+        )  # fmt: skip
+
+    def stay(self) -> None:
+        """Never returns: whoever called sees that this process ended."""
+        threading.Event().wait()
+
+    def encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        """See EngineFacts."""
+        return self._engine.encode(texts)
+
+    def give(self, contexts: Sequence[Context]) -> News:
+        """Take contexts, once fewer than MOST_WAITING wait. Raises what the engine raised."""
+        with self._changed:
+            self._wait_for(lambda: len(self._waiting) < MOST_WAITING)
+            self._waiting.extend(contexts)
+            self._num_open += len(contexts)
+            self._changed.notify_all()
+            return self._news()
+
+    def finish(self, drop: bool = False) -> News:
+        """Return once all is computed that was given, and all rows are visible.
+
+        Args:
+            drop: leave out contexts that are not in the engine yet.
+
+        Raises:
+            FileError: a shard cannot be written.
+            ScopeError: the engine failed.
+        """
+        with self._changed:
+            if drop:
+                self._num_open -= len(self._waiting)
+                self._waiting.clear()
+            self._wait_for(lambda: not self._num_open)
+            self._storing.flush()  # the engine's thread writes nothing now
+            return self._news()
+
+    def close(self) -> None:
+        """End the engine. Nothing is called after it."""
+        self._engine.close()
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: self._error is not None or condition())
+        if self._error is not None:
+            raise self._error
+
+    def _news(self) -> News:
+        files: Mapping[str, tuple[str, int]] = dict(self._storing.found)
+        new = {name: one for name, one in files.items() if name not in self._told}
+        computed = self._computed[:]
+        self._computed.clear()
+        self._told |= new.keys()
+        return News(computed, new)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._waiting)
+                for context in self._storing.compute(self._given()):
+                    with self._changed:
+                        self._computed.append(context.key)
+                        self._num_open -= 1
+                        self._changed.notify_all()
+        except BaseException as error:
+            with suppress(ScopeError):  # what was computed is not computed again
+                self._storing.flush()
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _given(self) -> Iterator[Context]:
+        """What waits. Ends when nothing does: the engine then runs empty, so that the rows of the
+        last contexts do not wait for further ones."""
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    return
+                context = self._waiting.popleft()
+                self._changed.notify_all()
+            yield context

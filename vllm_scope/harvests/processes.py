@@ -1,0 +1,132 @@
+"""Processes of this host, one for each engine.
+
+Owns:  Processes.
+Runs:  in the harvesting process; a thread for each engine takes its answers.
+To:    several.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from vllm_scope.errors import ConfigError, ScopeError
+from vllm_scope.harvests.member import Member
+from vllm_scope.harvests.pools import EngineLostError, Handle
+
+#: Calls that may run in a member at once.
+MOST_CALLS = 8
+
+
+class Processes:
+    """A Pool of processes of this host.
+
+    Args:
+        count: number of engines.
+        gpus: of each engine.
+
+    Raises:
+        ConfigError: this host has fewer GPUs.
+    """
+
+    def __init__(self, count: int, gpus: int) -> None:
+        devices = _devices()
+        if devices and count * gpus > len(devices):
+            raise ConfigError(
+                f"{count} engines need {count * gpus} GPUs, and this host has {len(devices)}; take "
+                f"{max(len(devices) // gpus, 1)}, or several hosts with ray."
+            )
+        self._devices = [devices[i * gpus : (i + 1) * gpus] for i in range(count)]
+
+    def start(self, number: int) -> Handle:
+        return _Process(self._devices[number])
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _devices() -> list[str]:
+    """Those that CUDA_VISIBLE_DEVICES names, or else all."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name for name in named.split(",") if name]
+    import torch
+
+    return [str(i) for i in range(torch.cuda.device_count())]
+
+
+class _Process:
+    def __init__(self, devices: list[str]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        # Not a daemon: vLLM's processes are its children.
+        self._process = context.Process(target=_serve, args=(theirs, devices))
+        self._process.start()
+        theirs.close()
+        self._lock, self._numbers = threading.Lock(), itertools.count()
+        self._futures: dict[int, Future[Any]] = {}
+        self._gone: str | None = None
+        threading.Thread(target=self._take, name="vllm-scope-answers", daemon=True).start()
+
+    def call(self, method: str, *args: object) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._gone is not None:
+                future.set_exception(EngineLostError(self._gone))
+                return future
+            number = next(self._numbers)
+            self._futures[number] = future
+            with suppress(OSError):  # it ended, as `_take` sees
+                self._pipe.send((number, method, args))
+        return future
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def _take(self) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                number, value, error = self._pipe.recv()
+                future = self._futures.pop(number)
+                if error is None:
+                    future.set_result(value)
+                else:
+                    future.set_exception(error)
+        self._process.join()
+        with self._lock:
+            self._gone = f"its process ended with code {self._process.exitcode}"
+        for future in self._futures.values():
+            future.set_exception(EngineLostError(self._gone))
+
+
+def _serve(pipe: Connection, devices: list[str]) -> None:
+    """A member's process: it answers calls until the other end of the pipe is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the harvesting process says when it ends
+    if devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    member, lock = Member(), threading.Lock()
+
+    def answer(number: int, method: str, args: tuple[object, ...]) -> None:
+        value, error = None, None
+        try:
+            value = getattr(member, method)(*args)
+        except ScopeError as raised:
+            error = raised
+        except BaseException as raised:
+            error = ScopeError(f"{type(raised).__name__}: {raised}")
+        with lock, suppress(OSError):
+            pipe.send((number, value, error))
+
+    threads = ThreadPoolExecutor(MOST_CALLS)
+    with suppress(EOFError, OSError):
+        while True:
+            threads.submit(answer, *pipe.recv())
+    os._exit(0)  # whatever the engine does now; its guard ends its processes

@@ -1,0 +1,129 @@
+"""Ray actors, one for each engine, on any hosts of a cluster.
+
+Owns:  RayPool.
+Runs:  in the harvesting process, which is the cluster's driver.
+To:    several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from vllm_scope.errors import ConfigError, ScopeError, reason_of
+from vllm_scope.harvests.member import Member
+from vllm_scope.harvests.pools import EngineLostError, Handle
+from vllm_scope.harvests.processes import MOST_CALLS
+
+
+class RayPool:
+    """A Pool of Ray actors.
+
+    Args:
+        address: of a cluster; None for that of RAY_ADDRESS, or else a new one on this host, which
+            ends with the pool. A connection that this process has already is taken as it is.
+        count: number of engines; None: as many as the GPUs allow, or one without GPUs.
+        gpus: of each engine, all on one host.
+
+    Attributes:
+        count: number of engines.
+
+    Raises:
+        ConfigError: Ray is not installed, the cluster cannot be reached, or has too little room.
+    """
+
+    def __init__(self, address: str | None, count: int | None, gpus: int) -> None:
+        self._ray: Any = _imported()
+        self._own = not self._ray.is_initialized()
+        if self._own:
+            try:
+                self._ray.init(address=address)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                where = "a cluster on this host" if address is None else address
+                raise ConfigError(
+                    f"Ray cannot reach {where}: {reason_of(error)}; `ray status` says more."
+                ) from None
+        try:
+            self.count, self._gpus = self._fitting(count, gpus)
+        except BaseException:
+            self.close()
+            raise
+
+    def _fitting(self, count: int | None, gpus: int) -> tuple[int, int]:
+        """The number of engines, and of GPUs for each: 0 in a cluster without GPUs."""
+        hosts = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        gpus = gpus if any(host.get("GPU", 0) for host in hosts) else 0
+        most = room(hosts, gpus)
+        wanted = (most if gpus else 1) if count is None else count
+        if not 1 <= wanted <= most:
+            each = f"{gpus} GPUs of one host and a CPU" if gpus else "a CPU"
+            raise ConfigError(
+                f"the cluster has room for {most} engines with {each} each, and {max(wanted, 1)} "
+                "are asked for; take fewer engines, fewer GPUs for each, or more hosts."
+            )
+        return wanted, gpus
+
+    def start(self, number: int) -> Handle:
+        actor = self._ray.remote(Member).options(
+            num_cpus=1, num_gpus=self._gpus, max_concurrency=MOST_CALLS,
+            scheduling_strategy="SPREAD",
+        )  # fmt: skip
+        return _Actor(self._ray, actor.remote())
+
+    def close(self) -> None:
+        if self._own:
+            self._ray.shutdown()
+
+
+def room(hosts: Sequence[Mapping[str, float]], gpus: int) -> int:
+    """How many engines fit into hosts, by their resources: each takes a CPU and some GPUs."""
+    return sum(
+        int(min(host.get("CPU", 0), host.get("GPU", 0) // gpus if gpus else host.get("CPU", 0)))
+        for host in hosts
+    )
+
+
+def _imported() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError(
+            "a harvest over Ray needs the package ray; pip install 'vllm-scope[ray]' on every "
+            "host, or leave ray out."
+        ) from None
+    return ray
+
+
+class _Actor:
+    def __init__(self, ray: Any, actor: Any) -> None:
+        self._ray, self._actor = ray, actor
+
+    def call(self, method: str, *args: object) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            answer = getattr(self._actor, method).remote(*args).future()
+        except self._ray.exceptions.RayError as error:
+            future.set_exception(EngineLostError(reason_of(error)))
+            return future
+        answer.add_done_callback(partial(self._settle, future))
+        return future
+
+    def _settle(self, future: Future[Any], answer: Future[Any]) -> None:
+        error = answer.exception()
+        if error is None:
+            future.set_result(answer.result())
+        elif isinstance(error, self._ray.exceptions.RayTaskError):  # what the method raised
+            cause = error.cause
+            named = f"{type(cause).__name__}: {cause}"
+            future.set_exception(cause if isinstance(cause, ScopeError) else ScopeError(named))
+        else:
+            future.set_exception(
+                EngineLostError(f"its process ended: {reason_of(Exception(error)).rstrip('.')}")
+            )
+
+    def kill(self) -> None:
+        with suppress(self._ray.exceptions.RayError):
+            self._ray.kill(self._actor)

@@ -1,0 +1,306 @@
+"""Several engines that share the contexts of one harvest.
+
+    contexts -> chunks -> engines (each writes shards to a hidden place) -> root
+
+Owns:  SeveralEngines.
+Runs:  in the harvesting process, on the job's thread; the next contexts are made on another.
+From:  job (contexts).   To: members, by a pool.
+
+Promise: a shard is visible if this process has moved it. What a lost engine had finished is moved
+once; the rest of its contexts is given to others, and what it may still write is never visible. So
+each context is in one visible shard, whichever engines are lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+from vllm_scope.errors import ConfigError, ScopeError, shown
+from vllm_scope.files.staged import make_staged
+from vllm_scope.harvests.contexts import Context
+from vllm_scope.harvests.member import Facts, News, Setup
+from vllm_scope.harvests.pools import EngineLostError, Handle, Pool
+from vllm_scope.harvests.shards import move_shards
+from vllm_scope.request.actions import Read
+
+logger = logging.getLogger("vllm.vllm_scope")
+
+#: Contexts of a call, and calls that an engine has at once.
+CHUNK, MOST_CALLS = 32, 2
+#: If so many engines are lost and no shard became visible meanwhile, the harvest ends.
+MOST_LOST = 3
+#: The longest that engines may take to write what they have when the harvest ends early.
+END_S = 60.0
+
+
+@dataclass(eq=False)
+class _Seat:
+    """An engine, and those that take its place.
+
+    Attributes:
+        place: where its shards are before they are visible.
+        calls: under way, apart from `stay`.
+        given: by key, what it has that is in no visible shard.
+        computed: of those, the ones that were told.
+        facts: None while it starts.
+    """
+
+    number: int
+    member: Handle
+    place: str
+    stay: Future[Any]
+    calls: set[Future[Any]]
+    given: dict[bytes, Context] = field(default_factory=dict)
+    computed: set[bytes] = field(default_factory=set)
+    facts: Facts | None = None
+
+
+class SeveralEngines:
+    """A Store of several engines, and their EngineFacts.
+
+    Args:
+        setup: of each engine. The root of its files is the harvest's, which this process has
+            locked.
+
+    Raises:
+        ConfigError: the engines' settings differ.
+        ScopeError: an engine cannot start.
+    """
+
+    def __init__(self, pool: Pool, count: int, setup: Setup) -> None:
+        self._pool, self._setup = pool, setup
+        files = setup.files
+        self._staged = make_staged(files.root, files.fsync, files.file_mode)
+        self.found: dict[str, tuple[str, int]] = {}
+        #: Contexts of lost engines, and those of them that were told as computed.
+        self._again: list[Context] = []
+        self._told: set[bytes] = set()
+        self._num_lost = self._next = 0
+        self._closed = False
+        self._seats: list[_Seat] = []
+        self._facts: Facts | None = None
+        try:
+            self._seats += [self._started(number) for number in range(count)]
+            for seat in self._seats:
+                (future,) = seat.calls
+                self._begin(seat, future.result())
+        except BaseException:
+            self.close()
+            raise
+
+    def _started(self, number: int) -> _Seat:
+        place = self._staged.make()
+        files = self._setup.files.model_copy(update={"root": place})
+        member = self._pool.start(number)
+        start = member.call("start", replace(self._setup, files=files))
+        return _Seat(number, member, place, member.call("stay"), {start})
+
+    def _begin(self, seat: _Seat, facts: Facts) -> None:
+        """Take an engine that has started. Raises ConfigError."""
+        seat.calls.clear()
+        first = self._facts = self._facts or facts
+        for name, value in first.settings.items():
+            if facts.settings.get(name) != value:
+                raise ConfigError(
+                    f"the engine on host {first.host} has {name} {shown(value)}, and the one on "
+                    f"host {facts.host} {shown(facts.settings.get(name))}; give all the same."
+                )
+        seat.facts = facts
+
+    @property
+    def _first(self) -> Facts:
+        assert self._facts is not None
+        return self._facts
+
+    @property
+    def model(self) -> str:
+        return self._first.model
+
+    @property
+    def most_tokens(self) -> int:
+        return self._first.most_tokens
+
+    @property
+    def vocabulary(self) -> int:
+        return self._first.vocabulary
+
+    @property
+    def end(self) -> int | None:
+        return self._first.end
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        return self._first.versions
+
+    def settings(self, reads: Sequence[Read]) -> dict[str, Any]:
+        assert tuple(reads) == self._setup.reads
+        return self._first.settings
+
+    def encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        """Tokenized by the engines in turn. Called on the thread that makes contexts."""
+        while not self._closed:
+            ready = [seat for seat in self._seats if seat.facts is not None]
+            if ready:
+                self._next += 1
+                member = ready[self._next % len(ready)].member
+                try:
+                    found: Sequence[Sequence[int]] = member.call("encode", texts).result()
+                    return found
+                except EngineLostError:
+                    pass  # the job's thread sees that, too
+            time.sleep(0.05)
+        raise ScopeError("the engines of this harvest have ended.")
+
+    def compute(self, contexts: Iterable[Context]) -> Generator[Context]:
+        """See Store."""
+        chunks = _Chunks(contexts)
+        try:
+            while True:
+                for seat in self._seats:
+                    self._feed(seat, chunks)
+                if chunks.ended and not self._again and not any(s.given for s in self._seats):
+                    return
+                of = {future: seat for seat in self._seats for future in (*seat.calls, seat.stay)}
+                done, _ = wait([*of, *chunks.waiting], return_when=FIRST_COMPLETED)
+                for future in done:
+                    if future in chunks.waiting:
+                        chunks.take()
+                        continue
+                    seat = of[future]
+                    # Another answer may have shown a moment ago that the engine is lost.
+                    if seat in self._seats and future in (*seat.calls, seat.stay):
+                        yield from self._answered(seat, future)
+        except BaseException:
+            self._save()
+            raise
+        finally:
+            self._closed = True  # `encode` raises, so that the thread of the chunks ends
+            chunks.close()
+
+    def _feed(self, seat: _Seat, chunks: _Chunks) -> None:
+        """Give an engine what it has room for; ask it to finish if nothing is left."""
+        while seat.facts is not None and len(seat.calls) < MOST_CALLS:
+            if some := self._again[:CHUNK] or chunks.pop():
+                del self._again[:CHUNK]
+                seat.given |= {context.key: context for context in some}
+                seat.calls.add(seat.member.call("give", some))
+                continue
+            if chunks.ended and seat.given and not seat.calls:
+                seat.calls.add(seat.member.call("finish"))
+            return
+
+    def _answered(self, seat: _Seat, future: Future[Any]) -> Iterator[Context]:
+        seat.calls.discard(future)
+        try:
+            found = future.result()
+        except ScopeError as error:
+            if type(error) not in (ScopeError, EngineLostError):
+                raise
+            self._replace(seat, error)
+            return
+        if isinstance(found, Facts):
+            self._begin(seat, found)
+            return
+        assert isinstance(found, News)
+        for key in found.computed:
+            if key not in self._told:
+                yield seat.given[key]
+            seat.computed.add(key)
+        self.found |= found.files
+        self._show(seat, [name for name in found.files if name.endswith(".safetensors")])
+
+    def _show(self, seat: _Seat, names: Iterable[str] | None = None) -> None:
+        """Make shards of an engine visible; all that are in its place, if none are named."""
+        for key in move_shards(
+            self._staged, seat.place, lambda keys: keys <= seat.given.keys(), names
+        ):
+            del seat.given[key]
+            seat.computed.discard(key)
+            self._told.discard(key)
+            self._num_lost = 0
+
+    def _replace(self, seat: _Seat, error: ScopeError) -> None:
+        """Start an engine in the place of one that is lost. Raises its error after several."""
+        host = "a host" if seat.facts is None else f"host {seat.facts.host}"
+        self._take_over(seat)
+        self._num_lost += 1
+        if self._num_lost > MOST_LOST:
+            raise ScopeError(
+                f"{self._num_lost} engines were lost one after another, and no shard was finished "
+                f"meanwhile; the last: {error}. Run the command again when that is mended."
+            )
+        logger.warning(
+            "vllm-scope: the engine on %s was lost (%s); %d contexts are computed again.",
+            host, error, len(seat.given),
+        )  # fmt: skip
+        self._again += seat.given.values()
+        self._told |= seat.computed
+        self._seats[self._seats.index(seat)] = self._started(seat.number)
+
+    def _take_over(self, seat: _Seat) -> None:
+        """End an engine, and make visible what it had finished."""
+        seat.member.kill()
+        seat.calls.clear()
+        self._show(seat)
+        self._staged.remove(seat.place)
+
+    def _save(self) -> None:
+        """Have the engines write what they have computed, and make it visible."""
+        ready = [seat for seat in self._seats if seat.facts is not None]
+        wait([seat.member.call("finish", True) for seat in ready], END_S)
+        for seat in ready:
+            self._take_over(seat)
+
+    def flush(self) -> None:
+        """See Store: `compute` returns when all rows are visible."""
+
+    def close(self) -> None:
+        """End the engines."""
+        self._closed = True
+        ready = [seat for seat in self._seats if seat.facts is not None]
+        wait([seat.member.call("close") for seat in ready], END_S)
+        for seat in self._seats:
+            seat.member.kill()
+            self._staged.remove(seat.place)
+        self._pool.close()
+
+
+class _Chunks:
+    """Contexts, some at a time, the next ones made on a thread.
+
+    Attributes:
+        waiting: the future of the next ones, if they are being made.
+        ended: True once all were taken.
+    """
+
+    def __init__(self, contexts: Iterable[Context]) -> None:
+        self._contexts = iter(contexts)
+        self._thread = ThreadPoolExecutor(1, "vllm-scope-chunks")
+        self._next: list[Context] = []
+        self.ended = False
+        self.waiting = [self._thread.submit(self._make)]
+
+    def _make(self) -> list[Context]:
+        return list(islice(self._contexts, CHUNK))
+
+    def take(self) -> None:
+        """Take what was made. Raises what making it raised."""
+        self._next = self.waiting.pop().result()
+        self.ended = not self._next
+
+    def pop(self) -> list[Context]:
+        """The next contexts; none if they are not made yet, or if there are no more."""
+        found, self._next = self._next, []
+        if found:
+            self.waiting.append(self._thread.submit(self._make))
+        return found
+
+    def close(self) -> None:
+        """Return once the thread has ended."""
+        self._thread.shutdown()

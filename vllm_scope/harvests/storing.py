@@ -1,0 +1,98 @@
+"""Rows of one engine into shards.
+
+Owns:  Storing.
+Runs:  in the process that has the engine; the shards are written on two threads.
+From:  job, or member if there are several engines.   To: files.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import closing
+
+from vllm_scope.errors import ScopeError, shown
+from vllm_scope.files.index import RequestRecord
+from vllm_scope.files.options import FileOptions
+from vllm_scope.files.roots import make_publisher
+from vllm_scope.files.writer import Writer
+from vllm_scope.harvests.contexts import Context
+from vllm_scope.harvests.engines import Engine, Rows
+from vllm_scope.harvests.manifest import versions
+from vllm_scope.harvests.shards import HashingPublisher
+from vllm_scope.harvests.statistics import Statistics
+from vllm_scope.request.actions import Read
+
+
+class Storing:
+    """The Store of one engine. `close` writes what was computed, and leaves the engine open.
+
+    Args:
+        files: of the shards; its root is where they become visible.
+
+    Raises:
+        FileError: the root cannot be written to.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        reads: Sequence[Read],
+        files: FileOptions,
+    ) -> None:
+        self._engine, self._reads = engine, reads
+        self._publisher = HashingPublisher(make_publisher(files.root, files.fsync, files.file_mode))
+        self._writer = Writer(files, self._publisher, Statistics.summary)
+        #: Contexts whose shards may still fail, in the order of their ends.
+        self._unpublished: deque[Future[None]] = deque()
+
+    @property
+    def found(self) -> Mapping[str, tuple[str, int]]:
+        return self._publisher.found
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        return versions()
+
+    def compute(self, contexts: Iterable[Context]) -> Generator[Context]:
+        """See Store."""
+        prompts = ((context, context.token_ids) for context in contexts)
+        with closing(self._engine.compute(prompts, self._reads)) as computed:
+            for context, rows in computed:
+                self._unpublished.append(self._stored(context, rows))
+                self._settle()
+                yield context
+
+    def _stored(self, context: Context, rows: Rows) -> Future[None]:
+        if rows.status != "complete":
+            raise ScopeError(
+                f"the rows of document {shown(context.name)} are {rows.status}: "
+                f"{rows.error or 'some are missing'}; run the command again."
+            )
+        request = self._writer.begin()
+        for column in rows.columns():
+            assert isinstance(column.label, tuple)  # of a read
+            site, layer, when = column.label
+            name = f"{site}.before" if when == "before" else site
+            request.write(name, layer, column.positions, column.source)  # type: ignore[arg-type]
+        stored = request.finish(
+            RequestRecord(
+                context.name, context.token_ids, (), self._engine.model, rows.expected,
+                rows.expected, name=context.name, documents=context.spans,
+            )
+        )  # fmt: skip
+        return stored.published
+
+    def _settle(self) -> None:
+        """Raise the FileError of a shard that could not be written."""
+        while self._unpublished and self._unpublished[0].done():
+            self._unpublished.popleft().result()
+
+    def flush(self) -> None:
+        """See Store."""
+        self._writer.flush()
+        self._settle()
+
+    def close(self) -> None:
+        self._writer.close()
