@@ -20,8 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
+NUM_PROMPTS = 20
 ROOT = Path(__file__).parents[1]
 
 
@@ -48,19 +50,27 @@ def calls(llm: Any) -> dict[str, Callable[[], int]]:
     """Kind -> what sends as many requests as it returns."""
     from vllm import SamplingParams
 
-    from examples.causal_map import NUM_PAIRS, QUESTION, causal_map, pairs
+    from vllm_scope import LogitDifference, Sweep, sweep
 
-    encode = llm.get_tokenizer().encode
-    asked = [encode(QUESTION.format(one.name)) for one, _ in pairs(llm.get_tokenizer(), NUM_PAIRS)]
+    random = np.random.default_rng(0)
     params = SamplingParams(
         temperature=0, max_tokens=1, detokenize=False, logprob_token_ids=[5, 50]
     )
-    prompts = [{"prompt_token_ids": ids} for ids in asked for _ in range(6 * len(ids))]
+
+    def prompts() -> list[Any]:
+        """Other ones at each call: what an engine remembers of a spec is of no use to a sweep."""
+        ids = random.integers(5, 1000, (NUM_PROMPTS, 12)).tolist()
+        return [{"prompt_token_ids": one} for one in ids]
 
     def plain() -> int:
-        return len(llm.generate(prompts, params, use_tqdm=False))
+        repeated = [one for one in prompts() for _ in range(6 * 12)]
+        return len(llm.generate(repeated, params, use_tqdm=False))
 
-    return {"plain": plain, "sweep": lambda: causal_map(llm).values.size}
+    def swept() -> int:
+        asked = Sweep(prompts(), metric=LogitDifference(5, 50))
+        return sweep(llm, prompts(), asked, progress=False).values.size
+
+    return {"plain": plain, "sweep": swept}
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from vllm_scope.errors import SpecError
 from vllm_scope.program.layout import Layout
 from vllm_scope.program.operations import OP_CHECK, OP_SET, Op, OpsOf, Program, build_program
 from vllm_scope.program.picks import Pick
+from vllm_scope.program.ranges import ColumnRange, can_remember
 from vllm_scope.program.table_rows import Listed, OpList
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.heads import Bank, Head
@@ -167,6 +168,11 @@ class Compiled:
         return sorted({read[0] for read in self.reads})
 
     @cached_property
+    def remembers(self) -> bool:
+        """True if ranges of its columns are kept (program.ranges)."""
+        return can_remember(self.picks) and not self.firsts
+
+    @cached_property
     def uniform(self) -> bool:
         """True if all tokens of a phase (prompt or generated) get the same program."""
         return all(self.picks[i].uniform for i in self.used)
@@ -212,10 +218,12 @@ class Compiled:
         rank[order] = np.arange(len(order))
         return firsts[order], rank[index]
 
-    def distinct(self, columns: NDArray[np.int32]) -> dict[bytes, Column]:
-        """The distinct columns of [num_picks, n], by their bytes, in their order."""
-        firsts, _ = self.distinct_in(columns)
-        return {columns[:, i].tobytes(): columns[:, i] for i in firsts}
+    def ranged(self, columns: NDArray[np.int32]) -> ColumnRange:
+        """The columns of a range of positions, with the distinct ones."""
+        firsts, index = self.distinct_in(columns)
+        columns.flags.writeable = index.flags.writeable = False
+        each = columns[:, firsts].T
+        return ColumnRange(columns, index, {column.tobytes(): column for column in each})
 
     def check_size(self, columns: Collection[Column]) -> None:
         """Raises SpecError for more programs or operations than one request may have."""

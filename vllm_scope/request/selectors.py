@@ -108,6 +108,11 @@ class Selector:
         """The answer depends on the phase (prompt or generated) alone."""
         return bool(self.parts) and all(part.uniform for part in self.parts)
 
+    @property
+    def sees_ids(self) -> bool:
+        """The answer depends on token ids, and not on positions and the prompt's length alone."""
+        return any(part.sees_ids for part in self.parts)
+
     def picks_phase(self, generated: bool) -> bool:
         """Of a uniform selector: the answer for all tokens of a phase."""
         raise NotImplementedError
@@ -273,6 +278,10 @@ class TokenIds(Selector):
         found = tuple(as_numbers(ids))
         _check_ints(found, "TokenIds", least=0)
         object.__setattr__(self, "ids", found)
+
+    @property
+    def sees_ids(self) -> bool:
+        return True
 
     @cached_property
     def _sorted(self) -> NDArray[np.int64]:

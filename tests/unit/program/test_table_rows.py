@@ -17,6 +17,7 @@ from tests.unit.strategies import VOCAB, specs
 from vllm_scope import Ema, Gate, Hysteresis, Pid, Probe, Replace, Spec, SpecError
 from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program import held as held_programs
+from vllm_scope.program import table_rows
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.layout import Widths
 from vllm_scope.program.operations import NO_PROGRAM
@@ -90,7 +91,9 @@ def test_programs_made_at_once_are_those_built_one_by_one(
     held, tables, one_by_one = program.held(columns), _tables(), _tables()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(held_programs, "_FEW", few)
+        patch.setattr(table_rows, "_FEW", few)
         program_ids = tables.hold(held)
+        assert held.cost.programs >= 0  # counted now
     expected = {}
     stages = program, *program._later_stages()
     for stage, position in product(stages, range(len(prompt) + 6)):
