@@ -24,7 +24,7 @@ from vllm_scope.program.layout import Layout
 from vllm_scope.program.operations import OP_CHECK, OP_SET, Op, OpsOf, Program, build_program
 from vllm_scope.program.picks import Pick
 from vllm_scope.program.ranges import ColumnRange, can_remember
-from vllm_scope.program.table_rows import Listed, OpList
+from vllm_scope.program.table_rows import Listed, OpList, row_key
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.heads import Bank, Head
 from vllm_scope.request.nets import Net
@@ -255,6 +255,29 @@ class Compiled:
         if self.check is not None:
             listed.append(Listed(self.check, LEVELS, 0, Op(OP_CHECK), ()))
         return OpList(listed, self.reads, self.rows, len(self.picks))
+
+    def count(self, columns: NDArray[np.int32]) -> tuple[int, int, list[bytes], set[Head]]:
+        """As OpList.count."""
+        if self._only_key is None:
+            return self.op_list.count(columns)
+        edited = columns[self.edits[0].pick] > 0
+        num_checks = int(self.check is not None)
+        some, others = bool(edited.any()), bool(num_checks and not edited.all())
+        num_ops = some * (1 + num_checks) + others * num_checks
+        return some + others, num_ops, [self._only_key] * some, set()
+
+    @cached_property
+    def _only_key(self) -> bytes | None:
+        """The key of the only vector, if the spec is one edit by one row: its programs are then
+        counted without a list of operations. So is each cell of a sweep."""
+        if self.reads or len(self.edits) != 1 or self.edits[0].gate:
+            return None
+        edit = self.edits[0]
+        if edit.values is not None:
+            return row_key(edit.values, 0) if edit.values.shape[0] == 1 else None
+        ops = edit.ops_of(1)
+        vector = ops[0].vector
+        return vector.digest if len(ops) == 1 and vector is not None else None
 
     def _delivered(
         self, column: Column

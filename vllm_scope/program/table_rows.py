@@ -27,8 +27,6 @@ from vllm_scope.request.heads import Head, Told
 from vllm_scope.request.sites import LEVELS, boundary_of_point, kind_of_point
 
 Ints = NDArray[np.int64]
-#: Operations times columns, up to which they are counted one by one.
-_FEW = 64
 
 
 class Listed(NamedTuple):
@@ -162,7 +160,6 @@ class OpList:
     ) -> None:
         # An operation of every token has the pick that follows the last one.
         picks = [one.picks or (num_picks,) for one in ops] + list(of_cells)
-        self._picks_of = picks[: len(ops)]
         self._picks = np.array([pick for some in picks for pick in some], np.int64)
         self._starts = np.cumsum([0, *map(len, picks)])[:-1]
 
@@ -203,7 +200,7 @@ class OpList:
                 same.append(at)
             else:
                 rows = range(array.shape[0])
-                self._keys += [array.digest + row.to_bytes(4, "little") for row in rows]
+                self._keys += [row_key(array, row) for row in rows]
                 self._arrays += [(array, row) for row in rows]
                 same += (at + _firsts(array.numpy)).tolist()
         self._same = np.array([*same, -1], np.int64)
@@ -266,32 +263,11 @@ class OpList:
     def count(self, columns: NDArray[np.int32]) -> tuple[int, int, list[bytes], set[Head]]:
         """Of the programs of some columns: how many are distinct, their operations, the keys of
         their vectors, and the heads that they deliver."""
-        if self._num_ops * columns.shape[1] <= _FEW and not self._cells:
-            return self._count_few(columns)
         found = self._select(columns)
         keys = [self._keys[i] for i in np.unique(found.vector) if i >= 0]
         some = np.flatnonzero(found.cells[: len(self._cells)].any(axis=1))
         heads = {head for head, _ in (self._cells[i] for i in some) if head is not None}
         return int(found.exists.sum()), len(found.op), keys, heads
-
-    def _count_few(self, columns: NDArray[np.int32]) -> tuple[int, int, list[bytes], set[Head]]:
-        """`count` without numpy, which takes longer for a few operations. Of a spec that delivers
-        nothing."""
-        vectors, replaces = self._vector.tolist(), self._replaces.tolist()
-        programs: dict[tuple[tuple[int, int], ...], None] = {}
-        for column in columns.T.tolist():
-            column.append(1)  # the pick of an operation of every token
-            ops = []
-            for op, picks in enumerate(self._picks_of):
-                if any(column[pick] for pick in picks):
-                    vector = vectors[op]
-                    if replaces[op] >= 0:
-                        vector = int(self._same[vector + column[replaces[op]] - 1])
-                    ops.append((op, vector))
-            programs[tuple(ops)] = None
-        used = {vector for ops in programs for _, vector in ops if vector >= 0}
-        keys = [self._keys[vector] for vector in sorted(used)]
-        return sum(map(bool, programs)), sum(map(len, programs)), keys, set()
 
     def at(self, columns: NDArray[np.int32], widths: Widths) -> TableRows:
         """The programs of some columns, [num_picks, num_columns]."""
@@ -359,6 +335,11 @@ def _firsts(rows: NDArray[np.float32]) -> Ints:
     _, firsts, index = np.unique(sums, return_index=True, return_inverse=True)
     found: Ints = firsts[index]
     return found
+
+
+def row_key(values: Array, row: int) -> bytes:
+    """The key of a row of a replacement."""
+    return values.digest + row.to_bytes(4, "little")
 
 
 def _marks(count: int) -> Ints:

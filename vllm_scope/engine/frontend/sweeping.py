@@ -88,17 +88,16 @@ class Sweeping:
         _check_logprobs(config.model_config, self.plan.token_ids)
         self._ahead, self._config = ahead, config
         self.take_share(share)
-        #: Operators' monitors add probes to every request, so that each has to be translated; the
-        #: vectors of a module are EngineCore's.
-        self._alike = sweep.module is None and not translators.concerned(
+        # Operators' monitors add probes to every request, so that each has to be translated; the
+        # vectors of a module are EngineCore's.
+        alike = sweep.module is None and not translators.concerned(
             SimpleNamespace(extra_args=None), config
         )
+        self._cells = Cells(self._connection) if alike else None
         self._jobs = self.plan.jobs()
         #: True once all requests were sent.
         self.over = False
-        self._params = {ids: _params(ids) for ids in set(self.plan.token_ids)}
-        #: Of the prompt whose cells are sent: its index, and its first cell.
-        self._first: tuple[int, Prepared] | None = None
+        self._params = {ids: params_of(ids) for ids in set(self.plan.token_ids)}
 
     def take_share(self, share: float) -> None:
         """From now on take this share of a step."""
@@ -140,17 +139,10 @@ class Sweeping:
         params = self._params[self.plan.token_ids[job.prompt]]
         if not job.actions:
             return _Request(job, prompt, params, None)
-        if job.place is None or not self._alike:
+        if job.place is None or self._cells is None:
             return _Request(job, prompt, _asking(params, scope(*job.actions)["scope"]), None)
-        if self._first is None or self._first[0] != job.prompt:
-            asked: Any = SimpleNamespace(
-                sampling_params=_asking(params, scope(*job.actions)["scope"]),
-                prompt_token_ids=job.ids, resumable=False,
-            )  # fmt: skip
-            self._first = job.prompt, prepare(self._connection, asked)
-        prepared = replace(self._first[1], spec=Spec(edits=job.actions))  # type: ignore[arg-type]
-        # The text is not read: `prepared` has the spec.
-        return _Request(job, prompt, _asking(params, ""), prepared)
+        params, prepared = self._cells.prepared(job, params)
+        return _Request(job, prompt, params, prepared)
 
     def take(self, job: Job, output: RequestOutput | ScopeError) -> Cell | None:
         """As Plan.take."""
@@ -165,6 +157,32 @@ class Sweeping:
         return self.plan.take(job, found, completion.scope, None)
 
 
+class Cells:
+    """Makes checked requests of cells. All cells of a prompt differ in the place and the numbers of
+    their edits alone, so the first is checked for all."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        #: Of the prompt whose cells are sent: its index, and its first cell.
+        self._first: tuple[int, Prepared] | None = None
+
+    def prepared(self, job: Job, params: Any) -> tuple[Any, Prepared]:
+        """A cell's SamplingParams and its check.
+
+        Raises:
+            SpecError: the first cell of the prompt is not possible here.
+        """
+        if self._first is None or self._first[0] != job.prompt:
+            asked: Any = SimpleNamespace(
+                sampling_params=_asking(params, scope(*job.actions)["scope"]),
+                prompt_token_ids=job.ids, resumable=False,
+            )  # fmt: skip
+            self._first = job.prompt, prepare(self._connection, asked)
+        prepared = replace(self._first[1], spec=Spec(edits=job.actions))  # type: ignore[arg-type]
+        # The text is not read: `prepared` has the spec.
+        return _asking(params, ""), prepared
+
+
 class NoTokenizer:
     """Of an engine that was started with skip_tokenizer_init."""
 
@@ -177,7 +195,7 @@ class NoTokenizer:
         return " ".join(map(str, token_ids))
 
 
-def _params(token_ids: tuple[int, ...]) -> Any:
+def params_of(token_ids: tuple[int, ...]) -> Any:
     """Of one token, with the log-probabilities of some tokens, or of all if none is named."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
