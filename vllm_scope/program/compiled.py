@@ -235,6 +235,8 @@ class Compiled:
                 f"the request's tokens are treated in more than {most:,} different ways; "
                 "let fewer of its selectors pick single tokens, or send several requests."
             )
+        if len(columns) * int(self._ops_of_picks.sum()) <= most_ops:
+            return
         num_ops = sum(int((column > 0) @ self._ops_of_picks) for column in columns)
         if num_ops > most_ops:
             raise SpecError(

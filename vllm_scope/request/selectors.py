@@ -24,6 +24,7 @@ certain once the request has ended; then both masks are equal.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -231,6 +232,13 @@ class Positions(Selector):
         if self._sorted[0] < 0:  # they count from the prompt's end
             mask |= (p < n) & _in(p - n, self._sorted)
         return _sure(mask)
+
+    def first_position(self, num_prompt: int, prompt_ids: Ids) -> int:
+        ascending = self.positions
+        middle = bisect_left(ascending, 0)  # those before it count from the prompt's end
+        first = bisect_left(ascending, -num_prompt, 0, middle)
+        found = [ascending[first] + num_prompt] if first < middle else []
+        return min(found + list(ascending[middle : middle + 1]) + [num_prompt])
 
     def to_json(self) -> list[int]:
         return list(self.positions)
