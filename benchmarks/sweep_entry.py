@@ -4,7 +4,8 @@
 
 The shape is that of 8B: rows of 4096 numbers, 32 layers, a prompt of 24 tokens. Steps of 64 cells.
 The stages are vllm-scope's own functions and vLLM's encoder and decoder of messages, as in
-benchmarks.entry. All run on one thread. Microseconds of CPU of a cell, median.
+benchmarks.entry; the worker gets news as one in another process does. All run on one thread.
+Microseconds of CPU of a cell, median.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from pickle import dumps, loads
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,7 +99,8 @@ class Cells:
             for one, _ in entered
         ]  # fmt: skip
         for request, (_, news) in zip(requests, admitted, strict=True):
-            timed("worker: added", road.worker.add_requests, [request], news)
+            came_over = timed("news: pickled and back", lambda one: loads(dumps(one)), news)
+            timed("worker: added", road.worker.add_requests, [request], came_over)
         before, after = road.step(names, 0, NUM_PROMPT)
         timed.times["worker: a part of the step"].append(1e6 * (before + after) / num)
         for name in names:
