@@ -186,9 +186,9 @@ def test_a_client_that_leaves_ends_its_sweep(stream, server, client):
     while not client.info()["load"]["requests"]:
         assert time.monotonic() < limit
     connection.close()
-    held = server.at_rest()
-    assert (held["requests"], held["pending"]) == (0, 0)
-    assert time.monotonic() < limit  # the whole sweep may be fast: the log has what was computed
+    limit = time.monotonic() + 60
+    while client.info()["load"]["requests"]:
+        assert time.monotonic() < limit
     table = client.sweep(ASKED, Sweep(OTHER, metric=METRIC, layers=[0]))  # others are served
     assert not table.errors
 
