@@ -101,6 +101,23 @@ def test_a_cancelled_sweep_leaves_nothing(engine, loop):
     assert len(inbox()) == 0
 
 
+def test_a_sweep_that_is_cancelled_while_cells_are_added_leaves_nothing(engine, loop):
+    async def cancelled():
+        sweep = Sweep(OTHER, metric=METRIC)
+        task = asyncio.ensure_future(sweep_async(engine, [ASKED] * 4, sweep, progress=False))
+        while len(engine.output_processor.request_states) < 8:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await chat(engine, "after adding")
+        return await counted(engine)
+
+    assert loop.run(cancelled()) == 0
+    assert not engine.output_processor.has_unfinished_requests()
+    assert len(inbox()) == 0
+
+
 def test_at_most_a_share_of_the_batch_is_cells(engine, loop):
     most = []
 

@@ -14,7 +14,16 @@ from tests.conftest import TOYWORLD
 from tests.engine.test_lora import adapted, make_adapter
 from tests.server.conftest import ADMIN_KEY, API_KEY, serving
 from tests.server.test_answers import OPTIONS, PROBE, READS, TEXT, check, check_scores, ids_of
-from vllm_scope import Add, CapacityError, Probe, Read, SpecError, scope
+from vllm_scope import (
+    Add,
+    CapacityError,
+    LogitDifference,
+    Probe,
+    Read,
+    SpecError,
+    Sweep,
+    scope,
+)
 from vllm_scope.client import ScopeClient
 from vllm_scope.compat.vllm_lens import VLLMLensClient, attention_patterns
 from vllm_scope.vectors import SteeringModule
@@ -115,6 +124,31 @@ def test_a_file_is_served_and_deleted_by_any_process(several):
             assert one._http.get(kept["url"] + "?delete=true").status_code == 200
             break
     assert {one._http.get(kept["url"]).status_code for one in clients(several)} == {404}
+
+
+def test_every_process_sweeps_and_they_share_the_batch(several, ref):
+    """The vectors' table has room for 51, so cells wait for each other too."""
+    asked, other = [list(range(20, 28))] * 2, list(range(40, 48))
+    ids = [{"prompt_token_ids": one} for one in asked]
+    sweep = Sweep([{"prompt_token_ids": other}], metric=LogitDifference(5, 50), layers=[1, 4])
+
+    def swept(_):
+        with several.client() as client:
+            return client.sweep(ids, sweep)
+
+    with ThreadPoolExecutor(4) as pool:
+        tables = list(pool.map(swept, range(4)))
+    for table in tables:
+        assert not table.errors
+        np.testing.assert_allclose(table.values, tables[0].values, rtol=0, atol=1e-5)
+    row = ref.edited(other, [])[0]["resid_pre", 4][7]
+
+    def patch(x):
+        return torch.cat([x[:7], row[None]])
+
+    logits = ref.edited(asked[0], [("resid_pre", 4, patch)])[1][-1]
+    wanted = float(logits[5] - logits[50])
+    assert tables[0].values[0, 1, 7] == pytest.approx(wanted, abs=1e-3)
 
 
 def test_a_name_means_the_same_to_all_processes(several, client):

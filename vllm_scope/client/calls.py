@@ -1,7 +1,7 @@
 """Every call of a client, written once, for both transports.
 
-Owns:  Calls (requests, and the parsing of responses), Call, Response, Method, ServerError,
-       UnreachableError.
+Owns:  Calls (requests, and the parsing of responses), SweepEvents, Call, Response, Method,
+       ServerError, UnreachableError.
 To:    transport, which sends a Call and returns the Response.
 
 A flow is a generator that yields Calls, receives Responses, and returns the answer. Some flows need
@@ -28,6 +28,8 @@ from vllm_scope.errors import CapacityError, ScopeError, SpecError, shown
 from vllm_scope.request.actions import Action, Moments
 from vllm_scope.request.media import BINARY
 from vllm_scope.request.spec import scope
+from vllm_scope.sweeps import Cell, Sweep, SweepTable
+from vllm_scope.sweeps.wire import AskedSweep, TableReader
 from vllm_scope.vectors import SteeringModule, from_bytes, load_vectors, to_bytes
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ Prompt = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 Messages = Sequence[Mapping[str, object]]
 Content = bytes | bytearray | memoryview
 Json = dict[str, object]
+OnCell = Callable[[Cell], object]
 P = ParamSpec("P")
 SelfT = TypeVar("SelfT")
 StreamT = TypeVar("StreamT")
@@ -123,6 +126,44 @@ def _decoded(content: bytes | str, status: int = 200) -> Json:
     except ValueError:
         raise ServerError(f"the answer is no JSON but {shown(content[:200])}.", status) from None
     return converted(found, Json, "answer")
+
+
+def event_body(event: Frame) -> Json | None:
+    """The JSON of a stream's event; None if it has none. Raises as Response.checked if it is an
+    error."""
+    answer = event.answer or b""
+    if not answer.startswith(b"{"):
+        return None
+    body = _decoded(answer)
+    if "error" in body:
+        error = body["error"]
+        code = error.get("code") if isinstance(error, dict) else None
+        status = code if isinstance(code, int) and code >= 400 else 500
+        Response(status, answer).checked()
+    return body
+
+
+def sweep_call(prompts: object, sweep: Sweep) -> Call:
+    """Raises SpecError for a source or a metric that cannot travel."""
+    several = list(prompts) if isinstance(prompts, list | tuple) else [prompts]
+    if several and all(isinstance(one, int) for one in several):
+        several = [several]  # the token ids of one prompt
+    return Call("POST", "/v1/scope/sweeps", AskedSweep(several, sweep, True).to_json())
+
+
+class SweepEvents(TableReader):
+    """The table that a stream of events makes."""
+
+    def feed(self, event: Frame, on_cell: OnCell | None) -> None:
+        """Take an event, and call `on_cell` with each of its cells."""
+        body = event_body(event)
+        for cell in self.take(body) if body is not None else ():
+            if on_cell is not None:
+                on_cell(cell)
+
+    def whole(self) -> SweepTable:
+        assert self.table is not None  # the first event has it, or `take` raised
+        return self.table
 
 
 class _ChoiceBody(msgspec.Struct):
@@ -299,16 +340,8 @@ class Calls(Generic[StreamT]):
 
     def _chunks(self, event: Frame) -> Flow[list[Chunk]]:
         """The chunks of one event of a stream."""
-        answer = event.answer or b""
-        if not answer.startswith(b"{"):
-            return []
-        body = _decoded(answer)
-        if "error" in body:
-            error = body["error"]
-            code = error.get("code") if isinstance(error, dict) else None
-            status = code if isinstance(code, int) and code >= 400 else 500
-            Response(status, answer).checked()
-        return (yield from self._parts(body, Chunk, event))
+        body = event_body(event)
+        return [] if body is None else (yield from self._parts(body, Chunk, event))
 
     def _parts(self, body: Json, kind: type[PartT], frame: Frame) -> Flow[list[PartT]]:
         parts = []

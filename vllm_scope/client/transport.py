@@ -5,8 +5,8 @@ Owns:  ScopeClient, AsyncScopeClient, Events.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
+from contextlib import aclosing, closing, contextmanager
 from typing import Generic, TypeVar
 
 from vllm_scope.client.answers import Chunk, T
@@ -14,14 +14,18 @@ from vllm_scope.client.calls import (
     Call,
     Calls,
     Flow,
+    OnCell,
     Response,
     ServerError,
     StreamT,
+    SweepEvents,
     UnreachableError,
+    sweep_call,
 )
 from vllm_scope.client.frames import Frame, Frames
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.media import BINARY
+from vllm_scope.sweeps import Sweep, SweepTable
 
 try:
     import httpx
@@ -157,7 +161,28 @@ class ScopeClient(_Client[httpx.Client, Iterator[Chunk]]):
             return value
 
     def _iterate(self, opening: Flow[Call]) -> Iterator[Chunk]:
-        call = self._run(opening)
+        with closing(self._events(self._run(opening))) as events:
+            for event in events:
+                yield from self._run(self._chunks(event))
+
+    def sweep(self, prompts: object, sweep: Sweep, *, on_cell: OnCell | None = None) -> SweepTable:
+        """Run a sweep on the server: as `vllm_scope.sweep`, with the same table.
+
+        Args:
+            prompts: a text, token ids, or a list of these.
+            on_cell: called with each Cell as it arrives. If it raises, the server ends the sweep.
+
+        Raises:
+            SpecError: the sweep is not possible there. CapacityError: send it again later.
+        """
+        found = SweepEvents()
+        with closing(self._events(sweep_call(prompts, sweep))) as events:
+            for event in events:
+                found.feed(event, on_cell)
+        return found.whole()
+
+    def _events(self, call: Call) -> Generator[Frame, None, None]:
+        """The events of a stream. Closed before its end, it ends the request."""
         with self._reaching():
             response = self._http.send(self._request(call), stream=True)
         events = _events(response)
@@ -166,8 +191,7 @@ class ScopeClient(_Client[httpx.Client, Iterator[Chunk]]):
                 if not response.is_success:
                     _came(response, response.read()).checked()
                 for data in response.iter_bytes():
-                    for event in events.feed(data):
-                        yield from self._run(self._chunks(event))
+                    yield from events.feed(data)
             _check_done(events)
         finally:
             response.close()
@@ -199,7 +223,23 @@ class AsyncScopeClient(_Client[httpx.AsyncClient, AsyncIterator[Chunk]]):
             return value
 
     async def _iterate(self, opening: Flow[Call]) -> AsyncIterator[Chunk]:
-        call = await self._run(opening)
+        async with aclosing(self._events(await self._run(opening))) as events:
+            async for event in events:
+                for chunk in await self._run(self._chunks(event)):
+                    yield chunk
+
+    async def sweep(
+        self, prompts: object, sweep: Sweep, *, on_cell: OnCell | None = None
+    ) -> SweepTable:
+        """As ScopeClient.sweep."""
+        found = SweepEvents()
+        async with aclosing(self._events(sweep_call(prompts, sweep))) as events:
+            async for event in events:
+                found.feed(event, on_cell)
+        return found.whole()
+
+    async def _events(self, call: Call) -> AsyncGenerator[Frame, None]:
+        """As ScopeClient._events."""
         with self._reaching():
             response = await self._http.send(self._request(call), stream=True)
         events = _events(response)
@@ -209,8 +249,7 @@ class AsyncScopeClient(_Client[httpx.AsyncClient, AsyncIterator[Chunk]]):
                     _came(response, await response.aread()).checked()
                 async for data in response.aiter_bytes():
                     for event in events.feed(data):
-                        for chunk in await self._run(self._chunks(event)):
-                            yield chunk
+                        yield event
             _check_done(events)
         finally:
             await response.aclose()

@@ -200,6 +200,7 @@ class LLMEngine(Engine, Protocol):
 class AsyncLLM(Engine, Protocol):
     """vllm.v1.engine.async_llm.AsyncLLM"""
 
+    async def abort(self, request_ids: list[str], /) -> None: ...
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, /
     ) -> AsyncIterator[RequestOutput]: ...

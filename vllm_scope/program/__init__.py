@@ -4,6 +4,7 @@ operations.py  Op, Program, and Cost (places that a request takes in the device 
 compiler.py    from a request's actions to the program of each of its tokens
 compiled.py    the programs of a spec, shared by its requests
 picks.py       which tokens a request's actions pick
+ranges.py      the values of picks in a range of positions, once for all specs with equal picks
 block_keys.py  what a request's edits mean for the KV cache
 layout.py      what one token delivers, and at which offset each part of it lies
 """

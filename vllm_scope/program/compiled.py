@@ -23,7 +23,8 @@ from vllm_scope.errors import SpecError
 from vllm_scope.program.layout import Layout
 from vllm_scope.program.operations import OP_CHECK, OP_SET, Op, OpsOf, Program, build_program
 from vllm_scope.program.picks import Pick
-from vllm_scope.program.table_rows import Listed, OpList
+from vllm_scope.program.ranges import ColumnRange, can_remember
+from vllm_scope.program.table_rows import Listed, OpList, row_key
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.heads import Bank, Head
 from vllm_scope.request.nets import Net
@@ -167,6 +168,11 @@ class Compiled:
         return sorted({read[0] for read in self.reads})
 
     @cached_property
+    def remembers(self) -> bool:
+        """True if ranges of its columns are kept (program.ranges)."""
+        return can_remember(self.picks) and not self.firsts
+
+    @cached_property
     def uniform(self) -> bool:
         """True if all tokens of a phase (prompt or generated) get the same program."""
         return all(self.picks[i].uniform for i in self.used)
@@ -212,10 +218,12 @@ class Compiled:
         rank[order] = np.arange(len(order))
         return firsts[order], rank[index]
 
-    def distinct(self, columns: NDArray[np.int32]) -> dict[bytes, Column]:
-        """The distinct columns of [num_picks, n], by their bytes, in their order."""
-        firsts, _ = self.distinct_in(columns)
-        return {columns[:, i].tobytes(): columns[:, i] for i in firsts}
+    def ranged(self, columns: NDArray[np.int32]) -> ColumnRange:
+        """The columns of a range of positions, with the distinct ones."""
+        firsts, index = self.distinct_in(columns)
+        columns.flags.writeable = index.flags.writeable = False
+        each = columns[:, firsts].T
+        return ColumnRange(columns, index, {column.tobytes(): column for column in each})
 
     def check_size(self, columns: Collection[Column]) -> None:
         """Raises SpecError for more programs or operations than one request may have."""
@@ -227,6 +235,8 @@ class Compiled:
                 f"the request's tokens are treated in more than {most:,} different ways; "
                 "let fewer of its selectors pick single tokens, or send several requests."
             )
+        if len(columns) * int(self._ops_of_picks.sum()) <= most_ops:
+            return
         num_ops = sum(int((column > 0) @ self._ops_of_picks) for column in columns)
         if num_ops > most_ops:
             raise SpecError(
@@ -247,6 +257,29 @@ class Compiled:
         if self.check is not None:
             listed.append(Listed(self.check, LEVELS, 0, Op(OP_CHECK), ()))
         return OpList(listed, self.reads, self.rows, len(self.picks))
+
+    def count(self, columns: NDArray[np.int32]) -> tuple[int, int, list[bytes], set[Head]]:
+        """As OpList.count."""
+        if self._only_key is None:
+            return self.op_list.count(columns)
+        edited = columns[self.edits[0].pick] > 0
+        num_checks = int(self.check is not None)
+        some, others = bool(edited.any()), bool(num_checks and not edited.all())
+        num_ops = some * (1 + num_checks) + others * num_checks
+        return some + others, num_ops, [self._only_key] * some, set()
+
+    @cached_property
+    def _only_key(self) -> bytes | None:
+        """The key of the only vector, if the spec is one edit by one row: its programs are then
+        counted without a list of operations. So is each cell of a sweep."""
+        if self.reads or len(self.edits) != 1 or self.edits[0].gate:
+            return None
+        edit = self.edits[0]
+        if edit.values is not None:
+            return row_key(edit.values, 0) if edit.values.shape[0] == 1 else None
+        ops = edit.ops_of(1)
+        vector = ops[0].vector
+        return vector.digest if len(ops) == 1 and vector is not None else None
 
     def _delivered(
         self, column: Column

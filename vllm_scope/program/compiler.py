@@ -32,6 +32,7 @@ from vllm_scope.program.operations import (
     state_op,
 )
 from vllm_scope.program.picks import Pick
+from vllm_scope.program.ranges import ColumnRange, RangeKey, remembered
 from vllm_scope.request.heads import Head, Summed
 from vllm_scope.request.resolved import Resolved, ResolvedEdit, ResolvedGate
 from vllm_scope.request.selectors import Ids, Selector, Tokens
@@ -306,6 +307,18 @@ class RequestProgram:
         columns[self._compiled.waiting(self.begun)] = 0
         return columns
 
+    def _range(self, first: int, count: int) -> ColumnRange:
+        """The columns of the positions first .. first+count-1."""
+        compiled = self._compiled
+
+        def made() -> ColumnRange:
+            return compiled.ranged(self._columns(np.arange(first, first + count, dtype=np.int64)))
+
+        if not compiled.remembers:
+            return made()
+        key = RangeKey(compiled.picks, compiled.used, self.num_prompt, first, count)
+        return remembered(key, made)
+
     @property
     def parts(self) -> tuple[tuple[int, RequestProgram], ...]:
         """(first position, program) of this one and of `later`."""
@@ -338,7 +351,7 @@ class RequestProgram:
         """The column of `generated_superset`."""
         if self.generated_is_uniform:
             return self._phase_column(True)
-        column = self._columns(np.array([self.num_prompt], np.int64))[:, 0]
+        column = self._range(self.num_prompt, 1).columns[:, 0].copy()
         for i in self._compiled.used:
             pick = self._compiled.picks[i]
             if pick.use == "deliver" and not pick.uniform:
@@ -386,11 +399,10 @@ class RequestProgram:
                 each = [self._phase_column(False), self._phase_column(True)]
                 return each, (np.arange(count) >= split).astype(np.int64)
             return [self._phase_column(split == 0)], np.zeros(count, np.int64)
-        columns = self._columns(np.arange(first, first + count, dtype=np.int64))
-        if count == 1:
-            return [columns[:, 0]], np.zeros(1, np.int64)
-        firsts, index = self._compiled.distinct_in(columns)
-        return list(columns[:, firsts].T), index
+        if count == 1 and not self._compiled.remembers:
+            return [self._columns(np.array([first], np.int64))[:, 0]], np.zeros(1, np.int64)
+        found = self._range(first, count)
+        return list(found.distinct.values()), found.which
 
     def program(self, column: Column) -> Program | None:
         return self._compiled.program(column)
@@ -417,9 +429,7 @@ class RequestProgram:
             return found
         found = {}
         for first in range(0, num_positions, POSITIONS_AT_ONCE):
-            last = min(first + POSITIONS_AT_ONCE, num_positions)
-            columns = self._columns(np.arange(first, last, dtype=np.int64))
-            found |= self._compiled.distinct(columns)
+            found |= self._range(first, min(POSITIONS_AT_ONCE, num_positions - first)).distinct
             self._compiled.check_size(found.values())
         return found
 

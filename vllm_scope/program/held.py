@@ -105,7 +105,7 @@ class Held:
 
     @cached_property
     def _counted(self) -> tuple[int, int, dict[bytes, int]]:
-        num_programs, num_ops, keys, heads = self._compiled.op_list.count(self._columns)
+        num_programs, num_ops, keys, heads = self._compiled.count(self._columns)
         banks = self._compiled.banks
         nets = (net for bank in banks if bank in heads for net in banks[bank])
         weights = {w.digest: num_vectors(w) for net in nets for w, _ in net.layers}

@@ -200,7 +200,7 @@ class OpList:
                 same.append(at)
             else:
                 rows = range(array.shape[0])
-                self._keys += [array.digest + row.to_bytes(4, "little") for row in rows]
+                self._keys += [row_key(array, row) for row in rows]
                 self._arrays += [(array, row) for row in rows]
                 same += (at + _firsts(array.numpy)).tolist()
         self._same = np.array([*same, -1], np.int64)
@@ -335,6 +335,11 @@ def _firsts(rows: NDArray[np.float32]) -> Ints:
     _, firsts, index = np.unique(sums, return_index=True, return_inverse=True)
     found: Ints = firsts[index]
     return found
+
+
+def row_key(values: Array, row: int) -> bytes:
+    """The key of a row of a replacement."""
+    return values.digest + row.to_bytes(4, "little")
 
 
 def _marks(count: int) -> Ints:

@@ -282,7 +282,7 @@ class Resolved:
         """What banks make numbers for."""
         return (*self.probes, *self.features)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Estimated memory, with everything that is compiled and cached for it."""
         given = [one for edit in self.edits for one in (edit.values, edit.reads) if one is not None]

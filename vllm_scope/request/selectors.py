@@ -24,6 +24,7 @@ certain once the request has ended; then both masks are equal.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,6 +108,11 @@ class Selector:
     def uniform(self) -> bool:
         """The answer depends on the phase (prompt or generated) alone."""
         return bool(self.parts) and all(part.uniform for part in self.parts)
+
+    @property
+    def sees_ids(self) -> bool:
+        """The answer depends on token ids, and not on positions and the prompt's length alone."""
+        return any(part.sees_ids for part in self.parts)
 
     def picks_phase(self, generated: bool) -> bool:
         """Of a uniform selector: the answer for all tokens of a phase."""
@@ -227,6 +233,13 @@ class Positions(Selector):
             mask |= (p < n) & _in(p - n, self._sorted)
         return _sure(mask)
 
+    def first_position(self, num_prompt: int, prompt_ids: Ids) -> int:
+        ascending = self.positions
+        middle = bisect_left(ascending, 0)  # those before it count from the prompt's end
+        first = bisect_left(ascending, -num_prompt, 0, middle)
+        found = [ascending[first] + num_prompt] if first < middle else []
+        return min(found + list(ascending[middle : middle + 1]) + [num_prompt])
+
     def to_json(self) -> list[int]:
         return list(self.positions)
 
@@ -273,6 +286,10 @@ class TokenIds(Selector):
         found = tuple(as_numbers(ids))
         _check_ints(found, "TokenIds", least=0)
         object.__setattr__(self, "ids", found)
+
+    @property
+    def sees_ids(self) -> bool:
+        return True
 
     @cached_property
     def _sorted(self) -> NDArray[np.int64]:

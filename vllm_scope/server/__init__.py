@@ -12,6 +12,7 @@ body.py      the body of an answer: JSON, or a safetensors file with the JSON
 store.py     results that are too large for an answer: files with an expiry time
 faces.py     what faces register: words of requests, fields of answers, routes
 routes.py    /v1/scope
+sweeps.py    /v1/scope/sweeps
 access.py    who may use a route, and what a route can ask of the engine
 changes.py   one operator's change at a time, in all processes of a server
 shared.py    the monitors that one process has set, for the others

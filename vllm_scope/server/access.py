@@ -1,6 +1,7 @@
 """Who may use a route, and what a route can ask of the engine; for these routes and compat's.
 
-Owns:  Engine, ScopeState (`app.state.scope`), RefusalError, Route, `admin`, `in_turn`.
+Owns:  Engine, RunningSweep, ScopeState (`app.state.scope`), RefusalError, Route, `admin`,
+       `in_turn`.
 Runs:  in each API server process, inside of vLLM's authentication.
 
 Promise: the operator's key is compared in constant time; every refusal has OpenAI's shape.
@@ -19,13 +20,16 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from vllm_scope.errors import ScopeError, SpecError
+from vllm_scope.errors import CapacityError, ScopeError, SpecError
 from vllm_scope.server.changes import Changes, NoTurnError
 from vllm_scope.server.edits import decoded
 from vllm_scope.server.schemas import Refusal
 from vllm_scope.server.settings import ADMIN_KEY, ServerSettings
 from vllm_scope.server.store import Store, owner_of
 from vllm_scope.sinks.reports import plain
+from vllm_scope.sweeps.plan import Cell
+from vllm_scope.sweeps.table import SweepTable
+from vllm_scope.sweeps.wire import AskedSweep
 
 T = TypeVar("T")
 #: Numbers in the lists of a body: 80 layers with 8,192 numbers each, and more.
@@ -34,7 +38,7 @@ MOST_NUMBERS = 1 << 20
 MOST_MESSAGE = 2000
 _STATUS = {
     400: "SpecError", 401: "Unauthorized", 403: "Forbidden", 404: "NotFound",
-    413: "PayloadTooLarge", 503: "Unavailable",
+    413: "PayloadTooLarge", 429: "CapacityError", 500: "InternalError", 503: "Unavailable",
 }  # fmt: skip
 
 
@@ -53,6 +57,25 @@ class Engine(Protocol):
     async def moments(self, name: str) -> list[tuple[str, int, str]]: ...
     async def moments_at(self, name: str, site: str, layer: int, label: str) -> bytes: ...
     async def drop_moments(self, name: str) -> bool: ...
+    async def sweep(self, asked: AskedSweep, settings: ServerSettings) -> RunningSweep: ...
+
+
+class RunningSweep(Protocol):
+    """A sweep that has its place among the server's sweeps until it is closed.
+
+    Attributes:
+        table: its values come while it runs.
+    """
+
+    table: SweepTable
+    num_cells: int
+
+    async def run(self, tell: Callable[[Cell], object]) -> None:
+        """Call `tell` with each cell as it arrives, and close the sweep. In a task of its own; if
+        the task is cancelled, all requests of the sweep end. Raises ScopeError if a prompt could
+        not be read."""
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -84,11 +107,16 @@ class RefusalError(Exception):
 
 def refusal(status: int, message: str, **headers: str) -> JSONResponse:
     """The answer to a refused request, in the shape of OpenAI's errors."""
-    body = {
+    return JSONResponse(error_body(status, message), status, headers)
+
+
+def error_body(status: int, message: str) -> dict[str, object]:
+    """A refusal as JSON."""
+    error = {
         "message": plain(message, MOST_MESSAGE), "type": _STATUS.get(status, "Error"),
         "param": None, "code": status,
     }  # fmt: skip
-    return JSONResponse({"error": body}, status, headers)
+    return {"error": error}
 
 
 async def refused(request: Request, error: Exception) -> Response:
@@ -146,9 +174,12 @@ def engine_of(request: Request) -> Engine:
 
 
 async def asked(call: Awaitable[T]) -> T:
-    """The result of a call. Its ScopeError becomes a refusal with status 400."""
+    """The result of a call. Its CapacityError becomes a refusal with status 429, and any other
+    ScopeError one with status 400."""
     try:
         return await call
+    except CapacityError as error:
+        raise RefusalError(429, str(error)) from None
     except ScopeError as error:
         raise RefusalError(400, str(error)) from None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from vllm_scope.request.actions.base import MAX_NAME
 from vllm_scope.request.actions.probing import MONITOR
@@ -41,6 +41,7 @@ class HttpLimits(BaseModel):
     results_ttl_s: float = Field(description="How long a result is kept.")
     body_bytes: int = Field(description="Of a request to complete or to chat.")
     module_bytes: int = Field(description="Of an uploaded steering module.")
+    sweep_cells: int = Field(description="Cells of a sweep.")
 
 
 class Load(BaseModel):
@@ -146,3 +147,94 @@ class Edits(BaseModel):
         description="As in a spec: kind, site, layers, tokens (all, prompt or generated), and "
         "the fields of their kind."
     )
+
+
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPT = {"anyOf": [{"type": "string"}, _TOKEN_IDS]}
+_PROMPTS = {"anyOf": [*_PROMPT["anyOf"], {"type": "array", "items": _PROMPT, "minItems": 1}]}
+_TOKEN = {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 0}]}
+_TOKENS = {"anyOf": [*_TOKEN["anyOf"], {"type": "array", "items": _TOKEN, "minItems": 1}]}
+
+
+def _only(description: str = "", **properties: object) -> dict[str, object]:
+    """An object with these fields and no others."""
+    return {
+        "type": "object", "properties": properties, "required": list(properties),
+        "additionalProperties": False, "description": description,
+    }  # fmt: skip
+
+
+def _named(what: str) -> dict[str, object]:
+    whole = {"type": "integer"}
+    several = {"type": "array", "items": whole, "minItems": 1, "uniqueItems": True}
+    return {"anyOf": [{"const": "all"}, whole, several], "description": what}
+
+
+_SOURCE = {
+    "anyOf": [
+        _only("Their rows.", prompts=_PROMPTS),
+        _only("{dtype, shape, data} or lists, as the vector of an edit.", rows={}),
+        _only("Its vectors.", module={"type": "string", "minLength": 1, "maxLength": MAX_NAME}),
+    ]
+}
+_METRIC = {
+    "anyOf": [
+        _only("", kind={"const": "logit_difference"}, a=_TOKENS, b=_TOKENS),
+        _only("", kind={"const": "logprob"}, token=_TOKENS),
+        _only("Over the whole vocabulary.", kind={"const": "kl"}),
+    ]
+}
+Json = dict[str, object]
+
+
+class Sweep(BaseModel):
+    """What is swept: docs/sweeps.md."""
+
+    model_config = ConfigDict(extra="forbid")
+    prompts: Annotated[object, WithJsonSchema(_PROMPTS)]
+    source: Annotated[Json, WithJsonSchema(_SOURCE)]
+    metric: Annotated[Json, WithJsonSchema(_METRIC)]
+    site: str = "resid_pre"
+    layers: Annotated[object, WithJsonSchema({"anyOf": [{"type": "null"}, _named("From 0.")]})] = (
+        None
+    )
+    positions: Annotated[object, WithJsonSchema(_named("Negative: from the prompt's end."))] = "all"
+    heads: Annotated[object, WithJsonSchema({"anyOf": [{"type": "null"}, _named("From 0.")]})] = (
+        None
+    )
+    mode: Annotated[str, WithJsonSchema({"enum": ["patch", "ablate", "add"]})] = "patch"
+    scale: float = Field(1.0, description='Of mode "add".')
+    together: bool = Field(False, description="A cell edits all chosen positions at once.")
+    stream: bool = Field(False, description="Send cells as they arrive, as server-sent events.")
+
+
+class CellError(BaseModel):
+    """Why a cell has no value."""
+
+    at: list[int] = Field(description="Index of each dimension of `shape`.")
+    error: str
+
+
+class SweepCounts(BaseModel):
+    """Cells of a sweep."""
+
+    cells: int
+    failed: int
+
+
+class SweepTable(BaseModel):
+    """The values of a sweep. A value is null if its cell failed, or if there is no such token."""
+
+    shape: list[int] = Field(description="Prompts, layers, positions, heads; the last two if any.")
+    values: list[float | None] = Field(description="In C order.")
+    plain: list[float | None] = Field(description="Of each prompt without an edit.")
+    source: list[float | None] = Field(description="Of each source; null if rows were given.")
+    tokens: list[list[str]] = Field(description="Texts of each prompt's tokens.")
+    layers: list[int]
+    positions: list[int] | None
+    heads: list[int] | None
+    metric: str
+    site: str
+    mode: str
+    errors: list[CellError]
+    counts: SweepCounts

@@ -6,6 +6,7 @@ Not from `additional_config`, which is part of the key of vLLM's compile cache a
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import secrets
 import tempfile
@@ -47,6 +48,9 @@ class ServerSettings:
         body_bytes: VLLM_SCOPE_MAX_BODY_MIB: of a completion or chat request.
         write_timeout_s: VLLM_SCOPE_WRITE_TIMEOUT_S: a client of an answer with a scope that
             reads nothing for so long is disconnected.
+        sweep_cells: VLLM_SCOPE_SWEEP_CELLS: of one sweep.
+        sweep_share: VLLM_SCOPE_SWEEP_SHARE: of a step's sequences and tokens that the cells of all
+            sweeps may take together, above 0 and at most 1.
     """
 
     admin_key: str | None
@@ -58,6 +62,8 @@ class ServerSettings:
     results_dir: Path
     body_bytes: int
     write_timeout_s: float
+    sweep_cells: int
+    sweep_share: float
 
     @staticmethod
     def from_environment(environ: Mapping[str, str] = os.environ) -> ServerSettings:
@@ -73,6 +79,8 @@ class ServerSettings:
             Path(environ.get("VLLM_SCOPE_RESULTS_DIR") or tempfile.gettempdir()),
             int(_number(environ, "VLLM_SCOPE_MAX_BODY_MIB", 256) * 2**20),
             _number(environ, "VLLM_SCOPE_WRITE_TIMEOUT_S", 60),
+            math.ceil(_number(environ, "VLLM_SCOPE_SWEEP_CELLS", 1 << 16)),
+            _share(environ, "VLLM_SCOPE_SWEEP_SHARE", 0.5),
         )
 
     def is_operators(self, key: str) -> bool:
@@ -95,6 +103,13 @@ def _memory() -> int:
         with suppress(OSError, ValueError):  # no such group, or "max"
             most = min(most, int((Path("/sys/fs/cgroup") / group).read_text()))
     return most
+
+
+def _share(environ: Mapping[str, str], name: str, default: float) -> float:
+    value = _number(environ, name, default)
+    if value > 1:
+        raise ConfigError(f"{name} is {value:g}; it is a number above 0 and at most 1.")
+    return value
 
 
 def _number(environ: Mapping[str, str], name: str, default: float) -> float:

@@ -5,6 +5,7 @@ sweep.py    what a caller asks for, and its prompts as token ids
 source.py   the rows that edits take their vectors from
 plan.py     which requests a sweep is made of, and in which order
 table.py    the values with their names, as files and as a picture
+wire.py     a sweep and its table as JSON, for HTTP
 
 Here is no engine: engine/frontend/sweeping.py sends the requests of a plan. numpy, no torch.
 """

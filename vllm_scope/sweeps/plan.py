@@ -10,7 +10,7 @@ run beside the cells of this one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +19,7 @@ import numpy as np
 
 from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.request.actions import Ablate, Action, Add, Read, Replace
+from vllm_scope.request.actions.base import Module
 from vllm_scope.request.sites import MODEL_SITES, Place, Sites, parse_layers
 from vllm_scope.sweeps.metrics import Logprobs
 from vllm_scope.sweeps.source import Floats, given_rows, of_head, read_rows
@@ -89,27 +90,34 @@ class Plan:
 
     Args:
         tokenizer: for prompts and tokens that are texts, and for the texts of tokens.
+        most_cells: of the sweep; None: as many as there are. It is checked before the table is
+            made.
 
     Raises:
         SpecError: something in the sweep is not possible on this engine, with these prompts.
     """
 
-    def __init__(self, sweep: Sweep, prompts: object, sites: Sites, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, sweep: Sweep, prompts: object, sites: Sites, tokenizer: Tokenizer,
+        most_cells: int | None = None,
+    ) -> None:  # fmt: skip
         self.sweep, self.sites, encode = sweep, sites, tokenizer.encode
         layers = parse_layers(sweep.layers, sweep.site, "Sweep.layers")
         self.places: tuple[Place, ...] = sites.find(sweep.site, layers, "Sweep")
         self.ids = as_prompts(prompts, encode, "prompts")
         lengths = [len(ids) for ids in self.ids]
-        positions, self.at = sweep.columns(lengths)
         row_shape = sites.row_shape(sweep.site)
         self.heads = sweep.heads_of(row_shape[0])
+        if most_cells is not None:
+            self._check_size(lengths, most_cells)
+        positions, self.at = sweep.columns(lengths)
         alone = partial(encode, add_special_tokens=False)
         self.token_ids = sweep.metric.token_ids(alone, len(self.ids))
         self.sources: list[list[int]] | None = None
         self._given: Floats | None = None
         if is_prompts(sweep.source):
             self.sources = self._sources(as_prompts(sweep.source, encode, "Sweep.source"))
-        else:
+        elif sweep.module is None:
             shape = len(self.ids), len(self.places), len(positions)
             self._given = given_rows(sweep.source, shape, row_shape)
             if sweep.mode == "ablate" and not self._given.any():
@@ -123,6 +131,20 @@ class Plan:
         #: Cells of each prompt that have not come yet.
         self._left = [len(self._cells_of(i)) for i in range(len(self.ids))]
         self.num_cells = sum(self._left)
+
+    def _check_size(self, lengths: list[int], most: int) -> None:
+        """Raises SpecError if there are more prompts, times layers, positions and heads, than this.
+        A cell that edits several positions counts as so many."""
+        named = self.sweep.chosen_positions
+        num_positions = max(lengths) if named is None else len(named)
+        num_heads = 1 if self.heads is None else len(self.heads)
+        num = len(lengths) * len(self.places) * num_positions * num_heads
+        if num > most:
+            raise SpecError(
+                f"the sweep has {len(lengths)} prompts times {len(self.places)} layers, "
+                f"{num_positions} positions and {num_heads} heads, {num:,} cells; at most "
+                f"{most:,} are allowed here, so name fewer, or send several sweeps."
+            )
 
     def _sources(self, found: list[list[int]]) -> list[list[int]]:
         if len(found) == 1:
@@ -185,22 +207,29 @@ class Plan:
         columns = [c for c, p in enumerate(self.at[i]) if p is not None]
         columns = columns if sweep.together else [place[1]]
         at = [p for p in (self.at[i][c] for c in columns) if p is not None]
+        where: dict[str, Any] = {"site": sweep.site}
+        where |= {} if sweep.site in MODEL_SITES else {"layer": self.places[layer].layer}
+        if sweep.module is not None:
+            return self._along([(sweep.module, at)], where)
         rows = self._rows(i, layer, columns, at)
         if self.heads is not None:
             plain = self._of[i].plain
             other = None if plain is None else plain[layer, at]
             rows = of_head(rows, self.heads[place[-1]], self.sites, sweep.site, other)
-        where: dict[str, Any] = {"site": sweep.site}
-        where |= {} if sweep.site in MODEL_SITES else {"layer": self.places[layer].layer}
         if sweep.mode == "patch":
             return (Replace(rows, positions=at, **where),)
         if (rows == rows[0]).all():
-            groups = [(rows[0], at)]
-        else:
-            groups = [(row, [p]) for row, p in zip(rows, at, strict=True)]
-        if sweep.mode == "add":
-            return tuple(Add(row, scale=sweep.scale, tokens=p, **where) for row, p in groups)
-        return tuple(Ablate(row, tokens=p, **where) for row, p in groups)
+            return self._along([(rows[0], at)], where)
+        return self._along([(row, [p]) for row, p in zip(rows, at, strict=True)], where)
+
+    def _along(
+        self, groups: Sequence[tuple[Floats | Module, list[int]]], where: dict[str, Any]
+    ) -> tuple[Action, ...]:
+        """The edits by vectors at their positions."""
+        scale = self.sweep.scale
+        if self.sweep.mode == "add":
+            return tuple(Add(vector, scale=scale, tokens=p, **where) for vector, p in groups)
+        return tuple(Ablate(vector, tokens=p, **where) for vector, p in groups)
 
     def _rows(self, i: int, layer: int, columns: list[int], at: list[int]) -> Floats:
         """The source's rows for a cell: [num_positions of the cell, width]."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from typing import Any, Final, Literal
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.actions.base import number
+from vllm_scope.request.actions.base import Module, number, vector_or_module
 from vllm_scope.request.selectors import as_numbers
 from vllm_scope.request.sites import (
     ATTENTION_SITES,
@@ -35,6 +36,8 @@ class Sweep:
             rows (a tensor, an array, numbers): [width] for all cells, [num_layers, width],
             [num_layers, num_positions, width] or [num_prompts, num_layers, num_positions, width];
             inside the attention the width may be two dimensions, heads and the size of each.
+            Or {"module": name}, a steering module that the engine holds, for modes "ablate" and
+            "add": its vectors for the site.
         metric: what a cell's value is: `LogitDifference`, `Logprob` or `KL`.
         site: of the edits.
         layers: "all" that the engine taps, a layer, or a list.
@@ -80,6 +83,11 @@ class Sweep:
         object.__setattr__(self, "scale", number(self.scale, "Sweep.scale"))
         parse_layers(self.layers, self.site, "Sweep.layers")
         self.chosen_positions  # noqa: B018 - checked now
+        if self.module is not None and (self.mode == "patch" or self.heads is not None):
+            raise SpecError(
+                f"Sweep.source is the module {shown(self.module.name)}, whose vectors are added or "
+                'ablated, whole; take mode "add" or "ablate" without heads, or give rows.'
+            )
         if self.heads is not None and self.site not in ATTENTION_SITES:
             raise SpecError(
                 f"Sweep.heads is {shown(self.heads)}, and rows of {self.site!r} have no heads; "
@@ -90,6 +98,15 @@ class Sweep:
                 f"Sweep.scale is {shown(self.scale)}, and mode {self.mode!r} has no scale; take "
                 'mode "add", or leave it out.'
             )
+
+    @cached_property
+    def module(self) -> Module | None:
+        """The module that the vectors are from; None if the source is another."""
+        source = self.source
+        if isinstance(source, Module) or (isinstance(source, Mapping) and "module" in source):
+            found = vector_or_module(source, "Sweep.source")
+            return found if isinstance(found, Module) else None
+        return None
 
     @property
     def chosen_positions(self) -> list[int] | None:
@@ -156,9 +173,9 @@ def _whole_numbers(value: Any, where: str, allowed: str) -> list[int]:
 
 
 def is_prompts(value: object) -> bool:
-    """True for prompts, False for rows."""
+    """True for prompts, False for rows and modules."""
     one = value[0] if isinstance(value, list | tuple) and value else value
-    return isinstance(one, str | Mapping)
+    return isinstance(one, str) or (isinstance(one, Mapping) and "module" not in one)
 
 
 def as_prompts(value: object, encode: Encode, where: str) -> list[list[int]]:

@@ -10,15 +10,19 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.errors import ConfigError, FileError, SpecError, shown
 from vllm_scope.views.heatmap import HeatMap
+
+if TYPE_CHECKING:
+    from vllm_scope.sweeps.plan import Cell
 
 Values = NDArray[np.float64]
 
@@ -76,6 +80,17 @@ class SweepTable:
         }  # fmt: skip
         found |= {} if self.positions is None else {"position": self.positions}
         return found | ({} if self.heads is None else {"head": self.heads})
+
+    def index_of(self, cell: Cell) -> tuple[int, ...]:
+        """Where a cell's value is in `values`. Raises KeyError if it is no cell of this table."""
+        names = (cell.prompt, cell.layer, cell.position, cell.head)
+        return tuple(index[name] for index, name in zip(self._indices, names, strict=True) if index)
+
+    @cached_property
+    def _indices(self) -> tuple[dict[int | None, int], ...]:
+        """Name -> index, for prompts, layers, positions and heads; empty: no such dimension."""
+        named = (range(len(self.tokens)), self.layers, self.positions or (), self.heads or ())
+        return tuple({name: i for i, name in enumerate(names)} for names in named)
 
     def normalised(self) -> SweepTable:
         """The values as (value - plain) / (source - plain): 0 is the prompt's own, 1 the source's.

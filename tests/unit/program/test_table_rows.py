@@ -14,7 +14,19 @@ from hypothesis import strategies as st
 
 from tests.unit.programs import cost_of, on_the_device, programs_of
 from tests.unit.strategies import VOCAB, specs
-from vllm_scope import Ema, Gate, Hysteresis, Pid, Probe, Replace, Spec, SpecError
+from vllm_scope import (
+    Ablate,
+    Add,
+    Clamp,
+    Ema,
+    Gate,
+    Hysteresis,
+    Pid,
+    Probe,
+    Replace,
+    Spec,
+    SpecError,
+)
 from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program import held as held_programs
 from vllm_scope.program.compiler import RequestProgram
@@ -116,3 +128,25 @@ def test_programs_made_at_once_are_those_built_one_by_one(
     assert held.cost == cost
     tables.release_set(held)
     assert tables.hold(held) is not program_ids
+
+
+ONE_EDIT = {
+    "a-replaced-row": Replace([V], positions=[1], layer=0),
+    "replaced-rows": Replace([V, V], positions=[1, -1], layer=0),
+    "an-added-vector": Add(V, layer=1, tokens=[0]),
+    "an-ablated-direction": Ablate(V, layer=1, tokens=[0, 2]),
+    "a-clamped-direction": Clamp(V, layer=1, lo=0.0, tokens="generated"),
+    "two-layers": Add(V, layers=[0, 1], tokens=[0]),
+}
+
+
+@pytest.mark.parametrize("here", [EVERYWHERE, (0, 1), (2,)], ids=["all", "first", "between"])
+@pytest.mark.parametrize("edit", ONE_EDIT.values(), ids=ONE_EDIT)
+def test_one_edit_is_counted_as_its_list_of_operations(edit, here):
+    """With and without the check of each token; columns where no token or all tokens are edited."""
+    asked = Spec(edits=(edit,)).resolve(SITES)
+    program = RequestProgram.compile(asked, SITES, frozenset(here), 4, [1, 2, 3, 4])
+    compiled = program._compiled
+    every = np.arange(2, dtype=np.int32)[None].repeat(len(compiled.picks), 0)
+    for columns in (every, every[:, :1], every[:, 1:], every[:, [0, 1, 1]]):
+        assert compiled.count(columns) == compiled.op_list.count(columns)

@@ -356,3 +356,26 @@ def test_a_selector_of_the_most_parts_is_let_in_and_long_unions_are_not_built():
     Read("embed", tokens=Union(*[slice(i, None) for i in range(64)]))
     with pytest.raises(SpecError, match="100,000 parts"):
         Union(*[[0]] * 100_000)
+
+
+@given(st.sets(st.integers(-9, 9), min_size=1), st.integers(1, 6))
+def test_the_first_position_of_a_list_is_the_first_that_it_selects(positions, num_prompt):
+    selector = Positions(*positions)
+    tokens = Tokens.running(np.arange(num_prompt, dtype=np.int64), num_prompt, [7] * num_prompt)
+    hits = np.flatnonzero(selector.select(tokens).possible)
+    wanted = int(hits[0]) if hits.size else num_prompt
+    assert selector.first_position(num_prompt, []) == wanted
+
+
+@pytest.mark.parametrize(
+    ("selector", "sees"),
+    [
+        (TokenIds(3), True),
+        (Positions(1) | TokenIds(3), True),
+        ("all" - TokenIds(3), True),
+        (Positions(1, -1), False),
+        (Except("prompt", slice(0, 2)), False),
+    ],
+)
+def test_a_selector_says_whether_it_looks_at_token_ids(selector, sees):
+    assert selector.sees_ids is sees

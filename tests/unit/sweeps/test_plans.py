@@ -236,3 +236,28 @@ def test_prompts_are_refused_that_have_no_token():
         plan(Sweep(np.ones(8), metric=METRIC), [])
     with pytest.raises(SpecError, match=r"prompts\[0\] has no token"):
         plan(Sweep(np.ones(8), metric=METRIC), [{"prompt_token_ids": []}])
+
+
+def test_a_table_that_is_too_large_is_not_made():
+    asked = Sweep("xyzxyz", metric=METRIC, layers=[0, 1])
+    assert Plan(asked, ["abcabc"], SITES, Letters(), most_cells=14).num_cells == 14
+    with pytest.raises(SpecError, match=r"1 prompts times 2 layers, 7 positions and 1 heads, 14"):
+        Plan(asked, ["abcabc"], SITES, Letters(), most_cells=13)
+    with pytest.raises(SpecError, match="at most 1,000,000"):  # 2**60 values
+        Plan(Sweep(torch.ones(8), metric=METRIC), [{"prompt_token_ids": [1]}] * 2000 + ["a" * 2000],
+             SITES, Letters(), most_cells=10**6)  # fmt: skip
+
+
+def test_a_module_is_named_by_each_cell():
+    p = plan(Sweep({"module": "m"}, metric=METRIC, mode="ablate", layers=[1], positions=[0, -1]))
+    cells = [job for job in all_jobs(p) if job.place is not None]
+    assert [job.actions[0].to_json() for job in cells[:2]] == [
+        {"site": "resid_pre", "layers": (1,), "tokens": [at], "direction": {"module": "m"}}
+        for at in (0, 3)
+    ]  # fmt: skip
+    together = plan(Sweep({"module": "m"}, metric=METRIC, mode="add", together=True))
+    cells = [job for job in all_jobs(together) if job.place is not None]
+    assert [len(job.actions) for job in cells] == [1] * 6
+    for wrong in ({"mode": "patch"}, {"mode": "add", "site": "z", "heads": [0]}):
+        with pytest.raises(SpecError, match="module 'm', whose vectors are added or ablated"):
+            Sweep({"module": "m"}, metric=METRIC, **wrong)

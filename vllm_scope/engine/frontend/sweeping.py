@@ -1,6 +1,6 @@
 """Sweeps: the requests of a plan, sent to an engine and answered.
 
-Owns:  `run` and `run_async`.
+Owns:  `run` and `run_async`; Sweeping and `follow`, of which a server makes the same.
 Runs:  in the front-end process, on the caller's thread or event loop.
 From:  sweeps.plan (the jobs).   To: requests (each cell is a request with an edit).
 
@@ -33,9 +33,9 @@ from vllm_scope.engine.frontend.outputs import drop
 from vllm_scope.engine.frontend.prepared import NO_TAPS, Prepared, prepare
 from vllm_scope.engine.frontend.requests import prepared_as
 from vllm_scope.engine.vllm_types import AsyncLLM, Engine, LLMEngine, RequestOutput
-from vllm_scope.errors import ScopeError, SpecError, shown
+from vllm_scope.errors import CapacityError, ScopeError, SpecError, shown
 from vllm_scope.request.spec import Spec, scope
-from vllm_scope.sweeps.plan import Cell, Job, Plan
+from vllm_scope.sweeps.plan import Cell, Job, Plan, Tokenizer
 from vllm_scope.sweeps.sweep import Sweep
 from vllm_scope.sweeps.table import SweepTable
 
@@ -59,17 +59,20 @@ class _Request:
     prepared: Prepared | None
 
 
-class _Sweeping:
-    """One sweep on one engine.
+class Sweeping:
+    """One sweep on one engine, which is connected.
 
     Args:
         share: of a step's sequences and tokens that cells may take.
         ahead: how many times as many cells are in the engine.
+        tokenizer: None for the engine's, which may be used on the event loop alone.
+        most_cells: as for Plan.
     """
 
     def __init__(
-        self, engine: Engine, prompts: object, sweep: Sweep, share: float, ahead: int
-    ) -> None:
+        self, engine: Engine, prompts: object, sweep: Sweep, share: float, ahead: int = 1,
+        tokenizer: Tokenizer | None = None, most_cells: int | None = None,
+    ) -> None:  # fmt: skip
         if not isinstance(sweep, Sweep):
             raise SpecError(
                 f"after the prompts comes {shown(sweep)}; give the engine, the prompts and a "
@@ -77,28 +80,32 @@ class _Sweeping:
             )
         if not 0 < share <= 1:
             raise SpecError(f"share is {shown(share)}; it is above 0 and at most 1.")
-        connection = connections.of(engine.output_processor)
-        if connection is None:
-            raise SpecError(NO_TAPS)
-        if connection.reason is not None:
-            raise SpecError(f"this model cannot be tapped: {connection.reason}.")
-        self._connection: Connection = connection
-        tokenizer = engine.tokenizer
-        self.plan = Plan(sweep, prompts, connection.sites, tokenizer or _NoTokenizer())
+        self._connection = _connection_of(engine)
+        tokenizer = tokenizer or engine.tokenizer or NoTokenizer()
+        self.plan = Plan(sweep, prompts, self._connection.sites, tokenizer, most_cells)
         config = engine.vllm_config
+        _check_tokens(config.model_config, [*self.plan.ids, *(self.plan.sources or ())])
         _check_logprobs(config.model_config, self.plan.token_ids)
-        scheduler, longest = config.scheduler_config, max(map(len, self.plan.ids))
-        batch = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // longest)
-        #: Requests of the sweep in the engine at once, at most.
-        self.most = cells_at_once(max(1, int(share * batch)) * ahead, self._num_logprobs(config))
-        #: Operators' monitors add probes to every request, so that each has to be translated.
-        self._alike = not translators.concerned(SimpleNamespace(extra_args=None), config)
+        self._ahead, self._config = ahead, config
+        self.take_share(share)
+        # Operators' monitors add probes to every request, so that each has to be translated; the
+        # vectors of a module are EngineCore's.
+        alike = sweep.module is None and not translators.concerned(
+            SimpleNamespace(extra_args=None), config
+        )
+        self._cells = Cells(self._connection) if alike else None
         self._jobs = self.plan.jobs()
         #: True once all requests were sent.
         self.over = False
-        self._params = {ids: _params(ids) for ids in set(self.plan.token_ids)}
-        #: Of the prompt whose cells are sent: its index, and its first cell.
-        self._first: tuple[int, Prepared] | None = None
+        self._params = {ids: params_of(ids) for ids in set(self.plan.token_ids)}
+
+    def take_share(self, share: float) -> None:
+        """From now on take this share of a step."""
+        scheduler, longest = self._config.scheduler_config, max(map(len, self.plan.ids))
+        batch = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // longest)
+        most = max(1, int(share * batch)) * self._ahead
+        #: Requests of the sweep in the engine at once, at most.
+        self.most = cells_at_once(most, self._num_logprobs(self._config))
 
     def _num_logprobs(self, config: Any) -> int:
         """Log-probabilities that a cell's answer has, at most."""
@@ -107,7 +114,7 @@ class _Sweeping:
         size: int = config.model_config.get_vocab_size()
         return size
 
-    def due(self, num_running: int, tell: Callable[[Cell | None], None]) -> Iterator[_Request]:
+    def due(self, num_running: int, tell: Callable[[Cell | None], object]) -> Iterator[_Request]:
         """The requests to send now, while `num_running` are in the engine.
 
         Args:
@@ -132,20 +139,15 @@ class _Sweeping:
         params = self._params[self.plan.token_ids[job.prompt]]
         if not job.actions:
             return _Request(job, prompt, params, None)
-        if job.place is None or not self._alike:
+        if job.place is None or self._cells is None:
             return _Request(job, prompt, _asking(params, scope(*job.actions)["scope"]), None)
-        if self._first is None or self._first[0] != job.prompt:
-            asked: Any = SimpleNamespace(
-                sampling_params=_asking(params, scope(*job.actions)["scope"]),
-                prompt_token_ids=job.ids, resumable=False,
-            )  # fmt: skip
-            self._first = job.prompt, prepare(self._connection, asked)
-        prepared = replace(self._first[1], spec=Spec(edits=job.actions))  # type: ignore[arg-type]
-        # The text is not read: `prepared` has the spec.
-        return _Request(job, prompt, _asking(params, ""), prepared)
+        params, prepared = self._cells.prepared(job, params)
+        return _Request(job, prompt, params, prepared)
 
     def take(self, job: Job, output: RequestOutput | ScopeError) -> Cell | None:
         """As Plan.take."""
+        if isinstance(output, CapacityError) and job.place is None:
+            raise output  # without its rows there are no cells
         if isinstance(output, ScopeError):
             return self.plan.take(job, None, None, str(output))
         (completion,) = output.outputs
@@ -155,7 +157,33 @@ class _Sweeping:
         return self.plan.take(job, found, completion.scope, None)
 
 
-class _NoTokenizer:
+class Cells:
+    """Makes checked requests of cells. All cells of a prompt differ in the place and the numbers of
+    their edits alone, so the first is checked for all."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        #: Of the prompt whose cells are sent: its index, and its first cell.
+        self._first: tuple[int, Prepared] | None = None
+
+    def prepared(self, job: Job, params: Any) -> tuple[Any, Prepared]:
+        """A cell's SamplingParams and its check.
+
+        Raises:
+            SpecError: the first cell of the prompt is not possible here.
+        """
+        if self._first is None or self._first[0] != job.prompt:
+            asked: Any = SimpleNamespace(
+                sampling_params=_asking(params, scope(*job.actions)["scope"]),
+                prompt_token_ids=job.ids, resumable=False,
+            )  # fmt: skip
+            self._first = job.prompt, prepare(self._connection, asked)
+        prepared = replace(self._first[1], spec=Spec(edits=job.actions))  # type: ignore[arg-type]
+        # The text is not read: `prepared` has the spec.
+        return _asking(params, ""), prepared
+
+
+class NoTokenizer:
     """Of an engine that was started with skip_tokenizer_init."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -167,7 +195,7 @@ class _NoTokenizer:
         return " ".join(map(str, token_ids))
 
 
-def _params(token_ids: tuple[int, ...]) -> Any:
+def params_of(token_ids: tuple[int, ...]) -> Any:
     """Of one token, with the log-probabilities of some tokens, or of all if none is named."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -183,6 +211,32 @@ def _asking(params: Any, text: str) -> Any:
     made = copy(params)
     made.extra_args = {"scope": text}
     return made
+
+
+def _connection_of(engine: Engine) -> Connection:
+    """Raises SpecError if the engine's model has no taps."""
+    connection = connections.of(engine.output_processor)
+    if connection is None:
+        raise SpecError(NO_TAPS)
+    if connection.reason is not None:
+        raise SpecError(f"this model cannot be tapped: {connection.reason}.")
+    return connection
+
+
+def _check_tokens(model: Any, prompts: list[list[int]]) -> None:
+    """Raises SpecError for a prompt that is too long for one more token, or has no such token."""
+    num_tokens = model.get_vocab_size()
+    for ids in prompts:
+        if len(ids) >= model.max_model_len:
+            raise SpecError(
+                f"a prompt of the sweep has {len(ids):,} tokens; this engine takes at most "
+                f"{model.max_model_len - 1:,} and one more."
+            )
+        if not 0 <= min(ids) <= max(ids) < num_tokens:
+            raise SpecError(
+                f"a prompt of the sweep has the tokens {min(ids)} to {max(ids)}; the vocabulary "
+                f"has 0 to {num_tokens - 1}."
+            )
 
 
 def _check_logprobs(model: Any, token_ids: list[tuple[int, ...]]) -> None:
@@ -244,7 +298,7 @@ def run(
         connect_sync(engine)
     # Twice as many as a step takes, so that the engine has the next step's while this process
     # works on the last one's.
-    sweeping = _Sweeping(engine, prompts, sweep, share, ahead=2)
+    sweeping = Sweeping(engine, prompts, sweep, share, ahead=2)
     running: dict[str, Job] = {}
     names = _names()
     with _bar(sweeping.plan, progress) as count:
@@ -272,28 +326,42 @@ async def run_async(
     """As vllm_scope.sweep_async."""
     if needs_connection(engine):
         await connect_async(engine)
-    sweeping = _Sweeping(engine, prompts, sweep, share, ahead=1)
+    sweeping = Sweeping(engine, prompts, sweep, share)
+    with _bar(sweeping.plan, progress) as count:
+        await follow(engine, sweeping, partial(_tell, on_cell, count))
+    return sweeping.plan.table
+
+
+async def follow(
+    engine: AsyncLLM, sweeping: Sweeping, tell: Callable[[Cell | None], object]
+) -> None:
+    """Run a sweep to its end. If it is cancelled, or `tell` raises, its requests end.
+
+    Args:
+        tell: is called with each cell as it arrives, and with None for other answers.
+    """
     running: dict[asyncio.Task[RequestOutput | ScopeError], Job] = {}
     names = _names()
-    with _bar(sweeping.plan, progress) as count:
-        tell = partial(_tell, on_cell, count)
-        try:
-            while running or not sweeping.over:
-                for request in sweeping.due(len(running), tell):
-                    task = asyncio.create_task(_answer(engine, next(names), request))
-                    running[task] = request.job
-                    await asyncio.sleep(0)  # other requests' turn
-                if not running:
-                    continue
-                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    cell = sweeping.take(running.pop(task), task.result())
-                    tell(cell)
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-    return sweeping.plan.table
+    try:
+        while running or not sweeping.over:
+            for request in sweeping.due(len(running), tell):
+                name = next(names)
+                task = asyncio.create_task(_answer(engine, name, request), name=name)
+                running[task] = request.job
+                await asyncio.sleep(0)  # other requests' turn
+            if not running:
+                continue
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                tell(sweeping.take(running.pop(task), task.result()))
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        # vLLM aborts no request that is cancelled while it is added.
+        # vllm 0.30 to 0.33, v1/engine/async_llm.py, AsyncLLM.generate: `q` is None then.
+        if running:
+            await engine.abort([task.get_name() for task in running])
 
 
 async def _answer(engine: AsyncLLM, name: str, request: _Request) -> RequestOutput | ScopeError:

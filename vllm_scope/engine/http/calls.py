@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm_scope.engine.frontend import ahead
 from vllm_scope.engine.frontend.connection import ask_replicas, connect_async, connections
+from vllm_scope.engine.http.sweeps import SweepRun, begin
 from vllm_scope.engine.moments import drop_moments_of_async, keys_of_async, one_of_async
 from vllm_scope.engine.monitors import monitors_of, set_monitors, told
 from vllm_scope.engine.vllm_types import AsyncLLM
@@ -20,6 +21,8 @@ from vllm_scope.engine.worker.replies import Module
 from vllm_scope.errors import SpecError
 from vllm_scope.results.inbox import num_pending
 from vllm_scope.server.changes import NoTurnError
+from vllm_scope.server.settings import ServerSettings
+from vllm_scope.sweeps.wire import AskedSweep
 
 
 class EngineCalls:
@@ -88,6 +91,9 @@ class EngineCalls:
 
     async def drop_moments(self, name: str) -> bool:
         return await drop_moments_of_async(self._engine, name)
+
+    async def sweep(self, asked: AskedSweep, settings: ServerSettings) -> SweepRun:
+        return await begin(self._engine, asked, settings)
 
     async def _call(self, name: str, *args: object) -> Any:
         """The first worker's answer; all give the same."""

@@ -1,0 +1,131 @@
+"""What a cell of a sweep costs the host on its way to the worker, stage by stage, without a model.
+
+    python -m benchmarks.sweep_entry
+
+The shape is that of 8B: rows of 4096 numbers, 32 layers, a prompt of 24 tokens. Steps of 64 cells.
+The stages are vllm-scope's own functions and vLLM's encoder and decoder of messages, as in
+benchmarks.entry; the worker gets news as one in another process does. All run on one thread.
+Microseconds of CPU of a cell, median.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from pickle import dumps, loads
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.entry import Road
+
+NUM_PROMPT, AT_ONCE = 24, 64
+
+
+class Timed:
+    """Microseconds of each stage."""
+
+    def __init__(self) -> None:
+        self.times: defaultdict[str, list[float]] = defaultdict(list)
+
+    def __call__(self, stage: str, call: Callable[..., Any], *args: Any) -> Any:
+        started = time.thread_time()
+        found = call(*args)
+        self.times[stage].append(1e6 * (time.thread_time() - started))
+        return found
+
+
+class Numbers:
+    """A tokenizer of token ids alone."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        raise NotImplementedError
+
+    def decode(self, token_ids: list[int]) -> str:
+        return ""
+
+
+class Cells:
+    """The cells of one sweep on the processes of an engine without a model, in this one."""
+
+    def __init__(self, road: Road, timed: Timed) -> None:
+        from vllm_scope import LogitDifference, Sweep
+        from vllm_scope.engine.frontend.sweeping import Cells as Front
+        from vllm_scope.engine.frontend.sweeping import params_of
+        from vllm_scope.sweeps.plan import Plan
+
+        self.road, self.timed, self.numbers = road, timed, count()
+        random = np.random.default_rng(0)
+        ids = random.integers(5, 1000, NUM_PROMPT).tolist()
+        rows = random.normal(size=(road.sites.num_layers, NUM_PROMPT, road.sites.hidden_size))
+        swept = Sweep(rows.astype(np.float32), metric=LogitDifference(5, 50))
+        self.plan = Plan(swept, [{"prompt_token_ids": ids}], road.sites, Numbers())
+        self.jobs = self.plan.jobs()
+        read = next(self.jobs)
+        assert read is not None
+        self.plan.take(read, {5: 0.0, 50: 0.0}, None, None)
+        self.front = Front(road.connection)
+        self.params = params_of((5, 50))
+
+    def opened(self) -> Any:
+        """A cell's message."""
+        from vllm.v1.engine import EngineCoreRequest
+
+        job = self.timed("front-end: edits", next, self.jobs)
+        params, prepared = self.timed("front-end: prepared", self.front.prepared, job, self.params)
+        name = str(next(self.numbers))
+        request: Any = EngineCoreRequest(name, job.ids, None, params, None, 0.0, None, None, None)
+        self.timed("front-end: buffer and ticket", self.road.open, (request, prepared))
+        return self.timed("message: encoded", self.road.encode, (request,))
+
+    def step(self, num: int) -> int:
+        """Send as many cells through one step; returns the bytes of the last message."""
+        timed, road, messages = self.timed, self.road, [self.opened() for _ in range(num)]
+        came = [timed("message: decoded", road.decode, one) for one in messages]
+        entered = [timed("EngineCore: entered", road.enter, one) for one in came]
+        admitted = [timed("EngineCore: admitted, news", road.admit, one) for one in entered]
+        names = [one.request_id for one, _ in entered]
+        requests = [
+            SimpleNamespace(req_id=one.request_id, prompt_token_ids=one.prompt_token_ids,
+                            sampling_params=one.sampling_params)
+            for one, _ in entered
+        ]  # fmt: skip
+        for request, (_, news) in zip(requests, admitted, strict=True):
+            came_over = timed("news: pickled and back", lambda one: loads(dumps(one)), news)
+            timed("worker: added", road.worker.add_requests, [request], came_over)
+        before, after = road.step(names, 0, NUM_PROMPT)
+        timed.times["worker: a part of the step"].append(1e6 * (before + after) / num)
+        for name in names:
+            timed("worker and EngineCore: ended", road.finish, name)
+        return sum(map(len, messages[-1]))
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        road, timed = Road(Path(folder), 1), Timed()
+        cells = Cells(road, timed)
+        cells.step(AT_ONCE)
+        timed.times.clear()
+        profile = cProfile.Profile() if "--profile" in sys.argv else None
+        if profile is not None:
+            profile.enable()
+        steps = [cells.step(AT_ONCE) for _ in range(cells.plan.num_cells // AT_ONCE - 1)]
+        if profile is not None:
+            profile.disable()
+            profile.dump_stats("sweep_entry.prof")
+        for stage, times in timed.times.items():
+            print(f"{stage:44} {statistics.median(times):9.1f}")
+        print(f"{'bytes of a message':44} {steps[-1]:9}")
+        road.worker.close()
+
+
+if __name__ == "__main__":
+    main()

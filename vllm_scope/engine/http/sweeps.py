@@ -1,0 +1,141 @@
+"""The sweeps of an API server: which may run, and how much of the batch each may take.
+
+Owns:  SweepRun, which implements server.access.RunningSweep, and `begin`.
+Runs:  in each API server process, on its event loop; a sweep is planned in a thread.
+From:  calls.   To: engine.frontend.sweeping.
+
+Promise: the sweeps of a process take VLLM_SCOPE_SWEEP_SHARE of a step together, divided by the
+number of API server processes. All API keys have equal parts of it, and all sweeps of a key equal
+parts of the key's. A sweep may have one cell in the engine, however small its part is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any, Final
+
+from vllm_scope.engine.beside import Beside
+from vllm_scope.engine.frontend.connection import connect_async, needs_connection
+from vllm_scope.engine.frontend.sweeping import NoTokenizer, Sweeping, follow
+from vllm_scope.engine.vllm_types import AsyncLLM
+from vllm_scope.errors import CapacityError
+from vllm_scope.results.budget import asking, most_of_one
+from vllm_scope.results.inbox import limit
+from vllm_scope.server.answer import current
+from vllm_scope.server.settings import ServerSettings
+from vllm_scope.sweeps.plan import Cell
+from vllm_scope.sweeps.wire import AskedSweep
+
+#: Sweeps that run in one API server process.
+MOST_SWEEPS: Final = 16
+
+
+class Room:
+    """The sweeps that run, by API key."""
+
+    def __init__(self) -> None:
+        self._of: defaultdict[str, list[SweepRun]] = defaultdict(list)
+
+    def enter(self, run: SweepRun) -> None:
+        """Raises CapacityError if there is no room for it."""
+        own, every = self._of.get(run.owner, []), sum(map(len, self._of.values()))
+        if every >= MOST_SWEEPS or len(own) >= most_of_one(MOST_SWEEPS):
+            raise CapacityError(
+                f"this server runs {every} sweeps, {len(own)} of this key; it runs {MOST_SWEEPS}, "
+                f"and {most_of_one(MOST_SWEEPS)} of one key, so send it again when one has ended."
+            )
+        self._of[run.owner].append(run)
+
+    def leave(self, run: SweepRun) -> None:
+        """Also for one that has left."""
+        runs = self._of.get(run.owner, [])
+        if run in runs:
+            runs.remove(run)
+            if not runs:
+                del self._of[run.owner]
+            self.divide()
+
+    def divide(self) -> None:
+        """Tell each sweep its part of the batch."""
+        for runs in self._of.values():
+            for run in runs:
+                run.take_part(1 / len(self._of) / len(runs))
+
+
+#: vLLM's OutputProcessor -> the sweeps of its engine in this process, and a tokenizer for threads.
+_rooms: Beside[Room] = Beside()
+_tokenizers: Beside[Any] = Beside()
+
+
+class SweepRun:
+    """One sweep of an HTTP request.
+
+    Args:
+        share: of a step that all sweeps of this process may take.
+    """
+
+    def __init__(self, engine: AsyncLLM, room: Room, owner: str, share: float) -> None:
+        self.owner = owner
+        self._engine, self._room, self._share = engine, room, share
+        self._sweeping: Sweeping | None = None
+
+    async def plan(self, asked: AskedSweep, most_cells: int) -> None:
+        """Raises SpecError: the sweep is not possible here, or has more cells."""
+        if needs_connection(self._engine):
+            await connect_async(self._engine)
+        self._sweeping = await asyncio.to_thread(
+            Sweeping, self._engine, asked.prompts, asked.sweep, self._share,
+            tokenizer=await _tokenizer_of(self._engine), most_cells=most_cells,
+        )  # fmt: skip
+        self._room.divide()
+        self.table, self.num_cells = self._sweeping.plan.table, self._sweeping.plan.num_cells
+
+    def take_part(self, part: float) -> None:
+        if self._sweeping is not None:
+            self._sweeping.take_share(part * self._share)
+
+    async def run(self, tell: Callable[[Cell], object]) -> None:
+        """As server.access.RunningSweep."""
+        assert self._sweeping is not None
+        current.set(None)  # cells are requests of the sweep, not of the route
+        try:
+            await follow(self._engine, self._sweeping, lambda cell: cell is not None and tell(cell))
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self._room.leave(self)
+
+
+async def begin(engine: AsyncLLM, asked: AskedSweep, settings: ServerSettings) -> SweepRun:
+    """A sweep that has its place, and is planned.
+
+    Raises:
+        SpecError: it is not possible here. CapacityError: there are too many sweeps.
+    """
+    num_processes = max(1, engine.vllm_config.parallel_config._api_process_count)
+    limit(settings.rows_of(num_processes))
+    processor = engine.output_processor
+    room = _rooms.of(processor) or _rooms.put(processor, Room())
+    run = SweepRun(engine, room, asking.get().owner, settings.sweep_share / num_processes)
+    room.enter(run)
+    try:
+        await run.plan(asked, settings.sweep_cells)
+    except BaseException:
+        run.close()
+        raise
+    return run
+
+
+async def _tokenizer_of(engine: AsyncLLM) -> Any:
+    """A copy of the engine's tokenizer: vLLM changes the truncation of its own while it encodes
+    other requests, on other threads."""
+    known = _tokenizers.of(engine.output_processor)
+    if known is None:
+        made = await asyncio.to_thread(partial(deepcopy, engine.tokenizer))
+        known = _tokenizers.put(engine.output_processor, made or NoTokenizer())
+    return known

@@ -1,0 +1,71 @@
+"""Which values a spec's picks have in a range of positions, once for all specs with equal picks.
+
+Owns:  ColumnRange, and those that this process keeps.
+Runs:  in workers, in EngineCore and in the front-end. numpy, no torch.
+From:  compiled (the picks).   To: compiler.
+
+Requests that differ in their vectors and layers alone, such as the cells of a sweep, have equal
+picks. Their columns are then made once for each position that is edited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_scope.program.picks import Pick
+from vllm_scope.request.remembered import Remembered
+from vllm_scope.request.selectors import ITEM_BYTES, items_of
+
+#: Picks with more positions together are not kept: to hash them would take longer than to make the
+#: columns.
+MOST_ITEMS: Final = 64
+#: Bound of what this process keeps.
+REMEMBERED_BYTES: Final = 16 << 20
+_KEY_BYTES = 1024
+
+
+class ColumnRange(NamedTuple):
+    """The columns of a range of positions. All arrays are read-only.
+
+    Attributes:
+        columns: int32 [num_picks, num_positions].
+        which: int64 [num_positions], which of the distinct columns each one is.
+        distinct: bytes of each distinct column -> the column, in the order of positions.
+    """
+
+    columns: NDArray[np.int32]
+    which: NDArray[np.int64]
+    distinct: dict[bytes, NDArray[np.int32]]
+
+
+class RangeKey(NamedTuple):
+    """What a range depends on, beside the prompt's token ids."""
+
+    picks: tuple[Pick, ...]
+    used: tuple[int, ...]
+    num_prompt: int
+    first: int
+    num_positions: int
+
+
+_known: Remembered[RangeKey, ColumnRange] = Remembered(REMEMBERED_BYTES)
+
+
+def remembered(key: RangeKey, make: Callable[[], ColumnRange]) -> ColumnRange:
+    """The range of a key, made if it is not known. Only for picks that `can_remember`."""
+    found = _known.get(key)
+    if found is None:
+        found = make()
+        size = _KEY_BYTES + MOST_ITEMS * ITEM_BYTES + 2 * found.columns.nbytes + found.which.nbytes
+        _known.put(key, found, size)
+    return found
+
+
+def can_remember(picks: tuple[Pick, ...]) -> bool:
+    """True if the picks look at no token id, and name few positions."""
+    num_items = sum(len(pick.positions) + items_of(pick.selector) for pick in picks)
+    return num_items <= MOST_ITEMS and not any(pick.selector.sees_ids for pick in picks)

@@ -1,0 +1,146 @@
+"""`POST /v1/scope/sweeps`: a sweep's cells as they arrive, or its table.
+
+Owns:  the route, and SweepAnswer.
+Runs:  in each API server process, behind vLLM's authentication.
+From:  engine.http.sweeps (which runs the sweep).   To: sweeps.wire (the JSON), routes.
+
+Promise: if the client leaves, all requests of its sweep end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import Response, StreamingResponse
+from starlette.concurrency import run_in_threadpool
+
+from vllm_scope.server import schemas
+from vllm_scope.server.access import (
+    MOST_NUMBERS,
+    RefusalError,
+    Route,
+    RunningSweep,
+    asked,
+    engine_of,
+    error_body,
+    errors,
+    state_of,
+)
+from vllm_scope.server.edits import decoded
+from vllm_scope.server.exchange import running
+from vllm_scope.sweeps import wire
+from vllm_scope.sweeps.plan import Cell
+from vllm_scope.sweeps.wire import AskedSweep
+
+logger = logging.getLogger("vllm.vllm_scope")
+router = APIRouter(prefix="/v1/scope", tags=["scope"], route_class=Route)
+
+
+@router.post(
+    "/sweeps",
+    summary="One edit at every place of a grid, and what each does to the next token",
+    response_model=None,
+    responses={
+        200: {
+            "model": schemas.SweepTable,
+            "content": {"text/event-stream": {"schema": {"type": "string"}}},
+            "description": "The table; or, with `stream`, events: the table's names, cells as they "
+            "arrive, the counts, and `[DONE]`.",
+        },
+        **errors(413, 429),
+    },
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": schemas.Sweep.model_json_schema()}},
+        }
+    },
+)
+async def post_sweeps(request: Request) -> Response:
+    """Activation patching, ablation or steering at each chosen layer, position and head, each in a
+    request of its own. docs/http.md has the fields of the events."""
+    engine, state = engine_of(request), state_of(request)
+    wanted = await asked(run_in_threadpool(_parsed, await request.body()))
+    run = await asked(engine.sweep(wanted, state.settings))
+    answer = SweepAnswer(run)
+    running(state.owner_of(request)).closing.append(answer.close)
+    if wanted.stream:
+        return StreamingResponse(answer.events(), media_type="text/event-stream")
+    return await answer.whole(request)
+
+
+def _parsed(body: bytes) -> AskedSweep:
+    return AskedSweep.from_json(decoded(body, MOST_NUMBERS)[1])
+
+
+class SweepAnswer:
+    """A sweep that runs, and what of it was not sent yet."""
+
+    def __init__(self, run: RunningSweep) -> None:
+        self._run = run
+        self._cells: list[Cell] = []
+        self._news = asyncio.Event()
+        self._task = asyncio.create_task(run.run(self._tell))
+        self._task.add_done_callback(lambda _: self._news.set())
+
+    def _tell(self, cell: Cell) -> None:
+        self._cells.append(cell)
+        self._news.set()
+
+    async def close(self) -> None:
+        """End the sweep's requests. Called when the HTTP request is over."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._run.close()  # a task that is cancelled before it began runs nothing
+
+    async def whole(self, request: Request) -> Response:
+        """The table, when all cells have come. Raises RefusalError if the sweep failed."""
+        gone = asyncio.create_task(_gone(request))
+        try:
+            await asyncio.wait({self._task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+        if not self._task.done():
+            await self.close()
+            return Response(status_code=499)  # nobody reads it
+        await asked(self._task)
+        body = await run_in_threadpool(wire.whole, self._run.table, self._run.num_cells)
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The names of the table; the cells, those that have arrived meanwhile in one event; the
+        counts, or why the sweep failed."""
+        table = self._run.table
+        yield _event({"table": wire.head(table), "num_cells": self._run.num_cells})
+        ended = False
+        while not ended:
+            await self._news.wait()
+            self._news.clear()
+            ended = self._task.done()
+            cells, self._cells = self._cells, []
+            if cells:
+                yield _event({"cells": [wire.cell(table, one) for one in cells]})
+        try:
+            await asked(self._task)
+        except RefusalError as error:
+            yield _event(error_body(error.status, str(error)))
+        except Exception:
+            logger.exception("vllm-scope: a sweep failed")
+            yield _event(error_body(500, "the sweep failed; the server's log has the reason."))
+        else:
+            yield _event(wire.end(table, self._run.num_cells))
+        yield b"data: [DONE]\n\n"
+
+
+def _event(body: object) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+async def _gone(request: Request) -> None:
+    """Ends when the client has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
