@@ -22,7 +22,7 @@ LISTED = {
         Policy Positions Probe Read Replace RollingMean ScaleFeature
         ScopeError SetFeature Spec SpecError Sweep SweepTable TokenIds Union __version__
         drop_moments harvest moments open scope
-        set_monitors spec_schema sweep sweep_async
+        set_monitors spec_schema stream sweep sweep_async
     """,
     "vllm_scope.cli": "app",
     "vllm_scope.client": """

@@ -16,7 +16,7 @@ import datetime
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ import msgspec
 import torch
 
 from vllm_scope import __version__
-from vllm_scope.errors import ConfigError, FileError, ScopeError, SpecError, shown
+from vllm_scope.errors import FileError, SpecError
 from vllm_scope.files.index import RequestRecord
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.publish import write_bytes
@@ -35,7 +35,8 @@ from vllm_scope.files.roots import find_folder, make_publisher
 from vllm_scope.files.tensors import write_tensors
 from vllm_scope.files.writer import Writer
 from vllm_scope.harvests import manifest as manifests
-from vllm_scope.harvests.contexts import Context, Long, contexts_of, prefetched
+from vllm_scope.harvests.computing import context_size, rows_of
+from vllm_scope.harvests.contexts import Context, Long
 from vllm_scope.harvests.documents import Documents
 from vllm_scope.harvests.engines import Engine, Rows
 from vllm_scope.harvests.manifest import (
@@ -53,8 +54,6 @@ from vllm_scope.views.harvest import HarvestPage
 
 #: While the job runs, it writes the manifest every so many seconds.
 MANIFEST_S = 10.0
-#: Contexts that are tokenized ahead of the engine.
-_AHEAD = 512
 
 
 @dataclass(frozen=True)
@@ -108,12 +107,7 @@ class Job:
             SpecError: the engine cannot read this.
             ConfigError: a context that is too long for the engine.
         """
-        size = engine.most_tokens if self.context is None else self.context
-        if not 1 <= size <= engine.most_tokens:
-            raise ConfigError(
-                f"context is {size}; it is 1 to {engine.most_tokens}, one less than the engine's "
-                "max_model_len."
-            )
+        size = context_size(engine, self.context)
         return self.settings() | {"context": size} | engine.settings(self.reads)
 
     def earlier(self, settings: Mapping[str, Any]) -> HarvestManifest | None:
@@ -193,17 +187,14 @@ class _Running:
 
     def run(self, size: int) -> Harvest:
         job, engine = self._job, self._engine
-        texts = self._skipped.texts(job.documents)
-        contexts = self._skipped.contexts(
-            contexts_of(texts, engine.encode, size, job.long, engine.end)
-        )
         begun = sum(shard.documents for shard in self._shards.found.values())
-        missing = (self._checked(context) for context in contexts if self._is_missing(context))
         told = time.monotonic()
+        made = rows_of(
+            job.documents, job.reads, engine, size, job.long, self._skipped, self._is_missing
+        )
         with (
             Progress(job.documents.count, begun, job.progress) as progress,
-            closing(prefetched(missing, _AHEAD)) as ahead,
-            closing(engine.compute(ahead, job.reads)) as computed,
+            closing(made) as computed,
         ):
             for context, rows in computed:
                 self._store(context, rows)
@@ -223,23 +214,7 @@ class _Running:
         self._num_contexts += 1
         return context.key not in self._shards.done
 
-    def _checked(self, context: Context) -> tuple[Context, Sequence[int]]:
-        """The context and its token ids. Raises SpecError."""
-        ids, above = context.token_ids, self._engine.vocabulary
-        if not 0 <= min(ids) <= max(ids) < above:
-            wrong = next(i for i in ids if not 0 <= i < above)
-            raise SpecError(
-                f"document {shown(context.name)} has the token id {wrong}; those of "
-                f"{self._engine.model} are 0 to {above - 1}. Tokenize with its own tokenizer."
-            )
-        return context, ids
-
     def _store(self, context: Context, rows: Rows) -> None:
-        if rows.status != "complete":
-            raise ScopeError(
-                f"the rows of document {shown(context.name)} are {rows.status}: "
-                f"{rows.error or 'some are missing'}; run the command again."
-            )
         request = self._writer.begin()
         for column in rows.columns():
             assert isinstance(column.label, tuple)  # of a read
