@@ -42,7 +42,7 @@ LISTED = {
     """,
     "vllm_scope.files": """
         Capture CapturedRequest FileOptions IndexedRequest RequestRecord RequestWriter RowDataset
-        Writer export_dataset export_features export_saelens open open_writer
+        Writer export_dataset export_features export_saelens export_speculators open open_writer
     """,
     "vllm_scope.sweeps": "Cell KL LogitDifference Logprob Sweep SweepTable",
     "vllm_scope.control": """
