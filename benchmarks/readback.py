@@ -4,7 +4,8 @@
 
 Writes shards of random rows, reads them once, and then takes turns: a copy of 256 MiB within
 memory that is used again, `iter_rows` shuffled, and RowDataset. With --cold, the
-shards are dropped from the page cache before each turn.
+shards are dropped from the page cache before each turn. Prints GB per second, and in brackets per
+second of CPU time.
 """
 
 from __future__ import annotations
@@ -71,24 +72,31 @@ def drop(root: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def measure(root: Path, batch_size: int, turns: int, cold: bool) -> dict[str, float]:
-    """GB/s of each way, the median of the turns."""
+def measure(root: Path, batch_size: int, turns: int, cold: bool) -> dict[str, tuple[float, float]]:
+    """Of each way, medians of the turns: GB per second, and per second of all threads' CPU time.
+
+    If other programs have the cores, the second says more.
+    """
     capture, dataset = vllm_scope.open(root), RowDataset(root, *STREAM, batch_size)
     ways: dict[str, Callable[[], int]] = {
         "memcpy": copied(),
         "shuffled": lambda: read(capture.iter_rows(*STREAM, batch_size, shuffle=True)),
         "RowDataset": lambda: read(dataset),
     }
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for turn in range(turns + 1):
         for name in order(ways, turn):
             if cold:
                 drop(root)
-            started = time.perf_counter()
-            rate = ways[name]() / (time.perf_counter() - started) / 1e9
+            started = time.perf_counter(), time.process_time()
+            num_bytes = ways[name]() / 1e9
+            seconds = time.perf_counter() - started[0], time.process_time() - started[1]
             if turn:  # the first fills the page cache
-                found[name].append(rate)
-    return {name: median(rates) for name, rates in found.items()}
+                found[name].append((num_bytes / seconds[0], num_bytes / seconds[1]))
+    return {
+        name: (median(wall for wall, _ in rates), median(cpu for _, cpu in rates))
+        for name, rates in found.items()
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -107,8 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             num_rows = write(Path(folder), num_bytes, width, dtype, codec)
             rates = measure(Path(folder), chosen.batch_size, chosen.turns, chosen.cold)
             name = str(dtype).removeprefix("torch.")
-            said = ", ".join(f"{way} {rate:.1f}" for way, rate in rates.items())
-            print(f"{num_rows} rows of {width} {name}, codec {codec}; GB/s: {said}", flush=True)
+            said = ", ".join(f"{way} {wall:.2f} ({cpu:.2f})" for way, (wall, cpu) in rates.items())
+            print(f"{num_rows} rows of {width} {name}, codec {codec}: {said}", flush=True)
 
 
 if __name__ == "__main__":

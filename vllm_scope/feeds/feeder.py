@@ -98,8 +98,9 @@ def _in_order(
             yield early.pop(order.popleft())
 
 
-def _name(label: object) -> str:
-    site, layer, when = label  # type: ignore[misc]  # of a read
+def _name(label: tuple[str, int, str] | str) -> str:
+    assert isinstance(label, tuple)  # of a read
+    site, layer, when = label
     return f"{site}.before.{layer}" if when == "before" else f"{site}.{layer}"
 
 

@@ -54,14 +54,15 @@ class Mix:
 
     def slots(self, start: int, stop: int) -> Ints:
         """Of the rows start to stop - 1, at most `num_slots` of the last that are writable."""
-        return self._slots[np.arange(start, stop) % len(self._slots)]
+        found: Ints = self._slots[np.arange(start, stop) % len(self._slots)]
+        return found
 
     def draw(self) -> Ints:
         """The slots of the next batch, [batch_size]. They are free when it was copied."""
         first = self.num_needed - len(self._holes)
         self._pool[self._holes] = self.slots(first, self.num_needed)
         self._holes = self._random.choice(self.num_mixed, self._size, replace=False)
-        drawn = self._pool[self._holes]
+        drawn: Ints = self._pool[self._holes]
         freed = self.num_drawn * self._size + np.arange(self._size)
         self._slots[freed % len(self._slots)] = drawn
         self.num_drawn += 1

@@ -90,7 +90,8 @@ def _encoded(
         )
     text = scope(*reads)["scope"]
     try:
-        return msgspec.json.encode(Order(dataset, text, model, dict(engine), settings))
+        found = dataset if isinstance(dataset, str) else list(dataset)
+        return msgspec.json.encode(Order(found, text, model, dict(engine), settings))
     except (TypeError, msgspec.MsgspecError) as error:
         raise SpecError(
             f"the dataset or the engine's arguments are no JSON ({error}); they go to another "

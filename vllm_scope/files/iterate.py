@@ -4,22 +4,22 @@ Owns:  `iter_rows`, and the meaning of "shuffled".
 
 Single rows are not permuted, because disks are slowest at small reads from many places. Runs of
 neighbouring rows are put in random order, a pool of POOL_RUNS runs is read, and rows are drawn
-from the pool in random order. A batch thus mixes rows from POOL_RUNS places of the data set. While
-batches are drawn from one pool, a thread reads the next one, so two pools are in memory.
+from the pool in random order. A batch thus mixes rows from POOL_RUNS places of the data set. The
+kernel reads a pool's runs ahead into the page cache. Each row is copied once, from there into its
+batch.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_scope.errors import FileError
-from vllm_scope.files.buffers import Buffers, copy_rows
+from vllm_scope.files.buffers import Buffers
 from vllm_scope.files.captured import StoredStream
 
 #: Rows that are read at once for shuffling: 1 MB if a row has 4096 bf16 values.
@@ -27,6 +27,7 @@ RUN_ROWS = 128
 POOL_RUNS = 256
 #: Batches whose memory is used again when their caller has dropped them.
 _KEPT_BATCHES = 4
+_libc = ctypes.CDLL(None)
 
 #: A stored stream, and its rows start to stop - 1.
 _Run = tuple[StoredStream, int, int]
@@ -97,29 +98,25 @@ def _shuffled(
 ) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(runs), generator=generator).tolist()[part[0] :: part[1]]
-    chosen: list[tuple[list[_Run], Tensor]] = []
+    batches: Buffers | None = None
+    batch: Tensor | None = None
+    filled = 0
     for pool_of in _pools(order, runs):
         num_rows = sum(runs[i][2] - runs[i][1] for i in pool_of)
         mixed = torch.randperm(num_rows, generator=generator)[skipped:]
         skipped = max(skipped - num_rows, 0)
-        if len(mixed):
-            # Read in file order, for the disk; mixed below.
-            chosen.append(([runs[i] for i in sorted(pool_of)], mixed))
-    pools = Buffers(1 << 62)  # fresh pages cost more than the copy
-    batches: Buffers | None = None
-    batch: Tensor | None = None
-    filled = 0
-    for pool, mixed in _read_ahead(chosen, pools):
-        rows = _bytes_of(pool)
+        if not len(mixed):
+            continue
+        # Read in file order, for the disk; mixed below.
+        pool = _pool([runs[i] for i in sorted(pool_of)])
+        rows, starts = _together(pool)
         batches = batches or Buffers(_KEPT_BATCHES * batch_size * rows.shape[1])
         while len(mixed):
             if batch is None:
-                batch = batches.empty((batch_size, *pool.shape[1:]), pool.dtype)
+                batch = batches.empty((batch_size, *pool[0].shape[1:]), pool[0].dtype)
             some, mixed = mixed[: batch_size - filled], mixed[batch_size - filled :]
-            into = _bytes_of(batch)[filled : filled + len(some)]
-            # numpy copies on this thread alone, without the GIL: torch's threads would wait for
-            # each other if others have the cores.
-            np.take(rows, some.numpy(), axis=0, out=into, mode="clip")
+            into = batch.flatten(1).view(torch.uint8)[filled : filled + len(some)]
+            torch.index_select(rows, 0, starts[some], out=into)
             filled += len(some)
             if filled == batch_size:
                 yield batch
@@ -128,37 +125,32 @@ def _shuffled(
         yield batch[:filled].clone()
 
 
-def _bytes_of(rows: Tensor) -> NDArray[np.uint8]:
-    """[n, bytes of a row]; a view."""
-    found: NDArray[np.uint8] = rows.flatten(1).view(torch.uint8).numpy()
+def _pool(runs: Sequence[_Run]) -> list[Tensor]:
+    """The rows of some runs: decoded, or views of mapped files, which the kernel reads ahead."""
+    found = [span.rows(start, stop).contiguous() for span, start, stop in runs]
+    for rows in found:
+        first = rows.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        size = rows.data_ptr() + rows.nbytes - first
+        _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_WILLNEED)
     return found
 
 
-def _read_ahead(
-    chosen: Sequence[tuple[list[_Run], Tensor]], pools: Buffers
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """The rows of each pool; the next pool is read on a thread meanwhile."""
-    with ThreadPoolExecutor(1, "vllm-scope-rows") as thread:
-        coming: Future[Tensor] | None = None
-        for number, (_, mixed) in enumerate(chosen):
-            pool = _pool(chosen[0][0], pools) if coming is None else coming.result()
-            if number + 1 < len(chosen):
-                coming = thread.submit(_pool, chosen[number + 1][0], pools)
-            yield pool, mixed
+def _together(pool: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """All memory from the first to the last of some tensors as overlapping rows, and where theirs
+    begin.
 
+    One gather then takes rows of many files, each once and uncopied. Nothing between the tensors is
+    touched. The caller keeps them.
 
-def _pool(runs: Sequence[_Run], pools: Buffers) -> Tensor:
-    """All rows of some runs."""
-    pool: Tensor | None = None
-    num_rows, at = sum(stop - start for _, start, stop in runs), 0
-    for span, start, stop in runs:
-        rows = span.rows(start, stop)
-        if pool is None:
-            pool = pools.empty((num_rows, *rows.shape[1:]), rows.dtype)
-        copy_rows(pool[at : at + len(rows)], rows)
-        at += len(rows)
-    assert pool is not None
-    return pool
+    Returns:
+        uint8 [bytes, bytes of a row], a view; int64 [rows]: indices into it.
+    """
+    size = pool[0][0].nbytes
+    low = min(rows.data_ptr() for rows in pool)
+    high = max(rows.data_ptr() + rows.nbytes for rows in pool)
+    memory = torch.frombuffer((ctypes.c_char * (high - low)).from_address(low), dtype=torch.uint8)
+    starts = [rows.data_ptr() - low + size * torch.arange(len(rows)) for rows in pool]
+    return memory.as_strided((high - low - size + 1, size), (1, 1)), torch.cat(starts)
 
 
 def _pools(order: list[int], runs: Sequence[_Run]) -> Iterator[list[int]]:
