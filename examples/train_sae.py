@@ -1,7 +1,6 @@
 """Train a sparse autoencoder on the toy model's rows while the engine computes them.
 
-Runs:  `python -m examples.train_sae`; under two minutes on two CPU cores, a second engine's start
-       included.
+Runs:  `python -m examples.train_sae`, on a CPU.
 From:  toyworld: documents of facts; the rows of one layer, through `vllm_scope.stream`.
 To:    figures on the terminal: loss, L0, dead features, explained variance.
 

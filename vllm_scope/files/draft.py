@@ -5,7 +5,7 @@
 
 Owns:  `export_speculators`.
 
-Source: speculators, src/speculators/train/data.py; hs-connectors, FileTransfer.
+Source: ArrowDataset of speculators, and FileTransfer of hs-connectors.
 """
 
 from __future__ import annotations
