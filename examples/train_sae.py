@@ -26,7 +26,12 @@ LAYER: Final = 2
 NUM_DOCUMENTS: Final = 12_000
 BATCH: Final = 1_024
 HELD_OUT: Final = 8
-ENGINE: Final = {"dtype": "float32", "max_model_len": 256, "gpu_memory_utilization": 0.3}
+ENGINE: Final = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "gpu_memory_utilization": 0.3,
+    "enforce_eager": True,
+}
 #: A feature is dead if no row of so many batches has it.
 IDLE: Final = 50
 
