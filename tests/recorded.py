@@ -53,7 +53,10 @@ class Rows:
     def columns(self) -> list[Column]:
         at = np.arange(len(self.token_ids))
         rows = self.table[torch.tensor(self.token_ids)] + torch.from_numpy(at)[:, None] / 8
-        return [Column((*s, "after"), (rows * (s[1] + 1)).bfloat16(), at) for s in self.streams]
+        return [
+            Column((*s, "after"), (rows * (s[1] + 1)).bfloat16(), at, (WIDTH,))
+            for s in self.streams
+        ]
 
 
 @dataclass

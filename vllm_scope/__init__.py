@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from vllm_scope.batch.sums import Sums
+    from vllm_scope.feeds.row_feed import RowFeed
     from vllm_scope.files import Capture
     from vllm_scope.harvests.job import Harvest
 
@@ -104,6 +105,7 @@ __all__ = [
     "scope",
     "set_monitors",
     "spec_schema",
+    "stream",
     "sweep",
     "sweep_async",
 ]
@@ -224,6 +226,50 @@ def open(path: str | os.PathLike[str]) -> Capture:
     from vllm_scope.files import open as open_files
 
     return open_files(path)
+
+
+def stream(
+    dataset: object,
+    *reads: Read,
+    model: str | LLM,
+    batch_size: int = 4096,
+    buffer_rows: int = 65_536,
+    seed: int = 0,
+    column: str | None = None,
+    split: str = "train",
+    config: str | None = None,
+    long: Literal["truncate", "split", "pack"] = "split",
+    context: int | None = None,
+    engine: Mapping[str, Any] | None = None,
+) -> RowFeed:
+    """Compute the rows of a data set's documents while a trainer takes them, without a disk.
+
+        for batch in stream(texts, Read("resid_post", layer=5), model="Qwen/Qwen3-8B"):
+            batch["resid_post", 5]  # [batch_size, hidden_size]
+
+    Each row comes once, in the order that docs/harvest.md says. If the trainer is slower than the
+    engine, the engine waits.
+
+    Args:
+        dataset: as of `harvest`; a `datasets.Dataset` only with an LLM.
+        reads: at least one, all of the same tokens.
+        model: name or folder, for an engine of its own in another process, which ends with the
+            feed; or an LLM, which is used on a thread of this process and stays open. Do not use
+            it before the feed has ended.
+        batch_size: rows of a batch; the last one may have fewer.
+        buffer_rows: rows in shared memory, at least twice `batch_size`; half of them are mixed.
+        seed: at least 0. The same arguments give the same batches.
+        column, split, config, long, context, engine: as of `harvest`.
+
+    Raises:
+        SpecError: an argument is wrong. What only the engine can know is raised with the first
+            batch: SpecError, ConfigError, FileError, or ScopeError if the engine has died.
+    """
+    from vllm_scope.feeds.messages import Settings
+    from vllm_scope.feeds.start import start_feed
+
+    settings = Settings(batch_size, buffer_rows, seed, column, split, config, long, context)
+    return start_feed(dataset, reads, model, settings, engine or {})
 
 
 def sweep(

@@ -22,7 +22,7 @@ LISTED = {
         Policy Positions Probe Read Replace RollingMean ScaleFeature
         ScopeError SetFeature Spec SpecError Sweep SweepTable TokenIds Union __version__
         drop_moments harvest moments open scope
-        set_monitors spec_schema sweep sweep_async
+        set_monitors spec_schema stream sweep sweep_async
     """,
     "vllm_scope.cli": "app",
     "vllm_scope.client": """
@@ -42,7 +42,7 @@ LISTED = {
     """,
     "vllm_scope.files": """
         Capture CapturedRequest FileOptions IndexedRequest RequestRecord RequestWriter RowDataset
-        Writer export_dataset export_features export_saelens open open_writer
+        Writer export_dataset export_features export_saelens export_speculators open open_writer
     """,
     "vllm_scope.sweeps": "Cell KL LogitDifference Logprob Sweep SweepTable",
     "vllm_scope.control": """

@@ -11,11 +11,13 @@ tensors.py publish.py names.py roots.py       safetensors, files that appear who
 reader.py captured.py datafile.py folder.py   reading
 features.py                                   features as rows, and in Parquet
 index.py                                      what is said beside the rows
-iterate.py training.py export.py              rows for training, exports to other tools
+iterate.py training.py                        rows for training
+export.py draft.py                            exports to other tools
 remote.py                                     roots that are URLs
 """
 
 from vllm_scope.files.captured import CapturedRequest
+from vllm_scope.files.draft import export_speculators
 from vllm_scope.files.export import export_dataset, export_saelens
 from vllm_scope.files.features import export_features
 from vllm_scope.files.index import IndexedRequest, RequestRecord
@@ -37,6 +39,7 @@ __all__ = [
     "export_dataset",
     "export_features",
     "export_saelens",
+    "export_speculators",
     "open",
     "open_writer",
 ]

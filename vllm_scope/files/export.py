@@ -1,9 +1,9 @@
 """Captured rows for other tools: Hugging Face `datasets` folders, through pyarrow.
 
 Owns:  `export_dataset` (one row per token) and `export_saelens` (fixed contexts, as
-       SAELens caches activations).
+       SAELens caches activations). draft.py has `export_speculators`.
 
-Both write what `datasets.load_from_disk` reads, without importing `datasets`. Their files
+All write what `datasets.load_from_disk` reads, without importing `datasets`. Their files
 become visible whole, or not at all.
 """
 
@@ -83,15 +83,15 @@ def export_dataset(
         ConfigError: pyarrow is missing.
     """
     pa = arrow()
-    requests, width = _chosen(capture, streams)
+    requests, width = chosen(capture, streams)
     values = {stream: pa.list_(_arrow_type(dtype), size) for stream, size in width.items()}
     schema = pa.schema(
         [("request", pa.string()), ("position", pa.int64()), ("token_id", pa.int32())]
         + [(stream_name(stream), kind) for stream, kind in values.items()]
     )
     features = {
-        "request": _value("string"), "position": _value("int64"), "token_id": _value("int32"),
-    } | {stream_name(stream): _list(dtype, size) for stream, size in width.items()}  # fmt: skip
+        "request": value_of("string"), "position": value_of("int64"), "token_id": value_of("int32"),
+    } | {stream_name(stream): list_of(dtype, size) for stream, size in width.items()}  # fmt: skip
 
     def batches() -> Iterator[RecordBatch]:
         for request in requests:
@@ -117,7 +117,7 @@ def export_dataset(
                     columns.append(pa.FixedSizeListArray.from_arrays(flat, type=kind))
                 yield pa.record_batch(columns, schema=schema)
 
-    return _save(Path(folder), schema, features, batches)
+    return save(Path(folder), schema, features, batches)
 
 
 def export_saelens(
@@ -144,7 +144,7 @@ def export_saelens(
     """
     pa = arrow()
     stream = (site, layer)
-    requests, widths = _chosen(capture, [stream])
+    requests, widths = chosen(capture, [stream])
     width = widths[stream]
     storage = pa.list_(pa.list_(_arrow_type(dtype)))
     # The extension type of `datasets`, as Arrow files name it.
@@ -160,7 +160,7 @@ def export_saelens(
     )
     features: dict[str, _Feature] = {
         hook_name: {"shape": [context_size, width], "dtype": dtype, "_type": "Array2D"},
-        "token_ids": _list("int32", context_size),
+        "token_ids": list_of("int32", context_size),
     }
     inner = np.arange(context_size + 1, dtype=np.int32) * width
     outer = np.array([0, context_size], np.int32)
@@ -187,7 +187,7 @@ def export_saelens(
                     schema=schema,
                 )
 
-    return Exported(_save(Path(folder), schema, features, batches), left_out)
+    return Exported(save(Path(folder), schema, features, batches), left_out)
 
 
 def _context_starts(positions: np.ndarray, context_size: int) -> list[int]:
@@ -201,7 +201,7 @@ def _context_starts(positions: np.ndarray, context_size: int) -> list[int]:
     return starts
 
 
-def _chosen(
+def chosen(
     capture: Capture, streams: list[SiteLayer]
 ) -> tuple[list[CapturedRequest], dict[SiteLayer, int]]:
     """The requests that have all of the streams, and the numbers of a row of each stream."""
@@ -220,12 +220,13 @@ def _chosen(
     return [request for request in capture if all(s in request for s in streams)], width
 
 
-def _value(dtype: str) -> _Feature:
+def value_of(dtype: str) -> _Feature:
     return {"dtype": dtype, "_type": "Value"}
 
 
-def _list(dtype: str, length: int) -> _Feature:
-    return {"feature": _value(dtype), "length": length, "_type": "List"}
+def list_of(dtype: str, length: int = -1) -> _Feature:
+    """-1: lists of any length."""
+    return {"feature": value_of(dtype), "length": length, "_type": "List"}
 
 
 def _arrow_type(dtype: Dtype) -> DataType:
@@ -239,16 +240,26 @@ def _numbers(rows: Tensor, dtype: Dtype) -> Array:
     return arrow().array(numbers.reshape(-1).numpy())
 
 
-def _save(
+def check_empty(folder: Path) -> None:
+    """Raises FileError."""
+    if folder.exists() and any(folder.iterdir()):
+        raise FileError(f"{folder} is not empty; export into a folder of its own.")
+
+
+def save(
     folder: Path,
     schema: Schema,
     features: dict[str, _Feature],
     batches: Callable[[], Iterator[RecordBatch]],
+    form: str | None = None,
 ) -> int:
-    """Write the files of `Dataset.save_to_disk`, last the one that readers look for."""
+    """Write the files of `Dataset.save_to_disk`, last the one that readers look for.
+
+    Args:
+        form: what readers get: None for Python's objects, "torch" for tensors.
+    """
     pa = arrow()
-    if folder.exists() and any(folder.iterdir()):
-        raise FileError(f"{folder} is not empty; export into a folder of its own.")
+    check_empty(folder)
     schema = schema.with_metadata({"huggingface": json.dumps({"info": {"features": features}})})
     num_rows = 0
 
@@ -268,9 +279,9 @@ def _save(
         "_data_files": [{"filename": data}],
         # The key of the caches of `datasets`.
         "_fingerprint": uuid.uuid4().hex[:16],
-        "_format_columns": None,
+        "_format_columns": None if form is None else schema.names,
         "_format_kwargs": {},
-        "_format_type": None,
+        "_format_type": form,
         "_output_all_columns": False,
         "_split": None,
     }

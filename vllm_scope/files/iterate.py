@@ -4,22 +4,30 @@ Owns:  `iter_rows`, and the meaning of "shuffled".
 
 Single rows are not permuted, because disks are slowest at small reads from many places. Runs of
 neighbouring rows are put in random order, a pool of POOL_RUNS runs is read, and rows are drawn
-from the pool in random order. A batch thus mixes rows from POOL_RUNS places of the data set.
+from the pool in random order. A batch thus mixes rows from POOL_RUNS places of the data set. The
+kernel reads a pool's runs ahead into the page cache. Each row is copied once, from there into its
+batch.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from vllm_scope.errors import FileError
+from vllm_scope.files.buffers import Buffers
 from vllm_scope.files.captured import StoredStream
 
 #: Rows that are read at once for shuffling: 1 MB if a row has 4096 bf16 values.
 RUN_ROWS = 128
 POOL_RUNS = 256
+#: Batches whose memory is used again when their caller has dropped them.
+_KEPT_BATCHES = 4
+_libc = ctypes.CDLL(None)
 
 #: A stored stream, and its rows start to stop - 1.
 _Run = tuple[StoredStream, int, int]
@@ -52,10 +60,8 @@ def iter_rows(
     runs = _runs(spans, RUN_ROWS if shuffle or part[1] > 1 else batch_size)
     at = skip * batch_size
     if shuffle:
-        pieces = _shuffled(runs, part, batch_size, seed, at)
-    else:
-        pieces = _in_order(runs[part[0] :: part[1]], at)
-    return _batches(pieces, batch_size)
+        return _shuffled(runs, part, batch_size, seed, at)
+    return _batches(_in_order(runs[part[0] :: part[1]], at), batch_size)
 
 
 def _joined(stored: Sequence[StoredStream]) -> list[StoredStream]:
@@ -92,7 +98,9 @@ def _shuffled(
 ) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(runs), generator=generator).tolist()[part[0] :: part[1]]
-    memory: Tensor | None = None
+    batches: Buffers | None = None
+    batch: Tensor | None = None
+    filled = 0
     for pool_of in _pools(order, runs):
         num_rows = sum(runs[i][2] - runs[i][1] for i in pool_of)
         mixed = torch.randperm(num_rows, generator=generator)[skipped:]
@@ -100,14 +108,49 @@ def _shuffled(
         if not len(mixed):
             continue
         # Read in file order, for the disk; mixed below.
-        chosen = [runs[i] for i in sorted(pool_of)]
-        rows = [span.rows(start, stop) for span, start, stop in chosen]
-        if memory is None or len(memory) < num_rows:
-            memory = torch.empty(num_rows, *rows[0].shape[1:], dtype=rows[0].dtype)
-        # The same memory each time: fresh pages cost more than the copy.
-        pool = torch.cat(rows, out=memory[:num_rows])
-        for index in mixed.split(batch_size):
-            yield pool.index_select(0, index)
+        pool = _pool([runs[i] for i in sorted(pool_of)])
+        rows, starts = _together(pool)
+        batches = batches or Buffers(_KEPT_BATCHES * batch_size * rows.shape[1])
+        while len(mixed):
+            if batch is None:
+                batch = batches.empty((batch_size, *pool[0].shape[1:]), pool[0].dtype)
+            some, mixed = mixed[: batch_size - filled], mixed[batch_size - filled :]
+            into = batch.flatten(1).view(torch.uint8)[filled : filled + len(some)]
+            torch.index_select(rows, 0, starts[some], out=into)
+            filled += len(some)
+            if filled == batch_size:
+                yield batch
+                batch, filled = None, 0
+    if batch is not None:
+        yield batch[:filled].clone()
+
+
+def _pool(runs: Sequence[_Run]) -> list[Tensor]:
+    """The rows of some runs: decoded, or views of mapped files, which the kernel reads ahead."""
+    found = [span.rows(start, stop).contiguous() for span, start, stop in runs]
+    for rows in found:
+        first = rows.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        size = rows.data_ptr() + rows.nbytes - first
+        _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_WILLNEED)
+    return found
+
+
+def _together(pool: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """All memory from the first to the last of some tensors as overlapping rows, and where theirs
+    begin.
+
+    One gather then takes rows of many files, each once and uncopied. Nothing between the tensors is
+    touched. The caller keeps them.
+
+    Returns:
+        uint8 [bytes, bytes of a row], a view; int64 [rows]: indices into it.
+    """
+    size = pool[0][0].nbytes
+    low = min(rows.data_ptr() for rows in pool)
+    high = max(rows.data_ptr() + rows.nbytes for rows in pool)
+    memory = torch.frombuffer((ctypes.c_char * (high - low)).from_address(low), dtype=torch.uint8)
+    starts = [rows.data_ptr() - low + size * torch.arange(len(rows)) for rows in pool]
+    return memory.as_strided((high - low - size + 1, size), (1, 1)), torch.cat(starts)
 
 
 def _pools(order: list[int], runs: Sequence[_Run]) -> Iterator[list[int]]:

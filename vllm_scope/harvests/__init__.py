@@ -8,6 +8,7 @@ start.py       arguments, folder and engine of a harvest
 documents.py   data sets as documents with ids, and their fingerprints
 contexts.py    documents as prompts: truncated, split or packed
 skipped.py     what is passed over, and why
+computing.py   from documents to their rows, on an engine
 engines.py     what a harvest asks of an engine, and of what writes its rows
 job.py         the loop from documents to shards
 storing.py     rows of one engine into shards

@@ -23,13 +23,14 @@ from typing import Any
 import msgspec
 import torch
 
-from vllm_scope.errors import ConfigError, FileError, SpecError, shown
+from vllm_scope.errors import FileError, SpecError
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.publish import Publisher, write_bytes
 from vllm_scope.files.roots import find_folder, make_publisher
 from vllm_scope.files.tensors import write_tensors
 from vllm_scope.harvests import manifest as manifests
-from vllm_scope.harvests.contexts import Context, Long, contexts_of, prefetched
+from vllm_scope.harvests.computing import context_size, contexts_ahead
+from vllm_scope.harvests.contexts import Context, Long
 from vllm_scope.harvests.documents import Documents
 from vllm_scope.harvests.engines import EngineFacts, Store
 from vllm_scope.harvests.manifest import (
@@ -47,8 +48,6 @@ from vllm_scope.views.harvest import HarvestPage
 
 #: While the job runs, it writes the manifest every so many seconds.
 MANIFEST_S = 10.0
-#: Contexts that are tokenized ahead of the engine.
-_AHEAD = 512
 
 
 @dataclass(frozen=True)
@@ -102,12 +101,7 @@ class Job:
             SpecError: the engine cannot read this.
             ConfigError: a context that is too long for the engine.
         """
-        size = engine.most_tokens if self.context is None else self.context
-        if not 1 <= size <= engine.most_tokens:
-            raise ConfigError(
-                f"context is {size}; it is 1 to {engine.most_tokens}, one less than the engine's "
-                "max_model_len."
-            )
+        size = context_size(engine, self.context)
         return self.settings() | {"context": size} | engine.settings(self.reads)
 
     def earlier(self, settings: Mapping[str, Any]) -> HarvestManifest | None:
@@ -186,16 +180,14 @@ class _Running:
 
     def run(self, size: int) -> Harvest:
         job, engine = self._job, self._engine
-        texts = self._skipped.texts(job.documents)
-        contexts = self._skipped.contexts(
-            contexts_of(texts, engine.encode, size, job.long, engine.end)
-        )
         begun = sum(shard.documents for shard in self._shards.found.values())
-        missing = (self._checked(context) for context in contexts if self._is_missing(context))
+        contexts = contexts_ahead(
+            job.documents, engine, size, job.long, self._skipped, self._is_missing
+        )
         told = time.monotonic()
         with (
             Progress(job.documents.count, begun, job.progress) as progress,
-            closing(prefetched(missing, _AHEAD)) as ahead,
+            closing(contexts) as ahead,
             closing(self._store.compute(ahead)) as computed,
         ):
             for context in computed:
@@ -214,17 +206,6 @@ class _Running:
     def _is_missing(self, context: Context) -> bool:
         self._num_contexts += 1
         return context.key not in self._shards.done
-
-    def _checked(self, context: Context) -> Context:
-        """Raises SpecError for a token that the model does not have."""
-        ids, above = context.token_ids, self._engine.vocabulary
-        if not 0 <= min(ids) <= max(ids) < above:
-            wrong = next(i for i in ids if not 0 <= i < above)
-            raise SpecError(
-                f"document {shown(context.name)} has the token id {wrong}; those of "
-                f"{self._engine.model} are 0 to {above - 1}. Tokenize with its own tokenizer."
-            )
-        return context
 
     def _tell(self, complete: bool) -> None:
         """Write the manifest, of the shards that are visible now; and at the end the page."""

@@ -57,7 +57,7 @@ def harvest_with(
     ray: bool | str,
 ) -> Harvest:
     """See `vllm_scope.harvest`, which has the defaults."""
-    _check(reads, long)
+    check_reads(reads, long)
     _check_engines(model, engines, ray)
     files = FileOptions.parse({"root": out, "file_mib": file_mib, "fsync": fsync, "mode": mode})
     documents = find_documents(dataset, column, id_column, split, config)
@@ -112,7 +112,7 @@ def _digest(options: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _check(reads: Sequence[Read], long: str) -> None:
+def check_reads(reads: Sequence[Read], long: str) -> None:
     """Raises SpecError."""
     if not reads or not all(isinstance(read, Read) for read in reads):
         raise SpecError(f"the reads are {shown(list(reads))}; give at least one Read.")

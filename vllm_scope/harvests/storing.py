@@ -12,11 +12,11 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 
-from vllm_scope.errors import ScopeError, shown
 from vllm_scope.files.index import RequestRecord
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.roots import make_publisher
 from vllm_scope.files.writer import Writer
+from vllm_scope.harvests.computing import rows_of
 from vllm_scope.harvests.contexts import Context
 from vllm_scope.harvests.engines import Engine, Rows
 from vllm_scope.harvests.manifest import versions
@@ -57,19 +57,13 @@ class Storing:
 
     def compute(self, contexts: Iterable[Context]) -> Generator[Context]:
         """See Store."""
-        prompts = ((context, context.token_ids) for context in contexts)
-        with closing(self._engine.compute(prompts, self._reads)) as computed:
+        with closing(rows_of(contexts, self._engine, self._reads)) as computed:
             for context, rows in computed:
                 self._unpublished.append(self._stored(context, rows))
                 self._settle()
                 yield context
 
     def _stored(self, context: Context, rows: Rows) -> Future[None]:
-        if rows.status != "complete":
-            raise ScopeError(
-                f"the rows of document {shown(context.name)} are {rows.status}: "
-                f"{rows.error or 'some are missing'}; run the command again."
-            )
         request = self._writer.begin()
         for column in rows.columns():
             assert isinstance(column.label, tuple)  # of a read

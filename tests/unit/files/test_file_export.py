@@ -12,7 +12,7 @@ import torch
 import vllm_scope
 from tests.unit.files.test_files import LAYOUTS, STREAMS, put, record_of, rows_of, writer_of
 from vllm_scope.errors import ConfigError, FileError
-from vllm_scope.files import export_dataset, export_saelens, publish
+from vllm_scope.files import export_dataset, export_saelens, export_speculators, publish
 
 
 @pytest.fixture
@@ -102,6 +102,66 @@ def test_datasets_itself_loads_both_exports(dtype, capture, tmp_path):
     first = capture[0]
     assert torch.equal(contexts[:1][name][0].to(real), first["resid_post", 2][:3].to(real))
     assert contexts[0]["token_ids"].tolist() == first.token_ids[:3].tolist()
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """Requests with rows of all their tokens but the last, at three places, in bf16."""
+    with writer_of(tmp_path / "in", layout="sharded") as writer:
+        for seed in range(3):
+            request, count = writer.begin(), 5 + seed
+            for layer in (1, 2, 7):
+                rows = rows_of(10 * seed + layer, count)
+                request.write("resid_post", layer, torch.arange(count).numpy(), rows)
+            request.finish(record_of(count + 1, 0, uid=str(seed), name=str(seed)))
+    return vllm_scope.open(tmp_path / "in")
+
+
+def test_draft_models_find_hidden_states_and_token_ids_of_each_sample(whole, tmp_path):
+    pytest.importorskip("pyarrow")
+    from safetensors.torch import load_file
+
+    streams = [("resid_post", layer) for layer in (2, 1, 7)]
+    out = tmp_path / "out"
+    mask = [1, 1, 0, 0, 1, 1, 1]
+    found = export_speculators(whole, out, streams, lambda r: mask[: len(r.token_ids) - 1])
+    assert found == 3
+    table = _table(out).to_pylist()
+    for number, (request, row) in enumerate(zip(whole, table, strict=True)):
+        sample = load_file(out / "hidden_states" / f"hs_{number}.safetensors")
+        assert set(sample) == {"hidden_states", "token_ids"}
+        expected = torch.stack([request[stream] for stream in streams], 1)
+        assert sample["hidden_states"].dtype == expected.dtype
+        assert torch.equal(sample["hidden_states"], expected)
+        assert sample["token_ids"].dtype == torch.int64
+        assert sample["token_ids"].tolist() == request.token_ids[:-1].tolist() == row["input_ids"]
+        assert row["loss_mask"] == mask[: row["seq_len"]]
+        assert row["seq_len"] == 5 + number
+
+
+def test_datasets_itself_loads_samples_as_tensors(whole, tmp_path):
+    pytest.importorskip("pyarrow")
+    datasets = pytest.importorskip("datasets")
+    export_speculators(whole, tmp_path / "out", [("resid_post", 1), ("resid_post", 7)])
+    found = datasets.load_from_disk(str(tmp_path / "out"))
+    assert list(found.with_format(None)["seq_len"]) == [5, 6, 7]
+    assert torch.equal(found[1]["input_ids"], whole[1].token_ids[:-1].long())
+    assert found[1]["loss_mask"].tolist() == [1] * 6
+
+
+def test_samples_with_gaps_or_wrong_masks_are_refused(capture, whole, tmp_path):
+    pytest.importorskip("pyarrow")
+    with pytest.raises(FileError, match="the loss mask has 2 numbers; it has one for each of 5"):
+        export_speculators(whole, tmp_path / "a", [("resid_post", 1)], lambda _: [1, 1])
+    with pytest.raises(KeyError, match="was not captured"):
+        export_speculators(whole, tmp_path / "b", [("resid_post", 3)])
+    assert not (tmp_path / "b").exists()
+    with writer_of(tmp_path / "gap", layout="per_request") as writer:
+        request = writer.begin()
+        request.write("resid_post", 5, torch.tensor([0, 2]).numpy(), rows_of(1, 2))
+        request.finish(record_of(3, 0))
+    with pytest.raises(FileError, match="has rows of some tokens only; read tokens='all'"):
+        export_speculators(vllm_scope.open(tmp_path / "gap"), tmp_path / "c", [("resid_post", 5)])
 
 
 def test_exports_refuse_what_they_cannot_do(capture, tmp_path):

@@ -18,7 +18,14 @@ import vllm_scope
 from vllm_scope.codecs import make_codec
 from vllm_scope.codecs.packed import EncodedRows, Packing
 from vllm_scope.errors import ConfigError, FileError
-from vllm_scope.files import FileOptions, IndexedRequest, RequestRecord, Writer, open_writer
+from vllm_scope.files import (
+    FileOptions,
+    IndexedRequest,
+    RequestRecord,
+    Writer,
+    iterate,
+    open_writer,
+)
 
 LAYOUTS = ["per_request", "packed", "sharded", "npz"]
 CODECS = ["none", "fp16", "fp8", "int8", "full8", "rp8", "topk8"]
@@ -607,13 +614,13 @@ def test_a_shuffled_pool_is_bounded_where_runs_cannot_be_cut(monkeypatch, tmp_pa
     with writer_of(tmp_path, codec="zstd", layout="per_request") as writer:
         for seed in range(12):
             put(writer, seed, [("embed", 0)], name=f"r{seed}")
-    sizes, cat = [], torch.cat
+    sizes, pool = [], iterate._pool
 
-    def counted(rows, *args, **kwargs):
-        sizes.append(sum(map(len, rows)))
-        return cat(rows, *args, **kwargs)
+    def counted(*args):
+        sizes.append(sum(map(len, found := pool(*args))))
+        return found
 
-    monkeypatch.setattr("vllm_scope.files.iterate.torch.cat", counted)
+    monkeypatch.setattr(iterate, "_pool", counted)
     capture = vllm_scope.open(tmp_path)
     total = sum(len(batch) for batch in capture.iter_rows("embed", 0, 8, shuffle=True))
     assert total == 12 * 8

@@ -1,0 +1,77 @@
+"""Rows per second of `vllm_scope.stream`, beside a loop over `generate` with a Read.
+
+    python -m benchmarks.stream
+
+The same documents of toy world, the same layers and engine options, in one run after another,
+without the time that an engine takes to start. The loop computes 64 prompts at a time and joins
+their rows to batches; the feed mixes them. The rate of a feed begins with its first batch, for
+which half of the buffer has been filled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import vllm_scope
+from benchmarks.harvest import ENGINE, LAYERS, TOYWORLD
+from toyworld.world import documents
+from vllm_scope import Read, scope
+
+READ = Read("resid_post", layers=list(LAYERS))
+BATCH, TOGETHER = 1024, 64
+
+
+def loop(llm: Any, ids: list[list[int]]) -> Iterator[Tensor]:
+    """Batches of rows of the first layer, in order."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=0, max_tokens=1, detokenize=False, ignore_eos=True, extra_args=scope(READ)
+    )
+    waiting: list[Tensor] = []
+    for first in range(0, len(ids), TOGETHER):
+        prompts = [{"prompt_token_ids": some} for some in ids[first : first + TOGETHER]]
+        for output in llm.generate(prompts, params, use_tqdm=False):
+            waiting.append(output.scope["resid_post", LAYERS[0]])
+        rows = torch.cat(waiting)
+        whole = len(rows) // BATCH * BATCH
+        yield from rows[:whole].split(BATCH)
+        waiting = [rows[whole:]]
+
+
+def fed(ids: list[list[int]], model: Any, **options: Any) -> Iterator[Tensor]:
+    with vllm_scope.stream(ids, READ, model=model, batch_size=BATCH, **options) as feed:
+        for batch in feed:
+            yield batch["resid_post", LAYERS[0]]
+
+
+def rate(batches: Iterator[Tensor]) -> float:
+    """Rows per second behind the first batch."""
+    next(batches)
+    started, count = time.perf_counter(), 0
+    for batch in batches:
+        count += len(batch)
+    return count / (time.perf_counter() - started)
+
+
+def main() -> None:
+    from transformers import AutoTokenizer
+    from vllm import LLM
+
+    tokenizer = AutoTokenizer.from_pretrained(TOYWORLD)
+    ids = [tokenizer(one.text)["input_ids"] for one in documents(0, "train", 0, 4000)]
+    small = {"buffer_rows": 8 * BATCH}
+    print("a process", rate(fed(ids, str(TOYWORLD), engine=ENGINE, **small)), flush=True)
+    llm = LLM(str(TOYWORLD), **ENGINE)
+    for _ in range(2):
+        print("the loop", rate(loop(llm, ids)), flush=True)
+        print("an LLM", rate(fed(ids, llm, **small)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Train a sparse autoencoder on the toy model's rows while the engine computes them.
+
+Runs:  `python -m examples.train_sae`, on a CPU.
+From:  toyworld: documents of facts; the rows of one layer, through `vllm_scope.stream`.
+To:    figures on the terminal: loss, L0, dead features, explained variance.
+
+A TopK SAE: the k largest features of a row, after a linear encoder and a ReLU, add up to the row.
+Features that were not active for a while learn what the others leave (an auxiliary loss). The last
+batches are not trained on; they make the table at the end.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+import vllm_scope
+from examples.demo import MODEL, set_environment
+from toyworld.world import documents
+from vllm_scope import Read
+
+LAYER: Final = 2
+NUM_DOCUMENTS: Final = 12_000
+BATCH: Final = 1_024
+HELD_OUT: Final = 8
+ENGINE: Final = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "gpu_memory_utilization": 0.3,
+    "enforce_eager": True,
+}
+#: A feature is dead if no row of so many batches has it.
+IDLE: Final = 50
+
+
+class TopK(nn.Module):
+    """A TopK SAE. Rows are scaled so that their mean squared norm is the width."""
+
+    def __init__(self, width: int, num_features: int, k: int, sample: Tensor) -> None:
+        super().__init__()
+        self.k = k
+        self.register_buffer("mean", sample.mean(0))
+        self.register_buffer("scale", (sample - sample.mean(0)).square().mean().rsqrt())
+        start = nn.functional.normalize(torch.randn(num_features, width), dim=1)
+        self.encoder, self.decoder = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+        self.encoder_bias = nn.Parameter(torch.zeros(num_features))
+        self.decoder_bias = nn.Parameter(torch.zeros(width))
+        self.register_buffer("idle", torch.zeros(num_features))
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The scaled rows, what the SAE makes of them, and its features [n, num_features]."""
+        rows = (rows.float() - self.mean) * self.scale
+        values = ((rows - self.decoder_bias) @ self.encoder.T + self.encoder_bias).relu()
+        features = largest(values, self.k)
+        return rows, features @ self.decoder + self.decoder_bias, values
+
+    def step(self, rows: Tensor, optimizer: torch.optim.Optimizer) -> float:
+        """Learn from a batch; returns the mean squared error."""
+        rows, made, values = self(rows)
+        error = rows - made
+        loss = main = error.square().mean()
+        active = (largest(values, self.k) > 0).any(0)
+        self.idle = torch.where(active, 0, self.idle + 1)
+        dead = self.idle > IDLE
+        if dead.any():
+            rest = largest(values * dead, 2 * self.k) @ self.decoder
+            loss = loss + (error.detach() - rest).square().mean() / 16
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            self.decoder /= self.decoder.norm(dim=1, keepdim=True)
+        return float(main)
+
+
+def largest(values: Tensor, k: int) -> Tensor:
+    best = values.topk(k, dim=1)
+    return torch.zeros_like(values).scatter(1, best.indices, best.values)
+
+
+@torch.inference_mode()
+def evaluate(sae: TopK, rows: Tensor) -> dict[str, float]:
+    """Of rows that were not trained on."""
+    scaled, made, values = sae(rows)
+    features = largest(values, sae.k) > 0
+    error = (scaled - made).square()
+    return {
+        "loss": float(error.mean()),
+        "L0": float(features.sum(1).float().mean()),
+        "dead": float((~features.any(0)).float().mean()),
+        "explained variance": 1 - float(error.sum() / (scaled - scaled.mean(0)).square().sum()),
+    }
+
+
+def rows_of(texts: list[str]) -> Iterator[Tensor]:
+    """Batches of rows, mixed, from an engine in another process."""
+    read = Read("resid_post", layer=LAYER)
+    feed = vllm_scope.stream(
+        texts, read, model=str(MODEL), batch_size=BATCH, engine=ENGINE, long="pack", seed=1
+    )
+    with feed:
+        for batch in feed:
+            if len(batch) == BATCH:
+                yield batch["resid_post", LAYER]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m examples.train_sae", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--features", type=int, default=1024)
+    parser.add_argument("--k", type=int, default=16)
+    parser.add_argument("--documents", type=int, default=NUM_DOCUMENTS)
+    chosen = parser.parse_args()
+    set_environment()
+    torch.manual_seed(0)
+    texts = [one.text for one in documents(0, "train", 0, chosen.documents) if one.kind == "facts"]
+    started = time.monotonic()
+    batches = rows_of(texts)
+    held_out = torch.cat([next(batches) for _ in range(HELD_OUT)])
+    print(f"{len(texts)} documents; the first rows after {time.monotonic() - started:.0f} s")
+    sae = TopK(held_out.shape[1], chosen.features, chosen.k, held_out)
+    optimizer = torch.optim.Adam(sae.parameters(), lr=2e-3)
+    for number, rows in enumerate(batches, 1):
+        loss = sae.step(rows, optimizer)
+        if number % 50 == 0:
+            dead = float((sae.idle > IDLE).float().mean())
+            print(f"batch {number:4}  loss {loss:.4f}  dead {dead:.1%}", flush=True)
+    found = evaluate(sae, held_out)
+    print(
+        f"{number * BATCH:,} rows in {time.monotonic() - started:.0f} s; on {len(held_out)} others:"
+    )
+    print(", ".join(f"{name} {value:.4g}" for name, value in found.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""A feed's batches have each row once, whoever is slow and whoever dies."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import vllm_scope
+from tests.recorded import RecordedEngine, Rows
+from tests.recorded_feeder import DIES, stand_in
+from vllm_scope import Read, ScopeError, SpecError
+from vllm_scope.feeds import start
+
+READ = Read("resid_post", layers=[1, 3])
+TEXTS = ["y" * (20 + i % 50) for i in range(150)]
+DEADLINE_S = 60
+
+
+class LLM(RecordedEngine):
+    """An engine in this process, given as an object."""
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm_scope.engine.offline", stand_in())
+    monkeypatch.setattr(start, "COMMAND", ("-m", "tests.recorded_feeder"))
+
+
+def stream(*reads, model="recorded", texts=TEXTS, **options):
+    return vllm_scope.stream(
+        texts, *(reads or (READ,)), model=model,
+        **({"batch_size": 64, "buffer_rows": 512} | options),
+    )  # fmt: skip
+
+
+def expected(engine=None, texts=TEXTS):
+    """(token ids, positions, rows of layer 3) of all texts, sorted."""
+    engine = engine or RecordedEngine()
+    found = []
+    for ids in engine.encode(texts):
+        for first in range(0, len(ids), engine.most_tokens):
+            some = ids[first : first + engine.most_tokens]
+            column = Rows(some, (Read("resid_post", layer=3),), engine.table).columns()[0]
+            found += zip(some, range(len(some)), column.source.tolist(), strict=True)
+    return sorted(found)
+
+
+def taken(batches):
+    return sorted(
+        (token, position, row)
+        for batch in batches
+        for token, position, row in zip(
+            batch.token_ids.tolist(), batch.positions.tolist(),
+            batch["resid_post", 3].tolist(), strict=True,
+        )
+    )  # fmt: skip
+
+
+def wait_until(true):
+    deadline = time.monotonic() + DEADLINE_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def feeders():
+    return [p for p in psutil.Process().children() if "tests.recorded_feeder" in p.cmdline()]
+
+
+@pytest.mark.parametrize("model", ["recorded", LLM()], ids=["process", "llm"])
+def test_each_row_comes_once_in_all_its_places(model):
+    feed = stream(model=model)
+    batches = list(feed)
+    assert taken(batches) == expected()
+    assert [len(batch) for batch in batches[:-1]] == [64] * (len(batches) - 1)
+    assert feed.num_rows == len(expected())
+    for batch in batches:
+        assert batch["resid_post", 1].dtype == torch.bfloat16
+        assert torch.equal(batch["resid_post", 1] * 2, batch["resid_post", 3])
+    with pytest.raises(KeyError, match=r"fed are \[\('resid_post', 1\)"):
+        batches[0]["resid_post", 2]
+    assert list(feed) == []
+    assert not feeders()
+
+
+def test_the_same_arguments_give_the_same_batches_in_another_order_than_the_documents():
+    def ids(**options):
+        return [batch.token_ids.tolist() for batch in stream(model=LLM(), **options)]
+
+    slow = []
+    for batch in stream(model=LLM(), texts=[f"{i:>30}" for i in range(99)], seed=3):
+        time.sleep(0.01)
+        slow.append(batch.token_ids.tolist())
+    again = ids(texts=[f"{i:>30}" for i in range(99)], seed=3)
+    assert again == slow
+    assert again != ids(texts=[f"{i:>30}" for i in range(99)], seed=4)
+
+
+def test_the_engine_waits_for_a_slow_trainer_and_nothing_is_lost():
+    llm = LLM()
+    feed = stream(model=llm, buffer_rows=128)
+    batches = [next(feed)]
+    wait_until(lambda: feed._memory.num_written == 128 + 64)
+    computed = len(llm.computed)
+    time.sleep(0.2)  # more could come; nothing may
+    assert len(llm.computed) == computed < 20
+    assert taken([*batches, *feed]) == expected()
+
+
+def test_batches_are_the_callers():
+    kept, copies = [], []
+    for batch in stream(model=LLM()):
+        kept.append(batch)
+        copies.append(batch["resid_post", 3].clone())
+    for batch, copy in zip(kept, copies, strict=True):
+        assert torch.equal(batch["resid_post", 3], copy)
+
+
+@pytest.mark.parametrize("model", ["recorded", LLM()], ids=["process", "llm"])
+def test_a_feed_that_is_closed_or_forgotten_ends_what_it_started(model):
+    with stream(model=model) as feed:
+        next(feed)
+    assert list(feed) == []
+    forgotten = stream(model=model)
+    next(forgotten)
+    del forgotten
+    gc.collect()
+    assert not feeders()
+    assert not [t for t in threading.enumerate() if t.name == "vllm-scope-feed"]
+    assert len(list(stream(model=model))) > 3  # an LLM goes on
+
+
+def test_what_is_wrong_with_the_documents_is_told_at_the_first_batch():
+    model = LLM()
+    with pytest.raises(SpecError, match="has the token id 1000; those of recorded are 0 to 299"):
+        list(stream(model=model, texts=[[5, 1000]]))
+    with pytest.raises(SpecError, match="row 0 of a list of 1 has x"):
+        list(stream(model=model, texts=[{"x": 3}]))
+    assert list(stream(model=model, texts=[])) == []
+
+
+def test_an_engine_that_dies_is_told_in_a_sentence_after_the_batches_that_are_there():
+    feed = stream(engine={DIES: 60})
+    with pytest.raises(ScopeError, match="the feed failed: the graphics card is on fire"):
+        list(feed)
+    assert feed.num_rows > 5 * 64
+    assert not feeders()
+
+
+def test_a_process_that_is_killed_is_told_in_a_sentence():
+    feed = stream()
+    next(feed)
+    (feeder,) = feeders()
+    feeder.kill()
+    sentence = r"the process of the engine has died \(exit code -9\) after \d+ rows; what it"
+    with pytest.raises(ScopeError, match=sentence):
+        list(feed)
+    with pytest.raises(StopIteration):
+        next(feed)
+
+
+TRAINER = """
+import vllm_scope
+from vllm_scope.feeds import start
+start.COMMAND = ("-m", "tests.recorded_feeder")
+feed = vllm_scope.stream(
+    ["y" * 30] * 10000, vllm_scope.Read("resid_post", layer=1), model="recorded", batch_size=64
+)
+next(feed)
+print(feed._feeder.pid, flush=True)
+import time
+time.sleep(1000)
+"""
+
+
+def test_a_trainer_that_is_killed_ends_its_engine():
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=Path(__file__).parents[3],
+    )  # fmt: skip
+    line = trainer.stdout.readline()
+    assert line, trainer.communicate()
+    feeder = psutil.Process(int(line))
+    trainer.send_signal(signal.SIGKILL)
+    errors = trainer.communicate(timeout=DEADLINE_S)[1]  # the feeder has the pipe, too
+    assert "the trainer has closed its feed or is gone; the engine ends." in errors
+    wait_until(lambda: not feeder.is_running() or feeder.status() == psutil.STATUS_ZOMBIE)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"batch_size": 0}, "batch_size is 0; it is an int of at least 1"),
+        ({"batch_size": 8.0}, "batch_size is 8.0; it is an int"),
+        ({"buffer_rows": 127}, "buffer_rows is 127; it is an int of at least 128, twice"),
+        ({"seed": -1}, "seed is -1"),
+        ({"texts": object()}, "another process reads it, so give a path, a name or a list"),
+        ({"engine": {"dtype": torch.float32}}, "are no JSON"),
+        ({"long": "cut"}, "long is 'cut'"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_starts(options, sentence):
+    with pytest.raises(SpecError, match=sentence):
+        stream(**options)
+    assert not feeders()
+    with pytest.raises(SpecError, match="the reads name different tokens"):
+        stream(READ, Read("embed", tokens="last"))
+    num_open = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(SpecError):
+            stream(**options)
+    assert len(os.listdir("/proc/self/fd")) == num_open

@@ -1,0 +1,183 @@
+"""From documents to the shared memory: the engine's side of a feed.
+
+    python -m vllm_scope.feeds.feeder CHANNEL MEMORY TRAINER < order
+
+Owns:  `feed`, and the process that runs it.
+Runs:  in a process of its own, or on a thread if an LLM was given.
+From:  start.   To: row_feed, through memory and messages.
+
+Promise: rows are written in the order of the documents, each once. If no slot is free, the feeder
+waits, asks the engine for nothing more, and loses nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from vllm_scope.errors import ScopeError, SpecError, reason_of
+from vllm_scope.feeds.memory import POSITIONS, TOKENS, Field, SharedRows
+from vllm_scope.feeds.messages import Begun, Channel, Ended, Failed, Order, Settings
+from vllm_scope.feeds.mix import Mix
+from vllm_scope.harvests.computing import context_size, contexts_ahead, rows_of
+from vllm_scope.harvests.contexts import Context
+from vllm_scope.harvests.documents import Documents, find_documents
+from vllm_scope.harvests.engines import Engine, Rows
+from vllm_scope.harvests.skipped import Skipped
+from vllm_scope.request.actions import Read
+from vllm_scope.request.spec import Spec
+
+#: Interval between two looks at the trainer's counter while no slot is free.
+_LOOK_S = 0.001
+#: Of a sentence that is sent, which must fit into a packet.
+_MOST_LETTERS = 4000
+
+
+def feed(
+    documents: Documents,
+    reads: Sequence[Read],
+    engine: Engine,
+    settings: Settings,
+    channel: Channel,
+    memory: int,
+) -> None:
+    """Write all rows.
+
+    Args:
+        memory: descriptor of a memfd.
+
+    Raises:
+        ScopeError: a wrong setting, or rows that are missing.
+        EOFError: the trainer has closed the feed, or is gone.
+    """
+    engine.settings(reads)  # raises for a layer that has no tap
+    size, skipped = context_size(engine, settings.context), Skipped(reads)
+    order: deque[bytes] = deque()
+
+    def wanted(context: Context) -> bool:
+        order.append(context.key)
+        return True
+
+    contexts = contexts_ahead(documents, engine, size, settings.long, skipped, wanted)
+    writer: _Writer | None = None
+    with closing(contexts) as ahead, closing(rows_of(ahead, engine, reads)) as computed:
+        for context, found in _in_order(computed, order):
+            columns = found.columns()
+            positions = torch.from_numpy(columns[0].positions)
+            tokens = torch.tensor(list(context.token_ids))[positions]
+            values = [tokens, positions, *(column.values for column in columns)]
+            if writer is None:
+                names = [_name(column.label) for column in columns]
+                fields = (TOKENS, POSITIONS, *map(_field, names, values[2:]))
+                writer = _Writer(SharedRows(memory, settings.num_slots, fields), settings, channel)
+                channel.send(Begun(fields))
+            writer.put(values)
+    if writer is None and skipped.count:
+        name, why = next(iter(skipped.reasons.items()))
+        raise SpecError(f"no document of {documents.source} can be read; {name}: {why}")
+    channel.send(Ended(0 if writer is None else writer.num_written, skipped.count))
+
+
+def _in_order(
+    computed: Iterator[tuple[Context, Rows]], order: deque[bytes]
+) -> Iterator[tuple[Context, Rows]]:
+    """What was computed, in the order of the documents."""
+    early: dict[bytes, tuple[Context, Rows]] = {}
+    for context, rows in computed:
+        early[context.key] = context, rows
+        while order and order[0] in early:
+            yield early.pop(order.popleft())
+
+
+def _name(label: tuple[str, int, str] | str) -> str:
+    assert isinstance(label, tuple)  # of a read
+    site, layer, when = label
+    return f"{site}.before.{layer}" if when == "before" else f"{site}.{layer}"
+
+
+def _field(name: str, rows: Tensor) -> Field:
+    return Field(name, str(rows.dtype).removeprefix("torch."), tuple(rows.shape[1:]))
+
+
+class _Writer:
+    """Writes rows into the slots that are free."""
+
+    def __init__(self, memory: SharedRows, settings: Settings, channel: Channel) -> None:
+        self._memory, self._channel = memory, channel
+        self._mix = Mix(settings.num_slots, settings.batch_size, settings.seed)
+        self.num_written = 0
+
+    def put(self, values: Sequence[Tensor]) -> None:
+        """Write some rows: of each field, [n, *shape]. Raises EOFError."""
+        begin, count = self.num_written, len(values[0])
+        wait_s = 0.0
+        while (done := self.num_written - begin) < count:
+            self._channel.receive(wait_s)
+            while self._mix.num_drawn < self._memory.num_taken:
+                self._mix.draw()
+            some = min(count - done, self._mix.num_writable - self.num_written)
+            if some:
+                slots = self._mix.slots(self.num_written, self.num_written + some)
+                self._memory.write(slots, [rows[done : done + some] for rows in values])
+                self.num_written += some
+                self._memory.num_written = self.num_written
+            wait_s = _LOOK_S
+
+
+def run(
+    dataset: object,
+    reads: Sequence[Read],
+    model: object,
+    options: Mapping[str, Any],
+    settings: Settings,
+    channel: Channel,
+    memory: int,
+) -> None:
+    """Start an engine, or use the LLM, and feed. What fails is told to the trainer.
+
+    Raises:
+        EOFError: the trainer has closed the feed, or is gone.
+    """
+    # vLLM, which takes seconds to import.
+    from vllm_scope.engine.offline import OfflineEngine
+
+    try:
+        documents = find_documents(dataset, settings.column, None, settings.split, settings.config)
+        sites = sorted({read.site for read in reads})
+        with closing(OfflineEngine(model, options, sites)) as engine:
+            feed(documents, reads, engine, settings, channel, memory)
+    except EOFError:
+        raise
+    except ScopeError as error:
+        channel.send(Failed(type(error).__name__, str(error)[:_MOST_LETTERS]))
+    except Exception as error:
+        channel.send(Failed("ScopeError", f"the feed failed: {reason_of(error)}"[:_MOST_LETTERS]))
+
+
+def main() -> None:
+    end, memory, trainer = map(int, sys.argv[1:])
+    for fd in (end, memory):
+        os.set_inheritable(fd, False)
+    channel = Channel(socket.socket(fileno=end), trainer)
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+    try:
+        reads = Spec.from_json(order.scope).reads
+        run(order.dataset, reads, order.model, order.engine, order.settings, channel, memory)
+    except (EOFError, KeyboardInterrupt):
+        print(
+            "vllm-scope: the trainer has closed its feed or is gone; the engine ends.",
+            file=sys.stderr,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""The memory that a feeder and a trainer share: slots of rows, and two counters.
+
+Owns:  Field, SharedRows.
+Runs:  the feeder writes rows and `num_written`; the trainer reads rows and writes `num_taken`.
+
+The memory is a memfd: it has no name in any file system, and is gone with the two processes. The
+trainer makes it, without a size, and the feeder's process inherits it.
+
+Promise: a row is in its slot before `num_written` counts it, and was copied before `num_taken`
+counts its batch.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+#: Makes a tensor of a shape and dtype, uninitialised.
+Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
+#: The counters, each in a cache line of its own.
+_HEADER_BYTES, _WRITTEN, _TAKEN = 4096, 0, 8
+
+
+class Field(msgspec.Struct, frozen=True):
+    """What the memory holds of each row.
+
+    Attributes:
+        name: `resid_post.5`, or TOKENS or POSITIONS.
+        dtype, shape: of one row.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...] = ()
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+
+TOKENS, POSITIONS = Field("token_ids", "int32"), Field("positions", "int32")
+
+
+class SharedRows:
+    """One side's view. The first one that maps the memory gives it its size.
+
+    Args:
+        fd: of the memfd.
+        fields: of each row.
+    """
+
+    def __init__(self, fd: int, num_slots: int, fields: Sequence[Field]) -> None:
+        self.fields = tuple(fields)
+        counts = [num_slots * field.num_bytes for field in fields]
+        *starts, size = accumulate((_aligned(n) for n in counts), initial=_HEADER_BYTES)
+        if os.fstat(fd).st_size != size:
+            os.ftruncate(fd, size)
+        memory = mmap.mmap(fd, size)
+        self._counters = np.frombuffer(memory, np.int64, _HEADER_BYTES // 8)
+        #: Of each field uint8 [num_slots, num_bytes].
+        self._columns = [
+            np.frombuffer(memory, np.uint8, count, at).reshape(num_slots, -1)
+            for at, count in zip(starts, counts, strict=True)
+        ]
+
+    @property
+    def num_written(self) -> int:
+        """Rows that are there, or have been."""
+        return int(self._counters[_WRITTEN])
+
+    @num_written.setter
+    def num_written(self, count: int) -> None:
+        self._counters[_WRITTEN] = count
+
+    @property
+    def num_taken(self) -> int:
+        """Batches that were copied."""
+        return int(self._counters[_TAKEN])
+
+    @num_taken.setter
+    def num_taken(self, count: int) -> None:
+        self._counters[_TAKEN] = count
+
+    def write(self, slots: np.ndarray, values: Sequence[Tensor]) -> None:
+        """Put rows into slots, int64 [n].
+
+        Args:
+            values: of each field, [n, *shape], in the fields' order.
+        """
+        for field, column, rows in zip(self.fields, self._columns, values, strict=True):
+            flat = rows.to(field.torch_dtype).reshape(len(slots), -1).contiguous()
+            column[slots] = flat.view(torch.uint8).numpy()
+
+    def read(self, slots: np.ndarray, empty: Empty) -> list[Tensor]:
+        """A copy of the rows in some slots: of each field, [n, *shape].
+
+        Args:
+            empty: makes the tensors that are filled.
+        """
+        found = []
+        for field, column in zip(self.fields, self._columns, strict=True):
+            into = empty((len(slots), field.num_bytes), torch.uint8)
+            # On this thread alone, without the GIL: torch's threads would wait for each other
+            # while the engine has the cores.
+            np.take(column, slots, axis=0, out=into.numpy(), mode="clip")
+            found.append(into.view(field.torch_dtype).view(len(slots), *field.shape))
+        return found
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 64) * 64

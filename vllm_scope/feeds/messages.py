@@ -1,0 +1,124 @@
+"""What a feeder and a trainer tell each other beside the rows.
+
+Owns:  the messages, Channel.
+Runs:  in both.
+
+The trainer says nothing: it closes its end, or is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from vllm_scope.feeds.memory import Field
+from vllm_scope.harvests.contexts import Long
+
+#: A message is one packet, far below the kernel's limit for one.
+_MOST_BYTES = 1 << 17
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """How it is fed: the arguments of `vllm_scope.stream`."""
+
+    batch_size: int
+    num_slots: int
+    seed: int
+    column: str | None
+    split: str
+    config: str | None
+    long: Long
+    context: int | None
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What is fed; to the engine's process on its standard input.
+
+    Attributes:
+        dataset: a path or a name, or a list of texts, token ids or rows.
+        scope: the reads, as `scope(...)` makes them.
+        engine: arguments of LLM.
+    """
+
+    dataset: str | list[Any]
+    scope: str
+    model: str
+    engine: dict[str, Any]
+    settings: Settings
+
+
+class Begun(msgspec.Struct, frozen=True, tag=True):
+    """The memory has its size, and rows will follow."""
+
+    fields: tuple[Field, ...]
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """All rows are written."""
+
+    num_rows: int
+    num_skipped: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """No more rows will come.
+
+    Attributes:
+        kind: the name of a class in errors.py.
+    """
+
+    kind: str
+    sentence: str
+
+
+Message = Begun | Ended | Failed
+_decoder = msgspec.json.Decoder(Message)
+
+
+class Channel:
+    """One end of a pair of sockets.
+
+    Args:
+        parent: the process at the other end, of which this one is a child; or None. Other
+            children of it may hold its end open when it is gone.
+    """
+
+    def __init__(self, end: socket.socket, parent: int | None = None) -> None:
+        self._end, self._parent = end, parent
+
+    @staticmethod
+    def pair() -> tuple[socket.socket, socket.socket]:
+        return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def send(self, message: Message) -> None:
+        """Raises EOFError if the other end is closed."""
+        try:
+            self._end.send(msgspec.json.encode(message))
+        except OSError as error:
+            raise EOFError(str(error)) from None
+
+    def receive(self, wait_s: float) -> Message | None:
+        """The next message; None if there is none within `wait_s`.
+
+        Raises:
+            EOFError: the other end is closed.
+        """
+        try:
+            ready, _, _ = select.select([self._end], [], [], wait_s)
+            body = self._end.recv(_MOST_BYTES) if ready else None
+        except (OSError, ValueError) as error:  # this end was closed meanwhile
+            raise EOFError(str(error)) from None
+        if body == b"" or (self._parent is not None and os.getppid() != self._parent):
+            raise EOFError("the other end is closed")
+        return None if body is None else _decoder.decode(body)
+
+    def close(self) -> None:
+        """Close both directions, whoever else holds this end."""
+        with suppress(OSError):  # the other end was closed before
+            self._end.shutdown(socket.SHUT_RDWR)
+        self._end.close()

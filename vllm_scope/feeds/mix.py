@@ -1,0 +1,84 @@
+"""Which rows each batch has, and which slot each row lies in: a function of counts and a seed.
+
+Owns:  Mix.
+Runs:  in the feeder and in the trainer. Both compute the same, so that no slot numbers travel.
+
+Half of the slots are mixed: batch k is drawn at random from the first `num_mixed + k * batch_size`
+rows without those of earlier batches. The other slots hold rows that come after them, so that
+neither side waits for each batch of the other.
+
+Promise: the batches depend on the order of the rows, `num_slots`, `batch_size` and `seed`; not on
+how fast either side is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+class Mix:
+    """The plan of one feed, advanced batch by batch.
+
+    Args:
+        num_slots: at least twice `batch_size`.
+
+    Attributes:
+        num_drawn: batches so far.
+        num_mixed: rows that a batch is drawn from.
+    """
+
+    def __init__(self, num_slots: int, batch_size: int, seed: int) -> None:
+        self.num_mixed, self.num_drawn = num_slots // 2, 0
+        self._size = batch_size
+        self._random = np.random.default_rng(seed)
+        #: The slot of row n, at n modulo `num_slots`: the n-th slot to become free.
+        self._slots = np.arange(num_slots)
+        #: Slots of the rows that a batch may have; those at `_holes` are empty.
+        self._pool = self._slots[: self.num_mixed].copy()
+        self._holes = np.empty(0, np.int64)
+
+    @property
+    def num_needed(self) -> int:
+        """Rows that must be there before the next batch is drawn."""
+        return self.num_mixed + self.num_drawn * self._size
+
+    @property
+    def num_writable(self) -> int:
+        """Rows that have a free slot, or have had one."""
+        return len(self._slots) + self.num_drawn * self._size
+
+    def slots(self, start: int, stop: int) -> Ints:
+        """Of the rows start to stop - 1, at most `num_slots` of the last that are writable."""
+        found: Ints = self._slots[np.arange(start, stop) % len(self._slots)]
+        return found
+
+    def draw(self) -> Ints:
+        """The slots of the next batch, [batch_size]. They are free when it was copied."""
+        first = self.num_needed - len(self._holes)
+        self._pool[self._holes] = self.slots(first, self.num_needed)
+        self._holes = self._random.choice(self.num_mixed, self._size, replace=False)
+        drawn: Ints = self._pool[self._holes]
+        freed = self.num_drawn * self._size + np.arange(self._size)
+        self._slots[freed % len(self._slots)] = drawn
+        self.num_drawn += 1
+        return drawn
+
+    def rest(self, num_rows: int) -> Iterator[Ints]:
+        """The batches that are left once all rows are there; the last may be smaller.
+
+        Args:
+            num_rows: of the whole feed.
+        """
+        while num_rows >= self.num_needed:
+            yield self.draw()
+        first = self.num_needed - len(self._holes)
+        kept = np.delete(self._pool, self._holes)[:num_rows]
+        last = np.concatenate([kept, self.slots(first, num_rows)])
+        self._random.shuffle(last)
+        for start in range(0, len(last), self._size):
+            yield last[start : start + self._size]

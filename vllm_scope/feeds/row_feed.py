@@ -1,0 +1,192 @@
+"""The trainer's side of a feed: batches.
+
+Owns:  RowFeed, Batch.
+Runs:  in the trainer's process.
+From:  feeder, through memory and messages.
+
+Promise: a row is copied once on this side, from the shared memory into its batch, outside of the
+GIL. If the engine dies, the next batch that is not there raises.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Self
+
+from torch import Tensor
+
+from vllm_scope import errors
+from vllm_scope.errors import ScopeError
+from vllm_scope.feeds.memory import SharedRows
+from vllm_scope.feeds.messages import Begun, Channel, Ended, Failed, Message, Settings
+from vllm_scope.feeds.mix import Ints, Mix
+from vllm_scope.files.buffers import Buffers
+from vllm_scope.files.index import parse_stream
+from vllm_scope.request.sites import SiteLayer
+
+#: What runs the engine's side.
+Feeder = subprocess.Popen[bytes] | threading.Thread
+#: Interval between two looks at the feeder's counter while rows are missing.
+_LOOK_S = 0.001
+#: Batches whose memory is kept for the next ones.
+_KEPT_BATCHES = 4
+#: How long the feeder may take to end by itself, and after it was interrupted.
+_PATIENCE_S = 5.0, 30.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of some tokens. The tensors are the caller's.
+
+    Attributes:
+        token_ids: int32 [batch_size].
+        positions: int32 [batch_size]: of the token in its context.
+        rows: (site, layer) -> [batch_size, hidden_size]; row i is of token i in all of them.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    rows: dict[SiteLayer, Tensor]
+
+    def __getitem__(self, stream: SiteLayer) -> Tensor:
+        """[batch_size, hidden_size], CPU, in the rows' dtype. Raises KeyError."""
+        if stream not in self.rows:
+            raise KeyError(f"{stream!r} is not fed; fed are {list(self.rows)}")
+        return self.rows[stream]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+class RowFeed:
+    """An iterator of batches. Close it, or use it in `with`, if you do not take all of them.
+
+    Attributes:
+        num_rows: rows in the batches so far.
+        num_skipped: texts and contexts that were passed over; known at the end.
+    """
+
+    def __init__(self, channel: Channel, memory: int, settings: Settings, feeder: Feeder) -> None:
+        self._channel, self._fd, self._settings, self._feeder = channel, memory, settings, feeder
+        self._memory: SharedRows | None = None
+        self._ended: Ended | None = None
+        self._mix = Mix(settings.num_slots, settings.batch_size, settings.seed)
+        self._rest: Iterator[Ints] | None = None
+        self._buffers = Buffers(0)
+        self.num_rows = self.num_skipped = 0
+        self._finalizer = weakref.finalize(self, _end, channel, memory, feeder)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch; waits for it.
+
+        Raises:
+            StopIteration: all rows were taken, or the feed was closed.
+            ScopeError: a wrong setting, or the engine has died.
+        """
+        if not self._finalizer.alive:
+            raise StopIteration
+        try:
+            slots = self._next_slots()
+        except BaseException:
+            self.close()
+            raise
+        assert self._memory is not None
+        tokens, positions, *rows = self._memory.read(slots, self._buffers.empty)
+        self._memory.num_taken = self._mix.num_drawn
+        self.num_rows += len(slots)
+        names = (parse_stream(field.name) for field in self._memory.fields[2:])
+        return Batch(tokens, positions, dict(zip(names, rows, strict=True)))
+
+    def _next_slots(self) -> Ints:
+        if self._rest is None:
+            if self._has(self._mix.num_needed):
+                return self._mix.draw()
+            assert self._ended is not None
+            self._rest = self._mix.rest(self._ended.num_rows)
+        return next(self._rest)
+
+    def _has(self, num_rows: int) -> bool:
+        """Wait for so many rows; False if the feed has fewer."""
+        while self._memory is None or self._memory.num_written < num_rows:
+            if self._ended is not None:
+                return False
+            self._take(self._hear())
+        return True
+
+    def _hear(self) -> Message | None:
+        """A message, if there is one within _LOOK_S. Raises ScopeError if the feeder has died."""
+        alive = _is_alive(self._feeder)
+        message: Message | None = None
+        try:
+            message = self._channel.receive(_LOOK_S if alive else 0)
+        except EOFError:
+            alive = False
+        if message is None and not alive:
+            num_rows = 0 if self._memory is None else self._memory.num_written
+            raise ScopeError(
+                f"the process of the engine has died{_how(self._feeder)} after {num_rows} rows; "
+                "what it printed says why. Start the feed again."
+            )
+        return message
+
+    def _take(self, message: Message | None) -> None:
+        if isinstance(message, Begun):
+            self._memory = SharedRows(self._fd, self._settings.num_slots, message.fields)
+            size = self._settings.batch_size * sum(field.num_bytes for field in message.fields)
+            self._buffers = Buffers(_KEPT_BATCHES * size)
+        elif isinstance(message, Ended):
+            self._ended, self.num_skipped = message, message.num_skipped
+        elif isinstance(message, Failed):
+            raise getattr(errors, message.kind, ScopeError)(message.sentence)
+
+    def close(self) -> None:
+        """End the feed, and the engine if the feed has started it. An LLM that was given stays."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _is_alive(feeder: Feeder) -> bool:
+    if isinstance(feeder, threading.Thread):
+        return feeder.is_alive()
+    return feeder.poll() is None
+
+
+def _how(feeder: Feeder) -> str:
+    if isinstance(feeder, threading.Thread):
+        return ""
+    with suppress(subprocess.TimeoutExpired):  # its end of the channel is closed, so it ends
+        feeder.wait(_PATIENCE_S[0])
+    return f" (exit code {feeder.returncode})"
+
+
+def _end(channel: Channel, memory: int, feeder: Feeder) -> None:
+    channel.close()
+    if isinstance(feeder, threading.Thread):
+        feeder.join()
+    else:
+        for wait_s in _PATIENCE_S:
+            try:
+                feeder.wait(wait_s)
+                break
+            except subprocess.TimeoutExpired:  # it may be starting an engine
+                feeder.send_signal(signal.SIGINT)
+        if feeder.poll() != 0:
+            with suppress(ProcessLookupError):  # what it has started, too
+                os.killpg(feeder.pid, signal.SIGKILL)
+            feeder.wait()
+    os.close(memory)

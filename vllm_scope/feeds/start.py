@@ -1,0 +1,125 @@
+"""A feed's beginning: its arguments, and what runs its engine.
+
+Owns:  `start_feed`: what `vllm_scope.stream` calls.
+To:    feeder (a process, or a thread if an LLM was given), row_feed.
+
+A process of its own keeps the engine's front-end away from the trainer's GIL. It is started as a
+command, not by multiprocessing, so that a script needs no `if __name__ == "__main__"`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.feeds.feeder import run
+from vllm_scope.feeds.messages import Channel, Order, Settings
+from vllm_scope.feeds.row_feed import Feeder, RowFeed
+from vllm_scope.harvests.start import check_reads
+from vllm_scope.request.actions import Read
+from vllm_scope.request.spec import scope
+
+#: The engine's process.
+COMMAND = ("-m", "vllm_scope.feeds.feeder")
+
+
+def start_feed(
+    dataset: object,
+    reads: Sequence[Read],
+    model: object,
+    settings: Settings,
+    engine: Mapping[str, Any],
+) -> RowFeed:
+    """See `vllm_scope.stream`, which has the defaults."""
+    check_reads(reads, settings.long)
+    _check(reads, settings)
+    order = _encoded(dataset, reads, model, settings, engine) if isinstance(model, str) else b""
+    ours, theirs = Channel.pair()
+    memory = os.memfd_create("vllm-scope-feed", os.MFD_CLOEXEC)
+    feeder: Feeder
+    if isinstance(model, str):
+        with theirs:
+            feeder = _process(order, theirs.fileno(), memory)
+    else:
+        feeder = threading.Thread(
+            target=_on_thread, args=(dataset, reads, model, engine, settings, theirs, memory),
+            name="vllm-scope-feed", daemon=True,
+        )  # fmt: skip
+        feeder.start()
+    return RowFeed(Channel(ours), memory, settings, feeder)
+
+
+def _check(reads: Sequence[Read], settings: Settings) -> None:
+    """Raises SpecError."""
+    for name, value, least in (
+        ("batch_size", settings.batch_size, 1),
+        ("buffer_rows", settings.num_slots, 2 * settings.batch_size),
+        ("seed", settings.seed, 0),
+    ):
+        if type(value) is not int or value < least:
+            why = ", twice the batch_size" if name == "buffer_rows" else ""
+            raise SpecError(f"{name} is {shown(value)}; it is an int of at least {least}{why}.")
+    if len({repr(read.tokens.to_json()) for read in reads}) > 1:
+        raise SpecError(
+            "the reads name different tokens; a batch has the rows of the same tokens at all "
+            "places, so give each read the same tokens."
+        )
+
+
+def _encoded(
+    dataset: object,
+    reads: Sequence[Read],
+    model: str,
+    settings: Settings,
+    engine: Mapping[str, Any],
+) -> bytes:
+    if isinstance(dataset, os.PathLike):
+        dataset = os.fspath(dataset)
+    if not isinstance(dataset, str | list | tuple):
+        raise SpecError(
+            f"the dataset is {shown(dataset)}; another process reads it, so give a path, a name or "
+            "a list. With an LLM as the model it may be any data set."
+        )
+    text = scope(*reads)["scope"]
+    try:
+        found = dataset if isinstance(dataset, str) else list(dataset)
+        return msgspec.json.encode(Order(found, text, model, dict(engine), settings))
+    except (TypeError, msgspec.MsgspecError) as error:
+        raise SpecError(
+            f"the dataset or the engine's arguments are no JSON ({error}); they go to another "
+            "process. Give texts, token ids, and names such as 'bfloat16'."
+        ) from None
+
+
+def _process(order: bytes, end: int, memory: int) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, *COMMAND, str(end), str(memory), str(os.getpid())],
+        stdin=subprocess.PIPE, pass_fds=(end, memory), start_new_session=True,
+    )  # fmt: skip
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin as file:  # it has died; the feed says so
+        file.write(order)
+    return process
+
+
+def _on_thread(
+    dataset: object,
+    reads: Sequence[Read],
+    model: object,
+    engine: Mapping[str, Any],
+    settings: Settings,
+    end: Any,
+    memory: int,
+) -> None:
+    channel = Channel(end)
+    with suppress(EOFError):  # the feed was closed
+        run(dataset, reads, model, engine, settings, channel, memory)
+    channel.close()

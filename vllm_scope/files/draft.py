@@ -1,0 +1,101 @@
+"""Captured rows for training draft models: the folder that speculators' ArrowDataset reads.
+
+    dataset files                    input_ids, loss_mask, seq_len; one row per request
+    hidden_states/hs_0.safetensors   hidden_states [tokens, places, hidden_size], token_ids [tokens]
+
+Owns:  `export_speculators`.
+
+Source: ArrowDataset of speculators, and FileTransfer of hs-connectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_scope.errors import FileError
+from vllm_scope.files.export import arrow, check_empty, chosen, list_of, save, value_of
+from vllm_scope.files.index import stream_name
+from vllm_scope.files.publish import LocalPublisher
+from vllm_scope.files.tensors import write_tensors
+from vllm_scope.request.sites import SiteLayer
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+
+    from vllm_scope.files.captured import CapturedRequest
+    from vllm_scope.files.reader import Capture
+
+
+def export_speculators(
+    capture: Capture,
+    folder: str | Path,
+    streams: list[SiteLayer],
+    loss_mask: Callable[[CapturedRequest], Sequence[int]] | None = None,
+) -> int:
+    """Write the folder that speculators trains draft models on. Returns the number of samples.
+
+    A sample is a request with rows of all its tokens from the first on. Rows keep their dtype.
+
+    Args:
+        folder: must not exist, or be empty.
+        streams: the places that the draft model sees, in its order, and last the place whose rows
+            the model's final norm takes: `resid_post` of its last layer.
+        loss_mask: of a request, an int for each row; None: 1 for each.
+
+    Raises:
+        FileError: the folder is not empty, a request has rows of some tokens only, or the rows'
+            widths or dtypes differ.
+        KeyError: a place that was not captured.
+        ConfigError: pyarrow is missing.
+    """
+    pa = arrow()
+    requests, widths = chosen(capture, streams)
+    if len(set(widths.values())) != 1:
+        raise FileError(f"the rows are {list(widths.values())} wide; they are of one width.")
+    root = Path(folder)
+    check_empty(root)  # before anything is written
+    whole = pa.list_(pa.int64())
+    schema = pa.schema([("input_ids", whole), ("loss_mask", whole), ("seq_len", pa.int64())])
+    features = {"input_ids": list_of("int64"), "loss_mask": list_of("int64")}
+
+    def batches() -> Iterator[RecordBatch]:
+        with closing(LocalPublisher(root / "hidden_states")) as publisher:
+            for number, request in enumerate(requests):
+                tokens = _tokens(request, streams)
+                rows = torch.stack([request[stream] for stream in streams], dim=1)
+                tensors = {"hidden_states": [rows], "token_ids": [tokens]}
+                write = partial(write_tensors, tensors=tensors, metadata={})
+                publisher.publish({f"hs_{number}.safetensors": write})
+                mask = [1] * len(tokens) if loss_mask is None else list(loss_mask(request))
+                if len(mask) != len(tokens):
+                    raise FileError(
+                        f"{request!r}: the loss mask has {len(mask)} numbers; it has one for each "
+                        f"of {len(tokens)} rows."
+                    )
+                columns = [[tokens.tolist()], [mask], [len(tokens)]]
+                arrays = [pa.array(c, type=f.type) for c, f in zip(columns, schema, strict=True)]
+                yield pa.record_batch(arrays, schema=schema)
+
+    return save(root, schema, features | {"seq_len": value_of("int64")}, batches, "torch")
+
+
+def _tokens(request: CapturedRequest, streams: Sequence[SiteLayer]) -> torch.Tensor:
+    """int64 [rows]: the tokens that all streams have rows of. Raises FileError."""
+    counts = set()
+    for stream in streams:
+        positions = request.positions(*stream)
+        if not torch.equal(positions, torch.arange(len(positions))):
+            raise FileError(
+                f"{request!r}: {stream_name(stream)} has rows of some tokens only; read "
+                "tokens='all'."
+            )
+        counts.add(len(positions))
+    if len(counts) != 1:
+        raise FileError(f"{request!r}: its places have {sorted(counts)} rows; they have as many.")
+    return request.token_ids[: counts.pop()].long()

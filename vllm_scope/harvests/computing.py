@@ -1,0 +1,91 @@
+"""From documents to their rows, on an engine.
+
+Owns:  `context_size`, `contexts_ahead`, `rows_of`.
+Runs:  in the harvesting process; `rows_of` where the engine is. Documents are read and tokenized on
+       a thread ahead of the engine.
+From:  documents, contexts, skipped.   To: job, storing; feeds.feeder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
+
+from vllm_scope.errors import ConfigError, ScopeError, SpecError, shown
+from vllm_scope.harvests.contexts import Context, Long, contexts_of, prefetched
+from vllm_scope.harvests.documents import Documents
+from vllm_scope.harvests.engines import Engine, EngineFacts, Rows
+from vllm_scope.harvests.skipped import Skipped
+from vllm_scope.request.actions import Read
+
+#: Contexts that are tokenized ahead of the engine.
+_AHEAD = 512
+
+
+def context_size(engine: EngineFacts, asked: int | None) -> int:
+    """The most tokens of a context; None asks for what the engine takes.
+
+    Raises:
+        ConfigError: a context that is too long for the engine.
+    """
+    size = engine.most_tokens if asked is None else asked
+    if not 1 <= size <= engine.most_tokens:
+        raise ConfigError(
+            f"context is {size}; it is 1 to {engine.most_tokens}, one less than the engine's "
+            "max_model_len."
+        )
+    return size
+
+
+def contexts_ahead(
+    documents: Documents,
+    engine: EngineFacts,
+    size: int,
+    long: Long,
+    skipped: Skipped,
+    wanted: Callable[[Context], bool],
+) -> Generator[Context]:
+    """The contexts that are computed, in order.
+
+    Args:
+        size: the most tokens of a context.
+        skipped: counts what is passed over.
+        wanted: called with every context, in order, on the thread that reads; False: not computed.
+
+    Raises:
+        SpecError: a document with a foreign token id.
+    """
+    texts = skipped.texts(documents)
+    contexts = skipped.contexts(contexts_of(texts, engine.encode, size, long, engine.end))
+    return prefetched((_checked(one, engine) for one in contexts if wanted(one)), _AHEAD)
+
+
+def rows_of(
+    contexts: Iterable[Context], engine: Engine, reads: Sequence[Read]
+) -> Generator[tuple[Context, Rows]]:
+    """Each context with its rows, in the order in which the engine ends them.
+
+    Raises:
+        ScopeError: rows that are missing, an engine that dies.
+    """
+    prompts = ((context, context.token_ids) for context in contexts)
+    with closing(engine.compute(prompts, reads)) as computed:
+        for context, rows in computed:
+            if rows.status != "complete":
+                raise ScopeError(
+                    f"the rows of document {shown(context.name)} are {rows.status}: "
+                    f"{rows.error or 'some are missing'}; run it again."
+                )
+            yield context, rows
+
+
+def _checked(context: Context, engine: EngineFacts) -> Context:
+    """Raises SpecError."""
+    ids, above = context.token_ids, engine.vocabulary
+    if not 0 <= min(ids) <= max(ids) < above:
+        wrong = next(i for i in ids if not 0 <= i < above)
+        raise SpecError(
+            f"document {shown(context.name)} has the token id {wrong}; those of "
+            f"{engine.model} are 0 to {above - 1}. Tokenize with its own tokenizer."
+        )
+    return context
