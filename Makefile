@@ -40,7 +40,7 @@ test: $(VENV)/.ready
 else
 # Two parts at a time, which are what two cores carry; then what measures time, by itself. `make
 # test` leaves out the tests marked long, `make test-all` leaves out nothing.
-PARTS := engine server compat unit interpreter inspect $(if $(ALL),ray openapi)
+PARTS := engine server compat unit interpreter inspect browser $(if $(ALL),ray openapi)
 SHORT := $(if $(ALL),, and not long)
 # AGAIN: what runs pytest, see .ci/again.
 PYTEST = $(AGAIN) $(BIN)/python -m pytest -m "not alone$(SHORT)"
@@ -57,6 +57,9 @@ test-engine test-server test-compat test-unit: test-%:
 test-inspect:
 	PYTHONPATH=.venv/inspect $(PYTEST) tests/compat/test_inspect.py \
 		tests/unit/compat/test_inspect_provider.py
+# Needs chromium and chromedriver; without them it is skipped, and says so.
+test-browser:
+	PYTHONPATH=.venv/widget $(PYTEST) tests/browser
 test-openapi:
 	PYTHONPATH=.venv/openapi $(PYTEST) tests/server/test_openapi.py
 test-ray:
@@ -101,7 +104,7 @@ bench-gpu:
 # would bring torchvision, torchaudio, torchcodec and triton built for CUDA, and
 # with a CPU torch `import transformers` then fails.
 .venv/.ready: requirements/cpu.txt requirements/interpreter.txt requirements/inspect.txt \
-		requirements/openapi.txt requirements/ray.txt pyproject.toml
+		requirements/openapi.txt requirements/ray.txt requirements/widget.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check --no-deps -r requirements/cpu.txt
 	$(BIN)/pip install --disable-pip-version-check --no-deps --upgrade \
@@ -112,6 +115,8 @@ bench-gpu:
 		--target .venv/openapi -r requirements/openapi.txt
 	$(BIN)/pip install --disable-pip-version-check --no-deps --upgrade \
 		--target .venv/ray -r requirements/ray.txt
+	$(BIN)/pip install --disable-pip-version-check --no-deps --upgrade \
+		--target .venv/widget -r requirements/widget.txt
 	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 

@@ -11,7 +11,7 @@ Importing this package imports neither torch nor vLLM.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from vllm_scope.errors import (
     CapacityError,
@@ -278,7 +278,7 @@ def sweep(
     sweep: Sweep,
     *,
     on_cell: Callable[[Cell], object] | None = None,
-    progress: bool = True,
+    progress: bool | Literal["map"] = True,
     share: float = 1.0,
 ) -> SweepTable:
     """Make one edit at each place of a grid, and measure what each does to the next token.
@@ -289,10 +289,12 @@ def sweep(
         llm: vllm.LLM without running requests.
         prompts: a text, {"prompt_token_ids": [...]}, or a list of these.
         on_cell: called with each value as it arrives, in no certain order.
-        progress: show a progress bar.
+        progress: show a progress bar. "map": show the table in the notebook, where its cells fill
+            as they arrive; it needs vllm-scope[notebook].
         share: of a step's sequences and tokens that cells may take, above 0 and at most 1.
 
     Raises:
+        ConfigError: a map is asked for, and anywidget is not installed.
         SpecError: the sweep is not possible on this engine, or with these prompts.
         ScopeError: a prompt could not be read, or the LLM has requests that run.
     """
@@ -307,7 +309,7 @@ async def sweep_async(
     sweep: Sweep,
     *,
     on_cell: Callable[[Cell], object] | None = None,
-    progress: bool = True,
+    progress: bool | Literal["map"] = True,
     share: float = 0.5,
 ) -> SweepTable:
     """As `sweep`, on an AsyncLLM that may serve others too. If it is cancelled, its requests end.

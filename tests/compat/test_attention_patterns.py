@@ -18,6 +18,7 @@ from vllm_scope.compat.vllm_lens import (
     decode_activations,
     serialize_activations,
 )
+from vllm_scope.views import attention_map
 
 PROMPT = list(range(30, 70))
 SITES = {"scope": {"sites": ["embed", "resid_post", "q", "k"]}}
@@ -95,6 +96,23 @@ def test_each_of_several_completions_has_its_own(llm):
     for completion in output.outputs:
         assert torch.equal(completion.activations["attn_q"][0], completion.scope["q", 1])
         assert attention_patterns(completion.activations, 1).shape == (4, 45, 45)
+
+
+def test_the_map_of_a_result_is_the_pattern_of_its_heads(llm):
+    (asked,) = run(llm, [PROMPT], asking.params(scope(Read("q"), Read("k")), max_tokens=6))
+    wanted = attention_patterns(ask(llm, {"output_qk": True}).activations, 0)
+    choice = attention_map(asked.outputs[0].scope, 0, heads=[3, 1]).parts()[-1]
+    assert [option["name"] for option in choice["options"]] == ["3", "1"]
+    for option, head in zip(choice["options"], (3, 1), strict=True):
+        (grid,) = option["parts"]
+        found = torch.tensor(
+            [[0.0 if cell is None else cell["part"] for cell in row] for row in grid["cells"]]
+        )
+        torch.testing.assert_close(found, wanted[head], rtol=0, atol=6e-4)
+    some = scope(Read("q"), Read("k", tokens="generated"))
+    (asked,) = run(llm, [PROMPT], asking.params(some, max_tokens=6))
+    with pytest.raises(ScopeError, match="layer 1 are not there at all positions"):
+        attention_map(asked.outputs[0].scope, 1)
 
 
 @pytest.mark.parametrize("value", [False, None])

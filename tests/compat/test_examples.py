@@ -94,6 +94,7 @@ def test_requests_leave_files(llm, monkeypatch, tmp_path):
         "docs/harvest.md",
         "docs/analysis.md",
         "docs/sweeps.md",
+        "docs/views.md",
     ],
 )
 def test_what_a_page_shows_runs(page, llm, monkeypatch, tmp_path):

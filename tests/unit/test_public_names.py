@@ -52,7 +52,8 @@ LISTED = {
         Provenance SteeringModule from_bytes load_vectors save_vectors to_bytes
     """,
     "vllm_scope.views": """
-        FeaturePage TokenPage TokenStrip feature_page token_page token_strip
+        FeaturePage Picture TokenPage TokenStrip attention_map feature_list feature_page lens_grid
+        side_by_side token_page token_strip
     """,
 }
 #: Module -> the names that the docs and the examples import from it, beside those above.

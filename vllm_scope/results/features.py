@@ -12,16 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from html import escape
 from os import PathLike
 
 import torch
 from torch import Tensor
 
 from vllm_scope.batch.sparse import SparseRows
-
-#: Positions and features of each that `_repr_html_` shows.
-_SHOWN_TOKENS, _SHOWN_FEATURES = 32, 8
 
 
 class SparseFeatures:
@@ -93,13 +89,9 @@ class SparseFeatures:
         return f"SparseFeatures({len(self)} values at {len(self.tokens)} positions{width})"
 
     def _repr_html_(self) -> str:
-        rows = []
-        for position in self.tokens[:_SHOWN_TOKENS].tolist():
-            some = self.top(position)[:_SHOWN_FEATURES]
-            text = ", ".join(f"{index}: {value:.3g}" for index, value in some)
-            rows.append(f"<tr><td>{position}</td><td style='text-align:left'>{text}</td></tr>")
-        head = "<tr><th>position</th><th>index: value</th></tr>"
-        return f"<table><caption>{escape(repr(self))}</caption>{head}{''.join(rows)}</table>"
+        from vllm_scope.views.sparse import feature_list
+
+        return feature_list(self)._repr_html_()
 
 
 class Features(Mapping[str, SparseFeatures]):

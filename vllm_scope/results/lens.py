@@ -7,17 +7,16 @@ From:  batch.sparse, scores.   To: result; server.encode; analysis.lens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from vllm_scope.batch.sparse import SparseRows
 
-#: Positions that `_repr_html_` shows.
-_SHOWN_TOKENS = 32
+if TYPE_CHECKING:
+    from vllm_scope.views.document import Picture
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,33 +90,18 @@ class LensTokens(Mapping[int, TopTokens]):
         count = max(map(len, self._layers.values()), default=0)
         return f"LensTokens(layers {', '.join(map(str, self))}; {count} positions)"
 
+    def picture(self, tokens: Sequence[str] | None = None) -> Picture:
+        """The likeliest token of each position and layer (`views.lens_grid`).
+
+        Args:
+            tokens: the text of each token of prompt and answer, from position 0.
+        """
+        from vllm_scope.views.sparse import lens_grid
+
+        return lens_grid(self, tokenizer=self._tokenizer, tokens=tokens)
+
     def _repr_html_(self) -> str:
-        """The likeliest token of each position and layer; layers are columns."""
-        known = {
-            layer: dict(zip(one.positions.tolist(), range(len(one)), strict=True))
-            for layer, one in self._layers.items()
-        }
-        positions = sorted({position for each in known.values() for position in each})
-        head = "".join(f"<th>{layer}</th>" for layer in self)
-        rows = [f"<tr><th>position</th>{head}</tr>"]
-        for position in positions[:_SHOWN_TOKENS]:
-            cells = (self._cell(layer, known[layer].get(position)) for layer in self)
-            rows.append(f"<tr><td>{position}</td>{''.join(cells)}</tr>")
-        return f"<table><caption>{escape(repr(self))}</caption>{''.join(rows)}</table>"
-
-    def _cell(self, layer: int, row: int | None) -> str:
-        if row is None:
-            return "<td></td>"
-        one = self._layers[layer]
-        pairs = zip(one.token_ids[row].tolist(), one.log_probs[row].exp().tolist(), strict=True)
-        texts = [(self._text(token), share) for token, share in pairs]
-        title = "&#10;".join(f"{escape(text)} {share:.3f}" for text, share in texts)
-        text, share = texts[0]
-        shade = f"background:rgba(66,133,244,{0.6 * share:.2f})"
-        return f"<td title=\"{title}\" style='text-align:left;{shade}'>{escape(text)}</td>"
-
-    def _text(self, token: int) -> str:
-        return str(token) if self._tokenizer is None else repr(self._tokenizer.decode([token]))
+        return self.picture()._repr_html_()
 
 
 class Lenses(Mapping[str, LensTokens]):

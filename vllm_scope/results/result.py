@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from vllm_scope.sinks import Manifest
 
 if TYPE_CHECKING:
     from vllm_scope.analysis.cache import ActivationCache
+    from vllm_scope.views.document import Picture
 
 #: A stream on one side of the edits of its site: site, layer, phase.
 _Stream = tuple[str, int, Phase]
@@ -140,6 +141,11 @@ class ScopeResult:
     def transcript(self) -> Sequence[int]:
         """`token_ids` without a copy."""
         return self._token_ids
+
+    @property
+    def sites(self) -> Sites:
+        """What the engine taps."""
+        return self._sites
 
     @property
     def num_prompt(self) -> int:
@@ -326,6 +332,19 @@ class ScopeResult:
             + f"{len(self.lens)} lenses, " * bool(self.lens)
             + f"{self.delivered} of {self.expected} values)"
         )
+
+    def picture(self, tokenizer: Any = None) -> Picture:
+        """Status, counts, what arrived, and the scores of each token.
+
+        Args:
+            tokenizer: with `decode`, such as `llm.get_tokenizer()`; None shows token ids.
+        """
+        from vllm_scope.views.result import result_picture
+
+        return result_picture(self, tokenizer)
+
+    def _repr_html_(self) -> str:
+        return self.picture()._repr_html_()
 
     def __getstate__(self) -> dict[str, object]:
         # Copies: a view would be pickled with the whole table.

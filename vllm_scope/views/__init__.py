@@ -1,22 +1,36 @@
-"""Scores and features as HTML, for notebooks and as files. Needs no torch and no engine.
+"""Scores, features, sweeps and attention as pictures, for notebooks and as files. Needs no engine.
 
 strip.py         the tokens of an answer, coloured by a probe's score
 page.py          several strips with one legend
+side.py          two answers side by side
+heatmap.py       a grid of numbers, such as the table of a sweep
+sparse.py        likeliest tokens by layer and position; strongest features of each token
+attention.py     attention patterns of heads
+result.py        a result at a glance
 feature_page.py  features: their strongest tokens, histograms and densities
 harvest.py       counts and figures of a harvest
-heatmap.py       a grid of numbers, such as the table of a sweep
-document.py      what all share: style, escaped text, the whole document
+parts.py         the JSON of which every view is made
+scope.js         draws the JSON, in a notebook and in a file; scope.css is its style
+static.py        draws it without a script
+document.py      what all share: the notebook's output, the widget, the file
+widget.py        the view in a notebook, drawn by scope.js
 
     from vllm_scope.views import token_strip
-    token_strip(texts, out.scope.scores["risk"], threshold=0.5)  # a notebook shows it
+    strip = token_strip(texts, out.scope.scores["risk"], threshold=0.5)  # a notebook shows it
+    strip.widget()  # with keys, and `.show(another)`; strip.save("strip.html") is a page
 
-The HTML has no script and loads nothing, and every text in it is escaped.
+Nothing is loaded from elsewhere, and no text of a model or of a user becomes markup.
 """
 
+from vllm_scope.views.attention import attention_map
+from vllm_scope.views.document import Picture
 from vllm_scope.views.feature_page import FeaturePage, feature_page
 from vllm_scope.views.page import TokenPage, token_page
+from vllm_scope.views.side import side_by_side
+from vllm_scope.views.sparse import feature_list, lens_grid
 from vllm_scope.views.strip import TokenStrip, token_strip
 
 __all__ = [
-    "FeaturePage", "TokenPage", "TokenStrip", "feature_page", "token_page", "token_strip",
+    "FeaturePage", "Picture", "TokenPage", "TokenStrip", "attention_map", "feature_list",
+    "feature_page", "lens_grid", "side_by_side", "token_page", "token_strip",
 ]  # fmt: skip

@@ -1,123 +1,101 @@
-"""What all views share: the style, escaped text, and how a notebook and a file get the HTML.
+"""What all views share: how a notebook and a file show the parts.
 
-To:    strip, page, feature_page.
+Owns:  View, and Picture, a view that is no more than its parts.
+To:    every view.
 
-Promise: no script and no address. A text never becomes markup, and its control characters are seen.
+Promise: no address, and no script but scope.js. A saved page forbids every other script by the hash
+of this one, and every load.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
+from base64 import b64encode
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from html import escape
 from os import PathLike
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
-#: Blue and orange differ for every kind of colour vision. The text keeps a contrast of at least 4.5
-#: on both and on their mixtures with the middle. Notebooks set their own theme, whatever the
-#: system's is: JupyterLab by an attribute, VS Code by a class.
-STYLE: Final = """
-.vllm-scope {
-  color-scheme: light dark;
-  --ink: light-dark(#1b1f24, #eef1f4); --muted: light-dark(#59636e, #a2abb6);
-  --paper: light-dark(#ffffff, #121519); --line: light-dark(#d5d9df, #353c45);
-  --low: light-dark(#5aa2e0, #1d6cb8); --mid: light-dark(#eceef1, #2a2f37);
-  --high: light-dark(#f28e2b, #a65100);
-  background: var(--paper); color: var(--ink); padding: .5rem;
-  font: 1rem/1.6 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif;
+from vllm_scope.views.parts import Part, visible
+from vllm_scope.views.static import html_of
 
-  h1 { font-size: 1.8rem; line-height: 1.2; }
-  h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; }
-  p { max-width: 46rem; margin: .4rem 0; }
-  figure { position: relative; margin: .8rem 0; padding: .6rem .9rem; border-radius: .5rem;
-           border: 1px solid var(--line); }
-  figcaption, .legend { font-size: .875rem; color: var(--muted); overflow-wrap: anywhere; }
-  .legend { display: flex; flex-wrap: wrap; gap: .3rem 1.4rem; align-items: center; }
-  .scale { display: inline-block; width: 9rem; height: .8rem; margin: 0 .5rem;
-           vertical-align: middle; border: 1px solid var(--line); print-color-adjust: exact;
-           background: linear-gradient(in oklab to right, var(--low), var(--mid), var(--high)); }
-  .tokens { line-height: 2.1; white-space: pre-wrap; overflow-wrap: anywhere; }
-  .t { margin-right: 2px; padding: .15em 0; color: var(--ink); print-color-adjust: exact; }
-  .scored { background: color-mix(in oklab, var(--high) calc(max(0, var(--p)) * 100%),
-            color-mix(in oklab, var(--low) calc(max(0, -1 * var(--p)) * 100%), var(--mid))); }
-  .unscored { border-bottom: 1px dotted var(--muted); }
-  .above { border-bottom: 3px solid var(--ink); }
-  .verdict { border: 2px solid var(--ink); border-bottom-width: 3px; border-radius: .2em;
-             padding: .15em .2em; }
-  .flag { user-select: none; }
-  .t:focus { outline: 3px solid var(--ink); outline-offset: 1px; }
-  .value { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%);
-           white-space: nowrap; user-select: none; }
-  .t:focus .value { left: .9rem; width: auto; height: auto; margin-top: 2.2em; padding: 0 .6em;
-           clip-path: none; white-space: normal; z-index: 1; font-size: .875rem;
-           border-radius: .3em; background: var(--ink); color: var(--paper); }
-  .feature { border-top: 1px solid var(--line); padding: .4rem 0; }
-  .feature summary { cursor: pointer; overflow-wrap: anywhere; }
-  .feature summary:focus-visible { outline: 3px solid var(--ink); }
-  .facts { color: var(--muted); font-size: .875rem; }
-  .bars svg { display: block; max-width: 100%; height: auto;
-              border-bottom: 1px solid var(--muted); }
-  .bars rect { fill: var(--high); }
-}
-body.vllm-scope { max-width: 62rem; margin: 0 auto; padding: 1.5rem 1.25rem 4rem; }
-[data-jp-theme-light="true"] .vllm-scope, .vscode-light .vllm-scope { color-scheme: light; }
-[data-jp-theme-light="false"] .vllm-scope, .vscode-dark .vllm-scope { color-scheme: dark; }
-"""
+if TYPE_CHECKING:
+    from vllm_scope.views.widget import ScopeWidget
 
-# Should a text become markup all the same, the browser neither runs nor loads it.
-_HEAD: Final = """<!doctype html>
+#: The module and the style of all views.
+MODULE, STYLE = (Path(__file__).with_name(f"scope.{end}") for end in ("js", "css"))
+
+_PAGE: Final = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; \
+style-src 'unsafe-inline'; script-src 'sha256-{digest}'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body class="vllm-scope">
+<h1>{title}</h1>
+<noscript>This page needs JavaScript; the script is in the page, and loads nothing.</noscript>
+<script type="application/json" class="vllm-scope-data">{data}</script>
+<script type="module">{script}</script>
+</body>
+</html>
 """
 
 
-def visible(text: str) -> str:
-    """The text with a sign for each character that is not printed, such as `⏎` or `\\u202e`.
-
-    A line still ends behind its `⏎`. An empty text is `∅`.
-    """
-    shown = (c if c.isprintable() else "⏎\n" if c == "\n" else _escaped(c) for c in text)
-    return "".join(shown) or "∅"
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode()
-
-
-def safe(text: str) -> str:
-    """HTML that shows the text, between tags."""
-    return escape(visible(text))
+@cache
+def _script() -> tuple[str, str]:
+    """The script of a page, and the base64 of its SHA-256."""
+    script = f"\n{MODULE.read_text(encoding='utf-8')}\ndrawPage();\n"
+    return script, b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 class View(ABC):
     """Something that a notebook shows, and that can be saved."""
 
     @abstractmethod
-    def body(self) -> str:
-        """The HTML between its title and its end."""
+    def parts(self) -> list[Part]:
+        """What is shown, from top to bottom."""
 
     @abstractmethod
     def heading(self) -> str:
         """The title of its file, as plain text."""
 
+    def data(self) -> dict[str, Any]:
+        """The JSON from which scope.js draws it."""
+        return {"parts": self.parts()}
+
     def _repr_html_(self) -> str:
-        return f'<div class="vllm-scope"><style>{STYLE}</style>\n{self.body()}\n</div>'
+        style = STYLE.read_text(encoding="utf-8")
+        return f'<div class="vllm-scope"><style>{style}</style>\n{html_of(self.parts())}\n</div>'
+
+    def widget(self) -> ScopeWidget:
+        """The view with its keys and lists, in a notebook; `.show(view)` draws another in its
+        place, such as the same answer with more tokens.
+
+        Raises:
+            ConfigError: anywidget is not installed.
+        """
+        from vllm_scope.views.widget import ScopeWidget
+
+        return ScopeWidget(self)
 
     def page(self) -> str:
         """The HTML of a whole page."""
-        title = safe(self.heading())
-        return f"""{_HEAD}<title>{title}</title>
-<style>{STYLE}</style>
-</head>
-<body class="vllm-scope">
-<h1>{title}</h1>
-{self.body()}
-</body>
-</html>
-"""
+        script, digest = _script()
+        # No "<" in the data: nothing in it ends the script element.
+        data = json.dumps(self.data(), allow_nan=False).replace("<", "\\u003c")
+        return _PAGE.format(
+            title=escape(visible(self.heading())), style=STYLE.read_text(encoding="utf-8"),
+            data=data, script=script, digest=digest,
+        )  # fmt: skip
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write it as a whole page, in UTF-8. A file that is there is replaced.
@@ -126,3 +104,20 @@ class View(ABC):
             OSError: the file cannot be written.
         """
         Path(path).write_text(self.page(), encoding="utf-8")
+
+
+@dataclass(frozen=True, repr=False)
+class Picture(View):
+    """A view that is no more than its parts."""
+
+    title: str
+    content: Sequence[Part]
+
+    def parts(self) -> list[Part]:
+        return list(self.content)
+
+    def heading(self) -> str:
+        return self.title
+
+    def __repr__(self) -> str:
+        return f"Picture({self.title})"

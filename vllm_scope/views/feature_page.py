@@ -3,8 +3,7 @@
 Owns:  FeaturePage, `feature_page`.
 From:  saes.max_activating (a table), strip.   To: a file, a notebook.
 
-A feature opens and closes by mouse or keyboard without a script. Only the tokens of open features
-are in the order of the tab key.
+A feature opens and closes by mouse or keyboard; the first is open.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from numpy.typing import NDArray
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.saes.max_activating import MaxActivating, Strong
-from vllm_scope.views.document import View, safe
+from vllm_scope.views.document import View
+from vllm_scope.views.parts import Part, bars, legend, section, text
 from vllm_scope.views.strip import TokenStrip
 
 #: Features of a page whose reader names none, and tokens of each that are shown.
 MOST_FEATURES, MOST_TOKENS = 100, 8
-_HEIGHT, _BAR = 80, 6
-_LEGEND = """<p class="legend">
-<span class="t scored" style="--p:0">0</span>
-<span class="t scored" style="--p:1">the feature's largest value</span>
-<span class="t verdict">⚑strongest: the token in this context that is listed</span>
-<span class="t unscored">not computed</span>
-</p>"""
+_LEGEND = legend(
+    "0", "the feature's largest value", "the middle of the colours is 0",
+    [("strongest: the token in this context that is listed", ("verdict",)),
+     ("not computed", ("unscored",))],
+    up=True,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +55,9 @@ class FeaturePage(View):
     intro: Sequence[str]
     features: Sequence[_Feature]
 
-    def body(self) -> str:
-        parts = [f"<p>{safe(text)}</p>" for text in self.intro]
-        parts.append(_LEGEND)
-        parts += [_section(one, is_open=i == 0) for i, one in enumerate(self.features)]
-        return "\n".join(parts)
+    def parts(self) -> list[Part]:
+        shown = [_section(one, is_open=i == 0) for i, one in enumerate(self.features)]
+        return [*map(text, self.intro), _LEGEND, *shown]
 
     def heading(self) -> str:
         return self.title
@@ -120,56 +117,46 @@ def _feature(
     found: MaxActivating, index: int, label: str, strongest: int,
     decode: Callable[[int], str], texts: dict[int, str],
 ) -> _Feature:  # fmt: skip
-    def text(token: int) -> str:
+    def text_of(token: int) -> str:
         if token not in texts:
             texts[token] = decode(token)
         return texts[token]
 
     top = found.top(index)
-    often = Counter(text(int(one.tokens[one.at])) for one in top).most_common(1)
+    often = Counter(text_of(int(one.tokens[one.at])) for one in top).most_common(1)
     usual = (*often[0], len(top)) if often else ("", 0, 0)
     edges, counts = found.histogram(index)
     return _Feature(
         index, label, int(found.num_active[index]), float(found.density[index]),
         top[0].value if top else 0.0, usual, edges, counts,
-        tuple(_strip(one, text) for one in top[:strongest]),
+        tuple(_strip(one, text_of) for one in top[:strongest]),
     )  # fmt: skip
 
 
-def _strip(one: Strong, text: Callable[[int], str]) -> TokenStrip:
+def _strip(one: Strong, text_of: Callable[[int], str]) -> TokenStrip:
     return TokenStrip(
-        tuple(text(token) for token in one.tokens.tolist()), one.values, None, one.at,
+        tuple(text_of(token) for token in one.tokens.tolist()), one.values, None, one.at,
         one.position - one.at, f"{one.value:.4g}, request {one.label}", "strongest",
     )  # fmt: skip
 
 
-def _section(one: _Feature, is_open: bool) -> str:
-    name = f" {safe(one.label)}" if one.label else ""
-    usual = ""
+def _section(one: _Feature, is_open: bool) -> Part:
+    facts = f"active at {one.density:.3%} of tokens, at most {one.largest:.4g}"
     if one.usual[1]:
         token, count, of = one.usual
-        usual = f", {count} of the {of} strongest tokens are <q>{safe(token)}</q>"
-    strips = "\n".join(strip.figure(one.largest or 1.0) for strip in one.strips)
-    return f"""<details class="feature" id="feature-{one.index}"{" open" if is_open else ""}>
-<summary><b>{one.index}</b>{name}<span class="facts"> active at {one.density:.3%} of tokens, \
-at most {one.largest:.4g}{usual}</span></summary>
-{_histogram(one) if one.num_active else ""}
-{strips}
-</details>"""
+        facts += f", {count} of the {of} strongest tokens are “{token}”"
+    strips = [strip.strip(one.largest or 1.0) for strip in one.strips]
+    shown = [*([_histogram(one)] if one.num_active else ()), *strips]
+    return section(f"{one.index}", one.label, facts, shown, f"feature-{one.index}", is_open)
 
 
-def _histogram(one: _Feature) -> str:
-    """Bars from 0 to the largest value; each has its range and count as a title."""
+def _histogram(one: _Feature) -> Part:
+    """Bars from 0 to the largest value; each says its range and count."""
     num_bars = int(np.flatnonzero(one.counts).max(initial=0)) + 1
     most = int(one.counts.max())
-    bars = "".join(
-        f'<rect x="{_BAR * i}" y="{_HEIGHT * (1 - count / most):.2f}" width="{_BAR - 1}" '
-        f'height="{_HEIGHT * count / most:.2f}"><title>{one.edges[i]:.4g} to '
-        f"{one.edges[i + 1]:.4g}: {count} tokens</title></rect>"
+    each = [
+        (count / most, f"{one.edges[i]:.4g} to {one.edges[i + 1]:.4g}: {count} tokens")
         for i, count in enumerate(one.counts[:num_bars].tolist())
-    )
+    ]
     said = f"Values above 0 at {one.num_active:,} tokens; the fullest bar has {most:,} tokens"
-    width = _BAR * num_bars
-    return f"""<figure class="bars"><svg role="img" aria-label="{said}" \
-viewBox="0 0 {width} {_HEIGHT}" width="{width}" height="{_HEIGHT}">{bars}</svg>
-<figcaption>0 to {one.edges[num_bars]:.4g}. {said}.</figcaption></figure>"""
+    return bars(each, said, f"0 to {one.edges[num_bars]:.4g}. {said}.")

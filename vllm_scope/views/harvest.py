@@ -7,10 +7,11 @@ From:  a manifest, `vllm_scope.harvests.manifest`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_scope.views.document import View, safe
+from vllm_scope.views.document import View
+from vllm_scope.views.parts import Part, cell, grid, heading, text
 
 if TYPE_CHECKING:
     from vllm_scope.harvests.manifest import HarvestManifest
@@ -20,15 +21,6 @@ _STREAM = (
     "variance in all", "median", "greatest of a dimension", "outlier values",
     "rows with one", "dimensions with most",
 )  # fmt: skip
-#: The tables are wider than the text, and scroll.
-_STYLE = """<style>
-.vllm-scope .wide { overflow-x: auto; }
-.vllm-scope table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-.vllm-scope :is(th, td) { padding: .2rem .7rem; border-bottom: 1px solid var(--line);
-                          text-align: right; vertical-align: top; }
-.vllm-scope :is(th, td):first-child { text-align: left; }
-.vllm-scope .left :is(th, td) { text-align: left; }
-</style>"""
 
 
 class HarvestPage(View):
@@ -38,7 +30,7 @@ class HarvestPage(View):
     def heading(self) -> str:
         return f"Harvest of {self._manifest.dataset}"
 
-    def body(self) -> str:
+    def parts(self) -> list[Part]:
         manifest, totals = self._manifest, self._manifest.totals
         counts = ", ".join(f"{count:,} {name}" for name, count in totals.items())
         streams = [_stream(name, figures) for name, figures in manifest.streams.items()]
@@ -47,22 +39,21 @@ class HarvestPage(View):
             [run.started, ", ".join(f"{name} {number}" for name, number in run.versions.items())]
             for run in manifest.runs
         ]
-        return "\n".join(
-            [
-                _STYLE,
-                f"<p>{'Complete' if manifest.complete else 'Not complete'}: {safe(counts)}; "
-                f"{len(manifest.shards):,} shards.</p>",
-                "<h2>Rows</h2>",
-                "<p>An outlier is a value of more than 6 times the root mean square of its row. "
+        state = "Complete" if manifest.complete else "Not complete"
+        return [
+            text(f"{state}: {counts}; {len(manifest.shards):,} shards."),
+            heading("Rows"),
+            text(
+                "An outlier is a value of more than 6 times the root mean square of its row. "
                 "Variances are of one dimension over all rows. Rows with NaN or infinity are in no "
-                "other figure.</p>",
-                _table(_STREAM, streams),
-                "<h2>Settings</h2>",
-                _table(("setting", "value"), settings, left=True),
-                "<h2>Runs</h2>",
-                _table(("started", "versions"), runs, left=True),
-            ]
-        )
+                "other figure."
+            ),
+            _table(_STREAM, streams),
+            heading("Settings"),
+            _table(("setting", "value"), settings, "words"),
+            heading("Runs"),
+            _table(("started", "versions"), runs, "words"),
+        ]
 
 
 def _stream(name: str, figures: dict[str, Any]) -> list[str]:
@@ -83,8 +74,6 @@ def _stream(name: str, figures: dict[str, Any]) -> list[str]:
     ]
 
 
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: bool = False) -> str:
-    lines = ["".join(f"<th>{safe(heading)}</th>" for heading in headings)]
-    lines += ["".join(f"<td>{safe(text)}</td>" for text in row) for row in rows]
-    body = "".join(f"<tr>{line}</tr>\n" for line in lines)
-    return f'<div class="wide{" left" if left else ""}"><table>{body}</table></div>'
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], style: str = "") -> Part:
+    cells = [list(map(cell, row[1:])) for row in rows]
+    return grid([row[0] for row in rows], headings[1:], cells, (headings[0], ""), style=style)

@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_scope.errors import SpecError
-from vllm_scope.views.document import View, safe
-from vllm_scope.views.strip import TokenStrip, legend
+from vllm_scope.views import parts
+from vllm_scope.views.document import View
+from vllm_scope.views.parts import Part
+from vllm_scope.views.strip import TokenStrip, score_legend
 
 
 @dataclass(frozen=True, repr=False)
@@ -22,15 +24,14 @@ class TokenPage(View):
     groups: Mapping[str, Sequence[TokenStrip]]
     intro: Sequence[str]
 
-    def body(self) -> str:
+    def parts(self) -> list[Part]:
         strips = [strip for group in self.groups.values() for strip in group]
         spread = max(strip.spread for strip in strips)
-        parts = [*(f"<p>{safe(text)}</p>" for text in self.intro)]
-        parts.append(legend(strips[0].threshold, spread))
+        found = [*map(parts.text, self.intro), score_legend(strips[0].threshold, spread)]
         for name, group in self.groups.items():
-            parts += [f"<h2>{safe(name)}</h2>"] if name else []
-            parts += [strip.figure(spread) for strip in group]
-        return "\n".join(parts)
+            found += [parts.heading(name)] if name else []
+            found += [strip.strip(spread) for strip in group]
+        return found
 
     def heading(self) -> str:
         return self.title

@@ -1,16 +1,15 @@
 """The token strip: the tokens of an answer, each coloured by a probe's score.
 
-Owns:  TokenStrip, its figure and its legend.
+Owns:  TokenStrip, its part and its legend.
 From:  texts of tokens, and their scores.   To: a notebook, a file, page.
 
 Colour is never the only sign. A token above the threshold is underlined; the verdict's token has a
-flag and a frame. Each token has its value as a title and as text, which screen readers read, and
-which is seen while the token has the keyboard's focus.
+flag and a frame. Each token says its value as text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Protocol, SupportsIndex
@@ -20,7 +19,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.vectors.probe_files import finite
-from vllm_scope.views.document import View, safe
+from vllm_scope.views.document import View
+from vllm_scope.views.parts import Part, colour, item, legend, strip
 
 
 class HasPosition(Protocol):
@@ -57,48 +57,36 @@ class TokenStrip(View):
         finite = self.scores[np.isfinite(self.scores)].astype(np.float64)
         return float(np.abs(finite - (self.threshold or 0)).max(initial=0)) or 1.0
 
-    def body(self) -> str:
-        return f"{legend(self.threshold, self.spread, self.mark)}\n{self.figure(self.spread)}"
+    def parts(self) -> list[Part]:
+        return [score_legend(self.threshold, self.spread, self.mark), self.strip(self.spread)]
 
     def heading(self) -> str:
         return self.caption or "Tokens by score"
 
-    def figure(self, spread: float) -> str:
-        """HTML of the tokens, without style and legend.
+    def strip(self, spread: float, differs: Container[int] = ()) -> Part:
+        """The tokens, without the legend.
 
         Args:
             spread: as the property; of all strips that share a legend.
+            differs: indices of tokens that are marked as different.
         """
-        tokens = "".join(self._token(i, spread) for i in range(len(self.tokens)))
-        caption = f"<figcaption>{safe(self.caption)}</figcaption>\n" if self.caption else ""
-        return (
-            f'<figure>{caption}<div class="tokens" role="list" dir="auto">{tokens}</div></figure>'
-        )
+        items = [self._token(i, spread, i in differs) for i in range(len(self.tokens))]
+        return strip(items, self.caption)
 
-    def _token(self, i: int, spread: float) -> str:
-        marks, style, flag = ["t", "unscored"], "", ""
-        if not np.isnan(self.scores[i]):
-            part = np.clip((float(self.scores[i]) - (self.threshold or 0)) / spread, -1, 1)
-            marks, style = ["t", "scored"], f' style="--p:{part:.3f}"'
-        if self._is_above(i):
-            marks.append("above")
-        if i == self.verdict:
-            marks.append("verdict")
-            flag = '<span class="flag" aria-hidden="true">⚑</span>'
-        said, text = self._said(i), safe(self.tokens[i])
-        # A line ends behind the frame of its last token.
-        end = "\n" if text.endswith("\n") else ""
-        return (
-            f'<span class="{" ".join(marks)}" role="listitem" tabindex="0" title="{said}"{style}>'
-            f'{flag}<span class="text">{text.removesuffix(end)}</span>'
-            f'<span class="value" dir="ltr"> {said} </span></span>{end}'
-        )
+    def _token(self, i: int, spread: float, differs: bool) -> Part:
+        is_marked = {
+            "unscored": np.isnan(self.scores[i]), "above": self._is_above(i), "differs": differs,
+            "verdict": i == self.verdict,
+        }  # fmt: skip
+        marks = [name for name, is_so in is_marked.items() if is_so]
+        part = colour(float(self.scores[i]), self.threshold or 0.0, spread)
+        return item(self.tokens[i], part, self._said(i, differs), marks)
 
     def _is_above(self, i: int) -> bool:
         # In float32, as the engine judges.
         return self.threshold is not None and bool(self.scores[i] > self.threshold)
 
-    def _said(self, i: int) -> str:
+    def _said(self, i: int, differs: bool) -> str:
         said = ["no score"]
         if not np.isnan(self.scores[i]):
             said = [f"{self.scores[i]:.4g}"]
@@ -106,6 +94,8 @@ class TokenStrip(View):
                 said.append(f"{'above' if self._is_above(i) else 'not above'} the threshold")
         if i == self.verdict:
             said.append(self.mark)
+        if differs:
+            said.append("differs")
         return ", ".join([*said, f"position {self.first_position + i}"])
 
     def __repr__(self) -> str:
@@ -179,15 +169,12 @@ def _as_index(
     return position - first_position
 
 
-def legend(threshold: float | None, spread: float, mark: str = "verdict") -> str:
-    """HTML of what colours and marks mean."""
+def score_legend(threshold: float | None, spread: float, mark: str = "verdict") -> Part:
+    """What colours and marks mean."""
     middle = threshold or 0.0
     low, high = f"{middle - spread:.3g}", f"{middle + spread:.3g}"
-    name = "the middle is 0" if threshold is None else f"the middle is the threshold, {middle:.4g}"
-    above = '<span class="t above">above the threshold</span>' if threshold is not None else ""
-    return f"""<p class="legend">
-<span>{low}<i class="scale"></i>{high}: {name}</span>
-{above}
-<span class="t verdict">⚑{mark}</span>
-<span class="t unscored">no score</span>
-</p>"""
+    marks = [(mark, ("verdict",)), ("no score", ("unscored",))]
+    if threshold is None:
+        return legend(low, high, "the middle is 0", marks)
+    marks.insert(0, ("above the threshold", ("above",)))
+    return legend(low, high, f"the middle is the threshold, {middle:.4g}", marks)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.unit.roads import number_of
+from tests.unit.views.reading import Element, read_html
 from vllm_scope import Features, Probe
 from vllm_scope.batch.sparse import SparseRows, sparse_rows
 from vllm_scope.program.layout import Layout
@@ -72,7 +73,15 @@ def test_features_are_a_sparse_matrix(found, tmp_path):
     with pytest.raises(KeyError, match="position 12 has no features"):
         found.top(12)
     assert repr(found) == "SparseFeatures(5 values at 3 positions of 99 features)"
-    assert "<td>20</td><td style='text-align:left'>6: 5, 7: 4, 4: 3</td>" in found._repr_html_()
+    rows = [
+        [cell.text for cell in row.children if isinstance(cell, Element)]
+        for row in read_html(found._repr_html_()).tagged("tr")
+    ]
+    assert rows[2:] == [
+        ["10", "5: 2", "7: 1", ""],
+        ["11"] + [""] * 3,
+        ["20", "6: 5", "7: 4", "4: 3"],
+    ]
     found.save(tmp_path / "f.safetensors")
     stored = load_file(tmp_path / "f.safetensors")
     assert set(stored) == {"positions", "indices", "values", "tokens"}

@@ -60,8 +60,9 @@ def test_the_table_shows_the_likeliest_token_of_each_position_and_layer(tokens):
             return f" <{ids[0]}>"
 
     plain, decoded = tokens._repr_html_(), tokens.decoded(Tokenizer())._repr_html_()
-    assert "<th>position</th><th>0</th><th>5</th>" in plain
-    assert plain.count("<td></td>") == 2  # position 5 at layer 5, position 6 at layer 0
+    assert '<th scope="col">position</th><th scope="col">0</th><th scope="col">5</th>' in plain
+    # The corner, position 5 at layer 5, position 6 at layer 0.
+    assert plain.count("<td></td>") == 3
     assert ">3</td>" in plain
     assert "&#x27; &lt;3&gt;&#x27;</td>" in decoded
     assert "<3>" not in decoded

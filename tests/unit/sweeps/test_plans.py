@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 
 import numpy as np
 import pytest
 import torch
 
-from vllm_scope import KL, Ablate, Add, LogitDifference, Logprob, Read, Replace, SpecError, Sweep
-from vllm_scope.engine.frontend.sweeping import MAX_LOGPROBS, cells_at_once
+from vllm_scope import (
+    KL,
+    Ablate,
+    Add,
+    ConfigError,
+    LogitDifference,
+    Logprob,
+    Read,
+    Replace,
+    SpecError,
+    Sweep,
+)
+from vllm_scope.engine.frontend.sweeping import MAX_LOGPROBS, cells_at_once, showing
 from vllm_scope.request.sites import Heads, Place, Sites
 from vllm_scope.sweeps.plan import Plan
 
@@ -261,3 +273,21 @@ def test_a_module_is_named_by_each_cell():
     for wrong in ({"mode": "patch"}, {"mode": "add", "site": "z", "heads": [0]}):
         with pytest.raises(SpecError, match="module 'm', whose vectors are added or ablated"):
             Sweep({"module": "m"}, metric=METRIC, **wrong)
+
+
+def test_progress_is_a_bar_a_map_or_nothing(capsys):
+    p = plan(Sweep(["xyz", "xy"], metric=METRIC))
+    with showing(p, progress=False) as count:
+        count()
+    assert capsys.readouterr().err == ""
+    with showing(p, progress=True) as count:
+        count()
+    assert "1/21" in capsys.readouterr().err
+    with pytest.raises(SpecError, match="progress is 'maps'; it is True, False or \"map\""):
+        showing(p, "maps").__enter__()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("anywidget") is not None, reason="anywidget is there")
+def test_a_map_without_anywidget_says_what_to_install():
+    with pytest.raises(ConfigError, match="pip install 'vllm-scope"):
+        showing(plan(Sweep(["xyz", "xy"], metric=METRIC)), "map").__enter__()

@@ -1,10 +1,12 @@
-"""A view's HTML as a browser reads it."""
+"""A view's HTML as a browser reads it, and the data in a saved page."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
+from typing import Any
 
 EMPTY = {"meta"}
 
@@ -69,3 +71,14 @@ def read_html(html: str) -> Element:
     reader.close()
     (root,) = reader.open
     return root
+
+
+def read_page(page: str) -> Element:
+    """The elements of a whole page."""
+    return read_html(page.removeprefix("<!doctype html>"))
+
+
+def data_of(page: str) -> dict[str, Any]:
+    """The JSON from which a page draws."""
+    (found,) = read_page(page).marked("vllm-scope-data")
+    return json.loads(found.text)

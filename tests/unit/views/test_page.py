@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 
 import numpy as np
 import pytest
 
-from tests.unit.views.reading import read_html
+from tests.unit.views.reading import data_of, read_html, read_page
 from tests.unit.views.test_strip import HOSTILE, part_of
 from vllm_scope.errors import SpecError
 from vllm_scope.views import token_page, token_strip
-from vllm_scope.views.document import STYLE
+from vllm_scope.views.document import MODULE, STYLE
 
 
 def strip(scores, threshold=0.5, caption=""):
@@ -27,9 +29,9 @@ def saved(tmp_path):
     return save
 
 
-def test_a_colour_is_the_same_score_in_every_strip_and_the_legend_says_which(saved):
+def test_a_colour_is_the_same_score_in_every_strip_and_the_legend_says_which():
     page = token_page("Title", [strip([0.5, 1.0]), strip([0.5, 2.5, -0.5])])
-    root = read_html(saved(page))
+    root = read_html(page._repr_html_())
     assert [part_of(token) for token in root.tokens()] == [0, 0.25, 0, 1, -0.5]
     (legend,) = root.marked("legend")
     assert "-1.5" in legend.text
@@ -42,40 +44,64 @@ def test_headings_captions_and_strips_are_in_their_order(saved):
         "Two": [strip([3], caption="third")],
     }
     page = token_page("Title", groups, intro=["A word.", "Another."])
-    root = read_html(saved(page))
-    wanted = {"h1", "h2", "figcaption", "title"}
-    assert [(each.tag, each.text) for each in root.below() if each.tag in wanted] == [
-        ("title", "Title"), ("h1", "Title"), ("h2", "One"), ("figcaption", "first"), ("h2", "Two"),
-        ("figcaption", "third"),
+    root = read_html(page._repr_html_())
+    assert [(each.tag, each.text) for each in root.below() if each.tag in ("h2", "figcaption")] == [
+        ("h2", "One"), ("figcaption", "first"), ("h2", "Two"), ("figcaption", "third"),
     ]  # fmt: skip
     assert [p.text for p in root.tagged("p")][:2] == ["A word.", "Another."]
     assert [t.attributes["title"][0] for t in root.tokens()] == ["1", "2", "3"]
+    named = [each for each in read_page(saved(page)).below() if each.tag in ("title", "h1")]
+    assert [each.text for each in named] == ["Title", "Title"]
 
 
-def test_a_notebook_shows_what_the_file_has(saved):
+def test_a_file_has_the_data_of_the_view(saved):
     page = token_page("Title", [strip([1])])
-    assert page.body() in page._repr_html_()
-    assert page.body() in saved(page)
+    assert data_of(saved(page)) == page.data()
     one = strip([1], caption="Mira")
-    assert read_html(saved(one)).tagged("title")[0].text == "Mira"
-    assert one.body() in saved(one)
+    assert read_page(saved(one)).tagged("title")[0].text == "Mira"
+    assert data_of(saved(one)) == one.data()
 
 
 def test_nothing_refers_to_the_network_and_no_text_is_markup(saved):
     bad = "".join(HOSTILE)
     tokens = token_strip(HOSTILE, [0.1] * len(HOSTILE), threshold=0, caption=bad)
-    page = saved(token_page(bad, {bad: [tokens]}, intro=[bad]))
-    root = read_html(page.removeprefix("<!doctype html>"))
+    view = token_page(bad, {bad: [tokens]}, intro=[bad])
+    page = saved(view)
+    root = read_page(page)
     assert {each.tag for each in root.below()} == {
-        "html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "span", "i", "figure",
-        "figcaption", "div",
+        "html", "head", "meta", "title", "style", "body", "h1", "noscript", "script",
     }  # fmt: skip
-    named = {name for each in root.below() for name in each.attributes}
-    assert not [n for n in named if n.startswith("on") or n in ("src", "href", "srcset", "action")]
-    assert not re.search(r"//|url\(|@import|@font-face", page)
+    static = read_html(view._repr_html_())
+    assert {each.tag for each in static.below()} == {
+        "div", "style", "p", "span", "i", "h2", "figure", "figcaption",
+    }  # fmt: skip
+    for found in (root, static):
+        named = {name for each in found.below() for name in each.attributes}
+        assert not [n for n in named if n.startswith("on") or n in ("src", "href", "srcset")]
+    assert data_of(page) == view.data()
+    assert not re.search(r"https?:|url\(|@import|@font-face|import\(|fetch|XMLHttp", page)
+
+
+def test_a_page_allows_one_script_by_its_hash_and_no_load(saved):
+    root = read_page(saved(strip([1])))
     policy = [m.attributes for m in root.tagged("meta") if "http-equiv" in m.attributes]
     assert [each["http-equiv"] for each in policy] == ["Content-Security-Policy"]
-    assert "default-src 'none'" in policy[0]["content"]
+    rules = dict(rule.split(" ", 1) for rule in policy[0]["content"].split("; "))
+    (script,) = [s for s in root.tagged("script") if s.attributes["type"] == "module"]
+    digest = base64.b64encode(hashlib.sha256(script.text.encode()).digest()).decode()
+    assert rules == {
+        "default-src": "'none'", "style-src": "'unsafe-inline'",
+        "script-src": f"'sha256-{digest}'",
+    }  # fmt: skip
+
+
+def test_the_module_makes_no_markup_of_text_and_does_not_end_its_element():
+    module = MODULE.read_text(encoding="utf-8")
+    assert "</script" not in module
+    assert "<!--" not in module
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|Function\(", module
+    )
 
 
 @pytest.mark.parametrize("strips", [[], {}, {"a": []}, [strip([1]), strip([1], threshold=0.6)]])
@@ -110,7 +136,7 @@ def contrast(one: np.ndarray, other: np.ndarray) -> float:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_text_can_be_read_on_every_colour(theme):
-    pairs = re.findall(r"--(\w+): light-dark\((#\w{6}), (#\w{6})\)", STYLE)
+    pairs = re.findall(r"--(\w+): light-dark\((#\w{6}), (#\w{6})\)", STYLE.read_text())
     colours = {name: linear(dark if theme == "dark" else light) for name, light, dark in pairs}
     for end in ("low", "high"):
         for part in np.linspace(0, 1, 21):

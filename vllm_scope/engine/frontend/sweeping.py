@@ -19,7 +19,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from vllm_scope.engine.frontend import translators
 from vllm_scope.engine.frontend.connection import (
@@ -40,6 +40,7 @@ from vllm_scope.sweeps.sweep import Sweep
 from vllm_scope.sweeps.table import SweepTable
 
 OnCell = Callable[[Cell], object]
+Progress = bool | Literal["map"]
 
 #: Log-probabilities of all cells in the engine.
 MAX_LOGPROBS: Final = 1 << 22
@@ -274,19 +275,30 @@ def cells_at_once(most: int, num_logprobs: int) -> int:
 
 
 @contextmanager
-def _bar(plan: Plan, shown: bool) -> Iterator[Callable[[], object]]:
-    """A progress bar of the cells; yields what counts one."""
-    if not shown:
-        yield lambda: None
-        return
-    from tqdm.auto import tqdm  # vLLM needs it too
+def showing(plan: Plan, progress: Progress) -> Iterator[Callable[[], object]]:
+    """A progress bar of the cells, or a map that fills; yields what counts one cell.
 
-    with tqdm(total=plan.num_cells, desc="Sweep", unit=" cells") as bar:
-        yield bar.update
+    Raises:
+        SpecError: `progress` is neither. ConfigError: anywidget is not installed.
+    """
+    if progress not in (True, False, "map"):
+        raise SpecError(f'progress is {shown(progress)}; it is True, False or "map".')
+    if progress == "map":
+        from vllm_scope.views.widget import shown_live
+
+        with shown_live(plan.table.picture) as changed:
+            yield changed
+    elif progress:
+        from tqdm.auto import tqdm  # vLLM needs it too
+
+        with tqdm(total=plan.num_cells, desc="Sweep", unit=" cells") as bar:
+            yield bar.update
+    else:
+        yield lambda: None
 
 
 def run(
-    engine: LLMEngine, prompts: object, sweep: Sweep, on_cell: OnCell | None, progress: bool,
+    engine: LLMEngine, prompts: object, sweep: Sweep, on_cell: OnCell | None, progress: Progress,
     share: float,
 ) -> SweepTable:  # fmt: skip
     """As vllm_scope.sweep."""
@@ -301,7 +313,7 @@ def run(
     sweeping = Sweeping(engine, prompts, sweep, share, ahead=2)
     running: dict[str, Job] = {}
     names = _names()
-    with _bar(sweeping.plan, progress) as count:
+    with showing(sweeping.plan, progress) as count:
         tell = partial(_tell, on_cell, count)
         try:
             while running or not sweeping.over:
@@ -320,14 +332,14 @@ def run(
 
 
 async def run_async(
-    engine: AsyncLLM, prompts: object, sweep: Sweep, on_cell: OnCell | None, progress: bool,
+    engine: AsyncLLM, prompts: object, sweep: Sweep, on_cell: OnCell | None, progress: Progress,
     share: float,
 ) -> SweepTable:  # fmt: skip
     """As vllm_scope.sweep_async."""
     if needs_connection(engine):
         await connect_async(engine)
     sweeping = Sweeping(engine, prompts, sweep, share)
-    with _bar(sweeping.plan, progress) as count:
+    with showing(sweeping.plan, progress) as count:
         await follow(engine, sweeping, partial(_tell, on_cell, count))
     return sweeping.plan.table
 

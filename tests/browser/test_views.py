@@ -1,0 +1,286 @@
+"""What a saved page shows in a browser is what the results hold, for the eye, the keyboard and
+screen readers, in light and in dark."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.browser import samples
+from tests.browser.browser import Browser
+from tests.browser.samples import SCORES, TEXTS
+from vllm_scope.views import (
+    attention_map,
+    feature_list,
+    feature_page,
+    lens_grid,
+    side_by_side,
+    token_page,
+    token_strip,
+)
+from vllm_scope.views.document import View
+
+CELLS = """return [...document.querySelectorAll("tbody tr")].map(row =>
+  [...row.cells].map(cell => cell.textContent))"""
+TOKENS = "return [...document.querySelectorAll('.tokens .text')].map(t => t.textContent)"
+PARTS = """return [...document.querySelectorAll(arguments[0])].map(item =>
+  item.classList.contains("scored") ? Number(item.style.getPropertyValue("--p")) : null)"""
+TITLES = "return [...document.querySelectorAll(arguments[0])].map(item => item.title)"
+BOXES = """return [...document.querySelectorAll(arguments[0])].map(item =>
+  item.getBoundingClientRect())"""
+MARKED = """return [...document.querySelectorAll(".tokens .t")].flatMap((item, i) =>
+  item.classList.contains(arguments[0]) ? [i] : [])"""
+TOLD = "return document.activeElement.closest('figure').querySelector('.told').innerText"
+
+
+@pytest.fixture
+def shown(browser: Browser, tmp_path: Path):
+    """Save a view and load it; at the end, nothing was loaded beside it and nothing went wrong."""
+    paths = []
+
+    def show(view: View) -> Browser:
+        path = tmp_path / f"view{len(paths)}.html"
+        paths.append(path)
+        view.save(path)
+        browser.open(path)
+        return browser
+
+    yield show
+    assert browser.requests() == [path.as_uri() for path in paths]
+    assert browser.complaints() == []
+
+
+def seen(text: str) -> str:
+    return text.replace("\n", "⏎")
+
+
+def said_of_token(i: int) -> str:
+    score = SCORES[i]
+    if math.isnan(score):
+        return f"no score, position {i}"
+    above = "above" if score > 0.5 else "not above"
+    verdict = ", verdict" if i == 4 else ""
+    return f"{score:.4g}, {above} the threshold{verdict}, position {i}"
+
+
+def test_a_strip_shows_each_token_and_tells_its_score(shown):
+    browser = shown(samples.strip())
+    assert browser.run(TOKENS) == list(map(seen, TEXTS))
+    spread = 2.5 - 0.5
+    wanted = [
+        None if math.isnan(s) else pytest.approx((s - 0.5) / spread, abs=1e-3) for s in SCORES
+    ]
+    assert browser.run(PARTS, ".tokens .t") == wanted
+    assert browser.run(MARKED, "verdict") == [4]
+    assert browser.run(MARKED, "above") == [3, 4, 7]
+    spoken = [name for role, name in browser.spoken() if role == "option"]
+    assert spoken == [f"{seen(text)}: {said_of_token(i)}" for i, text in enumerate(TEXTS)]
+    assert ("listbox", "Answer of Mira") in browser.spoken()
+
+
+def test_keys_go_from_token_to_token_and_tab_to_the_next_strip(shown):
+    page = token_page("Two", [samples.strip(), samples.strip(TEXTS * 40)])
+    browser = shown(page)
+    browser.press("Tab")
+    for i in [0, 1, 2]:
+        assert browser.run(TOLD) == said_of_token(i)
+        browser.press("ArrowRight")
+    browser.press("ArrowLeft", "End")
+    assert browser.run(TOLD) == said_of_token(8)
+    browser.press("ArrowRight")  # there is no next one
+    assert browser.run(TOLD) == said_of_token(8)
+    browser.press("Home")
+    assert browser.run(TOLD) == said_of_token(0)
+    assert browser.run("return document.querySelectorAll('[tabindex=\"0\"]').length") == 2
+    browser.press("ArrowRight", "Tab")
+    assert browser.run("return document.activeElement.closest('figure').dataset.key") == "2"
+    place = "const b = document.activeElement.getBoundingClientRect(); return [b.left, b.top]"
+    browser.press("ArrowRight", "ArrowRight")
+    left, top = browser.run(place)
+    browser.press("ArrowDown")
+    below = browser.run(place)
+    assert below[1] > top
+    assert abs(below[0] - left) < 60
+    browser.press("ArrowUp")
+    assert browser.run(place) == [left, top]
+
+
+def test_the_pointer_tells_as_the_keyboard_does(shown):
+    browser = shown(samples.strip())
+    browser.point(".tokens .t:nth-child(3)")
+    assert browser.run("return document.querySelector('.told').textContent") == said_of_token(2)
+
+
+def test_a_heat_map_shows_every_cell_of_the_table(shown, browser, tmp_path):
+    table = samples.sweep_table()
+    path = tmp_path / "map.html"
+    table.save(path)
+    assert 'class="vllm-scope-data"' in path.read_text(encoding="utf-8")
+    shown(table.picture())
+    values = table.values[0]
+    text = [["" if math.isnan(v) else f"{v:.3g}" for v in row] for row in values]
+    assert browser.run(CELLS) == [
+        [f"{layer}", *row] for layer, row in zip(table.layers, text, strict=True)
+    ]
+    spread = np.nanmax(np.abs(values - 0.125))
+    parts = browser.run(PARTS, "tbody td")
+    for part, value in zip(parts, values.ravel(), strict=True):
+        if math.isnan(value):
+            assert part is None
+        else:
+            assert part == pytest.approx((value - 0.125) / spread, abs=1e-3)
+    told = [
+        f"layer {layer}, position {i} {name}: {text[r][i] or 'no value'}"
+        for r, layer in enumerate(table.layers)
+        for i, name in enumerate(map(seen, TEXTS))
+    ]
+    spoken = browser.spoken()
+    cells = [name for role, name in spoken if role == "gridcell"]
+    assert cells == [" ".join(one.split()) for one in told]  # a name has no two spaces together
+    assert [name for role, name in spoken if role == "rowheader"] == ["0", "2", "5"]
+    browser.press("Tab")
+    for keys, (r, c) in {
+        "ArrowRight": (0, 1), "ArrowDown": (1, 1), "End": (1, 8), "ArrowUp": (0, 8),
+        "Control+End": (2, 8), "Home": (2, 0), "Control+Home": (0, 0), "ArrowLeft": (0, 0),
+    }.items():  # fmt: skip
+        browser.press(keys)
+        assert browser.run(TOLD) == told[r * 9 + c]
+
+
+def test_a_lens_grid_shows_the_likeliest_tokens_by_layer_and_position(shown):
+    found, words = samples.lens(), samples.Tokenizer([f" w{i}" for i in range(12)])
+    browser = shown(lens_grid(found, tokenizer=words, tokens=TEXTS))
+
+    def best(layer: int, position: int) -> str:
+        if position >= len(found[layer]):
+            return ""
+        return repr(words.decode([found[layer].top(position)[0][0]]))
+
+    assert browser.run(CELLS) == [
+        [f"{p} {seen(TEXTS[p])}", best(0, p), best(4, p)] for p in range(5)
+    ]
+    parts = browser.run(PARTS, "tbody td")
+    wanted = [math.exp(found[layer].top(p)[0][1]) for p in range(4) for layer in (0, 4)]
+    assert parts[:8] == pytest.approx(wanted, abs=1e-3)
+    browser.press("Tab", "ArrowDown", "ArrowRight")
+    lines = browser.run(TOLD).splitlines()
+    top = [(repr(words.decode([i])), math.exp(v)) for i, v in found[4].top(1)]
+    assert lines == [
+        f"position 1 :, layer 4: {top[0][0]}",
+        *(f"{text} {share:.3f}" for text, share in top),
+    ]
+    spoken = {name for role, name in browser.spoken() if role == "gridcell"}
+    assert "; ".join(lines) in spoken
+
+
+def test_attention_is_shown_head_by_head(shown):
+    weights = samples.attention()
+    browser = shown(attention_map(weights, heads=[2, 0], tokens=TEXTS))
+    for head, keys in ((2, ["Tab"]), (0, ["ArrowDown"])):
+        browser.press(*keys)
+        cells = browser.run(CELLS)
+        assert [row[0] for row in cells] == [f"{i} {seen(TEXTS[i])}" for i in range(6)]
+        for query, row in enumerate(cells):
+            shown_weights = [f"{w:.3f}" for w in weights[head, query, : query + 1].tolist()]
+            assert row[1:] == shown_weights + [""] * (5 - query)
+    browser.press("Tab", "ArrowDown", "ArrowRight")
+    assert browser.run(TOLD) == f"query 1 :, key 1 :: {weights[0, 1, 1]:.3f}"
+
+
+def test_the_features_of_a_token_are_listed_strongest_first(shown):
+    browser = shown(feature_list(samples.features(), tokens=TEXTS, labels={6: "six"}))
+    assert browser.run(CELLS) == [
+        ["1 :", "5: 2", "7: 1", ""], ["2  What", "", "", ""], ["4  it", "6 six: 5", "7: 4", "4: 3"],
+    ]  # fmt: skip
+    assert browser.run(PARTS, "tbody td") == [0.4, 0.2, *[None] * 4, 1, 0.8, 0.6]
+    browser.press("Tab", "Control+End")
+    assert browser.run(TOLD) == "position 4  it, rank 3: 4: 3"
+
+
+def test_two_answers_are_side_by_side_and_what_differs_is_marked(shown):
+    plain, steered = ["It", " is", " bad", ".", " So"], ["It", " was", " a", " good", ".", " So"]
+    view = side_by_side(
+        token_strip(plain, [0, 1, 2, 3, 4], threshold=1),
+        token_strip(steered, [0, -3, 2, 3, 4, 5], threshold=1),
+    )
+    browser = shown(view)
+    assert browser.run(TOKENS) == plain + steered
+    # Of the first: " is" and " bad"; of the second, which begins at 5: " was", " a" and " good".
+    assert browser.run(MARKED, "differs") == [1, 2, 6, 7, 8]
+    assert browser.run(PARTS, ".tokens .t") == [
+        (score - 1) / 4 for score in [0, 1, 2, 3, 4, 0, -3, 2, 3, 4, 5]
+    ]
+    assert "2 of 5 and 3 of 6 tokens differ" in browser.run("return document.body.innerText")
+    boxes = browser.run(BOXES, ".side > section")
+    assert boxes[0]["y"] == boxes[1]["y"]
+    assert boxes[0]["right"] <= boxes[1]["left"]
+    spoken = [name for role, name in browser.spoken() if role == "option"]
+    assert spoken[1] == " is: 1, not above the threshold, differs, position 1"
+    assert [name for role, name in browser.spoken() if role == "region"] == ["plain", "steered"]
+
+
+def test_features_open_and_their_bars_are_the_histogram(shown):
+    found = samples.max_activating()
+    browser = shown(feature_page(found, lambda i: f" w{i}", features=[3, 5], strongest=2))
+    assert browser.run("return document.querySelectorAll('.tokens').length") == 2
+    browser.run("document.querySelectorAll('summary')[1].focus()")
+    browser.press("Enter")
+    browser.until("return document.querySelectorAll('.tokens').length == 4")
+    for section, index in enumerate([3, 5]):
+        edges, counts = found.histogram(index)
+        bars = f"details:nth-of-type({section + 1}) .bars i"
+        titles = browser.run(TITLES, bars)
+        filled = np.flatnonzero(counts)[-1] + 1
+        assert titles == [
+            f"{edges[i]:.4g} to {edges[i + 1]:.4g}: {counts[i]} tokens" for i in range(filled)
+        ]
+        heights = [box["height"] for box in browser.run(BOXES, bars)]
+        wanted = counts[:filled] / counts.max() * max(heights)
+        assert heights == pytest.approx(wanted.tolist(), abs=0.5)
+        assert max(heights) > 70
+    assert [name for role, name in browser.spoken() if role == "image"] == [
+        f"Values above 0 at {found.num_active[i]:,} tokens; the fullest bar has "
+        f"{found.histogram(i)[1].max():,} tokens"
+        for i in (3, 5)
+    ]
+
+
+CONTRASTS = """
+const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+const linear = colour => {
+  canvas.fillStyle = colour;
+  canvas.fillRect(0, 0, 1, 1);
+  return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3).map(c => c / 255)
+    .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+};
+const light = colour => {
+  const [r, g, b] = linear(colour);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+return [...document.querySelectorAll(arguments[0])].map(item => {
+  const style = getComputedStyle(item);
+  const two = [light(style.color), light(style.backgroundColor)].sort();
+  return (two[1] + 0.05) / (two[0] + 0.05);
+});"""
+
+
+def test_every_token_can_be_read_on_its_colour(shown):
+    scores = np.linspace(-1, 1, 21)
+    browser = shown(token_strip(["word"] * 21, scores))
+    contrasts = browser.run(CONTRASTS, ".tokens .scored")
+    assert len(contrasts) == 21
+    assert min(contrasts) >= 4.5
+    assert browser.run(CONTRASTS, "body")[0] >= 7
+
+
+def test_the_theme_is_the_readers(window, tmp_path):
+    samples.strip().save(tmp_path / "strip.html")
+    lights = {}
+    for theme in ("light", "dark"):
+        window.set_theme(theme)
+        window.open(tmp_path / "strip.html")
+        lights[theme] = window.run("return getComputedStyle(document.body).backgroundColor")
+    assert lights == {"light": "rgb(255, 255, 255)", "dark": "rgb(18, 21, 25)"}

@@ -1,0 +1,109 @@
+"""The attention pattern: with what weight each token looks at each token before it, head by head.
+
+Owns:  `attention_map`.
+From:  rows of q and k in a result, or weights.   To: a notebook, a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_scope.errors import ScopeError, SpecError, shown
+from vllm_scope.views.document import Picture
+from vllm_scope.views.parts import Part, cell, choice, grid, legend
+
+if TYPE_CHECKING:
+    from vllm_scope.results.result import ScopeResult
+
+#: Cells of a view, so that its page has about 10 MB at most.
+MOST_CELLS = 262_144
+
+
+def attention_map(
+    found: ScopeResult | Any,
+    layer: int | None = None,
+    *,
+    heads: Iterable[int] | None = None,
+    tokens: Sequence[str] | None = None,
+) -> Picture:
+    """The attention pattern of some heads; the reader chooses one.
+
+    Args:
+        found: a result that has the rows of `q` and `k` at all positions of a layer. Or weights,
+            [num_heads, num_queries, num_keys] on the CPU, such as `attention_patterns` of
+            `vllm_scope.compat.vllm_lens` returns; the queries are the last of the positions.
+        layer: of the result; weights have none.
+        heads: which are shown; None: all.
+        tokens: the text of each token of prompt and answer, from position 0.
+
+    Raises:
+        KeyError: the result has no rows of q and k of this layer.
+        ScopeError: rows are missing, or the pattern does not follow from q and k.
+        SpecError: no layer is named, a head that is not there, or too many cells.
+    """
+    of_result = hasattr(found, "keys")
+    if of_result and layer is None:
+        raise SpecError("layer is None; name one whose q and k the result has.")
+    weights = _pattern(found, layer) if of_result and layer is not None else _weights(found)
+    num_heads, num_queries, num_keys = weights.shape
+    chosen = list(range(num_heads) if heads is None else heads)
+    for head in chosen:
+        if not 0 <= head < num_heads:
+            raise SpecError(f"heads has {shown(head)}; the layer has heads 0 to {num_heads - 1}.")
+    if len(chosen) * num_queries * num_keys > MOST_CELLS:
+        raise SpecError(
+            f"{len(chosen)} heads of {num_queries:,} queries and {num_keys:,} keys are more than "
+            f"{MOST_CELLS:,} cells; name fewer heads, or give weights of fewer positions."
+        )
+    names = [
+        f"{i} {tokens[i]}" if tokens is not None and i < len(tokens) else f"{i}"
+        for i in range(num_keys)
+    ]
+    first = num_keys - num_queries
+    title = "Attention" if layer is None else f"Attention at layer {layer}"
+    each = [
+        (f"{head}", [_head(weights[head], names, first, f"{title}, head {head}")])
+        for head in chosen
+    ]
+    scale = legend("0", "1", "the weight of a key", up=True)
+    return Picture(title, [scale, choice("head", each)])
+
+
+def _head(weights: NDArray[np.float32], names: list[str], first: int, caption: str) -> Part:
+    cells = [
+        [
+            cell(f"{weight:.3f}", round(weight, 3)) if key <= first + query else None
+            for key, weight in enumerate(row)
+        ]
+        for query, row in enumerate(weights.tolist())
+    ]
+    return grid(names[first:], names, cells, ("query", "key"), caption, "tight")
+
+
+def _weights(found: Any) -> NDArray[np.float32]:
+    weights = np.asarray(found, np.float32)
+    if weights.ndim != 3 or weights.shape[1] > weights.shape[2]:
+        raise SpecError(
+            f"weights have the shape {list(weights.shape)}; it is [heads, queries, keys], with no "
+            "more queries than keys."
+        )
+    return weights
+
+
+def _pattern(result: ScopeResult, layer: int) -> NDArray[np.float32]:
+    """[num_heads, num_positions, num_positions]"""
+    from vllm_scope.compat.vllm_lens.attention import attention_patterns, qk_meta
+
+    rows = {f"attn_{site}": result[site, layer][None] for site in "qk"}
+    positions = [result.positions(site, layer).tolist() for site in "qk"]
+    if positions != [list(range(len(positions[0])))] * 2:
+        raise ScopeError(
+            f"q and k of layer {layer} are not there at all positions from 0 on; read both with "
+            "tokens='all', and wait until the request has ended."
+        )
+    of_layer = {"qk_layers": [layer], "qk_meta": [qk_meta(result.sites, layer)]}
+    return attention_patterns(rows | of_layer, layer).numpy()

@@ -1,0 +1,140 @@
+"""The parts of which every view is made, as JSON: what the module and the static HTML draw.
+
+Owns:  the fields of each kind of part, and `visible`.
+To:    every view, which makes parts; static and scope.js, which draw them.
+
+Promise: a part has no number that JSON lacks and no control character but the end of a line. All
+words and numbers that are shown are made on this side, so both drawings say the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+#: A part of a view, an item of a strip, or a cell of a grid.
+Part = dict[str, Any]
+
+
+def visible(text: str) -> str:
+    """The text with a sign for each character that is not printed, such as `⏎` or `\\u202e`.
+
+    A line still ends behind its `⏎`. An empty text is `∅`.
+    """
+    shown = (c if c.isprintable() else "⏎\n" if c == "\n" else _escaped(c) for c in text)
+    return "".join(shown) or "∅"
+
+
+def line(text: str) -> str:
+    """As `visible`, in one line."""
+    return visible(text).replace("\n", "")
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
+def colour(value: float, middle: float, spread: float) -> float | None:
+    """Where a value's colour is, -1 (low) to 1 (high); None for NaN.
+
+    Args:
+        spread: distance from the middle at which a colour is strongest.
+    """
+    return None if math.isnan(value) else round(min(max((value - middle) / spread, -1), 1), 3)
+
+
+def text(words: str) -> Part:
+    """A paragraph."""
+    return {"kind": "text", "text": visible(words)}
+
+
+def heading(words: str) -> Part:
+    return {"kind": "heading", "text": line(words)}
+
+
+def legend(
+    low: str, high: str, note: str, marks: Iterable[tuple[str, tuple[str, ...]]] = (),
+    up: bool = False,
+) -> Part:  # fmt: skip
+    """What colours and marks mean.
+
+    Args:
+        low, high: the ends of the scale.
+        marks: a text, and the marks of an item that it shows.
+        up: the scale has no low side: it begins at the colour of the middle.
+    """
+    shown = [{"text": line(words), "marks": list(names)} for words, names in marks]
+    return {"kind": "legend", "low": low, "high": high, "note": note, "marks": shown, "up": up}
+
+
+def item(words: str, part: float | None, said: str, marks: Iterable[str] = ()) -> Part:
+    """A token of a strip.
+
+    Args:
+        part: its colour, -1 to 1; None: it has none.
+        said: its numbers, as text.
+        marks: names of how it is marked: "above", "unscored", "verdict", "differs".
+    """
+    return {"text": visible(words), "part": part, "said": line(said), "marks": list(marks)}
+
+
+def strip(items: Sequence[Part], caption: str = "") -> Part:
+    return {"kind": "strip", "caption": line(caption) if caption else "", "items": list(items)}
+
+
+def cell(words: str, part: float | None = None, more: Iterable[tuple[str, float]] = ()) -> Part:
+    """A cell of a grid.
+
+    Args:
+        more: lines that it tells when it is chosen, each with the length of its bar, 0 to 1.
+    """
+    lines = [{"text": line(told), "part": round(length, 3)} for told, length in more]
+    return {"text": line(words), "part": part} | ({"more": lines} if lines else {})
+
+
+def grid(
+    rows: Iterable[str], columns: Iterable[str], cells: Iterable[Sequence[Part | None]],
+    titles: tuple[str, str] = ("", ""), caption: str = "", style: str = "",
+) -> Part:  # fmt: skip
+    """A table with headers.
+
+    Args:
+        cells: by row; None is an empty cell.
+        titles: of the rows, of the columns; may be empty.
+        style: "words" for cells of text, "tight" for small cells that show colour alone.
+    """
+    return {
+        "kind": "grid", "caption": line(caption) if caption else "",
+        "titles": [line(title) if title else "" for title in titles],
+        "rows": list(map(line, rows)), "columns": list(map(line, columns)),
+        "cells": list(map(list, cells)), "words": style == "words", "tight": style == "tight",
+    }  # fmt: skip
+
+
+def section(title: str, name: str, facts: str, parts: Sequence[Part], id: str, open: bool) -> Part:
+    """Parts that open and close below a line of facts."""
+    return {
+        "kind": "section", "title": line(title), "name": line(name) if name else "",
+        "facts": line(facts), "parts": list(parts), "id": id, "open": open,
+    }  # fmt: skip
+
+
+def bars(each: Iterable[tuple[float, str]], said: str, caption: str) -> Part:
+    """A histogram: of each bar its height, 0 to 1, and what it is."""
+    shown = [{"part": round(part, 4), "said": words} for part, words in each]
+    return {"kind": "bars", "bars": shown, "said": said, "caption": caption}
+
+
+def choice(label: str, options: Iterable[tuple[str, Sequence[Part]]]) -> Part:
+    """Named lists of parts, of which the reader chooses one."""
+    return {"kind": "choice", "label": line(label), "options": _named(options)}
+
+
+def side(options: Iterable[tuple[str, Sequence[Part]]]) -> Part:
+    """Named lists of parts beside each other."""
+    return {"kind": "side", "options": _named(options)}
+
+
+def _named(options: Iterable[tuple[str, Sequence[Part]]]) -> list[Part]:
+    return [{"name": line(name), "parts": list(parts)} for name, parts in options]

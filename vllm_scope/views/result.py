@@ -1,0 +1,85 @@
+"""A result at a glance: its status, what arrived, and its scores token by token.
+
+Owns:  `result_picture`.
+From:  results.result.   To: a notebook, a file.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm_scope.views.document import Picture
+from vllm_scope.views.parts import Part, cell, grid, text
+from vllm_scope.views.strip import token_strip
+
+if TYPE_CHECKING:
+    from vllm_scope.results.result import ScopeResult
+
+#: Probes that have a strip, and tokens of each.
+MOST_STRIPS, MOST_TOKENS = 4, 512
+
+
+def result_picture(result: ScopeResult, tokenizer: Any = None) -> Picture:
+    """Status, counts, a table of what arrived, and a strip for each of the first probes.
+
+    Args:
+        tokenizer: with `decode`; None shows token ids.
+    """
+    facts = f"{result.status}: {result.delivered:,} of {result.expected:,} values arrived"
+    facts += f", {result.dropped:,} are missing." if result.dropped else "."
+    content = [text(facts)]
+    if result.error is not None:
+        content.append(text(result.error))
+    arrived = [*_rows(result), *_numbers(result)]
+    if arrived:
+        names, *columns = zip(*arrived, strict=True)
+        cells = [list(map(cell, row)) for row in zip(*columns, strict=True)]
+        content.append(grid(names, ["kind", "what arrived"], cells, ("name", ""), style="words"))
+    return Picture("Result of a request", content + _strips(result, tokenizer))
+
+
+def _rows(result: ScopeResult) -> list[tuple[str, str, str]]:
+    found = []
+    for site, layer in result.keys():
+        shape = len(result.positions(site, layer)), *result.sites.row_shape(site)
+        found.append((f"{site} {layer}", "rows", " by ".join(f"{n:,}" for n in shape)))
+    return found
+
+
+def _numbers(result: ScopeResult) -> list[tuple[str, str, str]]:
+    found = []
+    for name in result.scores:
+        told = f"{len(result.scores.positions(name)):,} positions"
+        if name in result.verdicts:
+            verdict = result.verdicts[name]
+            told += f", verdict {verdict.value:.4g} at position {verdict.position}"
+        found.append((name, "scores", told))
+    for name, some in result.features.items():
+        told = f"{len(some):,} values at {len(some.tokens):,} positions"
+        found.append((name, "features", told))
+    for name, layers in result.lens.items():
+        count = max(map(len, layers.values()), default=0)
+        found.append((name, "lens", f"{len(layers)} layers at {count:,} positions"))
+    return found
+
+
+def _strips(result: ScopeResult, tokenizer: Any) -> list[Part]:
+    ids, content = result.token_ids[:MOST_TOKENS], []
+    tokens = [f"{i} " if tokenizer is None else tokenizer.decode([i]) for i in ids]
+    for probe in result.probes[:MOST_STRIPS]:
+        scores = np.full(len(result.transcript), np.nan, np.float32)
+        scores[result.scores.positions(probe.name).numpy()] = result.scores[probe.name].numpy()
+        verdict = result.verdicts.get(probe.name)
+        is_seen = verdict is not None and verdict.position < len(ids)
+        strip = token_strip(
+            tokens, scores[: len(ids)], threshold=probe.threshold,
+            verdict=verdict if is_seen else None, caption=f"Scores of {probe.name}",
+        )  # fmt: skip
+        content += strip.parts()
+    left = len(result.probes) - MOST_STRIPS, len(result.transcript) - MOST_TOKENS
+    if max(left) > 0 and result.probes:
+        most = f"{MOST_STRIPS} probes and {MOST_TOKENS} tokens"
+        content.append(text(f"Shown are at most {most}; `scores` has all."))
+    return content

@@ -1,0 +1,63 @@
+"""Two answers side by side, such as a plain and a steered one; tokens that differ are marked.
+
+Owns:  `side_by_side`.
+From:  strip.   To: a notebook, a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+
+import numpy as np
+
+from vllm_scope.errors import SpecError
+from vllm_scope.views.document import Picture
+from vllm_scope.views.parts import Part, side, text
+from vllm_scope.views.strip import TokenStrip, score_legend, token_strip
+
+
+def side_by_side(
+    plain: TokenStrip | Sequence[str],
+    other: TokenStrip | Sequence[str],
+    *,
+    names: tuple[str, str] = ("plain", "steered"),
+    title: str = "Two answers",
+) -> Picture:
+    """Two answers beside each other, coloured by their scores if they have any.
+
+    Args:
+        plain, other: strips of one threshold; or the texts of tokens, which then have no scores.
+        names: of the two.
+
+    Raises:
+        SpecError: as token_strip, or the thresholds differ.
+    """
+    strips = [
+        one if isinstance(one, TokenStrip) else token_strip(one, [np.nan] * len(one))
+        for one in (plain, other)
+    ]
+    one, two = strips
+    if one.threshold != two.threshold:
+        raise SpecError(
+            f"the strips have the thresholds {one.threshold} and {two.threshold}; a colour means "
+            "the same in both, so give them one threshold."
+        )
+    differs: tuple[set[int], set[int]] = set(), set()
+    matcher = SequenceMatcher(None, one.tokens, two.tokens, autojunk=False)
+    for kind, *ends in matcher.get_opcodes():
+        if kind != "equal":
+            differs[0].update(range(*ends[:2]))
+            differs[1].update(range(*ends[2:]))
+    counts = " and ".join(
+        f"{len(some)} of {len(strip.tokens)}" for some, strip in zip(differs, strips, strict=True)
+    )
+    spread = max(strip.spread for strip in strips)
+    each = [
+        (name, [strip.strip(spread, some)])
+        for name, strip, some in zip(names, strips, differs, strict=True)
+    ]
+    about: list[Part] = [text(f"{counts} tokens differ; these have a frame.")]
+    if any(np.isfinite(strip.scores).any() for strip in strips):
+        about.append(score_legend(one.threshold, spread))
+    return Picture(title, [*about, side(each)])

@@ -1,0 +1,121 @@
+"""Grids of what a token has few of: the likeliest tokens by layer, the strongest features.
+
+Owns:  `lens_grid`, `feature_list`.
+From:  results.lens, results.features, and the same of a client.   To: a notebook, a file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from vllm_scope.views.document import Picture
+from vllm_scope.views.parts import Part, cell, grid, legend, text
+
+#: Positions that are shown if the reader names none; features of each.
+MOST_POSITIONS, MOST_FEATURES = 64, 8
+
+
+class HasTop(Protocol):
+    """`TopTokens` or `SparseFeatures`, of a result or of a client's answer."""
+
+    def top(self, position: int) -> list[tuple[int, float]]: ...
+
+
+def lens_grid(
+    found: Mapping[int, Any],
+    *,
+    tokenizer: Any = None,
+    tokens: Sequence[str] | None = None,
+    positions: Sequence[int] | None = None,
+) -> Picture:
+    """The likeliest next token by position and layer; each cell tells all that the lens has.
+
+    Args:
+        found: layer -> its tokens, such as `out.scope.lens["lens"]`.
+        tokenizer: with `decode`, such as `llm.get_tokenizer()`; None shows token ids.
+        tokens: the text of each token of prompt and answer, from position 0.
+        positions: which are shown; None: the first 64.
+    """
+    known = {layer: set(one.positions.tolist()) for layer, one in found.items()}
+    shown, facts = _chosen(set().union(*known.values()), positions)
+
+    def text_of(token: int) -> str:
+        return f"{token}" if tokenizer is None else repr(tokenizer.decode([token]))
+
+    def cell_at(layer: int, position: int) -> Part | None:
+        if position not in known[layer]:
+            return None
+        some = [(text_of(i), math.exp(value)) for i, value in found[layer].top(position)]
+        lines = [(f"{name} {share:.3f}", _length(share)) for name, share in some]
+        name, share = some[0]
+        return cell(name, None if math.isnan(share) else round(share, 3), lines)
+
+    cells = [[cell_at(layer, position) for layer in found] for position in shown]
+    names = [_name(position, tokens) for position in shown]
+    table = grid(
+        names, map(str, found), cells, ("position", "layer"),
+        "The likeliest next token by position and layer", "words",
+    )  # fmt: skip
+    title = f"Likeliest tokens at {len(known)} layers"
+    return Picture(title, [*facts, legend("0", "1", "its probability", up=True), table])
+
+
+def feature_list(
+    found: Any,
+    *,
+    tokens: Sequence[str] | None = None,
+    labels: Mapping[int, str] | None = None,
+    positions: Sequence[int] | None = None,
+    strongest: int = MOST_FEATURES,
+) -> Picture:
+    """The strongest features of each token, with their values.
+
+    Args:
+        found: `SparseFeatures`, such as `out.scope.features["toy"]`.
+        tokens: the text of each token of prompt and answer, from position 0.
+        labels: a word or two about a feature, by its number.
+        positions: which are shown; None: the first 64.
+        strongest: how many features of each.
+    """
+    labels = labels or {}
+    shown, facts = _chosen(set(found.tokens.tolist()), positions)
+    top = [found.top(position)[:strongest] for position in shown]
+    largest = max((value for some in top for _, value in some if math.isfinite(value)), default=0)
+    width = max(map(len, top), default=0)
+    cells: list[list[Part | None]] = []
+    for some in top:
+        named = [(f"{i} {labels[i]}" if i in labels else f"{i}", value) for i, value in some]
+        row = [cell(f"{name}: {value:.3g}", _part(value, largest)) for name, value in named]
+        cells.append([*row, *[None] * (width - len(row))])
+    names = [_name(position, tokens) for position in shown]
+    ranks = [f"{rank + 1}" for rank in range(width)]
+    table = grid(names, ranks, cells, ("position", "rank"), repr(found), "words")
+    scale = legend("0", f"{largest:.3g}", "a feature's value", up=True)
+    return Picture("Strongest features", [*facts, scale, table])
+
+
+def _chosen(there: set[int], asked: Sequence[int] | None) -> tuple[list[int], list[Part]]:
+    """The positions that are shown, and a paragraph if some are not."""
+    if asked is not None:
+        return [position for position in asked if position in there], []
+    every = sorted(there)
+    if len(every) <= MOST_POSITIONS:
+        return every, []
+    return every[:MOST_POSITIONS], [
+        text(f"The first {MOST_POSITIONS} of {len(every):,} positions; name others as positions.")
+    ]
+
+
+def _name(position: int, tokens: Sequence[str] | None) -> str:
+    known = tokens is not None and position < len(tokens)
+    return f"{position} {tokens[position]}" if tokens is not None and known else f"{position}"
+
+
+def _part(value: float, largest: float) -> float | None:
+    return None if math.isnan(value) else round(_length(value / (largest or 1)), 3)
+
+
+def _length(share: float) -> float:
+    return 0.0 if math.isnan(share) else min(max(share, 0.0), 1.0)

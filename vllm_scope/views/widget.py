@@ -1,0 +1,74 @@
+"""The view in a notebook, drawn by scope.js; it may change while it is shown.
+
+Owns:  ScopeWidget, and `shown_live`.
+Runs:  in the process of a notebook. Importing it needs anywidget: pip install vllm-scope[notebook].
+From:  document.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from vllm_scope.errors import ConfigError
+from vllm_scope.views.document import MODULE, STYLE
+
+if TYPE_CHECKING:
+    from vllm_scope.views.document import View
+
+try:
+    import anywidget
+    import traitlets
+except ImportError as error:
+    raise ConfigError(
+        "a widget needs the package anywidget; pip install 'vllm-scope[notebook]', or let the "
+        "notebook show the view itself."
+    ) from error
+
+#: Seconds from one drawing of a changing view to the next, at least; and how many times as long as
+#: the drawing took.
+_EVERY_S, _REST = 0.25, 10
+
+
+class ScopeWidget(anywidget.AnyWidget):
+    """A view in a notebook."""
+
+    _esm = MODULE
+    _css = STYLE
+    view = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, view: View) -> None:
+        super().__init__(view=view.data())
+
+    def show(self, view: View) -> None:
+        """Draw another view in the place of this one; the item that has the focus keeps it."""
+        self.view = view.data()
+
+
+@contextmanager
+def shown_live(make: Callable[[], View]) -> Iterator[Callable[[], None]]:
+    """Show a view that changes in the output of the running cell; yields what is called after a
+    change. It draws at most four times a second, and once more at the end.
+
+    Args:
+        make: returns the view as it is now.
+    """
+    from IPython.display import display
+
+    widget, due = make().widget(), 0.0
+    display(widget)
+
+    def changed() -> None:
+        nonlocal due
+        began = time.monotonic()
+        if began >= due:
+            widget.show(make())
+            ended = time.monotonic()
+            due = ended + max(_EVERY_S, _REST * (ended - began))
+
+    try:
+        yield changed
+    finally:
+        widget.show(make())
