@@ -7,8 +7,8 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export VLLM_NO_USAGE_STATS = 1
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo monitor control features test test-all lint bench soak matrix clean test-gpu bench-gpu \
-	$(PARTS:%=test-%)
+.PHONY: demo monitor control features notebooks test test-all lint bench soak matrix clean \
+	test-gpu bench-gpu $(PARTS:%=test-%)
 
 demo: .venv/.ready
 	$(BIN)/python -m examples.demo
@@ -25,6 +25,10 @@ control: .venv/.ready
 features: .venv/.ready
 	$(BIN)/python -m examples.features
 
+# Runs the notebooks and writes their outputs and pictures anew: two minutes. NAMES=read_and_probe for one.
+notebooks: .venv/.ready
+	PYTHONPATH=$(CURDIR)/.venv/notebooks $(BIN)/python -m notebooks.run $(NAMES)
+
 # With VLLM: what another vLLM could break. Everything is run with the vLLM of the lock.
 CORE := tests/unit tests/engine/test_rows.py tests/engine/test_values.py \
 	tests/engine/test_edits.py tests/engine/test_edit_requests.py \
@@ -40,7 +44,8 @@ test: $(VENV)/.ready
 else
 # Two parts at a time, which are what two cores carry; then what measures time, by itself. `make
 # test` leaves out the tests marked long, `make test-all` leaves out nothing.
-PARTS := engine server compat unit interpreter inspect browser $(if $(ALL),ray openapi)
+PARTS := engine server compat unit interpreter inspect browser \
+	$(if $(ALL),ray openapi notebooks)
 SHORT := $(if $(ALL),, and not long)
 # AGAIN: what runs pytest, see .ci/again.
 PYTEST = $(AGAIN) $(BIN)/python -m pytest -m "not alone$(SHORT)"
@@ -59,13 +64,15 @@ test-inspect:
 		tests/unit/compat/test_inspect_provider.py
 # Needs chromium and chromedriver; without them it is skipped, and says so.
 test-browser:
-	PYTHONPATH=.venv/widget $(PYTEST) tests/browser
+	PYTHONPATH=.venv/notebooks $(PYTEST) tests/browser
 test-openapi:
 	PYTHONPATH=.venv/openapi $(PYTEST) tests/server/test_openapi.py
 test-ray:
 	PYTHONPATH=$(CURDIR)/.venv/ray $(PYTEST) tests/engine/test_ray.py \
 		tests/engine/test_ray_harvest.py \
 		tests/engine/test_hosts.py::test_a_harvest_over_two_hosts_equals_that_of_one_engine
+test-notebooks:
+	PYTHONPATH=$(CURDIR)/.venv/notebooks $(PYTEST) tests/notebooks
 test-interpreter:
 	tests/interpreter/run.sh
 endif
@@ -104,7 +111,7 @@ bench-gpu:
 # would bring torchvision, torchaudio, torchcodec and triton built for CUDA, and
 # with a CPU torch `import transformers` then fails.
 .venv/.ready: requirements/cpu.txt requirements/interpreter.txt requirements/inspect.txt \
-		requirements/openapi.txt requirements/ray.txt requirements/widget.txt pyproject.toml
+		requirements/openapi.txt requirements/ray.txt requirements/notebooks.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check --no-deps -r requirements/cpu.txt
 	$(BIN)/pip install --disable-pip-version-check --no-deps --upgrade \
@@ -116,7 +123,7 @@ bench-gpu:
 	$(BIN)/pip install --disable-pip-version-check --no-deps --upgrade \
 		--target .venv/ray -r requirements/ray.txt
 	$(BIN)/pip install --disable-pip-version-check --no-deps --upgrade \
-		--target .venv/widget -r requirements/widget.txt
+		--target .venv/notebooks -r requirements/notebooks.txt
 	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
