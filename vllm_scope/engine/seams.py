@@ -101,7 +101,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
                "vllm_config engine_core output_processor"),
         _wraps("AsyncLLM._add_request", "request prompt parent_req"),
         _wraps("AsyncLLM.generate", "prompt sampling_params"),
-        _uses("AsyncLLM", "collective_rpc tokenizer"),
+        _uses("AsyncLLM", "collective_rpc tokenizer abort"),
     ),
     "v1.engine.core_client": (
         # Before 0.32 without call_utility_all_async.

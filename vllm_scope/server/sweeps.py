@@ -77,24 +77,42 @@ def _parsed(body: bytes) -> AskedSweep:
     return AskedSweep.from_json(decoded(body, MOST_NUMBERS)[1])
 
 
+class _Arrived:
+    """Cells that were not sent yet. Apart from the answer, so that a cancelled task, whose error
+    keeps its frames, does not keep itself."""
+
+    def __init__(self) -> None:
+        self._cells: list[Cell] = []
+        self.news = asyncio.Event()
+
+    def tell(self, cell: Cell) -> None:
+        self._cells.append(cell)
+        self.news.set()
+
+    def ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            task.exception()  # a client that has left is not told
+        self.news.set()
+
+    def take(self) -> list[Cell]:
+        found, self._cells = self._cells, []
+        return found
+
+
 class SweepAnswer:
-    """A sweep that runs, and what of it was not sent yet."""
+    """A sweep that runs."""
 
     def __init__(self, run: RunningSweep) -> None:
-        self._run = run
-        self._cells: list[Cell] = []
-        self._news = asyncio.Event()
-        self._task = asyncio.create_task(run.run(self._tell))
-        self._task.add_done_callback(lambda _: self._news.set())
-
-    def _tell(self, cell: Cell) -> None:
-        self._cells.append(cell)
-        self._news.set()
+        self._run, self._arrived, self._closing = run, _Arrived(), False
+        self._task = asyncio.create_task(run.run(self._arrived.tell))
+        self._task.add_done_callback(self._arrived.ended)
 
     async def close(self) -> None:
         """End the sweep's requests. Called when the HTTP request is over."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        if not self._closing:  # a second one would interrupt what the first one makes it do
+            self._closing = True
+            self._task.cancel()
+        await asyncio.wait({self._task})
         self._run.close()  # a task that is cancelled before it began runs nothing
 
     async def whole(self, request: Request) -> Response:
@@ -118,11 +136,10 @@ class SweepAnswer:
         yield _event({"table": wire.head(table), "num_cells": self._run.num_cells})
         ended = False
         while not ended:
-            await self._news.wait()
-            self._news.clear()
+            await self._arrived.news.wait()
+            self._arrived.news.clear()
             ended = self._task.done()
-            cells, self._cells = self._cells, []
-            if cells:
+            if cells := self._arrived.take():
                 yield _event({"cells": [wire.cell(table, one) for one in cells]})
         try:
             await asked(self._task)

@@ -317,7 +317,13 @@ async def _add_one_async(
             with refusing(translators.decorators_of(params).paths):
                 found = await asyncio.to_thread(prepare, connection, request)
     with prepared_as(found):
-        await original(self, request, prompt, parent_req, *args, **kwargs)
+        try:
+            await original(self, request, prompt, parent_req, *args, **kwargs)
+        except asyncio.CancelledError:
+            # vLLM keeps a request for good whose caller leaves while it is added.
+            # vllm 0.30 to 0.33, v1/engine/async_llm.py, AsyncLLM.generate: `q` is None then
+            await self.abort(getattr(request, "external_req_id", None) or request.request_id)
+            raise
 
 
 def wrap() -> None:

@@ -357,8 +357,7 @@ async def follow(
     try:
         while running or not sweeping.over:
             for request in sweeping.due(len(running), tell):
-                name = next(names)
-                task = asyncio.create_task(_answer(engine, name, request), name=name)
+                task = asyncio.create_task(_answer(engine, next(names), request))
                 running[task] = request.job
                 await asyncio.sleep(0)  # other requests' turn
             if not running:
@@ -370,10 +369,7 @@ async def follow(
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        # vLLM aborts no request that is cancelled while it is added.
-        # vllm 0.30 to 0.33, v1/engine/async_llm.py, AsyncLLM.generate: `q` is None then.
-        if running:
-            await engine.abort([task.get_name() for task in running])
+        running.clear()  # an exception keeps this frame, and so its requests' rows
 
 
 async def _answer(engine: AsyncLLM, name: str, request: _Request) -> RequestOutput | ScopeError:
