@@ -196,10 +196,14 @@ def _name_of(value: object) -> str:
 @contextmanager
 def _in_words(what: str) -> Iterator[None]:
     """Raises a ScopeError of one sentence for whatever vLLM raises."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
     try:
         yield
     except ScopeError:
         raise
+    except EngineDeadError as error:
+        raise ScopeError(f"the engine has died: {reason_of(error)}") from error
     except Exception as error:
         raise ScopeError(f"{what}: {reason_of(error)}") from error
 

@@ -103,6 +103,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
         _wraps("AsyncLLM.generate", "prompt sampling_params"),
         _uses("AsyncLLM", "collective_rpc tokenizer abort"),
     ),
+    "v1.engine.exceptions": (_uses("EngineDeadError"),),
     "v1.engine.core_client": (
         # Before 0.32 without call_utility_all_async.
         _uses("AsyncMPClient", "call_utility_all_async _call_utility_async core_engines"),
