@@ -96,7 +96,7 @@ def test_keys_go_from_token_to_token_and_tab_to_the_next_strip(shown):
     assert browser.run(TOLD) == said_of_token(0)
     assert browser.run("return document.querySelectorAll('[tabindex=\"0\"]').length") == 2
     browser.press("ArrowRight", "Tab")
-    assert browser.run("return document.activeElement.closest('figure').dataset.key") == "2"
+    assert browser.run("return document.activeElement.closest('figure').dataset.key") == "strip2"
     place = "const b = document.activeElement.getBoundingClientRect(); return [b.left, b.top]"
     browser.press("ArrowRight", "ArrowRight")
     left, top = browser.run(place)

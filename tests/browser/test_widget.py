@@ -112,6 +112,14 @@ def test_what_is_chosen_and_open_stays_so(notebook):
         notebook.until(f"return {opened}.every(filled => filled)")
 
 
+def test_another_kind_of_view_takes_the_place_of_the_first(notebook):
+    start(notebook, attention_map(samples.attention()))
+    notebook.press("Tab", "ArrowDown")
+    change(notebook, streamed(3))
+    assert len(notebook.run(TOKENS)) == 3
+    assert notebook.run("return document.querySelector('select')") is None
+
+
 def test_an_output_that_is_gone_is_drawn_no_more(notebook):
     start(notebook, streamed(2))
     notebook.run("window.end()")

@@ -54,6 +54,11 @@ class Registry:
         self._edits: tuple[ResolvedEdit, ...] = ()
         self.ahead = SentAhead()
 
+    def know(self, sites: Sites) -> None:
+        """Resolve specs for other sites from now on."""
+        with self._lock:
+            self._sites, self._meanings = sites, Meanings(sites)
+
     def register(self, name: str, data: bytes) -> str:
         """Give a module a name, and return its digest.
 

@@ -221,8 +221,9 @@ class Compiled:
     def ranged(self, columns: NDArray[np.int32]) -> ColumnRange:
         """The columns of a range of positions, with the distinct ones."""
         firsts, index = self.distinct_in(columns)
-        columns.flags.writeable = index.flags.writeable = False
         each = columns[:, firsts].T
+        for made in (columns, index, each):
+            made.flags.writeable = False
         return ColumnRange(columns, index, {column.tobytes(): column for column in each})
 
     def check_size(self, columns: Collection[Column]) -> None:

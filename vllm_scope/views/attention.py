@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from vllm_scope.errors import ScopeError, SpecError, shown
 from vllm_scope.views.document import Picture
-from vllm_scope.views.parts import Part, cell, choice, grid, legend
+from vllm_scope.views.parts import Part, cell, choice, colour, grid, legend
 
 if TYPE_CHECKING:
     from vllm_scope.results.result import ScopeResult
@@ -76,7 +76,7 @@ def attention_map(
 def _head(weights: NDArray[np.float32], names: list[str], first: int, caption: str) -> Part:
     cells = [
         [
-            cell(f"{weight:.3f}", round(weight, 3)) if key <= first + query else None
+            cell(f"{weight:.3f}", colour(max(weight, 0), 0, 1)) if key <= first + query else None
             for key, weight in enumerate(row)
         ]
         for query, row in enumerate(weights.tolist())

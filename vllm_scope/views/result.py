@@ -70,12 +70,15 @@ def _strips(result: ScopeResult, tokenizer: Any) -> list[Part]:
     tokens = [f"{i} " if tokenizer is None else tokenizer.decode([i]) for i in ids]
     for probe in result.probes[:MOST_STRIPS]:
         scores = np.full(len(result.transcript), np.nan, np.float32)
-        scores[result.scores.positions(probe.name).numpy()] = result.scores[probe.name].numpy()
+        # A threshold and a verdict are of the aggregate, if the probe has one.
+        told = "Scores" if probe.aggregate is None else "Aggregates"
+        values = result.scores if probe.aggregate is None else result.aggregates
+        scores[result.scores.positions(probe.name).numpy()] = values[probe.name].numpy()
         verdict = result.verdicts.get(probe.name)
         is_seen = verdict is not None and verdict.position < len(ids)
         strip = token_strip(
             tokens, scores[: len(ids)], threshold=probe.threshold,
-            verdict=verdict if is_seen else None, caption=f"Scores of {probe.name}",
+            verdict=verdict if is_seen else None, caption=f"{told} of {probe.name}",
         )  # fmt: skip
         content += strip.parts()
     left = len(result.probes) - MOST_STRIPS, len(result.transcript) - MOST_TOKENS

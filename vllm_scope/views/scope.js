@@ -14,15 +14,20 @@ const DRAW = { text, heading, legend, strip, grid, section, bars, choice, side }
 function draw(root, view, state) {
   const active = root.getRootNode().activeElement;
   const focused = active && root.contains(active) ? active.closest("[data-key]")?.dataset.key : null;
+  const scrolled = [...root.querySelectorAll("div.grid")].map(grid => grid.scrollLeft);
   root.classList.add("vllm-scope");
   root.replaceChildren(...drawn(view.parts ?? [], { key: "", state }));
+  root.querySelectorAll("div.grid").forEach((grid, i) => { grid.scrollLeft = scrolled[i] ?? 0; });
   const there = focused && root.querySelector(`[data-key="${focused}"]`);
-  if (there) (there.querySelector('[tabindex="0"]') ?? there).focus();
+  // The page stays where the reader has scrolled it.
+  if (there) (there.querySelector('[tabindex="0"]') ?? there).focus({ preventScroll: true });
 }
 
-/** The elements of some parts. A part's key is its place: "0.2" is the third part of the first. */
+/** The elements of some parts. A part's key is its kind and place: "side0.strip2" is the third part
+    of the first. So what is kept of a strip is no grid's in the same place. */
 function drawn(parts, { key, state }) {
-  return parts.map((part, i) => DRAW[part.kind](part, { key: key ? `${key}.${i}` : `${i}`, state }));
+  return parts.map((part, i) =>
+    DRAW[part.kind](part, { key: `${key && `${key}.`}${part.kind}${i}`, state }));
 }
 
 function element(tag, attributes = {}, ...children) {
@@ -99,8 +104,10 @@ function navigable(figure, rows, { key, state }, beside) {
     state.set(key, here);
     return rows[here[0]][here[1]].item;
   };
+  const forth = () => getComputedStyle(places.keys().next().value.parentElement).direction === "rtl"
+    ? -1 : 1;
   const to = (event, [r, c]) => ({
-    ArrowLeft: () => [r, c - 1], ArrowRight: () => [r, c + 1],
+    ArrowLeft: () => [r, c - forth()], ArrowRight: () => [r, c + forth()],
     ArrowUp: () => beside(r, c, -1), ArrowDown: () => beside(r, c, 1),
     Home: () => [event.ctrlKey ? 0 : r, 0],
     End: () => [event.ctrlKey ? rows.length - 1 : r, Infinity],
@@ -204,7 +211,7 @@ function section(part, at) {
   const name = [element("b", {}, part.title), part.name ? ` ${part.name}` : "",
     element("span", { class: "facts" }, ` ${part.facts}`)];
   const made = element("details", { class: "feature", id: part.id },
-    element("summary", {}, ...name));
+    element("summary", { "data-key": at.key }, ...name));
   // What is closed is drawn when it opens.
   const fill = () => {
     if (made.open && made.children.length === 1) made.append(...drawn(part.parts, at));

@@ -1,4 +1,4 @@
-"""Grids of what a token has few of: the likeliest tokens by layer, the strongest features.
+"""Grids of each token's short lists: likeliest next tokens by layer, strongest features.
 
 Owns:  `lens_grid`, `feature_list`.
 From:  results.lens, results.features, and the same of a client.   To: a notebook, a file.
@@ -8,19 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from vllm_scope.views.document import Picture
 from vllm_scope.views.parts import Part, cell, grid, legend, text
 
 #: Positions that are shown if the reader names none; features of each.
 MOST_POSITIONS, MOST_FEATURES = 64, 8
-
-
-class HasTop(Protocol):
-    """`TopTokens` or `SparseFeatures`, of a result or of a client's answer."""
-
-    def top(self, position: int) -> list[tuple[int, float]]: ...
 
 
 def lens_grid(

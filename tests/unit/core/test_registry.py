@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tests.unit.strategies import sentence
 from vllm_scope import Ablate, Add, Policy, Probe, Read, Replace, Spec, scope
 from vllm_scope.core import registry
 from vllm_scope.core.registry import Registry
+from vllm_scope.errors import SpecError
 from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.ticket import Recipient, Ticket, travelling
@@ -48,6 +50,14 @@ def _resolve(held: Registry, spec: Spec | None) -> Resolved:
     arrays = travelling(spec.arrays.values())
     ticket = Ticket(Recipient(1, "f"), None, spec.modules, spec.packed, arrays)
     return held.resolve(Ticket.decode(ticket.encode()))[1]
+
+
+def test_where_the_model_changes_its_stream_no_edit_acts_before_the_layer(held):
+    edit = scope(Add(V, site="resid_pre", layer=1, tokens="all"))["scope"]
+    held.set_edits(edit)
+    held.know(replace(SITES, moved=(1,)))
+    with pytest.raises(SpecError, match="changes the stream before that layer"):
+        held.set_edits(edit)
 
 
 # Modules

@@ -338,12 +338,13 @@ class _Workers:
     """EngineCore.collective_rpc, and what the workers hear of it."""
 
     def __init__(self, reason: str | None = None) -> None:
-        self.reason, self.heard = reason, []
+        self.reason, self.heard, self.moved = reason, [], ()
         self.engine = _EngineCore(scope=_core())
 
     def original(self, engine, method, timeout, args, kwargs):
         self.heard.append(method)
-        return [{"reason": self.reason, "stage": stage} for stage in range(2)]
+        sites = {"moved": self.moved}
+        return [{"reason": self.reason, "stage": stage, "sites": sites} for stage in range(2)]
 
     def call(self, method, *args, **kwargs):
         return core._collective_rpc(self.original, self.engine, method, None, args, kwargs)
@@ -361,9 +362,16 @@ def test_enginecore_answers_calls_about_modules_and_edits():
     assert workers.call("scope_get_edits") == [text]
     workers.heard.clear()
     assert [each["modules"] for each in workers.call("scope_describe")] == [modules] * 2
-    assert workers.call("anything", 1)[1] == {"reason": None, "stage": 1}
+    assert workers.call("anything", 1)[1]["stage"] == 1
     assert workers.call("scope_unregister", "m") == [True]
     assert workers.heard == ["scope_describe", "anything"]
+
+
+def test_enginecore_knows_where_the_workers_saw_the_stream_change():
+    workers, text = _Workers(), scope(Add(V, site="resid_pre", layer=1))["scope"]
+    workers.moved = (1,)
+    with pytest.raises(SpecError, match="changes the stream before that layer"):
+        workers.call("scope_set_edits", text)
 
 
 def test_an_engine_without_taps_takes_no_modules_and_no_edits_of_the_server():

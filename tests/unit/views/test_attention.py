@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tests.browser import samples
@@ -58,3 +59,9 @@ def test_a_result_needs_a_layer_and_all_its_rows(road):
         attention_map(result)
     with pytest.raises((KeyError, ScopeError), match="was not asked for"):
         attention_map(result, 1)
+
+
+def test_a_weight_that_is_no_number_has_no_colour():
+    weights = np.full((1, 2, 2), 0.5, np.float32)
+    weights[0, 1, 0] = np.nan
+    assert "nan" in attention_map(weights).page()

@@ -72,3 +72,16 @@ def test_a_long_result_shows_its_first_tokens(road):
     (strip,) = [part for part in parts if part["kind"] == "strip"]
     assert len(strip["items"]) == 512
     assert parts[-1]["text"] == "Shown are at most 4 probes and 512 tokens; `scores` has all."
+
+
+def test_a_strip_shows_the_aggregate_that_its_threshold_is_of(road):
+    probe = Probe([1.0] * 4, layer=1, name="mean", aggregate="mean", threshold=1e9)
+    pending = road.open(probe)
+    (bank,) = pending.asked.banks
+    road.send([(pending.key, p, Layout((), ((bank, (POINT,)),)), 0) for p in range(4)])
+    road.finish(pending)
+    result = pending.snapshot([5, 6], "stop")
+    said = [token.attributes["title"] for token in read_html(result._repr_html_()).tokens()]
+    shown = [float(one.split(",")[0]) for one in said[:4]]
+    assert shown == [float(f"{value:.4g}") for value in result.aggregates["mean"].tolist()]
+    assert shown != [float(f"{value:.4g}") for value in result.scores["mean"].tolist()]

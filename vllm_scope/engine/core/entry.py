@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from vllm_scope.core.news import packed_of
@@ -64,6 +65,14 @@ class CoreScope:
         self.everywhere = global_reads(config, self.sites)
         self.policies = config.policy_configs()
         self.most = capacity(self.sites.vector_size, config.vectors_mib)
+
+    def learn(self, replies: Iterable[Described]) -> None:
+        """Take what the workers found out about the model when it was loaded: where it changes the
+        stream between two layers. They answer before the first request with a ticket enters."""
+        moved = tuple(sorted({layer for each in replies for layer in each["sites"]["moved"]}))
+        if moved != self.sites.moved:
+            self.sites = replace(self.sites, moved=moved)
+            self.registry.know(self.sites)
 
     def enter(self, request: EngineCoreRequest) -> Entered | None:
         """What a request that enters asks for, with the modules and server-wide edits of now.
@@ -257,23 +266,27 @@ Ask = Callable[[str], list[Described]]
 
 
 def _register(engine: EngineCore, ask: Ask, name: str, data: bytes) -> str:
-    _check_tapped(ask)
-    return _scope_of(engine).registry.register(name, data)
+    scope = _scope_of(engine)
+    scope.learn(_tapped(ask))
+    return scope.registry.register(name, data)
 
 
 def _set_edits(engine: EngineCore, ask: Ask, text: str | None) -> str | None:
     scope = _scope_of(engine)
     if text is not None:
-        _check_tapped(ask)
+        scope.learn(_tapped(ask))
         scope.check_edits(text)
     return scope.registry.set_edits(text)
 
 
-def _check_tapped(ask: Ask) -> None:
-    """Raises SpecError if the model has no taps: modules and edits would then do nothing."""
-    reason = next((each["reason"] for each in ask("scope_describe") if each["reason"]), None)
+def _tapped(ask: Ask) -> list[Described]:
+    """What the workers say. Raises SpecError if the model has no taps: modules and edits would then
+    do nothing."""
+    found = ask("scope_describe")
+    reason = next((each["reason"] for each in found if each["reason"]), None)
     if reason is not None:
         raise SpecError(f"this model cannot be tapped: {reason}.")
+    return found
 
 
 #: Name of a remote call -> the function that answers it in EngineCore. Workers know no names of
@@ -307,6 +320,7 @@ def _collective_rpc(
         return [_ANSWERS[method](self, ask, *args, **(kwargs or {}))]
     found = original(self, method, timeout, args, kwargs)
     if method in _WITH_MODULES:
+        _scope_of(self).learn(found)
         modules = _scope_of(self).registry.modules()
         found = [{**each, "modules": modules} for each in found]
     if method == "scope_drop_moments":

@@ -322,7 +322,8 @@ async def _add_one_async(
         except asyncio.CancelledError:
             # vLLM keeps a request for good whose caller leaves while it is added.
             # vllm 0.30 to 0.33, v1/engine/async_llm.py, AsyncLLM.generate: `q` is None then
-            await self.abort(getattr(request, "external_req_id", None) or request.request_id)
+            name = getattr(request, "external_req_id", None) or request.request_id
+            await self.abort([name])
             raise
 
 

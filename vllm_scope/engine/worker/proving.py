@@ -3,7 +3,7 @@
 Owns:  `proved`, `agreed`.
 Runs:  in every worker, when the model is loaded, before vLLM compiles it. vLLM's own profile run
        comes later and is compiled, where hooks do not run; so this is one more dummy forward, of
-       one row, without compilation.
+       two rows, without compilation.
 From:  graph.anatomy (Watch, find_faults), runners (the forward).   To: worker.
 
 Promise: all ranks of an engine give the same answer. If one rank refuses the model, all do.

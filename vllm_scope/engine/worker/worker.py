@@ -46,7 +46,7 @@ from vllm_scope.engine.worker.scaling import Scaling
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.engine.worker.steps import Steps
 from vllm_scope.engine.worker.unembedding import check_lens, lens_of
-from vllm_scope.errors import CapacityError, CompatError, ScopeError
+from vllm_scope.errors import CapacityError, CompatError, ConfigError, ScopeError
 from vllm_scope.graph.tap import op
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.request.heads import LENS
@@ -112,7 +112,14 @@ class ScopeWorker:
             logger.warning("vllm-scope: no taps on this model: %s.", error)
             return
         # EngineCore uses both, from its first request on. What is wrong with them ends the start.
-        global_reads(self.config, self.sites)
+        if global_reads(self.config, self.sites) != global_reads(
+            self.config, replace(self.sites, moved=())
+        ):
+            moved = ", ".join(map(str, self.sites.moved))
+            raise ConfigError(
+                f"a global sink reads resid_pre before layer {moved}, where this model changes the "
+                "stream between two layers; name the other layers."
+            )
         check_monitors(configured(self._vllm_config), self.sites, self.num_stages)
         drafts = self._vllm_config.speculative_config is not None
         check_engine(self.config.policy_configs(), self.num_stages, drafts)

@@ -32,8 +32,8 @@ from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.graph.anatomy.watched import LayerCall, NormCall, Watch
 from vllm_scope.request.sites import ROUTER_SITE
 
-#: Of a row's length: so many steps of its dtype, and at least so much. Sums are rounded once or
-#: twice.
+#: The largest error that counts as rounding, as a part of the row's length: so many eps of the
+#: dtype, and at least so much. Sums are rounded once or twice.
 _STEPS, _LEAST = 4, 1e-5
 
 
