@@ -25,7 +25,7 @@ control: .venv/.ready
 features: .venv/.ready
 	$(BIN)/python -m examples.features
 
-# Runs the notebooks and writes their outputs and pictures anew: two minutes. NAMES=read_and_probe for one.
+# Runs the notebooks and writes their outputs and pictures anew: two minutes. NAMES=steer for one.
 notebooks: .venv/.ready
 	PYTHONPATH=$(CURDIR)/.venv/notebooks $(BIN)/python -m notebooks.run $(NAMES)
 
