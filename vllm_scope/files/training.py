@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from vllm_scope.errors import FileError
+from vllm_scope.errors import FileError, shown
 from vllm_scope.files.reader import open as open_capture
 
 
@@ -38,6 +38,9 @@ class RowDataset(IterableDataset[Tensor]):
         shuffle: False: in the order of the files.
         seed: of the first epoch. An epoch begins with each new iterator after a whole one.
         part: (index, number of parts), for several training processes.
+
+    Raises:
+        FileError: batch_size is below 1, or there is no such part.
     """
 
     def __init__(
@@ -51,6 +54,13 @@ class RowDataset(IterableDataset[Tensor]):
         seed: int = 0,
         part: tuple[int, int] = (0, 1),
     ) -> None:
+        if batch_size < 1:
+            raise FileError(f"batch_size is {batch_size}; it is at least 1.")
+        if not 0 <= part[0] < part[1]:
+            raise FileError(
+                f"part is {shown(part)}; it is (index, number of parts), and the index is 0 to the "
+                "number less 1."
+            )
         self._path, self._stream = os.fspath(path), (site, layer)
         self._batch_size, self._shuffle, self._seed, self._part = batch_size, shuffle, seed, part
         self._epoch = self._taken = 0

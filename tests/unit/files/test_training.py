@@ -129,3 +129,16 @@ def test_a_state_of_another_order_is_refused(captured):
         RowDataset(root, *STREAM, 16).load_state_dict(state)
     with pytest.raises(FileError, match=r"the state is of part \(0, 1\)"):
         RowDataset(root, *STREAM, 32, part=(1, 2)).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("size", "part", "sentence"),
+    [
+        (0, (0, 1), "batch_size is 0"),
+        (8, (2, 2), r"part is \(2, 2\)"),
+        (8, (-1, 2), "the index is"),
+    ],
+)
+def test_a_part_that_is_none_and_an_empty_batch_are_refused(size, part, sentence):
+    with pytest.raises(FileError, match=sentence):
+        RowDataset("rows", *STREAM, size, part=part)
