@@ -21,6 +21,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from vllm_scope.errors import SpecError, shown
 from vllm_scope.views.parts import Part, visible
 from vllm_scope.views.static import html_of
 
@@ -101,8 +102,10 @@ class View(ABC):
         """Write it as a whole page, in UTF-8. A file that is there is replaced.
 
         Raises:
-            OSError: the file cannot be written.
+            SpecError: the path does not end in .html. OSError: the file cannot be written.
         """
+        if Path(path).suffix not in (".html", ".htm"):
+            raise SpecError(f"the path is {shown(str(path))}; a page's name ends in .html.")
         Path(path).write_text(self.page(), encoding="utf-8")
 
 

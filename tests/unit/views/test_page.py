@@ -143,3 +143,8 @@ def test_text_can_be_read_on_every_colour(theme):
             assert contrast(colours["ink"], mixed(colours["mid"], colours[end], part)) >= 4.5
     assert contrast(colours["ink"], colours["paper"]) >= 7
     assert contrast(colours["muted"], colours["paper"]) >= 4.5
+
+
+def test_a_page_is_no_picture_file(tmp_path):
+    with pytest.raises(SpecError, match=r"strip\.png'; a page's name ends in \.html"):
+        token_strip(["a"], [1.0]).save(tmp_path / "strip.png")
