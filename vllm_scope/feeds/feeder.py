@@ -12,6 +12,7 @@ waits, asks the engine for nothing more, and loses nothing.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -168,7 +169,7 @@ def main() -> None:
     for fd in (end, memory):
         os.set_inheritable(fd, False)
     channel = Channel(socket.socket(fileno=end), trainer)
-    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+    order = msgspec.convert(json.loads(sys.stdin.buffer.read()), Order)
     try:
         reads = Spec.from_json(order.scope).reads
         run(order.dataset, reads, order.model, order.engine, order.settings, channel, memory)

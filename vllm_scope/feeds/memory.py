@@ -7,7 +7,7 @@ The memory is a memfd: it has no name in any file system, and is gone with the t
 trainer makes it, without a size, and the feeder's process inherits it.
 
 Promise: a row is in its slot before `num_written` counts it, and was copied before `num_taken`
-counts its batch.
+counts its batch. Both are plain stores, whose order the processors in ORDERED keep.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from torch import Tensor
 
 #: Makes a tensor of a shape and dtype, uninitialised.
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
+#: What `platform.machine` says of processors on which another core sees stores in their order.
+ORDERED = ("x86_64", "AMD64")
 #: The counters, each in a cache line of its own.
 _HEADER_BYTES, _WRITTEN, _TAKEN = 4096, 0, 8
 

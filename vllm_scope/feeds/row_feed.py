@@ -175,18 +175,26 @@ def _how(feeder: Feeder) -> str:
 
 
 def _end(channel: Channel, memory: int, feeder: Feeder) -> None:
-    channel.close()
-    if isinstance(feeder, threading.Thread):
-        feeder.join()
-    else:
-        for wait_s in _PATIENCE_S:
-            try:
-                feeder.wait(wait_s)
-                break
-            except subprocess.TimeoutExpired:  # it may be starting an engine
-                feeder.send_signal(signal.SIGINT)
-        if feeder.poll() != 0:
-            with suppress(ProcessLookupError):  # what it has started, too
-                os.killpg(feeder.pid, signal.SIGKILL)
-            feeder.wait()
-    os.close(memory)
+    try:
+        channel.close()
+        if isinstance(feeder, threading.Thread):
+            # The garbage collector may find a forgotten feed on the feeder's own thread.
+            if feeder is not threading.current_thread():
+                feeder.join()
+        else:
+            _end_process(feeder)
+    finally:
+        os.close(memory)
+
+
+def _end_process(feeder: subprocess.Popen[bytes]) -> None:
+    for wait_s in _PATIENCE_S:
+        try:
+            feeder.wait(wait_s)
+            break
+        except subprocess.TimeoutExpired:  # it may be starting an engine
+            feeder.send_signal(signal.SIGINT)
+    if feeder.poll() != 0:
+        with suppress(ProcessLookupError):  # what it has started, too
+            os.killpg(feeder.pid, signal.SIGKILL)
+        feeder.wait()

@@ -9,7 +9,9 @@ command, not by multiprocessing, so that a script needs no `if __name__ == "__ma
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -17,10 +19,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import msgspec
+from msgspec.structs import asdict
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.feeds.feeder import run
+from vllm_scope.feeds.memory import ORDERED
 from vllm_scope.feeds.messages import Channel, Order, Settings
 from vllm_scope.feeds.row_feed import Feeder, RowFeed
 from vllm_scope.harvests.start import check_reads
@@ -40,7 +43,7 @@ def start_feed(
 ) -> RowFeed:
     """See `vllm_scope.stream`, which has the defaults."""
     check_reads(reads, settings.long)
-    _check(reads, settings)
+    _check(reads, settings, engine)
     order = _encoded(dataset, reads, model, settings, engine) if isinstance(model, str) else b""
     ours, theirs = Channel.pair()
     memory = os.memfd_create("vllm-scope-feed", os.MFD_CLOEXEC)
@@ -57,7 +60,7 @@ def start_feed(
     return RowFeed(Channel(ours), memory, settings, feeder)
 
 
-def _check(reads: Sequence[Read], settings: Settings) -> None:
+def _check(reads: Sequence[Read], settings: Settings, engine: object) -> None:
     """Raises SpecError."""
     for name, value, least in (
         ("batch_size", settings.batch_size, 1),
@@ -67,6 +70,21 @@ def _check(reads: Sequence[Read], settings: Settings) -> None:
         if type(value) is not int or value < least:
             why = ", twice the batch_size" if name == "buffer_rows" else ""
             raise SpecError(f"{name} is {shown(value)}; it is an int of at least {least}{why}.")
+    given: tuple[tuple[str, object, tuple[type, ...], str], ...] = (
+        ("column", settings.column, (str, type(None)), "a column's name or None"),
+        ("split", settings.split, (str,), "a split's name"),
+        ("config", settings.config, (str, type(None)), "a configuration's name or None"),
+        ("context", settings.context, (int, type(None)), "an int of at least 1 or None"),
+        ("engine", engine, (Mapping,), "a dict of arguments of LLM"),
+    )
+    for name, one, kinds, told in given:
+        if not isinstance(one, kinds) or isinstance(one, bool):
+            raise SpecError(f"{name} is {shown(one)}; it is {told}.")
+    if platform.machine() not in ORDERED:
+        raise SpecError(
+            f"this processor is {platform.machine()}; a feed's memory needs one of "
+            f"{', '.join(ORDERED)}, so harvest to files, and read these with RowDataset."
+        )
     if len({repr(read.tokens.to_json()) for read in reads}) > 1:
         raise SpecError(
             "the reads name different tokens; a batch has the rows of the same tokens at all "
@@ -91,8 +109,11 @@ def _encoded(
     text = scope(*reads)["scope"]
     try:
         found = dataset if isinstance(dataset, str) else list(dataset)
-        return msgspec.json.encode(Order(found, text, model, dict(engine), settings))
-    except (TypeError, msgspec.MsgspecError) as error:
+        order = Order(found, text, model, dict(engine), settings)
+        # Refuses what has no form in JSON. Half of a surrogate pair travels, and is passed over as
+        # in a harvest.
+        return json.dumps(asdict(order) | {"settings": asdict(settings)}).encode()
+    except (TypeError, ValueError, RecursionError) as error:
         raise SpecError(
             f"the dataset or the engine's arguments are no JSON ({error}); they go to another "
             "process. Give texts, token ids, and names such as 'bfloat16'."

@@ -120,6 +120,11 @@ class Inbox:
             self._outsiders.add(pending)
         return pending
 
+    def hold(self, num_bytes: int) -> Share | None:
+        """Count rows of the running code's asker whose request has ended, until the share is
+        collected; None offline. Raises SpecError or CapacityError as `open`."""
+        return None if self.budget is None else Share(self.budget, num_bytes, 1, asking.get().owner)
+
     def forget(self, pending: Pending) -> None:
         """Drop a request's rows now; what still arrives for it is ignored."""
         self._pending.pop(pending.key, None)

@@ -10,7 +10,7 @@ run beside the cells of this one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -22,7 +22,7 @@ from vllm_scope.request.actions import Ablate, Action, Add, Read, Replace
 from vllm_scope.request.actions.base import Module
 from vllm_scope.request.sites import MODEL_SITES, Place, Sites, parse_layers
 from vllm_scope.sweeps.metrics import Logprobs
-from vllm_scope.sweeps.source import Floats, given_rows, of_head, read_rows
+from vllm_scope.sweeps.source import Floats, ReadRows, given_rows, of_head
 from vllm_scope.sweeps.sweep import Sweep, as_prompts, is_prompts
 from vllm_scope.sweeps.table import SweepTable
 
@@ -75,12 +75,12 @@ class _Of:
     """What is known of one prompt while its cells run.
 
     Attributes:
-        source, plain: rows [num_layers, num_tokens, width] of the source, and of the prompt itself.
+        source, plain: rows of the source, and of the prompt itself.
         clean, of_source: log-probabilities without an edit, of the prompt and of the source.
     """
 
-    source: Floats | None = None
-    plain: Floats | None = None
+    source: ReadRows | None = None
+    plain: ReadRows | None = None
     clean: Logprobs | None = None
     of_source: Logprobs | None = None
 
@@ -92,6 +92,8 @@ class Plan:
         tokenizer: for prompts and tokens that are texts, and for the texts of tokens.
         most_cells: of the sweep; None: as many as there are. It is checked before the table is
             made.
+        check: called with prompts and with sources, before anything is made of them. Raises
+            SpecError for tokens that the engine does not take.
 
     Raises:
         SpecError: something in the sweep is not possible on this engine, with these prompts.
@@ -99,12 +101,13 @@ class Plan:
 
     def __init__(
         self, sweep: Sweep, prompts: object, sites: Sites, tokenizer: Tokenizer,
-        most_cells: int | None = None,
+        most_cells: int | None = None, check: Callable[[list[list[int]]], None] = lambda ids: None,
     ) -> None:  # fmt: skip
         self.sweep, self.sites, encode = sweep, sites, tokenizer.encode
         layers = parse_layers(sweep.layers, sweep.site, "Sweep.layers")
         self.places: tuple[Place, ...] = sites.find(sweep.site, layers, "Sweep")
         self.ids = as_prompts(prompts, encode, "prompts")
+        check(self.ids)
         lengths = [len(ids) for ids in self.ids]
         row_shape = sites.row_shape(sweep.site)
         self.heads = sweep.heads_of(row_shape[0])
@@ -116,7 +119,9 @@ class Plan:
         self.sources: list[list[int]] | None = None
         self._given: Floats | None = None
         if is_prompts(sweep.source):
-            self.sources = self._sources(as_prompts(sweep.source, encode, "Sweep.source"))
+            sources = as_prompts(sweep.source, encode, "Sweep.source")
+            check(sources)
+            self.sources = self._sources(sources)
         elif sweep.module is None:
             shape = len(self.ids), len(self.places), len(positions)
             self._given = given_rows(sweep.source, shape, row_shape)
@@ -182,7 +187,9 @@ class Plan:
 
     def _reads(self, i: int) -> Iterator[Job]:
         layers = [place.layer for place in self.places]
-        read = Read(self.sweep.site, layers=layers, tokens="prompt")
+        at = sorted(p for p in self.at[i] if p is not None)
+        tokens = "prompt" if len(at) == len(self.ids[i]) else at
+        read = Read(self.sweep.site, layers=layers, tokens=tokens)
         keeps_heads = self.heads is not None and self.sweep.mode == "patch"
         yield Job(i, self.ids[i], None, (read,) if keeps_heads else ())
         if self.sources is not None:
@@ -214,7 +221,7 @@ class Plan:
         rows = self._rows(i, layer, columns, at)
         if self.heads is not None:
             plain = self._of[i].plain
-            other = None if plain is None else plain[layer, at]
+            other = None if plain is None else plain.at(self.places[layer], at)
             rows = of_head(rows, self.heads[place[-1]], self.sites, sweep.site, other)
         if sweep.mode == "patch":
             return (Replace(rows, positions=at, **where),)
@@ -236,18 +243,20 @@ class Plan:
         if self._given is None:
             source = self._of[i].source
             assert source is not None
-            return source[layer, at]
+            return source.at(self.places[layer], at)
         prompts, layers, positions, width = self._given.shape
         of_layer = self._given[i if prompts > 1 else 0, layer if layers > 1 else 0]
         chosen = of_layer[columns] if positions > 1 else of_layer
         return np.broadcast_to(chosen, (len(at), width))
 
-    def take(self, job: Job, found: Logprobs | None, result: Any, error: str | None) -> Cell | None:
+    def take(
+        self, job: Job, found: Logprobs | None, rows: ReadRows | None, error: str | None
+    ) -> Cell | None:
         """Take the answer to a job; the cell, if it is one.
 
         Args:
             found: of the sampled token; None if the request failed.
-            result: the ScopeResult of a job that reads.
+            rows: of a job that reads.
             error: why the request failed.
 
         Raises:
@@ -267,12 +276,11 @@ class Plan:
             if not self._left[i]:
                 self._of[i] = _Of()  # the log-probabilities may be many
             return self._cell(i, job.place, value)
+        what = "Sweep.source" if job.of_source else "prompts"
         if found is None:
-            what = "Sweep.source" if job.of_source else "prompts"
             raise ScopeError(f"{what}[{i}] could not be read: {error}")
-        rows = read_rows(result, self.places) if job.actions else None
-        if rows is not None and rows.shape[1] != len(job.ids):
-            raise ScopeError(f"rows of prompts[{i}] are missing: {result.error}")
+        if rows is not None:
+            rows.check(f"{what}[{i}]")
         if job.of_source:
             known.source, known.of_source = rows, found
         else:

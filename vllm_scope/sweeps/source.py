@@ -1,6 +1,6 @@
 """The rows that the edits of a sweep take their vectors from.
 
-Owns:  Rows, and the vectors of one cell.
+Owns:  `given_rows`, ReadRows, and `of_head`.
 From:  sweep (given rows), results (rows that were read).   To: plan.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import ScopeError, SpecError, shown
 from vllm_scope.request.sites import Place, Sites
 
 Floats = NDArray[np.float32]
@@ -57,13 +57,27 @@ def given_rows(value: Any, shape: tuple[int, int, int], row_shape: tuple[int, ..
     return rows
 
 
-def read_rows(result: Any, places: tuple[Place, ...]) -> Floats:
-    """The rows of a prompt at these places: [num_layers, num_tokens, width].
+class ReadRows:
+    """Rows of a prompt, as they were read; a cell's become float32 when it is made.
 
     Args:
-        result: ScopeResult of a request that read them.
+        result: ScopeResult of the request that read them.
+        share: what counts their bytes while they are here, or None.
     """
-    return np.stack([result[place].float().flatten(1).numpy() for place in places])
+
+    def __init__(self, result: Any, share: object = None) -> None:
+        self._result, self._share = result, share
+
+    def check(self, where: str) -> None:
+        """Raises ScopeError if a row did not arrive."""
+        if self._result.dropped:
+            raise ScopeError(f"rows of {where} are missing: {self._result.error}")
+
+    def at(self, place: Place, positions: list[int]) -> Floats:
+        """[num_positions, width]; the positions were read there."""
+        index = np.searchsorted(self._result.positions(*place).numpy(), positions)
+        found: Floats = self._result[place][index].flatten(1).float().numpy()
+        return found
 
 
 def of_head(rows: Floats, head: int, sites: Sites, site: str, other: Floats | None) -> Floats:

@@ -128,8 +128,17 @@ def _metric(value: object) -> Metric:
 def _told(value: object) -> object:
     """Prompts as a body has them."""
     each = value if isinstance(value, list | tuple) else [value]
-    return [one["prompt_token_ids"] if isinstance(one, Mapping) else as_numbers(one)
-            for one in each]  # fmt: skip
+    return [_told_one(one) for one in each]
+
+
+def _told_one(prompt: object) -> object:
+    if not isinstance(prompt, Mapping):
+        return as_numbers(prompt)
+    if "prompt_token_ids" not in prompt:
+        raise SpecError(
+            f"a prompt is {shown(prompt)}; it is a text or {{'prompt_token_ids': ...}}."
+        )
+    return as_numbers(prompt["prompt_token_ids"])
 
 
 def _told_source(sweep: Sweep) -> Json:

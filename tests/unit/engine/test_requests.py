@@ -151,6 +151,36 @@ def test_a_prepared_request_is_not_used_for_another_prompt():
         inbox().forget(runs.of(state).pending)
 
 
+def test_a_request_that_is_cancelled_while_it_is_added_is_aborted():
+    """vLLM's generate aborts what it has added, not what it is adding."""
+    aborted = []
+
+    class Leaves(Engine):
+        async def abort(self, names):
+            aborted.extend([names] if isinstance(names, str) else names)
+
+    async def cancelled():
+        begun = asyncio.Event()
+
+        async def add(engine, request, prompt, parent):
+            begun.set()
+            await asyncio.Event().wait()
+
+        request = SimpleNamespace(
+            request_id="one-made", external_req_id="one", prompt_token_ids=[1, 2],
+            sampling_params=SamplingParams(max_tokens=3),
+        )  # fmt: skip
+        added = frontend._add_one_async(add, Leaves(), request, None, None)
+        task = asyncio.create_task(added)
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert aborted == ["one"]
+
+
 def _named(name: str) -> SamplingParams:
     edit = Add(Module(name), layer=0)
     return SamplingParams(max_tokens=3, extra_args=scope(edit))

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from vllm_scope import CapacityError, ConfigError
-from vllm_scope.engine.frontend import sweeping
 from vllm_scope.engine.http.sweeps import MOST_SWEEPS, Room, SweepRun
 from vllm_scope.server.settings import ServerSettings
 
@@ -59,34 +54,6 @@ def test_a_key_leaves_room_for_others():
         entered(room, "late")
     runs[0].close()
     assert shares(entered(room, "late")) == [0.5 / 6]
-
-
-def test_requests_that_are_cancelled_while_they_are_added_are_aborted():
-    """vLLM's generate aborts what it has added, not what it is adding."""
-    added, aborted = [], []
-
-    async def generate(prompt, params, name):
-        added.append(name)
-        await asyncio.sleep(60)
-        yield
-
-    async def abort(names):
-        aborted.extend(names)
-
-    request = sweeping._Request(None, {}, None, None)
-    sweep: Any = SimpleNamespace(over=False, due=lambda num, tell: [request] * (8 - num))
-
-    async def cancelled():
-        engine: Any = SimpleNamespace(generate=generate, abort=abort)
-        task = asyncio.create_task(sweeping.follow(engine, sweep, print))
-        while len(added) < 8:
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancelled())
-    assert sorted(aborted) == sorted(added)
 
 
 @pytest.mark.parametrize("share", ["0", "1.5", "-1", "half"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from pathlib import Path
 
 import psutil
@@ -19,7 +21,8 @@ import vllm_scope
 from tests.recorded import RecordedEngine, Rows
 from tests.recorded_feeder import DIES, stand_in
 from vllm_scope import Read, ScopeError, SpecError
-from vllm_scope.feeds import start
+from vllm_scope.feeds import row_feed, start
+from vllm_scope.feeds.messages import Channel
 
 READ = Read("resid_post", layers=[1, 3])
 TEXTS = ["y" * (20 + i % 50) for i in range(150)]
@@ -149,6 +152,39 @@ def test_what_is_wrong_with_the_documents_is_told_at_the_first_batch():
     assert list(stream(model=model, texts=[])) == []
 
 
+@pytest.mark.parametrize("model", ["recorded", LLM()], ids=["process", "llm"])
+def test_a_text_with_half_of_a_surrogate_pair_is_passed_over(model):
+    feed = stream(model=model, texts=["abc", "a\ud800", "z\U0001f600"])
+    found = sorted(token for batch in feed for token in batch.token_ids.tolist())
+    assert found == sorted(1 + byte for byte in "abcz\U0001f600".encode())
+    assert feed.num_skipped == 1
+
+
+def test_a_feed_that_is_forgotten_on_its_feeders_thread_closes_its_memory():
+    ours, theirs = Channel.pair()
+    memory, failed = os.memfd_create("of a feed"), []
+
+    def forget():
+        try:
+            row_feed._end(Channel(ours), memory, threading.current_thread())
+        except RuntimeError as error:
+            failed.append(error)
+
+    feeder = threading.Thread(target=forget)
+    feeder.start()
+    feeder.join()
+    theirs.close()
+    assert not failed
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(memory)
+
+
+def test_a_processor_that_changes_the_order_of_stores_is_refused(monkeypatch):
+    monkeypatch.setattr(start.platform, "machine", lambda: "aarch64")
+    with pytest.raises(SpecError, match="this processor is aarch64; a feed's memory needs one of"):
+        stream()
+
+
 def test_an_engine_that_dies_is_told_in_a_sentence_after_the_batches_that_are_there():
     feed = stream(engine={DIES: 60})
     with pytest.raises(ScopeError, match="the feed failed: the graphics card is on fire"):
@@ -206,6 +242,14 @@ def test_a_trainer_that_is_killed_ends_its_engine():
         ({"seed": -1}, "seed is -1"),
         ({"texts": object()}, "another process reads it, so give a path, a name or a list"),
         ({"engine": {"dtype": torch.float32}}, "are no JSON"),
+        ({"engine": [1]}, r"engine is \[1\]; it is a dict of arguments of LLM"),
+        ({"texts": [b"abc"]}, "are no JSON"),
+        ({"texts": ["a", datetime.date(2026, 1, 1)]}, "are no JSON"),
+        ({"texts": [{"text": uuid.UUID(int=1)}]}, "are no JSON"),
+        ({"split": None}, "split is None; it is a split's name"),
+        ({"column": 3}, "column is 3; it is a column's name or None"),
+        ({"config": b"a"}, "config is b'a'; it is"),
+        ({"context": True}, "context is True; it is an int of at least 1 or None"),
         ({"long": "cut"}, "long is 'cut'"),
     ],
 )

@@ -119,6 +119,18 @@ def test_a_prompt_takes_the_bytes_that_it_delivers(spec, num_bytes, inbox):
     assert inbox.budget.num_bytes == 0
 
 
+def test_rows_that_are_kept_after_their_request_count_until_they_go(inbox):
+    assert inbox.hold(1 << 40) is None, "there is no limit offline"
+    inbox.budget = room_for(100)
+    share = inbox.hold(60)
+    assert inbox.budget.num_bytes == 60
+    with pytest.raises(CapacityError):
+        inbox.hold(60)
+    del share
+    gc.collect()
+    assert inbox.budget.num_bytes == 0
+
+
 def test_prompts_enter_while_there_is_room_and_keep_it(inbox):
     spec = Spec((Read("resid_post", layers=[0]),))
     inbox.budget = room_for(12 * 100 * (ROW + LABEL_BYTES))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,12 +19,14 @@ from vllm_scope import (
     Logprob,
     Read,
     Replace,
+    ScopeError,
     SpecError,
     Sweep,
 )
-from vllm_scope.engine.frontend.sweeping import MAX_LOGPROBS, cells_at_once, showing
+from vllm_scope.engine.frontend.sweeping import MAX_LOGPROBS, _Bounded, cells_at_once, showing
 from vllm_scope.request.sites import Heads, Place, Sites
 from vllm_scope.sweeps.plan import Plan
+from vllm_scope.sweeps.source import ReadRows
 
 SITES = Sites(
     num_layers=3, hidden_size=8, dtype="float32", heads=Heads(2, 1, 3, 3),
@@ -43,16 +46,21 @@ class Letters:
 
 
 class Result:
-    """Rows of ones, times the layer and the position, times `scale`."""
+    """Rows of ones, times the layer and the position, times `scale`, at the positions read."""
 
-    error = None
+    error, dropped = None, 0
 
-    def __init__(self, num_tokens, width, scale):
-        self.shape, self.scale = (num_tokens, width), scale
+    def __init__(self, job, width, scale):
+        (read,) = job.actions
+        self.at = torch.tensor(getattr(read.tokens, "positions", range(len(job.ids))))
+        self.width, self.scale = width, scale
+
+    def positions(self, site, layer):
+        return self.at
 
     def __getitem__(self, place):
-        at = torch.arange(self.shape[0])[:, None] + 10.0 * place[1]
-        return (self.scale * at).expand(self.shape)
+        rows = (self.at + 10.0 * place[1])[:, None]
+        return (self.scale * rows).expand(-1, self.width).bfloat16()
 
 
 def plan(sweep, prompts=("abc", "ab")):
@@ -61,7 +69,9 @@ def plan(sweep, prompts=("abc", "ab")):
 
 def answer(p, job, width=8):
     found = {1: -1.0, 2: -3.0}
-    return p.take(job, found, Result(len(job.ids), width, 2 if job.of_source else 1), None)
+    reads = job.place is None and job.actions
+    rows = ReadRows(Result(job, width, 2 if job.of_source else 1)) if reads else None
+    return p.take(job, found, rows, None)
 
 
 def all_jobs(p, width=8):
@@ -124,6 +134,56 @@ def test_the_edit_of_a_cell_has_the_rows_of_the_source_at_its_place():
             chosen = edit.positions if mode == "patch" else edit.tokens.positions
             assert chosen == (last,)
             assert mode != "add" or edit.scale == 4
+
+
+def test_only_rows_that_cells_use_are_read():
+    p = plan(
+        Sweep(["xyz", "xy"], metric=METRIC, site="z", heads=[0], layers=[2], positions=[-1, 1])
+    )
+    reads = [job.actions[0] for job in all_jobs(p, width=6) if job.place is None]
+    assert [read.tokens.positions for read in reads] == [(1, 3)] * 2 + [(1, 2)] * 2
+    whole = plan(Sweep(["xyz", "xy"], metric=METRIC))
+    assert [j.actions[0].tokens.to_json() for j in all_jobs(whole) if j.of_source] == ["prompt"] * 2
+
+
+def test_rows_that_are_missing_end_the_sweep(monkeypatch):
+    monkeypatch.setattr(Result, "dropped", 1)
+    monkeypatch.setattr(Result, "error", "they were let go")
+    with pytest.raises(
+        ScopeError, match=r"rows of Sweep.source\[0\] are missing: they were let go"
+    ):
+        all_jobs(plan(Sweep(["xyz", "xy"], metric=METRIC)))
+
+
+def test_tokens_are_checked_before_anything_is_made_of_them():
+    def check(ids):
+        if any(max(one) > 99 for one in ids):
+            raise SpecError("no such token")
+
+    class Never(Letters):
+        def decode(self, ids):
+            raise AssertionError(ids)
+
+    for prompts, source in (([2**40], [5]), ([5], [2**40])):
+        asked = Sweep({"prompt_token_ids": source}, metric=METRIC)
+        with pytest.raises(SpecError, match="no such token"):
+            Plan(asked, {"prompt_token_ids": prompts}, SITES, Never(), check=check)
+
+
+def test_a_text_that_no_prompt_can_be_is_not_tokenized():
+    class Known(Letters):
+        max_chars_per_token = 3
+
+        def encode(self, text, add_special_tokens=True):
+            assert len(text) <= 12, "it would take long"
+            return super().encode(text, add_special_tokens)
+
+    bounded = _Bounded(Known(), SimpleNamespace(max_model_len=4, get_vocab_size=lambda: 30))
+    assert bounded.encode("aa") == [0, 1, 1]
+    with pytest.raises(SpecError, match="has 13 tokens; this engine takes at most 3 and one more"):
+        bounded.encode("a" * 12)
+    with pytest.raises(SpecError, match="13 characters; the tokens that this engine takes have at"):
+        bounded.encode("a" * 13)
 
 
 def test_a_head_keeps_the_other_heads_of_the_prompt():

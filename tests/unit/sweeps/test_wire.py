@@ -51,6 +51,12 @@ def test_a_sweep_arrives_as_it_was(sweep):
     assert (source[0] if isinstance(sweep.source, str) else source) == sweep.source
 
 
+def test_a_prompt_of_another_form_does_not_travel():
+    for prompts, source in (({"prompt": "x"}, "y"), (["x"], [{"prompt": "y"}])):
+        with pytest.raises(SpecError, match=r"a prompt is \{'prompt': '.'\}; it is a text or"):
+            AskedSweep(prompts, Sweep(source, metric=METRIC)).to_json()
+
+
 def test_rows_arrive_as_float32():
     rows = np.arange(24, dtype=np.float64).reshape(2, 3, 4) / 7
     found = sent(AskedSweep(["x"], Sweep(rows, metric=METRIC, mode="add")))

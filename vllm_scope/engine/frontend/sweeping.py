@@ -21,6 +21,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final, Literal
 
+import torch
+
 from vllm_scope.engine.frontend import translators
 from vllm_scope.engine.frontend.connection import (
     Connection,
@@ -35,7 +37,10 @@ from vllm_scope.engine.frontend.requests import prepared_as
 from vllm_scope.engine.vllm_types import AsyncLLM, Engine, LLMEngine, RequestOutput
 from vllm_scope.errors import CapacityError, ScopeError, SpecError, shown
 from vllm_scope.request.spec import Spec, scope
+from vllm_scope.results.budget import LABEL_BYTES
+from vllm_scope.results.inbox import inbox
 from vllm_scope.sweeps.plan import Cell, Job, Plan, Tokenizer
+from vllm_scope.sweeps.source import ReadRows
 from vllm_scope.sweeps.sweep import Sweep
 from vllm_scope.sweeps.table import SweepTable
 
@@ -82,11 +87,12 @@ class Sweeping:
         if not 0 < share <= 1:
             raise SpecError(f"share is {shown(share)}; it is above 0 and at most 1.")
         self._connection = _connection_of(engine)
-        tokenizer = tokenizer or engine.tokenizer or NoTokenizer()
-        self.plan = Plan(sweep, prompts, self._connection.sites, tokenizer, most_cells)
         config = engine.vllm_config
-        _check_tokens(config.model_config, [*self.plan.ids, *(self.plan.sources or ())])
-        _check_logprobs(config.model_config, self.plan.token_ids)
+        model = config.model_config
+        bounded = _Bounded(tokenizer or engine.tokenizer or NoTokenizer(), model)
+        check = partial(_check_tokens, model)
+        self.plan = Plan(sweep, prompts, self._connection.sites, bounded, most_cells, check)
+        _check_logprobs(model, self.plan.token_ids)
         self._ahead, self._config = ahead, config
         self.take_share(share)
         # Operators' monitors add probes to every request, so that each has to be translated; the
@@ -155,7 +161,15 @@ class Sweeping:
         if completion.finish_reason in ("error", "abort"):
             return self.plan.take(job, None, None, str(completion.stop_reason))
         found = {token: one.logprob for token, one in completion.logprobs[0].items()}
-        return self.plan.take(job, found, completion.scope, None)
+        rows = self._rows(completion.scope) if job.place is None and job.actions else None
+        return self.plan.take(job, found, rows, None)
+
+    def _rows(self, result: Any) -> ReadRows:
+        """Rows that were read. They count as rows of a request until the cells of their prompt
+        were sent. Raises CapacityError if there is no room for them."""
+        sites = self._connection.sites
+        row_bytes = sites.row_size(self.plan.sweep.site) * getattr(torch, sites.dtype).itemsize
+        return ReadRows(result, inbox().hold(result.delivered * (row_bytes + LABEL_BYTES)))
 
 
 class Cells:
@@ -194,6 +208,30 @@ class NoTokenizer:
 
     def decode(self, token_ids: list[int]) -> str:
         return " ".join(map(str, token_ids))
+
+
+class _Bounded:
+    """A tokenizer that refuses each text that is too long for the engine: as vLLM before it works
+    on it, if it has more characters than any such prompt, and else before the next text.
+
+    Source: vllm 0.30 to 0.33, renderers/params.py, TokenizeParams._text_len_check
+    """
+
+    def __init__(self, tokenizer: Tokenizer, model: Any) -> None:
+        self._tokenizer, self._model, self.decode = tokenizer, model, tokenizer.decode
+        of_token = getattr(tokenizer, "max_chars_per_token", None)
+        self._most = None if of_token is None else model.max_model_len * of_token
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if self._most is not None and len(text) > self._most:
+            raise SpecError(
+                f"a text of the sweep has {len(text):,} characters; the tokens that this engine "
+                f"takes have at most {self._most:,}, so give a shorter one."
+            )
+        found = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if found:
+            _check_tokens(self._model, [found])
+        return found
 
 
 def params_of(token_ids: tuple[int, ...]) -> Any:
