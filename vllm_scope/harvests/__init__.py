@@ -15,7 +15,7 @@ storing.py     rows of one engine into shards
 several.py     several engines: who computes what, and what becomes of a lost one
 member.py      one of them, in a process of its own
 pools.py       what starts such processes; processes.py on this host, ray_pool.py on a cluster
-guard.py       ends vLLM's processes with the one that started them
+guard.py       ends the processes of an engine with the one that started them
 shards.py      what the visible shards hold: contexts, hashes, figures
 statistics.py  figures of a stream's rows
 manifest.py    `harvest.json`, and the lock of a folder

@@ -11,7 +11,6 @@ the process is killed.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import threading
@@ -21,11 +20,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_scope.errors import FileError, ScopeError
+from vllm_scope.errors import FileError
 from vllm_scope.files.options import FileOptions
 from vllm_scope.harvests.contexts import Context
 from vllm_scope.harvests.engines import Engine
-from vllm_scope.harvests.guard import guarded
+from vllm_scope.harvests.guard import guard
 from vllm_scope.harvests.storing import Storing
 from vllm_scope.request.actions import Read
 
@@ -102,8 +101,8 @@ class Member:
             )
         with suppress(OSError):
             os.chdir(setup.folder)
+        guard()  # first: the engine's processes run before `make` returns
         self._engine = engine = setup.make()
-        guarded([child.pid for child in multiprocessing.active_children() if child.pid])
         self._storing = Storing(engine, setup.reads, setup.files)
         threading.Thread(target=self._run, name="vllm-scope-engine", daemon=True).start()
         return Facts(
@@ -174,7 +173,7 @@ class Member:
                         self._num_open -= 1
                         self._changed.notify_all()
         except BaseException as error:
-            with suppress(ScopeError):  # what was computed is not computed again
+            with suppress(Exception):  # what was computed is not computed again
                 self._storing.flush()
             with self._changed:
                 self._error = error

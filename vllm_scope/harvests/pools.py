@@ -25,6 +25,9 @@ class Handle(Protocol):
 
         Returns:
             a future. It raises what the method raised, or EngineLostError.
+
+        Raises:
+            pickle.PicklingError, AttributeError, TypeError: an argument cannot travel.
         """
         ...
 

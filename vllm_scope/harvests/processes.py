@@ -83,8 +83,13 @@ class _Process:
                 return future
             number = next(self._numbers)
             self._futures[number] = future
-            with suppress(OSError):  # it ended, as `_take` sees
+            try:
                 self._pipe.send((number, method, args))
+            except OSError:
+                pass  # it ended, as `_take` sees
+            except BaseException:  # an argument cannot travel
+                del self._futures[number]
+                raise
         return future
 
     def kill(self) -> None:

@@ -7,6 +7,7 @@ To:    several.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -39,10 +40,12 @@ class RayPool:
         self._ray: Any = _imported()
         self._own = not self._ray.is_initialized()
         if self._own:
+            # Not None: Ray would join the latest cluster that `ray start` began on this host.
+            address = address or os.environ.get("RAY_ADDRESS") or "local"
             try:
                 self._ray.init(address=address)
             except (ConnectionError, RuntimeError, ValueError) as error:
-                where = "a cluster on this host" if address is None else address
+                where = "a new cluster on this host" if address == "local" else address
                 raise ConfigError(
                     f"Ray cannot reach {where}: {reason_of(error)}; `ray status` says more."
                 ) from None

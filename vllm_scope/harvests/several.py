@@ -14,14 +14,15 @@ each context is in one visible shard, whichever engines are lost.
 from __future__ import annotations
 
 import logging
+import pickle
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from vllm_scope.errors import ConfigError, ScopeError, shown
+from vllm_scope.errors import ConfigError, ScopeError, SpecError, reason_of, shown
 from vllm_scope.files.staged import make_staged
 from vllm_scope.harvests.contexts import Context
 from vllm_scope.harvests.member import Facts, News, Setup
@@ -47,7 +48,6 @@ class _Seat:
         place: where its shards are before they are visible.
         calls: under way, apart from `stay`.
         given: by key, what it has that is in no visible shard.
-        computed: of those, the ones that were told.
         facts: None while it starts.
     """
 
@@ -57,7 +57,6 @@ class _Seat:
     stay: Future[Any]
     calls: set[Future[Any]]
     given: dict[bytes, Context] = field(default_factory=dict)
-    computed: set[bytes] = field(default_factory=set)
     facts: Facts | None = None
 
 
@@ -70,6 +69,7 @@ class SeveralEngines:
 
     Raises:
         ConfigError: the engines' settings differ.
+        SpecError: what the engines are started with cannot travel to a process.
         ScopeError: an engine cannot start.
     """
 
@@ -78,15 +78,17 @@ class SeveralEngines:
         files = setup.files
         self._staged = make_staged(files.root, files.fsync, files.file_mode)
         self.found: dict[str, tuple[str, int]] = {}
-        #: Contexts of lost engines, and those of them that were told as computed.
+        #: Contexts of lost engines.
         self._again: list[Context] = []
-        self._told: set[bytes] = set()
+        #: By key, the contexts that `compute` has taken and has not yielded.
+        self._untold: dict[bytes, Context] = {}
         self._num_lost = self._next = 0
         self._closed = False
         self._seats: list[_Seat] = []
         self._facts: Facts | None = None
         try:
-            self._seats += [self._started(number) for number in range(count)]
+            for number in range(count):
+                self._seats.append(self._started(number))
             for seat in self._seats:
                 (future,) = seat.calls
                 self._begin(seat, future.result())
@@ -98,8 +100,18 @@ class SeveralEngines:
         place = self._staged.make()
         files = self._setup.files.model_copy(update={"root": place})
         member = self._pool.start(number)
-        start = member.call("start", replace(self._setup, files=files))
-        return _Seat(number, member, place, member.call("stay"), {start})
+        try:
+            start = member.call("start", replace(self._setup, files=files))
+            return _Seat(number, member, place, member.call("stay"), {start})
+        except BaseException as error:
+            member.kill()
+            self._staged.remove(place)
+            if isinstance(error, (pickle.PicklingError, AttributeError, TypeError)):
+                raise SpecError(
+                    "what the engines are started with cannot travel to another process "
+                    f"({reason_of(error)}); give numbers, strings, and functions of a module."
+                ) from error
+            raise
 
     def _begin(self, seat: _Seat, facts: Facts) -> None:
         """Take an engine that has started. Raises ConfigError."""
@@ -170,12 +182,14 @@ class SeveralEngines:
                 done, _ = wait([*of, *chunks.waiting], return_when=FIRST_COMPLETED)
                 for future in done:
                     if future in chunks.waiting:
-                        chunks.take()
+                        self._untold |= {one.key: one for one in chunks.take()}
                         continue
                     seat = of[future]
                     # Another answer may have shown a moment ago that the engine is lost.
                     if seat in self._seats and future in (*seat.calls, seat.stay):
-                        yield from self._answered(seat, future)
+                        for key in self._answered(seat, future):
+                            if (context := self._untold.pop(key, None)) is not None:
+                                yield context
         except BaseException:
             self._save()
             raise
@@ -195,40 +209,44 @@ class SeveralEngines:
                 seat.calls.add(seat.member.call("finish"))
             return
 
-    def _answered(self, seat: _Seat, future: Future[Any]) -> Iterator[Context]:
+    def _answered(self, seat: _Seat, future: Future[Any]) -> Iterable[bytes]:
+        """Keys of contexts that are computed, as the answer says or as visible shards show. Some
+        may have been known before: answers come in any order, and engines may be lost."""
         seat.calls.discard(future)
         try:
             found = future.result()
         except ScopeError as error:
             if type(error) not in (ScopeError, EngineLostError):
                 raise
-            self._replace(seat, error)
-            return
+            return self._replace(seat, error)
         if isinstance(found, Facts):
             self._begin(seat, found)
-            return
+            return ()
         assert isinstance(found, News)
-        for key in found.computed:
-            if key not in self._told:
-                yield seat.given[key]
-            seat.computed.add(key)
         self.found |= found.files
-        self._show(seat, [name for name in found.files if name.endswith(".safetensors")])
+        names = [name for name in found.files if name.endswith(".safetensors")]
+        return [*found.computed, *self._show(seat, names)]
 
-    def _show(self, seat: _Seat, names: Iterable[str] | None = None) -> None:
-        """Make shards of an engine visible; all that are in its place, if none are named."""
-        for key in move_shards(
-            self._staged, seat.place, lambda keys: keys <= seat.given.keys(), names
-        ):
+    def _show(self, seat: _Seat, names: Iterable[str] | None = None) -> Set[bytes]:
+        """Make shards of an engine visible; all that are in its place, if none are named.
+
+        Returns:
+            the keys of their contexts.
+        """
+        moved = move_shards(self._staged, seat.place, lambda keys: keys <= seat.given.keys(), names)
+        for key in moved:
             del seat.given[key]
-            seat.computed.discard(key)
-            self._told.discard(key)
             self._num_lost = 0
+        return moved
 
-    def _replace(self, seat: _Seat, error: ScopeError) -> None:
-        """Start an engine in the place of one that is lost. Raises its error after several."""
+    def _replace(self, seat: _Seat, error: ScopeError) -> Set[bytes]:
+        """Start an engine in the place of one that is lost. Raises its error after several.
+
+        Returns:
+            the keys of contexts that it had finished, and that are visible now.
+        """
         host = "a host" if seat.facts is None else f"host {seat.facts.host}"
-        self._take_over(seat)
+        finished = self._take_over(seat)
         self._num_lost += 1
         if self._num_lost > MOST_LOST:
             raise ScopeError(
@@ -240,15 +258,16 @@ class SeveralEngines:
             host, error, len(seat.given),
         )  # fmt: skip
         self._again += seat.given.values()
-        self._told |= seat.computed
         self._seats[self._seats.index(seat)] = self._started(seat.number)
+        return finished
 
-    def _take_over(self, seat: _Seat) -> None:
-        """End an engine, and make visible what it had finished."""
+    def _take_over(self, seat: _Seat) -> Set[bytes]:
+        """End an engine, and make visible what it had finished. Returns the keys of that."""
         seat.member.kill()
         seat.calls.clear()
-        self._show(seat)
+        finished = self._show(seat)
         self._staged.remove(seat.place)
+        return finished
 
     def _save(self) -> None:
         """Have the engines write what they have computed, and make it visible."""
@@ -289,10 +308,11 @@ class _Chunks:
     def _make(self) -> list[Context]:
         return list(islice(self._contexts, CHUNK))
 
-    def take(self) -> None:
-        """Take what was made. Raises what making it raised."""
+    def take(self) -> list[Context]:
+        """Take what was made, for `pop`. Raises what making it raised."""
         self._next = self.waiting.pop().result()
         self.ended = not self._next
+        return self._next
 
     def pop(self) -> list[Context]:
         """The next contexts; none if they are not made yet, or if there are no more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -13,6 +14,7 @@ import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,8 +26,11 @@ from tests.unit.harvests.test_kills import check_manifest, contents, write_docum
 from vllm_scope.errors import ConfigError, FileError, ScopeError, SpecError
 from vllm_scope.files.publish import LocalPublisher
 from vllm_scope.files.staged import FOLDER, make_staged
+from vllm_scope.harvests.pools import EngineLostError
 from vllm_scope.harvests.processes import Processes
-from vllm_scope.harvests.ray_pool import room
+from vllm_scope.harvests.progress import Progress
+from vllm_scope.harvests.ray_pool import RayPool, room
+from vllm_scope.harvests.shards import HashingPublisher
 
 LONGEST_S = 120
 
@@ -102,6 +107,41 @@ def test_engines_that_are_killed_are_replaced_and_nothing_is_lost_or_doubled(tmp
     for names, num_lines in seen:
         assert names.isdisjoint(name for _, name in lines[num_lines:]), "of a visible shard"
     assert any(names for names, _ in seen)
+
+
+def test_a_harvest_that_takes_answers_late_tells_each_context_once(tmp_path, monkeypatch):
+    """Two answers of an engine may wait, and are then taken in any order."""
+    told: Counter[bytes] = Counter()
+
+    def add(self, context):
+        told[context.key] += 1
+        time.sleep(0.002)
+
+    monkeypatch.setattr(Progress, "add", add)
+    make = partial(LoggedEngine, str(tmp_path / "log"), most_tokens=80)
+    found = harvest([f"{i:080}" for i in range(1500)], tmp_path / "out", make)
+    assert found.computed == len(told) == 1500
+    assert set(told.values()) == {1}
+
+
+class LateKilled(LoggedEngine):
+    """Killed once it has a whole shard."""
+
+    def _kills(self) -> bool:
+        if super()._kills():
+            wait_until(lambda: list(Path(self._once).parent.glob(f"out/{FOLDER}/*/shard-*.json")))
+            return True
+        return False
+
+
+def test_what_a_lost_engine_had_finished_and_not_told_is_counted(tmp_path):
+    """Fewer contexts than wait for an engine: it tells of none before it is asked to finish."""
+    make = partial(
+        LateKilled, str(tmp_path / "log"), "-50", once=str(tmp_path / "once"), most_tokens=80
+    )
+    found = harvest([f"{i:080}" for i in range(60)], tmp_path / "out", make, count=1)
+    assert found.computed == found.manifest.totals["contexts"] == 60
+    assert len(lines_of(tmp_path / "log")) < 110, "the lost engine had finished a shard"
 
 
 def names_in(file) -> set[str]:
@@ -181,6 +221,81 @@ def test_what_an_engine_refuses_is_refused_at_once(tmp_path):
     with pytest.raises(SpecError, match="has the token id 1000000; those of"):
         harvest([[5], [10**6]], tmp_path / "other", RecordedEngine, 1)
     assert recorded.harvest(["one", "two"], tmp_path / "out").computed == 2
+
+
+class Unwritable(RecordedEngine):
+    """In a process whose shards cannot be written, for a reason that nobody foresaw."""
+
+    def compute(self, prompts, reads):
+        HashingPublisher.publish = fail
+        return super().compute(prompts, reads)
+
+
+def fail(*args, **options):
+    raise ZeroDivisionError("in a shard")
+
+
+def test_shards_that_cannot_be_written_end_the_harvest_with_a_sentence(tmp_path):
+    with pytest.raises(ScopeError, match=r"4 engines were lost .*ZeroDivisionError: in a shard"):
+        harvest(["y" * 40] * 400, tmp_path / "out", Unwritable, 1)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_engines_whose_arguments_cannot_travel_are_refused_and_leave_no_process(count, tmp_path):
+    make = partial(RecordedEngine, more={"lock": threading.Lock()})
+    with pytest.raises(SpecError, match=r"cannot travel to another process \(cannot pickle '_thr"):
+        harvest(["one"], tmp_path / "out", make, count)
+    with pytest.raises(SpecError, match=r"cannot travel to another process \(Can't pickle local"):
+        harvest(["one"], tmp_path / "out", lambda: RecordedEngine(), count)
+    assert multiprocessing.active_children() == []
+    assert not (tmp_path / "out" / FOLDER).exists()
+
+
+def killed_while_it_starts(folder: str) -> RecordedEngine:
+    """With two processes, as vLLM's: one of another program, and one that is forked."""
+    started = subprocess.Popen(["sleep", "1000"])
+    forked = os.fork()
+    if not forked:
+        time.sleep(1000)
+        os._exit(0)
+    Path(folder, "pids").write_text(f"{started.pid} {forked}")
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def test_the_processes_of_an_engine_that_is_killed_while_it_starts_end(tmp_path):
+    with pytest.raises(EngineLostError, match="its process ended with code -9"):
+        harvest(["one"], tmp_path / "out", partial(killed_while_it_starts, str(tmp_path)), 1)
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2
+    wait_until(lambda: not any(runs(pid) for pid in pids))
+
+
+@pytest.mark.parametrize(
+    ("address", "variable", "joined"),
+    [
+        pytest.param(None, None, "local", id="a-new-one"),
+        pytest.param(None, "10.0.0.1:6379", "10.0.0.1:6379", id="of-the-variable"),
+        pytest.param("10.0.0.2:6379", "10.0.0.1:6379", "10.0.0.2:6379", id="the-argument-first"),
+    ],
+)
+def test_no_cluster_is_joined_that_nobody_named(address, variable, joined, monkeypatch):
+    """Ray without an address joins the latest cluster that `ray start` began on this host."""
+    asked = []
+
+    def init(address):
+        asked.append(address)
+        raise ConnectionError("nobody answers")
+
+    ray = SimpleNamespace(is_initialized=lambda: False, init=init)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+    where = "a new cluster on this host" if joined == "local" else joined
+    with pytest.raises(ConfigError, match=f"Ray cannot reach {where}: nobody answers"):
+        RayPool(address, 1, 1)
+    assert asked == [joined]
 
 
 def broken():
