@@ -73,6 +73,9 @@ class View(ABC):
         """The JSON from which scope.js draws it."""
         return {"parts": self.parts()}
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.heading()})"
+
     def _repr_html_(self) -> str:
         style = STYLE.read_text(encoding="utf-8")
         return f'<div class="vllm-scope"><style>{style}</style>\n{html_of(self.parts())}\n</div>'
@@ -122,5 +125,3 @@ class Picture(View):
     def heading(self) -> str:
         return self.title
 
-    def __repr__(self) -> str:
-        return f"Picture({self.title})"
