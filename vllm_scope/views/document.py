@@ -124,4 +124,3 @@ class Picture(View):
 
     def heading(self) -> str:
         return self.title
-
