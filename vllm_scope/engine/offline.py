@@ -7,8 +7,9 @@ Runs:  in the harvesting process; one thread at a time.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from vllm_scope.config import KEY
@@ -27,6 +28,8 @@ T = TypeVar("T")
 #: Requests and tokens that are in the engine at once, as a multiple of what one step may take:
 #: the scheduler never waits for the next prompt.
 _AHEAD = 4
+#: Interval between two looks at whether EngineCore lives.
+_LOOK_S = 0.5
 
 
 class OfflineEngine:
@@ -153,7 +156,8 @@ class OfflineEngine:
         if engine.has_unfinished_requests():
             raise ScopeError("this LLM has requests that run; let them end before the harvest.")
         waiting, running = iter(prompts), _Running[T]()
-        more = True
+        more, watching = True, ExitStack()
+        watching.enter_context(_woken(engine))
         try:
             while more or running.items:
                 while (
@@ -179,6 +183,7 @@ class OfflineEngine:
                             )
                         yield running.end(output.request_id), result
         finally:
+            watching.close()
             if running.items:
                 with suppress(Exception):  # the engine may be dead
                     drop(engine, running.items)
@@ -206,6 +211,34 @@ def _in_words(what: str) -> Iterator[None]:
         raise ScopeError(f"the engine has died: {reason_of(error)}") from error
     except Exception as error:
         raise ScopeError(f"{what}: {reason_of(error)}") from error
+
+
+@contextmanager
+def _woken(engine: Any) -> Iterator[None]:
+    """Let a step inside end with EngineDeadError if EngineCore is killed during it.
+
+    vLLM notices the death, closes the socket, and leaves the step waiting for good.
+    vllm 0.30 to 0.33, v1/engine/core_client.py, SyncMPClient.get_output
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    client = engine.engine_core
+    if not hasattr(client, "outputs_queue"):  # EngineCore is in this process
+        yield
+        return
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_LOOK_S):
+            if client.resources.engine_dead:
+                client.outputs_queue.put_nowait(EngineDeadError())
+                return
+
+    threading.Thread(target=watch, name="vllm-scope-alive", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 class _Running(Generic[T]):

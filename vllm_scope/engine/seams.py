@@ -108,6 +108,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
         # Before 0.32 without call_utility_all_async.
         _uses("AsyncMPClient", "call_utility_all_async _call_utility_async core_engines"),
         _uses("InprocClient", "engine_core"),
+        _uses("SyncMPClient", "outputs_queue resources"),
     ),
     "v1.engine.output_processor": (
         _wraps("OutputProcessor.add_request", "request prompt parent_req request_index",
