@@ -96,7 +96,8 @@ def test_a_process_feeds_the_same_rows_and_its_death_is_a_sentence(expected, mon
     assert started
     for process in started:
         process.kill()
-    with pytest.raises(ScopeError, match="the engine has died: EngineCore encountered an issue"):
+    # Or the feed's process has: vLLM closes its sockets on another thread, which may be fatal.
+    with pytest.raises(ScopeError, match="engine has died"):
         list(feed)
     limit = time.monotonic() + 60
     while any(map(lives, started)):
