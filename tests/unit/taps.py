@@ -207,7 +207,7 @@ def random_tap(
                     register = -1
                 numbers = torch.tensor([a, b, c, d, e], dtype=torch.float32)
                 bits = numbers.view(torch.int32).tolist()
-                # A register. Scores of states are of another tap: no operation here sets them.
+                # A register. No operation of these taps writes the score of a state.
                 reads = rng.randrange(4) + (4 if code in ADVANCING else 0)
                 reads = -1 if code in SETTERS and rng.random() < 0.5 else reads
                 places.append(

@@ -71,7 +71,7 @@ class ScoreIndex:
         """Have `due` return a request before it can have filled another block.
 
         Args:
-            num_tokens: that are known of it now. A step adds `step_tokens` at most.
+            num_tokens: of the request that are known now. A step adds at most `step_tokens`.
         """
         full = (self._told[request_id] + 1) * self.block_size
         if self._frozen.get(request_id, full) >= full:

@@ -1,6 +1,6 @@
 """Which values a spec's picks have in a range of positions, once for all specs with equal picks.
 
-Owns:  ColumnRange, and those that this process keeps.
+Owns:  ColumnRange, and the cache of the ColumnRanges that this process has made.
 Runs:  in workers, in EngineCore and in the front-end. numpy, no torch.
 From:  compiled (the picks).   To: compiler.
 

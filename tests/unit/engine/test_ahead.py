@@ -98,6 +98,14 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+async def sent(engine, cores, some):
+    """Send the monitors' weights, and have EngineCore answer."""
+    ahead.send_soon(engine, some)
+    await settle()
+    cores.arrive()
+    await settle()
+
+
 @pytest.mark.parametrize("num_cores", [1, 3])
 def test_weights_are_left_out_once_every_engine_core_has_answered(num_cores):
     async def run():
@@ -125,17 +133,11 @@ def test_weights_are_left_out_once_every_engine_core_has_answered(num_cores):
 def test_an_engine_core_that_is_new_has_not_been_told():
     async def run():
         (engine, cores), some = engine_of(1), monitors(1.0)
-        ahead.send_soon(engine, some)
-        await settle()
-        cores.arrive()
-        await settle()
+        await sent(engine, cores, some)
         assert ahead.held_by(engine.output_processor) == digests(some)
         cores.core_engines.append(b"new")
         assert ahead.held_by(engine.output_processor) == frozenset()
-        ahead.send_soon(engine, some)
-        await settle()
-        cores.arrive()
-        await settle()
+        await sent(engine, cores, some)
         assert ahead.held_by(engine.output_processor) == digests(some)
 
     asyncio.run(run())
@@ -144,16 +146,10 @@ def test_an_engine_core_that_is_new_has_not_been_told():
 def test_after_a_refusal_weights_travel_until_they_are_sent_again():
     async def run():
         (engine, cores), some = engine_of(1), monitors(1.0)
-        ahead.send_soon(engine, some)
-        await settle()
-        cores.arrive()
-        await settle()
+        await sent(engine, cores, some)
         ahead.doubt(engine.output_processor)
         assert ahead.held_by(engine.output_processor) == frozenset()
-        ahead.send_soon(engine, some)
-        await settle()
-        cores.arrive()
-        await settle()
+        await sent(engine, cores, some)
         assert ahead.held_by(engine.output_processor) == digests(some)
 
     asyncio.run(run())
@@ -162,10 +158,7 @@ def test_after_a_refusal_weights_travel_until_they_are_sent_again():
 def test_refusals_that_come_meanwhile_do_not_send_the_weights_again():
     async def run():
         (engine, cores), some = engine_of(1), monitors(1.0)
-        ahead.send_soon(engine, some)
-        await settle()
-        cores.arrive()
-        await settle()
+        await sent(engine, cores, some)
         for _ in range(5):
             ahead.doubt(engine.output_processor)
             ahead.send_soon(engine, some)
