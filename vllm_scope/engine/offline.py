@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from vllm_scope.config import KEY
@@ -152,12 +152,18 @@ class OfflineEngine:
             temperature=0, max_tokens=1, detokenize=False, ignore_eos=True,
             output_kind=RequestOutputKind.FINAL_ONLY, extra_args=scope(*reads),
         )  # fmt: skip
-        engine, scheduler = self._llm.llm_engine, self._config.scheduler_config
+        engine = self._llm.llm_engine
         if engine.has_unfinished_requests():
             raise ScopeError("this LLM has requests that run; let them end before the harvest.")
+        with _woken(engine):
+            yield from self._computed(prompts, params)
+
+    def _computed(
+        self, prompts: Iterable[tuple[T, Sequence[int]]], params: object
+    ) -> Generator[tuple[T, ScopeResult]]:
+        engine, scheduler = self._llm.llm_engine, self._config.scheduler_config
         waiting, running = iter(prompts), _Running[T]()
-        more, watching = True, ExitStack()
-        watching.enter_context(_woken(engine))
+        more = True
         try:
             while more or running.items:
                 while (
@@ -183,7 +189,6 @@ class OfflineEngine:
                             )
                         yield running.end(output.request_id), result
         finally:
-            watching.close()
             if running.items:
                 with suppress(Exception):  # the engine may be dead
                     drop(engine, running.items)
