@@ -32,6 +32,7 @@ class Workload:
         named: the probes' weights are steering modules that the engine holds.
         features: the 32 strongest features of every token of the SAEs of these layers.
         unembedded: layers whose 10 likeliest tokens a LensTopK delivers of every token.
+        summed: layers whose rows are added to sums on the device, with their covariance.
         monitored: how many layers the server-wide monitor reads; 0 for no monitor.
         shared: tokens that the prompts of a group begin with, beside their own; there are
             GROUPS groups, the same in all measurements.
@@ -49,6 +50,7 @@ class Workload:
     named: bool = False
     features: list[int] | None = None
     unembedded: list[int] | None = None
+    summed: list[int] | None = None
     monitored: int = 0
     shared: int = 0
     lens: bool = False
@@ -66,9 +68,9 @@ def extra_args(work: Workload, config: Any) -> list[dict[str, Any] | None]:
     if work.lens:
         return [{"output_residual_stream": work.layers}] * work.batch
     asked = work.layers is not None or work.edits is not None or work.probes
-    if not (asked or work.features or work.unembedded):
+    if not (asked or work.features or work.unembedded or work.summed):
         return [None] * work.batch
-    from vllm_scope import Add, Features, Gate, LensTopK, Probe, Read, scope
+    from vllm_scope import Add, Features, Gate, LensTopK, Moments, Probe, Read, scope
 
     middle, vector = middle_of(config), partial(vector_of, config)
     actions: list[Any] = []
@@ -80,6 +82,8 @@ def extra_args(work: Workload, config: Any) -> list[dict[str, Any] | None]:
     actions += [Features(f"sae-{layer}") for layer in work.features or ()]
     if work.unembedded:
         actions.append(LensTopK(layers=work.unembedded))
+    if work.summed:
+        actions.append(Moments(layers=work.summed))
     if work.edits in ("own", "gated"):
         gates: list[Gate | None] = [None] * work.batch
         if work.edits == "gated":

@@ -8,6 +8,7 @@ median of these with the interval in which it lies with 95 % certainty.
     python -m benchmarks.throughput --shape 8b --gpu   # random weights on a GPU
     python -m benchmarks.throughput --shape 8b --gpu --saes 4   # features of 1 and of 4 layers
     python -m benchmarks.throughput --shape 8b --gpu --lens 4   # likeliest tokens at 1 and 4 layers
+    python -m benchmarks.throughput --shape 8b --gpu --sums     # sums of all layers on the device
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any
 from benchmarks.engine import Workload, encode
 from benchmarks.shapes import SHAPES, make_saes, make_shape
 from benchmarks.turns import Ratio, order, ratio_of
+from vllm_scope.batch.sums import bytes_of
 
 ROOT = Path(__file__).parent.parent
 CPU_WORK = [Workload("batch 1", 1, 16, 64), Workload("batch 16", 16, 16, 64)]
@@ -40,6 +42,7 @@ MOST_SECONDS = 150.0
 SLOW = ("lens", "huggingface")
 GPU_WORK = [Workload("batch 1", 1, 128, 256), Workload("batch 64", 64, 128, 256)]
 GPU_WORK += [Workload("batch 256", 256, 128, 256), Workload("prefill 64x1024", 64, 1024, 1)]
+GPU_WORK += [Workload("prefill 1x512", 1, 512, 1)]
 #: Prompts that begin alike: with a prefix cache most of their tokens are hits.
 SHARED = [Workload("shared 256", 256, 96, 128, shared=768)]
 SHARED += [Workload("first token", 16, 96, 1, shared=768)]
@@ -122,12 +125,15 @@ def spread(num_layers: int, count: int) -> list[int]:
 Modes = dict[str, tuple[str, dict[str, Any]]]
 
 
-def modes_of(engines: dict[str, Engine], num_layers: int, saes: int = 0, lens: int = 0) -> Modes:
+def modes_of(
+    engines: dict[str, Engine], num_layers: int, saes: int = 0, lens: int = 0, sums: bool = False
+) -> Modes:
     """The rows of the table, as far as there are engines for them.
 
     Args:
         saes: layers that have an SAE.
         lens: layers to which a LensTopK is applied; the last layer is among them.
+        sums: whether sums of all layers are made.
     """
     everything = spread(num_layers, num_layers)
     found: Modes = {"plain vLLM": ("plain", {}), "plugin idle": ("scope", {})}
@@ -142,12 +148,14 @@ def modes_of(engines: dict[str, Engine], num_layers: int, saes: int = 0, lens: i
     found["1,024 probes"] = ("scope", {"probes": 1024, "named": True})
     found["1 probe"] = ("scope", {"probes": 1})
     found["64 probes inline"] = ("scope", {"probes": 64})
-    for count in (1, saes) if saes else ():
+    for count in sorted({1, min(4, saes), saes}) if saes else ():
         some = spread(num_layers, saes)[:count]
         found[f"features, {count} layer{'s' * (count > 1)}"] = ("scope", {"features": some})
     for count in (1, lens) if lens else ():
         some = list(range(num_layers))[-count:]
         found[f"top 10, {count} layer{'s' * (count > 1)}"] = ("scope", {"unembedded": some})
+    if sums:
+        found["sums of all layers"] = ("scope", {"summed": everything})
     found["monitor of 8 layers"] = ("scope", {"monitored": min(8, num_layers)})
     found["eager vLLM"] = ("eager", {})
     found["vllm-lens idle"] = ("lens", {})
@@ -239,6 +247,7 @@ def main() -> None:
     parser.add_argument("--saes", type=int, default=0, help="layers that get an SAE")
     parser.add_argument("--sae-width", type=int, default=1 << 16, help="features of an SAE")
     parser.add_argument("--lens", type=int, default=0, help="layers with the 10 likeliest tokens")
+    parser.add_argument("--sums", action="store_true", help="sums of all layers on the device")
     parser.add_argument("--only", nargs="*", help="only workloads of these names")
     parser.add_argument("--modes", nargs="*", help="only these rows")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
@@ -264,6 +273,11 @@ def main() -> None:
             most_mib = 2 * args.saes * args.sae_width * (size + 8) / 2**20
             scope = options.setdefault("additional_config", {}).setdefault("scope", {})
             scope |= {"saes": saes, "saes_mib": max(4096, 2 * most_mib)}
+        if args.sums:
+            # Of each layer float64 [width, width], and the rows that wait for their products.
+            most_mib = config["num_hidden_layers"] * bytes_of(config["hidden_size"], 4, True, False)
+            scope = options.setdefault("additional_config", {}).setdefault("scope", {})
+            scope["moments_mib"] = 2 * most_mib / 2**20
         work = GPU_WORK if args.gpu else CPU_WORK
         work = work + SHARED if options["enable_prefix_caching"] else work
         work = [w for w in work if not args.only or w.name in args.only]
@@ -287,7 +301,7 @@ def main() -> None:
             starts = ", ".join(f"{name} {e.start_seconds:.1f} s" for name, e in engines.items())
             print(f"start: {starts}")
             print(f"{'':16} {'':22} {'tokens/s':>12} {'ratio':>6} {'':16} {'GB/s':>8}")
-            modes = modes_of(engines, config["num_hidden_layers"], args.saes, args.lens)
+            modes = modes_of(engines, config["num_hidden_layers"], args.saes, args.lens, args.sums)
             if args.modes:
                 modes = {m: how for m, how in modes.items() if m in ("plain vLLM", *args.modes)}
             rows += run(engines, work, modes, args.turns)
