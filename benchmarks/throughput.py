@@ -277,7 +277,7 @@ def main() -> None:
             # Of each layer float64 [width, width], and the rows that wait for their products.
             most_mib = config["num_hidden_layers"] * bytes_of(config["hidden_size"], 4, True, False)
             scope = options.setdefault("additional_config", {}).setdefault("scope", {})
-            scope["moments_mib"] = 2 * most_mib / 2**20
+            scope["moments_mib"] = 1.1 * most_mib / 2**20
         work = GPU_WORK if args.gpu else CPU_WORK
         work = work + SHARED if options["enable_prefix_caching"] else work
         work = [w for w in work if not args.only or w.name in args.only]
