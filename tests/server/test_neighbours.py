@@ -9,6 +9,7 @@ body takes time in any server.
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import os
 import socket
@@ -41,19 +42,24 @@ PLAIN = {
     "model": "toyworld", "prompt": "My father told me about the book Goldette.",
     "max_tokens": 200, "temperature": 0, "ignore_eos": True, "logprobs": 1,
 }  # fmt: skip
+#: Numbers of prompts; no two are alike.
+PROMPTS = itertools.count()
 #: Of the API's process while a body is read, less what two runs differ by.
 HEALTH_S = 0.05
 
 
 def unread_streams(url: str) -> None:
-    """Six connections whose client asks for all rows, and reads none of them."""
+    """Six connections whose client asks for all rows, and reads none of them. Each has a prompt of
+    its own: tokens that are read are computed anew, and the other server would take them from its
+    prefix cache."""
     where = urlsplit(url)
-    body = {"model": "toyworld", "prompt": [5] * 2000, "max_tokens": 100, "stream": True,
+    body = {"model": "toyworld", "max_tokens": 100, "stream": True,
             "ignore_eos": True, "vllm_xargs": scope(Read("resid_post"))}  # fmt: skip
     body["vllm_xargs"]["scope_stream"] = "rows"
-    content = json.dumps(body).encode()
     with ExitStack() as stack:
         for _ in range(6):
+            body["prompt"] = [next(PROMPTS) % 1000 + 5] + [5] * 1999
+            content = json.dumps(body).encode()
             connection = stack.enter_context(socket.socket())
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
             connection.connect((where.hostname, where.port))

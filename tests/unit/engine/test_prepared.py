@@ -9,11 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
-from vllm_scope import Add, Spec, scope
+from vllm_scope import Add, Spec, SpecError, scope
 from vllm_scope.engine.frontend import requests as frontend
 from vllm_scope.engine.frontend.connection import Connection, connections
 from vllm_scope.engine.frontend.prepared import SMALL, is_quick, is_small
+from vllm_scope.engine.frontend.translators import Uncounted, translated
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.request.sites import Sites
 from vllm_scope.results.inbox import inbox
@@ -108,3 +111,16 @@ def test_a_spec_that_names_features_of_an_sae_is_not_quick():
     assert not is_quick('{"edits": [{"kind": "set_feature", "sae": "a", "index": [1]}]}', [1, 2])
     assert not is_quick('{"features": [{"sae": "a", "\\u0069ndices": [1]}]}', [1, 2])
     assert not is_quick('{"reads": []}', list(range(SMALL)))
+
+
+def test_vllm_does_not_look_through_what_a_translator_counts():
+    """A field of a face with 600,000 numbers; the check of vLLM took 0.6 s on the event loop."""
+    rows = [10**30]  # vLLM refuses it
+    with pytest.raises(VLLMValidationError, match="integers"):
+        SamplingParams(extra_args={"steering_vectors": {"post_block": rows}})
+    beside = Uncounted({"post_block": rows})
+    params = SamplingParams(extra_args={"steering_vectors": beside})
+    with pytest.raises(SpecError, match="steering_vectors"):
+        translated(params, SimpleNamespace(additional_config={}), Sites(2, 4, "float32", (0,)), {})
+    assert not is_small({"steering_vectors": Uncounted([0] * SMALL)})
+    assert "0" not in repr(beside), "a log does not show it"

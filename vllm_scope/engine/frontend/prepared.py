@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from vllm_scope.engine.frontend.connection import Connection
+from vllm_scope.engine.frontend.translators import Uncounted
 from vllm_scope.engine.vllm_types import EngineCoreRequest
 from vllm_scope.errors import SpecError
 from vllm_scope.request.actions import MEMORY
@@ -89,7 +90,7 @@ def is_small(values: object) -> bool:
     """
     left, open_ones = SMALL, [values]
     while open_ones:
-        one = open_ones.pop()
+        one = Uncounted.value_of(open_ones.pop())
         if not isinstance(one, str | bytes | list | tuple | Mapping):
             continue
         left -= len(one)

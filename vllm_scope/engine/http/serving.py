@@ -119,7 +119,8 @@ async def _create_with_scope(
         answer = Answer(options, state.store, inline, owner, request.n or 1, bool(request.stream))
         answer.replies = await aside(words.begin, answer.keep, if_large=words.values)
     if words.fields:
-        request.vllm_xargs = {**xargs, **words.fields}
+        beside = {name: translators.Uncounted(value) for name, value in words.fields.items()}
+        request.vllm_xargs = {**xargs, **beside}
     token = current.set(answer)
     streams = False
     try:
