@@ -93,6 +93,27 @@ def test_cells_equal_hooks_and_single_requests(client, hooks):
     assert table.values[0, 3, 5] == pytest.approx(alone, abs=1e-5)
 
 
+def test_paths_equal_hooks_that_hold_all_other_branches(client, hooks):
+    asked = Sweep(OTHER, metric=METRIC, positions=[-1], layers=[1, 5], receivers="logits")
+    table = client.sweep(ASKED, asked)
+    assert table.mode == "patch to logits"
+    clean = hooks.ref.edited(hooks.asked, [])[0]
+    held = [
+        (site, k, lambda _, rows=clean[site, k]: rows)
+        for site in ("attn_out", "mlp_out")
+        for k in range(6)
+    ]
+    for i, layer in enumerate((1, 5)):
+
+        def patch(x, row=hooks.streams["resid_pre", layer][-1]):
+            return torch.cat([x[:-1], row[None]])
+
+        logits = hooks.ref.edited(hooks.asked, [("resid_pre", layer, patch), *held])[1][-1]
+        wanted = float(logits[hooks.a] - logits[hooks.b])
+        assert table.values[0, i, 0] == pytest.approx(wanted, abs=1e-3)
+    assert abs(table.values - table.plain).min() > 0.01
+
+
 def test_the_whole_answer_equals_the_events(http, client, tokenizer):
     ids = [tokenizer.encode(text) for text in (ASKED, OTHER)]
     body = BODY | {"prompts": ids, "source": {"prompts": ids[::-1]}, "positions": [-1, 5]}

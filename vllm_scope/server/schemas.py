@@ -184,6 +184,17 @@ _METRIC = {
         _only("Over the whole vocabulary.", kind={"const": "kl"}),
     ]
 }
+_RECEIVER = {
+    "type": "array", "prefixItems": [{"type": "string"}],
+    "items": {"type": "integer", "minimum": 0}, "minItems": 2, "maxItems": 3,
+}  # fmt: skip
+_RECEIVERS = {
+    "description": "Path patching: site, layer and, where rows have heads, head of each receiver.",
+    "anyOf": [
+        {"type": "null"}, {"const": "logits"},
+        {"type": "array", "items": _RECEIVER, "minItems": 1},
+    ],
+}  # fmt: skip
 Json = dict[str, object]
 
 
@@ -205,6 +216,7 @@ class Sweep(BaseModel):
     mode: Annotated[str, WithJsonSchema({"enum": ["patch", "ablate", "add"]})] = "patch"
     scale: float = Field(1.0, description='Of mode "add".')
     together: bool = Field(False, description="A cell edits all chosen positions at once.")
+    receivers: Annotated[object, WithJsonSchema(_RECEIVERS)] = None
     stream: bool = Field(False, description="Send cells as they arrive, as server-sent events.")
 
 

@@ -11,7 +11,7 @@ run beside the cells of this one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +22,7 @@ from vllm_scope.request.actions import Ablate, Action, Add, Read, Replace
 from vllm_scope.request.actions.base import Module
 from vllm_scope.request.sites import MODEL_SITES, Place, Sites, parse_layers
 from vllm_scope.sweeps.metrics import Logprobs
+from vllm_scope.sweeps.paths import Paths, Step, parse_receivers
 from vllm_scope.sweeps.source import Floats, ReadRows, given_rows, of_head
 from vllm_scope.sweeps.sweep import Sweep, as_prompts, is_prompts
 from vllm_scope.sweeps.table import SweepTable
@@ -61,6 +62,7 @@ class Job:
         actions: empty for a request that is neither edited nor read.
         of_source: for a read, True if it is of the source.
         error: why there can be no such edit; it is not sent, and goes to `take` at once.
+        then: of a path, what makes the cell's next request; None if the answer is the cell's.
     """
 
     prompt: int
@@ -69,6 +71,11 @@ class Job:
     actions: tuple[Action, ...]
     of_source: bool = False
     error: str | None = None
+    then: Step | None = None
+
+    @property
+    def reads(self) -> bool:
+        return any(isinstance(action, Read) for action in self.actions)
 
 
 class _Of:
@@ -106,6 +113,10 @@ class Plan:
         self.sweep, self.sites, encode = sweep, sites, tokenizer.encode
         layers = parse_layers(sweep.layers, sweep.site, "Sweep.layers")
         self.places: tuple[Place, ...] = sites.find(sweep.site, layers, "Sweep")
+        self._paths: Paths | None = None
+        if sweep.receivers is not None:
+            self._paths = Paths(parse_receivers(sweep.receivers), sites)
+            self.places = self._paths.senders(self.places, layers is not None)
         self.ids = as_prompts(prompts, encode, "prompts")
         check(self.ids)
         lengths = [len(ids) for ids in self.ids]
@@ -131,10 +142,12 @@ class Plan:
         self.table = SweepTable.empty(
             [[tokenizer.decode([i]) for i in ids] for ids in self.ids],
             [place.layer for place in self.places], None if sweep.together else positions,
-            self.heads, sweep.metric.name, sweep.site, sweep.mode,
+            self.heads, sweep.metric.name, sweep.site, sweep.told_mode,
         )  # fmt: skip
         #: Cells of each prompt that have not come yet.
         self._left = [len(self._cells_of(i)) for i in range(len(self.ids))]
+        #: The next requests of cells that have begun.
+        self._next: list[Job] = []
         self.num_cells = sum(self._left)
 
     def _check_size(self, lengths: list[int], most: int) -> None:
@@ -176,14 +189,23 @@ class Plan:
             while not self._is_ready(i):
                 yield None
             for place in self._cells_of(i):
+                while self._next:
+                    yield self._next.pop(0)
                 yield self._cell_job(i, place)
+            while self._paths is not None and self._left[i]:
+                yield self._next.pop(0) if self._next else None
             self._of[i].source = self._of[i].plain = None
 
     def _cell_job(self, i: int, place: tuple[int, ...]) -> Job:
         try:
-            return Job(i, self.ids[i], place, self._edits(i, place))
+            job = Job(i, self.ids[i], place, self._edits(i, place))
         except SpecError as error:  # a row that was read may be zero, or not finite
             return Job(i, self.ids[i], place, (), error=str(error))
+        if self._paths is None:
+            return job
+        at, sender = self._positions_of(i, self._columns_of(i, place)), self.places[place[0]]
+        actions, then = self._paths.begin(sender, job.actions, sorted(at), len(job.ids))
+        return replace(job, actions=actions, then=then)
 
     def _reads(self, i: int) -> Iterator[Job]:
         layers = [place.layer for place in self.places]
@@ -191,7 +213,10 @@ class Plan:
         tokens = "prompt" if len(at) == len(self.ids[i]) else at
         read = Read(self.sweep.site, layers=layers, tokens=tokens)
         keeps_heads = self.heads is not None and self.sweep.mode == "patch"
-        yield Job(i, self.ids[i], None, (read,) if keeps_heads else ())
+        of_plain: tuple[Read, ...] = (read,) if keeps_heads else ()
+        if self._paths is not None:
+            of_plain += self._paths.reads(self.places, at[0], len(self.ids[i]))
+        yield Job(i, self.ids[i], None, of_plain)
         if self.sources is not None:
             yield Job(i, self.sources[i], None, (read,), of_source=True)
 
@@ -208,12 +233,20 @@ class Plan:
             return [(layer, *head) for layer in layers for head in heads]
         return [(layer, c, *head) for c in columns for layer in layers for head in heads]
 
+    def _columns_of(self, i: int, place: tuple[int, ...]) -> list[int]:
+        """The columns of the table whose positions a cell edits."""
+        if not self.sweep.together:
+            return [place[1]]
+        return [c for c, p in enumerate(self.at[i]) if p is not None]
+
+    def _positions_of(self, i: int, columns: list[int]) -> list[int]:
+        return [p for p in (self.at[i][c] for c in columns) if p is not None]
+
     def _edits(self, i: int, place: tuple[int, ...]) -> tuple[Action, ...]:
         """The edits of one cell."""
         layer, sweep = place[0], self.sweep
-        columns = [c for c, p in enumerate(self.at[i]) if p is not None]
-        columns = columns if sweep.together else [place[1]]
-        at = [p for p in (self.at[i][c] for c in columns) if p is not None]
+        columns = self._columns_of(i, place)
+        at = self._positions_of(i, columns)
         where: dict[str, Any] = {"site": sweep.site}
         where |= {} if sweep.site in MODEL_SITES else {"layer": self.places[layer].layer}
         if sweep.module is not None:
@@ -266,6 +299,9 @@ class Plan:
         known = self._of[i]
         if job.place is not None:
             value = np.nan
+            if found is not None and job.then is not None:
+                self._next.append(self._after(job, job.then, rows))
+                return None
             if found is None:
                 self.table.errors[i, *job.place] = error or "the request failed"
             else:
@@ -289,6 +325,18 @@ class Plan:
         if known.clean is not None and known.of_source is not None:
             self.table.source[i] = metric.value(known.of_source, known.clean, ids)
         return None
+
+    def _after(self, job: Job, then: Step, rows: ReadRows | None) -> Job:
+        """A cell's next request."""
+        plain = self._of[job.prompt].plain
+        assert rows is not None
+        assert plain is not None
+        try:
+            rows.check("a cell")
+            actions, after = then(rows, plain)
+        except ScopeError as error:  # rows are missing, or not finite
+            return replace(job, actions=(), then=None, error=str(error))
+        return replace(job, actions=actions, then=after)
 
     def _cell(self, i: int, place: tuple[int, ...], value: float) -> Cell:
         table = self.table

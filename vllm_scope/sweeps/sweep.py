@@ -21,6 +21,7 @@ from vllm_scope.request.sites import (
     parse_layers,
 )
 from vllm_scope.sweeps.metrics import Encode, Metric
+from vllm_scope.sweeps.paths import LOGITS, parse_receivers
 
 MODES: Final = ("patch", "ablate", "add")
 
@@ -51,9 +52,13 @@ class Sweep:
         scale: for mode "add"; another mode takes none.
         together: True: a cell edits all chosen positions at once, and the table has no dimension
             of positions.
+        receivers: path patching. "logits", or a list of (site, layer) and (site, layer, head): the
+            edit acts along the direct paths to these places alone, while all other attention and
+            MLP outputs are those of the prompt's own run. Then "all" layers are those from which
+            such a path leads. None: the edit acts on all that comes after it.
 
     Raises:
-        SpecError: a mode, metric, site, layer, position or head that cannot be.
+        SpecError: a mode, metric, site, layer, position, head or receiver that cannot be.
     """
 
     source: Any
@@ -66,6 +71,7 @@ class Sweep:
     heads: Any = None
     scale: float = 1.0
     together: bool = False
+    receivers: Any = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -83,6 +89,8 @@ class Sweep:
         object.__setattr__(self, "scale", number(self.scale, "Sweep.scale"))
         parse_layers(self.layers, self.site, "Sweep.layers")
         self.chosen_positions  # noqa: B018 - checked now
+        if self.receivers is not None:
+            parse_receivers(self.receivers)
         if self.module is not None and (self.mode == "patch" or self.heads is not None):
             raise SpecError(
                 f"Sweep.source is the module {shown(self.module.name)}, whose vectors are added or "
@@ -107,6 +115,15 @@ class Sweep:
             found = vector_or_module(source, "Sweep.source")
             return found if isinstance(found, Module) else None
         return None
+
+    @property
+    def told_mode(self) -> str:
+        """The mode as the table names it: with the receivers, if there are any."""
+        if self.receivers is None:
+            return self.mode
+        receivers = parse_receivers(self.receivers) or ((LOGITS,),)
+        named = (".".join(str(part) for part in one if part is not None) for one in receivers)
+        return f"{self.mode} to {', '.join(named)}"
 
     @property
     def chosen_positions(self) -> list[int] | None:

@@ -41,7 +41,7 @@ class SweepTable:
         tokens: the texts of each prompt's tokens.
         layers, positions, heads: the names along the dimensions. Positions are as they were given;
             negative ones count from the prompt's end.
-        metric, site, mode: of the sweep.
+        metric, site, mode: of the sweep. The mode of a path sweep names its receivers.
         errors: index into `values` -> why the cell failed.
     """
 

@@ -29,7 +29,7 @@ METRICS: Final[dict[str, type[Any]]] = {
     "logit_difference": LogitDifference, "logprob": Logprob, "kl": KL,
 }  # fmt: skip
 #: Fields of a Sweep that are JSON as they are.
-_PLAIN: Final = ("site", "layers", "positions", "heads", "mode", "scale", "together")
+_PLAIN: Final = ("site", "layers", "positions", "heads", "mode", "scale", "together", "receivers")
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ def sent(asked):
             Sweep("o", metric=METRIC, site="z", heads=[0], positions=[-1], together=True),
             id="heads",
         ),
+        pytest.param(Sweep("o", metric=METRIC, receivers="logits"), id="to-logits"),
+        pytest.param(Sweep("o", metric=METRIC, receivers=[["q", 2, 1], ["v", 1]]), id="to-heads"),
     ],
 )  # fmt: skip
 def test_a_sweep_arrives_as_it_was(sweep):
@@ -44,7 +46,7 @@ def test_a_sweep_arrives_as_it_was(sweep):
     assert found.prompts == ["one", {"prompt_token_ids": [1, 2]}]
     assert found.stream
     assert found.sweep.layers == (None if sweep.layers == "all" else sweep.layers)
-    for name in ("metric", "site", "positions", "heads", "mode", "scale", "together"):
+    for name in ("metric", "site", "positions", "heads", "mode", "scale", "together", "receivers"):
         assert getattr(found.sweep, name) == getattr(sweep, name)
     assert found.sweep.module == sweep.module
     source = found.sweep.source

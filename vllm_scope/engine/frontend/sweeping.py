@@ -36,6 +36,7 @@ from vllm_scope.engine.frontend.prepared import NO_TAPS, Prepared, prepare
 from vllm_scope.engine.frontend.requests import prepared_as
 from vllm_scope.engine.vllm_types import AsyncLLM, Engine, LLMEngine, RequestOutput
 from vllm_scope.errors import CapacityError, ScopeError, SpecError, shown
+from vllm_scope.request.actions import Read
 from vllm_scope.request.spec import Spec, scope
 from vllm_scope.results.budget import LABEL_BYTES
 from vllm_scope.results.inbox import inbox
@@ -96,10 +97,9 @@ class Sweeping:
         self._ahead, self._config = ahead, config
         self.take_share(share)
         # Operators' monitors add probes to every request, so that each has to be translated; the
-        # vectors of a module are EngineCore's.
-        alike = sweep.module is None and not translators.concerned(
-            SimpleNamespace(extra_args=None), config
-        )
+        # vectors of a module are EngineCore's. The requests of a path differ in what they read.
+        alike = sweep.module is None and sweep.receivers is None
+        alike = alike and not translators.concerned(SimpleNamespace(extra_args=None), config)
         self._cells = Cells(self._connection) if alike else None
         self._jobs = self.plan.jobs()
         #: True once all requests were sent.
@@ -161,14 +161,15 @@ class Sweeping:
         if completion.finish_reason in ("error", "abort"):
             return self.plan.take(job, None, None, str(completion.stop_reason))
         found = {token: one.logprob for token, one in completion.logprobs[0].items()}
-        rows = self._rows(completion.scope) if job.place is None and job.actions else None
+        rows = self._rows(completion.scope, job) if job.reads else None
         return self.plan.take(job, found, rows, None)
 
-    def _rows(self, result: Any) -> ReadRows:
+    def _rows(self, result: Any, job: Job) -> ReadRows:
         """Rows that were read. They count as rows of a request until the cells of their prompt
         were sent. Raises CapacityError if there is no room for them."""
         sites = self._connection.sites
-        row_bytes = sites.row_size(self.plan.sweep.site) * getattr(torch, sites.dtype).itemsize
+        size = max(sites.row_size(read.site) for read in job.actions if isinstance(read, Read))
+        row_bytes = size * getattr(torch, sites.dtype).itemsize
         return ReadRows(result, inbox().hold(result.delivered * (row_bytes + LABEL_BYTES)))
 
 

@@ -1,0 +1,160 @@
+"""Path patching equals Hugging Face's model in which hooks hold every other branch at the rows of
+the prompt's own run."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+import vllm_scope
+from tests.conftest import local_engine
+from vllm_scope import LogitDifference, SpecError, Sweep
+
+SITES = ["embed", "resid_mid", "resid_post", "z", "q", "k", "v", "attn_out", "mlp_out"]
+ENGINE = {
+    "dtype": "float32", "max_num_seqs": 8, "block_size": 32,
+    "additional_config": {"scope": {"sites": SITES}},
+}  # fmt: skip
+#: Two prompts of different lengths, one of them longer than a block of KV.
+CLEAN = [list(range(30, 42)), list(range(200, 240))]
+CORRUPTED = [list(range(60, 72)), list(range(300, 340))]
+A, B = [5, 6], [50, 60]
+METRIC = LogitDifference(A, B)
+#: The branch that a site is a part of.
+BRANCH = dict.fromkeys(["q", "k", "v", "z"], "attn_out")
+
+
+@pytest.fixture(scope="module")
+def llm(llama):
+    with local_engine(llama, **ENGINE) as llm:
+        yield llm
+
+
+def texts(ids):
+    return [{"prompt_token_ids": each} for each in ids]
+
+
+def set_rows(rows, positions, own=slice(None)):
+    def edit(x):
+        x = x.clone()
+        for p in positions:
+            x[p, own] = rows[p, own]
+        return x
+
+    return edit
+
+
+class Paths:
+    """Path patching as its papers define it: two runs of a model, and hooks on all of its branches.
+
+    Args:
+        ids, source: the prompt that runs, and the one that the sender's rows are from.
+    """
+
+    def __init__(self, ref, ids, source):
+        self.ref, self.ids = ref, ids
+        self.clean, self.source = (ref.edited(one, [])[0] for one in (ids, source))
+
+    def value(self, i, sender, positions, receivers, head=None):
+        """The metric of one cell."""
+        site, layer = ("resid_pre", 0) if sender[0] == "embed" else sender
+        rows = self.source[site, layer]
+        edits = [(site, layer, set_rows(rows, positions, self._own(site, head)))]
+        branches = {}
+
+        def held(place):
+            def edit(x):
+                branches[place] = x.clone()
+                return self.clean[place]
+
+            return edit
+
+        for place in product(["attn_out", "mlp_out"], range(3)):
+            if place != (BRANCH.get(site, site), layer):
+                edits.append((*place, held(place)))
+        streams, logits = self.ref.edited(self.ids, edits)
+        if receivers != "logits":
+            found = streams | branches
+            logits = self.ref.edited(self.ids, [self._set(found, *one) for one in receivers])[1]
+        last = logits[-1].double()
+        return float(last[A[i]] - last[B[i]])
+
+    def _set(self, found, site, layer, head=None):
+        every = range(len(self.ids))
+        return site, layer, set_rows(found[site, layer], every, self._own(site, head))
+
+    def _own(self, site, head):
+        size = self.ref.model.config.head_dim
+        return slice(None) if head is None else slice(head * size, (head + 1) * size)
+
+
+@pytest.fixture(scope="module", params=["noising", "denoising"])
+def pair(request):
+    """(prompts, sources): noising runs the clean prompt, denoising the corrupted one."""
+    return (CLEAN, CORRUPTED) if request.param == "noising" else (CORRUPTED, CLEAN)
+
+
+TO_HEADS = [("q", 2, 1), ("q", 2, 3), ("k", 1), ("z", 2, 0)]
+
+
+@pytest.mark.parametrize(
+    ("site", "receivers", "options"),
+    [
+        pytest.param("resid_pre", "logits", {"positions": [3, -1]}, id="stream-to-logits"),
+        pytest.param("mlp_out", "logits", {"positions": [3, -1]}, id="mlp-to-logits"),
+        pytest.param("z", "logits", {"heads": "all", "positions": [-1]}, id="head-to-logits"),
+        pytest.param("v", "logits", {"positions": [4]}, id="values-to-later-positions"),
+        pytest.param("z", TO_HEADS, {"heads": [0, 2], "positions": [-1, 4]}, id="head-to-heads"),
+        pytest.param("k", [("v", 2), ("mlp_out", 1)], {"positions": [4]}, id="keys-to-two-kinds"),
+        pytest.param("attn_out", [("attn_out", 2)], {"positions": [4]}, id="attention"),
+        pytest.param("embed", [("mlp_out", 0), ("mlp_out", 2)], {"positions": [4]}, id="embed"),
+        pytest.param("mlp_out", [("resid_mid", 1)], {"positions": [-2]}, id="to-the-stream"),
+        pytest.param("z", [("q", 2)], {"heads": [1], "together": True}, id="all-positions"),
+    ],
+)
+def test_cells_equal_hooks_that_hold_all_other_branches(site, receivers, options, pair, llm, ref):
+    prompts, sources = pair
+    sweep = Sweep(texts(sources), metric=METRIC, site=site, receivers=receivers, **options)
+    table = vllm_scope.sweep(llm, texts(prompts), sweep, progress=False)
+    assert not table.errors
+    assert not np.isnan(table.values).any()
+    assert not np.allclose(table.values, table.plain.reshape(-1, *[1] * (table.values.ndim - 1)))
+    for i, (ids, source) in enumerate(zip(prompts, sources, strict=True)):
+        paths = Paths(ref, ids, source)
+        for at in np.ndindex(table.values.shape[1:]):
+            positions = range(len(ids))
+            if not sweep.together:
+                positions = [table.positions[at[1]] % len(ids)]
+            head = None if table.heads is None else table.heads[at[-1]]
+            sender = (site, table.layers[at[0]])
+            wanted = paths.value(i, sender, positions, receivers, head)
+            assert table.values[i, *at] == pytest.approx(wanted, abs=3e-6)
+
+
+def test_only_layers_with_a_path_are_swept(llm):
+    asked = {"metric": METRIC, "site": "z", "positions": [-1], "receivers": [("q", 1)]}
+    table = vllm_scope.sweep(llm, texts(CLEAN), Sweep(texts(CORRUPTED), **asked), progress=False)
+    assert table.layers == (0,)
+    with pytest.raises(
+        SpecError, match=r"Sweep\.layers has 1; no direct path leads from z of that"
+    ):
+        vllm_scope.sweep(
+            llm, texts(CLEAN), Sweep(texts(CORRUPTED), layers=[0, 1], **asked), progress=False
+        )
+
+
+def test_an_ended_path_sweep_leaves_nothing(llm):
+    seen = []
+
+    def stop(cell):
+        seen.append(cell)
+        if len(seen) == 5:
+            raise KeyboardInterrupt
+
+    sweep = Sweep(texts(CORRUPTED), metric=METRIC, site="z", receivers=TO_HEADS)
+    with pytest.raises(KeyboardInterrupt):
+        vllm_scope.sweep(llm, texts(CLEAN), sweep, progress=False, on_cell=stop)
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert len(seen) == 5

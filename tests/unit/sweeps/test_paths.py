@@ -1,0 +1,162 @@
+"""Receivers of path patching, and the requests that a cell is then made of."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.unit.sweeps.test_plans import METRIC, Letters
+from vllm_scope import Read, Replace, SpecError, Sweep
+from vllm_scope.request.sites import Heads, Place, Sites
+from vllm_scope.sweeps.plan import Plan
+from vllm_scope.sweeps.source import ReadRows
+
+INNER = ("q", "k", "v", "z", "attn_out", "mlp_out")
+SITES = Sites(
+    num_layers=3, hidden_size=6, dtype="float32", heads=Heads(2, 1, 3, 3),
+    boundaries=(*range(7), *(Place(site, k).boundary for site in INNER for k in range(3))),
+)  # fmt: skip
+
+
+class Rows:
+    """Rows that were read: a number of their own for each request, site, layer and position."""
+
+    error, dropped = None, 0
+
+    def __init__(self, job, seed):
+        self.at = {(read.site, layer): list(read.tokens.positions)
+                   for read in job.actions if isinstance(read, Read)
+                   for layer in read.layer_numbers}  # fmt: skip
+        self.random = np.random.default_rng(seed)
+        self.rows = {}
+
+    def positions(self, site, layer):
+        import torch
+
+        return torch.tensor(self.at[site, layer])
+
+    def __getitem__(self, place):
+        import torch
+
+        shape = len(self.at[tuple(place)]), SITES.row_size(place[0])
+        return torch.from_numpy(
+            self.rows.setdefault(tuple(place), self.random.normal(size=shape).astype(np.float32))
+        )
+
+
+def planned(**options):
+    sweep = Sweep(**{"source": np.ones(6), "metric": METRIC, "mode": "add"} | options)
+    return Plan(sweep, ["abcd"], SITES, Letters())
+
+
+def run(plan, fail=lambda job: None):
+    """Every request with its rows, answered in order."""
+    found = []
+    for job in plan.jobs():
+        assert job is not None
+        result = Rows(job, len(found)) if job.reads else None
+        found.append((job, result))
+        error = job.error or fail(job)
+        rows = None if result is None else ReadRows(result)
+        plan.take(job, None if error else {1: -1.0, 2: -3.0}, rows, error)
+    return found
+
+
+def test_a_cell_is_its_edit_then_the_streams_then_the_receivers():
+    plan = planned(site="z", layers=0, positions=[2], receivers=[("q", 1, 1), ("mlp_out", 2)])
+    (_, plain), (first, seen), (second, got), (third, _) = run(plan)
+    assert plan.num_cells == 1
+    assert not np.isnan(plan.table.values).any()
+    edit, read = first.actions
+    assert (edit.kind, read.site, read.layers, read.tokens.positions) == (
+        "add", "resid_mid", (0,), (2,),
+    )  # fmt: skip
+
+    def own(place, at):
+        return plain[place].numpy()[[plain.at[place].index(p) for p in at]]
+
+    change = seen["resid_mid", 0].numpy() - own(("resid_mid", 0), [2])
+    sets = {(s.site, *s.layers): s for s in second.actions if isinstance(s, Replace)}
+    assert set(sets) == {("resid_pre", 1), ("resid_mid", 2)}
+    for place, one in sets.items():
+        assert one.positions == (2, 3, 4)
+        wanted = own(place, [2, 3, 4])
+        wanted[0] += change[0]
+        np.testing.assert_array_equal(one.values.numpy, wanted)
+    sets = {(s.site, *s.layers): s for s in third.actions}
+    assert set(sets) == {("q", 1), ("mlp_out", 2)}
+    np.testing.assert_array_equal(sets["mlp_out", 2].values.numpy, got["mlp_out", 2].numpy())
+    queries = own(("q", 1), [2, 3, 4])  # head 0 is the prompt's own
+    queries[:, 3:] = got["q", 1].numpy()[:, 3:]
+    np.testing.assert_array_equal(sets["q", 1].values.numpy, queries)
+
+
+def test_the_logits_need_no_third_request_and_no_other_positions():
+    plan = planned(site="mlp_out", layers=[1], positions=[4], receivers="logits")
+    (_, plain), (_, seen), (last, _) = run(plan)
+    (one,) = last.actions
+    assert (one.site, one.layers, one.positions) == ("resid_post", (2,), (4,))
+    change = seen["resid_post", 1].numpy() - plain["resid_post", 1].numpy()
+    np.testing.assert_array_equal(one.values.numpy, plain["resid_post", 2].numpy() + change)
+    assert plan.table.mode == "add to logits"
+
+
+def test_values_change_what_later_positions_get():
+    plan = planned(
+        source=np.ones(3), site="v", layers=[1], positions=[3], receivers=[("resid_pre", 2)]
+    )
+    (_, _), (first, _), (last, _) = run(plan)
+    assert first.actions[-1].tokens.positions == (3, 4)
+    assert last.actions[0].positions == (3, 4)
+
+
+def test_layers_without_a_path_are_left_out_or_refused():
+    assert planned(site="z", receivers=[("q", 1), ("v", 2)]).table.layers == (0, 1)
+    assert planned(site="z", receivers=[("mlp_out", 2)]).table.layers == (0, 1, 2)
+    assert planned(site="resid_post", receivers="logits").table.layers == (0, 1, 2)
+    with pytest.raises(SpecError, match=r"Sweep.layers has 2; no direct path leads from z of that"):
+        planned(site="z", layers=[0, 2], receivers=[("q", 1), ("v", 2)])
+    with pytest.raises(SpecError, match="no direct path"):
+        planned(site="mlp_out", receivers=[("mlp_out", 0)])
+
+
+def test_a_receiver_gets_no_rows_that_come_from_behind_it():
+    """Of two receivers only the later one is behind the sender."""
+    plan = planned(site="z", layers=[1], positions=[4], receivers=[("q", 0), ("q", 2)])
+    _, _, _, (last, _) = run(plan)
+    assert [(one.site, one.layers) for one in last.actions] == [("q", (2,))]
+
+
+def test_a_request_of_a_path_that_fails_leaves_the_other_cells():
+    plan = planned(site="z", positions=[-1], receivers=[("q", 2)])
+
+    def fail(job):
+        return "too large" if job.place == (1, 0) and job.actions[0].site == "resid_pre" else None
+
+    run(plan, fail)
+    assert plan.table.errors == {(0, 1, 0): "too large"}
+    assert np.isnan(plan.table.values[0, :, 0]).tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("receivers", "said"),
+    [
+        pytest.param("attention", "it is 'logits', or a list of", id="word"),
+        pytest.param([], "it is 'logits', or a list of", id="none"),
+        pytest.param(["q"], r"receivers\[0\] is 'q'; it is \(site, layer\)", id="text"),
+        pytest.param([("q",)], r"it is \(site, layer\)", id="no-layer"),
+        pytest.param([("q", -1)], r"it is \(site, layer\)", id="negative"),
+        pytest.param([("q", True)], r"it is \(site, layer\)", id="true"),
+        pytest.param([("q", 1, 0, 0)], r"it is \(site, layer\)", id="four"),
+        pytest.param([("nowhere", 1)], "sites are", id="site"),
+        pytest.param([("embed", 0)], "a receiver is at resid_pre", id="embed"),
+        pytest.param([("ln_final", 0)], "a receiver is at resid_pre", id="final"),
+        pytest.param([("mlp_out", 1, 0)], "rows of 'mlp_out' have none", id="head-of-none"),
+        pytest.param([("q", 7)], "layers 0 to 2", id="layer"),
+        pytest.param([("v", 1, 1)], "head 1 of 'v', which has heads 0 to 0", id="head"),
+        pytest.param([("mlp_post", 1)], "does not tap 'mlp_post'", id="untapped"),
+    ],
+)
+def test_receivers_that_cannot_be_are_refused(receivers, said):
+    with pytest.raises(SpecError, match=said):
+        planned(receivers=receivers)

@@ -1,0 +1,266 @@
+"""Path patching: the effect of an edit along the direct paths from its place to chosen receivers.
+
+Owns:  `parse_receivers`, and Paths, which makes the requests of a cell behind its first one.
+From:  sweep (the receivers), plan (the edit, and the rows of the prompt's own run).   To: plan.
+
+All other attention and MLP outputs are held at those of the prompt's own run. Then the stream
+between the edited part and a receiver is the prompt's own stream plus what the edit changed behind
+its part. So nothing is held layer by layer: a cell is
+
+1. a request with the edit, which reads the stream behind the edited part;
+2. a request that sets the streams before the receivers, each to the prompt's own plus that change,
+   and reads the receivers (not if all receivers are on the stream);
+3. a request that sets the receivers to these rows. Its answer is the cell's. If receivers are heads
+   of several layers, there is one more request for each further layer.
+
+Source: Wang et al. 2022 (arXiv 2211.00593), section 3.1, where MLPs are not held; Goldowsky-Dill et
+al. 2023 (arXiv 2304.05969)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.actions import Action, Read, Replace
+from vllm_scope.request.selectors import as_numbers
+from vllm_scope.request.sites import (
+    ATTENTION_SITES,
+    EDIT_SITES,
+    MODEL_SITES,
+    STREAM_SITES,
+    Place,
+    Sites,
+    canonical_site,
+)
+from vllm_scope.sweeps.source import Floats, ReadRows, of_head
+
+LOGITS: Final = "logits"
+#: (site, layer, head) of each receiver; the head is None for the whole row.
+Receivers = tuple[tuple[str, int, int | None], ...]
+#: Called with the rows that a cell's request read, and with those of the prompt's own run. Returns
+#: the actions of the cell's next request, and the step behind it; None if its answer is the cell's.
+Step = Callable[[ReadRows, ReadRows], tuple[tuple[Action, ...], "Step | None"]]
+#: Sites whose edit at a position changes what their layer's attention gives at later positions.
+_SEEN_LATER: Final = ("k", "v")
+#: Sites whose row has what the attention takes from earlier positions.
+_SEES_EARLIER: Final = ("z", "attn_out")
+
+
+def parse_receivers(value: Any) -> Receivers | None:
+    """What `Sweep.receivers` means; None for the logits.
+
+    Raises:
+        SpecError: neither "logits" nor a list of (site, layer) or (site, layer, head).
+    """
+    if isinstance(value, str) and value == LOGITS:
+        return None
+    if not isinstance(value, list | tuple) or not value:
+        raise SpecError(
+            f"Sweep.receivers is {shown(value)}; it is 'logits', or a list of (site, layer) and "
+            "(site, layer, head)."
+        )
+    found = (_receiver(one, f"Sweep.receivers[{i}]") for i, one in enumerate(value))
+    return tuple(dict.fromkeys(found))
+
+
+def _receiver(value: Any, where: str) -> tuple[str, int, int | None]:
+    numbers = as_numbers(list(value[1:])) if isinstance(value, list | tuple) else []
+    if len(numbers) not in (1, 2) or any(type(n) is not int or n < 0 for n in numbers):
+        raise SpecError(f"{where} is {shown(value)}; it is (site, layer) or (site, layer, head).")
+    site = canonical_site(value[0], f"{where}[0]")
+    allowed = [name for name in EDIT_SITES if name not in MODEL_SITES]
+    if site not in allowed:
+        raise SpecError(f"{where} is at {shown(site)}; a receiver is at {', '.join(allowed)}.")
+    if len(numbers) == 2 and site not in ATTENTION_SITES:
+        raise SpecError(
+            f"{where} names a head, and rows of {site!r} have none; a head is of "
+            f"{', '.join(ATTENTION_SITES)}."
+        )
+    return site, numbers[0], numbers[1] if len(numbers) == 2 else None
+
+
+class Paths:
+    """The direct paths of one sweep.
+
+    Args:
+        receivers: as `parse_receivers` returns them.
+
+    Raises:
+        SpecError: a receiver that this engine does not tap, or a head that it does not have.
+    """
+
+    def __init__(self, receivers: Receivers | None, sites: Sites) -> None:
+        self._sites = sites
+        if receivers is None:
+            receivers = (("resid_post", sites.num_layers - 1, None),)
+        #: Receiver -> its heads, or None for the whole row.
+        self._heads: dict[Place, list[int] | None] = {}
+        for site, layer, head in receivers:
+            (place,) = sites.find(site, (layer,), "Sweep.receivers")
+            num_heads = sites.row_shape(site)[0]
+            if head is not None and head >= num_heads:
+                raise SpecError(
+                    f"Sweep.receivers has head {head} of {site!r}, which has heads 0 to "
+                    f"{num_heads - 1} here."
+                )
+            known = self._heads.setdefault(place, [])
+            if head is None or known is None:
+                self._heads[place] = None
+            else:
+                known.append(head)
+        self._entries = {place: self._tapped(_entry(place)) for place in self._heads}
+
+    def _tapped(self, place: Place) -> Place:
+        self._sites.find(place.site, (place.layer,), "Sweep.receivers")
+        return place
+
+    def senders(self, places: Sequence[Place], named: bool) -> tuple[Place, ...]:
+        """The places from which a path leads to a receiver.
+
+        Args:
+            named: the caller chose the layers.
+
+        Raises:
+            SpecError: no path leads from a layer that was named, or from any; or the stream behind
+                a place is not tapped.
+        """
+        found = tuple(place for place in places if self._reached(_exit(place)))
+        for place in places:
+            if place not in found and (named or not found):
+                raise SpecError(
+                    f"Sweep.layers has {place.layer}; no direct path leads from {place.site} of "
+                    "that layer to Sweep.receivers, so name earlier layers or later receivers."
+                )
+        for place in found:
+            self._tapped(_exit(place))
+        return found
+
+    def _reached(self, exit_: Place) -> list[Place]:
+        return [to for to, entry in self._entries.items() if exit_.boundary <= entry.boundary]
+
+    def reads(self, senders: Iterable[Place], first: int, length: int) -> tuple[Read, ...]:
+        """What is read of the prompt's own run, from position `first` on."""
+        places = [*map(_exit, senders), *self._entries.values()]
+        places += [place for place, heads in self._heads.items() if heads is not None]
+        return _reads(places, list(range(first, length)))
+
+    def begin(
+        self, sender: Place, edits: tuple[Action, ...], at: list[int], length: int
+    ) -> tuple[tuple[Action, ...], Step]:
+        """The actions of a cell's first request, and what comes after it.
+
+        Args:
+            at: the positions that are edited, ascending.
+            length: tokens of the prompt.
+        """
+        changed = list(range(at[0], length)) if sender.site in _SEEN_LATER else at
+        exit_ = _exit(sender)
+        return (*edits, *_reads([exit_], changed)), partial(self._enter, exit_, changed, length)
+
+    def _enter(
+        self, exit_: Place, changed: list[int], length: int, rows: ReadRows, plain: ReadRows
+    ) -> tuple[tuple[Action, ...], Step | None]:
+        reached = self._reached(exit_)
+        inner = [place for place in reached if place.site not in STREAM_SITES]
+        entries = list(dict.fromkeys(self._entries[place] for place in reached))
+        # Behind a receiver's own attention, and before a second receiver, later positions may
+        # differ from the prompt's own.
+        alone = len(entries) == 1 and not any(place.site in _SEES_EARLIER for place in inner)
+        at = changed if alone else list(range(changed[0], length))
+        change = rows.at(exit_, changed) - plain.at(exit_, changed)
+        streams: dict[Place, Floats] = {}
+        for entry in entries:
+            streams[entry] = plain.at(entry, at)
+            streams[entry][np.searchsorted(at, changed)] += change
+        if not inner:
+            return _sets(streams, at), None
+        before = {self._entries[place]: streams[self._entries[place]] for place in inner}
+        then = partial(self._take, at, inner, {to: streams[to] for to in reached if to in streams})
+        return (*_sets(before, at), *_reads(inner, at)), then
+
+    def _take(
+        self, at: list[int], inner: list[Place], found: dict[Place, Floats], rows: ReadRows,
+        plain: ReadRows,
+    ) -> tuple[tuple[Action, ...], Step | None]:  # fmt: skip
+        """Receivers that were read."""
+        found = {**found, **{place: rows.at(place, at) for place in inner}}
+        depths: dict[tuple[int, bool], list[Place]] = {}
+        for place in found:
+            depth = self._entries[place].boundary, place.site in _SEES_EARLIER
+            depths.setdefault(depth, []).append(place)
+        return self._set(at, [depths[depth] for depth in sorted(depths)], found, {}, plain, plain)
+
+    def _set(
+        self, at: list[int], depths: list[list[Place]], found: dict[Place, Floats],
+        done: dict[Place, Floats], rows: ReadRows, plain: ReadRows,
+    ) -> tuple[tuple[Action, ...], Step | None]:  # fmt: skip
+        """Set receivers, from the first depth on.
+
+        The heads beside a receiver's are free to follow the receivers at earlier depths. So they
+        are read before the row is set.
+
+        Args:
+            depths: the receivers that are not set yet, the earliest first.
+            found: the row of each receiver.
+            done: what is set already.
+            rows: of the receivers of the first depth, while those in `done` were set.
+        """
+        done = dict(done)
+        for i, places in enumerate(depths):
+            of_heads = [place for place in places if self._heads[place] is not None]
+            if i and of_heads:
+                then = partial(self._set, at, depths[i:], found, done)
+                return (*_sets(done, at), *_reads(of_heads, at)), then
+            for place in places:
+                done[place] = self._joined(place, found[place], rows, at)
+        return _sets(done, at), None
+
+    def _joined(self, place: Place, found: Floats, rows: ReadRows, at: list[int]) -> Floats:
+        """A receiver's row: of its heads as found, of others as in `rows`."""
+        heads = self._heads[place]
+        if heads is None:
+            return found
+        joined = rows.at(place, at)
+        for head in heads:
+            joined = of_head(found, head, self._sites, place.site, joined)
+        return joined
+
+
+def _exit(sender: Place) -> Place:
+    """The place on the stream behind the part of the layer that a site belongs to."""
+    if sender.site in MODEL_SITES:
+        return Place("resid_pre", 0)
+    if sender.site in STREAM_SITES:
+        return sender
+    return Place("resid_mid" if _of_attention(sender) else "resid_post", sender.layer)
+
+
+def _entry(receiver: Place) -> Place:
+    """The place on the stream before the part of the layer that a site belongs to."""
+    if receiver.site in STREAM_SITES:
+        return receiver
+    return Place("resid_pre" if _of_attention(receiver) else "resid_mid", receiver.layer)
+
+
+def _of_attention(place: Place) -> bool:
+    return place.site in (*ATTENTION_SITES, "attn_out")
+
+
+def _reads(places: Iterable[Place], at: list[int]) -> tuple[Read, ...]:
+    """One read for each site."""
+    layers: dict[str, list[int]] = {}
+    for site, layer in dict.fromkeys(places):
+        layers.setdefault(site, []).append(layer)
+    return tuple(Read(site, layers=each, tokens=at) for site, each in layers.items())
+
+
+def _sets(values: Mapping[Place, Floats], at: list[int]) -> tuple[Replace, ...]:
+    return tuple(
+        Replace(rows, positions=at, site=place.site, layer=place.layer)
+        for place, rows in values.items()
+    )
