@@ -398,7 +398,9 @@ class Drain:
         self._keep_no_more(set(labels.keys.tolist()))
 
     def _keep_no_more(self, keys: Collection[int]) -> None:
-        for key in keys if self._store is not None else ():
+        if self._store is None:
+            return
+        for key in keys:
             if threading.current_thread() is self._thread:
                 self._store.end(key)
             else:
