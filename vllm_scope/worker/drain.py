@@ -61,9 +61,11 @@ LINGER_S = 0.004
 LINGER_UNSEEN_S, MOST_UNSEEN_BYTES = 0.08, 8 << 20
 #: How long the last rows of a request may wait.
 LINGER_AT_END_S = 0.002
-#: After a busy period the thread sleeps REST times its length, from LINGER_AT_END_S to
-#: MOST_REST_S: a worker that needs room in a ring waits for the thread.
-REST, MOST_REST_S = 4, 0.04
+#: For the time that it works the thread owes REST times as much rest. If it owes more than
+#: MOST_OWED_S, it rests after each look, for LINGER_AT_END_S to MOST_REST_S: a worker that needs
+#: room in a ring waits for the thread. If it owes less, callers whose requests have ended do not
+#: wait for its rest, as when a few short requests come at once.
+REST, MOST_REST_S, MOST_OWED_S = 4, 0.04, 0.2
 #: Steps are joined into one batch up to this many bytes.
 MOST_BYTES = 64 << 20
 HEAD_FAILED = (
@@ -161,6 +163,8 @@ class Drain:
         # Bounded by the ring: each step in it holds a lease.
         self._items: deque[_Item] = deque()
         self._sleeping = False
+        #: Seconds of rest that the thread owes, and when it was counted.
+        self._owed, self._rested = 0.0, time.monotonic()
         self._closing = False
         self._wake = threading.Event()
         #: Since the thread last looked: a request has ended; the thread should look soon, or now.
@@ -496,8 +500,7 @@ class Drain:
                 self._num_unseen = 0
                 self._deliver([self._items.popleft() for _ in range(len(self._items))])
                 if not self._closing:
-                    worked = time.thread_time() - started
-                    self._rest(min(max(LINGER_AT_END_S, REST * worked), MOST_REST_S))
+                    self._rest(REST * (time.thread_time() - started))
                 continue
             if self._closing:
                 return
@@ -507,14 +510,23 @@ class Drain:
             self._wake.clear()
             self._sleeping = False
 
-    def _rest(self, least: float) -> None:
-        """Let items gather for `least` seconds or more."""
+    def _rest(self, earned: float) -> None:
+        """Let items gather for a while.
+
+        Args:
+            earned: the rest, in seconds, for the last look.
+        """
+        now = time.monotonic()
+        self._owed, self._rested = max(0.0, self._owed - now + self._rested) + earned, now
+        least, usual = LINGER_AT_END_S, max(LINGER_S, min(earned, MOST_REST_S))
+        if self._owed > MOST_OWED_S:
+            least = min(max(least, earned), MOST_REST_S)
         if self._now.wait(least):
             return
-        if least < LINGER_S and self._ended.wait(LINGER_S - least):
+        if least < usual and self._ended.wait(usual - least):
             return
         if not self._followed:
-            self._soon.wait(max(0.0, LINGER_UNSEEN_S - max(least, LINGER_S)))
+            self._soon.wait(max(0.0, LINGER_UNSEEN_S - max(least, usual)))
 
     def _deliver(self, items: list[_Item]) -> None:
         steps: list[_Rows] = []

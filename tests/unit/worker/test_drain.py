@@ -422,6 +422,23 @@ def test_a_thread_that_worked_long_rests_no_longer_than_rows_may_wait(monkeypatc
             _until(lambda seen=position + 1: len(sink.events) == seen, 1.0)
 
 
+@pytest.mark.parametrize("owes_little", [True, False])
+def test_the_end_of_a_request_waits_only_for_a_thread_that_owes_much_rest(owes_little, monkeypatch):
+    for name, value in {
+        "REST": 1e9, "MOST_REST_S": 1.0, "MOST_OWED_S": 1e12 if owes_little else 0.0,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(f"vllm_scope.worker.drain.{name}", value)
+    took = []
+    with _drain(64) as (arena, drain, sink):
+        for key in range(3):  # the thread has something to rest from, then a request that is short
+            _submit(arena, drain, key, 0, 1)
+            drain.finish_request(key)
+            started = time.monotonic()
+            _until(lambda key=key: (key, None) in sink.events)
+            took.append(time.monotonic() - started)
+    assert (min(took[1:]) < 0.5) is owes_little
+
+
 def test_rows_are_summed_in_order_if_a_watched_request_enters_beside_them():
     """From then on steps are filled at once; those before wait for the drain thread."""
     place, gate = Place("resid_post", 0), threading.Event()
