@@ -425,7 +425,7 @@ def test_a_thread_that_worked_long_rests_no_longer_than_rows_may_wait(monkeypatc
 @pytest.mark.parametrize("owes_little", [True, False])
 def test_the_end_of_a_request_waits_only_for_a_thread_that_owes_much_rest(owes_little, monkeypatch):
     for name, value in {
-        "REST": 1e9, "MOST_REST_S": 1.0, "MOST_OWED_S": 1e12 if owes_little else 0.0,
+        "REST": 1e9, "MOST_REST_S": 3.0, "MOST_OWED_S": 1e12 if owes_little else 0.0,
     }.items():  # fmt: skip
         monkeypatch.setattr(f"vllm_scope.worker.drain.{name}", value)
     took = []
@@ -436,7 +436,7 @@ def test_the_end_of_a_request_waits_only_for_a_thread_that_owes_much_rest(owes_l
             started = time.monotonic()
             _until(lambda key=key: (key, None) in sink.events)
             took.append(time.monotonic() - started)
-    assert (min(took[1:]) < 0.5) is owes_little
+    assert (min(took[1:]) < 2.0) is owes_little
 
 
 def test_rows_are_summed_in_order_if_a_watched_request_enters_beside_them():
