@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit.delivered import ROW_BYTES, labels_of
-from tests.unit.worker.test_drain import PATIENCE_S, RecordingSink
+from tests.unit.worker.test_drain import PATIENCE_S, RecordingSink, of_pairs, pairs_of
 from vllm_scope.program.layout import Widths
 from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker.arena import Arena
@@ -40,3 +40,19 @@ def test_rows_that_taps_wrote_are_awaited_on_the_stream_of_their_step():
     finally:
         drain.close()
     assert sink.events == [(1, step, 0, 100.0 + step) for step in range(9)]
+
+
+@pytest.mark.parametrize("num_slots", [9, 64, 4096])
+def test_heads_work_on_several_steps_at_once_and_no_region_is_written_before(num_slots):
+    device = torch.device("cuda")
+    with of_pairs(device, num_slots) as (submit, drain, _, found, pairs):
+        for step in range(1000):
+            if step % 100 == 0:
+                torch.cuda._sleep(LATE)
+            submit(step % 3, step, 2)
+            if step % 50 == 49:
+                drain.finish_request(0)
+    assert found == [one for step in range(1000) for one in pairs_of(step % 3, [step], 2)]
+    assert sum(pairs.counts) == 2000
+    if num_slots == 4096:
+        assert max(pairs.counts) > 2

@@ -11,6 +11,7 @@ before it is copied. If the ring is full, the stream waits (GPU), or the thread 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,13 +25,33 @@ class HostFence(threading.Event):
 
 
 class StreamFence:
-    """A CUDA event after the copy; the current stream waits for it, the host does not."""
+    """A CUDA event after the copy; the current stream waits for it, the host does not, but for a
+    copy that is not enqueued yet."""
 
     def __init__(self) -> None:
-        self.event = torch.cuda.Event()
+        self._event = torch.cuda.Event()
+        self._enqueued: threading.Event | None = None
+        self._hurry: Callable[[], None] = _nothing
+
+    def put_off(self, hurry: Callable[[], None]) -> None:
+        """The copy will be enqueued on another thread, soon after `hurry` was called."""
+        self._enqueued, self._hurry = threading.Event(), hurry
+
+    def set(self) -> None:
+        """The copy is enqueued on the current stream."""
+        self._event.record()
+        if self._enqueued is not None:
+            self._enqueued.set()
 
     def wait(self) -> None:
-        self.event.wait()
+        if self._enqueued is not None and not self._enqueued.is_set():
+            self._hurry()
+            self._enqueued.wait()
+        self._event.wait()
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass

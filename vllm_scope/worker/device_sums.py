@@ -6,7 +6,7 @@ Runs:  as worker.summing.   To: batch.sums.
 Promise: sums are float64. Products of 16-bit rows on a GPU are exact in float32, and are added in
 float32 for at most `num_waiting` rows before they are added to the float64 sums; all other products
 are float64. Only the blocks of x x^T on and above the diagonal are computed. All that is kept lies
-in the room that was given.
+in the room that was given. Sums change in inference mode alone, in which vLLM computes its steps.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class DeviceSums:
         self._xx = sums[:num_squares] if covariance else None
         self._x, self._xy = sums[num_squares], sums[num_squares + 1] if targets else None
 
+    @torch.inference_mode()
     def add(
         self,
         rows_of: Callable[[NDArray[np.int64]], Tensor],
@@ -137,6 +138,7 @@ class DeviceSums:
                 else:
                     into.addmm_(left, right)
 
+    @torch.inference_mode()
     def read(self) -> Packed:
         """The sums so far, on the host. Waits for the device."""
         xx = b""

@@ -2,11 +2,14 @@
 
 Owns:  the side stream and the drain thread.
 Runs:  `submit` and `finish_request` on the worker's thread, after the forward was
-       enqueued; everything else on the drain thread.
+       enqueued; `_copy` there too; everything else on the drain thread.
 From:  arena, plan.Labels.   To: transport.ring (copies), a BatchSink (sinks.router).
 
 Promise: rows reach the sink in the order of their steps, and a request's `finish`
 after all of its rows. If the sink is slow, the worker waits; nothing is lost.
+
+On a GPU, large steps are copied on the worker's thread, and small ones on which heads work on the
+drain thread, several at once: a head takes about twenty launches, and reads its weights.
 
 The thread delivers several steps at a time. It looks again after LINGER_S, or sooner if a
 request has ended, whose caller waits. The thread shares the GIL with the thread that launches
@@ -21,7 +24,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -41,7 +44,7 @@ from vllm_scope.request.nets import Net
 from vllm_scope.request.resolved import ResolvedMoments
 from vllm_scope.sinks import BatchSink, RowBatch
 from vllm_scope.transport.ring import HostRing, JoinedLease, Lease
-from vllm_scope.worker.arena import Arena, HostFence, Region, StreamFence
+from vllm_scope.worker.arena import Arena, Region, StreamFence
 from vllm_scope.worker.held_saes import NONE, PairMaker
 from vllm_scope.worker.packer import Packer, first_slots
 from vllm_scope.worker.score_store import ScoreStore
@@ -58,9 +61,11 @@ LINGER_S = 0.004
 LINGER_UNSEEN_S, MOST_UNSEEN_BYTES = 0.08, 8 << 20
 #: How long the last rows of a request may wait.
 LINGER_AT_END_S = 0.002
-#: After a busy period the thread sleeps REST times its length, from LINGER_AT_END_S to
-#: MOST_REST_S: a worker that needs room in a ring waits for the thread.
-REST, MOST_REST_S = 4, 0.04
+#: For the time that it works the thread owes REST times as much rest. If it owes more than
+#: MOST_OWED_S, it rests after each look, for LINGER_AT_END_S to MOST_REST_S: a worker that needs
+#: room in a ring waits for the thread. If it owes less, callers whose requests have ended do not
+#: wait for its rest, as when a few short requests come at once.
+REST, MOST_REST_S, MOST_OWED_S = 4, 0.04, 0.2
 #: Steps are joined into one batch up to this many bytes.
 MOST_BYTES = 64 << 20
 HEAD_FAILED = (
@@ -78,7 +83,10 @@ class _Rows(msgspec.Struct, frozen=True, eq=False):
     Attributes:
         boundary: as in RowBatch.
         region: of the arena; None if the rows are in the ring already, or are written there.
-        copied: on a GPU, the event after which the rows are in the ring.
+        copied: on a GPU, the event after which the rows are in the ring; None if the drain thread
+            copies them.
+        tapped: on a GPU, for rows that the drain thread copies: the event after which they are in
+            the region.
         positions: int64 [num_rows], the true positions of the batch's rows; None if the
             labels' positions are true.
     """
@@ -89,6 +97,12 @@ class _Rows(msgspec.Struct, frozen=True, eq=False):
     lease: Lease
     copied: torch.cuda.Event | None
     positions: Tensor | None
+    tapped: torch.cuda.Event | None = None
+
+    @property
+    def waits(self) -> Region | None:
+        """The region, if the drain thread copies it."""
+        return self.region if self.copied is None else None
 
 
 @dataclass(frozen=True)
@@ -126,6 +140,8 @@ class Drain:
         store: sees them on the drain thread.
         saes: that the worker holds, by name.
         moments_bytes: of the device, for the sums of Moments.
+        joins: True if heads work on the rows of several steps at once. None means on a GPU alone:
+            there it takes fewer launches, and a held SAE's weights are read once for all of them.
 
     Verbs: `add_request`, `submit` (a written region), `finish_request`, `close`.
     """
@@ -140,16 +156,19 @@ class Drain:
         store: ScoreStore | None = None,
         saes: Mapping[str, PairMaker] = NONE,
         moments_bytes: int = 0,
+        joins: bool | None = None,
     ) -> None:
         self._widths, self._watch, self._store = widths, watch, store
         self._arena, self._ring, self._sink = arena, ring, sink
         # Bounded by the ring: each step in it holds a lease.
         self._items: deque[_Item] = deque()
         self._sleeping = False
+        #: Seconds of rest that the thread owes, and when it was counted.
+        self._owed, self._rested = 0.0, time.monotonic()
         self._closing = False
         self._wake = threading.Event()
-        #: Since the thread last looked: a request has ended; the thread should look soon.
-        self._ended, self._soon = threading.Event(), threading.Event()
+        #: Since the thread last looked: a request has ended; the thread should look soon, or now.
+        self._ended, self._soon, self._now = (threading.Event() for _ in range(3))
         #: Running requests for which something could not be computed -> what to tell them.
         self._failed: dict[int, str] = {}
         #: Running requests whose callers look at rows as they arrive.
@@ -158,7 +177,11 @@ class Drain:
         #: submitted since the last look. A quarter of a ring leaves room for the next steps.
         most = min(MOST_UNSEEN_BYTES // SLOT_BYTES, arena.num_slots // 4, len(ring.slots) // 4)
         self._most_unseen, self._num_unseen = most, 0
+        #: Slots of the arena that were left to the drain thread on a GPU, that it has copied, and
+        #: that may wait for it.
+        self._num_put_off, self._num_caught_up, self._most_put_off = 0, 0, arena.num_slots // 4
         self._cuda = arena.slots.is_cuda
+        self._joins = self._cuda if joins is None else joins
         #: On a CPU: steps may wait that the drain thread fills.
         self._unfilled = False
         self._packer = Packer(arena.slots.dtype, arena.slots.device, widths, saes)
@@ -232,8 +255,7 @@ class Drain:
                 done.set_exception(error)
 
         self.later(answer)
-        self._ended.set()
-        self._soon.set()
+        self._hurry()
         return done.result(timeout=ANSWER_S)
 
     def follow(self, key: int) -> None:
@@ -259,8 +281,11 @@ class Drain:
         if labels.encodes:
             num_slots = self._packer.num_slots(labels, boundary)
         lease = self._ring.acquire(num_slots)
-        copied = None
-        if self._cuda:
+        copied = tapped = None
+        if self._cuda and boundary is None and self._may_put_off(region, labels):
+            positions = None if positions is None else self._to_host(positions)
+            tapped = self._put_off(region)
+        elif self._cuda:
             copied, positions = self._copy(region, labels, boundary, lease, positions)
             if copied is None:
                 lease.release()
@@ -268,7 +293,35 @@ class Drain:
                 return
         elif positions is not None:
             positions = positions.clone()
-        self._put(_Rows(labels, boundary, region, lease, copied, positions))
+        self._put(_Rows(labels, boundary, region, lease, copied, positions, tapped))
+
+    def _may_put_off(self, region: Region, labels: Labels) -> bool:
+        """True if the drain thread shall copy a step on a GPU, with others: a small one on which
+        heads work. Nobody waits for it in this step, and no sums are made of it."""
+        return (
+            labels.encodes
+            and self._joins
+            and not self._watch
+            and self._num_waiting + region.num_slots <= self._most_put_off
+            and not any(layout.sent is not layout for layout in labels.layouts)
+        )
+
+    @property
+    def _num_waiting(self) -> int:
+        return self._num_put_off - self._num_caught_up
+
+    def _put_off(self, region: Region) -> torch.cuda.Event:
+        assert isinstance(region.fence, StreamFence)
+        region.fence.put_off(self._hurry)
+        self._num_put_off += region.num_slots
+        tapped = self._events.pop() if self._events else torch.cuda.Event(blocking=True)
+        tapped.record(self._stream_of_taps())
+        return tapped
+
+    def _hurry(self) -> None:
+        """Let the thread look now."""
+        for news in (self._now, self._ended, self._soon, self._wake):
+            news.set()
 
     def submit_written(self, lease: Lease, labels: Labels, positions: Tensor | None) -> None:
         """Deliver what taps on a GPU write straight into the ring.
@@ -303,8 +356,7 @@ class Drain:
             self._watch.add(found, partial(_wait_for, item.written), item.lease, None)
         self._put(item)
         if self._watch:  # it waits for them
-            self._ended.set()
-            self._soon.set()
+            self._hurry()
 
     def later(self, call: Callable[[], None]) -> None:
         """Call something on the drain thread, after the rows that were submitted so far."""
@@ -324,7 +376,7 @@ class Drain:
         assert self._watch is not None
         if step.copied is None:
             try:
-                self._copy_on_host(step)
+                self._fill_waiting([step])
             except Exception:
                 # As in `_guard`.
                 logger.exception("vllm-scope: rows could not be encoded")
@@ -340,16 +392,22 @@ class Drain:
         if self._summing:
             filled = threading.Event()
             self.later(filled.set)
-            self._ended.set()
-            self._soon.set()
+            self._hurry()
             filled.wait(ANSWER_S)
         self._unfilled = False
 
     def _lost(self, labels: Labels) -> None:
         """Stop keeping scores for requests that lost rows: a rejected draft's scores could stand in
         the place of those that were lost."""
-        if self._store is not None:
-            for key in set(labels.keys.tolist()):
+        self._keep_no_more(set(labels.keys.tolist()))
+
+    def _keep_no_more(self, keys: Collection[int]) -> None:
+        if self._store is None:
+            return
+        for key in keys:
+            if threading.current_thread() is self._thread:
+                self._store.end(key)
+            else:
                 self.later(partial(self._store.end, key))
 
     def _put(self, item: _Item) -> None:
@@ -362,9 +420,9 @@ class Drain:
                 self._unfilled = not self._cuda
         self._items.append(item)
         if isinstance(item, _Rows):
-            held = 0 if item.region is None else item.region.num_slots
+            held = 0 if item.region is None or item.tapped else item.region.num_slots
             self._num_unseen += max(held, item.lease.stop - item.lease.start)
-            if self._num_unseen > self._most_unseen:
+            if self._num_unseen > self._most_unseen or 2 * self._num_waiting > self._most_put_off:
                 self._soon.set()
         if self._sleeping:
             self._wake.set()
@@ -373,9 +431,7 @@ class Drain:
         """Deliver what waits, then stop."""
         if self._thread.is_alive():
             self._closing = True
-            self._wake.set()
-            self._ended.set()
-            self._soon.set()
+            self._hurry()
             self._thread.join(timeout=30)
         self._sink.close()
         if not self._thread.is_alive():  # a thread that hangs still reads there
@@ -407,8 +463,7 @@ class Drain:
                 self._stream.synchronize()  # nothing writes to the lease any more
                 whole = False
             copied.record()
-            assert isinstance(region.fence, StreamFence)
-            region.fence.event.record()
+            region.fence.set()
         return copied if whole else None, positions
 
     def _fill(
@@ -427,12 +482,8 @@ class Drain:
 
     def _fail(self, keys: Collection[int]) -> None:
         """End these requests with an error, and keep no scores of theirs."""
-        for key in keys:
-            self._failed[key] = HEAD_FAILED
-            if self._store is not None and threading.current_thread() is self._thread:
-                self._store.end(key)
-            elif self._store is not None:
-                self.later(partial(self._store.end, key))
+        self._failed.update(dict.fromkeys(keys, HEAD_FAILED))
+        self._keep_no_more(keys)
 
     @staticmethod
     def _to_host(positions: Tensor) -> Tensor:
@@ -444,13 +495,12 @@ class Drain:
         while True:
             if self._items:
                 started = time.thread_time()
-                self._ended.clear()
-                self._soon.clear()
+                for news in (self._ended, self._soon, self._now):
+                    news.clear()
                 self._num_unseen = 0
                 self._deliver([self._items.popleft() for _ in range(len(self._items))])
                 if not self._closing:
-                    worked = time.thread_time() - started
-                    self._rest(min(max(LINGER_AT_END_S, REST * worked), MOST_REST_S))
+                    self._rest(REST * (time.thread_time() - started))
                 continue
             if self._closing:
                 return
@@ -460,13 +510,23 @@ class Drain:
             self._wake.clear()
             self._sleeping = False
 
-    def _rest(self, least: float) -> None:
-        """Let items gather for `least` seconds or more."""
-        time.sleep(least)
-        if least < LINGER_S and self._ended.wait(LINGER_S - least):
+    def _rest(self, earned: float) -> None:
+        """Let items gather for a while.
+
+        Args:
+            earned: the rest, in seconds, for the last look.
+        """
+        now = time.monotonic()
+        self._owed, self._rested = max(0.0, self._owed - now + self._rested) + earned, now
+        least, usual = LINGER_AT_END_S, max(LINGER_S, min(earned, MOST_REST_S))
+        if self._owed > MOST_OWED_S:
+            least = min(max(least, earned), MOST_REST_S)
+        if self._now.wait(least):
+            return
+        if least < usual and self._ended.wait(usual - least):
             return
         if not self._followed:
-            self._soon.wait(max(0.0, LINGER_UNSEEN_S - max(least, LINGER_S)))
+            self._soon.wait(max(0.0, LINGER_UNSEEN_S - max(least, usual)))
 
     def _deliver(self, items: list[_Item]) -> None:
         steps: list[_Rows] = []
@@ -497,9 +557,7 @@ class Drain:
 
     def _write(self, steps: list[_Rows]) -> None:
         try:
-            for step in steps:
-                if step.copied is None and step.region is not None:
-                    self._copy_on_host(step)
+            self._fill_waiting([step for step in steps if step.waits])
             # Copies are on one stream, taps that write into the ring on another. On each, the
             # last event follows all earlier ones.
             for written in (True, False):
@@ -516,21 +574,15 @@ class Drain:
                         RowBatch(labels[0], steps[0].lease, self._widths, steps[0].boundary)
                     )
                 return
-            joined = Labels(
-                np.concatenate([x.keys for x in labels]),
-                np.concatenate([x.positions for x in labels]),
-                np.concatenate([x.layout_of for x in labels]),
-                labels[0].layouts,
-                np.concatenate([x.rows for x in labels]),
-            )
             lease = JoinedLease([step.lease for step in steps], self._ring)
             if lease.start < lease.stop:
-                self._sink.write(RowBatch(joined, lease, self._widths))
+                self._sink.write(RowBatch(_joined(labels), lease, self._widths))
         finally:
             for step in steps:
                 step.lease.release()
-                if step.region is None and step.copied is not None:
-                    self._events.append(step.copied)
+                used = step.copied if step.region is None else step.tapped
+                if used is not None:
+                    self._events.append(used)
 
     def _write_stored(self, item: _Stored) -> None:
         try:
@@ -541,13 +593,38 @@ class Drain:
             item.written.set()
             item.lease.release()
 
-    def _copy_on_host(self, step: _Rows) -> None:
-        assert step.region is not None
-        assert isinstance(step.region.fence, HostFence)
-        try:
-            self._fill(step.region, step.labels, step.boundary, step.lease, step.positions)
-        finally:
-            step.region.fence.set()
+    def _fill_waiting(self, steps: Sequence[_Rows]) -> None:
+        """Copy the regions of steps to their leases, and wait until they are there."""
+        for some in _adjacent(steps, self._joins):
+            regions = [step.region for step in some if step.region is not None]
+            try:
+                # On a GPU vLLM's thread, which works on other rows, is in this mode too.
+                with self._side(), torch.inference_mode(self._cuda):
+                    self._fill_together(some, regions)
+            except Exception:
+                for step in some:
+                    self._lost(step.labels)
+                raise
+            finally:
+                with self._side():
+                    for region in regions:
+                        region.fence.set()
+                self._num_caught_up += sum(r.num_slots for r in regions if some[0].tapped)
+                if self._cuda:
+                    self._stream.synchronize()
+
+    def _fill_together(self, steps: Sequence[_Rows], regions: Sequence[Region]) -> None:
+        first = steps[0]
+        for step in steps:
+            if step.tapped is not None:
+                self._stream.wait_event(step.tapped)
+        if len(steps) == 1:
+            self._fill(regions[0], first.labels, first.boundary, first.lease, first.positions)
+            return
+        start, stop = regions[0].start, regions[-1].stop
+        whole = Region(start, stop - start, regions[-1].fence)
+        lease = JoinedLease([step.lease for step in steps], self._ring)
+        self._fill(whole, _joined([step.labels for step in steps]), None, lease, None)
 
 
 def _labels_of(item: _Stored) -> Labels | None:
@@ -572,6 +649,44 @@ def _may_join(steps: list[_Rows], item: _Rows) -> bool:
         and item.lease.start == last.lease.stop
         and item.labels.layouts == last.labels.layouts
         and size <= MOST_BYTES
+    )
+
+
+def _adjacent(steps: Sequence[_Rows], joins: bool) -> Iterator[list[_Rows]]:
+    """Runs of steps whose rows heads can work on at once: whole programs, side by side in the
+    arena and in the ring, and none of whose rows are summed."""
+    run: list[_Rows] = []
+    for step in steps:
+        if run and not (joins and _follows(run[-1], step)):
+            yield run
+            run = []
+        run.append(step)
+    if run:
+        yield run
+
+
+def _follows(last: _Rows, step: _Rows) -> bool:
+    assert last.region is not None
+    assert step.region is not None
+    return (
+        last.boundary is None
+        and step.boundary is None
+        and step.labels.encodes
+        and step.region.start == last.region.stop
+        and step.lease.start == last.lease.stop
+        and step.labels.layouts == last.labels.layouts
+        and all(layout.sent is layout for layout in step.labels.layouts)
+    )
+
+
+def _joined(labels: Sequence[Labels]) -> Labels:
+    """Of steps with the same layouts."""
+    return Labels(
+        np.concatenate([one.keys for one in labels]),
+        np.concatenate([one.positions for one in labels]),
+        np.concatenate([one.layout_of for one in labels]),
+        labels[0].layouts,
+        np.concatenate([one.rows for one in labels]),
     )
 
 

@@ -7,12 +7,13 @@ Runs:  in workers that drain: loaded at start; computed on a GPU on the worker's
 From:  saes.sae.   To: packer.
 
 Promise: the host never waits for the device. Memory beside the rows is bounded by MOST_BYTES of
-pre-activations, and about as much again.
+products, and about as much again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -22,8 +23,8 @@ from vllm_scope.errors import ConfigError, shown
 from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
 from vllm_scope.saes.sae import Sae
 
-#: Pre-activations that are computed at once.
-MOST_BYTES = 64 << 20
+#: Products that are computed at once.
+MOST_BYTES = 128 << 20
 #: Features whose maximum is looked at first. The k strongest features are in the k groups with the
 #: largest maxima, so that the whole width is read once and not sorted.
 GROUP = 64
@@ -104,21 +105,33 @@ class DeviceSae:
         num_active = min(count, self._k)
 
         def found(some: Tensor) -> tuple[Tensor, Tensor]:
-            values, indices = strongest(self._features(some), num_active)
+            values, indices = self._strongest(some, num_active)
             return values.relu(), indices
 
         return packed_pairs(rows, count, self._most_rows, found)
 
-    def _features(self, rows: Tensor) -> Tensor:
-        """float32 [num_rows, d_sae]; of an SAE without thresholds before the ReLU."""
+    def _strongest(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The largest features of each row, of an SAE without thresholds before the ReLU."""
         if rows.is_cuda and rows.dtype != torch.float32:
-            found = torch.mm(rows, self._weight.t(), out_dtype=torch.float32).add_(self._bias)
+            products = torch.mm(rows, self._weight.t(), out_dtype=torch.float32)
         else:
-            found = torch.addmm(self._bias, rows.float(), self._weight.t())
-        if self._threshold is not None:
-            # A row that is not finite stays so.
-            found.masked_fill_(found <= self._threshold, 0)
-        return found
+            products = rows.float() @ self._weight.t()
+        if rows.is_cuda and _grouped(products.shape[1], count):
+            # Triton is there where there is a GPU.
+            from vllm_scope.worker.maxima import maxima
+
+            largest = maxima(products, self._bias, self._threshold, GROUP)
+            return _among(largest, count, partial(self._features_at, products))
+        return strongest(self._features(products.add_(self._bias), self._threshold), count)
+
+    def _features_at(self, products: Tensor, at: Tensor) -> Tensor:
+        thresholds = None if self._threshold is None else self._threshold[at]
+        return self._features(products.gather(1, at).add_(self._bias[at]), thresholds)
+
+    @staticmethod
+    def _features(found: Tensor, thresholds: Tensor | None) -> Tensor:
+        """The features of sums, which it changes. A row that is not finite stays so."""
+        return found if thresholds is None else found.masked_fill_(found <= thresholds, 0)
 
 
 def packed_pairs(
@@ -146,14 +159,31 @@ def packed_pairs(
 def strongest(features: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest of each row, [n, count] descending, and their indices: as torch.topk."""
     num_rows, width = features.shape
-    if width % GROUP or count * GROUP >= width:
+    if not _grouped(width, count):
         found = features.topk(count)
         return found.values, found.indices
-    groups = features.view(num_rows, width // GROUP, GROUP)
-    best = groups.amax(2).topk(count).indices
-    some = groups.gather(1, best[:, :, None].expand(-1, -1, GROUP)).view(num_rows, count * GROUP)
-    found = some.topk(count)
-    return found.values, best.gather(1, found.indices // GROUP) * GROUP + found.indices % GROUP
+    largest = features.view(num_rows, width // GROUP, GROUP).amax(2)
+    return _among(largest, count, lambda at: features.gather(1, at))
+
+
+def _grouped(width: int, count: int) -> bool:
+    return width % GROUP == 0 and count * GROUP < width
+
+
+def _among(
+    largest: Tensor, count: int, features_at: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The same, of the groups with the `count` largest features.
+
+    Args:
+        largest: [n, groups], of each group.
+        features_at: int64 [n, m], indices -> [n, m].
+    """
+    best = largest.topk(count).indices
+    within = torch.arange(GROUP, device=largest.device)
+    at = (best[:, :, None] * GROUP + within).flatten(1)
+    found = features_at(at).topk(count)
+    return found.values, at.gather(1, found.indices)
 
 
 def _kept(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -18,7 +18,10 @@ from torch import Tensor
 
 from vllm_scope.errors import CompatError
 from vllm_scope.request.actions.sparse import MAX_TOP_K
-from vllm_scope.worker.held_saes import MOST_BYTES, packed_pairs, strongest
+from vllm_scope.worker.held_saes import packed_pairs, strongest
+
+#: float32 logits that are computed at once.
+MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)

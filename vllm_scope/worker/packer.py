@@ -1,19 +1,22 @@
 """Gathers rows, and applies heads to them, on their way out of the arena.
 
 Owns:  Packer: which rows of a region go where in the batch, and what their heads need.
-Runs:  `hold` and `num_slots` on the worker's thread; `pack` on a GPU there too, enqueued on the
-       drain's stream, else on the drain thread; `release` on the drain thread.
+Runs:  `hold` and `num_slots` on the worker's thread, `release` on the drain thread; `pack` on the
+       drain thread, and for large steps of a GPU on the worker's; there enqueued on the drain's
+       stream.
 From:  drain.   To: codecs.packed, probe_bank, held_saes, lens.
 
 Promise: work and kernel launches grow with (layout, head) pairs and with bytes, not with rows,
-and the host never waits for the device. Memory beside the region is bounded: a batch is encoded
-in chunks of CHUNK_BYTES of raw rows, as float32 copies of a whole region of a large step would
-not fit beside a model.
+and the host never waits for the device. Memory beside the region is bounded: a head works on at
+most CHUNK_BYTES of raw rows at once, as float32 copies of a whole region of a large step would not
+fit beside a model.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,7 +38,7 @@ from vllm_scope.worker.probe_bank import Banks
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Arena bytes that are encoded at once; encoding takes about ten times as much memory.
+#: Bytes of raw rows on which one head works at once; encoding takes about ten times as much memory.
 CHUNK_BYTES = 16 << 20
 #: Distinct projections of rp8 that running requests may need together.
 MOST_PROJECTIONS = 8
@@ -91,16 +94,23 @@ class _Chunk:
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """The moves of one step; the next step's are mostly the same."""
+class _Sized:
+    """What is known of one step; of the next step it is mostly the same."""
 
     labels: Labels
     boundary: int | None
-    chunks: list[_Chunk]
+    num_slots: int
 
     def is_for(self, labels: Labels, boundary: int | None) -> bool:
         # A steady decode step shares this array with the step before it (plan._Steady).
         return labels.layout_of is self.labels.layout_of and boundary == self.boundary
+
+
+@dataclass(frozen=True)
+class _Plan(_Sized):
+    """The moves of a step, or of several steps."""
+
+    chunks: list[_Chunk]
 
 
 @dataclass
@@ -122,6 +132,7 @@ class Packer:
     saes: Mapping[str, PairMaker] = field(default_factory=lambda: NONE)
     stacks: bool | None = None
     _plan: _Plan | None = None
+    _sized: _Sized | None = None
     #: Request key -> the projections that it may need.
     _held: dict[int, frozenset[Encoding]] = field(default_factory=dict)
     #: Request key -> its probes' nets.
@@ -129,6 +140,7 @@ class Packer:
 
     def __post_init__(self) -> None:
         self._banks = Banks(self.device)
+        self._packing = threading.Lock()
         if self.stacks is None:
             self.stacks = self.device.type == "cuda"
 
@@ -181,10 +193,11 @@ class Packer:
 
     def num_slots(self, labels: Labels, boundary: int | None) -> int:
         """Slots of the batch that `pack` makes. On any thread."""
-        plan = self._plan
-        if plan is not None and plan.is_for(labels, boundary):
-            return plan.chunks[-1].stop
-        return int(_sizes(labels, boundary, self.widths)[1].sum())
+        sized = self._sized
+        if sized is None or not sized.is_for(labels, boundary):
+            num_slots = int(_sizes(labels, boundary, self.widths)[1].sum())
+            sized = self._sized = _Sized(labels, boundary, num_slots)
+        return sized.num_slots
 
     def pack(
         self, region: Tensor, labels: Labels, boundary: int | None, into: Tensor
@@ -200,9 +213,16 @@ class Packer:
             The keys of requests for which a held SAE or the lens failed, as for want of memory.
             Their pairs are (-1, not a number); the rest of the batch is whole.
         """
+        with self._packing:
+            return self._pack(region, labels, boundary, into)
+
+    def _pack(
+        self, region: Tensor, labels: Labels, boundary: int | None, into: Tensor
+    ) -> Collection[int]:
         plan = self._plan
         if plan is None or not plan.is_for(labels, boundary):
-            plan = self._plan = _Plan(labels, boundary, list(self._chunks(labels, boundary)))
+            chunks = list(self._chunks(labels, boundary))
+            plan = self._plan = _Plan(labels, boundary, chunks[-1].stop, chunks)
         words = region.view(torch.int64)
         failed: set[Head] = set()
         for chunk in plan.chunks:
@@ -258,16 +278,18 @@ class Packer:
 
     def _chunks(self, labels: Labels, boundary: int | None) -> Iterator[_Chunk]:
         before, after = _sizes(labels, boundary, self.widths)
-        ends, sources, targets = np.cumsum(before), np.cumsum(before) - before, np.cumsum(after)
-        targets -= after
+        sources, targets = np.cumsum(before) - before, np.cumsum(after) - after
+        local = _local(labels.layouts, boundary)
+        weights = np.array([_weight(layout, self.widths) for layout in local], np.int64)
+        ends = np.cumsum(weights[labels.layout_of])
         first, num_tokens = 0, len(before)
         while first < num_tokens:
-            room = sources[first] + CHUNK_BYTES // SLOT_BYTES
+            room = (int(ends[first - 1]) if first else 0) + CHUNK_BYTES // SLOT_BYTES
             last = max(int(np.searchsorted(ends, room, "right")), first + 1)
             start = int(targets[first])
             stop = int(targets[last - 1] + after[last - 1])
             found: _Found = {}
-            for i, layout in enumerate(_local(labels.layouts, boundary)):
+            for i, layout in enumerate(local):
                 some = first + np.flatnonzero(labels.layout_of[first:last] == i)
                 for kind, source, target in _places(layout, self.widths) if len(some) else ():
                     found.setdefault(kind, []).append((
@@ -327,6 +349,15 @@ def _sizes(labels: Labels, boundary: int | None, widths: Widths) -> tuple[Ints, 
     if boundary is not None:  # drained tap by tap, all tokens have the same room
         before[:], after[:] = before.max(), after.max()
     return before[labels.layout_of], after[labels.layout_of]
+
+
+def _weight(layout: Layout, widths: Widths) -> int:
+    """Slots of a token's rows for the head that works on most of them, and of what all make."""
+    counts: Counter[object] = Counter()
+    for (head, num_slots, _), sources, _ in _places(layout, widths):
+        # Banks may work together.
+        counts[Bank if isinstance(head, Bank) else head] += num_slots * len(sources)
+    return max(layout.slots(widths), *counts.values(), 1)
 
 
 def first_slots(labels: Labels, boundary: int | None, widths: Widths) -> Ints:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,15 +109,21 @@ def _rows(key: int, first: int, count: int, boundaries: tuple[int, ...] = (0,)) 
 
 class Pairs:
     """A PairMaker: the index is 7, the value the first number of the row. It fails for rows below
-    `least`."""
+    `least`.
+
+    Attributes:
+        counts: how many rows it was given at once.
+    """
 
     def __init__(self, least: float) -> None:
         self.least = least
+        self.counts: list[int] = []
 
     def pack(self, rows, count):
+        self.counts.append(len(rows))
         if rows.min() < self.least:
             raise torch.OutOfMemoryError
-        made = torch.full((len(rows), 4), 7, dtype=torch.int32)
+        made = torch.full((len(rows), 4), 7, dtype=torch.int32, device=rows.device)
         made[:, 1] = rows[:, 0].view(torch.int32)
         return made.view(torch.uint8)
 
@@ -159,6 +166,74 @@ def test_a_head_that_fails_fails_the_requests_that_asked_for_it_alone(boundary, 
         assert found[i][0] == -1
         assert found[i][1] != found[i][1], "not a number: never taken for a value"
     assert "the head 'strongest 0 1 bad' failed" in caplog.text
+
+
+@contextmanager
+def of_pairs(device: torch.device, num_slots: int, host_slots: int = 400) -> Iterator[Any]:
+    """A drain with a held SAE, `pairs`; what its sink was given, and `submit` of a step."""
+    arena, sink, pairs = Arena(num_slots, torch.float32, device), RecordingSink(), Pairs(0)
+    found: list[tuple[int, int, float]] = []
+
+    def write(batch: RowBatch) -> None:
+        assert sink.gate.wait(PATIENCE_S)
+        words = batch.slots.clone().view(torch.int32)
+        values = words[:, 1].view(torch.float32).tolist()
+        assert words[:, 0].tolist() == [7] * len(values)
+        keys, positions = batch.labels.keys.tolist(), batch.labels.positions.tolist()
+        found.extend(zip(keys, positions, values, strict=True))
+
+    sink.write = write
+    ring = HostRing(host_slots, cuda=device.type == "cuda")
+    drain = Drain(
+        arena, ring, sink, Widths((ROW_BYTES,)), moments_bytes=1 << 20, saes={"one": pairs},
+        joins=True,
+    )  # fmt: skip
+    layouts = (Layout((), ((Strongest.of_sae("one", 1), (point_of(0, 0),)),)),)
+
+    def submit(key: int, step: int, count: int, boundary: int | None = None) -> None:
+        region = arena.acquire(count)
+        values = torch.arange(count, device=device) + 100.0 * step
+        arena.view(region)[:] = values[:, None]
+        positions = range(count * step, count * (step + 1))
+        drain.submit(region, labels_of([key] * count, positions, layouts=layouts), boundary)
+
+    try:
+        yield submit, drain, sink, found, pairs
+    finally:
+        sink.gate.set()
+        drain.close()
+
+
+def pairs_of(key: int, steps: Iterable[int], count: int) -> list[tuple[int, int, float]]:
+    return [(key, count * step + i, 100.0 * step + i) for step in steps for i in range(count)]
+
+
+def test_a_head_works_on_the_steps_that_wait_at_once():
+    with of_pairs(CPU, 100) as (submit, drain, sink, found, pairs):
+        sink.gate.clear()
+        submit(1, 0, 3)
+        deadline = time.monotonic() + PATIENCE_S
+        while not pairs.counts and time.monotonic() < deadline:
+            time.sleep(0.001)
+        # The thread waits at the sink. The ring of 100 slots wraps after 33 steps of 3 rows.
+        for step in range(1, 30):
+            submit(1, step, 3)
+        submit(2, 30, 2, boundary=0)
+        drain.finish_request(1)
+        submit(2, 31, 2)
+    assert found == [*pairs_of(1, range(30), 3), *pairs_of(2, (30, 31), 2)]
+    assert pairs.counts == [3, 87, 2, 2]
+
+
+@pytest.mark.parametrize("num_slots", [6, 7, 100])
+def test_steps_that_heads_work_on_at_once_are_where_they_belong(num_slots):
+    with of_pairs(CPU, num_slots) as (submit, drain, _, found, pairs):
+        for step in range(200):
+            submit(step % 3, step, 2)
+            if step % 50 == 49:
+                drain.finish_request(0)
+    assert found == [one for step in range(200) for one in pairs_of(step % 3, [step], 2)]
+    assert sum(pairs.counts) == 400
 
 
 @pytest.mark.parametrize("host_slots", [8, 20, 400])
@@ -345,6 +420,23 @@ def test_a_thread_that_worked_long_rests_no_longer_than_rows_may_wait(monkeypatc
         for position in range(3):
             _submit(arena, drain, 1, position, 1)
             _until(lambda seen=position + 1: len(sink.events) == seen, 1.0)
+
+
+@pytest.mark.parametrize("owes_little", [True, False])
+def test_the_end_of_a_request_waits_only_for_a_thread_that_owes_much_rest(owes_little, monkeypatch):
+    for name, value in {
+        "REST": 1e9, "MOST_REST_S": 3.0, "MOST_OWED_S": 1e12 if owes_little else 0.0,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(f"vllm_scope.worker.drain.{name}", value)
+    took = []
+    with _drain(64) as (arena, drain, sink):
+        for key in range(3):  # the thread has something to rest from, then a request that is short
+            _submit(arena, drain, key, 0, 1)
+            drain.finish_request(key)
+            started = time.monotonic()
+            _until(lambda key=key: (key, None) in sink.events)
+            took.append(time.monotonic() - started)
+    assert (min(took[1:]) < 2.0) is owes_little
 
 
 def test_rows_are_summed_in_order_if_a_watched_request_enters_beside_them():
