@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,11 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from vllm_scope import Add, Spec, SpecError, scope
+from vllm_scope import Add, Spec, scope
 from vllm_scope.engine.frontend import requests as frontend
+from vllm_scope.engine.frontend import translators
 from vllm_scope.engine.frontend.connection import Connection, connections
 from vllm_scope.engine.frontend.prepared import SMALL, is_quick, is_small
-from vllm_scope.engine.frontend.translators import Uncounted, translated
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.request.sites import Sites
 from vllm_scope.results.inbox import inbox
@@ -113,14 +114,26 @@ def test_a_spec_that_names_features_of_an_sae_is_not_quick():
     assert not is_quick('{"reads": []}', list(range(SMALL)))
 
 
-def test_vllm_does_not_look_through_what_a_translator_counts():
+def test_vllm_does_not_look_through_what_a_translator_counts(monkeypatch):
     """A field of a face with 600,000 numbers; the check of vLLM took 0.6 s on the event loop."""
-    rows = [10**30]  # vLLM refuses it
+    for name, empty in {"_entries": {}, "_keys": frozenset(), "_everywhere": ()}.items():
+        monkeypatch.setattr(translators, name, empty)
+    seen: list[object] = []
+
+    def translate(values: Mapping[str, object], sites: Sites) -> translators.Translation:
+        seen.append(values)
+        return translators.Translation(())
+
+    translators.register("one", ["word"], translate)
+    rows = {"layer": [10**30]}
     with pytest.raises(VLLMValidationError, match="integers"):
-        SamplingParams(extra_args={"steering_vectors": {"post_block": rows}})
-    beside = Uncounted({"post_block": rows})
-    params = SamplingParams(extra_args={"steering_vectors": beside})
-    with pytest.raises(SpecError, match="steering_vectors"):
-        translated(params, SimpleNamespace(additional_config={}), Sites(2, 4, "float32", (0,)), {})
-    assert not is_small({"steering_vectors": Uncounted([0] * SMALL)})
+        SamplingParams(extra_args={"word": rows})
+    beside = translators.Uncounted(rows)
+    params = SamplingParams(extra_args={"word": beside})
+    translated = translators.translated(
+        params, SimpleNamespace(additional_config={}), Sites(2, 4, "float32", (0,)), {}
+    )
+    assert seen == [{"word": rows}]
+    assert translated.extra_args is None
+    assert not is_small({"word": translators.Uncounted([0] * (SMALL + 1))})
     assert "0" not in repr(beside), "a log does not show it"
