@@ -389,6 +389,13 @@ class Reference:
             module.eager_attention_forward = original
         return found
 
+    def patterns(self, token_ids: list[int]) -> list[Tensor]:
+        """Of each layer: the model's `output_attentions`, [heads, num_tokens, num_tokens]."""
+        with torch.no_grad():
+            ids = torch.tensor([token_ids], device=self.model.device)
+            out = self.model(ids, use_cache=False, output_attentions=True)
+        return [weights[0].cpu() for weights in out.attentions]
+
 
 def row_error(rows: Tensor, reference: Tensor) -> float:
     """The largest relative error of a row."""

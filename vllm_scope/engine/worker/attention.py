@@ -109,11 +109,14 @@ def kernel_of(module: Any) -> dict[str, object]:
         layer_name: vLLM's. scale: of q.k. sliding_window: how many positions a query sees, its
         own included; None for all. logits_soft_cap: None for none. alibi_slopes, sinks: by
         head; None for none. exact: True if the kernel does nothing else; False for example for
-        chunked attention, or for image tokens that see later ones.
+        chunked attention (Llama 4, Rnj-1), or for image tokens that see later ones.
     """
     impl = module.impl
-    plain = type(module).__name__ == "Attention" and not any(
-        getattr(module, name, False) for name in ("use_alibi_sqrt", "use_mm_prefix")
+    # Subclasses mask by rules of their own. vllm 0.32, model_executor/layers/attention/
+    plain = type(module).__name__ == "Attention" and not (
+        getattr(module, "use_alibi_sqrt", False)
+        or getattr(module, "use_mm_prefix", False)
+        or getattr(impl, "chunk_lookback", -1) > -1
     )
     return {
         "layer_name": str(module.layer_name),
