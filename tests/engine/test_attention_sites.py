@@ -137,14 +137,16 @@ def test_a_kernel_with_another_rule_has_no_pattern(llm):
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     modules = worker.model_runner.get_model().modules()
     module = next(m for m in modules if type(m).__name__ == "TappedAttention")
-    known = {"__name__": "Attention"}
-    plain = type("Attention", (type(module),), known)
-    with as_if(module, "__class__", plain):
+    with as_if(module, "__class__", type("Attention", (type(module),), {})):
         assert kernel_of(module)["exact"]
         with as_if(module.impl, "chunk_lookback", 1):
             assert not kernel_of(module)["exact"]
         with as_if(module, "use_mm_prefix", True):
             assert not kernel_of(module)["exact"]
+        # Of two ranks, each with two of four heads.
+        with as_if(module.impl, "sinks", torch.tensor([0.5, -1.0])):
+            told = kernel_of(module, lambda here: torch.cat([here, here + 1], 1))
+        assert told["sinks"] == [0.5, -1.0, 1.5, 0.0]
     with as_if(module, "__class__", type("ChunkedLocalAttention", (type(module),), {})):
         assert not kernel_of(module)["exact"]
 
@@ -240,17 +242,6 @@ def config_of(path, **options):
     return EngineArgs(
         str(path), skip_tokenizer_init=True, load_format="dummy", max_model_len=256, **options
     ).create_engine_config()
-
-
-def test_several_ranks_do_not_put_heads_together(llama):
-    from vllm_scope.config import ScopeConfig
-    from vllm_scope.engine.model import sites_of
-
-    config = config_of(llama, tensor_parallel_size=2)
-    words = "sites has 'k', and with tensor_parallel_size 2 each rank has some of the heads"
-    with pytest.raises(ConfigError, match=words):
-        sites_of(config, ScopeConfig(sites=("resid_post", "k")))
-    assert sites_of(config, ScopeConfig()).heads is None
 
 
 def test_latent_attention_has_no_keys(tmp_path):

@@ -67,7 +67,8 @@ def test_it_says_what_can_be_read_and_nothing_else_in_less_than_15_seconds(tmp_p
     assert list(table) == list(KNOWN_SITES)
     assert table["embed"] == ["yes", "yes", ""]
     assert table["resid_pre"] == table["resid_post"] == ["0-5", "yes", ""]
-    for site in ("resid_mid", "q", "k", "v", "z", "attn_out", "mlp_out", "mlp_post"):
+    inside = ("q", "k", "v", "z", "attn_in", "attn_out", "mlp_in", "mlp_out", "mlp_post")
+    for site in ("resid_mid", *inside):
         assert table[site] == ["0-5", "no", ""]
     assert table["ln_final"] == ["yes", "no", ""]
     assert table["router_logits"] == ["-", "no", "this model has no experts"]

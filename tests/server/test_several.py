@@ -24,8 +24,8 @@ from vllm_scope import (
     Sweep,
     scope,
 )
-from vllm_scope.client import ScopeClient
 from vllm_scope.analysis.attention import attention_pattern
+from vllm_scope.client import ScopeClient
 from vllm_scope.compat.vllm_lens import VLLMLensClient, attention_patterns
 from vllm_scope.vectors import SteeringModule
 

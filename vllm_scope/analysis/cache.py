@@ -26,6 +26,8 @@ from vllm_scope.request.sites import ALIASES, MODEL_SITES, SiteLayer
 _HOOKS = {
     "resid_pre": "hook_resid_pre", "resid_mid": "hook_resid_mid", "resid_post": "hook_resid_post",
     "attn_out": "hook_attn_out", "mlp_out": "hook_mlp_out", "mlp_post": "mlp.hook_post",
+    # TransformerBridge's; `hook_attn_in` and `hook_mlp_in` are before the norms.
+    "attn_in": "attn.hook_in", "mlp_in": "mlp.hook_in",
     "q": "attn.hook_rot_q", "k": "attn.hook_rot_k", "v": "attn.hook_v", "z": "attn.hook_z",
 }  # fmt: skip
 #: TransformerLens's `ln_final.hook_normalized` is the row before the norm's weight, so that

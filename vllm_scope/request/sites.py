@@ -35,7 +35,9 @@ BRANCH_SITES = ("attn_out", "mlp_out")
 MLP_SITE = "mlp_post"
 #: Of layers with experts: the output of the router's gate.
 ROUTER_SITE = "router_logits"
-INNER_SITES = (*ATTENTION_SITES, *BRANCH_SITES, MLP_SITE, ROUTER_SITE)
+#: What a layer's attention and its MLP get, behind their norms.
+BLOCK_SITES = ("attn_in", "mlp_in")
+INNER_SITES = (*ATTENTION_SITES, *BRANCH_SITES, MLP_SITE, ROUTER_SITE, *BLOCK_SITES)
 #: The output of the norm behind the last layer.
 FINAL_SITE = "ln_final"
 SITES = (*STREAM_SITES, *INNER_SITES, FINAL_SITE)
@@ -58,7 +60,9 @@ MAX_LAYERS, MAX_LAYER = 4096, 1 << 31
 #: Points of one boundary.
 LEVELS = 3
 #: Site kinds. The index is part of the wire format: append only.
-KINDS = ("stream", *ATTENTION_SITES, *BRANCH_SITES, MLP_SITE, FINAL_SITE, ROUTER_SITE)
+KINDS = (
+    "stream", *ATTENTION_SITES, *BRANCH_SITES, MLP_SITE, FINAL_SITE, ROUTER_SITE, *BLOCK_SITES
+)  # fmt: skip
 STREAM = 0
 #: Number of boundaries of each kind.
 _SPAN = 1 << 16

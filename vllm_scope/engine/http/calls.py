@@ -38,7 +38,7 @@ class EngineCalls:
         every = await self._answers("scope_describe")
         # Each pipeline stage knows the kernels of its own layers.
         kernels = {k: v for one in every for k, v in one["sites"]["kernels"].items()}
-        return every[0] | {"sites": every[0]["sites"] | {"kernels": kernels}}
+        return {**every[0], "sites": {**every[0]["sites"], "kernels": kernels}}
 
     async def load(self) -> tuple[int, int]:
         # All workers of a replica hold the same requests; replicas hold different ones.
