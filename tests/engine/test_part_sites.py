@@ -78,7 +78,8 @@ def llm(llama):
     """Compiled, in chunks of 32 tokens."""
     with local_engine(
         llama, dtype="float32", additional_config={"scope": CONFIG},
-        max_num_batched_tokens=32, enforce_eager=False,
+        max_num_batched_tokens=32, enforce_eager=False, max_logprobs=-1,
+        logprobs_mode="raw_logits",
     ) as llm:  # fmt: skip
         yield llm
 
@@ -108,6 +109,20 @@ def test_in_a_compiled_graph_with_edits_and_probes(llm, ref):
     scores = plain["ln_final", 0].double() @ vector.double()
     torch.testing.assert_close(plain.scores["p"].double(), scores, rtol=1e-4, atol=1e-4)
     assert not torch.equal(outputs[1].scope["ln_final", 0], plain["ln_final", 0])
+
+
+def test_vllm_itself_returns_logits_of_the_whole_vocabulary(llm, ref):
+    prompt = PROMPTS[1]
+    (output,) = run(llm, [prompt], params(Read("ln_final"), logprobs=-1))
+    (completion,) = output.outputs
+    found = torch.tensor([
+        [step[token].logprob for token in range(512)] for step in completion.logprobs
+    ])  # fmt: skip
+    _, logits = ref.edited([*prompt, *completion.token_ids][:-1], [])
+    torch.testing.assert_close(found, logits[len(prompt) - 1 :], rtol=1e-4, atol=1e-4)
+    head = ref.model.get_output_embeddings().weight.detach()
+    made = output.scope["ln_final", 0] @ head.T
+    torch.testing.assert_close(made[len(prompt) - 1 :], found, rtol=1e-4, atol=1e-4)
 
 
 def test_the_cache_has_transformer_lens_names(llm):

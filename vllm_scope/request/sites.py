@@ -45,8 +45,12 @@ SITES = (*STREAM_SITES, *INNER_SITES, FINAL_SITE)
 MODEL_SITES = ("embed", FINAL_SITE)
 #: Edits take all others.
 EDIT_SITES = tuple(site for site in SITES if site != FINAL_SITE)
-#: SITES, and the names of sites that other tools have but no tap of this package reads yet.
-KNOWN_SITES = (*SITES, "logits")
+#: What other tools read as a site, and where it is here.
+ELSEWHERE = {
+    "pattern": "patterns follow from q and k, by vllm_scope.analysis.attention.attention_pattern",
+    "logits": "vLLM returns them itself: start it with logprobs_mode='raw_logits' and "
+    "max_logprobs=-1, and ask for logprobs=-1",
+}
 #: Name in other tools -> site.
 ALIASES = {"pre_attn": "resid_pre", "post_attn": "resid_mid", "post_block": "resid_post"}
 
@@ -131,10 +135,10 @@ def canonical_site(site: object, where: str) -> str:
     name = ALIASES.get(site, site)
     if name in SITES:
         return name
-    if name in KNOWN_SITES:
+    if name in ELSEWHERE:
         raise SpecError(
-            f"{where} is {shown(site)}, which this version does not tap; "
-            f"it reads {', '.join(SITES)}."
+            f"{where} is {shown(site)}, which is not a site: {ELSEWHERE[name]}. Sites are "
+            f"{', '.join(SITES)}."
         )
     raise SpecError(f"{where} is {shown(site)}; sites are {', '.join(SITES)}.")
 

@@ -394,6 +394,6 @@ def test_a_site_that_is_not_tapped_is_refused_with_the_option_to_set():
             Spec((read,)).resolve(sites)
 
 
-def test_a_site_that_is_not_tapped_yet_is_refused_with_those_that_are():
-    with pytest.raises(SpecError, match=r"does not tap; it reads embed.*q, k, v, z"):
+def test_what_is_no_site_is_refused_with_where_it_is_and_the_sites():
+    with pytest.raises(SpecError, match=r"not a site: vLLM returns them.*Sites are.*q, k, v, z"):
         Read("logits")
