@@ -258,6 +258,15 @@ class Reference:
 
             return hook
 
+        def enter(site: str, layer: int):
+            def hook(module: object, args: tuple, kwargs: dict) -> tuple:
+                if args:
+                    return (apply(site, layer, args[0]), *args[1:]), kwargs
+                rows = apply(site, layer, kwargs["hidden_states"])
+                return args, kwargs | {"hidden_states": rows}
+
+            return hook
+
         def route(layer: int):
             def hook(module: Any, args: tuple, out: tuple) -> tuple:
                 # As Qwen3MoeTopKRouter.forward goes on.
@@ -279,6 +288,11 @@ class Reference:
         for k, layer in enumerate(self._layers):
             for site, name in self._branch_modules(layer).items():
                 handles.append(getattr(layer, name).register_forward_hook(branch(site, k)))
+            for site, names in (("attn_in", ("self_attn", "attn")), ("mlp_in", ("mlp",))):
+                for name in names:
+                    if (block := getattr(layer, name, None)) is not None:
+                        hook = enter(site, k)
+                        handles.append(block.register_forward_pre_hook(hook, with_kwargs=True))
             handles.append(layer.register_forward_pre_hook(pre(k), with_kwargs=True))
             names = ("pre_feedforward_layernorm", "ln_2", "post_attention_layernorm")
             norm = next((getattr(layer, n) for n in names if hasattr(layer, n)), None)
@@ -322,11 +336,12 @@ class Reference:
 
     def parts(self, token_ids: list[int]) -> list[dict[str, Tensor]]:
         """Of each layer: `mlp_post`, [num_tokens, width], what goes into the second projection
-        of its MLP; of the first one also `ln_final`, what the norm behind the layers gives."""
+        of its MLP; `attn_in` and `mlp_in`, what its attention and its MLP get; of the first one
+        also `ln_final`, what the norm behind the layers gives."""
         streams, _ = self.edited(token_ids, [])
         found: list[dict[str, Tensor]] = [{} for _ in self._layers]
         for (site, layer), rows in streams.items():
-            if site in ("mlp_post", "ln_final"):
+            if site in ("attn_in", "mlp_in", "mlp_post", "ln_final"):
                 found[layer][site] = rows
         return found
 
@@ -388,6 +403,13 @@ class Reference:
         finally:
             module.eager_attention_forward = original
         return found
+
+    def patterns(self, token_ids: list[int]) -> list[Tensor]:
+        """Of each layer: the model's `output_attentions`, [heads, num_tokens, num_tokens]."""
+        with torch.no_grad():
+            ids = torch.tensor([token_ids], device=self.model.device)
+            out = self.model(ids, use_cache=False, output_attentions=True)
+        return [weights[0].cpu() for weights in out.attentions]
 
 
 def row_error(rows: Tensor, reference: Tensor) -> float:

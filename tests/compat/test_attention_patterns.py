@@ -12,6 +12,7 @@ from tests.asking import run
 from tests.checkpoints import Reference, make_checkpoint
 from tests.conftest import local_engine
 from vllm_scope import Read, ScopeError, SpecError, scope
+from vllm_scope.analysis.attention import attention_pattern
 from vllm_scope.compat.vllm_lens import (
     attention_patterns,
     compute_attention_weights,
@@ -78,6 +79,11 @@ def test_patterns_are_what_the_eager_model_computes(llm, ref):
     for layer in range(3):
         found = attention_patterns(output.activations, layer)
         torch.testing.assert_close(found, expected[layer]["weights"], rtol=1e-4, atol=1e-5)
+    (native,) = run(llm, [PROMPT], asking.params(scope(Read("q"), Read("k")), max_tokens=6))
+    reported = ref.patterns([*PROMPT, *native.outputs[0].token_ids][:-1])
+    for layer in range(3):
+        found = attention_pattern(native.scope, layer)
+        torch.testing.assert_close(found, reported[layer], rtol=0, atol=1e-5)
     # The window is there, and it matters.
     assert (attention_patterns(output.activations, 0)[:, 40, :25] == 0).all()
     assert (attention_patterns(output.activations, 1)[:, 40, :25] > 0).all()
@@ -111,7 +117,7 @@ def test_the_map_of_a_result_is_the_pattern_of_its_heads(llm):
         torch.testing.assert_close(found, wanted[head], rtol=0, atol=6e-4)
     some = scope(Read("q"), Read("k", tokens="generated"))
     (asked,) = run(llm, [PROMPT], asking.params(some, max_tokens=6))
-    with pytest.raises(ScopeError, match="layer 1 are not there at all positions"):
+    with pytest.raises(ScopeError, match="k of layer 1 is not there at all positions"):
         attention_map(asked.outputs[0].scope, 1)
 
 

@@ -1,4 +1,5 @@
-"""q, k, v and z are what Hugging Face's attention gets and gives, whatever the batch is."""
+"""q, k, v and z are what Hugging Face's attention gets and gives, whatever the batch is, and the
+patterns that follow from q and k are its `output_attentions`."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from tests.checkpoints import (
 )
 from tests.conftest import local_engine, preempted_in
 from vllm_scope import Add, Read, SpecError, scope
+from vllm_scope.analysis.attention import attention_pattern
 from vllm_scope.errors import ConfigError
 from vllm_scope.graph.anatomy.convention import Convention
 from vllm_scope.graph.anatomy.layers import Anatomy
@@ -46,6 +48,15 @@ def check(result, prompt, output_ids, ref, sites=SITES, layers=range(NUM_LAYERS)
     check_inside(result, token_ids, ref.attention(token_ids), sites, layers, ref.dtype)
 
 
+def check_patterns(result, prompt, output_ids, ref, layers=range(NUM_LAYERS)):
+    """Of all heads, at the positions whose queries the result has."""
+    expected = ref.patterns([*prompt, *output_ids][:-1])
+    for layer in layers:
+        at = result.positions("q", layer)
+        right = expected[layer][:, at, : at[-1] + 1]
+        torch.testing.assert_close(attention_pattern(result, layer), right, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2"])
 def test_rows_equal_hugging_face(family, checkpoints):
     path = checkpoints(family)
@@ -54,6 +65,7 @@ def test_rows_equal_hugging_face(family, checkpoints):
         outputs = run(llm, PROMPTS, params(*EVERYTHING))
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         check(output.scope, prompt, output.outputs[0].token_ids, ref)
+        check_patterns(output.scope, prompt, output.outputs[0].token_ids, ref)
     # Neither the layers nor the sites are alike, so that the wrong one could not pass.
     first, second = ref.attention(PROMPTS[0])[:2]
     for site in SITES:
@@ -87,6 +99,7 @@ def test_a_mixed_batch_in_chunks_with_several_completions(llm, ref):
     outputs = run(llm, prompts, asked)
     ids = [list(output.outputs[0].token_ids) for output in outputs]
     check(outputs[0].scope, prompts[0], ids[0], ref)
+    check_patterns(outputs[0].scope, prompts[0], ids[0], ref)
     check_completion(outputs[1].scope, prompts[1], ids[1], ref)
     assert outputs[2].scope is None
     first, second = outputs[3].outputs
@@ -103,6 +116,39 @@ def test_the_prefix_cache_is_read_again_only_where_it_must_be(llm, ref):
         check(output.scope, PROMPTS[0], output.outputs[0].token_ids, ref, ["k"])
     expected = outputs[0].scope["k", 1][len(PROMPTS[0]) :]
     assert row_error(outputs[2].scope["k", 1].flatten(1), expected.flatten(1)) <= 1e-4
+
+
+def test_keys_of_cached_positions_are_read_again_and_queries_are_those_asked_for(llm, ref):
+    first, again = (
+        run(llm, PROMPTS[:1], params(Read("q", tokens=tokens), Read("k")))[0]
+        for tokens in ("all", "generated")
+    )
+    for output in (first, again):
+        check_patterns(output.scope, PROMPTS[0], output.outputs[0].token_ids, ref)
+    asked = attention_pattern(again.scope, 1, [3, 0])
+    assert asked.shape == (2, 7, len(PROMPTS[0]) + 7)
+    whole = attention_pattern(first.scope, 1)[[3, 0], len(PROMPTS[0]) :]
+    torch.testing.assert_close(asked, whole, rtol=0, atol=1e-6)
+
+
+def test_a_kernel_with_another_rule_has_no_pattern(llm):
+    from vllm_scope.engine.worker.attention import kernel_of
+
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    modules = worker.model_runner.get_model().modules()
+    module = next(m for m in modules if type(m).__name__ == "TappedAttention")
+    with as_if(module, "__class__", type("Attention", (type(module),), {})):
+        assert kernel_of(module)["exact"]
+        with as_if(module.impl, "chunk_lookback", 1):
+            assert not kernel_of(module)["exact"]
+        with as_if(module, "use_mm_prefix", True):
+            assert not kernel_of(module)["exact"]
+        # Of two ranks, each with two of four heads.
+        with as_if(module.impl, "sinks", torch.tensor([0.5, -1.0])):
+            told = kernel_of(module, lambda here: torch.cat([here, here + 1], 1))
+        assert told["sinks"] == [0.5, -1.0, 1.5, 0.0]
+    with as_if(module, "__class__", type("ChunkedLocalAttention", (type(module),), {})):
+        assert not kernel_of(module)["exact"]
 
 
 def test_what_edits_the_stream_reaches_the_attention_after_it(llm):
@@ -155,6 +201,9 @@ def test_the_cache_has_transformer_lens_names_and_shapes(llm):
         assert torch.equal(rows[0], output.scope[site, 1])
     assert torch.equal(cache["z", -1], cache["blocks.2.attn.hook_z"])
     assert torch.equal(cache["rot_q", 0], cache["blocks.0.attn.hook_rot_q"])
+    pattern = cache["blocks.1.attn.hook_pattern"]
+    assert torch.equal(pattern[0], attention_pattern(output.scope, 1))
+    assert torch.equal(pattern, cache["pattern", -2])
     with pytest.raises(KeyError, match="names no stream"):
         cache["blocks.0.attn.hook_q"]  # before the rotary embedding
 
@@ -176,12 +225,15 @@ def test_preempted_requests_have_each_row_once(llama, ref):
     ) as llm:  # fmt: skip
         preempted = preempted_in(llm)
         prompts = [list(range(i, i + 30)) for i in (10, 50, 90)]
-        outputs = run(llm, prompts, params(Read("q"), Read("v"), Read("resid_post"), max_tokens=60))
+        reads = (*map(Read, "qkv"), Read("resid_post"))
+        outputs = run(llm, prompts, params(*reads, max_tokens=60))
         with pytest.raises(SpecError, match=r"layers has 1; this engine does not tap 'q' there"):
             run(llm, prompts, params(Read("q", layer=1)))
     assert preempted, "the cache was large enough; the test shows nothing"
     for prompt, output in zip(prompts, outputs, strict=True):
-        check(output.scope, prompt, output.outputs[0].token_ids, ref, ["q", "v"], [0, 2])
+        ids = output.outputs[0].token_ids
+        check(output.scope, prompt, ids, ref, ["q", "k", "v"], [0, 2])
+        check_patterns(output.scope, prompt, ids, ref, [0, 2])
 
 
 def config_of(path, **options):
@@ -190,17 +242,6 @@ def config_of(path, **options):
     return EngineArgs(
         str(path), skip_tokenizer_init=True, load_format="dummy", max_model_len=256, **options
     ).create_engine_config()
-
-
-def test_several_ranks_do_not_put_heads_together(llama):
-    from vllm_scope.config import ScopeConfig
-    from vllm_scope.engine.model import sites_of
-
-    config = config_of(llama, tensor_parallel_size=2)
-    words = "sites has 'k', and with tensor_parallel_size 2 each rank has some of the heads"
-    with pytest.raises(ConfigError, match=words):
-        sites_of(config, ScopeConfig(sites=("resid_post", "k")))
-    assert sites_of(config, ScopeConfig()).heads is None
 
 
 def test_latent_attention_has_no_keys(tmp_path):
@@ -221,12 +262,16 @@ def test_latent_attention_has_no_keys(tmp_path):
 
 @contextmanager
 def as_if(module, name, value):
-    original = getattr(module, name)
+    missing = object()
+    original = getattr(module, name, missing)
     setattr(module, name, value)
     try:
         yield
     finally:
-        setattr(module, name, original)
+        if original is missing:
+            delattr(module, name)
+        else:
+            setattr(module, name, original)
 
 
 def test_layers_whose_attention_is_not_of_the_shape_stop_the_engine(llm):

@@ -28,7 +28,7 @@ def llm(checkpoints):
 BAD = [
     pytest.param(raw({"reads": [{"site": "residual"}]}), "'residual'; sites are", id="site"),
     pytest.param(
-        raw({"reads": [{"site": "logits"}]}), "this version does not tap", id="known-site"
+        raw({"reads": [{"site": "logits"}]}), "which is not a site: vLLM returns", id="logits"
     ),
     pytest.param(
         raw({"reads": [{"site": "resid_post", "layers": [99]}]}),

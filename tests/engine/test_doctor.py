@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TOYWORLD
-from vllm_scope.request.sites import KNOWN_SITES
+from vllm_scope.request.sites import SITES
 
 GPT2 = {
     "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "bfloat16",
@@ -64,14 +64,14 @@ def test_it_says_what_can_be_read_and_nothing_else_in_less_than_15_seconds(tmp_p
     assert middle[0].strip() == "6 layers of 256, bfloat16"
     assert {line[0] for line in middle[1:]} == set("┏┃┡│└")
     table = table_of(done)
-    assert list(table) == list(KNOWN_SITES)
+    assert list(table) == list(SITES)
     assert table["embed"] == ["yes", "yes", ""]
     assert table["resid_pre"] == table["resid_post"] == ["0-5", "yes", ""]
-    for site in ("resid_mid", "q", "k", "v", "z", "attn_out", "mlp_out", "mlp_post"):
+    inside = ("q", "k", "v", "z", "attn_in", "attn_out", "mlp_in", "mlp_out", "mlp_post")
+    for site in ("resid_mid", *inside):
         assert table[site] == ["0-5", "no", ""]
     assert table["ln_final"] == ["yes", "no", ""]
     assert table["router_logits"] == ["-", "no", "this model has no experts"]
-    assert table["logits"] == ["-", "", "this version has no tap there"]
     # Of a processor, which is all of it on a machine that has nothing else to do.
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert used < 15, used
@@ -116,7 +116,7 @@ def test_it_says_why_not(tmp_path):
         pytest.param(
             "",
             ("--sites", "logits"),
-            "does not tap; it reads",
+            "which is not a site: vLLM returns them",
             id="a-site-without-taps",
             marks=pytest.mark.long,
         ),

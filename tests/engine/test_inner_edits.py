@@ -10,11 +10,11 @@ from tests.checkpoints import reference
 from tests.conftest import local_engine, process_engine
 from tests.engine.test_edits import check, params
 from vllm_scope import Ablate, Add, Clamp, Gate, Probe, Read, Replace
-from vllm_scope.request.sites import ATTENTION_SITES, BRANCH_SITES, MLP_SITE
+from vllm_scope.request.sites import ATTENTION_SITES, BLOCK_SITES, BRANCH_SITES, MLP_SITE
 
 PROMPT = list(range(30, 70))
 #: Those of layers without experts.
-INNER_SITES = (*ATTENTION_SITES, *BRANCH_SITES, MLP_SITE)
+INNER_SITES = (*ATTENTION_SITES, *BRANCH_SITES, MLP_SITE, *BLOCK_SITES)
 SITES = ["embed", "resid_mid", "resid_post", *INNER_SITES]
 ENGINE = {"dtype": "float32", "max_num_batched_tokens": 32, "max_num_seqs": 8, "block_size": 32}
 

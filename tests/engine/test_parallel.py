@@ -15,10 +15,14 @@ from tests.engine.test_edits import EDITS, check, direction, params
 from tests.engine.test_gates import gated
 from tests.engine.test_sinks import check_equal
 from vllm_scope import Add, Gate, Probe, Read, SpecError
+from vllm_scope.analysis.attention import attention_pattern
 from vllm_scope.request.sites import Place
 
 WEIGHT = direction(7)
-PROBED = ("resid_post", *branches.SITES)
+#: Sites of whose rows each tensor-parallel rank has a part, and how wide the whole rows are.
+INSIDE = {"q": 128, "k": 64, "v": 64, "z": 128, "mlp_post": 256}
+WIDE = torch.randn(256, generator=torch.Generator().manual_seed(8))
+PROBED = dict.fromkeys(("resid_post", *branches.SITES), 128) | INSIDE
 
 
 def gate(layer: int) -> Gate:
@@ -49,7 +53,7 @@ def test_ranks_and_stages_are_put_together(
     add = EDITS["add"][0]
     # In the first stage, whose edit the second one gets, and in the last.
     places = [("resid_post", 0), ("resid_post", 2)]
-    probes = probing.every_kind(dict.fromkeys(PROBED, 128))
+    probes = probing.every_kind(PROBED)
     asked = [
         *(params(*reads, max_tokens=12) for _ in range(6)),
         *(
@@ -63,13 +67,21 @@ def test_ranks_and_stages_are_put_together(
         # A gate in each stage.
         params(*(add(layer=i, gate=gate(i)) for i in (0, 2)), reads[0]),
         params(add(site="mlp_out", layer=1), *map(Read, branches.SITES)),
+        params(*map(Read, INSIDE)),
+        params(
+            add(site="q", layer=0),
+            add(site="z", layer=1),
+            Add(WIDE, site="mlp_post", layer=2),
+            *map(Read, INSIDE),
+            reads[0],
+        ),
     ]
     with process_engine(
         path, dtype="float32", tensor_parallel_size=tensor, pipeline_parallel_size=pipeline,
         skip_tokenizer_init=True, enforce_eager=True, max_num_batched_tokens=64,
         additional_config={
             "scope": {
-                "sites": ["embed", "resid_post", *branches.SITES],
+                "sites": ["embed", "resid_post", *branches.SITES, *INSIDE],
                 "sinks": {"filesystem": {"root": str(tmp_path), "layout": layout}},
             }
         },
@@ -85,9 +97,9 @@ def test_ranks_and_stages_are_put_together(
             llm.generate(prompts[:1], across, use_tqdm=False)
     # One rank of each stage drains, and so writes; a boundary belongs to one stage.
     assert [rank["drains"] for rank in ranks] == [True, False][:tensor] * pipeline
-    beside = [Place(site, k).boundary for site in branches.SITES for k in range(3)]
+    beside = [Place(site, k).boundary for site in (*branches.SITES, *INSIDE) for k in range(3)]
     taps = sorted(b for r in ranks if r["drains"] for b in r["taps_here"])
-    assert taps == [0, 2, 4, 6, *beside]
+    assert taps == sorted([0, 2, 4, 6, *beside])
     ref = reference(path, torch.float32)
     stored = vllm_scope.open(tmp_path)
     assert len(stored) == 6
@@ -107,6 +119,12 @@ def test_ranks_and_stages_are_put_together(
     for i, (_, seen) in zip((0, 2), looks, strict=True):
         torch.testing.assert_close(outputs[11].scope.scores[f"g{i}"], seen[0], rtol=1e-3, atol=1e-3)
     check(outputs[12], ref, [("mlp_out", 1, mean)])
+    check(outputs[13], ref, [])
+    ids = [*outputs[13].prompt_token_ids, *outputs[13].outputs[0].token_ids][:-1]
+    pattern = attention_pattern(outputs[13].scope, 1)
+    torch.testing.assert_close(pattern, ref.patterns(ids)[1], rtol=0, atol=1e-5)
+    wide = ("mlp_post", 2, lambda x: x + WIDE)
+    check(outputs[14], ref, [("q", 0, mean), ("z", 1, mean), wide])
     last = outputs[9]
     branches.check(last.scope, last.prompt_token_ids, last.outputs[0].token_ids, ref)
 

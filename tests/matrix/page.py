@@ -27,7 +27,7 @@ token came from the cache, the page does not say "warm cache".
 
 An architecture is verified if the worst row of `embed` and `resid_post` differs by at most
 {TOLERANCE:g} of its length. Another site is verified if its rows equal, to the same bound, what one
-module of each Hugging Face layer gets or gives. [Sites](reading.md#sites) are defined there;
+module of each Hugging Face layer gets or gives. [Sites](sites.md) are defined there;
 `vllm-scope doctor MODEL` says why a site cannot be tapped on a model. Multimodal architectures are
 not on this page: vLLM needs torchvision for them, which has no build for PyTorch on a CPU.
 """

@@ -24,6 +24,7 @@ from vllm_scope import (
     Sweep,
     scope,
 )
+from vllm_scope.analysis.attention import attention_pattern
 from vllm_scope.client import ScopeClient
 from vllm_scope.compat.vllm_lens import VLLMLensClient, attention_patterns
 from vllm_scope.vectors import SteeringModule
@@ -87,6 +88,8 @@ def test_queries_and_keys_come_by_head(tensors, client, ref):
         rows = out.scope.tensor(site, layer)
         torch.testing.assert_close(rows, expected[layer][site], rtol=1e-3, atol=1e-3)
     assert out.scope["resid_post", 2].shape == (len(rows), 256)
+    pattern = attention_pattern(out.scope, 5, kernel=client.info()["attention"]["5"])
+    torch.testing.assert_close(pattern, expected[5]["weights"], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("transport", ["base64", "binary"])

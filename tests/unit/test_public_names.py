@@ -58,6 +58,7 @@ LISTED = {
 }
 #: Module -> the names that the docs and the examples import from it, beside those above.
 DOCUMENTED = {
+    "vllm_scope.analysis.attention": "attention_pattern",
     "vllm_scope.analysis.contrast": "mean_difference pairs_digest",
     "vllm_scope.analysis.lens": "Lens top_tokens",
     "vllm_scope.analysis.moments": """

@@ -26,11 +26,15 @@ from vllm_scope.request.sites import ALIASES, MODEL_SITES, SiteLayer
 _HOOKS = {
     "resid_pre": "hook_resid_pre", "resid_mid": "hook_resid_mid", "resid_post": "hook_resid_post",
     "attn_out": "hook_attn_out", "mlp_out": "hook_mlp_out", "mlp_post": "mlp.hook_post",
+    # TransformerBridge's; `hook_attn_in` and `hook_mlp_in` are before the norms.
+    "attn_in": "attn.hook_in", "mlp_in": "mlp.hook_in",
     "q": "attn.hook_rot_q", "k": "attn.hook_rot_k", "v": "attn.hook_v", "z": "attn.hook_z",
 }  # fmt: skip
 #: TransformerLens's `ln_final.hook_normalized` is the row before the norm's weight, so that
 #: `ln_final` goes by its own name.
 _MODEL_HOOKS = {"embed": "hook_embed", "ln_final": "ln_final"}
+#: Made of `q` and `k`.
+_PATTERN_HOOK = "attn.hook_pattern"
 #: Components of the stream that `decompose_resid` returns.
 _Mode = Literal["all", "attn", "mlp"]
 #: TransformerLens's shorthands for rotated queries and keys.
@@ -54,6 +58,9 @@ class ActivationCache(Mapping[str, Tensor]):
     both names, unless the request edited the stream between. Keys list both names.
     Shorthands as in TransformerLens:
     `cache["resid_post", 3]`, `cache["embed"]`, `cache["resid_post", -1]`.
+
+    `blocks.3.attn.hook_pattern`, or `cache["pattern", 3]`, is [batch, head, query pos, key pos] in
+    float32. It is computed when it is asked for, from the layer's `q` and `k`, and is not a key.
 
     Args:
         results: one completion's rows, or those of several, which make a batch. Every stream
@@ -99,6 +106,8 @@ class ActivationCache(Mapping[str, Tensor]):
         self.mask = torch.arange(max(lengths)) < self.lengths[:, None]
 
     def __getitem__(self, key: str | tuple[str] | tuple[str, int]) -> Tensor:
+        if (layer := self._pattern_layer(key)) is not None:
+            return self._pattern(layer)
         name = _hook(self._stream_of(key))
         stream = self._read.get(name) or self._same.get(name)
         if stream is None:
@@ -107,6 +116,27 @@ class ActivationCache(Mapping[str, Tensor]):
         if name not in self._values:
             rows = [result[stream] for result in self._results]
             self._values[name] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return self._values[name]
+
+    def _pattern_layer(self, key: str | tuple[str] | tuple[str, int]) -> int | None:
+        if isinstance(key, str):
+            match = _HOOK.fullmatch(key)
+            return int(match[1]) if match is not None and match[2] == _PATTERN_HOOK else None
+        return self._stream_of(("q", key[1]))[1] if len(key) == 2 and key[0] == "pattern" else None
+
+    def _pattern(self, layer: int) -> Tensor:
+        from vllm_scope.analysis.attention import attention_pattern
+
+        name = f"blocks.{layer}.{_PATTERN_HOOK}"
+        if name not in self._values:
+            needed = [_hook((site, layer)) for site in ("q", "k")]
+            if missing := [one for one in needed if one not in self._read]:
+                raise KeyError(f"{name} follows from {' and '.join(missing)}; read q and k, too.")
+            patterns = [attention_pattern(result, layer) for result in self._results]
+            found = patterns[0].new_zeros(len(patterns), len(patterns[0]), *self.mask.shape[1:] * 2)
+            for one, pattern in zip(found, patterns, strict=True):
+                one[:, : pattern.shape[1], : pattern.shape[2]] = pattern
+            self._values[name] = found
         return self._values[name]
 
     def __iter__(self) -> Iterator[str]:

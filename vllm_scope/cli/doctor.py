@@ -25,7 +25,7 @@ from rich.text import Text
 
 from vllm_scope import __version__
 from vllm_scope.errors import CompatError, ScopeError, reason_of
-from vllm_scope.request.sites import KNOWN_SITES, MODEL_SITES, SITES, canonical_site
+from vllm_scope.request.sites import MODEL_SITES, SITES, canonical_site
 
 if TYPE_CHECKING:
     from vllm_scope.engine.describe import ModelReport
@@ -183,10 +183,7 @@ def _table(report: ModelReport) -> Table:
         table.add_column(heading)
     # The exit of a layer is the entry of the next one.
     free = {"resid_pre"} if {"embed", "resid_post"} <= {*report.configured} else set()
-    for site in KNOWN_SITES:
-        if site not in SITES:
-            table.add_row(site, "-", "", "this version has no tap there")
-            continue
+    for site in SITES:
         found = report.sites[site]
         configured = "yes" if site in {*report.configured, *free} else "no"
         why = "" if found.reason is None else _bare(site, found.reason)

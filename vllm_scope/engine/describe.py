@@ -213,7 +213,7 @@ def _tap(anatomy: Anatomy, vllm_config: VllmConfig, config: ScopeConfig) -> int:
         CompatError, ConfigError: as an engine with this configuration would.
     """
     sites = sites_of(vllm_config, config)
-    anatomy = with_parts(anatomy, sites)
+    anatomy = with_parts(anatomy, sites, 1)
     widths = _widths(sites, vllm_config)
     tables = Tables(
         sites.boundaries, 1, sites.hidden_size, widths, torch.device("cpu"), num_programs=1,

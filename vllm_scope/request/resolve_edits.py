@@ -189,7 +189,8 @@ def _on_stream(place: Place) -> tuple[int, int]:
     """Where a place comes in a forward: (boundary of the stream, group). A site inside a layer
     comes after the boundary before it."""
     if place.site in INNER_SITES:
-        return 2 * place.layer + (place.site in ("mlp_out", MLP_SITE, ROUTER_SITE)), 1
+        late = ("mlp_in", "mlp_out", MLP_SITE, ROUTER_SITE)
+        return 2 * place.layer + (place.site in late), 1
     return place.boundary, place.group
 
 

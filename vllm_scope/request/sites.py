@@ -35,7 +35,9 @@ BRANCH_SITES = ("attn_out", "mlp_out")
 MLP_SITE = "mlp_post"
 #: Of layers with experts: the output of the router's gate.
 ROUTER_SITE = "router_logits"
-INNER_SITES = (*ATTENTION_SITES, *BRANCH_SITES, MLP_SITE, ROUTER_SITE)
+#: What a layer's attention and its MLP get, behind their norms.
+BLOCK_SITES = ("attn_in", "mlp_in")
+INNER_SITES = (*ATTENTION_SITES, *BRANCH_SITES, MLP_SITE, ROUTER_SITE, *BLOCK_SITES)
 #: The output of the norm behind the last layer.
 FINAL_SITE = "ln_final"
 SITES = (*STREAM_SITES, *INNER_SITES, FINAL_SITE)
@@ -43,8 +45,12 @@ SITES = (*STREAM_SITES, *INNER_SITES, FINAL_SITE)
 MODEL_SITES = ("embed", FINAL_SITE)
 #: Edits take all others.
 EDIT_SITES = tuple(site for site in SITES if site != FINAL_SITE)
-#: SITES, and the names of sites that other tools have but no tap of this package reads yet.
-KNOWN_SITES = (*SITES, "logits")
+#: What other tools read as a site, and where it is here.
+ELSEWHERE = {
+    "pattern": "patterns follow from q and k, by vllm_scope.analysis.attention.attention_pattern",
+    "logits": "vLLM returns them itself: start it with logprobs_mode='raw_logits' and "
+    "max_logprobs=-1, and ask for logprobs=-1",
+}
 #: Name in other tools -> site.
 ALIASES = {"pre_attn": "resid_pre", "post_attn": "resid_mid", "post_block": "resid_post"}
 
@@ -58,7 +64,9 @@ MAX_LAYERS, MAX_LAYER = 4096, 1 << 31
 #: Points of one boundary.
 LEVELS = 3
 #: Site kinds. The index is part of the wire format: append only.
-KINDS = ("stream", *ATTENTION_SITES, *BRANCH_SITES, MLP_SITE, FINAL_SITE, ROUTER_SITE)
+KINDS = (
+    "stream", *ATTENTION_SITES, *BRANCH_SITES, MLP_SITE, FINAL_SITE, ROUTER_SITE, *BLOCK_SITES
+)  # fmt: skip
 STREAM = 0
 #: Number of boundaries of each kind.
 _SPAN = 1 << 16
@@ -127,10 +135,10 @@ def canonical_site(site: object, where: str) -> str:
     name = ALIASES.get(site, site)
     if name in SITES:
         return name
-    if name in KNOWN_SITES:
+    if name in ELSEWHERE:
         raise SpecError(
-            f"{where} is {shown(site)}, which this version does not tap; "
-            f"it reads {', '.join(SITES)}."
+            f"{where} is {shown(site)}, which is not a site: {ELSEWHERE[name]}. Sites are "
+            f"{', '.join(SITES)}."
         )
     raise SpecError(f"{where} is {shown(site)}; sites are {', '.join(SITES)}.")
 

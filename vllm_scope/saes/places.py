@@ -20,11 +20,14 @@ _MODULES = {
     ".output": "resid_post",
     ".self_attn.o_proj.input": "z",
     ".mlp.down_proj.input": "mlp_post",
+    ".mlp.input": "mlp_in",
+    ".pre_feedforward_layernorm.output": "mlp_in",
+    ".self_attn.input": "attn_in",
     ".post_feedforward_layernorm.output": "mlp_out",
 }
-#: The MLP's input: before its norm it is the stream; behind the norm no tap reads it.
+#: Before the norm of the MLP it is the stream. `hook_normalized` is inside the norm.
 _BEFORE_NORM = re.compile(r"blocks\.([0-9]{1,5})\.hook_mlp_in")
-_BEHIND_NORM = re.compile(r"blocks\.[0-9]+\.(?:ln2\.hook_normalized|mlp\.hook_in)")
+_INSIDE_NORM = re.compile(r"blocks\.[0-9]+\.ln[12]\.hook_normalized")
 _MODULE = re.compile(r"(?:[a-z_]+\.)*(?:layers|h)\.([0-9]{1,5})([a-z_.]*)")
 
 
@@ -47,10 +50,11 @@ def place_of(hook: object, where: str) -> Place:
             return Place(_MODULES[match[2]], int(match[1]))
         if match := _BEFORE_NORM.fullmatch(hook):
             return Place("resid_mid", int(match[1]))
-        if _BEHIND_NORM.fullmatch(hook):
+        if _INSIDE_NORM.fullmatch(hook):
             raise SpecError(
-                f"{where} is {shown(hook)}, the row behind the norm before the MLP, which no tap "
-                "reads; of the MLP's input only the stream before that norm, 'resid_mid', is read."
+                f"{where} is {shown(hook)}, the row inside a norm, before its weight, which no tap "
+                "reads; the MLP's input, with that weight, is 'blocks.3.mlp.hook_in', and the "
+                "stream before the norm 'blocks.3.hook_resid_mid'."
             )
     raise SpecError(
         f"{where} is {shown(hook)}, which names no site; give place=('resid_post', 12), or where "

@@ -131,6 +131,7 @@ async def get_info(request: Request) -> schemas.ServerInfo:
         hidden_size=sites["hidden_size"],
         dtype=sites["dtype"],
         sites=_sites(sites["num_layers"], set(sites["boundaries"]) - {sites.get("guard")}),
+        attention=sites["kernels"],
         limits=told["limits"],
         http=schemas.HttpLimits(
             inline_bytes=settings.inline_bytes,

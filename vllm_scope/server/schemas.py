@@ -78,6 +78,10 @@ class ServerInfo(BaseModel):
     hidden_size: int
     dtype: str = Field(description="Of rows.")
     sites: list[SiteInfo]
+    attention: dict[int, dict[str, object]] = Field(
+        description="Layer -> scale, sliding_window and more of its attention kernel, where q, k, "
+        "v or z has a tap: what vllm_scope.analysis.attention.attention_pattern takes as `kernel`."
+    )
     limits: dict[str, object] = Field(
         description="Of one request, in the engine: row_bytes, token_slots and tap_slots (of 16 "
         "bytes), vectors, programs, ops, optimistic, states. docs/http.md says what they are."

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_scope.errors import ScopeError, SpecError, shown
+from vllm_scope.errors import SpecError, shown
 from vllm_scope.views.document import Picture
 from vllm_scope.views.parts import Part, cell, choice, colour, grid, legend
 
@@ -33,9 +33,10 @@ def attention_map(
     """The attention pattern of some heads; the reader chooses one.
 
     Args:
-        found: a result that has the rows of `q` and `k` at all positions of a layer. Or weights,
-            [num_heads, num_queries, num_keys] on the CPU, such as `attention_patterns` of
-            `vllm_scope.compat.vllm_lens` returns; the queries are the last of the positions.
+        found: a result that has the rows of `q` and `k` of a layer, as `attention_pattern` of
+            `vllm_scope.analysis.attention` needs them; only the queries that it has are shown. Or
+            weights, [num_heads, num_queries, num_keys] on the CPU, whose queries are the last of
+            the positions.
         layer: of the result; weights have none.
         heads: which are shown; None: all.
         tokens: the text of each token of prompt and answer, from position 0.
@@ -48,40 +49,60 @@ def attention_map(
     of_result = hasattr(found, "keys")
     if of_result and layer is None:
         raise SpecError("layer is None; name one whose q and k the result has.")
-    weights = _pattern(found, layer) if of_result and layer is not None else _weights(found)
-    num_heads, num_queries, num_keys = weights.shape
+    given = None if of_result else _weights(found)
+    num_heads, queries = _shape_of(found, layer) if given is None else _last(given)
+    num_keys = queries[-1] + 1 if queries else 0
     chosen = list(range(num_heads) if heads is None else heads)
     for head in chosen:
         if not 0 <= head < num_heads:
             raise SpecError(f"heads has {shown(head)}; the layer has heads 0 to {num_heads - 1}.")
-    if len(chosen) * num_queries * num_keys > MOST_CELLS:
+    if len(chosen) * len(queries) * num_keys > MOST_CELLS:
         raise SpecError(
-            f"{len(chosen)} heads of {num_queries:,} queries and {num_keys:,} keys are more than "
-            f"{MOST_CELLS:,} cells; name fewer heads, or give weights of fewer positions."
+            f"{len(chosen)} heads of {len(queries):,} queries and {num_keys:,} keys are more than "
+            f"{MOST_CELLS:,} cells; name fewer heads, or fewer queries."
         )
+    weights = _pattern(found, layer, chosen) if given is None else given[chosen]
     names = [
         f"{i} {tokens[i]}" if tokens is not None and i < len(tokens) else f"{i}"
         for i in range(num_keys)
     ]
-    first = num_keys - num_queries
     title = "Attention" if layer is None else f"Attention at layer {layer}"
     each = [
-        (f"{head}", [_head(weights[head], names, first, f"{title}, head {head}")])
-        for head in chosen
+        (f"{head}", [_head(of_head, names, queries, f"{title}, head {head}")])
+        for head, of_head in zip(chosen, weights, strict=True)
     ]
     scale = legend("0", "1", "the weight of a key", up=True)
     return Picture(title, [scale, choice("head", each)])
 
 
-def _head(weights: NDArray[np.float32], names: list[str], first: int, caption: str) -> Part:
+def _head(
+    weights: NDArray[np.float32], names: list[str], queries: Sequence[int], caption: str
+) -> Part:
     cells = [
         [
-            cell(f"{weight:.3f}", colour(max(weight, 0), 0, 1)) if key <= first + query else None
+            cell(f"{weight:.3f}", colour(max(weight, 0), 0, 1)) if key <= query else None
             for key, weight in enumerate(row)
         ]
-        for query, row in enumerate(weights.tolist())
+        for query, row in zip(queries, weights.tolist(), strict=True)
     ]
-    return grid(names[first:], names, cells, ("query", "key"), caption, "tight")
+    return grid([names[i] for i in queries], names, cells, ("query", "key"), caption, "tight")
+
+
+def _shape_of(result: Any, layer: int | None) -> tuple[int, list[int]]:
+    """(number of heads, positions of the queries)"""
+    return result["q", layer].shape[1], result.positions("q", layer).tolist()
+
+
+def _last(weights: NDArray[np.float32]) -> tuple[int, Sequence[int]]:
+    num_heads, num_queries, num_keys = weights.shape
+    return num_heads, range(num_keys - num_queries, num_keys)
+
+
+def _pattern(result: Any, layer: Any, heads: list[int]) -> NDArray[np.float32]:
+    from vllm_scope.analysis.attention import attention_pattern
+
+    found: NDArray[np.float32] = attention_pattern(result, layer, heads).numpy()
+    return found
 
 
 def _weights(found: Any) -> NDArray[np.float32]:
@@ -92,18 +113,3 @@ def _weights(found: Any) -> NDArray[np.float32]:
             "more queries than keys."
         )
     return weights
-
-
-def _pattern(result: ScopeResult, layer: int) -> NDArray[np.float32]:
-    """[num_heads, num_positions, num_positions]"""
-    from vllm_scope.compat.vllm_lens.attention import attention_patterns, qk_meta
-
-    rows = {f"attn_{site}": result[site, layer][None] for site in "qk"}
-    positions = [result.positions(site, layer).tolist() for site in "qk"]
-    if positions != [list(range(len(positions[0])))] * 2:
-        raise ScopeError(
-            f"q and k of layer {layer} are not there at all positions from 0 on; read both with "
-            "tokens='all', and wait until the request has ended."
-        )
-    of_layer = {"qk_layers": [layer], "qk_meta": [qk_meta(result.sites, layer)]}
-    return attention_patterns(rows | of_layer, layer).numpy()

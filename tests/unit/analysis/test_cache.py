@@ -117,7 +117,12 @@ def test_every_key_has_a_value_and_the_last_exit_begins_nothing():
     ("key", "message"),
     [
         pytest.param(("resid_post", 7), r"blocks\.7\.hook_resid_post was not read", id="unread"),
-        pytest.param("blocks.0.attn.hook_pattern", "names no stream", id="another-hook"),
+        pytest.param("blocks.0.attn.hook_q", "names no stream", id="another-hook"),
+        pytest.param(
+            "blocks.0.attn.hook_pattern",
+            r"follows from blocks\.0\.attn\.hook_rot_q and blocks\.0\.attn\.hook_rot_k; read q",
+            id="a-pattern-without-queries",
+        ),
         pytest.param("resid_post", "names no stream", id="no-layer"),
     ],
 )

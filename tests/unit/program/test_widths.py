@@ -102,19 +102,21 @@ def sites_of(dtype: str) -> Sites:
     )
 
 
-def test_a_layer_has_eight_places_beside_the_stream_and_all_are_distinct():
+def test_a_layer_has_ten_places_beside_the_stream_and_all_are_distinct():
     streams = [(site, layer) for site in INNER_SITES for layer in range(300)]
     places = [Place(*stream).boundary for stream in streams]
     assert len({*places, *range(601)}) == len(places) + 601
     assert [KINDS[kind_of(place)] for place in places] == [site for site, _ in streams]
-    assert KINDS[-2:] == ("ln_final", "router_logits")  # in the order in which they were added
+    # In the order in which they were added.
+    assert KINDS[-4:] == ("ln_final", "router_logits", "attn_in", "mlp_in")
     assert {kind_of(Place(site, 299).boundary) for site in STREAM_SITES} == {0}
     sites = sites_of("float32")
     assert {s: sites.row_shape(s) for s in ("embed", *INNER_SITES)} == {
         "embed": (6,), "q": (4, 3), "k": (2, 3), "v": (2, 5), "z": (4, 5),
         "attn_out": (6,), "mlp_out": (6,), "mlp_post": (8,), "router_logits": (5,),
+        "attn_in": (6,), "mlp_in": (6,),
     }  # fmt: skip
-    assert sites.row_sizes == (6, 12, 6, 10, 20, 6, 6, 8, 6, 5)
+    assert sites.row_sizes == (6, 12, 6, 10, 20, 6, 6, 8, 6, 5, 6, 6)
     attention = tuple(b for b in EVERYWHERE if kind_of(b) <= KINDS.index("z"))
     assert replace(sites, boundaries=attention).row_sizes == (6, 12, 6, 10, 20)
     # Where no heads are known, none are tapped.
@@ -392,6 +394,6 @@ def test_a_site_that_is_not_tapped_is_refused_with_the_option_to_set():
             Spec((read,)).resolve(sites)
 
 
-def test_a_site_that_is_not_tapped_yet_is_refused_with_those_that_are():
-    with pytest.raises(SpecError, match=r"does not tap; it reads embed.*q, k, v, z"):
+def test_what_is_no_site_is_refused_with_where_it_is_and_the_sites():
+    with pytest.raises(SpecError, match=r"not a site: vLLM returns them.*Sites are.*q, k, v, z"):
         Read("logits")

@@ -179,7 +179,7 @@ NAN, INF = float("nan"), float("inf")
             lambda: Probe(V, name="p", layer=[1, 2]), "1 weight", "each layer", id="probe-at-two"
         ),
         pytest.param(
-            lambda: Probe(V, name="p", site="logits", layer=1), "'logits'", "mlp_out", id="no-tap"
+            lambda: Probe(V, name="p", site="logits", layer=1), "'logits'", "mlp_out", id="no-site"
         ),
         pytest.param(
             lambda: Probe(V, bias=INF, layer=1, name="p"), "inf", "finite", id="bias-infinite"

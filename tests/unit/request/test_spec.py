@@ -57,7 +57,8 @@ def _spec(**read: object) -> str:
     ("arguments", "came", "allowed"),
     [
         pytest.param({"site": "attention"}, "'attention'", "resid_post", id="unknown-site"),
-        pytest.param({"site": "logits"}, "'logits'", "reads embed", id="site-without-a-tap"),
+        pytest.param({"site": "logits"}, "'logits'", "Sites are embed", id="no-site"),
+        pytest.param({"site": "pattern"}, "'pattern'", "follow from q and k", id="a-pattern"),
         pytest.param({"site": 7}, "7", "a site is a string", id="site-is-a-number"),
         pytest.param({"site": None}, "None", "a site is a string", id="site-is-none"),
         pytest.param({"layers": -1}, "-1", "site='embed'", id="layer-minus-one"),

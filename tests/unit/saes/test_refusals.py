@@ -215,7 +215,7 @@ def test_a_wrong_llama_scope_folder_is_refused(fields, sentence, tmp_path):
     [
         ({"architecture": "relu"}, "'relu'"),
         ({"hf_hook_point_out": "model.layers.9.mlp.output"}, "transcoder"),
-        ({"hf_hook_point_in": "model.layers.9.pre_feedforward_layernorm.output"}, "no site"),
+        ({"hf_hook_point_in": "model.layers.9.post_attention_layernorm.output"}, "no site"),
     ],
 )
 def test_a_wrong_gemma_scope_config_is_refused(fields, sentence, tmp_path):

@@ -66,10 +66,22 @@ def test_its_features_can_be_asked_for_and_not_be_edited(tmp_path):
         SetFeature(found, 1, 2.0)
 
 
-@pytest.mark.parametrize("hook", ["blocks.3.ln2.hook_normalized", "blocks.3.mlp.hook_in"])
-def test_an_input_that_no_tap_reads_is_said(hook, tmp_path):
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "blocks.3.mlp.hook_in", "model.layers.3.mlp.input",
+        "model.layers.3.pre_feedforward_layernorm.output",
+    ],
+)  # fmt: skip
+def test_its_input_may_be_what_the_mlp_gets(hook, tmp_path):
     path, _ = write(tmp_path / "t", "transcoder", hook_name=hook)
-    with pytest.raises(SpecError, match=r"hook_name is 'blocks.*, the row behind the norm before"):
+    assert load_sae(path).place == Place("mlp_in", 3)
+    assert Features(load_sae(path, name="t"), indices=[1, 2]).site == "mlp_in"
+
+
+def test_an_input_that_no_tap_reads_is_said(tmp_path):
+    path, _ = write(tmp_path / "t", "transcoder", hook_name="blocks.3.ln2.hook_normalized")
+    with pytest.raises(SpecError, match=r"hook_name is 'blocks.*, the row inside a norm, before"):
         load_sae(path)
     assert load_sae(path, place=("resid_mid", 3)).place == Place("resid_mid", 3)
 

@@ -32,7 +32,7 @@ class Remembering:
 
     async def describe(self):
         sites = {"num_layers": 2, "hidden_size": 4, "dtype": "float32", "boundaries": [0, 2, 4]}
-        sites |= {"heads": None, "kernels": {}, "moved": []}
+        sites |= {"heads": None, "kernels": {1: {"scale": 0.5, "sinks": None}}, "moved": []}
         return {"runner": "V1", "reason": None, "sites": sites, "limits": {}}
 
     async def load(self):
@@ -279,6 +279,7 @@ def test_the_models_sites_are_shown(http):
     assert {site["site"]: site["layers"] for site in body["sites"]} == {
         "embed": [0], "resid_pre": [0, 1], "resid_post": [0, 1],
     }  # fmt: skip
+    assert body["attention"] == {"1": {"scale": 0.5, "sinks": None}}
     assert body["operator"] is True
 
 

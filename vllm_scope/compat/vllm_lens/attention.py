@@ -4,10 +4,7 @@
     attention_patterns(out.activations, layer=3)    # (heads, positions, positions), float32
 
 Owns:  `attention_patterns`, `compute_attention_weights`, and `qk_meta` of a layer.
-Runs:  anywhere; on the device of the tensors.
-
-An attention kernel never holds all weights at once. They are computed here: the softmax of
-cap(scale * q.k) + bias over the keys that a query sees.
+Runs:  anywhere; on the device of the tensors. The formula is `vllm_scope.analysis.attention`'s.
 """
 
 from __future__ import annotations
@@ -18,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_scope.errors import ScopeError, SpecError, shown
+from vllm_scope.analysis.attention import attention_weights, check_kernel
+from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.sites import Sites
 
 
@@ -67,11 +65,8 @@ def attention_patterns(
         raise SpecError(f"layer {shown(layer)} was not captured; output_qk had layers {layers}.")
     at = layers.index(layer)
     meta = activations["qk_meta"][at]
-    if not meta.get("exact", True) or meta.get("use_alibi_sqrt"):
-        raise ScopeError(
-            f"the attention of layer {layer} does more than scale, cap, mask and bias its scores "
-            "(over chunks, or by another rule), so its pattern does not follow from q and k."
-        )
+    exact = meta.get("exact", True) and not meta.get("use_alibi_sqrt")
+    check_kernel({"exact": exact}, f"layer {layer}")
     left, right = meta.get("sliding_window") or (-1, -1)
     return compute_attention_weights(
         activations["attn_q"][at], activations["attn_k"][at],
@@ -125,14 +120,8 @@ def compute_attention_weights(
     first = num_keys - num_queries if q_start is None else q_start
     if first < 0:
         raise SpecError(f"there are {num_queries} queries for {num_keys} keys; give q_start.")
-    grouped = q.to(dtype).view(num_queries, kv_heads, heads // kv_heads, -1)
-    scores = torch.einsum("qgrd,kgd->grqk", grouped, k.to(dtype)).flatten(0, 1) * scale
-    if logits_soft_cap > 0:
-        scores = torch.tanh(scores / logits_soft_cap) * logits_soft_cap
     keys = torch.arange(num_keys, device=q.device)
     ahead = keys - torch.arange(first, first + num_queries, device=q.device)[:, None]
-    if alibi_slopes is not None:
-        scores = scores + _by_head(alibi_slopes, "alibi_slopes", heads, scores) * ahead
     before, after = sliding_window
     seen = torch.ones_like(ahead, dtype=torch.bool)
     if causal:
@@ -141,18 +130,19 @@ def compute_attention_weights(
         seen &= ahead <= after
     if before >= 0:
         seen &= ahead >= -before
-    scores = scores.masked_fill(~seen, -torch.inf)
-    if sinks is None:
-        weights = scores.softmax(-1)
-    else:
-        sink = _by_head(sinks, "sinks", heads, scores).expand(-1, num_queries, 1)
-        weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
-    return weights.masked_fill(~seen, 0.0)
+    return attention_weights(
+        q.to(dtype), k.to(dtype).repeat_interleave(heads // kv_heads, dim=1), ahead, seen,
+        scale=scale, logits_soft_cap=logits_soft_cap,
+        alibi_slopes=_by_head(alibi_slopes, "alibi_slopes", heads),
+        sinks=_by_head(sinks, "sinks", heads),
+    )  # fmt: skip
 
 
-def _by_head(values: Tensor | Sequence[float], name: str, heads: int, like: Tensor) -> Tensor:
-    """[heads, 1, 1]."""
-    found = torch.as_tensor(values, dtype=like.dtype, device=like.device).flatten()
+def _by_head(values: Tensor | Sequence[float] | None, name: str, heads: int) -> Tensor | None:
+    """[heads]"""
+    if values is None:
+        return None
+    found = torch.as_tensor(values).flatten()
     if len(found) != heads:
         raise SpecError(f"{name} has {len(found)} numbers; q has {heads} heads.")
-    return found[:, None, None]
+    return found

@@ -35,7 +35,10 @@ class EngineCalls:
         self._engine = engine
 
     async def describe(self) -> dict[str, object]:
-        return dict(await self._call("scope_describe"))
+        every = await self._answers("scope_describe")
+        # Each pipeline stage knows the kernels of its own layers.
+        kernels = {k: v for one in every for k, v in one["sites"]["kernels"].items()}
+        return {**every[0], "sites": {**every[0]["sites"], "kernels": kernels}}
 
     async def load(self) -> tuple[int, int]:
         # All workers of a replica hold the same requests; replicas hold different ones.
@@ -97,15 +100,17 @@ class EngineCalls:
 
     async def _call(self, name: str, *args: object) -> Any:
         """The first worker's answer; all give the same."""
+        return (await self._answers(name, *args))[0]
+
+    async def _answers(self, name: str, *args: object) -> list[Any]:
         try:
-            found = await self._engine.collective_rpc(name, args=args)
+            return list(await self._engine.collective_rpc(name, args=args))
         except Exception as error:
             # vllm 0.32, v1/engine/core.py, EngineCoreProc._handle_client_request
             told = re.fullmatch(r"Call to \w+ method failed: (.*)", str(error), re.DOTALL)
             if told is None:
                 raise
             raise SpecError(told[1]) from None
-        return found[0]
 
 
 def _doubt_modules(engine: AsyncLLM) -> None:

@@ -9,11 +9,12 @@ engine does not start.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vllm_scope.engine.vllm_types import VllmConfig
 from vllm_scope.errors import ConfigError
@@ -28,30 +29,33 @@ def heads_of(vllm_config: VllmConfig, sites: Sequence[str]) -> Heads:
         sites: the configured sites inside the attention.
 
     Raises:
-        ConfigError: tensor parallelism splits the heads, or the attention has no such heads.
+        ConfigError: the attention has no such heads.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     named = f"additional_config['scope'].sites has {sites[0]!r}"
-    if parallel.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"{named}, and with tensor_parallel_size {parallel.tensor_parallel_size} each rank "
-            "has some of the heads, which are not put together here. Leave the site out, or "
-            "start with tensor_parallel_size 1; other sites are not touched by it."
-        )
     if model.use_mla:
         raise ConfigError(
             f"{named}, and this model's attention is latent (MLA): its heads' keys and values "
             "are never there as such. Leave the site out."
         )
     size = int(model.get_head_size())
-    return Heads(
-        int(model.get_num_attention_heads(parallel)), int(model.get_num_kv_heads(parallel)),
-        size, size,
-    )  # fmt: skip
+    # vLLM gives each rank an equal number of query heads.
+    num_heads = int(model.get_num_attention_heads(parallel)) * parallel.tensor_parallel_size
+    return Heads(num_heads, int(model.get_total_num_kv_heads()), size, size)
 
 
-def attention_of(anatomy: Anatomy, sites: Sites) -> dict[int, nn.Module]:
+def heads_here(heads: Heads, num_ranks: int) -> Heads:
+    """The heads of one of `num_ranks` tensor-parallel ranks. With fewer key and value heads than
+    ranks, each of these heads is on several ranks."""
+    num_kv_heads = max(1, heads.num_kv_heads // num_ranks)
+    return replace(heads, num_heads=heads.num_heads // num_ranks, num_kv_heads=num_kv_heads)
+
+
+def attention_of(anatomy: Anatomy, sites: Sites, num_ranks: int = 1) -> dict[int, nn.Module]:
     """Layer -> its one module that is called with q, k and v, of the layers with a tap there.
+
+    Args:
+        num_ranks: among which tensor parallelism splits the heads.
 
     Raises:
         ConfigError: a layer has none or several, its heads are not the model's, or it uses
@@ -62,7 +66,8 @@ def attention_of(anatomy: Anatomy, sites: Sites) -> dict[int, nn.Module]:
         tapped = [s for s in ATTENTION_SITES if Place(s, number).boundary in sites.boundaries]
         if tapped:
             found[number] = _attention_in(layer, number)
-            _check(found[number], number, tapped, sites)
+            assert sites.heads is not None
+            _check(found[number], number, tapped, heads_here(sites.heads, num_ranks))
     return found
 
 
@@ -84,13 +89,13 @@ def _attention_in(layer: nn.Module, number: int) -> nn.Module:
     return found
 
 
-def _check(module: Any, number: int, tapped: list[str], sites: Sites) -> None:
+def _check(module: Any, number: int, tapped: list[str], expected: Heads) -> None:
     # Values are as wide as keys where the module does not say.
     size_v = getattr(module, "head_size_v", module.head_size)
     heads = Heads(module.num_heads, module.num_kv_heads, module.head_size, size_v)
-    if heads != sites.heads:
+    if heads != expected:
         raise ConfigError(
-            f"layer {number} has {heads}, and the model's configuration says {sites.heads}: rows "
+            f"layer {number} has {heads}, and the model's configuration says {expected}: rows "
             "of a site are of one width here. Leave q, k, v and z out of "
             "additional_config['scope'].sites, or the layer out of its layers."
         )
@@ -102,32 +107,39 @@ def _check(module: Any, number: int, tapped: list[str], sites: Sites) -> None:
         )
 
 
-def kernel_of(module: Any) -> dict[str, object]:
+def kernel_of(module: Any, gather: Callable[[Tensor], Tensor] | None = None) -> dict[str, object]:
     """The parameters of an attention module's kernel beside q, k and v, as plain numbers.
+
+    Args:
+        gather: as in Split, if the ranks share the heads; all of them call this.
 
     Returns:
         layer_name: vLLM's. scale: of q.k. sliding_window: how many positions a query sees, its
         own included; None for all. logits_soft_cap: None for none. alibi_slopes, sinks: by
         head; None for none. exact: True if the kernel does nothing else; False for example for
-        chunked attention, or for image tokens that see later ones.
+        chunked attention (Llama 4, Rnj-1), or for image tokens that see later ones.
     """
     impl = module.impl
-    plain = type(module).__name__ == "Attention" and not any(
-        getattr(module, name, False) for name in ("use_alibi_sqrt", "use_mm_prefix")
+    # Subclasses mask by rules of their own. vllm 0.32, model_executor/layers/attention/
+    plain = type(module).__name__ == "Attention" and not (
+        getattr(module, "use_alibi_sqrt", False)
+        or getattr(module, "use_mm_prefix", False)
+        or getattr(impl, "chunk_lookback", -1) > -1
     )
     return {
         "layer_name": str(module.layer_name),
         "scale": float(impl.scale),
         "sliding_window": None if module.sliding_window is None else int(module.sliding_window),
         "logits_soft_cap": max(float(getattr(impl, "logits_soft_cap", None) or 0.0), 0.0) or None,
-        "alibi_slopes": _numbers(getattr(impl, "alibi_slopes", None)),
-        "sinks": _numbers(getattr(impl, "sinks", None)),
+        "alibi_slopes": _numbers(getattr(impl, "alibi_slopes", None), gather),
+        "sinks": _numbers(getattr(impl, "sinks", None), gather),
         "exact": plain,
     }
 
 
-def _numbers(values: object) -> list[float] | None:
+def _numbers(values: object, gather: Callable[[Tensor], Tensor] | None) -> list[float] | None:
     if values is None:
         return None
-    found: list[float] = torch.as_tensor(values).detach().float().flatten().tolist()
+    here = torch.as_tensor(values).detach().float().view(1, -1)
+    found: list[float] = (here if gather is None else gather(here)).flatten().tolist()
     return found

@@ -9,6 +9,7 @@ From:  worker.   To: graph.anatomy, graph.tap, worker.arena, canary.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from vllm_scope.config import ScopeConfig
 from vllm_scope.engine.vllm_types import Worker
-from vllm_scope.engine.worker.attention import attention_of
+from vllm_scope.engine.worker.attention import attention_of, heads_here
+from vllm_scope.engine.worker.blocks import blocks_of
 from vllm_scope.engine.worker.canary import row_at, silent_taps
 from vllm_scope.engine.worker.mlp import projections_of
 from vllm_scope.engine.worker.router import routers_of
@@ -25,11 +27,12 @@ from vllm_scope.errors import CompatError
 from vllm_scope.graph.anatomy.attention import install_attention_taps
 from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.graph.anatomy.parts import install_part_taps
+from vllm_scope.graph.anatomy.split import Split
 from vllm_scope.graph.anatomy.tapped import install_taps
 from vllm_scope.graph.tap import op
 from vllm_scope.graph.tap.tables import Tables, capacity
 from vllm_scope.program.layout import Widths
-from vllm_scope.request.sites import STREAM, Place, Sites, kind_of
+from vllm_scope.request.sites import ATTENTION_SITES, MLP_SITE, STREAM, Place, Sites, kind_of
 from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker.arena import Arena
 
@@ -109,19 +112,40 @@ def load_taps(
     return Loaded(here, sizes, limits, tables, arena)
 
 
-def with_parts(anatomy: Anatomy, sites: Sites) -> Anatomy:
+def with_parts(anatomy: Anatomy, sites: Sites, num_ranks: int) -> Anatomy:
     """The anatomy with the modules inside layers that carry a tap.
 
+    Args:
+        num_ranks: of tensor parallelism.
+
     Raises:
-        ConfigError: as `attention_of`, `projections_of` and `routers_of`.
+        ConfigError: as `attention_of`, `projections_of`, `routers_of` and `blocks_of`.
     """
     if sites.heads is not None:
-        anatomy = replace(anatomy, attention=attention_of(anatomy, sites))
+        anatomy = replace(anatomy, attention=attention_of(anatomy, sites, num_ranks))
     if sites.mlp_size is not None:
-        anatomy = replace(anatomy, projections=projections_of(anatomy, sites))
+        projections = projections_of(anatomy, sites, num_ranks)
+        anatomy = replace(anatomy, projections=projections)
     if sites.num_experts is not None:
         anatomy = replace(anatomy, routers=routers_of(anatomy, sites))
-    return anatomy
+    anatomy = replace(anatomy, blocks=blocks_of(anatomy, sites))
+    return replace(anatomy, splits=_splits_of(sites, num_ranks)) if num_ranks > 1 else anatomy
+
+
+def _splits_of(sites: Sites, num_ranks: int) -> dict[str, Split]:
+    from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_gather
+
+    parts: dict[str, int] = {}
+    if sites.heads is not None:
+        here = heads_here(sites.heads, num_ranks)
+        parts = {site: math.prod(here.shape(site)) for site in ATTENTION_SITES}
+    if sites.mlp_size is not None:
+        parts[MLP_SITE] = sites.mlp_size // num_ranks
+    rank = int(get_tensor_model_parallel_rank())
+    return {
+        site: Split(sites.row_size(site), part, rank, num_ranks, tensor_model_parallel_all_gather)
+        for site, part in parts.items()
+    }
 
 
 def install_all_taps(

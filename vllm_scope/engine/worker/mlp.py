@@ -10,6 +10,7 @@ engine does not start.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -28,15 +29,9 @@ def mlp_size_of(vllm_config: VllmConfig) -> int:
     """Numbers of a row of `mlp_post` by the configuration; `projections_of` compares it.
 
     Raises:
-        ConfigError: tensor parallelism splits the rows, or the layers have several widths.
+        ConfigError: the layers have several widths.
     """
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if parallel.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"{_NAMED}, and with tensor_parallel_size {parallel.tensor_parallel_size} each rank "
-            "has a part of the row, which are not put together here. Leave the site out, or "
-            "start with tensor_parallel_size 1; other sites are not touched by it."
-        )
+    model = vllm_config.model_config
     given = (getattr(model.hf_text_config, name, None) for name in _NAMES)
     size = next((one for one in given if one is not None), 4 * model.get_hidden_size())
     if not isinstance(size, int):
@@ -47,20 +42,24 @@ def mlp_size_of(vllm_config: VllmConfig) -> int:
     return size
 
 
-def projections_of(anatomy: Anatomy, sites: Sites) -> dict[int, nn.Module]:
+def projections_of(anatomy: Anatomy, sites: Sites, num_ranks: int = 1) -> dict[int, nn.Module]:
     """Layer -> the down projection of its MLP, of the layers with a tap there.
 
+    Args:
+        num_ranks: among which tensor parallelism splits the rows.
+
     Raises:
-        ConfigError: a layer has none or several, or one of another width.
+        ConfigError: a layer has none or several, or one of another width, or of which the ranks
+            do not have equal parts.
     """
     found: dict[int, nn.Module] = {}
     for number, layer in anatomy.layers.items():
         if Place(MLP_SITE, number).boundary in sites.boundaries:
-            found[number] = _projection_in(layer, number, sites.mlp_size)
+            found[number] = _projection_in(layer, number, sites.mlp_size, num_ranks)
     return found
 
 
-def _projection_in(layer: nn.Module, number: int, size: int | None) -> nn.Module:
+def _projection_in(layer: nn.Module, number: int, size: int | None, num_ranks: int) -> nn.Module:
     here = list(_projections(layer))
     words = f"{_NAMED}, and layer {number} ({type(layer).__name__})"
     leave = "Leave the site out, or the layer out of additional_config['scope'].layers."
@@ -68,17 +67,24 @@ def _projection_in(layer: nn.Module, number: int, size: int | None) -> nn.Module
         raise ConfigError(f"{words} has experts, each with an MLP of its own. {leave}")
     if len(here) != 1:
         raise ConfigError(f"{words} has {len(here)} down projections outside attention. {leave}")
-    module, width = here[0]
+    module, linear = here[0]
+    width = int(linear.input_size)
     if width != size:
         raise ConfigError(
             f"{words} has an MLP of width {width}, and the model's configuration says {size}: "
             f"rows of a site are of one width here. {leave}"
         )
+    parted = linear.input_is_parallel and linear.input_size_per_partition * num_ranks == width
+    if num_ranks > 1 and not parted:
+        raise ConfigError(
+            f"{words} has a down projection whose input the {num_ranks} tensor-parallel ranks do "
+            f"not share in equal parts. {leave}"
+        )
     return module
 
 
-def _projections(layer: nn.Module) -> Iterator[tuple[nn.Module, int]]:
-    """(module that is called, width of its input) of each row-parallel layer beside the mixer."""
+def _projections(layer: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    """(module that is called, vLLM's linear layer) of each row-parallel one beside the mixer."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.linear import RowParallelLinear
 
@@ -91,4 +97,4 @@ def _projections(layer: nn.Module) -> Iterator[tuple[nn.Module, int]]:
                 # LoRA wraps it, and calls parts of it.
                 wrapped = name.rpartition(".")[2] == "base_layer"
                 outer = modules[name.rpartition(".")[0]] if wrapped else module
-                yield outer, int(module.input_size)
+                yield outer, module

@@ -57,7 +57,10 @@ def proved_anatomy(
     anatomy = findings = None
     reason = None
     try:
-        anatomy = with_parts(anatomy_of(runner.get_model(), config), sites)
+        anatomy = with_parts(
+            anatomy_of(runner.get_model(), config), sites,
+            config.parallel_config.tensor_parallel_size,
+        )  # fmt: skip
         findings = _findings(runner, version, config, anatomy, sites)
     except CompatError as error:
         reason = str(error)

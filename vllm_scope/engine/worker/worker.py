@@ -145,7 +145,9 @@ class ScopeWorker:
         anatomy, moved = proved_anatomy(
             runner, self.runner_version, self._vllm_config, self.sites, groups
         )
-        kernels = {layer: kernel_of(module) for layer, module in anatomy.attention.items()}
+        split = anatomy.splits.get("q")
+        gather = None if split is None else split.gather
+        kernels = {layer: kernel_of(one, gather) for layer, one in anatomy.attention.items()}
         self.sites = replace(self.sites, kernels=kernels, moved=moved)
         loaded = load_taps(
             self._worker, self.config, self.sites, anatomy, self.drains, self.is_last,

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vllm_scope.graph.anatomy.layers import Anatomy
+from vllm_scope.graph.anatomy.split import Split
 from vllm_scope.graph.anatomy.tapped import give_buffers, named, tap_rows
 from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.request.sites import ATTENTION_SITES, Place, Sites
@@ -38,16 +39,19 @@ def install_attention_taps(
         if here:
             give_buffers(module, here, tap_of, arena, tables)
             sizes = {site: sites.row_size(site) for site in here}
-            module.__class__ = _tapped_attention(type(module), sizes)
+            module.__class__ = _tapped_attention(type(module), sizes, anatomy.splits)
         tapped += here.values()
     return tuple(sorted(tapped))
 
 
-def _tapped_attention(base: type, sizes: Mapping[str, int]) -> type[nn.Module]:
+def _tapped_attention(
+    base: type, sizes: Mapping[str, int], splits: Mapping[str, Split]
+) -> type[nn.Module]:
     """A subclass of `base`, a module called with query, key and value.
 
     Args:
         sizes: site with a tap -> numbers of a row.
+        splits: as in Anatomy.
     """
 
     class Tapped(base):
@@ -61,6 +65,7 @@ def _tapped_attention(base: type, sizes: Mapping[str, int]) -> type[nn.Module]:
         def scope_tap(self, site: str, rows: Tensor) -> Tensor:
             if site not in sizes:
                 return rows
-            return tap_rows(self, rows, getattr(self, f"scope_{site}"), sizes[site])
+            number = getattr(self, f"scope_{site}")
+            return tap_rows(self, rows, number, sizes[site], splits.get(site))
 
     return named(Tapped, base)

@@ -13,6 +13,8 @@ from torch import nn
 
 from vllm_scope.errors import CompatError
 from vllm_scope.graph.anatomy.convention import Convention, convention_of, final_norm_of
+from vllm_scope.graph.anatomy.split import Split
+from vllm_scope.request.sites import Place
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,9 @@ class Anatomy:
             layers that have a tap there.
         routers: layer number -> the module whose output is `router_logits`. Only of layers that
             have a tap there.
+        blocks: `attn_in` or `mlp_in` at a layer -> the module whose input it is. Only where it has
+            a tap.
+        splits: site whose rows the tensor-parallel ranks share -> how. Empty with one rank.
         norm: the name of the norm behind the last layer, in the module that runs the layers;
             None if it is not found in the source.
         norm_here: that norm; None on another pipeline stage.
@@ -42,6 +47,8 @@ class Anatomy:
     attention: Mapping[int, nn.Module] = field(default_factory=dict)
     projections: Mapping[int, nn.Module] = field(default_factory=dict)
     routers: Mapping[int, nn.Module] = field(default_factory=dict)
+    blocks: Mapping[Place, nn.Module] = field(default_factory=dict)
+    splits: Mapping[str, Split] = field(default_factory=dict)
     norm: str | None = None
     norm_here: nn.Module | None = None
 

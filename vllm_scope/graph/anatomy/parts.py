@@ -1,6 +1,6 @@
-"""Gives single modules of a model a subclass whose forward has a tap: the MLP's down projection
-(`mlp_post`, its input), the router of experts (`router_logits`, its output) and the norm behind the
-last layer (`ln_final`, its output).
+"""Gives single modules of a model a subclass whose forward has a tap: attention and MLP (`attn_in`
+and `mlp_in`, their inputs), the MLP's down projection (`mlp_post`, its input), the router of
+experts (`router_logits`, its output), the norm behind the last layer (`ln_final`, its output).
 
 Owns:  the traced code around the op.
 Runs:  as tapped.py does: installed once, before the first compiled call.
@@ -8,6 +8,7 @@ Runs:  as tapped.py does: installed once, before the first compiled call.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,9 +16,20 @@ from torch import Tensor, nn
 
 from vllm_scope.errors import ConfigError
 from vllm_scope.graph.anatomy.layers import Anatomy
-from vllm_scope.graph.anatomy.tapped import give_buffers, named, tap_rows
+from vllm_scope.graph.anatomy.split import Split
+from vllm_scope.graph.anatomy.tapped import give_buffers, named, parameters, tap_rows
 from vllm_scope.graph.tap.tables import Tables
-from vllm_scope.request.sites import FINAL_SITE, MLP_SITE, ROUTER_SITE, Place, Sites
+from vllm_scope.request.sites import (
+    BLOCK_SITES,
+    FINAL_SITE,
+    MLP_SITE,
+    ROUTER_SITE,
+    Place,
+    Sites,
+)
+
+#: How forwards of vLLM's modules name their input.
+_INPUTS = ("hidden_states", "x", "input_")
 
 
 def install_part_taps(
@@ -42,29 +54,50 @@ def install_part_taps(
         )
     if anatomy.norm_here is not None:
         parts[final] = anatomy.norm_here
+    parts |= anatomy.blocks
     here = {place: part for place, part in parts.items() if place.boundary in tap_of}
     for place, part in here.items():
         give_buffers(part, {place.site: place.boundary}, tap_of, arena, tables)
-        subclass = _tapped_input if place.site == MLP_SITE else _tapped_output
-        part.__class__ = subclass(type(part), place.site, sites.row_size(place.site))
+        subclass = _tapped_input if place.site in (MLP_SITE, *BLOCK_SITES) else _tapped_output
+        split = anatomy.splits.get(place.site)
+        part.__class__ = subclass(type(part), place.site, sites.row_size(place.site), split)
     return tuple(sorted(place.boundary for place in here))
 
 
-def _tapped_input(base: type, site: str, size: int) -> type[nn.Module]:
-    class Tapped(base):
-        def forward(self, rows: Tensor, *args: Any, **kwargs: Any) -> object:
-            rows = tap_rows(self, rows, getattr(self, f"scope_{site}"), size)
-            return super().forward(rows, *args, **kwargs)
+def input_of(module_class: type) -> str | None:
+    """The parameter of a forward that is the module's input; None if no name says so."""
+    names = parameters(module_class)
+    return next((name for name in _INPUTS if name in names), None)
 
+
+def _tapped_input(base: type, site: str, size: int, split: Split | None) -> type[nn.Module]:
+    name = input_of(base)
+    at = 0 if name is None else parameters(base).index(name)
+    # Others may use a block's input: of a layer whose branches are side by side, or without a norm.
+    copies = site in BLOCK_SITES
+
+    class Tapped(base):
+        def forward(self, *args: Any, **kwargs: Any) -> object:
+            rows = kwargs[name] if name in kwargs else args[at]
+            if copies:
+                rows = rows.clone()
+            rows = tap_rows(self, rows, getattr(self, f"scope_{site}"), size, split)
+            if name in kwargs:
+                kwargs = kwargs | {name: rows}
+            else:
+                args = (*args[:at], rows, *args[at + 1 :])
+            return super().forward(*args, **kwargs)
+
+    Tapped.forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
     return named(Tapped, base)
 
 
-def _tapped_output(base: type, site: str, size: int) -> type[nn.Module]:
+def _tapped_output(base: type, site: str, size: int, split: Split | None) -> type[nn.Module]:
     class Tapped(base):
         def forward(self, *args: Any, **kwargs: Any) -> object:
             out = super().forward(*args, **kwargs)
             rows, *others = out if isinstance(out, tuple) else (out,)
-            rows = tap_rows(self, rows, getattr(self, f"scope_{site}"), size)
+            rows = tap_rows(self, rows, getattr(self, f"scope_{site}"), size, split)
             return (rows, *others) if isinstance(out, tuple) else rows
 
     Tapped.scope_base = base  # what a lens calls

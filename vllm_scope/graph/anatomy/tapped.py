@@ -20,6 +20,7 @@ from vllm_scope.errors import CompatError, ConfigError
 from vllm_scope.graph.anatomy.convention import Convention
 from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.graph.anatomy.middle import norm_before_mlp
+from vllm_scope.graph.anatomy.split import Split
 from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.request.sites import BRANCH_SITES, Place
 
@@ -74,7 +75,7 @@ def _places_of(number: int, tap_of: Mapping[int, int]) -> dict[str, int]:
 
 
 def _check(layer: nn.Module, number: int, here: Mapping[str, int], convention: Convention) -> None:
-    if "entry" in here and "hidden_states" not in _parameters(type(layer)):
+    if "entry" in here and "hidden_states" not in parameters(type(layer)):
         raise CompatError(
             f"{type(layer).__name__}.forward has no hidden_states to read as the embedding"
         )
@@ -99,7 +100,7 @@ def refused_site(site: str, reason: str) -> ConfigError:
     )
 
 
-def _parameters(layer_class: type) -> list[str]:
+def parameters(layer_class: type) -> list[str]:
     """The parameters of its forward, without `self`."""
     return list(inspect.signature(layer_class.forward).parameters)[1:]  # type: ignore[attr-defined]
 
@@ -146,12 +147,15 @@ def _tap(module: Any, hidden: Tensor, residual: Tensor | None, number: Tensor) -
     torch.ops.vllm_scope.tap(hidden, residual, *_tables(module, number))
 
 
-def tap_rows(module: Any, rows: Tensor | None, number: Tensor, size: int) -> Tensor:
+def tap_rows(
+    module: Any, rows: Tensor | None, number: Tensor, size: int, split: Split | None = None
+) -> Tensor:
     """A tap on rows that are not on the stream.
 
     Args:
         rows: [num_tokens, size], [num_tokens, heads, size of each], or [1, num_tokens, size].
         number: the tap's.
+        split: how the ranks share the rows, of which `size` is the whole; None: each has all.
 
     Returns:
         The rows to go on with: `rows` itself, or a copy if they are a part of wider ones.
@@ -161,15 +165,20 @@ def tap_rows(module: Any, rows: Tensor | None, number: Tensor, size: int) -> Ten
             overwrite their neighbours'.
     """
     dtype = module.scope_arena.dtype
-    if rows is None or not _fits(rows, size) or rows.dtype != dtype:
+    width = size if split is None else split.part
+    if rows is None or not _fits(rows, width) or rows.dtype != dtype:
         came = "nothing" if rows is None else f"rows of {tuple(rows.shape[1:])} {rows.dtype}"
-        raise CompatError(f"a tap is given {came}, not rows of {size} {dtype}")
+        raise CompatError(f"a tap is given {came}, not rows of {width} {dtype}")
     if rows.stride(-1) != 1:
         raise CompatError("a tap is given rows whose numbers do not lie side by side")
     # Without the copy, the compiler would copy the wider rows, twice.
-    flat = rows.reshape(-1, size).contiguous()
-    _tap(module, flat, None, number)
-    return flat.view(rows.shape)
+    flat = rows.reshape(-1, width).contiguous()
+    if split is None:
+        _tap(module, flat, None, number)
+        return flat.view(rows.shape)
+    whole = split.joined(flat)
+    _tap(module, whole, None, number)
+    return split.own(whole).view(rows.shape)
 
 
 def _fits(rows: Tensor, size: int) -> bool:
@@ -181,7 +190,7 @@ def _fits(rows: Tensor, size: int) -> bool:
 def _tapped_layer(base: type, convention: Convention, places: frozenset[str]) -> type[nn.Module]:
     """A subclass of `base` with taps at its entry and exit."""
     entry, exit_ = "entry" in places, "exit" in places
-    names = _parameters(base)
+    names = parameters(base)
     at = names.index("hidden_states") if "hidden_states" in names else -1
     sums = convention is Convention.SUM
     pair = convention is not Convention.TENSOR

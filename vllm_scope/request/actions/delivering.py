@@ -29,6 +29,7 @@ class Read(Action):
             `hidden_states[k + 1]`; the last layer's is the stream before the final norm.
             If the engine taps them, also per head `q`, `k` (both after norms and rotary
             embedding), `v`, and `z` (the attention's output before its projection);
+            `attn_in` and `mlp_in`, what the attention and the MLP get, behind their norms;
             `attn_out` and `mlp_out`, which the attention and the MLP add to the stream;
             `mlp_post`, the input of the MLP's down projection; `router_logits`, what the router of
             experts gives; and `ln_final`, the output of the final norm.

@@ -1,0 +1,155 @@
+"""Attention patterns, computed again from the rows of `q` and `k`.
+
+    attention_pattern(out.scope, layer=3, heads=[0, 5])    # [2, queries, keys], float32
+
+Owns:  `attention_pattern`, and `attention_weights`, the formula.
+Runs:  anywhere, without an engine.
+From:  results.   To: views, the cache of TransformerLens's names, compat.
+
+An attention kernel never holds all weights, so a tap cannot read them. `q` and `k` are what the
+kernel gets, after norms and rotary embedding. A query's weights over n keys are n numbers per head,
+and its row of `q` has head_size: from head_size positions on, rows are fewer bytes than weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from vllm_scope.errors import ScopeError, SpecError, shown
+from vllm_scope.request.sites import SiteLayer
+
+
+class Rows(Protocol):
+    """The rows of one completion: a ScopeResult, or a client's ScopeData."""
+
+    def __getitem__(self, stream: SiteLayer, /) -> Any: ...
+    def positions(self, site: str, layer: int = 0) -> Any: ...
+
+
+def attention_pattern(
+    result: Rows,
+    layer: int,
+    heads: Iterable[int] | None = None,
+    *,
+    kernel: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """The weights with which queries attend to keys: Hugging Face's `attentions[layer][0]`.
+
+    The request must have read `k` at all positions up to its last query, and `q` at the positions
+    whose patterns are wanted: `Read("q", tokens="last"), Read("k")`. Rows from before the edits of
+    `q` and `k` give the pattern without these edits; rows of a codec give the pattern of its rows.
+
+    Args:
+        result: a ScopeResult, or the `scope` of a client's choice.
+        layer: from 0.
+        heads: which, in this order; None: all.
+        kernel: the numbers of the layer's kernel: `client.info()["attention"][f"{layer}"]`. None:
+            the result's own, which a ScopeResult has.
+
+    Returns:
+        float32 [num_heads, num_queries, num_keys], CPU. Row i is the query at
+        `result.positions("q", layer)[i]`; column j is the key at position j. The columns end with
+        the last query. A key that a query does not see has weight 0. With sinks a row sums to less
+        than 1.
+
+    Raises:
+        KeyError: the result has no rows of `q` and `k` of this layer.
+        ScopeError: rows of keys are missing, or the kernel does more to its scores than scale, cap,
+            mask and bias them.
+        SpecError: a head that the layer does not have, or no kernel.
+    """
+    q, k = (torch.as_tensor(result[site, layer]).float() for site in ("q", "k"))
+    if kernel is None:
+        kernel = _kernel_of(result, layer)
+    queries, keys = (torch.as_tensor(result.positions(site, layer)) for site in ("q", "k"))
+    num_keys = int(queries[-1]) + 1 if len(queries) else 0
+    if not torch.equal(keys[:num_keys], torch.arange(num_keys)):
+        raise ScopeError(
+            f"k of layer {layer} is not there at all positions from 0 to {num_keys - 1}, where the "
+            "last query is; read it with tokens='all', and wait until the request has ended."
+        )
+    check_kernel(kernel, f"layer {layer}")
+    num_heads = q.shape[1]
+    chosen = torch.arange(num_heads) if heads is None else _checked(list(heads), num_heads)
+    ahead = torch.arange(num_keys) - queries[:, None]
+    seen, window = ahead <= 0, kernel["sliding_window"]
+    if window is not None:
+        seen &= ahead > -window
+    by_head = {
+        name: None if kernel[name] is None else torch.tensor(kernel[name])[chosen]
+        for name in ("alibi_slopes", "sinks")
+    }
+    return attention_weights(
+        q[:, chosen], k[:num_keys, chosen // (num_heads // k.shape[1])], ahead, seen,
+        scale=kernel["scale"], logits_soft_cap=kernel["logits_soft_cap"] or 0.0, **by_head,
+    )  # fmt: skip
+
+
+def check_kernel(kernel: Mapping[str, Any], where: str) -> None:
+    """Raise ScopeError if a pattern does not follow from q and k and the kernel's numbers."""
+    if not kernel["exact"]:
+        raise ScopeError(
+            f"the attention of {where} does more than scale, cap, mask and bias its scores "
+            "(over chunks, or by another rule), so its pattern does not follow from q and k."
+        )
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    ahead: Tensor,
+    seen: Tensor,
+    *,
+    scale: float,
+    logits_soft_cap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The softmax of cap(scale * q.k) + bias over the keys that a query sees.
+
+    Args:
+        q: [num_queries, heads, head_size].
+        k: [num_keys, heads, head_size], of the same device and dtype.
+        ahead: [num_queries, num_keys]: position of the key less that of the query.
+        seen: bool [num_queries, num_keys].
+        logits_soft_cap: cap * tanh(score / cap); 0: none.
+        alibi_slopes: [heads]; slope * ahead is added to a score.
+        sinks: [heads]; a score that takes part in the softmax and has no key.
+
+    Returns:
+        [heads, num_queries, num_keys], dtype of `q`; zeros where a query sees no key.
+    """
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if logits_soft_cap > 0:
+        scores = torch.tanh(scores / logits_soft_cap) * logits_soft_cap
+    if alibi_slopes is not None:
+        scores = scores + alibi_slopes.to(scores)[:, None, None] * ahead
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        sink = sinks.to(scores)[:, None, None].expand(-1, len(q), 1)
+        weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
+    return weights.masked_fill(~seen, 0.0)
+
+
+def _kernel_of(result: Rows, layer: int) -> Mapping[str, Any]:
+    sites = getattr(result, "sites", None)
+    if sites is None:
+        raise SpecError(
+            "kernel is None, and these rows do not say what the layer's kernel is; over HTTP it is "
+            "client.info()['attention'][f'{layer}']."
+        )
+    found: Mapping[str, Any] = sites.kernels[layer]
+    return found
+
+
+def _checked(heads: Sequence[int], num_heads: int) -> Tensor:
+    for head in heads:
+        if not 0 <= head < num_heads:
+            raise SpecError(f"heads has {shown(head)}; the layer has heads 0 to {num_heads - 1}.")
+    return torch.tensor(heads, dtype=torch.int64)

@@ -1,0 +1,76 @@
+"""vLLM's attention and MLP blocks: the modules whose inputs are `attn_in` and `mlp_in`.
+
+Owns:  `blocks_of`.
+Runs:  in every worker, after load.
+
+Promise: if a layer that carries a tap has no such block, several, or one whose forward does not
+name its input, the engine does not start. Every rank has the whole row.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from vllm_scope.errors import ConfigError
+from vllm_scope.graph.anatomy.layers import Anatomy
+from vllm_scope.graph.anatomy.parts import input_of
+from vllm_scope.request.sites import BLOCK_SITES, Place, Sites
+
+
+def blocks_of(anatomy: Anatomy, sites: Sites) -> dict[Place, nn.Module]:
+    """`attn_in` or `mlp_in` at a layer -> the module whose input it is, where it has a tap.
+
+    Raises:
+        ConfigError: a layer has none or several, or the module does not name its input.
+    """
+    return {
+        place: _block_in(layer, place)
+        for number, layer in anatomy.layers.items()
+        for place in (Place(site, number) for site in BLOCK_SITES)
+        if place.boundary in sites.boundaries
+    }
+
+
+def _block_in(layer: nn.Module, place: Place) -> nn.Module:
+    here = [
+        child for child in layer.children()
+        if (_is_attention(child) if place.site == "attn_in" else _is_mlp(child))
+    ]  # fmt: skip
+    words = (
+        f"additional_config['scope'].sites has {place.site!r}, and layer {place.layer} "
+        f"({type(layer).__name__})"
+    )
+    leave = "Leave the site out, or the layer out of additional_config['scope'].layers."
+    what = "attention" if place.site == "attn_in" else "MLP"
+    if len(here) != 1:
+        raise ConfigError(f"{words} has {len(here)} modules that are its {what}. {leave}")
+    if input_of(type(here[0])) is None:
+        raise ConfigError(
+            f"{words} has an {what} ({type(here[0]).__name__}) whose forward does not name its "
+            f"input hidden_states or x. {leave}"
+        )
+    return here[0]
+
+
+def _is_attention(child: nn.Module) -> bool:
+    """Whether it holds one attention of a decoder, and is not that itself."""
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+    every = [m for m in child.modules() if isinstance(m, Attention | MLAAttention)]
+    # Latent attention (MLA) has no other type.
+    types = [getattr(module, "attn_type", "decoder") for module in every]
+    return child not in every and types == ["decoder"]
+
+
+def _is_mlp(child: nn.Module) -> bool:
+    """Whether it holds a down projection or experts, and no mixer of tokens."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    modules = dict(child.named_modules())
+    if any(isinstance(module, AttentionLayerBase) for module in modules.values()):
+        return False
+    return any(
+        name and (isinstance(module, RowParallelLinear) or name.endswith("experts"))
+        for name, module in modules.items()
+    )
