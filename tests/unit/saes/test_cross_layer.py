@@ -13,6 +13,7 @@ from vllm_scope import Features, SetFeature, SpecError
 from vllm_scope.request.sites import Place
 from vllm_scope.saes.cross_layer import load_clt
 from vllm_scope.saes.load import load_sae, load_saes
+from vllm_scope.worker.held_saes import hold_saes, num_bytes
 
 LAYERS, WIDTH, D_SAE = 3, 6, 11
 ROWS = [np.random.default_rng(i).normal(size=(20, WIDTH)) * 2 for i in range(LAYERS)]
@@ -106,3 +107,15 @@ def test_another_folder_is_refused_in_one_sentence(tmp_path):
     ):
         with pytest.raises(SpecError, match=words):
             call()
+
+
+def test_a_worker_holds_the_encoder_of_each_layer_and_no_decoder(tmp_path):
+    written = write_clt(tmp_path / "clt", LAYERS, 64, 256, jumps=True)
+    saes = load_saes({"clt": written.path})
+    assert {num_bytes(sae, torch.bfloat16) for sae in saes.values()} == {256 * (2 * 64 + 8)}
+    held = hold_saes(saes.values(), 1, torch.float32, torch.device("cpu"))
+    rows = torch.randn(7, 64, generator=torch.Generator().manual_seed(0))
+    for i in range(LAYERS):
+        values = held[f"clt.{i}"].pack(rows, 9).view(torch.float32)[:, 9:18]
+        best = torch.from_numpy(written.encode(i, rows.double().numpy())).topk(9).values
+        torch.testing.assert_close(values.double(), best, rtol=1e-4, atol=1e-4)
